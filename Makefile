@@ -1,0 +1,74 @@
+# From a fresh clone to a clip and to green tests: needs Python 3.11 or later, git and make.
+#   make demo                   make PYTHON=python3.12 test ARGS="-k transport"
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+DEMO := demo-out
+ARGS ?=
+
+# pip shows its progress on a terminal; in a log, only its errors.
+QUIET := $(if $(MAKE_TERMOUT),,-qq)
+
+# import-linter cannot forbid a module inside an external package, so ruff holds this contract.
+NO_RANKS := lint.flake8-tidy-imports.banned-api={ \
+  "torch.distributed".msg = "models and media know no ranks", \
+  "torch.multiprocessing".msg = "models and media know no ranks" }
+
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format types imports docs check-docs clean
+
+help: ## Show these targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | \
+	  while IFS='|' read -r target what; do printf '%-20s%s\n' "  $$target" "$$what"; done
+
+demo: $(STAMP) ## Animate four photographs on two CPU ranks, then prove one clip bitwise
+	$(BIN)/svdpp run svdpp/assets/photos/*.jpg --device cpu --world 2 --model demo \
+	  --out $(DEMO) --overwrite
+	$(BIN)/svdpp verify $(DEMO)/astronaut_0.json
+	@echo "The clips:"
+	@ls -1 $(DEMO)/*.mp4
+
+test: $(STAMP) ## Run every test (ARGS="-k name" for some)
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(STAMP) ## Check style and formatting
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(STAMP) ## Mend style and formatting
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: $(STAMP) ## Check the types
+	$(BIN)/mypy
+
+imports: $(STAMP) ## Check which room imports which
+	$(BIN)/lint-imports
+	@echo "Models and media know no torch.distributed:"
+	@$(BIN)/ruff check --isolated --select TID251 --config '$(NO_RANKS)' svdpp/models svdpp/media
+
+docs: $(STAMP) ## Write docs/cli.md anew
+	$(BIN)/python docs/generate_cli_reference.py
+
+check-docs: $(STAMP) ## Check that docs/cli.md is what `make docs` writes
+	$(BIN)/python docs/generate_cli_reference.py --check
+
+clean: ## Remove caches, builds and the demo's clips; the virtual environment stays
+	rm -rf $(DEMO) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -path ./$(VENV) -prune -o -path ./.git -prune -o \
+	  -type d -name __pycache__ -exec rm -rf {} +
+
+# The environment is made once, and brought up to date when what it is made from changes.
+$(STAMP): pyproject.toml constraints.txt
+	@$(BIN)/python -c 'import pip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	    echo "error: svdpp needs Python 3.11 or later; $(PYTHON) --version says" \
+	      "$$($(PYTHON) --version 2>&1 || true) - name another: make PYTHON=python3.11" >&2; \
+	    exit 1; }; \
+	  $(PYTHON) -m venv --clear $(VENV); }
+	@echo "Installing the tested set into $(VENV): PyTorch is large, the first time takes minutes."
+	@$(BIN)/python -m pip install $(QUIET) --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@

@@ -1,0 +1,1 @@
+"""The commands: thin, one file each; one printer, one table of errors."""

@@ -1,0 +1,95 @@
+"""Owns printing: results to stdout, talk to stderr. Nothing else in the program prints."""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rich.console import Console as RichConsole
+from rich.table import Table
+from rich.text import Text
+
+from svdpp.errors import RankError, SvdppError
+
+_CLIP_COLOURS = ("cyan", "yellow", "green", "magenta", "blue", "red", "white")
+
+
+class Console:
+    """One command's two streams.
+
+    Args:
+        as_json: stdout gets JSON alone.
+        quiet: stderr gets errors alone.
+    """
+
+    def __init__(self, *, as_json: bool = False, quiet: bool = False) -> None:
+        self.as_json = as_json
+        self.quiet = quiet
+        self.out = RichConsole(highlight=False, soft_wrap=True)
+        self.err = RichConsole(stderr=True, highlight=False, soft_wrap=True)
+
+    def result(self, text: str | Text | Table = "") -> None:
+        """A line or table of the result, for people; nothing under `--json`."""
+        if not self.as_json:
+            self.out.print(text, markup=False)
+
+    def json(self, value: Any) -> None:
+        """The whole result as JSON; call once, under `--json`."""
+        sys.stdout.write(json.dumps(value, indent=2) + "\n")
+
+    def talk(self, text: str) -> None:
+        """A remark on what is going on."""
+        if not self.quiet:
+            self.err.print(text, markup=False)
+
+    def table(self, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+        """A table of the result; the first column is aligned left, numbers right."""
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        for index, column in enumerate(columns):
+            table.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)
+        for row in rows:
+            table.add_row(*row)
+        self.result(table)
+
+    def grid(self, lines: Iterable[str]) -> None:
+        """A rank x time picture, each clip in its colour where the terminal has colours."""
+        for line in lines:
+            self.result(coloured_grid_line(line))
+
+    def error(self, error: BaseException, *, debug: bool = False) -> None:
+        """One sentence, its mend, the picture where there is one; the traceback with `debug`."""
+        if isinstance(error, RankError) and error.picture:
+            for line in error.picture.splitlines():
+                self.err.print(coloured_grid_line(line))
+        if debug:
+            details = error.details if isinstance(error, RankError) else ""
+            self.err.print("".join(traceback.format_exception(error)) + details, markup=False)
+        if isinstance(error, SvdppError):
+            self._sentence(error.message, error.hint)
+        else:
+            self._sentence(
+                f"unexpected {type(error).__name__}: {error}",
+                "" if debug else "run again with --debug and report what it shows",
+            )
+
+    def _sentence(self, message: str, hint: str) -> None:
+        self.err.print(Text.assemble(("error: ", "bold red"), message))
+        if hint:
+            self.err.print(Text.assemble(("hint: ", "bold"), hint))
+
+
+def coloured_grid_line(line: str) -> Text:
+    """A line of the grid with each clip in a colour, idle time dim."""
+    text = Text(line)
+    begin, end = line.find("|") + 1, line.rfind("|")
+    for index in range(begin, end):
+        sign = line[index]
+        if sign == ".":
+            text.stylize("dim", index, index + 1)
+        elif sign.isalnum():
+            colour = _CLIP_COLOURS[int(sign, 36) % len(_CLIP_COLOURS)]
+            text.stylize(colour, index, index + 1)
+    return text

@@ -1,0 +1,232 @@
+"""Owns the option types that commands share: name, help, unit and range, once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+_MODEL = "Model"
+_SAMPLING = "Sampling"
+_RANKS = "Ranks"
+_TALK = "Output"
+
+World = Annotated[
+    int | None,
+    typer.Option(
+        "--world",
+        "--gpus",
+        metavar="W",
+        help="Number of ranks, 1 to the number of steps, which it must divide. Default: 4 to plan "
+        "and simulate; to run and verify as many GPUs as divide the steps, or 2 CPU ranks.",
+        rich_help_panel=_RANKS,
+    ),
+]
+Steps = Annotated[
+    int,
+    typer.Option(
+        "--steps",
+        "--total-steps",
+        metavar="N",
+        help="Denoising steps of each clip, 1 or more, a multiple of the number of ranks.",
+        rich_help_panel=_SAMPLING,
+    ),
+]
+Threads = Annotated[
+    int | None,
+    typer.Option(
+        "--threads",
+        metavar="T",
+        help="CPU intra-op threads of each rank, 1 to 1024; bits depend on it. "
+        "Default: cores // ranks, at least 1.",
+        rich_help_panel=_RANKS,
+    ),
+]
+Timeout = Annotated[
+    float,
+    typer.Option(
+        metavar="SECONDS",
+        help="End the run when a rank makes no progress for this long, above 0.",
+        rich_help_panel=_RANKS,
+    ),
+]
+StartTimeout = Annotated[
+    float,
+    typer.Option(
+        metavar="SECONDS",
+        help="End the run when ranks are not ready after this long, above 0.",
+        rich_help_panel=_RANKS,
+    ),
+]
+Model = Annotated[
+    str,
+    typer.Option(
+        metavar="MODEL",
+        help="A hub id, a local diffusers folder, or 'demo': a small built-in stand-in for trying "
+        "the tool, not Stable Video Diffusion.",
+        rich_help_panel=_MODEL,
+    ),
+]
+Revision = Annotated[
+    str | None,
+    typer.Option(
+        metavar="REV",
+        help="Branch, tag or commit of a hub model. Default: its main branch.",
+        rich_help_panel=_MODEL,
+    ),
+]
+Variant = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="Variant of the weight files, such as fp16. Default: none.",
+        rich_help_panel=_MODEL,
+    ),
+]
+LocalFilesOnly = Annotated[
+    bool,
+    typer.Option(
+        "--local-files-only",
+        help="Never download; use what the hub cache holds.",
+        rich_help_panel=_MODEL,
+    ),
+]
+Dtype = Annotated[
+    str | None,
+    typer.Option(
+        metavar="fp32|fp16|bf16",
+        help="Precision of weights and latents. Default: fp16 on CUDA, fp32 on the CPU.",
+        rich_help_panel=_MODEL,
+    ),
+]
+MemoryOpt = Annotated[
+    bool,
+    typer.Option(
+        "--memory-opt",
+        help="Less memory, slower: feed-forward chunking, and 2 frames a decode chunk.",
+        rich_help_panel=_MODEL,
+    ),
+]
+Height = Annotated[
+    int | None,
+    typer.Option(
+        metavar="PIXELS",
+        help="Frame height, a multiple of 8. Default: 576 (demo: 128).",
+        rich_help_panel=_SAMPLING,
+    ),
+]
+Width = Annotated[
+    int | None,
+    typer.Option(
+        metavar="PIXELS",
+        help="Frame width, a multiple of 8. Default: 1024 (demo: 128).",
+        rich_help_panel=_SAMPLING,
+    ),
+]
+NumFrames = Annotated[
+    int | None,
+    typer.Option(
+        "--frames",
+        metavar="F",
+        help="Frames of the clip, 1 or more. Default: the model's own, 14 or 25.",
+        rich_help_panel=_SAMPLING,
+    ),
+]
+Fps = Annotated[
+    int | None,
+    typer.Option(
+        metavar="FPS",
+        help="Frames a second, 1 to 240; the model is told fps - 1. Default: 7.",
+        rich_help_panel=_SAMPLING,
+    ),
+]
+MotionBucketId = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        help="Amount of motion, 0 to 1023. Default: 127 (demo: 40).",
+        rich_help_panel=_SAMPLING,
+    ),
+]
+NoiseAugStrength = Annotated[
+    float | None,
+    typer.Option(
+        metavar="X",
+        help="Noise added to the image, 0 or more. Default: 0.02.",
+        rich_help_panel=_SAMPLING,
+    ),
+]
+MinGuidanceScale = Annotated[
+    float | None,
+    typer.Option(
+        metavar="X",
+        help="Guidance of the first frame, 0 or more. Default: 1.0.",
+        rich_help_panel=_SAMPLING,
+    ),
+]
+MaxGuidanceScale = Annotated[
+    float | None,
+    typer.Option(
+        metavar="X",
+        help="Guidance of the last frame, 0 or more; 1 or less: none. Default: 3.0 (demo: 1.1).",
+        rich_help_panel=_SAMPLING,
+    ),
+]
+DecodeChunkSize = Annotated[
+    int | None,
+    typer.Option(
+        metavar="F",
+        help="Frames decoded at a time, 1 or more; bits depend on it. Default: all frames.",
+        rich_help_panel=_SAMPLING,
+    ),
+]
+FitOption = Annotated[
+    str,
+    typer.Option(
+        "--fit",
+        metavar="crop|pad|stretch",
+        help="How an image of another aspect ratio is fitted; diffusers stretches.",
+        rich_help_panel=_SAMPLING,
+    ),
+]
+Seed = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        help="Seed of every clip, 0 to 2^63 - 1. Default: 0.",
+        rich_help_panel=_SAMPLING,
+    ),
+]
+AsJson = Annotated[
+    bool,
+    typer.Option("--json", help="Print the result as JSON.", rich_help_panel=_TALK),
+]
+Verbose = Annotated[
+    int,
+    typer.Option(
+        "--verbose",
+        "-v",
+        count=True,
+        metavar="",
+        show_default=False,
+        help="Log ranks, hops and clips to stderr; -vv: every step as well.",
+        rich_help_panel=_TALK,
+    ),
+]
+Quiet = Annotated[
+    bool,
+    typer.Option("--quiet", "-q", help="No progress, no remarks.", rich_help_panel=_TALK),
+]
+Debug = Annotated[
+    bool,
+    typer.Option("--debug", help="Show tracebacks with errors.", rich_help_panel=_TALK),
+]
+LogFile = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Also write the log, steps included, to this file as JSON lines. Default: none.",
+        rich_help_panel=_TALK,
+    ),
+]

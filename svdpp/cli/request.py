@@ -1,0 +1,174 @@
+"""Owns turning option values into configurations: defaults by model and device, seeds, worlds."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from svdpp.config import (
+    DTYPE_BYTES,
+    Dtype,
+    ModelConfig,
+    PipelineConfig,
+    SamplingConfig,
+    sampling_defaults,
+)
+from svdpp.errors import RequestError
+from svdpp.plan.split import largest_world
+
+_DTYPES: dict[str, Dtype] = {
+    "fp32": "fp32",
+    "float32": "fp32",
+    "fp16": "fp16",
+    "float16": "fp16",
+    "bf16": "bf16",
+    "bfloat16": "bf16",
+}
+_MAX_SEEDS = 100_000
+# What --memory-opt decodes at a time: diffusers' own low-memory recipe for SVD.
+_LOW_MEMORY_CHUNK = 2
+
+
+def parse_dtype(text: str | None, device: str) -> Dtype:
+    """The precision asked for; by default half on CUDA, single on the CPU."""
+    if text is None:
+        return "fp16" if device.startswith("cuda") else "fp32"
+    if text not in _DTYPES:
+        raise RequestError(f"--dtype must be one of {', '.join(DTYPE_BYTES)}, got {text!r}")
+    return _DTYPES[text]
+
+
+def parse_seeds(seed: int | None, seeds: str | None) -> list[int]:
+    """`--seed 7`, or `--seeds 1-8`, `1,3,5-7`; 0 where neither is given.
+
+    Raises:
+        RequestError: both are given, or the text is no list of seeds.
+    """
+    if seeds is None:
+        _check_seed(seed or 0)
+        return [seed or 0]
+    if seed is not None:
+        raise RequestError("--seed and --seeds contradict each other")
+    result: dict[int, None] = {}  # a set that keeps its order
+    for part in seeds.split(","):
+        match = re.fullmatch(r"\s*(\d{1,19})(?:-(\d{1,19}))?\s*", part, re.ASCII)
+        if match is None:
+            raise RequestError(
+                f"--seeds takes numbers and ranges such as 1-8 or 1,3,5-7, got {seeds!r}"
+            )
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last < first or last - first >= _MAX_SEEDS or len(result) >= _MAX_SEEDS:
+            raise RequestError(
+                f"--seeds {part.strip()}: smaller to larger, {_MAX_SEEDS} seeds at most"
+            )
+        _check_seed(last)
+        result.update(dict.fromkeys(range(first, last + 1)))
+    return list(result)
+
+
+def _check_seed(seed: int) -> None:
+    if not 0 <= seed < 2**63:
+        raise RequestError(f"a seed must be 0 to 2^63 - 1, got {seed}")
+
+
+def sampling_config(
+    model: str, num_steps: int, *, memory_opt: bool = False, **given: Any
+) -> SamplingConfig:
+    """diffusers' defaults, changed by the model's own, changed by what was given."""
+    chosen = {name: value for name, value in given.items() if value is not None}
+    if memory_opt:
+        chosen.setdefault("decode_chunk_size", _LOW_MEMORY_CHUNK)
+    return SamplingConfig(num_inference_steps=num_steps, **{**sampling_defaults(model), **chosen})
+
+
+def default_world(device: str, num_steps: int, *, on_cpu: int) -> int:
+    """Ranks where the user names none: all GPUs that divide the steps, else `on_cpu`."""
+    if device != "cuda":
+        return on_cpu
+    import torch
+
+    return largest_world(max(num_steps, 1), max(torch.cuda.device_count(), 1))
+
+
+def default_threads(world_size: int) -> int:
+    """Intra-op threads of each rank: the cores this process may use, shared out, at least 1."""
+    return max(1, len(os.sched_getaffinity(0)) // max(world_size, 1))
+
+
+def pipeline_config(
+    *,
+    model: ModelConfig,
+    sampling: SamplingConfig,
+    world_size: int,
+    device: str,
+    threads: int | None,
+    timeout: float,
+    start_timeout: float,
+) -> PipelineConfig:
+    """One checked configuration of all that the options said."""
+    return PipelineConfig(
+        world_size=world_size,
+        model=model,
+        sampling=sampling,
+        device=device,
+        num_threads=default_threads(world_size) if threads is None else threads,
+        timeout_seconds=timeout,
+        start_timeout_seconds=start_timeout,
+    )
+
+
+def recorded_config(
+    record: Mapping[str, Any], sampling: SamplingConfig, timeout: float, start_timeout: float
+) -> PipelineConfig:
+    """The configuration in which one clip's JSON is recomputed, on one device."""
+    return PipelineConfig(
+        world_size=1,
+        model=ModelConfig(
+            name=record["model"],
+            revision=record["revision"],
+            variant=record["variant"],
+            dtype=record["dtype"],
+            memory_opt=record["memory_opt"],
+        ),
+        sampling=sampling,
+        device="cuda:0" if record["device"] == "cuda" else "cpu",
+        num_threads=record["num_threads"],
+        timeout_seconds=timeout,
+        start_timeout_seconds=start_timeout,
+    )
+
+
+def default_device() -> str:
+    """`cuda` where there is one, else `cpu`: for commands that only ask for a proof."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def joined_world(asked: int | None) -> int | None:
+    """The number of ranks under torchrun, or what was asked for.
+
+    Raises:
+        RequestError: both are there and disagree.
+    """
+    from svdpp.distributed.process_group import torchrun_world
+
+    world = torchrun_world()
+    if world is None:
+        return asked
+    if asked is not None and asked != world.world_size:
+        raise RequestError(
+            f"--world {asked} disagrees with torchrun's world of {world.world_size}",
+            "leave --world out under torchrun",
+        )
+    return world.world_size
+
+
+def is_joined_member() -> bool:
+    """Whether this process is a rank other than 0 of torchrun's world."""
+    from svdpp.distributed.process_group import torchrun_world
+
+    world = torchrun_world()
+    return world is not None and world.rank != 0

@@ -1,0 +1,174 @@
+"""Owns `svdpp simulate`: a rehearsal with real processes, without a GPU or weights."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from svdpp.cli import options
+from svdpp.cli.console import Console
+from svdpp.config import (
+    DEFAULT_NUM_STEPS,
+    DUMMY_MODEL,
+    ClipRequest,
+    ModelConfig,
+    PipelineConfig,
+)
+from svdpp.errors import RequestError
+
+if TYPE_CHECKING:
+    from svdpp.plan.forecast import Forecast
+    from svdpp.runtime.pipeline import Pipeline
+
+_DEFAULT_WORLD = 4
+
+
+def simulate(
+    world: options.World = None,
+    steps: options.Steps = DEFAULT_NUM_STEPS,
+    clips: Annotated[
+        int | None,
+        typer.Option(metavar="M", help="Clips to run, 1 or more. Default: 2 for each rank."),
+    ] = None,
+    model: Annotated[
+        str,
+        typer.Option(
+            metavar="MODEL",
+            help="'dummy' (a small Conv3d network), 'demo', a diffusers folder or a hub id.",
+        ),
+    ] = DUMMY_MODEL,
+    latent_shape: Annotated[
+        tuple[int, int, int, int, int],
+        typer.Option(
+            metavar="B C F H W", help="Latent of the dummy model: five sizes, each 1 or more."
+        ),
+    ] = (1, 4, 14, 64, 64),
+    device: Annotated[
+        str, typer.Option(metavar="cpu|cuda:N|cuda", help="cpu, or cuda:0 shared by all ranks.")
+    ] = "cpu",
+    dtype: options.Dtype = None,
+    seed: options.Seed = None,
+    threads: options.Threads = None,
+    timeout: options.Timeout = 600.0,
+    start_timeout: options.StartTimeout = 600.0,
+    as_json: options.AsJson = False,
+    verbose: options.Verbose = 0,
+    quiet: options.Quiet = False,
+    debug: options.Debug = False,  # noqa: ARG001  read by the guard around every command
+    log_file: options.LogFile = None,
+) -> None:
+    """Rehearse a run: real processes, real hand-overs, the same engine as `run`.
+
+    The ranks share this machine's cores, so its times are the rehearsal's, not a GPU box's; the
+    forecast beside them replays the same plan with the mean costs that were measured.
+    """
+    from svdpp.cli import log, request
+    from svdpp.cli.progress import Progress
+    from svdpp.runtime.pipeline import Pipeline
+
+    asked = request.joined_world(world)
+    world_size = _DEFAULT_WORLD if asked is None else asked
+    config = request.pipeline_config(
+        model=ModelConfig(
+            name=model,
+            dtype=request.parse_dtype(dtype, device),
+            dummy_latent_shape=latent_shape,
+        ),
+        sampling=request.sampling_config(model, steps),
+        world_size=world_size,
+        device=device,
+        threads=threads,
+        timeout=timeout,
+        start_timeout=start_timeout,
+    )
+    num_clips = 2 * world_size if clips is None else clips
+    if num_clips < 1:
+        raise RequestError(f"--clips must be 1 or more, got {num_clips}")
+    console = Console(as_json=as_json, quiet=quiet)
+    log.open_log(verbosity=verbose, log_file=log_file, write=console.err.print)
+    pipeline = Pipeline(config)
+    if pipeline.is_member:
+        pipeline.serve()
+        return
+    requests = _requests(config, num_clips, request.parse_seeds(seed, None)[0])
+    with Progress(console, "simulate", pipeline.schedule(range(num_clips))) as progress:
+        pipeline.observe(progress)
+        pipeline.observe(log.EventLog(config.ranges))
+        with pipeline:
+            pipeline.run(requests)
+    measured, forecast = pipeline.trace.summary(), pipeline.forecast(num_clips)
+    if as_json:
+        console.json(_to_json(pipeline, measured, forecast))
+    else:
+        _print(console, pipeline, measured, forecast)
+
+
+def _requests(config: PipelineConfig, num_clips: int, seed: int) -> list[ClipRequest]:
+    """One clip a seed, from the first example photograph where the model wants one."""
+    from svdpp.media.examples import example_photos
+
+    image = None if config.model.is_dummy else str(example_photos()[0])
+    return [ClipRequest(seed=seed + index, image=image) for index in range(num_clips)]
+
+
+def _to_json(pipeline: Pipeline, measured: Forecast, forecast: Forecast) -> dict[str, Any]:
+    config = pipeline.config
+    ranks = pipeline.trace.to_json()
+    for rank, part in zip(ranks, config.ranges, strict=True):
+        rank.update(start=part.start, end=part.end)
+    return {
+        "schema_version": 1,
+        "num_steps": config.sampling.num_inference_steps,
+        "world_size": config.world_size,
+        "split": "uniform",
+        "model": config.model.name,
+        "dtype": config.model.dtype,
+        "backend": pipeline.backend,
+        "num_threads": config.num_threads,
+        "clips": measured.clips,
+        "measured": _times(measured),
+        "forecast": _times(forecast),
+        "ranks": ranks,
+    }
+
+
+def _times(times: Forecast) -> dict[str, float]:
+    return {
+        "makespan_seconds": times.makespan,
+        "first_clip_seconds": times.first_clip,
+        "cadence_seconds": times.cadence,
+        "bubble": times.bubble,
+    }
+
+
+def _print(console: Console, pipeline: Pipeline, measured: Forecast, forecast: Forecast) -> None:
+    from svdpp.plan.grid import draw_grid
+
+    world_size = pipeline.config.world_size
+    rows = [
+        (
+            str(stats.rank),
+            f"{part.start}:{part.end}",
+            str(stats.steps_done),
+            f"{stats.compute_seconds:.2f}",
+            f"{stats.wait_seconds:.2f}",
+            f"{stats.transfer_seconds:.3f}",
+            f"{stats.mean_step_seconds * 1000:.1f}",
+            f"{stats.p95_step_seconds * 1000:.1f}",
+            f"{stats.bubble:.0%}",
+        )
+        for stats, part in zip(pipeline.trace.rank_stats(), pipeline.config.ranges, strict=True)
+    ]
+    columns = ("rank", "range", "steps", "compute s", "wait s", "hop s", "mean ms", "p95 ms")
+    console.table((*columns, "bubble"), rows)
+    console.result()
+    width = max(20, console.out.width - len(f"rank {world_size - 1} ||"))
+    console.grid(draw_grid(pipeline.trace.spans, world_size, width=width))
+    console.result()
+    for name, times in (("measured", measured), ("forecast", forecast)):
+        console.result(
+            f"{name}: {times.clips} clips in {times.makespan:.2f} s, first after "
+            f"{times.first_clip:.2f} s, then one every {times.cadence:.2f} s; "
+            f"bubble {times.bubble:.0%}"
+        )

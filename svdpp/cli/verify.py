@@ -1,0 +1,301 @@
+"""Owns `svdpp verify`: proves that the pipeline gives diffusers' own result, bit for bit."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from svdpp.cli import options
+from svdpp.cli.console import Console
+from svdpp.config import (
+    DEFAULT_NUM_STEPS,
+    DEMO_MODEL,
+    ClipRequest,
+    ModelConfig,
+    PipelineConfig,
+)
+from svdpp.errors import InputError, RequestError, VerificationError
+
+if TYPE_CHECKING:
+    from svdpp.runtime.verify import Check, Verdict
+
+
+def verify(
+    inputs: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[INPUT...|CLIP.json]",
+            help="Image files, folders or globs; or one finished clip's JSON, to recompute it. "
+            "Default: a photograph that comes with svdpp.",
+        ),
+    ] = None,
+    world: options.World = None,
+    steps: options.Steps = DEFAULT_NUM_STEPS,
+    clips: Annotated[
+        int | None,
+        typer.Option(
+            metavar="M",
+            help="Clips to run through the ranks, 1 or more; inputs are taken in turn, each time "
+            "with the next seed. Default: one for each input, at least 2.",
+        ),
+    ] = None,
+    seed: options.Seed = None,
+    model: options.Model = DEMO_MODEL,
+    revision: options.Revision = None,
+    variant: options.Variant = None,
+    local_files_only: options.LocalFilesOnly = False,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            metavar="cpu|cuda|cuda:N",
+            help="Default: cuda where there is one, else cpu.",
+            rich_help_panel="Ranks",
+        ),
+    ] = None,
+    dtype: options.Dtype = None,
+    height: options.Height = None,
+    width: options.Width = None,
+    frames: options.NumFrames = None,
+    fps: options.Fps = None,
+    motion_bucket_id: options.MotionBucketId = None,
+    noise_aug_strength: options.NoiseAugStrength = None,
+    min_guidance_scale: options.MinGuidanceScale = None,
+    max_guidance_scale: options.MaxGuidanceScale = None,
+    decode_chunk_size: options.DecodeChunkSize = None,
+    memory_opt: options.MemoryOpt = False,
+    fit: options.FitOption = "stretch",
+    latent_shape: Annotated[
+        tuple[int, int, int, int, int],
+        typer.Option(metavar="B C F H W", help="Latent of the dummy model, --model dummy."),
+    ] = (1, 4, 14, 64, 64),
+    tolerance: Annotated[
+        float,
+        typer.Option(
+            metavar="ATOL",
+            help="Largest difference that counts as equal, 0 or more; 0 asks for equal bits.",
+        ),
+    ] = 0.0,
+    plant_fault: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FAULT",
+            help="Damage the pipelined run on purpose, to see that it is caught: "
+            "ulp@rank1.clip0 moves one number by one ULP, skip@rank1.clip0 leaves a step out.",
+        ),
+    ] = None,
+    threads: options.Threads = None,
+    timeout: options.Timeout = 600.0,
+    start_timeout: options.StartTimeout = 600.0,
+    as_json: options.AsJson = False,
+    verbose: options.Verbose = 0,
+    quiet: options.Quiet = False,
+    debug: options.Debug = False,  # noqa: ARG001  read by the guard around every command
+    log_file: options.LogFile = None,
+) -> None:
+    """Prove that the pipeline's clips are diffusers' own, bit for bit.
+
+    Runs clips through the ranks, then diffusers' unmodified pipeline in one process, and compares
+    the latent at every hand-over, the final latent and the frames. Exit code 3 where they differ.
+    """
+    from svdpp.cli import log, request
+
+    if not tolerance >= 0:
+        raise RequestError(f"--tolerance must be 0 or more, got {tolerance}")
+    if request.joined_world(None) is not None:
+        raise RequestError("verify starts its own ranks", "run it without torchrun")
+    console = Console(as_json=as_json, quiet=quiet)
+    log.open_log(verbosity=verbose, log_file=log_file, write=console.err.print)
+    if inputs and len(inputs) == 1 and inputs[0].endswith(".json"):
+        _recompute(console, Path(inputs[0]), timeout, start_timeout)
+        return
+    chosen_device = request.default_device() if device is None else device
+    config = request.pipeline_config(
+        model=ModelConfig(
+            name=model,
+            revision=revision,
+            variant=variant,
+            local_files_only=local_files_only,
+            dtype=request.parse_dtype(dtype, chosen_device),
+            memory_opt=memory_opt,
+            dummy_latent_shape=latent_shape,
+        ),
+        sampling=request.sampling_config(
+            model,
+            steps,
+            memory_opt=memory_opt,
+            height=height,
+            width=width,
+            num_frames=frames,
+            fps=fps,
+            motion_bucket_id=motion_bucket_id,
+            noise_aug_strength=noise_aug_strength,
+            min_guidance_scale=min_guidance_scale,
+            max_guidance_scale=max_guidance_scale,
+            decode_chunk_size=decode_chunk_size,
+            fit=fit,
+        ),
+        world_size=request.default_world(chosen_device, steps, on_cpu=2)
+        if world is None
+        else world,
+        device=chosen_device,
+        threads=threads,
+        timeout=timeout,
+        start_timeout=start_timeout,
+    )
+    first_seed = request.parse_seeds(seed, None)[0]
+    requests = _requests(config, inputs or [], clips, first_seed)
+    _compare(console, config, requests, tolerance, plant_fault)
+
+
+def _requests(
+    config: PipelineConfig, inputs: Sequence[str], clips: int | None, seed: int
+) -> list[ClipRequest]:
+    from svdpp.media.examples import example_photos
+    from svdpp.runtime.request import read_inputs
+
+    if clips is not None and clips < 1:
+        raise RequestError(f"--clips must be 1 or more, got {clips}")
+    if config.model.is_dummy:
+        if inputs:
+            raise RequestError("the dummy model takes no images", "use --model demo")
+        return [ClipRequest(seed=seed + clip) for clip in range(clips or 2)]
+    found = read_inputs(inputs or [str(example_photos()[0])])
+    num_clips = clips or max(2, len(found))
+    return [
+        ClipRequest(
+            seed=seed + clip // len(found),
+            image=str(found[clip % len(found)].path),
+            image_sha256=found[clip % len(found)].sha256,
+        )
+        for clip in range(num_clips)
+    ]
+
+
+def _compare(
+    console: Console,
+    config: PipelineConfig,
+    requests: list[ClipRequest],
+    tolerance: float,
+    plant_fault: str | None,
+) -> None:
+    from svdpp.cli.log import EventLog
+    from svdpp.cli.progress import Progress
+    from svdpp.plan.schedule import build_schedule, data_parallel_routes, pipeline_routes
+    from svdpp.runtime import verify as proof
+    from svdpp.runtime.faults import PlantedFault
+
+    num_steps, clips = config.sampling.num_inference_steps, range(len(requests))
+    fault = None if plant_fault is None else PlantedFault.parse(plant_fault)
+    if fault is not None:
+        fault.check(world_size=config.world_size, num_clips=len(requests))
+    routes = pipeline_routes(config.ranges, clips, decodes=config.decodes)
+    ours = build_schedule(routes, config.world_size)
+    alone = data_parallel_routes(num_steps, 1, clips, decodes=config.decodes)
+    theirs = build_schedule(alone, 1)
+    with tempfile.TemporaryDirectory(prefix="svdpp-verify-") as name:
+        folder = Path(name)
+        with Progress(console, "pipelined", ours) as progress:
+            observers = (progress, EventLog(config.ranges))
+            proof.run_pipelined(config, requests, folder, fault=fault, observers=observers)
+        with Progress(console, "sequential", theirs) as progress:
+            proof.run_sequential(config, requests, folder, observers=(progress,))
+        verdict = proof.compare(config, len(requests), folder, tolerance=tolerance)
+    if console.as_json:
+        console.json(verdict.to_json())
+    else:
+        _print(console, verdict)
+    if not verdict.equal:
+        raise VerificationError(_difference(verdict))
+
+
+def _print(console: Console, verdict: Verdict) -> None:
+    rows = [
+        (
+            str(check.clip),
+            check.what.replace("_", " "),
+            str(check.step),
+            str(check.rank),
+            "equal" if check.bitwise else ("within" if check.equal else "DIFFERENT"),
+            f"{check.max_abs_diff:.3g}",
+            str(check.max_ulp),
+            check.sha256[:12],
+        )
+        for check in verdict.checks
+    ]
+    console.table(
+        ("clip", "what", "step", "rank", "verdict", "max diff", "max ulp", "sha256"), rows
+    )
+    if verdict.bitwise:
+        clips = len({check.clip for check in verdict.checks})
+        console.result(
+            f"bitwise equal: {clips} clip{'s' if clips > 1 else ''}, "
+            f"{len(verdict.checks)} comparisons with diffusers' sequential result"
+        )
+    elif verdict.equal:
+        console.result(f"within tolerance, not bitwise: max difference {verdict.max_abs_diff:.3g}")
+
+
+def _difference(verdict: Verdict) -> str:
+    check = verdict.first_difference
+    assert check is not None
+    return f"not equal: {_words(check)}"
+
+
+def _words(check: Check) -> str:
+    what = {
+        "latent": f"the latent after step {check.step - 1}",
+        "final_latent": "the final latent",
+        "frames": "the frames",
+    }[check.what]
+    return (
+        f"clip {check.clip}, {what}, done by rank {check.rank}: first at index "
+        f"{list(check.first_index or ())}, max difference {check.max_abs_diff:.3g}, "
+        f"{check.max_ulp} {'levels' if check.what == 'frames' else 'ULP'}"
+    )
+
+
+def _recompute(console: Console, path: Path, timeout: float, start_timeout: float) -> None:
+    """Computes one finished clip sequentially and compares its hashes with the recorded ones."""
+    from svdpp.cli import request
+    from svdpp.cli.progress import Progress
+    from svdpp.media.image import read_photo
+    from svdpp.plan.schedule import build_schedule, data_parallel_routes
+    from svdpp.runtime.request import read_record, recorded_sampling
+    from svdpp.runtime.verify import recompute
+
+    record = read_record(path)
+    photo_path = path.parent / record["input"]
+    _, photo = read_photo(photo_path)
+    if photo.sha256 != record["input_sha256"]:
+        raise InputError(f"{photo.path.name!r} is not the image that {path.name!r} was made from")
+    config = request.recorded_config(record, recorded_sampling(record), timeout, start_timeout)
+    routes = data_parallel_routes(config.sampling.num_inference_steps, 1, [0])
+    with Progress(console, "sequential", build_schedule(routes, 1)) as progress:
+        hashes = recompute(
+            config,
+            ClipRequest(seed=record["seed"], image=str(photo_path)),
+            observers=(progress,),
+        )
+    names = ("latents_sha256", "frames_sha256")
+    different = [name for name in names if hashes[name] != record[name]]
+    if console.as_json:
+        console.json(
+            {
+                "schema_version": 1,
+                "equal": not different,
+                "checks": [
+                    {"what": name, "recorded": record[name], "recomputed": hashes[name]}
+                    for name in names
+                ],
+            }
+        )
+    if different:
+        raise VerificationError(
+            f"{path.name!r} is not what diffusers computes here: {', '.join(different)} differ",
+            "same machine, library versions and threads? the JSON names those it was made with",
+        )
+    console.result(f"bitwise equal: {path.name} is what diffusers computes, latent and frames")

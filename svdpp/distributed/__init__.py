@@ -1,0 +1,1 @@
+"""Ranks and wires: knows torch and processes; knows no diffusion."""

@@ -1,0 +1,136 @@
+"""Owns the fixed-size header that goes before each payload, and the checks on it.
+
+gloo and NCCL accept a message of another size or type without a word, so what a packet is must be
+said and checked before its bytes are taken.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from svdpp.config import TensorSpec
+from svdpp.errors import TransportError
+
+PROTOCOL_VERSION = 1
+HEADER_BYTES = 1024
+MAX_TENSORS = 8
+MAX_DIMS = 8
+_MAGIC = b"SVDPPKT\0"
+_DTYPE_CODES = {"fp32": 1, "fp16": 2, "bf16": 3}
+_DTYPE_NAMES = {code: name for name, code in _DTYPE_CODES.items()}
+# magic, version, clip, next step, sequence number, unix time of the clip's begin, bytes, tensors
+_HEAD = struct.Struct("<8sHQIQdQH")
+# name, dtype, number of dims, dims
+_TENSOR = struct.Struct(f"<32sBB{MAX_DIMS}Q")
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a packet says of itself.
+
+    Args:
+        clip: index of the clip.
+        next_step: number of steps done, which is the step the receiver does next.
+        sequence: number of packets sent on this link before this one.
+        begun_at: unix time in seconds at which the clip's encode began.
+        tensors: name, shape and dtype of each tensor, in the order of the payload.
+    """
+
+    clip: int
+    next_step: int
+    sequence: int
+    begun_at: float
+    tensors: tuple[tuple[str, TensorSpec], ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the payload that follows."""
+        return sum(spec.num_bytes for _, spec in self.tensors)
+
+    def pack(self) -> bytes:
+        """The header as `HEADER_BYTES` bytes, little-endian, zeros behind."""
+        if len(self.tensors) > MAX_TENSORS:
+            raise ValueError(f"a packet holds at most {MAX_TENSORS} tensors")
+        head = _HEAD.pack(
+            _MAGIC,
+            PROTOCOL_VERSION,
+            self.clip,
+            self.next_step,
+            self.sequence,
+            self.begun_at,
+            self.num_bytes,
+            len(self.tensors),
+        )
+        parts = [head, *(_pack_tensor(name, spec) for name, spec in self.tensors)]
+        return b"".join(parts).ljust(HEADER_BYTES, b"\0")
+
+    @staticmethod
+    def unpack(data: bytes) -> Header:
+        """The header that `pack` wrote.
+
+        Raises:
+            TransportError: the bytes are no header of this protocol version.
+        """
+        if len(data) != HEADER_BYTES:
+            raise TransportError(f"a header has {HEADER_BYTES} bytes, got {len(data)}")
+        fields = _HEAD.unpack_from(data)
+        magic, version, clip, next_step, sequence, begun_at, num_bytes, num_tensors = fields
+        if magic != _MAGIC:
+            raise TransportError("the header does not begin as a packet's does")
+        if version != PROTOCOL_VERSION:
+            raise TransportError(
+                f"the sender speaks packet protocol {version}, this rank {PROTOCOL_VERSION}",
+                "install the same svdpp version for every rank",
+            )
+        if num_tensors > MAX_TENSORS:
+            raise TransportError(f"the header announces {num_tensors} tensors")
+        offsets = range(_HEAD.size, _HEAD.size + num_tensors * _TENSOR.size, _TENSOR.size)
+        tensors = tuple(_unpack_tensor(data, offset) for offset in offsets)
+        header = Header(clip, next_step, sequence, begun_at, tensors)
+        if header.num_bytes != num_bytes:
+            raise TransportError(
+                f"the header announces {num_bytes} bytes, its tensors have {header.num_bytes}"
+            )
+        return header
+
+    def check(
+        self, *, clip: int, next_step: int, sequence: int, tensors: Mapping[str, TensorSpec]
+    ) -> None:
+        """Compares the header with what the receiver's action list expects.
+
+        Raises:
+            TransportError: naming the first field that differs, with both sides' values.
+        """
+        pairs: list[tuple[str, object, object]] = [
+            ("sequence number", self.sequence, sequence),
+            ("clip", self.clip, clip),
+            ("next step", self.next_step, next_step),
+            ("tensors", [name for name, _ in self.tensors], list(tensors)),
+        ]
+        pairs += [(name, str(spec), str(tensors.get(name))) for name, spec in self.tensors]
+        for what, sent, expected in pairs:
+            if sent != expected:
+                raise TransportError(f"{what}: sent {sent}, expected {expected}")
+
+
+def _pack_tensor(name: str, spec: TensorSpec) -> bytes:
+    if len(spec.shape) > MAX_DIMS:
+        raise ValueError(f"{name}: at most {MAX_DIMS} dimensions, got {len(spec.shape)}")
+    encoded = name.encode("ascii")
+    if len(encoded) > 32:
+        raise ValueError(f"{name}: at most 32 characters")
+    dims = spec.shape + (0,) * (MAX_DIMS - len(spec.shape))
+    return _TENSOR.pack(encoded, _DTYPE_CODES[spec.dtype], len(spec.shape), *dims)
+
+
+def _unpack_tensor(data: bytes, offset: int) -> tuple[str, TensorSpec]:
+    name, dtype, num_dims, *dims = _TENSOR.unpack_from(data, offset)
+    if dtype not in _DTYPE_NAMES or num_dims > MAX_DIMS:
+        raise TransportError(f"the header announces dtype code {dtype} with {num_dims} dimensions")
+    try:
+        text = name.rstrip(b"\0").decode("ascii")
+    except UnicodeDecodeError:
+        raise TransportError(f"the header announces a tensor named {name!r}") from None
+    return text, TensorSpec(tuple(dims[:num_dims]), _DTYPE_NAMES[dtype])

@@ -1,0 +1,350 @@
+"""Owns starting ranks on this machine or joining torchrun's, hearing from them, and ending them."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import multiprocessing
+import multiprocessing.connection
+import os
+import shutil
+import signal
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch.multiprocessing as torch_mp
+
+from svdpp.distributed import process_group
+from svdpp.distributed.channel import Channel, PipeChannel, StoreChannel
+from svdpp.distributed.process_group import World
+
+# Linux, <sys/prctl.h>
+_PR_SET_PDEATHSIG = 1
+_GRACE_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class Member:
+    """A rank's own side of the group.
+
+    Args:
+        world: its place.
+        backend: of the latents' wire, `gloo` or `nccl`.
+        channel: to the parent.
+        join: meets the other ranks; blocks until all are there.
+    """
+
+    world: World
+    backend: str
+    channel: Channel
+    join: Callable[[], None]
+
+
+#: What a rank runs: a module-level function of its side of the group and of what it was given.
+Entry = Callable[[Member, Any], None]
+
+
+class Group(Protocol):
+    """The parent's side: ranks started here, or torchrun's."""
+
+    world_size: int
+
+    def send(self, rank: int, message: bytes) -> None:
+        """Sends a message down to `rank`; one that is gone is reported by `exited`."""
+        ...
+
+    def poll(self, timeout: float) -> list[tuple[int, bytes]]:
+        """Messages that have come up, each with its rank, waiting up to `timeout` seconds."""
+        ...
+
+    def exited(self) -> dict[int, int]:
+        """Exit code of every rank that has ended; minus the signal's number where one ended it."""
+        ...
+
+    def last_words(self, rank: int) -> str:
+        """The end of what `rank` and its libraries printed."""
+        ...
+
+    def end(self, timeout: float) -> bool:
+        """Waits for ranks that have been told to stop; whether all did, without an error."""
+        ...
+
+    def kill(self) -> None:
+        """Ends every rank that is still there, and everything that was made for them."""
+        ...
+
+
+class StartedGroup:
+    """Ranks started through torch.multiprocessing on this machine.
+
+    Args:
+        entry: what each rank runs.
+        argument: given to each `entry`; anything that can be pickled.
+        world_size: number of ranks.
+        backend: of the latents' wire.
+        preload: modules that the fork server imports once for all ranks.
+        start_method: `forkserver` starts eight ranks in about the time of one; `spawn` imports
+            torch anew in each.
+    """
+
+    def __init__(
+        self,
+        entry: Entry,
+        argument: Any,
+        *,
+        world_size: int,
+        backend: str,
+        preload: Sequence[str] = (),
+        start_method: str = "forkserver",
+    ) -> None:
+        self.world_size = world_size
+        context = multiprocessing.get_context(start_method)
+        if start_method == "forkserver":
+            context.set_forkserver_preload(list(preload))
+        # mkdtemp makes the folder for this user alone (0700): nobody else can join the store.
+        self._folder = Path(tempfile.mkdtemp(prefix="svdpp-"))
+        pipes = [context.Pipe(duplex=True) for _ in range(world_size)]
+        self._channels = [PipeChannel(ours) for ours, _ in pipes]
+        start = _Start(entry, argument, world_size, backend, self._folder)
+        try:
+            started = torch_mp.start_processes(
+                _started_main,
+                args=(start, [theirs for _, theirs in pipes]),
+                nprocs=world_size,
+                join=False,
+                start_method=start_method,
+            )
+        except BaseException:  # a signal, above all; ranks already there end with this process
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise
+        self._processes = started.processes
+        for _, theirs in pipes:
+            theirs.close()
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids, by rank."""
+        return [process.pid for process in self._processes]
+
+    def send(self, rank: int, message: bytes) -> None:
+        """See `Group`."""
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self._channels[rank].send(message)
+
+    def poll(self, timeout: float) -> list[tuple[int, bytes]]:
+        """See `Group`; also returns when a rank has ended."""
+        by_connection: dict[Any, int] = {
+            channel.connection: rank
+            for rank, channel in enumerate(self._channels)
+            if not channel.connection.closed
+        }
+        running = [process.sentinel for process in self._processes if process.is_alive()]
+        messages: list[tuple[int, bytes]] = []
+        for ready in multiprocessing.connection.wait([*by_connection, *running], timeout):
+            if ready in by_connection:
+                messages += self._read_all(by_connection[ready])
+        return messages
+
+    def _read_all(self, rank: int) -> list[tuple[int, bytes]]:
+        connection = self._channels[rank].connection
+        messages = []
+        try:
+            while connection.poll():
+                messages.append((rank, connection.recv_bytes()))
+        except (EOFError, ConnectionResetError):
+            connection.close()
+        return messages
+
+    def exited(self) -> dict[int, int]:
+        """See `Group`."""
+        return {
+            rank: process.exitcode
+            for rank, process in enumerate(self._processes)
+            if process.exitcode is not None
+        }
+
+    def last_words(self, rank: int) -> str:
+        """See `Group`."""
+        try:
+            return _output_file(self._folder, rank).read_text(errors="replace")[-4000:]
+        except OSError:
+            return ""
+
+    def end(self, timeout: float) -> bool:
+        """See `Group`."""
+        deadline = time.monotonic() + timeout
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        codes = self.exited()
+        return len(codes) == self.world_size and not any(codes.values())
+
+    def kill(self) -> None:
+        """See `Group`."""
+        for process in self._processes:
+            if process.is_alive():
+                process.kill()
+        deadline = time.monotonic() + _GRACE_SECONDS
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        for channel in self._channels:
+            channel.connection.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class _Start:
+    """What every started process is given."""
+
+    entry: Entry
+    argument: Any
+    world_size: int
+    backend: str
+    folder: Path
+
+
+def _started_main(rank: int, start: _Start, connections: Sequence[Connection]) -> None:
+    """A started rank, from its first line to its last; it never returns to torch's wrapper."""
+    _die_with(multiprocessing.parent_process(), start.folder)
+    # Ctrl-C reaches the whole terminal group; the parent alone decides what becomes of the run.
+    # A rank that gets INT for itself ends by it, and the parent sees a rank that died.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    _redirect_output(_output_file(start.folder, rank))
+    for other, connection in enumerate(connections):
+        if other != rank:
+            connection.close()
+    world = World(rank, rank, start.world_size)
+    member = Member(
+        world,
+        start.backend,
+        PipeChannel(connections[rank]),
+        lambda: process_group.join_file_store(world, start.backend, start.folder / "store"),
+    )
+    _run_to_exit(start.entry, member, start.argument)
+
+
+def _run_to_exit(entry: Entry, member: Member, argument: Any) -> None:
+    """Ends the process at once when the entry does: neighbours must not wait for its clean-up."""
+    code = 1
+    try:
+        entry(member, argument)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def _output_file(folder: Path, rank: int) -> Path:
+    return folder / f"rank{rank}.txt"
+
+
+def _redirect_output(path: Path) -> None:
+    """Sends this process's stdout and stderr, C++ libraries' included, to a file."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+
+
+def _die_with(parent: Any, folder: Path) -> None:
+    """Kills this process when the one that started it is gone, whatever it is blocked in.
+
+    The folder goes too, since there is nobody else left to remove it.
+
+    Under forkserver the kernel's parent is the server, which its children keep alive, so the
+    starter's own sentinel is watched by a thread.
+    """
+
+    def watch() -> None:
+        multiprocessing.connection.wait([parent.sentinel])
+        shutil.rmtree(folder, ignore_errors=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="die-with-parent", daemon=True).start()
+
+
+class JoinedGroup:
+    """Torchrun's world, seen from its rank 0, whose own entry runs in a thread of this process."""
+
+    def __init__(self, entry: Entry, argument: Any, *, world: World, backend: str) -> None:
+        self.world_size = world.world_size
+        die_with_launcher()
+        process_group.join_torchrun(world, backend)
+        store = process_group.torchrun_store()
+        self._channels = [
+            StoreChannel(store, f"svdpp/down/{rank}", f"svdpp/up/{rank}")
+            for rank in range(world.world_size)
+        ]
+        member = _joined_member(world, backend)
+        self._failed = False
+        self._thread = threading.Thread(
+            target=self._run, args=(entry, member, argument), name="rank-0", daemon=True
+        )
+        self._thread.start()
+
+    def _run(self, entry: Entry, member: Member, argument: Any) -> None:
+        try:
+            entry(member, argument)
+        except BaseException:
+            self._failed = True
+            raise
+
+    def send(self, rank: int, message: bytes) -> None:
+        """See `Group`."""
+        self._channels[rank].send(message)
+
+    def poll(self, timeout: float) -> list[tuple[int, bytes]]:
+        """See `Group`."""
+        deadline = time.monotonic() + timeout
+        while True:
+            messages = []
+            for rank, channel in enumerate(self._channels):
+                while (message := channel.receive(0)) is not None:
+                    messages.append((rank, message))
+            if messages or time.monotonic() >= deadline:
+                return messages
+            time.sleep(0.05)
+
+    def exited(self) -> dict[int, int]:
+        """See `Group`; torchrun itself ends everyone when another rank ends badly."""
+        return {} if self._thread.is_alive() else {0: int(self._failed)}
+
+    def last_words(self, rank: int) -> str:  # noqa: ARG002
+        """See `Group`; torchrun's ranks print to its own terminal or log folder."""
+        return ""
+
+    def end(self, timeout: float) -> bool:
+        """See `Group`; for rank 0 alone, the others answer to torchrun."""
+        self._thread.join(timeout)
+        return not self._thread.is_alive() and not self._failed
+
+    def kill(self) -> None:
+        """Nothing to do: when this process ends, torchrun ends the others."""
+
+
+def serve_joined(entry: Entry, argument: Any, *, world: World, backend: str) -> None:
+    """Runs `entry` as a rank other than 0 of torchrun's world, to its end."""
+    die_with_launcher()
+    process_group.join_torchrun(world, backend)
+    entry(_joined_member(world, backend), argument)
+
+
+def _joined_member(world: World, backend: str) -> Member:
+    store = process_group.torchrun_store()
+    channel = StoreChannel(store, f"svdpp/up/{world.rank}", f"svdpp/down/{world.rank}")
+    return Member(world, backend, channel, lambda: None)
+
+
+def die_with_launcher() -> None:
+    """Has the kernel kill this process when torchrun's agent dies; it leaves orphans otherwise."""
+    parent = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the kernel was told
+        os.kill(os.getpid(), signal.SIGKILL)

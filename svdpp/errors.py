@@ -1,0 +1,142 @@
+"""Owns every error a user can meet, each with its exit code; knows no other room.
+
+An error is one sentence for the person at the terminal plus, where there is one, the mend. It is
+built of plain strings so that it can cross a process boundary as a record and be raised again on
+the other side as the same type.
+"""
+
+from __future__ import annotations
+
+import signal
+from typing import Any, ClassVar
+
+
+class SvdppError(Exception):
+    """Base of all errors that are answered with a sentence instead of a traceback.
+
+    Args:
+        message: one sentence that says what is wrong, with the values that matter.
+        hint: the mend, usually the next command to type; empty where there is none.
+    """
+
+    exit_code: ClassVar[int] = 1
+    meaning: ClassVar[str] = "unexpected error"
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(message, hint)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class RequestError(SvdppError, ValueError):
+    """The request contradicts itself or the machine: options, step counts, worlds, sizes."""
+
+    exit_code = 2
+    meaning = "wrong request"
+
+
+class VerificationError(SvdppError):
+    """Two results that had to be equal are not."""
+
+    exit_code = 3
+    meaning = "verify found a difference"
+
+
+class OutOfMemoryError(SvdppError, MemoryError):
+    """Too little memory: the message says what was asked for and free, the hint which knob."""
+
+    exit_code = 4
+    meaning = "out of memory"
+
+
+class ModelError(SvdppError):
+    """A model is missing, gated, incomplete, not safetensors, or of a class not supported."""
+
+    exit_code = 5
+    meaning = "model missing, gated, incomplete or not safetensors"
+
+
+class RankError(SvdppError):
+    """A rank died, raised, stalled or never started.
+
+    Args:
+        message: which rank, clip and step, and the cause.
+        hint: the mend.
+        picture: the rank x time grid with the place marked; empty where nothing had been done.
+        details: the rank's own traceback or last words, for `--debug` and the log.
+    """
+
+    exit_code = 6
+    meaning = "a rank died or stalled"
+
+    def __init__(
+        self, message: str, hint: str = "", *, picture: str = "", details: str = ""
+    ) -> None:
+        super().__init__(message, hint)
+        self.picture = picture
+        self.details = details
+
+
+class TransportError(RankError):
+    """A packet between two ranks was not the one expected, or the wire between them broke."""
+
+
+class InputError(SvdppError):
+    """An input file is unreadable, hostile, or not what its name says."""
+
+    exit_code = 7
+    meaning = "unreadable or hostile input"
+
+
+class OutputError(SvdppError):
+    """A result cannot be written."""
+
+    exit_code = 8
+    meaning = "an output cannot be written"
+
+
+class Interrupted(SvdppError):
+    """The run was ended by a signal; the exit code is 128 plus its number, as in a shell."""
+
+    def __init__(self, signal_number: int) -> None:
+        self.signal_number = signal_number
+        super().__init__(f"ended by {signal.Signals(signal_number).name}")
+
+
+#: Every type that may cross a process boundary, by name (`to_record`, `from_record`).
+_TYPES: dict[str, type[SvdppError]] = {
+    cls.__name__: cls
+    for cls in (
+        SvdppError,
+        RequestError,
+        VerificationError,
+        OutOfMemoryError,
+        ModelError,
+        RankError,
+        TransportError,
+        InputError,
+        OutputError,
+    )
+}
+
+
+def exit_code_of(error: BaseException) -> int:
+    """The process exit code that `error` ends the command with; 1 where it is no `SvdppError`."""
+    if isinstance(error, Interrupted):
+        return 128 + error.signal_number
+    return error.exit_code if isinstance(error, SvdppError) else 1
+
+
+def to_record(error: BaseException) -> dict[str, Any]:
+    """`error` as plain strings, to be sent to another process."""
+    if isinstance(error, SvdppError):
+        return {"type": type(error).__name__, "message": error.message, "hint": error.hint}
+    return {"type": "", "message": f"{type(error).__name__}: {error}", "hint": ""}
+
+
+def from_record(record: dict[str, Any]) -> SvdppError:
+    """The error that `to_record` wrote; an unexpected exception comes back as `SvdppError`."""
+    return _TYPES.get(record["type"], SvdppError)(record["message"], record["hint"])

@@ -1,0 +1,1 @@
+"""Files: images in, videos out. Knows no torch and no ranks."""

@@ -1,0 +1,312 @@
+"""Owns clips on disk: writing them, their metadata, and reading both back; knows ffmpeg and Pillow.
+
+A clip is read back and counted before it takes its place. Knows no torch: frames are numpy uint8,
+shape (F, H, W, 3), RGB.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from PIL import ExifTags, Image, ImageSequence, PngImagePlugin
+
+from svdpp.config import OutputConfig, VideoFormat
+from svdpp.errors import InputError, OutputError, SvdppError
+from svdpp.media.place import check_free, in_place_of, reason, sync
+
+Frames = npt.NDArray[np.uint8]
+
+SUFFIXES: Mapping[VideoFormat, str] = {"mp4": ".mp4", "gif": ".gif", "webp": ".webp", "frames": ""}
+MAX_NAME_BYTES = 200
+
+_KEY = "svdpp"
+_FRAME_NAME = re.compile(r"\d{5,}\.png")
+_READ_SECONDS = 600.0
+_WRITE_SECONDS = 60.0  # and one more for each frame
+_MAX_FRAMES = 10_000
+# Exact rounding; without it swscale shifts every colour by one or two steps.
+_SCALE = "scale=flags=accurate_rnd+full_chroma_int+full_chroma_inp"
+_BT709 = "setparams=range=tv:colorspace=bt709:color_primaries=bt709:color_trc=bt709"
+
+
+class _MediaFailure(RuntimeError):
+    """ffmpeg failed, or a file holds something else than it should; the text says what."""
+
+
+def write_clip(
+    frames: Frames, output: OutputConfig, *, fps: int, metadata: Mapping[str, object]
+) -> None:
+    """Writes one clip whole or not at all; what was there before stays until then.
+
+    Args:
+        frames: uint8, shape (F, H, W, 3), RGB.
+        output: place and format. `mp4` is H.264, yuv420p, bt709; `gif` and `webp` loop for ever
+            (gif counts time in 1/100 s, at most 50 frames a second); `frames` is a folder of
+            00000.png and so on, which replaces an existing one only if that holds nothing else.
+        fps: frames a second.
+        metadata: JSON values, carried inside the file and given back by `read_metadata`.
+
+    Raises:
+        OutputError: the clip cannot be encoded, written, or read back whole.
+        ValueError: `frames` has another shape or dtype, `metadata` is no JSON.
+    """
+    frames = _checked(frames)
+    text = json.dumps(dict(metadata), allow_nan=False)
+    files = _FRAME_NAME if output.format == "frames" else None
+    suffix = SUFFIXES[output.format]  # ffmpeg goes by it
+    with in_place_of(output.path, suffix, files) as temporary:
+        if output.format == "mp4":
+            _encode_mp4(temporary, frames, fps, output.crf, text)
+        elif output.format == "frames":
+            _write_folder(temporary, frames, text)
+        else:
+            temporary.write_bytes(_encode_animation(frames, output.format, fps, text))
+        _check_whole(temporary, output.format, frames, fps)
+
+
+def check_output(output: OutputConfig) -> None:
+    """Makes sure, before any work, that `write_clip` may replace what lies at the output's place.
+
+    Raises:
+        OutputError: something else has that name.
+    """
+    check_free(output.path, _FRAME_NAME if output.format == "frames" else None)
+
+
+def read_frames(path: Path, format: VideoFormat) -> Frames:
+    """Every frame of a clip, uint8, shape (F, H, W, 3), RGB.
+
+    gif and webp store equal neighbours as one longer frame: it comes back as often as its time
+    says against the clip's shortest common time; a clip of equal frames alone comes back as one.
+
+    Raises:
+        InputError: the file is missing, damaged, or in another format.
+    """
+    with _reading(path, format):
+        if format == "mp4":
+            return _decode_mp4(path)
+        if format == "frames":
+            return _read_folder(path)
+        images, times = _read_animation(path, format)
+        unit = math.gcd(*times) or 1
+        counts = [max(1, time // unit) for time in times]
+        if sum(counts) > _MAX_FRAMES:
+            raise _MediaFailure(f"it has more than {_MAX_FRAMES} frames")
+        return np.repeat(images, counts, axis=0)
+
+
+def read_metadata(path: Path) -> dict[str, object]:
+    """What `write_clip` was given as `metadata`, out of the clip itself, whatever its format.
+
+    Raises:
+        InputError: the file cannot be read or carries none.
+    """
+    with _reading(path, "a clip"):
+        record = json.loads(_metadata_text(path) or "null")
+    if not isinstance(record, dict):
+        raise InputError(f"{str(path)!r} carries no metadata of svdpp")
+    return record
+
+
+def clip_path(out: Path, stem: str, seed: int, format: VideoFormat) -> Path:
+    """`<out>/<stem>_<seed>.<format>`, without a suffix for `frames`; a valid name for any stem.
+
+    Separators, NUL and line breaks become `_`, and the stem is cut so that the name takes at most
+    `MAX_NAME_BYTES` in UTF-8. Two stems can so meet in one path: the caller checks.
+    """
+    tail = f"_{seed}{SUFFIXES[format]}"
+    stem = re.sub(r"[/\0\n\r]", "_", stem)
+    while len((stem + tail).encode("utf-8", "surrogatepass")) > MAX_NAME_BYTES:
+        stem = stem[:-1]
+    return out / (stem + tail)
+
+
+def find_ffmpeg() -> str:
+    """Path of the ffmpeg that imageio-ffmpeg brings or finds.
+
+    Raises:
+        OutputError: there is none.
+    """
+    try:
+        import imageio_ffmpeg
+
+        executable: str | None = shutil.which(imageio_ffmpeg.get_ffmpeg_exe())
+    except (ImportError, RuntimeError):
+        executable = None
+    if executable is None:
+        raise OutputError("there is no ffmpeg to make mp4 with", "pip install imageio-ffmpeg")
+    return executable
+
+
+def frames_sha256(frames: Frames) -> str:
+    """SHA-256 of the frames' bytes in C order; ValueError if not uint8 of shape (F, H, W, 3)."""
+    return hashlib.sha256(_checked(frames).data).hexdigest()
+
+
+def _checked(frames: Frames) -> Frames:
+    if frames.dtype != np.uint8 or frames.ndim != 4 or frames.shape[3] != 3 or not frames.size:
+        raise ValueError(f"frames are uint8 (F, H, W, 3), got {frames.dtype} {frames.shape}")
+    return np.ascontiguousarray(frames)
+
+
+@contextlib.contextmanager
+def _reading(path: Path, what: str) -> Iterator[None]:
+    try:
+        yield
+    except SvdppError:
+        raise
+    except Exception as error:  # on damaged files Pillow raises nearly every type there is
+        raise InputError(f"{str(path)!r} cannot be read as {what}: {reason(error)}") from error
+
+
+def _check_whole(path: Path, format: VideoFormat, frames: Frames, fps: int) -> None:
+    """Decodes what was written; ffmpeg, and a disk, can lose frames without a word."""
+    if format in ("mp4", "frames"):
+        shape = read_frames(path, format).shape
+    else:
+        images, times = _read_animation(path, format)
+        count: float = sum(times) / _frame_ms(format, fps)
+        if len(images) == 1 and np.ptp(frames, axis=0).max() <= 8:
+            count = len(frames)  # webp makes a still, without time, of frames that look the same
+        shape = (count, *images.shape[1:])
+    if shape != frames.shape:
+        raise _MediaFailure(f"read back it holds {shape} of {frames.shape} frames, height, width")
+
+
+def _ffmpeg(arguments: list[str], frames: Frames | None = None, *, seconds: float) -> bytes:
+    """Runs ffmpeg, with `frames` as stdin, and returns its stdout; _MediaFailure if it fails."""
+    # imageio_ffmpeg.write_frames would drop the exit code. In a session of its own ffmpeg does not
+    # get a terminal's Ctrl-C, so that the run can end it in order.
+    process = subprocess.Popen(
+        [find_ffmpeg(), "-hide_banner", "-nostdin", "-loglevel", "error", "-xerror", *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    data: Any = None if frames is None else frames.data.cast("B")  # a view: no copy of the clip
+    with process:
+        try:
+            stdout, stderr = process.communicate(data, timeout=seconds)
+        except BaseException as error:
+            process.kill()
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise _MediaFailure(f"ffmpeg did not end within {seconds:.0f} s") from None
+            raise
+    if process.returncode < 0:
+        raise _MediaFailure(f"ffmpeg was ended by {signal.Signals(-process.returncode).name}")
+    if process.returncode:
+        lines = stderr[-4096:].decode(errors="replace").split("\n")
+        last = next((line for line in reversed(lines) if line.strip()), "no reason given")
+        raise _MediaFailure(f"ffmpeg ended with {process.returncode}: {last.strip()}")
+    return bytes(stdout)
+
+
+def _source(path: Path) -> list[str]:
+    # One demuxer and no network, for a playlist can call itself .mp4; `file:` takes every name.
+    name = f"file:{os.path.abspath(path)}"
+    return ["-protocol_whitelist", "file,pipe", "-f", "mov", "-i", name]
+
+
+def _encode_mp4(path: Path, frames: Frames, fps: int, crf: int, text: str) -> None:
+    count, height, width, _ = frames.shape
+    if height % 2 or width % 2:
+        raise _MediaFailure(f"mp4 needs even sides, not {width}x{height}")
+    source = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-video_size", f"{width}x{height}"]
+    source += ["-framerate", str(fps), "-i", "pipe:0"]
+    filters = f"{_SCALE}:out_color_matrix=bt709:out_range=tv,format=yuv420p,{_BT709}"
+    codec = ["-vf", filters, "-c:v", "libx264", "-crf", str(crf)]
+    tags = ["-movflags", "use_metadata_tags+faststart", "-metadata", f"{_KEY}={text}"]
+    arguments = ["-y", *source, *codec, *tags, "-f", "mp4", f"file:{path}"]
+    _ffmpeg(arguments, frames, seconds=_WRITE_SECONDS + count)
+
+
+def _decode_mp4(path: Path) -> Frames:
+    # As PPM, because each picture then says its own size.
+    output = ["-map", "0:v:0", "-vf", _SCALE, "-fps_mode", "passthrough", "-pix_fmt", "rgb24"]
+    output += ["-c:v", "ppm", "-f", "image2pipe", "pipe:1"]
+    data = _ffmpeg([*_source(path), *output], seconds=_READ_SECONDS)
+    header = re.match(rb"P6\n(\d+) (\d+)\n255\n", data)
+    if header is None:
+        raise _MediaFailure("it holds no frames")
+    width, height = int(header[1]), int(header[2])
+    pictures = np.frombuffer(data, np.uint8).reshape(-1, header.end() + height * width * 3)
+    return pictures[:, header.end() :].reshape(-1, height, width, 3)
+
+
+def _frame_ms(format: VideoFormat, fps: int) -> int:
+    # GIF counts in 1/100 s, and browsers slow everything under two of them down to ten.
+    return max(2, round(100 / fps)) * 10 if format == "gif" else round(1000 / fps)
+
+
+def _encode_animation(frames: Frames, format: VideoFormat, fps: int, text: str) -> bytes:
+    first, *rest = (Image.fromarray(frame) for frame in frames)
+    exif = Image.Exif()
+    exif[ExifTags.Base.ImageDescription] = text
+    extra = {"comment": text.encode()} if format == "gif" else {"exif": exif, "quality": 90}
+    buffer = io.BytesIO()  # in memory: where a disk is full, Pillow's own writing hides the cause
+    first.save(
+        buffer,
+        format,
+        save_all=True,
+        append_images=rest,
+        loop=0,
+        duration=_frame_ms(format, fps),
+        **extra,
+    )
+    return buffer.getvalue()
+
+
+def _read_animation(path: Path, format: VideoFormat) -> tuple[Frames, list[int]]:
+    """The stored frames, uint8 (F, H, W, 3), and how long each is shown, in milliseconds."""
+    images, times = [], []
+    with Image.open(path, formats=[format]) as animation:
+        for image in ImageSequence.Iterator(animation):
+            images.append(np.asarray(image.convert("RGB")))
+            times.append(int(image.info.get("duration", 0)))
+    return np.stack(images), times
+
+
+def _write_folder(folder: Path, frames: Frames, text: str) -> None:
+    info = PngImagePlugin.PngInfo()
+    info.add_text(_KEY, text)
+    for index, frame in enumerate(frames):
+        buffer = io.BytesIO()
+        Image.fromarray(frame).save(buffer, "PNG", pnginfo=info)
+        file = folder / f"{index:05d}.png"
+        file.write_bytes(buffer.getvalue())
+        sync(file)
+
+
+def _read_folder(folder: Path) -> Frames:
+    images = []
+    for path in sorted(folder.iterdir()):
+        if _FRAME_NAME.fullmatch(path.name):
+            with Image.open(path, formats=["PNG"]) as image:
+                images.append(np.asarray(image.convert("RGB")))
+    return np.stack(images)
+
+
+def _metadata_text(path: Path) -> str | None:
+    if path.suffix in (".gif", ".webp") or path.is_dir():
+        file = path / "00000.png" if path.is_dir() else path
+        with Image.open(file, formats=["GIF", "WEBP", "PNG"]) as image:
+            text = image.info.get("comment") or image.info.get(_KEY)
+            return text or image.getexif().get(ExifTags.Base.ImageDescription)
+    listing = _ffmpeg([*_source(path), "-f", "ffmetadata", "pipe:1"], seconds=_READ_SECONDS)
+    match = re.search(rf"^{_KEY}=(.*)$", listing.decode(), re.MULTILINE)
+    return re.sub(r"\\(.)", r"\1", match[1]) if match else None

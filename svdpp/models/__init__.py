@@ -1,0 +1,1 @@
+"""Diffusion: loading, encoding, denoising, decoding. Knows no ranks."""

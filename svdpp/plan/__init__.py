@@ -1,0 +1,1 @@
+"""Who does what, and when: splits, action lists, forecasts and pictures. Stdlib only."""

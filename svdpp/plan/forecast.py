@@ -1,0 +1,215 @@
+"""Owns the forecast: replays action lists against costs, without a process, and sums them up."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from svdpp.errors import RequestError
+from svdpp.plan.actions import Action, Kind
+from svdpp.plan.schedule import Schedule
+
+# So that sums over any number of clips stay finite.
+_MAX_SECONDS = 1e9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """Seconds that each kind of work takes on one rank.
+
+    The default is the unit of a plan without measurements: one step takes 1, everything else 0.
+    """
+
+    step_seconds: float = 1.0
+    encode_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    hop_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            option = f"--{name.replace('_', '-')}"
+            if not (math.isfinite(value) and value >= 0):
+                raise RequestError(f"{option} must be a finite number, 0 or more, got {value}")
+            if value > _MAX_SECONDS:
+                raise RequestError(f"{option} must be {_MAX_SECONDS:g} or less, got {value}")
+        if self.step_seconds == 0:
+            raise RequestError("--step-seconds must be above 0")
+
+    def of(self, action: Action) -> float:
+        """Seconds for which `action` keeps its rank's device busy."""
+        if action.kind is Kind.DENOISE:
+            return (action.end - action.start) * self.step_seconds
+        return {Kind.ENCODE: self.encode_seconds, Kind.DECODE: self.decode_seconds}.get(
+            action.kind, 0.0
+        )
+
+
+class Span(NamedTuple):
+    """When one rank did one action, in seconds from the start of the run."""
+
+    rank: int
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """What a run of `clips` clips comes to; all times in seconds, or in the plan's unit."""
+
+    clips: int
+    makespan: float
+    """From the first action's start to the last one's end."""
+    first_clip: float
+    """Until the first clip is finished."""
+    cadence: float
+    """Mean time between finished clips, over the second half of them."""
+    bubble: float
+    """Share of all ranks' time in which they do nothing, 0 to 1."""
+
+
+class DeadlockError(ValueError):
+    """Every rank that still has work waits for another: the lists cannot be performed."""
+
+
+Hop = tuple[int, int, int]  # from rank, to rank, how many hops there were before it on that link
+
+
+class _Replay:
+    """Walks all lists at once; a rank that must wait sleeps until the hop it waits for is over.
+
+    A hop begins when it has been sent, when its receive has been posted and when the hop before it
+    on the same link is over. A SEND returns at once unless the one before it on its link is still
+    under way: a rank never holds more than one unsent packet for each neighbour.
+    """
+
+    def __init__(self, schedule: Schedule, costs: Costs) -> None:
+        self.schedule = schedule
+        self.costs = costs
+        self.spans: list[Span] = []
+        self.clock = [0.0] * len(schedule)
+        self.next_action = [0] * len(schedule)
+        self.sends_begun: dict[tuple[int, int], int] = {}
+        self.receives_posted: dict[tuple[int, int], int] = {}
+        self.half_open: dict[Hop, tuple[Action, float]] = {}
+        self.hop_ends: dict[Hop, float] = {}
+        self.arrivals: dict[tuple[int, int], Hop] = {}  # (rank, clip) -> the hop that brings it
+        self.sleepers: dict[Hop, list[int]] = {}
+
+    def run(self) -> list[Span]:
+        ready = list(range(len(self.schedule)))
+        while ready:
+            rank = ready.pop()
+            while self.next_action[rank] < len(self.schedule[rank]):
+                awaited = self._perform(rank, self.schedule[rank][self.next_action[rank]], ready)
+                if awaited is not None:
+                    self.sleepers.setdefault(awaited, []).append(rank)
+                    break
+                self.next_action[rank] += 1
+        self._check_all_done()
+        return self.spans
+
+    def _perform(self, rank: int, action: Action, ready: list[int]) -> Hop | None:
+        """Does the action, or names the hop whose end it must wait for."""
+        if action.kind is Kind.RECV:
+            hop = self._next_hop(self.receives_posted, action.peer, rank)
+            self.arrivals[rank, action.clip] = hop
+            self._meet(hop, action, self.clock[rank], ready)
+            return None
+        arrival = self.arrivals.get((rank, action.clip))
+        if arrival is not None:
+            if arrival not in self.hop_ends:
+                return arrival
+            self.clock[rank] = max(self.clock[rank], self.hop_ends[arrival])
+        if action.kind is Kind.SEND:
+            return self._send(rank, action, ready)
+        if action.kind is Kind.DELIVER:
+            return None  # in the background
+        start = self.clock[rank]
+        self.clock[rank] = start + self.costs.of(action)
+        self.spans.append(Span(rank, action, start, self.clock[rank]))
+        return None
+
+    def _send(self, rank: int, action: Action, ready: list[int]) -> Hop | None:
+        before = (rank, action.peer, self.sends_begun.get((rank, action.peer), 0) - 1)
+        if before[2] >= 0:
+            if before not in self.hop_ends:
+                return before
+            self.clock[rank] = max(self.clock[rank], self.hop_ends[before])
+        hop = self._next_hop(self.sends_begun, rank, action.peer)
+        self._meet(hop, action, self.clock[rank], ready)
+        return None
+
+    @staticmethod
+    def _next_hop(counts: dict[tuple[int, int], int], source: int, target: int) -> Hop:
+        index = counts.get((source, target), 0)
+        counts[source, target] = index + 1
+        return source, target, index
+
+    def _meet(self, hop: Hop, action: Action, at: float, ready: list[int]) -> None:
+        """Opens one end of a hop; with both ends open it takes place."""
+        other = self.half_open.pop(hop, None)
+        if other is None:
+            self.half_open[hop] = action, at
+            return
+        if (other[0].clip, other[0].start) != (action.clip, action.start):
+            raise DeadlockError(f"rank {hop[0]} to {hop[1]}: {other[0]} meets {action}")
+        before = self.hop_ends.get((hop[0], hop[1], hop[2] - 1), 0.0)
+        self.hop_ends[hop] = max(other[1], at, before) + self.costs.hop_seconds
+        ready.extend(self.sleepers.pop(hop, []))
+
+    def _check_all_done(self) -> None:
+        stuck = [
+            f"rank {rank} at {actions[self.next_action[rank]]}"
+            for rank, actions in enumerate(self.schedule)
+            if self.next_action[rank] < len(actions)
+        ]
+        if stuck:
+            raise DeadlockError(f"deadlock: {', '.join(stuck)}")
+
+
+def replay(schedule: Schedule, costs: Costs) -> list[Span]:
+    """When each rank would do each ENCODE, DENOISE and DECODE, in no particular order of ranks.
+
+    Raises:
+        DeadlockError: the lists wait for each other, or two ends of a hop do not match.
+    """
+    return _Replay(schedule, costs).run()
+
+
+def summarise(spans: Iterable[Span], world_size: int) -> Forecast:
+    """Sums up spans, forecast or measured.
+
+    Raises:
+        ValueError: there are no spans.
+    """
+    spans = list(spans)
+    if not spans:
+        raise ValueError("nothing was done: no spans to sum up")
+    begin = min(span.start for span in spans)
+    finished = clip_finish_times(spans)
+    makespan = max(span.end for span in spans) - begin
+    busy = sum(span.end - span.start for span in spans)
+    return Forecast(
+        clips=len(finished),
+        makespan=makespan,
+        first_clip=finished[0] - begin,
+        cadence=_cadence([time - begin for time in finished]),
+        bubble=max(0.0, 1 - busy / (makespan * world_size)) if makespan else 0.0,
+    )
+
+
+def clip_finish_times(spans: Iterable[Span]) -> list[float]:
+    """When each clip was finished, in rising order."""
+    ends: dict[int, float] = {}
+    for span in spans:
+        ends[span.action.clip] = max(ends.get(span.action.clip, -math.inf), span.end)
+    return sorted(ends.values())
+
+
+def _cadence(finished: Sequence[float]) -> float:
+    half = len(finished) // 2
+    before = finished[half - 1] if half else 0.0
+    return (finished[-1] - before) / (len(finished) - half)

@@ -1,0 +1,92 @@
+"""Owns the rank x time picture in text, with the place of an error marked in it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from svdpp.plan.actions import Kind
+from svdpp.plan.forecast import Span
+
+IDLE = "."
+ENCODING = "<"
+DECODING = ">"
+_CLIP_SIGNS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+def clip_sign(clip: int) -> str:
+    """The character that stands for a clip; they repeat after 62."""
+    return _CLIP_SIGNS[clip % len(_CLIP_SIGNS)]
+
+
+def draw_grid(
+    spans: Sequence[Span],
+    world_size: int,
+    *,
+    width: int = 80,
+    marks: Mapping[int, str] | None = None,
+) -> list[str]:
+    """One line a rank, time to the right: each column shows what the rank did for most of it.
+
+    Args:
+        spans: forecast or measured, in seconds from any origin.
+        world_size: number of lines.
+        width: columns of time; fewer are drawn where the whole is shorter than that many steps.
+        marks: a rank's remark, printed behind its line, such as `died here`.
+
+    Returns:
+        The lines, without line ends. Steps show the clip's sign, encode `<`, decode `>`, idle `.`.
+    """
+    begin = min((span.start for span in spans), default=0.0)
+    total = max((span.end for span in spans), default=0.0) - begin
+    columns = _num_columns(spans, total, width)
+    cells = [
+        _cells([s for s in spans if s.rank == rank], begin, total, columns)
+        for rank in range(world_size)
+    ]
+    digits = len(str(world_size - 1))
+    lines = []
+    for rank, row in enumerate(cells):
+        mark = f"  <-- {marks[rank]}" if marks and rank in marks else ""
+        lines.append(f"rank {rank:>{digits}} |{row}|{mark}")
+    return lines
+
+
+def _num_columns(spans: Sequence[Span], total: float, width: int) -> int:
+    """At most `width`: a column for each step, or for each two, three ... that it all fits."""
+    step = min(
+        (
+            (span.end - span.start) / (span.action.end - span.action.start)
+            for span in spans
+            if span.action.kind is Kind.DENOISE and span.end > span.start
+        ),
+        default=0.0,
+    )
+    # A step may be next to nothing beside a decode.
+    whole = round(total / step) if step * 1e6 > total else width
+    steps_a_column = max(1, math.ceil(whole / width))
+    return max(1, whole // steps_a_column)
+
+
+def _cells(spans: Sequence[Span], begin: float, total: float, columns: int) -> str:
+    """The sign of the span that fills most of each column; idle where idling fills most."""
+    if not total:
+        return IDLE * columns
+    column = total / columns
+    share = [{IDLE: 0.0} for _ in range(columns)]
+    for span in spans:
+        low, high = (span.start - begin) / column, (span.end - begin) / column
+        for index in range(max(0, int(low)), min(columns, int(high) + 1)):
+            covered = min(high, index + 1) - max(low, index)
+            share[index][_sign(span)] = share[index].get(_sign(span), 0.0) + max(covered, 0.0)
+    for cell in share:
+        cell[IDLE] = 1.0 - sum(cell.values())
+    return "".join(max(cell, key=lambda sign: round(cell[sign], 9)) for cell in share)
+
+
+def _sign(span: Span) -> str:
+    if span.action.kind is Kind.ENCODE:
+        return ENCODING
+    if span.action.kind is Kind.DECODE:
+        return DECODING
+    return clip_sign(span.action.clip)

@@ -1,0 +1,168 @@
+"""Owns the order of work: routes of clips through ranks -> one list of actions for each rank."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from svdpp.plan import actions
+from svdpp.plan.actions import Action, Kind
+from svdpp.plan.split import StepRange
+
+#: For each rank, what it does, in order.
+Schedule = tuple[tuple[Action, ...], ...]
+
+
+@dataclass(frozen=True)
+class Route:
+    """The way of one clip: who does which steps, in the clip's own order.
+
+    Args:
+        clip: index of the clip.
+        ranges: consecutive step ranges from 0 to the last step; empty ranges mark a rank that
+            only encodes (first) or only decodes (last).
+        decodes: whether the last rank of the way also decodes.
+    """
+
+    clip: int
+    ranges: tuple[StepRange, ...]
+    decodes: bool = True
+
+    def __post_init__(self) -> None:
+        done = 0
+        for part in self.ranges:
+            if part.start != done or part.end < part.start:
+                raise ValueError(
+                    f"clip {self.clip}: ranges do not follow each other: {self.ranges}"
+                )
+            done = part.end
+        ranks = [part.rank for part in self.ranges]
+        if not ranks or len(set(ranks)) != len(ranks):
+            raise ValueError(f"clip {self.clip}: a rank is visited twice, or none: {self.ranges}")
+
+
+@dataclass(frozen=True)
+class _Visit:
+    """One clip at one rank: the RECV it begins with, where it does, and the rest."""
+
+    arrival: Action | None
+    work: tuple[Action, ...]
+
+
+def pipeline_routes(
+    ranges: tuple[StepRange, ...], clips: Iterable[int], *, decodes: bool = True
+) -> list[Route]:
+    """Every clip through all ranks in turn: the step pipeline."""
+    return [Route(clip, ranges, decodes) for clip in clips]
+
+
+def data_parallel_routes(
+    num_steps: int, world_size: int, clips: Iterable[int], *, decodes: bool = True
+) -> list[Route]:
+    """Every clip whole on one rank, ranks in turn: what users of diffusers do today."""
+    return [
+        Route(clip, (StepRange(index % world_size, 0, num_steps),), decodes)
+        for index, clip in enumerate(clips)
+    ]
+
+
+def build_schedule(routes: Sequence[Route], world_size: int) -> Schedule:
+    """Each rank's list: clips in the order of `routes`, each receive posted one clip ahead.
+
+    Posting the receive of the next clip before the work on this one lets the hop run beneath the
+    denoising, and never more than two packets are on their way to a rank: the one that has been
+    posted, and one its sender still holds.
+    """
+    visits: list[list[_Visit]] = [[] for _ in range(world_size)]
+    for route in routes:
+        for index, part in enumerate(route.ranges):
+            visits[part.rank].append(_visit(route, index))
+    return tuple(_post_receives_ahead(rank_visits) for rank_visits in visits)
+
+
+def _visit(route: Route, index: int) -> _Visit:
+    clip, part = route.clip, route.ranges[index]
+    first, last = index == 0, index == len(route.ranges) - 1
+    work: list[Action] = [actions.encode(clip)] if first else []
+    if part.num_steps:
+        work.append(actions.denoise(clip, part.start, part.end))
+    if not last:
+        work.append(actions.send(clip, part.end, route.ranges[index + 1].rank))
+    else:
+        work += [actions.decode(clip, part.end)] if route.decodes else []
+        work.append(actions.deliver(clip, part.end))
+    arrival = None if first else actions.recv(clip, part.start, route.ranges[index - 1].rank)
+    return _Visit(arrival, tuple(work))
+
+
+def _post_receives_ahead(visits: Sequence[_Visit]) -> tuple[Action, ...]:
+    ordered: list[Action] = []
+    if visits and visits[0].arrival:
+        ordered.append(visits[0].arrival)
+    for index, visit in enumerate(visits):
+        upcoming = visits[index + 1].arrival if index + 1 < len(visits) else None
+        if upcoming:
+            ordered.append(upcoming)
+        ordered.extend(visit.work)
+    return tuple(ordered)
+
+
+def check_schedule(schedule: Schedule, num_steps: int) -> None:
+    """Proves that every clip is encoded once, walked step by step in order, and delivered once.
+
+    A rank can only work on a clip that it holds, at the step at which it holds it. What it sends it
+    no longer holds, and what is sent is received once: so no step is left out or done twice.
+
+    Raises:
+        ValueError: naming the first action that cannot be done, or what is missing at the end.
+    """
+    hops: Counter[tuple[int, int, int, int]] = Counter()
+    ends: dict[Kind, Counter[int]] = {Kind.ENCODE: Counter(), Kind.DELIVER: Counter()}
+    for rank, rank_actions in enumerate(schedule):
+        held: dict[int, int] = {}
+        decoded: set[int] = set()
+        for action in rank_actions:
+            before = _clips(held)
+            if not _can_follow(action, held, decoded, num_steps):
+                raise ValueError(f"rank {rank} cannot do {action} of {num_steps} with {before}")
+            if action.kind is Kind.RECV:
+                hops[action.peer, rank, action.clip, action.start] -= 1
+            elif action.kind is Kind.SEND:
+                hops[rank, action.peer, action.clip, action.start] += 1
+            elif action.kind in ends:
+                ends[action.kind][action.clip] += 1
+        if held:
+            raise ValueError(f"rank {rank} is left with {_clips(held)}")
+    odd = sorted(hop for hop, count in hops.items() if count)
+    if odd:
+        raise ValueError(f"hops (from, to, clip, step) without their other end: {odd[:3]}")
+    for kind, clips in ends.items():
+        if wrong := sorted(clip for clip, count in clips.items() if count != 1):
+            raise ValueError(f"{kind} more than once: clips {wrong[:3]}")
+    if different := sorted(ends[Kind.ENCODE].keys() ^ ends[Kind.DELIVER].keys()):
+        raise ValueError(f"begun but not delivered, or not begun: clips {different[:3]}")
+
+
+def _can_follow(action: Action, held: dict[int, int], decoded: set[int], num_steps: int) -> bool:
+    """Does `action` to what a rank holds (clip -> steps done); whether it could be done."""
+    clip = action.clip
+    if action.kind in (Kind.ENCODE, Kind.RECV):
+        fresh = clip not in held and (action.kind is Kind.RECV or action.start == 0)
+        held[clip] = action.start
+        return fresh
+    if held.get(clip) != action.start:
+        return False
+    if action.kind is Kind.DENOISE:
+        held[clip] = action.end
+        return action.start < action.end <= num_steps
+    if action.kind is Kind.DECODE:
+        first = clip not in decoded
+        decoded.add(clip)
+        return first and action.start == num_steps
+    del held[clip]
+    return action.kind is Kind.SEND or action.start == num_steps
+
+
+def _clips(held: dict[int, int]) -> str:
+    return ", ".join(f"clip {clip} at step {at}" for clip, at in held.items()) or "no clip"

@@ -1,0 +1,93 @@
+"""Owns the last yards of a clip: hashes, file and JSON, in a thread beside the denoising."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from svdpp.media import place, video
+from svdpp.models.interface import Frames
+from svdpp.runtime.evidence import Evidence, tensor_sha256
+from svdpp.runtime.messages import ClipDone, ClipJob
+
+# A slow disk then holds back the decoding rank instead of filling its memory with frames.
+_MAX_WAITING = 2
+
+
+class Delivery:
+    """Finishes clips in the order in which they are given, one at a time.
+
+    Args:
+        on_done: called from the thread when a clip is whole and in its place.
+        on_failed: called from the thread with what went wrong, since nobody may come back to ask.
+        conditions: what the bits depend on beside the request, for each clip's record.
+        evidence: where results are kept for comparison as well; None to keep nothing.
+    """
+
+    def __init__(
+        self,
+        on_done: Callable[[ClipDone], None],
+        on_failed: Callable[[BaseException], None],
+        conditions: Mapping[str, Any],
+        evidence: Evidence | None = None,
+    ) -> None:
+        self._on_done = on_done
+        self._on_failed = on_failed
+        self._conditions = conditions
+        self._evidence = evidence
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="delivery")
+        self._waiting: list[Future[None]] = []
+
+    def put(
+        self, job: ClipJob, latent: torch.Tensor, frames: Frames | None, begun_at: float
+    ) -> None:
+        """Takes a finished clip; blocks while two others wait.
+
+        Raises:
+            OutputError: an earlier clip could not be written.
+        """
+        while len(self._waiting) >= _MAX_WAITING:
+            self._waiting.pop(0).result()
+        self._waiting.append(self._pool.submit(self._work, job, latent, frames, begun_at))
+
+    def finish(self) -> None:
+        """Waits until everything given is in its place.
+
+        Raises:
+            OutputError: a clip could not be written.
+        """
+        while self._waiting:
+            self._waiting.pop(0).result()
+
+    def _work(
+        self, job: ClipJob, latent: torch.Tensor, frames: Frames | None, begun_at: float
+    ) -> None:
+        try:
+            self._deliver(job, latent, frames, begun_at)
+        except BaseException as error:
+            self._on_failed(error)
+            raise
+
+    def _deliver(
+        self, job: ClipJob, latent: torch.Tensor, frames: Frames | None, begun_at: float
+    ) -> None:
+        if self._evidence is not None and frames is not None:
+            self._evidence.keep_frames(job.clip, frames)
+        record = {
+            **job.record,
+            "conditions": self._conditions,
+            "latents_sha256": tensor_sha256(latent),
+            "frames_sha256": None if frames is None else video.frames_sha256(frames),
+            "seconds": round(time.time() - begun_at, 3),
+        }
+        output = job.request.output
+        if output is not None and frames is not None:
+            # The JSON says that the clip is whole, so it comes second.
+            video.write_clip(frames, output, fps=int(record["fps"]), metadata=record)
+            place.write_json(Path(output.json_path), record)
+        self._on_done(ClipDone(clip=job.clip, record=record))

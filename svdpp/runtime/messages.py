@@ -1,0 +1,144 @@
+"""Owns what ranks and their parent say to each other: validated values, one JSON text each."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+
+from svdpp.config import ClipRequest
+from svdpp.plan.actions import Action
+
+
+class _Message(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    def to_bytes(self) -> bytes:
+        """The message as JSON."""
+        return self.model_dump_json().encode()
+
+
+class ClipJob(_Message):
+    """One clip, as the ranks need to know it."""
+
+    clip: int
+    request: ClipRequest
+    record: dict[str, Any] = Field(default_factory=dict)
+    """What the clip's JSON says of the request; the decoding rank adds hashes and times."""
+
+
+class Work(_Message):
+    """Parent to rank: further actions, in the plan's own text, and clips to encode or deliver."""
+
+    kind: Literal["work"] = "work"
+    actions: tuple[str, ...]
+    jobs: tuple[ClipJob, ...]
+
+    def parsed(self) -> list[Action]:
+        """The actions as values."""
+        return [Action.parse(text) for text in self.actions]
+
+
+class Stop(_Message):
+    """Parent to rank: there will be no more work."""
+
+    kind: Literal["stop"] = "stop"
+
+
+Command = Annotated[Work | Stop, Field(discriminator="kind")]
+
+
+class Beat(_Message):
+    """Sent every second by a thread of its own, whatever the rank is doing."""
+
+    kind: Literal["beat"] = "beat"
+    action: str = ""
+    """The action under way; empty between actions."""
+    step: int = -1
+    """The step under way; -1 outside of DENOISE."""
+    waiting: bool = False
+    """Whether the rank waits for a packet rather than computes."""
+
+
+class Joined(_Message):
+    """All ranks have met, and the rank is ready for work."""
+
+    kind: Literal["joined"] = "joined"
+    device: str
+    load_seconds: float
+
+
+class StepDone(_Message):
+    """One denoising step is over."""
+
+    kind: Literal["step"] = "step"
+    clip: int
+    step: int
+    seconds: float
+
+
+class ActionDone(_Message):
+    """One ENCODE, DENOISE or DECODE is over. Times are of the machine's monotonic clock."""
+
+    kind: Literal["action"] = "action"
+    action: str
+    start: float
+    end: float
+    waited: float
+    """Seconds spent waiting since the action before: for a packet, or for a slow neighbour."""
+
+
+class HopDone(_Message):
+    """One packet has been received or sent."""
+
+    kind: Literal["hop"] = "hop"
+    direction: Literal["recv", "send"]
+    clip: int
+    next_step: int
+    peer: int
+    num_bytes: int
+    seconds: float
+
+
+class ClipDone(_Message):
+    """A clip is finished; where a file was asked for it is in its place."""
+
+    kind: Literal["clip"] = "clip"
+    clip: int
+    record: dict[str, Any]
+
+
+class Failed(_Message):
+    """The rank cannot go on, and ends."""
+
+    kind: Literal["failed"] = "failed"
+    error: dict[str, Any]
+    """See `errors.to_record`."""
+    traceback: str
+    action: str
+    step: int
+
+
+class Finished(_Message):
+    """The rank was told to stop and has nothing left to do. Without it a run has failed."""
+
+    kind: Literal["finished"] = "finished"
+
+
+Event = Annotated[
+    Beat | Joined | StepDone | ActionDone | HopDone | ClipDone | Failed | Finished,
+    Field(discriminator="kind"),
+]
+
+_COMMANDS: TypeAdapter[Command] = TypeAdapter(Command)
+_EVENTS: TypeAdapter[Event] = TypeAdapter(Event)
+
+
+def parse_command(message: bytes) -> Work | Stop:
+    """A message from the parent; ValueError where it is none."""
+    return _COMMANDS.validate_json(message)
+
+
+def parse_event(message: bytes) -> Event:
+    """A message from a rank; ValueError where it is none."""
+    return _EVENTS.validate_json(message)

@@ -1,0 +1,221 @@
+"""Owns the sequential oracle: diffusers' unmodified pipeline, one clip at a time, on one device.
+
+It runs in a process of its own, under the settings that the ranks have. For the dummy model the
+oracle is the plain loop over the same network.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+
+from svdpp.config import ClipRequest, PipelineConfig
+from svdpp.distributed.launch import Member, StartedGroup
+from svdpp.media import image as photos
+from svdpp.media import video
+from svdpp.models import determinism
+from svdpp.models.checkpoint import Checkpoint
+from svdpp.models.interface import LATENTS, Frames
+from svdpp.runtime.evidence import Evidence, tensor_sha256
+from svdpp.runtime.memory import out_of_memory_named
+from svdpp.runtime.messages import ClipDone, Finished, Joined, StepDone
+from svdpp.runtime.pipeline import new_watch, quiet_libraries, resolve
+from svdpp.runtime.rank import Roles, load_model
+from svdpp.runtime.reporter import Reporter
+from svdpp.runtime.supervisor import Observer, Supervisor
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Setup:
+    config: PipelineConfig
+    checkpoint: Checkpoint | None
+    requests: tuple[ClipRequest, ...]
+    steps: frozenset[int]
+    evidence_folder: str
+
+
+def run_reference(
+    config: PipelineConfig,
+    requests: Iterable[ClipRequest],
+    *,
+    steps: Iterable[int],
+    evidence_folder: Path,
+    observers: Sequence[Observer] = (),
+) -> list[dict[str, Any]]:
+    """Computes each clip sequentially and keeps its latents after `steps`, and its frames.
+
+    Args:
+        config: of the pipelined run; its world size does not matter here, its threads do.
+        requests: outputs in them are not written.
+        steps: numbers of steps done at which the latent is kept.
+        evidence_folder: receives latents and frames.
+        observers: called with (0, event) as the oracle works.
+
+    Returns:
+        For each clip its `latents_sha256` and `frames_sha256` (None for the dummy model).
+
+    Raises:
+        SvdppError: the oracle could not be run.
+    """
+    alone = replace(config, world_size=1)
+    alone, checkpoint = resolve(alone)
+    setup = _Setup(
+        config=alone,
+        checkpoint=checkpoint,
+        requests=tuple(requests),
+        steps=frozenset(steps),
+        evidence_folder=str(evidence_folder),
+    )
+    hashes: dict[int, dict[str, Any]] = {}
+
+    def collect(rank: int, event: object) -> None:  # noqa: ARG001
+        if isinstance(event, ClipDone):
+            hashes[event.clip] = event.record
+
+    quiet_libraries()
+    group = StartedGroup(_reference_main, setup, world_size=1, backend="gloo")
+    supervisor = Supervisor(
+        group, new_watch(alone), device=alone.device, observers=(collect, *observers)
+    )
+    try:
+        supervisor.wait_joined()
+        while len(hashes) < len(setup.requests):
+            supervisor.step()
+        supervisor.stop(alone.timeout_seconds)
+    finally:
+        supervisor.kill()
+    return [hashes[clip] for clip in sorted(hashes)]
+
+
+def _reference_main(member: Member, setup: _Setup) -> None:
+    reporter = Reporter(member.channel)
+    reporter.start()
+    try:
+        _compute_all(setup, reporter)
+    except BaseException as error:
+        reporter.failed(error)
+        raise
+    while member.channel.receive(1.0) is None:
+        pass  # the parent's Stop; when it is gone instead, this process ends with it
+    reporter.send(Finished())
+    reporter.stop()
+
+
+def _compute_all(setup: _Setup, reporter: Reporter) -> None:
+    config = setup.config
+    device = "cuda:0" if config.device == "cuda" else config.device
+    determinism.make_deterministic(num_threads=config.num_threads, device=device)
+    begun = time.monotonic()
+    with out_of_memory_named(None):
+        oracle = _Dummy(setup, device) if setup.checkpoint is None else _Svd(setup, device)
+    reporter.send(Joined(device=device, load_seconds=time.monotonic() - begun))
+    evidence = Evidence(Path(setup.evidence_folder))
+    for clip, request in enumerate(setup.requests):
+        with out_of_memory_named(None):
+            latent, frames = oracle.compute(clip, request, evidence, reporter)
+        if frames is not None:
+            evidence.keep_frames(clip, frames)
+        record = {
+            "latents_sha256": tensor_sha256(latent),
+            "frames_sha256": None if frames is None else video.frames_sha256(frames),
+        }
+        reporter.send(ClipDone(clip=clip, record=record))
+
+
+class _Svd:
+    """`StableVideoDiffusionPipeline.__call__`, as diffusers ships it."""
+
+    def __init__(self, setup: _Setup, device: str) -> None:
+        from diffusers import StableVideoDiffusionPipeline  # seconds the dummy need not pay
+
+        from svdpp.models.load import silence_libraries, torch_dtype
+
+        assert setup.checkpoint is not None
+        silence_libraries()
+        self._setup = setup
+        self._pipe = StableVideoDiffusionPipeline.from_pretrained(
+            setup.checkpoint.folder,
+            dtype=torch_dtype(setup.config.model.dtype),
+            variant=setup.checkpoint.variant,
+            use_safetensors=True,
+            local_files_only=True,
+        ).to(device)
+        self._pipe.set_progress_bar_config(disable=True)
+        if setup.config.model.memory_opt:
+            self._pipe.unet.enable_forward_chunking()
+
+    def compute(
+        self, clip: int, request: ClipRequest, evidence: Evidence, reporter: Reporter
+    ) -> tuple[torch.Tensor, Frames]:
+        from svdpp.models.decode import stack_frames
+
+        sampling = self._setup.config.sampling
+        last: dict[str, torch.Tensor] = {}
+        begun = time.monotonic()
+
+        def after_step(
+            pipe: Any,  # noqa: ARG001
+            step: int,
+            timestep: Any,  # noqa: ARG001
+            tensors: dict[str, torch.Tensor],
+        ) -> dict[str, torch.Tensor]:
+            nonlocal begun
+            reporter.send(StepDone(clip=clip, step=step, seconds=time.monotonic() - begun))
+            if step + 1 in self._setup.steps:
+                evidence.keep_latent(clip, step + 1, tensors[LATENTS])
+            last[LATENTS] = tensors[LATENTS]
+            begun = time.monotonic()
+            return {}
+
+        images = self._pipe(
+            self._read(request),
+            height=sampling.height,
+            width=sampling.width,
+            num_frames=sampling.num_frames,
+            num_inference_steps=sampling.num_inference_steps,
+            min_guidance_scale=sampling.min_guidance_scale,
+            max_guidance_scale=sampling.max_guidance_scale,
+            fps=sampling.fps,
+            motion_bucket_id=sampling.motion_bucket_id,
+            noise_aug_strength=sampling.noise_aug_strength,
+            decode_chunk_size=sampling.decode_chunk_size,
+            generator=torch.Generator("cpu").manual_seed(request.seed),
+            callback_on_step_end=after_step,
+            output_type="pil",
+        ).frames[0]
+        return last[LATENTS], stack_frames(images)
+
+    def _read(self, request: ClipRequest) -> Image.Image:
+        assert request.image is not None, "SVD animates an image"
+        sampling = self._setup.config.sampling
+        image, _ = photos.read_photo(Path(request.image))
+        return photos.fit_photo(image, sampling.width, sampling.height, sampling.fit)
+
+
+class _Dummy:
+    """The plain loop over the dummy network."""
+
+    def __init__(self, setup: _Setup, device: str) -> None:
+        self._setup = setup
+        roles = Roles(encode=True, denoise=True, decode=False)
+        self._model = load_model(setup.config, None, device, roles)
+
+    def compute(
+        self, clip: int, request: ClipRequest, evidence: Evidence, reporter: Reporter
+    ) -> tuple[torch.Tensor, None]:
+        tensors = self._model.encode(None, request.seed)
+        denoiser = self._model.denoiser(tensors, 0)
+        latent = tensors[LATENTS]
+        for step in range(self._setup.config.sampling.num_inference_steps):
+            begun = time.monotonic()
+            latent = denoiser.forward(latent, step)
+            reporter.send(StepDone(clip=clip, step=step, seconds=time.monotonic() - begun))
+            if step + 1 in self._setup.steps:
+                evidence.keep_latent(clip, step + 1, latent)
+        return latent, None

@@ -1,0 +1,210 @@
+"""Owns performing one rank's actions: the only place where a model meets its neighbours."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from svdpp.config import SamplingConfig
+from svdpp.distributed.transport import Packet, Transport
+from svdpp.errors import InputError
+from svdpp.media import image as photos
+from svdpp.models.interface import LATENTS, Frames, VideoModel
+from svdpp.plan.actions import Action, Kind
+from svdpp.runtime.delivery import Delivery
+from svdpp.runtime.evidence import Evidence
+from svdpp.runtime.faults import PlantedFault, one_ulp_off
+from svdpp.runtime.memory import out_of_memory_named
+from svdpp.runtime.messages import ActionDone, ClipJob, StepDone
+from svdpp.runtime.reporter import Reporter
+
+
+class PipelineStage:
+    """One rank's share of every clip.
+
+    It does what its actions say, in their order, and assumes nothing beside them: neither that its
+    steps are one range, nor that a step of a clip belongs to one rank.
+
+    Args:
+        rank: which one.
+        model: the parts this rank's actions need.
+        transport: its links, connected.
+        delivery: takes the clips that end here.
+        reporter: tells the parent.
+        sampling: size and fit of what images become.
+        evidence: keeps every latent that leaves a DENOISE, for verification; None keeps nothing.
+        fault: planted damage.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        model: VideoModel,
+        transport: Transport,
+        delivery: Delivery,
+        reporter: Reporter,
+        sampling: SamplingConfig,
+        *,
+        evidence: Evidence | None = None,
+        fault: PlantedFault | None = None,
+    ) -> None:
+        self._rank = rank
+        self._model = model
+        self._transport = transport
+        self._delivery = delivery
+        self._reporter = reporter
+        self._sampling = sampling
+        self._evidence = evidence
+        self._fault = fault
+        self._jobs: dict[int, ClipJob] = {}
+        self._packets: dict[int, Packet] = {}
+        self._frames: dict[int, Frames] = {}
+        self._expected: set[int] = set()
+        self._waited = 0.0
+
+    def perform(self, actions: Iterable[Action], jobs: Mapping[int, ClipJob]) -> None:
+        """Does `actions` in order; `jobs` holds every clip they encode or deliver.
+
+        Raises:
+            SvdppError: the first thing that could not be done; the rank is of no use afterwards.
+        """
+        self._jobs.update(jobs)
+        perform: Mapping[Kind, Callable[[Action], None]] = {
+            Kind.ENCODE: self._encode,
+            Kind.RECV: self._recv,
+            Kind.DENOISE: self._denoise,
+            Kind.SEND: self._send,
+            Kind.DECODE: self._decode,
+            Kind.DELIVER: self._deliver,
+        }
+        for action in actions:
+            self._reporter.at(action)
+            with out_of_memory_named(action):
+                perform[action.kind](action)
+        self._reporter.at(None)
+
+    def finish(self) -> None:
+        """Waits until everything sent has arrived and everything delivered is in its place."""
+        with self._waiting(None):
+            self._transport.drain()
+            self._delivery.finish()
+        self._transport.close()
+
+    def _encode(self, action: Action) -> None:
+        request = self._jobs[action.clip].request
+        with self._timed(action):
+            image = None
+            if request.image is not None:
+                image, photo = photos.read_photo(Path(request.image))
+                if request.image_sha256 not in (None, photo.sha256):
+                    raise InputError(f"{request.image!r} was changed after the run had begun")
+                sampling = self._sampling
+                image = photos.fit_photo(image, sampling.width, sampling.height, sampling.fit)
+            begun_at = time.time()
+            tensors = self._model.encode(image, request.seed)
+            self._synchronize()
+        self._packets[action.clip] = Packet(action.clip, 0, begun_at, tensors)
+
+    def _recv(self, action: Action) -> None:
+        spec = self._model.packet_spec()
+        self._transport.post_receive(action.clip, action.start, action.peer, spec)
+        self._expected.add(action.clip)
+
+    def _denoise(self, action: Action) -> None:
+        packet = self._packet(action)
+        with self._timed(action):
+            start = self._faulty_start(action) if self._fault else action.start
+            denoiser = self._model.denoiser(packet.tensors, start)
+            latent = packet.tensors[LATENTS]
+            for step in range(start, action.end):
+                self._reporter.at(action, step)
+                begun = time.monotonic()
+                latent = denoiser.forward(latent, step)
+                self._synchronize()
+                seconds = time.monotonic() - begun
+                self._reporter.send(StepDone(clip=action.clip, step=step, seconds=seconds))
+        if self._fault and self._fault.strikes("ulp", self._rank, action.clip):
+            latent = one_ulp_off(latent)
+        packet.tensors[LATENTS] = latent
+        packet.next_step = action.end
+        if self._evidence is not None:
+            self._evidence.keep_latent(action.clip, action.end, latent)
+
+    def _send(self, action: Action) -> None:
+        packet = self._packet(action)
+        with self._waiting(action):
+            self._transport.send(packet, action.peer)
+        self._forget(action.clip)
+
+    def _decode(self, action: Action) -> None:
+        packet = self._packet(action)
+        with self._timed(action):
+            self._frames[action.clip] = self._model.decode(packet.tensors[LATENTS])
+
+    def _deliver(self, action: Action) -> None:
+        packet = self._packet(action)
+        with self._waiting(action):
+            self._delivery.put(
+                self._jobs[action.clip],
+                packet.tensors[LATENTS],
+                self._frames.pop(action.clip, None),
+                packet.begun_at,
+            )
+        self._forget(action.clip)
+
+    def _packet(self, action: Action) -> Packet:
+        """The clip's packet, waiting for it where it is still on its way."""
+        if action.clip in self._expected:
+            with self._waiting(action):
+                self._packets[action.clip] = self._transport.take(action.clip)
+            self._expected.remove(action.clip)
+        return self._packets[action.clip]
+
+    def _forget(self, clip: int) -> None:
+        del self._packets[clip]
+        self._jobs.pop(clip, None)
+
+    @contextmanager
+    def _timed(self, action: Action) -> Iterator[None]:
+        """Reports the time of a compute action, and the wait before it."""
+        start = time.monotonic()
+        yield
+        end = time.monotonic()
+        self._reporter.send(
+            ActionDone(action=str(action), start=start, end=end, waited=self._waited)
+        )
+        self._waited = 0.0
+
+    @contextmanager
+    def _waiting(self, action: Action | None) -> Iterator[None]:
+        start = time.monotonic()
+        self._reporter.at(action, waiting=True)
+        yield
+        self._reporter.at(action)
+        self._waited += time.monotonic() - start
+
+    def _synchronize(self) -> None:
+        """Once a step, so that times are the device's and not the launch queue's."""
+        if self._model.device.type == "cuda":
+            torch.cuda.synchronize(self._model.device)
+
+    def _faulty_start(self, action: Action) -> int:
+        """Performs a fault planted before the first step; the step to begin with."""
+        fault = self._fault
+        assert fault is not None
+        self._reporter.at(action, action.start)
+        if fault.strikes("raise", self._rank, action.clip):
+            raise RuntimeError("a planted fault")
+        if fault.strikes("hang", self._rank, action.clip):
+            _hang()
+        return action.start + fault.strikes("skip", self._rank, action.clip)
+
+
+def _hang() -> NoReturn:
+    while True:
+        time.sleep(1)

@@ -1,0 +1,285 @@
+"""Owns the proof: pipelined against sequential, hop by hop, bit for bit."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from svdpp.config import ClipRequest, PipelineConfig
+from svdpp.media import video
+from svdpp.models.interface import Frames
+from svdpp.runtime.evidence import Evidence, tensor_sha256
+from svdpp.runtime.faults import PlantedFault
+from svdpp.runtime.pipeline import Pipeline
+from svdpp.runtime.reference import run_reference
+from svdpp.runtime.supervisor import Observer
+
+_PIPELINED, _SEQUENTIAL = "pipelined", "sequential"
+_INTEGERS = {2: torch.int16, 4: torch.int32}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One comparison of the pipelined result with the sequential one.
+
+    Args:
+        clip: index of the clip.
+        what: `latent` at a hand-over, `final_latent`, or `frames`.
+        step: number of steps done.
+        rank: the one whose work it is.
+        equal: bitwise, or within the tolerance where one was given.
+        bitwise: every bit the same.
+        max_abs_diff: largest difference; infinite where one side is not a number.
+        max_ulp: largest distance, in numbers of the dtype; for frames, in 8-bit levels.
+        first_index: where they first differ, in row-major order of the tensor; None where nowhere.
+        sha256: of the pipelined side.
+    """
+
+    clip: int
+    what: Literal["latent", "final_latent", "frames"]
+    step: int
+    rank: int
+    equal: bool
+    bitwise: bool
+    max_abs_diff: float
+    max_ulp: int
+    first_index: tuple[int, ...] | None
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """All checks, in the order in which a clip meets them.
+
+    Args:
+        checks: at least one.
+    """
+
+    checks: tuple[Check, ...]
+
+    @property
+    def equal(self) -> bool:
+        """Whether every check holds."""
+        return all(check.equal for check in self.checks)
+
+    @property
+    def bitwise(self) -> bool:
+        """Whether every bit is the same."""
+        return all(check.bitwise for check in self.checks)
+
+    @property
+    def max_abs_diff(self) -> float:
+        """The largest difference of any latent or frame."""
+        return max(check.max_abs_diff for check in self.checks)
+
+    @property
+    def first_difference(self) -> Check | None:
+        """The first check that does not hold: by clip, then in the order of the steps."""
+        return next((check for check in self.checks if not check.equal), None)
+
+    def to_json(self) -> dict[str, Any]:
+        """The verdict as plain values."""
+        return {
+            "schema_version": 1,
+            "equal": self.equal,
+            "bitwise": self.bitwise,
+            "max_abs_diff": self.max_abs_diff,
+            "checks": [asdict(check) for check in self.checks],
+        }
+
+
+def verify(
+    config: PipelineConfig, requests: Sequence[ClipRequest], *, tolerance: float = 0.0
+) -> Verdict:
+    """Runs `requests` through the ranks, then sequentially, and compares all hand-overs.
+
+    Args:
+        config: of the pipelined run; the reference takes model, knobs and threads from it.
+        requests: outputs in them are not written.
+        tolerance: largest difference that counts as equal; 0 asks for equal bits.
+
+    Raises:
+        SvdppError: one of the two sides could not be run.
+    """
+    with tempfile.TemporaryDirectory(prefix="svdpp-verify-") as name:
+        folder = Path(name)
+        run_pipelined(config, requests, folder)
+        run_sequential(config, requests, folder)
+        return compare(config, len(requests), folder, tolerance=tolerance)
+
+
+def run_pipelined(
+    config: PipelineConfig,
+    requests: Sequence[ClipRequest],
+    folder: Path,
+    *,
+    fault: PlantedFault | None = None,
+    observers: Sequence[Observer] = (),
+) -> None:
+    """Runs `requests` through the ranks and keeps every hand-over under `folder`.
+
+    Raises:
+        SvdppError: the ranks could not run them.
+    """
+    kept = folder / _PIPELINED
+    kept.mkdir()
+    pipeline = Pipeline(config, evidence_folder=str(kept), fault=fault)
+    for observer in observers:
+        pipeline.observe(observer)
+    with pipeline:
+        pipeline.run(requests)
+
+
+def run_sequential(
+    config: PipelineConfig,
+    requests: Sequence[ClipRequest],
+    folder: Path,
+    *,
+    observers: Sequence[Observer] = (),
+) -> None:
+    """Runs `requests` through the oracle and keeps the same latents under `folder`.
+
+    Raises:
+        SvdppError: the oracle could not run them.
+    """
+    kept = folder / _SEQUENTIAL
+    kept.mkdir()
+    steps = [part.end for part in config.ranges]
+    run_reference(config, requests, steps=steps, evidence_folder=kept, observers=observers)
+
+
+def compare(
+    config: PipelineConfig, num_clips: int, folder: Path, *, tolerance: float = 0.0
+) -> Verdict:
+    """Compares what `run_pipelined` and `run_sequential` kept under `folder`."""
+    ours, theirs = Evidence(folder / _PIPELINED), Evidence(folder / _SEQUENTIAL)
+    return Verdict(tuple(_compare_all(config, range(num_clips), ours, theirs, tolerance)))
+
+
+def recompute(
+    config: PipelineConfig, request: ClipRequest, *, observers: Sequence[Observer] = ()
+) -> dict[str, Any]:
+    """The hashes that one clip has when it is computed sequentially.
+
+    Raises:
+        SvdppError: the oracle could not be run.
+    """
+    with tempfile.TemporaryDirectory(prefix="svdpp-verify-") as folder:
+        return run_reference(
+            config, [request], steps=(), evidence_folder=Path(folder), observers=observers
+        )[0]
+
+
+def _compare_all(
+    config: PipelineConfig,
+    clips: Iterable[int],
+    ours: Evidence,
+    theirs: Evidence,
+    tolerance: float,
+) -> list[Check]:
+    num_steps = config.sampling.num_inference_steps
+    checks = []
+    for clip in clips:
+        for part in config.ranges:
+            checks.append(
+                compare_latents(
+                    ours.latent(clip, part.end),
+                    theirs.latent(clip, part.end),
+                    clip=clip,
+                    step=part.end,
+                    rank=part.rank,
+                    final=part.end == num_steps,
+                    tolerance=tolerance,
+                )
+            )
+        if config.decodes:
+            last = config.ranges[-1].rank
+            frames = ours.frames(clip), theirs.frames(clip)
+            checks.append(
+                compare_frames(*frames, clip=clip, step=num_steps, rank=last, tolerance=tolerance)
+            )
+    return checks
+
+
+def compare_latents(
+    ours: torch.Tensor,
+    theirs: torch.Tensor,
+    *,
+    clip: int,
+    step: int,
+    rank: int,
+    final: bool,
+    tolerance: float = 0.0,
+) -> Check:
+    """Compares two latents of one shape and dtype.
+
+    Raises:
+        ValueError: shapes or dtypes differ.
+    """
+    if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+        raise ValueError(f"{ours.dtype} {ours.shape} against {theirs.dtype} {theirs.shape}")
+    differs = _bits(ours) != _bits(theirs)
+    bitwise = not bool(differs.any())
+    # NaN against a number, or infinity against itself, has no difference to measure.
+    difference = (ours.double() - theirs.double()).abs()
+    difference = torch.where(differs, difference.nan_to_num(nan=torch.inf), 0.0)
+    max_abs_diff = float(difference.max())
+    return Check(
+        clip=clip,
+        what="final_latent" if final else "latent",
+        step=step,
+        rank=rank,
+        equal=bitwise or 0 < tolerance >= max_abs_diff,
+        bitwise=bitwise,
+        max_abs_diff=max_abs_diff,
+        max_ulp=int((_ordered(ours) - _ordered(theirs)).abs().max()),
+        first_index=None if bitwise else tuple(int(i) for i in differs.nonzero()[0]),
+        sha256=tensor_sha256(ours),
+    )
+
+
+def compare_frames(
+    ours: Frames, theirs: Frames, *, clip: int, step: int, rank: int, tolerance: float = 0.0
+) -> Check:
+    """Compares two clips' frames (F, H, W, 3); a tolerance is of colours from 0 to 1.
+
+    Raises:
+        ValueError: shapes differ.
+    """
+    if ours.shape != theirs.shape:
+        raise ValueError(f"frames {ours.shape} against {theirs.shape}")
+    difference = np.abs(ours.astype(np.int16) - theirs.astype(np.int16))
+    largest = int(difference.max())
+    return Check(
+        clip=clip,
+        what="frames",
+        step=step,
+        rank=rank,
+        equal=largest / 255 <= tolerance,
+        bitwise=largest == 0,
+        max_abs_diff=largest / 255,
+        max_ulp=largest,
+        first_index=tuple(int(i) for i in np.argwhere(difference)[0]) if largest else None,
+        sha256=video.frames_sha256(ours),
+    )
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's bits as integers; distinguishes -0 from 0 and one NaN from another."""
+    return tensor.contiguous().view(_INTEGERS[tensor.element_size()])
+
+
+def _ordered(tensor: torch.Tensor) -> torch.Tensor:
+    """Integers in the order of the floating-point numbers, so that differences are ULPs.
+
+    Bruce Dawson, "Comparing Floating Point Numbers": negative numbers count down from zero.
+    """
+    bits = _bits(tensor).long()
+    lowest = -(2 ** (8 * tensor.element_size() - 1))
+    return torch.where(bits < 0, lowest - bits, bits)

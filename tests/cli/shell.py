@@ -1,0 +1,85 @@
+"""The command line in this process and in one of its own, without torchrun, GPUs or network."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+import svdpp
+from svdpp.cli.app import app
+
+ROOT = Path(svdpp.__file__).parent.parent
+PHOTO = str(ROOT / "svdpp/assets/photos/rocket.jpg")
+
+#: Enough for `run` to go through to the model, which is small and needs no download.
+DEMO = ("--model", "demo", "--device", "cpu")
+TINY = ("--steps", "2", "--frames", "2", "--height", "32", "--width", "32", "--threads", "1")
+
+_UNSET = (
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PIPELINE_BACKEND"),
+    *("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "TERMINAL_WIDTH", "LINES"),
+)
+_SET = {"COLUMNS": "80", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TERM": "dumb"}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a command came to."""
+
+    code: int
+    out: str
+    err: str
+
+
+def svdpp_here(*arguments: str, env: Mapping[str, str | None] | None = None) -> Answer:
+    """Runs a command in this process: quick, for what ends before ranks are started."""
+    settings = {**dict.fromkeys(_UNSET), **_SET, **(env or {})}
+    # The name in usage lines; otherwise that of the function in the callback.
+    result = CliRunner().invoke(app, list(arguments), env=settings, prog_name="svdpp")
+    return Answer(result.exit_code, result.stdout, result.stderr)
+
+
+def svdpp_alone(
+    *arguments: str | bytes, env: Mapping[str, str] | None = None, cwd: Path | None = None
+) -> Answer:
+    """Runs `python -m svdpp` as a user would, in a process of its own."""
+    return python("-m", "svdpp", *arguments, env=env, cwd=cwd)
+
+
+def python(
+    *arguments: str | bytes, env: Mapping[str, str] | None = None, cwd: Path | None = None
+) -> Answer:
+    """Runs this Python with the checkout importable."""
+    settings = {name: value for name, value in os.environ.items() if name not in _UNSET}
+    settings |= {**_SET, "PYTHONPATH": str(ROOT), **(env or {})}
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        cwd=cwd,
+        env=settings,
+        encoding="utf-8",
+        errors="surrogateescape",
+        stdin=subprocess.DEVNULL,
+        timeout=120,
+        check=False,
+    )
+    return Answer(done.returncode, done.stdout, done.stderr)
+
+
+def assert_error(answer: Answer, code: int, *words: str) -> None:
+    """One sentence on stderr, its mend in a second line at most; nothing on stdout."""
+    assert answer.code == code, answer
+    assert answer.out == ""
+    for word in words:
+        assert word in answer.err
+    lines = answer.err.splitlines()
+    assert lines[0].startswith("error: ")
+    assert len(lines) == 1 or (len(lines) == 2 and lines[1].startswith("hint: ")), answer.err
+    assert "unexpected" not in answer.err
+    assert "Traceback" not in answer.err

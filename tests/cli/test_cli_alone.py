@@ -1,0 +1,390 @@
+"""The program as a user has it: a process of its own, its exit code, its two streams."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from svdpp import __version__
+from tests.cli.shell import (
+    DEMO,
+    PHOTO,
+    ROOT,
+    TINY,
+    Answer,
+    assert_error,
+    python,
+    svdpp_alone,
+    svdpp_here,
+)
+
+# --- light at the door --------------------------------------------------------------------------
+
+# Not pydantic: Typer itself reads numbers with it.
+HEAVY = {
+    *("torch", "diffusers", "transformers", "accelerate", "safetensors", "huggingface_hub"),
+    *("numpy", "PIL", "imageio_ffmpeg", "tqdm", "loguru"),
+}
+
+LIST_MODULES = """
+import sys
+from svdpp.__main__ import main
+try:
+    main()
+finally:
+    print("MODULES", *{name.partition(".")[0] for name in sys.modules}, file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (("--help",), "Usage:"),
+        (("--version",), f"svdpp {__version__}"),
+        (("run", "--help"), "Usage:"),
+        (("verify", "--help"), "Usage:"),
+        (("plan",), "bubble"),
+        (("plan", "--world", "4", "--clips", "3", "--json"), '"bubble"'),
+    ],
+    ids=str,
+)
+def test_light_commands_import_nothing_heavy(arguments: tuple[str, ...], word: str) -> None:
+    answer = python("-c", LIST_MODULES, *arguments)
+    loaded = set(answer.err.partition("MODULES ")[2].split())
+
+    assert answer.code == 0
+    assert word in answer.out
+    assert "svdpp" in loaded
+    assert loaded & HEAVY == set()
+
+
+def test_pure_rooms_import_the_standard_library_alone() -> None:
+    code = (
+        "import sys; before = set(sys.modules)\n"
+        "import svdpp.config, svdpp.plan.forecast, svdpp.plan.grid, svdpp.plan.sigmas\n"
+        "names = {n.partition('.')[0] for n in set(sys.modules) - before}\n"
+        "print(*(names - set(sys.stdlib_module_names)))"
+    )
+
+    assert python("-c", code).out.split() == ["svdpp"]
+
+
+# --- exit codes ---------------------------------------------------------------------------------
+
+
+def test_exit_codes_of_wrong_requests(tmp_path: Path) -> None:
+    assert_error(svdpp_alone("plan", "--world", "7", "--steps", "25"), 2, "21 and 28")
+    answer = svdpp_alone("run", PHOTO, "--model", "demo", "--device", "cuda", cwd=tmp_path)
+    assert_error(answer, 2, "CUDA", "--device cpu")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_refused_run_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert_error(svdpp_here("run", PHOTO, "--model", "demo", "--device", "cuda"), 2, "CUDA")
+
+    assert os.listdir() == []
+
+
+def test_exit_codes_of_files(tmp_path: Path) -> None:
+    (tmp_path / "text.png").write_text("hello")
+    (tmp_path / "empty").mkdir()
+    assert_error(svdpp_alone("run", "text.png", *DEMO, cwd=tmp_path), 7, "'text.png'")
+    answer = svdpp_alone("run", PHOTO, *DEMO, *TINY, "--out", "text.png", cwd=tmp_path)
+    assert_error(answer, 8, "'text.png'")
+    answer = svdpp_alone("run", PHOTO, "--device", "cpu", "--model", "empty", cwd=tmp_path)
+    assert_error(answer, 5, "'empty'")
+    assert (tmp_path / "text.png").read_text() == "hello"
+
+
+def test_a_name_of_bytes_that_are_no_text(tmp_path: Path) -> None:
+    assert_error(svdpp_alone("run", *DEMO, b"\xff\n.png", cwd=tmp_path), 7, r"'\udcff\n.png'")
+
+
+@pytest.mark.parametrize("arguments", [(), ("bogus",), ("plan", "--bogus"), ("run",)], ids=str)
+def test_usage_errors_are_wrong_requests(arguments: tuple[str, ...]) -> None:
+    answer = svdpp_alone(*arguments)
+
+    assert answer.code == 2
+    assert "Traceback" not in answer.err
+
+
+def test_debug_alone_shows_the_traceback() -> None:
+    arguments = ("plan", "--world", "3")
+    plain, debug = svdpp_alone(*arguments), svdpp_alone(*arguments, "--debug")
+
+    assert "Traceback" not in plain.err
+    assert (plain.code, debug.code) == (2, 2)
+    assert "Traceback (most recent call last)" in debug.err
+    assert debug.err.endswith(plain.err)
+
+
+def test_what_was_not_foreseen_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    import svdpp.cli.plan as command
+
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("division by zero")
+
+    monkeypatch.setattr(command, "split_steps", broken)
+    answer = svdpp_here("plan")
+
+    assert (answer.code, answer.out) == (1, "")
+    assert answer.err == (
+        "error: unexpected ZeroDivisionError: division by zero\n"
+        "hint: run again with --debug and report what it shows\n"
+    )
+    assert "Traceback" in svdpp_here("plan", "--debug").err
+
+
+def test_help_names_every_exit_code_and_command() -> None:
+    answer = svdpp_here("--help")
+    words = " ".join(answer.out.split())
+
+    for code in ("0 done", "2 wrong request", "8 an output cannot be written", "128 + n"):
+        assert code in words
+    for command in ("plan", "simulate", "run", "verify"):
+        assert re.search(rf"│ {command} ", answer.out)
+    assert max(map(len, answer.out.splitlines())) <= 80
+
+
+def test_output_without_a_terminal_has_no_escapes() -> None:
+    answer = svdpp_alone("plan", "--world", "2")
+
+    assert "\x1b" not in answer.out + answer.err
+
+
+def test_plain_ascii_streams_are_no_error() -> None:
+    env = {"PYTHONIOENCODING": "ascii"}
+    assert svdpp_alone("plan", env=env).code == 0
+    assert_error(svdpp_alone("run", *DEMO, "é.png", env=env), 7, r"\xe9.png")
+
+
+# --- real ranks ---------------------------------------------------------------------------------
+
+
+@pytest.mark.processes
+def test_simulate_json() -> None:
+    answer = svdpp_alone(
+        *("simulate", "--world", "2", "--steps", "4", "--clips", "3", "--json", "-q"),
+        *("--latent-shape", "1", "4", "2", "8", "8"),
+    )
+
+    assert (answer.code, answer.err) == (0, "")
+    result = json.loads(answer.out)
+    measured, forecast, ranks = (result.pop(name) for name in ("measured", "forecast", "ranks"))
+    assert result == {
+        "schema_version": 1,
+        "num_steps": 4,
+        "world_size": 2,
+        "split": "uniform",
+        "model": "dummy",
+        "dtype": "fp32",
+        "backend": "gloo",
+        "num_threads": result["num_threads"],
+        "clips": 3,
+    }
+    for times in (measured, forecast):
+        assert times.keys() == {
+            *("makespan_seconds", "first_clip_seconds", "cadence_seconds", "bubble"),
+        }
+        assert times["makespan_seconds"] >= times["first_clip_seconds"] > 0
+        assert 0 <= times["bubble"] < 1
+    assert [(rank["rank"], rank["start"], rank["end"]) for rank in ranks] == [(0, 0, 2), (1, 2, 4)]
+    for rank in ranks:
+        assert rank["steps_done"] == 2 * 3
+        assert rank["compute_seconds"] > 0
+        assert 0 <= rank["bubble"] <= 1
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Answer]:
+    """One real clip, by `run --json -q`."""
+    folder = tmp_path_factory.mktemp("made")
+    (folder / "a photo.jpg").write_bytes(Path(PHOTO).read_bytes())
+    arguments = ("run", "a photo.jpg", *DEMO, *TINY, "--world", "2", "--json", "-q")
+    return folder, svdpp_alone(*arguments, cwd=folder)
+
+
+@pytest.mark.processes
+def test_run_json(made: tuple[Path, Answer]) -> None:
+    folder, answer = made
+
+    assert (answer.code, answer.err) == (0, "")
+    (record,) = json.loads(answer.out)
+    assert record == json.loads((folder / "out/a photo_0.json").read_text())
+    assert {path.name for path in (folder / "out").iterdir()} == {"a photo_0.mp4", "a photo_0.json"}
+    expected = {
+        "schema_version": 1,
+        "input": "../a photo.jpg",
+        "output": "a photo_0.mp4",
+        "seed": 0,
+        "model": "demo",
+        "dtype": "fp32",
+        "device": "cpu",
+        "world_size": 2,
+        "split": "uniform",
+        "num_threads": 1,
+        "num_inference_steps": 2,
+        "num_frames": 2,
+        "decode_chunk_size": 2,
+        "height": 32,
+        "width": 32,
+        "fps": 7,
+        "fit": "stretch",
+        "format": "mp4",
+        "crf": 18,
+    }
+    assert {name: record[name] for name in expected} == expected
+    for name in ("input_sha256", "latents_sha256", "frames_sha256"):
+        assert re.fullmatch(r"[0-9a-f]{64}", record[name])
+
+
+@pytest.mark.processes
+def test_skip_existing_leaves_a_finished_clip(
+    made: tuple[Path, Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, first = made
+    monkeypatch.chdir(folder)
+    arguments = ("run", "a photo.jpg", *DEMO, *TINY, "--world", "2", "--skip-existing")
+    before = {path.name: path.stat().st_mtime_ns for path in Path("out").iterdir()}
+
+    answer = svdpp_here(*arguments, "--json")
+    assert (answer.code, json.loads(answer.out)) == (0, json.loads(first.out))
+    assert svdpp_here(*arguments).out == "out/a photo_0.mp4  (was finished)\n"
+    other = svdpp_here(*arguments, "--fps", "8")
+    assert_error(other, 2, "'a photo_0.mp4' exists with another fps: 7, now 8", "--overwrite")
+    assert before == {path.name: path.stat().st_mtime_ns for path in Path("out").iterdir()}
+
+
+@pytest.mark.processes
+def test_verify_recomputes_a_clip(made: tuple[Path, Answer]) -> None:
+    folder, _ = made
+    answer = svdpp_alone("verify", "out/a photo_0.json", "--json", "-q", cwd=folder)
+
+    assert (answer.code, answer.err) == (0, "")
+    result = json.loads(answer.out)
+    assert (result["schema_version"], result["equal"]) == (1, True)
+    assert [check["what"] for check in result["checks"]] == ["latents_sha256", "frames_sha256"]
+
+
+@pytest.mark.processes
+def test_verify_says_which_hash_differs(
+    made: tuple[Path, Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from svdpp.runtime import verify
+
+    folder, answer = made
+    monkeypatch.chdir(folder / "out")
+    (record,) = json.loads(answer.out)
+    hashes = {name: record[name] for name in ("latents_sha256", "frames_sha256")}
+    monkeypatch.setattr(verify, "recompute", lambda *_, **__: hashes)
+    Path("other.json").write_text(json.dumps({**record, "frames_sha256": "0" * 64}))
+    as_json, plain = (svdpp_here("verify", "other.json", *more) for more in (("--json",), ()))
+    Path("other.json").unlink()
+
+    assert (as_json.code, json.loads(as_json.out)["equal"]) == (3, False)
+    assert_error(plain, 3, "'other.json'", "frames_sha256")
+    assert "latents_sha256" not in plain.err
+
+
+def damaged_records(record: dict[str, Any]) -> dict[str, str]:
+    """Texts that are no record of a clip, by what is wrong with them."""
+    texts = {
+        "empty": "",
+        "cut short": json.dumps(record)[:-9],
+        "no object": "[1]",
+        "null": "null",
+        "deep": "[" * 100_000,
+        "not UTF-8": "\udcff",
+        "other version": json.dumps({**record, "schema_version": 2}),
+    }
+    for name in (
+        *("input", "input_sha256", "latents_sha256", "frames_sha256", "seed", "model", "height"),
+        *("dtype", "device", "num_threads", "fps", "format"),
+    ):
+        texts[f"without {name}"] = json.dumps({n: v for n, v in record.items() if n != name})
+    for name, values in {
+        "input": (7, None, ["a"], "\0"),
+        "seed": ("0", -1, None, 0.5),
+        "height": ("32", 33, None, 32.5),
+        "num_inference_steps": ("2", 0),
+        "fps": (None, "7"),
+        "max_guidance_scale": ("1", None),
+        "num_threads": ("1", 0, None),
+        "dtype": ("int8", 7),
+        "device": (7, None),
+        "model": (7, None, ""),
+        "fit": (7,),
+    }.items():
+        for value in values:
+            texts[f"{name}={value!r}"] = json.dumps({**record, name: value})
+    return texts
+
+
+@pytest.mark.processes
+def test_verify_refuses_what_is_no_record(
+    made: tuple[Path, Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever a JSON file holds: a sentence and exit code 2, 5 or 7, nothing "unexpected"."""
+    from svdpp.runtime import verify
+
+    def recompute(*_: object, **__: object) -> None:
+        raise AssertionError("it was taken for a record")
+
+    monkeypatch.setattr(verify, "recompute", recompute)
+    folder, answer = made
+    monkeypatch.chdir(folder / "out")
+    bad = []
+    for what, text in damaged_records(json.loads(answer.out)[0]).items():
+        Path("damaged.json").write_text(text, encoding="utf-8", errors="surrogateescape")
+        result = svdpp_here("verify", "damaged.json")
+        if result.code not in (2, 5, 7) or result.out or len(result.err.splitlines()) > 2:
+            bad.append(f"{what}: exit {result.code}: {result.err.splitlines()[0]}")
+    Path("damaged.json").unlink()
+
+    assert not bad, "\n".join(bad)
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(60)
+def test_a_full_disk_ends_the_run(tmp_path: Path) -> None:
+    """The last clips of a run as well, after which no rank has anything more to do."""
+    run = ("run", PHOTO, *DEMO, *TINY, "--world", "2", "-q", "--format", "webp", "--out", "out")
+    limited = subprocess.run(
+        # No file may grow beyond 1 KiB: enough for the check at the door, not for a clip.
+        ["bash", "-c", 'ulimit -f 1; exec "$@"', "bash", sys.executable, "-m", "svdpp", *run],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=40,
+        check=False,
+    )
+
+    answer = Answer(limited.returncode, limited.stdout, limited.stderr)
+    assert_error(answer, 8, "rocket_0.webp' cannot be written: File too large")
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.processes
+def test_verify_finds_a_planted_fault() -> None:
+    answer = svdpp_alone(
+        *("verify", "--model", "dummy", "--device", "cpu", "--world", "2", "--steps", "2"),
+        *("--latent-shape", "1", "4", "2", "8", "8", "--clips", "1"),
+        *("--plant-fault", "ulp@rank0.clip0", "--json", "-q"),
+    )
+
+    assert answer.code == 3
+    assert json.loads(answer.out)["equal"] is False
+    assert answer.err.startswith(
+        "error: not equal: clip 0, the latent after step 0, done by rank 0"
+    )
+    assert "Traceback" not in answer.err

@@ -1,0 +1,372 @@
+"""What run, simulate and verify refuse before any work: sentence, exit code, nothing on stdout."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from svdpp.cli.request import parse_dtype, parse_seeds
+from svdpp.errors import RequestError
+from tests.cli.shell import DEMO, PHOTO, TINY, assert_error, svdpp_here
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+SAMPLING = [
+    (("--height", "100"), "--height must be a positive multiple of 8, got 100"),
+    (("--width", "0"), "--width must be a positive multiple of 8, got 0"),
+    (("--height", "-8"), "--height must be a positive multiple of 8, got -8"),
+    (("--frames", "0"), "--frames must be 1 or more, got 0"),
+    (("--fps", "0"), "--fps must be 1 to 240 frames a second, got 0"),
+    (("--motion-bucket-id", "2000"), "--motion-bucket-id must be 0 to 1023, got 2000"),
+    (("--noise-aug-strength", "-1"), "--noise-aug-strength must be a finite number"),
+    (("--max-guidance-scale", "nan"), "--max-guidance-scale must be a finite number"),
+    (("--decode-chunk-size", "0"), "--decode-chunk-size must be 1 or more, got 0"),
+    (("--fit", "zoom"), "--fit must be crop, pad or stretch, got 'zoom'"),
+    (("--dtype", "int8"), "--dtype must be one of fp32, fp16, bf16, got 'int8'"),
+    (("--steps", "0"), "must be 1 or more, got 0"),
+    (("--world", "3"), "the nearest step counts that can are 27 and 30"),
+    (("--world", "29"), "29 ranks are more than 28 steps"),
+    (("--world", "0"), "the number of ranks must be 1 or more, got 0"),
+    (("--world", "-2"), "the number of ranks must be 1 or more, got -2"),
+    (("--threads", "0"), "--threads must be 1 to 1024, got 0"),
+    (("--timeout", "0"), "--timeout must be above 0, got 0.0"),
+    (("--start-timeout", "nan"), "--start-timeout must be above 0, got nan"),
+    (("--seed", "-1"), "seed must be 0 to 2^63 - 1, got -1"),
+    (("--seed", str(2**63)), "seed must be 0 to 2^63 - 1"),
+    (("--device", "tpu"), "--device must be cpu, cuda or cuda:N, got 'tpu'"),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), SAMPLING, ids=str)
+@pytest.mark.parametrize("command", [("run", PHOTO), ("verify",)], ids=["run", "verify"])
+def test_knobs_of_run_and_verify(
+    command: tuple[str, ...], options: tuple[str, ...], words: str
+) -> None:
+    assert_error(svdpp_here(*command, *DEMO, *options), 2, words)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--format", "avi"), "--format must be one of mp4, gif, webp, frames, got 'avi'"),
+        (("--crf", "52"), "--crf must be 0 (lossless) to 51, got 52"),
+        (("--seed", "1", "--seeds", "2"), "--seed and --seeds contradict each other"),
+        (("--overwrite", "--skip-existing"), "--overwrite and --skip-existing contradict"),
+        (("--seeds", "1,a"), "--seeds takes numbers and ranges such as 1-8 or 1,3,5-7, got '1,a'"),
+        (("--seeds", ""), "--seeds takes numbers and ranges"),
+        (("--seeds", "3-1"), "--seeds 3-1: smaller to larger"),
+        (("--seeds", str(2**63)), "seed must be 0 to 2^63 - 1"),
+    ],
+    ids=str,
+)
+def test_options_of_run(options: tuple[str, ...], words: str) -> None:
+    assert_error(svdpp_here("run", PHOTO, *DEMO, *options), 2, words)
+    assert os.listdir() == []
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--world", "3"), "the nearest step counts that can are 27 and 30"),
+        (("--world", "0"), "the number of ranks must be 1 or more, got 0"),
+        (("--world", "40"), "40 ranks are more than 28 steps"),
+        (("--clips", "0"), "--clips must be 1 or more, got 0"),
+        (("--clips", "-3"), "--clips must be 1 or more, got -3"),
+        (("--seed", "-1"), "seed must be 0 to 2^63 - 1, got -1"),
+        (("--dtype", "int8"), "--dtype must be one of"),
+        (("--device", "tpu"), "--device must be cpu, cuda or cuda:N"),
+        (("--threads", "0"), "--threads must be 1 to 1024"),
+        (("--timeout", "-1"), "--timeout must be above 0, got -1.0"),
+        (("--steps", "0"), "must be 1 or more, got 0"),
+        (("--latent-shape", "1", "4", "0", "8", "8"), "latent shape 1 4 0 8 8 needs 5 positive"),
+        (("--latent-shape", "1", "4", "2", "-8", "8"), "latent shape 1 4 2 -8 8 needs 5 positive"),
+        (("--latent-shape", "0", "4", "2", "8", "8"), "latent shape 0 4 2 8 8 needs 5 positive"),
+    ],
+    ids=str,
+)
+def test_options_of_simulate(
+    options: tuple[str, ...], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from svdpp.runtime import pipeline
+
+    def go_on(*_: object) -> None:
+        raise AssertionError("ranks would have been started")
+
+    monkeypatch.setattr(pipeline.Pipeline, "__enter__", go_on)
+    answer = svdpp_here("simulate", *options)
+
+    assert_error(answer, 2, words)
+    # simulate has no such options: a message about them helps nobody.
+    assert not [word for word in ("--frames", "--height", "--width") if word in answer.err]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--clips", "0"), "--clips must be 1 or more, got 0"),
+        (("--tolerance", "-1"), "--tolerance must be 0 or more, got -1.0"),
+        (("--tolerance", "nan"), "--tolerance must be 0 or more, got nan"),
+        (("--plant-fault", "ulp"), "'ulp' is no fault"),
+        (("--plant-fault", "melt@rank0.clip0"), "'melt@rank0.clip0' is no fault"),
+        (("--model", "dummy", PHOTO), "the dummy model takes no images"),
+    ],
+    ids=str,
+)
+def test_options_of_verify(options: tuple[str, ...], words: str) -> None:
+    assert_error(svdpp_here("verify", *DEMO, *options), 2, words)
+
+
+@pytest.mark.parametrize("fault", ["ulp@rank9.clip0", "ulp@rank1.clip9"])
+def test_a_fault_that_would_strike_nowhere_is_refused(
+    fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise `verify` reports equality although damage was asked for."""
+    from svdpp.runtime import verify
+
+    def go_on(*_: object, **__: object) -> None:
+        raise AssertionError("ranks would have been started")
+
+    monkeypatch.setattr(verify, "run_pipelined", go_on)
+    assert_error(svdpp_here("verify", *DEMO, "--world", "2", "--plant-fault", fault), 2, fault)
+
+
+# --- inputs -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["run", "verify"])
+@pytest.mark.parametrize("more", [(), ("--json",), ("-q",)], ids=str)
+def test_a_missing_file(command: str, more: tuple[str, ...]) -> None:
+    assert_error(
+        svdpp_here(command, "nope.png", *DEMO, *more), 7, "error: 'nope.png' does not exist"
+    )
+
+
+@pytest.mark.parametrize("command", ["run", "verify"])
+def test_a_text_file_named_png(command: str) -> None:
+    Path("text.png").write_text("hello")
+    assert_error(svdpp_here(command, "text.png", *DEMO), 7, "'text.png' is not an image in PNG")
+
+
+def test_two_missing_files_are_reported_at_once() -> None:
+    answer = svdpp_here("run", "one.png", "two.png", *DEMO)
+
+    assert answer.code == 7
+    assert "'one.png' does not exist" in answer.err
+    assert "'two.png' does not exist" in answer.err
+
+
+def test_two_bad_images_are_reported_at_once() -> None:
+    Path("text.png").write_text("hello")
+    Path("empty.png").touch()
+    answer = svdpp_here("run", "text.png", "empty.png", *DEMO)
+
+    assert answer.code == 7
+    assert "'text.png' is not an image" in answer.err
+    assert "'empty.png' is empty" in answer.err
+
+
+def test_a_missing_file_does_not_hide_a_bad_image() -> None:
+    """`read_inputs`: "naming all that are missing, unreadable or hostile at once"."""
+    Path("text.png").write_text("hello")
+    answer = svdpp_here("run", "text.png", "nope.png", *DEMO)
+
+    assert answer.code == 7
+    assert "'nope.png' does not exist" in answer.err
+    assert "'text.png' is not an image" in answer.err
+
+
+@pytest.mark.parametrize("what", ["", "folder", "*.png"])
+def test_inputs_that_name_no_images(what: str) -> None:
+    Path("folder").mkdir()
+    assert_error(svdpp_here("run", what, *DEMO), 7, repr(what))
+
+
+ODD_NAMES = [
+    "a b.png",
+    "a\nb.png",
+    "a\r\tb\x1b[31m.png",
+    "é你😀.png",
+    "-y.png",
+    "--json.png",
+    "[red]x.png",
+    "{clip}%s.png",
+    "'\".png",
+    "\udcff.png",  # a byte that is no UTF-8
+]
+
+
+@pytest.mark.parametrize("name", ODD_NAMES, ids=ascii)
+@pytest.mark.parametrize("exists", [False, True], ids=["missing", "no image"])
+def test_odd_names_do_not_break_the_message(name: str, exists: bool) -> None:
+    if exists:
+        Path(name).write_text("hello")
+    answer = svdpp_here("run", *DEMO, "--", name)
+
+    assert_error(answer, 7, repr(name).encode("utf-8", "backslashreplace").decode())
+    assert not [char for char in answer.err if not char.isprintable() and char != "\n"]
+
+
+# --- models, devices, worlds --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["empty", "./empty"])
+def test_a_model_of_an_empty_folder(name: str) -> None:
+    Path("empty").mkdir()
+    answer = svdpp_here("run", PHOTO, "--device", "cpu", "--model", name)
+
+    assert_error(answer, 5, repr(name), "model_index.json")
+
+
+def test_an_empty_model_name() -> None:
+    assert_error(
+        svdpp_here("run", PHOTO, "--device", "cpu", "--model", ""), 2, "the model name is empty"
+    )
+
+
+def test_nccl_cannot_carry_latents_of_the_cpu() -> None:
+    answer = svdpp_here("run", PHOTO, *DEMO, env={"PIPELINE_BACKEND": "nccl"})
+
+    assert_error(answer, 2, "PIPELINE_BACKEND=nccl")
+
+
+TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
+
+
+@pytest.mark.parametrize(
+    ("command", "env", "words"),
+    [
+        (("run", PHOTO, *DEMO, "--world", "4"), TORCHRUN, "--world 4 disagrees with torchrun's"),
+        (("simulate", "--world", "4"), TORCHRUN, "--world 4 disagrees with torchrun's"),
+        (("simulate",), {**TORCHRUN, "WORLD_SIZE": "3"}, "28 steps cannot be split evenly over 3"),
+        (("verify",), TORCHRUN, "verify starts its own ranks"),
+        (("run", PHOTO, *DEMO), {"RANK": "0"}, "this is no torchrun world"),
+        (("run", PHOTO, *DEMO), {**TORCHRUN, "RANK": "x"}, "not a torchrun world"),
+        (("run", PHOTO, *DEMO), {**TORCHRUN, "RANK": "2"}, "not a torchrun world"),
+    ],
+    ids=str,
+)
+def test_worlds_of_torchrun(command: tuple[str, ...], env: dict[str, str], words: str) -> None:
+    assert_error(svdpp_here(*command, env=env), 2, words)
+
+
+# --- outputs ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["mp4", "gif", "webp", "frames"])
+@pytest.mark.parametrize("more", [(), ("--json",)], ids=str)
+def test_an_output_that_exists_is_left_alone(kind: str, more: tuple[str, ...]) -> None:
+    there = Path("out/rocket_0" if kind == "frames" else f"out/rocket_0.{kind}")
+    file = there / "mine.png" if kind == "frames" else there
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b"mine")
+    before = file.stat()
+    answer = svdpp_here("run", PHOTO, *DEMO, *TINY, "--format", kind, *more)
+
+    assert_error(answer, 2, "1 of 1 outputs exist already", there.name, "--skip-existing")
+    assert file.read_bytes() == b"mine"
+    assert (file.stat().st_mtime_ns, file.stat().st_ino) == (before.st_mtime_ns, before.st_ino)
+    assert os.listdir("out") == [there.name]
+
+
+def test_two_inputs_with_one_output() -> None:
+    for folder in ("one", "two"):
+        Path(folder).mkdir()
+        Path(folder, "same.jpg").write_bytes(Path(PHOTO).read_bytes())
+    answer = svdpp_here("run", "one/same.jpg", "two/same.jpg", *DEMO, *TINY)
+
+    assert_error(answer, 2, "would both become 'same_0.mp4'")
+    # Both have the name 'same.jpg': which two they are is told by their folders alone.
+    assert "one/same.jpg" in answer.err
+    assert "two/same.jpg" in answer.err
+
+
+@pytest.mark.parametrize("out", ["file", "file/below", "/proc/svdpp", "/proc/1/svdpp"])
+def test_an_out_that_cannot_be_written(out: str) -> None:
+    Path("file").write_bytes(b"mine")
+    assert_error(svdpp_here("run", PHOTO, *DEMO, *TINY, "--out", out), 8, repr(out))
+
+    assert Path("file").read_bytes() == b"mine"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_an_out_without_permission() -> None:
+    Path("locked").mkdir(mode=0o500)
+    assert_error(svdpp_here("run", PHOTO, *DEMO, "--out", "locked"), 8, "Permission denied")
+
+
+@pytest.mark.parametrize("command", [("run", PHOTO, *DEMO), ("simulate",), ("verify", *DEMO)])
+def test_a_log_file_that_cannot_be_written(command: tuple[str, ...]) -> None:
+    Path("file").touch()
+    answer = svdpp_here(*command, "--log-file", "file/log")
+
+    assert_error(answer, 8, "cannot write the log 'file/log'")
+
+
+# --- seeds and dtypes ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("seed", "seeds", "expected"),
+    [
+        (None, None, [0]),
+        (7, None, [7]),
+        (0, None, [0]),
+        (2**63 - 1, None, [2**63 - 1]),
+        (None, "5", [5]),
+        (None, "1-3", [1, 2, 3]),
+        (None, "1,3,5-7", [1, 3, 5, 6, 7]),
+        (None, " 1 , 2 ", [1, 2]),
+        (None, "7,1-3", [7, 1, 2, 3]),
+        (None, "1-3,2-4,1", [1, 2, 3, 4]),
+        (None, "4-4", [4]),
+        (None, str(2**63 - 1), [2**63 - 1]),
+    ],
+)
+def test_seeds(seed: int | None, seeds: str | None, expected: list[int]) -> None:
+    assert parse_seeds(seed, seeds) == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", ",", "1,", ",1", "1,,2", "a", "1-", "-1", "1--2", "1-2-3", "1.5", "1e3", "0x1", "+1"),
+        *("٣", "1 2", "1;2", "3-1", "0-100000", str(2**63), "9" * 20, "9" * 5000, "1\n2"),
+    ],
+    ids=lambda text: ascii(text[:24]),
+)
+def test_texts_that_are_no_seeds(text: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        parse_seeds(None, text)
+
+    assert caught.value.message.isprintable()
+
+
+@pytest.mark.timeout(3)
+@pytest.mark.parametrize("text", ["0-99999", "0-99998,100000-199999", "0-99998,0-99999"])
+def test_many_seeds_are_read_or_refused_at_once(text: str) -> None:
+    try:
+        seeds = parse_seeds(None, text)
+    except RequestError:
+        return
+    assert len(seeds) == len(set(seeds))
+
+
+@pytest.mark.parametrize(
+    ("text", "device", "dtype"),
+    [
+        (None, "cpu", "fp32"),
+        (None, "cuda", "fp16"),
+        (None, "cuda:1", "fp16"),
+        ("float32", "cuda", "fp32"),
+        ("bfloat16", "cpu", "bf16"),
+        ("fp16", "cpu", "fp16"),
+    ],
+)
+def test_dtypes(text: str | None, device: str, dtype: str) -> None:
+    assert parse_dtype(text, device) == dtype

@@ -1,0 +1,231 @@
+"""The commands as a user types them: real files in, real clips out, read back frame by frame."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import StableVideoDiffusionPipeline
+from PIL import Image
+
+from svdpp.media.examples import example_photos
+from svdpp.media.video import read_frames, read_metadata
+from svdpp.models.decode import stack_frames
+from tests.models.builders import save_tiny_checkpoint
+
+pytestmark = pytest.mark.processes
+
+KNOBS = ["--steps", "4", "--height", "64", "--width", "64", "--frames", "3", "--threads", "1"]
+
+
+def _svdpp(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "svdpp", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        cwd=cwd,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_checkpoint(tmp_path_factory.mktemp("tiny") / "model")
+
+
+def _diffusers_sha256(folder: Path, photo: Path, seed: int) -> tuple[str, str]:
+    """Hashes of final latent and frames, by diffusers alone: none of our code but PIL's reader."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    pipe = StableVideoDiffusionPipeline.from_pretrained(folder, dtype=torch.float32)
+    pipe.set_progress_bar_config(disable=True)
+    last: dict[str, Any] = {}
+
+    def keep(_pipe: Any, _step: int, _time: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        last.update(tensors)
+        return {}
+
+    frames = pipe(
+        Image.open(photo).convert("RGB"),
+        height=64,
+        width=64,
+        num_frames=3,
+        num_inference_steps=4,
+        generator=torch.Generator("cpu").manual_seed(seed),
+        callback_on_step_end=keep,
+    ).frames[0]
+    torch.set_num_threads(threads)
+    latent = last["latents"].contiguous().numpy().tobytes()
+    pixels = stack_frames(frames).tobytes()
+    return hashlib.sha256(latent).hexdigest(), hashlib.sha256(pixels).hexdigest()
+
+
+def test_run_makes_clips_that_are_diffusers_own(tiny: Path, tmp_path: Path) -> None:
+    photos = example_photos()[:2]
+    out = tmp_path / "out"
+    command = ["run", *photos, "--device", "cpu", "--world", "2", "--model", tiny, *KNOBS]
+    done = _svdpp(*command, "--seeds", "3-4", "--out", out, "--json")
+    assert done.returncode == 0, done.stderr
+    records = json.loads(done.stdout)
+    names = [(photo.stem, seed) for photo in photos for seed in (3, 4)]
+    assert [record["output"] for record in records] == [f"{n}_{seed}.mp4" for n, seed in names]
+    for record, (stem, seed) in zip(records, names, strict=True):
+        clip = out / f"{stem}_{seed}.mp4"
+        frames = read_frames(clip, "mp4")
+        assert frames.shape == (3, 64, 64, 3)
+        assert json.loads(clip.with_suffix(".json").read_text()) == record
+        assert read_metadata(clip) == record
+        photo = next(p for p in photos if p.stem == stem)
+        assert record["input_sha256"] == hashlib.sha256(photo.read_bytes()).hexdigest()
+        assert (record["seed"], record["world_size"], record["num_threads"]) == (seed, 2, 1)
+        latents, pixels = _diffusers_sha256(tiny, photo, seed)
+        assert record["latents_sha256"] == latents
+        assert record["frames_sha256"] == pixels
+    assert sorted(p.name for p in out.iterdir()) == sorted(
+        f"{stem}_{seed}.{suffix}" for stem, seed in names for suffix in ("mp4", "json")
+    )
+
+    # The same command again: refused, skipped, and only what is missing made anew.
+    before = {path: path.read_bytes() for path in out.iterdir()}
+    again = _svdpp(*command, "--seeds", "3-4", "--out", out)
+    assert again.returncode == 2
+    assert "--skip-existing" in again.stderr
+    missing = out / f"{photos[0].stem}_4.mp4"
+    missing.unlink()
+    skipping = _svdpp(*command, "--seeds", "3-4", "--out", out, "--skip-existing")
+    assert skipping.returncode == 0, skipping.stderr
+    assert skipping.stdout.count("was finished") == 3
+    assert np.array_equal(read_frames(missing, "mp4").shape, (3, 64, 64, 3))
+    for path, content in before.items():
+        if path.stem != missing.stem:
+            assert path.read_bytes() == content, path
+    other = _svdpp(*command, "--seeds", "3-4", "--out", out, "--skip-existing", "--crf", 30)
+    assert other.returncode == 2
+    assert "another crf: 18, now 30" in other.stderr
+
+    # A finished clip is proved from its JSON, and one that was tampered with is not.
+    record_path = out / f"{photos[1].stem}_3.json"
+    proof = _svdpp("verify", record_path)
+    assert proof.returncode == 0, proof.stderr
+    assert "bitwise equal" in proof.stdout
+    record = json.loads(record_path.read_text())
+    record_path.write_text(json.dumps({**record, "latents_sha256": "0" * 64}))
+    proof = _svdpp("verify", record_path)
+    assert proof.returncode == 3
+    assert "latents_sha256" in proof.stderr
+    assert "Traceback" not in proof.stderr
+
+
+@pytest.mark.parametrize("kind", ["gif", "webp", "frames"])
+def test_run_writes_other_formats(tiny: Path, tmp_path: Path, kind: str) -> None:
+    photo = tmp_path / "my photo, naïve.v2.png"
+    Image.open(example_photos()[0]).save(photo)
+    done = _svdpp(
+        *("run", photo, "--device", "cpu", "--world", "1", "--model", tiny, *KNOBS),
+        *("--format", kind, "--out", tmp_path / "out", "--json"),
+    )
+    assert done.returncode == 0, done.stderr
+    (record,) = json.loads(done.stdout)
+    assert (tmp_path / "out" / "my photo, naïve.v2_0.json").exists()
+    frames = read_frames(tmp_path / "out" / record["output"], kind)  # type: ignore[arg-type]
+    assert frames.shape == (3, 64, 64, 3)
+
+
+def test_verify_catches_a_planted_fault_with_exit_code_3() -> None:
+    done = _svdpp(
+        *("verify", "--model", "dummy", "--latent-shape", 1, 4, 2, 8, 8, "--steps", 4),
+        *("--plant-fault", "ulp@rank1.clip1", "--json"),
+    )
+    assert done.returncode == 3
+    report = json.loads(done.stdout)
+    assert (report["equal"], report["bitwise"]) == (False, False)
+    bad = [check for check in report["checks"] if not check["equal"]]
+    assert [(check["clip"], check["step"], check["rank"]) for check in bad] == [(1, 4, 1)]
+    assert "clip 1, the final latent, done by rank 1: first at index [0, 2, 0, 0, 0]" in done.stderr
+
+
+def test_torchrun_joins_its_world() -> None:
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=4"),
+            *("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"),
+            *("-m", "svdpp", "simulate", "--total-steps", "28", "--device", "cpu"),
+            *("--dtype", "fp32", "--latent-shape", "1", "4", "2", "8", "8", "--json"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert (report["world_size"], report["clips"], report["num_steps"]) == (4, 8, 28)
+    assert [rank["steps_done"] for rank in report["ranks"]] == [56] * 4
+
+
+def test_torchrun_with_another_world_is_refused() -> None:
+    environment = {**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4"}
+    done = subprocess.run(
+        [sys.executable, "-m", "svdpp", "simulate", "--world", "2"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=environment,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "disagrees with torchrun's world of 4" in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_signals_end_the_run_in_order(number: signal.Signals, tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    running = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "svdpp", "simulate", "--world", "2", "--clips", "5000"),
+            *("--steps", "4", "--latent-shape", "1", "4", "2", "8", "8"),
+            *("--log-file", str(log), "--quiet"),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 60
+    while not (log.exists() and "is finished" in log.read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    running.send_signal(number)
+    _, errors = running.communicate(timeout=20)
+    assert running.returncode == 128 + number
+    assert errors.strip() == f"error: ended by {number.name}"
+
+
+def test_the_log_has_one_record_for_each_event_bound_to_its_rank(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    done = _svdpp(
+        *("simulate", "--world", 2, "--clips", 3, "--steps", 4, "--log-file", log),
+        *("--latent-shape", 1, 4, 2, 8, 8, "--quiet"),
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    records = [json.loads(line)["record"] for line in log.read_text().splitlines()]
+    said = [(record["extra"]["rank"], record["message"]) for record in records]
+    assert [r for r, text in said if text.startswith("ready: steps")] == [0, 1] or [
+        r for r, text in said if text.startswith("ready: steps")
+    ] == [1, 0]
+    sends = [text for rank, text in said if rank == 0 and text.startswith("send")]
+    receives = [text for rank, text in said if rank == 1 and text.startswith("recv")]
+    assert len(sends) == len(receives) == 3
+    assert "send clip 0 at step 2 to rank 1: 2048 bytes in" in sends[0]
+    assert sum("step" in text and text.startswith("clip") for _, text in said) == 12

@@ -1,0 +1,481 @@
+"""Photographs from strangers: real files of every sad kind, made on the spot."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import os
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import warnings
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image, ImageFile
+
+from svdpp.errors import InputError
+from svdpp.media import image as media
+from svdpp.media.image import check_photos, find_images, fit_photo, read_photo
+
+ODD_NAMES = ["a b.png", "a\nb.png", "é你.png", "-y.png", "[x].png", "%03d.png", "concat:x.png"]
+
+
+def gradient(width: int = 48, height: int = 32) -> Image.Image:
+    y, x = np.mgrid[:height, :width]
+    pixels = np.stack([x * 255 // width, y * 255 // height, (x + y) % 256], -1)
+    return Image.fromarray(pixels.astype(np.uint8))
+
+
+def encoded(image: Image.Image, format: str, **options: object) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, format, **options)
+    return buffer.getvalue()
+
+
+def png(
+    width: int, height: int, depth: int, colour_type: int, rows: bytes, trns: bytes = b""
+) -> bytes:
+    def chunk(name: bytes, data: bytes) -> bytes:
+        return (
+            struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+        )
+
+    header = struct.pack(">IIBBBBB", width, height, depth, colour_type, 0, 0, 0)
+    middle = chunk(b"tRNS", trns) if trns else b""
+    body = chunk(b"IDAT", zlib.compress(rows, 9))
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + middle + body + chunk(b"IEND", b"")
+
+
+def read(folder: Path, data: bytes, name: str = "x") -> Image.Image:
+    (folder / name).write_bytes(data)
+    image, photo = read_photo(folder / name)
+    assert image.mode == "RGB"
+    assert image.size == (photo.width, photo.height)
+    return image
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(InputError) as caught:
+        read_photo(path)
+    assert repr(str(path)) in caught.value.message
+    assert "\n" not in caught.value.message
+    return caught.value.message
+
+
+def refused(folder: Path, data: bytes) -> str:
+    (folder / "x.png").write_bytes(data)
+    return refusal(folder / "x.png")
+
+
+@pytest.mark.parametrize("format", ["PNG", "BMP", "TIFF", "WEBP"])
+def test_lossless_formats_give_their_pixels_back(tmp_path: Path, format: str) -> None:
+    options = {"lossless": True} if format == "WEBP" else {}
+    image = read(tmp_path, encoded(gradient(), format, **options))
+    assert image.tobytes() == gradient().tobytes()
+
+
+def test_photo_names_bytes_and_size(tmp_path: Path) -> None:
+    data = encoded(gradient(), "JPEG")
+    (tmp_path / "x.jpg").write_bytes(data)
+    _, photo = read_photo(tmp_path / "x.jpg")
+    assert photo.path == tmp_path / "x.jpg"
+    assert photo.sha256 == hashlib.sha256(data).hexdigest()
+    assert (photo.width, photo.height) == (48, 32)
+
+
+@pytest.mark.parametrize("format", ["JPEG", "PNG", "TIFF", "WEBP"])
+def test_exif_rotation_is_applied_once(tmp_path: Path, format: str) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # the top of the scene is at the right of the stored picture
+    stored = Image.new("RGB", (48, 32), "black")
+    stored.paste("red", (40, 0, 48, 32))
+    image = read(tmp_path, encoded(stored, format, exif=exif))
+    assert image.size == (32, 48)
+    assert image.getpixel((16, 45))[0] > 200
+    assert image.getpixel((16, 2))[0] < 60
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_every_orientation_is_what_pillow_makes_of_it(tmp_path: Path, orientation: int) -> None:
+    from PIL import ImageOps
+
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = encoded(gradient(), "PNG", exif=exif)
+    expected = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
+    assert read(tmp_path, data).tobytes() == expected.tobytes()
+
+
+def test_odd_exif_beside_the_rotation_does_no_harm(tmp_path: Path) -> None:
+    # XResolution as text: ImageOps.exif_transpose raises TypeError on it.
+    entries = struct.pack("<HHI4s", 0x0112, 3, 1, b"\6\0\0\0")
+    entries += struct.pack("<HHI4s", 0x011A, 2, 3, b"72\0\0")
+    exif = b"Exif\0\0II*\0\x08\0\0\0\x02\0" + entries + bytes(4)
+    assert read(tmp_path, encoded(gradient(), "JPEG", exif=exif)).size == (32, 48)
+
+
+def test_hidden_colour_under_alpha_is_white(tmp_path: Path) -> None:
+    image = Image.new("RGBA", (20, 20), (255, 0, 0, 0))
+    image.putpixel((0, 0), (0, 0, 255, 255))
+    image.putpixel((1, 0), (0, 0, 0, 128))
+    result = read(tmp_path, encoded(image, "PNG"))
+    assert result.getpixel((5, 5)) == (255, 255, 255)
+    assert result.getpixel((0, 0)) == (0, 0, 255)
+    assert result.getpixel((1, 0)) == (127, 127, 127)
+
+
+@pytest.mark.parametrize("mode", ["LA", "PA"])
+def test_other_alpha_modes_are_laid_over_white(tmp_path: Path, mode: str) -> None:
+    image = Image.new(mode, (20, 20), (30, 0))
+    format = "PNG" if mode == "LA" else "TIFF"
+    assert read(tmp_path, encoded(image, format)).getpixel((5, 5)) == (255, 255, 255)
+
+
+def test_palette_with_transparency(tmp_path: Path) -> None:
+    image = Image.new("P", (20, 20), 1)
+    image.putpalette([0, 0, 255, 255, 0, 0])
+    image.putpixel((0, 0), 0)
+    result = read(tmp_path, encoded(image, "PNG", transparency=1))
+    assert result.getpixel((5, 5)) == (255, 255, 255)
+    assert result.getpixel((0, 0)) == (0, 0, 255)
+
+
+@pytest.mark.parametrize("format", ["PNG", "TIFF"])
+@pytest.mark.parametrize(
+    ("value", "expected"), [(40000, 156), (65535, 255), (0, 0), (128, 0), (129, 1)]
+)
+def test_16_bit_grey_is_scaled(tmp_path: Path, format: str, value: int, expected: int) -> None:
+    grey = Image.fromarray(np.full((20, 20), value, np.uint16))
+    assert read(tmp_path, encoded(grey, format)).getpixel((3, 3)) == (expected,) * 3
+
+
+def test_other_deep_greys_are_scaled(tmp_path: Path) -> None:
+    deep = np.full((20, 20), 40000)
+    for pixels in (deep.astype(">u2"), deep.astype(np.int32), (deep / 65535).astype(np.float32)):
+        result = read(tmp_path, encoded(Image.fromarray(pixels), "TIFF"))
+        assert result.getpixel((3, 3)) == (156, 156, 156)
+
+
+@pytest.mark.parametrize("value", [-5, 100, 70000, float("nan"), 1.5, -0.1])
+def test_deep_greys_without_a_known_white_are_refused(tmp_path: Path, value: float) -> None:
+    dtype = np.int32 if isinstance(value, int) else np.float32
+    message = refused(tmp_path, encoded(Image.fromarray(np.full((20, 20), value, dtype)), "TIFF"))
+    assert "pixels from" in message
+    assert "damaged" not in message
+
+
+def test_transparent_16_bit_grey_is_white(tmp_path: Path) -> None:
+    rows = (b"\0" + struct.pack(">HH", 40000, 20000) * 10) * 20
+    result = read(tmp_path, png(20, 20, 16, 0, rows, struct.pack(">H", 40000)))
+    assert result.getpixel((0, 0)) == (255, 255, 255)
+    assert result.getpixel((1, 0)) == (78, 78, 78)
+
+
+@pytest.mark.parametrize("format", ["JPEG", "TIFF"])
+def test_cmyk_red_is_red(tmp_path: Path, format: str) -> None:
+    data = encoded(Image.new("CMYK", (20, 20), (0, 255, 255, 0)), format)
+    assert format == "TIFF" or b"Adobe" in data  # so the JPEG holds inverted values
+    red, green, blue = read(tmp_path, data).getpixel((5, 5))
+    assert red > 250
+    assert max(green, blue) < 5
+
+
+@pytest.mark.parametrize("format", ["GIF", "WEBP", "PNG"])
+def test_first_frame_of_an_animation(tmp_path: Path, format: str) -> None:
+    first, second = Image.new("RGB", (20, 20), "red"), Image.new("RGB", (20, 20), "blue")
+    options = {"lossless": True} if format == "WEBP" else {}
+    data = encoded(first, format, save_all=True, append_images=[second], duration=100, **options)
+    assert Image.open(io.BytesIO(data)).n_frames == 2
+    assert read(tmp_path, data).getpixel((5, 5)) == (255, 0, 0)
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "P", "YCbCr"])
+def test_plain_modes_become_rgb(tmp_path: Path, mode: str) -> None:
+    assert read(
+        tmp_path, encoded(Image.new("RGB", (20, 20), "white").convert(mode), "TIFF")
+    ).getpixel((5, 5)) == (255, 255, 255)
+
+
+@pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF"])
+@pytest.mark.parametrize("part", [0.02, 0.3, 0.8, 0.95])
+def test_truncated_files_are_refused(tmp_path: Path, format: str, part: float) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8)
+    data = encoded(Image.fromarray(noise), format)
+    refused(tmp_path, data[: int(len(data) * part)])
+
+
+def test_a_flipped_byte_in_a_png_never_changes_the_picture(tmp_path: Path) -> None:
+    good = encoded(gradient(), "PNG")
+    missed_by_pillow = 0
+    for place in range(len(good)):
+        data = bytearray(good)
+        data[place] ^= 4
+        (tmp_path / "x.png").write_bytes(data)
+        try:
+            image = read_photo(tmp_path / "x.png")[0]
+        except InputError:
+            with contextlib.suppress(Exception):
+                plain = Image.open(io.BytesIO(bytes(data))).convert("RGB")
+                missed_by_pillow += plain.tobytes() != gradient().tobytes()
+        else:
+            assert image.tobytes() == gradient().tobytes()
+    assert missed_by_pillow  # else the check by verify() would not be needed
+
+
+def test_corrupt_jpeg_and_png_are_refused(tmp_path: Path) -> None:
+    for format in ("PNG", "JPEG"):
+        data = encoded(gradient(), format)
+        refused(tmp_path, data[:30] + bytes(200) + data[230:])
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"", "is empty (0 bytes)"),
+        (b"hello, I am a text\n", "is not an image in PNG, JPEG, WEBP, BMP, TIFF or GIF"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 32 32\n", "is not an image in"),
+        (encoded(Image.new("RGB", (1, 1)), "PNG"), "is too small: 1x1"),
+        (encoded(Image.new("RGB", (15, 40)), "PNG"), "is too small: 15x40"),
+        (encoded(Image.new("L", (60000, 1)), "PNG"), "is too small: 60000x1"),
+        (encoded(Image.new("L", (16 * 20 + 1, 20)), "PNG"), "is too narrow: 321x20"),
+        (png(8000, 6251, 8, 0, b""), "is too large: 8000x6251 pixels, at most 50 million"),
+        (png(9500, 9500, 8, 0, b""), "is too large: 9500x9500"),
+        (png(2**31 - 1, 2**31 - 1, 8, 0, b""), "is too large"),
+    ],
+)
+def test_refusals_say_what_the_file_is(tmp_path: Path, data: bytes, words: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # Pillow's own warning about size must not come out
+        assert words in refused(tmp_path, data)
+
+
+def test_limits_are_inclusive(tmp_path: Path) -> None:
+    assert read(tmp_path, encoded(Image.new("L", (256, 16)), "PNG")).size == (256, 16)
+
+
+def test_file_size_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = encoded(gradient(), "BMP")
+    monkeypatch.setattr(media, "MAX_FILE_BYTES", len(data))
+    read(tmp_path, data)
+    assert "is larger than" in refused(tmp_path, data + b"\0")
+
+
+def test_decompression_bomb_stays_out_of_memory(tmp_path: Path) -> None:
+    (tmp_path / "bomb.png").write_bytes(png(9500, 9500, 8, 0, bytes(9501 * 9500)))
+    (tmp_path / "small.png").write_bytes(encoded(gradient(), "PNG"))
+    assert (tmp_path / "bomb.png").stat().st_size < 200_000
+    script = """
+import sys
+from pathlib import Path
+from svdpp.errors import InputError
+from svdpp.media.image import read_photo
+def peak():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+read_photo(Path(sys.argv[1]))
+before = peak()
+try:
+    read_photo(Path(sys.argv[2]))
+except InputError as error:
+    print(error.message, file=sys.stderr)
+    print(peak() - before)
+"""
+    names = [str(tmp_path / "small.png"), str(tmp_path / "bomb.png")]
+    done = subprocess.run([sys.executable, "-c", script, *names], capture_output=True, text=True)
+    assert "9500x9500" in done.stderr
+    assert int(done.stdout) < 20_000  # kB; decoded it takes 90_000
+
+
+def test_things_that_are_no_files(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo.png")
+    (tmp_path / "link.png").symlink_to(tmp_path / "nowhere")
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / "sock.png"))
+    assert "is not a regular file" in refusal(tmp_path / "fifo.png")
+    assert "is not a regular file" in refusal(tmp_path / "sock.png")
+    assert "is not a regular file" in refusal(Path("/dev/zero"))
+    assert "is a folder" in refusal(tmp_path)
+    assert "does not exist" in refusal(tmp_path / "link.png")
+    assert "does not exist" in refusal(tmp_path / "gone.png")
+    assert "Not a directory" in refusal(Path("/etc/passwd/x.png"))
+    assert "null" in refusal(Path("a\0b.png"))
+    assert "File name too long" in refusal(tmp_path / ("x" * 300))
+
+
+def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "x.png").write_bytes(encoded(gradient(), "PNG"))
+
+    def denied(*_: object) -> int:  # root may read everything, so the refusal is played
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "open", denied)
+    assert "cannot be read: Permission denied" in refusal(tmp_path / "x.png")
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (MemoryError(), "needs more memory than there is"),
+        (OverflowError("\x1b[31mboo\n"), "is damaged or cut short:  [31mboo "),
+        (KeyError(), "is damaged or cut short: KeyError"),
+    ],
+)
+def test_whatever_a_decoder_raises_is_a_refusal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, words: str
+) -> None:
+    def fail(_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(ImageFile.ImageFile, "load", fail)
+    assert words in refused(tmp_path, encoded(gradient(), "BMP"))
+
+
+@pytest.mark.parametrize("name", ODD_NAMES)
+def test_odd_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(name).write_bytes(encoded(gradient(), "PNG"))
+    assert find_images([name]) == [Path(name)]
+    assert find_images(["."]) == [Path(name)]
+    assert read_photo(Path(name))[0].size == (48, 32)
+    Path(name).write_bytes(b"text")
+    refusal(Path(name))
+
+
+def test_process_wide_settings_of_pillow_stay(tmp_path: Path) -> None:
+    limit, filters = Image.MAX_IMAGE_PIXELS, list(warnings.filters)
+    read(tmp_path, encoded(gradient(), "JPEG"))
+    assert ImageFile.LOAD_TRUNCATED_IMAGES is False
+    assert limit == Image.MAX_IMAGE_PIXELS
+    assert warnings.filters == filters
+
+
+def test_find_images_expands_and_keeps_order(tmp_path: Path) -> None:
+    folder = tmp_path / "photos"
+    (folder / "sub.png").mkdir(parents=True)
+    for name in ("b.PNG", "a.jpg", ".hidden.png", "notes.txt", "c.tiff"):
+        (folder / name).write_bytes(b"x")
+    (tmp_path / "last.dat").write_bytes(b"x")
+    expected = [folder / name for name in ("a.jpg", "b.PNG", "c.tiff")]
+    assert find_images([str(folder)]) == expected
+    assert find_images([f"{folder}/*"]) == expected
+    assert find_images([f"{tmp_path}/**/[bc].*"]) == expected[1:]
+    mixed = [str(tmp_path / "last.dat"), str(folder / "c.tiff"), str(folder)]
+    assert find_images(mixed) == [tmp_path / "last.dat", expected[2], *expected[:2]]
+    (tmp_path / "twin.jpg").symlink_to(folder / "a.jpg")
+    assert find_images([str(folder), str(tmp_path / "twin.jpg")]) == expected
+    assert find_images([]) == []
+
+
+def test_a_literal_name_goes_before_a_pattern(tmp_path: Path) -> None:
+    for name in ("[ab].png", "a.png"):
+        (tmp_path / name).write_bytes(b"x")
+    assert find_images([str(tmp_path / "[ab].png")]) == [tmp_path / "[ab].png"]
+    (tmp_path / "[ab].png").unlink()
+    assert find_images([str(tmp_path / "[ab].png")]) == [tmp_path / "a.png"]
+
+
+def test_find_images_lists_every_problem(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "full").mkdir()
+    os.mkfifo(tmp_path / "full" / "fifo.png")
+    good = tmp_path / "good.png"
+    good.write_bytes(b"x")
+    names = ["gone.png", "empty", "*.bmp", "full", "a\0*"]
+    with pytest.raises(InputError) as caught:
+        find_images(["", str(good), *(str(tmp_path / name) for name in names)])
+    lines = caught.value.message.splitlines()
+    assert lines[0] == "6 inputs cannot be used:"
+    words = ["empty name", "does not exist", "without images", "matches no", "regular", "null"]
+    assert len(lines) == 7
+    assert all(word in line for word, line in zip(words, lines[1:], strict=True))
+    with pytest.raises(InputError, match=r"^'.*gone\.png' does not exist$"):
+        find_images([str(tmp_path / "gone.png")])
+
+
+def test_check_photos_lists_every_bad_one(tmp_path: Path) -> None:
+    good, text, empty = tmp_path / "good.png", tmp_path / "text.png", tmp_path / "empty.png"
+    good.write_bytes(encoded(gradient(), "PNG"))
+    text.write_bytes(b"text")
+    empty.write_bytes(b"")
+    assert [photo.path for photo in check_photos([good, good])] == [good, good]
+    with pytest.raises(InputError) as caught:
+        check_photos([text, good, empty])
+    first, *rest = caught.value.message.splitlines()
+    assert first == "2 inputs cannot be used:"
+    assert "'" + str(text) in rest[0]
+    assert "'" + str(empty) in rest[1]
+    with pytest.raises(InputError, match=r"^'.*text\.png' is not an image") as caught:
+        check_photos([text])
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("fit", "width", "height", "size"),
+    [
+        ("stretch", 10, 10, (48, 32)),
+        ("crop", 64, 64, (32, 32)),
+        ("crop", 128, 64, (48, 24)),
+        ("crop", 8, 8000, (1, 32)),
+        ("crop", 96, 64, (48, 32)),
+        ("pad", 64, 64, (48, 48)),
+        ("pad", 128, 64, (64, 32)),
+        ("pad", 96, 64, (48, 32)),
+    ],
+)
+def test_fit_gives_the_shape(fit: str, width: int, height: int, size: tuple[int, int]) -> None:
+    result = fit_photo(gradient(), width, height, fit)
+    assert result.size == size
+    assert result.mode == "RGB"
+
+
+def test_fit_is_centred() -> None:
+    image = gradient()
+    crop = fit_photo(image, 64, 64, "crop")
+    assert crop.tobytes() == image.crop((8, 0, 40, 32)).tobytes()
+    pad = fit_photo(image, 64, 64, "pad")
+    assert pad.crop((0, 8, 48, 40)).tobytes() == image.tobytes()
+    assert not any(pad.crop((0, 0, 48, 8)).tobytes() + pad.crop((0, 40, 48, 48)).tobytes())
+    assert fit_photo(image, 1, 99, "stretch") is image
+
+
+def test_padding_has_a_limit() -> None:
+    with pytest.raises(InputError, match="would take"):
+        fit_photo(Image.new("RGB", (16000, 1000)), 8, 800, "pad")
+
+
+SAMPLES = [encoded(gradient(), name) for name in ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF")]
+SAMPLES.append(
+    encoded(gradient().convert("RGBA"), "PNG", save_all=True, append_images=[gradient()])
+)
+SAMPLES.append(encoded(gradient().convert("P"), "TIFF", compression="tiff_lzw"))
+
+
+@st.composite
+def damaged(draw: st.DrawFn) -> bytes:
+    data = bytearray(draw(st.sampled_from(SAMPLES)))
+    places = st.integers(0, min(len(data), draw(st.sampled_from([60, 10**6]))) - 1)
+    for place, byte in draw(st.lists(st.tuples(places, st.integers(0, 255)), max_size=6)):
+        data[place] = byte
+    return bytes(data[: draw(st.integers(0, len(data)))] if draw(st.booleans()) else data)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.one_of(damaged(), damaged(), st.binary(max_size=200)))
+def test_no_bytes_do_more_than_be_refused(data: bytes) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "x.png")
+        path.write_bytes(data)
+        try:
+            image, photo = read_photo(path)
+        except InputError:
+            return
+        assert image.mode == "RGB"
+        assert len(image.tobytes()) == photo.width * photo.height * 3

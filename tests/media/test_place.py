@@ -1,0 +1,94 @@
+"""Files and folders that come whole into their place, or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from svdpp.errors import OutputError, RequestError
+from svdpp.media.place import check_writable, in_place_of, write_json
+
+METADATA = {"seed": 5, "odd ;=#\\ key": "é\n'\"%03d", "list": [1, None, {"a": 0.5}]}
+FILE, FOLDER = None, re.compile("[a-z]")
+
+
+def put(place: Path, text: str, files: re.Pattern[str] | None) -> None:
+    with in_place_of(str(place), ".part", files) as temporary:
+        assert temporary.parent == place.parent
+        assert re.fullmatch(r"\.svdpp-\d+-[0-9a-f]{8}\.part", temporary.name)
+        (temporary if files is FILE else temporary / text).write_text(text)
+
+
+def content(place: Path) -> str:
+    return place.read_text() if place.is_file() else " ".join(os.listdir(place))
+
+
+@pytest.mark.parametrize("files", [FILE, FOLDER])
+def test_the_new_takes_the_place_of_the_old(tmp_path: Path, files: re.Pattern[str] | None) -> None:
+    for text in ("a", "b"):
+        put(tmp_path / "x", text, files)
+        assert content(tmp_path / "x") == text
+        assert os.listdir(tmp_path) == ["x"]
+
+
+@pytest.mark.parametrize("files", [FILE, FOLDER])
+@pytest.mark.parametrize(
+    ("error", "message", "hint"),
+    [
+        (OSError(28, "No space left on device"), "No space left on device", ""),
+        (RuntimeError("the cause"), "the cause", ""),
+        (RequestError("the cause", "the mend"), "the cause", "the mend"),
+        (KeyboardInterrupt(), None, ""),
+        (TypeError(), None, ""),
+    ],
+)
+def test_the_old_stays_when_the_block_fails(
+    tmp_path: Path,
+    files: re.Pattern[str] | None,
+    error: BaseException,
+    message: str | None,
+    hint: str,
+) -> None:
+    place = tmp_path / "x"
+    put(place, "a", files)
+    with (
+        pytest.raises(type(error) if message is None else OutputError) as caught,
+        in_place_of(str(place), "", files),
+    ):
+        raise error
+    if isinstance(caught.value, OutputError):
+        assert caught.value.message == f"{str(place)!r} cannot be written: {message}"
+        assert caught.value.hint == hint
+    assert content(place) == "a"
+    assert os.listdir(tmp_path) == ["x"]
+
+
+def test_write_json(tmp_path: Path) -> None:
+    path = tmp_path / "clip.json"
+    write_json(path, {"b": 1, "a": os.fsdecode(b"\xff")})
+    assert path.read_text() == '{\n  "b": 1,\n  "a": "\\udcff"\n}\n'
+    write_json(path, METADATA)
+    assert json.loads(path.read_text()) == METADATA
+    with pytest.raises(ValueError, match="JSON"):
+        write_json(path, {"a": float("nan")})
+    assert json.loads(path.read_text()) == METADATA
+    with pytest.raises(OutputError, match=re.escape(repr(str(tmp_path)))):
+        write_json(tmp_path, {})
+    assert os.listdir(tmp_path) == ["clip.json"]
+
+
+def test_check_writable(tmp_path: Path) -> None:
+    check_writable(tmp_path / "a" / "b")
+    assert os.listdir(tmp_path) == [], "what was made for the proof is gone again"
+    (tmp_path / "there").mkdir()
+    check_writable(tmp_path / "there")
+    assert os.listdir(tmp_path / "there") == []
+    os.rmdir(tmp_path / "there")
+    (tmp_path / "file").write_text("x")
+    for folder in (tmp_path / "file", tmp_path / "file" / "x", Path("/proc/x"), Path("/proc")):
+        with pytest.raises(OutputError, match=re.escape(f"cannot write into {str(folder)!r}: ")):
+            check_writable(folder)

@@ -1,0 +1,463 @@
+"""Clips on disk: written whole or not at all, and read back frame by frame."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from svdpp.config import OutputConfig, VideoFormat
+from svdpp.errors import InputError, OutputError
+from svdpp.media import video
+from svdpp.media.place import write_json
+from svdpp.media.video import (
+    check_output,
+    clip_path,
+    find_ffmpeg,
+    frames_sha256,
+    read_frames,
+    read_metadata,
+    write_clip,
+)
+
+FORMATS: list[VideoFormat] = ["mp4", "gif", "webp", "frames"]
+METADATA = {"seed": 5, "odd ;=#\\ key": "é\n'\"%03d", "list": [1, None, {"a": 0.5}]}
+ODD_NAMES = [
+    "-y.mp4",
+    "%03d.mp4",
+    "concat:x.mp4",
+    "pipe:1.mp4",
+    "file:x.mp4",
+    "a\nb.mp4",
+    "é 你 [1]?*#.mp4",
+    os.fsdecode(b"\xff.mp4"),
+    "no suffix",
+    "x" * 250 + ".mp4",
+]
+
+
+def smooth(count: int = 6, height: int = 48, width: int = 64) -> video.Frames:
+    """Frames that differ, under saturated red: a wrong colour matrix shows."""
+    y, x = np.mgrid[:height, :width]
+    pictures = [np.stack([x * 0 + 230, y * 3, x * 2 + i * 8], -1) for i in range(count)]
+    return np.stack(pictures).clip(0, 255).astype(np.uint8)
+
+
+def noise(count: int = 6, side: int = 128) -> video.Frames:
+    return np.random.default_rng(0).integers(0, 256, (count, side, side, 3), np.uint8)
+
+
+def write(path: Path | str, format: VideoFormat, frames: video.Frames, crf: int = 18) -> None:
+    output = OutputConfig(path=str(path), format=format, crf=crf)
+    write_clip(frames, output, fps=7, metadata=METADATA)
+
+
+def distance(one: video.Frames, other: video.Frames) -> float:
+    return float(np.abs(one.astype(int) - other).mean())
+
+
+def contents(path: Path) -> bytes:
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    return b"".join(file.read_bytes() for file in files)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("size", [(48, 64), (136, 72)])
+def test_a_clip_comes_back(tmp_path: Path, format: VideoFormat, size: tuple[int, int]) -> None:
+    frames = smooth(9, *size)
+    path = clip_path(tmp_path, "photo", 3, format)
+    write(path, format, frames)
+    back = read_frames(path, format)
+    assert back.dtype == np.uint8
+    assert back.shape == frames.shape
+    for index in range(9):
+        limit = {"mp4": 1.5, "gif": 4, "webp": 3, "frames": 0}[format]
+        assert distance(back[index], frames[index]) <= limit
+    assert read_metadata(path) == METADATA
+    assert os.listdir(tmp_path) == [path.name]
+
+
+def test_mp4_is_what_players_expect(tmp_path: Path) -> None:
+    write(tmp_path / "x.mp4", "mp4", smooth(7))
+    command = [find_ffmpeg(), "-hide_banner", "-i", str(tmp_path / "x.mp4")]
+    text = subprocess.run(command, capture_output=True, text=True).stderr
+    assert "Video: h264" in text
+    assert "yuv420p(tv, bt709, progressive), 64x48" in text  # matrix, primaries and transfer agree
+    assert "7 fps" in text
+    assert "Duration: 00:00:01.00" in text
+    data = (tmp_path / "x.mp4").read_bytes()
+    assert data.index(b"moov") < data.index(b"mdat")  # faststart
+
+
+def test_crf_reaches_the_encoder(tmp_path: Path) -> None:
+    sizes = []
+    for crf in (0, 18, 51):
+        write(tmp_path / "x.mp4", "mp4", noise(2), crf)
+        sizes.append((tmp_path / "x.mp4").stat().st_size)
+    assert sizes[0] > sizes[1] > sizes[2]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_equal_neighbours_are_counted(tmp_path: Path, format: VideoFormat) -> None:
+    frames = np.repeat(smooth(4), [1, 3, 1, 2], axis=0)
+    path = clip_path(tmp_path, "x", 1, format)
+    write(path, format, frames)
+    back = read_frames(path, format)
+    assert back.shape == frames.shape
+    assert distance(back, frames) < 4
+    write(path, format, np.repeat(frames[:1], 5, axis=0))
+    assert len(read_frames(path, format)) == (5 if format in ("mp4", "frames") else 1)
+
+
+def test_animations_run_for_ever_at_their_speed(tmp_path: Path) -> None:
+    for format, milliseconds in (("gif", 140), ("webp", 143)):
+        write(tmp_path / "x", format, smooth(5))
+        with Image.open(tmp_path / "x") as image:
+            assert image.n_frames == 5
+            assert image.info["loop"] == 0
+            image.load()
+            assert image.info["duration"] == milliseconds
+    assert video._frame_ms("gif", 240) == 20
+
+
+@pytest.mark.parametrize("name", ODD_NAMES)
+def test_odd_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(name, "mp4", smooth(2))
+    assert os.listdir() == [name]
+    assert len(read_frames(Path(name), "mp4")) == 2
+    assert read_metadata(Path(name)) == METADATA
+
+
+def test_clip_path_is_one_valid_name() -> None:
+    out = Path("out")
+    assert clip_path(out, "a b", 7, "mp4") == out / "a b_7.mp4"
+    assert clip_path(out, "a b", 7, "frames") == out / "a b_7"
+    assert clip_path(out, "../a\0b\nc\rd", 0, "gif") == out / ".._a_b_c_d_0.gif"
+    for stem in ("é" * 300, "你" * 300, "\udcff" * 300, "x" * 300):
+        name = clip_path(out, stem, 2**63 - 1, "webp").name
+        assert 190 < len(name.encode("utf-8", "surrogatepass")) <= 200
+        assert name.endswith("_9223372036854775807.webp")
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_file_gets_the_umask_and_links_are_followed(tmp_path: Path, format: VideoFormat) -> None:
+    real = tmp_path / "real"
+    write(real, format, smooth(2))
+    (tmp_path / "link").symlink_to(real)
+    write(tmp_path / "link", format, smooth(3))
+    assert (tmp_path / "link").is_symlink()
+    assert len(read_frames(real, format)) == 3
+    umask = os.umask(0)
+    os.umask(umask)
+    bits = 0o777 if format == "frames" else 0o666
+    assert stat.S_IMODE(real.stat().st_mode) == bits & ~umask
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_the_old_clip_stays_when_the_new_one_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: VideoFormat
+) -> None:
+    path = tmp_path / "x"
+    write(path, format, smooth())
+    before = contents(path)
+
+    def lose_the_last(temporary: Path, *rest: object) -> object:
+        return encode(temporary, *(r[:-1] if isinstance(r, np.ndarray) else r for r in rest))
+
+    names = {"mp4": "_encode_mp4", "frames": "_write_folder"}
+    name = names.get(format, "_encode_animation")
+    encode = getattr(video, name)
+    if format in names:
+        monkeypatch.setattr(video, name, lose_the_last)
+    else:
+        monkeypatch.setattr(video, name, lambda frames, *rest: encode(frames[:-1], *rest))
+    with pytest.raises(OutputError, match=r"x' cannot be written: read back it holds \(5"):
+        write(path, format, smooth())
+    assert contents(path) == before
+    assert os.listdir(tmp_path) == ["x"]
+    monkeypatch.undo()
+    write(path, format, smooth(2))
+    assert len(read_frames(path, format)) == 2
+    assert os.listdir(tmp_path) == ["x"]
+
+
+def test_a_folder_with_other_files_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "thesis.txt").write_text("years of work")
+    with pytest.raises(OutputError, match=r"the folder holds other files, 'thesis\.txt'"):
+        write(tmp_path / "x", "frames", smooth())
+    assert (tmp_path / "x" / "thesis.txt").read_text() == "years of work"
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_places_that_cannot_be_written(tmp_path: Path, format: VideoFormat) -> None:
+    (tmp_path / "file").write_text("x")
+    os.mkfifo(tmp_path / "fifo")
+    for name, cause in [
+        (str(tmp_path / "file" / "x"), "File exists"),
+        (str(tmp_path / "file" / "below" / "x"), "Not a directory"),
+        (str(tmp_path / "fifo"), "something else has that name"),
+        ("/dev/null", "something else has that name"),
+        (str(tmp_path / "a\0b"), "null"),
+        (str(tmp_path / ("x" * 300)), "File name too long"),
+    ]:
+        with pytest.raises(OutputError) as caught:
+            write(name, format, smooth(2))
+        assert caught.value.message.startswith(f"{name!r} cannot be written: ")
+        assert cause in caught.value.message
+    with pytest.raises(OutputError):
+        write("/proc/x", format, smooth(2))
+    with pytest.raises(OutputError, match="something else has that name"):
+        check_output(OutputConfig(path=str(tmp_path / "fifo"), format=format))
+    check_output(OutputConfig(path=str(tmp_path / "nothing yet"), format=format))
+    blocked = tmp_path if format != "frames" else tmp_path / "file"
+    with pytest.raises(OutputError, match="something else"):
+        write(blocked, format, smooth(2))
+    assert sorted(os.listdir(tmp_path)) == ["fifo", "file"]
+
+
+LIMITED = """
+import resource, sys
+from pathlib import Path
+import numpy as np
+from svdpp.config import OutputConfig
+from svdpp.errors import OutputError
+from svdpp.media.place import write_json
+from svdpp.media.video import write_clip
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+path, format = sys.argv[1:]
+frames = np.random.default_rng(0).integers(0, 256, (6, 128, 128, 3), np.uint8)
+try:
+    if format == "json":
+        write_json(Path(path), {"text": "x" * 30_000})
+    else:
+        write_clip(frames, OutputConfig(path=path, format=format), fps=7, metadata={})
+except OutputError as error:
+    print(error.message)
+"""
+
+
+@pytest.mark.parametrize("format", [*FORMATS, "json"])
+def test_a_file_that_may_not_grow(tmp_path: Path, format: str) -> None:
+    path = tmp_path / "x"
+    command = [sys.executable, "-c", LIMITED, str(path), format]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    cause = "ffmpeg was ended by SIGXFSZ" if format == "mp4" else "File too large"
+    assert done.stdout == f"{str(path)!r} cannot be written: {cause}\n"
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.fixture
+def full_disk(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(folder)]
+    try:
+        subprocess.run(command, check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("mounting a small disk needs root; test_a_file_that_may_not_grow does not")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_full_disk(full_disk: Path, format: VideoFormat) -> None:
+    with pytest.raises(OutputError, match=r"x' cannot be written: .*No space left on device"):
+        write(full_disk / "x", format, noise(12), crf=0)
+    assert os.listdir(full_disk) == []
+    write(full_disk / "x", format, smooth(2))  # there is room again
+
+
+@pytest.fixture
+def fake_ffmpeg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    script = tmp_path / "fake"
+    monkeypatch.setenv("IMAGEIO_FFMPEG_EXE", str(script))
+    return script
+
+
+@pytest.mark.parametrize(
+    ("body", "cause"),
+    [
+        (
+            "echo first >&2; echo 'the cause' >&2; echo >&2; exit 3",
+            "ffmpeg ended with 3: the cause",
+        ),
+        ("exit 4", "ffmpeg ended with 4: no reason given"),
+        ("kill -9 $$", "ffmpeg was ended by SIGKILL"),
+        ("cat > /dev/null", "it holds no frames"),
+        ("exec sleep 60", "ffmpeg did not end within 1 s"),
+    ],
+)
+def test_an_ffmpeg_that_fails(
+    tmp_path: Path, fake_ffmpeg: Path, monkeypatch: pytest.MonkeyPatch, body: str, cause: str
+) -> None:
+    fake_ffmpeg.write_text(f"#!/bin/sh\n{body}\n")
+    fake_ffmpeg.chmod(0o755)
+    monkeypatch.setattr(video, "_WRITE_SECONDS", -5.0)  # plus one for each of six frames
+    (tmp_path / "x.mp4").write_text("old")
+    with pytest.raises(OutputError) as caught:
+        write(tmp_path / "x.mp4", "mp4", noise(6, 256))  # more than a pipe holds: a broken pipe
+    assert cause in caught.value.message
+    assert repr(str(tmp_path / "x.mp4")) in caught.value.message
+    assert sorted(os.listdir(tmp_path)) == ["fake", "x.mp4"]
+    assert (tmp_path / "x.mp4").read_text() == "old"
+
+
+def test_no_ffmpeg_says_how_to_get_one(fake_ffmpeg: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(
+        OutputError, match=r"x\.mp4' cannot be written: there is no ffmpeg"
+    ) as caught:
+        write(fake_ffmpeg.with_name("x.mp4"), "mp4", smooth())
+    assert caught.value.hint == "pip install imageio-ffmpeg"
+    with pytest.raises(OutputError) as caught:
+        find_ffmpeg()
+    assert caught.value.hint == "pip install imageio-ffmpeg"
+    monkeypatch.setitem(sys.modules, "imageio_ffmpeg", None)
+    with pytest.raises(OutputError):
+        find_ffmpeg()
+
+
+def test_an_interrupt_ends_ffmpeg_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def interrupted(process: subprocess.Popen[bytes], *_: object, **__: object) -> None:
+        started.append(process)
+        assert os.getsid(process.pid) == process.pid  # a terminal's Ctrl-C does not reach it
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess.Popen, "communicate", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path / "x.mp4", "mp4", smooth())
+    assert started[0].returncode == -9
+    assert os.listdir(tmp_path) == []
+
+
+def test_what_a_format_cannot_hold(tmp_path: Path) -> None:
+    with pytest.raises(OutputError, match="mp4 needs even sides, not 63x48"):
+        write(tmp_path / "x.mp4", "mp4", smooth(2, 48, 63))
+    with pytest.raises(OutputError, match="cannot be written"):
+        write(tmp_path / "x.webp", "webp", smooth(2, 2, 17000))
+    assert os.listdir(tmp_path) == []
+
+
+def test_wrong_frames_are_a_programmers_error(tmp_path: Path) -> None:
+    for frames in (smooth()[0], smooth().astype(np.float32), smooth()[..., :2], smooth()[:0]):
+        with pytest.raises(ValueError, match="frames are uint8"):
+            frames_sha256(frames)
+        with pytest.raises(ValueError, match="frames are uint8"):
+            write(tmp_path / "x", "frames", frames)
+
+
+def test_frames_sha256_is_of_the_bytes_in_order() -> None:
+    frames = smooth()
+    assert frames_sha256(frames) == hashlib.sha256(frames.tobytes()).hexdigest()
+    assert frames_sha256(np.asfortranarray(frames)) == frames_sha256(frames)
+    assert frames_sha256(frames[::-1]) != frames_sha256(frames)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_unreadable_clips(tmp_path: Path, format: VideoFormat) -> None:
+    path = clip_path(tmp_path, "x", 1, format)
+    with pytest.raises(InputError, match="x_1"):
+        read_frames(path, format)
+    with pytest.raises(InputError, match="x_1"):
+        read_metadata(path)
+    write(path, format, smooth())
+    file = path / "00002.png" if format == "frames" else path
+    file.write_bytes(file.read_bytes()[:-200])
+    with pytest.raises(InputError, match=f"cannot be read as {format}"):
+        read_frames(path, format)
+    wrong = FORMATS[FORMATS.index(format) - 1]
+    with pytest.raises(InputError, match=f"cannot be read as {wrong}"):
+        read_frames(path, wrong)
+
+
+def test_frames_of_uneven_length_come_back_once_each(tmp_path: Path) -> None:
+    write(tmp_path / "x.mp4", "mp4", smooth(6))
+    command = [
+        find_ffmpeg(),
+        "-v",
+        "error",
+        "-i",
+        str(tmp_path / "x.mp4"),
+        "-vf",
+        "setpts=N*N/7/TB",
+    ]
+    uneven = str(tmp_path / "uneven.mp4")
+    subprocess.run([*command, "-fps_mode", "passthrough", uneven], check=True)
+    assert len(read_frames(Path(uneven), "mp4")) == 6
+
+
+def test_a_damaged_picture_in_an_mp4_is_found(tmp_path: Path) -> None:
+    write(tmp_path / "x.mp4", "mp4", noise(6))
+    data = bytearray((tmp_path / "x.mp4").read_bytes())
+    middle = (data.index(b"mdat") + len(data)) // 2
+    data[middle : middle + 2000] = bytes(2000)
+    (tmp_path / "x.mp4").write_bytes(data)
+    with pytest.raises(InputError, match="ffmpeg ended with"):
+        read_frames(tmp_path / "x.mp4", "mp4")
+
+
+def test_bytes_reach_the_disk_before_the_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    sync, replace = os.fsync, os.replace
+
+    def note_sync(descriptor: int) -> None:
+        done.append("folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "file")
+        sync(descriptor)
+
+    def note_replace(old: Path, new: Path) -> None:
+        done.append("name")
+        replace(old, new)
+
+    monkeypatch.setattr(os, "fsync", note_sync)
+    monkeypatch.setattr(os, "replace", note_replace)
+    write(tmp_path / "x.mp4", "mp4", smooth(2))
+    assert done == ["file", "name", "folder"]
+    done.clear()
+    write(tmp_path / "x", "frames", smooth(2))
+    assert done == ["file", "file", "folder", "name", "folder"]
+    done.clear()
+    write_json(tmp_path / "x.json", {})
+    assert done == ["file", "name", "folder"]
+
+
+def test_a_playlist_called_mp4_is_not_followed(tmp_path: Path) -> None:
+    write(tmp_path / "real.mp4", "mp4", smooth())
+    (tmp_path / "x.mp4").write_text("ffconcat version 1.0\nfile real.mp4\n")
+    with pytest.raises(InputError):
+        read_frames(tmp_path / "x.mp4", "mp4")
+
+
+def test_a_gif_of_very_many_frames_is_refused(tmp_path: Path) -> None:
+    first, *rest = (Image.fromarray(frame) for frame in smooth(3))
+    times = [10, 600_000, 10]
+    first.save(tmp_path / "x.gif", save_all=True, append_images=rest, duration=times)
+    with pytest.raises(InputError, match="more than 10000 frames"):
+        read_frames(tmp_path / "x.gif", "gif")
+
+
+def test_clips_of_others_carry_no_metadata(tmp_path: Path) -> None:
+    image = Image.fromarray(smooth(1)[0])
+    for name in ("x.gif", "x.webp", "00000.png"):
+        image.save(tmp_path / name)
+    write(tmp_path / "x.mp4", "mp4", smooth(2))
+    plain = tmp_path / "plain.mp4"
+    command = [find_ffmpeg(), "-v", "error", "-i", str(tmp_path / "x.mp4"), "-map_metadata", "-1"]
+    subprocess.run([*command, "-c", "copy", str(plain)], check=True)
+    for path in (tmp_path / "x.gif", tmp_path / "x.webp", tmp_path, plain):
+        with pytest.raises(InputError, match="carries no metadata"):
+            read_metadata(path)

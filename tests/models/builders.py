@@ -1,0 +1,120 @@
+"""Owns small random checkpoints of SVD's classes, for tests of whatever reads or runs one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import (
+    AutoencoderKLTemporalDecoder,
+    EulerDiscreteScheduler,
+    UNetSpatioTemporalConditionModel,
+)
+from transformers import CLIPImageProcessorPil, CLIPVisionConfig, CLIPVisionModelWithProjection
+
+from svdpp.models.load import silence_libraries
+
+
+def save_tiny_checkpoint(
+    folder: Path,
+    *,
+    vae_factor: int = 8,
+    num_frames: int = 4,
+    embedding_dim: int = 16,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    variant: str | None = None,
+    max_shard_size: str = "5GB",
+) -> Path:
+    """Saves a random pipeline of the demo model's classes under `folder`, and returns it.
+
+    Args:
+        folder: made where it does not exist.
+        vae_factor: 8, 4 or 2 pixels to a latent cell.
+        num_frames: the UNet's own frame count.
+        embedding_dim: of the image embedding.
+        dtype: of every weight file.
+        seed: of the weights; torch's global generator is left as it was.
+        variant: part of the weight files' names, such as fp16.
+        max_shard_size: larger weights are split into shards with an index.
+    """
+    silence_libraries()
+    from diffusers import StableVideoDiffusionPipeline  # it warns of torchvision on import
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        pipeline = StableVideoDiffusionPipeline(
+            vae=_vae({8: 4, 4: 3, 2: 2}[vae_factor]),
+            image_encoder=_image_encoder(embedding_dim),
+            unet=_unet(num_frames, embedding_dim),
+            scheduler=EulerDiscreteScheduler(**SVD_SCHEDULER),
+            feature_extractor=CLIPImageProcessorPil(),
+        )
+    pipeline.to(dtype=dtype)
+    pipeline.save_pretrained(
+        folder, safe_serialization=True, variant=variant, max_shard_size=max_shard_size
+    )
+    return folder
+
+
+def edit_json(path: Path, **changes: Any) -> None:
+    """Changes keys of a JSON file; None takes the key out."""
+    values = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: each for key, each in values.items() if each is not None}))
+
+
+#: As the published SVD has it (stabilityai/stable-video-diffusion-img2vid-xt).
+SVD_SCHEDULER = {
+    "beta_end": 0.012,
+    "beta_schedule": "scaled_linear",
+    "beta_start": 0.00085,
+    "interpolation_type": "linear",
+    "num_train_timesteps": 1000,
+    "prediction_type": "v_prediction",
+    "sigma_max": 700.0,
+    "sigma_min": 0.002,
+    "steps_offset": 1,
+    "timestep_spacing": "leading",
+    "timestep_type": "continuous",
+    "use_karras_sigmas": True,
+}
+
+
+def _vae(num_blocks: int) -> AutoencoderKLTemporalDecoder:
+    return AutoencoderKLTemporalDecoder(
+        down_block_types=("DownEncoderBlock2D",) * num_blocks,
+        block_out_channels=(32,) * num_blocks,  # GroupNorm has 32 groups
+        layers_per_block=1,
+        latent_channels=4,
+    )
+
+
+def _unet(num_frames: int, embedding_dim: int) -> UNetSpatioTemporalConditionModel:
+    return UNetSpatioTemporalConditionModel(
+        sample_size=8,
+        down_block_types=("CrossAttnDownBlockSpatioTemporal", "DownBlockSpatioTemporal"),
+        up_block_types=("UpBlockSpatioTemporal", "CrossAttnUpBlockSpatioTemporal"),
+        block_out_channels=(32, 32),
+        addition_time_embed_dim=32,
+        projection_class_embeddings_input_dim=96,
+        layers_per_block=1,
+        cross_attention_dim=embedding_dim,
+        num_attention_heads=(2, 2),
+        num_frames=num_frames,
+    )
+
+
+def _image_encoder(embedding_dim: int) -> CLIPVisionModelWithProjection:
+    return CLIPVisionModelWithProjection(
+        CLIPVisionConfig(
+            hidden_size=16,
+            intermediate_size=16,
+            projection_dim=embedding_dim,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            image_size=224,
+            patch_size=56,
+        )
+    )

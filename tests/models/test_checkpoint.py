@@ -1,0 +1,417 @@
+"""Whether a checkpoint is found, and each fault of one is named before any weight is read."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+
+from svdpp.config import ModelConfig
+from svdpp.errors import ModelError, RequestError
+from svdpp.models import checkpoint as rules
+from svdpp.models.checkpoint import find_checkpoint
+from svdpp.models.safetensors_header import weight_headers
+from tests.models.builders import edit_json, save_tiny_checkpoint
+
+UNET = "unet/diffusion_pytorch_model.safetensors"
+INDEX = "unet/diffusion_pytorch_model.safetensors.index.json"
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_checkpoint(tmp_path_factory.mktemp("sound") / "tiny")
+
+
+@pytest.fixture
+def folder(sound: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(sound, tmp_path / "tiny"))
+
+
+def fault_of(name: str | Path, **options: Any) -> ModelError:
+    """The error that finding `name` ends with, after the checks that hold for all of them."""
+    with pytest.raises(ModelError) as caught:
+        find_checkpoint(ModelConfig(name=str(name), **options))
+    error = caught.value
+    assert error.exit_code == 5
+    for text in (error.message, error.hint):
+        assert text
+        assert text.isprintable()
+        assert len(text) < 400
+    return error
+
+
+# What is sound.
+
+
+@pytest.mark.parametrize("vae_factor", [8, 4, 2])
+def test_sizes_are_the_ones_diffusers_computes(tmp_path: Path, vae_factor: int) -> None:
+    save_tiny_checkpoint(tmp_path, vae_factor=vae_factor, num_frames=6, embedding_dim=24)
+    found = find_checkpoint(ModelConfig(name=str(tmp_path)))
+    pipeline = diffusers.StableVideoDiffusionPipeline.from_pretrained(tmp_path)
+    unet, vae = pipeline.unet.config, pipeline.vae.config
+    assert found.vae_scale_factor == pipeline.vae_scale_factor == vae_factor
+    assert found.num_frames == unet.num_frames == 6
+    assert found.cross_attention_dim == pipeline.image_encoder.config.projection_dim == 24
+    assert found.latent_channels == vae.latent_channels
+    assert (found.in_channels, found.out_channels) == (unet.in_channels, unet.out_channels)
+    assert found.addition_time_embed_dim == unet.addition_time_embed_dim
+    key = "projection_class_embeddings_input_dim"
+    assert getattr(found, key) == getattr(unet, key)
+    assert (found.folder, found.revision, found.variant) == (tmp_path, None, None)
+
+
+def test_published_sizes_are_within_the_bounds(folder: Path) -> None:
+    """Those of stabilityai/stable-video-diffusion-img2vid-xt and its ViT-H image encoder."""
+    edit_json(
+        folder / "unet/config.json",
+        addition_time_embed_dim=256,
+        block_out_channels=[320, 640, 1280, 1280],
+        cross_attention_dim=1024,
+        layers_per_block=2,
+        num_attention_heads=[5, 10, 20, 20],
+        num_frames=25,
+        projection_class_embeddings_input_dim=768,
+    )
+    edit_json(
+        folder / "vae/config.json", block_out_channels=[128, 256, 512, 512], layers_per_block=2
+    )
+    edit_json(
+        folder / "image_encoder/config.json",
+        hidden_size=1280,
+        intermediate_size=5120,
+        num_attention_heads=16,
+        num_hidden_layers=32,
+        patch_size=14,
+        projection_dim=1024,
+    )
+    found = find_checkpoint(ModelConfig(name=str(folder)))
+    assert (found.num_frames, found.vae_scale_factor, found.cross_attention_dim) == (25, 8, 1024)
+
+
+def test_demo_is_built_in() -> None:
+    found = find_checkpoint(ModelConfig(name="demo"))
+    assert (found.num_frames, found.vae_scale_factor, found.cross_attention_dim) == (14, 8, 32)
+    assert (found.folder / "README.md").is_file()
+
+
+def test_shards_and_variants_are_found(tmp_path: Path) -> None:
+    save_tiny_checkpoint(tmp_path, variant="fp16", max_shard_size="500KB")
+    found = find_checkpoint(ModelConfig(name=str(tmp_path), variant="fp16"))
+    headers = weight_headers(found.folder, "unet", "fp16")
+    assert len(headers) > 2
+    assert all(".fp16-0000" in path.name for path in headers)
+
+
+def test_home_and_relative_names_are_folders(sound: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(sound.parent)
+    monkeypatch.setenv("HOME", str(sound.parent))
+    for name in ("tiny", "./tiny", "~/tiny"):
+        found = find_checkpoint(ModelConfig(name=name))
+        assert (found.name, found.folder) == (name, sound)
+
+
+def test_finding_needs_no_torch() -> None:
+    code = (
+        "import sys; from svdpp.config import ModelConfig;"
+        "from svdpp.models.checkpoint import find_checkpoint;"
+        "find_checkpoint(ModelConfig(name='demo'));"
+        "heavy = {'torch', 'diffusers', 'transformers', 'numpy', 'huggingface_hub'};"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+# One fault each.
+
+
+def replace_bytes(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
+
+
+def fault(name: str, change: Callable[[Path], Any], *phrases: str) -> Any:
+    return pytest.param(change, phrases, id=name)
+
+
+HTML = b"\n<!DOCTYPE html><html><title>Sign in</title></html>"
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n"
+
+
+def replace_by_folder(folder: Path) -> None:
+    (folder / UNET).unlink()
+    (folder / UNET).mkdir()
+
+
+def rename_to_pickle(folder: Path) -> None:
+    (folder / UNET).rename(folder / "unet/diffusion_pytorch_model.bin")
+
+
+def rename_to_variant(folder: Path) -> None:
+    (folder / UNET).rename(folder / "unet/diffusion_pytorch_model.fp16.safetensors")
+
+
+def write_index(**weight_map: object) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        (folder / UNET).rename(folder / "unet/part.safetensors")
+        index = {"metadata": {}, "weight_map": weight_map}
+        (folder / INDEX).write_text(json.dumps(index))
+
+    return change
+
+
+def set_component(**entries: object) -> Callable[[Path], None]:
+    return lambda folder: edit_json(folder / "model_index.json", **entries)
+
+
+def set_config(part: str, **values: object) -> Callable[[Path], None]:
+    file = "scheduler_config.json" if part == "scheduler" else "config.json"
+    return lambda folder: edit_json(folder / part / file, **values)
+
+
+FAULTS = [
+    fault("no index", lambda f: (f / "model_index.json").unlink(), "model_index.json is missing"),
+    fault(
+        "index is no JSON",
+        lambda f: replace_bytes(f / "model_index.json", b"{"),
+        "model_index.json does not hold valid JSON",
+    ),
+    fault(
+        "index is nested without end",
+        lambda f: replace_bytes(f / "model_index.json", b'{"a":' + b"[" * 100_000),
+        "model_index.json does not hold valid JSON",
+    ),
+    fault(
+        "index is no object",
+        lambda f: replace_bytes(f / "model_index.json", b"[]"),
+        "model_index.json does not hold a JSON object",
+    ),
+    fault(
+        "index is not UTF-8",
+        lambda f: replace_bytes(f / "model_index.json", b'{"\xff": 1}'),
+        "model_index.json does not hold valid JSON",
+    ),
+    fault(
+        "index is huge",
+        lambda f: replace_bytes(f / "model_index.json", b" " * (16 * 2**20 + 1)),
+        "model_index.json is too long",
+    ),
+    fault(
+        "index is a web page",
+        lambda f: replace_bytes(f / "model_index.json", HTML),
+        "model_index.json is a web page",
+    ),
+    fault(
+        "other pipeline",
+        set_component(_class_name="StableDiffusionPipeline"),
+        "model_index.json: the pipeline is 'StableDiffusionPipeline'",
+    ),
+    fault(
+        "custom pipeline",
+        set_component(_class_name=["pipeline", "Mine"]),
+        "model_index.json: the pipeline is ['pipeline', 'Mine']",
+    ),
+    fault("component gone", set_component(vae=None), "model_index.json", "vae"),
+    fault("component null", set_component(vae=[None, None]), "model_index.json", "'vae'"),
+    fault("component odd", set_component(vae="x\n\x1b[2J" * 999), "model_index.json", "'vae'"),
+    fault(
+        "component of another class",
+        set_component(unet=["diffusers", "UNet2DConditionModel"]),
+        "model_index.json: the unet is of class 'UNet2DConditionModel'",
+    ),
+    fault(
+        "component too many",
+        set_component(safety_checker=["diffusers", "Safe"]),
+        "model_index.json: 'safety_checker'",
+    ),
+    fault(
+        "component of its own module",
+        set_component(unet=["my_unet", "UNetSpatioTemporalConditionModel"]),
+        "model_index.json: 'unet' comes from the module 'my_unet'",
+        "svdpp runs no code from a checkpoint",
+    ),
+    fault(
+        "code beside the index",
+        lambda f: (f / "pipeline.py").write_text("1"),
+        "'pipeline.py'",
+        "svdpp runs no code from a checkpoint",
+    ),
+    fault(
+        "code in a component",
+        lambda f: (f / "unet/modeling.py").write_text("1"),
+        "'unet/modeling.py'",
+        "svdpp runs no code from a checkpoint",
+    ),
+    fault(
+        "code by key",
+        set_config("image_encoder", auto_map={"AutoModel": "a.B"}),
+        "image_encoder/config.json: the key 'auto_map'",
+    ),
+    fault(
+        "kernel by key",
+        set_config("image_encoder", attn_implementation="someone/kernel"),
+        "image_encoder/config.json: the key 'attn_implementation'",
+    ),
+    fault("config gone", lambda f: (f / "vae/config.json").unlink(), "vae/config.json is missing"),
+    fault(
+        "component's own class differs",
+        set_config("vae", _class_name="AutoencoderKL"),
+        "vae/config.json: the vae is of class 'AutoencoderKL'",
+    ),
+    fault(
+        "image encoder's own class differs",
+        set_config("image_encoder", architectures=["CLIPModel"]),
+        "image_encoder/config.json: the image_encoder is of class 'CLIPModel'",
+    ),
+    fault(
+        "scheduler's own class differs",
+        set_config("scheduler", _class_name="PNDMScheduler"),
+        "scheduler/scheduler_config.json: the scheduler PNDMScheduler carries history",
+    ),
+    fault("scipy sigmas", set_config("scheduler", use_beta_sigmas=True), "use_beta_sigmas"),
+    fault("two sigmas", set_config("scheduler", use_exponential_sigmas=True), "exclude each other"),
+    fault(
+        "training steps beyond bounds",
+        set_config("scheduler", num_train_timesteps=10**9),
+        "scheduler/scheduler_config.json: num_train_timesteps is 1000000000",
+    ),
+    fault(
+        "width beyond bounds",
+        set_config("unet", block_out_channels=[32, 10**9]),
+        "unet/config.json: block_out_channels is [32, 1000000000]",
+    ),
+    fault(
+        "frames true", set_config("unet", num_frames=True), "unet/config.json: num_frames is True"
+    ),
+    fault(
+        "frames gone", set_config("unet", num_frames=None), "unet/config.json: num_frames is None"
+    ),
+    fault(
+        "many blocks",
+        set_config("vae", block_out_channels=[32] * 99),
+        "vae/config.json: block_out_channels",
+    ),
+    fault(
+        "channels differ", set_config("unet", in_channels=9), "unet/config.json: in_channels is 9"
+    ),
+    fault(
+        "embedding differs",
+        set_config("unet", cross_attention_dim=1024),
+        "unet/config.json: cross_attention_dim is 1024 but must be 16",
+    ),
+    fault(
+        "time ids differ",
+        set_config("unet", projection_class_embeddings_input_dim=64),
+        "unet/config.json: projection_class_embeddings_input_dim is 64 but must be 96",
+    ),
+    fault(
+        "image size differs",
+        set_config("image_encoder", image_size=336),
+        "image_encoder/config.json: image_size is 336 but must be 224",
+    ),
+    fault("weights gone", lambda f: (f / UNET).unlink(), f"{UNET} is missing"),
+    fault("weights are a folder", replace_by_folder, UNET),
+    fault(
+        "weights truncated",
+        lambda f: replace_bytes(f / UNET, (f / UNET).read_bytes()[:-1]),
+        f"{UNET} is truncated",
+    ),
+    fault(
+        "weights truncated in the header",
+        lambda f: replace_bytes(f / UNET, (f / UNET).read_bytes()[:900]),
+        f"{UNET} is truncated",
+    ),
+    fault(
+        "weights too long",
+        lambda f: replace_bytes(f / UNET, (f / UNET).read_bytes() + b"0"),
+        f"{UNET} is too long",
+    ),
+    fault("weights empty", lambda f: replace_bytes(f / UNET, b""), f"{UNET} is empty (0 bytes)"),
+    fault("weights a web page", lambda f: replace_bytes(f / UNET, HTML), f"{UNET} is a web page"),
+    fault(
+        "weights a pointer", lambda f: replace_bytes(f / UNET, LFS), f"{UNET} is a git-lfs pointer"
+    ),
+    fault("pickle only", rename_to_pickle, UNET, "'diffusion_pytorch_model.bin' is a pickle"),
+    fault("variant only", rename_to_variant, UNET, "the weights there are: fp16"),
+    fault("shard above", write_index(a="../../x.safetensors"), INDEX, "'../../x.safetensors'"),
+    fault("shard absolute", write_index(a="/x.safetensors"), INDEX, "'/x.safetensors'"),
+    fault("shard a pickle", write_index(a="part.bin"), INDEX, "'part.bin'"),
+    fault("shard a number", write_index(a=[1]), INDEX, "[1]"),
+    fault(
+        "shard gone", write_index(a="gone.safetensors"), INDEX, "unet/gone.safetensors is missing"
+    ),
+    fault("shard without tensor", write_index(a="part.safetensors"), INDEX, "'a' is not in"),
+    fault(
+        "index of shards without map",
+        lambda f: (f / INDEX).write_text("{}"),
+        f"{INDEX}: not an index of shards",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "phrases"), FAULTS)
+def test_fault_is_named(
+    folder: Path, change: Callable[[Path], Any], phrases: tuple[str, ...]
+) -> None:
+    change(folder)
+    message = fault_of(folder).message
+    assert all(phrase in message for phrase in phrases), message
+
+
+@pytest.mark.parametrize("name", sorted(rules._HISTORY_SCHEDULERS))
+def test_scheduler_with_history_is_refused_by_name(folder: Path, name: str) -> None:
+    assert hasattr(diffusers, name)  # a misspelt name would never be met
+    edit_json(folder / "model_index.json", scheduler=["diffusers", name])
+    message = fault_of(folder).message
+    assert f"{name} carries history from step to step" in message
+
+
+@pytest.mark.parametrize("name", ["DDIMScheduler", "EulerAncestralDiscreteScheduler", {"a": []}])
+def test_scheduler_without_history_is_refused_too(folder: Path, name: object) -> None:
+    edit_json(folder / "model_index.json", scheduler=["diffusers", name])
+    assert "only EulerDiscreteScheduler is supported" in fault_of(folder).message
+
+
+def test_mend_names_the_option(folder: Path) -> None:
+    rename_to_variant(folder)
+    assert fault_of(folder).hint == "--variant fp16"
+
+
+def test_variant_that_is_not_there(folder: Path) -> None:
+    error = fault_of(folder, variant="fp16")
+    assert "diffusion_pytorch_model.fp16.safetensors is missing" in error.message
+    assert error.hint == "leave --variant out"
+
+
+def test_pointer_is_mended_by_git_lfs(folder: Path) -> None:
+    (folder / UNET).write_bytes(LFS)
+    assert fault_of(folder).hint == "git lfs pull"
+
+
+@pytest.mark.parametrize("name", ["./nowhere", "/no/where", "~/nowhere", "a/b/c", "x\\y"])
+def test_folder_that_is_not_there(name: str) -> None:
+    assert "there is no folder" in fault_of(name).message
+
+
+@pytest.mark.parametrize("name", ["https://huggingface.co/org/model", "a b", "--x", "n" * 5000])
+def test_name_that_can_be_nothing(name: str) -> None:
+    assert "hub id" in fault_of(name).message
+
+
+def test_file_in_place_of_a_folder(folder: Path) -> None:
+    assert "is a file, not a diffusers folder" in fault_of(folder / UNET).message
+
+
+def test_request_that_contradicts_itself(sound: Path) -> None:
+    with pytest.raises(RequestError, match="--revision"):
+        find_checkpoint(ModelConfig(name=str(sound), revision="main"))
+    with pytest.raises(RequestError, match="--variant"):
+        find_checkpoint(ModelConfig(name=str(sound), variant="../fp16"))
+    with pytest.raises(ValueError, match="dummy"):
+        find_checkpoint(ModelConfig(name="dummy"))

@@ -1,0 +1,365 @@
+"""Whether a rank gets the modules it needs, with the bits diffusers' own pipeline would load."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import StableVideoDiffusionPipeline
+from diffusers.models.attention import BasicTransformerBlock
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from svdpp.config import ModelConfig
+from svdpp.errors import ModelError, OutOfMemoryError, RequestError
+from svdpp.models import load
+from svdpp.models.checkpoint import Checkpoint, find_checkpoint
+from svdpp.models.load import (
+    Parts,
+    load_feature_extractor,
+    load_parts,
+    new_scheduler,
+    torch_dtype,
+)
+from tests.models.builders import edit_json, save_tiny_checkpoint
+
+UNET = "unet/diffusion_pytorch_model.safetensors"
+CLIP = "image_encoder/model.safetensors"
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_checkpoint(tmp_path_factory.mktemp("sound") / "tiny")
+
+
+@pytest.fixture
+def folder(sound: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(sound, tmp_path / "tiny"))
+
+
+@pytest.fixture(scope="module")
+def demo() -> Checkpoint:
+    return find_checkpoint(ModelConfig(name="demo"))
+
+
+def parts_of(checkpoint: Checkpoint | Path, duties: str = "EXD", **options: Any) -> Parts:
+    """Loads for the duties named by letter: E encode, X denoise, D decode."""
+    if isinstance(checkpoint, Path):
+        checkpoint = find_checkpoint(ModelConfig(name=str(checkpoint)))
+    options = {"dtype": "fp32", "device": "cpu"} | options
+    return load_parts(
+        checkpoint, encode="E" in duties, denoise="X" in duties, decode="D" in duties, **options
+    )
+
+
+def assert_same_weights(mine: torch.nn.Module, theirs: torch.nn.Module) -> None:
+    wanted = theirs.state_dict()
+    assert wanted
+    assert mine.state_dict().keys() == wanted.keys()
+    assert all(torch.equal(tensor, wanted[key]) for key, tensor in mine.state_dict().items())
+
+
+# What is loaded.
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weights_are_those_of_the_pipeline(demo: Checkpoint, dtype: str) -> None:
+    parts = parts_of(demo, dtype=dtype)
+    pipeline = StableVideoDiffusionPipeline.from_pretrained(demo.folder, dtype=DTYPES[dtype])
+    for name in ("unet", "vae", "image_encoder"):
+        module = getattr(parts, name)
+        assert_same_weights(module, getattr(pipeline, name))
+        assert {tensor.dtype for tensor in module.parameters()} == {DTYPES[dtype]}
+        assert module.dtype == DTYPES[dtype]
+        # As diffusers' own pipeline has it: bits depend on it.
+        assert all(tensor.requires_grad for tensor in module.parameters())
+        assert not any(each.training for each in module.modules())
+
+
+@pytest.mark.parametrize("vae_factor", [4, 2])
+def test_shards_and_variants_are_loaded(tmp_path: Path, vae_factor: int) -> None:
+    whole, shards = tmp_path / "whole", tmp_path / "shards"
+    save_tiny_checkpoint(whole, vae_factor=vae_factor)
+    save_tiny_checkpoint(shards, vae_factor=vae_factor, variant="fp16", max_shard_size="500KB")
+    sharded = find_checkpoint(ModelConfig(name=str(shards), variant="fp16"))
+    mine, theirs = parts_of(sharded), parts_of(whole)
+    for name in ("unet", "vae", "image_encoder"):
+        assert_same_weights(getattr(mine, name), getattr(theirs, name))
+
+
+@pytest.mark.parametrize(
+    ("duties", "present"),
+    [
+        ("E", {"image_encoder", "feature_extractor", "vae"}),
+        ("X", {"unet"}),
+        ("D", {"vae"}),
+        ("EX", {"image_encoder", "feature_extractor", "vae", "unet"}),
+        ("XD", {"vae", "unet"}),
+        ("", set()),
+    ],
+)
+def test_a_rank_holds_what_its_duties_need(sound: Path, duties: str, present: set[str]) -> None:
+    parts = parts_of(sound, duties)
+    names = {"image_encoder", "feature_extractor", "vae", "unet"}
+    assert {name for name in names if getattr(parts, name) is not None} == present
+    if parts.vae is not None:
+        halves = {name for name, _ in parts.vae.named_children()}
+        assert halves == ({"encoder", "quant_conv"} if "E" in duties else {"decoder"})
+
+
+def test_whole_vae_where_both_halves_are_needed(sound: Path) -> None:
+    halves = {name for name, _ in parts_of(sound, "ED").vae.named_children()}
+    assert halves == {"encoder", "quant_conv", "decoder"}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_encoder_alone_has_the_bits_of_the_whole_vae(demo: Checkpoint, dtype: str) -> None:
+    alone, whole = parts_of(demo, "E", dtype=dtype).vae, parts_of(demo, "ED", dtype=dtype).vae
+    image = torch.randn(1, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    latents = [
+        # diffusers encodes in float32 and brings the VAE back, so `.to` has to work on a half.
+        (vae.to(torch.float32).encode(image).latent_dist.mode(), vae.to(DTYPES[dtype]).dtype)
+        for vae in (alone, whole)
+    ]
+    assert torch.equal(latents[0][0], latents[1][0])
+    assert latents[0][1] == latents[1][1] == DTYPES[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_decoder_alone_has_the_bits_of_the_whole_vae(demo: Checkpoint, dtype: str) -> None:
+    alone, whole = parts_of(demo, "D", dtype=dtype).vae, parts_of(demo, "ED", dtype=dtype).vae
+    latents = torch.randn(2, 4, 4, 4, generator=torch.Generator().manual_seed(1)).to(DTYPES[dtype])
+    frames = [vae.decode(latents, num_frames=2).sample for vae in (alone, whole)]
+    assert frames[0].shape == (2, 3, 32, 32)
+    assert torch.equal(*frames)
+
+
+@pytest.mark.parametrize("name", ["CLIPImageProcessor", "CLIPImageProcessorPil"])
+def test_pixels_are_those_of_the_pipeline(folder: Path, name: str) -> None:
+    edit_json(folder / "model_index.json", feature_extractor=["transformers", name])
+    pipeline = StableVideoDiffusionPipeline.from_pretrained(folder)
+    mine = load_feature_extractor(find_checkpoint(ModelConfig(name=str(folder))))
+    assert type(mine) is type(pipeline.feature_extractor)
+    image = torch.rand(1, 3, 224, 224, generator=torch.Generator().manual_seed(1))
+    photo = Image.fromarray((image[0].permute(1, 2, 0).numpy() * 255).astype(np.uint8))
+    as_diffusers = {"do_center_crop": False, "do_resize": False, "do_rescale": False}
+    for images, options in ((image, as_diffusers), (photo.resize((300, 260)), {})):
+        pixels = [
+            each(images=images, do_normalize=True, return_tensors="pt", **options).pixel_values
+            for each in (mine, pipeline.feature_extractor)
+        ]
+        assert pixels[0].shape == (1, 3, 224, 224)
+        assert torch.equal(*pixels)
+
+
+@pytest.mark.parametrize(
+    ("torchvision", "named", "chosen"),
+    [
+        (True, "CLIPImageProcessor", "CLIPImageProcessor"),
+        (True, "CLIPFeatureExtractor", "CLIPImageProcessor"),
+        (True, "CLIPImageProcessorPil", "CLIPImageProcessorPil"),
+        (False, "CLIPImageProcessor", "CLIPImageProcessorPil"),
+        (False, "CLIPImageProcessorPil", "CLIPImageProcessorPil"),
+    ],
+)
+def test_image_processor_is_asked_for_by_name(
+    demo: Checkpoint, monkeypatch: pytest.MonkeyPatch, torchvision: bool, named: str, chosen: str
+) -> None:
+    class Library:
+        def __getattr__(self, name: str) -> Any:
+            return SimpleNamespace(from_pretrained=lambda *_, **__: name)
+
+    monkeypatch.setattr(load, "transformers", Library())
+    monkeypatch.setattr(load, "is_torchvision_available", lambda: torchvision)
+    assert load_feature_extractor(replace(demo, feature_extractor_class=named)) == chosen
+
+
+def test_memory_opt_chunks_the_unet(sound: Path) -> None:
+    for memory_opt, size in ((False, None), (True, 1)):
+        unet = parts_of(sound, "X", memory_opt=memory_opt).unet
+        blocks = [each for each in unet.modules() if isinstance(each, BasicTransformerBlock)]
+        assert {each._chunk_size for each in blocks} == {size}
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
+@pytest.mark.parametrize(("dtype", "mapped"), [("fp32", True), ("bf16", False)])
+def test_weights_in_the_file_s_dtype_stay_mapped(sound: Path, dtype: str, mapped: bool) -> None:
+    unet = parts_of(sound, "X", dtype=dtype).unet
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    spans = [line.split()[0].split("-") for line in lines if line.endswith(str(sound / UNET))]
+    ranges = [(int(start, 16), int(stop, 16)) for start, stop in spans]
+    within = [any(a <= each.data_ptr() < b for a, b in ranges) for each in unet.parameters()]
+    assert all(within) if mapped else not any(within)
+
+
+def test_loading_says_nothing() -> None:
+    code = (
+        "from svdpp.config import ModelConfig;"
+        "from svdpp.models.checkpoint import find_checkpoint;"
+        "from svdpp.models.load import load_parts;"
+        "found = find_checkpoint(ModelConfig(name='demo'));"
+        "load_parts(found, encode=True, denoise=True, decode=True, dtype='fp16', device='cpu');"
+        "import diffusers;"
+        "diffusers.StableVideoDiffusionPipeline.from_pretrained(found.folder)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("", "")
+
+
+# The scheduler.
+
+
+def test_each_clip_has_a_scheduler_of_its_own(demo: Checkpoint) -> None:
+    theirs = StableVideoDiffusionPipeline.from_pretrained(demo.folder).scheduler
+    first, second = new_scheduler(demo), new_scheduler(parts_of(demo, "").scheduler_config)
+    first.set_timesteps(7)
+    assert second.num_inference_steps is None
+    for scheduler in (second, theirs):
+        scheduler.set_timesteps(7)
+        assert torch.equal(scheduler.timesteps, first.timesteps)
+        assert torch.equal(scheduler.sigmas, first.sigmas)
+        assert scheduler.config == first.config
+
+
+def test_scheduler_config_the_class_refuses(folder: Path) -> None:
+    edit_json(folder / "scheduler/scheduler_config.json", beta_schedule="nonsense")
+    with pytest.raises(ModelError, match="scheduler cannot be loaded: nonsense"):
+        new_scheduler(find_checkpoint(ModelConfig(name=str(folder))))
+
+
+# Weights that do not fit.
+
+
+def change_weights(path: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    weights = load_file(path)
+    change(weights)
+    save_file(weights, path, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "phrase"),
+    [
+        (
+            UNET,
+            lambda w: w.pop("conv_in.weight"),
+            r"1 of \d+ weights are missing, the first is 'conv_in.weight'",
+        ),
+        (UNET, lambda w: w.update(extra=torch.zeros(1)), "are unexpected, the first is 'extra'"),
+        (UNET, lambda w: w.update({"conv_in.bias": torch.zeros(9)}), r"conv_in.bias \(9,\), not"),
+        (
+            UNET,
+            lambda w: w.update({"conv_in.bias": torch.zeros(32, dtype=torch.int8)}),
+            "are not floating point, the first is 'conv_in.bias'",
+        ),
+        (CLIP, lambda w: w.pop("visual_projection.weight"), "weights are missing, the first"),
+        (
+            "vae/diffusion_pytorch_model.safetensors",
+            lambda w: w.pop("quant_conv.bias"),
+            "weights are missing, the first is 'quant_conv.bias'",
+        ),
+    ],
+)
+def test_weights_of_another_model(
+    folder: Path, file: str, change: Callable[[dict[str, torch.Tensor]], object], phrase: str
+) -> None:
+    change_weights(folder / file, change)
+    with pytest.raises(ModelError, match=phrase) as caught:
+        parts_of(folder)
+    assert caught.value.exit_code == 5
+    assert file in caught.value.message
+    assert str(folder) in caught.value.message
+    assert caught.value.message.isprintable()
+
+
+def test_missing_weight_in_shards(tmp_path: Path) -> None:
+    save_tiny_checkpoint(tmp_path, max_shard_size="500KB")
+    index = tmp_path / "unet/diffusion_pytorch_model.safetensors.index.json"
+    shard = min((tmp_path / "unet").glob("*-of-*.safetensors"))
+    gone = min(load_file(shard))
+    change_weights(shard, lambda weights: weights.pop(gone))
+    with pytest.raises(ModelError, match=f"{gone!r} is not in {shard.name}"):
+        parts_of(tmp_path, "X")
+    index.write_text(index.read_text().replace(f'"{gone}"', f'"{min(load_file(shard))}"'))
+    with pytest.raises(ModelError, match=rf"in shards.*1 of \d+ .*{gone!r}"):
+        parts_of(tmp_path, "X")
+
+
+def test_buffer_of_old_transformers_is_no_fault(folder: Path) -> None:
+    name = "vision_model.embeddings.position_ids"
+    change_weights(folder / CLIP, lambda weights: weights.update({name: torch.arange(17)[None]}))
+    encoder = parts_of(folder, "E").image_encoder
+    assert name in dict(encoder.named_buffers())
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "component"),
+    [
+        ("image_encoder/config.json", {"hidden_act": "no such thing"}, "image_encoder"),
+        ("vae/config.json", {"block_out_channels": [32, 32, 32, 33]}, "vae"),
+        ("unet/config.json", {"down_block_types": ["Non\x1bsense", "Nonsense"]}, "unet"),
+        ("unet/config.json", {"layers_per_block": [1, 1, 1]}, "unet"),
+    ],
+)
+def test_config_the_library_refuses(
+    folder: Path, config: str, changes: dict[str, Any], component: str
+) -> None:
+    edit_json(folder / config, **changes)
+    with pytest.raises(ModelError, match=f"{component} cannot be loaded: ") as caught:
+        parts_of(folder)
+    assert caught.value.__cause__ is not None
+    assert caught.value.message.isprintable()
+
+
+def test_weights_that_vanish_after_the_check(folder: Path) -> None:
+    found = find_checkpoint(ModelConfig(name=str(folder)))
+    (folder / UNET).unlink()
+    with pytest.raises(ModelError, match=f"model .*{UNET} is missing"):
+        parts_of(found, "X")
+
+
+# Machines that do not fit.
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+    ],
+)
+def test_too_little_memory(sound: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    unet_class = load.UNetSpatioTemporalConditionModel
+    for name in ("from_pretrained", "to"):
+        with monkeypatch.context() as patch:
+            patch.setattr(unet_class, name, fail)
+            with pytest.raises(OutOfMemoryError, match=r"unet needs 0\.00 GB on cpu") as caught:
+                parts_of(sound, "X")
+        assert caught.value.exit_code == 4
+        assert "--dtype fp16" in caught.value.hint
+        assert caught.value.__cause__ is error
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_device_that_is_not_there(sound: Path) -> None:
+    with pytest.raises(RequestError, match="cuda:7 cannot be used: "):
+        parts_of(sound, "X", device="cuda:7")
+
+
+def test_dtype_names() -> None:
+    assert {name: torch_dtype(name) for name in DTYPES} == DTYPES
+    with pytest.raises(RequestError, match="'fp8' is none of fp32, fp16, bf16"):
+        torch_dtype("fp8")

@@ -1,0 +1,160 @@
+"""Whether headers are read as the safetensors library reads them, and strangers' are survived."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from svdpp.config import ModelConfig
+from svdpp.errors import ModelError
+from svdpp.models.checkpoint import find_checkpoint
+from svdpp.models.safetensors_header import read_safetensors_header, weight_headers
+from tests.models.builders import save_tiny_checkpoint
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_checkpoint(tmp_path_factory.mktemp("sound") / "tiny")
+
+
+@pytest.mark.parametrize("part", ["unet", "vae", "image_encoder"])
+def test_header_is_what_the_library_reads(part: str) -> None:
+    folder = find_checkpoint(ModelConfig(name="demo")).folder
+    ((path, header),) = weight_headers(folder, part, None).items()
+    with safe_open(path, "pt") as file:
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+        theirs = {key: (each.get_dtype(), tuple(each.get_shape())) for key, each in slices.items()}
+    assert header == theirs
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.bfloat16, torch.float8_e4m3fn])
+def test_header_of_empty_and_scalar_tensors(tmp_path: Path, dtype: torch.dtype) -> None:
+    path = tmp_path / "x.safetensors"
+    save_file({"a": torch.zeros(0, 3).to(dtype), "b": torch.zeros(()).to(dtype)}, path)
+    assert {key: shape for key, (_, shape) in read_safetensors_header(path).items()} == {
+        "a": (0, 3),
+        "b": (),
+    }
+
+
+def header_or_fault(path: Path, content: bytes) -> dict[str, Any] | None:
+    """The header, or None for a `ModelError`; any other exception is a failure."""
+    path.write_bytes(content)
+    try:
+        return read_safetensors_header(path)
+    except ModelError as error:
+        message = error.message
+    assert message.isprintable()
+    assert len(message) < 400
+    return None
+
+
+def wrap(text: bytes, num_bytes: int = 0) -> bytes:
+    return struct.pack("<Q", len(text)) + text + bytes(num_bytes)
+
+
+SIZES = st.one_of(st.integers(-2, 9), st.integers(), st.booleans(), st.floats(), st.none())
+ENTRIES = st.fixed_dictionaries(
+    {},
+    optional={
+        "dtype": st.sampled_from(["F32", "F16", "X", "", 1, None]),
+        "shape": st.lists(SIZES, max_size=3),
+        "data_offsets": st.lists(SIZES, max_size=3),
+    },
+)
+FUZZ = settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+@FUZZ
+@given(content=st.binary(max_size=300))
+def test_any_bytes_are_a_header_or_a_fault(tmp_path: Path, content: bytes) -> None:
+    header_or_fault(tmp_path / "x.safetensors", content)
+    header_or_fault(tmp_path / "x.safetensors", wrap(content))
+
+
+@FUZZ
+@given(entries=st.dictionaries(st.text(max_size=20), st.one_of(ENTRIES, SIZES), max_size=4))
+def test_any_json_is_a_header_or_a_fault(tmp_path: Path, entries: dict[str, Any]) -> None:
+    header_or_fault(tmp_path / "x.safetensors", wrap(json.dumps(entries).encode(), 8))
+
+
+@FUZZ
+@given(
+    shapes=st.lists(st.lists(st.integers(0, 3), max_size=3), min_size=1, max_size=3),
+    change=st.sampled_from([None, "shape", "data_offsets", "dtype", "length"]),
+)
+def test_what_is_accepted_the_library_reads(
+    tmp_path: Path, shapes: list[list[int]], change: str | None
+) -> None:
+    entries: dict[str, Any] = {}
+    end = 0
+    for number, shape in enumerate(shapes):
+        start, end = end, end + 4 * math.prod(shape)
+        entries[f"t{number}"] = {"dtype": "F32", "shape": shape, "data_offsets": [start, end]}
+    if change == "shape":
+        entries["t0"]["shape"] = [*shapes[0], 2]
+    elif change == "data_offsets":
+        entries["t0"]["data_offsets"] = [4, 4 + 4 * math.prod(shapes[0])]
+    elif change == "dtype":
+        entries["t0"]["dtype"] = "F16"
+    path = tmp_path / "x.safetensors"
+    content = wrap(json.dumps(entries).encode(), end + (change == "length"))
+    header = header_or_fault(path, content)
+    try:
+        with safe_open(path, "pt") as file:
+            theirs = {key: tuple(file.get_slice(key).get_shape()) for key in entries}
+    except SafetensorError:
+        assert header is None
+    else:
+        assert header is not None
+        assert {key: shape for key, (_, shape) in header.items()} == theirs
+
+
+@FUZZ
+@given(place=st.integers(0, 2**20), value=st.integers(0, 255))
+def test_one_changed_byte_is_a_header_or_a_fault(
+    sound: Path, tmp_path: Path, place: int, value: int
+) -> None:
+    content = bytearray((sound / "image_encoder/model.safetensors").read_bytes()[:4000])
+    content[place % len(content)] = value
+    header_or_fault(tmp_path / "x.safetensors", bytes(content))
+
+
+@pytest.mark.parametrize(
+    ("content", "phrase"),
+    [
+        (wrap(b'{"a":' + b"[" * 100_000), "valid JSON"),
+        (wrap(b'{"a":' * 100_000), "valid JSON"),
+        (wrap(b'{"a":1' + b"0" * 9000 + b"}"), "valid JSON"),
+        (wrap(b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}}', 8), "gaps"),
+        (
+            wrap(b'{"a":{"dtype":"U8","shape":[' + b"281474976710655," * 9999 + b"1]}}"),
+            "no known dtype, shape",
+        ),
+        (wrap(b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}}', 4), "do not fit"),
+        (struct.pack("<Q", 2**63) + b"{}", "is not a safetensors file"),
+        (struct.pack("<Q", 99_999_999) + b"{}", "is truncated"),
+    ],
+)
+def test_hostile_header(tmp_path: Path, content: bytes, phrase: str) -> None:
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(ModelError, match=phrase):
+        read_safetensors_header(path)
+
+
+def test_absent_file_is_a_fault(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="cannot be read"):
+        read_safetensors_header(tmp_path / "gone.safetensors")

@@ -1,0 +1,115 @@
+"""Layouts, costs and routes for property tests, and an oracle for the replay."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hypothesis import strategies as st
+
+from svdpp.plan.forecast import Costs
+from svdpp.plan.schedule import Route, Schedule, build_schedule, pipeline_routes
+from svdpp.plan.split import StepRange, split_steps
+
+# Binary fractions: sums of them are exact in any order, so times can be compared with ==.
+seconds = st.integers(0, 64).map(lambda quarters: quarters / 4)
+costs = st.builds(
+    Costs,
+    step_seconds=st.integers(1, 32).map(lambda quarters: quarters / 4),
+    encode_seconds=seconds,
+    decode_seconds=seconds,
+    hop_seconds=seconds,
+)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A step pipeline: N steps over W ranks, M clips."""
+
+    num_steps: int
+    world_size: int
+    num_clips: int
+    decodes: bool = True
+
+    @property
+    def per_rank(self) -> int:
+        return self.num_steps // self.world_size
+
+    @property
+    def ranges(self) -> tuple[StepRange, ...]:
+        return split_steps(self.num_steps, self.world_size)
+
+    @property
+    def schedule(self) -> Schedule:
+        routes = pipeline_routes(self.ranges, range(self.num_clips), decodes=self.decodes)
+        return build_schedule(routes, self.world_size)
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    world_size = draw(st.integers(1, 9))
+    return Layout(
+        num_steps=world_size * draw(st.integers(1, 5)),
+        world_size=world_size,
+        num_clips=draw(st.integers(1, 12)),
+        decodes=draw(st.booleans()),
+    )
+
+
+@st.composite
+def route_lists(draw: st.DrawFn, *, one_order: bool = False) -> tuple[list[Route], int]:
+    """Any routes: each clip visits some ranks in some order, some of them for zero steps.
+
+    Args:
+        one_order: every clip visits its ranks in one common order of the ranks.
+    """
+    world_size = draw(st.integers(1, 6))
+    order = draw(st.permutations(range(world_size)))
+    routes = []
+    for clip in range(draw(st.integers(1, 8))):
+        ranks = list(order) if one_order else draw(st.permutations(range(world_size)))
+        if one_order:
+            chosen = [rank for rank in ranks if draw(st.booleans())] or [ranks[0]]
+        else:
+            chosen = ranks[: draw(st.integers(1, world_size))]
+        done, ranges = 0, []
+        for rank in chosen:
+            ranges.append(StepRange(rank, done, done + draw(st.integers(0, 4))))
+            done = ranges[-1].end
+        routes.append(Route(clip, tuple(ranges), draw(st.booleans())))
+    return routes, world_size
+
+
+def expected_spans(
+    routes: Sequence[Route], world_size: int, costs: Costs
+) -> set[tuple[int, int, float, float]]:
+    """(rank, clip, start, end) of each clip's work at each rank, by recurrence over the routes.
+
+    Independent of the action lists: clips are walked one after the other, which is an order in
+    which all that a visit waits for has been computed before it.
+    """
+    clock = [0.0] * world_size  # when the rank's last visit was over, its SEND begun
+    began = [[0.0] for _ in range(world_size)]  # when it turned to each visit; [0]: to the first
+    link: dict[tuple[int, int], float] = {}  # end of the last hop on it
+    spans = set()
+    for route in routes:
+        arrival = 0.0
+        for index, part in enumerate(route.ranges):
+            rank, last = part.rank, index == len(route.ranges) - 1
+            start = max(clock[rank], arrival)
+            work = part.num_steps * costs.step_seconds
+            work += costs.encode_seconds if index == 0 else 0.0
+            work += costs.decode_seconds if last and route.decodes else 0.0
+            clock[rank] = end = start + work
+            if not last:
+                target = route.ranges[index + 1].rank
+                before = link.get((rank, target), 0.0)
+                clock[rank] = max(end, before)
+                # Posted when the target turned to the visit before this one.
+                posted = began[target][-2] if len(began[target]) > 1 else 0.0
+                arrival = max(clock[rank], posted, before) + costs.hop_seconds
+                link[rank, target] = arrival
+            began[rank].append(clock[rank])
+            if work:
+                spans.add((rank, route.clip, start, end))
+    return spans

@@ -1,0 +1,105 @@
+"""An action is one line of text, both ways, and nothing else is one."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from svdpp.plan import actions
+from svdpp.plan.actions import Action, Kind
+
+counts = st.integers(0, 10**6)
+any_action = st.one_of(
+    st.builds(actions.encode, counts),
+    st.builds(actions.recv, counts, counts, counts),
+    st.builds(actions.denoise, counts, counts, counts),
+    st.builds(actions.send, counts, counts, counts),
+    st.builds(actions.decode, counts, counts),
+    st.builds(actions.deliver, counts, counts),
+)
+
+TEXTS = {
+    "ENCODE c0 @0": actions.encode(0),
+    "RECV c2 @7 <0": actions.recv(2, 7, 0),
+    "DENOISE c3 7:14": actions.denoise(3, 7, 14),
+    "SEND c3 @14 >2": actions.send(3, 14, 2),
+    "DECODE c12 @28": actions.decode(12, 28),
+    "DELIVER c12 @28": actions.deliver(12, 28),
+}
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_text_of_each_kind(text: str) -> None:
+    assert str(TEXTS[text]) == text
+    assert Action.parse(text) == TEXTS[text]
+
+
+@given(any_action)
+def test_round_trip(action: Action) -> None:
+    assert Action.parse(str(action)) == action
+    assert "\n" not in str(action)
+
+
+@given(any_action, any_action)
+def test_two_actions_have_two_texts(one: Action, other: Action) -> None:
+    assert (str(one) == str(other)) == (one == other)
+
+
+BAD = [
+    "",
+    " ",
+    "ENCODE",
+    "ENCODE c0",
+    "encode c0 @0",
+    "ENCODE c0 @0 ",
+    " ENCODE c0 @0",
+    "ENCODE c0 @0\n",
+    "ENCODE c-1 @0",
+    "ENCODE c0 @-1",
+    "ENCODE c0 @0 >1",
+    "ENCODE c0 0:7",
+    "ENCODE  c0 @0",
+    "ENCODE c٣ @0",
+    "RECV c0 @7",
+    "RECV c0 @7 <",
+    "RECV c0 @7 <-1",
+    "RECV c0 @7 =0",
+    "RECV c0 0:7 <0",
+    "DENOISE c0 @7",
+    "DENOISE c0 7",
+    "DENOISE c0 0:7 >1",
+    "DENOISE c0 0:",
+    "DECODE c0 @28 <1",
+    "PRAY c0 @0",
+    "ENCODE c0 @0; ENCODE c1 @0",
+]
+
+
+@pytest.mark.parametrize("text", BAD)
+def test_other_texts_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="not an action") as caught:
+        Action.parse(text)
+
+    assert repr(text) in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["SEND c0 @7 <1", "RECV c0 @7 >1"])
+def test_an_arrow_that_points_the_wrong_way_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="not an action"):
+        Action.parse(text)
+
+
+@given(st.text(max_size=30))
+def test_text_from_anywhere_is_read_back_or_refused(text: str) -> None:
+    try:
+        action = Action.parse(text)
+    except ValueError:
+        return
+    assert Action.parse(str(action)) == action
+
+
+def test_compute_is_what_keeps_a_device_busy() -> None:
+    busy = {action.kind for action in TEXTS.values() if action.is_compute}
+
+    assert busy == {Kind.ENCODE, Kind.DENOISE, Kind.DECODE}

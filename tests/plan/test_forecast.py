@@ -1,0 +1,234 @@
+"""The replay against closed forms, an oracle, and lists that cannot be performed."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from svdpp.errors import RequestError
+from svdpp.plan import actions
+from svdpp.plan.actions import Action
+from svdpp.plan.forecast import (
+    Costs,
+    DeadlockError,
+    Forecast,
+    Span,
+    clip_finish_times,
+    replay,
+    summarise,
+)
+from svdpp.plan.schedule import Route, Schedule, build_schedule, data_parallel_routes
+from tests.plan.plans import Layout, costs, expected_spans, layouts, route_lists
+
+
+def forecast(layout: Layout, costs: Costs) -> Forecast:
+    return summarise(replay(layout.schedule, costs), layout.world_size)
+
+
+@given(layouts(), st.integers(1, 32))
+def test_makespan_of_the_bare_pipeline(layout: Layout, quarters: int) -> None:
+    """(M + W - 1) * N/W steps: the formula of the charter."""
+    step = quarters / 4
+    result = forecast(layout, Costs(step_seconds=step))
+    stages = layout.num_clips + layout.world_size - 1
+
+    assert result.makespan == stages * layout.per_rank * step
+    assert result.first_clip == layout.num_steps * step
+    assert result.bubble == pytest.approx((layout.world_size - 1) / stages, abs=1e-12)
+    # W=1 as well: one clip after the other.
+    expected = layout.per_rank if layout.num_clips > 1 else layout.num_steps
+    assert result.cadence == expected * step
+
+
+@given(layouts(), costs)
+def test_makespan_with_all_costs(layout: Layout, costs: Costs) -> None:
+    """A flow shop of equal clips goes at the pace of its slowest stage, hops being stages too."""
+    count = layout.per_rank * costs.step_seconds
+    stages = [count] * layout.world_size
+    stages[0] += costs.encode_seconds
+    stages[-1] += costs.decode_seconds if layout.decodes else 0.0
+    hops = [costs.hop_seconds] * (layout.world_size - 1)
+    first, pace = sum(stages) + sum(hops), max(stages + hops)
+    makespan = first + (layout.num_clips - 1) * pace
+    result = forecast(layout, costs)
+
+    assert result.clips == layout.num_clips
+    assert result.first_clip == first
+    assert result.makespan == makespan
+    assert result.cadence == (pace if layout.num_clips > 1 else first)
+    busy = layout.num_clips * sum(stages)
+    assert result.bubble == pytest.approx(1 - busy / (makespan * layout.world_size), abs=1e-12)
+    assert 0 <= result.bubble < 1
+
+
+@given(st.integers(1, 30), st.integers(1, 6), st.integers(1, 20), costs)
+def test_makespan_of_data_parallel(
+    num_steps: int, world_size: int, num_clips: int, costs: Costs
+) -> None:
+    routes = data_parallel_routes(num_steps, world_size, range(num_clips))
+    result = summarise(replay(build_schedule(routes, world_size), costs), world_size)
+    clip = costs.encode_seconds + num_steps * costs.step_seconds + costs.decode_seconds
+
+    assert result.first_clip == clip
+    assert result.makespan == math.ceil(num_clips / world_size) * clip
+    assert 0 <= result.bubble < 1
+
+
+@given(route_lists(), costs)
+def test_any_routes_are_replayed_as_the_oracle_says(
+    case: tuple[list[Route], int], costs: Costs
+) -> None:
+    """No routes deadlock: every rank takes its clips in the order of the routes."""
+    routes, world_size = case
+    visits: dict[tuple[int, int], tuple[float, float]] = {}
+    for span in replay(build_schedule(routes, world_size), costs):
+        key = span.rank, span.action.clip
+        start, end = visits.get(key, (span.start, span.end))
+        visits[key] = min(start, span.start), max(end, span.end)
+
+    found = {(*key, *times) for key, times in visits.items() if times[0] < times[1]}
+    assert found == expected_spans(routes, world_size, costs)
+
+
+@given(route_lists(one_order=True), costs)
+def test_chains_in_one_order_of_the_ranks_never_deadlock(
+    case: tuple[list[Route], int], costs: Costs
+) -> None:
+    replay(build_schedule(*case), costs)
+
+
+@given(route_lists(), costs)
+def test_a_rank_does_one_thing_at_a_time_in_the_order_of_its_list(
+    case: tuple[list[Route], int], costs: Costs
+) -> None:
+    schedule = build_schedule(*case)
+    spans = replay(schedule, costs)
+    for rank, rank_actions in enumerate(schedule):
+        own = [span for span in spans if span.rank == rank]
+        assert [span.action for span in own] == [a for a in rank_actions if a.is_compute]
+        for before, after in itertools.pairwise(own):
+            assert before.end <= after.start
+        for span in own:
+            assert span.end - span.start == costs.of(span.action)
+
+
+peers = st.integers(0, 2)
+small = st.integers(0, 2)
+wild_actions = st.one_of(
+    st.builds(actions.encode, small),
+    st.builds(actions.denoise, small, small, small),
+    st.builds(actions.recv, small, small, peers),
+    st.builds(actions.send, small, small, peers),
+    st.builds(actions.deliver, small, small),
+)
+
+
+@settings(max_examples=300)
+@given(st.lists(st.lists(wild_actions, max_size=6), min_size=3, max_size=3))
+def test_wild_lists_end_in_spans_or_a_deadlock(lists: list[list[Action]]) -> None:
+    """Never an endless loop, never another exception."""
+    try:
+        spans = replay(tuple(map(tuple, lists)), Costs(step_seconds=1))
+    except DeadlockError:
+        return
+    assert len(spans) == sum(a.is_compute for rank_actions in lists for a in rank_actions)
+
+
+# --- lists that cannot be performed -------------------------------------------------------------
+
+
+def test_two_ranks_that_wait_for_each_other_are_named() -> None:
+    schedule: Schedule = (
+        (actions.recv(1, 2, 1), actions.denoise(1, 2, 4), actions.encode(0), actions.send(0, 0, 1)),
+        (actions.recv(0, 0, 0), actions.denoise(0, 0, 4), actions.encode(1), actions.send(1, 2, 0)),
+        (actions.encode(2), actions.denoise(2, 0, 4)),
+    )
+    with pytest.raises(DeadlockError) as caught:
+        replay(schedule, Costs())
+
+    assert str(caught.value) == ("deadlock: rank 0 at DENOISE c1 2:4, rank 1 at DENOISE c0 0:4")
+
+
+def test_a_chain_of_waiting_ranks_is_named_whole() -> None:
+    schedule: Schedule = (
+        (actions.encode(0),),
+        (actions.recv(0, 2, 0), actions.denoise(0, 2, 4), actions.send(0, 4, 2)),
+        (actions.recv(0, 4, 1), actions.decode(0, 4)),
+    )
+    with pytest.raises(DeadlockError, match="rank 1 at DENOISE c0 2:4, rank 2 at DECODE c0 @4"):
+        replay(schedule, Costs())
+
+
+def test_a_second_send_into_the_void_is_a_deadlock() -> None:
+    schedule: Schedule = ((actions.send(0, 0, 1), actions.send(1, 0, 1)), ())
+    with pytest.raises(DeadlockError, match="rank 0 at SEND c1 @0 >1"):
+        replay(schedule, Costs())
+
+
+@pytest.mark.parametrize("received", [actions.recv(1, 2, 0), actions.recv(0, 1, 0)], ids=str)
+def test_ends_of_a_hop_that_do_not_match(received: Action) -> None:
+    schedule: Schedule = (
+        (actions.encode(0), actions.denoise(0, 0, 2), actions.send(0, 2, 1)),
+        (received,),
+    )
+    with pytest.raises(DeadlockError, match=r"rank 0 to 1: .*c0 @2"):
+        replay(schedule, Costs())
+
+
+# --- sums ---------------------------------------------------------------------------------------
+
+
+def test_nothing_to_sum_up() -> None:
+    with pytest.raises(ValueError, match="no spans"):
+        summarise([], 2)
+
+
+def at(clip: int, start: float, end: float, rank: int = 0) -> Span:
+    return Span(rank, actions.denoise(clip, 0, 1), start, end)
+
+
+@pytest.mark.parametrize(
+    ("ends", "cadence"),
+    [
+        ([10], 10),
+        ([10, 13], 3),
+        ([10, 13, 14], (14 - 10) / 2),
+        ([10, 13, 14, 20], (20 - 13) / 2),
+        ([10, 13, 14, 20, 30], (30 - 13) / 3),
+    ],
+    ids=str,
+)
+def test_cadence_is_the_mean_over_the_second_half(ends: list[float], cadence: float) -> None:
+    """Of clips that finish at 10, 13, 14, 20 the last two took 14 - 13 and 20 - 14: 3.5 each."""
+    spans = [at(clip, 0, end, rank=clip) for clip, end in enumerate(ends)]
+
+    assert summarise(spans, len(ends)).cadence == cadence
+
+
+def test_measured_times_may_begin_anywhere() -> None:
+    spans = [at(0, 100, 104), at(1, 104, 106, rank=1), at(1, 105, 107)]
+    result = summarise(spans, 2)
+
+    assert (result.makespan, result.first_clip, result.cadence) == (7, 4, 3)
+    assert result.bubble == pytest.approx(1 - 8 / 14)
+    assert clip_finish_times(spans) == [104, 107]
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(Costs)])
+@pytest.mark.parametrize("value", [-1.0, -1e-9, math.inf, -math.inf, math.nan])
+def test_costs_that_are_none(name: str, value: float) -> None:
+    with pytest.raises(RequestError) as caught:
+        Costs(**{name: value})
+
+    option = f"--{name.replace('_', '-')}"
+    assert caught.value.message == f"{option} must be a finite number, 0 or more, got {value}"
+
+
+def test_a_step_takes_time() -> None:
+    with pytest.raises(RequestError, match="--step-seconds must be above 0"):
+        Costs(step_seconds=0)

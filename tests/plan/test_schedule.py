@@ -1,0 +1,347 @@
+"""The action lists: golden text, properties, and check_schedule against damage."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from svdpp.plan.actions import Action, Kind
+from svdpp.plan.forecast import Costs, replay
+from svdpp.plan.schedule import (
+    Route,
+    Schedule,
+    build_schedule,
+    check_schedule,
+    data_parallel_routes,
+    pipeline_routes,
+)
+from svdpp.plan.split import StepRange, split_steps
+from tests.plan.plans import Layout, layouts, route_lists
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+
+
+def as_text(schedule: Schedule) -> str:
+    return "".join(
+        f"rank {rank}: {action}\n"
+        for rank, rank_actions in enumerate(schedule)
+        for action in rank_actions
+    )
+
+
+def from_text(text: str, world_size: int) -> Schedule:
+    lists: list[list[Action]] = [[] for _ in range(world_size)]
+    for line in text.splitlines():
+        rank, _, action = line.removeprefix("rank ").partition(": ")
+        lists[int(rank)].append(Action.parse(action))
+    return tuple(map(tuple, lists))
+
+
+GOLDEN_SCHEDULES = {
+    "schedule_w4_n28_m3.txt": Layout(28, 4, 3).schedule,
+    "schedule_w1_n4_m2.txt": Layout(4, 1, 2).schedule,
+    "schedule_w2_n4_m2_no_decode.txt": Layout(4, 2, 2, decodes=False).schedule,
+    "schedule_data_parallel_w2_n4_m3.txt": build_schedule(data_parallel_routes(4, 2, range(3)), 2),
+    # Rank 0 only encodes, rank 3 only decodes; two chains share both.
+    "schedule_two_chains.txt": build_schedule(
+        [
+            Route(0, (StepRange(0, 0, 0), StepRange(1, 0, 4), StepRange(3, 4, 4))),
+            Route(1, (StepRange(0, 0, 0), StepRange(2, 0, 4), StepRange(3, 4, 4))),
+            Route(2, (StepRange(0, 0, 0), StepRange(1, 0, 4), StepRange(3, 4, 4))),
+        ],
+        4,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GOLDEN_SCHEDULES)
+def test_golden_text(name: str) -> None:
+    text = (GOLDEN / name).read_text(encoding="utf-8")
+
+    assert as_text(GOLDEN_SCHEDULES[name]) == text
+    assert from_text(text, len(GOLDEN_SCHEDULES[name])) == GOLDEN_SCHEDULES[name]
+
+
+@given(layouts())
+def test_pipelines_pass_their_own_check(layout: Layout) -> None:
+    check_schedule(layout.schedule, layout.num_steps)
+
+
+@given(st.integers(1, 30), st.integers(1, 6), st.integers(1, 12))
+def test_data_parallel_passes_the_check(num_steps: int, world_size: int, num_clips: int) -> None:
+    routes = data_parallel_routes(num_steps, world_size, range(num_clips))
+    schedule = build_schedule(routes, world_size)
+
+    check_schedule(schedule, num_steps)
+    assert not any(a.kind in (Kind.SEND, Kind.RECV) for rank in schedule for a in rank)
+
+
+@given(layouts())
+def test_each_step_of_each_clip_is_done_once_and_in_order(layout: Layout) -> None:
+    steps: dict[int, list[int]] = {clip: [] for clip in range(layout.num_clips)}
+    for rank, rank_actions in enumerate(layout.schedule):
+        for action in rank_actions:
+            if action.kind is Kind.DENOISE:
+                assert (action.start, action.end) == layout.ranges[rank][1:]
+                steps[action.clip] += range(action.start, action.end)
+
+    assert all(done == list(range(layout.num_steps)) for done in steps.values())
+
+
+@given(layouts())
+def test_each_send_has_exactly_one_receive(layout: Layout) -> None:
+    sends, receives = hops(layout.schedule)
+
+    assert sends == receives
+    assert set(sends.values()) <= {1}
+    assert sends.total() == (layout.world_size - 1) * layout.num_clips
+
+
+@given(route_lists())
+def test_each_send_has_exactly_one_receive_on_any_routes(case: tuple[list[Route], int]) -> None:
+    sends, receives = hops(build_schedule(*case))
+
+    assert sends == receives
+    assert set(sends.values()) <= {1}
+
+
+def hops(schedule: Schedule) -> tuple[Counter[tuple[int, ...]], Counter[tuple[int, ...]]]:
+    sends: Counter[tuple[int, ...]] = Counter()
+    receives: Counter[tuple[int, ...]] = Counter()
+    for rank, rank_actions in enumerate(schedule):
+        for action in rank_actions:
+            if action.kind is Kind.SEND:
+                sends[rank, action.peer, action.clip, action.start] += 1
+            elif action.kind is Kind.RECV:
+                receives[action.peer, rank, action.clip, action.start] += 1
+    return sends, receives
+
+
+@given(layouts())
+def test_one_receive_is_posted_ahead_of_the_work_before_it(layout: Layout) -> None:
+    """Beneath each clip's steps exactly one receive is posted, and none beneath the last's."""
+    for rank_actions in layout.schedule[1:]:
+        ahead = 0  # clips whose receive is posted and whose work has not begun
+        for action in rank_actions:
+            ahead += action.kind is Kind.RECV
+            if action.kind is Kind.DENOISE:
+                ahead -= 1
+                assert ahead == (0 if action.clip == layout.num_clips - 1 else 1)
+            assert ahead <= 2  # the own one and the next one, between the RECV and the DENOISE
+
+
+@given(route_lists())
+def test_one_receive_is_posted_ahead_on_any_routes(case: tuple[list[Route], int]) -> None:
+    for rank_actions in build_schedule(*case):
+        posted: set[int] = set()
+        for action in rank_actions:
+            if action.kind is Kind.RECV:
+                posted.add(action.clip)
+            else:
+                posted.discard(action.clip)
+                assert len(posted) <= 1
+
+
+@given(route_lists())
+def test_a_rank_works_through_clips_in_the_order_of_the_routes(
+    case: tuple[list[Route], int],
+) -> None:
+    for rank_actions in build_schedule(*case):
+        clips = [action.clip for action in rank_actions if action.kind is not Kind.RECV]
+        assert clips == sorted(clips)
+
+
+@given(route_lists())
+def test_each_clip_is_encoded_first_delivered_last_and_once(
+    case: tuple[list[Route], int],
+) -> None:
+    routes, _ = case
+    schedule = build_schedule(*case)
+    for route in routes:
+        own = {
+            rank: [action for action in rank_actions if action.clip == route.clip]
+            for rank, rank_actions in enumerate(schedule)
+        }
+        walked = [action for part in route.ranges for action in own.pop(part.rank)]
+        assert not any(own.values())
+        kinds = [action.kind for action in walked]
+        assert kinds[0] is Kind.ENCODE
+        assert kinds[-1] is Kind.DELIVER
+        assert kinds.count(Kind.ENCODE) == kinds.count(Kind.DELIVER) == 1
+        assert kinds.count(Kind.DECODE) == route.decodes
+        done = 0
+        for action in walked:
+            assert action.start == done
+            done = action.end
+        assert done == route.ranges[-1].end
+
+
+@pytest.mark.parametrize(
+    "ranges",
+    [
+        (),
+        ((0, 0, 2), (0, 2, 4)),
+        ((0, 1, 4),),
+        ((0, 0, 2), (1, 3, 4)),
+        ((0, 0, 2), (1, 1, 4)),
+        ((0, 0, 2), (1, 2, 1)),
+        ((0, 0, -1),),
+    ],
+    ids=str,
+)
+def test_routes_that_are_none(ranges: tuple[tuple[int, int, int], ...]) -> None:
+    with pytest.raises(ValueError, match="clip 3"):
+        Route(3, tuple(StepRange(*part) for part in ranges))
+
+
+# --- check_schedule against damage --------------------------------------------------------------
+
+NUM_STEPS = 4
+WHOLE = build_schedule(pipeline_routes(split_steps(NUM_STEPS, 2), range(2)), 2)
+ALONE = build_schedule(pipeline_routes(split_steps(NUM_STEPS, 1), range(2)), 1)
+
+Damage = Callable[[list[Action], int], None]
+
+
+def remove(actions: list[Action], index: int) -> None:
+    del actions[index]
+
+
+def duplicate(actions: list[Action], index: int) -> None:
+    actions.insert(index, actions[index])
+
+
+def damaged(schedule: Schedule, kind: Kind, damage: Damage) -> Iterator[Schedule]:
+    """A damaged copy for each action of `kind`."""
+    for rank, rank_actions in enumerate(schedule):
+        for index, action in enumerate(rank_actions):
+            if action.kind is kind:
+                copy = [list(actions) for actions in schedule]
+                damage(copy[rank], index)
+                yield tuple(map(tuple, copy))
+
+
+# A missing DECODE is no damage the check could see: clips may be left at their latents.
+MUTATIONS = [
+    pytest.param(schedule, kind, damage, id=f"{kind}-{damage.__name__}-{len(schedule)}")
+    for schedule in (WHOLE, ALONE)
+    for kind in Kind
+    for damage in (remove, duplicate)
+    if any(action.kind is kind for actions in schedule for action in actions)
+    and (kind, damage) != (Kind.DECODE, remove)
+]
+
+
+@pytest.mark.parametrize(("schedule", "kind", "damage"), MUTATIONS)
+def test_check_catches_a_missing_or_doubled_action(
+    schedule: Schedule, kind: Kind, damage: Damage
+) -> None:
+    for broken in damaged(schedule, kind, damage):
+        with pytest.raises(ValueError, match=r"clip|hop"):
+            check_schedule(broken, NUM_STEPS)
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        (Kind.ENCODE, Kind.DENOISE),
+        (Kind.DENOISE, Kind.SEND),
+        (Kind.DENOISE, Kind.DECODE),
+        (Kind.DECODE, Kind.DELIVER),
+    ],
+    ids=lambda kinds: f"{kinds[1]} before {kinds[0]}",
+)
+def test_check_catches_neighbours_of_one_clip_in_the_wrong_order(kinds: tuple[Kind, Kind]) -> None:
+    for rank, rank_actions in enumerate(WHOLE):
+        for index, pair in enumerate(itertools.pairwise(rank_actions)):
+            if (pair[0].kind, pair[1].kind) == kinds and pair[0].clip == pair[1].clip:
+                copy = list(rank_actions)
+                copy[index : index + 2] = reversed(pair)
+                broken = (*WHOLE[:rank], tuple(copy), *WHOLE[rank + 1 :])
+                with pytest.raises(ValueError, match="clip"):
+                    check_schedule(broken, NUM_STEPS)
+
+
+def test_check_catches_work_before_its_receive() -> None:
+    work = tuple(action for action in WHOLE[1] if action.kind is not Kind.RECV)
+    receives = tuple(action for action in WHOLE[1] if action.kind is Kind.RECV)
+    with pytest.raises(ValueError, match="clip"):
+        check_schedule((WHOLE[0], work + receives), NUM_STEPS)
+
+
+def prove(schedule: Schedule, num_steps: int) -> None:
+    """All that is proved of a plan before it is performed."""
+    check_schedule(schedule, num_steps)
+    replay(schedule, Costs())
+
+
+def test_receives_in_another_order_than_the_sends_are_caught() -> None:
+    """Packets of one link arrive in the order in which they were sent."""
+    first, second, *work = WHOLE[1]
+    assert first.kind is second.kind is Kind.RECV
+    with pytest.raises(ValueError, match="c0 @2"):
+        prove((WHOLE[0], (second, first, *work)), NUM_STEPS)
+
+
+@pytest.mark.parametrize(
+    ("line", "other"),
+    [
+        ("rank 0: SEND c0 @2 >1", "rank 0: SEND c0 @1 >1"),
+        ("rank 0: SEND c0 @2 >1", "rank 0: SEND c1 @2 >1"),
+        ("rank 0: SEND c0 @2 >1", "rank 0: SEND c0 @2 >0"),
+        ("rank 1: RECV c1 @2 <0", "rank 1: RECV c1 @3 <0"),
+        ("rank 1: RECV c1 @2 <0", "rank 1: RECV c0 @2 <0"),
+        ("rank 0: DENOISE c0 0:2", "rank 0: DENOISE c0 0:1"),
+        ("rank 0: DENOISE c0 0:2", "rank 0: DENOISE c0 0:3"),
+        ("rank 0: DENOISE c0 0:2", "rank 0: DENOISE c1 0:2"),
+        ("rank 1: DENOISE c1 2:4", "rank 1: DENOISE c1 2:5"),
+        ("rank 1: DENOISE c1 2:4", "rank 1: DENOISE c1 3:4"),
+    ],
+)
+def test_check_catches_a_changed_action(line: str, other: str) -> None:
+    text = as_text(WHOLE)
+    assert text.count(line + "\n") == 1
+    with pytest.raises(ValueError, match=r"clip|hop"):
+        check_schedule(from_text(text.replace(line, other), 2), NUM_STEPS)
+
+
+def test_check_names_the_hop_that_is_there_twice() -> None:
+    for broken in damaged(WHOLE, Kind.SEND, duplicate):
+        with pytest.raises(ValueError, match=r"SEND c\d @2 >1|RECV c\d @2 <0"):
+            check_schedule(broken, NUM_STEPS)
+
+
+def test_check_wants_all_steps() -> None:
+    with pytest.raises(
+        ValueError, match="rank 1 cannot do DECODE c0 @4 of 6 with clip 0 at step 4"
+    ):
+        check_schedule(WHOLE, 6)
+
+
+@given(layouts(), st.data())
+def test_a_list_with_two_actions_swapped_is_caught_or_is_as_good(
+    layout: Layout, data: st.DataObject
+) -> None:
+    lists = [list(rank_actions) for rank_actions in layout.schedule]
+    swapped = lists[data.draw(st.integers(0, layout.world_size - 1))]
+    places = st.integers(0, len(swapped) - 1)
+    one, other = data.draw(places), data.draw(places)
+    swapped[one], swapped[other] = swapped[other], swapped[one]
+    schedule = tuple(map(tuple, lists))
+    try:
+        prove(schedule, layout.num_steps)
+    except ValueError:
+        return
+    for rank, rank_actions in enumerate(schedule):
+        steps_done: dict[int, int] = {}  # of the clips that this rank has had
+        for action in rank_actions:
+            if action.kind in (Kind.RECV, Kind.ENCODE):
+                steps_done[action.clip] = action.start
+            assert steps_done.get(action.clip) == action.start, f"rank {rank} at {action}"
+            steps_done[action.clip] = action.end

@@ -1,0 +1,47 @@
+"""Runs a function in several real ranks, with a deadline and the first failing rank's own words."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+from svdpp.distributed.launch import Member, StartedGroup
+
+RankFunction = Callable[..., Any]
+
+
+def run_ranks(
+    function: RankFunction, world_size: int, *arguments: Any, timeout: float = 90
+) -> list[Any]:
+    """Calls `function(member, *arguments)` in each rank; what they return (JSON values), by rank.
+
+    Fails the test with the output of the first rank that did not end with 0.
+    """
+    group = StartedGroup(
+        _call,
+        (function, arguments),
+        world_size=world_size,
+        backend="gloo",
+        preload=["svdpp.runtime.rank"],
+    )
+    results: dict[int, Any] = {}
+    try:
+        deadline = time.monotonic() + timeout
+        while len(results) < world_size:
+            for rank, message in group.poll(0.2):
+                results[rank] = json.loads(message)
+            failed = [rank for rank, code in group.exited().items() if code]
+            if failed:
+                raise AssertionError(f"rank {failed[0]}:\n{group.last_words(failed[0])}")
+            assert time.monotonic() < deadline, f"only {sorted(results)} of {world_size} answered"
+        assert group.end(20), f"ranks did not end: {group.exited()}"
+    finally:
+        group.kill()
+    return [results[rank] for rank in range(world_size)]
+
+
+def _call(member: Member, argument: tuple[RankFunction, tuple[Any, ...]]) -> None:
+    function, arguments = argument
+    member.channel.send(json.dumps(function(member, *arguments)).encode())

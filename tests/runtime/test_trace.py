@@ -1,0 +1,56 @@
+"""What was measured adds up to what the table says."""
+
+from __future__ import annotations
+
+import pytest
+
+from svdpp.runtime.messages import ActionDone, HopDone, Joined, StepDone
+from svdpp.runtime.trace import Trace, percentile
+
+
+def _trace() -> Trace:
+    trace = Trace(2)
+    trace.add(0, Joined(device="cpu", load_seconds=0.5))
+    trace.add(0, ActionDone(action="ENCODE c0 @0", start=10.0, end=11.0, waited=0.0))
+    trace.add(0, ActionDone(action="DENOISE c0 0:2", start=11.0, end=15.0, waited=0.5))
+    trace.add(1, ActionDone(action="DENOISE c0 2:4", start=15.5, end=19.0, waited=5.0))
+    trace.add(1, ActionDone(action="DECODE c0 @4", start=19.0, end=20.0, waited=0.0))
+    for rank, seconds in ((0, 1.5), (0, 2.5), (1, 1.5), (1, 2.0)):
+        trace.add(rank, StepDone(clip=0, step=0, seconds=seconds))
+    hop = {"clip": 0, "next_step": 2, "num_bytes": 8}
+    trace.add(0, HopDone(direction="send", peer=1, seconds=4.0, **hop))
+    trace.add(1, HopDone(direction="recv", peer=0, seconds=0.25, **hop))
+    return trace
+
+
+def test_costs_are_the_means_and_the_hop_is_the_receivers() -> None:
+    costs = _trace().costs()
+    assert costs.step_seconds == pytest.approx(1.875)
+    assert costs.encode_seconds == 1.0
+    assert costs.decode_seconds == 1.0
+    assert costs.hop_seconds == 0.25
+
+
+def test_summary_is_in_the_forecasts_terms() -> None:
+    summary = _trace().summary()
+    assert (summary.clips, summary.makespan, summary.first_clip) == (1, 10.0, 10.0)
+    assert summary.bubble == pytest.approx(1 - 9.5 / 20)
+
+
+def test_rank_statistics_add_up() -> None:
+    first, second = _trace().rank_stats()
+    assert (first.device, first.steps_done, first.compute_seconds) == ("cpu", 2, 5.0)
+    assert (first.wait_seconds, first.transfer_seconds, first.bubble) == (0.5, 0.0, 0.5)
+    assert (second.wait_seconds, second.transfer_seconds) == (5.0, 0.25)
+    assert (first.mean_step_seconds, first.p95_step_seconds) == (2.0, 2.5)
+
+
+def test_a_run_without_spans_has_no_summary() -> None:
+    with pytest.raises(ValueError, match="nothing was done"):
+        Trace(2).summary()
+
+
+def test_percentile() -> None:
+    assert percentile(range(1, 101), 0.95) == 96
+    assert percentile([7.0], 0.95) == 7.0
+    assert percentile([], 0.95) == 0.0

@@ -1,0 +1,260 @@
+"""Every check at the door: one sentence, exit code 2; and the defaults are diffusers'."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+from typing import Any
+
+import pytest
+
+from svdpp.config import (
+    DEFAULT_NUM_STEPS,
+    DEMO_MODEL,
+    DEMO_SAMPLING,
+    ClipRequest,
+    LatentSpec,
+    ModelConfig,
+    OutputConfig,
+    PipelineConfig,
+    SamplingConfig,
+    TensorSpec,
+    sampling_defaults,
+)
+from svdpp.errors import RequestError, exit_code_of
+
+INF, NAN = math.inf, math.nan
+
+
+def pipeline(**given: Any) -> PipelineConfig:
+    """A pipeline of two ranks; `dtype` and sampler fields are passed to where they belong."""
+    sampler = {field.name for field in dataclasses.fields(SamplingConfig)} & given.keys()
+    sampling = SamplingConfig(**{name: given.pop(name) for name in sampler})
+    model = ModelConfig(dtype=given.pop("dtype", "fp32"))
+    return PipelineConfig(**{"world_size": 2, **given}, model=model, sampling=sampling)
+
+
+REFUSED = [
+    (LatentSpec, {"shape": (1, 4, 8, 8)}, "latent shape 1 4 8 8 needs 5 positive sizes"),
+    (LatentSpec, {"shape": (1, 14, 4, 0, 8)}, "latent shape 1 14 4 0 8 needs 5 positive sizes"),
+    (LatentSpec, {"shape": (1, 14, 4, -8, 8)}, "in the order B F C H W"),
+    (LatentSpec, {"shape": (), "dims": "BCFHW"}, "in the order B C F H W"),
+    (LatentSpec, {"shape": (1,) * 5, "dtype": "int8"}, "dtype 'int8' is none of"),
+    (ModelConfig, {"dtype": "float64"}, "dtype 'float64' is none of fp32, fp16, bf16"),
+    (ModelConfig, {"name": ""}, "the model name is empty"),
+    (ModelConfig, {"name": "  "}, "the model name is empty"),
+    (SamplingConfig, {"num_inference_steps": 0}, "steps must be 1 or more, got 0"),
+    (SamplingConfig, {"num_inference_steps": -28}, "steps must be 1 or more, got -28"),
+    *[
+        (SamplingConfig, {side: value}, f"--{side} must be a positive multiple of 8, got {value}")
+        for side in ("height", "width")
+        for value in (0, -8, 7, 100, 577)
+    ],
+    (SamplingConfig, {"num_frames": 0}, "--frames must be 1 or more, got 0"),
+    (SamplingConfig, {"num_frames": -1}, "--frames must be 1 or more, got -1"),
+    (SamplingConfig, {"decode_chunk_size": 0}, "--decode-chunk-size must be 1 or more, got 0"),
+    (SamplingConfig, {"fps": 0}, "--fps must be 1 to 240 frames a second, got 0"),
+    (SamplingConfig, {"fps": 241}, "--fps must be 1 to 240 frames a second, got 241"),
+    (SamplingConfig, {"motion_bucket_id": -1}, "--motion-bucket-id must be 0 to 1023, got -1"),
+    (SamplingConfig, {"motion_bucket_id": 1024}, "--motion-bucket-id must be 0 to 1023"),
+    *[
+        (SamplingConfig, {name: value}, f"--{name.replace('_', '-')} must be a finite number, 0 or")
+        for name in ("noise_aug_strength", "min_guidance_scale", "max_guidance_scale")
+        for value in (-0.1, INF, -INF, NAN)
+    ],
+    (
+        SamplingConfig,
+        {"min_guidance_scale": 2.0, "max_guidance_scale": 1.0},
+        "--min-guidance-scale 2.0 is above 1 but --max-guidance-scale 1.0 is not",
+    ),
+    (SamplingConfig, {"num_frames": 1}, "one frame takes the minimum guidance alone"),
+    (SamplingConfig, {"fit": "zoom"}, "--fit must be crop, pad or stretch, got 'zoom'"),
+    (pipeline, {"world_size": 0}, "the number of ranks must be 1 or more, got 0"),
+    (pipeline, {"world_size": 29}, "29 ranks are more than 28 steps"),
+    (pipeline, {"world_size": 3}, "28 steps cannot be split evenly over 3 ranks"),
+    (pipeline, {"num_threads": 0}, "--threads must be 1 to 1024, got 0"),
+    (pipeline, {"num_threads": 1025}, "--threads must be 1 to 1024, got 1025"),
+    (pipeline, {"max_guidance_scale": 1 + 2**-24}, "rounds to 1 in fp32"),
+    (pipeline, {"max_guidance_scale": 1 + 2**-11, "dtype": "fp16"}, "rounds to 1 in fp16"),
+    (pipeline, {"max_guidance_scale": 1 + 2**-8, "dtype": "bf16"}, "rounds to 1 in bf16"),
+    *[
+        (pipeline, {"device": device}, f"--device must be cpu, cuda or cuda:N, got {device!r}")
+        for device in ("", "tpu", "CPU", "cuda:", "cuda:x", "cuda:-1", "cuda:0:1", "cpu:0", "cuda0")
+    ],
+    *[
+        (pipeline, {name: value}, f"{option} must be above 0, got {value}")
+        for name, option in (
+            ("timeout_seconds", "--timeout"),
+            ("start_timeout_seconds", "--start-timeout"),
+            ("stale_seconds", "--stale"),
+        )
+        for value in (0.0, -1.0, INF, NAN)
+    ],
+    (OutputConfig, {"path": "x", "format": "avi"}, "--format must be one of mp4, gif, webp, frame"),
+    (OutputConfig, {"path": "x", "crf": -1}, "--crf must be 0 (lossless) to 51, got -1"),
+    (OutputConfig, {"path": "x", "crf": 52}, "--crf must be 0 (lossless) to 51, got 52"),
+    (ClipRequest, {"seed": -1}, "seed must be 0 to 2^63 - 1, got -1"),
+    (ClipRequest, {"seed": 2**63}, f"seed must be 0 to 2^63 - 1, got {2**63}"),
+]
+
+
+@pytest.mark.parametrize(("make", "given", "words"), REFUSED, ids=str)
+def test_what_cannot_be_done_is_refused(make: Any, given: dict[str, Any], words: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        make(**given)
+
+    assert words in caught.value.message
+    assert exit_code_of(caught.value) == 2
+    assert len(caught.value.message.splitlines()) == 1
+    assert len(caught.value.hint.splitlines()) <= 1
+
+
+ACCEPTED = [
+    (LatentSpec, {"shape": (1, 14, 4, 64, 64)}),
+    (SamplingConfig, {"height": 8, "width": 8}),
+    (SamplingConfig, {"fps": 1}),
+    (SamplingConfig, {"fps": 240, "motion_bucket_id": 1023}),
+    (SamplingConfig, {"motion_bucket_id": 0, "noise_aug_strength": 0.0}),
+    (SamplingConfig, {"min_guidance_scale": 0.0, "max_guidance_scale": 0.0}),
+    (SamplingConfig, {"min_guidance_scale": 3.0, "max_guidance_scale": 1.1}),
+    (SamplingConfig, {"num_frames": 1, "max_guidance_scale": 1.0}),
+    (SamplingConfig, {"num_frames": 1, "min_guidance_scale": 1.5}),
+    (pipeline, {"world_size": 28}),
+    (pipeline, {"max_guidance_scale": 1 + 2**-23}),
+    (pipeline, {"max_guidance_scale": 1 + 2**-10, "dtype": "fp16"}),
+    (pipeline, {"max_guidance_scale": 1 + 2**-7, "dtype": "bf16"}),
+    (pipeline, {"device": "cuda:17", "num_threads": 1024}),
+    (OutputConfig, {"path": "x", "crf": 0}),
+    (OutputConfig, {"path": "x", "crf": 51}),
+    (ClipRequest, {"seed": 0}),
+    (ClipRequest, {"seed": 2**63 - 1}),
+]
+
+
+@pytest.mark.parametrize(("make", "given"), ACCEPTED, ids=str)
+def test_the_last_that_can_be_done_is_accepted(make: Any, given: dict[str, Any]) -> None:
+    make(**given)
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize("exponent", [7, 8, 10, 11, 23, 24])
+def test_guidance_that_rounds_to_one_is_refused(dtype: str, exponent: int) -> None:
+    """Refused exactly where torch itself rounds it to 1."""
+    import torch
+
+    types = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+    for scale in (1 + 2.0**-exponent, 1 + 1.5 * 2.0**-exponent):
+        try:
+            pipeline(max_guidance_scale=scale, dtype=dtype)
+            refused = False
+        except RequestError:
+            refused = True
+        assert refused == (torch.tensor(scale, dtype=types[dtype]).item() == 1), scale
+
+
+@pytest.mark.parametrize(
+    ("value", "hint"),
+    [(100, "96 or 104"), (577, "576 or 584"), (7, "8"), (0, "8"), (-20, "8"), (1, "8")],
+)
+def test_the_nearest_sizes_are_named_and_work(value: int, hint: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        SamplingConfig(height=value)
+
+    assert caught.value.hint == f"nearest: --height {hint}"
+    for size in hint.split(" or "):
+        SamplingConfig(height=int(size))
+
+
+def test_defaults_are_those_of_diffusers_but_for_the_steps() -> None:
+    from diffusers import StableVideoDiffusionPipeline
+
+    parameters = inspect.signature(StableVideoDiffusionPipeline.__call__).parameters
+    ours = dataclasses.asdict(SamplingConfig())
+
+    assert ours.pop("num_inference_steps") == DEFAULT_NUM_STEPS == 28
+    assert ours.pop("fit") == "stretch"  # diffusers has no other
+    assert ours == {name: parameters[name].default for name in ours}
+    assert {name: type(value) for name, value in ours.items()} == {
+        name: type(parameters[name].default) for name in ours
+    }
+
+
+def test_the_demo_model_changes_known_knobs_only() -> None:
+    assert sampling_defaults(DEMO_MODEL) == DEMO_SAMPLING
+    assert sampling_defaults("stabilityai/stable-video-diffusion-img2vid") == {}
+    SamplingConfig(**DEMO_SAMPLING)
+
+
+def test_resolved_takes_the_models_frames() -> None:
+    resolved = SamplingConfig().resolved(model_frames=25)
+
+    assert (resolved.frames, resolved.decode_chunk_size) == (25, 25)
+    given = SamplingConfig(num_frames=6, decode_chunk_size=2).resolved(model_frames=25)
+    assert (given.frames, given.decode_chunk_size) == (6, 2)
+    assert SamplingConfig(num_frames=6).resolved(model_frames=25).decode_chunk_size == 6
+
+
+def test_one_frame_of_the_model_is_checked_when_it_is_known() -> None:
+    with pytest.raises(RequestError, match="one frame takes the minimum guidance alone"):
+        SamplingConfig().resolved(model_frames=1)
+
+
+def test_frames_are_not_guessed() -> None:
+    with pytest.raises(ValueError, match="resolved by the model") as caught:
+        _ = SamplingConfig().frames
+
+    assert not isinstance(caught.value, RequestError)  # a programmer's error
+
+
+@pytest.mark.parametrize(("scale", "guided"), [(0.0, False), (1.0, False), (1.1, True)])
+def test_guided(scale: float, guided: bool) -> None:
+    assert SamplingConfig(max_guidance_scale=scale).guided is guided
+
+
+def test_ranges_follow_the_split() -> None:
+    assert pipeline(world_size=7).ranges[-1] == (6, 24, 28)
+
+
+@pytest.mark.parametrize(
+    ("name", "decode", "decodes"),
+    [("demo", True, True), ("demo", False, False), ("dummy", True, False)],
+)
+def test_decodes(name: str, decode: bool, decodes: bool) -> None:
+    config = PipelineConfig(world_size=1, model=ModelConfig(name=name), decode=decode)
+
+    assert config.decodes is decodes
+    assert config.model.is_dummy is (name == "dummy")
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "record"),
+    [
+        ("/o/a_0.mp4", "mp4", "/o/a_0.json"),
+        ("/o/a_0.webp", "webp", "/o/a_0.json"),
+        ("/o/a.mp4_0.gif", "gif", "/o/a.mp4_0.json"),
+        ("/o/a_0", "frames", "/o/a_0.json"),
+        ("/o/a.b_0", "frames", "/o/a.b_0.json"),
+    ],
+)
+def test_the_record_lies_beside_the_clip(path: str, kind: Any, record: str) -> None:
+    assert OutputConfig(path=path, format=kind).json_path == record
+
+
+def test_sizes_in_bytes() -> None:
+    assert LatentSpec(shape=(1, 25, 4, 72, 128)).num_bytes == 25 * 4 * 72 * 128 * 4
+    assert LatentSpec(shape=(1, 25, 4, 72, 128), dtype="bf16").num_bytes == 25 * 4 * 72 * 128 * 2
+    assert TensorSpec((2, 1, 1024), "fp16").num_bytes == 4096
+    assert TensorSpec((), "fp32").num_bytes == 4
+    assert str(TensorSpec((1, 14, 4), "fp16")) == "1x14x4 fp16"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [ModelConfig(), SamplingConfig(), pipeline(), OutputConfig(path="x"), ClipRequest(seed=0)],
+    ids=lambda value: type(value).__name__,
+)
+def test_values_are_frozen(value: Any) -> None:
+    name = dataclasses.fields(value)[0].name
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(value, name, getattr(value, name))

@@ -1,0 +1,123 @@
+"""Every error has its exit code, and crosses a process boundary as the same type."""
+
+from __future__ import annotations
+
+import json
+import signal
+
+import pytest
+
+from svdpp import errors
+from svdpp.errors import (
+    InputError,
+    Interrupted,
+    ModelError,
+    OutOfMemoryError,
+    OutputError,
+    RankError,
+    RequestError,
+    SvdppError,
+    TransportError,
+    VerificationError,
+    exit_code_of,
+    from_record,
+    to_record,
+)
+
+EXIT_CODES = {
+    SvdppError: 1,
+    RequestError: 2,
+    VerificationError: 3,
+    OutOfMemoryError: 4,
+    ModelError: 5,
+    RankError: 6,
+    TransportError: 6,
+    InputError: 7,
+    OutputError: 8,
+}
+
+
+def all_types() -> set[type[SvdppError]]:
+    found, left = {SvdppError}, [SvdppError]
+    while left:
+        left += (below := left.pop().__subclasses__())
+        found.update(below)
+    return {cls for cls in found if cls.__module__ == errors.__name__}
+
+
+def test_every_type_is_in_this_table() -> None:
+    assert all_types() == {*EXIT_CODES, Interrupted}
+
+
+@pytest.mark.parametrize("cls", EXIT_CODES, ids=lambda cls: cls.__name__)
+def test_exit_codes(cls: type[SvdppError]) -> None:
+    assert exit_code_of(cls("no")) == EXIT_CODES[cls]
+
+
+def test_exit_codes_are_distinct_but_for_the_wire() -> None:
+    codes = [cls.exit_code for cls in EXIT_CODES if cls is not TransportError]
+
+    assert sorted(codes) == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_signals_end_as_in_a_shell(number: signal.Signals) -> None:
+    error = Interrupted(number)
+
+    assert exit_code_of(error) == 128 + number
+    assert str(error) == f"ended by {number.name}"
+
+
+@pytest.mark.parametrize("error", [KeyError("x"), ValueError("x"), MemoryError(), OSError(28, "x")])
+def test_what_was_not_foreseen_is_unexpected(error: Exception) -> None:
+    """Builtins are none of ours, even those that ours derive from: they would hide bugs."""
+    assert exit_code_of(error) == 1
+
+
+@pytest.mark.parametrize("cls", EXIT_CODES, ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize(("message", "hint"), [("no", ""), ("rank 3: 'é\n你' {x}", "try --é")])
+def test_record_round_trip(cls: type[SvdppError], message: str, hint: str) -> None:
+    record = json.loads(json.dumps(to_record(cls(message, hint))))
+    error = from_record(record)
+
+    assert type(error) is cls
+    assert (error.message, error.hint, str(error)) == (message, hint, message)
+
+
+@pytest.mark.parametrize("error", [KeyError("x"), ZeroDivisionError("division by zero")])
+def test_an_unexpected_exception_crosses_with_its_name(error: Exception) -> None:
+    crossed = from_record(to_record(error))
+
+    assert type(crossed) is SvdppError
+    assert crossed.message == f"{type(error).__name__}: {error}"
+    assert exit_code_of(crossed) == 1
+
+
+def test_a_record_of_an_unknown_type_is_still_read() -> None:
+    crossed = from_record({"type": "FutureError", "message": "no", "hint": "h"})
+
+    assert (type(crossed), crossed.message, crossed.hint) == (SvdppError, "no", "h")
+
+
+def test_a_rank_error_keeps_picture_and_details() -> None:
+    error = RankError("no", "h", picture="rank 0 |", details="Traceback")
+
+    assert (error.picture, error.details) == ("rank 0 |", "Traceback")
+    assert (RankError("no").picture, RankError("no").details) == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("cls", "builtin"), [(RequestError, ValueError), (OutOfMemoryError, MemoryError)]
+)
+def test_library_users_may_catch_builtins(cls: type[SvdppError], builtin: type[Exception]) -> None:
+    assert issubclass(cls, builtin)
+
+
+@pytest.mark.parametrize("cls", EXIT_CODES, ids=lambda cls: cls.__name__)
+def test_each_meaning_is_in_the_help(cls: type[SvdppError]) -> None:
+    from svdpp.cli.app import app
+
+    if cls is SvdppError:
+        assert "1 unexpected;" in str(app.info.epilog)
+    else:
+        assert f"{cls.exit_code} {cls.meaning}" in str(app.info.epilog)

@@ -1,0 +1,178 @@
+"""Our encode, steps and decode against diffusers' unmodified `__call__`: equal bits, cut anywhere.
+
+These guard the private methods that `models/encode.py` and `models/decode.py` lean on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import StableVideoDiffusionPipeline
+from PIL import Image
+
+from svdpp.config import ModelConfig, SamplingConfig
+from svdpp.media.image import fit_photo, read_photo
+from svdpp.models.checkpoint import find_checkpoint
+from svdpp.models.decode import stack_frames
+from svdpp.models.interface import LATENTS, Frames
+from svdpp.models.load import torch_dtype
+from svdpp.models.svd import SvdModel, load_svd
+from tests.models.builders import save_tiny_checkpoint
+
+PHOTO = Path(__file__).parent.parent / "svdpp/assets/photos/chelsea.jpg"
+STEPS = 5
+SMALL = SamplingConfig(num_inference_steps=STEPS, height=64, width=64, num_frames=4)
+
+
+@pytest.fixture(autouse=True)
+def _settings() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_checkpoint(tmp_path_factory.mktemp("tiny") / "model")
+
+
+def _diffusers(
+    model: ModelConfig, sampling: SamplingConfig, image: Image.Image, seed: int
+) -> tuple[list[torch.Tensor], Frames]:
+    """Latents after each step, and frames, of the pipeline as it ships."""
+    checkpoint = find_checkpoint(model)
+    sampling = sampling.resolved(model_frames=checkpoint.num_frames)
+    pipe = StableVideoDiffusionPipeline.from_pretrained(
+        checkpoint.folder, dtype=torch_dtype(model.dtype), variant=model.variant
+    )
+    pipe.set_progress_bar_config(disable=True)
+    if model.memory_opt:
+        pipe.unet.enable_forward_chunking()
+    latents: list[torch.Tensor] = []
+
+    def keep(_pipe: Any, _step: int, _timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        latents.append(tensors["latents"].clone())
+        return {}
+
+    images = pipe(
+        image,
+        height=sampling.height,
+        width=sampling.width,
+        num_frames=sampling.num_frames,
+        num_inference_steps=sampling.num_inference_steps,
+        min_guidance_scale=sampling.min_guidance_scale,
+        max_guidance_scale=sampling.max_guidance_scale,
+        fps=sampling.fps,
+        motion_bucket_id=sampling.motion_bucket_id,
+        noise_aug_strength=sampling.noise_aug_strength,
+        decode_chunk_size=sampling.decode_chunk_size,
+        generator=torch.Generator("cpu").manual_seed(seed),
+        callback_on_step_end=keep,
+    ).frames[0]
+    return latents, stack_frames(images)
+
+
+def _ours(model: ModelConfig, sampling: SamplingConfig) -> SvdModel:
+    checkpoint = find_checkpoint(model)
+    sampling = sampling.resolved(model_frames=checkpoint.num_frames)
+    return load_svd(checkpoint, model, sampling, "cpu", encode=True, denoise=True, decode=True)
+
+
+def _photo() -> Image.Image:
+    return read_photo(PHOTO)[0]
+
+
+def _assert_equal(model: ModelConfig, sampling: SamplingConfig, *, seed: int = 7) -> None:
+    image = fit_photo(_photo(), sampling.width, sampling.height, sampling.fit)
+    theirs, their_frames = _diffusers(model, sampling, image, seed)
+    ours = _ours(model, sampling)
+    tensors = ours.encode(image, seed)
+    for name, spec in ours.packet_spec().items():
+        assert tuple(tensors[name].shape) == spec.shape, name
+        assert tensors[name].dtype == torch_dtype(spec.dtype), name
+    # A new denoiser for every step: the clip is cut at every place at once.
+    latent = tensors[LATENTS]
+    for step, expected in enumerate(theirs):
+        latent = ours.denoiser(tensors, step).forward(latent, step)
+        assert torch.equal(latent, expected), f"step {step} differs"
+    assert np.array_equal(ours.decode(latent), their_frames)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"width": 96, "height": 64, "fps": 24, "motion_bucket_id": 200},
+        {"num_frames": 3, "decode_chunk_size": 2},
+        {"noise_aug_strength": 0.5, "min_guidance_scale": 2.0, "max_guidance_scale": 1.5},
+        {"max_guidance_scale": 1.0},
+        {"max_guidance_scale": 0.5, "min_guidance_scale": 0.5},
+        {"num_inference_steps": 1},
+        {"num_frames": 1, "max_guidance_scale": 1.0},
+        {"fit": "crop", "width": 128},
+        {"fit": "pad", "width": 128},
+    ],
+    ids=str,
+)
+def test_every_knob_gives_diffusers_bits(tiny: Path, changes: dict[str, Any]) -> None:
+    _assert_equal(ModelConfig(name=str(tiny)), replace(SMALL, **changes))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
+def test_every_precision_gives_diffusers_bits(tiny: Path, dtype: Any) -> None:
+    # fp16 takes the path on which diffusers lifts the VAE to float32 for the encode.
+    _assert_equal(ModelConfig(name=str(tiny), dtype=dtype), SMALL)
+
+
+@pytest.mark.parametrize("vae_factor", [2, 4])
+def test_other_vaes_give_diffusers_bits(tmp_path: Path, vae_factor: int) -> None:
+    folder = save_tiny_checkpoint(tmp_path / "model", vae_factor=vae_factor, num_frames=3, seed=3)
+    sampling = replace(SMALL, num_frames=None, height=32, width=48)
+    _assert_equal(ModelConfig(name=str(folder)), sampling)
+
+
+def test_memory_saving_gives_the_bits_of_diffusers_own(tiny: Path) -> None:
+    sampling = replace(SMALL, decode_chunk_size=2)
+    _assert_equal(ModelConfig(name=str(tiny), memory_opt=True), sampling)
+
+
+def test_a_rank_between_needs_the_unet_alone(tiny: Path) -> None:
+    model, image = ModelConfig(name=str(tiny)), _photo()
+    checkpoint = find_checkpoint(model)
+    sampling = SMALL.resolved(model_frames=checkpoint.num_frames)
+
+    def load(**roles: bool) -> SvdModel:
+        nothing = {"encode": False, "denoise": False, "decode": False}
+        return load_svd(checkpoint, model, sampling, "cpu", **{**nothing, **roles})
+
+    whole = load(encode=True, denoise=True, decode=True)
+    tensors = whole.encode(image, 1)
+    for name, tensor in load(encode=True).encode(image, 1).items():
+        assert torch.equal(tensor, tensors[name]), name
+    latent = whole.denoiser(tensors, 0).forward(tensors[LATENTS], 0)
+    between = load(denoise=True).denoiser(tensors, 0).forward(tensors[LATENTS], 0)
+    assert torch.equal(between, latent)
+    assert np.array_equal(load(decode=True).decode(latent), whole.decode(latent))
+
+
+def test_steps_out_of_order_are_a_programmers_error(tiny: Path) -> None:
+    ours = _ours(ModelConfig(name=str(tiny)), SMALL)
+    tensors = ours.encode(_photo(), 1)
+    with pytest.raises(AssertionError, match="step 3 asked for, 2 is next"):
+        ours.denoiser(tensors, 2).forward(tensors[LATENTS], 3)
+
+
+def test_a_step_leaves_its_input_alone(tiny: Path) -> None:
+    ours = _ours(ModelConfig(name=str(tiny)), SMALL)
+    tensors = ours.encode(_photo(), 1)
+    before = {name: tensor.clone() for name, tensor in tensors.items()}
+    ours.denoiser(tensors, 0).forward(tensors[LATENTS], 0)
+    for name, tensor in tensors.items():
+        assert torch.equal(tensor, before[name]), name
