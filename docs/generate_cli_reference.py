@@ -128,8 +128,6 @@ def _exit_codes() -> Iterator[str]:
     """The table of exit codes, from the errors that carry them."""
     rows: dict[int, tuple[str, list[str]]] = {0: ("done", [])}
     for error in _error_types(errors.SvdppError):
-        if error is errors.Interrupted:
-            continue
         _, details = rows.setdefault(error.exit_code, (error.meaning, []))
         if error is not errors.SvdppError:
             details.append(_first_sentence(error.__doc__ or ""))

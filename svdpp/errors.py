@@ -98,12 +98,18 @@ class OutputError(SvdppError):
     meaning = "an output cannot be written"
 
 
-class Interrupted(SvdppError):
-    """The run was ended by a signal; the exit code is 128 plus its number, as in a shell."""
+class Interrupted(BaseException):
+    """The run was ended by a signal; the exit code is 128 plus its number, as in a shell.
+
+    Like KeyboardInterrupt no Exception: it is raised wherever the program happens to be, and a
+    library's `except Exception` there, such as the log's around its file, would swallow it.
+    """
 
     def __init__(self, signal_number: int) -> None:
         self.signal_number = signal_number
-        super().__init__(f"ended by {signal.Signals(signal_number).name}")
+        self.message = f"ended by {signal.Signals(signal_number).name}"
+        self.hint = ""
+        super().__init__(self.message)
 
 
 #: Every type that may cross a process boundary, by name (`to_record`, `from_record`).

@@ -47,7 +47,7 @@ def guarded(command: Callable[..., None]) -> Callable[..., None]:
             command(**options)
         except typer.Exit:
             raise
-        except Exception as error:
+        except (Exception, Interrupted) as error:
             Console().error(error, debug=options.get("debug", False))
             raise typer.Exit(exit_code_of(error)) from error
         finally:

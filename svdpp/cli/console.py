@@ -12,7 +12,7 @@ from rich.console import Console as RichConsole
 from rich.table import Table
 from rich.text import Text
 
-from svdpp.errors import RankError, SvdppError
+from svdpp.errors import Interrupted, RankError, SvdppError
 
 _CLIP_COLOURS = ("cyan", "yellow", "green", "magenta", "blue", "red", "white")
 
@@ -67,7 +67,7 @@ class Console:
         if debug:
             details = error.details if isinstance(error, RankError) else ""
             self.err.print("".join(traceback.format_exception(error)) + details, markup=False)
-        if isinstance(error, SvdppError):
+        if isinstance(error, (SvdppError, Interrupted)):
             self._sentence(error.message, error.hint)
         else:
             self._sentence(
