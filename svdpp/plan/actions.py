@@ -12,6 +12,8 @@ class Kind(StrEnum):
 
     ENCODE = "ENCODE"
     """Read the clip's image, encode it, draw its noise: the latent before step 0."""
+    LOAD = "LOAD"
+    """Read the clip's packet that an earlier run kept after `start` steps."""
     RECV = "RECV"
     """Post the receive of the clip's packet; whatever uses the latent waits for it."""
     DENOISE = "DENOISE"
@@ -72,8 +74,9 @@ class Action(NamedTuple):
 
 _ARROWS: dict[str | None, str] = {Kind.RECV: "<", Kind.SEND: ">"}
 _ACTION = re.compile(
-    r"(?:(?P<steps>DENOISE)|(?P<hop>RECV|SEND)|(?P<local>ENCODE|DECODE|DELIVER)) c(?P<clip>\d+) "
-    r"(?(steps)(?P<start>\d+):(?P<end>\d+)|@(?P<at>\d+))(?(hop) (?P<arrow>[<>])(?P<peer>\d+))",
+    r"(?:(?P<steps>DENOISE)|(?P<hop>RECV|SEND)|(?P<local>ENCODE|LOAD|DECODE|DELIVER)) "
+    r"c(?P<clip>\d+) (?(steps)(?P<start>\d+):(?P<end>\d+)|@(?P<at>\d+))"
+    r"(?(hop) (?P<arrow>[<>])(?P<peer>\d+))",
     re.ASCII,
 )
 
@@ -81,6 +84,11 @@ _ACTION = re.compile(
 def encode(clip: int) -> Action:
     """ENCODE of `clip`."""
     return Action(Kind.ENCODE, clip, 0, 0)
+
+
+def load(clip: int, at: int) -> Action:
+    """LOAD of `clip` with `at` steps done."""
+    return Action(Kind.LOAD, clip, at, at)
 
 
 def recv(clip: int, at: int, peer: int) -> Action:

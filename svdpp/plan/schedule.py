@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from svdpp.plan import actions
 from svdpp.plan.actions import Action, Kind
 from svdpp.plan.split import StepRange
+
+_BEGINNINGS = (Kind.ENCODE, Kind.LOAD)
 
 #: For each rank, what it does, in order.
 Schedule = tuple[tuple[Action, ...], ...]
@@ -20,8 +22,9 @@ class Route:
 
     Args:
         clip: index of the clip.
-        ranges: consecutive step ranges from 0 to the last step; empty ranges mark a rank that
-            only encodes (first) or only decodes (last).
+        ranges: consecutive step ranges up to the last step; empty ranges mark a rank that only
+            encodes (first) or only decodes (last). A way that does not begin at step 0 begins with
+            the packet that an earlier run kept there.
         decodes: whether the last rank of the way also decodes.
     """
 
@@ -30,7 +33,9 @@ class Route:
     decodes: bool = True
 
     def __post_init__(self) -> None:
-        done = 0
+        done = self.start
+        if done < 0:
+            raise ValueError(f"clip {self.clip}: begins before step 0: {self.ranges}")
         for part in self.ranges:
             if part.start != done or part.end < part.start:
                 raise ValueError(
@@ -40,6 +45,20 @@ class Route:
         ranks = [part.rank for part in self.ranges]
         if not ranks or len(set(ranks)) != len(ranks):
             raise ValueError(f"clip {self.clip}: a rank is visited twice, or none: {self.ranges}")
+
+    @property
+    def start(self) -> int:
+        """Steps done before the way begins; above 0 where an earlier run did them."""
+        return self.ranges[0].start if self.ranges else 0
+
+    def resumed(self, at: int) -> Route:
+        """What is left of the way when `at` steps are done already: the ranks before are skipped.
+
+        The rank that would do step `at` begins there; the last rank stays, since it delivers.
+        """
+        *before, last = self.ranges
+        left = [part._replace(start=max(part.start, at)) for part in before if part.end > at]
+        return replace(self, ranges=(*left, last._replace(start=max(last.start, at))))
 
 
 @dataclass(frozen=True)
@@ -84,7 +103,9 @@ def build_schedule(routes: Sequence[Route], world_size: int) -> Schedule:
 def _visit(route: Route, index: int) -> _Visit:
     clip, part = route.clip, route.ranges[index]
     first, last = index == 0, index == len(route.ranges) - 1
-    work: list[Action] = [actions.encode(clip)] if first else []
+    work: list[Action] = []
+    if first:
+        work = [actions.load(clip, part.start) if part.start else actions.encode(clip)]
     if part.num_steps:
         work.append(actions.denoise(clip, part.start, part.end))
     if not last:
@@ -109,7 +130,9 @@ def _post_receives_ahead(visits: Sequence[_Visit]) -> tuple[Action, ...]:
 
 
 def check_schedule(schedule: Schedule, num_steps: int) -> None:
-    """Proves that every clip is encoded once, walked step by step in order, and delivered once.
+    """Proves that every clip is begun once, walked step by step in order, and delivered once.
+
+    A clip is begun by ENCODE at step 0, or by LOAD where an earlier run stood.
 
     A rank can only work on a clip that it holds, at the step at which it holds it. What it sends it
     no longer holds, and what is sent is received once: so no step is left out or done twice.
@@ -118,7 +141,8 @@ def check_schedule(schedule: Schedule, num_steps: int) -> None:
         ValueError: naming the first action that cannot be done, or what is missing at the end.
     """
     hops: Counter[tuple[int, int, int, int]] = Counter()
-    ends: dict[Kind, Counter[int]] = {Kind.ENCODE: Counter(), Kind.DELIVER: Counter()}
+    begun: Counter[int] = Counter()
+    delivered: Counter[int] = Counter()
     for rank, rank_actions in enumerate(schedule):
         held: dict[int, int] = {}
         decoded: set[int] = set()
@@ -130,25 +154,27 @@ def check_schedule(schedule: Schedule, num_steps: int) -> None:
                 hops[action.peer, rank, action.clip, action.start] -= 1
             elif action.kind is Kind.SEND:
                 hops[rank, action.peer, action.clip, action.start] += 1
-            elif action.kind in ends:
-                ends[action.kind][action.clip] += 1
+            elif action.kind in _BEGINNINGS:
+                begun[action.clip] += 1
+            elif action.kind is Kind.DELIVER:
+                delivered[action.clip] += 1
         if held:
             raise ValueError(f"rank {rank} is left with {_clips(held)}")
     odd = sorted(hop for hop, count in hops.items() if count)
     if odd:
         raise ValueError(f"hops (from, to, clip, step) without their other end: {odd[:3]}")
-    for kind, clips in ends.items():
+    for what, clips in (("begun", begun), ("delivered", delivered)):
         if wrong := sorted(clip for clip, count in clips.items() if count != 1):
-            raise ValueError(f"{kind} more than once: clips {wrong[:3]}")
-    if different := sorted(ends[Kind.ENCODE].keys() ^ ends[Kind.DELIVER].keys()):
+            raise ValueError(f"{what} more than once: clips {wrong[:3]}")
+    if different := sorted(begun.keys() ^ delivered.keys()):
         raise ValueError(f"begun but not delivered, or not begun: clips {different[:3]}")
 
 
 def _can_follow(action: Action, held: dict[int, int], decoded: set[int], num_steps: int) -> bool:
     """Does `action` to what a rank holds (clip -> steps done); whether it could be done."""
     clip = action.clip
-    if action.kind in (Kind.ENCODE, Kind.RECV):
-        fresh = clip not in held and (action.kind is Kind.RECV or action.start == 0)
+    if action.kind in (*_BEGINNINGS, Kind.RECV):
+        fresh = clip not in held and (action.kind is not Kind.ENCODE or action.start == 0)
         held[clip] = action.start
         return fresh
     if held.get(clip) != action.start:

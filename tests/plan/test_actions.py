@@ -12,6 +12,7 @@ from svdpp.plan.actions import Action, Kind
 counts = st.integers(0, 10**6)
 any_action = st.one_of(
     st.builds(actions.encode, counts),
+    st.builds(actions.load, counts, counts),
     st.builds(actions.recv, counts, counts, counts),
     st.builds(actions.denoise, counts, counts, counts),
     st.builds(actions.send, counts, counts, counts),
@@ -21,6 +22,7 @@ any_action = st.one_of(
 
 TEXTS = {
     "ENCODE c0 @0": actions.encode(0),
+    "LOAD c5 @14": actions.load(5, 14),
     "RECV c2 @7 <0": actions.recv(2, 7, 0),
     "DENOISE c3 7:14": actions.denoise(3, 7, 14),
     "SEND c3 @14 >2": actions.send(3, 14, 2),

@@ -187,7 +187,7 @@ def test_each_clip_is_encoded_first_delivered_last_and_once(
     [
         (),
         ((0, 0, 2), (0, 2, 4)),
-        ((0, 1, 4),),
+        ((0, -1, 4),),
         ((0, 0, 2), (1, 3, 4)),
         ((0, 0, 2), (1, 1, 4)),
         ((0, 0, 2), (1, 2, 1)),
@@ -198,6 +198,24 @@ def test_each_clip_is_encoded_first_delivered_last_and_once(
 def test_routes_that_are_none(ranges: tuple[tuple[int, int, int], ...]) -> None:
     with pytest.raises(ValueError, match="clip 3"):
         Route(3, tuple(StepRange(*part) for part in ranges))
+
+
+@given(layouts(), st.data())
+def test_a_resumed_way_does_the_steps_that_are_left(layout: Layout, data: st.DataObject) -> None:
+    at = data.draw(st.integers(1, layout.num_steps))
+    routes = pipeline_routes(layout.ranges, range(layout.num_clips))
+    resumed = [route.resumed(at) if route.clip % 2 else route for route in routes]
+    schedule = build_schedule(resumed, layout.world_size)
+
+    check_schedule(schedule, layout.num_steps)
+    steps = dict.fromkeys(range(layout.num_clips), 0)
+    loads = []
+    for rank_actions in schedule:
+        for action in rank_actions:
+            steps[action.clip] += action.end - action.start
+            loads += [(action.clip, action.start)] if action.kind is Kind.LOAD else []
+    assert sorted(loads) == [(clip, at) for clip in steps if clip % 2]
+    assert steps == {clip: layout.num_steps - at * (clip % 2) for clip in steps}
 
 
 # --- check_schedule against damage --------------------------------------------------------------
