@@ -227,6 +227,8 @@ class PipelineConfig:
     """Ranks have this long to load their model and join."""
     stale_seconds: float = 15.0
     """A rank that sends no heartbeat for this long is taken for frozen."""
+    checksum: bool = False
+    """Whether packets carry a crc32 of their payload."""
     decode: bool = True
     """False leaves the clips at their final latents: for measuring the engine alone."""
 
@@ -299,10 +301,16 @@ class ClipRequest:
     """Of the file's bytes, as they were checked at the door."""
     output: OutputConfig | None = None
     """None: the clip's hashes come back, no file is written."""
+    handover_key: str | None = None
+    """sha256, in hex, of all that the latent's bits depend on: names the clip's kept packets."""
+    done_steps: int = 0
+    """Steps that an earlier run has done, whose packet is kept; 0 begins with the image."""
 
     def __post_init__(self) -> None:
         # torch.Generator.manual_seed takes 64 bits; negative seeds alias positive ones there.
         _require(0 <= self.seed < 2**63, f"seed must be 0 to 2^63 - 1, got {self.seed}")
+        if self.done_steps and self.handover_key is None:
+            raise ValueError("steps done earlier are found by a hand-over key: there is none")
 
 
 def sampling_defaults(model_name: str) -> Mapping[str, Any]:

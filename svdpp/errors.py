@@ -59,6 +59,10 @@ class ModelError(SvdppError):
     meaning = "model missing, gated, incomplete or not safetensors"
 
 
+class NotFiniteError(ModelError):
+    """A clip's numbers became NaN or infinite: the clip is lost, the others are not."""
+
+
 class RankError(SvdppError):
     """A rank died, raised, stalled or never started.
 
@@ -121,6 +125,7 @@ _TYPES: dict[str, type[SvdppError]] = {
         VerificationError,
         OutOfMemoryError,
         ModelError,
+        NotFiniteError,
         RankError,
         TransportError,
         InputError,

@@ -14,6 +14,7 @@ from svdpp.plan.split import StepRange
 from svdpp.runtime.messages import (
     ActionDone,
     ClipDone,
+    ClipFailed,
     Event,
     Failed,
     HopDone,
@@ -87,6 +88,8 @@ class EventLog:
                 log.debug("{}: {:.4f} s, waited {:.4f} s", event.action, seconds, event.waited)
             case ClipDone():
                 log.info("clip {} is finished", event.clip)
+            case ClipFailed():
+                log.error("clip {} is lost: {}", event.clip, event.error["message"])
             case Failed():
                 log.error("failed at {}: {}", event.action or "start", event.error["message"])
                 log.debug("{}", event.traceback)

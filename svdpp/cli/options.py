@@ -39,7 +39,15 @@ Threads = Annotated[
         "--threads",
         metavar="T",
         help="CPU intra-op threads of each rank, 1 to 1024; bits depend on it. "
-        "Default: cores // ranks, at least 1.",
+        "Default: cores // ranks, at least 1; on CUDA 1.",
+        rich_help_panel=_RANKS,
+    ),
+]
+Checksum = Annotated[
+    bool,
+    typer.Option(
+        "--checksum",
+        help="Send a crc32 of each packet with it, and compare it where it arrives.",
         rich_help_panel=_RANKS,
     ),
 ]

@@ -15,7 +15,7 @@ from svdpp.cli.console import Console
 from svdpp.plan.actions import Action, Kind
 from svdpp.plan.forecast import replay, summarise
 from svdpp.plan.schedule import Schedule
-from svdpp.runtime.messages import Beat, ClipDone, Event, Joined, StepDone
+from svdpp.runtime.messages import Beat, ClipDone, ClipFailed, Event, Joined, StepDone
 from svdpp.runtime.trace import Trace
 
 _STATES = {Kind.ENCODE: "encoding", Kind.DECODE: "decoding", Kind.DELIVER: "delivering"}
@@ -38,6 +38,7 @@ class Progress:
         self._rows = [_Row(rank, actions) for rank, actions in enumerate(schedule)]
         self._trace = Trace(len(schedule))
         self._done = 0
+        self._failed = 0
         self._begun: float | None = None
         self._live: Live | None = None
         self._makespan: float | None = None
@@ -76,6 +77,10 @@ class Progress:
                 self._console.talk(
                     f"{self._title}: {self._done} of {self._num_clips} clips done, {name}"
                 )
+        if isinstance(event, ClipFailed):
+            self._failed += 1
+            why = event.error["message"]
+            self._console.talk(f"{self._title}: clip {event.clip} is lost: {why}")
 
     def _draw(self) -> Group:
         table = Table.grid(padding=(0, 2))
@@ -91,6 +96,7 @@ class Progress:
 
     def _summary(self) -> Text:
         text = f"{self._title}: {self._done} of {self._num_clips} clips"
+        text += f", {self._failed} lost" if self._failed else ""
         if self._begun is None:
             return Text(f"{text}, starting ...")
         elapsed = time.monotonic() - self._begun

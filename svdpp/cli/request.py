@@ -92,8 +92,13 @@ def default_world(device: str, num_steps: int, *, on_cpu: int) -> int:
     return largest_world(max(num_steps, 1), max(torch.cuda.device_count(), 1))
 
 
-def default_threads(world_size: int) -> int:
-    """Intra-op threads of each rank: the cores this process may use, shared out, at least 1."""
+def default_threads(device: str, world_size: int) -> int:
+    """Intra-op threads of each rank: on the CPU the cores this process may use, shared out.
+
+    1 on CUDA, where the CPU resizes the image and no more: bits then do not depend on the world.
+    """
+    if device.startswith("cuda"):
+        return 1
     return max(1, len(os.sched_getaffinity(0)) // max(world_size, 1))
 
 
@@ -106,6 +111,7 @@ def pipeline_config(
     threads: int | None,
     timeout: float,
     start_timeout: float,
+    checksum: bool = False,
 ) -> PipelineConfig:
     """One checked configuration of all that the options said."""
     return PipelineConfig(
@@ -113,9 +119,10 @@ def pipeline_config(
         model=model,
         sampling=sampling,
         device=device,
-        num_threads=default_threads(world_size) if threads is None else threads,
+        num_threads=default_threads(device, world_size) if threads is None else threads,
         timeout_seconds=timeout,
         start_timeout_seconds=start_timeout,
+        checksum=checksum,
     )
 
 

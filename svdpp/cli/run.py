@@ -9,8 +9,14 @@ import typer
 
 from svdpp.cli import options
 from svdpp.cli.console import Console
-from svdpp.config import DEFAULT_MODEL, DEFAULT_NUM_STEPS, ModelConfig, OutputConfig
-from svdpp.errors import Interrupted, RankError
+from svdpp.config import (
+    DEFAULT_MODEL,
+    DEFAULT_NUM_STEPS,
+    ModelConfig,
+    OutputConfig,
+    PipelineConfig,
+)
+from svdpp.errors import Interrupted, RankError, exit_code_of, from_record, to_record
 
 if TYPE_CHECKING:
     from svdpp.runtime.pipeline import Pipeline
@@ -86,14 +92,34 @@ def run(
         bool,
         typer.Option("--overwrite", help="Replace outputs that exist.", rich_help_panel=_OUTPUTS),
     ] = False,
-    skip_existing: Annotated[
+    resume: Annotated[
         bool,
         typer.Option(
+            "--resume",
             "--skip-existing",
-            help="Leave finished clips with the same parameters alone, make the others.",
+            help="Go on with an interrupted run: finished clips with the same parameters are left "
+            "alone, begun ones go on from --checkpoint-dir, the others are made.",
             rich_help_panel=_OUTPUTS,
         ),
     ] = False,
+    checkpoint_dir: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Keep each hand-over between ranks here until its clip is finished, so that "
+            "--resume need not begin it anew; with any number of ranks. Default: keep none.",
+            rich_help_panel=_OUTPUTS,
+        ),
+    ] = None,
+    keep_going: Annotated[
+        bool,
+        typer.Option(
+            "--keep-going",
+            help="Make the other clips where some images cannot be read; still ends with code 7.",
+            rich_help_panel=_OUTPUTS,
+        ),
+    ] = False,
+    checksum: options.Checksum = False,
     threads: options.Threads = None,
     timeout: options.Timeout = 600.0,
     start_timeout: options.StartTimeout = 600.0,
@@ -144,6 +170,7 @@ def run(
         threads=threads,
         timeout=timeout,
         start_timeout=start_timeout,
+        checksum=checksum,
     )
     console = Console(as_json=as_json, quiet=quiet)
     log.open_log(verbosity=verbose, log_file=log_file, write=console.err.print)
@@ -155,49 +182,85 @@ def run(
         format=chosen.format,
         crf=chosen.crf,
         overwrite=overwrite,
-        skip_existing=skip_existing,
+        resume=resume,
+        handover_folder=checkpoint_dir,
     )
-    found = read_inputs(inputs)
+    found, unreadable = read_inputs(inputs, keep_going=keep_going)
     check_outputs(found, all_seeds, policy)
-    pipeline = Pipeline(config)
+    folder = None if checkpoint_dir is None else str(checkpoint_dir.absolute())
+    pipeline = Pipeline(config, handover_folder=folder)
     assert pipeline.checkpoint is not None
     clips = plan_clips(found, all_seeds, policy, pipeline.config, pipeline.checkpoint)
-    records = _perform(console, pipeline, clips) if clips.requests else []
+    lost = [{"output": None, "error": to_record(error)} for error in unreadable]
+    records = _perform(console, pipeline, clips, lost, out) if clips.requests else []
+    lost += [
+        {"output": clips.records[failure.clip]["output"], "error": to_record(failure.error)}
+        for failure in pipeline.failures
+    ]
     if as_json:
-        console.json([*clips.skipped, *records])
+        console.json([*clips.skipped, *records, *lost])
     else:
-        _print(console, out, clips.skipped, records)
+        _print(console, out, clips.skipped, records, lost)
+    _raise_worst(lost, len(clips.skipped) + len(records) + len(lost))
 
 
-def _perform(console: Console, pipeline: Pipeline, clips: ClipPlan) -> list[dict[str, Any]]:
-    """Runs what is to be made; the records in the order of the request."""
+def _perform(
+    console: Console, pipeline: Pipeline, clips: ClipPlan, lost: list[dict[str, Any]], out: Path
+) -> list[dict[str, Any]]:
+    """Runs what is to be made; the records of what was made, in the order of the request."""
     from svdpp.cli.log import EventLog
     from svdpp.cli.progress import Progress
+    from svdpp.runtime.request import open_journal
 
-    config, num_clips = pipeline.config, len(clips.requests)
+    _announce(console, pipeline.config, clips)
+    journal = open_journal(out, pipeline.config, clips, lost)
+    with Progress(console, "run", pipeline.schedule(clips.requests)) as progress, journal:
+        for observer in (progress, EventLog(pipeline.config.ranges), journal):
+            pipeline.observe(observer)
+        try:
+            with pipeline:
+                pipeline.submit(clips.requests, clips.records)
+                results = sorted(pipeline.results(), key=lambda result: result.clip)
+        except (Interrupted, RankError) as error:
+            error.hint = error.hint or "finished clips are kept: --resume makes the others"
+            raise
+    return [result.record for result in results]
+
+
+def _announce(console: Console, config: PipelineConfig, clips: ClipPlan) -> None:
+    num_clips = len(clips.requests)
+    begun = sum(request.done_steps > 0 for request in clips.requests)
     console.talk(
         f"{num_clips} clip{'s' if num_clips > 1 else ''} of {config.sampling.frames} frames, "
         f"{config.sampling.width}x{config.sampling.height}, on {config.world_size} "
         f"{config.device} ranks with {config.model.name}"
+        + (f"; {begun} of them from where an earlier run stood" if begun else "")
     )
-    with Progress(console, "run", pipeline.schedule(range(num_clips))) as progress:
-        pipeline.observe(progress)
-        pipeline.observe(EventLog(config.ranges))
-        try:
-            with pipeline:
-                return [result.record for result in pipeline.run(clips.requests, clips.records)]
-        except (Interrupted, RankError) as error:
-            error.hint = error.hint or "finished clips are kept: --skip-existing makes the others"
-            raise
+
+
+def _raise_worst(lost: list[dict[str, Any]], num_clips: int) -> None:
+    """Ends the command as the worst of its lost clips asks for; nothing where none is lost."""
+    if lost:
+        errors = [from_record(clip["error"]) for clip in lost]
+        worst = max(errors, key=exit_code_of)
+        record = {**to_record(worst), "message": f"{len(lost)} of {num_clips} lost: {worst}"}
+        raise from_record(record)
 
 
 def _print(
-    console: Console, out: Path, skipped: list[dict[str, Any]], records: list[dict[str, Any]]
+    console: Console,
+    out: Path,
+    skipped: list[dict[str, Any]],
+    records: list[dict[str, Any]],
+    lost: list[dict[str, Any]],
 ) -> None:
     for record in skipped:
         console.result(f"{out / record['output']}  (was finished)")
     for record in records:
         console.result(f"{out / record['output']}")
+    for clip in lost:
+        name = out / clip["output"] if clip["output"] else "(no clip)"
+        console.result(f"{name}  (lost: {clip['error']['message']})")
     made = f"{len(records)} clips made" if len(records) != 1 else "1 clip made"
     was = f", {len(skipped)} left as they were" if skipped else ""
     console.talk(made + was)

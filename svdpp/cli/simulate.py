@@ -49,6 +49,7 @@ def simulate(
     ] = "cpu",
     dtype: options.Dtype = None,
     seed: options.Seed = None,
+    checksum: options.Checksum = False,
     threads: options.Threads = None,
     timeout: options.Timeout = 600.0,
     start_timeout: options.StartTimeout = 600.0,
@@ -81,6 +82,7 @@ def simulate(
         threads=threads,
         timeout=timeout,
         start_timeout=start_timeout,
+        checksum=checksum,
     )
     num_clips = 2 * world_size if clips is None else clips
     if num_clips < 1:
@@ -92,12 +94,12 @@ def simulate(
         pipeline.serve()
         return
     requests = _requests(config, num_clips, request.parse_seeds(seed, None)[0])
-    with Progress(console, "simulate", pipeline.schedule(range(num_clips))) as progress:
+    with Progress(console, "simulate", pipeline.schedule(requests)) as progress:
         pipeline.observe(progress)
         pipeline.observe(log.EventLog(config.ranges))
         with pipeline:
             pipeline.run(requests)
-    measured, forecast = pipeline.trace.summary(), pipeline.forecast(num_clips)
+    measured, forecast = pipeline.trace.summary(), pipeline.forecast()
     if as_json:
         console.json(_to_json(pipeline, measured, forecast))
     else:

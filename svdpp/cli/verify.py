@@ -163,7 +163,7 @@ def _requests(
         if inputs:
             raise RequestError("the dummy model takes no images", "use --model demo")
         return [ClipRequest(seed=seed + clip) for clip in range(clips or 2)]
-    found = read_inputs(inputs or [str(example_photos()[0])])
+    found, _ = read_inputs(inputs or [str(example_photos()[0])])
     num_clips = clips or max(2, len(found))
     return [
         ClipRequest(

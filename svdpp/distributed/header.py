@@ -13,15 +13,17 @@ from dataclasses import dataclass
 from svdpp.config import TensorSpec
 from svdpp.errors import TransportError
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 HEADER_BYTES = 1024
 MAX_TENSORS = 8
 MAX_DIMS = 8
 _MAGIC = b"SVDPPKT\0"
 _DTYPE_CODES = {"fp32": 1, "fp16": 2, "bf16": 3}
 _DTYPE_NAMES = {code: name for name, code in _DTYPE_CODES.items()}
-# magic, version, clip, next step, sequence number, unix time of the clip's begin, bytes, tensors
-_HEAD = struct.Struct("<8sHQIQdQH")
+# magic, version, flags, clip, next step, sequence number, unix time of the clip's begin, bytes,
+# crc32 of the payload, tensors
+_HEAD = struct.Struct("<8sHHQIQdQIH")
+_VOID, _CHECKSUM = 1, 2
 # name, dtype, number of dims, dims
 _TENSOR = struct.Struct(f"<32sBB{MAX_DIMS}Q")
 
@@ -36,6 +38,8 @@ class Header:
         sequence: number of packets sent on this link before this one.
         begun_at: unix time in seconds at which the clip's encode began.
         tensors: name, shape and dtype of each tensor, in the order of the payload.
+        void: the clip has failed on its way: no payload follows.
+        crc: crc32 of the payload; None where none was taken.
     """
 
     clip: int
@@ -43,6 +47,8 @@ class Header:
     sequence: int
     begun_at: float
     tensors: tuple[tuple[str, TensorSpec], ...]
+    void: bool = False
+    crc: int | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -56,11 +62,13 @@ class Header:
         head = _HEAD.pack(
             _MAGIC,
             PROTOCOL_VERSION,
+            _VOID * self.void | _CHECKSUM * (self.crc is not None),
             self.clip,
             self.next_step,
             self.sequence,
             self.begun_at,
             self.num_bytes,
+            self.crc or 0,
             len(self.tensors),
         )
         parts = [head, *(_pack_tensor(name, spec) for name, spec in self.tensors)]
@@ -75,8 +83,8 @@ class Header:
         """
         if len(data) != HEADER_BYTES:
             raise TransportError(f"a header has {HEADER_BYTES} bytes, got {len(data)}")
-        fields = _HEAD.unpack_from(data)
-        magic, version, clip, next_step, sequence, begun_at, num_bytes, num_tensors = fields
+        magic, version, flags, *fields = _HEAD.unpack_from(data)
+        clip, next_step, sequence, begun_at, num_bytes, crc, num_tensors = fields
         if magic != _MAGIC:
             raise TransportError("the header does not begin as a packet's does")
         if version != PROTOCOL_VERSION:
@@ -84,11 +92,17 @@ class Header:
                 f"the sender speaks packet protocol {version}, this rank {PROTOCOL_VERSION}",
                 "install the same svdpp version for every rank",
             )
+        if flags & ~(_VOID | _CHECKSUM):
+            raise TransportError(f"the header carries unknown flags {flags:#06x}")
         if num_tensors > MAX_TENSORS:
             raise TransportError(f"the header announces {num_tensors} tensors")
         offsets = range(_HEAD.size, _HEAD.size + num_tensors * _TENSOR.size, _TENSOR.size)
         tensors = tuple(_unpack_tensor(data, offset) for offset in offsets)
-        header = Header(clip, next_step, sequence, begun_at, tensors)
+        header = Header(
+            *(clip, next_step, sequence, begun_at, tensors),
+            void=bool(flags & _VOID),
+            crc=crc if flags & _CHECKSUM else None,
+        )
         if header.num_bytes != num_bytes:
             raise TransportError(
                 f"the header announces {num_bytes} bytes, its tensors have {header.num_bytes}"
@@ -96,18 +110,28 @@ class Header:
         return header
 
     def check(
-        self, *, clip: int, next_step: int, sequence: int, tensors: Mapping[str, TensorSpec]
+        self,
+        *,
+        clip: int,
+        next_step: int,
+        sequence: int,
+        tensors: Mapping[str, TensorSpec],
+        checksum: bool = False,
     ) -> None:
         """Compares the header with what the receiver's action list expects.
+
+        A void packet carries no tensors, whatever the list expects of the clip.
 
         Raises:
             TransportError: naming the first field that differs, with both sides' values.
         """
+        expected_names = [] if self.void else list(tensors)
         pairs: list[tuple[str, object, object]] = [
             ("sequence number", self.sequence, sequence),
             ("clip", self.clip, clip),
             ("next step", self.next_step, next_step),
-            ("tensors", [name for name, _ in self.tensors], list(tensors)),
+            ("tensors", [name for name, _ in self.tensors], expected_names),
+            ("checksum", self.crc is not None, checksum and not self.void),
         ]
         pairs += [(name, str(spec), str(tensors.get(name))) for name, spec in self.tensors]
         for what, sent, expected in pairs:

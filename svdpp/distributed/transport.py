@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -44,13 +45,16 @@ class Packet:
         clip: index of the clip.
         next_step: number of steps done.
         begun_at: unix time in seconds at which the clip's encode began.
-        tensors: by name, contiguous or not, all on the rank's device.
+        tensors: by name, contiguous or not, all on the rank's device; none where it is void.
+        void: the clip has failed at an earlier rank. It still travels, since every list after that
+            rank's expects it, but nobody works on it.
     """
 
     clip: int
     next_step: int
     begun_at: float
     tensors: dict[str, torch.Tensor]
+    void: bool = False
 
 
 class Transfer(NamedTuple):
@@ -86,6 +90,8 @@ class Transport:
         device: where received tensors end up.
         backend: `gloo` or `nccl`, of the payload.
         on_transfer: called from the links' threads when a hop is over.
+        checksum: whether payloads carry a crc32, taken before the wire and compared behind it.
+        tamper: changes headers on their way out, to see that it is noticed.
     """
 
     def __init__(
@@ -94,9 +100,14 @@ class Transport:
         device: torch.device,
         backend: str,
         on_transfer: Callable[[Transfer], None],
+        *,
+        checksum: bool = False,
+        tamper: Callable[[int, bytes], bytes] | None = None,
     ) -> None:
         self._rank = rank
         self._on_transfer = on_transfer
+        self._checksum = checksum
+        self._tamper = tamper
         self._wire = _Wire(device, backend)
         self._inboxes: dict[int, _Link] = {}
         self._outboxes: dict[int, _Link] = {}
@@ -137,7 +148,7 @@ class Transport:
         header, payload = self._arrivals.pop(clip).result()
         self._wire.hand_over(payload)
         tensors = dict(_unpack(payload, header.tensors))
-        return Packet(header.clip, header.next_step, header.begun_at, tensors)
+        return Packet(header.clip, header.next_step, header.begun_at, tensors, header.void)
 
     def send(self, packet: Packet, peer: int) -> None:
         """Sends in the background; first waits until the packet before it on this link is gone.
@@ -169,13 +180,25 @@ class Transport:
     def _send_now(self, peer: int, packet: Packet, payload: torch.Tensor | None = None) -> None:
         begun = time.monotonic()
         link = self._outboxes.setdefault(peer, _Link(f"to-{peer}"))
-        specs = tuple((name, tensor_spec(tensor)) for name, tensor in packet.tensors.items())
-        header = Header(packet.clip, packet.next_step, link.next_sequence(), packet.begun_at, specs)
         if payload is None:
             payload = self._wire.pack(packet.tensors.values())
         with _wire_errors(f"send clip {packet.clip} at step {packet.next_step} to rank {peer}"):
-            dist.send(_header_tensor(header.pack()), peer)
-            self._wire.send(payload, peer)
+            staged = self._wire.stage(payload)
+            header = Header(
+                packet.clip,
+                packet.next_step,
+                link.next_sequence(),
+                packet.begun_at,
+                tuple((name, tensor_spec(tensor)) for name, tensor in packet.tensors.items()),
+                void=packet.void,
+                crc=_crc32(staged) if self._checksum and not packet.void else None,
+            )
+            data = header.pack()
+            if self._tamper is not None:
+                data = self._tamper(packet.clip, data)
+            dist.send(_header_tensor(data), peer)
+            if not packet.void:
+                self._wire.send(staged, peer)
         self._report("send", header, peer, begun)
 
     def _receive_now(
@@ -189,9 +212,15 @@ class Transport:
             begun = time.monotonic()
             header = Header.unpack(bytes(buffer.tolist()))
             header.check(
-                clip=clip, next_step=next_step, sequence=link.next_sequence(), tensors=expected
+                clip=clip,
+                next_step=next_step,
+                sequence=link.next_sequence(),
+                tensors=expected,
+                checksum=self._checksum,
             )
             payload = self._wire.receive(header.num_bytes, peer)
+            if header.crc is not None and header.crc != (crc := _crc32(payload)):
+                raise TransportError(f"crc32 of the payload: sent {header.crc:08x}, got {crc:08x}")
         self._report("recv", header, peer, begun)
         return header, payload
 
@@ -241,21 +270,29 @@ class _Wire:
 
     def pack(self, tensors: Iterable[torch.Tensor]) -> torch.Tensor:
         """All bytes end to end, on the rank's device; complete when this returns."""
-        flat = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors])
+        parts = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors]
+        if not parts:
+            return torch.empty(0, dtype=torch.uint8)
+        flat = torch.cat(parts)
         self._synchronize()
         return flat
 
-    def send(self, payload: torch.Tensor, peer: int) -> None:
+    def stage(self, payload: torch.Tensor) -> torch.Tensor:
+        """`payload` where the backend takes it from: the device under NCCL, the host under gloo."""
+        if self._direct or payload.is_cpu:
+            return payload
+        return self._copy(payload, self._host_buffer(payload.numel()))
+
+    def send(self, staged: torch.Tensor, peer: int) -> None:
         if self._direct:
-            self._wait_direct(lambda: dist.isend(payload, peer))
+            self._wait_direct(lambda: dist.isend(staged, peer))
             return
-        host = (
-            payload if payload.is_cpu else self._copy(payload, self._host_buffer(payload.numel()))
-        )
-        assert host.is_cpu
-        dist.send(host, peer)
+        assert staged.is_cpu
+        dist.send(staged, peer)
 
     def receive(self, num_bytes: int, peer: int) -> torch.Tensor:
+        if num_bytes == 0:
+            return torch.empty(0, dtype=torch.uint8)
         if self._direct:
             payload = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
             self._wait_direct(lambda: dist.irecv(payload, peer))
@@ -269,7 +306,7 @@ class _Wire:
 
     def hand_over(self, payload: torch.Tensor) -> None:
         """Tells CUDA's allocator that memory filled on a link's stream is used on this one."""
-        if self.device.type == "cuda":
+        if payload.is_cuda:
             payload.record_stream(torch.cuda.current_stream(self.device))
 
     def _host_buffer(self, num_bytes: int) -> torch.Tensor:
@@ -296,6 +333,10 @@ class _Wire:
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
+
+
+def _crc32(payload: torch.Tensor) -> int:
+    return zlib.crc32(payload.cpu().numpy().data)
 
 
 def _header_tensor(data: bytes) -> torch.Tensor:

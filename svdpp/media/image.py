@@ -93,10 +93,22 @@ def check_inputs(inputs: Sequence[str]) -> list[Photo]:
     Raises:
         InputError: one error that lists all that is missing, unreadable or hostile.
     """
-    problems: list[InputError] = []
-    photos = _check(_find(inputs, problems), problems)
+    photos, problems = sift_inputs(inputs)
     _raise_all(problems)
     return photos
+
+
+def sift_inputs(inputs: Sequence[str]) -> tuple[list[Photo], list[InputError]]:
+    """What `check_inputs` gives, and apart from it an error for each input that it refuses.
+
+    Raises:
+        InputError: not one of them can be read.
+    """
+    problems: list[InputError] = []
+    photos = _check(_find(inputs, problems), problems)
+    if not photos:
+        _raise_all(problems)
+    return photos, problems
 
 
 def read_photo(path: Path) -> tuple[Image.Image, Photo]:

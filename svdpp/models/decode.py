@@ -8,6 +8,7 @@ from diffusers import StableVideoDiffusionPipeline
 from PIL import Image
 
 from svdpp.config import SamplingConfig
+from svdpp.errors import NotFiniteError
 from svdpp.models.interface import Frames
 
 
@@ -20,6 +21,8 @@ def decode_latent(
     The chunk size is part of the result: another one changes bits, and chunks never cross clips.
     """
     frames = pipe.decode_latents(latent, sampling.frames, sampling.decode_chunk_size)
+    if not bool(torch.isfinite(frames).all()):  # as colours they would be black, without a word
+        raise NotFiniteError("the VAE decoded numbers that are not finite")
     images = pipe.video_processor.postprocess_video(video=frames, output_type="pil")[0]
     return stack_frames(images)
 

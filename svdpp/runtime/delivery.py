@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from svdpp.errors import OutputError
 from svdpp.media import place, video
 from svdpp.models.interface import Frames
 from svdpp.runtime.evidence import Evidence, tensor_sha256
@@ -24,7 +25,9 @@ class Delivery:
 
     Args:
         on_done: called from the thread when a clip is whole and in its place.
-        on_failed: called from the thread with what went wrong, since nobody may come back to ask.
+        on_lost: called from the thread with a clip that could not be written, and why.
+        on_failed: called from the thread with whatever else went wrong, since nobody may come back
+            to ask.
         conditions: what the bits depend on beside the request, for each clip's record.
         evidence: where results are kept for comparison as well; None to keep nothing.
     """
@@ -32,11 +35,13 @@ class Delivery:
     def __init__(
         self,
         on_done: Callable[[ClipDone], None],
+        on_lost: Callable[[int, BaseException], None],
         on_failed: Callable[[BaseException], None],
         conditions: Mapping[str, Any],
         evidence: Evidence | None = None,
     ) -> None:
         self._on_done = on_done
+        self._on_lost = on_lost
         self._on_failed = on_failed
         self._conditions = conditions
         self._evidence = evidence
@@ -46,21 +51,13 @@ class Delivery:
     def put(
         self, job: ClipJob, latent: torch.Tensor, frames: Frames | None, begun_at: float
     ) -> None:
-        """Takes a finished clip; blocks while two others wait.
-
-        Raises:
-            OutputError: an earlier clip could not be written.
-        """
+        """Takes a finished clip; blocks while two others wait."""
         while len(self._waiting) >= _MAX_WAITING:
             self._waiting.pop(0).result()
         self._waiting.append(self._pool.submit(self._work, job, latent, frames, begun_at))
 
     def finish(self) -> None:
-        """Waits until everything given is in its place.
-
-        Raises:
-            OutputError: a clip could not be written.
-        """
+        """Waits until everything given is in its place, or lost."""
         while self._waiting:
             self._waiting.pop(0).result()
 
@@ -69,6 +66,8 @@ class Delivery:
     ) -> None:
         try:
             self._deliver(job, latent, frames, begun_at)
+        except OutputError as error:
+            self._on_lost(job.clip, error)
         except BaseException as error:
             self._on_failed(error)
             raise

@@ -3,14 +3,34 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
 from svdpp.errors import RequestError
 
-_PATTERN = re.compile(r"(ulp|skip|raise|hang)@rank(\d+)\.clip(\d+)", re.ASCII)
+Kind = Literal["ulp", "skip", "nan", "raise", "hang", "header"]
+
+_PATTERN = re.compile(rf"({'|'.join(get_args(Kind))})(?:-([a-z]+))?@rank(\d+)\.clip(\d+)", re.ASCII)
+
+#: Where each field of a packet's header begins; see `distributed.header`.
+HEADER_FIELDS: Mapping[str, int] = {
+    "magic": 0,
+    "version": 8,
+    "flags": 10,
+    "clip": 12,
+    "step": 20,
+    "sequence": 24,
+    "bytes": 40,
+    "crc": 48,
+    "count": 52,
+    "name": 54,
+    "dtype": 86,
+    "dims": 87,
+    "shape": 88,
+}
 
 
 @dataclass(frozen=True)
@@ -19,12 +39,14 @@ class PlantedFault:
 
     Kinds: `ulp` moves one element of the latent that leaves the rank to the next floating-point
     number; `skip` leaves out the rank's first step of the clip; `raise` raises before that step;
-    `hang` stops there without an end.
+    `hang` stops there without an end; `nan` makes one element of the latent that enters the rank
+    not a number; `header-FIELD` changes one field of the header that the rank sends.
     """
 
-    kind: Literal["ulp", "skip", "raise", "hang"]
+    kind: Kind
     rank: int
     clip: int
+    field: str = ""
 
     @staticmethod
     def parse(text: str) -> PlantedFault:
@@ -34,11 +56,12 @@ class PlantedFault:
             RequestError: the text is none.
         """
         match = _PATTERN.fullmatch(text)
-        if match is None:
+        if match is None or not _has_field(match[1], match[2] or ""):
             raise RequestError(
                 f"{text!r} is no fault", "write one as ulp@rank1.clip0 or skip@rank1.clip0"
             )
-        return PlantedFault(match[1], int(match[2]), int(match[3]))  # type: ignore[arg-type]
+        kind, field, rank, clip = match.groups(default="")
+        return PlantedFault(kind, int(rank), int(clip), field)  # type: ignore[arg-type]
 
     def check(self, *, world_size: int, num_clips: int) -> None:
         """Makes sure that there is such a rank and clip.
@@ -55,6 +78,23 @@ class PlantedFault:
     def strikes(self, kind: str, rank: int, clip: int) -> bool:
         """Whether this is the place."""
         return (self.kind, self.rank, self.clip) == (kind, rank, clip)
+
+    def tamper(self, rank: int) -> Callable[[int, bytes], bytes] | None:
+        """What changes the headers that `rank` sends; None where it is to send them as they are."""
+        if self.kind != "header" or rank != self.rank:
+            return None
+        position = HEADER_FIELDS[self.field]
+
+        def change(clip: int, header: bytes) -> bytes:
+            changed = bytearray(header)
+            changed[position] ^= 4 if clip == self.clip else 0
+            return bytes(changed)
+
+        return change
+
+
+def _has_field(kind: str, field: str) -> bool:
+    return field in HEADER_FIELDS if kind == "header" else not field
 
 
 def one_ulp_off(latent: torch.Tensor) -> torch.Tensor:

@@ -33,6 +33,8 @@ class Work(_Message):
     kind: Literal["work"] = "work"
     actions: tuple[str, ...]
     jobs: tuple[ClipJob, ...]
+    handover_keys: dict[int, str] = Field(default_factory=dict)
+    """By clip, for those whose packets are kept or were kept by an earlier run."""
 
     def parsed(self) -> list[Action]:
         """The actions as values."""
@@ -108,6 +110,15 @@ class ClipDone(_Message):
     record: dict[str, Any]
 
 
+class ClipFailed(_Message):
+    """A clip is lost; the rank, and every other clip, goes on."""
+
+    kind: Literal["clip_failed"] = "clip_failed"
+    clip: int
+    error: dict[str, Any]
+    """See `errors.to_record`."""
+
+
 class Failed(_Message):
     """The rank cannot go on, and ends."""
 
@@ -126,7 +137,7 @@ class Finished(_Message):
 
 
 Event = Annotated[
-    Beat | Joined | StepDone | ActionDone | HopDone | ClipDone | Failed | Finished,
+    Beat | Joined | StepDone | ActionDone | HopDone | ClipDone | ClipFailed | Failed | Finished,
     Field(discriminator="kind"),
 ]
 

@@ -6,18 +6,21 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from svdpp.config import ClipRequest, PipelineConfig
 from svdpp.distributed import process_group
 from svdpp.distributed.launch import Group, JoinedGroup, StartedGroup, serve_joined
+from svdpp.errors import SvdppError, from_record
 from svdpp.models.checkpoint import Checkpoint, find_checkpoint
 from svdpp.plan.actions import Kind
 from svdpp.plan.forecast import Forecast, replay, summarise
 from svdpp.plan.schedule import Schedule, build_schedule, check_schedule, pipeline_routes
 from svdpp.runtime.faults import PlantedFault
-from svdpp.runtime.messages import ClipDone, ClipJob, Event, Work
+from svdpp.runtime.handover import prune
+from svdpp.runtime.messages import ClipDone, ClipFailed, ClipJob, Event, Work
 from svdpp.runtime.rank import RankSetup, Roles, rank_main
 from svdpp.runtime.supervisor import Observer, Supervisor
 from svdpp.runtime.trace import Trace
@@ -39,6 +42,21 @@ class ClipResult:
     record: dict[str, Any]
 
 
+@dataclass(frozen=True)
+class ClipFailure:
+    """A clip that is lost, for a reason of its own.
+
+    Args:
+        clip: index, counted from the first one submitted.
+        request: what was asked for.
+        error: why there is no clip.
+    """
+
+    clip: int
+    request: ClipRequest
+    error: SvdppError
+
+
 class Pipeline:
     """Ranks that share the steps of every clip. A context manager: ranks live inside the block.
 
@@ -48,6 +66,8 @@ class Pipeline:
     Args:
         config: what to run; frame count and decode chunk are resolved against the model here.
         evidence_folder: where each hand-over's latent and the frames are kept, for verification.
+        handover_folder: where each hand-over's packet is kept until its clip is finished, for
+            clips with a `handover_key`; read for clips with `done_steps`.
         fault: planted damage, to see that it is noticed.
         start_method: `forkserver` or `spawn`.
 
@@ -61,6 +81,7 @@ class Pipeline:
         config: PipelineConfig,
         *,
         evidence_folder: str | None = None,
+        handover_folder: str | None = None,
         fault: PlantedFault | None = None,
         start_method: str = "forkserver",
     ) -> None:
@@ -76,12 +97,15 @@ class Pipeline:
             roles=_roles(self.config),
             hops=tuple((rank, rank + 1) for rank in range(config.world_size - 1)),
             evidence_folder=evidence_folder,
+            handover_folder=handover_folder,
             fault=fault,
         )
         self._supervisor: Supervisor | None = None
         self._requests: list[ClipRequest] = []
         self._finished: list[ClipResult] = []
         self._num_returned = 0
+        self.failures: list[ClipFailure] = []
+        """Clips that were lost, each for a reason of its own, in the order in which that showed."""
 
     @property
     def is_member(self) -> bool:
@@ -127,6 +151,8 @@ class Pipeline:
                 self._entered.stop(self.config.timeout_seconds)
         finally:
             self._entered.kill()
+            for result in self._finished:  # once more: a slow disk may have kept one late
+                self._prune(result.request)
 
     def submit(
         self, requests: Iterable[ClipRequest], records: Sequence[dict[str, Any]] = ()
@@ -144,43 +170,76 @@ class Pipeline:
             ClipJob(clip=first + index, request=request, record=records[index] if records else {})
             for index, request in enumerate(requests)
         )
-        schedule = self.schedule(job.clip for job in jobs)
+        schedule = self.schedule(requests, first=first)
         check_schedule(schedule, self.config.sampling.num_inference_steps)
         for rank, actions in enumerate(schedule):
             # Ranks between need no request, and many clips' records would weigh on the start.
             needed = {a.clip for a in actions if a.kind in (Kind.ENCODE, Kind.DELIVER)}
-            own = tuple(job for job in jobs if job.clip in needed)
-            self._entered.send(rank, Work(actions=tuple(map(str, actions)), jobs=own))
+            work = Work(
+                actions=tuple(map(str, actions)),
+                jobs=tuple(job for job in jobs if job.clip in needed),
+                handover_keys=self._handover_keys({action.clip for action in actions}),
+            )
+            self._entered.send(rank, work)
 
-    def schedule(self, clips: Iterable[int]) -> Schedule:
-        """Each rank's actions for `clips`: what `submit` sends, and what a forecast replays."""
-        routes = pipeline_routes(self.config.ranges, clips, decodes=self.config.decodes)
+    def schedule(self, requests: Sequence[ClipRequest], *, first: int = 0) -> Schedule:
+        """Each rank's actions: what `submit` sends, and what a forecast replays.
+
+        Args:
+            requests: clips that an earlier run has begun go on where it stood.
+            first: index of the first one.
+        """
+        clips = range(first, first + len(requests))
+        routes = [
+            route.resumed(request.done_steps) if request.done_steps else route
+            for route, request in zip(
+                pipeline_routes(self.config.ranges, clips, decodes=self.config.decodes),
+                requests,
+                strict=True,
+            )
+        ]
         return build_schedule(routes, self.config.world_size)
 
-    def forecast(self, num_clips: int) -> Forecast:
-        """What the plan promises for `num_clips`, at the mean costs measured so far."""
+    def forecast(self) -> Forecast:
+        """What the plan promises for the clips submitted, at the mean costs measured so far."""
         return summarise(
-            replay(self.schedule(range(num_clips)), self.trace.costs()), self.config.world_size
+            replay(self.schedule(self._requests), self.trace.costs()), self.config.world_size
         )
 
     def results(self) -> Iterator[ClipResult]:
         """Yields every submitted clip not yet returned, as it finishes.
 
+        Clips that are lost for a reason of their own are not among them but in `failures`.
+
         Raises:
-            SvdppError: what ended the run; clips finished before stay finished.
+            SvdppError: what ended the run, after all clips that were finished before.
         """
-        while self._num_returned < len(self._requests):
-            while self._num_returned == len(self._finished):
-                self._entered.step()
-            self._num_returned += 1
-            yield self._finished[self._num_returned - 1]
+        ended: SvdppError | None = None
+        while self._num_returned + len(self.failures) < len(self._requests):
+            while self._num_returned < len(self._finished):
+                self._num_returned += 1
+                yield self._finished[self._num_returned - 1]
+            if ended is not None:
+                raise ended
+            if self._num_returned + len(self.failures) < len(self._requests):
+                try:
+                    self._entered.step()
+                except SvdppError as error:
+                    ended = error  # what was finished in the same breath comes first
 
     def run(
         self, requests: Iterable[ClipRequest], records: Sequence[dict[str, Any]] = ()
     ) -> list[ClipResult]:
-        """Submits `requests` and waits for all of them; in the order of the requests."""
+        """Submits `requests` and waits for all of them; in the order of the requests.
+
+        Raises:
+            SvdppError: what ended the run, or after all other clips the first one's that was lost.
+        """
         self.submit(requests, records)
-        return sorted(self.results(), key=lambda result: result.clip)
+        results = sorted(self.results(), key=lambda result: result.clip)
+        if self.failures:
+            raise self.failures[0].error
+        return results
 
     @property
     def _entered(self) -> Supervisor:
@@ -192,6 +251,22 @@ class Pipeline:
         if isinstance(event, ClipDone):
             request = self._requests[event.clip]
             self._finished.append(ClipResult(event.clip, request, event.record))
+            self._prune(request)
+        elif isinstance(event, ClipFailed):
+            request = self._requests[event.clip]
+            self.failures.append(ClipFailure(event.clip, request, from_record(event.error)))
+
+    def _handover_keys(self, clips: set[int]) -> dict[int, str]:
+        """The keys of those of `clips` that have one, where packets are kept at all."""
+        if self._setup.handover_folder is None:
+            return {}
+        keys = ((clip, self._requests[clip].handover_key) for clip in sorted(clips))
+        return {clip: key for clip, key in keys if key is not None}
+
+    def _prune(self, request: ClipRequest) -> None:
+        """Removes the packets of a clip that is finished."""
+        if self._setup.handover_folder is not None and request.handover_key is not None:
+            prune(Path(self._setup.handover_folder), request.handover_key)
 
     def _open_group(self) -> Group:
         if self._world is not None:

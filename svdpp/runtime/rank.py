@@ -19,6 +19,7 @@ from svdpp.models.interface import VideoModel
 from svdpp.runtime.delivery import Delivery
 from svdpp.runtime.evidence import Evidence
 from svdpp.runtime.faults import PlantedFault
+from svdpp.runtime.handover import Handovers
 from svdpp.runtime.memory import out_of_memory_named
 from svdpp.runtime.messages import Finished, Joined, Stop, Work, parse_command
 from svdpp.runtime.reporter import Reporter
@@ -46,6 +47,7 @@ class RankSetup:
         roles: by rank.
         hops: pairs (from, to) of ranks that will talk, in the order in which they connect.
         evidence_folder: where latents and frames are kept for verification.
+        handover_folder: where packets are kept from which an interrupted clip goes on.
         fault: planted damage.
     """
 
@@ -54,6 +56,7 @@ class RankSetup:
     roles: tuple[Roles, ...]
     hops: tuple[tuple[int, int], ...]
     evidence_folder: str | None = None
+    handover_folder: str | None = None
     fault: PlantedFault | None = None
 
 
@@ -81,7 +84,8 @@ def _serve(member: Member, setup: RankSetup, reporter: Reporter) -> None:
         if isinstance(command, Stop):
             break
         assert isinstance(command, Work)
-        stage.perform(command.parsed(), {job.clip: job for job in command.jobs})
+        jobs = {job.clip: job for job in command.jobs}
+        stage.perform(command.parsed(), jobs, command.handover_keys)
     stage.finish()
 
 
@@ -95,17 +99,27 @@ def _prepare(member: Member, setup: RankSetup, reporter: Reporter) -> PipelineSt
         model = load_model(setup.config, setup.checkpoint, device, setup.roles[rank])
     load_seconds = time.monotonic() - begun
     member.join()
-    transport = Transport(rank, torch.device(device), member.backend, reporter.hop)
+    transport = Transport(
+        rank,
+        torch.device(device),
+        member.backend,
+        reporter.hop,
+        checksum=config.checksum,
+        tamper=setup.fault.tamper(rank) if setup.fault else None,
+    )
     transport.connect(setup.hops)
     reporter.send(Joined(device=device, load_seconds=load_seconds))
+    conditions = determinism.conditions(device)
     evidence = Evidence(Path(setup.evidence_folder)) if setup.evidence_folder else None
+    folder = setup.handover_folder
     return PipelineStage(
         rank,
         model,
         transport,
-        Delivery(reporter.send, reporter.failed, determinism.conditions(device), evidence),
+        Delivery(reporter.send, reporter.clip_failed, reporter.failed, conditions, evidence),
         reporter,
         config.sampling,
+        handovers=Handovers(Path(folder), conditions) if folder else None,
         evidence=evidence,
         fault=setup.fault,
     )

@@ -9,7 +9,7 @@ from svdpp.distributed.channel import Channel
 from svdpp.distributed.transport import Transfer
 from svdpp.errors import to_record
 from svdpp.plan.actions import Action
-from svdpp.runtime.messages import Beat, Event, Failed, HopDone
+from svdpp.runtime.messages import Beat, ClipFailed, Event, Failed, HopDone
 
 BEAT_SECONDS = 1.0
 
@@ -60,6 +60,10 @@ class Reporter:
                 seconds=transfer.seconds,
             )
         )
+
+    def clip_failed(self, clip: int, error: BaseException) -> None:
+        """Reports that `clip` is lost, and nothing else."""
+        self.send(ClipFailed(clip=clip, error=to_record(error)))
 
     def failed(self, error: BaseException) -> None:
         """Reports that the rank ends, with the place at which it stood."""

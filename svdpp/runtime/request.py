@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -24,6 +27,8 @@ from svdpp.errors import InputError, RequestError
 from svdpp.media import image as photos
 from svdpp.media import place, video
 from svdpp.models.checkpoint import Checkpoint
+from svdpp.runtime import handover
+from svdpp.runtime.journal import NAME, Journal
 
 SCHEMA_VERSION = 1
 
@@ -43,8 +48,8 @@ _SAMPLING_FIELDS = (
     "fit",
 )
 
-#: What makes a clip the clip it is. World and split are not among them: no bit depends on them.
-_IDENTITY = (
+#: What a latent's bits depend on. World and split are not among them: no bit depends on them.
+_LATENT_IDENTITY = (
     "input_sha256",
     "seed",
     "model",
@@ -55,20 +60,24 @@ _IDENTITY = (
     "device",
     "num_threads",
     *_SAMPLING_FIELDS,
-    "format",
-    "crf",
 )
+#: What makes a clip the clip it is.
+_IDENTITY = (*_LATENT_IDENTITY, "format", "crf")
 
 
 @dataclass(frozen=True, kw_only=True)
 class OutputPolicy:
-    """Where clips go, and what becomes of files that are there already."""
+    """Where clips go, and what becomes of files that are there already.
+
+    With `resume` finished clips are left alone, and begun ones go on from `handover_folder`.
+    """
 
     folder: Path
     format: VideoFormat = "mp4"
     crf: int = 18
     overwrite: bool = False
-    skip_existing: bool = False
+    resume: bool = False
+    handover_folder: Path | None = None
 
 
 @dataclass
@@ -80,13 +89,19 @@ class ClipPlan:
     skipped: list[dict[str, Any]] = field(default_factory=list)
 
 
-def read_inputs(inputs: Sequence[str]) -> list[photos.Photo]:
-    """Every photograph that `inputs` name, read whole.
+def read_inputs(
+    inputs: Sequence[str], *, keep_going: bool = False
+) -> tuple[list[photos.Photo], list[InputError]]:
+    """Every photograph that `inputs` name, read whole; and what is wrong with the others.
+
+    Args:
+        inputs: files, folders, patterns.
+        keep_going: whether those that can be read are enough.
 
     Raises:
         InputError: naming all that are missing, unreadable or hostile at once.
     """
-    return photos.check_inputs(inputs)
+    return photos.sift_inputs(inputs) if keep_going else (photos.check_inputs(inputs), [])
 
 
 def check_outputs(
@@ -99,8 +114,8 @@ def check_outputs(
             to do with it.
         OutputError: the folder cannot be written, or there is no ffmpeg.
     """
-    if policy.overwrite and policy.skip_existing:
-        raise RequestError("--overwrite and --skip-existing contradict each other")
+    if policy.overwrite and policy.resume:
+        raise RequestError("--overwrite and --resume contradict each other")
     owners: dict[Path, Path] = {}
     for photo in found:
         for seed in seeds:
@@ -113,15 +128,17 @@ def check_outputs(
                 )
             owners[path] = photo.path
     existing = [path for path in owners if path.exists()]
-    if existing and not (policy.overwrite or policy.skip_existing):
+    if existing and not (policy.overwrite or policy.resume):
         raise RequestError(
             f"{len(existing)} of {len(owners)} outputs exist already, the first is "
             f"{str(existing[0])!r}",
-            "--skip-existing keeps those that are finished, --overwrite makes them anew",
+            "--resume keeps those that are finished, --overwrite makes them anew",
         )
     for path in existing:
         video.check_output(OutputConfig(path=str(path), format=policy.format, crf=policy.crf))
     place.check_writable(policy.folder)
+    if policy.handover_folder is not None:
+        place.check_writable(policy.handover_folder)
     if policy.format == "mp4":
         video.find_ffmpeg()
 
@@ -133,30 +150,88 @@ def plan_clips(
     config: PipelineConfig,
     checkpoint: Checkpoint,
 ) -> ClipPlan:
-    """One clip for each photograph and seed, without those that `skip_existing` finds finished.
+    """One clip for each photograph and seed, without those that `resume` finds finished.
 
     Args:
         config: resolved.
 
     Raises:
-        RequestError: an output that was to be skipped was made with other parameters.
+        RequestError: an output that was to be left alone was made with other parameters.
     """
     plan = ClipPlan()
+    folder = policy.handover_folder
     for photo in found:
         for seed in seeds:
             output = _output(photo, seed, policy)
             record = clip_record(photo, seed, output, config, checkpoint)
-            finished = _finished(output, record) if policy.skip_existing else None
+            key = None if folder is None else handover_key(record)
+            finished = _finished(output, record) if policy.resume else None
             if finished is not None:
                 plan.skipped.append(finished)
+                if folder is not None and key is not None:
+                    handover.prune(folder, key)  # of a run that was killed right after
                 continue
             plan.records.append(record)
             plan.requests.append(
                 ClipRequest(
-                    seed=seed, image=str(photo.path), image_sha256=photo.sha256, output=output
+                    seed=seed,
+                    image=str(photo.path),
+                    image_sha256=photo.sha256,
+                    output=output,
+                    handover_key=key,
+                    done_steps=_done_steps(folder, key) if policy.resume else 0,
                 )
             )
     return plan
+
+
+def open_journal(
+    folder: Path, config: PipelineConfig, clips: ClipPlan, lost: Sequence[Mapping[str, Any]]
+) -> Journal:
+    """The journal of a run into `folder`, with what is known before it begins.
+
+    Args:
+        folder: of the clips.
+        config: resolved.
+        clips: to be made, and finished before.
+        lost: entries of inputs that could not be read.
+    """
+    about = {
+        "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "model": config.model.name,
+        "world_size": config.world_size,
+        "device": config.device,
+        "num_inference_steps": config.sampling.num_inference_steps,
+    }
+    before = [{**_entry(record), "state": "done"} for record in clips.skipped]
+    before += [{**entry, "state": "failed"} for entry in lost]
+    begun = [
+        {**_entry(record), "from_step": request.done_steps}
+        for record, request in zip(clips.records, clips.requests, strict=True)
+    ]
+    return Journal(folder / NAME, about, begun, before)
+
+
+def _entry(record: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: record[name] for name in ("output", "input", "seed", "parameters_sha256")}
+
+
+def handover_key(record: Mapping[str, Any]) -> str:
+    """Names the packets of a clip whose latent has these bits: parameters and libraries hashed."""
+    identity: dict[str, Any] = {name: record[name] for name in _LATENT_IDENTITY}
+    versions = {name: record["versions"][name] for name in _LIBRARIES}
+    return _sha256({**identity, "versions": versions})
+
+
+def _done_steps(folder: Path | None, key: str | None) -> int:
+    """The step at which a clip can be taken up; 0 where it must be begun."""
+    if folder is None or key is None:
+        return 0
+    return max(handover.steps_kept(folder, key), default=0)
+
+
+def _sha256(values: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def clip_record(
@@ -171,7 +246,7 @@ def clip_record(
     Paths are relative to the JSON's own folder, so that it says nothing of whose machine it was.
     """
     folder = Path(output.path).parent
-    return {
+    record = {
         "schema_version": SCHEMA_VERSION,
         "input": os.path.relpath(photo.path, folder),
         "input_sha256": photo.sha256,
@@ -191,6 +266,7 @@ def clip_record(
         "crf": output.crf,
         "versions": versions(),
     }
+    return {**record, "parameters_sha256": _sha256({name: record[name] for name in _IDENTITY})}
 
 
 def versions() -> dict[str, str]:
@@ -228,6 +304,7 @@ class _Record(BaseModel):
     fit: Fit
     format: VideoFormat
     crf: int
+    parameters_sha256: str
     latents_sha256: str
     frames_sha256: str
 
@@ -269,9 +346,9 @@ def _finished(output: OutputConfig, record: dict[str, Any]) -> dict[str, Any] | 
     if not (path.exists() and json_path.exists()):
         return None
     there = read_record(json_path)
-    different = [name for name in _IDENTITY if there[name] != record[name]]
-    if different:
-        name = different[0]
+    if there["parameters_sha256"] != record["parameters_sha256"]:
+        different = [name for name in _IDENTITY if there[name] != record[name]]
+        name = different[0] if different else "parameters_sha256"
         raise RequestError(
             f"{path.name!r} exists with another {name}: {there[name]!r}, now {record[name]!r}",
             "--overwrite makes it anew; another --out folder keeps both",

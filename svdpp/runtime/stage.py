@@ -6,19 +6,21 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import NoReturn
 
 import torch
 
 from svdpp.config import SamplingConfig
 from svdpp.distributed.transport import Packet, Transport
-from svdpp.errors import InputError
+from svdpp.errors import InputError, NotFiniteError
 from svdpp.media import image as photos
 from svdpp.models.interface import LATENTS, Frames, VideoModel
 from svdpp.plan.actions import Action, Kind
 from svdpp.runtime.delivery import Delivery
 from svdpp.runtime.evidence import Evidence
 from svdpp.runtime.faults import PlantedFault, one_ulp_off
+from svdpp.runtime.handover import Handovers, Keeper
 from svdpp.runtime.memory import out_of_memory_named
 from svdpp.runtime.messages import ActionDone, ClipJob, StepDone
 from svdpp.runtime.reporter import Reporter
@@ -37,6 +39,7 @@ class PipelineStage:
         delivery: takes the clips that end here.
         reporter: tells the parent.
         sampling: size and fit of what images become.
+        handovers: where packets are kept from which an interrupted clip goes on; None keeps none.
         evidence: keeps every latent that leaves a DENOISE, for verification; None keeps nothing.
         fault: planted damage.
     """
@@ -50,6 +53,7 @@ class PipelineStage:
         reporter: Reporter,
         sampling: SamplingConfig,
         *,
+        handovers: Handovers | None = None,
         evidence: Evidence | None = None,
         fault: PlantedFault | None = None,
     ) -> None:
@@ -59,23 +63,41 @@ class PipelineStage:
         self._delivery = delivery
         self._reporter = reporter
         self._sampling = sampling
+        self._handovers = handovers
+        self._keeper = Keeper(handovers, reporter.failed) if handovers else None
         self._evidence = evidence
         self._fault = fault
         self._jobs: dict[int, ClipJob] = {}
+        self._keys: dict[int, str] = {}
         self._packets: dict[int, Packet] = {}
         self._frames: dict[int, Frames] = {}
         self._expected: set[int] = set()
         self._waited = 0.0
 
-    def perform(self, actions: Iterable[Action], jobs: Mapping[int, ClipJob]) -> None:
-        """Does `actions` in order; `jobs` holds every clip they encode or deliver.
+    def perform(
+        self,
+        actions: Iterable[Action],
+        jobs: Mapping[int, ClipJob],
+        handover_keys: Mapping[int, str] = MappingProxyType({}),
+    ) -> None:
+        """Does `actions` in order.
+
+        What is wrong with one clip alone is reported, and the clip goes on as a void packet; the
+        other clips do not suffer from it.
+
+        Args:
+            actions: this rank's.
+            jobs: by clip, of every clip that they encode or deliver.
+            handover_keys: by clip, where packets are kept.
 
         Raises:
             SvdppError: the first thing that could not be done; the rank is of no use afterwards.
         """
         self._jobs.update(jobs)
+        self._keys.update(handover_keys)
         perform: Mapping[Kind, Callable[[Action], None]] = {
             Kind.ENCODE: self._encode,
+            Kind.LOAD: self._load,
             Kind.RECV: self._recv,
             Kind.DENOISE: self._denoise,
             Kind.SEND: self._send,
@@ -93,11 +115,14 @@ class PipelineStage:
         with self._waiting(None):
             self._transport.drain()
             self._delivery.finish()
+            if self._keeper is not None:
+                self._keeper.finish()
         self._transport.close()
 
     def _encode(self, action: Action) -> None:
         request = self._jobs[action.clip].request
-        with self._timed(action):
+        packet = self._packets[action.clip] = Packet(action.clip, 0, time.time(), {})
+        with self._alone(packet), self._timed(action):
             image = None
             if request.image is not None:
                 image, photo = photos.read_photo(Path(request.image))
@@ -105,10 +130,18 @@ class PipelineStage:
                     raise InputError(f"{request.image!r} was changed after the run had begun")
                 sampling = self._sampling
                 image = photos.fit_photo(image, sampling.width, sampling.height, sampling.fit)
-            begun_at = time.time()
-            tensors = self._model.encode(image, request.seed)
+            packet.begun_at = time.time()
+            packet.tensors = self._model.encode(image, request.seed)
             self._synchronize()
-        self._packets[action.clip] = Packet(action.clip, 0, begun_at, tensors)
+
+    def _load(self, action: Action) -> None:
+        assert self._handovers is not None, f"{action} without a folder of hand-overs"
+        self._packets[action.clip] = Packet(action.clip, action.start, time.time(), {})
+        with self._alone(self._packets[action.clip]):
+            self._packets[action.clip] = self._handovers.load(
+                self._keys[action.clip],
+                *(action.clip, action.start, self._model.packet_spec(), self._model.device),
+            )
 
     def _recv(self, action: Action) -> None:
         spec = self._model.packet_spec()
@@ -117,44 +150,54 @@ class PipelineStage:
 
     def _denoise(self, action: Action) -> None:
         packet = self._packet(action)
-        with self._timed(action):
+        if packet.void:
+            packet.next_step = action.end
+            return
+        with self._alone(packet), self._timed(action):
             start = self._faulty_start(action) if self._fault else action.start
             denoiser = self._model.denoiser(packet.tensors, start)
             latent = packet.tensors[LATENTS]
+            if self._fault and self._fault.strikes("nan", self._rank, action.clip):
+                latent = torch.full_like(latent, torch.nan)
             for step in range(start, action.end):
                 self._reporter.at(action, step)
                 begun = time.monotonic()
                 latent = denoiser.forward(latent, step)
-                self._synchronize()
+                self._check_finite(latent, step)
                 seconds = time.monotonic() - begun
                 self._reporter.send(StepDone(clip=action.clip, step=step, seconds=seconds))
-        if self._fault and self._fault.strikes("ulp", self._rank, action.clip):
-            latent = one_ulp_off(latent)
-        packet.tensors[LATENTS] = latent
+            if self._fault and self._fault.strikes("ulp", self._rank, action.clip):
+                latent = one_ulp_off(latent)
+            packet.tensors[LATENTS] = latent
+            if self._evidence is not None:
+                self._evidence.keep_latent(action.clip, action.end, latent)
         packet.next_step = action.end
-        if self._evidence is not None:
-            self._evidence.keep_latent(action.clip, action.end, latent)
 
     def _send(self, action: Action) -> None:
         packet = self._packet(action)
         with self._waiting(action):
+            if self._keeper is not None and action.clip in self._keys and not packet.void:
+                self._keeper.put(self._keys[action.clip], packet)
             self._transport.send(packet, action.peer)
         self._forget(action.clip)
 
     def _decode(self, action: Action) -> None:
         packet = self._packet(action)
-        with self._timed(action):
+        if packet.void:
+            return
+        with self._alone(packet), self._timed(action):
             self._frames[action.clip] = self._model.decode(packet.tensors[LATENTS])
 
     def _deliver(self, action: Action) -> None:
         packet = self._packet(action)
-        with self._waiting(action):
-            self._delivery.put(
-                self._jobs[action.clip],
-                packet.tensors[LATENTS],
-                self._frames.pop(action.clip, None),
-                packet.begun_at,
-            )
+        if not packet.void:
+            with self._waiting(action):
+                self._delivery.put(
+                    self._jobs[action.clip],
+                    packet.tensors[LATENTS],
+                    self._frames.pop(action.clip, None),
+                    packet.begun_at,
+                )
         self._forget(action.clip)
 
     def _packet(self, action: Action) -> Packet:
@@ -168,6 +211,16 @@ class PipelineStage:
     def _forget(self, clip: int) -> None:
         del self._packets[clip]
         self._jobs.pop(clip, None)
+        self._keys.pop(clip, None)
+
+    @contextmanager
+    def _alone(self, packet: Packet) -> Iterator[None]:
+        """Reports what is wrong with one clip, and lets nothing but a void packet go on."""
+        try:
+            yield
+        except (InputError, NotFiniteError) as error:
+            self._reporter.clip_failed(packet.clip, error)
+            packet.tensors, packet.void = {}, True
 
     @contextmanager
     def _timed(self, action: Action) -> Iterator[None]:
@@ -188,8 +241,16 @@ class PipelineStage:
         self._reporter.at(action)
         self._waited += time.monotonic() - start
 
+    def _check_finite(self, latent: torch.Tensor, step: int) -> None:
+        """Waits for the device, too, so that a step's time is the kernels' and not the queue's."""
+        if not bool(torch.isfinite(latent).all()):
+            raise NotFiniteError(
+                f"the latent is not finite after step {step}, done by rank {self._rank}",
+                "damaged weights, or too narrow a dtype? --dtype bf16 and fp32 reach further",
+            )
+
     def _synchronize(self) -> None:
-        """Once a step, so that times are the device's and not the launch queue's."""
+        """So that an encode's time is the device's and not the launch queue's."""
         if self._model.device.type == "cuda":
             torch.cuda.synchronize(self._model.device)
 

@@ -253,7 +253,7 @@ def test_skip_existing_leaves_a_finished_clip(
 ) -> None:
     folder, first = made
     monkeypatch.chdir(folder)
-    arguments = ("run", "a photo.jpg", *DEMO, *TINY, "--world", "2", "--skip-existing")
+    arguments = ("run", "a photo.jpg", *DEMO, *TINY, "--world", "2", "--resume")
     before = {path.name: path.stat().st_mtime_ns for path in Path("out").iterdir()}
 
     answer = svdpp_here(*arguments, "--json")

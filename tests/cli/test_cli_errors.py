@@ -57,7 +57,7 @@ def test_knobs_of_run_and_verify(
         (("--format", "avi"), "--format must be one of mp4, gif, webp, frames, got 'avi'"),
         (("--crf", "52"), "--crf must be 0 (lossless) to 51, got 52"),
         (("--seed", "1", "--seeds", "2"), "--seed and --seeds contradict each other"),
-        (("--overwrite", "--skip-existing"), "--overwrite and --skip-existing contradict"),
+        (("--overwrite", "--skip-existing"), "--overwrite and --resume contradict"),
         (("--seeds", "1,a"), "--seeds takes numbers and ranges such as 1-8 or 1,3,5-7, got '1,a'"),
         (("--seeds", ""), "--seeds takes numbers and ranges"),
         (("--seeds", "3-1"), "--seeds 3-1: smaller to larger"),
@@ -268,7 +268,7 @@ def test_an_output_that_exists_is_left_alone(kind: str, more: tuple[str, ...]) -
     before = file.stat()
     answer = svdpp_here("run", PHOTO, *DEMO, *TINY, "--format", kind, *more)
 
-    assert_error(answer, 2, "1 of 1 outputs exist already", there.name, "--skip-existing")
+    assert_error(answer, 2, "1 of 1 outputs exist already", there.name, "--resume")
     assert file.read_bytes() == b"mine"
     assert (file.stat().st_mtime_ns, file.stat().st_ino) == (before.st_mtime_ns, before.st_ino)
     assert os.listdir("out") == [there.name]

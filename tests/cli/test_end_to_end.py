@@ -92,25 +92,27 @@ def test_run_makes_clips_that_are_diffusers_own(tiny: Path, tmp_path: Path) -> N
         latents, pixels = _diffusers_sha256(tiny, photo, seed)
         assert record["latents_sha256"] == latents
         assert record["frames_sha256"] == pixels
-    assert sorted(p.name for p in out.iterdir()) == sorted(
-        f"{stem}_{seed}.{suffix}" for stem, seed in names for suffix in ("mp4", "json")
-    )
+    clip_files = [f"{stem}_{seed}.{suffix}" for stem, seed in names for suffix in ("mp4", "json")]
+    assert sorted(p.name for p in out.iterdir()) == sorted([*clip_files, "run.json"])
+    journal = json.loads((out / "run.json").read_text())
+    assert [clip["output"] for clip in journal["clips"]] == clip_files[::2]
+    assert {clip["state"] for clip in journal["clips"]} == {"done"}
 
     # The same command again: refused, skipped, and only what is missing made anew.
     before = {path: path.read_bytes() for path in out.iterdir()}
     again = _svdpp(*command, "--seeds", "3-4", "--out", out)
     assert again.returncode == 2
-    assert "--skip-existing" in again.stderr
+    assert "--resume" in again.stderr
     missing = out / f"{photos[0].stem}_4.mp4"
     missing.unlink()
-    skipping = _svdpp(*command, "--seeds", "3-4", "--out", out, "--skip-existing")
+    skipping = _svdpp(*command, "--seeds", "3-4", "--out", out, "--resume")
     assert skipping.returncode == 0, skipping.stderr
     assert skipping.stdout.count("was finished") == 3
     assert np.array_equal(read_frames(missing, "mp4").shape, (3, 64, 64, 3))
     for path, content in before.items():
-        if path.stem != missing.stem:
+        if path.stem not in (missing.stem, "run"):
             assert path.read_bytes() == content, path
-    other = _svdpp(*command, "--seeds", "3-4", "--out", out, "--skip-existing", "--crf", 30)
+    other = _svdpp(*command, "--seeds", "3-4", "--out", out, "--resume", "--crf", 30)
     assert other.returncode == 2
     assert "another crf: 18, now 30" in other.stderr
 

@@ -73,7 +73,9 @@ def test_processes_perform_exactly_the_planned_lists() -> None:
     pipeline.observe(lambda rank, event: seen.append((rank, event)))
     with pipeline:
         pipeline.run([ClipRequest(seed=seed) for seed in range(5)])
-    for rank, planned in enumerate(pipeline.schedule(range(5))):
+    for rank, planned in enumerate(
+        pipeline.schedule([ClipRequest(seed=seed) for seed in range(5)])
+    ):
         events = [event for r, event in seen if r == rank]
         done = [Action.parse(e.action) for e in events if isinstance(e, ActionDone)]
         assert done == [action for action in planned if action.is_compute]
