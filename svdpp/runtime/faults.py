@@ -56,6 +56,9 @@ class PlantedFault:
         """Whether this is the place."""
         return (self.kind, self.rank, self.clip) == (kind, rank, clip)
 
+    def reach(self, rank: int, clip: int, place: str) -> None:
+        """Called as `rank` comes to a place of its life; see `stops.PlantedStop`."""
+
 
 def one_ulp_off(latent: torch.Tensor) -> torch.Tensor:
     """A copy of `latent` whose middle element is the next larger number of its dtype."""

@@ -6,12 +6,14 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from svdpp.config import ClipRequest, PipelineConfig
 from svdpp.distributed import process_group
 from svdpp.distributed.launch import Group, JoinedGroup, StartedGroup, serve_joined
+from svdpp.media import place
 from svdpp.models.checkpoint import Checkpoint, find_checkpoint
 from svdpp.plan.actions import Kind
 from svdpp.plan.forecast import Forecast, replay, summarise
@@ -127,6 +129,8 @@ class Pipeline:
                 self._entered.stop(self.config.timeout_seconds)
         finally:
             self._entered.kill()
+            for folder in {Path(r.output.path).parent for r in self._requests if r.output}:
+                place.remove_abandoned(folder)  # what a rank was writing that could not clean up
 
     def submit(
         self, requests: Iterable[ClipRequest], records: Sequence[dict[str, Any]] = ()

@@ -84,6 +84,8 @@ class PipelineStage:
         }
         for action in actions:
             self._reporter.at(action)
+            if self._fault:
+                self._fault.reach(self._rank, action.clip, action.kind.lower())
             with out_of_memory_named(action):
                 perform[action.kind](action)
         self._reporter.at(None)
@@ -123,6 +125,8 @@ class PipelineStage:
             latent = packet.tensors[LATENTS]
             for step in range(start, action.end):
                 self._reporter.at(action, step)
+                if self._fault:
+                    self._fault.reach(self._rank, action.clip, f"step{step}")
                 begun = time.monotonic()
                 latent = denoiser.forward(latent, step)
                 self._synchronize()
