@@ -17,6 +17,7 @@ from svdpp.cli.plan import plan
 from svdpp.cli.run import run
 from svdpp.cli.simulate import simulate
 from svdpp.cli.verify import verify
+from svdpp.distributed import scratch
 from svdpp.errors import Interrupted, exit_code_of
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -47,7 +48,11 @@ def guarded(command: Callable[..., None]) -> Callable[..., None]:
             command(**options)
         except typer.Exit:
             raise
-        except (Exception, Interrupted) as error:
+        except Interrupted as error:
+            previous = {}  # a second signal must meet `_end_at_once` until the very end
+            Console().error(error, debug=options.get("debug", False))
+            raise typer.Exit(exit_code_of(error)) from error
+        except Exception as error:
             Console().error(error, debug=options.get("debug", False))
             raise typer.Exit(exit_code_of(error)) from error
         finally:
@@ -60,8 +65,14 @@ def guarded(command: Callable[..., None]) -> Callable[..., None]:
 def _interrupt(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
     """The first signal ends the run in order; a second one at once."""
     for other in _SIGNALS:
-        signal.signal(other, lambda again, _: os._exit(128 + again))
+        signal.signal(other, _end_at_once)
     raise Interrupted(number)
+
+
+def _end_at_once(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
+    scratch.remove_all()
+    scratch.remove_multiprocessing_folder()
+    os._exit(128 + number)
 
 
 def _show_version(wanted: bool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -18,6 +17,7 @@ from svdpp.config import (
     ModelConfig,
     PipelineConfig,
 )
+from svdpp.distributed import scratch
 from svdpp.errors import InputError, RequestError, VerificationError
 
 if TYPE_CHECKING:
@@ -196,8 +196,7 @@ def _compare(
     ours = build_schedule(routes, config.world_size)
     alone = data_parallel_routes(num_steps, 1, clips, decodes=config.decodes)
     theirs = build_schedule(alone, 1)
-    with tempfile.TemporaryDirectory(prefix="svdpp-verify-") as name:
-        folder = Path(name)
+    with scratch.folder("svdpp-verify-") as folder:
         with Progress(console, "pipelined", ours) as progress:
             observers = (progress, EventLog(config.ranges))
             proof.run_pipelined(config, requests, folder, fault=fault, observers=observers)

@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import multiprocessing
 import multiprocessing.connection
 import os
 import shutil
-import signal
-import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch.multiprocessing as torch_mp
 
-from svdpp.distributed import process_group
+from svdpp.distributed import process_end, process_group, scratch
 from svdpp.distributed.channel import Channel, PipeChannel, StoreChannel
 from svdpp.distributed.process_group import World
 
-# Linux, <sys/prctl.h>
-_PR_SET_PDEATHSIG = 1
 _GRACE_SECONDS = 2.0
 
 
@@ -106,23 +102,23 @@ class StartedGroup:
     ) -> None:
         self.world_size = world_size
         context = multiprocessing.get_context(start_method)
-        if start_method == "forkserver":
-            context.set_forkserver_preload(list(preload))
-        # mkdtemp makes the folder for this user alone (0700): nobody else can join the store.
-        self._folder = Path(tempfile.mkdtemp(prefix="svdpp-"))
+        # For this user alone: nobody else can join the store in it.
+        self._folder = scratch.make_folder("svdpp-")
         pipes = [context.Pipe(duplex=True) for _ in range(world_size)]
         self._channels = [PipeChannel(ours) for ours, _ in pipes]
         start = _Start(entry, argument, world_size, backend, self._folder)
         try:
-            started = torch_mp.start_processes(
-                _started_main,
-                args=(start, [theirs for _, theirs in pipes]),
-                nprocs=world_size,
-                join=False,
-                start_method=start_method,
-            )
+            with _ready_to_start(start_method, preload):
+                started = torch_mp.start_processes(
+                    _started_main,
+                    args=(start, [theirs for _, theirs in pipes]),
+                    nprocs=world_size,
+                    join=False,
+                    daemon=True,  # else this process would wait for them if it ended without `kill`
+                    start_method=start_method,
+                )
         except BaseException:  # a signal, above all; ranks already there end with this process
-            shutil.rmtree(self._folder, ignore_errors=True)
+            scratch.remove_folder(self._folder)
             raise
         self._processes = started.processes
         for _, theirs in pipes:
@@ -187,15 +183,13 @@ class StartedGroup:
 
     def kill(self) -> None:
         """See `Group`."""
-        for process in self._processes:
-            if process.is_alive():
-                process.kill()
+        process_end.kill_with_children([p.pid for p in self._processes if p.is_alive()])
         deadline = time.monotonic() + _GRACE_SECONDS
         for process in self._processes:
             process.join(max(0.0, deadline - time.monotonic()))
         for channel in self._channels:
             channel.connection.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        scratch.remove_folder(self._folder)
 
 
 @dataclass(frozen=True)
@@ -211,10 +205,10 @@ class _Start:
 
 def _started_main(rank: int, start: _Start, connections: Sequence[Connection]) -> None:
     """A started rank, from its first line to its last; it never returns to torch's wrapper."""
+    process_end.end_with_parent()  # under forkserver the server: ranks are of no use without it
     _die_with(multiprocessing.parent_process(), start.folder)
-    # Ctrl-C reaches the whole terminal group; the parent alone decides what becomes of the run.
     # A rank that gets INT for itself ends by it, and the parent sees a rank that died.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    process_end.die_by_interrupts()
     _redirect_output(_output_file(start.folder, rank))
     for other, connection in enumerate(connections):
         if other != rank:
@@ -241,6 +235,21 @@ def _run_to_exit(entry: Entry, member: Member, argument: Any) -> None:
         os._exit(code)
 
 
+@contextlib.contextmanager
+def _ready_to_start(start_method: str, preload: Sequence[str]) -> Iterator[None]:
+    """Sees to it that whatever is executed anew for the ranks does not answer Ctrl-C by itself."""
+    resource_tracker.ensure_running()  # it would let Ctrl-C through again
+    if start_method == "spawn":
+        with process_end.interrupts_held():
+            yield
+        return
+    bond = "svdpp.distributed.tether", "svdpp.distributed.untether"
+    forkserver.set_forkserver_preload([bond[0], *preload, bond[1]])
+    with process_end.interrupts_held():
+        forkserver.ensure_running()
+    yield  # starting ranks waits for the server's imports, and Ctrl-C must end that wait
+
+
 def _output_file(folder: Path, rank: int) -> Path:
     return folder / f"rank{rank}.txt"
 
@@ -256,7 +265,7 @@ def _redirect_output(path: Path) -> None:
 def _die_with(parent: Any, folder: Path) -> None:
     """Kills this process when the one that started it is gone, whatever it is blocked in.
 
-    The folder goes too, since there is nobody else left to remove it.
+    What the starter made goes too, since there is nobody else left to remove it.
 
     Under forkserver the kernel's parent is the server, which its children keep alive, so the
     starter's own sentinel is watched by a thread.
@@ -265,7 +274,8 @@ def _die_with(parent: Any, folder: Path) -> None:
     def watch() -> None:
         multiprocessing.connection.wait([parent.sentinel])
         shutil.rmtree(folder, ignore_errors=True)
-        os.kill(os.getpid(), signal.SIGKILL)
+        scratch.remove_multiprocessing_folder()
+        process_end.kill_with_children([os.getpid()])
 
     threading.Thread(target=watch, name="die-with-parent", daemon=True).start()
 
@@ -275,7 +285,7 @@ class JoinedGroup:
 
     def __init__(self, entry: Entry, argument: Any, *, world: World, backend: str) -> None:
         self.world_size = world.world_size
-        die_with_launcher()
+        process_end.end_with_parent()
         process_group.join_torchrun(world, backend)
         store = process_group.torchrun_store()
         self._channels = [
@@ -331,7 +341,7 @@ class JoinedGroup:
 
 def serve_joined(entry: Entry, argument: Any, *, world: World, backend: str) -> None:
     """Runs `entry` as a rank other than 0 of torchrun's world, to its end."""
-    die_with_launcher()
+    process_end.end_with_parent()
     process_group.join_torchrun(world, backend)
     entry(_joined_member(world, backend), argument)
 
@@ -340,11 +350,3 @@ def _joined_member(world: World, backend: str) -> Member:
     store = process_group.torchrun_store()
     channel = StoreChannel(store, f"svdpp/up/{world.rank}", f"svdpp/down/{world.rank}")
     return Member(world, backend, channel, lambda: None)
-
-
-def die_with_launcher() -> None:
-    """Has the kernel kill this process when torchrun's agent dies; it leaves orphans otherwise."""
-    parent = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the kernel was told
-        os.kill(os.getpid(), signal.SIGKILL)

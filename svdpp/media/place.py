@@ -1,16 +1,21 @@
 """Owns getting a file or a folder whole into its place; knows nothing of what is in it.
 
-Nothing is seen half written: it grows under a hidden name beside its place until it is whole.
+Nothing is seen half written: it grows under a hidden name beside its place until it is whole. Its
+writer holds a lock on it meanwhile, so that what a killed one left behind is told from what is
+being written, by another run too.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import re
 import secrets
 import shutil
+import socket
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -32,16 +37,13 @@ def in_place_of(name: str, suffix: str, files: re.Pattern[str] | None = None) ->
     Raises:
         OutputError: an OSError, ValueError, RuntimeError or SvdppError, here or in the block.
     """
-    temporary = None
+    temporary, lock = None, -1
     try:
         path = Path(os.path.realpath(name))  # through links, as open() would write
         path.parent.mkdir(parents=True, exist_ok=True)
         _check_place(path, files)
         temporary = path.with_name(_hidden_name() + suffix)  # short beside a long name
-        if files is not None:
-            temporary.mkdir()
-        else:
-            temporary.open("xb").close()
+        lock = _make_locked(temporary, is_folder=files is not None)
         yield temporary
         sync(temporary)
         _move(temporary, path)
@@ -53,6 +55,18 @@ def in_place_of(name: str, suffix: str, files: re.Pattern[str] | None = None) ->
     finally:
         if temporary is not None:
             _remove(temporary)
+        if lock >= 0:
+            os.close(lock)
+
+
+def remove_abandoned(folder: Path) -> None:
+    """Removes what writers that were killed left half written in `folder`.
+
+    Only what was left on this host: on a file system between hosts locks may not reach across.
+    """
+    for path in folder.glob(f".svdpp-{_host()}-*"):
+        with contextlib.suppress(OSError):  # it has a living writer, or is not ours to remove
+            _remove_if_abandoned(path)
 
 
 def write_json(path: Path, record: Mapping[str, object]) -> None:
@@ -70,6 +84,8 @@ def write_json(path: Path, record: Mapping[str, object]) -> None:
 def check_writable(folder: Path) -> None:
     """Proves that `folder` is there, or can be made, and takes a file; leaves nothing behind.
 
+    What killed writers left in it goes as well.
+
     Raises:
         OutputError: it cannot be created, is no folder, or takes no file.
     """
@@ -83,6 +99,7 @@ def check_writable(folder: Path) -> None:
             probe.unlink(missing_ok=True)
             for path in missing:
                 path.rmdir()
+        remove_abandoned(folder)
     except (FileExistsError, NotADirectoryError) as error:
         what = f"cannot write into {str(folder)!r}: a file is in its place, or above it"
         raise OutputError(what) from error
@@ -129,7 +146,9 @@ def _move(temporary: Path, path: Path) -> None:
     if not path.is_dir():
         os.replace(temporary, path)
         return
-    old = path.with_name(_hidden_name())  # a folder that is not empty cannot be replaced in one go
+    # A folder that is not empty cannot be replaced in one go. Between the two renames it is the
+    # only one that is whole, so it has no name that `remove_abandoned` would take.
+    old = path.with_name(f".svdpp-old-{secrets.token_hex(4)}")
     os.rename(path, old)
     try:
         os.rename(temporary, path)
@@ -147,5 +166,35 @@ def _remove(path: Path) -> None:
             path.unlink()
 
 
+def _make_locked(path: Path, *, is_folder: bool) -> int:
+    """Makes an empty file or folder; a descriptor whose lock ends with this process."""
+    while True:
+        if is_folder:
+            path.mkdir()
+        else:
+            path.open("xb").close()
+        descriptor = os.open(path, os.O_RDONLY)
+        with contextlib.suppress(OSError):  # without locks nobody takes it for abandoned either
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if path.exists():
+            return descriptor
+        os.close(descriptor)  # another run's `remove_abandoned` came before the lock
+
+
+def _remove_if_abandoned(path: Path) -> None:
+    # O_NONBLOCK: a pipe of that name would wait for somebody to write to it.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _remove(path)
+    finally:
+        os.close(descriptor)
+
+
 def _hidden_name() -> str:
-    return f".svdpp-{os.getpid()}-{secrets.token_hex(4)}"
+    return f".svdpp-{_host()}-{os.getpid()}-{secrets.token_hex(4)}"
+
+
+def _host() -> str:
+    """This host in eight letters: its name can be long, and hold anything."""
+    return f"{zlib.crc32(os.fsencode(socket.gethostname())):08x}"

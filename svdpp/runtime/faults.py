@@ -92,6 +92,9 @@ class PlantedFault:
 
         return change
 
+    def reach(self, rank: int, clip: int, place: str) -> None:
+        """Called as `rank` comes to a place of its life; see `stops.PlantedStop`."""
+
 
 def _has_field(kind: str, field: str) -> bool:
     return field in HEADER_FIELDS if kind == "header" else not field

@@ -14,6 +14,7 @@ from svdpp.config import ClipRequest, PipelineConfig
 from svdpp.distributed import process_group
 from svdpp.distributed.launch import Group, JoinedGroup, StartedGroup, serve_joined
 from svdpp.errors import SvdppError, from_record
+from svdpp.media import place
 from svdpp.models.checkpoint import Checkpoint, find_checkpoint
 from svdpp.plan.actions import Kind
 from svdpp.plan.forecast import Forecast, replay, summarise
@@ -151,8 +152,7 @@ class Pipeline:
                 self._entered.stop(self.config.timeout_seconds)
         finally:
             self._entered.kill()
-            for result in self._finished:  # once more: a slow disk may have kept one late
-                self._prune(result.request)
+            self._tidy()
 
     def submit(
         self, requests: Iterable[ClipRequest], records: Sequence[dict[str, Any]] = ()
@@ -262,6 +262,16 @@ class Pipeline:
             return {}
         keys = ((clip, self._requests[clip].handover_key) for clip in sorted(clips))
         return {clip: key for clip, key in keys if key is not None}
+
+    def _tidy(self) -> None:
+        """Removes what ranks that are gone were still writing, or kept too late to be pruned."""
+        for result in self._finished:
+            self._prune(result.request)
+        folders = {Path(r.output.path).parent for r in self._requests if r.output}
+        if self._setup.handover_folder is not None:
+            folders.add(Path(self._setup.handover_folder))
+        for folder in folders:
+            place.remove_abandoned(folder)
 
     def _prune(self, request: ClipRequest) -> None:
         """Removes the packets of a clip that is finished."""

@@ -62,6 +62,8 @@ class RankSetup:
 
 def rank_main(member: Member, setup: RankSetup) -> None:
     """Runs a rank to its end. Every error is reported to the parent before it is raised."""
+    if setup.fault:
+        setup.fault.reach(member.world.rank, -1, "start")
     reporter = Reporter(member.channel)
     reporter.start()
     try:
@@ -95,6 +97,8 @@ def _prepare(member: Member, setup: RankSetup, reporter: Reporter) -> PipelineSt
     device = process_group.device_of_rank(config.device, member.world.local_rank)
     determinism.make_deterministic(num_threads=config.num_threads, device=device)
     begun = time.monotonic()
+    if setup.fault:
+        setup.fault.reach(rank, -1, "load")
     with out_of_memory_named(None):
         model = load_model(setup.config, setup.checkpoint, device, setup.roles[rank])
     load_seconds = time.monotonic() - begun

@@ -106,6 +106,8 @@ class PipelineStage:
         }
         for action in actions:
             self._reporter.at(action)
+            if self._fault:
+                self._fault.reach(self._rank, action.clip, action.kind.lower())
             with out_of_memory_named(action):
                 perform[action.kind](action)
         self._reporter.at(None)
@@ -161,6 +163,8 @@ class PipelineStage:
                 latent = torch.full_like(latent, torch.nan)
             for step in range(start, action.end):
                 self._reporter.at(action, step)
+                if self._fault:
+                    self._fault.reach(self._rank, action.clip, f"step{step}")
                 begun = time.monotonic()
                 latent = denoiser.forward(latent, step)
                 self._check_finite(latent, step)

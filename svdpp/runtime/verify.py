@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ import numpy as np
 import torch
 
 from svdpp.config import ClipRequest, PipelineConfig
+from svdpp.distributed import scratch
 from svdpp.media import video
 from svdpp.models.interface import Frames
 from svdpp.runtime.evidence import Evidence, tensor_sha256
@@ -107,8 +107,7 @@ def verify(
     Raises:
         SvdppError: one of the two sides could not be run.
     """
-    with tempfile.TemporaryDirectory(prefix="svdpp-verify-") as name:
-        folder = Path(name)
+    with scratch.folder("svdpp-verify-") as folder:
         run_pipelined(config, requests, folder)
         run_sequential(config, requests, folder)
         return compare(config, len(requests), folder, tolerance=tolerance)
@@ -170,9 +169,9 @@ def recompute(
     Raises:
         SvdppError: the oracle could not be run.
     """
-    with tempfile.TemporaryDirectory(prefix="svdpp-verify-") as folder:
+    with scratch.folder("svdpp-verify-") as folder:
         return run_reference(
-            config, [request], steps=(), evidence_folder=Path(folder), observers=observers
+            config, [request], steps=(), evidence_folder=folder, observers=observers
         )[0]
 
 

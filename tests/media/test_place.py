@@ -19,7 +19,7 @@ FILE, FOLDER = None, re.compile("[a-z]")
 def put(place: Path, text: str, files: re.Pattern[str] | None) -> None:
     with in_place_of(str(place), ".part", files) as temporary:
         assert temporary.parent == place.parent
-        assert re.fullmatch(r"\.svdpp-\d+-[0-9a-f]{8}\.part", temporary.name)
+        assert re.fullmatch(r"\.svdpp-[0-9a-f]{8}-\d+-[0-9a-f]{8}\.part", temporary.name)
         (temporary if files is FILE else temporary / text).write_text(text)
 
 

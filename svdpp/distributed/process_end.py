@@ -1,0 +1,71 @@
+"""Owns how processes end together: with their parent, with their starter, with their children."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+# Linux, <sys/prctl.h>
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent() -> None:
+    """Has the kernel kill this process when the thread that started it ends."""
+    parent = os.getppid()
+    _set_parent_death_signal(signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the kernel was told
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def outlive_parent() -> None:
+    """Takes back what `end_with_parent` asked for."""
+    _set_parent_death_signal(0)
+
+
+def kill_with_children(pids: Collection[int]) -> None:
+    """Kills processes of this user and what they have started, such as an ffmpeg that writes.
+
+    Children first: those of a process that is gone already are nobody's any more.
+    """
+    for pid in [*_children(pids), *pids]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def interrupts_held() -> Iterator[None]:
+    """Keeps Ctrl-C from this thread, and from processes it starts until they ask for it again.
+
+    It goes to the whole terminal group, where a process that still imports would answer it with a
+    traceback. What came meanwhile arrives when the block ends.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def die_by_interrupts() -> None:
+    """Has an INT for this process alone end it, without a traceback."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+def _set_parent_death_signal(number: int) -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
+
+
+def _children(pids: Collection[int]) -> list[int]:
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended since
+            # After the name, which can hold anything: state, then the parent's process id.
+            parent = int(stat.read_text(errors="replace").rpartition(")")[2].split()[1])
+            if parent in pids:
+                found.append(int(stat.parent.name))
+    return found

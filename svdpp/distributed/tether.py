@@ -1,0 +1,12 @@
+"""Owns the fork server's bond to its starter while it imports; a module that it preloads first.
+
+In the seconds of importing torch the server looks at nothing, so the kernel is told to end it with
+its starter. `untether`, preloaded last, takes that back: from then on the server ends by itself
+when its starter is gone, and must not end with the thread that happened to start it.
+"""
+
+from __future__ import annotations
+
+from svdpp.distributed.process_end import end_with_parent
+
+end_with_parent()
