@@ -349,6 +349,22 @@ def test_odd_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -
     refusal(Path(name))
 
 
+def test_libtiff_s_own_words_stay_off_stderr(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It prints by itself what a sentence of ours says already, or what does no harm."""
+    data = bytearray(encoded(gradient().convert("1"), "TIFF", compression="group4"))
+    data[8:40] = bytes(32)
+    (tmp_path / "x.tif").write_bytes(data)
+    with Image.open(tmp_path / "x.tif") as image, contextlib.suppress(OSError):
+        image.load()
+    assert "Fax4Decode" in capfd.readouterr().err  # else there is nothing to silence
+    with contextlib.suppress(InputError):
+        read_photo(tmp_path / "x.tif")
+    os.write(2, b"still there")
+    assert capfd.readouterr().err == "still there"
+
+
 def test_process_wide_settings_of_pillow_stay(tmp_path: Path) -> None:
     limit, filters = Image.MAX_IMAGE_PIXELS, list(warnings.filters)
     read(tmp_path, encoded(gradient(), "JPEG"))
