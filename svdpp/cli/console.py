@@ -1,4 +1,7 @@
-"""Owns printing: results to stdout, talk to stderr. Nothing else in the program prints."""
+"""Owns printing: results to stdout, talk to stderr. Nothing else in the program prints.
+
+All but the lines of results, which name files as the user did, shows no secret and no home.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from svdpp.errors import Interrupted, RankError, SvdppError
+from svdpp.redaction import redact, redact_all
 
 _CLIP_COLOURS = ("cyan", "yellow", "green", "magenta", "blue", "red", "white")
 
@@ -38,12 +42,12 @@ class Console:
 
     def json(self, value: Any) -> None:
         """The whole result as JSON; call once, under `--json`."""
-        sys.stdout.write(json.dumps(value, indent=2) + "\n")
+        sys.stdout.write(json.dumps(redact_all(value), indent=2) + "\n")
 
     def talk(self, text: str) -> None:
         """A remark on what is going on."""
         if not self.quiet:
-            self.err.print(text, markup=False)
+            self.err.print(redact(text), markup=False)
 
     def table(self, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         """A table of the result; the first column is aligned left, numbers right."""
@@ -66,7 +70,8 @@ class Console:
                 self.err.print(coloured_grid_line(line))
         if debug:
             details = error.details if isinstance(error, RankError) else ""
-            self.err.print("".join(traceback.format_exception(error)) + details, markup=False)
+            text = "".join(traceback.format_exception(error)) + details
+            self.err.print(redact(text), markup=False)
         if isinstance(error, (SvdppError, Interrupted)):
             self._sentence(error.message, error.hint)
         else:
@@ -76,9 +81,9 @@ class Console:
             )
 
     def _sentence(self, message: str, hint: str) -> None:
-        self.err.print(Text.assemble(("error: ", "bold red"), message))
+        self.err.print(Text.assemble(("error: ", "bold red"), redact(message)))
         if hint:
-            self.err.print(Text.assemble(("hint: ", "bold"), hint))
+            self.err.print(Text.assemble(("hint: ", "bold"), redact(hint)))
 
 
 def coloured_grid_line(line: str) -> Text:

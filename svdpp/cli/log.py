@@ -1,4 +1,4 @@
-"""Owns the log: one loguru record for each event of a rank, bound to that rank."""
+"""Owns the log: one loguru record for each event of a rank, bound to that rank, and redacted."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from loguru import logger
 
 from svdpp.errors import OutputError
 from svdpp.plan.split import StepRange
+from svdpp.redaction import redact
 from svdpp.runtime.messages import (
     ActionDone,
     ClipDone,
@@ -23,7 +24,7 @@ from svdpp.runtime.messages import (
 )
 
 if TYPE_CHECKING:
-    from loguru import Message
+    from loguru import Message, Record
 
 _FORMAT = "{time:HH:mm:ss.SSS} {level: <5} rank {extra[rank]} {message}"
 
@@ -37,7 +38,7 @@ def open_log(
         OutputError: the file cannot be written.
     """
     logger.remove()
-    logger.configure(extra={"rank": "-"})
+    logger.configure(extra={"rank": "-"}, patcher=_redact)
     if verbosity > 0:
         level = "INFO" if verbosity == 1 else "DEBUG"
 
@@ -52,6 +53,11 @@ def open_log(
             raise OutputError(
                 f"cannot write the log {str(log_file)!r}: {error.strerror}"
             ) from error
+
+
+def _redact(record: Record) -> None:
+    record["message"] = redact(record["message"])
+    record["file"].path = redact(record["file"].path)  # of the program: often below the home
 
 
 class EventLog:

@@ -5,11 +5,13 @@ Knows Pillow; knows no torch and no model. A file is read once: what is hashed i
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import hashlib
 import io
 import os
 import stat
+import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -32,6 +34,11 @@ MAX_ASPECT = 16
 
 #: Padding a thin photograph to an opposite shape multiplies its pixels; more than this is refused.
 _MAX_PADDED_PIXELS = 4 * MAX_PIXELS
+
+_BAND_ROWS = 64
+
+#: Held by whoever has process-wide stderr turned away: two at once would not put it back.
+_STDERR = threading.Lock()
 
 # EXIF 2.32, tag 0x0112. ImageOps.exif_transpose does the same but also writes the EXIF block anew,
 # which raises on tags of an odd type that do the picture itself no harm.
@@ -124,7 +131,7 @@ def read_photo(path: Path) -> tuple[Image.Image, Photo]:
     """
     data = _read_bytes(path)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _libtiff_silenced(data):
             # Pillow warns of odd metadata and of sizes that are refused below anyway.
             warnings.simplefilter("ignore")
             image = _decode(data)
@@ -248,6 +255,29 @@ def _decode(data: bytes) -> Image.Image:
     return rgb if turn is None else rgb.transpose(turn)
 
 
+@contextlib.contextmanager
+def _libtiff_silenced(data: bytes) -> Iterator[None]:
+    """Keeps libtiff, which writes what it finds odd to the process's stderr, from doing so.
+
+    Pillow has no switch for it. So while a TIFF is read, descriptor 2 leads nowhere.
+    """
+    if data[:2] not in (b"II", b"MM"):
+        yield
+        return
+    with _STDERR, contextlib.ExitStack() as undo:
+        try:
+            stderr = os.dup(2)
+        except OSError:  # closed, as daemons have it
+            yield
+            return
+        undo.callback(os.close, stderr)
+        undo.callback(os.dup2, stderr, 2)
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        undo.callback(os.close, nowhere)
+        os.dup2(nowhere, 2)
+        yield
+
+
 def _check_size(width: int, height: int) -> None:
     if width * height > MAX_PIXELS:
         raise InputError(f"is too large: {width}x{height} pixels, {_limit_text()}")
@@ -268,9 +298,13 @@ def _to_rgb(image: Image.Image) -> Image.Image:
         return Image.fromarray(_grey_to_8_bits(image)).convert("RGB")
     if not image.has_transparency_data:
         return image.convert("RGB")
-    rgba = image.convert("RGBA")
-    white = Image.new("RGBA", rgba.size, "white")
-    return Image.alpha_composite(white, rgba).convert("RGB")
+    over_white = Image.new("RGB", image.size)
+    for top in range(0, image.height, _BAND_ROWS):  # in bands: each step is a copy in memory
+        box = (0, top, image.width, min(top + _BAND_ROWS, image.height))
+        rgba = image.crop(box).convert("RGBA")
+        white = Image.new("RGBA", rgba.size, "white")
+        over_white.paste(Image.alpha_composite(white, rgba).convert("RGB"), box)
+    return over_white
 
 
 def _grey_to_8_bits(image: Image.Image) -> npt.NDArray[np.uint8]:

@@ -209,6 +209,10 @@ def _ffmpeg(arguments: list[str], frames: Frames | None = None, *, seconds: floa
             raise
     if process.returncode < 0:
         raise _MediaFailure(f"ffmpeg was ended by {signal.Signals(-process.returncode).name}")
+    # ffmpeg ends with the low byte of its AVERROR: minus an errno, or a tag of capital letters
+    # (from 65 on). Its last words are often of what followed from the cause.
+    if process.returncode > 256 - ord("A"):
+        raise _MediaFailure(f"ffmpeg met: {os.strerror(256 - process.returncode)}")
     if process.returncode:
         lines = stderr[-4096:].decode(errors="replace").split("\n")
         last = next((line for line in reversed(lines) if line.strip()), "no reason given")

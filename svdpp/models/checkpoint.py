@@ -16,6 +16,7 @@ from svdpp.config import DEMO_MODEL, ModelConfig
 from svdpp.errors import ModelError, RequestError
 from svdpp.models import hub
 from svdpp.models.safetensors_header import WEIGHT_STEMS, JsonFile, read_json, show, weight_headers
+from svdpp.redaction import redact_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +100,7 @@ def _mend(model: ModelConfig, local: Path | None) -> str:
     if model.name == DEMO_MODEL:
         return "install svdpp again: the demo model is part of it"
     if local is None:
-        return f"hf download {hub.redact(model.name)} --force-download"
+        return f"hf download {redact_tokens(model.name)} --force-download"
     return "copy or download the folder again, or --model demo"
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from svdpp.config import ModelConfig
 from svdpp.errors import ModelError
 from svdpp.models.safetensors_header import WEIGHT_STEMS, show
+from svdpp.redaction import redact_tokens
 
 #: How to mend a name that means no model.
 MODEL_HINT = "--model takes a folder written by save_pretrained, a hub id, or demo"
@@ -42,7 +43,7 @@ def download(model: ModelConfig, config_files: Iterable[str]) -> Path:
     except errors.HFValidationError as error:
         raise ModelError(f"{name} is neither a folder nor a valid hub id", MODEL_HINT) from error
     except errors.GatedRepoError as error:
-        page = f"https://huggingface.co/{redact(model.name)}"
+        page = f"https://huggingface.co/{redact_tokens(model.name)}"
         mend = f"accept the licence at {page}, then: hf auth login"
         sentence = f"the hub gives {name} only to those who accepted its licence"
         raise ModelError(sentence, mend) from error
@@ -73,12 +74,7 @@ def commit_of(snapshot: Path) -> str | None:
 
 def show_name(name: str) -> str:
     """A model's name on one short line, without a token that was pasted into it."""
-    return show(redact(name))
-
-
-def redact(name: str) -> str:
-    """A model's name without a token that was pasted into it."""
-    return re.sub(r"hf_[A-Za-z0-9]{30,}", "hf_***", name)
+    return show(redact_tokens(name))
 
 
 def _patterns(config_files: Iterable[str], variant: str | None) -> list[str]:
@@ -103,4 +99,4 @@ def _cause(error: Exception) -> str:
 
 
 def _download_hint(model: ModelConfig) -> str:
-    return f"hf download {redact(model.name)} where there is a network, or --model demo"
+    return f"hf download {redact_tokens(model.name)} where there is a network, or --model demo"

@@ -27,6 +27,7 @@ from svdpp.media.video import (
     read_metadata,
     write_clip,
 )
+from tests.small_disk import small_disk
 
 FORMATS: list[VideoFormat] = ["mp4", "gif", "webp", "frames"]
 METADATA = {"seed": 5, "odd ;=#\\ key": "é\n'\"%03d", "list": [1, None, {"a": 0.5}]}
@@ -258,15 +259,8 @@ def test_a_file_that_may_not_grow(tmp_path: Path, format: str) -> None:
 
 @pytest.fixture
 def full_disk(tmp_path: Path) -> Iterator[Path]:
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(folder)]
-    try:
-        subprocess.run(command, check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError):
-        pytest.skip("mounting a small disk needs root; test_a_file_that_may_not_grow does not")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+    with small_disk(tmp_path / "disk", "size=64k") as disk:
+        yield disk
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -292,6 +286,7 @@ def fake_ffmpeg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             "ffmpeg ended with 3: the cause",
         ),
         ("exit 4", "ffmpeg ended with 4: no reason given"),
+        ("echo what followed >&2; exit 228", "ffmpeg met: No space left on device"),
         ("kill -9 $$", "ffmpeg was ended by SIGKILL"),
         ("cat > /dev/null", "it holds no frames"),
         ("exec sleep 60", "ffmpeg did not end within 1 s"),

@@ -1,0 +1,100 @@
+"""Disks that are full or closed: the run says so, early where it can, and loses nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from svdpp.media.video import read_frames
+from tests.cli.shell import DEMO, PHOTO, ROOT, TINY, Answer, assert_error, python
+from tests.small_disk import small_disk
+
+IMPORTED = """
+import sys
+from svdpp.__main__ import main
+try:
+    main()
+finally:
+    open(sys.argv[-1], "w").write(" ".join(sys.modules))
+"""
+
+
+@pytest.fixture(params=["/proc", "mounted read-only", "without permission"])
+def closed(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """A folder that takes no file, in each way that this user can be kept out."""
+    if request.param == "/proc":
+        yield Path("/proc/svdpp")
+    elif request.param == "mounted read-only":
+        with small_disk(tmp_path / "disk", "ro,size=64k") as disk:
+            yield disk
+    else:
+        if os.geteuid() == 0:
+            pytest.skip("root may write anywhere")
+        (tmp_path / "locked").mkdir(mode=0o500)
+        yield tmp_path / "locked"
+
+
+def test_a_closed_folder_is_found_before_anything_is_loaded(closed: Path, tmp_path: Path) -> None:
+    log, modules = tmp_path / "run.jsonl", tmp_path / "modules"
+    # The last argument is the script's own: for svdpp it is one photograph more.
+    modules.write_bytes(Path(PHOTO).read_bytes())
+    run = ("run", PHOTO, *DEMO, *TINY, "--out", str(closed), "--log-file", str(log), str(modules))
+    begun = time.monotonic()
+    answer = python("-c", IMPORTED, *run)
+
+    assert time.monotonic() - begun < 30
+    assert_error(answer, 8, repr(str(closed)))
+    assert log.read_text() == ""  # a rank that is ready says so there
+    assert "svdpp.media.place" in modules.read_text().split()
+    assert "diffusers" not in modules.read_text().split()
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(120)
+def test_a_disk_that_fills_up_keeps_the_clips_that_are_whole(tmp_path: Path) -> None:
+    """Where no disk can be mounted, `test_a_full_disk_ends_the_run` sees a file limit instead."""
+    with small_disk(tmp_path / "disk", "size=4m") as disk:
+        run = ("run", PHOTO, *DEMO, *TINY, "--seeds", "1-99", "--out", str(disk), "-q")
+        process = subprocess.Popen(
+            [sys.executable, "-m", "svdpp", *run, "--world", "2"],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        with process:
+            try:
+                _wait_for(disk / "rocket_2.json", process)
+                _fill(disk / "filler")
+                out, err = process.communicate(timeout=60)
+            finally:
+                process.kill()
+        clips = sorted(disk.glob("*.mp4"))
+
+        assert_error(Answer(process.returncode, out, err), 8, "No space left on device")
+        assert {disk / "rocket_1.mp4", disk / "rocket_2.mp4"} <= set(clips)
+        assert len(clips) < 99
+        for clip in clips:
+            assert len(read_frames(clip, "mp4")) == 2
+        assert [name for name in os.listdir(disk) if name.startswith(".")] == []
+
+
+def _wait_for(path: Path, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def _fill(path: Path) -> None:
+    with contextlib.suppress(OSError), path.open("wb", buffering=0) as file:
+        while file.write(bytes(512)):
+            pass
