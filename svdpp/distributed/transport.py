@@ -235,17 +235,31 @@ class Transport:
 
 
 class _Link:
-    """One direction to one neighbour: a thread, and the number of packets so far."""
+    """One direction to one neighbour: a thread, and the number of packets so far.
+
+    What follows a message that went wrong is not what it should be either, and gloo aborts the
+    process that receives a payload where it expects a header: so a link that failed is given up.
+    """
 
     def __init__(self, name: str) -> None:
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
         self._last: Future[Any] | None = None
         self._sequence = 0
+        self._failure: TransportError | None = None
 
     def start(self, work: Callable[[], _Result]) -> Future[_Result]:
-        future = self._pool.submit(work)
+        future = self._pool.submit(self._unless_given_up, work)
         self._last = future
         return future
+
+    def _unless_given_up(self, work: Callable[[], _Result]) -> _Result:
+        if self._failure is not None:
+            raise TransportError(f"the link was given up before: {self._failure.message}")
+        try:
+            return work()
+        except TransportError as error:
+            self._failure = error
+            raise
 
     def wait(self) -> None:
         if self._last is not None:
