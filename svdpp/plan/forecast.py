@@ -7,43 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from svdpp.errors import RequestError
 from svdpp.plan.actions import Action, Kind
+from svdpp.plan.costs import Costs
 from svdpp.plan.schedule import Schedule
-
-# So that sums over any number of clips stay finite.
-_MAX_SECONDS = 1e9
-
-
-@dataclass(frozen=True, kw_only=True)
-class Costs:
-    """Seconds that each kind of work takes on one rank.
-
-    The default is the unit of a plan without measurements: one step takes 1, everything else 0.
-    """
-
-    step_seconds: float = 1.0
-    encode_seconds: float = 0.0
-    decode_seconds: float = 0.0
-    hop_seconds: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            option = f"--{name.replace('_', '-')}"
-            if not (math.isfinite(value) and value >= 0):
-                raise RequestError(f"{option} must be a finite number, 0 or more, got {value}")
-            if value > _MAX_SECONDS:
-                raise RequestError(f"{option} must be {_MAX_SECONDS:g} or less, got {value}")
-        if self.step_seconds == 0:
-            raise RequestError("--step-seconds must be above 0")
-
-    def of(self, action: Action) -> float:
-        """Seconds for which `action` keeps its rank's device busy."""
-        if action.kind is Kind.DENOISE:
-            return (action.end - action.start) * self.step_seconds
-        return {Kind.ENCODE: self.encode_seconds, Kind.DECODE: self.decode_seconds}.get(
-            action.kind, 0.0
-        )
 
 
 class Span(NamedTuple):
@@ -128,7 +94,7 @@ class _Replay:
         if action.kind is Kind.DELIVER:
             return None  # in the background
         start = self.clock[rank]
-        self.clock[rank] = start + self.costs.of(action)
+        self.clock[rank] = start + self.costs.of(action, rank)
         self.spans.append(Span(rank, action, start, self.clock[rank]))
         return None
 
@@ -157,7 +123,7 @@ class _Replay:
         if (other[0].clip, other[0].start) != (action.clip, action.start):
             raise DeadlockError(f"rank {hop[0]} to {hop[1]}: {other[0]} meets {action}")
         before = self.hop_ends.get((hop[0], hop[1], hop[2] - 1), 0.0)
-        self.hop_ends[hop] = max(other[1], at, before) + self.costs.hop_seconds
+        self.hop_ends[hop] = max(other[1], at, before) + self.costs.hand_over_seconds
         ready.extend(self.sleepers.pop(hop, []))
 
     def _check_all_done(self) -> None:

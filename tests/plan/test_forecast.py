@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 
@@ -10,11 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from svdpp.errors import RequestError
 from svdpp.plan import actions
 from svdpp.plan.actions import Action
+from svdpp.plan.costs import Costs
 from svdpp.plan.forecast import (
-    Costs,
     DeadlockError,
     Forecast,
     Span,
@@ -114,7 +112,7 @@ def test_a_rank_does_one_thing_at_a_time_in_the_order_of_its_list(
         for before, after in itertools.pairwise(own):
             assert before.end <= after.start
         for span in own:
-            assert span.end - span.start == costs.of(span.action)
+            assert span.end - span.start == costs.of(span.action, span.rank)
 
 
 peers = st.integers(0, 2)
@@ -217,18 +215,3 @@ def test_measured_times_may_begin_anywhere() -> None:
     assert (result.makespan, result.first_clip, result.cadence) == (7, 4, 3)
     assert result.bubble == pytest.approx(1 - 8 / 14)
     assert clip_finish_times(spans) == [104, 107]
-
-
-@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(Costs)])
-@pytest.mark.parametrize("value", [-1.0, -1e-9, math.inf, -math.inf, math.nan])
-def test_costs_that_are_none(name: str, value: float) -> None:
-    with pytest.raises(RequestError) as caught:
-        Costs(**{name: value})
-
-    option = f"--{name.replace('_', '-')}"
-    assert caught.value.message == f"{option} must be a finite number, 0 or more, got {value}"
-
-
-def test_a_step_takes_time() -> None:
-    with pytest.raises(RequestError, match="--step-seconds must be above 0"):
-        Costs(step_seconds=0)
