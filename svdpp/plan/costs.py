@@ -76,6 +76,11 @@ class Costs:
             return self.hop_seconds
         return self.hop_seconds + self.packet_bytes / self.hop_bytes_per_second
 
+    @property
+    def differ_by_rank(self) -> bool:
+        """Whether some work is given rank by rank."""
+        return any(isinstance(getattr(self, name), tuple) for name in _PER_RANK)
+
     def step_on(self, rank: int) -> float:
         """Seconds of one step on `rank`."""
         return _on(self.step_seconds, rank)
