@@ -34,6 +34,19 @@ class Roles:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Share:
+    """What one rank does of its chain's clips; a decoder, of those that are its turn."""
+
+    rank: int
+    start: int
+    """The earliest step that it ever begins at."""
+    end: int
+    """The step that it never goes beyond."""
+    mean_steps: float
+    """Steps of a clip, on average over clips."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Layout:
     """Ranks in `replicas` chains of one length; clip i goes down chain i mod `replicas`.
 
@@ -71,8 +84,7 @@ class Layout:
 
     def _check_chains(self) -> None:
         if self.replicas < 1 or self.world_size % self.replicas:
-            divisors = [n for n in range(1, self.world_size + 1) if self.world_size % n == 0]
-            near = sorted(divisors, key=lambda n: abs(n - self.replicas))[:2]
+            near = sorted(divisors(self.world_size), key=lambda n: abs(n - self.replicas))[:2]
             raise RequestError(
                 f"{self.world_size} ranks cannot form {self.replicas} chains of one length",
                 f"use {' or '.join(f'--replicas {n}' for n in sorted(near))}",
@@ -82,6 +94,13 @@ class Layout:
                 f"--decoders must be 1 to {self.chain_size}, the ranks of a chain, "
                 f"got {self.decoders}"
             )
+
+    def __str__(self) -> str:
+        if self.chain_size == 1:
+            return "data parallel"
+        chains = f"{self.replicas} chain{'s' if self.replicas > 1 else ''}"
+        decoders = f", {self.decoders} decoders" if self.decoders > 1 else ""
+        return f"{chains} of {self.chain_size} ranks, {self.split}{decoders}"
 
     @property
     def chain_size(self) -> int:
@@ -96,7 +115,12 @@ class Layout:
     def route(self, clip: int) -> Route:
         """The way of the clip with this index, the same whatever clips there are beside it."""
         chain, index = clip % self.replicas, clip // self.replicas
-        return self._route(clip, chain, index, self._cuts_at(chain, index))
+        return self._route(clip, chain, index, self.cuts(clip))
+
+    def cuts(self, clip: int) -> Cuts:
+        """Where the clip with this index is cut: 0, the steps done after each stage."""
+        cuts = self._cuts[clip % self.replicas % len(self._cuts)]
+        return cuts.cuts(clip // self.replicas) if isinstance(cuts, DitheredCuts) else cuts
 
     def routes(self, clips: Iterable[int]) -> list[Route]:
         """The ways of `clips`, in their order."""
@@ -109,7 +133,7 @@ class Layout:
             sorted(
                 {
                     (part.rank, after.rank)
-                    for route in self._kinds_of_route()
+                    for route in self._all_kinds_of_route()
                     for part, after in zip(route.ranges, route.ranges[1:], strict=False)
                 }
             )
@@ -121,7 +145,7 @@ class Layout:
         encode: set[int] = set()
         denoise: set[int] = set()
         decode: set[int] = set()
-        for route in self._kinds_of_route():
+        for route in self._all_kinds_of_route():
             encode.add(route.ranges[0].rank)
             denoise.update(part.rank for part in route.ranges if part.num_steps)
             decode.update([route.ranges[-1].rank] if route.decodes else [])
@@ -137,6 +161,25 @@ class Layout:
             self.costs.peak_gib(encode=role.encode, denoise=role.denoise, decode=role.decode)
             for role in self.roles
         )
+
+    def shares(self, chain: int) -> list[Share]:
+        """What each rank of chain `chain` does, in their order."""
+        ranges: dict[int, list[StepRange]] = {}
+        for route in self._kinds_of_route(chain):
+            for part in route.ranges:
+                ranges.setdefault(part.rank, []).append(part)
+        cuts = self._cuts[chain % len(self._cuts)]
+        shares = []
+        for place, stage in enumerate(self.stages(chain)):
+            for turn, rank in enumerate(stage.ranks):
+                parts = ranges.get(rank, [StepRange(rank, 0, 0)])
+                start, end = min(part.start for part in parts), max(part.end for part in parts)
+                if isinstance(cuts, DitheredCuts):
+                    mean = cuts.mean_steps(place, turn, len(stage.ranks))
+                else:
+                    mean = float(cuts[place + 1] - cuts[place])
+                shares.append(Share(rank=rank, start=start, end=end, mean_steps=mean))
+        return shares
 
     def stages(self, chain: int) -> list[Stage]:
         """The places of chain `chain`, in the order in which its clips come by."""
@@ -170,10 +213,6 @@ class Layout:
         last = StepRange(first + body + turn % self.decoders, cuts[body], cuts[body + 1])
         return Route(clip, (*ranges, last), self.decodes)
 
-    def _cuts_at(self, chain: int, index: int) -> Cuts:
-        cuts = self._cuts[chain % len(self._cuts)]
-        return cuts.cuts(index) if isinstance(cuts, DitheredCuts) else cuts
-
     @cached_property
     def _cuts(self) -> tuple[Cuts | DitheredCuts, ...]:
         """One for each chain, or one for all of them where all ranks are alike."""
@@ -185,13 +224,21 @@ class Layout:
             return tuple(balanced_cuts(self.num_steps, self.stages(chain)) for chain in chains)
         return tuple(DitheredCuts(self.num_steps, self.stages(chain)) for chain in chains)
 
-    def _kinds_of_route(self) -> Iterator[Route]:
-        """A route of every kind that clips may take; their clip indices mean nothing."""
+    def _all_kinds_of_route(self) -> Iterator[Route]:
         for chain in range(self.replicas):
-            cuts = self._cuts[chain % len(self._cuts)]
-            if isinstance(cuts, DitheredCuts):
-                for turn, each in cuts.all_cuts():
-                    yield self._route(0, chain, turn, each)
-            else:
-                for turn in range(self.decoders):
-                    yield self._route(0, chain, turn, cuts)
+            yield from self._kinds_of_route(chain)
+
+    def _kinds_of_route(self, chain: int) -> Iterator[Route]:
+        """A route of every kind that the chain's clips may take; their clip indices mean nothing."""
+        cuts = self._cuts[chain % len(self._cuts)]
+        if isinstance(cuts, DitheredCuts):
+            for turn, each in cuts.all_cuts():
+                yield self._route(0, chain, turn, each)
+        else:
+            for turn in range(self.decoders):
+                yield self._route(0, chain, turn, cuts)
+
+
+def divisors(number: int) -> list[int]:
+    """All whole numbers that divide `number`, in rising order."""
+    return [each for each in range(1, number + 1) if number % each == 0]

@@ -171,6 +171,11 @@ class DitheredCuts:
             for phase in sorted({-position % _UNIT for position in positions})
         ]
 
+    def mean_steps(self, place: int, turn: int, num_turns: int) -> float:
+        """Steps done at stage `place`, on average over every clip whose turn there is `turn`."""
+        own = self.positions[turn::num_turns]
+        return sum(each[place + 1] - each[place] for each in own) / len(own) / _UNIT
+
     def _rounded(self, turn: int, phase: int) -> Cuts:
         phase %= _UNIT
         return tuple((position + phase) >> _UNIT_BITS for position in self.positions[turn])

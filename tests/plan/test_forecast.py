@@ -203,9 +203,33 @@ def at(clip: int, start: float, end: float, rank: int = 0) -> Span:
 )
 def test_cadence_is_the_mean_over_the_second_half(ends: list[float], cadence: float) -> None:
     """Of clips that finish at 10, 13, 14, 20 the last two took 14 - 13 and 20 - 14: 3.5 each."""
-    spans = [at(clip, 0, end, rank=clip) for clip, end in enumerate(ends)]
+    spans = [at(clip, 0, end) for clip, end in enumerate(ends)]
 
     assert summarise(spans, len(ends)).cadence == cadence
+
+
+@pytest.mark.parametrize("num_clips", range(1, 40))
+def test_cadence_of_groups_does_not_depend_on_where_the_half_lies(num_clips: int) -> None:
+    """Data parallel over 7: seven clips every 28 steps are one every 4, whatever their number."""
+    routes = data_parallel_routes(28, 7, range(num_clips))
+    result = summarise(replay(build_schedule(routes, 7), Costs()), 7)
+
+    assert result.cadence == (4 if num_clips >= 7 else 28 / num_clips)
+
+
+def test_jitter_is_the_spread_of_the_same_gaps() -> None:
+    def jitter(ends: list[float]) -> float:
+        return summarise([at(clip, 0, end) for clip, end in enumerate(ends)], 1).jitter
+
+    assert jitter([10, 20, 30, 40]) == 0
+    assert jitter([10, 20, 23, 30]) == 2  # gaps of 3 and 7
+
+
+def test_latency_is_from_a_clips_own_beginning() -> None:
+    spans = [at(0, 0, 10), at(1, 10, 12), at(2, 12, 20), at(1, 20, 24, rank=1)]
+    latency = summarise(spans, 2).latency
+
+    assert latency == (pytest.approx((10 + 14 + 8) / 3), 10, 14, 14)
 
 
 def test_measured_times_may_begin_anywhere() -> None:
