@@ -10,7 +10,8 @@ from svdpp.cli import options
 from svdpp.cli.console import Console
 from svdpp.config import DEFAULT_NUM_STEPS
 from svdpp.errors import RequestError
-from svdpp.plan.forecast import Costs, Forecast, Span, replay, summarise
+from svdpp.plan.costs import Costs
+from svdpp.plan.forecast import Forecast, Span, replay, summarise
 from svdpp.plan.grid import draw_grid
 from svdpp.plan.schedule import build_schedule, data_parallel_routes, pipeline_routes
 from svdpp.plan.sigmas import karras_sigmas

@@ -2,48 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from svdpp.errors import RequestError
 from svdpp.plan.actions import Action, Kind
+from svdpp.plan.costs import Costs
 from svdpp.plan.schedule import Schedule
-
-# So that sums over any number of clips stay finite.
-_MAX_SECONDS = 1e9
-
-
-@dataclass(frozen=True, kw_only=True)
-class Costs:
-    """Seconds that each kind of work takes on one rank.
-
-    The default is the unit of a plan without measurements: one step takes 1, everything else 0.
-    """
-
-    step_seconds: float = 1.0
-    encode_seconds: float = 0.0
-    decode_seconds: float = 0.0
-    hop_seconds: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            option = f"--{name.replace('_', '-')}"
-            if not (math.isfinite(value) and value >= 0):
-                raise RequestError(f"{option} must be a finite number, 0 or more, got {value}")
-            if value > _MAX_SECONDS:
-                raise RequestError(f"{option} must be {_MAX_SECONDS:g} or less, got {value}")
-        if self.step_seconds == 0:
-            raise RequestError("--step-seconds must be above 0")
-
-    def of(self, action: Action) -> float:
-        """Seconds for which `action` keeps its rank's device busy."""
-        if action.kind is Kind.DENOISE:
-            return (action.end - action.start) * self.step_seconds
-        return {Kind.ENCODE: self.encode_seconds, Kind.DECODE: self.decode_seconds}.get(
-            action.kind, 0.0
-        )
 
 
 class Span(NamedTuple):
@@ -53,6 +20,15 @@ class Span(NamedTuple):
     action: Action
     start: float
     end: float
+
+
+class Latency(NamedTuple):
+    """How long clips took, each from its beginning, or its arrival where it had one, to its end."""
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +41,14 @@ class Forecast:
     first_clip: float
     """Until the first clip is finished."""
     cadence: float
-    """Mean time between finished clips, over the second half of them."""
+    """Mean time between finished clips, over the second half of them.
+
+    Where G ranks finish clips, as in data parallel, clips come in groups of G; the mean is then
+    over whole groups, so that it does not depend on where the half happens to lie in one.
+    """
+    jitter: float
+    """Standard deviation of the times between finished clips over the same clips."""
+    latency: Latency
     bubble: float
     """Share of all ranks' time in which they do nothing, 0 to 1."""
 
@@ -85,9 +68,13 @@ class _Replay:
     under way: a rank never holds more than one unsent packet for each neighbour.
     """
 
-    def __init__(self, schedule: Schedule, costs: Costs) -> None:
+    def __init__(
+        self, schedule: Schedule, costs: Costs, arrivals: Mapping[int, float] | None = None
+    ) -> None:
         self.schedule = schedule
+        self.clip_arrivals = arrivals or {}
         self.costs = costs
+        self.hop_seconds = costs.hand_over_seconds
         self.spans: list[Span] = []
         self.clock = [0.0] * len(schedule)
         self.next_action = [0] * len(schedule)
@@ -128,7 +115,9 @@ class _Replay:
         if action.kind is Kind.DELIVER:
             return None  # in the background
         start = self.clock[rank]
-        self.clock[rank] = start + self.costs.of(action)
+        if action.kind in (Kind.ENCODE, Kind.LOAD):
+            start = max(start, self.clip_arrivals.get(action.clip, 0.0))
+        self.clock[rank] = start + self.costs.of(action, rank)
         self.spans.append(Span(rank, action, start, self.clock[rank]))
         return None
 
@@ -157,7 +146,7 @@ class _Replay:
         if (other[0].clip, other[0].start) != (action.clip, action.start):
             raise DeadlockError(f"rank {hop[0]} to {hop[1]}: {other[0]} meets {action}")
         before = self.hop_ends.get((hop[0], hop[1], hop[2] - 1), 0.0)
-        self.hop_ends[hop] = max(other[1], at, before) + self.costs.hop_seconds
+        self.hop_ends[hop] = max(other[1], at, before) + self.hop_seconds
         ready.extend(self.sleepers.pop(hop, []))
 
     def _check_all_done(self) -> None:
@@ -170,13 +159,20 @@ class _Replay:
             raise DeadlockError(f"deadlock: {', '.join(stuck)}")
 
 
-def replay(schedule: Schedule, costs: Costs) -> list[Span]:
+def replay(
+    schedule: Schedule, costs: Costs, arrivals: Mapping[int, float] | None = None
+) -> list[Span]:
     """When each rank would do each ENCODE, DENOISE and DECODE, in no particular order of ranks.
+
+    Args:
+        schedule: each rank's list.
+        costs: of each kind of work.
+        arrivals: when a clip is there to be begun; from the start where it is not named.
 
     Raises:
         DeadlockError: the lists wait for each other, or two ends of a hop do not match.
     """
-    return _Replay(schedule, costs).run()
+    return _Replay(schedule, costs, arrivals).run()
 
 
 def summarise(spans: Iterable[Span], world_size: int) -> Forecast:
@@ -188,16 +184,45 @@ def summarise(spans: Iterable[Span], world_size: int) -> Forecast:
     spans = list(spans)
     if not spans:
         raise ValueError("nothing was done: no spans to sum up")
-    begin = min(span.start for span in spans)
-    finished = clip_finish_times(spans)
-    makespan = max(span.end for span in spans) - begin
-    busy = sum(span.end - span.start for span in spans)
+    first: dict[int, Span] = {}
+    last: dict[int, Span] = {}
+    for span in spans:
+        clip = span.action.clip
+        first[clip] = min(first.get(clip, span), span, key=lambda each: each.start)
+        last[clip] = max(last.get(clip, span), span, key=lambda each: (each.end, each.start))
+    return sum_up(
+        [(first[clip].start, last[clip].end) for clip in sorted(first)],
+        busy=sum(span.end - span.start for span in spans),
+        world_size=world_size,
+        num_finishers=len({span.rank for span in last.values()}),
+    )
+
+
+def sum_up(
+    clips: Sequence[tuple[float, float]], *, busy: float, world_size: int, num_finishers: int
+) -> Forecast:
+    """The sums of `summarise`, of clips whose beginning and end are known.
+
+    Args:
+        clips: (beginning or arrival, end) of each clip, one or more.
+        busy: seconds of work of all ranks.
+        world_size: number of ranks.
+        num_finishers: number of ranks that finish clips.
+    """
+    begin = min(begun for begun, _ in clips)
+    finished = sorted(end - begin for _, end in clips)
+    window = _last_whole_groups(len(finished), num_finishers)
+    before = [0.0, *finished][-window - 1 :]
+    gaps = [after - each for each, after in itertools.pairwise(before)]
+    cadence = (before[-1] - before[0]) / window
     return Forecast(
-        clips=len(finished),
-        makespan=makespan,
-        first_clip=finished[0] - begin,
-        cadence=_cadence([time - begin for time in finished]),
-        bubble=max(0.0, 1 - busy / (makespan * world_size)) if makespan else 0.0,
+        clips=len(clips),
+        makespan=finished[-1],
+        first_clip=finished[0],
+        cadence=cadence,
+        jitter=math.sqrt(math.fsum((gap - cadence) ** 2 for gap in gaps) / window),
+        latency=_latency([end - begun for begun, end in clips]),
+        bubble=max(0.0, 1 - busy / (finished[-1] * world_size)) if finished[-1] else 0.0,
     )
 
 
@@ -209,7 +234,18 @@ def clip_finish_times(spans: Iterable[Span]) -> list[float]:
     return sorted(ends.values())
 
 
-def _cadence(finished: Sequence[float]) -> float:
-    half = len(finished) // 2
-    before = finished[half - 1] if half else 0.0
-    return (finished[-1] - before) / (len(finished) - half)
+def _last_whole_groups(num_clips: int, group: int) -> int:
+    """How many of the last clips make whole groups: half of all clips, but one group at least.
+
+    All clips where there is but one group.
+    """
+    if num_clips <= group:
+        return num_clips
+    return max(group, (num_clips - num_clips // 2) // group * group)
+
+
+def _latency(seconds: Sequence[float]) -> Latency:
+    """Mean and percentiles: the smallest value that so many in a hundred do not exceed."""
+    ordered = sorted(seconds)
+    places = [-(-percent * len(ordered) // 100) - 1 for percent in (50, 90, 99)]
+    return Latency(math.fsum(ordered) / len(ordered), *(ordered[place] for place in places))

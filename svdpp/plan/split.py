@@ -1,10 +1,33 @@
-"""Owns the rules that cut `num_steps` denoising steps into ranges, one for each rank."""
+"""Owns the rules that cut `num_steps` denoising steps into ranges, one for each stage of a chain.
+
+A step's result does not depend on the rank that does it, so where the cuts lie is free, and for
+each clip anew. `uniform` cuts into equal ranges; `balanced` into whole ranges whose slowest stage
+is as fast as any can be; `dithered` into ranges that differ from clip to clip, so that over clips
+every stage has the same work to a fraction of a step.
+"""
 
 from __future__ import annotations
 
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 from svdpp.errors import RequestError
+
+#: Cut positions of one clip: 0, the steps done after each stage, and so the number of steps last.
+Cuts = tuple[int, ...]
+
+# Cut positions and phases are whole numbers of 2^-64 steps: exact, and alike on every machine.
+_UNIT_BITS = 64
+_UNIT = 1 << _UNIT_BITS
+# 2^64 / golden ratio: of all additive sequences its multiples fill the circle most evenly.
+_GOLDEN = 0x9E3779B97F4A7C15
+# An encode or decode stage gets no steps where they would speed the chain up by less than this:
+# they would cost its rank the UNet's weights.
+_WORTH_A_UNET = 0.005
 
 
 class StepRange(NamedTuple):
@@ -24,6 +47,34 @@ class StepRange(NamedTuple):
         return self.end - self.start
 
 
+@dataclass(frozen=True)
+class Stage:
+    """One place in a chain: a rank, or several that take the chain's clips in turn.
+
+    Args:
+        ranks: who takes turns; the chain's clip q goes to `ranks[q % len(ranks)]`.
+        step_seconds: of one step, for each of `ranks`.
+        fixed_seconds: of what a clip needs here beside steps (encode, decode), for each of `ranks`.
+    """
+
+    ranks: tuple[int, ...]
+    step_seconds: tuple[float, ...]
+    fixed_seconds: tuple[float, ...]
+
+    def seconds(self, num_steps: int) -> float:
+        """What `num_steps` of every clip take here, for each clip of the chain: the slowest turn.
+
+        A rank that takes every k-th clip has k times as long for it.
+        """
+        turns = zip(self.fixed_seconds, self.step_seconds, strict=True)
+        return max(fixed + num_steps * step for fixed, step in turns) / len(self.ranks)
+
+    def steps_within(self, seconds: float, turn: int) -> float:
+        """Steps, as a real number, that this turn's rank can do where each clip has `seconds`."""
+        left = seconds * len(self.ranks) - self.fixed_seconds[turn]
+        return max(0.0, left / self.step_seconds[turn])
+
+
 def split_steps(num_steps: int, world_size: int) -> tuple[StepRange, ...]:
     """The uniform rule: `start = rank * (num_steps // world_size)`, all ranges of one length.
 
@@ -31,10 +82,7 @@ def split_steps(num_steps: int, world_size: int) -> tuple[StepRange, ...]:
         RequestError: counts that are not positive, more ranks than steps, or steps that the world
             does not divide; then the nearest step counts that it does are named.
     """
-    if num_steps < 1:
-        raise RequestError(f"the number of steps must be 1 or more, got {num_steps}")
-    if world_size < 1:
-        raise RequestError(f"the number of ranks must be 1 or more, got {world_size}")
+    check_counts(num_steps, world_size)
     if world_size > num_steps:
         raise RequestError(
             f"{world_size} ranks are more than {num_steps} steps: a rank would have nothing to do",
@@ -52,6 +100,150 @@ def split_steps(num_steps: int, world_size: int) -> tuple[StepRange, ...]:
     return tuple(StepRange(rank, rank * count, (rank + 1) * count) for rank in range(world_size))
 
 
+def check_counts(num_steps: int, world_size: int) -> None:
+    """Refuses counts that are not positive.
+
+    Raises:
+        RequestError: naming the count.
+    """
+    if num_steps < 1:
+        raise RequestError(f"the number of steps must be 1 or more, got {num_steps}")
+    if world_size < 1:
+        raise RequestError(f"the number of ranks must be 1 or more, got {world_size}")
+
+
 def largest_world(num_steps: int, at_most: int) -> int:
     """The largest number of ranks, 1 to `at_most`, that splits `num_steps` evenly."""
     return max(world for world in range(1, at_most + 1) if num_steps % world == 0)
+
+
+def balanced_cuts(num_steps: int, stages: Sequence[Stage]) -> Cuts:
+    """Whole ranges, the same for every clip, that make the slowest stage as fast as can be.
+
+    Steps are given out one by one, each to the stage that will be done first with it. That is the
+    best: the last step of the slowest stage went there because every other stage would have been as
+    slow with it, and so in any other split one of them is. A stage may get no step at all.
+    """
+    counts = [0] * len(stages)
+    offers = [(stage.seconds(1), index) for index, stage in enumerate(stages)]
+    heapq.heapify(offers)
+    for _ in range(num_steps):
+        index = offers[0][1]
+        counts[index] += 1
+        heapq.heapreplace(offers, (stages[index].seconds(counts[index] + 1), index))
+    return (0, *accumulate(counts))
+
+
+class DitheredCuts:
+    """Real cut positions, rounded for each clip with a phase of its own.
+
+    A position c becomes floor(c + phase), the phase walking evenly over 0 to 1 as clips follow each
+    other: its mean over clips is c, a stage's steps differ by one at most, and ranges stay in order
+    since all positions of a clip share its phase.
+
+    Args:
+        num_steps: N, of each clip.
+        stages: of the chain. Where one has several ranks of unequal speed, each of their turns has
+            positions of its own.
+    """
+
+    def __init__(self, num_steps: int, stages: Sequence[Stage]) -> None:
+        turns = math.lcm(*(len(stage.ranks) for stage in stages))
+        shares = _shares_worth_a_unet(num_steps, stages, turns)
+        self.positions = tuple(
+            _grid_positions(num_steps, [share[turn] for share in shares]) for turn in range(turns)
+        )
+        # Every turn's own clips are to fill the circle evenly as well: `turns` paces add up to a
+        # golden one, and each is as near to golden as that allows.
+        rounds = round((turns - 1) * _GOLDEN / _UNIT)
+        self._pace = (rounds * _UNIT + _GOLDEN) // turns
+
+    def cuts(self, index: int) -> Cuts:
+        """The cuts of the chain's clip `index`; clip 0 is rounded to the nearest step."""
+        return self._rounded(index % len(self.positions), index * self._pace + _UNIT // 2)
+
+    def all_cuts(self) -> list[tuple[int, Cuts]]:
+        """Every (turn, cuts) that some clip may have."""
+        return [
+            (turn, self._rounded(turn, phase))
+            for turn, positions in enumerate(self.positions)
+            # The cuts change where a position steps over to the next whole number.
+            for phase in sorted({-position % _UNIT for position in positions})
+        ]
+
+    def mean_steps(self, place: int, turn: int, num_turns: int) -> float:
+        """Steps done at stage `place`, on average over every clip whose turn there is `turn`."""
+        own = self.positions[turn::num_turns]
+        return sum(each[place + 1] - each[place] for each in own) / len(own) / _UNIT
+
+    def _rounded(self, turn: int, phase: int) -> Cuts:
+        phase %= _UNIT
+        return tuple((position + phase) >> _UNIT_BITS for position in self.positions[turn])
+
+
+def _shares_worth_a_unet(
+    num_steps: int, stages: Sequence[Stage], turns: int
+) -> list[tuple[float, ...]]:
+    """`_shares`, with no steps on an end of the chain where they would hardly matter."""
+    free: list[int] = []
+    seconds = best = _fair_seconds(num_steps, stages, free)
+    for index in (len(stages) - 1, 0) if len(stages) > 1 else ():
+        if any(stages[index].fixed_seconds):
+            without = _fair_seconds(num_steps, stages, [*free, index])
+            if without <= best * (1 + _WORTH_A_UNET):
+                free.append(index)
+                seconds = without
+    return _shares(num_steps, stages, turns, seconds, free)
+
+
+def _fair_seconds(num_steps: int, stages: Sequence[Stage], free: Sequence[int]) -> float:
+    """The least time for each clip in which the stages can do all its steps, if steps could be cut.
+
+    Stages in `free` do none. By bisection: what can be done only grows with the time.
+    """
+    working = [stage for index, stage in enumerate(stages) if index not in free]
+    slowest = max((max(stage.step_seconds) for stage in working), default=0.0)
+    low = max(max(stage.fixed_seconds) / len(stage.ranks) for stage in stages)
+    high = low + num_steps * slowest
+    if not working:
+        return math.inf
+    while low < (middle := (low + high) / 2) < high:
+        done = sum(_mean_share(num_steps, stage, middle) for stage in working)
+        low, high = (low, middle) if done >= num_steps else (middle, high)
+    return high
+
+
+def _mean_share(num_steps: int, stage: Stage, seconds: float) -> float:
+    return math.fsum(
+        min(num_steps, stage.steps_within(seconds, turn)) for turn in range(len(stage.ranks))
+    ) / len(stage.ranks)
+
+
+def _shares(
+    num_steps: int, stages: Sequence[Stage], turns: int, seconds: float, free: Sequence[int]
+) -> list[tuple[float, ...]]:
+    """Steps of each stage in each turn, such that each turn's add up to `num_steps`.
+
+    A turn whose last rank is slower leaves more to the stages before it, in their proportions.
+    """
+    *body, last = (
+        [
+            0.0 if index in free else min(num_steps, stage.steps_within(seconds, turn))
+            for turn in range(len(stage.ranks))
+        ]
+        for index, stage in enumerate(stages)
+    )
+    whole = math.fsum(share[0] for share in body)
+    shares = [
+        tuple(
+            share[0] * (num_steps - last[turn]) / whole if whole else 0.0 for turn in range(turns)
+        )
+        for share in body
+    ]
+    return [*shares, tuple(last)]
+
+
+def _grid_positions(num_steps: int, shares: Sequence[float]) -> tuple[int, ...]:
+    """Sums of `shares` in units of 2^-64 steps; the last is `num_steps` to the unit."""
+    sums = accumulate(shares[:-1])
+    return (0, *(min(round(each * _UNIT), num_steps * _UNIT) for each in sums), num_steps * _UNIT)

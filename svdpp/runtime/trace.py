@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from svdpp.plan.actions import Action, Kind
-from svdpp.plan.forecast import Costs, Forecast, Span, summarise
+from svdpp.plan.costs import Costs
+from svdpp.plan.forecast import Forecast, Span, summarise
 from svdpp.runtime.messages import ActionDone, Event, HopDone, Joined, StepDone
 
 

@@ -66,7 +66,8 @@ def test_json_with_costs() -> None:
         "data_parallel": {
             "makespan_seconds": 2 * 17,
             "first_clip_seconds": 17,
-            "cadence_seconds": (34 - 17) / 3,
+            # Whole waves of four: the two clips of the second one are no faster for being two.
+            "cadence_seconds": 17 / 4,
         },
     }
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
-from svdpp.plan.forecast import Costs
+from svdpp.plan.costs import Costs
 from svdpp.plan.schedule import Route, Schedule, build_schedule, pipeline_routes
 from svdpp.plan.split import StepRange, split_steps
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 
@@ -10,11 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from svdpp.errors import RequestError
 from svdpp.plan import actions
 from svdpp.plan.actions import Action
+from svdpp.plan.costs import Costs
 from svdpp.plan.forecast import (
-    Costs,
     DeadlockError,
     Forecast,
     Span,
@@ -114,7 +112,7 @@ def test_a_rank_does_one_thing_at_a_time_in_the_order_of_its_list(
         for before, after in itertools.pairwise(own):
             assert before.end <= after.start
         for span in own:
-            assert span.end - span.start == costs.of(span.action)
+            assert span.end - span.start == costs.of(span.action, span.rank)
 
 
 peers = st.integers(0, 2)
@@ -205,9 +203,33 @@ def at(clip: int, start: float, end: float, rank: int = 0) -> Span:
 )
 def test_cadence_is_the_mean_over_the_second_half(ends: list[float], cadence: float) -> None:
     """Of clips that finish at 10, 13, 14, 20 the last two took 14 - 13 and 20 - 14: 3.5 each."""
-    spans = [at(clip, 0, end, rank=clip) for clip, end in enumerate(ends)]
+    spans = [at(clip, 0, end) for clip, end in enumerate(ends)]
 
     assert summarise(spans, len(ends)).cadence == cadence
+
+
+@pytest.mark.parametrize("num_clips", range(1, 40))
+def test_cadence_of_groups_does_not_depend_on_where_the_half_lies(num_clips: int) -> None:
+    """Data parallel over 7: seven clips every 28 steps are one every 4, whatever their number."""
+    routes = data_parallel_routes(28, 7, range(num_clips))
+    result = summarise(replay(build_schedule(routes, 7), Costs()), 7)
+
+    assert result.cadence == (4 if num_clips >= 7 else 28 / num_clips)
+
+
+def test_jitter_is_the_spread_of_the_same_gaps() -> None:
+    def jitter(ends: list[float]) -> float:
+        return summarise([at(clip, 0, end) for clip, end in enumerate(ends)], 1).jitter
+
+    assert jitter([10, 20, 30, 40]) == 0
+    assert jitter([10, 20, 23, 30]) == 2  # gaps of 3 and 7
+
+
+def test_latency_is_from_a_clips_own_beginning() -> None:
+    spans = [at(0, 0, 10), at(1, 10, 12), at(2, 12, 20), at(1, 20, 24, rank=1)]
+    latency = summarise(spans, 2).latency
+
+    assert latency == (pytest.approx((10 + 14 + 8) / 3), 10, 14, 14)
 
 
 def test_measured_times_may_begin_anywhere() -> None:
@@ -217,18 +239,3 @@ def test_measured_times_may_begin_anywhere() -> None:
     assert (result.makespan, result.first_clip, result.cadence) == (7, 4, 3)
     assert result.bubble == pytest.approx(1 - 8 / 14)
     assert clip_finish_times(spans) == [104, 107]
-
-
-@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(Costs)])
-@pytest.mark.parametrize("value", [-1.0, -1e-9, math.inf, -math.inf, math.nan])
-def test_costs_that_are_none(name: str, value: float) -> None:
-    with pytest.raises(RequestError) as caught:
-        Costs(**{name: value})
-
-    option = f"--{name.replace('_', '-')}"
-    assert caught.value.message == f"{option} must be a finite number, 0 or more, got {value}"
-
-
-def test_a_step_takes_time() -> None:
-    with pytest.raises(RequestError, match="--step-seconds must be above 0"):
-        Costs(step_seconds=0)

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from svdpp.plan import actions
-from svdpp.plan.forecast import Costs, Span, replay
+from svdpp.plan.costs import Costs
+from svdpp.plan.forecast import Span, replay
 from svdpp.plan.grid import clip_sign, draw_grid
 from tests.plan.plans import Layout, costs, layouts
 

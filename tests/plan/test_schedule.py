@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from svdpp.plan.actions import Action, Kind
-from svdpp.plan.forecast import Costs, replay
+from svdpp.plan.costs import Costs
+from svdpp.plan.forecast import replay
 from svdpp.plan.schedule import (
     Route,
     Schedule,

@@ -1,0 +1,186 @@
+"""Owns choosing a layout by forecast, and setting layouts side by side."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from svdpp.errors import RequestError
+from svdpp.plan.costs import Costs, PerRank
+from svdpp.plan.fleet import forecast_layout
+from svdpp.plan.forecast import Forecast
+from svdpp.plan.layout import SPLITS, Layout, divisors
+from svdpp.plan.split import check_counts
+
+# Longer chains are not tried: a forecast takes the square of the length, and no gain is in sight.
+_LONGEST_CHAIN = 64
+# Clips for each rank after which a forecast goes on at its cadence.
+_SAMPLE_PER_RANK = 16
+# Forecasts that differ by less count as equal, and the simplest layout is taken.
+_EQUAL = 1.001
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """A layout, and why it was taken, in one line."""
+
+    layout: Layout
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One layout among others: its forecast, or why there is none."""
+
+    name: str
+    layout: Layout | None = None
+    forecast: Forecast | None = None
+    problem: str = ""
+
+
+def choose_layout(
+    *,
+    num_steps: int,
+    world_size: int,
+    num_clips: int,
+    costs: Costs,
+    decodes: bool = True,
+    memory_gib: Sequence[float] = (),
+) -> Choice:
+    """The layout that finishes `num_clips` clips first, by forecast, of those that fit in memory.
+
+    Args:
+        num_steps: N, of each clip.
+        world_size: W.
+        num_clips: M.
+        costs: of each kind of work; memory is looked at only where they tell it.
+        decodes: whether clips become frames.
+        memory_gib: what each rank may use; empty where that is not known.
+
+    Raises:
+        RequestError: counts below 1, costs of another world, or no layout that fits in memory.
+    """
+    layouts = list(_candidates(num_steps, world_size, costs, decodes))
+    fitting = [layout for layout in layouts if not _needs_more(layout, memory_gib)]
+    if not fitting:
+        least = min(max(peak or 0.0 for peak in layout.peak_gib) for layout in layouts)
+        raise RequestError(
+            f"no layout of {world_size} ranks fits in {min(memory_gib):.4g} GiB a rank: "
+            f"the most modest one needs {least:.4g}",
+            "fewer frames, a smaller size or --memory-opt need less",
+        )
+    seconds = [_makespan(layout, num_clips) for layout in fitting]
+    chosen = next(i for i, each in enumerate(seconds) if each <= min(seconds) * _EQUAL)
+    layout, soonest = fitting.pop(chosen), seconds.pop(chosen)
+    remarks = [_reason(num_clips, soonest, list(zip(seconds, map(str, fitting), strict=True)))]
+    if left_out := len(layouts) - len(fitting) - 1:
+        remarks.append(f"{left_out} of {len(layouts)} layouts need more memory")
+    if memory_gib and None in layout.peak_gib:
+        remarks.append("the costs do not tell its memory")
+    return Choice(layout=layout, reason=f"{layout}: {'; '.join(remarks)}")
+
+
+def _reason(num_clips: int, seconds: float, rivals: Sequence[tuple[float, str]]) -> str:
+    if not rivals:
+        return "no other fits"
+    next_seconds, rival = min(rivals)
+    clips = f"{num_clips} clip{'s' if num_clips > 1 else ''}"
+    if next_seconds <= seconds * _EQUAL:
+        return f"no other is done with {clips} sooner, and none is simpler"
+    return f"{clips} take {next_seconds / seconds - 1:.1%} longer in the next best, {rival}"
+
+
+def compare_layouts(
+    *,
+    num_steps: int,
+    world_size: int,
+    num_clips: int,
+    costs: Costs,
+    arrivals: Sequence[float] = (),
+    memory_gib: Sequence[float] = (),
+) -> list[Row]:
+    """Every split in one chain, a wider decode, the layout of `choose_layout`, and data parallel.
+
+    A layout that cannot be built says why instead of a forecast; one that does not fit in memory
+    says so beside it. Arguments as for `choose_layout` and `forecast_layout`.
+    """
+    decoders = min(world_size, max(2, _decoders_needed(num_steps, world_size, costs)))
+
+    def build(**options: Any) -> Layout:
+        return Layout(num_steps=num_steps, world_size=world_size, costs=costs, **options)
+
+    def choose() -> Layout:
+        return choose_layout(
+            num_steps=num_steps,
+            world_size=world_size,
+            num_clips=num_clips,
+            costs=costs,
+            memory_gib=memory_gib,
+        ).layout
+
+    def row(name: str, layout_of: Callable[[], Layout]) -> Row:
+        try:
+            layout = layout_of()
+        except RequestError as error:
+            return Row(name=name, problem=error.message)
+        forecast = forecast_layout(layout, num_clips, arrivals)
+        problem = _needs_more(layout, memory_gib)
+        return Row(name=name, layout=layout, forecast=forecast, problem=problem)
+
+    return [
+        *(row(split, partial(build, split=split)) for split in SPLITS),
+        row(f"{decoders} decoders", partial(build, split="dithered", decoders=decoders)),
+        row("auto", choose),
+        row("data parallel", partial(build, replicas=world_size)),
+    ]
+
+
+def _candidates(num_steps: int, world_size: int, costs: Costs, decodes: bool) -> Iterator[Layout]:
+    """Layouts worth a forecast, the simplest first: short chains, equal ranges, one decoder."""
+    check_counts(num_steps, world_size)
+    for chain_size in divisors(world_size):
+        if chain_size > min(_LONGEST_CHAIN, num_steps + 2) and chain_size > 1:
+            return
+        needed = _decoders_needed(num_steps, chain_size, costs) if decodes else 1
+        for decoders in sorted({1, needed} - ({chain_size} if chain_size > 1 else set())):
+            for split in SPLITS if chain_size > 1 else SPLITS[:1]:
+                # The uniform rule alone is particular about counts.
+                if split != "uniform" or num_steps % (chain_size - decoders + 1) == 0:
+                    yield Layout(
+                        num_steps=num_steps,
+                        world_size=world_size,
+                        split=split,
+                        replicas=world_size // chain_size,
+                        decoders=decoders,
+                        costs=costs,
+                        decodes=decodes,
+                    )
+
+
+def _decoders_needed(num_steps: int, chain_size: int, costs: Costs) -> int:
+    """Ranks of a chain that have to take turns, so that none decodes for more than its share."""
+    encode, decode = _mean(costs.encode_seconds), _mean(costs.decode_seconds)
+    share = (encode + num_steps * _mean(costs.step_seconds) + decode) / chain_size
+    return max(1, math.ceil(decode / share))
+
+
+def _mean(value: PerRank) -> float:
+    return math.fsum(value) / len(value) if isinstance(value, tuple) else value
+
+
+def _needs_more(layout: Layout, memory_gib: Sequence[float]) -> str:
+    """Which rank needs more memory than it has; empty where none does, as far as is known."""
+    for rank, (has, needs) in enumerate(zip(memory_gib, layout.peak_gib, strict=False)):
+        if needs is not None and needs > has:
+            return f"rank {rank} needs {needs:.4g} GiB and has {has:.4g}"
+    return ""
+
+
+def _makespan(layout: Layout, num_clips: int) -> float:
+    """Until all clips are done; of many clips the later ones are taken to keep the cadence."""
+    sample = min(num_clips, _SAMPLE_PER_RANK * layout.world_size)
+    forecast = forecast_layout(layout, sample)
+    return forecast.makespan + (num_clips - sample) * forecast.cadence

@@ -1,0 +1,109 @@
+"""Owns forecasts without action lists: by recurrence, for thousands of ranks and clips."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+
+from svdpp.plan.costs import Costs
+from svdpp.plan.forecast import Forecast, sum_up
+from svdpp.plan.layout import Layout
+from svdpp.plan.schedule import Route
+from svdpp.plan.split import Cuts
+
+#: One clip's way: each rank it comes by, and the seconds of its work there.
+Way = tuple[tuple[int, float], ...]
+
+
+def forecast_layout(layout: Layout, num_clips: int, arrivals: Sequence[float] = ()) -> Forecast:
+    """What `layout` makes of `num_clips` clips, at the costs that it is cut by.
+
+    The replay of its action lists gives the same; this takes a microsecond for each visit of a clip
+    at a rank, and where all chains are alike walks one of them.
+
+    Args:
+        layout: who does what.
+        num_clips: 1 or more.
+        arrivals: when each clip is there to be begun, in rising order; empty: all from the start.
+    """
+    alike = not layout.costs.differ_by_rank
+    hop_seconds = layout.costs.hand_over_seconds
+    known: dict[tuple[int, int, Cuts], Way] = {}
+    clips: list[tuple[float, float]] = []
+    walked: list[tuple[float, float]] = []
+    busy = 0.0
+    for chain in range(min(layout.replicas, num_clips)):
+        own = range(chain, num_clips, layout.replicas)
+        if arrivals or not alike or len(own) != len(walked):
+            ways = list(_ways(layout, own, 0 if alike else chain, known))
+            seconds = sum(work for way in ways for _, work in way)
+            walked = list(walk(ways, hop_seconds, arrivals[chain :: layout.replicas]))
+        clips += walked
+        busy += seconds
+    return sum_up(
+        clips,
+        busy=busy,
+        world_size=layout.world_size,
+        num_finishers=min(layout.replicas * layout.decoders, num_clips),
+    )
+
+
+def _ways(
+    layout: Layout, clips: Iterable[int], chain: int, known: dict[tuple[int, int, Cuts], Way]
+) -> Iterator[Way]:
+    """The ways of one chain's clips, told apart by what they differ in."""
+    for clip in clips:
+        kind = chain, clip // layout.replicas % layout.decoders, layout.cuts(clip)
+        way = known.get(kind)
+        if way is None:
+            way = known[kind] = way_of(layout.route(clip), layout.costs)
+        yield way
+
+
+def way_of(route: Route, costs: Costs) -> Way:
+    """A route's ranks, each with the seconds of the clip's work there."""
+    seconds = [part.num_steps * costs.step_on(part.rank) for part in route.ranges]
+    if not route.start:
+        seconds[0] += costs.encode_on(route.ranges[0].rank)
+    if route.decodes:
+        seconds[-1] += costs.decode_on(route.ranges[-1].rank)
+    return tuple(zip((part.rank for part in route.ranges), seconds, strict=True))
+
+
+def walk(
+    ways: Iterable[Way], hop_seconds: float, arrivals: Sequence[float] = ()
+) -> Iterator[tuple[float, float]]:
+    """Yields each clip's beginning (or arrival, where there are any) and end.
+
+    By the rules of the replay. All that a visit waits for belongs to clips before it, or to its own
+    clip at the rank before: so clips can be walked one after the other. A hop waits for its
+    receive, which the target posts when it turns to the visit before this one, and for the hop
+    before it on its link; for that one its sender waits too.
+    """
+    free: defaultdict[int, float] = defaultdict(float)  # when the rank turned to its next visit
+    before: defaultdict[int, float] = defaultdict(float)  # and to the one before that
+    over: dict[tuple[int, int], float] = {}  # when the last hop of a link was over
+    for index, way in enumerate(ways):
+        end = here = arrivals[index] if arrivals else 0.0
+        begun = here if arrivals else free[way[0][0]]
+        source = -1
+        for rank, seconds in way:
+            if source >= 0:
+                link = source, rank
+                free[source] = sent = max(end, over.get(link, 0.0))
+                over[link] = here = max(sent, before[rank]) + hop_seconds
+            turned = free[rank]
+            before[rank], free[rank] = turned, (end := max(turned, here) + seconds)
+            source = rank
+        yield begun, end
+
+
+def poisson_arrivals(num_clips: int, per_second: float, seed: int = 0) -> list[float]:
+    """When clips arrive that know nothing of each other, `per_second` of them on average."""
+    gaps = random.Random(seed)
+    now, times = 0.0, []
+    for _ in range(num_clips):
+        now += gaps.expovariate(per_second)
+        times.append(now)
+    return times

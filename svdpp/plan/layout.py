@@ -1,0 +1,244 @@
+"""Owns the layout: which ranks form chains, where each clip is cut, and so the way it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal, get_args
+
+from svdpp.errors import RequestError
+from svdpp.plan.costs import Costs
+from svdpp.plan.schedule import Route
+from svdpp.plan.split import (
+    Cuts,
+    DitheredCuts,
+    Stage,
+    StepRange,
+    balanced_cuts,
+    check_counts,
+    split_steps,
+)
+
+Split = Literal["uniform", "balanced", "dithered"]
+SPLITS: tuple[Split, ...] = get_args(Split)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Roles:
+    """Which parts of the model a rank ever uses; it need not load the others."""
+
+    encode: bool
+    denoise: bool
+    decode: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """What one rank does of its chain's clips; a decoder, of those that are its turn."""
+
+    rank: int
+    start: int
+    """The earliest step that it ever begins at."""
+    end: int
+    """The step that it never goes beyond."""
+    mean_steps: float
+    """Steps of a clip, on average over clips."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Ranks in `replicas` chains of one length; clip i goes down chain i mod `replicas`.
+
+    A chain is a row of ranks that end in `decoders` ranks which take its clips in turn: those do
+    the last steps and the decode, each of every `decoders`-th clip. Chains of one rank are plain
+    data parallel. Every rank meets its clips in rising order, so no lists of actions made from
+    these routes wait for each other in a circle.
+
+    Raises:
+        RequestError: counts that do not fit each other, at construction.
+    """
+
+    num_steps: int
+    """Denoising steps N of each clip."""
+    world_size: int
+    """Number of ranks W."""
+    split: Split = "uniform"
+    replicas: int = 1
+    """Number of chains R, a divisor of W."""
+    decoders: int = 1
+    """Ranks at the end of each chain that take turns to finish clips, 1 to W / R."""
+    costs: Costs = field(default_factory=Costs)
+    """What `balanced` and `dithered` cut by."""
+    decodes: bool = True
+    """Whether clips become frames."""
+
+    def __post_init__(self) -> None:
+        check_counts(self.num_steps, self.world_size)
+        self._check_chains()
+        if self.split not in SPLITS:
+            raise RequestError(f"--split must be {', '.join(SPLITS)}, got {self.split!r}")
+        self.costs.check_world(self.world_size)
+        if self.split == "uniform":
+            split_steps(self.num_steps, self.num_stages)
+
+    def _check_chains(self) -> None:
+        if self.replicas < 1 or self.world_size % self.replicas:
+            near = sorted(divisors(self.world_size), key=lambda n: abs(n - self.replicas))[:2]
+            raise RequestError(
+                f"{self.world_size} ranks cannot form {self.replicas} chains of one length",
+                f"use {' or '.join(f'--replicas {n}' for n in sorted(near))}",
+            )
+        if not 1 <= self.decoders <= self.chain_size:
+            raise RequestError(
+                f"--decoders must be 1 to {self.chain_size}, the ranks of a chain, "
+                f"got {self.decoders}"
+            )
+
+    def __str__(self) -> str:
+        if self.chain_size == 1:
+            return "data parallel"
+        chains = f"{self.replicas} chain{'s' if self.replicas > 1 else ''}"
+        decoders = f", {self.decoders} decoders" if self.decoders > 1 else ""
+        return f"{chains} of {self.chain_size} ranks, {self.split}{decoders}"
+
+    @property
+    def chain_size(self) -> int:
+        """Ranks of each chain."""
+        return self.world_size // self.replicas
+
+    @property
+    def num_stages(self) -> int:
+        """Places that a clip comes by: a chain's ranks, its decoders counted as one."""
+        return self.chain_size - self.decoders + 1
+
+    def route(self, clip: int) -> Route:
+        """The way of the clip with this index, the same whatever clips there are beside it."""
+        chain, index = clip % self.replicas, clip // self.replicas
+        return self._route(clip, chain, index, self.cuts(clip))
+
+    def cuts(self, clip: int) -> Cuts:
+        """Where the clip with this index is cut: 0, the steps done after each stage."""
+        cuts = self._cuts[clip % self.replicas % len(self._cuts)]
+        return cuts.cuts(clip // self.replicas) if isinstance(cuts, DitheredCuts) else cuts
+
+    def routes(self, clips: Iterable[int]) -> list[Route]:
+        """The ways of `clips`, in their order."""
+        return [self.route(clip) for clip in clips]
+
+    @cached_property
+    def hops(self) -> tuple[tuple[int, int], ...]:
+        """All (from, to) that some clip may ever pass, in one order for all ranks to connect in."""
+        return tuple(
+            sorted(
+                {
+                    (part.rank, after.rank)
+                    for route in self._all_kinds_of_route()
+                    for part, after in zip(route.ranges, route.ranges[1:], strict=False)
+                }
+            )
+        )
+
+    @cached_property
+    def roles(self) -> tuple[Roles, ...]:
+        """What each rank may ever have to do for some clip."""
+        encode: set[int] = set()
+        denoise: set[int] = set()
+        decode: set[int] = set()
+        for route in self._all_kinds_of_route():
+            encode.add(route.ranges[0].rank)
+            denoise.update(part.rank for part in route.ranges if part.num_steps)
+            decode.update([route.ranges[-1].rank] if route.decodes else [])
+        return tuple(
+            Roles(encode=rank in encode, denoise=rank in denoise, decode=rank in decode)
+            for rank in range(self.world_size)
+        )
+
+    @cached_property
+    def peak_gib(self) -> tuple[float | None, ...]:
+        """Peak memory of each rank; None where the costs do not say."""
+        return tuple(
+            self.costs.peak_gib(encode=role.encode, denoise=role.denoise, decode=role.decode)
+            for role in self.roles
+        )
+
+    def shares(self, chain: int) -> list[Share]:
+        """What each rank of chain `chain` does, in their order."""
+        ranges: dict[int, list[StepRange]] = {}
+        for route in self._kinds_of_route(chain):
+            for part in route.ranges:
+                ranges.setdefault(part.rank, []).append(part)
+        cuts = self._cuts[chain % len(self._cuts)]
+        shares = []
+        for place, stage in enumerate(self.stages(chain)):
+            for turn, rank in enumerate(stage.ranks):
+                parts = ranges.get(rank, [StepRange(rank, 0, 0)])
+                start, end = min(part.start for part in parts), max(part.end for part in parts)
+                if isinstance(cuts, DitheredCuts):
+                    mean = cuts.mean_steps(place, turn, len(stage.ranks))
+                else:
+                    mean = float(cuts[place + 1] - cuts[place])
+                shares.append(Share(rank=rank, start=start, end=end, mean_steps=mean))
+        return shares
+
+    def stages(self, chain: int) -> list[Stage]:
+        """The places of chain `chain`, in the order in which its clips come by."""
+        first = chain * self.chain_size
+        ranks = list(range(first, first + self.chain_size))
+        body, tail = ranks[: -self.decoders], ranks[-self.decoders :]
+        return [self._stage((rank,), is_first=rank == first) for rank in body] + [
+            self._stage(tuple(tail), is_first=not body, is_last=True)
+        ]
+
+    def _stage(self, ranks: tuple[int, ...], *, is_first: bool, is_last: bool = False) -> Stage:
+        costs = self.costs
+        return Stage(
+            ranks,
+            tuple(costs.step_on(rank) for rank in ranks),
+            tuple(
+                (costs.encode_on(rank) if is_first else 0.0)
+                + (costs.decode_on(rank) if is_last and self.decodes else 0.0)
+                for rank in ranks
+            ),
+        )
+
+    def _route(self, clip: int, chain: int, turn: int, cuts: Cuts) -> Route:
+        """Stages without steps are passed by, but for the first and the last one."""
+        first, body = chain * self.chain_size, self.chain_size - self.decoders
+        ranges = [
+            StepRange(first + index, cuts[index], cuts[index + 1])
+            for index in range(body)
+            if index == 0 or cuts[index] < cuts[index + 1]
+        ]
+        last = StepRange(first + body + turn % self.decoders, cuts[body], cuts[body + 1])
+        return Route(clip, (*ranges, last), self.decodes)
+
+    @cached_property
+    def _cuts(self) -> tuple[Cuts | DitheredCuts, ...]:
+        """One for each chain, or one for all of them where all ranks are alike."""
+        chains = range(self.replicas if self.costs.differ_by_rank else 1)
+        if self.split == "uniform":
+            parts = split_steps(self.num_steps, self.num_stages)
+            return ((0, *(part.end for part in parts)),)
+        if self.split == "balanced":
+            return tuple(balanced_cuts(self.num_steps, self.stages(chain)) for chain in chains)
+        return tuple(DitheredCuts(self.num_steps, self.stages(chain)) for chain in chains)
+
+    def _all_kinds_of_route(self) -> Iterator[Route]:
+        for chain in range(self.replicas):
+            yield from self._kinds_of_route(chain)
+
+    def _kinds_of_route(self, chain: int) -> Iterator[Route]:
+        """A route of every kind that the chain's clips may take; their clip indices mean nothing."""
+        cuts = self._cuts[chain % len(self._cuts)]
+        if isinstance(cuts, DitheredCuts):
+            for turn, each in cuts.all_cuts():
+                yield self._route(0, chain, turn, each)
+        else:
+            for turn in range(self.decoders):
+                yield self._route(0, chain, turn, cuts)
+
+
+def divisors(number: int) -> list[int]:
+    """All whole numbers that divide `number`, in rising order."""
+    return [each for each in range(1, number + 1) if number % each == 0]

@@ -1,0 +1,201 @@
+"""Costs: what is refused and by which name, the file both ways, and the published presets."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from svdpp.errors import InputError, RequestError
+from svdpp.plan import actions
+from svdpp.plan.costs import Costs
+from svdpp.plan.presets import PRESETS, find_costs
+
+NUMBERS = [
+    *("step_seconds", "encode_seconds", "decode_seconds", "hop_seconds", "hop_bytes_per_second"),
+    *("packet_bytes", "write_seconds", "encode_weights_gib", "decode_work_gib"),
+]
+BAD = [-1.0, -1e-9, math.inf, -math.inf, math.nan]
+MEASURED = Costs(
+    step_seconds=(1.5, 2.0),
+    encode_seconds=0.25,
+    decode_seconds=(4.0, 5.0),
+    hop_seconds=0.5,
+    hop_bytes_per_second=1e6,
+    packet_bytes=250_000,
+    write_seconds=0.125,
+    encode_weights_gib=1.5,
+    denoise_weights_gib=3.0,
+    decode_weights_gib=0.25,
+    encode_work_gib=1.0,
+    denoise_work_gib=6.0,
+    decode_work_gib=8.0,
+    name="demo",
+    source="measured",
+    device="2 cores",
+)
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("value", BAD)
+def test_costs_that_are_none(name: str, value: float) -> None:
+    with pytest.raises(RequestError) as caught:
+        Costs(**{name: value})  # type: ignore[arg-type]
+
+    option = f"--{name.replace('_', '-')}"
+    assert caught.value.message == f"{option} must be a finite number, 0 or more, got {value}"
+
+
+@pytest.mark.parametrize("name", ["step_seconds", "hop_bytes_per_second"])
+def test_what_must_be_above_zero(name: str) -> None:
+    with pytest.raises(RequestError, match=f"--{name.replace('_', '-')} must be above 0"):
+        Costs(**{name: 0})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", [(), (1.0, -1.0), (0.0, 1.0), (1.0, math.nan)], ids=str)
+def test_one_bad_rank_is_enough(value: tuple[float, ...]) -> None:
+    with pytest.raises(RequestError, match="--step-seconds must"):
+        Costs(step_seconds=value)
+
+
+def test_what_an_action_takes_on_each_rank() -> None:
+    assert [MEASURED.of(actions.denoise(0, 2, 5), rank) for rank in (0, 1)] == [4.5, 6.0]
+    assert [MEASURED.of(actions.encode(0), rank) for rank in (0, 1)] == [0.25, 0.25]
+    assert [MEASURED.of(actions.decode(0, 5), rank) for rank in (0, 1)] == [4.0, 5.0]
+    assert MEASURED.of(actions.send(0, 5, 1), 0) == MEASURED.of(actions.deliver(0, 5), 0) == 0
+
+
+def test_a_hop_is_latency_and_bytes() -> None:
+    assert MEASURED.hand_over_seconds == 0.5 + 0.25
+    assert Costs(hop_seconds=0.5, packet_bytes=1e12).hand_over_seconds == 0.5
+
+
+def test_peak_is_all_weights_and_the_largest_work() -> None:
+    peak = MEASURED.peak_gib
+    assert peak(encode=True, denoise=True, decode=True) == 1.5 + 3.0 + 0.25 + 8.0
+    assert peak(encode=False, denoise=True, decode=False) == 3.0 + 6.0
+    assert peak(encode=False, denoise=False, decode=False) == 0.0
+    partly = Costs(denoise_weights_gib=3.0, denoise_work_gib=6.0, decode_weights_gib=1.0)
+    assert partly.peak_gib(encode=False, denoise=True, decode=False) == 9.0
+    assert partly.peak_gib(encode=False, denoise=True, decode=True) is None
+
+
+def test_costs_of_another_world() -> None:
+    MEASURED.check_world(2)
+    Costs().check_world(7)
+    with pytest.raises(RequestError) as caught:
+        MEASURED.check_world(3)
+    assert caught.value.message == "step_seconds is given for 2 ranks, but there are 3"
+
+
+# --- the file -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("costs", [Costs(), MEASURED, *PRESETS.values()], ids=str)
+def test_the_file_both_ways(costs: Costs, tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps(costs.to_json(), allow_nan=False), encoding="utf-8")
+
+    assert Costs.load(path) == costs
+    assert find_costs(str(path)) == costs
+
+
+def test_a_step_alone_is_enough() -> None:
+    assert Costs.from_json({"schema_version": 1, "step_seconds": 2}, "f") == Costs(step_seconds=2)
+
+
+GOOD = {"schema_version": 1, "step_seconds": 1.0}
+REFUSED: list[tuple[Any, str]] = [
+    ([], "f: costs are a JSON object, not list"),
+    ({}, "f: schema_version must be 1, got None"),
+    ({**GOOD, "schema_version": 2}, "f: schema_version must be 1, got 2"),
+    ({"schema_version": 1}, "f: step_seconds is missing"),
+    ({**GOOD, "warp": 1}, "f: unknown key 'warp'"),
+    ({**GOOD, "step_seconds": None}, "f: step_seconds must be a finite number, 0 or more"),
+    ({**GOOD, "step_seconds": "1"}, "f: step_seconds must be a finite number, 0 or more, got '1'"),
+    ({**GOOD, "step_seconds": True}, "f: step_seconds must be a finite number"),
+    ({**GOOD, "step_seconds": [1, [2]]}, "f: step_seconds must be a finite number"),
+    ({**GOOD, "step_seconds": []}, "f: step_seconds must have a number for each rank"),
+    ({**GOOD, "step_seconds": 10**400}, "f: step_seconds must be a finite number"),
+    ({**GOOD, "hop_seconds": [1, 1]}, "f: hop_seconds must be a finite number"),
+    ({**GOOD, "decode_seconds": 1e300}, "f: decode_seconds must be 1e+09 or less"),
+    ({**GOOD, "decode_work_gib": -1}, "f: decode_work_gib must be a finite number"),
+    ({**GOOD, "device": 3}, "f: device must be a text, got 3"),
+    ({**GOOD, "device": None}, "f: device must be a text, got None"),
+]
+
+
+@pytest.mark.parametrize(("content", "words"), REFUSED, ids=str)
+def test_files_that_hold_no_costs(content: Any, words: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        Costs.from_json(content, "f")
+
+    assert caught.value.message.startswith(words)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "\x00", "{'a': 1}", "9" * 5000, "[" * 100_000], ids=lambda text: text[:8]
+)
+def test_files_that_are_no_json(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(InputError, match="is no JSON"):
+        Costs.load(path)
+
+
+def test_a_folder_is_no_file(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="cannot be read"):
+        find_costs(str(tmp_path))
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3),
+)
+
+
+@given(st.dictionaries(st.sampled_from([*NUMBERS, "name", "bogus"]), json_values, max_size=3))
+def test_any_content_is_costs_or_refused(content: dict[str, Any]) -> None:
+    try:
+        costs = Costs.from_json({**GOOD, **content}, "f")
+    except RequestError:
+        return
+    assert Costs.from_json(json.loads(json.dumps(costs.to_json(), allow_nan=False)), "f") == costs
+
+
+# --- presets ------------------------------------------------------------------------------------
+
+
+def test_neither_file_nor_preset() -> None:
+    with pytest.raises(RequestError) as caught:
+        find_costs("svd-xt-tpu")
+
+    assert caught.value.message == "costs 'svd-xt-tpu' are neither a file nor a preset"
+    assert caught.value.hint == "presets: svd-xt-a100, svd-xt-a100-pcie, svd-xt-h100-pcie"
+
+
+def test_presets_name_their_source() -> None:
+    for name, costs in PRESETS.items():
+        assert costs is find_costs(name)
+        assert costs.source.startswith("https://")
+        assert costs.name
+        assert costs.device
+
+
+def test_the_published_parts_add_up_to_the_published_whole() -> None:
+    """The table's own end-to-end times, which hold some ms of everything else."""
+    published = {
+        "svd-xt-a100": 32.16641,
+        "svd-xt-a100-pcie": 35.25838,
+        "svd-xt-h100-pcie": 22.64473,
+    }
+    for name, whole in published.items():
+        costs = PRESETS[name]
+        parts = costs.encode_on(0) + 25 * costs.step_on(0) + costs.decode_on(0)
+        assert parts <= whole
+        assert parts == pytest.approx(whole, rel=0.002)
