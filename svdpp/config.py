@@ -8,10 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal, NamedTuple, get_args
 
 from svdpp.errors import RequestError
-from svdpp.plan.split import StepRange, split_steps
+from svdpp.plan.costs import Costs
+from svdpp.plan.layout import Layout, Split
 
 Fit = Literal["crop", "pad", "stretch"]
 VideoFormat = Literal["mp4", "gif", "webp", "frames"]
@@ -227,13 +229,21 @@ class PipelineConfig:
     """Ranks have this long to load their model and join."""
     stale_seconds: float = 15.0
     """A rank that sends no heartbeat for this long is taken for frozen."""
+    split: Split = "uniform"
+    """The rule by which each clip's steps are cut."""
+    replicas: int = 1
+    """Number of chains R that the ranks form, a divisor of W; W of them is data parallel."""
+    decoders: int = 1
+    """Ranks at the end of each chain that take turns to finish clips."""
+    costs: Costs = field(default_factory=Costs)
+    """What the splits but `uniform` cut by."""
     checksum: bool = False
     """Whether packets carry a crc32 of their payload."""
     decode: bool = True
     """False leaves the clips at their final latents: for measuring the engine alone."""
 
     def __post_init__(self) -> None:
-        self.ranges  # noqa: B018  the split itself checks W against the steps
+        self.layout  # noqa: B018  the layout itself checks W against the steps
         _require(
             1 <= self.num_threads <= 1024, f"--threads must be 1 to 1024, got {self.num_threads}"
         )
@@ -257,10 +267,22 @@ class PipelineConfig:
                 math.isfinite(value) and value > 0, f"{_option(name)} must be above 0, got {value}"
             )
 
-    @property
-    def ranges(self) -> tuple[StepRange, ...]:
-        """Each rank's steps, by the charter's uniform rule."""
-        return split_steps(self.sampling.num_inference_steps, self.world_size)
+    @cached_property
+    def layout(self) -> Layout:
+        """Which way each clip takes through the ranks."""
+        return Layout(
+            num_steps=self.sampling.num_inference_steps,
+            world_size=self.world_size,
+            split=self.split,
+            replicas=self.replicas,
+            decoders=self.decoders,
+            costs=self.costs,
+            decodes=self.decodes,
+        )
+
+    def alone(self) -> PipelineConfig:
+        """The same work on one device."""
+        return replace(self, world_size=1, split="uniform", replicas=1, decoders=1, costs=Costs())
 
     @property
     def decodes(self) -> bool:

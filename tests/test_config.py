@@ -23,6 +23,7 @@ from svdpp.config import (
     sampling_defaults,
 )
 from svdpp.errors import RequestError, exit_code_of
+from svdpp.plan.costs import Costs
 
 INF, NAN = math.inf, math.nan
 
@@ -212,8 +213,19 @@ def test_guided(scale: float, guided: bool) -> None:
     assert SamplingConfig(max_guidance_scale=scale).guided is guided
 
 
-def test_ranges_follow_the_split() -> None:
-    assert pipeline(world_size=7).ranges[-1] == (6, 24, 28)
+def test_the_way_of_a_clip_follows_the_split() -> None:
+    assert pipeline(world_size=7).layout.route(5).ranges[-1] == (6, 24, 28)
+    assert pipeline(world_size=4, replicas=2).layout.route(5).ranges == ((2, 0, 14), (3, 14, 28))
+
+
+def test_alone_is_the_same_work_on_one_device() -> None:
+    costs = Costs(step_seconds=(1.0, 2.0, 3.0))
+    config = pipeline(world_size=3, split="dithered", decoders=2, costs=costs, num_threads=2)
+
+    alone = config.alone()
+
+    assert alone.layout.route(1).ranges == ((0, 0, 28),)
+    assert (alone.sampling, alone.model, alone.num_threads) == (config.sampling, config.model, 2)
 
 
 @pytest.mark.parametrize(

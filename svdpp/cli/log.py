@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from loguru import logger
 
 from svdpp.errors import OutputError
-from svdpp.plan.split import StepRange
+from svdpp.plan.layout import Layout
 from svdpp.redaction import redact
 from svdpp.runtime.messages import (
     ActionDone,
@@ -64,18 +64,18 @@ class EventLog:
     """Writes each event as one record.
 
     Args:
-        ranges: each rank's steps, named when it is ready.
+        layout: of which each rank's share is named when it is ready.
     """
 
-    def __init__(self, ranges: tuple[StepRange, ...]) -> None:
-        self._ranges = ranges
+    def __init__(self, layout: Layout) -> None:
+        self._shares = layout.all_shares
 
     def __call__(self, rank: int, event: Event) -> None:
         """Takes one event of `rank`."""
         log = logger.bind(rank=rank)
         match event:
             case Joined():
-                part = self._ranges[rank]
+                part = self._shares[rank]
                 log.info(
                     "ready: steps {} to {} on {}, loaded in {:.2f} s",
                     *(part.start, part.end, event.device, event.load_seconds),

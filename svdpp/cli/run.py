@@ -215,7 +215,7 @@ def _perform(
     _announce(console, pipeline.config, clips)
     journal = open_journal(out, pipeline.config, clips, lost)
     with Progress(console, "run", pipeline.schedule(clips.requests)) as progress, journal:
-        for observer in (progress, EventLog(pipeline.config.ranges), journal):
+        for observer in (progress, EventLog(pipeline.config.layout), journal):
             pipeline.observe(observer)
         try:
             with pipeline:

@@ -96,7 +96,7 @@ def simulate(
     requests = _requests(config, num_clips, request.parse_seeds(seed, None)[0])
     with Progress(console, "simulate", pipeline.schedule(requests)) as progress:
         pipeline.observe(progress)
-        pipeline.observe(log.EventLog(config.ranges))
+        pipeline.observe(log.EventLog(config.layout))
         with pipeline:
             pipeline.run(requests)
     measured, forecast = pipeline.trace.summary(), pipeline.forecast()
@@ -117,13 +117,15 @@ def _requests(config: PipelineConfig, num_clips: int, seed: int) -> list[ClipReq
 def _to_json(pipeline: Pipeline, measured: Forecast, forecast: Forecast) -> dict[str, Any]:
     config = pipeline.config
     ranks = pipeline.trace.to_json()
-    for rank, part in zip(ranks, config.ranges, strict=True):
-        rank.update(start=part.start, end=part.end)
+    for rank, share in zip(ranks, config.layout.all_shares, strict=True):
+        rank.update(start=share.start, end=share.end)
     return {
         "schema_version": 1,
         "num_steps": config.sampling.num_inference_steps,
         "world_size": config.world_size,
-        "split": "uniform",
+        "split": config.split,
+        "replicas": config.replicas,
+        "decoders": config.decoders,
         "model": config.model.name,
         "dtype": config.model.dtype,
         "backend": pipeline.backend,
@@ -151,7 +153,7 @@ def _print(console: Console, pipeline: Pipeline, measured: Forecast, forecast: F
     rows = [
         (
             str(stats.rank),
-            f"{part.start}:{part.end}",
+            f"{share.start}:{share.end}",
             str(stats.steps_done),
             f"{stats.compute_seconds:.2f}",
             f"{stats.wait_seconds:.2f}",
@@ -160,7 +162,9 @@ def _print(console: Console, pipeline: Pipeline, measured: Forecast, forecast: F
             f"{stats.p95_step_seconds * 1000:.1f}",
             f"{stats.bubble:.0%}",
         )
-        for stats, part in zip(pipeline.trace.rank_stats(), pipeline.config.ranges, strict=True)
+        for stats, share in zip(
+            pipeline.trace.rank_stats(), pipeline.config.layout.all_shares, strict=True
+        )
     ]
     columns = ("rank", "range", "steps", "compute s", "wait s", "hop s", "mean ms", "p95 ms")
     console.table((*columns, "bubble"), rows)

@@ -184,7 +184,7 @@ def _compare(
 ) -> None:
     from svdpp.cli.log import EventLog
     from svdpp.cli.progress import Progress
-    from svdpp.plan.schedule import build_schedule, data_parallel_routes, pipeline_routes
+    from svdpp.plan.schedule import build_schedule, data_parallel_routes
     from svdpp.runtime import verify as proof
     from svdpp.runtime.faults import PlantedFault
 
@@ -192,13 +192,12 @@ def _compare(
     fault = None if plant_fault is None else PlantedFault.parse(plant_fault)
     if fault is not None:
         fault.check(world_size=config.world_size, num_clips=len(requests))
-    routes = pipeline_routes(config.ranges, clips, decodes=config.decodes)
-    ours = build_schedule(routes, config.world_size)
+    ours = build_schedule(config.layout.routes(clips), config.world_size)
     alone = data_parallel_routes(num_steps, 1, clips, decodes=config.decodes)
     theirs = build_schedule(alone, 1)
     with scratch.folder("svdpp-verify-") as folder:
         with Progress(console, "pipelined", ours) as progress:
-            observers = (progress, EventLog(config.ranges))
+            observers = (progress, EventLog(config.layout))
             proof.run_pipelined(config, requests, folder, fault=fault, observers=observers)
         with Progress(console, "sequential", theirs) as progress:
             proof.run_sequential(config, requests, folder, observers=(progress,))

@@ -181,6 +181,11 @@ class Layout:
                 shares.append(Share(rank=rank, start=start, end=end, mean_steps=mean))
         return shares
 
+    @cached_property
+    def all_shares(self) -> tuple[Share, ...]:
+        """What each rank does of its chain's clips, by rank."""
+        return tuple(share for chain in range(self.replicas) for share in self.shares(chain))
+
     def stages(self, chain: int) -> list[Stage]:
         """The places of chain `chain`, in the order in which its clips come by."""
         first = chain * self.chain_size
@@ -229,7 +234,7 @@ class Layout:
             yield from self._kinds_of_route(chain)
 
     def _kinds_of_route(self, chain: int) -> Iterator[Route]:
-        """A route of every kind that the chain's clips may take; their clip indices mean nothing."""
+        """A route of every kind that the chain's clips may take; its clip index means nothing."""
         cuts = self._cuts[chain % len(self._cuts)]
         if isinstance(cuts, DitheredCuts):
             for turn, each in cuts.all_cuts():

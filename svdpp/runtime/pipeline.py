@@ -18,11 +18,11 @@ from svdpp.media import place
 from svdpp.models.checkpoint import Checkpoint, find_checkpoint
 from svdpp.plan.actions import Kind
 from svdpp.plan.forecast import Forecast, replay, summarise
-from svdpp.plan.schedule import Schedule, build_schedule, check_schedule, pipeline_routes
+from svdpp.plan.schedule import Schedule, build_schedule, check_schedule
 from svdpp.runtime.faults import PlantedFault
 from svdpp.runtime.handover import prune
 from svdpp.runtime.messages import ClipDone, ClipFailed, ClipJob, Event, Work
-from svdpp.runtime.rank import RankSetup, Roles, rank_main
+from svdpp.runtime.rank import RankSetup, rank_main
 from svdpp.runtime.supervisor import Observer, Supervisor
 from svdpp.runtime.trace import Trace
 from svdpp.runtime.watch import Watch
@@ -95,8 +95,8 @@ class Pipeline:
         self._setup = RankSetup(
             config=self.config,
             checkpoint=self.checkpoint,
-            roles=_roles(self.config),
-            hops=tuple((rank, rank + 1) for rank in range(config.world_size - 1)),
+            roles=self.config.layout.roles,
+            hops=self.config.layout.hops,
             evidence_folder=evidence_folder,
             handover_folder=handover_folder,
             fault=fault,
@@ -192,11 +192,7 @@ class Pipeline:
         clips = range(first, first + len(requests))
         routes = [
             route.resumed(request.done_steps) if request.done_steps else route
-            for route, request in zip(
-                pipeline_routes(self.config.ranges, clips, decodes=self.config.decodes),
-                requests,
-                strict=True,
-            )
+            for route, request in zip(self.config.layout.routes(clips), requests, strict=True)
         ]
         return build_schedule(routes, self.config.world_size)
 
@@ -324,16 +320,3 @@ def resolve(config: PipelineConfig) -> tuple[PipelineConfig, Checkpoint | None]:
     checkpoint = find_checkpoint(config.model)
     sampling = config.sampling.resolved(model_frames=checkpoint.num_frames)
     return replace(config, sampling=sampling), checkpoint
-
-
-def _roles(config: PipelineConfig) -> tuple[Roles, ...]:
-    """What each rank's actions will need of the model."""
-    last = config.world_size - 1
-    return tuple(
-        Roles(
-            encode=part.rank == 0,
-            denoise=part.num_steps > 0,
-            decode=part.rank == last and config.decodes,
-        )
-        for part in config.ranges
-    )

@@ -16,6 +16,7 @@ from svdpp.models import determinism
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.dummy_unet import DummyModel
 from svdpp.models.interface import VideoModel
+from svdpp.plan.layout import Roles
 from svdpp.runtime.delivery import Delivery
 from svdpp.runtime.evidence import Evidence
 from svdpp.runtime.faults import PlantedFault
@@ -26,15 +27,6 @@ from svdpp.runtime.reporter import Reporter
 from svdpp.runtime.stage import PipelineStage
 
 _COMMAND_POLL_SECONDS = 1.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Roles:
-    """Which parts of the model a rank's actions need."""
-
-    encode: bool
-    denoise: bool
-    decode: bool
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,12 @@ from svdpp.media import video
 from svdpp.models import determinism
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.interface import LATENTS, Frames
+from svdpp.plan.layout import Roles
 from svdpp.runtime.evidence import Evidence, tensor_sha256
 from svdpp.runtime.memory import out_of_memory_named
 from svdpp.runtime.messages import ClipDone, Finished, Joined, StepDone
 from svdpp.runtime.pipeline import new_watch, quiet_libraries, resolve
-from svdpp.runtime.rank import Roles, load_model
+from svdpp.runtime.rank import load_model
 from svdpp.runtime.reporter import Reporter
 from svdpp.runtime.supervisor import Observer, Supervisor
 
@@ -63,8 +64,7 @@ def run_reference(
     Raises:
         SvdppError: the oracle could not be run.
     """
-    alone = replace(config, world_size=1)
-    alone, checkpoint = resolve(alone)
+    alone, checkpoint = resolve(config.alone())
     setup = _Setup(
         config=alone,
         checkpoint=checkpoint,

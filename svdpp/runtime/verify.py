@@ -149,7 +149,8 @@ def run_sequential(
     """
     kept = folder / _SEQUENTIAL
     kept.mkdir()
-    steps = [part.end for part in config.ranges]
+    routes = config.layout.routes(range(len(requests)))
+    steps = {part.end for route in routes for part in route.ranges}
     run_reference(config, requests, steps=steps, evidence_folder=kept, observers=observers)
 
 
@@ -185,7 +186,10 @@ def _compare_all(
     num_steps = config.sampling.num_inference_steps
     checks = []
     for clip in clips:
-        for part in config.ranges:
+        route = config.layout.route(clip)
+        for part in route.ranges:
+            if not part.num_steps:
+                continue
             checks.append(
                 compare_latents(
                     ours.latent(clip, part.end),
@@ -198,7 +202,7 @@ def _compare_all(
                 )
             )
         if config.decodes:
-            last = config.ranges[-1].rank
+            last = route.ranges[-1].rank
             frames = ours.frames(clip), theirs.frames(clip)
             checks.append(
                 compare_frames(*frames, clip=clip, step=num_steps, rank=last, tolerance=tolerance)
