@@ -18,7 +18,7 @@ NO_RANKS := lint.flake8-tidy-imports.banned-api={ \
 
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format types imports docs check-docs clean
+.PHONY: help demo test soak lint format types imports docs check-docs clean
 
 help: ## Show these targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | \
@@ -33,6 +33,9 @@ demo: $(STAMP) ## Animate four photographs on two CPU ranks, then prove one clip
 
 test: $(STAMP) ## Run every test (ARGS="-k name" for some)
 	$(BIN)/python -m pytest $(ARGS)
+
+soak: $(STAMP) ## Kill and resume a run again and again, for half an hour
+	$(BIN)/python -m tests.soak.soak $(ARGS)
 
 lint: $(STAMP) ## Check style and formatting
 	$(BIN)/ruff check .

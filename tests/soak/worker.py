@@ -1,0 +1,77 @@
+"""One life of the soak: makes the clips that are not made yet, until it is done or is ended.
+
+    python tests/soak/worker.py FOLDER NUM_CLIPS
+
+Each finished clip leaves `FOLDER/done/<clip>.json`, written whole; packets are kept in
+`FOLDER/handovers`. A line on stdout says when the ranks are ready, with their pids.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from pathlib import Path
+
+import typer
+
+from svdpp.cli.app import guarded
+from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SamplingConfig
+from svdpp.media import place
+from svdpp.runtime.handover import steps_kept
+from svdpp.runtime.pipeline import Pipeline
+
+CONFIG = PipelineConfig(
+    world_size=4,
+    model=ModelConfig(name="dummy", dummy_latent_shape=(1, 4, 14, 64, 64)),
+    sampling=SamplingConfig(num_inference_steps=28),
+    stale_seconds=15.0,
+    checksum=True,
+)
+
+
+def missing(folder: Path, num_clips: int) -> list[int]:
+    """Clips without a result."""
+    done = {int(path.stem) for path in (folder / "done").glob("*.json")}
+    return [clip for clip in range(num_clips) if clip not in done]
+
+
+def requests(folder: Path, clips: list[int]) -> list[ClipRequest]:
+    """One for each of `clips`, which go on from their last hand-over."""
+    found = []
+    for clip in clips:
+        key = hashlib.sha256(f"soak {clip}".encode()).hexdigest()
+        kept = steps_kept(folder / "handovers", key)
+        found.append(ClipRequest(seed=clip, handover_key=key, done_steps=max(kept, default=0)))
+    return found
+
+
+def _say(**what: object) -> None:
+    print(json.dumps(what), flush=True)
+
+
+def work(folder: Path, num_clips: int) -> None:
+    """Makes what is missing."""
+    clips = missing(folder, num_clips)
+    todo = requests(folder, clips)
+    with Pipeline(CONFIG, handover_folder=str(folder / "handovers")) as pipeline:
+        group = pipeline._supervisor._group  # type: ignore[union-attr]
+        resumed = sum(request.done_steps > 0 for request in todo)
+        _say(ready=group.pids, resumed=resumed)  # type: ignore[attr-defined]
+        pipeline.submit(todo)
+        for result in pipeline.results():
+            record = {"latents_sha256": result.record["latents_sha256"], "rss_bytes": _rss_bytes()}
+            place.write_json(folder / "done" / f"{clips[result.clip]}.json", record)
+
+
+def _rss_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+if __name__ == "__main__":
+    try:
+        guarded(work)(folder=Path(sys.argv[1]), num_clips=int(sys.argv[2]))
+    except typer.Exit as ended:
+        sys.exit(ended.exit_code)
