@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from svdpp.runtime.faults import PlantedFault
@@ -12,19 +12,19 @@ from svdpp.runtime.faults import PlantedFault
 
 @dataclass(frozen=True)
 class PlantedStop(PlantedFault):
-    """A fault at a place of a rank's life rather than at a clip's first step.
+    """A rank that stands still at a place of its life, with its heart beating.
 
     Args:
-        kind: `raise`, or `hang` for `seconds`, with the heart beating unless the place is `start`.
+        kind: what it does when it may go on: `raise` an exception, or, after a `hang`, its work.
         clip: counted for nothing at `start` and `load`, which come before all clips.
         place: `start` (before the rank says a word), `load` (of the model), `step<k>` of the clip,
             or another action of it by its name: `encode`, `recv`, `send`, `decode`, `deliver`.
-        seconds: after which a hang goes on: a slow rank.
+        until: path of a file; the rank goes on when there is one. Empty: never.
     """
 
     kind: Literal["raise", "hang"]
     place: str = "start"
-    seconds: float = math.inf
+    until: str = ""
 
     def strikes(self, kind: str, rank: int, clip: int) -> bool:  # noqa: ARG002
         """Never: this fault has a place of its own."""
@@ -35,8 +35,7 @@ class PlantedStop(PlantedFault):
         own_clip = clip if place in ("start", "load") else self.clip
         if (rank, clip, place) != (self.rank, own_clip, self.place):
             return
+        while not (self.until and Path(self.until).exists()):
+            time.sleep(0.02)
         if self.kind == "raise":
             raise RuntimeError("a planted fault")
-        until = time.monotonic() + self.seconds
-        while time.monotonic() < until:
-            time.sleep(0.1)

@@ -1,0 +1,166 @@
+"""Commands under test: started, watched through what their ranks report, ended by their fault."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from svdpp.media.video import read_frames
+from tests.cli.shell import DEMO, PHOTO, ROOT
+from tests.faults.processes import MARK, collected, described, marked, ranks_below, wait_until
+
+WORLD_SIZE = 3
+NUM_FRAMES = 2
+
+#: More clips than any test waits for, of a latent that takes no time.
+SIMULATE = (
+    *("simulate", "--world", str(WORLD_SIZE), "--steps", "6", "--threads", "1"),
+    *("--latent-shape", "1", "4", "2", "8", "8", "--clips", "5000", "--quiet"),
+)
+#: Six clips of the demo model, small; the output folder is to follow.
+RUN = (
+    *("run", PHOTO, *DEMO, "--world", str(WORLD_SIZE), "--steps", "3", "--threads", "1"),
+    *("--frames", str(NUM_FRAMES), "--height", "64", "--width", "64", "--seeds", "0-5"),
+    *("--skip-existing", "--quiet", "--out"),
+)
+_START_SECONDS = 100.0  # of a loaded machine; no bound of the fault table
+
+
+class Command:
+    """One command in a session of its own, with its own temporary folder.
+
+    Args:
+        arguments: of `python`.
+        home: folder for its temporary files, short, since sockets lie in it.
+        out: where it writes clips, if it does.
+        plan: of `tests.faults.planted`, beside `events`; None runs `svdpp` as it is.
+    """
+
+    def __init__(
+        self, home: Path, *arguments: str, out: Path | None = None, plan: Any = None
+    ) -> None:
+        self.mark = uuid.uuid4().hex
+        self.home = home / "tmp"
+        self.home.mkdir(exist_ok=True)
+        self.out = out
+        self._events = home / f"{self.mark}.events"
+        self._stderr = home / f"{self.mark}.err"
+        self._seen: set[int] = set()
+        program = ["-m", "svdpp"]
+        if plan is not None:
+            plan_file = home / f"{self.mark}.json"
+            plan_file.write_text(json.dumps({"events": str(self._events), **plan}))
+            program = ["-m", "tests.faults.planted", str(plan_file)]
+        environment = {
+            **os.environ,
+            **{"PYTHONPATH": str(ROOT), "TMPDIR": str(self.home), MARK: self.mark},
+            "TORCHINDUCTOR_CACHE_DIR": str(home / "torch"),  # else made among temporary files
+            **{"COLUMNS": "80", "TERM": "dumb", "HF_HUB_OFFLINE": "1"},
+        }
+        with self._stderr.open("wb") as stderr:
+            self.process = subprocess.Popen(
+                [sys.executable, *(program if "-m" not in arguments else ()), *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=stderr,
+                env=environment,
+                start_new_session=True,
+            )
+
+    @property
+    def errors(self) -> str:
+        """What it has said on stderr."""
+        return self._stderr.read_text()
+
+    def event(self, *, seconds: float = _START_SECONDS, **wanted: Any) -> dict[str, Any]:
+        """Waits for what a rank reports, with these fields among others."""
+        found: list[dict[str, Any]] = []
+
+        def heard() -> bool:
+            assert self.process.poll() is None or self._events.exists(), self.errors
+            with contextlib.suppress(FileNotFoundError):
+                for line in self._events.read_text().splitlines():
+                    event = json.loads(line)
+                    if wanted.items() <= event.items():
+                        found.append(event)
+                        return True
+            assert self.process.poll() is None, f"ended before {wanted}: {self.errors}"
+            return False
+
+        wait_until(heard, seconds, f"{wanted} in {self.mark}")
+        return found[0]
+
+    def ranks(self) -> dict[int, int]:
+        """Process ids of all ranks."""
+        wait_until(lambda: len(ranks_below(self.home)) == WORLD_SIZE, _START_SECONDS, "ranks")
+        return ranks_below(self.home)
+
+    def pids(self) -> list[int]:
+        """Every process of the run."""
+        found = marked(self.mark)
+        self._seen.update(found)
+        return found
+
+    def process_with(self, words: str, read: Callable[[int], str]) -> int:
+        """Waits for a process of the run of which `read` gives `words`."""
+        found: list[int] = []
+
+        def there() -> bool:
+            assert self.process.poll() is None, f"ended before {words!r}: {self.errors}"
+            found.extend(pid for pid in self.pids() if words in read(pid))
+            return bool(found)
+
+        wait_until(there, _START_SECONDS, words)
+        return found[0]
+
+    def signal(self, number: signal.Signals, *, group: bool = False) -> float:
+        """Sends a signal to the command, or to its whole process group; the time."""
+        self.pids()
+        now = time.monotonic()
+        if group:
+            os.killpg(self.process.pid, number)
+        else:
+            self.process.send_signal(number)
+        return now
+
+    def end(self, fault: float, bound: float) -> int:
+        """Waits for the command's end, `bound` seconds after the time of the fault; its code."""
+        try:
+            self.process.wait(max(0.0, fault + bound - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still there after {bound} s: {self.errors}") from None
+        print(f"{time.monotonic() - fault:.2f} s of {bound} s")
+        return self.process.returncode
+
+    def assert_gone(self, seconds: float = 1.0) -> None:
+        """No process is left, not even as a zombie, and no temporary file; clips are whole."""
+        self._seen.update(self.pids())
+        orphans = self._seen - {self.process.pid}
+        wait_until(lambda: collected(orphans), seconds, lambda: described(orphans))
+        assert not marked(self.mark)
+        left = os.listdir(self.home)
+        assert not left, left
+        if self.out is not None and self.out.exists():
+            left = [name for name in os.listdir(self.out) if name.startswith(".")]
+            assert not left, left
+            for clip in self.out.glob("*.mp4"):
+                assert len(read_frames(clip, "mp4")) == NUM_FRAMES
+                assert clip.with_suffix(".json").exists()
+
+    def discard(self) -> None:
+        """Ends whatever a failed test has left."""
+        for pid in self.pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()

@@ -1,0 +1,71 @@
+"""svdpp's own command line with a fault planted, and all that ranks report written to a file.
+
+    python -m tests.faults.planted PLAN.json run ...
+
+PLAN.json holds `events` (path of that file, one JSON object a line, each with the time at which the
+parent heard it), and may hold `stop` (fields of a `PlantedStop`), `stale_seconds`, `start_method`,
+and `stuck` (true: the ranks' end in order never comes to its own end).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+
+def main() -> None:
+    from svdpp.cli.app import app
+    from svdpp.runtime import pipeline
+
+    plan = json.loads(Path(sys.argv.pop(1)).read_text())
+    pipeline.Pipeline = _planted(plan)  # type: ignore[misc]
+    app()
+
+
+def _planted(plan: dict[str, Any]) -> type:
+    from svdpp.runtime.pipeline import Pipeline
+    from svdpp.runtime.stops import PlantedStop
+
+    note = _notes(Path(plan["events"]))
+
+    class Planted(Pipeline):
+        def __init__(self, config: Any, **options: Any) -> None:
+            if "stale_seconds" in plan:
+                config = replace(config, stale_seconds=plan["stale_seconds"])
+            if "stop" in plan:
+                options["fault"] = PlantedStop(**plan["stop"])
+            options.setdefault("start_method", plan.get("start_method", "forkserver"))
+            super().__init__(config, **options)
+            self.observe(lambda rank, event: note(rank=rank, **event.model_dump()))
+
+        def __exit__(
+            self,
+            kind: type[BaseException] | None,
+            error: BaseException | None,
+            where: TracebackType | None,
+        ) -> None:
+            if plan.get("stuck"):
+                note(rank=-1, kind="stuck")
+                time.sleep(600)
+            super().__exit__(kind, error, where)
+
+    return Planted
+
+
+def _notes(path: Path) -> Callable[..., None]:
+    file = path.open("a", buffering=1)
+
+    def note(**event: Any) -> None:
+        file.write(json.dumps({"heard": time.monotonic(), **event}) + "\n")
+
+    return note
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""What /proc says of the processes of one run, without asking the run itself."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+#: In the environment of a command under test, and so of all that it starts.
+MARK = "SVDPP_TEST_RUN"
+
+
+def _process_ids() -> Iterator[int]:
+    return (int(name) for name in os.listdir("/proc") if name.isdecimal())
+
+
+def marked(mark: str) -> list[int]:
+    """Ids of the processes with `mark` in their environment."""
+    found = []
+    for pid in _process_ids():
+        with contextlib.suppress(OSError):
+            if f"{MARK}={mark}\0".encode() in Path(f"/proc/{pid}/environ").read_bytes():
+                found.append(pid)
+    return found
+
+
+def ranks_below(folder: Path) -> dict[int, int]:
+    """Process id by rank, of ranks whose output goes to a file below `folder`."""
+    found = {}
+    for pid in _process_ids():
+        with contextlib.suppress(OSError):
+            match = re.search(r"/rank(\d+)\.txt$", os.readlink(f"/proc/{pid}/fd/1"))
+            if match and match.string.startswith(str(folder)):
+                found[int(match[1])] = pid
+    return found
+
+
+def is_there(pid: int) -> bool:
+    """Whether the process exists, dead and not yet collected ones included."""
+    return Path(f"/proc/{pid}").exists()
+
+
+@contextlib.contextmanager
+def adopting_orphans() -> Iterator[None]:
+    """Has processes whose parent has ended become this one's children (prctl(2), subreaper).
+
+    Else they are init's, and some inits let zombies lie for seconds.
+    """
+    libc, set_child_subreaper = ctypes.CDLL(None), 36
+    libc.prctl(set_child_subreaper, 1)
+    try:
+        yield
+    finally:
+        libc.prctl(set_child_subreaper, 0)
+
+
+def collected(pids: Iterable[int]) -> bool:
+    """Whether all of `pids` have ended; those adopted are collected as they do."""
+    for pid in pids:
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, os.WNOHANG)
+    return not any(map(is_there, pids))
+
+
+def described(pids: Iterable[int]) -> str:
+    """State and arguments of those of `pids` that exist, a line each."""
+    lines = []
+    for pid in filter(is_there, pids):
+        with contextlib.suppress(OSError):
+            stat = Path(f"/proc/{pid}/stat").read_text()
+            lines.append(f"{stat.rpartition(')')[2].split()[0:2]} {stat[:40]} {command_line(pid)}")
+    return "\n".join(lines)
+
+
+def command_line(pid: int) -> str:
+    """The process's arguments; nothing once it has ended."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    return ""
+
+
+def wait_until(
+    happens: Callable[[], object], seconds: float, what: str | Callable[[], str]
+) -> float:
+    """Waits until `happens()`; the seconds that took. Fails the test when it takes longer."""
+    begun = time.monotonic()
+    while not happens():
+        waited = time.monotonic() - begun
+        assert waited < seconds, f"{what() if callable(what) else what}: not within {seconds} s"
+        time.sleep(0.005)
+    return time.monotonic() - begun
+
+
+def listening(pids: list[int]) -> set[str]:
+    """Addresses, in the kernel's hexadecimal, on which any of `pids` listens."""
+    sockets, rows = set(), {}
+    for pid in pids:
+        for table in ("tcp", "tcp6"):
+            for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == "0A":  # TCP_LISTEN
+                    rows[f"socket:[{fields[9]}]"] = fields[1].partition(":")[0]
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                sockets.add(os.readlink(descriptor))
+    return {address for socket, address in rows.items() if socket in sockets}

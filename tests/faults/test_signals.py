@@ -1,0 +1,55 @@
+"""Rows: Ctrl-C, TERM and HUP, once and twice, to the command and to its group, at any time."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.faults.commands import RUN, SIMULATE
+from tests.faults.conftest import StartCommand
+from tests.faults.processes import command_line
+
+pytestmark = pytest.mark.processes
+
+SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+
+
+@pytest.mark.parametrize("group", [False, True], ids=["parent", "group"])
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_ends_a_run_in_order(
+    start: StartCommand, number: signal.Signals, group: bool
+) -> None:
+    command = start(*SIMULATE, plan={})
+    command.event(kind="clip")
+    assert command.end(command.signal(number, group=group), 2) == 128 + number
+    assert command.errors == f"error: ended by {number.name}\n"
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_second_signal_ends_it_at_once(start: StartCommand, number: signal.Signals) -> None:
+    command = start(*SIMULATE, plan={"stuck": True})
+    command.event(kind="clip")
+    command.signal(number, group=True)
+    command.event(kind="stuck")
+    assert command.end(command.signal(number, group=True), 1) == 128 + number
+    assert command.errors == ""
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_while_ranks_are_started(start: StartCommand, number: signal.Signals) -> None:
+    """The fork server is importing torch then, and looks at nothing."""
+    command = start(*SIMULATE)
+    command.process_with("multiprocessing.forkserver", command_line)
+    assert command.end(command.signal(number, group=True), 2) == 128 + number
+    assert command.errors == f"error: ended by {number.name}\n"
+
+
+def test_ctrl_c_while_an_mp4_is_written(start: StartCommand, home: Path) -> None:
+    command = start(*RUN, str(home / "out"), out=home / "out", plan={})
+    os.kill(command.process_with("libx264", command_line), signal.SIGSTOP)
+    assert command.end(command.signal(signal.SIGINT, group=True), 2) == 130
+    assert command.errors.startswith("error: ended by SIGINT\n")
+    assert "Traceback" not in command.errors
