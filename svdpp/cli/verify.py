@@ -262,11 +262,12 @@ def _recompute(console: Console, path: Path, timeout: float, start_timeout: floa
     from svdpp.cli.progress import Progress
     from svdpp.media.image import read_photo
     from svdpp.plan.schedule import build_schedule, data_parallel_routes
+    from svdpp.redaction import located_path
     from svdpp.runtime.request import read_record, recorded_sampling
     from svdpp.runtime.verify import recompute
 
     record = read_record(path)
-    photo_path = path.parent / record["input"]
+    photo_path = located_path(record["input"], path.parent)
     _, photo = read_photo(photo_path)
     if photo.sha256 != record["input_sha256"]:
         raise InputError(f"{photo.path.name!r} is not the image that {path.name!r} was made from")

@@ -12,7 +12,7 @@ from pathlib import Path
 from svdpp.config import ModelConfig
 from svdpp.errors import ModelError
 from svdpp.models.safetensors_header import WEIGHT_STEMS, show
-from svdpp.redaction import redact_tokens
+from svdpp.redaction import redact, redact_tokens
 
 #: How to mend a name that means no model.
 MODEL_HINT = "--model takes a folder written by save_pretrained, a hub id, or demo"
@@ -73,8 +73,8 @@ def commit_of(snapshot: Path) -> str | None:
 
 
 def show_name(name: str) -> str:
-    """A model's name on one short line, without a token that was pasted into it."""
-    return show(redact_tokens(name))
+    """A model's name on one short line, without the home or a token that was pasted into it."""
+    return show(redact(name))
 
 
 def _patterns(config_files: Iterable[str], variant: str | None) -> list[str]:

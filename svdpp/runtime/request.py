@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -27,6 +26,7 @@ from svdpp.errors import InputError, RequestError
 from svdpp.media import image as photos
 from svdpp.media import place, video
 from svdpp.models.checkpoint import Checkpoint
+from svdpp.redaction import recorded_name, recorded_path
 from svdpp.runtime import handover
 from svdpp.runtime.journal import NAME, Journal
 
@@ -243,16 +243,17 @@ def clip_record(
 ) -> dict[str, Any]:
     """What a clip's JSON says of the request; the hashes and times are added where they arise.
 
-    Paths are relative to the JSON's own folder, so that it says nothing of whose machine it was.
+    Paths are relative to the JSON's own folder, or to the user's home, so that it says nothing of
+    whose machine it was.
     """
     folder = Path(output.path).parent
     record = {
         "schema_version": SCHEMA_VERSION,
-        "input": os.path.relpath(photo.path, folder),
+        "input": recorded_path(photo.path, folder),
         "input_sha256": photo.sha256,
         "output": Path(output.path).name,
         "seed": seed,
-        "model": config.model.name,
+        "model": recorded_name(config.model.name),
         "revision": checkpoint.revision,
         "variant": config.model.variant,
         "dtype": config.model.dtype,

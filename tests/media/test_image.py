@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 import warnings
-import zlib
 from pathlib import Path
 
 import numpy as np
@@ -24,34 +23,9 @@ from PIL import ExifTags, Image, ImageFile
 from svdpp.errors import InputError
 from svdpp.media import image as media
 from svdpp.media.image import check_photos, find_images, fit_photo, read_photo
+from tests.media.pictures import encoded, gradient, png
 
 ODD_NAMES = ["a b.png", "a\nb.png", "é你.png", "-y.png", "[x].png", "%03d.png", "concat:x.png"]
-
-
-def gradient(width: int = 48, height: int = 32) -> Image.Image:
-    y, x = np.mgrid[:height, :width]
-    pixels = np.stack([x * 255 // width, y * 255 // height, (x + y) % 256], -1)
-    return Image.fromarray(pixels.astype(np.uint8))
-
-
-def encoded(image: Image.Image, format: str, **options: object) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, format, **options)
-    return buffer.getvalue()
-
-
-def png(
-    width: int, height: int, depth: int, colour_type: int, rows: bytes, trns: bytes = b""
-) -> bytes:
-    def chunk(name: bytes, data: bytes) -> bytes:
-        return (
-            struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
-        )
-
-    header = struct.pack(">IIBBBBB", width, height, depth, colour_type, 0, 0, 0)
-    middle = chunk(b"tRNS", trns) if trns else b""
-    body = chunk(b"IDAT", zlib.compress(rows, 9))
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + middle + body + chunk(b"IEND", b"")
 
 
 def read(folder: Path, data: bytes, name: str = "x") -> Image.Image:

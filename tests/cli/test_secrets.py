@@ -1,0 +1,121 @@
+"""No home, token or secret comes out of any command, whichever way it ends."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from svdpp.media.video import read_metadata
+from tests.cli.shell import DEMO, PHOTO, TINY, Answer, svdpp_alone, svdpp_here
+from tests.models.builders import save_tiny_checkpoint
+
+MARKS = ("markedhome", "markedtoken", "markedsecret")
+UNET = "unet/diffusion_pytorch_model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A user's home, marked, with a photograph and two models, one of them without a weight."""
+    folder = tmp_path_factory.mktemp("users") / "markedhome"
+    sound = save_tiny_checkpoint(folder / "models/sound")
+    shutil.copytree(sound, folder / "models/broken")
+    weights = load_file(sound / UNET)
+    weights.pop("conv_in.weight")
+    save_file(weights, folder / "models/broken" / UNET, metadata={"format": "pt"})
+    shutil.copy(PHOTO, folder / "rocket.jpg")
+    (folder / "text.png").write_text("hello")
+    return folder
+
+
+@pytest.fixture
+def env(home: Path) -> dict[str, str]:
+    return {
+        "HOME": str(home),
+        "HF_HOME": str(home / "cache"),
+        "HF_TOKEN": "hf_markedtoken" + "x" * 20,
+        "STORE_PASSWORD": "markedsecret 1",
+    }
+
+
+def assert_unmarked(*texts: str) -> None:
+    for text in texts:
+        for mark in MARKS:
+            assert mark not in text, text[max(0, text.index(mark) - 200) :][:400]
+
+
+FAULTS: list[tuple[int, Callable[[Path], tuple[str, ...]]]] = [
+    (7, lambda home: ("run", f"{home}/gone.png", f"{home}/text.png", *DEMO)),
+    (7, lambda home: ("run", f"{home}", *DEMO, "--out", f"{home}/out")),
+    (7, lambda home: ("verify", f"{home}/gone.json")),
+    (8, lambda home: ("run", PHOTO, *DEMO, *TINY, "--out", f"{home}/text.png")),
+    (8, lambda home: ("simulate", "--log-file", f"{home}/text.png/log")),
+    (5, lambda home: ("run", PHOTO, "--model", f"{home}/gone", "--device", "cpu")),
+    (5, lambda home: ("run", PHOTO, "--model", f"{home}/text.png", "--device", "cpu")),
+    (5, lambda _: ("run", PHOTO, "--model", "hf_markedtoken" + "x" * 20, "--device", "cpu")),
+    (5, lambda _: ("run", PHOTO, "--model", "https://u:markedsecret 1@host/x", "--device", "cpu")),
+    (2, lambda _: ("run", PHOTO, *DEMO, "--fit", "markedsecret 1")),
+]
+
+
+@pytest.mark.parametrize("more", [(), ("--debug", "--json")], ids=str)
+@pytest.mark.parametrize(("code", "arguments"), FAULTS)
+def test_refusals_show_none(
+    home: Path,
+    env: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    code: int,
+    arguments: Callable[[Path], tuple[str, ...]],
+    more: tuple[str, ...],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    answer = svdpp_here(*arguments(home), *more, env=env)
+
+    assert answer.code == code, answer
+    assert ("Traceback" in answer.err) == bool(more)
+    assert_unmarked(answer.out, answer.err)
+
+
+def run_with_log(
+    home: Path, env: dict[str, str], folder: Path, model: str, *more: str
+) -> tuple[Answer, str]:
+    """`run` with a model and a photograph below the home, talking as much as it can."""
+    log = folder / "run.jsonl"
+    arguments = ("run", str(home / "rocket.jpg"), "--model", str(home / "models" / model))
+    options = (*TINY, "--device", "cpu", "--world", "2", "--json", "-vv", "--log-file", str(log))
+    answer = svdpp_alone(*arguments, *options, *more, "--out", str(folder / "out"), env=env)
+    return answer, log.read_text()
+
+
+@pytest.mark.processes
+def test_a_rank_s_traceback_shows_none(home: Path, env: dict[str, str], tmp_path: Path) -> None:
+    answer, log = run_with_log(home, env, tmp_path, "broken", "--debug")
+
+    assert answer.code == 5
+    assert "model '~/models/broken'" in answer.err
+    assert "Traceback" in log
+    assert_unmarked(answer.out, answer.err, log)
+
+
+@pytest.mark.processes
+def test_a_finished_clip_names_its_origin_without_the_home(
+    home: Path, env: dict[str, str], tmp_path: Path
+) -> None:
+    answer, log = run_with_log(home, env, tmp_path, "sound")
+    assert answer.code == 0, answer
+    clip = tmp_path / "out/rocket_0.mp4"
+    text = clip.with_suffix(".json").read_text()
+
+    assert_unmarked(answer.out, answer.err, log, text, json.dumps(read_metadata(clip)))
+    assert json.loads(text)["input"] == "~/rocket.jpg"
+    assert json.loads(text)["model"] == "~/models/sound"
+    assert json.loads(log.splitlines()[0])["record"]["message"].startswith("ready")
+    # What the JSON says is enough to find both again.
+    proof = svdpp_alone("verify", str(clip.with_suffix(".json")), env=env)
+    assert proof.code == 0, proof
+    assert_unmarked(proof.out, proof.err)

@@ -1,0 +1,229 @@
+"""Hostile images and model folders end `svdpp run` in one sentence, soon, in little memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import ExifTags, Image
+from safetensors.torch import load_file, save_file
+
+from tests.cli.batch import Outcome, run_batch
+from tests.cli.shell import DEMO, PHOTO, TINY, assert_error, svdpp_alone
+from tests.media.pictures import encoded, gradient, png
+from tests.models.builders import edit_json, save_tiny_checkpoint
+
+MAX_SECONDS = 5
+MAX_BYTES = 300 * 2**20
+HTML = b"<!DOCTYPE html><html><title>Sign in</title></html>"
+SVG = b'<?xml version="1.0"?><svg xmlns="http://www.w3.org/2000/svg" width="64" height="64"/>'
+EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 64 64\nshowpage\n"
+
+#: Bytes of a file, or what else to put in its place.
+Content = bytes | Callable[[Path], Any]
+
+BAD_IMAGES: dict[str, tuple[Content, str]] = {
+    "truncated.png": (encoded(gradient(), "PNG")[:-30], "is damaged or cut short"),
+    "truncated.jpg": (encoded(gradient(), "JPEG")[:-200], "is damaged or cut short"),
+    "truncated.webp": (encoded(gradient(), "WEBP")[:-30], "is damaged or cut short"),
+    "bomb.png": (png(9500, 9500, 8, 0, bytes(9501 * 9500)), "is too large: 9500x9500 pixels"),
+    "line.png": (encoded(Image.new("L", (60000, 1)), "PNG"), "is too small: 60000x1 pixels"),
+    "eps.jpg": (EPS, "is not an image in PNG, JPEG, WEBP, BMP, TIFF or GIF"),
+    "page.jpg": (HTML, "is not an image in"),
+    "drawing.png": (SVG, "is not an image in"),
+    "zero.png": (b"", "is empty (0 bytes)"),
+    "folder.png": (Path.mkdir, "is a folder without images"),
+    "pipe.png": (os.mkfifo, "is not a regular file"),
+    "device.png": (lambda path: path.symlink_to("/dev/zero"), "is not a regular file"),
+    "loop.png": (lambda path: path.symlink_to(path), "Too many levels of symbolic links"),
+    "dangling.png": (lambda path: path.symlink_to("nowhere"), "does not exist"),
+    "secret.png": (lambda path: path.touch(mode=0), "cannot be read: Permission denied"),
+}
+
+ROTATED = Image.Exif()
+ROTATED[ExifTags.Base.Orientation] = 6
+GOOD_IMAGES = {
+    "really-png.jpg": encoded(gradient(), "PNG"),
+    "no-suffix": encoded(gradient(), "JPEG"),
+    "grey16.png": png(32, 32, 16, 0, (b"\0" + b"\x9c\x40" * 32) * 32),
+    "transparent.png": encoded(Image.new("RGBA", (32, 32), (255, 0, 0, 0)), "PNG"),
+    "palette.png": encoded(gradient().convert("P"), "PNG", transparency=0),
+    "rotated.jpg": encoded(gradient(), "JPEG", exif=ROTATED),
+    "cmyk.jpg": encoded(gradient().convert("CMYK"), "JPEG"),
+    "animated.gif": encoded(gradient(), "GIF", save_all=True, append_images=[gradient()]),
+    "moving.webp": encoded(gradient(), "WEBP", save_all=True, append_images=[gradient()]),
+}
+
+
+def put(path: Path, content: Content) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        content(path)
+
+
+def assert_quick_and_small(outcome: Outcome, base: Outcome) -> None:
+    assert outcome.seconds < MAX_SECONDS
+    assert outcome.peak_bytes - base.peak_bytes < MAX_BYTES
+
+
+def test_the_image_corpus(tmp_path: Path) -> None:
+    for name, (content, _) in BAD_IMAGES.items():
+        put(tmp_path / name, content)
+    for name, good in GOOD_IMAGES.items():
+        put(tmp_path / name, good)
+    commands = [("run", name, *DEMO) for name in ("gone.png", *BAD_IMAGES)]
+    # All good ones at once: what ends that run is the model, which is looked for after them.
+    commands.append(("run", *GOOD_IMAGES, "--device", "cpu", "--model", "./gone"))
+    base, *outcomes, taken = run_batch(commands, tmp_path)
+
+    assert_error(base.answer, 7, "'gone.png' does not exist")
+    for (name, (_, words)), outcome in zip(BAD_IMAGES.items(), outcomes, strict=True):
+        assert_error(outcome.answer, 7, repr(name), words)
+        assert_quick_and_small(outcome, base)
+    assert_error(taken.answer, 5, "there is no folder './gone'")
+    assert_quick_and_small(taken, base)
+    assert not (tmp_path / "out").exists()
+
+
+def change_json(name: str, **values: Any) -> Callable[[Path], None]:
+    return lambda model: edit_json(model / name, **values)
+
+
+def replace(name: str, content: Content) -> Callable[[Path], None]:
+    def change(model: Path) -> None:
+        (model / name).unlink()
+        put(model / name, content)
+
+    return change
+
+
+def cut(model: Path) -> None:
+    os.truncate(model / UNET, (model / UNET).stat().st_size // 2)
+
+
+def pickle_only(model: Path) -> None:
+    (model / UNET).rename(model / "unet/diffusion_pytorch_model.bin")
+
+
+def only_a_file(model: Path) -> None:
+    shutil.rmtree(model)
+    model.write_text("weights")
+
+
+def empty(model: Path) -> None:
+    shutil.rmtree(model)
+    model.mkdir()
+
+
+UNET = "unet/diffusion_pytorch_model.safetensors"
+ENDLESS = (2**62).to_bytes(8, "little") + b"{"
+OUTSIDE = json.dumps(
+    {"metadata": {}, "weight_map": {"conv_in.weight": "../../../secret.safetensors"}}
+).encode()
+DPM = ["diffusers", "DPMSolverMultistepScheduler"]
+MODEL_FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "unet missing": (lambda model: (model / UNET).unlink(), f"{UNET} is missing"),
+    "unet truncated": (cut, f"{UNET} is truncated"),
+    "unet a web page": (replace(UNET, HTML), f"{UNET} is a web page"),
+    "unet of endless header": (replace(UNET, ENDLESS), f"{UNET} is not a safetensors file"),
+    "unet a pipe": (replace(UNET, os.mkfifo), f"{UNET} is missing"),
+    "unet a link outside": (
+        replace(UNET, lambda path: path.symlink_to("/etc/passwd")),
+        f"{UNET} is not a safetensors file",
+    ),
+    "shards outside": (
+        replace(UNET, lambda path: put(Path(f"{path}.index.json"), OUTSIDE)),
+        "'../../../secret.safetensors'",
+    ),
+    "pickle only": (pickle_only, "is a pickle"),
+    "another pipeline": (
+        change_json("model_index.json", _class_name="StableDiffusionPipeline"),
+        "the pipeline is 'StableDiffusionPipeline'",
+    ),
+    "code by key": (
+        change_json("image_encoder/config.json", auto_map={"AutoModel": "evil.Model"}),
+        "the key 'auto_map' is not supported",
+    ),
+    "code by module": (
+        change_json("model_index.json", unet=["evil", "UNetSpatioTemporalConditionModel"]),
+        "comes from the module 'evil'",
+    ),
+    "code by file": (lambda model: put(model / "unet/evil.py", b"1"), "'unet/evil.py'"),
+    "DPM++": (change_json("model_index.json", scheduler=DPM), "carries history"),
+    "broken JSON": (replace("unet/config.json", b'{"a": '), "does not hold valid JSON"),
+    "endless JSON": (
+        replace("unet/config.json", lambda path: path.symlink_to("/dev/zero")),
+        "unet/config.json is missing",
+    ),
+    "config missing": (lambda model: (model / "vae/config.json").unlink(), "is missing"),
+    "no frames": (change_json("unet/config.json", num_frames=0), "num_frames is 0"),
+    "other channels": (change_json("unet/config.json", in_channels=9), "in_channels is 9"),
+    "a width for all memory": (
+        change_json("unet/config.json", block_out_channels=[32, 10**9]),
+        "block_out_channels is [32, 1000000000]",
+    ),
+    "empty folder": (empty, "model_index.json is missing"),
+    "a file": (only_a_file, "is a file, not a diffusers folder"),
+}
+
+
+def test_faults_of_model_folders(tmp_path: Path) -> None:
+    sound = save_tiny_checkpoint(tmp_path / "sound")
+    models = [tmp_path / name for name in MODEL_FAULTS]
+    for model, (change, _) in zip(models, MODEL_FAULTS.values(), strict=True):
+        shutil.copytree(sound, model)
+        change(model)
+    commands = [
+        ("run", PHOTO, "--device", "cpu", "--model", f"./{model.name}")
+        for model in (tmp_path / "gone", *models)
+    ]
+    base, *outcomes = run_batch(commands, tmp_path)
+
+    assert_error(base.answer, 5, "there is no folder './gone'")
+    for (name, (_, words)), outcome in zip(MODEL_FAULTS.items(), outcomes, strict=True):
+        assert_error(outcome.answer, 5, repr(f"./{name}"), words)
+        assert_quick_and_small(outcome, base)
+    assert not (tmp_path / "out").exists()
+
+
+def without_a_weight(weights: dict[str, torch.Tensor]) -> None:
+    del weights["conv_in.weight"]
+
+
+def of_another_shape(weights: dict[str, torch.Tensor]) -> None:
+    weights["conv_in.bias"] = torch.zeros(9)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (without_a_weight, "weights are missing, the first is 'conv_in.weight'"),
+        (of_another_shape, "weights are of a wrong shape, the first is 'conv_in.bias (9,), not"),
+    ],
+)
+def test_weights_of_another_model(
+    tmp_path: Path, change: Callable[[dict[str, torch.Tensor]], None], words: str
+) -> None:
+    """Only a rank, which has diffusers, knows which weights there should be; it looks first."""
+    model, log = save_tiny_checkpoint(tmp_path / "model"), tmp_path / "log"
+    weights = load_file(model / UNET)
+    change(weights)
+    save_file(weights, model / UNET, metadata={"format": "pt"})
+    run = ("run", PHOTO, "--device", "cpu", "--model", "./model", "-q", "--log-file", str(log))
+    answer = svdpp_alone(*run, *TINY, "--world", "2", cwd=tmp_path)
+    ended = time.time()
+
+    assert_error(answer, 5, "'./model'", UNET, words)
+    found = json.loads(log.read_text().splitlines()[0])["record"]
+    assert "failed at start" in found["message"]
+    assert ended - found["time"]["timestamp"] < MAX_SECONDS

@@ -1,0 +1,36 @@
+"""Pictures for tests, made on the spot: plain ones, and PNG files of whatever header."""
+
+from __future__ import annotations
+
+import io
+import struct
+import zlib
+
+import numpy as np
+from PIL import Image
+
+
+def gradient(width: int = 48, height: int = 32) -> Image.Image:
+    y, x = np.mgrid[:height, :width]
+    pixels = np.stack([x * 255 // width, y * 255 // height, (x + y) % 256], -1)
+    return Image.fromarray(pixels.astype(np.uint8))
+
+
+def encoded(image: Image.Image, format: str, **options: object) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, format, **options)
+    return buffer.getvalue()
+
+
+def png(
+    width: int, height: int, depth: int, colour_type: int, rows: bytes, trns: bytes = b""
+) -> bytes:
+    def chunk(name: bytes, data: bytes) -> bytes:
+        return (
+            struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+        )
+
+    header = struct.pack(">IIBBBBB", width, height, depth, colour_type, 0, 0, 0)
+    middle = chunk(b"tRNS", trns) if trns else b""
+    body = chunk(b"IDAT", zlib.compress(rows, 9))
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + middle + body + chunk(b"IEND", b"")
