@@ -13,6 +13,7 @@ from svdpp.config import DEFAULT_MODEL, DEFAULT_NUM_STEPS, ModelConfig, OutputCo
 from svdpp.errors import Interrupted, RankError
 
 if TYPE_CHECKING:
+    from svdpp.cli.seeing import Sights
     from svdpp.runtime.pipeline import Pipeline
     from svdpp.runtime.request import ClipPlan
 
@@ -97,6 +98,8 @@ def run(
     threads: options.Threads = None,
     timeout: options.Timeout = 600.0,
     start_timeout: options.StartTimeout = 600.0,
+    trace: options.Trace = None,
+    timeline: options.Timeline = None,
     as_json: options.AsJson = False,
     verbose: options.Verbose = 0,
     quiet: options.Quiet = False,
@@ -108,6 +111,7 @@ def run(
     The whole request is checked before any weight is loaded.
     """
     from svdpp.cli import log, request
+    from svdpp.cli.seeing import Sights
     from svdpp.runtime.pipeline import Pipeline
     from svdpp.runtime.request import OutputPolicy, check_outputs, plan_clips, read_inputs
 
@@ -150,6 +154,7 @@ def run(
     if request.is_joined_member():
         Pipeline(config).serve()
         return
+    sights = Sights(trace=trace, timeline=timeline)
     policy = OutputPolicy(
         folder=out,
         format=chosen.format,
@@ -162,14 +167,16 @@ def run(
     pipeline = Pipeline(config)
     assert pipeline.checkpoint is not None
     clips = plan_clips(found, all_seeds, policy, pipeline.config, pipeline.checkpoint)
-    records = _perform(console, pipeline, clips) if clips.requests else []
+    records = _perform(console, pipeline, clips, sights) if clips.requests else []
     if as_json:
         console.json([*clips.skipped, *records])
     else:
         _print(console, out, clips.skipped, records)
 
 
-def _perform(console: Console, pipeline: Pipeline, clips: ClipPlan) -> list[dict[str, Any]]:
+def _perform(
+    console: Console, pipeline: Pipeline, clips: ClipPlan, sights: Sights
+) -> list[dict[str, Any]]:
     """Runs what is to be made; the records in the order of the request."""
     from svdpp.cli.log import EventLog
     from svdpp.cli.progress import Progress
@@ -184,7 +191,7 @@ def _perform(console: Console, pipeline: Pipeline, clips: ClipPlan) -> list[dict
         pipeline.observe(progress)
         pipeline.observe(EventLog(config.ranges))
         try:
-            with pipeline:
+            with sights.of(pipeline, num_clips), pipeline:
                 return [result.record for result in pipeline.run(clips.requests, clips.records)]
         except (Interrupted, RankError) as error:
             error.hint = error.hint or "finished clips are kept: --skip-existing makes the others"
