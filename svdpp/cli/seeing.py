@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from svdpp import __version__
-from svdpp.errors import OutputError
+from svdpp.errors import OutputError, RequestError
 
 if TYPE_CHECKING:
     from svdpp.plan.forecast import Forecast
@@ -21,7 +21,7 @@ class Sights:
     """Files to be written at the end of a run; None for those not asked for.
 
     Raises:
-        RequestError: the timeline cannot be drawn here, or not in that format.
+        RequestError: a name is of no known format, or matplotlib is not installed.
         OutputError: one of them cannot be written.
     """
 
@@ -32,6 +32,8 @@ class Sights:
         from svdpp.media import place, timeline
 
         if self.trace is not None:
+            if self.trace.suffix.lower() != ".json":
+                raise RequestError(f"--trace must end in .json, got {str(self.trace)!r}")
             place.check_writable(self.trace.parent)
             place.check_free(str(self.trace))
         if self.timeline is not None:
