@@ -10,6 +10,7 @@ import typer
 _MODEL = "Model"
 _SAMPLING = "Sampling"
 _RANKS = "Ranks"
+_OUTPUTS = "Outputs"
 _TALK = "Output"
 
 World = Annotated[
@@ -204,6 +205,25 @@ Seed = Annotated[
         metavar="N",
         help="Seed of every clip, 0 to 2^63 - 1. Default: 0.",
         rich_help_panel=_SAMPLING,
+    ),
+]
+Trace = Annotated[
+    Path | None,
+    typer.Option(
+        "--trace",
+        metavar="FILE.json",
+        help="Write every action, step and hop in Chrome's trace format, for ui.perfetto.dev. "
+        "Default: none.",
+        rich_help_panel=_OUTPUTS,
+    ),
+]
+Timeline = Annotated[
+    Path | None,
+    typer.Option(
+        "--timeline",
+        metavar="FILE.svg|png",
+        help="Draw ranks and time, measured and forecast; needs matplotlib. Default: none.",
+        rich_help_panel=_OUTPUTS,
     ),
 ]
 AsJson = Annotated[

@@ -19,6 +19,7 @@ from svdpp.config import (
 from svdpp.errors import Interrupted, RankError, exit_code_of, from_record, to_record
 
 if TYPE_CHECKING:
+    from svdpp.cli.seeing import Sights
     from svdpp.runtime.pipeline import Pipeline
     from svdpp.runtime.request import ClipPlan
 
@@ -123,6 +124,8 @@ def run(
     threads: options.Threads = None,
     timeout: options.Timeout = 600.0,
     start_timeout: options.StartTimeout = 600.0,
+    trace: options.Trace = None,
+    timeline: options.Timeline = None,
     as_json: options.AsJson = False,
     verbose: options.Verbose = 0,
     quiet: options.Quiet = False,
@@ -134,6 +137,7 @@ def run(
     The whole request is checked before any weight is loaded.
     """
     from svdpp.cli import log, request
+    from svdpp.cli.seeing import Sights
     from svdpp.runtime.pipeline import Pipeline
     from svdpp.runtime.request import OutputPolicy, check_outputs, plan_clips, read_inputs
 
@@ -177,6 +181,7 @@ def run(
     if request.is_joined_member():
         Pipeline(config).serve()
         return
+    sights = Sights(trace=trace, timeline=timeline)
     policy = OutputPolicy(
         folder=out,
         format=chosen.format,
@@ -192,7 +197,7 @@ def run(
     assert pipeline.checkpoint is not None
     clips = plan_clips(found, all_seeds, policy, pipeline.config, pipeline.checkpoint)
     lost = [{"output": None, "error": to_record(error)} for error in unreadable]
-    records = _perform(console, pipeline, clips, lost, out) if clips.requests else []
+    records = _perform(console, pipeline, clips, lost, out, sights) if clips.requests else []
     lost += [
         {"output": clips.records[failure.clip]["output"], "error": to_record(failure.error)}
         for failure in pipeline.failures
@@ -205,7 +210,12 @@ def run(
 
 
 def _perform(
-    console: Console, pipeline: Pipeline, clips: ClipPlan, lost: list[dict[str, Any]], out: Path
+    console: Console,
+    pipeline: Pipeline,
+    clips: ClipPlan,
+    lost: list[dict[str, Any]],
+    out: Path,
+    sights: Sights,
 ) -> list[dict[str, Any]]:
     """Runs what is to be made; the records of what was made, in the order of the request."""
     from svdpp.cli.log import EventLog
@@ -218,7 +228,7 @@ def _perform(
         for observer in (progress, EventLog(pipeline.config.layout), journal):
             pipeline.observe(observer)
         try:
-            with pipeline:
+            with sights.of(pipeline), pipeline:
                 pipeline.submit(clips.requests, clips.records)
                 results = sorted(pipeline.results(), key=lambda result: result.clip)
         except (Interrupted, RankError) as error:

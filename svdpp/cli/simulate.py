@@ -53,6 +53,8 @@ def simulate(
     threads: options.Threads = None,
     timeout: options.Timeout = 600.0,
     start_timeout: options.StartTimeout = 600.0,
+    trace: options.Trace = None,
+    timeline: options.Timeline = None,
     as_json: options.AsJson = False,
     verbose: options.Verbose = 0,
     quiet: options.Quiet = False,
@@ -66,6 +68,7 @@ def simulate(
     """
     from svdpp.cli import log, request
     from svdpp.cli.progress import Progress
+    from svdpp.cli.seeing import Sights
     from svdpp.runtime.pipeline import Pipeline
 
     asked = request.joined_world(world)
@@ -93,11 +96,12 @@ def simulate(
     if pipeline.is_member:
         pipeline.serve()
         return
+    sights = Sights(trace=trace, timeline=timeline)
     requests = _requests(config, num_clips, request.parse_seeds(seed, None)[0])
     with Progress(console, "simulate", pipeline.schedule(requests)) as progress:
         pipeline.observe(progress)
         pipeline.observe(log.EventLog(config.layout))
-        with pipeline:
+        with sights.of(pipeline), pipeline:
             pipeline.run(requests)
     measured, forecast = pipeline.trace.summary(), pipeline.forecast()
     if as_json:

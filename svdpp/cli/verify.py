@@ -21,7 +21,7 @@ from svdpp.distributed import scratch
 from svdpp.errors import InputError, RequestError, VerificationError
 
 if TYPE_CHECKING:
-    from svdpp.runtime.verify import Check, Verdict
+    from svdpp.runtime.verify import Verdict
 
 
 def verify(
@@ -87,6 +87,16 @@ def verify(
             "ulp@rank1.clip0 moves one number by one ULP, skip@rank1.clip0 leaves a step out.",
         ),
     ] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(
+            "--report",
+            metavar="FILE.html",
+            help="Write verdict, checks, frames of both sides and their difference as one page. "
+            "Default: none.",
+            rich_help_panel="Outputs",
+        ),
+    ] = None,
     threads: options.Threads = None,
     timeout: options.Timeout = 600.0,
     start_timeout: options.StartTimeout = 600.0,
@@ -109,7 +119,13 @@ def verify(
         raise RequestError("verify starts its own ranks", "run it without torchrun")
     console = Console(as_json=as_json, quiet=quiet)
     log.open_log(verbosity=verbose, log_file=log_file, write=console.err.print)
+    _check_report(report)
     if inputs and len(inputs) == 1 and inputs[0].endswith(".json"):
+        if report is not None:
+            raise RequestError(
+                "--report shows the frames of both sides, and a clip's JSON has their hash alone",
+                "verify the photograph: svdpp verify PHOTO --report FILE.html",
+            )
         _recompute(console, Path(inputs[0]), timeout, start_timeout)
         return
     chosen_device = request.default_device() if device is None else device
@@ -148,7 +164,18 @@ def verify(
     )
     first_seed = request.parse_seeds(seed, None)[0]
     requests = _requests(config, inputs or [], clips, first_seed)
-    _compare(console, config, requests, tolerance, plant_fault)
+    _compare(console, config, requests, tolerance, plant_fault, report)
+
+
+def _check_report(path: Path | None) -> None:
+    from svdpp.media import place
+
+    if path is None:
+        return
+    if path.suffix.lower() != ".html":
+        raise RequestError(f"--report must end in .html, got {str(path)!r}")
+    place.check_writable(path.parent)
+    place.check_free(str(path))
 
 
 def _requests(
@@ -181,12 +208,14 @@ def _compare(
     requests: list[ClipRequest],
     tolerance: float,
     plant_fault: str | None,
+    report: Path | None,
 ) -> None:
     from svdpp.cli.log import EventLog
     from svdpp.cli.progress import Progress
     from svdpp.plan.schedule import build_schedule, data_parallel_routes
     from svdpp.runtime import verify as proof
     from svdpp.runtime.faults import PlantedFault
+    from svdpp.runtime.report import write_report
 
     num_steps, clips = config.sampling.num_inference_steps, range(len(requests))
     fault = None if plant_fault is None else PlantedFault.parse(plant_fault)
@@ -202,6 +231,9 @@ def _compare(
         with Progress(console, "sequential", theirs) as progress:
             proof.run_sequential(config, requests, folder, observers=(progress,))
         verdict = proof.compare(config, len(requests), folder, tolerance=tolerance)
+        if report is not None:
+            asked = {"tolerance": f"{tolerance:g}", "planted fault": plant_fault or "none"}
+            write_report(report, verdict, config, requests, folder, asked)
     if console.as_json:
         console.json(verdict.to_json())
     else:
@@ -240,20 +272,7 @@ def _print(console: Console, verdict: Verdict) -> None:
 def _difference(verdict: Verdict) -> str:
     check = verdict.first_difference
     assert check is not None
-    return f"not equal: {_words(check)}"
-
-
-def _words(check: Check) -> str:
-    what = {
-        "latent": f"the latent after step {check.step - 1}",
-        "final_latent": "the final latent",
-        "frames": "the frames",
-    }[check.what]
-    return (
-        f"clip {check.clip}, {what}, done by rank {check.rank}: first at index "
-        f"{list(check.first_index or ())}, max difference {check.max_abs_diff:.3g}, "
-        f"{check.max_ulp} {'levels' if check.what == 'frames' else 'ULP'}"
-    )
+    return f"not equal: {check}"
 
 
 def _recompute(console: Console, path: Path, timeout: float, start_timeout: float) -> None:

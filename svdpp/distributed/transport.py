@@ -61,6 +61,7 @@ class Transfer(NamedTuple):
     """One hop, as one of its two ends saw it.
 
     `seconds` counts from the header to the last byte; a sender's includes the wait for a receiver.
+    `end` is of the machine's monotonic clock.
     """
 
     kind: Literal["recv", "send"]
@@ -69,6 +70,7 @@ class Transfer(NamedTuple):
     peer: int
     num_bytes: int
     seconds: float
+    end: float
 
 
 def tensor_spec(tensor: torch.Tensor) -> TensorSpec:
@@ -228,10 +230,9 @@ class Transport:
         self, kind: Literal["recv", "send"], header: Header, peer: int, begun: float
     ) -> None:
         if header.clip != _HELLO_CLIP:
-            seconds = time.monotonic() - begun
-            self._on_transfer(
-                Transfer(kind, header.clip, header.next_step, peer, header.num_bytes, seconds)
-            )
+            end = time.monotonic()
+            what = header.clip, header.next_step, peer, header.num_bytes
+            self._on_transfer(Transfer(kind, *what, seconds=end - begun, end=end))
 
 
 class _Link:

@@ -91,7 +91,7 @@ class ActionDone(_Message):
 
 
 class HopDone(_Message):
-    """One packet has been received or sent."""
+    """One packet has been received or sent; `end` is of the machine's monotonic clock."""
 
     kind: Literal["hop"] = "hop"
     direction: Literal["recv", "send"]
@@ -100,6 +100,7 @@ class HopDone(_Message):
     peer: int
     num_bytes: int
     seconds: float
+    end: float
 
 
 class ClipDone(_Message):

@@ -17,7 +17,7 @@ from svdpp.errors import SvdppError, from_record
 from svdpp.media import place
 from svdpp.models.checkpoint import Checkpoint, find_checkpoint
 from svdpp.plan.actions import Kind
-from svdpp.plan.forecast import Forecast, replay, summarise
+from svdpp.plan.forecast import Forecast, Span, replay, summarise
 from svdpp.plan.schedule import Schedule, build_schedule, check_schedule
 from svdpp.runtime.faults import PlantedFault
 from svdpp.runtime.handover import prune
@@ -198,9 +198,11 @@ class Pipeline:
 
     def forecast(self) -> Forecast:
         """What the plan promises for the clips submitted, at the mean costs measured so far."""
-        return summarise(
-            replay(self.schedule(self._requests), self.trace.costs()), self.config.world_size
-        )
+        return summarise(self.replayed(), self.config.world_size)
+
+    def replayed(self) -> list[Span]:
+        """When each rank would do what, by the same plan and costs as the forecast."""
+        return replay(self.schedule(self._requests), self.trace.costs())
 
     def results(self) -> Iterator[ClipResult]:
         """Yields every submitted clip not yet returned, as it finishes.

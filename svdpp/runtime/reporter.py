@@ -58,6 +58,7 @@ class Reporter:
                 peer=transfer.peer,
                 num_bytes=transfer.num_bytes,
                 seconds=transfer.seconds,
+                end=transfer.end,
             )
         )
 

@@ -6,7 +6,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from svdpp.plan.actions import Action, Kind
 from svdpp.plan.costs import Costs
@@ -29,8 +29,87 @@ class RankStats:
     bubble: float
 
 
+class StepSpan(NamedTuple):
+    """When one rank did one denoising step, on the machine's monotonic clock."""
+
+    rank: int
+    clip: int
+    step: int
+    start: float
+    end: float
+
+
+class WaitSpan(NamedTuple):
+    """When one rank waited for a packet, or for a slow neighbour."""
+
+    rank: int
+    start: float
+    end: float
+
+
+class HopSpan(NamedTuple):
+    """When one rank received or sent one packet."""
+
+    rank: int
+    direction: Literal["recv", "send"]
+    clip: int
+    next_step: int
+    peer: int
+    num_bytes: int
+    start: float
+    end: float
+
+
+class MeanCosts:
+    """Running means of each kind of work over all ranks, in the same memory however long the run.
+
+    A sender's hop includes the wait for a receiver; the receiver's is the wire's alone and counts.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[str, float] = defaultdict(float)
+        self._counts: dict[str, int] = defaultdict(int)
+
+    def add(self, event: Event) -> None:
+        """Takes note of an event; those without a time are passed over."""
+        match event:
+            case StepDone():
+                self._count("step", event.seconds)
+            case ActionDone():
+                self._count(Action.parse(event.action).kind, event.end - event.start)
+            case HopDone(direction="recv"):
+                self._count("hop", event.seconds)
+            case _:
+                pass
+
+    @property
+    def has_denoised(self) -> bool:
+        """Whether a DENOISE has been measured as a whole."""
+        return self._counts[Kind.DENOISE] > 0
+
+    def costs(self) -> Costs:
+        """What a forecast of this run needs.
+
+        Raises:
+            RequestError: no step has been measured yet.
+        """
+        return Costs(
+            step_seconds=self._mean("step"),
+            encode_seconds=self._mean(Kind.ENCODE),
+            decode_seconds=self._mean(Kind.DECODE),
+            hop_seconds=self._mean("hop"),
+        )
+
+    def _count(self, what: str, seconds: float) -> None:
+        self._sums[what] += seconds
+        self._counts[what] += 1
+
+    def _mean(self, what: str) -> float:
+        return self._sums[what] / max(1, self._counts[what])
+
+
 class Trace:
-    """Collects the events of a run.
+    """Collects the events of a run. All times are of the machine's monotonic clock.
 
     Args:
         world_size: number of ranks.
@@ -39,26 +118,35 @@ class Trace:
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
         self.spans: list[Span] = []
-        self._devices: dict[int, str] = {}
-        self._steps: dict[int, list[float]] = defaultdict(list)
-        self._waits: dict[int, float] = defaultdict(float)
-        self._hops: dict[int, list[HopDone]] = defaultdict(list)
+        self.steps: list[StepSpan] = []
+        self.waits: list[WaitSpan] = []
+        self.hops: list[HopSpan] = []
+        self.devices: dict[int, str] = {}
+        self._means = MeanCosts()
+        self._unplaced: dict[int, list[StepDone]] = defaultdict(list)
 
     def add(self, rank: int, event: Event) -> None:
         """Takes note of an event; those without a time are passed over."""
+        self._means.add(event)
         match event:
             case Joined():
-                self._devices[rank] = event.device
+                self.devices[rank] = event.device
             case StepDone():
-                self._steps[rank].append(event.seconds)
+                self._unplaced[rank].append(event)
             case ActionDone():
-                action = Action.parse(event.action)
-                self.spans.append(Span(rank, action, event.start, event.end))
-                self._waits[rank] += event.waited
+                self._add_action(rank, event)
             case HopDone():
-                self._hops[rank].append(event)
+                hop = event.direction, event.clip, event.next_step, event.peer, event.num_bytes
+                self.hops.append(HopSpan(rank, *hop, event.end - event.seconds, event.end))
             case _:
                 pass
+
+    def _add_action(self, rank: int, done: ActionDone) -> None:
+        self.spans.append(Span(rank, Action.parse(done.action), done.start, done.end))
+        if done.waited > 0:
+            # It may be two waits, for a send and then a receive, with next to nothing between.
+            self.waits.append(WaitSpan(rank, done.start - done.waited, done.start))
+        self.steps += _placed(rank, done, self._unplaced.pop(rank, []))
 
     def summary(self) -> Forecast:
         """Makespan, first clip, cadence and bubble, in the forecast's own terms.
@@ -70,19 +158,7 @@ class Trace:
 
     def costs(self) -> Costs:
         """Mean seconds of each kind of work over all ranks: what a forecast of this run needs."""
-        by_kind: dict[Kind, list[float]] = defaultdict(list)
-        for span in self.spans:
-            by_kind[span.action.kind].append(span.end - span.start)
-        steps = [seconds for rank_steps in self._steps.values() for seconds in rank_steps]
-        received = [
-            hop.seconds for hops in self._hops.values() for hop in hops if hop.direction == "recv"
-        ]
-        return Costs(
-            step_seconds=_mean(steps),
-            encode_seconds=_mean(by_kind[Kind.ENCODE]),
-            decode_seconds=_mean(by_kind[Kind.DECODE]),
-            hop_seconds=_mean(received),
-        )
+        return self._means.costs()
 
     def rank_stats(self) -> list[RankStats]:
         """Each rank's sums."""
@@ -91,15 +167,19 @@ class Trace:
 
     def _stats(self, rank: int, makespan: float) -> RankStats:
         compute = sum(span.end - span.start for span in self.spans if span.rank == rank)
-        steps = self._steps[rank]
+        steps = [step.end - step.start for step in self.steps if step.rank == rank]
         return RankStats(
             rank=rank,
-            device=self._devices.get(rank, ""),
+            device=self.devices.get(rank, ""),
             steps_done=len(steps),
             compute_seconds=compute,
-            wait_seconds=self._waits[rank],
+            wait_seconds=sum(wait.end - wait.start for wait in self.waits if wait.rank == rank),
             # A sender's time includes the wait for a receiver; the receiver's is the wire's alone.
-            transfer_seconds=sum(h.seconds for h in self._hops[rank] if h.direction == "recv"),
+            transfer_seconds=sum(
+                hop.end - hop.start
+                for hop in self.hops
+                if hop.rank == rank and hop.direction == "recv"
+            ),
             mean_step_seconds=_mean(steps),
             p95_step_seconds=percentile(steps, 0.95),
             bubble=max(0.0, 1 - compute / makespan) if makespan else 0.0,
@@ -108,6 +188,17 @@ class Trace:
     def to_json(self) -> list[dict[str, Any]]:
         """The rank statistics as plain values."""
         return [asdict(stats) for stats in self.rank_stats()]
+
+
+def _placed(rank: int, done: ActionDone, steps: list[StepDone]) -> list[StepSpan]:
+    """The steps of one action, in order: they are back to back, and the last ends with it."""
+    spans = []
+    end = done.end
+    for step in reversed(steps):
+        start = max(done.start, end - step.seconds)
+        spans.append(StepSpan(rank, step.clip, step.step, start, end))
+        end = start
+    return spans[::-1]
 
 
 def percentile(values: Iterable[float], share: float) -> float:

@@ -52,6 +52,19 @@ class Check:
     first_index: tuple[int, ...] | None
     sha256: str
 
+    def __str__(self) -> str:
+        """Where and by how much the two sides differ, in words."""
+        what = {
+            "latent": f"the latent after step {self.step - 1}",
+            "final_latent": "the final latent",
+            "frames": "the frames",
+        }[self.what]
+        return (
+            f"clip {self.clip}, {what}, done by rank {self.rank}: first at index "
+            f"{list(self.first_index or ())}, max difference {self.max_abs_diff:.3g}, "
+            f"{self.max_ulp} {'levels' if self.what == 'frames' else 'ULP'}"
+        )
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -158,8 +171,13 @@ def compare(
     config: PipelineConfig, num_clips: int, folder: Path, *, tolerance: float = 0.0
 ) -> Verdict:
     """Compares what `run_pipelined` and `run_sequential` kept under `folder`."""
-    ours, theirs = Evidence(folder / _PIPELINED), Evidence(folder / _SEQUENTIAL)
+    ours, theirs = both_sides(folder)
     return Verdict(tuple(_compare_all(config, range(num_clips), ours, theirs, tolerance)))
+
+
+def both_sides(folder: Path) -> tuple[Evidence, Evidence]:
+    """What `run_pipelined` and `run_sequential` kept under `folder`."""
+    return Evidence(folder / _PIPELINED), Evidence(folder / _SEQUENTIAL)
 
 
 def recompute(

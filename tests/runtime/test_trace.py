@@ -5,22 +5,40 @@ from __future__ import annotations
 import pytest
 
 from svdpp.runtime.messages import ActionDone, HopDone, Joined, StepDone
-from svdpp.runtime.trace import Trace, percentile
+from svdpp.runtime.trace import StepSpan, Trace, WaitSpan, percentile
 
 
 def _trace() -> Trace:
     trace = Trace(2)
     trace.add(0, Joined(device="cpu", load_seconds=0.5))
     trace.add(0, ActionDone(action="ENCODE c0 @0", start=10.0, end=11.0, waited=0.0))
+    _add_steps(trace, 0, 1.5, 2.5)
     trace.add(0, ActionDone(action="DENOISE c0 0:2", start=11.0, end=15.0, waited=0.5))
+    _add_steps(trace, 1, 1.5, 2.0)
     trace.add(1, ActionDone(action="DENOISE c0 2:4", start=15.5, end=19.0, waited=5.0))
     trace.add(1, ActionDone(action="DECODE c0 @4", start=19.0, end=20.0, waited=0.0))
-    for rank, seconds in ((0, 1.5), (0, 2.5), (1, 1.5), (1, 2.0)):
-        trace.add(rank, StepDone(clip=0, step=0, seconds=seconds))
     hop = {"clip": 0, "next_step": 2, "num_bytes": 8}
-    trace.add(0, HopDone(direction="send", peer=1, seconds=4.0, **hop))
-    trace.add(1, HopDone(direction="recv", peer=0, seconds=0.25, **hop))
+    trace.add(0, HopDone(direction="send", peer=1, seconds=4.0, end=15.5, **hop))
+    trace.add(1, HopDone(direction="recv", peer=0, seconds=0.25, end=15.5, **hop))
     return trace
+
+
+def _add_steps(trace: Trace, rank: int, *seconds: float) -> None:
+    for index, each in enumerate(seconds):
+        trace.add(rank, StepDone(clip=0, step=2 * rank + index, seconds=each))
+
+
+def test_steps_are_placed_back_to_back_before_their_actions_end() -> None:
+    assert _trace().steps == [
+        StepSpan(0, 0, 0, 11.0, 12.5),
+        StepSpan(0, 0, 1, 12.5, 15.0),
+        StepSpan(1, 0, 2, 15.5, 17.0),
+        StepSpan(1, 0, 3, 17.0, 19.0),
+    ]
+
+
+def test_waits_end_where_the_action_begins() -> None:
+    assert _trace().waits == [WaitSpan(0, 10.5, 11.0), WaitSpan(1, 10.5, 15.5)]
 
 
 def test_costs_are_the_means_and_the_hop_is_the_receivers() -> None:

@@ -1,0 +1,101 @@
+"""Owns what a run leaves to look at: `--trace` and `--timeline`, of finished and of failed runs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from svdpp import __version__
+from svdpp.errors import OutputError, RequestError
+
+if TYPE_CHECKING:
+    from svdpp.plan.forecast import Forecast
+    from svdpp.runtime.pipeline import Pipeline
+
+
+@dataclass(frozen=True)
+class Sights:
+    """Files to be written at the end of a run; None for those not asked for.
+
+    Raises:
+        RequestError: a name is of no known format, or matplotlib is not installed.
+        OutputError: one of them cannot be written.
+    """
+
+    trace: Path | None = None
+    timeline: Path | None = None
+
+    def __post_init__(self) -> None:
+        from svdpp.media import place, timeline
+
+        if self.trace is not None:
+            if self.trace.suffix.lower() != ".json":
+                raise RequestError(f"--trace must end in .json, got {str(self.trace)!r}")
+            place.check_writable(self.trace.parent)
+            place.check_free(str(self.trace))
+        if self.timeline is not None:
+            timeline.check_timeline(self.timeline)
+
+    @contextlib.contextmanager
+    def of(self, pipeline: Pipeline) -> Iterator[None]:
+        """Writes the files when the block ends: a run that failed is the one to look at.
+
+        Raises:
+            OutputError: one of them cannot be written, and the run itself did not fail.
+        """
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(OutputError):  # the failure that led here is the one to report
+                self._write(pipeline)
+            raise
+        self._write(pipeline)
+
+    def _write(self, pipeline: Pipeline) -> None:
+        try:
+            trace = pipeline.trace
+        except RuntimeError:
+            return  # no rank was ever started
+        if not trace.spans:
+            return
+        if self.trace is not None:
+            _write_trace(pipeline, self.trace)
+        if self.timeline is not None:
+            _draw_timeline(pipeline, self.timeline)
+
+
+def _write_trace(pipeline: Pipeline, path: Path) -> None:
+    from svdpp.runtime.chrome_trace import write_chrome_trace
+
+    config = pipeline.config
+    about = {
+        "svdpp": __version__,
+        "world_size": config.world_size,
+        "num_steps": config.sampling.num_inference_steps,
+        "dtype": config.model.dtype,
+        "device": config.device,
+        "num_threads": config.num_threads,
+        "backend": pipeline.backend,
+    }
+    write_chrome_trace(pipeline.trace, path, about)
+
+
+def _draw_timeline(pipeline: Pipeline, path: Path) -> None:
+    from svdpp.media.timeline import Panel, draw_timeline
+    from svdpp.plan.forecast import summarise
+
+    world_size, trace = pipeline.config.world_size, pipeline.trace
+    panels = [Panel(f"Measured: {_words(trace.summary())}", trace.spans)]
+    if trace.steps:
+        spans = pipeline.replayed()
+        summary = summarise(spans, world_size)
+        panels.append(Panel(f"Forecast, at the mean measured costs: {_words(summary)}", spans))
+    draw_timeline(panels, world_size, path)
+
+
+def _words(summary: Forecast) -> str:
+    clips = f"{summary.clips} clip{'s' if summary.clips > 1 else ''}"
+    return f"{clips} in {summary.makespan:.1f} s, bubble {summary.bubble:.0%}"

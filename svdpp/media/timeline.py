@@ -1,0 +1,203 @@
+"""Owns the timeline: a picture of ranks and time, drawn from plain spans with matplotlib.
+
+matplotlib is the extra `pictures` and is imported by the one function that draws.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from svdpp.errors import RequestError
+from svdpp.media import place
+from svdpp.plan.actions import Kind
+from svdpp.plan.forecast import Span
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+SUFFIXES = (".svg", ".png")
+
+_WIDTH = 10.0
+_MARGIN = 1.5  # title, axis and legend, all panels' together
+_BAR = 0.84
+_CROWD = 12  # ranks above which lanes are too low for words
+_DPI = 140
+# Neighbouring clips far apart, none of them grey: that is waiting.
+_COLOURS = (
+    *("#3b76af", "#ee8636", "#519e3e", "#c53a32", "#8d69b8"),
+    *("#84584e", "#d57ebe", "#2f9aa0", "#b8a21e"),
+)
+_WAIT = "#e6e6e6"
+_HATCHES = {Kind.ENCODE: "......", Kind.DENOISE: "", Kind.DECODE: "//////"}
+_NAMES = {Kind.ENCODE: "encode", Kind.DENOISE: "denoise", Kind.DECODE: "decode"}
+
+
+class Panel(NamedTuple):
+    """One of the pictures above each other, on one time axis."""
+
+    title: str
+    spans: Sequence[Span]
+    """In seconds; each panel's time begins at its own first span."""
+
+
+def check_timeline(path: Path) -> None:
+    """Makes sure, before a long run, that its timeline can be drawn and written.
+
+    Raises:
+        RequestError: the name is of no known format, or matplotlib is not installed.
+        OutputError: the place takes no file.
+    """
+    if path.suffix.lower() not in SUFFIXES:
+        raise RequestError(f"--timeline must end in .svg or .png, got {str(path)!r}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise RequestError(
+            "a timeline is drawn with matplotlib, which is not installed",
+            "pip install 'svdpp[pictures]'",
+        )
+    place.check_writable(path.parent)
+    place.check_free(str(path))
+
+
+def draw_timeline(panels: Sequence[Panel], world_size: int, path: Path) -> None:
+    """Draws ranks x time: a colour for each clip, encode dotted, decode hatched, waiting grey.
+
+    Args:
+        panels: from top to bottom, at least one, none without spans.
+        world_size: number of lanes in each.
+        path: `.svg` or `.png`; replaced where it exists.
+
+    Raises:
+        OutputError: the file cannot be written.
+    """
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    suffix = path.suffix.lower()
+    # Equal spans give an equal file: no date, no random ids.
+    with mpl.rc_context({"hatch.linewidth": 0.7, "svg.hashsalt": "svdpp", "font.size": 9}):
+        height = len(panels) * (world_size * _lane_inches(world_size) + 0.4) + _MARGIN - 0.4
+        layout = ConstrainedLayoutEngine(h_pad=0.08)
+        figure = Figure(figsize=(_WIDTH, height), layout=layout)
+        _draw_panels(figure, panels, world_size)
+        with place.in_place_of(str(path), suffix) as temporary:
+            metadata = {"Date": None} if suffix == ".svg" else {"Software": "svdpp"}
+            figure.savefig(temporary, format=suffix[1:], dpi=_DPI, metadata=metadata)
+
+
+def _lane_inches(world_size: int) -> float:
+    """Lower lanes for more ranks, so that two panels of 28 still fit a page."""
+    return max(0.13, min(0.42, 3.0 / world_size))
+
+
+def _draw_panels(figure: Figure, panels: Sequence[Panel], world_size: int) -> None:
+    all_axes = figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0]
+    seconds = max(_duration(panel.spans) for panel in panels)
+    unit, unit_seconds = _time_unit(seconds)
+    for axes, panel in zip(all_axes, panels, strict=True):
+        axes.set_xlim(0, 1.005 * seconds / unit_seconds)
+        _prepare_axes(axes, world_size, panel.title)
+        _draw_spans(axes, panel.spans, unit_seconds)
+    all_axes[-1].set_xlabel(f"{unit}; one colour a clip")
+    _add_legend(figure)
+    figure.draw_without_rendering()  # the layout gives bars their widths, and those their labels
+    for axes, panel in zip(all_axes, panels, strict=True):
+        _label_clips(axes, panel.spans, world_size, unit_seconds)
+
+
+def _duration(spans: Sequence[Span]) -> float:
+    return max(span.end for span in spans) - min(span.start for span in spans)
+
+
+def _time_unit(seconds: float) -> tuple[str, float]:
+    """The name of the time axis, and what one unit of it has in seconds."""
+    if seconds < 600:
+        return "seconds", 1.0
+    return ("minutes", 60.0) if seconds < 6 * 3600 else ("hours", 3600.0)
+
+
+def _prepare_axes(axes: Axes, world_size: int, title: str) -> None:
+    axes.set_title(title, loc="left", fontsize=10, pad=5)
+    axes.set_ylim(world_size - 0.5, -0.5)
+    crowded = world_size > _CROWD
+    names = [str(rank) if crowded else f"rank {rank}" for rank in range(world_size)]
+    axes.set_yticks(range(world_size), names)
+    axes.tick_params(axis="y", length=0, labelsize=6.5 if crowded else 9)
+    if crowded:
+        axes.set_ylabel("rank")
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.grid(axis="x", color="#d0d0d0", linewidth=0.5)
+    axes.set_axisbelow(True)
+
+
+def _draw_spans(axes: Axes, spans: Sequence[Span], unit: float) -> None:
+    """One collection of rectangles for each kind: thousands of bars are drawn in a moment."""
+    from matplotlib.collections import PolyCollection
+
+    begin, narrow = min(span.start for span in spans), _duration(spans) / 250
+    waits = [
+        _rectangle(rank, 0.0, (max(s.end for s in spans if s.rank == rank) - begin) / unit)
+        for rank in sorted({span.rank for span in spans})
+    ]
+    axes.add_collection(PolyCollection(waits, facecolors=_WAIT, edgecolors="none"))
+    for kind, hatch in _HATCHES.items():
+        chosen = [span for span in spans if span.action.kind is kind]
+        times = [((span.start - begin) / unit, (span.end - begin) / unit) for span in chosen]
+        bars = [_rectangle(s.rank, *ends) for s, ends in zip(chosen, times, strict=True)]
+        colours = [_COLOURS[span.action.clip % len(_COLOURS)] for span in chosen]
+        # A white edge would swallow a bar of a few pixels.
+        edges = [0.6 if s.end - s.start > narrow else 0.0 for s in chosen]
+        axes.add_collection(
+            PolyCollection(
+                bars, facecolors=colours, edgecolors="white", linewidths=edges, hatch=hatch
+            )
+        )
+
+
+def _rectangle(rank: int, left: float, right: float) -> list[tuple[float, float]]:
+    low, high = rank - _BAR / 2, rank + _BAR / 2
+    return [(left, low), (right, low), (right, high), (left, high)]
+
+
+def _label_clips(axes: Axes, spans: Sequence[Span], world_size: int, unit: float) -> None:
+    """The clip's number on each denoise that has room for it, "clip 3" where there is more."""
+    begin = min(span.start for span in spans)
+    crowded = world_size > _CROWD
+    size = 5.5 if crowded else 7.5
+    points_a_second = axes.get_window_extent().width / axes.figure.dpi * 72 / axes.get_xlim()[1]
+    for rank, action, start, end in spans:
+        if action.kind is not Kind.DENOISE:
+            continue
+        room = (end - start) / unit * points_a_second - 4
+        words = [str(action.clip)] if crowded else [f"clip {action.clip}", str(action.clip)]
+        text = next((word for word in words if len(word) * 0.6 * size <= room), None)
+        if text is not None:
+            middle = ((start + end) / 2 - begin) / unit
+            axes.text(
+                *(middle, rank, text),
+                fontsize=size,
+                color="white",
+                ha="center",
+                va="center_baseline",
+            )
+
+
+def _add_legend(figure: Figure) -> None:
+    from matplotlib.patches import Patch
+
+    entries = [
+        Patch(facecolor="#7a7a7a", edgecolor="white", hatch=_HATCHES[kind], label=name)
+        for kind, name in _NAMES.items()
+    ]
+    entries.append(Patch(facecolor=_WAIT, label="wait"))
+    figure.legend(
+        handles=entries,
+        loc="outside lower right",
+        ncols=len(entries),
+        frameon=False,
+        handleheight=1.2,
+    )

@@ -1,0 +1,218 @@
+"""What is seen while a run goes on: on a terminal, elsewhere, and not at all."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console as RichConsole
+
+from svdpp.cli.console import Console
+from svdpp.cli.progress import Progress
+from svdpp.errors import Interrupted
+from svdpp.plan.schedule import build_schedule, pipeline_routes
+from svdpp.plan.split import split_steps
+from svdpp.runtime.messages import ActionDone, Beat, ClipDone, Event, Joined, StepDone
+from tests.cli.shell import ROOT
+
+_SHOW_CURSOR = "\x1b[?25h"
+
+
+def _console(*, terminal: bool, quiet: bool = False, width: int = 80, height: int = 24) -> Console:
+    console = Console(quiet=quiet)
+    console.err = RichConsole(
+        file=io.StringIO(),
+        force_terminal=terminal,
+        color_system=None,
+        width=width,
+        height=height,
+        legacy_windows=False,
+    )
+    return console
+
+
+def _progress(console: Console, world_size: int = 2, num_clips: int = 2) -> Progress:
+    routes = pipeline_routes(split_steps(28, world_size), range(num_clips))
+    return Progress(console, "run", build_schedule(routes, world_size))
+
+
+def _written(console: Console) -> str:
+    assert isinstance(console.err.file, io.StringIO)
+    return console.err.file.getvalue()
+
+
+def _wait_for(console: Console, text: str) -> None:
+    deadline = time.monotonic() + 20
+    while text not in _written(console):
+        assert time.monotonic() < deadline, _written(console)
+        time.sleep(0.02)
+
+
+def _picture(text: str) -> list[str]:
+    """The lines of the last picture drawn."""
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text.rpartition("\x1b[?25h")[0])
+    return [line.rstrip() for line in plain.replace("\r", "\n").split("\n") if line.strip()]
+
+
+EVENTS: tuple[tuple[int, Event], ...] = (
+    (0, Joined(device="cpu", load_seconds=0.1)),
+    (0, Beat(action="ENCODE c0 @0")),
+    (0, Beat(action="DENOISE c0 0:14")),
+    (0, StepDone(clip=0, step=0, seconds=2.0)),
+    (0, StepDone(clip=0, step=1, seconds=2.0)),
+    (1, Joined(device="cpu", load_seconds=0.1)),
+    (1, Beat(action="DENOISE c0 14:28", waiting=True)),
+)
+
+
+def test_a_terminal_shows_a_line_a_rank() -> None:
+    console = _console(terminal=True)
+    with _progress(console) as progress:
+        for rank, event in EVENTS:
+            progress(rank, event)
+    lines = _picture(_written(console))[-3:]
+
+    assert re.fullmatch(r"rank 0 +━+ +2/28 +clip 0 +step 1 +2.00 s/step", lines[0])
+    assert re.fullmatch(r"rank 1 +0/28 +clip 0 +waiting", lines[1])
+    assert re.fullmatch("run: 0 of 2 clips, 0:00 elapsed", lines[2])
+    assert max(map(len, lines)) < 80
+
+
+def test_the_time_left_is_the_forecasts() -> None:
+    console = _console(terminal=True)
+    with _progress(console) as progress:
+        for rank, event in EVENTS:
+            progress(rank, event)
+        progress(0, ActionDone(action="DENOISE c0 0:14", start=0.0, end=28.0, waited=0.0))
+
+    # Two clips through two halves of 28 s each.
+    assert "about 1:24 left" in _picture(_written(console))[-1]
+
+
+def test_a_single_rank_needs_no_actions_to_tell_what_is_left() -> None:
+    console = _console(terminal=True)
+    with _progress(console, world_size=1, num_clips=1) as progress:
+        for step in range(27):
+            progress(0, StepDone(clip=0, step=step, seconds=0.1))
+
+    assert "about 0:00 left" in _picture(_written(console))[-1]
+
+
+def test_ranks_without_a_line_are_counted_by_what_they_do() -> None:
+    console = _console(terminal=True, height=10)
+    with _progress(console, world_size=28) as progress:
+        progress(27, Joined(device="cpu", load_seconds=0.1))
+    lines = _picture(_written(console))[-8:]
+
+    assert [line.split()[1] for line in lines[:6]] == [str(rank) for rank in range(6)]
+    assert lines[6] == "... and 22 more ranks: 1 ready, 21 starting"
+
+
+@pytest.mark.parametrize("width", [79, 60, 45, 30, 12])
+def test_no_line_is_longer_than_the_terminal(width: int) -> None:
+    console = _console(terminal=True, width=width)
+    with _progress(console, world_size=7) as progress:
+        for rank, event in EVENTS:
+            progress(rank, event)
+    lines = _picture(_written(console))[-8:]
+
+    assert [line.split()[0] for line in lines] == ["rank"] * 7 + ["run:"]
+    assert max(map(len, lines)) <= width
+
+
+def test_lines_that_a_narrower_terminal_has_broken_are_cleared() -> None:
+    console = _console(terminal=True)
+    with _progress(console, world_size=7) as progress:
+        for rank, event in EVENTS:
+            progress(rank, event)
+        _wait_for(console, " 2/8 ")  # a picture in 80 columns
+        console.err.width = 50
+        # Seven lines of some 70 columns have become fourteen.
+        _wait_for(console, "\x1b[7A\x1b[J")
+    assert _written(console).count("\x1b[J") == 1
+
+
+def test_elsewhere_every_clip_is_a_plain_line() -> None:
+    console = _console(terminal=False)
+    with _progress(console) as progress:
+        for rank, event in EVENTS:
+            progress(rank, event)
+        progress(1, ClipDone(clip=1, record={"output": "cat_1.mp4"}))
+        progress(1, ClipDone(clip=0, record={}))
+
+    assert (
+        _written(console) == "run: 1 of 2 clips done, cat_1.mp4\nrun: 2 of 2 clips done, clip 0\n"
+    )
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_quiet_shows_nothing(terminal: bool) -> None:
+    console = _console(terminal=terminal, quiet=True)
+    with _progress(console) as progress:
+        for rank, event in EVENTS:
+            progress(rank, event)
+        progress(1, ClipDone(clip=1, record={}))
+
+    assert _written(console) == ""
+
+
+def test_a_run_that_ends_early_gives_the_cursor_back() -> None:
+    console = _console(terminal=True)
+    with pytest.raises(Interrupted), _progress(console):
+        raise Interrupted(signal.SIGINT)
+
+    assert _SHOW_CURSOR in _written(console).rpartition("\x1b[?25l")[2]
+
+
+@pytest.mark.processes
+def test_an_interrupt_leaves_a_clean_terminal() -> None:
+    """Ctrl-C in a real terminal of 80 columns: one sentence at the start of a line, the cursor."""
+    parent, child = pty.openpty()
+    fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    command = ("simulate", "--world", "2", "--steps", "4", "--clips", "5000")
+    running = subprocess.Popen(
+        [sys.executable, "-m", "svdpp", *command, "--latent-shape", "1", "4", "2", "8", "8"],
+        stdin=child,
+        stdout=child,
+        stderr=child,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm-256color"},
+        cwd=Path(ROOT),
+    )
+    os.close(child)
+    try:
+        text = _read_until(parent, r"about \d+:\d\d left")
+        running.send_signal(signal.SIGINT)
+        text += _read_until(parent, "SIGINT")
+        assert running.wait(timeout=20) == 130
+    finally:
+        running.kill()
+        running.wait()
+        os.close(parent)
+    last = text.rpartition("\x1b[?25l")[2]
+    assert _SHOW_CURSOR in last
+    cleared, _, sentence = last.rpartition("\x1b[2K")
+    assert "rank 0" in cleared
+    assert re.sub(r"\x1b\[[0-9;]*m", "", sentence).strip() == "error: ended by SIGINT"
+
+
+def _read_until(terminal: int, pattern: str) -> str:
+    text = ""
+    deadline = time.monotonic() + 60
+    while not re.search(pattern, text):
+        left = deadline - time.monotonic()
+        assert left > 0, text
+        if select.select([terminal], [], [], left)[0]:
+            text += os.read(terminal, 65536).decode(errors="replace")
+    return text
