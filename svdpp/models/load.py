@@ -123,6 +123,22 @@ def new_scheduler(source: Checkpoint | Mapping[str, Any]) -> EulerDiscreteSchedu
         return EulerDiscreteScheduler.from_config(dict(source))
 
 
+def empty_module(component: str, home: Path) -> Any:
+    """The module that a component's config describes, with weights as torch makes them here.
+
+    Call it on the meta device, or under fake tensors: anywhere else the weights take memory.
+
+    Args:
+        component: `unet`, `vae` or `image_encoder`.
+        home: the component's folder.
+    """
+    if component == "image_encoder":
+        config = CLIPVisionConfig.from_pretrained(home, local_files_only=True)
+        return CLIPVisionModelWithProjection(config)
+    cls = _DIFFUSERS_CLASSES[component]
+    return cls.from_config(cls.load_config(home, local_files_only=True))
+
+
 def torch_dtype(name: str) -> torch.dtype:
     """torch's dtype for `fp32`, `fp16` or `bf16`.
 
@@ -211,12 +227,7 @@ def _scheduler_config(checkpoint: Checkpoint) -> Mapping[str, Any]:
 def _expected_weights(component: str, home: Path) -> torch.nn.Module:
     """The module its config describes, without any memory for its weights."""
     with torch.device("meta"):
-        if component == "image_encoder":
-            config = CLIPVisionConfig.from_pretrained(home, local_files_only=True)
-            return CLIPVisionModelWithProjection(config)  # type: ignore[no-any-return]
-        cls = _DIFFUSERS_CLASSES[component]
-        config = cls.load_config(home, local_files_only=True)
-        return cls.from_config(config)  # type: ignore[no-any-return]
+        return empty_module(component, home)
 
 
 def _check_weights(component: str, module: torch.nn.Module, headers: Mapping[Path, Header]) -> None:

@@ -1,0 +1,219 @@
+"""Owns costs: the seconds and memory of each kind of work, and the `costs.json` that holds them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from svdpp.errors import InputError, RequestError
+from svdpp.plan.actions import Action, Kind
+
+SCHEMA_VERSION = 1
+
+#: One number for all ranks, or one for each, by rank.
+PerRank = float | tuple[float, ...]
+
+# So that sums over any number of clips stay finite.
+_MAX_SECONDS = 1e9
+_MAX_OTHER = 1e18
+_TEXTS = ("name", "source", "device")
+_PER_RANK = ("step_seconds", "encode_seconds", "decode_seconds")
+_ABOVE_ZERO = ("step_seconds", "hop_bytes_per_second")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """What each kind of work takes: seconds always, memory where it is known.
+
+    The default is the unit of a plan without measurements: one step takes 1, everything else 0.
+
+    Raises:
+        RequestError: a value that is no finite number of 0 or more, named by its option.
+    """
+
+    step_seconds: PerRank = 1.0
+    """One denoising step; one number for each rank where devices differ in speed."""
+    encode_seconds: PerRank = 0.0
+    """One clip's encode: CLIP, VAE, noise. For ranks of different speed, as `step_seconds`."""
+    decode_seconds: PerRank = 0.0
+    """One clip's decode to frames. For ranks of different speed, as `step_seconds`."""
+    hop_seconds: float = 0.0
+    """Latency of one hand-over, whatever its size."""
+    hop_bytes_per_second: float | None = None
+    """Bandwidth between neighbours; None: the size of a packet does not count."""
+    packet_bytes: float = 0.0
+    """Size of what one clip hands over."""
+    write_seconds: float = 0.0
+    """One clip's file. Written beneath the next clip's work, so no forecast counts it."""
+    encode_weights_gib: float | None = None
+    denoise_weights_gib: float | None = None
+    decode_weights_gib: float | None = None
+    """Weights of the part, GiB; a rank holds those of the parts that it ever uses."""
+    encode_work_gib: float | None = None
+    denoise_work_gib: float | None = None
+    decode_work_gib: float | None = None
+    """Peak of what the part needs above all weights while it works, GiB."""
+    name: str = ""
+    """What these costs are of, such as a model."""
+    source: str = ""
+    """Where they come from: a publication, or how they were measured."""
+    device: str = ""
+    """What they were measured on."""
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if fault := _fault(name, value):
+                raise RequestError(f"--{name.replace('_', '-')} {fault}")
+
+    @property
+    def hand_over_seconds(self) -> float:
+        """One hop: its latency, and its bytes at the bandwidth."""
+        if self.hop_bytes_per_second is None:
+            return self.hop_seconds
+        return self.hop_seconds + self.packet_bytes / self.hop_bytes_per_second
+
+    @property
+    def differ_by_rank(self) -> bool:
+        """Whether some work is given rank by rank."""
+        return any(isinstance(getattr(self, name), tuple) for name in _PER_RANK)
+
+    def step_on(self, rank: int) -> float:
+        """Seconds of one step on `rank`."""
+        return _on(self.step_seconds, rank)
+
+    def encode_on(self, rank: int) -> float:
+        """Seconds of one clip's encode on `rank`."""
+        return _on(self.encode_seconds, rank)
+
+    def decode_on(self, rank: int) -> float:
+        """Seconds of one clip's decode on `rank`."""
+        return _on(self.decode_seconds, rank)
+
+    def of(self, action: Action, rank: int) -> float:
+        """Seconds for which `action` keeps the device of `rank` busy."""
+        if action.kind is Kind.DENOISE:
+            return (action.end - action.start) * self.step_on(rank)
+        if action.kind is Kind.ENCODE:
+            return self.encode_on(rank)
+        return self.decode_on(rank) if action.kind is Kind.DECODE else 0.0
+
+    def peak_gib(self, *, encode: bool, denoise: bool, decode: bool) -> float | None:
+        """Peak memory of a rank that does these parts, GiB; None where not all of it is known.
+
+        The weights of all its parts, and the work of the one that needs most. What two parts share
+        (encode and decode use one VAE) is counted twice, so it is an upper bound.
+        """
+        asked = {"encode": encode, "denoise": denoise, "decode": decode}
+        parts = [part for part, used in asked.items() if used]
+        weights = [getattr(self, f"{part}_weights_gib") for part in parts]
+        work = [getattr(self, f"{part}_work_gib") for part in parts]
+        if None in weights or None in work:
+            return None
+        return float(sum(weights) + max(work, default=0.0))
+
+    def check_world(self, world_size: int) -> None:
+        """Refuses costs that are given rank by rank for another number of ranks.
+
+        Raises:
+            RequestError: naming both numbers.
+        """
+        for name in _PER_RANK:
+            value = getattr(self, name)
+            if isinstance(value, tuple) and len(value) != world_size:
+                raise RequestError(
+                    f"{name} is given for {len(value)} ranks, but there are {world_size}",
+                    f"use --world {len(value)}, or costs with one number for all ranks",
+                )
+
+    def to_json(self) -> dict[str, Any]:
+        """The content of `costs.json`: every field, None where nothing is known."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        lists = {name: list(v) for name, v in values.items() if isinstance(v, tuple)}
+        return {"schema_version": SCHEMA_VERSION, **values, **lists}
+
+    @staticmethod
+    def from_json(content: object, where: str) -> Costs:
+        """The costs that `to_json` wrote. `step_seconds` must be there; no other key need be.
+
+        Args:
+            content: as JSON was parsed.
+            where: the file's name, for messages.
+
+        Raises:
+            RequestError: naming the key that is unknown, missing or no such number.
+        """
+        if not isinstance(content, Mapping):
+            raise RequestError(f"{where}: costs are a JSON object, not {type(content).__name__}")
+        values = dict(content)
+        version = values.pop("schema_version", None)
+        if version != SCHEMA_VERSION:
+            raise RequestError(f"{where}: schema_version must be {SCHEMA_VERSION}, got {version!r}")
+        known = [field.name for field in fields(Costs)]
+        if unknown := sorted(values.keys() - set(known)):
+            raise RequestError(f"{where}: unknown key {unknown[0]!r}", f"known: {', '.join(known)}")
+        if "step_seconds" not in values:
+            raise RequestError(f"{where}: step_seconds is missing")
+        for name, value in values.items():
+            values[name] = tuple(value) if isinstance(value, list) else value
+            if fault := _fault(name, values[name]):
+                raise RequestError(f"{where}: {name} {fault}")
+        return Costs(**values)
+
+    @staticmethod
+    def load(path: str | Path) -> Costs:
+        """The costs in a `costs.json`.
+
+        Raises:
+            InputError: the file cannot be read, or is no JSON.
+            RequestError: naming the key that is unknown, missing or no such number.
+        """
+        try:
+            content = json.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise InputError(f"costs {str(path)!r} cannot be read: {error.strerror}") from error
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"costs {str(path)!r} is no JSON: {error}") from error
+        return Costs.from_json(content, str(path))
+
+
+def _on(value: PerRank, rank: int) -> float:
+    return value[rank] if isinstance(value, tuple) else value
+
+
+def _fault(name: str, value: object) -> str:
+    """What is wrong with a field's value; empty where nothing is."""
+    if name in _TEXTS:
+        return "" if isinstance(value, str) else f"must be a text, got {value!r}"
+    if value is None and _MAY_BE_UNKNOWN[name]:
+        return ""
+    values = value if isinstance(value, tuple) and name in _PER_RANK else (value,)
+    if not values:
+        return "must have a number for each rank, got none"
+    return next(filter(None, (_number_fault(name, each) for each in values)), "")
+
+
+def _number_fault(name: str, value: object) -> str:
+    number = _as_float(value)
+    if not (math.isfinite(number) and number >= 0):
+        return f"must be a finite number, 0 or more, got {value!r}"
+    limit = _MAX_SECONDS if name.endswith("_seconds") else _MAX_OTHER
+    if number > limit:
+        return f"must be {limit:g} or less, got {value}"
+    return "must be above 0" if name in _ABOVE_ZERO and number == 0 else ""
+
+
+def _as_float(value: object) -> float:
+    """`value` as a number; NaN where it is none, infinite where it is beyond all floats."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+_MAY_BE_UNKNOWN = {field.name: field.default is None for field in fields(Costs)}
