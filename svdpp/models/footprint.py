@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from diffusers import StableVideoDiffusionPipeline
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from svdpp.config import LatentSpec, ModelConfig, SamplingConfig
+from svdpp.config import ModelConfig, SamplingConfig
 from svdpp.models import load
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.denoise import SvdDenoiser
@@ -159,8 +158,10 @@ def _dummy(walk: _Walk, model: ModelConfig) -> PartMemory:
     return walk.measure([unet], lambda: unet(latent, 0))
 
 
-def _pipe(vae: Any) -> StableVideoDiffusionPipeline:
+def _pipe(vae: Any) -> Any:
     """diffusers' own encode and decode, on a VAE."""
+    from diffusers import StableVideoDiffusionPipeline  # it warns of torchvision on import
+
     return StableVideoDiffusionPipeline(
         vae=vae, image_encoder=None, unet=None, scheduler=None, feature_extractor=None
     )
@@ -186,9 +187,7 @@ class _Walk:
         self.on_cpu = on_cpu
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
 
-    def module(
-        self, component: str, checkpoint: Checkpoint, without: tuple[str, ...] = ()
-    ) -> Any:
+    def module(self, component: str, checkpoint: Checkpoint, without: tuple[str, ...] = ()) -> Any:
         """One component in `dtype`, without some of its submodules, as `load` leaves it."""
         default = torch.get_default_dtype()
         torch.set_default_dtype(self.dtype)
@@ -222,7 +221,7 @@ class _LiveBytes(TorchDispatchMode):
     """
 
     def __init__(self, known: Iterable[torch.Tensor], *, count_workspace: bool) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.peak = 0
         self._live = 0
         self._count_workspace = count_workspace
@@ -233,7 +232,7 @@ class _LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self,
         func: Any,
-        types: Any,  # noqa: ARG002
+        types: Any,
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
@@ -269,11 +268,11 @@ def _convolution_workspace(args: tuple[Any, ...], result: torch.Tensor) -> int:
     every patch of the input into a column of a matrix (ATen/native/ConvolutionMM2d.cpp).
     """
     tensor, weight = args[0], args[1]
-    backend = torch._C._select_conv_backend(*args)
-    if backend == torch._C._ConvBackend.Mkldnn:
+    backend = torch._C._select_conv_backend(*args).name
+    if backend == "Mkldnn":
         return int(tensor.nbytes + weight.nbytes + result.nbytes)
     is_pointwise = all(size == 1 for size in weight.shape[2:])
-    if backend == torch._C._ConvBackend.Slow2d and not is_pointwise:
+    if backend == "Slow2d" and not is_pointwise:
         patch = weight[0].numel()
         return int(patch * result.nbytes // result.shape[1])
     return 0
