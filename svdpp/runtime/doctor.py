@@ -21,13 +21,12 @@ from svdpp.errors import (
     VerificationError,
 )
 from svdpp.media import place, video
-from svdpp.models import footprint
 from svdpp.models.checkpoint import Checkpoint
-from svdpp.plan.actions import Kind
 from svdpp.plan.schedule import build_schedule, pipeline_routes
 from svdpp.runtime import probe
 from svdpp.runtime.environment import available_bytes
 from svdpp.runtime.pipeline import resolve
+from svdpp.runtime.rank_memory import estimate_ranks
 
 _GIB = 2**30
 #: Some hundred clips, and the log.
@@ -172,44 +171,22 @@ def _model(patient: Patient) -> str:
 def _memory(patient: Patient) -> str:
     """The plan's estimate for each rank, against what its device has free."""
     _needs(patient, "devices")
-    if patient.config.model.is_dummy:
-        patient.config, _ = resolve(patient.config)
-    else:
+    if not patient.config.model.is_dummy:
         _needs(patient, "model")
     config = patient.config
-    base = footprint.process_bytes()
-    estimate = footprint.estimate(
-        patient.checkpoint,
-        config.model,
-        config.sampling,
-        device=config.device,
-        num_threads=config.num_threads,
-    )
-    needed = [estimate.of_rank(**duties).peak_bytes for duties in _duties(config)]
+    routes = pipeline_routes(config.ranges, range(config.world_size), decodes=config.decodes)
+    needed = [
+        rank.total_bytes
+        for rank in estimate_ranks(config, build_schedule(routes, config.world_size))
+    ]
     if config.device == "cpu":
-        return _enough("the CPU", sum(needed) + base * len(needed), available_bytes())
+        return _enough("the CPU", sum(needed), available_bytes())
     if config.device != "cuda":
         return _enough(config.device, sum(needed), _free_on(config.device))
     verdicts = [
         _enough(f"cuda:{rank}", size, _free_on(f"cuda:{rank}")) for rank, size in enumerate(needed)
     ]
     return verdicts[max(range(len(needed)), key=needed.__getitem__)]
-
-
-def _duties(config: PipelineConfig) -> list[dict[str, bool]]:
-    """What each rank's actions are of, by the plan's own lists."""
-    routes = pipeline_routes(config.ranges, range(config.world_size), decodes=config.decodes)
-    kinds = [
-        {action.kind for action in actions} for actions in build_schedule(routes, config.world_size)
-    ]
-    return [
-        {
-            "encode": Kind.ENCODE in done,
-            "denoise": Kind.DENOISE in done,
-            "decode": Kind.DECODE in done,
-        }
-        for done in kinds
-    ]
 
 
 def _free_on(device: str) -> int:
