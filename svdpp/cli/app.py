@@ -13,7 +13,10 @@ import typer
 
 from svdpp import __version__
 from svdpp.cli.console import Console
+from svdpp.cli.doctor import doctor
+from svdpp.cli.env import env
 from svdpp.cli.plan import plan
+from svdpp.cli.profile import profile
 from svdpp.cli.run import run
 from svdpp.cli.simulate import simulate
 from svdpp.cli.verify import verify
@@ -97,5 +100,5 @@ def _main(
     """
 
 
-for _command in (plan, simulate, run, verify):
+for _command in (plan, simulate, run, verify, profile, doctor, env):
     app.command()(guarded(_command))

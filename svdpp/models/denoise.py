@@ -54,11 +54,19 @@ class SvdDenoiser:
         """The latent (1, F, C, h, w) after `step`."""
         assert step == self._next_step, f"step {step} asked for, {self._next_step} is next"
         self._next_step += 1
+        noise_pred = self.predict_noise(latent, step)
+        timestep = self._scheduler.timesteps[step]
+        result: torch.Tensor = self._scheduler.step(noise_pred, timestep, latent).prev_sample
+        return result
+
+    @torch.no_grad()
+    def predict_noise(self, latent: torch.Tensor, step: int) -> torch.Tensor:
+        """The UNet's answer to `latent` (1, F, C, h, w), guided: all of a step that takes time."""
         timestep = self._scheduler.timesteps[step]
         model_input = torch.cat([latent] * 2) if self._guided else latent
         model_input = self._scheduler.scale_model_input(model_input, timestep)
         model_input = torch.cat([model_input, self._image_latents], dim=2)
-        noise_pred = self._unet(
+        noise_pred: torch.Tensor = self._unet(
             model_input,
             timestep,
             encoder_hidden_states=self._embedding,
@@ -68,8 +76,7 @@ class SvdDenoiser:
         if self._guided:
             unconditional, conditional = noise_pred.chunk(2)
             noise_pred = unconditional + self._guidance_scale * (conditional - unconditional)
-        result: torch.Tensor = self._scheduler.step(noise_pred, timestep, latent).prev_sample
-        return result
+        return noise_pred
 
     def _with_zeros(self, tensor: torch.Tensor) -> torch.Tensor:
         """With guidance, the unconditional half in front: zeros, as diffusers has it."""

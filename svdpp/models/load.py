@@ -25,7 +25,7 @@ from transformers.utils import is_torchvision_available
 
 from svdpp.errors import ModelError, OutOfMemoryError, RequestError
 from svdpp.models.checkpoint import Checkpoint
-from svdpp.models.safetensors_header import Header, weight_headers
+from svdpp.models.safetensors_header import WEIGHT_STEMS, Header, weight_headers
 
 
 @dataclass(kw_only=True)
@@ -123,6 +123,41 @@ def new_scheduler(source: Checkpoint | Mapping[str, Any]) -> EulerDiscreteSchedu
         return EulerDiscreteScheduler.from_config(dict(source))
 
 
+def empty_module(component: str, home: Path) -> Any:
+    """The module that a component's config describes, with weights as torch makes them here.
+
+    Call it on the meta device, or under fake tensors: anywhere else the weights take memory.
+
+    Args:
+        component: `unet`, `vae` or `image_encoder`.
+        home: the component's folder.
+    """
+    if component == "image_encoder":
+        config = CLIPVisionConfig.from_pretrained(home, local_files_only=True)
+        return CLIPVisionModelWithProjection(config)
+    cls = _DIFFUSERS_CLASSES[component]
+    return cls.from_config(cls.load_config(home, local_files_only=True))
+
+
+def check_weights(checkpoint: Checkpoint) -> int:
+    """Holds every weight's name and shape against the classes' own, without reading one.
+
+    Returns:
+        The number of tensors.
+
+    Raises:
+        ModelError: one is missing, unknown or of a wrong shape.
+    """
+    count = 0
+    for component in WEIGHT_STEMS:
+        home = checkpoint.folder / component
+        with _library_errors(component, checkpoint):
+            headers = weight_headers(checkpoint.folder, component, checkpoint.variant)
+            _check_weights(component, _expected_weights(component, home), headers)
+        count += sum(map(len, headers.values()))
+    return count
+
+
 def torch_dtype(name: str) -> torch.dtype:
     """torch's dtype for `fp32`, `fp16` or `bf16`.
 
@@ -211,12 +246,8 @@ def _scheduler_config(checkpoint: Checkpoint) -> Mapping[str, Any]:
 def _expected_weights(component: str, home: Path) -> torch.nn.Module:
     """The module its config describes, without any memory for its weights."""
     with torch.device("meta"):
-        if component == "image_encoder":
-            config = CLIPVisionConfig.from_pretrained(home, local_files_only=True)
-            return CLIPVisionModelWithProjection(config)  # type: ignore[no-any-return]
-        cls = _DIFFUSERS_CLASSES[component]
-        config = cls.load_config(home, local_files_only=True)
-        return cls.from_config(config)  # type: ignore[no-any-return]
+        module: torch.nn.Module = empty_module(component, home)
+    return module
 
 
 def _check_weights(component: str, module: torch.nn.Module, headers: Mapping[Path, Header]) -> None:

@@ -1,0 +1,76 @@
+"""Owns `svdpp env`: what a result depends on that is not in its request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from svdpp.cli import options
+from svdpp.cli.console import Console
+
+
+def env(
+    as_json: options.AsJson = False,
+    debug: options.Debug = False,  # noqa: ARG001  read by the guard around every command
+) -> None:
+    """Show versions, devices, ffmpeg and settings, ready to be pasted into a report.
+
+    The home shows as ~; environment variables come from a list of harmless names, so no token does.
+    """
+    from svdpp.runtime.environment import environment
+
+    facts = environment()
+    console = Console(as_json=as_json)
+    if as_json:
+        console.json(facts)
+    else:
+        _print(console, facts)
+
+
+def _print(console: Console, facts: dict[str, Any]) -> None:
+    host, versions = facts["host"], facts["versions"]
+    lines: list[tuple[str, Any]] = [(name, value or "-") for name, value in versions.items()]
+    if facts["git"]:
+        state = ", with changes" if facts["git"]["dirty"] else ""
+        lines.append(("git", facts["git"]["sha"] + state))
+    lines += [
+        ("system", host["system"]),
+        ("cpu", f"{host['cpu']}, {host['cpu_capability']}"),
+        ("cores", f"{host['usable_cores']} of {host['cores']}, {host['torch_threads']} threads"),
+        ("memory", f"{_gib(host['available_bytes'])} of {_gib(host['memory_bytes'])} free"),
+        *_gpu_lines(facts["devices"]),
+        ("determinism", _switches(facts["determinism"])),
+        ("ffmpeg", _ffmpeg(facts["ffmpeg"])),
+        ("hub cache", facts["hub_cache"]["path"]),
+        ("svd models", ", ".join(facts["hub_cache"]["svd_models"]) or "none in the cache"),
+        *((name, value) for name, value in facts["variables"].items()),
+    ]
+    width = max(len(name) for name, _ in lines)
+    for name, value in lines:
+        console.result(f"{name:<{width}}  {value}")
+
+
+def _gpu_lines(devices: dict[str, Any]) -> list[tuple[str, str]]:
+    lines = [
+        (f"cuda:{index}", f"{one['name']}, {_gib(one['memory_bytes'])}, sm {one['capability']}")
+        for index, one in enumerate(devices["gpus"])
+    ]
+    if len(lines) > 1:
+        # Row by row: y where that GPU reads the memory of the one in the column.
+        rows = ("".join("y" if yes else "-" for yes in row) for row in devices["peer_access"])
+        lines.append(("peer access", " ".join(rows)))
+    return lines or [("cuda", "no GPU")]
+
+
+def _switches(flags: dict[str, bool]) -> str:
+    on = [name.replace("_", " ") for name, value in flags.items() if value]
+    return f"on here: {', '.join(on) or 'none'}; ranks set their own"
+
+
+def _ffmpeg(found: dict[str, Any] | None) -> str:
+    if found is None:
+        return "none: pip install imageio-ffmpeg"
+    return f"{found['version'] or 'unknown version'}, {found['path']}"
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB"

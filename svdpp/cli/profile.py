@@ -1,0 +1,156 @@
+"""Owns `svdpp profile`: measures, on the devices at hand, the costs that a plan is made with."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from svdpp.cli import options
+from svdpp.cli.console import Console
+from svdpp.config import DEFAULT_MODEL, DEFAULT_NUM_STEPS, ModelConfig
+from svdpp.errors import RequestError
+from svdpp.redaction import redact
+
+if TYPE_CHECKING:
+    from svdpp.plan.costs import Costs
+    from svdpp.runtime.profile import Profile
+
+
+def profile(
+    world: options.World = None,
+    out: Annotated[
+        Path, typer.Option("--out", "-o", metavar="FILE", help="Where the costs go.")
+    ] = Path("costs.json"),
+    repeats: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            help="Clips measured after those that warm up, 1 or more; medians are taken.",
+        ),
+    ] = 3,
+    model: options.Model = DEFAULT_MODEL,
+    revision: options.Revision = None,
+    variant: options.Variant = None,
+    local_files_only: options.LocalFilesOnly = False,
+    device: Annotated[
+        str,
+        typer.Option(
+            metavar="cuda|cpu|cuda:N", help="As for run: what is measured is what run would use."
+        ),
+    ] = "cuda",
+    dtype: options.Dtype = None,
+    height: options.Height = None,
+    width: options.Width = None,
+    frames: options.NumFrames = None,
+    decode_chunk_size: options.DecodeChunkSize = None,
+    memory_opt: options.MemoryOpt = False,
+    latent_shape: Annotated[
+        tuple[int, int, int, int, int],
+        typer.Option(
+            metavar="B C F H W", help="Latent of the dummy model: five sizes, each 1 or more."
+        ),
+    ] = (1, 4, 14, 64, 64),
+    threads: options.Threads = None,
+    timeout: options.Timeout = 600.0,
+    start_timeout: options.StartTimeout = 600.0,
+    as_json: options.AsJson = False,
+    quiet: options.Quiet = False,
+    debug: options.Debug = False,  # noqa: ARG001  read by the guard around every command
+) -> None:
+    """Measure encode, step, decode, hop and write, and each part's memory; write them as costs.
+
+    All ranks are at work at once, as they are in a run: on the CPU they share its cores, so the
+    costs hold for this number of ranks and threads. Plans take them by --costs.
+    """
+    from svdpp.cli import request
+    from svdpp.media import place
+    from svdpp.runtime.pipeline import quiet_libraries
+
+    quiet_libraries()  # they speak while they are imported
+    from svdpp.runtime.profile import profile as measure
+
+    if repeats < 1:
+        raise RequestError(f"--repeats must be 1 or more, got {repeats}")
+    world_size = (
+        request.default_world(device, DEFAULT_NUM_STEPS, on_cpu=2) if world is None else world
+    )
+    config = request.pipeline_config(
+        model=ModelConfig(
+            name=model,
+            revision=revision,
+            variant=variant,
+            local_files_only=local_files_only,
+            dtype=request.parse_dtype(dtype, device),
+            memory_opt=memory_opt,
+            dummy_latent_shape=latent_shape,
+        ),
+        sampling=request.sampling_config(
+            model,
+            world_size,
+            memory_opt=memory_opt,
+            height=height,
+            width=width,
+            num_frames=frames,
+            decode_chunk_size=decode_chunk_size,
+        ),
+        world_size=world_size,
+        device=device,
+        threads=threads,
+        timeout=timeout,
+        start_timeout=start_timeout,
+    )
+    console = Console(as_json=as_json, quiet=quiet)
+    place.check_free(str(out))
+    place.check_writable(out.absolute().parent)
+    profiled = measure(config, repeats=repeats, talk=console.talk)
+    costs = profiled.costs(redact(shlex.join(["svdpp", *sys.argv[1:]])))
+    place.write_json(out, costs.to_json())
+    if as_json:
+        console.json(costs.to_json())
+    else:
+        _print(console, profiled, costs)
+    console.talk(f"next: svdpp plan --costs {shlex.quote(str(out))} --compare")
+
+
+def _print(console: Console, profiled: Profile, costs: Costs) -> None:
+    console.result(f"{costs.name}, on {costs.device}")
+    console.result()
+    seconds = {
+        "encode": profiled.encode_seconds,
+        "denoise": None,
+        "decode": profiled.decode_seconds,
+        "write": profiled.write_seconds,
+    }
+    rows = [
+        (
+            "step" if part == "denoise" else part,
+            _ms(profiled.step_seconds if part == "denoise" else [seconds[part] or 0.0]),
+            _gib(profiled.weight_bytes.get(part)),
+            _gib(profiled.work_bytes.get(part)),
+        )
+        for part in seconds
+        if part == "denoise" or seconds[part]
+    ]
+    console.table(("part", "ms", "weights GiB", "work GiB"), rows)
+    for hop in profiled.hops:
+        console.result(
+            f"hop {hop.source} -> {hop.target}: {hop.latency_seconds * 1000:.2f} ms and "
+            f"{hop.bytes_per_second / 1e9:.2f} GB/s"
+        )
+    if profiled.hops:
+        console.result(f"a clip's packet: {profiled.packet_bytes / 1e6:.2f} MB")
+    if profiled.config.device == "cpu":
+        console.talk("work on the CPU is growth of the resident set, what malloc keeps included")
+
+
+def _ms(seconds: list[float]) -> str:
+    """One time, or that of each rank."""
+    return " ".join(f"{each * 1000:.1f}" for each in seconds)
+
+
+def _gib(num_bytes: int | None) -> str:
+    return "-" if num_bytes is None else f"{num_bytes / 2**30:.3f}"

@@ -1,0 +1,218 @@
+"""Owns what is known of the machine and the libraries: plain values, none of them a secret."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import svdpp
+from svdpp.errors import OutputError
+from svdpp.media.video import find_ffmpeg
+from svdpp.redaction import redact_all
+
+SCHEMA_VERSION = 1
+
+_LIBRARIES = (
+    *("torch", "diffusers", "transformers", "accelerate", "safetensors", "huggingface-hub"),
+    *("numpy", "pillow", "imageio-ffmpeg"),
+)
+
+#: Shown where they are set; every other variable stays unseen, whatever its name.
+_VARIABLES = (
+    *("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "CUDA_LAUNCH_BLOCKING"),
+    *("CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE", "PYTORCH_CUDA_ALLOC_CONF"),
+    *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_PROC_BIND", "KMP_AFFINITY", "MKL_CBWR"),
+    *("NCCL_DEBUG", "NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE"),
+    *("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "GLOO_SOCKET_IFNAME", "GLOO_DEVICE_TRANSPORT"),
+    *("PIPELINE_BACKEND", "RANK", "LOCAL_RANK", "WORLD_SIZE"),
+    *("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "IMAGEIO_FFMPEG_EXE", "TMPDIR"),
+)
+_COMMAND_SECONDS = 10.0
+
+
+def environment() -> dict[str, Any]:
+    """Everything a result depends on that is not in its request, for people and for `env.json`.
+
+    The home shows as `~`; environment variables come from a list of harmless names alone. What is
+    not there, or cannot be found out, is None.
+    """
+    facts = {
+        "schema_version": SCHEMA_VERSION,
+        "versions": _versions(),
+        "git": _git(),
+        "host": _host(),
+        "devices": _devices(),
+        "determinism": _determinism(),
+        "ffmpeg": _ffmpeg(),
+        "hub_cache": _hub_cache(),
+        "variables": _variables(os.environ),
+    }
+    redacted: dict[str, Any] = redact_all(facts)
+    return redacted
+
+
+def cpu_model() -> str:
+    """What the processor calls itself."""
+    for line in _read("/proc/cpuinfo").splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == "model name":
+            return value.strip()
+    return platform.processor() or platform.machine()
+
+
+def available_bytes() -> int:
+    """Host memory that a new process could take without swapping."""
+    for line in _read("/proc/meminfo").splitlines():
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            return int(value.split()[0]) * 1024
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _versions() -> dict[str, str | None]:
+    return {
+        "svdpp": svdpp.__version__,
+        "python": platform.python_version(),
+        **{name: _installed(name) for name in _LIBRARIES},
+        "cuda": torch.version.cuda,
+        "cudnn": _dotted(torch.backends.cudnn.version()),
+        "nccl": _nccl(),
+        "driver": _driver(),
+    }
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _dotted(version: int | None) -> str | None:
+    """cuDNN's number as it is written: 90100 is 9.1.0, and 8902 was 8.9.2."""
+    if version is None:
+        return None
+    major, rest = divmod(version, 10_000 if version >= 10_000 else 1000)
+    return f"{major}.{rest // 100}.{rest % 100}"
+
+
+def _nccl() -> str | None:
+    if not torch.cuda.is_available():
+        return None
+    return ".".join(map(str, torch.cuda.nccl.version()))
+
+
+def _driver() -> str | None:
+    if not torch.cuda.is_available():
+        return None
+    lines = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return lines.split("\n")[0] if lines else None
+
+
+def _git() -> dict[str, Any] | None:
+    """Commit and state of the checkout that svdpp runs from; None where it is installed."""
+    root = Path(svdpp.__file__).resolve().parents[1]
+    if not (root / ".git").exists():
+        return None
+    sha = _output("git", "-C", str(root), "rev-parse", "HEAD")
+    if sha is None:
+        return None
+    return {"sha": sha, "dirty": bool(_output("git", "-C", str(root), "status", "--porcelain"))}
+
+
+def _host() -> dict[str, Any]:
+    return {
+        "system": platform.platform(),
+        "cpu": cpu_model(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "cores": os.cpu_count(),
+        "usable_cores": len(os.sched_getaffinity(0)),
+        "torch_threads": torch.get_num_threads(),
+        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        "available_bytes": available_bytes(),
+        "argv": sys.argv,
+    }
+
+
+def _devices() -> dict[str, Any]:
+    """Each GPU, and which of them reach each other's memory (row: who reads, column: whose)."""
+    count = torch.cuda.device_count()
+    properties = [torch.cuda.get_device_properties(index) for index in range(count)]
+    return {
+        "gpus": [
+            {
+                "name": one.name,
+                "memory_bytes": one.total_memory,
+                "capability": f"{one.major}.{one.minor}",
+            }
+            for one in properties
+        ],
+        "peer_access": [
+            [a == b or torch.cuda.can_device_access_peer(a, b) for b in range(count)]
+            for a in range(count)
+        ],
+    }
+
+
+def _determinism() -> dict[str, bool]:
+    """torch's switches as they stand in this process; ranks set their own."""
+    return {
+        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+        "cudnn_benchmark": torch.backends.cudnn.benchmark,
+        "cudnn_deterministic": torch.backends.cudnn.deterministic,
+        "matmul_tf32": torch.backends.cuda.matmul.allow_tf32,
+        "cudnn_tf32": torch.backends.cudnn.allow_tf32,
+    }
+
+
+def _ffmpeg() -> dict[str, Any] | None:
+    try:
+        path = find_ffmpeg()
+    except OutputError:
+        return None
+    first = (_output(path, "-version") or "").split("\n")[0]
+    words = first.split()
+    return {"path": path, "version": words[2] if words[:2] == ["ffmpeg", "version"] else None}
+
+
+def _hub_cache() -> dict[str, Any]:
+    """Where hub models are kept, and the video models among them."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    found = Path(HF_HUB_CACHE).glob("models--*/snapshots/*/model_index.json")
+    models = {
+        path.parents[2].name.removeprefix("models--").replace("--", "/")
+        for path in found
+        if "StableVideoDiffusionPipeline" in _read(path)
+    }
+    return {"path": str(HF_HUB_CACHE), "svd_models": sorted(models)}
+
+
+def _variables(variables: Mapping[str, str]) -> dict[str, str]:
+    return {name: variables[name] for name in _VARIABLES if name in variables}
+
+
+def _read(path: str | Path) -> str:
+    try:
+        return Path(path).read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _output(*command: str) -> str | None:
+    """What a command prints, without the last line break; None where it fails."""
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_COMMAND_SECONDS, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

@@ -1,0 +1,75 @@
+"""Owns the memory that each rank of a plan will take, before any of them is started."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from svdpp.config import PipelineConfig
+from svdpp.models.footprint import bare_process_bytes, estimate
+from svdpp.plan.actions import Action, Kind
+from svdpp.plan.schedule import Schedule
+from svdpp.runtime.pipeline import resolve
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMemory:
+    """Bytes on one rank's device, or on the host where that is the CPU."""
+
+    rank: int
+    parts: tuple[str, ...]
+    """Of `encode`, `denoise` and `decode`, those that the rank holds."""
+    weight_bytes: int
+    activation_bytes: int
+    """Above the weights, in the hungriest of its parts."""
+    process_bytes: int
+    """On the CPU what Python and the libraries take; a CUDA context is not estimated."""
+
+    @property
+    def total_bytes(self) -> int:
+        """The peak."""
+        return self.weight_bytes + self.activation_bytes + self.process_bytes
+
+
+def estimate_ranks(config: PipelineConfig, schedule: Schedule) -> list[RankMemory]:
+    """What each rank will take for its actions, from the model's configs alone.
+
+    CPU ranks each count the weights that they map; where the files have the asked dtype already,
+    the ranks of one machine share them.
+
+    Args:
+        config: of the run.
+        schedule: for some clips more than there are ranks, so that every rank shows what it does.
+
+    Raises:
+        ModelError: the model cannot be found, or is not whole.
+    """
+    config, checkpoint = resolve(config)
+    process = bare_process_bytes() if config.device == "cpu" else 0
+    footprint = estimate(
+        checkpoint,
+        config.model,
+        config.sampling,
+        device=config.device,
+        num_threads=config.num_threads,
+    )
+    result = []
+    for rank, actions in enumerate(schedule):
+        encode, denoise, decode = _duties(actions)
+        memory = footprint.of_rank(encode=encode, denoise=denoise, decode=decode)
+        held = {"encode": encode, "denoise": denoise, "decode": decode}
+        result.append(
+            RankMemory(
+                rank=rank,
+                parts=tuple(part for part, is_held in held.items() if is_held),
+                weight_bytes=memory.weight_bytes,
+                activation_bytes=memory.activation_bytes,
+                process_bytes=process,
+            )
+        )
+    return result
+
+
+def _duties(actions: Iterable[Action]) -> tuple[bool, bool, bool]:
+    kinds = {action.kind for action in actions}
+    return Kind.ENCODE in kinds, Kind.DENOISE in kinds, Kind.DECODE in kinds

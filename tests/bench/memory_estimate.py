@@ -1,0 +1,103 @@
+"""Prints the plan's memory estimate beside the measured peak of a fresh process, part by part.
+
+python tests/bench/memory_estimate.py                        the demo model at several sizes
+python tests/bench/memory_estimate.py --full-size FOLDER     a random UNet of SVD's size (3 GB)
+
+On the CPU, at one thread. Both figures are of the whole process: libraries, weights, activations.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from svdpp.config import ModelConfig, SamplingConfig
+from svdpp.models.checkpoint import find_checkpoint
+from svdpp.models.footprint import bare_process_bytes, estimate
+from tests.models.builders import save_tiny_checkpoint
+
+MIB = 2**20
+
+MEASURE = """
+import json, sys
+from svdpp.config import ModelConfig, PipelineConfig, SamplingConfig
+from svdpp.models import determinism
+from svdpp.runtime import probe
+from svdpp.runtime.pipeline import quiet_libraries, resolve
+from svdpp.runtime.rank import load_model
+quiet_libraries()
+name, dtype, side, frames, part = json.loads(sys.argv[1])
+determinism.make_deterministic(num_threads=1, device="cpu")
+sampling = SamplingConfig(num_inference_steps=1, height=side, width=side, num_frames=frames)
+config, checkpoint = resolve(
+    PipelineConfig(world_size=1, model=ModelConfig(name=name, dtype=dtype), sampling=sampling)
+)
+model = load_model(config, checkpoint, "cpu", probe.PARTS[part])
+tensors = probe._random_packet(model)
+for _ in range(2):
+    probe._work(model, part, tensors, config)
+print(probe._status_bytes("VmHWM"))
+"""
+
+
+def main() -> None:
+    """Prints one line for each part and size."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--full-size", metavar="FOLDER", type=Path, default=None)
+    folder: Path | None = parser.parse_args().full_size
+    base = bare_process_bytes()
+    print(f"bare process: {base / MIB:.0f} MiB")
+    if folder is not None:
+        if not folder.exists():
+            save_full_size(folder)
+        compare(str(folder), "bf16", 64, ("denoise",), base)
+        return
+    for side in (64, 128, 192, 256):
+        compare("demo", "fp32", side, ("encode", "denoise", "decode"), base)
+
+
+def compare(name: str, dtype: str, side: int, parts: tuple[str, ...], base: int) -> None:
+    """Estimate and measurement of 14 frames of `side` x `side`."""
+    model = ModelConfig(name=name, dtype=dtype)  # type: ignore[arg-type]
+    sampling = SamplingConfig(height=side, width=side, num_frames=14, decode_chunk_size=14)
+    told = estimate(find_checkpoint(model), model, sampling, device="cpu")
+    for part in parts:
+        estimated = base + getattr(told, part).peak_bytes
+        measured = measure(name, dtype, side, part)
+        print(
+            f"{name} {dtype} 14x{side}x{side} {part:<8} estimated {estimated / MIB:6.0f} MiB, "
+            f"measured {measured / MIB:6.0f} MiB, ratio {estimated / measured:.3f}",
+            flush=True,
+        )
+
+
+def measure(name: str, dtype: str, side: int, part: str) -> int:
+    """Peak resident bytes of a fresh process that loads `part` and works twice."""
+    asked = json.dumps([name, dtype, side, 14, part])
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, asked], capture_output=True, text=True, check=True
+    )
+    return int(done.stdout.splitlines()[-1])
+
+
+def save_full_size(folder: Path) -> None:
+    """A checkpoint whose UNet has SVD's own sizes (1.52 G parameters) and random weights."""
+    from diffusers import UNetSpatioTemporalConditionModel
+
+    save_tiny_checkpoint(folder, num_frames=14, embedding_dim=1024, dtype=torch.bfloat16)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        UNetSpatioTemporalConditionModel(
+            num_attention_heads=(5, 10, 20, 20), num_frames=14
+        ).save_pretrained(folder / "unet")
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+if __name__ == "__main__":
+    main()
