@@ -229,7 +229,7 @@ class Layout:
             yield from self._kinds_of_route(chain)
 
     def _kinds_of_route(self, chain: int) -> Iterator[Route]:
-        """A route of every kind that the chain's clips may take; their clip indices mean nothing."""
+        """A route of every kind that the chain's clips may take; clip indices mean nothing."""
         cuts = self._cuts[chain % len(self._cuts)]
         if isinstance(cuts, DitheredCuts):
             for turn, each in cuts.all_cuts():

@@ -23,7 +23,7 @@ costs = st.builds(
 
 
 @dataclass(frozen=True)
-class Layout:
+class Pipeline:
     """A step pipeline: N steps over W ranks, M clips."""
 
     num_steps: int
@@ -46,9 +46,9 @@ class Layout:
 
 
 @st.composite
-def layouts(draw: st.DrawFn) -> Layout:
+def pipelines(draw: st.DrawFn) -> Pipeline:
     world_size = draw(st.integers(1, 9))
-    return Layout(
+    return Pipeline(
         num_steps=world_size * draw(st.integers(1, 5)),
         world_size=world_size,
         num_clips=draw(st.integers(1, 12)),
