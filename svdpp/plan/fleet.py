@@ -38,7 +38,7 @@ def forecast_layout(layout: Layout, num_clips: int, arrivals: Sequence[float] = 
     _check_size(layout, num_clips, walks_all=bool(arrivals) or not alike)
     hop_seconds = layout.costs.hand_over_seconds
     known: dict[tuple[int, int, Cuts], Way] = {}
-    clips: list[tuple[float, float]] = []
+    clips = [(0.0, 0.0)] * num_clips
     walked: list[tuple[float, float]] = []
     busy = 0.0
     for chain in range(min(layout.replicas, num_clips)):
@@ -47,7 +47,7 @@ def forecast_layout(layout: Layout, num_clips: int, arrivals: Sequence[float] = 
             ways = list(_ways(layout, own, 0 if alike else chain, known))
             seconds = sum(work for way in ways for _, work in way)
             walked = list(walk(ways, hop_seconds, arrivals[chain :: layout.replicas]))
-        clips += walked
+        clips[chain :: layout.replicas] = walked
         busy += seconds
     return sum_up(
         clips,

@@ -245,6 +245,6 @@ def _shares(
 
 
 def _grid_positions(num_steps: int, shares: Sequence[float]) -> tuple[int, ...]:
-    """Sums of `shares` in units of 2^-64 steps; the last is `num_steps` to the unit."""
-    sums = accumulate(shares[:-1])
-    return (0, *(min(round(each * _UNIT), num_steps * _UNIT) for each in sums), num_steps * _UNIT)
+    """Sums of `shares` in units of 2^-64 steps, rounded so far that a float's errors vanish."""
+    sums = (min(round(each * 2**32), num_steps << 32) for each in accumulate(shares[:-1]))
+    return (0, *(each << 32 for each in sums), num_steps << _UNIT_BITS)

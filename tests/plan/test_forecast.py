@@ -16,7 +16,6 @@ from svdpp.plan.forecast import (
     DeadlockError,
     Forecast,
     Span,
-    clip_finish_times,
     replay,
     summarise,
 )
@@ -217,6 +216,14 @@ def test_cadence_of_groups_does_not_depend_on_where_the_half_lies(num_clips: int
     assert result.cadence == (4 if num_clips >= 7 else 28 / num_clips)
 
 
+def test_a_clip_is_not_there_before_those_before_it() -> None:
+    """Two ranks in turn, one of half the speed: clips come as fast as the slower one makes them."""
+    spans = [at(clip, 0, 10 * (clip // 2 + 1) * (clip % 2 + 1), clip % 2) for clip in range(8)]
+    result = summarise(spans, 2)
+
+    assert (result.makespan, result.cadence, result.first_clip) == (80, 10, 10)
+
+
 def test_jitter_is_the_spread_of_the_same_gaps() -> None:
     def jitter(ends: list[float]) -> float:
         return summarise([at(clip, 0, end) for clip, end in enumerate(ends)], 1).jitter
@@ -238,4 +245,3 @@ def test_measured_times_may_begin_anywhere() -> None:
 
     assert (result.makespan, result.first_clip, result.cadence) == (7, 4, 3)
     assert result.bubble == pytest.approx(1 - 8 / 14)
-    assert clip_finish_times(spans) == [104, 107]
