@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from svdpp.plan.actions import Action, Kind
 from svdpp.plan.costs import Costs
 from svdpp.plan.forecast import replay
+from svdpp.plan.layout import Layout
 from svdpp.plan.schedule import (
     Route,
     Schedule,
@@ -49,6 +50,24 @@ GOLDEN_SCHEDULES = {
     "schedule_w1_n4_m2.txt": Pipeline(4, 1, 2).schedule,
     "schedule_w2_n4_m2_no_decode.txt": Pipeline(4, 2, 2, decodes=False).schedule,
     "schedule_data_parallel_w2_n4_m3.txt": build_schedule(data_parallel_routes(4, 2, range(3)), 2),
+    # Decode weighs 2.5 steps: thirds of 10.5 are cut at 3.5 and 7, each clip rounded its own way.
+    "schedule_dithered_w3_n8_m4.txt": build_schedule(
+        Layout(num_steps=8, world_size=3, split="dithered", costs=Costs(decode_seconds=2.5)).routes(
+            range(4)
+        ),
+        3,
+    ),
+    # Rank 0 begins all clips; ranks 1 and 2 take turns to finish them.
+    "schedule_two_decoders_w3_n8_m4.txt": build_schedule(
+        Layout(
+            num_steps=8,
+            world_size=3,
+            split="balanced",
+            decoders=2,
+            costs=Costs(decode_seconds=4),
+        ).routes(range(4)),
+        3,
+    ),
     # Rank 0 only encodes, rank 3 only decodes; two chains share both.
     "schedule_two_chains.txt": build_schedule(
         [
