@@ -262,12 +262,10 @@ def test_auto_says_why_in_one_line() -> None:
 def test_auto_heeds_memory(tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
     parts = {"encode": 1, "denoise": 6, "decode": 9}
-    gib = {
-        f"{part}_{what}_gib": size for part, size in parts.items() for what in ("weights", "work")
-    }
-    path.write_text(
-        json.dumps(Costs(decode_seconds=10, **weights, **work).to_json()), encoding="utf-8"
-    )
+    weights = {f"{part}_weights_gib": size for part, size in parts.items()}
+    work = {f"{part}_work_gib": size for part, size in parts.items()}
+    costs = Costs(decode_seconds=10, **weights, **work)
+    path.write_text(json.dumps(costs.to_json()), encoding="utf-8")
     options = ("plan", "--costs", str(path), "--layout", "auto", "--json")
 
     assert strict_json(svdpp_here(*options).out)["layout"]["replicas"] == 4
