@@ -11,6 +11,7 @@ _MODEL = "Model"
 _SAMPLING = "Sampling"
 _RANKS = "Ranks"
 _OUTPUTS = "Outputs"
+_COSTS = "Costs"
 _TALK = "Output"
 
 World = Annotated[
@@ -32,6 +33,54 @@ Steps = Annotated[
         metavar="N",
         help="Denoising steps of each clip, 1 or more, a multiple of the number of ranks.",
         rich_help_panel=_SAMPLING,
+    ),
+]
+SplitOption = Annotated[
+    str | None,
+    typer.Option(
+        "--split",
+        metavar="uniform|balanced|dithered",
+        help="Where clips are cut: into equal ranges; into whole ranges that make the slowest rank "
+        "fastest; or for each clip anew, so that all ranks have the same work. Default: uniform.",
+        rich_help_panel=_RANKS,
+    ),
+]
+Replicas = Annotated[
+    int | None,
+    typer.Option(
+        "--replicas",
+        metavar="R",
+        help="Independent chains of W/R ranks, a divisor of W; W is data parallel. Default: 1.",
+        rich_help_panel=_RANKS,
+    ),
+]
+Decoders = Annotated[
+    int | None,
+    typer.Option(
+        "--decoders",
+        metavar="K",
+        help="Ranks at the end of each chain that take turns to finish and decode clips, 1 to W/R. "
+        "Default: 1.",
+        rich_help_panel=_RANKS,
+    ),
+]
+LayoutOption = Annotated[
+    str | None,
+    typer.Option(
+        "--layout",
+        metavar="auto",
+        help="auto: split, replicas and decoders by forecast, and why. Default: as they are given.",
+        rich_help_panel=_RANKS,
+    ),
+]
+CostsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--costs",
+        metavar="FILE|PRESET",
+        help="Costs that splits and forecasts go by: a costs.json, or the published svd-xt-a100, "
+        "svd-xt-a100-pcie or svd-xt-h100-pcie. Default: a step is 1, all else 0.",
+        rich_help_panel=_COSTS,
     ),
 ]
 Threads = Annotated[

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import math
+import re
+from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
 
-from svdpp.cli import options
+from svdpp.cli import options, plan_compare, plan_report
 from svdpp.cli.console import Console
 from svdpp.config import DEFAULT_NUM_STEPS
 from svdpp.errors import RequestError
+from svdpp.plan.choose import choose_layout, compare_layouts
 from svdpp.plan.costs import Costs
-from svdpp.plan.forecast import Forecast, Span, replay, summarise
-from svdpp.plan.grid import draw_grid
-from svdpp.plan.schedule import build_schedule, data_parallel_routes, pipeline_routes
-from svdpp.plan.sigmas import karras_sigmas
-from svdpp.plan.split import StepRange, split_steps
+from svdpp.plan.fleet import MAX_VISITS, poisson_arrivals
+from svdpp.plan.layout import Layout
+from svdpp.plan.presets import find_costs
 
 _DEFAULT_WORLD = 4
 _COSTS = "Costs"
-# Clips times ranks: some seconds and some hundred MB of actions.
-_MAX_VISITS = 1_000_000
+_MAX_WORLD = 65_536
+_CLIPS_PER_RANK = 2
+# So many that the edges of the run weigh little beside its steady part.
+_CLIPS_PER_RANK_TO_COMPARE = 16
+_SECONDS_OF = {"s": 1, "min": 60, "h": 3600}
 
 
 def plan(
@@ -28,34 +33,69 @@ def plan(
     steps: options.Steps = DEFAULT_NUM_STEPS,
     clips: Annotated[
         int | None,
-        typer.Option(metavar="M", help="Clips to run, 1 or more. Default: 2 for each rank."),
+        typer.Option(
+            metavar="M",
+            help="Clips to run, 1 or more. Default: 2 for each rank, to compare 16.",
+        ),
     ] = None,
+    split: options.SplitOption = None,
+    replicas: options.Replicas = None,
+    decoders: options.Decoders = None,
+    layout: options.LayoutOption = None,
+    compare: Annotated[
+        bool,
+        typer.Option("--compare", help="Show every split, auto and data parallel side by side."),
+    ] = False,
+    arrivals: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RATE",
+            help="Clips come at random, so many on average: 2/s, 90/min or 500/h. "
+            "Default: all are there from the start.",
+        ),
+    ] = None,
+    memory: Annotated[
+        float | None,
+        typer.Option(
+            metavar="GIB",
+            help="Memory of each device, above 0: auto leaves out layouts whose costs tell that "
+            "they need more. Default: not looked at.",
+        ),
+    ] = None,
+    costs_of: options.CostsOption = None,
     step_seconds: Annotated[
         float | None,
         typer.Option(
             metavar="SECONDS",
-            help="Time of one step, above 0. Default: 1, as the unit of all other times.",
+            help="Time of one step, above 0. Default: that of --costs, else 1, as the unit of all "
+            "other times.",
             rich_help_panel=_COSTS,
         ),
     ] = None,
     encode_seconds: Annotated[
-        float,
+        float | None,
         typer.Option(
-            metavar="SECONDS", help="Time of one clip's encode, 0 or more.", rich_help_panel=_COSTS
+            metavar="SECONDS",
+            help="Time of one clip's encode, 0 or more. Default: that of --costs, else 0.",
+            rich_help_panel=_COSTS,
         ),
-    ] = 0.0,
+    ] = None,
     decode_seconds: Annotated[
-        float,
+        float | None,
         typer.Option(
-            metavar="SECONDS", help="Time of one clip's decode, 0 or more.", rich_help_panel=_COSTS
+            metavar="SECONDS",
+            help="Time of one clip's decode, 0 or more. Default: that of --costs, else 0.",
+            rich_help_panel=_COSTS,
         ),
-    ] = 0.0,
+    ] = None,
     hop_seconds: Annotated[
-        float,
+        float | None,
         typer.Option(
-            metavar="SECONDS", help="Time of one hand-over, 0 or more.", rich_help_panel=_COSTS
+            metavar="SECONDS",
+            help="Latency of one hand-over, 0 or more. Default: that of --costs, else 0.",
+            rich_help_panel=_COSTS,
         ),
-    ] = 0.0,
+    ] = None,
     as_json: options.AsJson = False,
     quiet: options.Quiet = False,
     debug: options.Debug = False,  # noqa: ARG001  read by the guard around every command
@@ -63,107 +103,79 @@ def plan(
     """Show who does which steps, the picture over time, and what it will take.
 
     Without costs, times are in units of one step and decoding counts for nothing; on real SVD it
-    weighs about four steps, so give --step-seconds and --decode-seconds for an honest forecast.
+    weighs about four steps, so give --costs for an honest forecast.
     """
     world_size = _DEFAULT_WORLD if world is None else world
-    ranges = split_steps(steps, world_size)
-    num_clips = 2 * world_size if clips is None else clips
-    if num_clips < 1:
-        raise RequestError(f"--clips must be 1 or more, got {num_clips}")
-    if num_clips * world_size > _MAX_VISITS:
-        raise RequestError(
-            f"{num_clips} clips on {world_size} ranks are too many to plan one by one",
-            f"--clips {max(1, _MAX_VISITS // world_size)} or fewer show the same cadence",
-        )
-    costs = Costs(
-        step_seconds=1.0 if step_seconds is None else step_seconds,
+    costs = _costs(
+        costs_of,
+        step_seconds=step_seconds,
         encode_seconds=encode_seconds,
         decode_seconds=decode_seconds,
         hop_seconds=hop_seconds,
     )
-    schedule = build_schedule(pipeline_routes(ranges, range(num_clips)), world_size)
-    whole_clips = data_parallel_routes(steps, world_size, range(num_clips))
-    spans = replay(schedule, costs)
-    forecast = summarise(spans, world_size)
-    data_parallel = summarise(replay(build_schedule(whole_clips, world_size), costs), world_size)
-    unit = "step" if step_seconds is None else "second"
+    num_clips = _num_clips(clips, world_size, compare=compare)
+    request = plan_report.Request(
+        num_clips=num_clips,
+        arrivals=poisson_arrivals(num_clips, _per_second(arrivals)) if arrivals else [],
+        unit="step" if costs_of is None and step_seconds is None else "second",
+    )
     console = Console(as_json=as_json, quiet=quiet)
-    if as_json:
-        console.json(_to_json(steps, ranges, forecast, data_parallel, unit))
+    chosen: dict[str, Any] = {"split": split, "replicas": replicas, "decoders": decoders}
+    given = {name: value for name, value in chosen.items() if value is not None}
+    counts: dict[str, Any] = {"num_steps": steps, "world_size": world_size, "costs": costs}
+    limits: dict[str, Any] = {"num_clips": num_clips, "memory_gib": _memory(memory, world_size)}
+    if compare:
+        _refuse_beside("--compare", {**given, **({"layout": layout} if layout else {})})
+        rows = compare_layouts(**counts, **limits, arrivals=request.arrivals)
+        plan_compare.show_comparison(console, request, counts, rows)
+    elif layout is not None:
+        if layout != "auto":
+            raise RequestError(f"--layout must be auto, got {layout!r}")
+        _refuse_beside("--layout auto", given)
+        choice = choose_layout(**counts, **limits)
+        plan_report.show_layout(console, request, choice.layout, choice.reason)
     else:
-        _print(console, ranges, karras_sigmas(steps), spans, forecast, data_parallel, unit)
+        plan_report.show_layout(console, request, Layout(**counts, **given))
 
 
-def _to_json(
-    num_steps: int,
-    ranges: tuple[StepRange, ...],
-    forecast: Forecast,
-    data_parallel: Forecast,
-    unit: str,
-) -> dict[str, Any]:
-    return {
-        "schema_version": 1,
-        "num_steps": num_steps,
-        "world_size": len(ranges),
-        "split": "uniform",
-        "unit": unit,
-        "ranks": [part._asdict() for part in ranges],
-        "forecast": {
-            "clips": forecast.clips,
-            "makespan_seconds": forecast.makespan,
-            "first_clip_seconds": forecast.first_clip,
-            "cadence_seconds": forecast.cadence,
-            "bubble": forecast.bubble,
-            "data_parallel": {
-                "makespan_seconds": data_parallel.makespan,
-                "first_clip_seconds": data_parallel.first_clip,
-                "cadence_seconds": data_parallel.cadence,
-            },
-        },
-    }
+def _costs(name: str | None, **seconds: float | None) -> Costs:
+    """The costs of that name, with the seconds that are given in place of theirs."""
+    costs = Costs() if name is None else find_costs(name)
+    return replace(costs, **{name: value for name, value in seconds.items() if value is not None})  # type: ignore[arg-type]
 
 
-def _print(
-    console: Console,
-    ranges: tuple[StepRange, ...],
-    sigmas: list[float],
-    spans: list[Span],
-    forecast: Forecast,
-    data_parallel: Forecast,
-    unit: str,
-) -> None:
-    rows = [
-        (
-            str(part.rank),
-            str(part.start),
-            str(part.end),
-            str(part.num_steps),
-            f"{sigmas[part.start]:.4g} -> {sigmas[part.end]:.4g}",
+def _num_clips(clips: int | None, world_size: int, *, compare: bool) -> int:
+    per_rank = _CLIPS_PER_RANK_TO_COMPARE if compare else _CLIPS_PER_RANK
+    num_clips = max(1, per_rank * world_size) if clips is None else clips
+    if num_clips < 1:
+        raise RequestError(f"--clips must be 1 or more, got {num_clips}")
+    if num_clips > MAX_VISITS or world_size > _MAX_WORLD:
+        raise RequestError(
+            f"{num_clips} clips on {world_size} ranks are too many to plan",
+            f"--clips {MAX_VISITS} and --world {_MAX_WORLD} are the most",
         )
-        for part in ranges
-    ]
-    console.table(("rank", "start", "end", "steps", "sigma"), rows)
-    console.result()
-    width = max(20, console.out.width - len(f"rank {len(ranges) - 1} ||"))
-    console.grid(draw_grid(spans, len(ranges), width=width))
-    console.result("time ->   one sign a clip, < encode, > decode, . idle")
-    console.result()
+    return num_clips
 
-    def show(value: float) -> str:
-        text = f"{value:.4g}"
-        return f"{text} {unit}{'' if text == '1' else 's'}"
 
-    for line in (
-        f"{forecast.clips} clips on {len(ranges)} ranks: {show(forecast.makespan)}",
-        f"first clip after {show(forecast.first_clip)}, "
-        f"then one every {show(forecast.cadence)}; bubble {forecast.bubble:.0%}",
-        f"data parallel on the same {len(ranges)} devices: {show(data_parallel.makespan)}",
-        f"first clip after {show(data_parallel.first_clip)}, "
-        f"then one every {show(data_parallel.cadence)}; bubble {data_parallel.bubble:.0%}",
-    ):
-        console.result(line)
-    if unit == "step":
-        console.talk(
-            "in units of one step, decoding not counted;\n"
-            "--step-seconds and --decode-seconds give times"
+def _memory(gib: float | None, world_size: int) -> tuple[float, ...]:
+    if gib is None:
+        return ()
+    if not (math.isfinite(gib) and gib > 0):
+        raise RequestError(f"--memory must be a finite number above 0, got {gib}")
+    return (gib,) * world_size
+
+
+def _per_second(rate: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)/(s|min|h)", rate, re.ASCII)
+    per_second = float(match[1]) / _SECONDS_OF[match[2]] if match else 0.0
+    if not 0 < per_second <= 1e9:
+        raise RequestError(
+            f"--arrivals must be clips a second, minute or hour, got {rate!r}",
+            "such as --arrivals 2/s, 90/min or 500/h",
         )
+    return per_second
+
+
+def _refuse_beside(option: str, given: dict[str, Any]) -> None:
+    for name in given:
+        raise RequestError(f"{option} picks for itself: leave out --{name}")

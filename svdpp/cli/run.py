@@ -120,6 +120,11 @@ def run(
             rich_help_panel=_OUTPUTS,
         ),
     ] = False,
+    split: options.SplitOption = None,
+    replicas: options.Replicas = None,
+    decoders: options.Decoders = None,
+    layout: options.LayoutOption = None,
+    costs: options.CostsOption = None,
     checksum: options.Checksum = False,
     threads: options.Threads = None,
     timeout: options.Timeout = 600.0,
@@ -158,7 +163,20 @@ def run(
         fit=fit,
     )
     all_seeds = request.parse_seeds(seed, seeds)
+    choice = request.LayoutChoice(
+        split=split, replicas=replicas, decoders=decoders, layout=layout, costs=costs
+    )
     asked = request.joined_world(world)
+    world_size = choice.world(device, steps) if asked is None else asked
+    is_member = request.is_joined_member()
+    found, unreadable = ([], []) if is_member else read_inputs(inputs, keep_going=keep_going)
+    is_joined = request.joined_world(None) is not None
+    shape, why = choice.settings(
+        num_steps=steps,
+        world_size=world_size,
+        num_clips=None if is_joined else len(found) * len(all_seeds),
+        decodes=True,
+    )
     config = request.pipeline_config(
         model=ModelConfig(
             name=model,
@@ -169,16 +187,17 @@ def run(
             memory_opt=memory_opt,
         ),
         sampling=sampling,
-        world_size=request.default_world(device, steps, on_cpu=2) if asked is None else asked,
+        world_size=world_size,
         device=device,
         threads=threads,
         timeout=timeout,
         start_timeout=start_timeout,
         checksum=checksum,
+        layout=shape,
     )
     console = Console(as_json=as_json, quiet=quiet)
     log.open_log(verbosity=verbose, log_file=log_file, write=console.err.print)
-    if request.is_joined_member():
+    if is_member:
         Pipeline(config).serve()
         return
     sights = Sights(trace=trace, timeline=timeline)
@@ -190,7 +209,8 @@ def run(
         resume=resume,
         handover_folder=checkpoint_dir,
     )
-    found, unreadable = read_inputs(inputs, keep_going=keep_going)
+    if why:
+        console.talk(why)
     check_outputs(found, all_seeds, policy)
     folder = None if checkpoint_dir is None else str(checkpoint_dir.absolute())
     pipeline = Pipeline(config, handover_folder=folder)

@@ -49,6 +49,11 @@ def simulate(
     ] = "cpu",
     dtype: options.Dtype = None,
     seed: options.Seed = None,
+    split: options.SplitOption = None,
+    replicas: options.Replicas = None,
+    decoders: options.Decoders = None,
+    layout: options.LayoutOption = None,
+    costs: options.CostsOption = None,
     checksum: options.Checksum = False,
     threads: options.Threads = None,
     timeout: options.Timeout = 600.0,
@@ -73,6 +78,18 @@ def simulate(
 
     asked = request.joined_world(world)
     world_size = _DEFAULT_WORLD if asked is None else asked
+    num_clips = 2 * world_size if clips is None else clips
+    if num_clips < 1:
+        raise RequestError(f"--clips must be 1 or more, got {num_clips}")
+    choice = request.LayoutChoice(
+        split=split, replicas=replicas, decoders=decoders, layout=layout, costs=costs
+    )
+    shape, why = choice.settings(
+        num_steps=steps,
+        world_size=world_size,
+        num_clips=num_clips,
+        decodes=model != DUMMY_MODEL,
+    )
     config = request.pipeline_config(
         model=ModelConfig(
             name=model,
@@ -86,12 +103,12 @@ def simulate(
         timeout=timeout,
         start_timeout=start_timeout,
         checksum=checksum,
+        layout=shape,
     )
-    num_clips = 2 * world_size if clips is None else clips
-    if num_clips < 1:
-        raise RequestError(f"--clips must be 1 or more, got {num_clips}")
     console = Console(as_json=as_json, quiet=quiet)
     log.open_log(verbosity=verbose, log_file=log_file, write=console.err.print)
+    if why:
+        console.talk(why)
     pipeline = Pipeline(config)
     if pipeline.is_member:
         pipeline.serve()

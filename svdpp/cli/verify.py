@@ -13,6 +13,7 @@ from svdpp.cli.console import Console
 from svdpp.config import (
     DEFAULT_NUM_STEPS,
     DEMO_MODEL,
+    DUMMY_MODEL,
     ClipRequest,
     ModelConfig,
     PipelineConfig,
@@ -97,6 +98,11 @@ def verify(
             rich_help_panel="Outputs",
         ),
     ] = None,
+    split: options.SplitOption = None,
+    replicas: options.Replicas = None,
+    decoders: options.Decoders = None,
+    layout: options.LayoutOption = None,
+    costs: options.CostsOption = None,
     threads: options.Threads = None,
     timeout: options.Timeout = 600.0,
     start_timeout: options.StartTimeout = 600.0,
@@ -129,6 +135,17 @@ def verify(
         _recompute(console, Path(inputs[0]), timeout, start_timeout)
         return
     chosen_device = request.default_device() if device is None else device
+    requests = _requests(model, inputs or [], clips, request.parse_seeds(seed, None)[0])
+    choice = request.LayoutChoice(
+        split=split, replicas=replicas, decoders=decoders, layout=layout, costs=costs
+    )
+    world_size = choice.world(chosen_device, steps) if world is None else world
+    shape, why = choice.settings(
+        num_steps=steps,
+        world_size=world_size,
+        num_clips=len(requests),
+        decodes=model != DUMMY_MODEL,
+    )
     config = request.pipeline_config(
         model=ModelConfig(
             name=model,
@@ -154,16 +171,15 @@ def verify(
             decode_chunk_size=decode_chunk_size,
             fit=fit,
         ),
-        world_size=request.default_world(chosen_device, steps, on_cpu=2)
-        if world is None
-        else world,
+        world_size=world_size,
         device=chosen_device,
         threads=threads,
         timeout=timeout,
         start_timeout=start_timeout,
+        layout=shape,
     )
-    first_seed = request.parse_seeds(seed, None)[0]
-    requests = _requests(config, inputs or [], clips, first_seed)
+    if why:
+        console.talk(why)
     _compare(console, config, requests, tolerance, plant_fault, report)
 
 
@@ -178,15 +194,13 @@ def _check_report(path: Path | None) -> None:
     place.check_free(str(path))
 
 
-def _requests(
-    config: PipelineConfig, inputs: Sequence[str], clips: int | None, seed: int
-) -> list[ClipRequest]:
+def _requests(model: str, inputs: Sequence[str], clips: int | None, seed: int) -> list[ClipRequest]:
     from svdpp.media.examples import example_photos
     from svdpp.runtime.request import read_inputs
 
     if clips is not None and clips < 1:
         raise RequestError(f"--clips must be 1 or more, got {clips}")
-    if config.model.is_dummy:
+    if model == DUMMY_MODEL:
         if inputs:
             raise RequestError("the dummy model takes no images", "use --model demo")
         return [ClipRequest(seed=seed + clip) for clip in range(clips or 2)]

@@ -33,12 +33,15 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One layout among others: its forecast, or why there is none."""
+    """One layout among others: its forecast, or none and a note that says why.
+
+    The note is also why a layout was chosen, or which rank has too little memory for it.
+    """
 
     name: str
     layout: Layout | None = None
     forecast: Forecast | None = None
-    problem: str = ""
+    note: str = ""
 
 
 def choose_layout(
@@ -104,36 +107,34 @@ def compare_layouts(
 ) -> list[Row]:
     """Every split in one chain, a wider decode, the layout of `choose_layout`, and data parallel.
 
-    A layout that cannot be built says why instead of a forecast; one that does not fit in memory
-    says so beside it. Arguments as for `choose_layout` and `forecast_layout`.
+    Arguments as for `choose_layout` and `forecast_layout`.
     """
     decoders = min(world_size, max(2, _decoders_needed(num_steps, world_size, costs)))
 
-    def build(**options: Any) -> Layout:
-        return Layout(num_steps=num_steps, world_size=world_size, costs=costs, **options)
+    def build(**options: Any) -> Choice:
+        layout = Layout(num_steps=num_steps, world_size=world_size, costs=costs, **options)
+        return Choice(layout=layout, reason=_needs_more(layout, memory_gib))
 
-    def choose() -> Layout:
-        return choose_layout(
-            num_steps=num_steps,
-            world_size=world_size,
-            num_clips=num_clips,
-            costs=costs,
-            memory_gib=memory_gib,
-        ).layout
-
-    def row(name: str, layout_of: Callable[[], Layout]) -> Row:
+    def row(name: str, choose: Callable[[], Choice]) -> Row:
         try:
-            layout = layout_of()
+            choice = choose()
+            forecast = forecast_layout(choice.layout, num_clips, arrivals)
         except RequestError as error:
-            return Row(name=name, problem=error.message)
-        forecast = forecast_layout(layout, num_clips, arrivals)
-        problem = _needs_more(layout, memory_gib)
-        return Row(name=name, layout=layout, forecast=forecast, problem=problem)
+            return Row(name=name, note=error.message)
+        return Row(name=name, layout=choice.layout, forecast=forecast, note=choice.reason)
 
+    auto = partial(
+        choose_layout,
+        num_steps=num_steps,
+        world_size=world_size,
+        num_clips=num_clips,
+        costs=costs,
+        memory_gib=memory_gib,
+    )
     return [
         *(row(split, partial(build, split=split)) for split in SPLITS),
         row(f"{decoders} decoders", partial(build, split="dithered", decoders=decoders)),
-        row("auto", choose),
+        row("auto", auto),
         row("data parallel", partial(build, replicas=world_size)),
     ]
 

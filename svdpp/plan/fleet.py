@@ -6,11 +6,15 @@ import random
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
+from svdpp.errors import RequestError
 from svdpp.plan.costs import Costs
 from svdpp.plan.forecast import Forecast, sum_up
 from svdpp.plan.layout import Layout
 from svdpp.plan.schedule import Route
 from svdpp.plan.split import Cuts
+
+#: Visits of clips at ranks that one forecast walks: some seconds.
+MAX_VISITS = 5_000_000
 
 #: One clip's way: each rank it comes by, and the seconds of its work there.
 Way = tuple[tuple[int, float], ...]
@@ -26,11 +30,15 @@ def forecast_layout(layout: Layout, num_clips: int, arrivals: Sequence[float] = 
         layout: who does what.
         num_clips: 1 or more.
         arrivals: when each clip is there to be begun, in rising order; empty: all from the start.
+
+    Raises:
+        RequestError: more visits than some seconds of work.
     """
     alike = not layout.costs.differ_by_rank
+    _check_size(layout, num_clips, walks_all=bool(arrivals) or not alike)
     hop_seconds = layout.costs.hand_over_seconds
     known: dict[tuple[int, int, Cuts], Way] = {}
-    clips: list[tuple[float, float]] = []
+    clips = [(0.0, 0.0)] * num_clips
     walked: list[tuple[float, float]] = []
     busy = 0.0
     for chain in range(min(layout.replicas, num_clips)):
@@ -39,7 +47,7 @@ def forecast_layout(layout: Layout, num_clips: int, arrivals: Sequence[float] = 
             ways = list(_ways(layout, own, 0 if alike else chain, known))
             seconds = sum(work for way in ways for _, work in way)
             walked = list(walk(ways, hop_seconds, arrivals[chain :: layout.replicas]))
-        clips += walked
+        clips[chain :: layout.replicas] = walked
         busy += seconds
     return sum_up(
         clips,
@@ -47,6 +55,16 @@ def forecast_layout(layout: Layout, num_clips: int, arrivals: Sequence[float] = 
         world_size=layout.world_size,
         num_finishers=min(layout.replicas * layout.decoders, num_clips),
     )
+
+
+def _check_size(layout: Layout, num_clips: int, *, walks_all: bool) -> None:
+    clips = num_clips if walks_all else min(num_clips, 2 * -(-num_clips // layout.replicas))
+    if clips * layout.num_stages > MAX_VISITS:
+        raise RequestError(
+            f"{num_clips} clips on {layout.world_size} ranks in chains of {layout.chain_size} are "
+            "too many to forecast",
+            f"--clips {max(1, MAX_VISITS // layout.num_stages)} or fewer show the same cadence",
+        )
 
 
 def _ways(

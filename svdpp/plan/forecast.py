@@ -41,13 +41,14 @@ class Forecast:
     first_clip: float
     """Until the first clip is finished."""
     cadence: float
-    """Mean time between finished clips, over the second half of them.
+    """Mean time between finished clips, over the second half of them, in their order.
 
-    Where G ranks finish clips, as in data parallel, clips come in groups of G; the mean is then
-    over whole groups, so that it does not depend on where the half happens to lie in one.
+    A clip counts as finished when all before it are, too. Where G ranks finish clips, as in data
+    parallel, clips come in groups of G; the mean is then over whole groups, so that it does not
+    depend on where the half happens to lie in one.
     """
     jitter: float
-    """Standard deviation of the times between finished clips over the same clips."""
+    """Standard deviation of the times between the same clips."""
     latency: Latency
     bubble: float
     """Share of all ranks' time in which they do nothing, 0 to 1."""
@@ -204,34 +205,26 @@ def sum_up(
     """The sums of `summarise`, of clips whose beginning and end are known.
 
     Args:
-        clips: (beginning or arrival, end) of each clip, one or more.
+        clips: (beginning or arrival, end) of each clip, in their order, one or more.
         busy: seconds of work of all ranks.
         world_size: number of ranks.
         num_finishers: number of ranks that finish clips.
     """
     begin = min(begun for begun, _ in clips)
-    finished = sorted(end - begin for _, end in clips)
-    window = _last_whole_groups(len(finished), num_finishers)
-    before = [0.0, *finished][-window - 1 :]
-    gaps = [after - each for each, after in itertools.pairwise(before)]
-    cadence = (before[-1] - before[0]) / window
+    in_order = [0.0, *itertools.accumulate((end - begin for _, end in clips), max)]
+    makespan = in_order[-1]
+    window = _last_whole_groups(len(clips), num_finishers)
+    gaps = [after - before for before, after in itertools.pairwise(in_order[-window - 1 :])]
+    cadence = (makespan - in_order[-window - 1]) / window
     return Forecast(
         clips=len(clips),
-        makespan=finished[-1],
-        first_clip=finished[0],
+        makespan=makespan,
+        first_clip=min(end for _, end in clips) - begin,
         cadence=cadence,
         jitter=math.sqrt(math.fsum((gap - cadence) ** 2 for gap in gaps) / window),
         latency=_latency([end - begun for begun, end in clips]),
-        bubble=max(0.0, 1 - busy / (finished[-1] * world_size)) if finished[-1] else 0.0,
+        bubble=max(0.0, 1 - busy / (makespan * world_size)) if makespan else 0.0,
     )
-
-
-def clip_finish_times(spans: Iterable[Span]) -> list[float]:
-    """When each clip was finished, in rising order."""
-    ends: dict[int, float] = {}
-    for span in spans:
-        ends[span.action.clip] = max(ends.get(span.action.clip, -math.inf), span.end)
-    return sorted(ends.values())
 
 
 def _last_whole_groups(num_clips: int, group: int) -> int:

@@ -77,10 +77,10 @@ class Layout:
         check_counts(self.num_steps, self.world_size)
         self._check_chains()
         if self.split not in SPLITS:
-            raise RequestError(f"--split must be {', '.join(SPLITS)}, got {self.split!r}")
+            raise RequestError(f"--split must be one of {', '.join(SPLITS)}, got {self.split!r}")
         self.costs.check_world(self.world_size)
         if self.split == "uniform":
-            split_steps(self.num_steps, self.num_stages)
+            self._check_uniform()
 
     def _check_chains(self) -> None:
         if self.replicas < 1 or self.world_size % self.replicas:
@@ -94,6 +94,18 @@ class Layout:
                 f"--decoders must be 1 to {self.chain_size}, the ranks of a chain, "
                 f"got {self.decoders}"
             )
+
+    def _check_uniform(self) -> None:
+        if self.num_stages != self.world_size and self.num_steps % self.num_stages:
+            raise RequestError(
+                f"{self.num_steps} steps cannot be split evenly over the {self.num_stages} stages "
+                "of a chain",
+                "--split balanced and --split dithered take any number of steps",
+            )
+        try:
+            split_steps(self.num_steps, self.num_stages)
+        except RequestError as error:
+            raise RequestError(error.message, f"{error.hint}, or --split dithered") from None
 
     def __str__(self) -> str:
         if self.chain_size == 1:
@@ -234,7 +246,7 @@ class Layout:
             yield from self._kinds_of_route(chain)
 
     def _kinds_of_route(self, chain: int) -> Iterator[Route]:
-        """A route of every kind that the chain's clips may take; its clip index means nothing."""
+        """A route of every kind that the chain's clips may take; clip indices mean nothing."""
         cuts = self._cuts[chain % len(self._cuts)]
         if isinstance(cuts, DitheredCuts):
             for turn, each in cuts.all_cuts():

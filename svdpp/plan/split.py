@@ -199,14 +199,15 @@ def _shares_worth_a_unet(
 def _fair_seconds(num_steps: int, stages: Sequence[Stage], free: Sequence[int]) -> float:
     """The least time for each clip in which the stages can do all its steps, if steps could be cut.
 
-    Stages in `free` do none. By bisection: what can be done only grows with the time.
+    Stages in `free` do none, and neither does one whose encode or decode alone takes longer. By
+    bisection: what can be done only grows with the time.
     """
     working = [stage for index, stage in enumerate(stages) if index not in free]
-    slowest = max((max(stage.step_seconds) for stage in working), default=0.0)
-    low = max(max(stage.fixed_seconds) / len(stage.ranks) for stage in stages)
-    high = low + num_steps * slowest
     if not working:
         return math.inf
+    low = 0.0
+    high = sum(max(stage.fixed_seconds) for stage in working)
+    high += num_steps * max(max(stage.step_seconds) for stage in working)
     while low < (middle := (low + high) / 2) < high:
         done = sum(_mean_share(num_steps, stage, middle) for stage in working)
         low, high = (low, middle) if done >= num_steps else (middle, high)
@@ -244,6 +245,6 @@ def _shares(
 
 
 def _grid_positions(num_steps: int, shares: Sequence[float]) -> tuple[int, ...]:
-    """Sums of `shares` in units of 2^-64 steps; the last is `num_steps` to the unit."""
-    sums = accumulate(shares[:-1])
-    return (0, *(min(round(each * _UNIT), num_steps * _UNIT) for each in sums), num_steps * _UNIT)
+    """Sums of `shares` in units of 2^-64 steps, rounded so far that a float's errors vanish."""
+    sums = (min(round(each * 2**32), num_steps << 32) for each in accumulate(shares[:-1]))
+    return (0, *(each << 32 for each in sums), num_steps << _UNIT_BITS)

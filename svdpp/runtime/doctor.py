@@ -22,7 +22,7 @@ from svdpp.errors import (
 )
 from svdpp.media import place, video
 from svdpp.models.checkpoint import Checkpoint
-from svdpp.plan.schedule import build_schedule, pipeline_routes
+from svdpp.plan.schedule import build_schedule
 from svdpp.runtime import probe
 from svdpp.runtime.environment import available_bytes
 from svdpp.runtime.pipeline import resolve
@@ -174,7 +174,7 @@ def _memory(patient: Patient) -> str:
     if not patient.config.model.is_dummy:
         _needs(patient, "model")
     config = patient.config
-    routes = pipeline_routes(config.ranges, range(config.world_size), decodes=config.decodes)
+    routes = config.layout.routes(range(config.world_size))
     needed = [
         rank.total_bytes
         for rank in estimate_ranks(config, build_schedule(routes, config.world_size))

@@ -20,11 +20,12 @@ from svdpp.distributed.transport import TORCH_DTYPES, Packet, Transfer, Transpor
 from svdpp.models import determinism
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.interface import LATENTS, Tensors, VideoModel
+from svdpp.plan.layout import Roles
 from svdpp.runtime.evidence import tensor_sha256
 from svdpp.runtime.memory import out_of_memory_named
 from svdpp.runtime.messages import ClipDone, Event, Finished, Joined
 from svdpp.runtime.pipeline import new_watch, quiet_libraries
-from svdpp.runtime.rank import Roles, load_model
+from svdpp.runtime.rank import load_model
 from svdpp.runtime.reporter import Reporter
 from svdpp.runtime.supervisor import Supervisor
 

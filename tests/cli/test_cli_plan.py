@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import time
+from pathlib import Path
 
 import pytest
 
-from tests.cli.shell import Answer, assert_error, svdpp_here
+from svdpp.plan.costs import Costs
+from svdpp.plan.presets import PRESETS
+from tests.cli.shell import ROOT, Answer, assert_error, svdpp_here
 
 
 def strict_json(text: str) -> dict:  # type: ignore[type-arg]
@@ -30,13 +34,35 @@ def test_json_is_that_of_the_issue() -> None:
         "world_size": 7,
         "split": "uniform",
         "unit": "step",
-        "ranks": [{"rank": rank, "start": 4 * rank, "end": 4 * rank + 4} for rank in range(7)],
+        "layout": {
+            "description": "1 chain of 7 ranks, uniform",
+            "split": "uniform",
+            "replicas": 1,
+            "decoders": 1,
+            "reason": None,
+        },
+        "ranks": [
+            {
+                "rank": rank,
+                "start": 4 * rank,
+                "end": 4 * rank + 4,
+                "mean_steps": 4,
+                "encode": rank == 0,
+                "denoise": True,
+                "decode": rank == 6,
+                "peak_gib": None,
+            }
+            for rank in range(7)
+        ],
+        "costs": Costs().to_json(),
         "forecast": {
             "clips": 14,
             "makespan_seconds": (14 + 7 - 1) * 4,
             "first_clip_seconds": 28,
             "cadence_seconds": 4,
             "bubble": pytest.approx(6 / 20),
+            "jitter_seconds": 0,
+            "latency_seconds": {"mean": 28, "p50": 28, "p90": 28, "p99": 28},
             "data_parallel": {
                 "makespan_seconds": 56,
                 "first_clip_seconds": 28,
@@ -63,6 +89,10 @@ def test_json_with_costs() -> None:
         "first_clip_seconds": first,
         "cadence_seconds": 7 * 0.5 + 2,
         "bubble": pytest.approx(1 - 6 * 17 / (4 * (first + 5 * 5.5))),
+        "jitter_seconds": 0,
+        # Ranks 0 to 2 are a second quicker than rank 3, until two packets wait for it: 17.75, then
+        # one more for each clip, but never more than what the links hold.
+        "latency_seconds": {"mean": 20.25, "p50": 19.75, "p90": 22.75, "p99": 22.75},
         "data_parallel": {
             "makespan_seconds": 2 * 17,
             "first_clip_seconds": 17,
@@ -150,7 +180,181 @@ def test_gpus_and_total_steps_are_other_names() -> None:
     assert one.code == 0
 
 
+A100 = ("--costs", "svd-xt-a100", "--steps", "25")
+
+
+def test_the_published_costs_make_decode_a_rank_of_its_own() -> None:
+    answer = svdpp_here("plan", *A100, "--world", "7", "--split", "dithered")
+    lines = answer.out.splitlines()
+
+    assert (answer.code, answer.err) == (0, "")
+    assert [line.split()[:4] for line in lines[1:8]] == [
+        ["0", "0", "5", "4.077"],
+        ["1", "4", "9", "4.185"],
+        ["2", "8", "13", "4.185"],
+        ["3", "12", "17", "4.185"],
+        ["4", "16", "21", "4.185"],
+        ["5", "20", "25", "4.185"],
+        ["6", "25", "25", "0"],
+    ]
+    assert lines[9:13] == [
+        "clip 0 is cut at 4 8 12 17 21 25",
+        "clip 1 is cut at 4 8 12 16 20 25",
+        "clip 2 is cut at 4 8 13 17 21 25",
+        "clip 3 is cut at 4 8 12 16 21 25",
+    ]
+    assert "a clip takes 33.38 seconds from its encode" in answer.out
+
+
+def test_given_seconds_replace_those_of_the_costs() -> None:
+    plan = strict_json(
+        svdpp_here("plan", *A100, "--world", "5", "--decode-seconds", "9", "--json").out
+    )
+
+    assert plan["costs"] == PRESETS["svd-xt-a100"].to_json() | {"decode_seconds": 9}
+    assert plan["unit"] == "second"
+
+
+def test_costs_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    costs = Costs(step_seconds=(1.0, 2.0), denoise_weights_gib=3, denoise_work_gib=5)
+    path.write_text(json.dumps(costs.to_json()), encoding="utf-8")
+    options = ("plan", "--world", "2", "--steps", "9", "--split", "balanced")
+    plan = strict_json(svdpp_here(*options, "--costs", str(path), "--json").out)
+
+    assert [rank["mean_steps"] for rank in plan["ranks"]] == [6, 3]
+    assert plan["forecast"]["cadence_seconds"] == 6
+    assert plan["forecast"]["data_parallel"]["cadence_seconds"] == 9
+
+
+def test_replicas_are_shown_once() -> None:
+    answer = svdpp_here("plan", "--world", "8", "--replicas", "2")
+
+    assert "and so on, in 2 chains of 4" in answer.out
+    table, picture = answer.out.split("and so on")
+    assert len(table.splitlines()) == 1 + 4
+    assert sum(line.startswith("rank") for line in picture.splitlines()) == 8
+    ranks = strict_json(svdpp_here("plan", "--world", "8", "--replicas", "2", "--json").out)[
+        "ranks"
+    ]
+    assert [(rank["rank"], rank["start"]) for rank in ranks[4:]] == [
+        (4, 0),
+        (5, 7),
+        (6, 14),
+        (7, 21),
+    ]
+
+
+def test_auto_says_why_in_one_line() -> None:
+    answer = svdpp_here("plan", *A100, "--world", "8", "--layout", "auto")
+
+    assert answer.code == 0
+    why = [line for line in answer.out.splitlines() if line.startswith("auto picks")]
+    assert why == [
+        "auto picks data parallel: 16 clips take 25.9% longer in the next best, 4 chains of 2 "
+        "ranks, dithered"
+    ]
+    plan = strict_json(svdpp_here("plan", *A100, "--world", "8", "--layout", "auto", "--json").out)
+    assert plan["layout"]["description"] == "data parallel"
+    assert f"auto picks {plan['layout']['reason']}" == why[0]
+
+
+def test_auto_heeds_memory(tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    parts = {"encode": 1, "denoise": 6, "decode": 9}
+    weights = {f"{part}_weights_gib": size for part, size in parts.items()}
+    work = {f"{part}_work_gib": size for part, size in parts.items()}
+    costs = Costs(decode_seconds=10, **weights, **work)
+    path.write_text(json.dumps(costs.to_json()), encoding="utf-8")
+    options = ("plan", "--costs", str(path), "--layout", "auto", "--json")
+
+    assert strict_json(svdpp_here(*options).out)["layout"]["replicas"] == 4
+    assert strict_json(svdpp_here(*options, "--memory", "19").out)["layout"]["replicas"] == 1
+    assert_error(svdpp_here(*options, "--memory", "17"), 2, "no layout of 4 ranks fits in 17 GiB")
+
+
+def test_comparison_is_golden() -> None:
+    answer = svdpp_here("plan", *A100, "--world", "8", "--compare")
+
+    assert (answer.code, answer.err) == (0, "")
+    lines = "".join(f"{line.rstrip()}\n" for line in answer.out.splitlines())
+    assert lines == (ROOT / "tests/golden/compare_a100_w8_n25.txt").read_text(encoding="utf-8")
+    assert max(map(len, lines.splitlines()[:7])) <= 80
+
+
+def test_comparison_in_json_says_the_same() -> None:
+    result = strict_json(svdpp_here("plan", *A100, "--world", "8", "--compare", "--json").out)
+
+    assert (result["schema_version"], result["clips"], result["unit"]) == (1, 128, "second")
+    rows = {row["name"]: row for row in result["layouts"]}
+    assert list(rows) == ["uniform", "balanced", "dithered", "2 decoders", "auto", "data parallel"]
+    assert rows["uniform"]["forecast"] is None
+    assert "cannot be split evenly" in rows["uniform"]["note"]
+    assert rows["2 decoders"]["layout"]["decoders"] == 2
+    assert rows["data parallel"]["forecast"]["cadence_seconds"] == pytest.approx(
+        32.15 / 8, rel=1e-3
+    )
+
+
+def test_without_costs_a_comparison_counts_steps() -> None:
+    answer = svdpp_here("plan", "--compare")
+
+    assert "clips/100 steps" in answer.out
+    assert "64 clips on 4 ranks, times in steps" in answer.out
+    assert "in units of one step" in answer.err
+
+
+def test_arrivals_give_percentiles() -> None:
+    options = ("plan", *A100, "--world", "4", "--split", "dithered", "--clips", "500")
+    answer = svdpp_here(*options, "--arrivals", "6/min")
+    one, other = (
+        strict_json(svdpp_here(*options, "--arrivals", rate, "--json").out)["forecast"]
+        for rate in ("6/min", "0.1/s")
+    )
+
+    assert one == other
+    assert re.search(r"a clip takes .* seconds from its arrival: p50 .*, p90 .*, p99", answer.out)
+    latency = one["latency_seconds"]
+    assert 32.15 < latency["p50"] < latency["p90"] < latency["p99"]
+    assert one["cadence_seconds"] == pytest.approx(10, rel=0.1)
+
+
+@pytest.mark.parametrize("more", [(), ("--arrivals", "100/s")], ids=str)
+def test_a_fleet_is_planned_in_seconds(more: tuple[str, ...]) -> None:
+    fleet = ("--world", "4096", "--clips", "100000", "--costs", "svd-xt-a100")
+    begun = time.process_time()
+    answer = svdpp_here("plan", *fleet, "--layout", "auto", *more)
+
+    assert time.process_time() - begun < 5
+    assert "100000 clips on 4096 ranks" in answer.out
+    assert "the first of 4096 chains:" in answer.out
+    assert len(answer.out.splitlines()) < 20
+
+
 REFUSED = [
+    (("--replicas", "3"), "4 ranks cannot form 3 chains of one length"),
+    (("--decoders", "5"), "--decoders must be 1 to 4, the ranks of a chain, got 5"),
+    (("--split", "fair"), "--split must be one of uniform, balanced, dithered, got 'fair'"),
+    (("--layout", "best"), "--layout must be auto, got 'best'"),
+    (
+        ("--layout", "auto", "--decoders", "2"),
+        "--layout auto picks for itself: leave out --decoders",
+    ),
+    (("--compare", "--split", "balanced"), "--compare picks for itself: leave out --split"),
+    (("--compare", "--layout", "auto"), "--compare picks for itself: leave out --layout"),
+    (("--costs", "svd-xt"), "costs 'svd-xt' are neither a file nor a preset"),
+    (("--memory", "0"), "--memory must be a finite number above 0, got 0.0"),
+    (("--memory", "nan"), "--memory must be a finite number above 0, got nan"),
+    (("--arrivals", "2"), "--arrivals must be clips a second, minute or hour, got '2'"),
+    (("--arrivals", "0/s"), "--arrivals must be clips a second, minute or hour, got '0/s'"),
+    (("--arrivals", "-1/s"), "--arrivals must be clips a second, minute or hour, got '-1/s'"),
+    (("--arrivals", "1e3/s"), "--arrivals must be clips a second, minute or hour"),
+    (("--clips", "100000000"), "100000000 clips on 4 ranks are too many to plan"),
+    (("--world", "100000"), "200000 clips on 100000 ranks are too many to plan"),
+    (
+        ("--world", "4096", "--clips", "9999", "--split", "dithered"),
+        "9999 clips on 4096 ranks in chains of 4096 are too many to forecast",
+    ),
     (
         ("--world", "7", "--steps", "25"),
         "25 steps cannot be split evenly over 7 ranks; the nearest step counts that can are 21 "

@@ -1,13 +1,14 @@
-"""Layouts, costs and routes for property tests, and an oracle for the replay."""
+"""Pipelines, layouts, costs and routes for property tests, and an oracle for the replay."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
 
 from svdpp.plan.costs import Costs
+from svdpp.plan.layout import SPLITS, Layout
 from svdpp.plan.schedule import Route, Schedule, build_schedule, pipeline_routes
 from svdpp.plan.split import StepRange, split_steps
 
@@ -23,7 +24,7 @@ costs = st.builds(
 
 
 @dataclass(frozen=True)
-class Layout:
+class Pipeline:
     """A step pipeline: N steps over W ranks, M clips."""
 
     num_steps: int
@@ -46,12 +47,40 @@ class Layout:
 
 
 @st.composite
-def layouts(draw: st.DrawFn) -> Layout:
+def pipelines(draw: st.DrawFn) -> Pipeline:
     world_size = draw(st.integers(1, 9))
-    return Layout(
+    return Pipeline(
         num_steps=world_size * draw(st.integers(1, 5)),
         world_size=world_size,
         num_clips=draw(st.integers(1, 12)),
+        decodes=draw(st.booleans()),
+    )
+
+
+@st.composite
+def layouts(draw: st.DrawFn, *, unequal: bool = True) -> Layout:
+    """Any layout that can be built.
+
+    Args:
+        unequal: ranks may differ in speed.
+    """
+    replicas, chain_size = draw(st.integers(1, 3)), draw(st.integers(1, 6))
+    world_size = replicas * chain_size
+    decoders = draw(st.integers(1, chain_size))
+    num_stages = chain_size - decoders + 1
+    split = draw(st.sampled_from(SPLITS))
+    num_steps = draw(st.integers(1, 4 if split == "uniform" else 12))
+    each = draw(costs)
+    if unequal and draw(st.booleans()):
+        steps = st.lists(st.integers(1, 16).map(lambda n: n / 4), min_size=world_size)
+        each = replace(each, step_seconds=tuple(draw(steps)[:world_size]))
+    return Layout(
+        num_steps=num_steps * (num_stages if split == "uniform" else 1),
+        world_size=world_size,
+        split=split,
+        replicas=replicas,
+        decoders=decoders,
+        costs=each,
         decodes=draw(st.booleans()),
     )
 

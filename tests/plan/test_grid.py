@@ -12,56 +12,56 @@ from svdpp.plan import actions
 from svdpp.plan.costs import Costs
 from svdpp.plan.forecast import Span, replay
 from svdpp.plan.grid import clip_sign, draw_grid
-from tests.plan.plans import Layout, costs, layouts
+from tests.plan.plans import Pipeline, costs, pipelines
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 
 
-def grid(layout: Layout, costs: Costs | None = None, **options: object) -> list[str]:
-    spans = replay(layout.schedule, costs or Costs())
-    return draw_grid(spans, layout.world_size, **options)  # type: ignore[arg-type]
+def grid(pipeline: Pipeline, costs: Costs | None = None, **options: object) -> list[str]:
+    spans = replay(pipeline.schedule, costs or Costs())
+    return draw_grid(spans, pipeline.world_size, **options)  # type: ignore[arg-type]
 
 
 def test_golden_text_of_steps_alone() -> None:
     text = (GOLDEN / "grid_w4_n28_m8.txt").read_text(encoding="utf-8")
 
-    assert "\n".join(grid(Layout(28, 4, 8), width=80)) + "\n" == text
+    assert "\n".join(grid(Pipeline(28, 4, 8), width=80)) + "\n" == text
 
 
 def test_golden_text_with_encode_decode_hops_and_a_mark() -> None:
     text = (GOLDEN / "grid_w4_n28_m3_all_costs.txt").read_text(encoding="utf-8")
     costs = Costs(step_seconds=1, encode_seconds=2, decode_seconds=4, hop_seconds=1)
-    lines = grid(Layout(28, 4, 3), costs, width=80, marks={3: "rank 3 died here"})
+    lines = grid(Pipeline(28, 4, 3), costs, width=80, marks={3: "rank 3 died here"})
 
     assert "\n".join(lines) + "\n" == text
 
 
-@given(layouts(), costs, st.integers(1, 200))
+@given(pipelines(), costs, st.integers(1, 200))
 def test_every_line_has_the_same_width_within_the_limit(
-    layout: Layout, costs: Costs, width: int
+    pipeline: Pipeline, costs: Costs, width: int
 ) -> None:
-    lines = grid(layout, costs, width=width)
+    lines = grid(pipeline, costs, width=width)
 
-    assert len(lines) == layout.world_size
+    assert len(lines) == pipeline.world_size
     assert len({len(line) for line in lines}) == 1
     assert len(lines[0]) <= width + len("rank 0 ||")
     assert all(line.startswith(f"rank {rank} |") for rank, line in enumerate(lines))
 
 
-@given(layouts())
-def test_every_step_has_a_column_where_there_is_room(layout: Layout) -> None:
+@given(pipelines())
+def test_every_step_has_a_column_where_there_is_room(pipeline: Pipeline) -> None:
     """Column by column what the replay says: with unit steps the picture is exact."""
-    lines = grid(layout, width=10_000)
+    lines = grid(pipeline, width=10_000)
     for rank, line in enumerate(lines):
         row = line.partition("|")[2].removesuffix("|")
-        busy = "".join(clip_sign(clip) * layout.per_rank for clip in range(layout.num_clips))
-        before = "." * (rank * layout.per_rank)
-        after = "." * ((layout.world_size - 1 - rank) * layout.per_rank)
+        busy = "".join(clip_sign(clip) * pipeline.per_rank for clip in range(pipeline.num_clips))
+        before = "." * (rank * pipeline.per_rank)
+        after = "." * ((pipeline.world_size - 1 - rank) * pipeline.per_rank)
         assert row == before + busy + after
 
 
 def test_28_ranks_and_60_clips() -> None:
-    lines = grid(Layout(28, 28, 60), width=87)
+    lines = grid(Pipeline(28, 28, 60), width=87)
 
     assert len(lines) == 28
     assert {len(line) for line in lines} == {len("rank 27 ||") + 87}
@@ -71,15 +71,15 @@ def test_28_ranks_and_60_clips() -> None:
 
 @pytest.mark.parametrize("width", [1, 2, 5, 20])
 def test_narrow_widths(width: int) -> None:
-    lines = grid(Layout(28, 4, 8), width=width)
+    lines = grid(Pipeline(28, 4, 8), width=width)
 
     assert len({len(line) for line in lines}) == 1
     assert 1 <= len(lines[0]) - len("rank 0 ||") <= width
 
 
 def test_marks_stand_behind_their_own_line() -> None:
-    plain = grid(Layout(4, 4, 2))
-    marked = grid(Layout(4, 4, 2), marks={2: "died here", 0: "waits"})
+    plain = grid(Pipeline(4, 4, 2))
+    marked = grid(Pipeline(4, 4, 2), marks={2: "died here", 0: "waits"})
 
     assert marked == [
         plain[0] + "  <-- waits",
@@ -107,7 +107,7 @@ def test_what_fills_most_of_a_column_is_shown() -> None:
 
 
 def test_measured_spans_may_begin_anywhere() -> None:
-    spans = replay(Layout(8, 2, 3).schedule, Costs())
+    spans = replay(Pipeline(8, 2, 3).schedule, Costs())
     moved = [span._replace(start=span.start + 1000, end=span.end + 1000) for span in spans]
 
     assert draw_grid(moved, 2) == draw_grid(spans, 2)
@@ -124,7 +124,7 @@ def test_signs_repeat_after_62_clips_and_never_look_like_something_else() -> Non
 @pytest.mark.parametrize("tiny", [1e-300, 1e-310])
 def test_steps_too_short_to_count(tiny: float) -> None:
     """A step may be nothing beside a decode; the picture still has its width."""
-    lines = grid(Layout(4, 2, 2), Costs(step_seconds=tiny, decode_seconds=1), width=30)
+    lines = grid(Pipeline(4, 2, 2), Costs(step_seconds=tiny, decode_seconds=1), width=30)
 
     assert len({len(line) for line in lines}) == 1
     assert len(lines[0]) <= 30 + len("rank 0 ||")

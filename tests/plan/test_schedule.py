@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from svdpp.plan.actions import Action, Kind
 from svdpp.plan.costs import Costs
 from svdpp.plan.forecast import replay
+from svdpp.plan.layout import Layout
 from svdpp.plan.schedule import (
     Route,
     Schedule,
@@ -23,7 +24,7 @@ from svdpp.plan.schedule import (
     pipeline_routes,
 )
 from svdpp.plan.split import StepRange, split_steps
-from tests.plan.plans import Layout, layouts, route_lists
+from tests.plan.plans import Pipeline, pipelines, route_lists
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 
@@ -45,10 +46,28 @@ def from_text(text: str, world_size: int) -> Schedule:
 
 
 GOLDEN_SCHEDULES = {
-    "schedule_w4_n28_m3.txt": Layout(28, 4, 3).schedule,
-    "schedule_w1_n4_m2.txt": Layout(4, 1, 2).schedule,
-    "schedule_w2_n4_m2_no_decode.txt": Layout(4, 2, 2, decodes=False).schedule,
+    "schedule_w4_n28_m3.txt": Pipeline(28, 4, 3).schedule,
+    "schedule_w1_n4_m2.txt": Pipeline(4, 1, 2).schedule,
+    "schedule_w2_n4_m2_no_decode.txt": Pipeline(4, 2, 2, decodes=False).schedule,
     "schedule_data_parallel_w2_n4_m3.txt": build_schedule(data_parallel_routes(4, 2, range(3)), 2),
+    # Decode weighs 2.5 steps: thirds of 10.5 are cut at 3.5 and 7, each clip rounded its own way.
+    "schedule_dithered_w3_n8_m4.txt": build_schedule(
+        Layout(num_steps=8, world_size=3, split="dithered", costs=Costs(decode_seconds=2.5)).routes(
+            range(4)
+        ),
+        3,
+    ),
+    # Rank 0 begins all clips; ranks 1 and 2 take turns to finish them.
+    "schedule_two_decoders_w3_n8_m4.txt": build_schedule(
+        Layout(
+            num_steps=8,
+            world_size=3,
+            split="balanced",
+            decoders=2,
+            costs=Costs(decode_seconds=4),
+        ).routes(range(4)),
+        3,
+    ),
     # Rank 0 only encodes, rank 3 only decodes; two chains share both.
     "schedule_two_chains.txt": build_schedule(
         [
@@ -69,9 +88,9 @@ def test_golden_text(name: str) -> None:
     assert from_text(text, len(GOLDEN_SCHEDULES[name])) == GOLDEN_SCHEDULES[name]
 
 
-@given(layouts())
-def test_pipelines_pass_their_own_check(layout: Layout) -> None:
-    check_schedule(layout.schedule, layout.num_steps)
+@given(pipelines())
+def test_pipelines_pass_their_own_check(pipeline: Pipeline) -> None:
+    check_schedule(pipeline.schedule, pipeline.num_steps)
 
 
 @given(st.integers(1, 30), st.integers(1, 6), st.integers(1, 12))
@@ -83,25 +102,25 @@ def test_data_parallel_passes_the_check(num_steps: int, world_size: int, num_cli
     assert not any(a.kind in (Kind.SEND, Kind.RECV) for rank in schedule for a in rank)
 
 
-@given(layouts())
-def test_each_step_of_each_clip_is_done_once_and_in_order(layout: Layout) -> None:
-    steps: dict[int, list[int]] = {clip: [] for clip in range(layout.num_clips)}
-    for rank, rank_actions in enumerate(layout.schedule):
+@given(pipelines())
+def test_each_step_of_each_clip_is_done_once_and_in_order(pipeline: Pipeline) -> None:
+    steps: dict[int, list[int]] = {clip: [] for clip in range(pipeline.num_clips)}
+    for rank, rank_actions in enumerate(pipeline.schedule):
         for action in rank_actions:
             if action.kind is Kind.DENOISE:
-                assert (action.start, action.end) == layout.ranges[rank][1:]
+                assert (action.start, action.end) == pipeline.ranges[rank][1:]
                 steps[action.clip] += range(action.start, action.end)
 
-    assert all(done == list(range(layout.num_steps)) for done in steps.values())
+    assert all(done == list(range(pipeline.num_steps)) for done in steps.values())
 
 
-@given(layouts())
-def test_each_send_has_exactly_one_receive(layout: Layout) -> None:
-    sends, receives = hops(layout.schedule)
+@given(pipelines())
+def test_each_send_has_exactly_one_receive(pipeline: Pipeline) -> None:
+    sends, receives = hops(pipeline.schedule)
 
     assert sends == receives
     assert set(sends.values()) <= {1}
-    assert sends.total() == (layout.world_size - 1) * layout.num_clips
+    assert sends.total() == (pipeline.world_size - 1) * pipeline.num_clips
 
 
 @given(route_lists())
@@ -124,16 +143,16 @@ def hops(schedule: Schedule) -> tuple[Counter[tuple[int, ...]], Counter[tuple[in
     return sends, receives
 
 
-@given(layouts())
-def test_one_receive_is_posted_ahead_of_the_work_before_it(layout: Layout) -> None:
+@given(pipelines())
+def test_one_receive_is_posted_ahead_of_the_work_before_it(pipeline: Pipeline) -> None:
     """Beneath each clip's steps exactly one receive is posted, and none beneath the last's."""
-    for rank_actions in layout.schedule[1:]:
+    for rank_actions in pipeline.schedule[1:]:
         ahead = 0  # clips whose receive is posted and whose work has not begun
         for action in rank_actions:
             ahead += action.kind is Kind.RECV
             if action.kind is Kind.DENOISE:
                 ahead -= 1
-                assert ahead == (0 if action.clip == layout.num_clips - 1 else 1)
+                assert ahead == (0 if action.clip == pipeline.num_clips - 1 else 1)
             assert ahead <= 2  # the own one and the next one, between the RECV and the DENOISE
 
 
@@ -201,22 +220,24 @@ def test_routes_that_are_none(ranges: tuple[tuple[int, int, int], ...]) -> None:
         Route(3, tuple(StepRange(*part) for part in ranges))
 
 
-@given(layouts(), st.data())
-def test_a_resumed_way_does_the_steps_that_are_left(layout: Layout, data: st.DataObject) -> None:
-    at = data.draw(st.integers(1, layout.num_steps))
-    routes = pipeline_routes(layout.ranges, range(layout.num_clips))
+@given(pipelines(), st.data())
+def test_a_resumed_way_does_the_steps_that_are_left(
+    pipeline: Pipeline, data: st.DataObject
+) -> None:
+    at = data.draw(st.integers(1, pipeline.num_steps))
+    routes = pipeline_routes(pipeline.ranges, range(pipeline.num_clips))
     resumed = [route.resumed(at) if route.clip % 2 else route for route in routes]
-    schedule = build_schedule(resumed, layout.world_size)
+    schedule = build_schedule(resumed, pipeline.world_size)
 
-    check_schedule(schedule, layout.num_steps)
-    steps = dict.fromkeys(range(layout.num_clips), 0)
+    check_schedule(schedule, pipeline.num_steps)
+    steps = dict.fromkeys(range(pipeline.num_clips), 0)
     loads = []
     for rank_actions in schedule:
         for action in rank_actions:
             steps[action.clip] += action.end - action.start
             loads += [(action.clip, action.start)] if action.kind is Kind.LOAD else []
     assert sorted(loads) == [(clip, at) for clip in steps if clip % 2]
-    assert steps == {clip: layout.num_steps - at * (clip % 2) for clip in steps}
+    assert steps == {clip: pipeline.num_steps - at * (clip % 2) for clip in steps}
 
 
 # --- check_schedule against damage --------------------------------------------------------------
@@ -343,18 +364,18 @@ def test_check_wants_all_steps() -> None:
         check_schedule(WHOLE, 6)
 
 
-@given(layouts(), st.data())
+@given(pipelines(), st.data())
 def test_a_list_with_two_actions_swapped_is_caught_or_is_as_good(
-    layout: Layout, data: st.DataObject
+    pipeline: Pipeline, data: st.DataObject
 ) -> None:
-    lists = [list(rank_actions) for rank_actions in layout.schedule]
-    swapped = lists[data.draw(st.integers(0, layout.world_size - 1))]
+    lists = [list(rank_actions) for rank_actions in pipeline.schedule]
+    swapped = lists[data.draw(st.integers(0, pipeline.world_size - 1))]
     places = st.integers(0, len(swapped) - 1)
     one, other = data.draw(places), data.draw(places)
     swapped[one], swapped[other] = swapped[other], swapped[one]
     schedule = tuple(map(tuple, lists))
     try:
-        prove(schedule, layout.num_steps)
+        prove(schedule, pipeline.num_steps)
     except ValueError:
         return
     for rank, rank_actions in enumerate(schedule):

@@ -1,13 +1,23 @@
-"""The uniform rule and what it says when it cannot be followed."""
+"""The uniform rule and what it says when it cannot be followed; balanced against brute force."""
 
 from __future__ import annotations
+
+import itertools
+from collections import Counter
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from svdpp.errors import RequestError
-from svdpp.plan.split import StepRange, largest_world, split_steps
+from svdpp.plan.split import (
+    DitheredCuts,
+    Stage,
+    StepRange,
+    balanced_cuts,
+    largest_world,
+    split_steps,
+)
 
 
 @given(st.integers(1, 60), st.integers(1, 20))
@@ -82,3 +92,132 @@ def test_every_count_that_the_hint_names_works(num_steps: int, world_size: int) 
 )
 def test_largest_world(num_steps: int, at_most: int, world: int) -> None:
     assert largest_world(num_steps, at_most) == world
+
+
+# --- balanced and dithered ----------------------------------------------------------------------
+
+
+@st.composite
+def chains(draw: st.DrawFn) -> list[Stage]:
+    """A few stages, of one rank or of several that take turns, at any speeds."""
+    seconds = st.integers(0, 32).map(lambda quarters: quarters / 4)
+    step = st.integers(1, 12).map(lambda quarters: quarters / 4)
+    stages = []
+    for index in range(length := draw(st.integers(1, 4))):
+        turns = draw(st.integers(1, 3)) if index == length - 1 else 1
+        stages.append(
+            Stage(
+                tuple(range(index, index + turns)),
+                tuple(draw(step) for _ in range(turns)),
+                tuple(draw(seconds) for _ in range(turns)),
+            )
+        )
+    return stages
+
+
+def slowest(stages: list[Stage], counts: tuple[int, ...]) -> float:
+    return max(stage.seconds(count) for stage, count in zip(stages, counts, strict=True))
+
+
+def counts_of(cuts: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(after - before for before, after in itertools.pairwise(cuts))
+
+
+@given(st.integers(1, 8), chains())
+def test_balanced_is_as_good_as_any_split(num_steps: int, stages: list[Stage]) -> None:
+    every = itertools.product(range(num_steps + 1), repeat=len(stages))
+    best = min(slowest(stages, counts) for counts in every if sum(counts) == num_steps)
+    counts = counts_of(balanced_cuts(num_steps, stages))
+
+    assert sum(counts) == num_steps
+    assert min(counts) >= 0
+    assert slowest(stages, counts) == best
+
+
+def one_rank_each(*fixed: float, step: float = 1.0) -> list[Stage]:
+    return [Stage((rank,), (step,), (seconds,)) for rank, seconds in enumerate(fixed)]
+
+
+@given(st.integers(1, 40), st.integers(1, 10))
+def test_without_other_costs_balanced_is_even(num_steps: int, world_size: int) -> None:
+    counts = counts_of(balanced_cuts(num_steps, one_rank_each(*[0.0] * world_size)))
+
+    assert max(counts) - min(counts) <= 1
+    assert list(counts) == sorted(counts, reverse=True)
+
+
+def test_a_rank_that_only_decodes_is_a_result() -> None:
+    assert counts_of(balanced_cuts(12, one_rank_each(0, 0, 0, 4))) == (4, 4, 4, 0)
+
+
+@given(st.integers(1, 12), chains(), st.integers(0, 500))
+def test_dithered_ranges_are_in_order_and_near_their_means(
+    num_steps: int, stages: list[Stage], index: int
+) -> None:
+    dithered = DitheredCuts(num_steps, stages)
+    cuts = dithered.cuts(index)
+
+    assert (cuts[0], cuts[-1]) == (0, num_steps)
+    assert list(cuts) == sorted(cuts)
+    turns = len(dithered.positions)
+    positions = [each / 2**64 for each in dithered.positions[index % turns]]
+    assert all(abs(cut - real) < 1 + 1e-9 for cut, real in zip(cuts, positions, strict=True))
+
+
+@given(st.integers(1, 12), chains())
+def test_every_cut_that_comes_is_among_all_cuts(num_steps: int, stages: list[Stage]) -> None:
+    dithered = DitheredCuts(num_steps, stages)
+    turns = len(dithered.positions)
+
+    came = {(index % turns, dithered.cuts(index)) for index in range(200)}
+    assert came <= set(dithered.all_cuts())
+
+
+@given(st.integers(1, 30), chains())
+def test_stages_that_do_steps_have_equal_work(num_steps: int, stages: list[Stage]) -> None:
+    """On average over clips; a stage has none only where its encode or decode is its share."""
+    dithered = DitheredCuts(num_steps, stages)
+    loads, ends = [], []
+    for place, stage in enumerate(stages):
+        turns = len(stage.ranks)
+        for turn in range(turns):
+            steps = dithered.mean_steps(place, turn, turns)
+            fixed, step = stage.fixed_seconds[turn], stage.step_seconds[turn]
+            load = (fixed + steps * step) / turns
+            if steps > num_steps * (1 - 1e-9):
+                continue  # a decoder that does whole clips cannot do more of them
+            (loads if steps > 1e-9 else ends).append(load)
+    if loads:
+        assert max(loads) == pytest.approx(min(loads), rel=1e-6)
+        assert min(ends, default=max(loads)) >= max(loads) / 1.03
+
+
+@given(st.integers(1, 30), chains(), st.integers(1, 300))
+def test_over_any_clips_a_stage_is_within_steps_of_its_mean(
+    num_steps: int, stages: list[Stage], num_clips: int
+) -> None:
+    dithered = DitheredCuts(num_steps, stages)
+    turns = len(dithered.positions)
+    for turn, positions in enumerate(dithered.positions):
+        means = [(after - each) / 2**64 for each, after in itertools.pairwise(positions)]
+        own = [counts_of(dithered.cuts(index)) for index in range(turn, num_clips, turns)]
+        for mean, counts in zip(means, zip(*own, strict=True), strict=False):
+            assert abs(sum(counts) - mean * len(own)) < 3
+
+
+def test_thirds_are_dithered_as_they_should_be() -> None:
+    """10 steps over 3 alike ranks: cuts near 3.33 and 6.67, a third and two thirds rounded up."""
+    dithered = DitheredCuts(10, one_rank_each(0, 0, 0))
+    cuts = Counter(dithered.cuts(index) for index in range(300))
+
+    assert set(cuts) == {(0, 3, 6, 10), (0, 3, 7, 10), (0, 4, 7, 10)}
+    assert all(98 <= count <= 102 for count in cuts.values())
+    assert dithered.cuts(0) == (0, 3, 7, 10)
+
+
+def test_a_scrap_of_a_step_is_not_worth_the_unets_weights() -> None:
+    """Decode is 0.05 steps short of a fair share: only to decode costs next to nothing."""
+    nearly = DitheredCuts(24, one_rank_each(0, 0, 0, 0, 0, 0, 4 - 0.05))
+    assert nearly.mean_steps(6, 0, 1) == 0
+    clearly = DitheredCuts(24, one_rank_each(0, 0, 0, 0, 0, 0, 3.0))
+    assert clearly.mean_steps(6, 0, 1) == pytest.approx(27 / 7 - 3)

@@ -1,0 +1,227 @@
+"""Owns what `svdpp plan` prints of one layout: its ranks, its picture, and its forecast."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from svdpp.cli.console import Console
+from svdpp.plan.fleet import forecast_layout
+from svdpp.plan.forecast import Forecast, replay
+from svdpp.plan.grid import draw_grid
+from svdpp.plan.layout import Layout, Share
+from svdpp.plan.schedule import build_schedule
+from svdpp.plan.sigmas import karras_sigmas
+
+# Rows and picture lines that a terminal can still show.
+_MAX_ROWS = 100
+# Visits of clips at ranks: about a second of drawing.
+_MAX_DRAWN = 50_000
+_CLIPS_WHOSE_CUTS_ARE_SHOWN = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What a forecast is made for.
+
+    Args:
+        num_clips: M.
+        arrivals: when each clip comes; empty: all are there from the start.
+        unit: what times are in, `step` or `second`.
+    """
+
+    num_clips: int
+    arrivals: Sequence[float] = field(default=())
+    unit: str = "second"
+
+    def show(self, value: float) -> str:
+        """A time with its unit."""
+        text = f"{value:.4g}"
+        return f"{text} {self.unit}{'' if text == '1' else 's'}"
+
+
+def show_layout(console: Console, request: Request, layout: Layout, reason: str = "") -> None:
+    """Prints one layout: its ranks, the picture, and the forecast beside data parallel's.
+
+    Args:
+        console: where to.
+        request: what it is forecast for.
+        layout: what to show.
+        reason: why it was chosen; empty where it was given.
+    """
+    forecast = forecast_layout(layout, request.num_clips, request.arrivals)
+    others = replace(layout, split="uniform", replicas=layout.world_size, decoders=1)
+    data_parallel = forecast_layout(others, request.num_clips, request.arrivals)
+    if console.as_json:
+        console.json(_layout_json(layout, request, forecast, data_parallel, reason))
+        return
+    _print_ranks(console, layout)
+    _print_cuts(console, layout, request.num_clips)
+    console.result()
+    _print_picture(console, layout, request)
+    console.result()
+    for line in _forecast_lines(layout, request, forecast, data_parallel, reason):
+        console.result(line)
+    talk(console, request)
+
+
+def _print_ranks(console: Console, layout: Layout) -> None:
+    """A row for each rank; of chains that are alike, those of the first one."""
+    sigmas = karras_sigmas(layout.num_steps)
+    alike = not layout.costs.differ_by_rank
+    shares = [
+        share for chain in range(1 if alike else layout.replicas) for share in layout.shares(chain)
+    ]
+    known = any(peak is not None for peak in layout.peak_gib)
+    rows = [
+        (
+            str(share.rank),
+            str(share.start),
+            str(share.end),
+            f"{share.mean_steps:.4g}",
+            _noise(share, sigmas),
+            *([gib([layout.peak_gib[share.rank]])] if known else []),
+        )
+        for share in shares[:_MAX_ROWS]
+    ]
+    console.table(("rank", "start", "end", "steps", "sigma", *(["GiB"] if known else [])), rows)
+    if len(shares) > _MAX_ROWS:
+        console.result(f"... and {len(shares) - _MAX_ROWS} more ranks")
+    if alike and layout.replicas > 1:
+        console.result(f"and so on, in {layout.replicas} chains of {layout.chain_size}")
+
+
+def _noise(share: Share, sigmas: Sequence[float]) -> str:
+    """The noise levels between which a rank works; nothing where it does no steps."""
+    if share.start == share.end:
+        return ""
+    return f"{sigmas[share.start]:.4g} -> {sigmas[share.end]:.4g}"
+
+
+def _print_cuts(console: Console, layout: Layout, num_clips: int) -> None:
+    """Where the first clips are cut, where that differs from clip to clip."""
+    if layout.split != "dithered" or not 1 < layout.num_stages <= _MAX_ROWS:
+        return
+    console.result()
+    for clip in range(min(num_clips, _CLIPS_WHOSE_CUTS_ARE_SHOWN)):
+        inner = " ".join(map(str, layout.cuts(clip * layout.replicas)[1:-1]))
+        console.result(f"clip {clip * layout.replicas} is cut at {inner}")
+
+
+def _print_picture(console: Console, layout: Layout, request: Request) -> None:
+    """The rank x time grid; where all of it is too much, the first clips of the first chain."""
+    num_clips, arrivals = request.num_clips, list(request.arrivals)
+    title = ""
+    whole = layout
+    if layout.world_size > _MAX_ROWS and not layout.costs.differ_by_rank:
+        arrivals = arrivals[:: layout.replicas]
+        num_clips = -(-num_clips // layout.replicas)
+        layout = replace(layout, world_size=layout.chain_size, replicas=1)
+        title = f"the first of {whole.replicas} chains"
+    if layout.world_size > _MAX_ROWS:
+        console.result(f"(no picture of {layout.world_size} ranks in a row)")
+        return
+    most = max(1, _MAX_DRAWN // layout.num_stages)
+    if num_clips > most:
+        num_clips = min(num_clips, 4 * layout.world_size)
+        title = f"the first {num_clips} clips" + (f" of {title}" if title else "")
+    schedule = build_schedule(layout.routes(range(num_clips)), layout.world_size)
+    spans = replay(schedule, layout.costs, dict(enumerate(arrivals[:num_clips])))
+    width = max(20, console.out.width - len(f"rank {layout.world_size - 1} ||"))
+    if title:
+        console.result(f"{title}:")
+    console.grid(draw_grid(spans, layout.world_size, width=width))
+    console.result("time ->   one sign a clip, < encode, > decode, . idle")
+
+
+def _forecast_lines(
+    layout: Layout, request: Request, forecast: Forecast, data_parallel: Forecast, reason: str
+) -> Iterator[str]:
+    if reason:
+        yield f"auto picks {reason}"
+    yield f"{forecast.clips} clips on {layout.world_size} ranks: {request.show(forecast.makespan)}"
+    yield _steady(forecast, request)
+    if request.arrivals or layout.split != "uniform" or reason:
+        since = "from its arrival" if request.arrivals else "from its encode"
+        latency = forecast.latency
+        yield (
+            f"a clip takes {request.show(latency.mean)} {since}: "
+            f"p50 {latency.p50:.4g}, p90 {latency.p90:.4g}, p99 {latency.p99:.4g}"
+        )
+    if layout.chain_size > 1:
+        time = request.show(data_parallel.makespan)
+        yield f"data parallel on the same {layout.world_size} devices: {time}"
+        yield _steady(data_parallel, request)
+
+
+def _steady(forecast: Forecast, request: Request) -> str:
+    return (
+        f"first clip after {request.show(forecast.first_clip)}, "
+        f"then one every {request.show(forecast.cadence)}; bubble {forecast.bubble:.0%}"
+    )
+
+
+def _layout_json(
+    layout: Layout, request: Request, forecast: Forecast, data_parallel: Forecast, reason: str
+) -> dict[str, Any]:
+    shares = [share for chain in range(layout.replicas) for share in layout.shares(chain)]
+    return {
+        "schema_version": 1,
+        "num_steps": layout.num_steps,
+        "world_size": layout.world_size,
+        "split": layout.split,
+        "unit": request.unit,
+        "layout": facts(layout) | {"reason": reason or None},
+        "ranks": [
+            vars(share) | vars(layout.roles[share.rank]) | {"peak_gib": layout.peak_gib[share.rank]}
+            for share in shares
+        ],
+        "costs": layout.costs.to_json(),
+        "forecast": {
+            "clips": forecast.clips,
+            **times(forecast),
+            "bubble": forecast.bubble,
+            "jitter_seconds": forecast.jitter,
+            "latency_seconds": forecast.latency._asdict(),
+            "data_parallel": times(data_parallel),
+        },
+    }
+
+
+def facts(layout: Layout) -> dict[str, Any]:
+    """What makes a layout, for JSON."""
+    return {
+        "description": str(layout),
+        "split": layout.split,
+        "replicas": layout.replicas,
+        "decoders": layout.decoders,
+    }
+
+
+def times(forecast: Forecast) -> dict[str, float]:
+    """A forecast's times, for JSON."""
+    return {
+        "makespan_seconds": forecast.makespan,
+        "first_clip_seconds": forecast.first_clip,
+        "cadence_seconds": forecast.cadence,
+    }
+
+
+def gib(peaks: Iterable[float | None]) -> str:
+    """Least and most of several ranks' peaks; a dash where one is not known."""
+    known = list(peaks)
+    values = sorted(peak for peak in known if peak is not None)
+    if not values or len(values) < len(known):
+        return "-"
+    texts = dict.fromkeys(f"{value:.1f}" for value in (values[0], values[-1]))
+    return "..".join(texts)
+
+
+def talk(console: Console, request: Request) -> None:
+    """Remarks on what the units leave out."""
+    if request.unit == "step":
+        console.talk(
+            "in units of one step, decoding not counted;\n"
+            "--costs, or --step-seconds and --decode-seconds, give times"
+        )

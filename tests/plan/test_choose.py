@@ -1,0 +1,136 @@
+"""The layout that auto picks, what it says, and layouts side by side."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from svdpp.errors import RequestError
+from svdpp.plan.choose import choose_layout, compare_layouts
+from svdpp.plan.costs import Costs
+from svdpp.plan.fleet import forecast_layout
+from svdpp.plan.layout import Layout, divisors
+from svdpp.plan.presets import PRESETS
+from tests.plan.plans import costs
+
+A100 = PRESETS["svd-xt-a100"]
+WITH_MEMORY = replace(
+    A100,
+    encode_weights_gib=1.5,
+    denoise_weights_gib=3.0,
+    decode_weights_gib=0.5,
+    encode_work_gib=1.0,
+    denoise_work_gib=6.0,
+    decode_work_gib=8.0,
+)
+
+
+def choose(**options: Any) -> tuple[Layout, str]:
+    choice = choose_layout(
+        **{"num_steps": 25, "world_size": 8, "num_clips": 80, "costs": A100, **options}
+    )
+    return choice.layout, choice.reason
+
+
+def test_equal_devices_with_room_for_all_are_data_parallel() -> None:
+    layout, reason = choose()
+
+    assert str(layout) == "data parallel"
+    assert reason == (
+        "data parallel: 80 clips take 5.6% longer in the next best, 4 chains of 2 ranks, dithered"
+    )
+
+
+def test_where_memory_is_short_decode_gets_ranks_of_its_own() -> None:
+    """Whole clips need 13 GiB, steps and decode 11.5; no rank but a decode-only one has both."""
+    layout, reason = choose(costs=WITH_MEMORY, memory_gib=(11.0,) * 8)
+
+    assert str(layout) == "1 chain of 8 ranks, balanced"
+    assert max(peak or 99 for peak in layout.peak_gib) <= 11
+    assert not layout.roles[7].denoise
+    assert reason.endswith("7 of 9 layouts need more memory")
+
+
+def test_devices_of_unequal_speed_share_chains() -> None:
+    costs = replace(A100, step_seconds=(1.0,) * 4 + (2.0,) * 4)
+    layout, reason = choose(costs=costs)
+
+    assert layout.chain_size > 1
+    assert layout.split == "dithered"
+    assert "longer in the next best" in reason
+
+
+def test_memory_that_nothing_fits() -> None:
+    with pytest.raises(RequestError) as caught:
+        choose(costs=WITH_MEMORY, memory_gib=(8.0,) * 8)
+
+    assert caught.value.message == (
+        "no layout of 8 ranks fits in 8 GiB a rank: the most modest one needs 10.5"
+    )
+
+
+def test_memory_that_is_not_known_is_said_to_be() -> None:
+    _, reason = choose(memory_gib=(8.0,) * 8)
+
+    assert reason.endswith("; the costs do not tell its memory")
+
+
+@pytest.mark.parametrize("counts", [{"num_steps": 0}, {"world_size": 0}], ids=str)
+def test_counts_that_are_none(counts: dict[str, int]) -> None:
+    with pytest.raises(RequestError, match="must be 1 or more, got 0"):
+        choose(**counts)
+
+
+@given(st.integers(1, 12), st.integers(1, 8), st.integers(1, 20), costs)
+@settings(max_examples=50)
+def test_nothing_simple_is_better(
+    num_steps: int, world_size: int, num_clips: int, costs: Costs
+) -> None:
+    counts = {"num_steps": num_steps, "world_size": world_size, "costs": costs}
+    chosen, reason = choose(**counts, num_clips=num_clips)
+
+    makespan = forecast_layout(chosen, num_clips).makespan
+    for replicas in divisors(world_size):
+        for split in ("balanced", "dithered"):
+            other = Layout(**counts, replicas=replicas, split=split)  # type: ignore[arg-type]
+            if other.chain_size <= num_steps + 2:
+                assert makespan <= forecast_layout(other, num_clips).makespan * 1.002
+    assert "\n" not in reason
+    assert reason.startswith(f"{chosen}: ")
+
+
+@given(st.integers(1, 30), st.integers(1, 9), st.integers(1, 9), costs)
+@settings(max_examples=50)
+def test_anything_can_be_compared(
+    num_steps: int, world_size: int, num_clips: int, costs: Costs
+) -> None:
+    rows = compare_layouts(
+        num_steps=num_steps, world_size=world_size, num_clips=num_clips, costs=costs
+    )
+
+    names = [row.name for row in rows]
+    assert names[:3] == ["uniform", "balanced", "dithered"]
+    assert names[3].endswith("decoders") or world_size == 1
+    assert names[4:] == ["auto", "data parallel"]
+    for row in rows:
+        assert (row.forecast is None) == (row.layout is None)
+        assert row.note or row.layout
+    assert (rows[0].layout is None) == bool(num_steps % world_size)
+
+
+def test_a_layout_that_does_not_fit_is_shown_with_a_note() -> None:
+    rows = compare_layouts(
+        num_steps=25,
+        world_size=8,
+        num_clips=16,
+        costs=WITH_MEMORY,
+        memory_gib=(11.0,) * 8,
+    )
+    notes = {row.name: row.note for row in rows}
+
+    assert notes["data parallel"] == "rank 0 needs 13 GiB and has 11"
+    assert notes["dithered"] == ""

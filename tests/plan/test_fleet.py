@@ -1,0 +1,190 @@
+"""The recurrence is the replay, only faster; and the throughput that splits are made for."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from svdpp.errors import RequestError
+from svdpp.plan.costs import Costs
+from svdpp.plan.fleet import forecast_layout, poisson_arrivals, walk, way_of
+from svdpp.plan.forecast import Forecast, replay, summarise
+from svdpp.plan.layout import Layout
+from svdpp.plan.presets import PRESETS
+from svdpp.plan.schedule import Route, build_schedule
+from tests.plan.plans import costs, layouts, route_lists
+
+A100 = PRESETS["svd-xt-a100"]
+
+
+@given(route_lists(), costs, st.data())
+@settings(max_examples=200)
+def test_any_routes_are_walked_as_they_are_replayed(
+    case: tuple[list[Route], int], costs: Costs, data: st.DataObject
+) -> None:
+    """Begun and ended at the same times, whether clips wait from the start or come later."""
+    routes, world_size = case
+    gaps = data.draw(st.lists(st.integers(0, 40), min_size=len(routes), max_size=len(routes)))
+    arrivals = [gap / 4 for gap in itertools.accumulate(gaps)]
+    arrivals = data.draw(st.sampled_from([[], arrivals]))
+    # A last visit without work leaves no span: its end is not in the replay's answer.
+    routes = [Route(route.clip, route.ranges) for route in routes]
+    spans = replay(build_schedule(routes, world_size), costs, dict(enumerate(arrivals)))
+    ways = [way_of(route, costs) for route in routes]
+
+    walked = list(walk(ways, costs.hand_over_seconds, arrivals))
+    for clip, (begun, end) in enumerate(walked):
+        own = [span for span in spans if span.action.clip == clip]
+        assert end == max(span.end for span in own)
+        assert begun == (arrivals[clip] if arrivals else min(span.start for span in own))
+    busy = sum(span.end - span.start for span in spans)
+    assert busy == sum(seconds for way in ways for _, seconds in way)
+
+
+@given(layouts(), st.integers(1, 20))
+def test_a_layouts_forecast_is_that_of_its_replay(layout: Layout, num_clips: int) -> None:
+    layout = Layout(**{**vars_of(layout), "decodes": True})
+    schedule = build_schedule(layout.routes(range(num_clips)), layout.world_size)
+    replayed = summarise(replay(schedule, layout.costs), layout.world_size)
+
+    for name, value in values_of(forecast_layout(layout, num_clips)).items():
+        # Sums of floats in another order differ in their last bits.
+        assert value == pytest.approx(values_of(replayed)[name], rel=1e-9, abs=1e-6), name
+
+
+def values_of(forecast: Forecast) -> dict[str, object]:
+    return vars(forecast) | {"latency": tuple(forecast.latency)}
+
+
+def vars_of(layout: Layout) -> dict[str, object]:
+    return {name: getattr(layout, name) for name in Layout.__dataclass_fields__}
+
+
+def test_one_clip_of_each_kind_of_cost() -> None:
+    costs = Costs(encode_seconds=1, decode_seconds=4, hop_seconds=0.5)
+    forecast = forecast_layout(Layout(num_steps=4, world_size=2, costs=costs), 1)
+
+    assert forecast.makespan == forecast.first_clip == forecast.cadence == 1 + 4 + 0.5 + 4
+    assert forecast.latency == (9.5, 9.5, 9.5, 9.5)
+    assert forecast.jitter == 0
+    assert forecast.bubble == pytest.approx(1 - 9 / 19)
+
+
+# --- throughput ---------------------------------------------------------------------------------
+
+
+def share_of_data_parallel(layout: Layout) -> float:
+    """Steady throughput, measured against that of as many devices with whole clips each."""
+    num_clips = 60 * layout.world_size
+    whole = Layout(
+        num_steps=layout.num_steps,
+        world_size=layout.world_size,
+        replicas=layout.world_size,
+        costs=layout.costs,
+    )
+    ours, theirs = forecast_layout(layout, num_clips), forecast_layout(whole, num_clips)
+    clip = A100.encode_on(0) + layout.num_steps * A100.step_on(0) + A100.decode_on(0)
+    assert theirs.cadence == pytest.approx(clip / layout.world_size)
+    return theirs.cadence / ours.cadence
+
+
+@pytest.mark.parametrize("num_steps", [25, 28, 30])
+@pytest.mark.parametrize(("world_size", "decoders"), [(2, 1), (4, 1), (7, 1), (8, 2)])
+def test_dithered_is_as_fast_as_data_parallel(
+    num_steps: int, world_size: int, decoders: int
+) -> None:
+    layout = Layout(
+        num_steps=num_steps,
+        world_size=world_size,
+        split="dithered",
+        decoders=decoders,
+        costs=A100,
+    )
+    assert 0.99 <= share_of_data_parallel(layout) <= 1.001
+
+
+@pytest.mark.parametrize(("num_steps", "world_size"), [(28, 7), (24, 8)])
+def test_uniform_is_not(num_steps: int, world_size: int) -> None:
+    """What the other splits are there for: the last rank decodes while the others wait."""
+    layout = Layout(num_steps=num_steps, world_size=world_size, costs=A100)
+    assert 0.49 < share_of_data_parallel(layout) < 0.6
+
+
+@pytest.mark.parametrize("num_steps", [25, 28, 30])
+def test_one_decoder_of_eight_ranks_is_too_few(num_steps: int) -> None:
+    layout = Layout(num_steps=num_steps, world_size=8, split="dithered", costs=A100)
+    clip = A100.encode_on(0) + num_steps * A100.step_on(0) + A100.decode_on(0)
+    best = min(1, clip / 8 / A100.decode_on(0))
+    assert share_of_data_parallel(layout) == pytest.approx(best, abs=0.01)
+
+
+def test_a_slow_rank_gets_less() -> None:
+    """Two ranks of twice the speed do two thirds more than a split that takes them for alike."""
+    costs = Costs(step_seconds=(1.0, 1.0, 2.0, 2.0))
+    dithered = Layout(num_steps=30, world_size=4, split="dithered", costs=costs)
+    forecast = forecast_layout(dithered, 200)
+
+    assert forecast.cadence == pytest.approx(30 / (1 + 1 + 0.5 + 0.5), rel=0.01)
+    assert [share.mean_steps for share in dithered.shares(0)] == pytest.approx([10, 10, 5, 5])
+    data_parallel = Layout(num_steps=30, world_size=4, replicas=4, costs=costs)
+    assert forecast_layout(data_parallel, 200).cadence == pytest.approx(15)
+
+
+# --- fleets -------------------------------------------------------------------------------------
+
+
+def test_arrivals_are_as_dense_as_asked_and_the_same_each_time() -> None:
+    times = poisson_arrivals(20_000, 2.0)
+
+    assert times == sorted(times) == poisson_arrivals(20_000, 2.0)
+    assert times != poisson_arrivals(20_000, 2.0, seed=1)
+    gaps = [after - before for before, after in itertools.pairwise(times)]
+    assert statistics.fmean(gaps) == pytest.approx(0.5, rel=0.03)
+    assert statistics.pstdev(gaps) == pytest.approx(0.5, rel=0.03)  # exponential: as wide as long
+
+
+def test_waiting_is_that_of_queueing_theory() -> None:
+    """One rank, random arrivals: an M/D/1 queue, which waits rho / 2 (1 - rho) of a service."""
+    layout = Layout(num_steps=10, world_size=1)
+    forecast = forecast_layout(layout, 100_000, poisson_arrivals(100_000, 0.06))
+
+    rho = 0.6
+    waiting = 10 * rho / (2 * (1 - rho))
+    assert forecast.latency.mean == pytest.approx(10 + waiting, rel=0.03)
+    assert forecast.bubble == pytest.approx(1 - rho, rel=0.03)
+    assert 10 <= forecast.latency.p50 < forecast.latency.p90 < forecast.latency.p99
+
+
+def test_clips_that_come_seldom_do_not_wait() -> None:
+    layout = Layout(num_steps=10, world_size=2)
+    forecast = forecast_layout(layout, 50, [100.0 * clip for clip in range(50)])
+
+    assert forecast.latency == (10, 10, 10, 10)
+    assert forecast.cadence == 100
+
+
+def test_a_fleet_is_forecast_in_seconds() -> None:
+    """4096 ranks and 100,000 clips with random arrivals, in chains. The issue asks for 5 s."""
+    layout = Layout(num_steps=28, world_size=4096, split="dithered", replicas=1024, costs=A100)
+    begun = time.process_time()
+    forecast = forecast_layout(layout, 100_000, poisson_arrivals(100_000, 2.0))
+
+    assert time.process_time() - begun < 5
+    assert forecast.clips == 100_000
+    assert forecast.cadence == pytest.approx(0.5, rel=0.02)
+
+
+def test_what_would_take_minutes_is_refused() -> None:
+    layout = Layout(num_steps=28, world_size=4096, split="dithered")
+    with pytest.raises(RequestError) as caught:
+        forecast_layout(layout, 100_000)
+
+    assert caught.value.message == (
+        "100000 clips on 4096 ranks in chains of 4096 are too many to forecast"
+    )
+    assert caught.value.hint == "--clips 1220 or fewer show the same cadence"

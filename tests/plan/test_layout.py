@@ -1,0 +1,262 @@
+"""Layouts: any of them can be performed, their promises about ranks hold, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from svdpp.errors import RequestError
+from svdpp.plan.actions import Kind
+from svdpp.plan.costs import Costs
+from svdpp.plan.forecast import replay
+from svdpp.plan.layout import Layout, Roles, divisors
+from svdpp.plan.schedule import (
+    Schedule,
+    build_schedule,
+    check_schedule,
+    data_parallel_routes,
+    pipeline_routes,
+)
+from svdpp.plan.split import StepRange, split_steps
+from tests.plan.plans import layouts
+
+num_clips = st.integers(1, 20)
+
+
+def schedule_of(layout: Layout, clips: int) -> Schedule:
+    return build_schedule(layout.routes(range(clips)), layout.world_size)
+
+
+@given(layouts(), num_clips)
+@settings(max_examples=200)
+def test_any_layout_can_be_performed(layout: Layout, clips: int) -> None:
+    """Each step of each clip once and in order; nobody waits for ever; two packets at most."""
+    schedule = schedule_of(layout, clips)
+
+    check_schedule(schedule, layout.num_steps)
+    replay(schedule, layout.costs)
+    for actions in schedule:
+        posted: set[int] = set()
+        for action in actions:
+            if action.kind is Kind.RECV:
+                posted.add(action.clip)
+            else:
+                posted.discard(action.clip)
+                assert len(posted) <= 1
+
+
+@given(layouts(), num_clips, st.data())
+def test_so_can_it_when_clips_are_resumed(layout: Layout, clips: int, data: st.DataObject) -> None:
+    routes = layout.routes(range(clips))
+    ats = [data.draw(st.none() | st.integers(1, layout.num_steps)) for _ in routes]
+    resumed = [
+        route if at is None else route.resumed(at) for route, at in zip(routes, ats, strict=True)
+    ]
+    schedule = build_schedule(resumed, layout.world_size)
+
+    check_schedule(schedule, layout.num_steps)
+    replay(schedule, layout.costs)
+    assert talking(schedule) <= set(layout.hops)
+
+
+@given(layouts(), num_clips)
+def test_a_clips_way_depends_on_its_index_alone(layout: Layout, clips: int) -> None:
+    again = Layout(**{name: getattr(layout, name) for name in vars(Layout(**BARE))})
+
+    assert layout.routes(range(clips)) == [again.route(clip) for clip in range(clips)]
+
+
+BARE = {"num_steps": 1, "world_size": 1}
+
+
+def talking(schedule: Schedule) -> set[tuple[int, int]]:
+    return {
+        (rank, action.peer)
+        for rank, actions in enumerate(schedule)
+        for action in actions
+        if action.kind is Kind.SEND
+    }
+
+
+@given(layouts())
+def test_hops_and_roles_are_those_that_come_to_be_used(layout: Layout) -> None:
+    """After many clips; of dithered cuts some come so seldom that they may not be among these."""
+    schedule = schedule_of(layout, 60 * layout.replicas * layout.decoders)
+    kinds = [{action.kind for action in actions} for actions in schedule]
+    used = [
+        Roles(encode=Kind.ENCODE in own, denoise=Kind.DENOISE in own, decode=Kind.DECODE in own)
+        for own in kinds
+    ]
+
+    assert talking(schedule) <= set(layout.hops)
+    assert list(layout.hops) == sorted(set(layout.hops))
+    for role, own in zip(layout.roles, used, strict=True):
+        assert all(may or not does for may, does in zip(vars(role).values(), vars(own).values()))  # noqa: B905
+    if layout.split != "dithered":
+        assert talking(schedule) == set(layout.hops)
+        assert list(layout.roles) == used
+
+
+@given(layouts(), num_clips)
+def test_shares_hold_every_range(layout: Layout, clips: int) -> None:
+    shares = {s.rank: s for chain in range(layout.replicas) for s in layout.shares(chain)}
+
+    assert sorted(shares) == list(range(layout.world_size))
+    for route in layout.routes(range(clips)):
+        for part in route.ranges:
+            assert shares[part.rank].start <= part.start <= part.end <= shares[part.rank].end
+
+
+@given(layouts(), num_clips)
+def test_chains_and_decoders_take_turns(layout: Layout, clips: int) -> None:
+    for clip, route in enumerate(layout.routes(range(clips))):
+        chain, index = clip % layout.replicas, clip // layout.replicas
+        assert {part.rank // layout.chain_size for part in route.ranges} == {chain}
+        last = layout.chain_size - layout.decoders + index % layout.decoders
+        assert route.ranges[-1].rank == chain * layout.chain_size + last
+        if layout.num_stages > 1:
+            assert route.ranges[0].rank == chain * layout.chain_size
+        ranks = [part.rank for part in route.ranges]
+        assert ranks == sorted(ranks)
+
+
+@given(st.integers(1, 5), st.integers(1, 6), num_clips)
+def test_the_default_is_the_charters_rule(per_rank: int, world_size: int, clips: int) -> None:
+    layout = Layout(num_steps=per_rank * world_size, world_size=world_size)
+    ranges = split_steps(layout.num_steps, world_size)
+
+    assert layout.routes(range(clips)) == pipeline_routes(ranges, range(clips))
+    assert layout.hops == tuple(itertools.pairwise(range(world_size)))
+
+
+@given(st.integers(1, 30), st.integers(1, 6), num_clips)
+def test_a_chain_for_each_rank_is_data_parallel(steps: int, world_size: int, clips: int) -> None:
+    expected = data_parallel_routes(steps, world_size, range(clips))
+    for options in ({"replicas": world_size}, {"decoders": world_size}):
+        layout = Layout(num_steps=steps, world_size=world_size, split="dithered", **options)
+        assert layout.routes(range(clips)) == expected
+        assert layout.hops == ()
+
+
+def test_a_rank_without_steps_is_passed_by() -> None:
+    """6 ranks for 3 steps: clips skip the ranks that have none, but for the first and the last."""
+    layout = Layout(num_steps=3, world_size=6, split="dithered")
+    routes = layout.routes(range(50))
+
+    for route in routes:
+        assert (route.ranges[0].rank, route.ranges[-1].rank) == (0, 5)
+        assert all(part.num_steps for part in route.ranges[1:-1])
+    steps = [sum(p.num_steps for r in routes for p in r.ranges if p.rank == n) for n in range(6)]
+    assert sum(steps) == 150
+    assert max(steps) - min(steps) <= 2
+
+
+def test_roles_say_what_need_not_be_loaded() -> None:
+    decode_heavy = Costs(step_seconds=1, encode_seconds=0.5, decode_seconds=8)
+    layout = Layout(num_steps=16, world_size=4, split="balanced", costs=decode_heavy)
+
+    assert layout.route(0).ranges[-1] == StepRange(3, 16, 16)
+    assert layout.roles == (
+        Roles(encode=True, denoise=True, decode=False),
+        Roles(encode=False, denoise=True, decode=False),
+        Roles(encode=False, denoise=True, decode=False),
+        Roles(encode=False, denoise=False, decode=True),
+    )
+    bare = Layout(num_steps=4, world_size=2, decodes=False)
+    assert [role.decode for role in bare.roles] == [False, False]
+
+
+def test_peak_memory_follows_the_roles() -> None:
+    costs = Costs(
+        decode_seconds=4,
+        encode_weights_gib=1,
+        denoise_weights_gib=3,
+        decode_weights_gib=0.5,
+        encode_work_gib=1,
+        denoise_work_gib=5,
+        decode_work_gib=9,
+    )
+    options = {"num_steps": 12, "world_size": 4, "costs": costs}
+    assert Layout(**options, split="balanced").peak_gib == (9, 8, 8, 9.5)
+    assert Layout(**options, replicas=4).peak_gib == (13.5,) * 4
+    assert Layout(num_steps=12, world_size=4).peak_gib == (None,) * 4
+
+
+@pytest.mark.parametrize(
+    ("options", "message", "hint"),
+    [
+        ({"world_size": 0}, "the number of ranks must be 1 or more, got 0", ""),
+        ({"num_steps": 0}, "the number of steps must be 1 or more, got 0", ""),
+        (
+            {"replicas": 3},
+            "8 ranks cannot form 3 chains of one length",
+            "use --replicas 2 or --replicas 4",
+        ),
+        (
+            {"replicas": 0},
+            "8 ranks cannot form 0 chains of one length",
+            "use --replicas 1 or --replicas 2",
+        ),
+        (
+            {"replicas": 16},
+            "8 ranks cannot form 16 chains of one length",
+            "use --replicas 4 or --replicas 8",
+        ),
+        ({"decoders": 0}, "--decoders must be 1 to 8, the ranks of a chain, got 0", ""),
+        (
+            {"decoders": 5, "replicas": 2},
+            "--decoders must be 1 to 4, the ranks of a chain, got 5",
+            "",
+        ),
+        (
+            {"split": "equal"},
+            "--split must be one of uniform, balanced, dithered, got 'equal'",
+            "",
+        ),
+        (
+            {"costs": Costs(step_seconds=(1.0, 2.0))},
+            "step_seconds is given for 2 ranks, but there are 8",
+            "use --world 2, or costs with one number for all ranks",
+        ),
+        (
+            {"num_steps": 25, "decoders": 2},
+            "25 steps cannot be split evenly over the 7 stages of a chain",
+            "--split balanced and --split dithered take any number of steps",
+        ),
+        (
+            {"num_steps": 25},
+            "25 steps cannot be split evenly over 8 ranks; the nearest step counts that can are "
+            "24 and 32",
+            "use --steps 24 or --steps 32, or --world 5, or --split dithered",
+        ),
+    ],
+    ids=str,
+)
+def test_refused(options: dict[str, object], message: str, hint: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        Layout(**{"num_steps": 24, "world_size": 8, **options})  # type: ignore[arg-type]
+
+    assert (caught.value.message, caught.value.hint) == (message, hint)
+
+
+def test_divisors() -> None:
+    assert divisors(12) == [1, 2, 3, 4, 6, 12]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({}, "1 chain of 8 ranks, uniform"),
+        ({"replicas": 8}, "data parallel"),
+        (
+            {"replicas": 2, "split": "dithered", "decoders": 2},
+            "2 chains of 4 ranks, dithered, 2 decoders",
+        ),
+    ],
+    ids=str,
+)
+def test_in_words(options: dict[str, object], text: str) -> None:
+    assert str(Layout(num_steps=24, world_size=8, **options)) == text  # type: ignore[arg-type]
