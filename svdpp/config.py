@@ -105,6 +105,8 @@ class ModelConfig:
     """Feed-forward chunking in the UNet: less memory, slower, and other bits."""
     dummy_latent_shape: tuple[int, ...] = (1, 4, 14, 64, 64)
     """Latent shape of the dummy model, B C F H W."""
+    dummy_sleeps: bool = False
+    """Whether the dummy model takes the time that the pipeline's costs say, and so decodes too."""
 
     def __post_init__(self) -> None:
         _require(self.dtype in DTYPE_BYTES, f"dtype {self.dtype!r} is none of fp32, fp16, bf16")
@@ -286,8 +288,8 @@ class PipelineConfig:
 
     @property
     def decodes(self) -> bool:
-        """Whether clips become frames; the dummy model's cannot."""
-        return self.decode and not self.model.is_dummy
+        """Whether clips become frames; the dummy model only pretends to, where it sleeps."""
+        return self.decode and (not self.model.is_dummy or self.model.dummy_sleeps)
 
 
 @dataclass(frozen=True, kw_only=True)

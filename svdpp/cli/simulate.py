@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -18,6 +19,7 @@ from svdpp.config import (
 from svdpp.errors import RequestError
 
 if TYPE_CHECKING:
+    from svdpp.plan.costs import Costs
     from svdpp.plan.forecast import Forecast
     from svdpp.runtime.pipeline import Pipeline
 
@@ -54,6 +56,15 @@ def simulate(
     decoders: options.Decoders = None,
     layout: options.LayoutOption = None,
     costs: options.CostsOption = None,
+    pace: Annotated[
+        float | None,
+        typer.Option(
+            metavar="X",
+            help="Have the dummy model sleep for the time of --costs times this, above 0: other "
+            "devices rehearsed on this one. Default: as fast as it goes.",
+            rich_help_panel="Costs",
+        ),
+    ] = None,
     checksum: options.Checksum = False,
     threads: options.Threads = None,
     timeout: options.Timeout = 600.0,
@@ -88,13 +99,16 @@ def simulate(
         num_steps=steps,
         world_size=world_size,
         num_clips=num_clips,
-        decodes=model != DUMMY_MODEL,
+        decodes=model != DUMMY_MODEL or pace is not None,
     )
+    if pace is not None:
+        shape["costs"] = _paced(shape["costs"], pace, model)
     config = request.pipeline_config(
         model=ModelConfig(
             name=model,
             dtype=request.parse_dtype(dtype, device),
             dummy_latent_shape=latent_shape,
+            dummy_sleeps=pace is not None,
         ),
         sampling=request.sampling_config(model, steps),
         world_size=world_size,
@@ -125,6 +139,15 @@ def simulate(
         console.json(_to_json(pipeline, measured, forecast))
     else:
         _print(console, pipeline, measured, forecast)
+
+
+def _paced(costs: Costs, pace: float, model: str) -> Costs:
+    """`costs` in the rehearsal's time; hops and files take what this machine takes for them."""
+    if model != DUMMY_MODEL:
+        raise RequestError("--pace has the dummy model sleep", "leave --model out")
+    if not (math.isfinite(pace) and pace > 0):
+        raise RequestError(f"--pace must be a finite number above 0, got {pace}")
+    return costs.rehearsed(pace)
 
 
 def _requests(config: PipelineConfig, num_clips: int, seed: int) -> list[ClipRequest]:

@@ -5,14 +5,18 @@ It stands in for SVD where the engine is what matters: rehearsals on a laptop, t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from PIL import Image
 from torch import nn
 
 from svdpp.config import LatentSpec, TensorSpec
-from svdpp.models.interface import LATENTS, Frames, Tensors
+from svdpp.models.interface import LATENTS, Denoiser, Frames, Tensors
 
 _WEIGHT_SEED = 20231121
 
@@ -44,11 +48,52 @@ class DummyUNet(nn.Module):
         return result
 
 
-class DummyModel:
-    """The dummy behind the engine's contract. Encodes a seed, decodes nothing."""
+@dataclass(frozen=True, kw_only=True)
+class Pace:
+    """Seconds that each part takes at least, so that the dummy can stand for another device."""
 
-    def __init__(self, spec: LatentSpec, num_steps: int, device: torch.device) -> None:
+    step_seconds: float = 0.0
+    encode_seconds: float = 0.0
+    decode_seconds: float = 0.0
+
+
+class PacedDenoiser:
+    """A denoiser that takes its time.
+
+    Args:
+        denoiser: does the work.
+        seconds: of each step, at least.
+    """
+
+    def __init__(self, denoiser: Denoiser, seconds: float) -> None:
+        self._denoiser = denoiser
+        self._seconds = seconds
+
+    def forward(self, latent: torch.Tensor, step: int) -> torch.Tensor:
+        """See `Denoiser`."""
+        with _at_least(self._seconds):
+            return self._denoiser.forward(latent, step)
+
+
+class DummyModel:
+    """The dummy behind the engine's contract. Encodes a seed, and decodes to black.
+
+    Args:
+        spec: of the latent, B C F H W.
+        num_steps: of each clip.
+        device: where it computes.
+        pace: how slow it is to be.
+    """
+
+    def __init__(
+        self,
+        spec: LatentSpec,
+        num_steps: int,
+        device: torch.device,
+        pace: Pace = Pace(),
+    ) -> None:
         self.device = device
+        self._pace = pace
         self._spec = spec
         self._dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[
             spec.dtype
@@ -62,14 +107,25 @@ class DummyModel:
 
     def encode(self, image: Image.Image | None, seed: int) -> Tensors:  # noqa: ARG002
         """Noise drawn on the CPU, so that every device starts from the same latent."""
-        generator = torch.Generator().manual_seed(seed)
-        noise = torch.randn(self._spec.shape, generator=generator)
-        return {LATENTS: noise.to(self.device, self._dtype)}
+        with _at_least(self._pace.encode_seconds):
+            generator = torch.Generator().manual_seed(seed)
+            noise = torch.randn(self._spec.shape, generator=generator)
+            return {LATENTS: noise.to(self.device, self._dtype)}
 
-    def denoiser(self, tensors: Tensors, start: int) -> DummyUNet:  # noqa: ARG002
+    def denoiser(self, tensors: Tensors, start: int) -> Denoiser:  # noqa: ARG002
         """The network itself: it carries nothing from step to step."""
-        return self._unet
+        seconds = self._pace.step_seconds
+        return PacedDenoiser(self._unet, seconds) if seconds else self._unet
 
     def decode(self, latent: torch.Tensor) -> Frames:
-        """Not to be called: no plan for the dummy model has a DECODE."""
-        raise AssertionError(f"the dummy model decodes nothing, got {tuple(latent.shape)}")
+        """Black frames, one for each of the latent's, in the time of a decode."""
+        with _at_least(self._pace.decode_seconds):
+            return np.zeros((latent.shape[2], 8, 8, 3), np.uint8)
+
+
+@contextmanager
+def _at_least(seconds: float) -> Iterator[None]:
+    """Sleeps for what is left of `seconds` when the block is done."""
+    until = time.monotonic() + seconds
+    yield
+    time.sleep(max(0.0, until - time.monotonic()))

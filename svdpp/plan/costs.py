@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +115,18 @@ class Costs:
             return None
         return float(sum(weights) + max(work, default=0.0))
 
+    def rehearsed(self, pace: float) -> Costs:
+        """Device work at `pace` times its seconds; no hops and files, which will be real ones."""
+        return replace(
+            self,
+            step_seconds=_times(self.step_seconds, pace),
+            encode_seconds=_times(self.encode_seconds, pace),
+            decode_seconds=_times(self.decode_seconds, pace),
+            hop_seconds=0.0,
+            hop_bytes_per_second=None,
+            write_seconds=0.0,
+        )
+
     def check_world(self, world_size: int) -> None:
         """Refuses costs that are given rank by rank for another number of ranks.
 
@@ -182,6 +194,10 @@ class Costs:
 
 def _on(value: PerRank, rank: int) -> float:
     return value[rank] if isinstance(value, tuple) else value
+
+
+def _times(value: PerRank, factor: float) -> PerRank:
+    return tuple(each * factor for each in value) if isinstance(value, tuple) else value * factor
 
 
 def _fault(name: str, value: object) -> str:

@@ -197,12 +197,16 @@ class Pipeline:
         return build_schedule(routes, self.config.world_size)
 
     def forecast(self) -> Forecast:
-        """What the plan promises for the clips submitted, at the mean costs measured so far."""
+        """What the plan promises for the clips submitted.
+
+        At the mean costs measured so far; where the dummy sleeps, at those it was given.
+        """
         return summarise(self.replayed(), self.config.world_size)
 
     def replayed(self) -> list[Span]:
         """When each rank would do what, by the same plan and costs as the forecast."""
-        return replay(self.schedule(self._requests), self.trace.costs())
+        costs = self.config.costs if self.config.model.dummy_sleeps else self.trace.costs()
+        return replay(self.schedule(self._requests), costs)
 
     def results(self) -> Iterator[ClipResult]:
         """Yields every submitted clip not yet returned, as it finishes.

@@ -14,7 +14,7 @@ from svdpp.distributed.launch import Member
 from svdpp.distributed.transport import Transport
 from svdpp.models import determinism
 from svdpp.models.checkpoint import Checkpoint
-from svdpp.models.dummy_unet import DummyModel
+from svdpp.models.dummy_unet import DummyModel, Pace
 from svdpp.models.interface import VideoModel
 from svdpp.plan.layout import Roles
 from svdpp.runtime.delivery import Delivery
@@ -92,7 +92,7 @@ def _prepare(member: Member, setup: RankSetup, reporter: Reporter) -> PipelineSt
     if setup.fault:
         setup.fault.reach(rank, -1, "load")
     with out_of_memory_named(None):
-        model = load_model(setup.config, setup.checkpoint, device, setup.roles[rank])
+        model = load_model(setup.config, setup.checkpoint, device, setup.roles[rank], rank)
     load_seconds = time.monotonic() - begun
     member.join()
     transport = Transport(
@@ -122,14 +122,19 @@ def _prepare(member: Member, setup: RankSetup, reporter: Reporter) -> PipelineSt
 
 
 def load_model(
-    config: PipelineConfig, checkpoint: Checkpoint | None, device: str, roles: Roles
+    config: PipelineConfig,
+    checkpoint: Checkpoint | None,
+    device: str,
+    roles: Roles,
+    rank: int = 0,
 ) -> VideoModel:
-    """The model's parts that `roles` ask for, on `device`."""
+    """The model's parts that `roles` ask for, on `device`; the dummy at the pace of `rank`."""
     if checkpoint is None:
         spec = LatentSpec(
             shape=config.model.dummy_latent_shape, dtype=config.model.dtype, dims="BCFHW"
         )
-        return DummyModel(spec, config.sampling.num_inference_steps, torch.device(device))
+        pace = _pace(config, rank) if config.model.dummy_sleeps else Pace()
+        return DummyModel(spec, config.sampling.num_inference_steps, torch.device(device), pace)
     from svdpp.models.svd import load_svd  # diffusers: seconds that the dummy need not pay
 
     return load_svd(
@@ -140,4 +145,13 @@ def load_model(
         encode=roles.encode,
         denoise=roles.denoise,
         decode=roles.decode,
+    )
+
+
+def _pace(config: PipelineConfig, rank: int) -> Pace:
+    costs = config.costs
+    return Pace(
+        step_seconds=costs.step_on(rank),
+        encode_seconds=costs.encode_on(rank),
+        decode_seconds=costs.decode_on(rank),
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from types import MappingProxyType
 from typing import NoReturn
 
@@ -14,7 +13,6 @@ import torch
 from svdpp.config import SamplingConfig
 from svdpp.distributed.transport import Packet, Transport
 from svdpp.errors import InputError, NotFiniteError
-from svdpp.media import image as photos
 from svdpp.models.interface import LATENTS, Frames, VideoModel
 from svdpp.plan.actions import Action, Kind
 from svdpp.runtime.delivery import Delivery
@@ -23,6 +21,7 @@ from svdpp.runtime.faults import PlantedFault, one_ulp_off
 from svdpp.runtime.handover import Handovers, Keeper
 from svdpp.runtime.memory import out_of_memory_named
 from svdpp.runtime.messages import ActionDone, ClipJob, StepDone
+from svdpp.runtime.photo_reader import PhotoReader
 from svdpp.runtime.reporter import Reporter
 
 
@@ -62,7 +61,7 @@ class PipelineStage:
         self._transport = transport
         self._delivery = delivery
         self._reporter = reporter
-        self._sampling = sampling
+        self._photos = PhotoReader(sampling)
         self._handovers = handovers
         self._keeper = Keeper(handovers, reporter.failed) if handovers else None
         self._evidence = evidence
@@ -95,6 +94,9 @@ class PipelineStage:
         """
         self._jobs.update(jobs)
         self._keys.update(handover_keys)
+        actions = list(actions)
+        encoded = [action.clip for action in actions if action.kind is Kind.ENCODE]
+        self._photos.expect((clip, jobs[clip].request) for clip in encoded)
         perform: Mapping[Kind, Callable[[Action], None]] = {
             Kind.ENCODE: self._encode,
             Kind.LOAD: self._load,
@@ -119,22 +121,19 @@ class PipelineStage:
             self._delivery.finish()
             if self._keeper is not None:
                 self._keeper.finish()
+        self._photos.close()
         self._transport.close()
 
     def _encode(self, action: Action) -> None:
         request = self._jobs[action.clip].request
         packet = self._packets[action.clip] = Packet(action.clip, 0, time.time(), {})
-        with self._alone(packet), self._timed(action):
-            image = None
-            if request.image is not None:
-                image, photo = photos.read_photo(Path(request.image))
-                if request.image_sha256 not in (None, photo.sha256):
-                    raise InputError(f"{request.image!r} was changed after the run had begun")
-                sampling = self._sampling
-                image = photos.fit_photo(image, sampling.width, sampling.height, sampling.fit)
+        with self._alone(packet):
+            with self._waiting(action):
+                image = self._photos.take(action.clip)
             packet.begun_at = time.time()
-            packet.tensors = self._model.encode(image, request.seed)
-            self._synchronize()
+            with self._timed(action):
+                packet.tensors = self._model.encode(image, request.seed)
+                self._synchronize()
 
     def _load(self, action: Action) -> None:
         assert self._handovers is not None, f"{action} without a folder of hand-overs"
