@@ -124,7 +124,7 @@ def run(
         noise_aug_strength=noise_aug_strength,
         min_guidance_scale=min_guidance_scale,
         max_guidance_scale=max_guidance_scale,
-        decode_chunk_size=decode_chunk_size,
+        decode_chunk_size=request.parse_decode_chunk(decode_chunk_size),
         fit=fit,
     )
     all_seeds = request.parse_seeds(seed, seeds)
@@ -159,6 +159,8 @@ def run(
     )
     found = read_inputs(inputs)
     check_outputs(found, all_seeds, policy)
+    if decode_chunk_size == request.AUTO:
+        config = request.with_fitting_chunk(console, config)
     pipeline = Pipeline(config)
     assert pipeline.checkpoint is not None
     clips = plan_clips(found, all_seeds, policy, pipeline.config, pipeline.checkpoint)

@@ -15,13 +15,14 @@ from svdpp.config import (
     ModelConfig,
     PipelineConfig,
 )
-from svdpp.errors import RequestError
+from svdpp.errors import OutOfMemoryError, RequestError
 
 if TYPE_CHECKING:
     from svdpp.plan.forecast import Forecast
     from svdpp.runtime.pipeline import Pipeline
 
 _DEFAULT_WORLD = 4
+_MEMORY_HINT = "smaller sizes in --latent-shape, --dtype fp16 or a smaller --world lower it"
 
 
 def simulate(
@@ -95,8 +96,12 @@ def simulate(
     with Progress(console, "simulate", pipeline.schedule(range(num_clips))) as progress:
         pipeline.observe(progress)
         pipeline.observe(log.EventLog(config.ranges))
-        with pipeline:
-            pipeline.run(requests)
+        try:
+            with pipeline:
+                pipeline.run(requests)
+        except OutOfMemoryError as error:
+            error.hint = _MEMORY_HINT  # the engine's names options that only run and verify have
+            raise
     measured, forecast = pipeline.trace.summary(), pipeline.forecast(num_clips)
     if as_json:
         console.json(_to_json(pipeline, measured, forecast))

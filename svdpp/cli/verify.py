@@ -135,7 +135,7 @@ def verify(
             noise_aug_strength=noise_aug_strength,
             min_guidance_scale=min_guidance_scale,
             max_guidance_scale=max_guidance_scale,
-            decode_chunk_size=decode_chunk_size,
+            decode_chunk_size=request.parse_decode_chunk(decode_chunk_size),
             fit=fit,
         ),
         world_size=request.default_world(chosen_device, steps, on_cpu=2)
@@ -148,6 +148,8 @@ def verify(
     )
     first_seed = request.parse_seeds(seed, None)[0]
     requests = _requests(config, inputs or [], clips, first_seed)
+    if decode_chunk_size == request.AUTO:
+        config = request.with_fitting_chunk(console, config)
     _compare(console, config, requests, tolerance, plant_fault)
 
 

@@ -84,7 +84,7 @@ class PipelineStage:
         }
         for action in actions:
             self._reporter.at(action)
-            with out_of_memory_named(action):
+            with out_of_memory_named(action, self._sampling.decode_chunk_size):
                 perform[action.kind](action)
         self._reporter.at(None)
 
