@@ -50,10 +50,9 @@ def test_pythons_memory_error_is_the_same_error() -> None:
 
 
 def test_decoding_names_its_chunk() -> None:
+    words = r"out of memory while decoding the frames, 14 at a time: 5\.25 GiB"
     with (
-        pytest.raises(
-            OutOfMemoryError, match=r"while decoding the frames, 14 at a time: 5\.25 GiB"
-        ),
+        pytest.raises(OutOfMemoryError, match=words),
         out_of_memory_named(actions.decode(0, 4), 14),
     ):
         raise torch.OutOfMemoryError(CUDA_WORDS)
