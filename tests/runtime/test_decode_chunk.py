@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from svdpp.config import DEMO_SAMPLING, ModelConfig, PipelineConfig, SamplingConfig
+from svdpp.distributed.launch import StartedGroup
 from svdpp.errors import OutOfMemoryError, RequestError
+from svdpp.runtime import decode_chunk
 from svdpp.runtime.decode_chunk import DecodeMemory, _peak, measure_decode
 from tests.cli.shell import DEMO, PHOTO, TINY, svdpp_alone
 
@@ -60,6 +65,31 @@ def test_measured_memory_grows_with_the_frames_and_their_size() -> None:
     # A frame of 128x128 holds 64 channels at its full size, and several such tensors at a time.
     assert large.one_frame > 2 * 64 * 256 * 256 * 4
     assert large.needed(14) > 1.5 * small.needed(14)
+
+
+def be_killed(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def run_out_of_memory(*_: object) -> None:
+    raise OutOfMemoryError("out of memory while decoding", "a knob")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("ending", "words", "hint"),
+    [(be_killed, "was killed", "--height"), (run_out_of_memory, "while decoding", "a knob")],
+)
+def test_a_measurement_that_runs_out_of_memory(
+    monkeypatch: pytest.MonkeyPatch, ending: Callable[..., None], words: str, hint: str
+) -> None:
+    monkeypatch.setattr(decode_chunk, "_measure", ending)
+    # Started anew, a process would not have the change.
+    monkeypatch.setattr(decode_chunk, "StartedGroup", partial(StartedGroup, start_method="fork"))
+    config = PipelineConfig(world_size=1, model=ModelConfig(name="demo"))
+    with pytest.raises(OutOfMemoryError, match=words) as caught:
+        measure_decode(config)
+    assert hint in caught.value.hint
 
 
 @pytest.mark.processes
