@@ -232,10 +232,11 @@ MaxGuidanceScale = Annotated[
     ),
 ]
 DecodeChunkSize = Annotated[
-    int | None,
+    str | None,
     typer.Option(
-        metavar="F",
-        help="Frames decoded at a time, 1 or more; bits depend on it. Default: all frames.",
+        metavar="F|auto",
+        help="Frames decoded at a time, 1 or more; bits depend on it. auto: as many as fit, "
+        "measured before the run. Default: all frames.",
         rich_help_panel=_SAMPLING,
     ),
 ]

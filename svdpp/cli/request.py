@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from svdpp.config import (
     DTYPE_BYTES,
@@ -22,6 +22,12 @@ from svdpp.plan.choose import choose_layout
 from svdpp.plan.costs import Costs
 from svdpp.plan.presets import find_costs
 from svdpp.plan.split import largest_world
+
+if TYPE_CHECKING:
+    from svdpp.cli.console import Console
+
+#: The value of --decode-chunk-size that is measured.
+AUTO = "auto"
 
 _DTYPES: dict[str, Dtype] = {
     "fp32": "fp32",
@@ -78,6 +84,47 @@ def parse_seeds(seed: int | None, seeds: str | None) -> list[int]:
 def _check_seed(seed: int) -> None:
     if not 0 <= seed < 2**63:
         raise RequestError(f"a seed must be 0 to 2^63 - 1, got {seed}")
+
+
+def parse_decode_chunk(text: str | None) -> int | None:
+    """The number of frames; None where it is the default's, or is to be measured.
+
+    Raises:
+        RequestError: neither a number nor `auto`; or `auto` under torchrun, where the decoding rank
+            may be on another machine.
+    """
+    if text == AUTO and joined_world(None) is not None:
+        raise RequestError(
+            "--decode-chunk-size auto measures before ranks are started; torchrun's are there",
+            "give a number of frames",
+        )
+    if text is None or text == AUTO:
+        return None
+    if not re.fullmatch(r"-?\d{1,9}", text, re.ASCII):
+        raise RequestError(f"--decode-chunk-size must be a number or auto, got {text!r}")
+    return int(text)
+
+
+def with_fitting_chunk(console: Console, config: PipelineConfig) -> PipelineConfig:
+    """`config` with as many frames decoded at a time as fit, measured now.
+
+    Raises:
+        OutOfMemoryError: not even one does.
+        RequestError: under torchrun, where every rank would measure for itself.
+    """
+    if joined_world(None) is not None:
+        raise RequestError(
+            "--decode-chunk-size auto is measured by one process, and torchrun has started several",
+            "run it once without torchrun, and give the number that its JSON names",
+        )
+    from svdpp.runtime.decode_chunk import measure_decode
+
+    if not config.decodes:
+        return config
+    memory = measure_decode(config)
+    console.talk(f"decode: {memory}")
+    chunk = memory.largest_chunk()
+    return replace(config, sampling=replace(config.sampling, decode_chunk_size=chunk))
 
 
 def sampling_config(

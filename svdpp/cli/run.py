@@ -159,7 +159,7 @@ def run(
         noise_aug_strength=noise_aug_strength,
         min_guidance_scale=min_guidance_scale,
         max_guidance_scale=max_guidance_scale,
-        decode_chunk_size=decode_chunk_size,
+        decode_chunk_size=request.parse_decode_chunk(decode_chunk_size),
         fit=fit,
     )
     all_seeds = request.parse_seeds(seed, seeds)
@@ -213,6 +213,8 @@ def run(
         console.talk(why)
     check_outputs(found, all_seeds, policy)
     folder = None if checkpoint_dir is None else str(checkpoint_dir.absolute())
+    if decode_chunk_size == request.AUTO:
+        config = request.with_fitting_chunk(console, config)
     pipeline = Pipeline(config, handover_folder=folder)
     assert pipeline.checkpoint is not None
     clips = plan_clips(found, all_seeds, policy, pipeline.config, pipeline.checkpoint)

@@ -16,7 +16,7 @@ from svdpp.config import (
     ModelConfig,
     PipelineConfig,
 )
-from svdpp.errors import RequestError
+from svdpp.errors import OutOfMemoryError, RequestError
 
 if TYPE_CHECKING:
     from svdpp.plan.costs import Costs
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from svdpp.runtime.pipeline import Pipeline
 
 _DEFAULT_WORLD = 4
+_MEMORY_HINT = "smaller sizes in --latent-shape, --dtype fp16 or a smaller --world lower it"
 
 
 def simulate(
@@ -132,8 +133,12 @@ def simulate(
     with Progress(console, "simulate", pipeline.schedule(requests)) as progress:
         pipeline.observe(progress)
         pipeline.observe(log.EventLog(config.layout))
-        with sights.of(pipeline), pipeline:
-            pipeline.run(requests)
+        try:
+            with sights.of(pipeline), pipeline:
+                pipeline.run(requests)
+        except OutOfMemoryError as error:
+            error.hint = _MEMORY_HINT  # the engine's names options that only run and verify have
+            raise
     measured, forecast = pipeline.trace.summary(), pipeline.forecast()
     if as_json:
         console.json(_to_json(pipeline, measured, forecast))

@@ -168,7 +168,7 @@ def verify(
             noise_aug_strength=noise_aug_strength,
             min_guidance_scale=min_guidance_scale,
             max_guidance_scale=max_guidance_scale,
-            decode_chunk_size=decode_chunk_size,
+            decode_chunk_size=request.parse_decode_chunk(decode_chunk_size),
             fit=fit,
         ),
         world_size=world_size,
@@ -180,6 +180,8 @@ def verify(
     )
     if why:
         console.talk(why)
+    if decode_chunk_size == request.AUTO:
+        config = request.with_fitting_chunk(console, config)
     _compare(console, config, requests, tolerance, plant_fault, report)
 
 

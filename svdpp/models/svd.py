@@ -44,6 +44,10 @@ class SvdModel:
             feature_extractor=parts.feature_extractor,
         )
 
+    def resampled(self, sampling: SamplingConfig) -> SvdModel:
+        """The same loaded parts under other knobs."""
+        return SvdModel(self._checkpoint, self._parts, sampling, self._dtype)
+
     def packet_spec(self) -> Mapping[str, TensorSpec]:
         """Latents, image latents, image embedding and time ids, in this order."""
         factor = self._checkpoint.vae_scale_factor

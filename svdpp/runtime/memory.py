@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Literal
 
 import torch
 
@@ -22,17 +23,24 @@ _PARTS = {
         "a denoising step",
         "fewer --frames, a smaller --height and --width, or --memory-opt lower it",
     ),
-    Kind.DECODE: ("decoding the frames", "a smaller --decode-chunk-size lowers it"),
+    Kind.DECODE: ("decoding the frames", "a smaller --decode-chunk-size, or auto, lowers it"),
 }
-_OTHER_PART = ("loading the model", "--dtype fp16, or fewer ranks on this device, lower it")
+_LOADING = ("loading the model", "--dtype fp16, or fewer ranks on this device, lower it")
+_REFERENCE = (
+    "computing a clip in one process",
+    "fewer --frames, a smaller --height and --width or --decode-chunk-size lower it",
+)
 
 
 @contextmanager
-def out_of_memory_named(action: Action | None) -> Iterator[None]:
+def out_of_memory_named(
+    doing: Action | Literal["reference"] | None, decode_chunk_size: int | None = None
+) -> Iterator[None]:
     """Raises `OutOfMemoryError` for whatever way torch or Python says that memory is out.
 
     Args:
-        action: what was under way; None while the model is loaded.
+        doing: what is under way; None while the model is loaded.
+        decode_chunk_size: frames at a time, where they are decoded.
     """
     try:
         yield
@@ -42,11 +50,23 @@ def out_of_memory_named(action: Action | None) -> Iterator[None]:
         sizes = _asked_and_free(error)
         if sizes is None:
             raise
-        part, knob = _PARTS.get(action.kind, _OTHER_PART) if action else _OTHER_PART
+        part, knob = _part(doing, decode_chunk_size)
         asked, free = sizes
         raise OutOfMemoryError(
-            f"out of memory {'while ' if part else ''}{part}: {asked} asked for, {free} free", knob
+            f"out of memory while {part}: {asked} asked for, {free} free", knob
         ) from error
+
+
+def _part(
+    doing: Action | Literal["reference"] | None, decode_chunk_size: int | None
+) -> tuple[str, str]:
+    """What was being done, and which knob lowers what it takes."""
+    if doing is None or doing == "reference":
+        return _LOADING if doing is None else _REFERENCE
+    part, knob = _PARTS.get(doing.kind, (f"doing {doing}", "fewer ranks on this device lower it"))
+    if doing.kind is Kind.DECODE and decode_chunk_size is not None:
+        part += f", {decode_chunk_size} at a time"
+    return part, knob
 
 
 def _asked_and_free(error: BaseException) -> tuple[str, str] | None:

@@ -117,7 +117,7 @@ def _compute_all(setup: _Setup, reporter: Reporter) -> None:
     reporter.send(Joined(device=device, load_seconds=time.monotonic() - begun))
     evidence = Evidence(Path(setup.evidence_folder))
     for clip, request in enumerate(setup.requests):
-        with out_of_memory_named(None):
+        with out_of_memory_named("reference"):
             latent, frames = oracle.compute(clip, request, evidence, reporter)
         if frames is not None:
             evidence.keep_frames(clip, frames)

@@ -61,6 +61,7 @@ class PipelineStage:
         self._transport = transport
         self._delivery = delivery
         self._reporter = reporter
+        self._sampling = sampling
         self._photos = PhotoReader(sampling)
         self._handovers = handovers
         self._keeper = Keeper(handovers, reporter.failed) if handovers else None
@@ -110,7 +111,7 @@ class PipelineStage:
             self._reporter.at(action)
             if self._fault:
                 self._fault.reach(self._rank, action.clip, action.kind.lower())
-            with out_of_memory_named(action):
+            with out_of_memory_named(action, self._sampling.decode_chunk_size):
                 perform[action.kind](action)
         self._reporter.at(None)
 

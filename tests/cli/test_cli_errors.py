@@ -27,6 +27,7 @@ SAMPLING = [
     (("--noise-aug-strength", "-1"), "--noise-aug-strength must be a finite number"),
     (("--max-guidance-scale", "nan"), "--max-guidance-scale must be a finite number"),
     (("--decode-chunk-size", "0"), "--decode-chunk-size must be 1 or more, got 0"),
+    (("--decode-chunk-size", "two"), "--decode-chunk-size must be a number or auto, got 'two'"),
     (("--fit", "zoom"), "--fit must be crop, pad or stretch, got 'zoom'"),
     (("--dtype", "int8"), "--dtype must be one of fp32, fp16, bf16, got 'int8'"),
     (("--steps", "0"), "must be 1 or more, got 0"),

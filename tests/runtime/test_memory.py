@@ -49,6 +49,24 @@ def test_pythons_memory_error_is_the_same_error() -> None:
         raise MemoryError
 
 
+def test_decoding_names_its_chunk() -> None:
+    words = r"out of memory while decoding the frames, 14 at a time: 5\.25 GiB"
+    with (
+        pytest.raises(OutOfMemoryError, match=words),
+        out_of_memory_named(actions.decode(0, 4), 14),
+    ):
+        raise torch.OutOfMemoryError(CUDA_WORDS)
+
+
+def test_the_reference_is_not_loading() -> None:
+    with (
+        pytest.raises(OutOfMemoryError, match="while computing a clip in one process") as caught,
+        out_of_memory_named("reference"),
+    ):
+        raise MemoryError
+    assert "--frames" in caught.value.hint
+
+
 def test_other_errors_pass_through() -> None:
     with (
         pytest.raises(RuntimeError, match="mat1 and mat2"),
