@@ -64,7 +64,25 @@ class Sights:
         if self.trace is not None:
             _write_trace(pipeline, self.trace)
         if self.timeline is not None:
-            _draw_timeline(pipeline, num_clips, self.timeline)
+            draw_run(pipeline, num_clips, self.timeline)
+
+
+def draw_run(pipeline: Pipeline, num_clips: int, path: Path) -> None:
+    """Draws what `pipeline` has done, and beneath it what its plan promises for `num_clips`.
+
+    Raises:
+        OutputError: the file cannot be written.
+    """
+    from svdpp.media.timeline import Panel, draw_timeline
+    from svdpp.plan.forecast import replay, summarise
+
+    world_size, trace = pipeline.config.world_size, pipeline.trace
+    panels = [Panel(f"Measured: {_words(trace.summary())}", trace.spans)]
+    if trace.steps:
+        spans = replay(pipeline.schedule(range(num_clips)), trace.costs())
+        summary = summarise(spans, world_size)
+        panels.append(Panel(f"Forecast, at the mean measured costs: {_words(summary)}", spans))
+    draw_timeline(panels, world_size, path)
 
 
 def _write_trace(pipeline: Pipeline, path: Path) -> None:
@@ -81,19 +99,6 @@ def _write_trace(pipeline: Pipeline, path: Path) -> None:
         "backend": pipeline.backend,
     }
     write_chrome_trace(pipeline.trace, path, about)
-
-
-def _draw_timeline(pipeline: Pipeline, num_clips: int, path: Path) -> None:
-    from svdpp.media.timeline import Panel, draw_timeline
-    from svdpp.plan.forecast import replay, summarise
-
-    world_size, trace = pipeline.config.world_size, pipeline.trace
-    panels = [Panel(f"Measured: {_words(trace.summary())}", trace.spans)]
-    if trace.steps:
-        spans = replay(pipeline.schedule(range(num_clips)), trace.costs())
-        summary = summarise(spans, world_size)
-        panels.append(Panel(f"Forecast, at the mean measured costs: {_words(summary)}", spans))
-    draw_timeline(panels, world_size, path)
 
 
 def _words(summary: Forecast) -> str:
