@@ -29,15 +29,12 @@ class Sights:
     timeline: Path | None = None
 
     def __post_init__(self) -> None:
-        from svdpp.media import place, timeline
+        from svdpp.media.timeline import check_can_draw
 
-        if self.trace is not None:
-            if self.trace.suffix.lower() != ".json":
-                raise RequestError(f"--trace must end in .json, got {str(self.trace)!r}")
-            place.check_writable(self.trace.parent)
-            place.check_free(str(self.trace))
+        check_target("--trace", self.trace, ".json")
+        check_target("--timeline", self.timeline, ".svg", ".png")
         if self.timeline is not None:
-            timeline.check_timeline(self.timeline)
+            check_can_draw()
 
     @contextlib.contextmanager
     def of(self, pipeline: Pipeline, num_clips: int) -> Iterator[None]:
@@ -65,6 +62,23 @@ class Sights:
             _write_trace(pipeline, self.trace)
         if self.timeline is not None:
             draw_run(pipeline, num_clips, self.timeline)
+
+
+def check_target(option: str, path: Path | None, *suffixes: str) -> None:
+    """Makes sure, before a long run, that a file can be written at its end; None is no file.
+
+    Raises:
+        RequestError: the name does not end in one of `suffixes`, and may be another file's.
+        OutputError: the place takes no file.
+    """
+    from svdpp.media import place
+
+    if path is None:
+        return
+    if path.suffix.lower() not in suffixes:
+        raise RequestError(f"{option} must end in {' or '.join(suffixes)}, got {str(path)!r}")
+    place.check_writable(path.parent)
+    place.check_free(str(path))
 
 
 def draw_run(pipeline: Pipeline, num_clips: int, path: Path) -> None:
