@@ -1,6 +1,6 @@
-"""Draws the README's pictures from a real run: the rank x time chart, and the clips themselves.
+"""Draws the pictures of the docs from real runs: ranks and time, and the clips themselves.
 
-python docs/make_pictures.py        # needs the `pictures` extra; about a minute on two cores
+python docs/make_pictures.py        # needs the `pictures` extra; about two minutes on two cores
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-import matplotlib.pyplot as plt
 from PIL import Image
 
+from svdpp.cli.seeing import draw_run
 from svdpp.config import (
     ClipRequest,
     ModelConfig,
@@ -22,18 +22,38 @@ from svdpp.config import (
 from svdpp.media.examples import example_photos
 from svdpp.media.video import read_frames
 from svdpp.models.interface import Frames
-from svdpp.plan.actions import Kind
-from svdpp.plan.forecast import Forecast, Span
 from svdpp.runtime.pipeline import Pipeline
 
 PICTURES = Path(__file__).parent / "pictures"
-_HATCHES = {Kind.ENCODE: "....", Kind.DENOISE: "", Kind.DECODE: "////"}
 _SIDE = 96
 
 
 def main() -> None:
-    """Runs the four example photographs through two ranks and draws what happened."""
+    """Makes every picture anew."""
     PICTURES.mkdir(exist_ok=True)
+    rehearse_seven_ranks()
+    animate_photographs()
+
+
+def rehearse_seven_ranks() -> None:
+    """Draws eight clips of the dummy model on seven ranks."""
+    config = PipelineConfig(world_size=7, model=ModelConfig(name="dummy"))
+    requests = [ClipRequest(seed=seed) for seed in range(8)]
+    with Pipeline(config) as pipeline:
+        pipeline.run(requests)
+    draw_small(pipeline, len(requests), PICTURES / "ranks.png")
+
+
+def draw_small(pipeline: Pipeline, num_clips: int, path: Path) -> None:
+    """The run's timeline in 128 colours: nobody sees it, and it is a third of the file."""
+    draw_run(pipeline, num_clips, path)
+    with Image.open(path) as picture:
+        small = picture.convert("RGB").quantize(128, dither=Image.Dither.NONE)
+    small.save(path, optimize=True)
+
+
+def animate_photographs() -> None:
+    """Runs the four example photographs through two ranks, and draws run and clips."""
     photos = example_photos()
     config = PipelineConfig(
         world_size=2,
@@ -49,38 +69,8 @@ def main() -> None:
         with Pipeline(config) as pipeline:
             pipeline.run(requests, [{"fps": 7}] * len(requests))
         clips = [read_frames(Path(output.path), "mp4") for output in outputs]
-    draw_timeline(pipeline.trace.spans, pipeline.trace.summary(), PICTURES / "timeline.png")
+    draw_small(pipeline, len(requests), PICTURES / "timeline.png")
     animate(photos, clips, PICTURES / "clips.gif")
-
-
-def draw_timeline(spans: list[Span], summary: Forecast, path: Path) -> None:
-    """Ranks x time: a colour for each clip, encode dotted, decode hatched, waiting empty."""
-    begin = min(span.start for span in spans)
-    ranks = max(span.rank for span in spans) + 1
-    figure, axes = plt.subplots(figsize=(8, 0.5 * ranks + 1.1), layout="constrained")
-    colours = plt.get_cmap("tab10").colors  # type: ignore[attr-defined]
-    for span in spans:
-        axes.barh(
-            span.rank,
-            span.end - span.start,
-            left=span.start - begin,
-            height=0.8,
-            color=colours[span.action.clip % len(colours)],
-            edgecolor="white",
-            hatch=_HATCHES[span.action.kind],
-        )
-        if span.action.kind is Kind.DENOISE:
-            middle = (span.start + span.end) / 2 - begin
-            text = f"clip {span.action.clip}"
-            axes.text(middle, span.rank, text, ha="center", va="center", fontsize=7, color="white")
-    axes.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)])
-    axes.invert_yaxis()
-    axes.set_xlabel(
-        f"seconds; hatched: decode. {summary.clips} clips in {summary.makespan:.1f} s", fontsize=8
-    )
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
 
 
 def animate(photos: list[Path], clips: list[Frames], path: Path) -> None:

@@ -29,15 +29,12 @@ class Sights:
     timeline: Path | None = None
 
     def __post_init__(self) -> None:
-        from svdpp.media import place, timeline
+        from svdpp.media.timeline import check_can_draw
 
-        if self.trace is not None:
-            if self.trace.suffix.lower() != ".json":
-                raise RequestError(f"--trace must end in .json, got {str(self.trace)!r}")
-            place.check_writable(self.trace.parent)
-            place.check_free(str(self.trace))
+        check_target("--trace", self.trace, ".json")
+        check_target("--timeline", self.timeline, ".svg", ".png")
         if self.timeline is not None:
-            timeline.check_timeline(self.timeline)
+            check_can_draw()
 
     @contextlib.contextmanager
     def of(self, pipeline: Pipeline) -> Iterator[None]:
@@ -64,7 +61,42 @@ class Sights:
         if self.trace is not None:
             _write_trace(pipeline, self.trace)
         if self.timeline is not None:
-            _draw_timeline(pipeline, self.timeline)
+            draw_run(pipeline, self.timeline)
+
+
+def check_target(option: str, path: Path | None, *suffixes: str) -> None:
+    """Makes sure, before a long run, that a file can be written at its end; None is no file.
+
+    Raises:
+        RequestError: the name does not end in one of `suffixes`, and may be another file's.
+        OutputError: the place takes no file.
+    """
+    from svdpp.media import place
+
+    if path is None:
+        return
+    if path.suffix.lower() not in suffixes:
+        raise RequestError(f"{option} must end in {' or '.join(suffixes)}, got {str(path)!r}")
+    place.check_writable(path.parent)
+    place.check_free(str(path))
+
+
+def draw_run(pipeline: Pipeline, path: Path) -> None:
+    """Draws what `pipeline` has done, and beneath it what its plan promises.
+
+    Raises:
+        OutputError: the file cannot be written.
+    """
+    from svdpp.media.timeline import Panel, draw_timeline
+    from svdpp.plan.forecast import summarise
+
+    world_size, trace = pipeline.config.world_size, pipeline.trace
+    panels = [Panel(f"Measured: {_words(trace.summary())}", trace.spans)]
+    if trace.steps:
+        spans = pipeline.replayed()
+        summary = summarise(spans, world_size)
+        panels.append(Panel(f"Forecast, at the mean measured costs: {_words(summary)}", spans))
+    draw_timeline(panels, world_size, path)
 
 
 def _write_trace(pipeline: Pipeline, path: Path) -> None:
@@ -81,19 +113,6 @@ def _write_trace(pipeline: Pipeline, path: Path) -> None:
         "backend": pipeline.backend,
     }
     write_chrome_trace(pipeline.trace, path, about)
-
-
-def _draw_timeline(pipeline: Pipeline, path: Path) -> None:
-    from svdpp.media.timeline import Panel, draw_timeline
-    from svdpp.plan.forecast import summarise
-
-    world_size, trace = pipeline.config.world_size, pipeline.trace
-    panels = [Panel(f"Measured: {_words(trace.summary())}", trace.spans)]
-    if trace.steps:
-        spans = pipeline.replayed()
-        summary = summarise(spans, world_size)
-        panels.append(Panel(f"Forecast, at the mean measured costs: {_words(summary)}", spans))
-    draw_timeline(panels, world_size, path)
 
 
 def _words(summary: Forecast) -> str:

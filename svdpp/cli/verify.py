@@ -117,7 +117,7 @@ def verify(
     Runs clips through the ranks, then diffusers' unmodified pipeline in one process, and compares
     the latent at every hand-over, the final latent and the frames. Exit code 3 where they differ.
     """
-    from svdpp.cli import log, request
+    from svdpp.cli import log, request, seeing
 
     if not tolerance >= 0:
         raise RequestError(f"--tolerance must be 0 or more, got {tolerance}")
@@ -125,7 +125,7 @@ def verify(
         raise RequestError("verify starts its own ranks", "run it without torchrun")
     console = Console(as_json=as_json, quiet=quiet)
     log.open_log(verbosity=verbose, log_file=log_file, write=console.err.print)
-    _check_report(report)
+    seeing.check_target("--report", report, ".html")
     if inputs and len(inputs) == 1 and inputs[0].endswith(".json"):
         if report is not None:
             raise RequestError(
@@ -183,17 +183,6 @@ def verify(
     if decode_chunk_size == request.AUTO:
         config = request.with_fitting_chunk(console, config)
     _compare(console, config, requests, tolerance, plant_fault, report)
-
-
-def _check_report(path: Path | None) -> None:
-    from svdpp.media import place
-
-    if path is None:
-        return
-    if path.suffix.lower() != ".html":
-        raise RequestError(f"--report must end in .html, got {str(path)!r}")
-    place.check_writable(path.parent)
-    place.check_free(str(path))
 
 
 def _requests(model: str, inputs: Sequence[str], clips: int | None, seed: int) -> list[ClipRequest]:

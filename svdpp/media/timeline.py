@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-SUFFIXES = (".svg", ".png")
-
 _WIDTH = 10.0
 _MARGIN = 1.5  # title, axis and legend, all panels' together
 _BAR = 0.84
@@ -44,22 +42,17 @@ class Panel(NamedTuple):
     """In seconds; each panel's time begins at its own first span."""
 
 
-def check_timeline(path: Path) -> None:
-    """Makes sure, before a long run, that its timeline can be drawn and written.
+def check_can_draw() -> None:
+    """Makes sure, without importing it, that matplotlib is there.
 
     Raises:
-        RequestError: the name is of no known format, or matplotlib is not installed.
-        OutputError: the place takes no file.
+        RequestError: it is not.
     """
-    if path.suffix.lower() not in SUFFIXES:
-        raise RequestError(f"--timeline must end in .svg or .png, got {str(path)!r}")
     if importlib.util.find_spec("matplotlib") is None:
         raise RequestError(
             "a timeline is drawn with matplotlib, which is not installed",
             "pip install 'svdpp[pictures]'",
         )
-    place.check_writable(path.parent)
-    place.check_free(str(path))
 
 
 def draw_timeline(panels: Sequence[Panel], world_size: int, path: Path) -> None:

@@ -7,6 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from svdpp.cli.seeing import Sights
+from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SamplingConfig
+from svdpp.errors import RankError
+from svdpp.runtime.faults import PlantedFault
+from svdpp.runtime.pipeline import Pipeline
 from tests.cli.shell import DEMO, PHOTO, TINY, assert_error, svdpp_alone, svdpp_here
 
 SMALL = ("--world", "2", "--steps", "2", "--latent-shape", "1", "4", "2", "8", "8", "--clips", "2")
@@ -62,6 +67,33 @@ def test_simulate_writes_a_trace_and_a_timeline(tmp_path: Path) -> None:
     assert len(steps) == 2 * 2
     assert (tmp_path / "timeline.svg").read_text().rstrip().endswith("</svg>")
     assert {path.name for path in tmp_path.iterdir()} == {"new", "timeline.svg"}
+
+
+@pytest.mark.processes
+def test_a_run_that_fails_leaves_what_was_measured_until_then(tmp_path: Path) -> None:
+    config = PipelineConfig(
+        world_size=2,
+        model=ModelConfig(name="dummy", dummy_latent_shape=(1, 4, 2, 8, 8)),
+        sampling=SamplingConfig(num_inference_steps=2),
+    )
+    pipeline = Pipeline(config, fault=PlantedFault.parse("raise@rank1.clip1"))
+    sights = Sights(trace=tmp_path / "trace.json")
+    with pytest.raises(RankError, match="a planted fault"), sights.of(pipeline, 2), pipeline:
+        pipeline.run([ClipRequest(seed=seed) for seed in range(2)])
+
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    done = {(e["pid"], e["args"]["clip"]) for e in events if e.get("cat") == "step"}
+    assert (1, 0) in done
+    assert (1, 1) not in done
+
+
+def test_a_run_that_never_began_leaves_nothing(tmp_path: Path) -> None:
+    pipeline = Pipeline(PipelineConfig(world_size=1, model=ModelConfig(name="dummy")))
+    sights = Sights(trace=tmp_path / "trace.json")
+    with pytest.raises(ZeroDivisionError), sights.of(pipeline, 2):
+        raise ZeroDivisionError
+
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.processes
