@@ -275,15 +275,15 @@ class _LiveBytes(TorchDispatchMode):
 def _convolution_workspace(args: tuple[Any, ...], result: torch.Tensor) -> int:
     """Bytes that a CPU convolution takes for its own time, by the kernel that torch chooses.
 
-    oneDNN lays input, weight and output out anew in blocks of channels; the plain kernel writes
-    every patch of the input into a column of a matrix (ATen/native/ConvolutionMM2d.cpp).
+    oneDNN lays input, weight and output out anew in blocks of channels; the plain kernels write
+    every patch of the input into a column of a matrix (ATen/native/ConvolutionMM2d.cpp and 3d).
     """
     tensor, weight = args[0], args[1]
     backend = torch._C._select_conv_backend(*args).name
     if backend == "Mkldnn":
         return int(tensor.nbytes + weight.nbytes + result.nbytes)
     is_pointwise = all(size == 1 for size in weight.shape[2:])
-    if backend == "Slow2d" and not is_pointwise:
+    if backend in ("Slow2d", "Slow3d") and not is_pointwise:
         patch = weight[0].numel()
         return int(patch * result.nbytes // result.shape[1])
     return 0

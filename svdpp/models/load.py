@@ -134,6 +134,7 @@ def empty_module(component: str, home: Path) -> Any:
     """
     if component == "image_encoder":
         config = CLIPVisionConfig.from_pretrained(home, local_files_only=True)
+        config.dtype = torch.get_default_dtype()  # else that of the files, which it remembers
         return CLIPVisionModelWithProjection(config)
     cls = _DIFFUSERS_CLASSES[component]
     return cls.from_config(cls.load_config(home, local_files_only=True))

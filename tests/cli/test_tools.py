@@ -1,0 +1,131 @@
+"""`env`, `doctor` and `profile` as a user has them, on small models."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from svdpp import __version__
+from svdpp.plan.costs import Costs
+from tests.cli.shell import svdpp_alone, svdpp_here
+
+NO_FFMPEG = {"IMAGEIO_FFMPEG_EXE": "/nowhere/ffmpeg"}
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+
+
+def test_env_in_words_and_as_json() -> None:
+    words, values = svdpp_alone("env"), svdpp_here("env", "--json")
+
+    assert (words.code, words.err) == (0, "")
+    assert words.out.split()[:2] == ["svdpp", __version__]
+    for name in ("torch", "cpu", "memory", "determinism", "ffmpeg", "hub cache", "HF_HUB_OFFLINE"):
+        assert f"\n{name}  " in words.out
+    facts = json.loads(values.out)
+    assert facts["schema_version"] == 1
+    assert facts["variables"]["HF_HUB_OFFLINE"] == "1"
+
+
+@pytest.mark.processes
+def test_a_healthy_machine(tmp_path: Path) -> None:
+    answer = svdpp_alone(
+        *("doctor", "--device", "cpu", "--world", "2", "--out", str(tmp_path / "out")),
+        *("--height", "32", "--width", "32", "--frames", "2"),
+    )
+
+    assert answer.code == 0, answer
+    assert answer.err == "a run will find what it needs\n"
+    assert all(len(line) < 80 for line in answer.out.splitlines())
+    verdicts = [line[:26].split(None, 1) for line in answer.out.splitlines() if line[0] != " "]
+    names = ["devices", "temporary folder", "ffmpeg", "output folder"]
+    names += ["model", "memory", "hops", "determinism"]
+    assert [(verdict, name.strip()) for verdict, name in verdicts] == [("ok", n) for n in names]
+    assert not (tmp_path / "out").exists()
+
+
+@NO_GPU
+def test_a_broken_machine_names_every_mend(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "model").mkdir()
+    answer = svdpp_here(
+        *("doctor", "--device", "cuda", "--world", "1", "--json"),
+        *("--out", str(tmp_path / "file" / "out"), "--model", str(tmp_path / "model")),
+        env=NO_FFMPEG,
+    )
+
+    report = json.loads(answer.out)
+    checks = {check["name"]: check for check in report["checks"]}
+    assert not report["healthy"]
+    assert answer.code == 2  # that of the first one, the devices
+    codes = {name: check["exit_code"] for name, check in checks.items()}
+    assert codes == {
+        **{"devices": 2, "ffmpeg": 8, "output folder": 8, "model": 5},
+        **{"temporary folder": 0, "memory": 0, "hops": 0, "determinism": 0},
+    }
+    assert "--device cpu" in checks["devices"]["mend"]
+    assert checks["ffmpeg"]["mend"] == "pip install imageio-ffmpeg"
+    assert "--model" in checks["model"]["mend"]
+    for name in ("memory", "hops", "determinism"):
+        assert (checks[name]["verdict"], checks[name]["detail"]) == ("skipped", "needs devices")
+
+
+@NO_GPU
+def test_the_first_failure_gives_the_exit_code(tmp_path: Path) -> None:
+    common = ("doctor", "--device", "cuda:0", "--world", "1", "--out", str(tmp_path))
+    answer = svdpp_here(*common, env=NO_FFMPEG)
+
+    assert answer.code == 2
+    assert answer.err == "2 of 8 checks failed\n"
+    assert "failed  ffmpeg            there is no ffmpeg to make mp4 with\n" in answer.out
+    assert "\n" + " " * 26 + "mend: pip install imageio-ffmpeg\n" in answer.out
+
+
+@pytest.mark.processes
+def test_profile_of_the_demo_is_what_plans_take(tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    answer = svdpp_alone(
+        *("profile", "--model", "demo", "--device", "cpu", "--world", "2", "--repeats", "1"),
+        *("--height", "32", "--width", "32", "--frames", "2", "--threads", "1"),
+        *("--out", str(path)),
+    )
+
+    assert answer.code == 0, answer
+    assert f"next: svdpp plan --costs {path} --compare" in answer.err
+    costs = Costs.from_json(json.loads(path.read_text()), "costs.json")
+    assert costs.name == "demo fp32, 2 frames of 32x32, decoded by 2"
+    assert costs.source.startswith("measured by: svdpp profile --model demo")
+    assert costs.device.startswith("2 ranks x 1 threads on one ")
+    for seconds in (costs.step_seconds, costs.encode_seconds, costs.decode_seconds):
+        assert isinstance(seconds, float)
+        assert 0 < seconds < 60
+    assert 0 < costs.write_seconds < 60
+    assert 0 < costs.hop_seconds < 10
+    assert costs.hop_bytes_per_second
+    assert costs.packet_bytes > 2 * 4 * 4 * 4 * 4  # the latents, and what goes with them
+    peak = costs.peak_gib(encode=True, denoise=True, decode=True)
+    assert peak is not None
+    assert 0.018 < peak < 1
+    for word in ("encode", "step", "decode", "write", "hop 0 -> 1"):
+        assert word in answer.out
+
+
+@pytest.mark.processes
+def test_profile_of_the_dummy_has_steps_alone(tmp_path: Path) -> None:
+    answer = svdpp_here(
+        *("profile", "--model", "dummy", "--latent-shape", "1", "4", "2", "8", "8", "--json"),
+        *("--device", "cpu", "--world", "1", "--repeats", "1", "--out", str(tmp_path / "c.json")),
+    )
+
+    assert answer.code == 0, answer
+    costs = Costs.from_json(json.loads(answer.out), "stdout")
+    assert (costs.decode_seconds, costs.write_seconds, costs.hop_seconds) == (0, 0, 0)
+    assert costs.denoise_weights_gib
+    assert costs.decode_weights_gib is None
+
+
+def test_profile_refuses_what_cannot_be_measured_or_kept(tmp_path: Path) -> None:
+    common = ("profile", "--model", "demo", "--device", "cpu")
+    assert svdpp_here(*common, "--repeats", "0").code == 2
+    assert svdpp_here(*common, "--out", str(tmp_path)).code == 8
