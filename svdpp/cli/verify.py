@@ -110,7 +110,7 @@ def verify(
     console = Console(as_json=as_json, quiet=quiet)
     log.open_log(verbosity=verbose, log_file=log_file, write=console.err.print)
     if inputs and len(inputs) == 1 and inputs[0].endswith(".json"):
-        _recompute(console, Path(inputs[0]), timeout, start_timeout)
+        _recompute(console, Path(inputs[0]), threads, timeout, start_timeout)
         return
     chosen_device = request.default_device() if device is None else device
     config = request.pipeline_config(
@@ -257,7 +257,9 @@ def _words(check: Check) -> str:
     )
 
 
-def _recompute(console: Console, path: Path, timeout: float, start_timeout: float) -> None:
+def _recompute(
+    console: Console, path: Path, threads: int | None, timeout: float, start_timeout: float
+) -> None:
     """Computes one finished clip sequentially and compares its hashes with the recorded ones."""
     from svdpp.cli import request
     from svdpp.cli.progress import Progress
@@ -267,6 +269,12 @@ def _recompute(console: Console, path: Path, timeout: float, start_timeout: floa
     from svdpp.runtime.verify import recompute
 
     record = read_record(path)
+    if threads not in (None, record["num_threads"]):
+        raise RequestError(
+            f"{path.name!r} was made with --threads {record['num_threads']}: with {threads} sums "
+            "are rounded in another order, and the bits differ",
+            "leave --threads out, and the clip's own number is used",
+        )
     photo_path = path.parent / record["input"]
     _, photo = read_photo(photo_path)
     if photo.sha256 != record["input_sha256"]:
