@@ -49,7 +49,7 @@ class Command:
     """One command in a session of its own, with its own temporary folder.
 
     Args:
-        arguments: of `python`.
+        arguments: of `svdpp`; or of `python`, with `{plan}` where the plan's file is named.
         home: folder for its temporary files, short, since sockets lie in it.
         out: where it writes clips, if it does.
         plan: of `tests.faults.planted`, beside `events`; None runs `svdpp` as it is.
@@ -70,6 +70,7 @@ class Command:
             plan_file = home / f"{self.mark}.json"
             plan_file.write_text(json.dumps({"events": str(self._events), **plan}))
             program = ["-m", "tests.faults.planted", str(plan_file)]
+            arguments = tuple(word.format(plan=plan_file) for word in arguments)
         environment = {
             **os.environ,
             **{"PYTHONPATH": str(ROOT), "TMPDIR": str(self.home), MARK: self.mark},
@@ -78,7 +79,7 @@ class Command:
         }
         with self._stderr.open("wb") as stderr:
             self.process = subprocess.Popen(
-                [sys.executable, *(program if "-m" not in arguments else ()), *arguments],
+                [sys.executable, *(() if "-m" in arguments else program), *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=stderr,
@@ -159,7 +160,8 @@ class Command:
         orphans = self._seen - {self.process.pid}
         wait_until(lambda: collected(orphans), seconds, lambda: described(orphans))
         assert not marked(self.mark)
-        left = os.listdir(self.home)
+        # torchrun keeps a folder for its own logs.
+        left = [name for name in os.listdir(self.home) if not name.startswith("torchelastic_")]
         assert not left, left
         if self.out is not None and self.out.exists():
             left = [name for name in os.listdir(self.out) if name.startswith(".")]
