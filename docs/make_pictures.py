@@ -41,12 +41,12 @@ def rehearse_seven_ranks() -> None:
     requests = [ClipRequest(seed=seed) for seed in range(8)]
     with Pipeline(config) as pipeline:
         pipeline.run(requests)
-    draw_small(pipeline, len(requests), PICTURES / "ranks.png")
+    draw_small(pipeline, PICTURES / "ranks.png")
 
 
-def draw_small(pipeline: Pipeline, num_clips: int, path: Path) -> None:
+def draw_small(pipeline: Pipeline, path: Path) -> None:
     """The run's timeline in 128 colours: nobody sees it, and it is a third of the file."""
-    draw_run(pipeline, num_clips, path)
+    draw_run(pipeline, path)
     with Image.open(path) as picture:
         small = picture.convert("RGB").quantize(128, dither=Image.Dither.NONE)
     small.save(path, optimize=True)
@@ -69,7 +69,7 @@ def animate_photographs() -> None:
         with Pipeline(config) as pipeline:
             pipeline.run(requests, [{"fps": 7}] * len(requests))
         clips = [read_frames(Path(output.path), "mp4") for output in outputs]
-    draw_small(pipeline, len(requests), PICTURES / "timeline.png")
+    draw_small(pipeline, PICTURES / "timeline.png")
     animate(photos, clips, PICTURES / "clips.gif")
 
 

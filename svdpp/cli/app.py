@@ -7,7 +7,7 @@ import os
 import signal
 from collections.abc import Callable
 from types import FrameType
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -52,7 +52,7 @@ def guarded(command: Callable[..., None]) -> Callable[..., None]:
         except typer.Exit:
             raise
         except Interrupted as error:
-            previous = {}  # a second signal must meet `_end_at_once` until the very end
+            previous = {}  # a second signal must meet `end_at_once` until the very end
             Console().error(error, debug=options.get("debug", False))
             raise typer.Exit(exit_code_of(error)) from error
         except Exception as error:
@@ -68,11 +68,12 @@ def guarded(command: Callable[..., None]) -> Callable[..., None]:
 def _interrupt(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
     """The first signal ends the run in order; a second one at once."""
     for other in _SIGNALS:
-        signal.signal(other, _end_at_once)
+        signal.signal(other, end_at_once)
     raise Interrupted(number)
 
 
-def _end_at_once(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
+def end_at_once(number: int, frame: FrameType | None = None) -> NoReturn:  # noqa: ARG001
+    """Ends the process as by signal `number`, without a word; ranks end with it by themselves."""
     scratch.remove_all()
     scratch.remove_multiprocessing_folder()
     os._exit(128 + number)

@@ -132,7 +132,7 @@ def verify(
                 "--report shows the frames of both sides, and a clip's JSON has their hash alone",
                 "verify the photograph: svdpp verify PHOTO --report FILE.html",
             )
-        _recompute(console, Path(inputs[0]), timeout, start_timeout)
+        _recompute(console, Path(inputs[0]), threads, timeout, start_timeout)
         return
     chosen_device = request.default_device() if device is None else device
     requests = _requests(model, inputs or [], clips, request.parse_seeds(seed, None)[0])
@@ -280,7 +280,9 @@ def _difference(verdict: Verdict) -> str:
     return f"not equal: {check}"
 
 
-def _recompute(console: Console, path: Path, timeout: float, start_timeout: float) -> None:
+def _recompute(
+    console: Console, path: Path, threads: int | None, timeout: float, start_timeout: float
+) -> None:
     """Computes one finished clip sequentially and compares its hashes with the recorded ones."""
     from svdpp.cli import request
     from svdpp.cli.progress import Progress
@@ -291,6 +293,12 @@ def _recompute(console: Console, path: Path, timeout: float, start_timeout: floa
     from svdpp.runtime.verify import recompute
 
     record = read_record(path)
+    if threads not in (None, record["num_threads"]):
+        raise RequestError(
+            f"{path.name!r} was made with --threads {record['num_threads']}: with {threads} sums "
+            "are rounded in another order, and the bits differ",
+            "leave --threads out, and the clip's own number is used",
+        )
     photo_path = located_path(record["input"], path.parent)
     _, photo = read_photo(photo_path)
     if photo.sha256 != record["input_sha256"]:

@@ -24,6 +24,7 @@ from svdpp.distributed.channel import Channel, PipeChannel, StoreChannel
 from svdpp.distributed.process_group import World
 
 _GRACE_SECONDS = 2.0
+_REPORT_SECONDS = 4.0
 
 
 @dataclass(frozen=True)
@@ -343,7 +344,12 @@ def serve_joined(entry: Entry, argument: Any, *, world: World, backend: str) -> 
     """Runs `entry` as a rank other than 0 of torchrun's world, to its end."""
     process_end.end_with_parent()
     process_group.join_torchrun(world, backend)
-    entry(_joined_member(world, backend), argument)
+    try:
+        entry(_joined_member(world, backend), argument)
+    except Exception:
+        # Rank 0 has been told and says so; if this one ended first, torchrun would silence it.
+        time.sleep(_REPORT_SECONDS)
+        raise
 
 
 def _joined_member(world: World, backend: str) -> Member:

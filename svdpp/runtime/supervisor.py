@@ -69,9 +69,7 @@ class Supervisor:
         self._listen(_POLL_SECONDS)
         if self._failures or self._group.exited():
             self._raise_cause()
-        stall = self._watch.stall(time.monotonic())
-        if stall is not None:
-            raise self._rank_error(stall.rank, stall.reason, stall.hint, "stands here")
+        self._raise_stall()
 
     def stop(self, timeout: float) -> None:
         """Ends the ranks in order: each says that it is done, and exits with 0.
@@ -86,6 +84,7 @@ class Supervisor:
             self._listen(_POLL_SECONDS)
             if self._failures or any(self._group.exited().values()):
                 self._raise_cause()
+            self._raise_stall()
             if time.monotonic() > deadline:
                 raise RankError("ranks did not end after their last clip")
         if not self._group.end(_END_SECONDS):
@@ -104,6 +103,11 @@ class Supervisor:
                 self._failures[rank] = event
             for observer in self._observers:
                 observer(rank, event)
+
+    def _raise_stall(self) -> None:
+        stall = self._watch.stall(time.monotonic())
+        if stall is not None:
+            raise self._rank_error(stall.rank, stall.reason, stall.hint, "stands here")
 
     def _raise_cause(self) -> None:
         """Waits a moment for all reports, then raises the one that explains the others."""

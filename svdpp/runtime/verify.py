@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 
 from svdpp.config import ClipRequest, PipelineConfig
 from svdpp.distributed import scratch
+from svdpp.errors import RequestError
 from svdpp.media import video
 from svdpp.models.interface import Frames
 from svdpp.runtime.evidence import Evidence, tensor_sha256
@@ -20,7 +22,7 @@ from svdpp.runtime.pipeline import Pipeline
 from svdpp.runtime.reference import run_reference
 from svdpp.runtime.supervisor import Observer
 
-_PIPELINED, _SEQUENTIAL = "pipelined", "sequential"
+_PIPELINED, _SEQUENTIAL, _SETTINGS = "pipelined", "sequential", "settings.json"
 _INTEGERS = {2: torch.int16, 4: torch.int32}
 
 
@@ -139,8 +141,7 @@ def run_pipelined(
     Raises:
         SvdppError: the ranks could not run them.
     """
-    kept = folder / _PIPELINED
-    kept.mkdir()
+    kept = _new_side(folder / _PIPELINED, config)
     pipeline = Pipeline(config, evidence_folder=str(kept), fault=fault)
     for observer in observers:
         pipeline.observe(observer)
@@ -160,8 +161,7 @@ def run_sequential(
     Raises:
         SvdppError: the oracle could not run them.
     """
-    kept = folder / _SEQUENTIAL
-    kept.mkdir()
+    kept = _new_side(folder / _SEQUENTIAL, config)
     routes = config.layout.routes(range(len(requests)))
     steps = {part.end for route in routes for part in route.ranges}
     run_reference(config, requests, steps=steps, evidence_folder=kept, observers=observers)
@@ -170,7 +170,13 @@ def run_sequential(
 def compare(
     config: PipelineConfig, num_clips: int, folder: Path, *, tolerance: float = 0.0
 ) -> Verdict:
-    """Compares what `run_pipelined` and `run_sequential` kept under `folder`."""
+    """Compares what `run_pipelined` and `run_sequential` kept under `folder`.
+
+    Raises:
+        RequestError: the two were computed under settings that give other bits by themselves, which
+            is no difference for a tolerance to pass.
+    """
+    _check_settings(folder)
     ours, theirs = both_sides(folder)
     return Verdict(tuple(_compare_all(config, range(num_clips), ours, theirs, tolerance)))
 
@@ -192,6 +198,30 @@ def recompute(
         return run_reference(
             config, [request], steps=(), evidence_folder=folder, observers=observers
         )[0]
+
+
+def _new_side(folder: Path, config: PipelineConfig) -> Path:
+    folder.mkdir()
+    settings = {
+        "CPU threads": config.num_threads,
+        "device": config.device.partition(":")[0],
+        "dtype": config.model.dtype,
+    }
+    (folder / _SETTINGS).write_text(json.dumps(settings))
+    return folder
+
+
+def _check_settings(folder: Path) -> None:
+    ours, theirs = (
+        json.loads((folder / side / _SETTINGS).read_text()) for side in (_PIPELINED, _SEQUENTIAL)
+    )
+    for name, value in ours.items():
+        if value != theirs[name]:
+            raise RequestError(
+                f"the ranks computed with {name} {value}, the reference with {theirs[name]}: sums "
+                "are rounded in another order, so their bits cannot agree",
+                "give both the same",
+            )
 
 
 def _compare_all(

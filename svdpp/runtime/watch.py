@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from svdpp.plan.actions import Action
 from svdpp.runtime.messages import Beat, Event, Finished, Joined, StepDone
 
+# The parent looks several times a second; when it has not for so long, it was itself stopped.
+_PAUSE_SECONDS = 3.0
+
 
 @dataclass
 class _Seen:
@@ -43,7 +46,7 @@ class Watch:
     def __init__(
         self, world_size: int, now: float, *, start_timeout: float, stale: float, timeout: float
     ) -> None:
-        self._begun = now
+        self._begun = self._looked = now
         self._start_timeout = start_timeout
         self._stale = stale
         self._timeout = timeout
@@ -51,6 +54,7 @@ class Watch:
 
     def heard(self, rank: int, event: Event, now: float) -> None:
         """Takes note of a message."""
+        self._look(now)
         seen = self._seen[rank]
         seen.started = True
         seen.heard = now
@@ -82,6 +86,7 @@ class Watch:
 
     def stall(self, now: float) -> Stall | None:
         """The rank to blame at time `now`, or None while all is well."""
+        self._look(now)
         running = [rank for rank, seen in enumerate(self._seen) if not seen.finished]
         for rank in running:
             seen = self._seen[rank]
@@ -96,6 +101,18 @@ class Watch:
             reason += f" within {self._start_timeout:.0f} s"
             return Stall(late, reason, "raise --start-timeout for a slow disk")
         return self._without_progress(running, now)
+
+    def _look(self, now: float) -> None:
+        """Leaves out the time in which this process was stopped, and perhaps the ranks with it.
+
+        By Ctrl-Z, which reaches the whole terminal group, or as a machine is suspended.
+        """
+        pause, self._looked = now - self._looked, now
+        if pause > _PAUSE_SECONDS:
+            self._begun += pause
+            for seen in self._seen:
+                seen.heard += pause
+                seen.progressed += pause
 
     def _without_progress(self, running: list[int], now: float) -> Stall | None:
         if not self.all_joined:

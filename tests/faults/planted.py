@@ -20,12 +20,12 @@ from typing import Any
 
 
 def main() -> None:
-    from svdpp.cli.app import app
+    from svdpp.__main__ import main as svdpp
     from svdpp.runtime import pipeline
 
     plan = json.loads(Path(sys.argv.pop(1)).read_text())
     pipeline.Pipeline = _planted(plan)  # type: ignore[misc]
-    app()
+    svdpp()
 
 
 def _planted(plan: dict[str, Any]) -> type:

@@ -83,6 +83,11 @@ def command_line(pid: int) -> str:
     return ""
 
 
+def allowing_for_others(seconds: float) -> float:
+    """A bound of the fault table, which is of an idle machine, on one that others use as well."""
+    return seconds * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+
+
 def wait_until(
     happens: Callable[[], object], seconds: float, what: str | Callable[[], str]
 ) -> float:

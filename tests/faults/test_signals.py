@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.commands import RUN, SIMULATE
+from tests.faults.commands import RUN, SIMULATE, STANDING
 from tests.faults.conftest import StartCommand
 from tests.faults.processes import command_line
 
@@ -22,7 +22,7 @@ SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 def test_a_signal_ends_a_run_in_order(
     start: StartCommand, number: signal.Signals, group: bool
 ) -> None:
-    command = start(*SIMULATE, plan={})
+    command = start(*SIMULATE, plan={"stop": STANDING})
     command.event(kind="clip")
     assert command.end(command.signal(number, group=group), 2) == 128 + number
     assert command.errors == f"error: ended by {number.name}\n"
@@ -30,7 +30,7 @@ def test_a_signal_ends_a_run_in_order(
 
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_second_signal_ends_it_at_once(start: StartCommand, number: signal.Signals) -> None:
-    command = start(*SIMULATE, plan={"stuck": True})
+    command = start(*SIMULATE, plan={"stop": STANDING, "stuck": True})
     command.event(kind="clip")
     command.signal(number, group=True)
     command.event(kind="stuck")

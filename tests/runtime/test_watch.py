@@ -106,3 +106,19 @@ def test_finished_ranks_may_fall_silent() -> None:
     assert not watch.all_finished
     watch.heard(1, Finished(), 51.0)
     assert watch.all_finished
+
+
+def test_the_time_in_which_the_parent_was_stopped_is_nobodys_fault() -> None:
+    watch = _watch()
+    beats = {0: WAITING, 1: COMPUTING, 2: WAITING}
+    _beat_until(watch, 5, beats)
+    assert watch.stall(1000.0) is None
+    watch.heard(0, WAITING, 1001.0)
+    watch.heard(2, WAITING, 1001.0)
+    assert watch.stall(1002.0) is None
+    for second in range(1003, 1012):
+        watch.heard(0, WAITING, float(second))
+        watch.heard(2, WAITING, float(second))
+    stall = watch.stall(1012.0)
+    assert stall is not None
+    assert stall.rank == 1

@@ -1,0 +1,271 @@
+"""Rows: a rank that raises, is killed, freezes, is slow, is interrupted, or never starts.
+
+In this process, whose fork server starts ranks in no time: the pipeline is the one that the
+commands use, and what it raises is what they end with.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SamplingConfig
+from svdpp.errors import RankError
+from svdpp.runtime.messages import Beat, ClipDone, Event, StepDone
+from svdpp.runtime.pipeline import Pipeline
+from svdpp.runtime.stops import PlantedStop
+from tests.cli.shell import PHOTO
+from tests.faults.commands import NUM_FRAMES, RUN, WORLD_SIZE
+from tests.faults.conftest import StartCommand
+from tests.faults.processes import (
+    allowing_for_others,
+    command_line,
+    is_there,
+    ranks_below,
+    wait_until,
+)
+
+pytestmark = pytest.mark.processes
+
+DUMMY = PipelineConfig(
+    world_size=WORLD_SIZE,
+    model=ModelConfig(name="dummy", dummy_latent_shape=(1, 4, 2, 8, 8)),
+    sampling=SamplingConfig(num_inference_steps=6),
+)
+DEMO = replace(
+    DUMMY,
+    model=ModelConfig(name="demo"),
+    sampling=SamplingConfig(
+        num_inference_steps=3, num_frames=NUM_FRAMES, height=64, width=64, max_guidance_scale=1.1
+    ),
+)
+FIRST, MIDDLE, LAST = range(WORLD_SIZE)
+Happens = Callable[[int, Event], bool]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _warm_fork_server() -> None:
+    """Its socket lies among the temporary files of whoever starts it, which is not to be a test."""
+    with Pipeline(replace(DEMO, world_size=1)):
+        pass
+
+
+@pytest.fixture
+def temporary_files(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder of this process's temporary files; empty again, without ranks, at the end."""
+    monkeypatch.setattr(tempfile, "tempdir", str(home))
+    before = set(_child_ranks())
+    yield home
+    assert set(_child_ranks()) <= before
+    left = [path.name for path in home.iterdir() if path.name not in ("gate", "out")]
+    assert not left, left
+
+
+def _child_ranks() -> list[int]:
+    return list(ranks_below(Path(tempfile.gettempdir())).values())
+
+
+class Faulty:
+    """A pipeline in which something happens to a rank when another thing has happened.
+
+    Args:
+        config: of the pipeline.
+        stop: planted.
+        when: judges each event; the first one it holds for is the time of the fault.
+        act: what then happens; called with the ranks' process ids.
+    """
+
+    def __init__(
+        self,
+        config: PipelineConfig,
+        stop: PlantedStop | None,
+        when: Happens,
+        act: Callable[[dict[int, int]], None],
+    ) -> None:
+        self.finished: list[int] = []
+        self._when, self._act = when, act
+        self._fault: float | None = None
+        self._pids: dict[int, int] = {}
+        self._pipeline = Pipeline(config, fault=stop)
+        self._pipeline.observe(self._see)
+
+    def run(self, requests: list[ClipRequest]) -> tuple[RankError, float]:
+        """What ends the run, and seconds from the fault to that end."""
+        with pytest.raises(RankError) as caught, self._pipeline:
+            self._pipeline.run(requests)
+        assert self._fault is not None, f"it ended before its fault: {caught.value}"
+        seconds = time.monotonic() - self._fault
+        assert not any(map(is_there, self._pids.values()))
+        assert caught.value.exit_code == 6
+        print(f"{seconds:.2f} s: {caught.value}")
+        return caught.value, seconds
+
+    def _see(self, rank: int, event: Event) -> None:
+        if isinstance(event, ClipDone):
+            self.finished.append(event.clip)
+        if self._fault is None and self._when(rank, event):
+            here = Path(tempfile.gettempdir())
+            wait_until(lambda: len(ranks_below(here)) == WORLD_SIZE, 60, "ranks")
+            self._pids = ranks_below(here)
+            self._fault = time.monotonic()
+            self._act(self._pids)
+
+
+def _clips(image: str | None = None) -> list[ClipRequest]:
+    return [ClipRequest(seed=seed, image=image) for seed in range(3)]
+
+
+def _kill(rank: int, number: signal.Signals) -> Callable[[dict[int, int]], None]:
+    return lambda pids: os.kill(pids[rank], number)
+
+
+def _stands(stop: PlantedStop) -> Happens:
+    """Whether the stop's rank has come to its place, as far as the parent is told."""
+
+    def happens(rank: int, event: Event) -> bool:
+        if not isinstance(event, Beat) or stop.place == "start":
+            return isinstance(event, Beat)  # the others': this one says nothing
+        if rank != stop.rank:
+            return False
+        if stop.place.startswith("step"):
+            return event.step == int(stop.place.removeprefix("step"))
+        return stop.place == "load" or event.action.startswith(f"{stop.place.upper()} c{stop.clip}")
+
+    return happens
+
+
+@pytest.mark.parametrize(
+    ("rank", "place"),
+    [
+        *((rank, "start") for rank in range(WORLD_SIZE)),
+        *((rank, "load") for rank in range(WORLD_SIZE)),
+        *((FIRST, "step0"), (MIDDLE, "step1"), (LAST, "step2"), (LAST, "decode")),
+    ],
+)
+@pytest.mark.usefixtures("temporary_files")
+def test_a_killed_rank(rank: int, place: str) -> None:
+    stop = PlantedStop("hang", rank, 1, place=place)
+    faulty = Faulty(DEMO, stop, _stands(stop), _kill(rank, signal.SIGKILL))
+    error, seconds = faulty.run(_clips(PHOTO))
+    assert seconds <= allowing_for_others(4)
+    assert re.match(rf"rank {rank} \(cpu of .*\) was killed by SIGKILL", error.message)
+    assert "memory" in error.hint
+    if place.startswith("step"):
+        assert f"at clip 1, step {rank} (DENOISE c1 {rank}:{rank + 1})" in error.message
+    if place == "decode":
+        assert "at clip 1 (DECODE c1 @3)" in error.message
+
+
+def test_a_rank_that_raises(temporary_files: Path) -> None:
+    """At the second clip, when the first is done."""
+    gate = temporary_files / "gate"
+    stop = PlantedStop("raise", MIDDLE, 1, place="step3", until=str(gate))
+    clip_is_done = lambda _, event: isinstance(event, ClipDone)  # noqa: E731
+    faulty = Faulty(DUMMY, stop, clip_is_done, lambda _: gate.touch())
+    error, seconds = faulty.run(_clips())
+    assert seconds <= allowing_for_others(6)
+    assert re.match(r"rank 1 \(cpu of .*\) failed at clip 1, step 3 \(DENOISE c1", error.message)
+    assert "a planted fault" in error.message
+    assert "in reach" in error.details, "the rank's own traceback"
+    assert "<-- rank 1 failed here" in error.picture
+    assert faulty.finished == [0]
+
+
+@pytest.mark.parametrize("rank", [FIRST, MIDDLE])
+@pytest.mark.usefixtures("temporary_files")
+def test_a_frozen_rank_is_named_and_not_its_neighbour(rank: int) -> None:
+    stop = PlantedStop("hang", rank, 1, place=f"step{2 * rank}")
+    config = replace(DUMMY, stale_seconds=allowing_for_others(2.5))
+    faulty = Faulty(config, stop, _stands(stop), _kill(rank, signal.SIGSTOP))
+    error, seconds = faulty.run(_clips())
+    assert seconds <= config.stale_seconds + allowing_for_others(5)
+    assert re.match(rf"rank {rank} \(cpu of .*\) has been frozen for", error.message)
+    assert f"at clip 1, step {2 * rank} " in error.message
+
+
+def test_a_rank_frozen_at_the_very_end_is_named(temporary_files: Path) -> None:
+    """When all clips are done, ranks have but to say so."""
+    config = replace(DUMMY, stale_seconds=allowing_for_others(2.5))
+    with pytest.raises(RankError) as caught, Pipeline(config) as pipeline:
+        pipeline.run(_clips())
+        os.kill(ranks_below(temporary_files)[MIDDLE], signal.SIGSTOP)
+        begun = time.monotonic()
+    assert time.monotonic() - begun <= config.stale_seconds + allowing_for_others(5)
+    assert re.match(r"rank 1 \(cpu of .*\) has been frozen for", caught.value.message)
+
+
+def test_a_slow_rank_is_waited_for(temporary_files: Path) -> None:
+    """Longer than three times what a rank without a heartbeat is given."""
+    gate, stale = temporary_files / "gate", allowing_for_others(2.0)
+    stop = PlantedStop("hang", MIDDLE, 1, place="step2", until=str(gate))
+    beats: list[float] = []
+
+    def release(rank: int, event: Event) -> None:
+        if rank == MIDDLE and isinstance(event, Beat) and event.step == 2:
+            beats.append(time.monotonic())
+            if beats[-1] - beats[0] > 3 * stale:
+                gate.touch()
+
+    pipeline = Pipeline(replace(DUMMY, stale_seconds=stale), fault=stop)
+    pipeline.observe(release)
+    with pipeline:
+        results = pipeline.run(_clips())
+    assert beats[-1] - beats[0] > 3 * stale
+    assert [result.clip for result in results] == [0, 1, 2]
+
+
+@pytest.mark.usefixtures("temporary_files")
+def test_an_interrupt_to_one_rank_is_no_success() -> None:
+    first_step = lambda _, event: isinstance(event, StepDone)  # noqa: E731
+    stop = PlantedStop("hang", LAST, 0, place="step4")
+    error, _ = Faulty(DUMMY, stop, first_step, _kill(MIDDLE, signal.SIGINT)).run(_clips())
+    assert re.match(r"rank 1 \(cpu of .*\) was killed by SIGINT", error.message)
+
+
+@pytest.mark.parametrize("rank", [FIRST, LAST])
+@pytest.mark.usefixtures("temporary_files")
+def test_a_rank_that_never_starts(rank: int) -> None:
+    limit = 2.0
+    config = replace(DUMMY, start_timeout_seconds=limit)
+    begun = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        Pipeline(config, fault=PlantedStop("hang", rank, 0, place="start")).__enter__()
+    assert time.monotonic() - begun <= limit + allowing_for_others(2)
+    assert re.match(rf"rank {rank} \(cpu of .*\) never started within 2 s", caught.value.message)
+    assert "--start-timeout" in caught.value.hint
+
+
+def test_a_rank_killed_while_it_writes_an_mp4(start: StartCommand, home: Path) -> None:
+    """The command as a whole: what was half written goes, what was whole stays."""
+    command = start(*RUN, str(home / "out"), out=home / "out", plan={})
+    writing = command.process_with("libx264", command_line)
+    os.kill(writing, signal.SIGSTOP)
+    fault = time.monotonic()
+    os.kill(command.ranks()[LAST], signal.SIGKILL)
+    os.kill(writing, signal.SIGCONT)
+    assert command.end(fault, 4) == 6
+    assert "error: rank 2 " in command.errors
+    assert "was killed by SIGKILL" in command.errors
+    assert "memory" in command.errors
+
+
+def test_an_exception_is_reported_by_the_command(start: StartCommand, home: Path) -> None:
+    gate = home / "gate"
+    stop = {"kind": "raise", "rank": MIDDLE, "clip": 1, "place": "step1", "until": str(gate)}
+    command = start(*RUN, str(home / "out"), out=home / "out", plan={"stop": stop})
+    command.event(kind="clip", clip=0)
+    fault = time.monotonic()
+    gate.touch()
+    assert command.end(fault, 6) == 6
+    failed = command.event(kind="failed")
+    assert (failed["rank"], failed["action"], failed["step"]) == (1, "DENOISE c1 1:2", 1)
+    assert "failed at clip 1, step 1" in command.errors
+    assert (home / "out" / "rocket_0.mp4").exists()

@@ -1,0 +1,45 @@
+"""Row: verify under different threads is explained and refused, never passed by tolerance."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SamplingConfig
+from svdpp.errors import RequestError
+from svdpp.runtime.verify import compare, run_pipelined, run_sequential
+from tests.cli.shell import assert_error, svdpp_here
+
+CLIP = {
+    **{"schema_version": 1, "input": "a.jpg", "input_sha256": "", "output": "a_0.mp4", "seed": 0},
+    **{"model": "demo", "revision": None, "variant": None, "dtype": "fp32", "memory_opt": False},
+    **{"device": "cpu", "num_threads": 1, "num_inference_steps": 2, "height": 64, "width": 64},
+    **{"num_frames": 2, "fps": 7, "motion_bucket_id": 40, "noise_aug_strength": 0.02},
+    **{"min_guidance_scale": 1.0, "max_guidance_scale": 1.1, "decode_chunk_size": 2},
+    **{"fit": "stretch", "format": "mp4", "crf": 18, "latents_sha256": "", "frames_sha256": ""},
+}
+
+
+@pytest.mark.processes
+def test_one_thread_against_two_is_refused_whatever_the_tolerance(tmp_path: Path) -> None:
+    one = PipelineConfig(
+        world_size=2,
+        model=ModelConfig(name="dummy", dummy_latent_shape=(1, 4, 2, 8, 8)),
+        sampling=SamplingConfig(num_inference_steps=2),
+    )
+    requests = [ClipRequest(seed=0)]
+    run_pipelined(one, requests, tmp_path)
+    run_sequential(replace(one, num_threads=2), requests, tmp_path)
+    for tolerance in (0.0, 1e9):
+        with pytest.raises(RequestError, match="CPU threads 1, the reference with 2"):
+            compare(one, 1, tmp_path, tolerance=tolerance)
+
+
+def test_a_clip_is_not_recomputed_under_other_threads(tmp_path: Path) -> None:
+    path = tmp_path / "a_0.json"
+    path.write_text(json.dumps(CLIP))
+    answer = svdpp_here("verify", str(path), "--threads", "2", "--tolerance", "1")
+    assert_error(answer, 2, "'a_0.json' was made with --threads 1: with 2", "leave --threads out")

@@ -1,0 +1,46 @@
+"""The same under torchrun: its agent killed, and a rank that raises."""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.commands import SIMULATE, STANDING, WORLD_SIZE, Command
+from tests.faults.conftest import StartCommand
+
+pytestmark = pytest.mark.processes
+
+TORCHRUN = (
+    *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORLD_SIZE)),
+    *("--no-python", sys.executable, "-m", "tests.faults.planted"),
+)
+
+
+def _start(start: StartCommand, stop: dict[str, Any]) -> Command:
+    return start(*TORCHRUN, "{plan}", *SIMULATE, plan={"stop": stop})
+
+
+def test_ranks_end_with_a_killed_agent(start: StartCommand) -> None:
+    command = _start(start, STANDING)
+    command.event(kind="beat", rank=2, waiting=True, action="DENOISE c2 4:6")
+    command.signal(signal.SIGKILL)
+    command.process.wait()
+    command.assert_gone(seconds=1)
+
+
+def test_a_rank_that_raises_is_reported_by_rank_0(start: StartCommand, home: Path) -> None:
+    gate = home / "gate"
+    command = _start(start, {**STANDING, "kind": "raise", "until": str(gate)})
+    command.event(kind="clip", clip=0)
+    fault = time.monotonic()
+    gate.touch()
+    assert command.end(fault, 6) == 1, "torchrun's own code, whatever that of its ranks"
+    assert re.search(r"error: rank 1 \(cpu of .*\) failed at clip 2, step 2 ", command.errors)
+    root_cause = command.errors.partition("Root Cause")[2]
+    assert re.search(r"rank +: 0 .*\n +exitcode +: 6 ", root_cause), root_cause
