@@ -422,3 +422,28 @@ def test_costs_out_of_this_world(options: tuple[str, ...], more: tuple[str, ...]
     assert answer.code in (0, 2), answer.err
     if answer.code == 0 and more:
         strict_json(answer.out)
+
+
+# --- docs/scheduling.md -------------------------------------------------------------------------
+
+GUIDE = (ROOT / "docs/scheduling.md").read_text(encoding="utf-8")
+SHOWN = re.findall(r"```console\n\$ svdpp (.*)\n((?:.*\n)*?)```", GUIDE)
+FILES = re.findall(r"`(\w+\.json)`:\n\n```json\n((?:.*\n)*?)```", GUIDE)
+
+
+def test_the_guide_shows_commands() -> None:
+    assert len(SHOWN) == GUIDE.count("$ svdpp") >= 8
+    assert len(FILES) == GUIDE.count("```json") == 2
+
+
+@pytest.mark.parametrize(("command", "output"), SHOWN, ids=[command for command, _ in SHOWN])
+def test_the_guide_shows_what_its_commands_print(
+    command: str, output: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, content in FILES:
+        (tmp_path / name).write_text(content, encoding="utf-8")
+    answer = svdpp_here(*command.split())
+
+    assert answer.code == 0, answer.err
+    assert [line.rstrip() for line in answer.out.splitlines()] == output.splitlines()
