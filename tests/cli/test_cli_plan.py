@@ -245,6 +245,22 @@ def test_replicas_are_shown_once() -> None:
     ]
 
 
+def test_of_many_clips_the_first_are_drawn() -> None:
+    answer = svdpp_here("plan", "--clips", "50000")
+
+    assert "the first 16 clips:" in answer.out
+    assert sum(line.startswith("rank") for line in answer.out.splitlines()) == 1 + 4
+    assert "50000 clips on 4 ranks: 3.5e+05 steps" in answer.out
+
+
+def test_of_many_ranks_the_first_are_listed() -> None:
+    answer = svdpp_here("plan", "--world", "128", "--split", "dithered", "--clips", "9")
+
+    assert "... and 28 more ranks" in answer.out
+    assert "(no picture of 128 ranks in a row)" in answer.out
+    assert max(map(len, answer.out.splitlines())) <= 80
+
+
 def test_auto_says_why_in_one_line() -> None:
     answer = svdpp_here("plan", *A100, "--world", "8", "--layout", "auto")
 
