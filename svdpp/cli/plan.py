@@ -86,7 +86,7 @@ def plan(
     num_clips = _num_clips(clips, world_size, compare=compare)
     request = plan_report.Request(
         num_clips=num_clips,
-        arrivals=poisson_arrivals(num_clips, _per_second(arrivals)) if arrivals else [],
+        arrivals=() if arrivals is None else poisson_arrivals(num_clips, _per_second(arrivals)),
         unit="step" if costs_of is None and step_seconds is None else "second",
     )
     console = Console(as_json=as_json, quiet=quiet)

@@ -109,7 +109,12 @@ def compare_layouts(
     """Every split in one chain, a wider decode, the layout of `choose_layout`, and data parallel.
 
     Arguments as for `choose_layout` and `forecast_layout`.
+
+    Raises:
+        RequestError: counts below 1, or costs of another world.
     """
+    check_counts(num_steps, world_size)
+    costs.check_world(world_size)
     decoders = min(world_size, max(2, _decoders_needed(num_steps, world_size, costs)))
 
     def build(**options: Any) -> Choice:

@@ -129,6 +129,13 @@ def test_anything_can_be_compared(
     assert (rows[0].layout is None) == bool(num_steps % world_size)
 
 
+def test_costs_of_another_world_are_not_compared() -> None:
+    with pytest.raises(RequestError, match="step_seconds is given for 2 ranks, but there are 8"):
+        compare_layouts(
+            num_steps=25, world_size=8, num_clips=16, costs=Costs(step_seconds=(1.0, 2.0))
+        )
+
+
 def test_a_layout_that_does_not_fit_is_shown_with_a_note() -> None:
     rows = compare_layouts(
         num_steps=25,
