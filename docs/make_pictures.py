@@ -1,11 +1,13 @@
-"""Draws the pictures of the docs from real runs: ranks and time, and the clips themselves.
+"""Draws the pictures of the docs: ranks and time of real runs and of plans, and the clips.
 
-python docs/make_pictures.py        # needs the `pictures` extra; about two minutes on two cores
+python docs/make_pictures.py [runs|plans]   # needs the `pictures` extra; runs take two minutes
 """
 
 from __future__ import annotations
 
+import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from PIL import Image
@@ -20,24 +22,64 @@ from svdpp.config import (
     sampling_defaults,
 )
 from svdpp.media.examples import example_photos
+from svdpp.media.timeline import Panel, draw_timeline
 from svdpp.media.video import read_frames
 from svdpp.models.interface import Frames
+from svdpp.plan.fleet import forecast_layout
+from svdpp.plan.forecast import replay
+from svdpp.plan.layout import Layout
+from svdpp.plan.presets import PRESETS
+from svdpp.plan.schedule import build_schedule
 from svdpp.runtime.pipeline import Pipeline
 
 PICTURES = Path(__file__).parent / "pictures"
 _SIDE = 96
 
 
+_A100 = PRESETS["svd-xt-a100"]
+_PLANNED_CLIPS = 12
+_SPLITS = [
+    Layout(num_steps=28, world_size=7, costs=_A100),
+    Layout(num_steps=28, world_size=7, split="balanced", costs=_A100),
+    Layout(num_steps=28, world_size=7, split="dithered", costs=_A100),
+    Layout(num_steps=28, world_size=7, replicas=7, costs=_A100),
+]
+_WIDER = [
+    Layout(num_steps=25, world_size=8, split="dithered", costs=_A100),
+    Layout(num_steps=25, world_size=8, split="dithered", decoders=2, costs=_A100),
+    Layout(num_steps=25, world_size=8, split="dithered", replicas=2, costs=_A100),
+]
+
+
 def main() -> None:
-    """Makes every picture anew."""
+    """Makes anew what the argument names: pictures of runs, of plans, or both."""
+    what = sys.argv[1:] or ["runs", "plans"]
     PICTURES.mkdir(exist_ok=True)
-    rehearse_seven_ranks()
-    animate_photographs()
+    if "plans" in what:
+        draw_plans(_SPLITS, PICTURES / "splits.png")
+        draw_plans(_WIDER, PICTURES / "wider_decode.png")
+    if "runs" in what:
+        rehearse_seven_ranks()
+        animate_photographs()
+
+
+def draw_plans(layouts: Sequence[Layout], path: Path) -> None:
+    """The first clips of several layouts above each other, on one axis of time."""
+    panels = []
+    for layout in layouts:
+        schedule = build_schedule(layout.routes(range(_PLANNED_CLIPS)), layout.world_size)
+        steady = forecast_layout(layout, 60 * layout.world_size)
+        title = f"{layout}: {60 / steady.cadence:.2f} clips/min once it runs"
+        panels.append(Panel(title, replay(schedule, layout.costs)))
+    draw_timeline(panels, layouts[0].world_size, path)
+    make_small(path)
 
 
 def rehearse_seven_ranks() -> None:
-    """Draws eight clips of the dummy model on seven ranks."""
-    config = PipelineConfig(world_size=7, model=ModelConfig(name="dummy"))
+    """Draws eight clips on seven ranks that sleep a twentieth of what an A100 takes."""
+    model = ModelConfig(name="dummy", dummy_latent_shape=(1, 4, 14, 8, 8), dummy_sleeps=True)
+    costs = _A100.rehearsed(0.05)
+    config = PipelineConfig(world_size=7, model=model, split="dithered", costs=costs)
     requests = [ClipRequest(seed=seed) for seed in range(8)]
     with Pipeline(config) as pipeline:
         pipeline.run(requests)
@@ -45,8 +87,13 @@ def rehearse_seven_ranks() -> None:
 
 
 def draw_small(pipeline: Pipeline, path: Path) -> None:
-    """The run's timeline in 128 colours: nobody sees it, and it is a third of the file."""
+    """The run's timeline."""
     draw_run(pipeline, path)
+    make_small(path)
+
+
+def make_small(path: Path) -> None:
+    """The picture in 128 colours: nobody sees it, and it is a third of the file."""
     with Image.open(path) as picture:
         small = picture.convert("RGB").quantize(128, dither=Image.Dither.NONE)
     small.save(path, optimize=True)

@@ -83,6 +83,39 @@ CostsOption = Annotated[
         rich_help_panel=_COSTS,
     ),
 ]
+StepSeconds = Annotated[
+    float | None,
+    typer.Option(
+        metavar="SECONDS",
+        help="Time of one step, above 0. Default: that of --costs, else 1, as the unit of all "
+        "other times.",
+        rich_help_panel=_COSTS,
+    ),
+]
+EncodeSeconds = Annotated[
+    float | None,
+    typer.Option(
+        metavar="SECONDS",
+        help="Time of one clip's encode, 0 or more. Default: that of --costs, else 0.",
+        rich_help_panel=_COSTS,
+    ),
+]
+DecodeSeconds = Annotated[
+    float | None,
+    typer.Option(
+        metavar="SECONDS",
+        help="Time of one clip's decode, 0 or more. Default: that of --costs, else 0.",
+        rich_help_panel=_COSTS,
+    ),
+]
+HopSeconds = Annotated[
+    float | None,
+    typer.Option(
+        metavar="SECONDS",
+        help="Latency of one hand-over, 0 or more. Default: that of --costs, else 0.",
+        rich_help_panel=_COSTS,
+    ),
+]
 Threads = Annotated[
     int | None,
     typer.Option(

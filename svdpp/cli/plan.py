@@ -20,7 +20,6 @@ from svdpp.plan.layout import Layout
 from svdpp.plan.presets import find_costs
 
 _DEFAULT_WORLD = 4
-_COSTS = "Costs"
 _MAX_WORLD = 65_536
 _CLIPS_PER_RANK = 2
 # So many that the edges of the run weigh little beside its steady part.
@@ -63,39 +62,10 @@ def plan(
         ),
     ] = None,
     costs_of: options.CostsOption = None,
-    step_seconds: Annotated[
-        float | None,
-        typer.Option(
-            metavar="SECONDS",
-            help="Time of one step, above 0. Default: that of --costs, else 1, as the unit of all "
-            "other times.",
-            rich_help_panel=_COSTS,
-        ),
-    ] = None,
-    encode_seconds: Annotated[
-        float | None,
-        typer.Option(
-            metavar="SECONDS",
-            help="Time of one clip's encode, 0 or more. Default: that of --costs, else 0.",
-            rich_help_panel=_COSTS,
-        ),
-    ] = None,
-    decode_seconds: Annotated[
-        float | None,
-        typer.Option(
-            metavar="SECONDS",
-            help="Time of one clip's decode, 0 or more. Default: that of --costs, else 0.",
-            rich_help_panel=_COSTS,
-        ),
-    ] = None,
-    hop_seconds: Annotated[
-        float | None,
-        typer.Option(
-            metavar="SECONDS",
-            help="Latency of one hand-over, 0 or more. Default: that of --costs, else 0.",
-            rich_help_panel=_COSTS,
-        ),
-    ] = None,
+    step_seconds: options.StepSeconds = None,
+    encode_seconds: options.EncodeSeconds = None,
+    decode_seconds: options.DecodeSeconds = None,
+    hop_seconds: options.HopSeconds = None,
     as_json: options.AsJson = False,
     quiet: options.Quiet = False,
     debug: options.Debug = False,  # noqa: ARG001  read by the guard around every command
@@ -116,7 +86,7 @@ def plan(
     num_clips = _num_clips(clips, world_size, compare=compare)
     request = plan_report.Request(
         num_clips=num_clips,
-        arrivals=poisson_arrivals(num_clips, _per_second(arrivals)) if arrivals else [],
+        arrivals=() if arrivals is None else poisson_arrivals(num_clips, _per_second(arrivals)),
         unit="step" if costs_of is None and step_seconds is None else "second",
     )
     console = Console(as_json=as_json, quiet=quiet)

@@ -19,6 +19,7 @@ _MAX_ROWS = 100
 # Visits of clips at ranks: about a second of drawing.
 _MAX_DRAWN = 50_000
 _CLIPS_WHOSE_CUTS_ARE_SHOWN = 4
+_MAX_CUTS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +102,7 @@ def _noise(share: Share, sigmas: Sequence[float]) -> str:
 
 def _print_cuts(console: Console, layout: Layout, num_clips: int) -> None:
     """Where the first clips are cut, where that differs from clip to clip."""
-    if layout.split != "dithered" or not 1 < layout.num_stages <= _MAX_ROWS:
+    if layout.split != "dithered" or not 1 < layout.num_stages <= _MAX_CUTS:
         return
     console.result()
     for clip in range(min(num_clips, _CLIPS_WHOSE_CUTS_ARE_SHOWN)):

@@ -17,8 +17,9 @@ from svdpp.plan.split import check_counts
 
 # Longer chains are not tried: a forecast takes the square of the length, and no gain is in sight.
 _LONGEST_CHAIN = 64
-# Clips for each rank after which a forecast goes on at its cadence.
+# Clips after which a forecast goes on at its cadence: some for each rank, fewer in a large world.
 _SAMPLE_PER_RANK = 16
+_LARGE_SAMPLE = 65_536
 # Forecasts that differ by less count as equal, and the simplest layout is taken.
 _EQUAL = 1.001
 
@@ -88,7 +89,7 @@ def choose_layout(
 
 def _reason(num_clips: int, seconds: float, rivals: Sequence[tuple[float, str]]) -> str:
     if not rivals:
-        return "no other fits"
+        return "there is no other to take"
     next_seconds, rival = min(rivals)
     clips = f"{num_clips} clip{'s' if num_clips > 1 else ''}"
     if next_seconds <= seconds * _EQUAL:
@@ -108,7 +109,12 @@ def compare_layouts(
     """Every split in one chain, a wider decode, the layout of `choose_layout`, and data parallel.
 
     Arguments as for `choose_layout` and `forecast_layout`.
+
+    Raises:
+        RequestError: counts below 1, or costs of another world.
     """
+    check_counts(num_steps, world_size)
+    costs.check_world(world_size)
     decoders = min(world_size, max(2, _decoders_needed(num_steps, world_size, costs)))
 
     def build(**options: Any) -> Choice:
@@ -174,6 +180,8 @@ def _mean(value: PerRank) -> float:
 
 def _needs_more(layout: Layout, memory_gib: Sequence[float]) -> str:
     """Which rank needs more memory than it has; empty where none does, as far as is known."""
+    if not memory_gib:
+        return ""
     for rank, (has, needs) in enumerate(zip(memory_gib, layout.peak_gib, strict=False)):
         if needs is not None and needs > has:
             return f"rank {rank} needs {needs:.4g} GiB and has {has:.4g}"
@@ -182,6 +190,8 @@ def _needs_more(layout: Layout, memory_gib: Sequence[float]) -> str:
 
 def _makespan(layout: Layout, num_clips: int) -> float:
     """Until all clips are done; of many clips the later ones are taken to keep the cadence."""
-    sample = min(num_clips, _SAMPLE_PER_RANK * layout.world_size)
+    world_size = layout.world_size
+    sample = max(2 * world_size, min(_SAMPLE_PER_RANK * world_size, _LARGE_SAMPLE))
+    sample = min(num_clips, sample)
     forecast = forecast_layout(layout, sample)
     return forecast.makespan + (num_clips - sample) * forecast.cadence

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from typing import Literal, get_args
 
 from svdpp.errors import RequestError
@@ -13,6 +14,7 @@ from svdpp.plan.schedule import Route
 from svdpp.plan.split import (
     Cuts,
     DitheredCuts,
+    FixedCuts,
     Stage,
     StepRange,
     balanced_cuts,
@@ -109,7 +111,7 @@ class Layout:
 
     def __str__(self) -> str:
         if self.chain_size == 1:
-            return "data parallel"
+            return "data parallel" if self.replicas > 1 else "one rank"
         chains = f"{self.replicas} chain{'s' if self.replicas > 1 else ''}"
         decoders = f", {self.decoders} decoders" if self.decoders > 1 else ""
         return f"{chains} of {self.chain_size} ranks, {self.split}{decoders}"
@@ -131,8 +133,7 @@ class Layout:
 
     def cuts(self, clip: int) -> Cuts:
         """Where the clip with this index is cut: 0, the steps done after each stage."""
-        cuts = self._cuts[clip % self.replicas % len(self._cuts)]
-        return cuts.cuts(clip // self.replicas) if isinstance(cuts, DitheredCuts) else cuts
+        return self._cuts_of(clip % self.replicas).cuts(clip // self.replicas)
 
     def routes(self, clips: Iterable[int]) -> list[Route]:
         """The ways of `clips`, in their order."""
@@ -146,7 +147,7 @@ class Layout:
                 {
                     (part.rank, after.rank)
                     for route in self._all_kinds_of_route()
-                    for part, after in zip(route.ranges, route.ranges[1:], strict=False)
+                    for part, after in pairwise(route.ranges)
                 }
             )
         )
@@ -180,16 +181,12 @@ class Layout:
         for route in self._kinds_of_route(chain):
             for part in route.ranges:
                 ranges.setdefault(part.rank, []).append(part)
-        cuts = self._cuts[chain % len(self._cuts)]
         shares = []
         for place, stage in enumerate(self.stages(chain)):
             for turn, rank in enumerate(stage.ranks):
                 parts = ranges.get(rank, [StepRange(rank, 0, 0)])
                 start, end = min(part.start for part in parts), max(part.end for part in parts)
-                if isinstance(cuts, DitheredCuts):
-                    mean = cuts.mean_steps(place, turn, len(stage.ranks))
-                else:
-                    mean = float(cuts[place + 1] - cuts[place])
+                mean = self._cuts_of(chain).mean_steps(place, turn, len(stage.ranks))
                 shares.append(Share(rank=rank, start=start, end=end, mean_steps=mean))
         return shares
 
@@ -230,16 +227,22 @@ class Layout:
         last = StepRange(first + body + turn % self.decoders, cuts[body], cuts[body + 1])
         return Route(clip, (*ranges, last), self.decodes)
 
+    def _cuts_of(self, chain: int) -> FixedCuts | DitheredCuts:
+        return self._cuts[chain % len(self._cuts)]
+
     @cached_property
-    def _cuts(self) -> tuple[Cuts | DitheredCuts, ...]:
+    def _cuts(self) -> tuple[FixedCuts | DitheredCuts, ...]:
         """One for each chain, or one for all of them where all ranks are alike."""
         chains = range(self.replicas if self.costs.differ_by_rank else 1)
-        if self.split == "uniform":
-            parts = split_steps(self.num_steps, self.num_stages)
-            return ((0, *(part.end for part in parts)),)
+        return tuple(self._new_cuts(self.stages(chain)) for chain in chains)
+
+    def _new_cuts(self, stages: list[Stage]) -> FixedCuts | DitheredCuts:
+        if self.split == "dithered":
+            return DitheredCuts(self.num_steps, stages)
         if self.split == "balanced":
-            return tuple(balanced_cuts(self.num_steps, self.stages(chain)) for chain in chains)
-        return tuple(DitheredCuts(self.num_steps, self.stages(chain)) for chain in chains)
+            return FixedCuts(balanced_cuts(self.num_steps, stages), self.decoders)
+        parts = split_steps(self.num_steps, self.num_stages)
+        return FixedCuts((0, *(part.end for part in parts)), self.decoders)
 
     def _all_kinds_of_route(self) -> Iterator[Route]:
         for chain in range(self.replicas):
@@ -247,13 +250,8 @@ class Layout:
 
     def _kinds_of_route(self, chain: int) -> Iterator[Route]:
         """A route of every kind that the chain's clips may take; clip indices mean nothing."""
-        cuts = self._cuts[chain % len(self._cuts)]
-        if isinstance(cuts, DitheredCuts):
-            for turn, each in cuts.all_cuts():
-                yield self._route(0, chain, turn, each)
-        else:
-            for turn in range(self.decoders):
-                yield self._route(0, chain, turn, cuts)
+        for turn, cuts in self._cuts_of(chain).all_cuts():
+            yield self._route(0, chain, turn, cuts)
 
 
 def divisors(number: int) -> list[int]:

@@ -134,6 +134,31 @@ def balanced_cuts(num_steps: int, stages: Sequence[Stage]) -> Cuts:
     return (0, *accumulate(counts))
 
 
+@dataclass(frozen=True)
+class FixedCuts:
+    """The same cuts for every clip.
+
+    Args:
+        each: those cuts.
+        num_turns: how many ranks the chain's last stage has.
+    """
+
+    each: Cuts
+    num_turns: int
+
+    def cuts(self, index: int) -> Cuts:  # noqa: ARG002  as in DitheredCuts
+        """The cuts of the chain's clip `index`."""
+        return self.each
+
+    def all_cuts(self) -> list[tuple[int, Cuts]]:
+        """Every (turn, cuts) that some clip may have."""
+        return [(turn, self.each) for turn in range(self.num_turns)]
+
+    def mean_steps(self, place: int, turn: int, num_turns: int) -> float:  # noqa: ARG002
+        """Steps done at stage `place`."""
+        return float(self.each[place + 1] - self.each[place])
+
+
 class DitheredCuts:
     """Real cut positions, rounded for each clip with a phase of its own.
 

@@ -245,6 +245,22 @@ def test_replicas_are_shown_once() -> None:
     ]
 
 
+def test_of_many_clips_the_first_are_drawn() -> None:
+    answer = svdpp_here("plan", "--clips", "50000")
+
+    assert "the first 16 clips:" in answer.out
+    assert sum(line.startswith("rank") for line in answer.out.splitlines()) == 1 + 4
+    assert "50000 clips on 4 ranks: 3.5e+05 steps" in answer.out
+
+
+def test_of_many_ranks_the_first_are_listed() -> None:
+    answer = svdpp_here("plan", "--world", "128", "--split", "dithered", "--clips", "9")
+
+    assert "... and 28 more ranks" in answer.out
+    assert "(no picture of 128 ranks in a row)" in answer.out
+    assert max(map(len, answer.out.splitlines())) <= 80
+
+
 def test_auto_says_why_in_one_line() -> None:
     answer = svdpp_here("plan", *A100, "--world", "8", "--layout", "auto")
 
@@ -345,6 +361,10 @@ REFUSED = [
     (("--costs", "svd-xt"), "costs 'svd-xt' are neither a file nor a preset"),
     (("--memory", "0"), "--memory must be a finite number above 0, got 0.0"),
     (("--memory", "nan"), "--memory must be a finite number above 0, got nan"),
+    (("--arrivals", ""), "--arrivals must be clips a second, minute or hour, got ''"),
+    (("--compare", "--world", "0"), "the number of ranks must be 1 or more, got 0"),
+    (("--compare", "--steps", "0"), "the number of steps must be 1 or more, got 0"),
+    (("--layout", "auto", "--world", "0"), "the number of ranks must be 1 or more, got 0"),
     (("--arrivals", "2"), "--arrivals must be clips a second, minute or hour, got '2'"),
     (("--arrivals", "0/s"), "--arrivals must be clips a second, minute or hour, got '0/s'"),
     (("--arrivals", "-1/s"), "--arrivals must be clips a second, minute or hour, got '-1/s'"),
@@ -422,3 +442,28 @@ def test_costs_out_of_this_world(options: tuple[str, ...], more: tuple[str, ...]
     assert answer.code in (0, 2), answer.err
     if answer.code == 0 and more:
         strict_json(answer.out)
+
+
+# --- docs/scheduling.md -------------------------------------------------------------------------
+
+GUIDE = (ROOT / "docs/scheduling.md").read_text(encoding="utf-8")
+SHOWN = re.findall(r"```console\n\$ svdpp (.*)\n((?:.*\n)*?)```", GUIDE)
+FILES = re.findall(r"`(\w+\.json)`:\n\n```json\n((?:.*\n)*?)```", GUIDE)
+
+
+def test_the_guide_shows_commands() -> None:
+    assert len(SHOWN) == GUIDE.count("$ svdpp") >= 8
+    assert len(FILES) == GUIDE.count("```json") == 2
+
+
+@pytest.mark.parametrize(("command", "output"), SHOWN, ids=[command for command, _ in SHOWN])
+def test_the_guide_shows_what_its_commands_print(
+    command: str, output: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, content in FILES:
+        (tmp_path / name).write_text(content, encoding="utf-8")
+    answer = svdpp_here(*command.split())
+
+    assert answer.code == 0, answer.err
+    assert [line.rstrip() for line in answer.out.splitlines()] == output.splitlines()

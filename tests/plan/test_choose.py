@@ -52,7 +52,10 @@ def test_where_memory_is_short_decode_gets_ranks_of_its_own() -> None:
     assert str(layout) == "1 chain of 8 ranks, balanced"
     assert max(peak or 99 for peak in layout.peak_gib) <= 11
     assert not layout.roles[7].denoise
-    assert reason.endswith("7 of 9 layouts need more memory")
+    assert reason.endswith(
+        "balanced: no other is done with 80 clips sooner, and none is simpler; "
+        "7 of 9 layouts need more memory"
+    )
 
 
 def test_devices_of_unequal_speed_share_chains() -> None:
@@ -62,6 +65,10 @@ def test_devices_of_unequal_speed_share_chains() -> None:
     assert layout.chain_size > 1
     assert layout.split == "dithered"
     assert "longer in the next best" in reason
+
+
+def test_one_rank_has_no_choice() -> None:
+    assert choose(world_size=1)[1] == "one rank: there is no other to take"
 
 
 def test_memory_that_nothing_fits() -> None:
@@ -120,6 +127,13 @@ def test_anything_can_be_compared(
         assert (row.forecast is None) == (row.layout is None)
         assert row.note or row.layout
     assert (rows[0].layout is None) == bool(num_steps % world_size)
+
+
+def test_costs_of_another_world_are_not_compared() -> None:
+    with pytest.raises(RequestError, match="step_seconds is given for 2 ranks, but there are 8"):
+        compare_layouts(
+            num_steps=25, world_size=8, num_clips=16, costs=Costs(step_seconds=(1.0, 2.0))
+        )
 
 
 def test_a_layout_that_does_not_fit_is_shown_with_a_note() -> None:
