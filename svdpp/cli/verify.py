@@ -289,7 +289,7 @@ def _recompute(
     from svdpp.media.image import read_photo
     from svdpp.plan.schedule import build_schedule, data_parallel_routes
     from svdpp.redaction import located_path
-    from svdpp.runtime.request import read_record, recorded_sampling
+    from svdpp.runtime.record import read_record, recorded_sampling
     from svdpp.runtime.verify import recompute
 
     record = read_record(path)

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from svdpp.errors import OutputError
 from svdpp.media import place
 from svdpp.plan.actions import Action, Kind
+from svdpp.redaction import redact_all
 from svdpp.runtime.messages import ActionDone, Beat, ClipDone, ClipFailed, Event
 
 State = Literal["pending", "running", "done", "failed"]
@@ -101,5 +102,5 @@ class Journal:
         self._written_at = time.monotonic()
         clips = [*self._before, *self._clips]
         record = {"schema_version": SCHEMA_VERSION, **self._about, "clips": clips}
-        place.write_json(self._path, record)
+        place.write_json(self._path, redact_all(record))
         self._changed = False

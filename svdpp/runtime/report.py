@@ -13,7 +13,7 @@ from svdpp.distributed import process_group
 from svdpp.media.contrast import Contrast, Pixels, contrast_frames, contrast_planes
 from svdpp.media.html import Html, picture, table, tag, write_page
 from svdpp.models import determinism
-from svdpp.runtime.request import versions
+from svdpp.runtime.record import versions
 from svdpp.runtime.verify import Check, Verdict, both_sides
 
 # A page of a few MB; the table has every clip.

@@ -2,67 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-
-from svdpp import __version__
-from svdpp.config import (
-    ClipRequest,
-    Fit,
-    OutputConfig,
-    PipelineConfig,
-    SamplingConfig,
-    VideoFormat,
-)
+from svdpp.config import ClipRequest, OutputConfig, PipelineConfig, VideoFormat
 from svdpp.errors import InputError, RequestError
 from svdpp.media import image as photos
-from svdpp.media import place, video
+from svdpp.media import place, space, video
 from svdpp.models.checkpoint import Checkpoint
-from svdpp.redaction import recorded_name, recorded_path
 from svdpp.runtime import handover
 from svdpp.runtime.journal import NAME, Journal
-
-SCHEMA_VERSION = 1
-
-_LIBRARIES = ("torch", "diffusers", "transformers", "numpy", "pillow", "imageio-ffmpeg")
-
-_SAMPLING_FIELDS = (
-    "num_inference_steps",
-    "height",
-    "width",
-    "num_frames",
-    "fps",
-    "motion_bucket_id",
-    "noise_aug_strength",
-    "min_guidance_scale",
-    "max_guidance_scale",
-    "decode_chunk_size",
-    "fit",
-)
-
-#: What a latent's bits depend on. World and split are not among them: no bit depends on them.
-_LATENT_IDENTITY = (
-    "input_sha256",
-    "seed",
-    "model",
-    "revision",
-    "variant",
-    "dtype",
-    "memory_opt",
-    "device",
-    "num_threads",
-    *_SAMPLING_FIELDS,
-)
-#: What makes a clip the clip it is.
-_IDENTITY = (*_LATENT_IDENTITY, "format", "crf")
+from svdpp.runtime.record import IDENTITY, clip_record, handover_key, read_record
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,6 +110,7 @@ def plan_clips(
 
     Raises:
         RequestError: an output that was to be left alone was made with other parameters.
+        OutputError: those still to be made will not fit on the disk.
     """
     plan = ClipPlan()
     folder = policy.handover_folder
@@ -164,7 +118,7 @@ def plan_clips(
         for seed in seeds:
             output = _output(photo, seed, policy)
             record = clip_record(photo, seed, output, config, checkpoint)
-            key = None if folder is None else handover_key(record)
+            key = None if folder is None else handover_key(record, checkpoint)
             finished = _finished(output, record) if policy.resume else None
             if finished is not None:
                 plan.skipped.append(finished)
@@ -182,6 +136,16 @@ def plan_clips(
                     done_steps=_done_steps(folder, key) if policy.resume else 0,
                 )
             )
+    sampling = config.sampling
+    space.check_space(
+        policy.folder,
+        len(plan.requests),
+        policy.format,
+        policy.crf,
+        num_frames=sampling.frames,
+        height=sampling.height,
+        width=sampling.width,
+    )
     return plan
 
 
@@ -216,126 +180,11 @@ def _entry(record: Mapping[str, Any]) -> dict[str, Any]:
     return {name: record[name] for name in ("output", "input", "seed", "parameters_sha256")}
 
 
-def handover_key(record: Mapping[str, Any]) -> str:
-    """Names the packets of a clip whose latent has these bits: parameters and libraries hashed."""
-    identity: dict[str, Any] = {name: record[name] for name in _LATENT_IDENTITY}
-    versions = {name: record["versions"][name] for name in _LIBRARIES}
-    return _sha256({**identity, "versions": versions})
-
-
 def _done_steps(folder: Path | None, key: str | None) -> int:
     """The step at which a clip can be taken up; 0 where it must be begun."""
     if folder is None or key is None:
         return 0
     return max(handover.steps_kept(folder, key), default=0)
-
-
-def _sha256(values: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
-
-
-def clip_record(
-    photo: photos.Photo,
-    seed: int,
-    output: OutputConfig,
-    config: PipelineConfig,
-    checkpoint: Checkpoint,
-) -> dict[str, Any]:
-    """What a clip's JSON says of the request; the hashes and times are added where they arise.
-
-    Paths are relative to the JSON's own folder, or to the user's home, so that it says nothing of
-    whose machine it was.
-    """
-    folder = Path(output.path).parent
-    record = {
-        "schema_version": SCHEMA_VERSION,
-        "input": recorded_path(photo.path, folder),
-        "input_sha256": photo.sha256,
-        "output": Path(output.path).name,
-        "seed": seed,
-        "model": recorded_name(config.model.name),
-        "revision": checkpoint.revision,
-        "variant": config.model.variant,
-        "dtype": config.model.dtype,
-        "memory_opt": config.model.memory_opt,
-        "device": config.device.partition(":")[0],
-        "world_size": config.world_size,
-        "split": config.split,
-        "replicas": config.replicas,
-        "decoders": config.decoders,
-        "num_threads": config.num_threads,
-        **{name: getattr(config.sampling, name) for name in _SAMPLING_FIELDS},
-        "format": output.format,
-        "crf": output.crf,
-        "versions": versions(),
-    }
-    return {**record, "parameters_sha256": _sha256({name: record[name] for name in _IDENTITY})}
-
-
-def versions() -> dict[str, str]:
-    """Versions of svdpp and of the libraries that a clip's bits depend on."""
-    return {"svdpp": __version__, **{name: metadata.version(name) for name in _LIBRARIES}}
-
-
-class _Record(BaseModel):
-    """What a clip's JSON must hold to be recomputed or recognised; strict, since it is a file."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
-
-    schema_version: Literal[1]
-    input: str
-    input_sha256: str
-    output: str
-    seed: Annotated[int, Field(ge=0, lt=2**63)]
-    model: str
-    revision: str | None
-    variant: str | None
-    dtype: Literal["fp32", "fp16", "bf16"]
-    memory_opt: bool
-    device: Literal["cpu", "cuda"]
-    num_threads: int
-    num_inference_steps: int
-    height: int
-    width: int
-    num_frames: int
-    fps: int
-    motion_bucket_id: int
-    noise_aug_strength: float
-    min_guidance_scale: float
-    max_guidance_scale: float
-    decode_chunk_size: int
-    fit: Fit
-    format: VideoFormat
-    crf: int
-    parameters_sha256: str
-    latents_sha256: str
-    frames_sha256: str
-
-
-def read_record(path: Path) -> dict[str, Any]:
-    """A clip's JSON, with whatever else it says.
-
-    Raises:
-        InputError: it is no such file.
-    """
-    try:
-        return _Record.model_validate_json(path.read_bytes()).model_dump()
-    except OSError as error:
-        raise InputError(f"{str(path)!r} cannot be read: {error.strerror}") from error
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "the file"
-        what = f"{str(path)!r} is no clip's JSON: {where}: {first['msg']}"
-        raise InputError(what.replace("\n", " ")) from error
-
-
-def recorded_sampling(record: dict[str, Any]) -> SamplingConfig:
-    """The knobs that a clip's JSON names.
-
-    Raises:
-        RequestError: they are none that could have been run.
-    """
-    return SamplingConfig(**{name: record[name] for name in _SAMPLING_FIELDS})
 
 
 def _output(photo: photos.Photo, seed: int, policy: OutputPolicy) -> OutputConfig:
@@ -350,7 +199,7 @@ def _finished(output: OutputConfig, record: dict[str, Any]) -> dict[str, Any] | 
         return None
     there = read_record(json_path)
     if there["parameters_sha256"] != record["parameters_sha256"]:
-        different = [name for name in _IDENTITY if there[name] != record[name]]
+        different = [name for name in IDENTITY if there[name] != record[name]]
         name = different[0] if different else "parameters_sha256"
         raise RequestError(
             f"{path.name!r} exists with another {name}: {there[name]!r}, now {record[name]!r}",
