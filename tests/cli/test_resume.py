@@ -1,0 +1,86 @@
+"""`svdpp run` goes on where a killed one stood, and makes what it can of a mixed lot of images."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from svdpp.media.examples import example_photos
+from svdpp.media.video import read_frames
+
+pytestmark = pytest.mark.processes
+
+KNOBS = ["--steps", "6", "--height", "64", "--width", "64", "--frames", "2", "--threads", "1"]
+PHOTOS = [str(photo) for photo in example_photos()[:2]]
+
+
+def _command(*arguments: object) -> list[str]:
+    fixed = ["--device", "cpu", "--model", "demo", *KNOBS]
+    return [sys.executable, "-m", "svdpp", "run", *map(str, arguments), *fixed]
+
+
+def _run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        _command(*arguments), capture_output=True, text=True, timeout=200, check=False
+    )
+
+
+def _latents(out: Path) -> dict[str, str]:
+    records = [json.loads(p.read_text()) for p in out.glob("*.json") if p.name != "run.json"]
+    return {record["output"]: record["latents_sha256"] for record in records}
+
+
+def test_a_killed_run_goes_on_from_its_hand_overs(tmp_path: Path) -> None:
+    whole, out, kept = tmp_path / "whole", tmp_path / "out", tmp_path / "kept"
+    uninterrupted = _run(*PHOTOS, "--world", 1, "--out", whole)
+    assert uninterrupted.returncode == 0, uninterrupted.stderr
+    keeping = ("--out", out, "--checkpoint-dir", kept)
+    killed = subprocess.Popen(
+        _command(*PHOTOS, "--world", 3, *keeping),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    deadline = time.monotonic() + 120
+    while not list(kept.glob("*_step*.safetensors")):  # the first hand-over of any clip
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    os.kill(killed.pid, signal.SIGKILL)
+    killed.communicate()
+    states = [clip["state"] for clip in json.loads((out / "run.json").read_text())["clips"]]
+    assert len(states) == 2
+    assert set(states) <= {"pending", "running", "done"}
+    resumed = _run(*PHOTOS, "--world", 2, *keeping, "--resume", "-v")
+    assert resumed.returncode == 0, resumed.stderr
+    assert "of them from where an earlier run stood" in resumed.stderr
+    assert _latents(out) == _latents(whole)
+    assert list(kept.iterdir()) == []
+    journal = json.loads((out / "run.json").read_text())
+    assert [clip["state"] for clip in journal["clips"]] == ["done", "done"]
+    assert max(clip.get("from_step", 0) for clip in journal["clips"]) >= 2
+    assert all(len(read_frames(clip, "mp4")) == 2 for clip in out.glob("*.mp4"))
+
+
+def test_unreadable_images_lose_no_other_with_keep_going(tmp_path: Path) -> None:
+    (tmp_path / "torn.png").write_bytes(b"\x89PNG\r\n")
+    inputs = (PHOTOS[0], tmp_path / "torn.png", tmp_path / "absent.png")
+    out = tmp_path / "out"
+    refused = _run(*inputs, "--world", 1, "--out", out)
+    assert refused.returncode == 7
+    assert not out.exists()
+    done = _run(*inputs, "--world", 1, "--out", out, "--keep-going", "--json")
+    assert done.returncode == 7
+    made, *lost = json.loads(done.stdout)
+    assert len(read_frames(out / made["output"], "mp4")) == 2
+    assert [clip["error"]["type"] for clip in lost] == ["InputError"] * 2
+    assert "error: 2 of 3 lost: " in done.stderr
+    journal = json.loads((out / "run.json").read_text())["clips"]
+    assert sorted(clip["state"] for clip in journal) == ["done", "failed", "failed"]
+    nothing = _run(*inputs[1:], "--world", 1, "--out", out, "--keep-going")
+    assert nothing.returncode == 7
