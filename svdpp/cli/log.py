@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -47,12 +48,46 @@ def open_log(
 
         logger.add(sink, level=level, format=_FORMAT, colorize=False)
     if log_file is not None:
+        lines = _LogFile(log_file, write)
+        logger.add(lines, level="DEBUG", serialize=True, format="{message}")
+
+
+class _LogFile:
+    """A sink for loguru. Its own would answer a full disk with the whole record on stderr.
+
+    A run is worth more than its log: where that can be written no longer, it says so once.
+
+    Args:
+        path: appended to; folders above it are created.
+        warn: takes that one line.
+
+    Raises:
+        OutputError: the file cannot be opened.
+    """
+
+    def __init__(self, path: Path, warn: Callable[[str], Any]) -> None:
+        self._path, self._warn = path, warn
         try:
-            logger.add(log_file, level="DEBUG", serialize=True, format="{message}")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("a", encoding="utf-8", buffering=1)
         except OSError as error:
-            raise OutputError(
-                f"cannot write the log {str(log_file)!r}: {error.strerror}"
-            ) from error
+            raise OutputError(f"cannot write the log {str(path)!r}: {error.strerror}") from error
+
+    def write(self, line: str) -> None:
+        """Appends a line."""
+        if self._file.closed:
+            return
+        try:
+            self._file.write(line)
+        except OSError as error:
+            self.stop()
+            reason = f"{str(self._path)!r} is no longer written: {error.strerror}"
+            self._warn(f"warning: the log {redact(reason)}")
+
+    def stop(self) -> None:
+        """Closes the file; loguru calls it at the end."""
+        with contextlib.suppress(OSError):  # what could not be written is tried once more
+            self._file.close()
 
 
 def _redact(record: Record) -> None:
