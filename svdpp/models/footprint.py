@@ -61,6 +61,16 @@ class Footprint:
             max((part.activation_bytes for part in held), default=0),
         )
 
+    def as_costs(self) -> dict[str, float]:
+        """The memory fields of `plan.costs.Costs`, GiB, by name; none for parts it has not."""
+        parts = {"encode": self.encode, "denoise": self.denoise, "decode": self.decode}
+        return {
+            f"{name}_{kind}_gib": size / 2**30
+            for name, part in parts.items()
+            if part is not None
+            for kind, size in (("weights", part.weight_bytes), ("work", part.activation_bytes))
+        }
+
 
 def estimate(
     checkpoint: Checkpoint | None,

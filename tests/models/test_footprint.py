@@ -20,6 +20,7 @@ from svdpp.models.dummy_unet import DummyUNet
 from svdpp.models.footprint import Footprint, PartMemory, _LiveBytes, estimate
 from svdpp.models.interface import LATENTS
 from svdpp.models.svd import SvdModel, load_svd
+from svdpp.plan.costs import Costs
 
 DEMO = ModelConfig(name="demo")
 SAMPLING = SamplingConfig(
@@ -147,6 +148,15 @@ def test_a_rank_takes_the_weights_of_all_its_parts_and_one_peak() -> None:
     assert footprint.of_rank(encode=True, denoise=True, decode=False) == (3, 30)
     assert footprint.of_rank(encode=False, denoise=False, decode=True) == (4, 20)
     assert footprint.of_rank(encode=False, denoise=False, decode=False) == (0, 0)
+
+
+def test_plans_take_it_as_costs() -> None:
+    gib = 2**30
+    half = Footprint(encode=None, denoise=PartMemory(2 * gib, gib), decode=PartMemory(gib, 3 * gib))
+    costs = Costs(**half.as_costs())  # type: ignore[arg-type]
+
+    assert costs.peak_gib(encode=False, denoise=True, decode=True) == 6.0
+    assert costs.peak_gib(encode=True, denoise=True, decode=True) is None
 
 
 def test_storages_count_once_and_until_they_die() -> None:
