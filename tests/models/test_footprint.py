@@ -17,8 +17,9 @@ from svdpp.config import ModelConfig, SamplingConfig
 from svdpp.models import load
 from svdpp.models.checkpoint import find_checkpoint
 from svdpp.models.dummy_unet import DummyUNet
-from svdpp.models.footprint import Footprint, PartMemory, _LiveBytes, estimate
+from svdpp.models.footprint import Footprint, PartMemory, estimate
 from svdpp.models.interface import LATENTS
+from svdpp.models.live_bytes import LiveBytes
 from svdpp.models.svd import SvdModel, load_svd
 from svdpp.plan.costs import Costs
 
@@ -161,7 +162,7 @@ def test_plans_take_it_as_costs() -> None:
 
 def test_storages_count_once_and_until_they_die() -> None:
     there = torch.zeros(1000)
-    live = _LiveBytes([there], count_workspace=False)
+    live = LiveBytes([there], count_workspace=False)
     with live:
         kept = there.view(10, 100)  # no memory of its own
         for _ in range(5):
