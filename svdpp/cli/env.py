@@ -39,7 +39,7 @@ def _print(console: Console, facts: dict[str, Any]) -> None:
         ("memory", f"{_gib(host['available_bytes'])} of {_gib(host['memory_bytes'])} free"),
         *_gpu_lines(facts["devices"]),
         ("determinism", _switches(facts["determinism"])),
-        ("ffmpeg", _ffmpeg(facts["ffmpeg"])),
+        *_ffmpeg_lines(facts["ffmpeg"]),
         ("hub cache", facts["hub_cache"]["path"]),
         ("svd models", ", ".join(facts["hub_cache"]["svd_models"]) or "none in the cache"),
         *((name, value) for name, value in facts["variables"].items()),
@@ -66,10 +66,10 @@ def _switches(flags: dict[str, bool]) -> str:
     return f"on here: {', '.join(on) or 'none'}; ranks set their own"
 
 
-def _ffmpeg(found: dict[str, Any] | None) -> str:
+def _ffmpeg_lines(found: dict[str, Any] | None) -> list[tuple[str, str]]:
     if found is None:
-        return "none: pip install imageio-ffmpeg"
-    return f"{found['version'] or 'unknown version'}, {found['path']}"
+        return [("ffmpeg", "none: pip install imageio-ffmpeg")]
+    return [("ffmpeg", found["version"] or "unknown version"), ("ffmpeg path", found["path"])]
 
 
 def _gib(num_bytes: int) -> str:

@@ -8,8 +8,7 @@ for themselves only CPU convolutions are counted, where torch says which kernel 
 from __future__ import annotations
 
 import os
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +17,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as functional
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from svdpp.config import ModelConfig, SamplingConfig
 from svdpp.models import load
@@ -27,6 +24,8 @@ from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.denoise import SvdDenoiser
 from svdpp.models.dummy_unet import DummyUNet
 from svdpp.models.encode import ADDED_TIME_IDS, IMAGE_EMBEDDING, IMAGE_LATENTS
+from svdpp.models.live_bytes import LiveBytes
+from svdpp.models.weights import empty_module
 
 
 class PartMemory(NamedTuple):
@@ -60,6 +59,16 @@ class Footprint:
             sum(part.weight_bytes for part in held),
             max((part.activation_bytes for part in held), default=0),
         )
+
+    def as_costs(self) -> dict[str, float]:
+        """The memory fields of `plan.costs.Costs`, GiB, by name; none for parts it has not."""
+        parts = {"encode": self.encode, "denoise": self.denoise, "decode": self.decode}
+        return {
+            f"{name}_{kind}_gib": size / 2**30
+            for name, part in parts.items()
+            if part is not None
+            for kind, size in (("weights", part.weight_bytes), ("work", part.activation_bytes))
+        }
 
 
 def estimate(
@@ -204,7 +213,7 @@ class _Walk:
         torch.set_default_dtype(self.dtype)
         try:
             with self._fake:
-                module = load.empty_module(component, checkpoint.folder / component)
+                module = empty_module(component, checkpoint.folder / component)
         finally:
             torch.set_default_dtype(default)
         for name in without:
@@ -217,76 +226,10 @@ class _Walk:
     ) -> PartMemory:
         """The modules' bytes, and the most that `forward` holds beside them."""
         modules = list(modules)
-        live = _LiveBytes(_tensors(modules), count_workspace=self.on_cpu)
+        live = LiveBytes(_tensors(modules), count_workspace=self.on_cpu)
         with self._fake, live:
             forward()
         return PartMemory(_num_bytes(modules), live.peak)
-
-
-class _LiveBytes(TorchDispatchMode):
-    """Counts the bytes of all storages that come to life under it, and their highest sum.
-
-    Args:
-        known: tensors that are there already; views of them take no memory.
-        count_workspace: whether CPU convolutions' own copies count.
-    """
-
-    def __init__(self, known: Iterable[torch.Tensor], *, count_workspace: bool) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.peak = 0
-        self._live = 0
-        self._count_workspace = count_workspace
-        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        for tensor in known:
-            self._add(tensor, counted=False)
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
-                self._add(tensor, counted=True)
-        workspace = 0
-        if self._count_workspace and func is torch.ops.aten.convolution.default:
-            workspace = _convolution_workspace(args, result)
-        self.peak = max(self.peak, self._live + workspace)
-        return result
-
-    def _add(self, tensor: torch.Tensor, *, counted: bool) -> None:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self._storages:
-            return
-        num_bytes = storage.nbytes() if counted else 0
-
-        def died(_: object) -> None:
-            del self._storages[key]
-            self._live -= num_bytes
-
-        self._live += num_bytes
-        self._storages[key] = weakref.ref(storage, died)
-
-
-def _convolution_workspace(args: tuple[Any, ...], result: torch.Tensor) -> int:
-    """Bytes that a CPU convolution takes for its own time, by the kernel that torch chooses.
-
-    oneDNN lays input, weight and output out anew in blocks of channels; the plain kernels write
-    every patch of the input into a column of a matrix (ATen/native/ConvolutionMM2d.cpp and 3d).
-    """
-    tensor, weight = args[0], args[1]
-    backend = torch._C._select_conv_backend(*args).name
-    if backend == "Mkldnn":
-        return int(tensor.nbytes + weight.nbytes + result.nbytes)
-    is_pointwise = all(size == 1 for size in weight.shape[2:])
-    if backend in ("Slow2d", "Slow3d") and not is_pointwise:
-        patch = weight[0].numel()
-        return int(patch * result.nbytes // result.shape[1])
-    return 0
 
 
 def _tensors(modules: Iterable[torch.nn.Module]) -> Iterator[torch.Tensor]:

@@ -20,12 +20,13 @@ from diffusers import (
     EulerDiscreteScheduler,
     UNetSpatioTemporalConditionModel,
 )
-from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
+from transformers import CLIPVisionModelWithProjection
 from transformers.utils import is_torchvision_available
 
 from svdpp.errors import ModelError, OutOfMemoryError, RequestError
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.safetensors_header import WEIGHT_STEMS, Header, weight_headers
+from svdpp.models.weights import DIFFUSERS_CLASSES, check_names, expected_module
 
 
 @dataclass(kw_only=True)
@@ -123,23 +124,6 @@ def new_scheduler(source: Checkpoint | Mapping[str, Any]) -> EulerDiscreteSchedu
         return EulerDiscreteScheduler.from_config(dict(source))
 
 
-def empty_module(component: str, home: Path) -> Any:
-    """The module that a component's config describes, with weights as torch makes them here.
-
-    Call it on the meta device, or under fake tensors: anywhere else the weights take memory.
-
-    Args:
-        component: `unet`, `vae` or `image_encoder`.
-        home: the component's folder.
-    """
-    if component == "image_encoder":
-        config = CLIPVisionConfig.from_pretrained(home, local_files_only=True)
-        config.dtype = torch.get_default_dtype()  # else that of the files, which it remembers
-        return CLIPVisionModelWithProjection(config)
-    cls = _DIFFUSERS_CLASSES[component]
-    return cls.from_config(cls.load_config(home, local_files_only=True))
-
-
 def check_weights(checkpoint: Checkpoint) -> int:
     """Holds every weight's name and shape against the classes' own, without reading one.
 
@@ -154,7 +138,7 @@ def check_weights(checkpoint: Checkpoint) -> int:
         home = checkpoint.folder / component
         with _library_errors(component, checkpoint):
             headers = weight_headers(checkpoint.folder, component, checkpoint.variant)
-            _check_weights(component, _expected_weights(component, home), headers)
+            check_names(component, expected_module(component, home), headers)
         count += sum(map(len, headers.values()))
     return count
 
@@ -195,7 +179,7 @@ class _Loader:
         with _library_errors(component, self.checkpoint):
             headers = weight_headers(self.checkpoint.folder, component, self.checkpoint.variant)
         with _library_errors(component, self.checkpoint), self._memory_errors(component, headers):
-            _check_weights(component, _expected_weights(component, home), headers)
+            check_names(component, expected_module(component, home), headers)
             module = self._from_pretrained(component, home)
             for name in unused:
                 delattr(module, name)
@@ -211,7 +195,7 @@ class _Loader:
         if component == "image_encoder":
             return CLIPVisionModelWithProjection.from_pretrained(home, dtype=self.dtype, **options)
         options |= {"torch_dtype": self.dtype, "low_cpu_mem_usage": True}
-        return _DIFFUSERS_CLASSES[component].from_pretrained(home, **options)
+        return DIFFUSERS_CLASSES[component].from_pretrained(home, **options)
 
     @contextmanager
     def _memory_errors(self, component: str, headers: Mapping[Path, Header]) -> Iterator[None]:
@@ -242,41 +226,6 @@ def _scheduler_config(checkpoint: Checkpoint) -> Mapping[str, Any]:
             checkpoint.folder / "scheduler", local_files_only=True
         )
     return config
-
-
-def _expected_weights(component: str, home: Path) -> torch.nn.Module:
-    """The module its config describes, without any memory for its weights."""
-    with torch.device("meta"):
-        module: torch.nn.Module = empty_module(component, home)
-    return module
-
-
-def _check_weights(component: str, module: torch.nn.Module, headers: Mapping[Path, Header]) -> None:
-    """Compares names and shapes: else a missing weight surfaces as an error about meta tensors.
-
-    diffusers only warns of weights it does not know; a file with such was made for another class.
-    """
-    expected = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
-    found = {name: entry for header in headers.values() for name, entry in header.items()}
-    # Old transformers wrote buffers that today's compute anew, such as position_ids.
-    buffers = {name for name, _ in module.named_buffers()}
-    where = f"{component}/{min(headers).name}" if len(headers) == 1 else f"{component} (in shards)"
-    faults = {
-        "missing": sorted(expected.keys() - found.keys()),
-        "unexpected": sorted(found.keys() - expected.keys() - buffers),
-        "not floating point": [
-            name for name in expected if name in found and found[name][0] not in _FLOATS
-        ],
-        "of a wrong shape": [
-            f"{name} {found[name][1]}, not {shape}"
-            for name, shape in expected.items()
-            if name in found and found[name][1] != shape
-        ],
-    }
-    for fault, names in faults.items():
-        if names:
-            count = f"{len(names)} of {len(expected)} weights are {fault}"
-            raise ModelError(f"{where}: {count}, the first is {names[0][:200]!r}")
 
 
 @contextmanager
@@ -311,12 +260,3 @@ def _free(device: torch.device) -> str:
 def _first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return "".join(char if char.isprintable() else "?" for char in lines[0][:300])
-
-
-_DIFFUSERS_CLASSES: Mapping[str, Any] = {
-    "unet": UNetSpatioTemporalConditionModel,
-    "vae": AutoencoderKLTemporalDecoder,
-}
-
-#: Weights of any other dtype are quantised ones, which mean nothing without their scales.
-_FLOATS = frozenset({"F16", "BF16", "F32", "F64"})

@@ -31,6 +31,7 @@ from svdpp.runtime.rank_memory import estimate_ranks
 _GIB = 2**30
 #: Some hundred clips, and the log.
 _MIN_FREE_BYTES = 2**28
+_TMPDIR_MEND = "set TMPDIR to a folder of a local disk that is writable"
 # Enough for libx264 to have something to do, and quick.
 _TRIAL_FRAMES, _TRIAL_SIDE = 4, 64
 
@@ -78,7 +79,7 @@ def examine(patient: Patient) -> Iterator[Check]:
                 name=name,
                 verdict="failed",
                 detail=error.message,
-                mend=error.hint,
+                mend=error.hint or _MENDS[name],
                 exit_code=error.exit_code,
             )
         else:
@@ -103,7 +104,6 @@ def _devices(patient: Patient) -> str:
 
 def _temporary_folder(patient: Patient) -> str:  # noqa: ARG001
     """Ranks meet in a folder there, which nobody else may open."""
-    mend = "set TMPDIR to a folder of a local disk that is writable"
     try:
         folder = Path(tempfile.mkdtemp(prefix="svdpp-doctor-"))
         try:
@@ -111,9 +111,13 @@ def _temporary_folder(patient: Patient) -> str:  # noqa: ARG001
         finally:
             folder.rmdir()
     except OSError as error:
-        raise OutputError(f"no folder can be made in it: {place.reason(error)}", mend) from error
+        raise OutputError(
+            f"no folder can be made in it: {place.reason(error)}", _TMPDIR_MEND
+        ) from error
     if mode != 0o700:
-        raise OutputError(f"folders in {folder.parent} come with mode {mode:03o}, not 700", mend)
+        raise OutputError(
+            f"folders in {folder.parent} come with mode {mode:03o}, not 700", _TMPDIR_MEND
+        )
     return f"{folder.parent}, private folders"
 
 
@@ -215,11 +219,22 @@ def _determinism(patient: Patient) -> str:
     config, checkpoint = resolve(replace(config, world_size=1, device=device))
     if not probe.repeats_bits(config, checkpoint):
         raise VerificationError(
-            f"one step of the {config.model.name} model done twice gives different bits",
-            "svdpp env shows the libraries; report it with that",
+            f"one step of the {config.model.name} model done twice gives different bits"
         )
     return f"one step of the {config.model.name} model twice, bitwise equal ({config.model.dtype})"
 
+
+#: Where the error itself names none.
+_MENDS = {
+    "devices": "svdpp env shows the devices; --device cpu --model demo needs none",
+    "temporary folder": _TMPDIR_MEND,
+    "ffmpeg": "pip install --force-reinstall imageio-ffmpeg",
+    "output folder": "name another folder by --out",
+    "model": "copy or download the model again, or --model demo",
+    "memory": "fewer ranks, or a smaller clip",
+    "hops": "on GPUs try PIPELINE_BACKEND=gloo; svdpp env shows what a report needs",
+    "determinism": "svdpp env shows the libraries; report it with that",
+}
 
 _CHECKS: dict[str, Callable[[Patient], str]] = {
     "devices": _devices,

@@ -4,6 +4,8 @@ python tests/bench/memory_estimate.py                        the demo model at s
 python tests/bench/memory_estimate.py --full-size FOLDER     a random UNet of SVD's size (3 GB)
 
 On the CPU, at one thread. Both figures are of the whole process: libraries, weights, activations.
+glibc's malloc keeps freed memory, which the estimate does not foresee: with
+MALLOC_MMAP_THRESHOLD_=2097152 it gives tensors of 2 MiB and more back at once.
 """
 
 from __future__ import annotations

@@ -66,6 +66,7 @@ def test_a_broken_machine_names_every_mend(tmp_path: Path) -> None:
     }
     assert "--device cpu" in checks["devices"]["mend"]
     assert checks["ffmpeg"]["mend"] == "pip install imageio-ffmpeg"
+    assert "--out" in checks["output folder"]["mend"]
     assert "--model" in checks["model"]["mend"]
     for name in ("memory", "hops", "determinism"):
         assert (checks[name]["verdict"], checks[name]["detail"]) == ("skipped", "needs devices")

@@ -17,9 +17,11 @@ from svdpp.config import ModelConfig, SamplingConfig
 from svdpp.models import load
 from svdpp.models.checkpoint import find_checkpoint
 from svdpp.models.dummy_unet import DummyUNet
-from svdpp.models.footprint import Footprint, PartMemory, _LiveBytes, estimate
+from svdpp.models.footprint import Footprint, PartMemory, estimate
 from svdpp.models.interface import LATENTS
+from svdpp.models.live_bytes import LiveBytes
 from svdpp.models.svd import SvdModel, load_svd
+from svdpp.plan.costs import Costs
 
 DEMO = ModelConfig(name="demo")
 SAMPLING = SamplingConfig(
@@ -149,9 +151,18 @@ def test_a_rank_takes_the_weights_of_all_its_parts_and_one_peak() -> None:
     assert footprint.of_rank(encode=False, denoise=False, decode=False) == (0, 0)
 
 
+def test_plans_take_it_as_costs() -> None:
+    gib = 2**30
+    half = Footprint(encode=None, denoise=PartMemory(2 * gib, gib), decode=PartMemory(gib, 3 * gib))
+    costs = Costs(**half.as_costs())  # type: ignore[arg-type]
+
+    assert costs.peak_gib(encode=False, denoise=True, decode=True) == 6.0
+    assert costs.peak_gib(encode=True, denoise=True, decode=True) is None
+
+
 def test_storages_count_once_and_until_they_die() -> None:
     there = torch.zeros(1000)
-    live = _LiveBytes([there], count_workspace=False)
+    live = LiveBytes([there], count_workspace=False)
     with live:
         kept = there.view(10, 100)  # no memory of its own
         for _ in range(5):

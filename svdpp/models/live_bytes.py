@@ -1,0 +1,77 @@
+"""Owns counting the bytes of tensors while they live, and what kernels take beside them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of all storages that come to life under it, and their highest sum.
+
+    Args:
+        known: tensors that are there already; views of them take no memory.
+        count_workspace: whether CPU convolutions' own copies count.
+    """
+
+    def __init__(self, known: Iterable[torch.Tensor], *, count_workspace: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak = 0
+        self._live = 0
+        self._count_workspace = count_workspace
+        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        for tensor in known:
+            self._add(tensor, counted=False)
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self._add(tensor, counted=True)
+        workspace = 0
+        if self._count_workspace and func is torch.ops.aten.convolution.default:
+            workspace = _convolution_workspace(args, result)
+        self.peak = max(self.peak, self._live + workspace)
+        return result
+
+    def _add(self, tensor: torch.Tensor, *, counted: bool) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._storages:
+            return
+        num_bytes = storage.nbytes() if counted else 0
+
+        def died(_: object) -> None:
+            del self._storages[key]
+            self._live -= num_bytes
+
+        self._live += num_bytes
+        self._storages[key] = weakref.ref(storage, died)
+
+
+def _convolution_workspace(args: tuple[Any, ...], result: torch.Tensor) -> int:
+    """Bytes that a CPU convolution takes for its own time, by the kernel that torch chooses.
+
+    oneDNN lays input, weight and output out anew in blocks of channels; the plain kernels write
+    every patch of the input into a column of a matrix (ATen/native/ConvolutionMM2d.cpp and 3d).
+    """
+    tensor, weight = args[0], args[1]
+    backend = torch._C._select_conv_backend(*args).name
+    if backend == "Mkldnn":
+        return int(tensor.nbytes + weight.nbytes + result.nbytes)
+    is_pointwise = all(size == 1 for size in weight.shape[2:])
+    if backend in ("Slow2d", "Slow3d") and not is_pointwise:
+        patch = weight[0].numel()
+        return int(patch * result.nbytes // result.shape[1])
+    return 0
