@@ -1,0 +1,94 @@
+"""`svdpp run --layout auto` against a plain script of diffusers and accelerate, in one run.
+
+Both make the same clips of the demo model from files to mp4s, in two processes of one thread each,
+and are timed from the start of the command to its end, in turn. Prints each round and the ratio.
+
+    python tests/bench/against_accelerate.py [--repeats 3] [--seeds 4]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import svdpp
+from svdpp.media.examples import example_photos
+from svdpp.media.video import read_frames
+
+_MODEL = Path(svdpp.__file__).parent / "assets" / "demo-model"
+_SCRIPT = Path(__file__).with_name("accelerate_script.py")
+
+
+def ours(photos: list[str], num_seeds: int, out: Path) -> list[str]:
+    """The command line of svdpp."""
+    return [
+        *(sys.executable, "-m", "svdpp", "run", *photos, "--model", "demo", "--device", "cpu"),
+        *("--world", "2", "--threads", "1", "--layout", "auto", "--seeds", f"0-{num_seeds - 1}"),
+        *("--quiet", "--out", str(out)),
+    ]
+
+
+def theirs(photos: list[str], num_seeds: int, out: Path) -> list[str]:
+    """The command line of accelerate."""
+    return [
+        *(sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"),
+        *("--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"),
+        *("--num_cpu_threads_per_process", "1", str(_SCRIPT), str(_MODEL), str(out)),
+        *(str(num_seeds), *photos),
+    ]
+
+
+def seconds(command: list[str], out: Path, num_clips: int) -> float:
+    """Wall seconds of `command`, whose clips must then be there and whole."""
+    begun = time.monotonic()
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    taken = time.monotonic() - begun
+    if done.returncode:
+        sys.exit(f"{' '.join(command[:6])} ... ended with {done.returncode}:\n{done.stderr}")
+    counts = [len(read_frames(path, "mp4")) for path in out.glob("*.mp4")]
+    assert counts == [14] * num_clips, counts
+    return taken
+
+
+def main() -> None:
+    """Times both in turn."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=4)
+    asked = parser.parse_args()
+    photos = [str(photo) for photo in example_photos()]
+    num_clips = len(photos) * asked.seeds
+    ratios = []
+    for repeat in range(asked.repeats):
+        with tempfile.TemporaryDirectory() as name:
+            mine = Path(name, "svdpp")
+            plain = Path(name, "accelerate")
+            both = (
+                (ours(photos, asked.seeds, mine), mine),
+                (theirs(photos, asked.seeds, plain), plain),
+            )
+            order = both if repeat % 2 == 0 else both[::-1]
+            taken = {out.name: seconds(command, out, num_clips) for command, out in order}
+        ratios.append(taken["svdpp"] / taken["accelerate"])
+        print(
+            f"round {repeat + 1}: {num_clips} clips, svdpp {taken['svdpp']:.1f} s, "
+            f"accelerate {taken['accelerate']:.1f} s, ratio {ratios[-1]:.3f}",
+            flush=True,
+        )
+    print(f"median ratio svdpp / accelerate {statistics.median(ratios):.3f}: below 1 is faster")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""Does a run keep its forecast? Measured makespan against the plan's, for every split.
+
+Seven ranks that sleep the published seconds of an A100, at a pace, are held against the forecast at
+those same seconds: nothing is fitted. Two ranks of the demo model are held against the forecast at
+the mean costs of the run itself, and of the run before it, since a shared machine drifts.
+
+    python tests/bench/forecast_kept.py [--clips 28] [--pace 0.05] [--demo-clips 6]
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from typing import Any
+
+from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SamplingConfig, sampling_defaults
+from svdpp.media.examples import example_photos
+from svdpp.plan.costs import Costs
+from svdpp.plan.forecast import replay, summarise
+from svdpp.plan.presets import PRESETS
+from svdpp.runtime.pipeline import Pipeline
+
+_SPLITS: dict[str, dict[str, Any]] = {
+    "uniform": {"split": "uniform"},
+    "balanced": {"split": "balanced"},
+    "dithered": {"split": "dithered"},
+    "dithered, 2 decoders": {"split": "dithered", "decoders": 2},
+}
+
+
+def run(config: PipelineConfig, requests: list[ClipRequest]) -> Pipeline:
+    """A run from start to end; its pipeline, for what was measured."""
+    with Pipeline(config) as pipeline:
+        pipeline.run(requests)
+    return pipeline
+
+
+def forecast_seconds(pipeline: Pipeline, requests: list[ClipRequest], costs: Costs) -> float:
+    """The makespan that the plan promises at `costs`."""
+    schedule = pipeline.schedule(requests)
+    return summarise(replay(schedule, costs), pipeline.config.world_size).makespan
+
+
+def sleeping_ranks(num_clips: int, pace: float) -> None:
+    """Seven ranks at the pace of published costs."""
+    costs = PRESETS["svd-xt-a100"].rehearsed(pace)
+    config = PipelineConfig(
+        world_size=7,
+        model=ModelConfig(name="dummy", dummy_latent_shape=(1, 4, 2, 8, 8), dummy_sleeps=True),
+        costs=costs,
+    )
+    requests = [ClipRequest(seed=seed) for seed in range(num_clips)]
+    print(f"7 ranks sleep svd-xt-a100 x {pace}, {num_clips} clips")
+    print(f"{'':24}{'measured':>10}{'forecast':>10}{'ratio':>8}")
+    for name, split in {**_SPLITS, "data parallel": {"replicas": 7}}.items():
+        pipeline = run(replace(config, **split), requests)
+        measured = pipeline.trace.summary().makespan
+        promised = pipeline.forecast().makespan
+        print(f"{name:24}{measured:10.2f}{promised:10.2f}{measured / promised:8.3f}", flush=True)
+
+
+def demo_model(num_clips: int) -> None:
+    """Two ranks of the demo model, with one thread each."""
+    config = PipelineConfig(
+        world_size=2,
+        model=ModelConfig(name="demo"),
+        sampling=SamplingConfig(**sampling_defaults("demo")),
+    )
+    photo = str(example_photos()[0])
+    requests = [ClipRequest(seed=seed, image=photo) for seed in range(num_clips)]
+    known = run(config, requests[:2]).trace.costs()
+    print(f"\n2 ranks of the demo model, {num_clips} clips")
+    print(f"{'':24}{'measured':>10}{'own costs':>10}{'ratio':>8}{'costs before':>14}{'ratio':>8}")
+    for name, split in {**_SPLITS, "data parallel": {"replicas": 2}}.items():
+        pipeline = run(replace(config, **split, costs=known), requests)
+        measured, own = pipeline.trace.summary().makespan, pipeline.trace.costs()
+        promised = forecast_seconds(pipeline, requests, own)
+        before = forecast_seconds(pipeline, requests, known)
+        print(
+            f"{name:24}{measured:10.2f}{promised:10.2f}{measured / promised:8.3f}"
+            f"{before:14.2f}{measured / before:8.3f}",
+            flush=True,
+        )
+        known = own
+
+
+def main() -> None:
+    """Prints both tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--clips", type=int, default=28)
+    parser.add_argument("--pace", type=float, default=0.05)
+    parser.add_argument("--demo-clips", type=int, default=6)
+    asked = parser.parse_args()
+    sleeping_ranks(asked.clips, asked.pace)
+    if asked.demo_clips:
+        demo_model(asked.demo_clips)
+
+
+if __name__ == "__main__":
+    main()
