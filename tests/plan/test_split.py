@@ -214,6 +214,23 @@ def test_over_any_clips_a_stage_is_within_steps_of_its_mean(
             assert abs(sum(counts) - mean * len(own)) < 3
 
 
+@pytest.mark.parametrize("turns", [2, 4, 5, 6, 8, 13, 21])
+def test_decoders_own_clips_are_spread_as_evenly_as_all(turns: int) -> None:
+    """Multiples of the golden ratio at every 13th clip alone would crawl: 13 of them are 8.034."""
+    tail = Stage(tuple(range(1, turns + 1)), (1.0,) * turns, (0.0,) * turns)
+    dithered = DitheredCuts(turns * 7 + 3, [Stage((0,), (1.0,), (0.63,)), tail])
+    steps = [counts_of(dithered.cuts(index)) for index in range(100 * turns)]
+    for turn in range(turns):
+        assert furthest([count for _, count in steps[turn::turns]]) < 2.2
+    assert furthest([count for count, _ in steps]) < 4.9
+
+
+def furthest(counts: list[int]) -> float:
+    """How far the counts ever run ahead of their mean, or behind it."""
+    mean = sum(counts) / len(counts)
+    return max(abs(total - (n + 1) * mean) for n, total in enumerate(itertools.accumulate(counts)))
+
+
 def test_thirds_are_dithered_as_they_should_be() -> None:
     """10 steps over 3 alike ranks: cuts near 3.33 and 6.67, a third and two thirds rounded up."""
     dithered = DitheredCuts(10, one_rank_each(0, 0, 0))
