@@ -178,10 +178,7 @@ class DitheredCuts:
         self.positions = tuple(
             _grid_positions(num_steps, [share[turn] for share in shares]) for turn in range(turns)
         )
-        # Every turn's own clips are to fill the circle evenly as well: `turns` paces add up to a
-        # golden one, and each is as near to golden as that allows.
-        rounds = round((turns - 1) * _GOLDEN / _UNIT)
-        self._pace = (rounds * _UNIT + _GOLDEN) // turns
+        self._pace = _pace(turns)
 
     def cuts(self, index: int) -> Cuts:
         """The cuts of the chain's clip `index`; clip 0 is rounded to the nearest step."""
@@ -204,6 +201,31 @@ class DitheredCuts:
     def _rounded(self, turn: int, phase: int) -> Cuts:
         phase %= _UNIT
         return tuple((position + phase) >> _UNIT_BITS for position in self.positions[turn])
+
+
+def _pace(turns: int) -> int:
+    """How far the phase goes from clip to clip, in units, so that it fills the circle evenly.
+
+    So must the phases of every turn's own clips: `turns` paces come to a golden one. Of the paces
+    for which they do, the one whose continued fraction has the smallest terms is itself most even
+    (Niederreiter, Random Number Generation and Quasi-Monte Carlo Methods, 1992, chapter 3).
+    """
+    paces = [
+        (rounds * _UNIT + golden) // turns
+        for rounds in range(turns)
+        for golden in (_GOLDEN, _UNIT - _GOLDEN)
+    ]
+    return min(paces, key=lambda pace: (max(_terms(pace)), sum(_terms(pace)), -pace))
+
+
+def _terms(pace: int) -> list[int]:
+    """The first terms of the continued fraction of `pace` units."""
+    terms: list[int] = []
+    whole, part = _UNIT, pace
+    while part and len(terms) < 12:
+        terms.append(whole // part)
+        whole, part = part, whole % part
+    return terms
 
 
 def _shares_worth_a_unet(

@@ -1,8 +1,9 @@
 """What users of diffusers do today: a plain script over several processes, by accelerate.
 
-    accelerate launch --cpu --num_processes 2 tests/bench/accelerate_script.py MODEL OUT SEEDS IMAGE...
+    accelerate launch --cpu --num_processes 2 accelerate_script.py MODEL OUT SEEDS IMAGE...
 
-Nothing of svdpp is in it: diffusers' pipeline, `split_between_processes`, `export_to_video`.
+Nothing of svdpp is in it: diffusers' pipeline, `split_between_processes`, `export_to_video` (which
+needs the package imageio, as the extra `bench` has it). `against_accelerate.py` runs it.
 """
 
 from __future__ import annotations
