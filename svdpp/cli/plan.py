@@ -11,7 +11,7 @@ import typer
 
 from svdpp.cli import options, plan_compare, plan_report
 from svdpp.cli.console import Console
-from svdpp.config import DEFAULT_NUM_STEPS
+from svdpp.config import DEFAULT_MODEL, DEFAULT_NUM_STEPS, ModelConfig, PipelineConfig
 from svdpp.errors import RequestError
 from svdpp.plan.choose import choose_layout, compare_layouts
 from svdpp.plan.costs import Costs
@@ -20,6 +20,7 @@ from svdpp.plan.layout import Layout
 from svdpp.plan.presets import find_costs
 
 _DEFAULT_WORLD = 4
+_MEMORY = "Memory"
 _MAX_WORLD = 65_536
 _CLIPS_PER_RANK = 2
 # So many that the edges of the run weigh little beside its steady part.
@@ -54,11 +55,42 @@ def plan(
         ),
     ] = None,
     memory: Annotated[
+        bool,
+        typer.Option(
+            "--memory",
+            help="Estimate each rank's peak memory from the configuration of --model, without its "
+            "weights. Takes seconds, since it imports torch.",
+            rich_help_panel=_MEMORY,
+        ),
+    ] = False,
+    device_memory: Annotated[
         float | None,
         typer.Option(
             metavar="GIB",
-            help="Memory of each device, above 0: auto leaves out layouts whose costs tell that "
-            "they need more. Default: not looked at.",
+            help="Memory of each device, above 0: auto leaves out layouts that are known to need "
+            "more. Default: not looked at.",
+            rich_help_panel=_MEMORY,
+        ),
+    ] = None,
+    model: options.Model = DEFAULT_MODEL,
+    device: Annotated[
+        str,
+        typer.Option(
+            metavar="cuda|cpu",
+            help="What --memory is estimated for.",
+            rich_help_panel=_MEMORY,
+        ),
+    ] = "cuda",
+    dtype: options.Dtype = None,
+    height: options.Height = None,
+    width: options.Width = None,
+    frames: options.NumFrames = None,
+    decode_chunk_size: Annotated[
+        int | None,
+        typer.Option(
+            metavar="F",
+            help="Frames decoded at a time, 1 or more, for --memory. Default: all frames.",
+            rich_help_panel=_MEMORY,
         ),
     ] = None,
     costs_of: options.CostsOption = None,
@@ -83,6 +115,11 @@ def plan(
         decode_seconds=decode_seconds,
         hop_seconds=hop_seconds,
     )
+    if memory:
+        sizes = {"height": height, "width": width, "num_frames": frames}
+        costs = _with_memory(
+            costs, model, device, dtype, steps, **sizes, decode_chunk_size=decode_chunk_size
+        )
     num_clips = _num_clips(clips, world_size, compare=compare)
     request = plan_report.Request(
         num_clips=num_clips,
@@ -93,7 +130,10 @@ def plan(
     chosen: dict[str, Any] = {"split": split, "replicas": replicas, "decoders": decoders}
     given = {name: value for name, value in chosen.items() if value is not None}
     counts: dict[str, Any] = {"num_steps": steps, "world_size": world_size, "costs": costs}
-    limits: dict[str, Any] = {"num_clips": num_clips, "memory_gib": _memory(memory, world_size)}
+    limits: dict[str, Any] = {
+        "num_clips": num_clips,
+        "memory_gib": _memory(device_memory, world_size),
+    }
     if compare:
         _refuse_beside("--compare", {**given, **({"layout": layout} if layout else {})})
         rows = compare_layouts(**counts, **limits, arrivals=request.arrivals)
@@ -114,6 +154,28 @@ def _costs(name: str | None, **seconds: float | None) -> Costs:
     return replace(costs, **{name: value for name, value in seconds.items() if value is not None})  # type: ignore[arg-type]
 
 
+def _with_memory(
+    costs: Costs, model: str, device: str, dtype: str | None, steps: int, **sizes: int | None
+) -> Costs:
+    """`costs` with the memory that the model's parts will take, whatever was known of it before."""
+    from svdpp.cli import request
+    from svdpp.runtime.pipeline import quiet_libraries
+
+    quiet_libraries()  # they speak while they are imported
+    from svdpp.models.footprint import estimate
+    from svdpp.runtime.pipeline import resolve
+
+    asked = PipelineConfig(
+        world_size=1,
+        model=ModelConfig(name=model, dtype=request.parse_dtype(dtype, device)),
+        sampling=request.sampling_config(model, steps, **sizes),
+        device=device,
+    )
+    config, checkpoint = resolve(asked)
+    footprint = estimate(checkpoint, config.model, config.sampling, device=device)
+    return replace(costs, **footprint.as_costs())  # type: ignore[arg-type]
+
+
 def _num_clips(clips: int | None, world_size: int, *, compare: bool) -> int:
     per_rank = _CLIPS_PER_RANK_TO_COMPARE if compare else _CLIPS_PER_RANK
     num_clips = max(1, per_rank * world_size) if clips is None else clips
@@ -131,7 +193,7 @@ def _memory(gib: float | None, world_size: int) -> tuple[float, ...]:
     if gib is None:
         return ()
     if not (math.isfinite(gib) and gib > 0):
-        raise RequestError(f"--memory must be a finite number above 0, got {gib}")
+        raise RequestError(f"--device-memory must be a finite number above 0, got {gib}")
     return (gib,) * world_size
 
 

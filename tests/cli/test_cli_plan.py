@@ -285,8 +285,10 @@ def test_auto_heeds_memory(tmp_path: Path) -> None:
     options = ("plan", "--costs", str(path), "--layout", "auto", "--json")
 
     assert strict_json(svdpp_here(*options).out)["layout"]["replicas"] == 4
-    assert strict_json(svdpp_here(*options, "--memory", "19").out)["layout"]["replicas"] == 1
-    assert_error(svdpp_here(*options, "--memory", "17"), 2, "no layout of 4 ranks fits in 17 GiB")
+    assert strict_json(svdpp_here(*options, "--device-memory", "19").out)["layout"]["replicas"] == 1
+    assert_error(
+        svdpp_here(*options, "--device-memory", "17"), 2, "no layout of 4 ranks fits in 17 GiB"
+    )
 
 
 def test_comparison_is_golden() -> None:
@@ -359,8 +361,8 @@ REFUSED = [
     (("--compare", "--split", "balanced"), "--compare picks for itself: leave out --split"),
     (("--compare", "--layout", "auto"), "--compare picks for itself: leave out --layout"),
     (("--costs", "svd-xt"), "costs 'svd-xt' are neither a file nor a preset"),
-    (("--memory", "0"), "--memory must be a finite number above 0, got 0.0"),
-    (("--memory", "nan"), "--memory must be a finite number above 0, got nan"),
+    (("--device-memory", "0"), "--device-memory must be a finite number above 0, got 0.0"),
+    (("--device-memory", "nan"), "--device-memory must be a finite number above 0, got nan"),
     (("--arrivals", ""), "--arrivals must be clips a second, minute or hour, got ''"),
     (("--compare", "--world", "0"), "the number of ranks must be 1 or more, got 0"),
     (("--compare", "--steps", "0"), "the number of steps must be 1 or more, got 0"),
