@@ -102,28 +102,29 @@ class StartedGroup:
         start_method: str = "forkserver",
     ) -> None:
         self.world_size = world_size
-        context = multiprocessing.get_context(start_method)
+        context: Any = torch_mp.get_context(start_method)
         # For this user alone: nobody else can join the store in it.
         self._folder = scratch.make_folder("svdpp-")
         pipes = [context.Pipe(duplex=True) for _ in range(world_size)]
         self._channels = [PipeChannel(ours) for ours, _ in pipes]
         start = _Start(entry, argument, world_size, backend, self._folder)
+        theirs = [connection for _, connection in pipes]
+        self._processes: list[Any] = []
         try:
             with _ready_to_start(start_method, preload):
-                started = torch_mp.start_processes(
-                    _started_main,
-                    args=(start, [theirs for _, theirs in pipes]),
-                    nprocs=world_size,
-                    join=False,
-                    daemon=True,  # else this process would wait for them if it ended without `kill`
-                    start_method=start_method,
-                )
-        except BaseException:  # a signal, above all; ranks already there end with this process
+                # Not by torch's start_processes, which leaves a file when a signal interrupts it.
+                for rank in range(world_size):
+                    arguments = (rank, start, theirs)
+                    # Daemons: else this process would wait for them if it ended without `kill`.
+                    process = context.Process(target=_started_main, args=arguments, daemon=True)
+                    self._processes.append(process)
+                    process.start()
+        except BaseException:  # a signal, above all
+            process_end.kill_with_children([p.pid for p in self._processes if p.pid])
             scratch.remove_folder(self._folder)
             raise
-        self._processes = started.processes
-        for _, theirs in pipes:
-            theirs.close()
+        for connection in theirs:
+            connection.close()
 
     @property
     def pids(self) -> list[int]:
@@ -205,7 +206,7 @@ class _Start:
 
 
 def _started_main(rank: int, start: _Start, connections: Sequence[Connection]) -> None:
-    """A started rank, from its first line to its last; it never returns to torch's wrapper."""
+    """A started rank, from its first line to its last."""
     process_end.end_with_parent()  # under forkserver the server: ranks are of no use without it
     _die_with(multiprocessing.parent_process(), start.folder)
     # A rank that gets INT for itself ends by it, and the parent sees a rank that died.

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable
@@ -36,10 +37,10 @@ SIMULATE = (
 )
 #: As a plan's `stop`: while rank 1 stands at clip 2, the others come to wait for it.
 STANDING = {"kind": "hang", "rank": 1, "clip": 2, "place": "step2"}
-#: Six clips of the demo model, small; the output folder is to follow.
+#: Four clips of the demo model, small; the output folder is to follow.
 RUN = (
     *("run", PHOTO, *DEMO, "--world", str(WORLD_SIZE), "--steps", "3", "--threads", "1"),
-    *("--frames", str(NUM_FRAMES), "--height", "64", "--width", "64", "--seeds", "0-5"),
+    *("--frames", str(NUM_FRAMES), "--height", "64", "--width", "64", "--seeds", "0-3"),
     *("--skip-existing", "--quiet", "--out"),
 )
 _START_SECONDS = 100.0  # of a loaded machine; no bound of the fault table
@@ -59,8 +60,7 @@ class Command:
         self, home: Path, *arguments: str, out: Path | None = None, plan: Any = None
     ) -> None:
         self.mark = uuid.uuid4().hex
-        self.home = home / "tmp"
-        self.home.mkdir(exist_ok=True)
+        self.home = Path(tempfile.mkdtemp(prefix="t", dir=home))
         self.out = out
         self._events = home / f"{self.mark}.events"
         self._stderr = home / f"{self.mark}.err"

@@ -42,7 +42,7 @@ def test_a_parent_killed_while_an_mp4_is_written(start: StartCommand, home: Path
     assert set(out.glob("*.mp4")) == whole
     again = start(*RUN, str(out), out=out)
     assert again.end(time.monotonic(), 100) == 0
-    assert len(list(out.glob("*.mp4"))) == 6
+    assert len(list(out.glob("*.mp4"))) == 4
 
 
 def test_two_runs_side_by_side(start: StartCommand) -> None:

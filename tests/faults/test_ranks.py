@@ -136,7 +136,8 @@ def _stands(stop: PlantedStop) -> Happens:
         if rank != stop.rank:
             return False
         if stop.place.startswith("step"):
-            return event.step == int(stop.place.removeprefix("step"))
+            at_clip = event.action.startswith(f"DENOISE c{stop.clip} ")
+            return at_clip and event.step == int(stop.place.removeprefix("step"))
         return stop.place == "load" or event.action.startswith(f"{stop.place.upper()} c{stop.clip}")
 
     return happens

@@ -17,25 +17,29 @@ pytestmark = pytest.mark.processes
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 
 
-@pytest.mark.parametrize("group", [False, True], ids=["parent", "group"])
 @pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_ends_a_run_in_order(
-    start: StartCommand, number: signal.Signals, group: bool
-) -> None:
-    command = start(*SIMULATE, plan={"stop": STANDING})
-    command.event(kind="clip")
-    assert command.end(command.signal(number, group=group), 2) == 128 + number
-    assert command.errors == f"error: ended by {number.name}\n"
+def test_a_signal_ends_a_run_in_order(start: StartCommand, number: signal.Signals) -> None:
+    """To the command alone, and to its whole group; two commands, to be ready in the same time."""
+    commands = [start(*SIMULATE, plan={"stop": STANDING}) for _ in range(2)]
+    for command in commands:
+        command.event(kind="clip")
+    for command, group in zip(commands, (False, True), strict=True):
+        assert command.end(command.signal(number, group=group), 2) == 128 + number
+        assert command.errors == f"error: ended by {number.name}\n"
+        command.assert_gone()
 
 
-@pytest.mark.parametrize("number", SIGNALS)
-def test_a_second_signal_ends_it_at_once(start: StartCommand, number: signal.Signals) -> None:
-    command = start(*SIMULATE, plan={"stop": STANDING, "stuck": True})
-    command.event(kind="clip")
-    command.signal(number, group=True)
-    command.event(kind="stuck")
-    assert command.end(command.signal(number, group=True), 1) == 128 + number
-    assert command.errors == ""
+def test_a_second_signal_ends_it_at_once(start: StartCommand) -> None:
+    plan = {"stop": STANDING, "stuck": True}
+    commands = [(start(*SIMULATE, plan=plan), number) for number in SIGNALS]
+    for command, _ in commands:
+        command.event(kind="clip")
+    for command, number in commands:
+        command.signal(number, group=True)
+        command.event(kind="stuck")
+        assert command.end(command.signal(number, group=True), 1) == 128 + number
+        assert command.errors == ""
+        command.assert_gone()
 
 
 @pytest.mark.parametrize("number", SIGNALS)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -92,3 +95,26 @@ def test_check_writable(tmp_path: Path) -> None:
     for folder in (tmp_path / "file", tmp_path / "file" / "x", Path("/proc/x"), Path("/proc")):
         with pytest.raises(OutputError, match=re.escape(f"cannot write into {str(folder)!r}: ")):
             check_writable(folder)
+
+
+@pytest.mark.parametrize("files", [FILE, FOLDER])
+def test_what_a_killed_writer_left_goes_and_what_is_being_written_stays(
+    tmp_path: Path, files: re.Pattern[str] | None
+) -> None:
+    script = (
+        "import os, re, sys\nfrom svdpp.media.place import in_place_of\n"
+        "with in_place_of(sys.argv[1], '', re.compile('x') if sys.argv[2] else None):\n"
+        "    os.kill(os.getpid(), 9)\n"
+    )
+    place = str(tmp_path / "killed")
+    done = subprocess.run([sys.executable, "-c", script, place, "x" * bool(files)], check=False)
+    assert done.returncode == -signal.SIGKILL
+    (left,) = tmp_path.iterdir()
+    foreign = tmp_path / ".svdpp-00000000-1-00000000"
+    foreign.touch()
+    with in_place_of(str(tmp_path / "living"), "", files) as temporary:
+        check_writable(tmp_path)
+        assert temporary.exists()
+        assert not left.exists()
+    assert foreign.exists(), "another host's"
+    assert sorted(os.listdir(tmp_path)) == [foreign.name, "living"]
