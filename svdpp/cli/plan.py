@@ -132,7 +132,7 @@ def plan(
     counts: dict[str, Any] = {"num_steps": steps, "world_size": world_size, "costs": costs}
     limits: dict[str, Any] = {
         "num_clips": num_clips,
-        "memory_gib": _memory(device_memory, world_size),
+        "memory_gib": _limits(device_memory, world_size),
     }
     if compare:
         _refuse_beside("--compare", {**given, **({"layout": layout} if layout else {})})
@@ -155,7 +155,7 @@ def _costs(name: str | None, **seconds: float | None) -> Costs:
 
 
 def _with_memory(
-    costs: Costs, model: str, device: str, dtype: str | None, steps: int, **sizes: int | None
+    costs: Costs, model: str, device: str, dtype: str | None, steps: int, **sizes: Any
 ) -> Costs:
     """`costs` with the memory that the model's parts will take, whatever was known of it before."""
     from svdpp.cli import request
@@ -189,7 +189,7 @@ def _num_clips(clips: int | None, world_size: int, *, compare: bool) -> int:
     return num_clips
 
 
-def _memory(gib: float | None, world_size: int) -> tuple[float, ...]:
+def _limits(gib: float | None, world_size: int) -> tuple[float, ...]:
     if gib is None:
         return ()
     if not (math.isfinite(gib) and gib > 0):

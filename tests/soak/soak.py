@@ -53,7 +53,7 @@ class Tally:
     faults: Counter[str] = field(default_factory=Counter)
     hangs: int = 0
     orphans: int = 0
-    litter: int = 0
+    litter: set[str] = field(default_factory=set)
     resumed: int = 0
     growth: list[float] = field(default_factory=list)
 
@@ -76,15 +76,15 @@ def main() -> int:
             live(folder, asked.clips, chance, asked.seconds_between, tally)
         left = missing(folder, asked.clips)
         bad = wrong_clips(folder)
-        kept = len(list((folder / "handovers").iterdir()))
+        litter = tally.litter | {path.name for path in (folder / "handovers").iterdir()}
     minutes = (time.monotonic() - begun) / 60
     growth = max(tally.growth, default=0.0)
     print(f"{asked.clips - len(left)} of {asked.clips} clips in {minutes:.1f} min, ", end="")
     print(f"{tally.lives} lives, {tally.resumed} clips taken up at a hand-over")
     print("faults:", ", ".join(f"{what} {count}" for what, count in sorted(tally.faults.items())))
     print(f"hangs {tally.hangs}, orphans {tally.orphans}, wrong clips {len(bad)}, ", end="")
-    print(f"files left {tally.litter + kept}, parent's growth {growth:.1%} at most")
-    failed = left or bad or tally.hangs or tally.orphans or tally.litter + kept or growth > 0.05
+    print(f"files left {sorted(litter) or 0}, parent's growth {growth:.1%} at most")
+    failed = left or bad or tally.hangs or tally.orphans or litter or growth > 0.05
     return int(bool(failed))
 
 
@@ -115,7 +115,7 @@ def live(folder: Path, clips: int, chance: random.Random, between: float, tally:
     tally.faults[what or "left alone"] += 1
     seconds = time.monotonic() - fault_at
     tally.orphans += _wait_for_none_left(folder.name)
-    tally.litter += len(list((folder / "tmp").iterdir()))
+    tally.litter |= {path.name for path in (folder / "tmp").iterdir()}
     new = sorted(set((folder / "done").iterdir()) - before, key=lambda path: path.stat().st_mtime)
     tally.growth += _growth(new)
     last_words = (folder / "errors.txt").read_text().strip().splitlines()

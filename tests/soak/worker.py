@@ -19,12 +19,15 @@ import typer
 from svdpp.cli.app import guarded
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SamplingConfig
 from svdpp.media import place
+from svdpp.plan.costs import Costs
 from svdpp.runtime.handover import steps_kept
 from svdpp.runtime.pipeline import Pipeline
 
 CONFIG = PipelineConfig(
     world_size=4,
-    model=ModelConfig(name="dummy", dummy_latent_shape=(1, 4, 14, 64, 64)),
+    # Steps of half a second whatever else the machine does, so that faults meet every place.
+    model=ModelConfig(name="dummy", dummy_latent_shape=(1, 4, 14, 32, 32), dummy_sleeps=True),
+    costs=Costs(step_seconds=0.5),
     sampling=SamplingConfig(num_inference_steps=28),
     stale_seconds=15.0,
     checksum=True,
