@@ -12,6 +12,7 @@ from svdpp.errors import (
     InputError,
     Interrupted,
     ModelError,
+    NotFiniteError,
     OutOfMemoryError,
     OutputError,
     RankError,
@@ -30,6 +31,7 @@ EXIT_CODES = {
     VerificationError: 3,
     OutOfMemoryError: 4,
     ModelError: 5,
+    NotFiniteError: 5,
     RankError: 6,
     TransportError: 6,
     InputError: 7,
@@ -54,8 +56,8 @@ def test_exit_codes(cls: type[SvdppError]) -> None:
     assert exit_code_of(cls("no")) == EXIT_CODES[cls]
 
 
-def test_exit_codes_are_distinct_but_for_the_wire() -> None:
-    codes = [cls.exit_code for cls in EXIT_CODES if cls is not TransportError]
+def test_exit_codes_are_distinct_but_for_kinds_of_one_another() -> None:
+    codes = [cls.exit_code for cls in EXIT_CODES if cls not in (TransportError, NotFiniteError)]
 
     assert sorted(codes) == [1, 2, 3, 4, 5, 6, 7, 8]
 

@@ -90,7 +90,7 @@ def simulate(
 
     asked = request.joined_world(world)
     world_size = _DEFAULT_WORLD if asked is None else asked
-    num_clips = 2 * world_size if clips is None else clips
+    num_clips = max(1, 2 * world_size) if clips is None else clips
     if num_clips < 1:
         raise RequestError(f"--clips must be 1 or more, got {num_clips}")
     choice = request.LayoutChoice(

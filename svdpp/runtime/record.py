@@ -88,7 +88,12 @@ def clip_record(
         "crf": output.crf,
         "versions": versions(),
     }
-    return {**record, "parameters_sha256": _sha256({name: record[name] for name in IDENTITY})}
+    return {**record, "parameters_sha256": parameters_sha256(record)}
+
+
+def parameters_sha256(record: Mapping[str, Any]) -> str:
+    """Of all that makes a clip the clip it is: equal where the clips are."""
+    return _sha256({name: record[name] for name in IDENTITY})
 
 
 def versions() -> dict[str, str]:
@@ -126,7 +131,6 @@ class _Record(BaseModel):
     fit: Fit
     format: VideoFormat
     crf: int
-    parameters_sha256: str
     latents_sha256: str
     frames_sha256: str
 

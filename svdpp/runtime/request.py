@@ -15,7 +15,13 @@ from svdpp.media import place, space, video
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.runtime import handover
 from svdpp.runtime.journal import NAME, Journal
-from svdpp.runtime.record import IDENTITY, clip_record, handover_key, read_record
+from svdpp.runtime.record import (
+    IDENTITY,
+    clip_record,
+    handover_key,
+    parameters_sha256,
+    read_record,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,9 +204,8 @@ def _finished(output: OutputConfig, record: dict[str, Any]) -> dict[str, Any] | 
     if not (path.exists() and json_path.exists()):
         return None
     there = read_record(json_path)
-    if there["parameters_sha256"] != record["parameters_sha256"]:
-        different = [name for name in IDENTITY if there[name] != record[name]]
-        name = different[0] if different else "parameters_sha256"
+    if parameters_sha256(there) != record["parameters_sha256"]:
+        name = next(name for name in IDENTITY if there[name] != record[name])
         raise RequestError(
             f"{path.name!r} exists with another {name}: {there[name]!r}, now {record[name]!r}",
             "--overwrite makes it anew; another --out folder keeps both",

@@ -130,10 +130,10 @@ def test_debug_alone_shows_the_traceback() -> None:
 def test_what_was_not_foreseen_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     import svdpp.cli.plan as command
 
-    def broken(*_: object) -> None:
+    def broken(**_: object) -> None:
         raise ZeroDivisionError("division by zero")
 
-    monkeypatch.setattr(command, "split_steps", broken)
+    monkeypatch.setattr(command, "Layout", broken)
     answer = svdpp_here("plan")
 
     assert (answer.code, answer.out) == (1, "")
@@ -185,6 +185,8 @@ def test_simulate_json() -> None:
         "num_steps": 4,
         "world_size": 2,
         "split": "uniform",
+        "replicas": 1,
+        "decoders": 1,
         "model": "dummy",
         "dtype": "fp32",
         "backend": "gloo",
@@ -230,7 +232,8 @@ def test_run_json(made: tuple[Path, Answer]) -> None:
     assert (answer.code, answer.err) == (0, "")
     (record,) = json.loads(answer.out)
     assert record == json.loads((folder / "out/a photo_0.json").read_text())
-    assert {path.name for path in (folder / "out").iterdir()} == {"a photo_0.mp4", "a photo_0.json"}
+    names = {path.name for path in (folder / "out").iterdir()}
+    assert names == {"a photo_0.mp4", "a photo_0.json", "run.json"}
     expected = {
         "schema_version": 1,
         "input": "../a photo.jpg",
@@ -365,7 +368,7 @@ def test_verify_refuses_what_is_no_record(
 
 @pytest.mark.processes
 @pytest.mark.timeout(60)
-def test_a_full_disk_ends_the_run(tmp_path: Path) -> None:
+def test_a_full_disk_loses_the_clip(tmp_path: Path) -> None:
     """The last clips of a run as well, after which no rank has anything more to do."""
     run = ("run", PHOTO, *DEMO, *TINY, "--world", "2", "-q", "--format", "webp", "--out", "out")
     limited = subprocess.run(
@@ -379,9 +382,11 @@ def test_a_full_disk_ends_the_run(tmp_path: Path) -> None:
         check=False,
     )
 
-    answer = Answer(limited.returncode, limited.stdout, limited.stderr)
-    assert_error(answer, 8, "rocket_0.webp' cannot be written: File too large")
-    assert list((tmp_path / "out").iterdir()) == []
+    assert limited.stdout.startswith("out/rocket_0.webp  (lost: ")
+    answer = Answer(limited.returncode, "", limited.stderr)
+    assert_error(answer, 8, "1 of 1 lost: ", "rocket_0.webp' cannot be written: File too large")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["run.json"]
+    assert json.loads((tmp_path / "out/run.json").read_text())["clips"][0]["state"] == "failed"
 
 
 @pytest.mark.processes

@@ -97,7 +97,7 @@ def test_another_protocol_version_is_named_with_the_mend() -> None:
 
 def test_a_byte_count_that_does_not_fit_the_tensors_is_refused() -> None:
     data = bytearray(HEADER.pack())
-    struct.pack_into("<Q", data, struct.calcsize("<8sHQIQd"), 12)
+    struct.pack_into("<Q", data, struct.calcsize("<8sHHQIQd"), 12)
     with pytest.raises(TransportError, match="announces 12 bytes"):
         Header.unpack(bytes(data))
 
