@@ -100,7 +100,12 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("make", "given", "words"), REFUSED, ids=str)
+def _name(value: object) -> str:
+    """The same in every process, as tests that run side by side need it."""
+    return getattr(value, "__name__", str(value))
+
+
+@pytest.mark.parametrize(("make", "given", "words"), REFUSED, ids=_name)
 def test_what_cannot_be_done_is_refused(make: Any, given: dict[str, Any], words: str) -> None:
     with pytest.raises(RequestError) as caught:
         make(**given)
@@ -133,7 +138,7 @@ ACCEPTED = [
 ]
 
 
-@pytest.mark.parametrize(("make", "given"), ACCEPTED, ids=str)
+@pytest.mark.parametrize(("make", "given"), ACCEPTED, ids=_name)
 def test_the_last_that_can_be_done_is_accepted(make: Any, given: dict[str, Any]) -> None:
     make(**given)
 

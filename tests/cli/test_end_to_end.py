@@ -5,10 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -188,29 +186,6 @@ def test_torchrun_with_another_world_is_refused() -> None:
     )
     assert done.returncode == 2
     assert "disagrees with torchrun's world of 4" in done.stderr
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_signals_end_the_run_in_order(number: signal.Signals, tmp_path: Path) -> None:
-    log = tmp_path / "log.jsonl"
-    running = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "svdpp", "simulate", "--world", "2", "--clips", "5000"),
-            *("--steps", "4", "--latent-shape", "1", "4", "2", "8", "8"),
-            *("--log-file", str(log), "--quiet"),
-        ],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    deadline = time.monotonic() + 60
-    while not (log.exists() and "is finished" in log.read_text()):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    running.send_signal(number)
-    _, errors = running.communicate(timeout=20)
-    assert running.returncode == 128 + number
-    assert errors.strip() == f"error: ended by {number.name}"
 
 
 def test_the_log_has_one_record_for_each_event_bound_to_its_rank(tmp_path: Path) -> None:

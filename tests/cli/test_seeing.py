@@ -78,7 +78,7 @@ def test_a_run_that_fails_leaves_what_was_measured_until_then(tmp_path: Path) ->
     )
     pipeline = Pipeline(config, fault=PlantedFault.parse("raise@rank1.clip1"))
     sights = Sights(trace=tmp_path / "trace.json")
-    with pytest.raises(RankError, match="a planted fault"), sights.of(pipeline, 2), pipeline:
+    with pytest.raises(RankError, match="a planted fault"), sights.of(pipeline), pipeline:
         pipeline.run([ClipRequest(seed=seed) for seed in range(2)])
 
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
@@ -90,7 +90,7 @@ def test_a_run_that_fails_leaves_what_was_measured_until_then(tmp_path: Path) ->
 def test_a_run_that_never_began_leaves_nothing(tmp_path: Path) -> None:
     pipeline = Pipeline(PipelineConfig(world_size=1, model=ModelConfig(name="dummy")))
     sights = Sights(trace=tmp_path / "trace.json")
-    with pytest.raises(ZeroDivisionError), sights.of(pipeline, 2):
+    with pytest.raises(ZeroDivisionError), sights.of(pipeline):
         raise ZeroDivisionError
 
     assert list(tmp_path.iterdir()) == []
