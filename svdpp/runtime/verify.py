@@ -141,7 +141,7 @@ def run_pipelined(
     Raises:
         SvdppError: the ranks could not run them.
     """
-    kept = _new_side(folder / _PIPELINED, config)
+    kept = new_side(folder / _PIPELINED, config)
     pipeline = Pipeline(config, evidence_folder=str(kept), fault=fault)
     for observer in observers:
         pipeline.observe(observer)
@@ -161,7 +161,7 @@ def run_sequential(
     Raises:
         SvdppError: the oracle could not run them.
     """
-    kept = _new_side(folder / _SEQUENTIAL, config)
+    kept = new_side(folder / _SEQUENTIAL, config)
     routes = config.layout.routes(range(len(requests)))
     steps = {part.end for route in routes for part in route.ranges}
     run_reference(config, requests, steps=steps, evidence_folder=kept, observers=observers)
@@ -200,7 +200,8 @@ def recompute(
         )[0]
 
 
-def _new_side(folder: Path, config: PipelineConfig) -> Path:
+def new_side(folder: Path, config: PipelineConfig) -> Path:
+    """A folder for one side of a comparison, with the settings that its bits depend on."""
     folder.mkdir()
     settings = {
         "CPU threads": config.num_threads,

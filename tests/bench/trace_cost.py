@@ -58,7 +58,7 @@ def run_once(config: PipelineConfig, num_clips: int, folder: Path | None) -> Rou
     open_log(verbosity=0, log_file=folder / "log.jsonl" if folder else None)
     pipeline = Pipeline(config)
     pipeline.observe(count)
-    pipeline.observe(EventLog(config.ranges))
+    pipeline.observe(EventLog(config.layout))
     with pipeline:
         pipeline.run([ClipRequest(seed=seed) for seed in range(num_clips)])
     if folder is not None:
@@ -70,7 +70,7 @@ def run_once(config: PipelineConfig, num_clips: int, folder: Path | None) -> Rou
 def seconds_an_event(config: PipelineConfig, folder: Path) -> Iterator[tuple[str, float]]:
     """Processor seconds of each part of one step's report, by part."""
     open_log(verbosity=0, log_file=folder / "alone.jsonl")
-    trace, log = Trace(config.world_size), EventLog(config.ranges)
+    trace, log = Trace(config.world_size), EventLog(config.layout)
     reader, writer = os.pipe()
     parts = {"rank: make and send": 0.0, "parent: read and trace": 0.0, "parent: log": 0.0}
     for step in range(_NUM_EVENTS):

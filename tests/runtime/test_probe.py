@@ -9,7 +9,7 @@ import pytest
 from svdpp.config import ModelConfig, PipelineConfig, SamplingConfig
 from svdpp.distributed.launch import Member
 from svdpp.errors import InputError, RankError
-from svdpp.plan.schedule import build_schedule, pipeline_routes
+from svdpp.plan.schedule import build_schedule
 from svdpp.runtime import probe
 from svdpp.runtime.pipeline import resolve
 from svdpp.runtime.rank_memory import estimate_ranks
@@ -83,7 +83,7 @@ def test_a_step_done_twice_gives_the_same_bits() -> None:
 def test_ranks_hold_what_their_actions_need() -> None:
     sampling = SamplingConfig(num_inference_steps=3, height=32, width=32, num_frames=2)
     config = PipelineConfig(world_size=3, model=ModelConfig(name="demo"), sampling=sampling)
-    schedule = build_schedule(pipeline_routes(config.ranges, range(4)), 3)
+    schedule = build_schedule(config.layout.routes(range(4)), 3)
 
     first, between, last = estimate_ranks(config, schedule)
 

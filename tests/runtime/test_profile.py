@@ -54,7 +54,10 @@ def test_the_first_clip_warms_up_and_does_not_count() -> None:
         measured(1, StepDone(clip=clip, step=0, seconds=10.0 - clip))
         done = ActionDone(action=f"ENCODE c{clip} @0", start=0.0, end=10.0 - clip, waited=0.0)
         measured(0, done)
-    measured(1, HopDone(direction="recv", clip=1, next_step=1, peer=0, num_bytes=77, seconds=0.1))
+    measured(
+        1,
+        HopDone(direction="recv", clip=1, next_step=1, peer=0, num_bytes=77, seconds=0.1, end=1.0),
+    )
 
     assert measured.steps == {1: [9.0, 8.0]}
     assert list(measured.actions.values()) == [[9.0, 8.0]]

@@ -12,7 +12,7 @@ import torch
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SamplingConfig
 from svdpp.runtime.evidence import Evidence
 from svdpp.runtime.report import write_report
-from svdpp.runtime.verify import Verdict, compare
+from svdpp.runtime.verify import Verdict, compare, new_side
 
 DUMMY = PipelineConfig(
     world_size=2,
@@ -24,8 +24,7 @@ DUMMY = PipelineConfig(
 def _keep(config: PipelineConfig, folder: Path, num_clips: int) -> None:
     """Equal latents and frames of both sides, as the two runs would leave them."""
     for side in ("pipelined", "sequential"):
-        (folder / side).mkdir()
-        evidence = Evidence(folder / side)
+        evidence = Evidence(new_side(folder / side, config))
         for clip in range(num_clips):
             for step in (1, 2):
                 evidence.keep_latent(clip, step, torch.full((1, 4, 2, 8, 8), clip + 0.5))
