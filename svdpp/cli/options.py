@@ -20,8 +20,9 @@ World = Annotated[
         "--world",
         "--gpus",
         metavar="W",
-        help="Number of ranks, 1 to the number of steps, which it must divide. Default: 4 to plan "
-        "and simulate; to run and verify as many GPUs as divide the steps, or 2 CPU ranks.",
+        help="Number of ranks, 1 or more; with the uniform split it must divide the steps. "
+        "Default: 4 to plan and simulate; to run and verify as many GPUs as may be, or 2 CPU "
+        "ranks.",
         rich_help_panel=_RANKS,
     ),
 ]
@@ -31,7 +32,8 @@ Steps = Annotated[
         "--steps",
         "--total-steps",
         metavar="N",
-        help="Denoising steps of each clip, 1 or more, a multiple of the number of ranks.",
+        help="Denoising steps of each clip, 1 or more; with the uniform split a multiple of the "
+        "number of ranks.",
         rich_help_panel=_SAMPLING,
     ),
 ]
@@ -79,7 +81,8 @@ CostsOption = Annotated[
         "--costs",
         metavar="FILE|PRESET",
         help="Costs that splits and forecasts go by: a costs.json, or the published svd-xt-a100, "
-        "svd-xt-a100-pcie or svd-xt-h100-pcie. Default: a step is 1, all else 0.",
+        "svd-xt-a100-pcie or svd-xt-h100-pcie. Default: to run and verify svd-xt-a100; else a step "
+        "is 1 and all else 0.",
         rich_help_panel=_COSTS,
     ),
 ]

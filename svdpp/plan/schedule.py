@@ -69,13 +69,6 @@ class _Visit:
     work: tuple[Action, ...]
 
 
-def pipeline_routes(
-    ranges: tuple[StepRange, ...], clips: Iterable[int], *, decodes: bool = True
-) -> list[Route]:
-    """Every clip through all ranks in turn: the step pipeline."""
-    return [Route(clip, ranges, decodes) for clip in clips]
-
-
 def data_parallel_routes(
     num_steps: int, world_size: int, clips: Iterable[int], *, decodes: bool = True
 ) -> list[Route]:

@@ -22,10 +22,11 @@ from rich.console import Console as RichConsole
 from svdpp.cli.console import Console
 from svdpp.cli.progress import Progress
 from svdpp.errors import Interrupted
-from svdpp.plan.schedule import build_schedule, pipeline_routes
+from svdpp.plan.schedule import build_schedule
 from svdpp.plan.split import split_steps
 from svdpp.runtime.messages import ActionDone, Beat, ClipDone, Event, Joined, StepDone
 from tests.cli.shell import ROOT
+from tests.plan.plans import pipeline_routes
 
 _SHOW_CURSOR = "\x1b[?25h"
 

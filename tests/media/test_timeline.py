@@ -12,8 +12,9 @@ from PIL import Image
 from svdpp.errors import RequestError
 from svdpp.media.timeline import Panel, check_can_draw, draw_timeline
 from svdpp.plan.forecast import Costs, Span, replay
-from svdpp.plan.schedule import build_schedule, pipeline_routes
+from svdpp.plan.schedule import build_schedule
 from svdpp.plan.split import split_steps
+from tests.plan.plans import pipeline_routes
 
 
 def _spans(world_size: int, num_clips: int) -> list[Span]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
 
 from svdpp.plan.costs import Costs
 from svdpp.plan.layout import SPLITS, Layout
-from svdpp.plan.schedule import Route, Schedule, build_schedule, pipeline_routes
+from svdpp.plan.schedule import Route, Schedule, build_schedule
 from svdpp.plan.split import StepRange, split_steps
 
 # Binary fractions: sums of them are exact in any order, so times can be compared with ==.
@@ -21,6 +21,13 @@ costs = st.builds(
     decode_seconds=seconds,
     hop_seconds=seconds,
 )
+
+
+def pipeline_routes(
+    ranges: tuple[StepRange, ...], clips: Iterable[int], *, decodes: bool = True
+) -> list[Route]:
+    """Every clip through all ranks in turn: the step pipeline."""
+    return [Route(clip, ranges, decodes) for clip in clips]
 
 
 @dataclass(frozen=True)

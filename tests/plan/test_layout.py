@@ -18,10 +18,9 @@ from svdpp.plan.schedule import (
     build_schedule,
     check_schedule,
     data_parallel_routes,
-    pipeline_routes,
 )
 from svdpp.plan.split import StepRange, split_steps
-from tests.plan.plans import layouts
+from tests.plan.plans import layouts, pipeline_routes
 
 num_clips = st.integers(1, 20)
 
