@@ -41,7 +41,7 @@ def doctor(
     height: options.Height = None,
     width: options.Width = None,
     frames: options.NumFrames = None,
-    decode_chunk_size: options.DecodeChunkSize = None,
+    decode_chunk_size: options.NumDecodedAtOnce = None,
     memory_opt: options.MemoryOpt = False,
     threads: options.Threads = None,
     as_json: options.AsJson = False,

@@ -276,6 +276,15 @@ DecodeChunkSize = Annotated[
         rich_help_panel=_SAMPLING,
     ),
 ]
+NumDecodedAtOnce = Annotated[
+    int | None,
+    typer.Option(
+        "--decode-chunk-size",
+        metavar="F",
+        help="Frames decoded at a time, 1 or more; memory depends on it. Default: all frames.",
+        rich_help_panel=_SAMPLING,
+    ),
+]
 FitOption = Annotated[
     str,
     typer.Option(

@@ -85,14 +85,7 @@ def plan(
     height: options.Height = None,
     width: options.Width = None,
     frames: options.NumFrames = None,
-    decode_chunk_size: Annotated[
-        int | None,
-        typer.Option(
-            metavar="F",
-            help="Frames decoded at a time, 1 or more, for --memory. Default: all frames.",
-            rich_help_panel=_MEMORY,
-        ),
-    ] = None,
+    decode_chunk_size: options.NumDecodedAtOnce = None,
     costs_of: options.CostsOption = None,
     step_seconds: options.StepSeconds = None,
     encode_seconds: options.EncodeSeconds = None,

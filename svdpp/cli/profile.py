@@ -46,7 +46,7 @@ def profile(
     height: options.Height = None,
     width: options.Width = None,
     frames: options.NumFrames = None,
-    decode_chunk_size: options.DecodeChunkSize = None,
+    decode_chunk_size: options.NumDecodedAtOnce = None,
     memory_opt: options.MemoryOpt = False,
     latent_shape: Annotated[
         tuple[int, int, int, int, int],

@@ -110,13 +110,7 @@ def with_fitting_chunk(console: Console, config: PipelineConfig) -> PipelineConf
 
     Raises:
         OutOfMemoryError: not even one does.
-        RequestError: under torchrun, where every rank would measure for itself.
     """
-    if joined_world(None) is not None:
-        raise RequestError(
-            "--decode-chunk-size auto is measured by one process, and torchrun has started several",
-            "run it once without torchrun, and give the number that its JSON names",
-        )
     from svdpp.runtime.decode_chunk import measure_decode
 
     if not config.decodes:
