@@ -142,8 +142,10 @@ def run(
     The whole request is checked before any weight is loaded.
     """
     from svdpp.cli import log, request
+    from svdpp.cli.layout_choice import LayoutChoice
     from svdpp.cli.seeing import Sights
     from svdpp.runtime.pipeline import Pipeline
+    from svdpp.runtime.rank_memory import memory_of_devices
     from svdpp.runtime.request import OutputPolicy, check_outputs, plan_clips, read_inputs
 
     chosen = OutputConfig(path=str(out), format=output_format, crf=crf)  # type: ignore[arg-type]
@@ -163,7 +165,7 @@ def run(
         fit=fit,
     )
     all_seeds = request.parse_seeds(seed, seeds)
-    choice = request.LayoutChoice(
+    choice = LayoutChoice(
         split=split, replicas=replicas, decoders=decoders, layout=layout, costs=costs
     )
     asked = request.joined_world(world)
@@ -171,21 +173,23 @@ def run(
     is_member = request.is_joined_member()
     found, unreadable = ([], []) if is_member else read_inputs(inputs, keep_going=keep_going)
     is_joined = request.joined_world(None) is not None
+    weights = ModelConfig(
+        name=model,
+        revision=revision,
+        variant=variant,
+        local_files_only=local_files_only,
+        dtype=request.parse_dtype(dtype, device),
+        memory_opt=memory_opt,
+    )
     shape, why = choice.settings(
         num_steps=steps,
         world_size=world_size,
         num_clips=None if is_joined else len(found) * len(all_seeds),
         decodes=True,
+        memory=lambda: memory_of_devices(weights, sampling, device, world_size),
     )
     config = request.pipeline_config(
-        model=ModelConfig(
-            name=model,
-            revision=revision,
-            variant=variant,
-            local_files_only=local_files_only,
-            dtype=request.parse_dtype(dtype, device),
-            memory_opt=memory_opt,
-        ),
+        model=weights,
         sampling=sampling,
         world_size=world_size,
         device=device,

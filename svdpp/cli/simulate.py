@@ -84,6 +84,7 @@ def simulate(
     forecast beside them replays the same plan with the mean costs that were measured.
     """
     from svdpp.cli import log, request
+    from svdpp.cli.layout_choice import LayoutChoice
     from svdpp.cli.progress import Progress
     from svdpp.cli.seeing import Sights
     from svdpp.runtime.pipeline import Pipeline
@@ -93,7 +94,7 @@ def simulate(
     num_clips = max(1, 2 * world_size) if clips is None else clips
     if num_clips < 1:
         raise RequestError(f"--clips must be 1 or more, got {num_clips}")
-    choice = request.LayoutChoice(
+    choice = LayoutChoice(
         split=split, replicas=replicas, decoders=decoders, layout=layout, costs=costs
     )
     shape, why = choice.settings(

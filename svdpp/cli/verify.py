@@ -118,6 +118,7 @@ def verify(
     the latent at every hand-over, the final latent and the frames. Exit code 3 where they differ.
     """
     from svdpp.cli import log, request, seeing
+    from svdpp.cli.layout_choice import LayoutChoice
 
     if not tolerance >= 0:
         raise RequestError(f"--tolerance must be 0 or more, got {tolerance}")
@@ -136,7 +137,7 @@ def verify(
         return
     chosen_device = request.default_device() if device is None else device
     requests = _requests(model, inputs or [], clips, request.parse_seeds(seed, None)[0])
-    choice = request.LayoutChoice(
+    choice = LayoutChoice(
         split=split, replicas=replicas, decoders=decoders, layout=layout, costs=costs
     )
     world_size = choice.world(chosen_device, steps) if world is None else world

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-import torch
 
 from svdpp.config import DEMO_MODEL, ModelConfig, OutputConfig, PipelineConfig, sampling_defaults
 from svdpp.distributed import process_group
@@ -26,7 +25,7 @@ from svdpp.plan.schedule import build_schedule
 from svdpp.runtime import probe
 from svdpp.runtime.environment import available_bytes
 from svdpp.runtime.pipeline import resolve
-from svdpp.runtime.rank_memory import estimate_ranks
+from svdpp.runtime.rank_memory import estimate_ranks, free_on_cuda
 
 _GIB = 2**30
 #: Some hundred clips, and the log.
@@ -186,15 +185,12 @@ def _memory(patient: Patient) -> str:
     if config.device == "cpu":
         return _enough("the CPU", sum(needed), available_bytes())
     if config.device != "cuda":
-        return _enough(config.device, sum(needed), _free_on(config.device))
+        return _enough(config.device, sum(needed), free_on_cuda(config.device))
     verdicts = [
-        _enough(f"cuda:{rank}", size, _free_on(f"cuda:{rank}")) for rank, size in enumerate(needed)
+        _enough(f"cuda:{rank}", size, free_on_cuda(f"cuda:{rank}"))
+        for rank, size in enumerate(needed)
     ]
     return verdicts[max(range(len(needed)), key=needed.__getitem__)]
-
-
-def _free_on(device: str) -> int:
-    return int(torch.cuda.mem_get_info(torch.device(device))[0])
 
 
 def _enough(device: str, needed: int, free: int) -> str:

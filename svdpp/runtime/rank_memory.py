@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from svdpp.config import PipelineConfig
+import torch
+
+from svdpp.config import ModelConfig, PipelineConfig, SamplingConfig
 from svdpp.models.footprint import bare_process_bytes, estimate
 from svdpp.plan.actions import Action, Kind
 from svdpp.plan.schedule import Schedule
 from svdpp.runtime.pipeline import resolve
+
+
+def free_on_cuda(device: str) -> int:
+    """Bytes that nobody uses of a CUDA device."""
+    return int(torch.cuda.mem_get_info(torch.device(device))[0])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +75,40 @@ def estimate_ranks(config: PipelineConfig, schedule: Schedule) -> list[RankMemor
             )
         )
     return result
+
+
+def memory_of_devices(
+    model: ModelConfig,
+    sampling: SamplingConfig,
+    device: str,
+    world_size: int,
+    free_bytes: Callable[[str], int] = free_on_cuda,
+) -> tuple[dict[str, float], tuple[float, ...]]:
+    """What a layout is chosen by: what the model's parts need, and what each rank's device has.
+
+    Nothing of both for CPU ranks: they share the host's memory, and weights in it.
+
+    Args:
+        model: its parts are judged by their configuration alone.
+        sampling: not yet resolved.
+        device: as the user named it; a shared one is shared out.
+        world_size: number of ranks.
+        free_bytes: of a device.
+
+    Returns:
+        Fields of `plan.costs.Costs`, GiB, and GiB by rank.
+
+    Raises:
+        ModelError: the model cannot be found, or is not whole.
+    """
+    if device == "cpu":
+        return {}, ()
+    asked = PipelineConfig(world_size=1, model=model, sampling=sampling, device=device)
+    config, checkpoint = resolve(asked)
+    needs = estimate(checkpoint, config.model, config.sampling, device=device).as_costs()
+    if device != "cuda":
+        return needs, (free_bytes(device) / world_size / 2**30,) * world_size
+    return needs, tuple(free_bytes(f"cuda:{rank}") / 2**30 for rank in range(world_size))
 
 
 def _duties(actions: Iterable[Action]) -> tuple[bool, bool, bool]:

@@ -1,0 +1,86 @@
+"""What the options of layout come to, and what `auto` goes by."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from svdpp.cli.layout_choice import LayoutChoice
+from svdpp.config import ModelConfig, PipelineConfig, SamplingConfig, sampling_defaults
+from svdpp.errors import RequestError
+from svdpp.plan.costs import Costs
+from svdpp.plan.presets import PRESETS
+from svdpp.runtime.rank_memory import memory_of_devices
+
+COUNTS: dict[str, Any] = {"num_steps": 25, "world_size": 4, "num_clips": 40, "decodes": True}
+NEEDS = {
+    "encode_weights_gib": 2.0,
+    "encode_work_gib": 1.0,
+    "denoise_weights_gib": 3.0,
+    "denoise_work_gib": 4.0,
+    "decode_weights_gib": 0.2,
+    "decode_work_gib": 9.0,
+}
+
+
+def test_what_is_given_is_taken_and_the_rest_left_to_the_default() -> None:
+    given = LayoutChoice(split="dithered", decoders=2)
+    shape, why = given.settings(**COUNTS)
+    assert shape == {"split": "dithered", "decoders": 2, "costs": PRESETS["svd-xt-a100"]}
+    assert why == ""
+    config = PipelineConfig(world_size=4, sampling=SamplingConfig(num_inference_steps=25), **shape)
+    assert str(config.layout) == "1 chain of 4 ranks, dithered, 2 decoders"
+    steps, _ = LayoutChoice().settings(**{**COUNTS, "decodes": False})
+    assert steps == {"costs": Costs()}
+
+
+def test_auto_says_why_and_whose_costs_it_took() -> None:
+    shape, why = LayoutChoice(layout="auto").settings(**COUNTS)
+    assert shape["replicas"] == 4
+    assert why.startswith("layout: data parallel: ")
+    assert "with the costs of svd-xt-a100" in why
+
+
+def test_auto_heeds_the_memory_of_devices() -> None:
+    """Whole clips would need 14.2 GiB a rank; steps with encode or with decode 9 or 12.2."""
+    small: tuple[dict[str, float], tuple[float, ...]] = (NEEDS, (13.0,) * 4)
+    shape, why = LayoutChoice(layout="auto").settings(**COUNTS, memory=lambda: small)
+    assert shape["replicas"] == 2
+    assert "need more memory" in why
+    with pytest.raises(RequestError, match="no layout of 4 ranks fits in 5 GiB a rank"):
+        LayoutChoice(layout="auto").settings(**COUNTS, memory=lambda: (NEEDS, (5.0,) * 4))
+
+
+@pytest.mark.parametrize(
+    ("choice", "counts", "words"),
+    [
+        (LayoutChoice(layout="best"), {}, "--layout must be auto, got 'best'"),
+        (LayoutChoice(layout="auto", replicas=2), {}, "leave out --replicas"),
+        (LayoutChoice(layout="auto"), {"num_clips": None}, "rank 0 alone knows them"),
+        (LayoutChoice(costs="a-card"), {}, "neither a file nor a preset"),
+    ],
+    ids=["unknown", "beside a choice", "under torchrun", "no costs"],
+)
+def test_what_cannot_be_chosen(choice: LayoutChoice, counts: dict[str, Any], words: str) -> None:
+    with pytest.raises(RequestError, match=words):
+        choice.settings(**{**COUNTS, **counts})
+
+
+def test_all_ranks_may_be_used_where_nothing_must_divide() -> None:
+    assert LayoutChoice().world("cpu", 25) == 1
+    assert LayoutChoice(split="dithered").world("cpu", 25) == 2
+    assert LayoutChoice(layout="auto").world("cpu", 25) == 2
+
+
+def test_what_devices_have_and_the_model_needs() -> None:
+    model = ModelConfig(name="demo", dtype="fp16")
+    sampling = SamplingConfig(**sampling_defaults("demo"))
+    free = {"cuda:0": 8 * 2**30, "cuda:1": 6 * 2**30}
+    needs, has = memory_of_devices(model, sampling, "cuda", 2, free.__getitem__)
+    assert has == (8.0, 6.0)
+    peak = Costs(**needs).peak_gib(encode=True, denoise=True, decode=True)  # type: ignore[arg-type]
+    assert peak is not None
+    assert 0.01 < peak < 2
+    assert memory_of_devices(model, sampling, "cuda:1", 3, free.__getitem__)[1] == (2.0,) * 3
+    assert memory_of_devices(model, sampling, "cpu", 2) == ({}, ())
