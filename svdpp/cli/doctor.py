@@ -16,7 +16,7 @@ from svdpp.config import DEFAULT_NUM_STEPS, DEMO_MODEL, ModelConfig
 from svdpp.redaction import redact, redact_all
 
 if TYPE_CHECKING:
-    from svdpp.runtime.doctor import Check
+    from svdpp.measure.doctor import Check
 
 _COLOURS = {"ok": "green", "failed": "bold red", "skipped": "dim"}
 
@@ -55,7 +55,7 @@ def doctor(
     from svdpp.runtime.pipeline import quiet_libraries
 
     quiet_libraries()  # they speak while they are imported
-    from svdpp.runtime.doctor import Patient, examine
+    from svdpp.measure.doctor import Patient, examine
 
     chosen = device or request.default_device()
     default_world = request.default_world(chosen, DEFAULT_NUM_STEPS, on_cpu=2)

@@ -16,8 +16,8 @@ from svdpp.errors import RequestError
 from svdpp.redaction import redact
 
 if TYPE_CHECKING:
+    from svdpp.measure.profile import Profile
     from svdpp.plan.costs import Costs
-    from svdpp.runtime.profile import Profile
 
 
 def profile(
@@ -71,7 +71,7 @@ def profile(
     from svdpp.runtime.pipeline import quiet_libraries
 
     quiet_libraries()  # they speak while they are imported
-    from svdpp.runtime.profile import profile as measure
+    from svdpp.measure.profile import profile as measure
 
     if repeats < 1:
         raise RequestError(f"--repeats must be 1 or more, got {repeats}")

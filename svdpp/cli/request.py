@@ -106,7 +106,7 @@ def with_fitting_chunk(console: Console, config: PipelineConfig) -> PipelineConf
     Raises:
         OutOfMemoryError: not even one does.
     """
-    from svdpp.runtime.decode_chunk import measure_decode
+    from svdpp.measure.decode_chunk import measure_decode
 
     if not config.decodes:
         return config

@@ -144,8 +144,8 @@ def run(
     from svdpp.cli import log, request
     from svdpp.cli.layout_choice import LayoutChoice
     from svdpp.cli.seeing import Sights
+    from svdpp.measure.rank_memory import memory_of_devices
     from svdpp.runtime.pipeline import Pipeline
-    from svdpp.runtime.rank_memory import memory_of_devices
     from svdpp.runtime.request import OutputPolicy, check_outputs, plan_clips, read_inputs
 
     chosen = OutputConfig(path=str(out), format=output_format, crf=crf)  # type: ignore[arg-type]

@@ -100,7 +100,7 @@ def draw_run(pipeline: Pipeline, path: Path) -> None:
 
 
 def _write_trace(pipeline: Pipeline, path: Path) -> None:
-    from svdpp.runtime.chrome_trace import write_chrome_trace
+    from svdpp.measure.chrome_trace import write_chrome_trace
 
     config = pipeline.config
     about = {

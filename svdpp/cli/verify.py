@@ -218,10 +218,10 @@ def _compare(
 ) -> None:
     from svdpp.cli.log import EventLog
     from svdpp.cli.progress import Progress
+    from svdpp.measure.report import write_report
     from svdpp.plan.schedule import build_schedule, data_parallel_routes
     from svdpp.runtime import verify as proof
     from svdpp.runtime.faults import PlantedFault
-    from svdpp.runtime.report import write_report
 
     num_steps, clips = config.sampling.num_inference_steps, range(len(requests))
     fault = None if plant_fault is None else PlantedFault.parse(plant_fault)

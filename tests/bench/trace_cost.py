@@ -29,7 +29,7 @@ import torch
 
 from svdpp.cli.log import EventLog, open_log
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig
-from svdpp.runtime.chrome_trace import write_chrome_trace
+from svdpp.measure.chrome_trace import write_chrome_trace
 from svdpp.runtime.messages import Event, StepDone, parse_event
 from svdpp.runtime.pipeline import Pipeline
 from svdpp.runtime.trace import Trace

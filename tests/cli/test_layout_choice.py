@@ -9,9 +9,9 @@ import pytest
 from svdpp.cli.layout_choice import LayoutChoice
 from svdpp.config import ModelConfig, PipelineConfig, SamplingConfig, sampling_defaults
 from svdpp.errors import RequestError
+from svdpp.measure.rank_memory import memory_of_devices
 from svdpp.plan.costs import Costs
 from svdpp.plan.presets import PRESETS
-from svdpp.runtime.rank_memory import memory_of_devices
 
 COUNTS: dict[str, Any] = {"num_steps": 25, "world_size": 4, "num_clips": 40, "decodes": True}
 NEEDS = {

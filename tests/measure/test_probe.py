@@ -9,10 +9,10 @@ import pytest
 from svdpp.config import ModelConfig, PipelineConfig, SamplingConfig
 from svdpp.distributed.launch import Member
 from svdpp.errors import InputError, RankError
+from svdpp.measure import probe
+from svdpp.measure.rank_memory import estimate_ranks
 from svdpp.plan.schedule import build_schedule
-from svdpp.runtime import probe
 from svdpp.runtime.pipeline import resolve
-from svdpp.runtime.rank_memory import estimate_ranks
 
 
 def _dummy(world_size: int) -> PipelineConfig:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SamplingConfig
-from svdpp.runtime.chrome_trace import trace_events, write_chrome_trace
+from svdpp.measure.chrome_trace import trace_events, write_chrome_trace
 from svdpp.runtime.messages import ActionDone, HopDone, Joined, StepDone
 from svdpp.runtime.pipeline import Pipeline
 from svdpp.runtime.trace import Trace

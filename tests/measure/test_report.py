@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SamplingConfig
+from svdpp.measure.report import write_report
 from svdpp.runtime.evidence import Evidence
-from svdpp.runtime.report import write_report
 from svdpp.runtime.verify import Verdict, compare, new_side
 
 DUMMY = PipelineConfig(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from svdpp.config import ModelConfig, PipelineConfig, SamplingConfig
+from svdpp.measure.probe import Hop
+from svdpp.measure.profile import Profile, _Measured, _moving_photo
 from svdpp.runtime.messages import ActionDone, HopDone, StepDone
-from svdpp.runtime.probe import Hop
-from svdpp.runtime.profile import Profile, _Measured, _moving_photo
 
 
 def _profile(device: str, *steps: float) -> Profile:

@@ -19,13 +19,13 @@ from svdpp.errors import (
     SvdppError,
     VerificationError,
 )
+from svdpp.measure import probe
+from svdpp.measure.environment import available_bytes
+from svdpp.measure.rank_memory import estimate_ranks, free_on_cuda
 from svdpp.media import place, video
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.plan.schedule import build_schedule
-from svdpp.runtime import probe
-from svdpp.runtime.environment import available_bytes
 from svdpp.runtime.pipeline import resolve
-from svdpp.runtime.rank_memory import estimate_ranks, free_on_cuda
 
 _GIB = 2**30
 #: Some hundred clips, and the log.

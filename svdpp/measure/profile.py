@@ -15,6 +15,8 @@ import torch
 
 from svdpp.config import ClipRequest, OutputConfig, PipelineConfig
 from svdpp.distributed import process_group
+from svdpp.measure import probe
+from svdpp.measure.environment import cpu_model
 from svdpp.media import image as photos
 from svdpp.media import video
 from svdpp.media.examples import example_photos
@@ -23,8 +25,6 @@ from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.interface import Frames
 from svdpp.plan.actions import Action, Kind
 from svdpp.plan.costs import Costs
-from svdpp.runtime import probe
-from svdpp.runtime.environment import cpu_model
 from svdpp.runtime.messages import ActionDone, Event, HopDone, StepDone
 from svdpp.runtime.pipeline import Pipeline, resolve
 

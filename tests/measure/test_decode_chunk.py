@@ -16,8 +16,8 @@ import torch
 from svdpp.config import DEMO_SAMPLING, ModelConfig, PipelineConfig, SamplingConfig
 from svdpp.distributed.launch import StartedGroup
 from svdpp.errors import OutOfMemoryError, RequestError
+from svdpp.measure.decode_chunk import DecodeMemory, _peak, measure_decode
 from svdpp.runtime import decode_chunk
-from svdpp.runtime.decode_chunk import DecodeMemory, _peak, measure_decode
 from tests.cli.shell import DEMO, PHOTO, TINY, svdpp_alone
 
 MEMORY = DecodeMemory(num_frames=25, one_frame=100, each_in_chunk=50, each_kept=1, free=0)
