@@ -29,7 +29,7 @@ MEASURE = """
 import json, sys
 from svdpp.config import ModelConfig, PipelineConfig, SamplingConfig
 from svdpp.models import determinism
-from svdpp.runtime import probe
+from svdpp.measure import probe
 from svdpp.runtime.pipeline import quiet_libraries, resolve
 from svdpp.runtime.rank import load_model
 quiet_libraries()
