@@ -30,8 +30,9 @@ from svdpp.models.determinism import make_deterministic
 from svdpp.models.interface import LATENTS
 from svdpp.plan.actions import Kind
 from svdpp.plan.forecast import Span
+from svdpp.plan.layout import Roles
 from svdpp.runtime.pipeline import Pipeline, resolve
-from svdpp.runtime.rank import Roles, load_model
+from svdpp.runtime.rank import load_model
 
 
 def one_clip_seconds(config: PipelineConfig, repeats: int) -> list[float]:
