@@ -15,7 +15,7 @@ import pytest
 from svdpp.media.examples import example_photos
 from svdpp.media.video import read_frames
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.long]
 
 KNOBS = ["--steps", "6", "--height", "64", "--width", "64", "--frames", "2", "--threads", "1"]
 PHOTOS = [str(photo) for photo in example_photos()[:2]]

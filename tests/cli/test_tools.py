@@ -28,6 +28,7 @@ def test_env_in_words_and_as_json() -> None:
     assert facts["variables"]["HF_HUB_OFFLINE"] == "1"
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_a_healthy_machine(tmp_path: Path) -> None:
     answer = svdpp_alone(
@@ -83,6 +84,7 @@ def test_the_first_failure_gives_the_exit_code(tmp_path: Path) -> None:
     assert "\n" + " " * 26 + "mend: pip install imageio-ffmpeg\n" in answer.out
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_profile_of_the_demo_is_what_plans_take(tmp_path: Path) -> None:
     path = tmp_path / "costs.json"

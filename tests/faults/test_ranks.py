@@ -33,7 +33,7 @@ from tests.faults.processes import (
     wait_until,
 )
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.long]
 
 DUMMY = PipelineConfig(
     world_size=WORLD_SIZE,

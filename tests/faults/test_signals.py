@@ -12,7 +12,7 @@ from tests.faults.commands import RUN, SIMULATE, STANDING
 from tests.faults.conftest import StartCommand
 from tests.faults.processes import command_line
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.long]
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 

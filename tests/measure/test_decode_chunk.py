@@ -16,8 +16,8 @@ import torch
 from svdpp.config import DEMO_SAMPLING, ModelConfig, PipelineConfig, SamplingConfig
 from svdpp.distributed.launch import StartedGroup
 from svdpp.errors import OutOfMemoryError, RequestError
+from svdpp.measure import decode_chunk
 from svdpp.measure.decode_chunk import DecodeMemory, _peak, measure_decode
-from svdpp.runtime import decode_chunk
 from tests.cli.shell import DEMO, PHOTO, TINY, svdpp_alone
 
 MEMORY = DecodeMemory(num_frames=25, one_frame=100, each_in_chunk=50, each_kept=1, free=0)
@@ -52,6 +52,7 @@ def test_peak_is_what_is_taken_and_given_back() -> None:
         assert _peak(torch.device("cpu"), work) == pytest.approx(2**26, rel=0.1)
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_measured_memory_grows_with_the_frames_and_their_size() -> None:
     sampling = SamplingConfig(**DEMO_SAMPLING)

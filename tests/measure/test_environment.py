@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from svdpp import __version__
+from svdpp.measure import environment as module
 from svdpp.measure.environment import available_bytes, cpu_model, environment
-from svdpp.runtime import environment as module
 
 
 def test_no_secret_and_no_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def _one_thread() -> Iterable[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 7, 28])
+@pytest.mark.parametrize("world_size", [1, 2, 7, pytest.param(28, marks=pytest.mark.long)])
 def test_every_world_gives_the_plain_loops_bits(world_size: int) -> None:
     with Pipeline(_config(world_size)) as pipeline:
         results = pipeline.run([ClipRequest(seed=seed) for seed in range(3)])
