@@ -35,12 +35,12 @@ def ours(photos: list[str], num_seeds: int, out: Path) -> list[str]:
 
 
 def theirs(photos: list[str], num_seeds: int, out: Path) -> list[str]:
-    """The command line of accelerate."""
+    """The command line of the script; by torchrun, since `accelerate launch` makes one CPU process
+    of two where there is no MPI."""
     return [
-        *(sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"),
-        *("--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"),
-        *("--num_cpu_threads_per_process", "1", str(_SCRIPT), str(_MODEL), str(out)),
-        *(str(num_seeds), *photos),
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"),
+        *("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", str(_SCRIPT), str(_MODEL)),
+        *(str(out), str(num_seeds), *photos),
     ]
 
 
