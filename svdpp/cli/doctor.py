@@ -52,7 +52,7 @@ def doctor(
     Nothing is downloaded. The exit code is that of the first check that failed.
     """
     from svdpp.cli import request
-    from svdpp.runtime.pipeline import quiet_libraries
+    from svdpp.distributed.fork_server import quiet_libraries
 
     quiet_libraries()  # they speak while they are imported
     from svdpp.measure.doctor import Patient, examine

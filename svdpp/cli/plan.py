@@ -152,7 +152,7 @@ def _with_memory(
 ) -> Costs:
     """`costs` with the memory that the model's parts will take, whatever was known of it before."""
     from svdpp.cli import request
-    from svdpp.runtime.pipeline import quiet_libraries
+    from svdpp.distributed.fork_server import quiet_libraries
 
     quiet_libraries()  # they speak while they are imported
     from svdpp.models.footprint import estimate

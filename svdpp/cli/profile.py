@@ -67,8 +67,8 @@ def profile(
     costs hold for this number of ranks and threads. Plans take them by --costs.
     """
     from svdpp.cli import request
+    from svdpp.distributed.fork_server import quiet_libraries
     from svdpp.media import place
-    from svdpp.runtime.pipeline import quiet_libraries
 
     quiet_libraries()  # they speak while they are imported
     from svdpp.measure.profile import profile as measure

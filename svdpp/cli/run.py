@@ -143,10 +143,7 @@ def run(
     """
     from svdpp.cli import log, request
     from svdpp.cli.layout_choice import LayoutChoice
-    from svdpp.cli.seeing import Sights
-    from svdpp.measure.rank_memory import memory_of_devices
-    from svdpp.runtime.pipeline import Pipeline
-    from svdpp.runtime.request import OutputPolicy, check_outputs, plan_clips, read_inputs
+    from svdpp.distributed import fork_server
 
     chosen = OutputConfig(path=str(out), format=output_format, crf=crf)  # type: ignore[arg-type]
     sampling = request.sampling_config(
@@ -165,6 +162,12 @@ def run(
         fit=fit,
     )
     all_seeds = request.parse_seeds(seed, seeds)
+    fork_server.start_early(svd=True)  # it imports torch while this does
+    from svdpp.cli.seeing import Sights
+    from svdpp.measure.rank_memory import memory_of_devices
+    from svdpp.runtime.pipeline import Pipeline
+    from svdpp.runtime.request import OutputPolicy, check_outputs, plan_clips, read_inputs
+
     choice = LayoutChoice(
         split=split, replicas=replicas, decoders=decoders, layout=layout, costs=costs
     )

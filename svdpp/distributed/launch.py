@@ -12,14 +12,14 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch.multiprocessing as torch_mp
 
-from svdpp.distributed import process_end, process_group, scratch
+from svdpp.distributed import fork_server, process_end, process_group, scratch
 from svdpp.distributed.channel import Channel, PipeChannel, StoreChannel
 from svdpp.distributed.process_group import World
 
@@ -240,15 +240,13 @@ def _run_to_exit(entry: Entry, member: Member, argument: Any) -> None:
 @contextlib.contextmanager
 def _ready_to_start(start_method: str, preload: Sequence[str]) -> Iterator[None]:
     """Sees to it that whatever is executed anew for the ranks does not answer Ctrl-C by itself."""
-    resource_tracker.ensure_running()  # it would let Ctrl-C through again
     if start_method == "spawn":
+        fork_server.quiet_libraries()
+        resource_tracker.ensure_running()  # it would let Ctrl-C through again
         with process_end.interrupts_held():
             yield
         return
-    bond = "svdpp.distributed.tether", "svdpp.distributed.untether"
-    forkserver.set_forkserver_preload([bond[0], *preload, bond[1]])
-    with process_end.interrupts_held():
-        forkserver.ensure_running()
+    fork_server.start(preload)
     yield  # starting ranks waits for the server's imports, and Ctrl-C must end that wait
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from svdpp.config import PipelineConfig
-from svdpp.distributed import process_group
+from svdpp.distributed import fork_server, process_group
 from svdpp.distributed.launch import Member, StartedGroup
 from svdpp.errors import OutOfMemoryError, RankError, SvdppError, from_record, to_record
 from svdpp.models import determinism
@@ -29,7 +29,7 @@ from svdpp.models.interface import LATENTS
 from svdpp.plan.actions import decode
 from svdpp.plan.layout import Roles
 from svdpp.runtime.memory import out_of_memory_named
-from svdpp.runtime.pipeline import quiet_libraries, resolve
+from svdpp.runtime.pipeline import resolve
 
 #: Left over is room for what the law does not know: fragments, other programs, libraries' caches.
 _SHARE_OF_FREE = 0.8
@@ -94,13 +94,12 @@ def measure_decode(config: PipelineConfig) -> DecodeMemory:
     """
     process_group.check_devices(config.device, config.world_size)
     setup = _Setup(*resolve(config))
-    quiet_libraries()
     group = StartedGroup(
         _measure_main,
         setup,
         world_size=1,
         backend="gloo",
-        preload=["svdpp.runtime.rank", "svdpp.models.svd"],  # as the ranks', which come after it
+        preload=[fork_server.ENGINE, fork_server.SVD],  # as the ranks', which come after it
     )
     try:
         answer = _wait(group, config.start_timeout_seconds + config.timeout_seconds)

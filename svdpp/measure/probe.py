@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from svdpp.config import PipelineConfig, TensorSpec
-from svdpp.distributed import process_group
+from svdpp.distributed import fork_server, process_group
 from svdpp.distributed.launch import Member, StartedGroup
 from svdpp.distributed.transport import TORCH_DTYPES, Packet, Transfer, Transport
 from svdpp.models import determinism
@@ -24,7 +24,7 @@ from svdpp.plan.layout import Roles
 from svdpp.runtime.evidence import tensor_sha256
 from svdpp.runtime.memory import out_of_memory_named
 from svdpp.runtime.messages import ClipDone, Event, Finished, Joined
-from svdpp.runtime.pipeline import new_watch, quiet_libraries
+from svdpp.runtime.pipeline import new_watch
 from svdpp.runtime.rank import load_model
 from svdpp.runtime.reporter import Reporter
 from svdpp.runtime.supervisor import Supervisor
@@ -75,13 +75,12 @@ def ask_ranks(
         if isinstance(event, ClipDone):
             answers[rank] = event.record
 
-    quiet_libraries()
     group = StartedGroup(
         _answer,
         (question, config, argument),
         world_size=config.world_size,
         backend=process_group.choose_backend(config.device, config.world_size),
-        preload=["svdpp.runtime.rank"],
+        preload=[fork_server.ENGINE],
     )
     supervisor = Supervisor(group, new_watch(config), device=config.device, observers=(collect,))
     try:

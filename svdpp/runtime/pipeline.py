@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from svdpp.config import ClipRequest, PipelineConfig
-from svdpp.distributed import process_group
+from svdpp.distributed import fork_server, process_group
 from svdpp.distributed.launch import Group, JoinedGroup, StartedGroup, serve_joined
 from svdpp.errors import SvdppError, from_record
 from svdpp.media import place
@@ -283,24 +282,14 @@ class Pipeline:
     def _open_group(self) -> Group:
         if self._world is not None:
             return JoinedGroup(rank_main, self._setup, world=self._world, backend=self.backend)
-        quiet_libraries()
         return StartedGroup(
             rank_main,
             self._setup,
             world_size=self.config.world_size,
             backend=self.backend,
-            preload=["svdpp.runtime.rank", *(["svdpp.models.svd"] if self.checkpoint else [])],
+            preload=[fork_server.ENGINE, *([fork_server.SVD] if self.checkpoint else [])],
             start_method=self._start_method,
         )
-
-
-def quiet_libraries() -> None:
-    """Keeps the libraries' chatter out of ranks that are started after this, unless asked for.
-
-    By the environment, since they speak while they are imported.
-    """
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
 
 
 def new_watch(config: PipelineConfig) -> Watch:

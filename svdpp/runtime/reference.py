@@ -26,7 +26,7 @@ from svdpp.plan.layout import Roles
 from svdpp.runtime.evidence import Evidence, tensor_sha256
 from svdpp.runtime.memory import out_of_memory_named
 from svdpp.runtime.messages import ClipDone, Finished, Joined, StepDone
-from svdpp.runtime.pipeline import new_watch, quiet_libraries, resolve
+from svdpp.runtime.pipeline import new_watch, resolve
 from svdpp.runtime.rank import load_model
 from svdpp.runtime.reporter import Reporter
 from svdpp.runtime.supervisor import Observer, Supervisor
@@ -78,7 +78,6 @@ def run_reference(
         if isinstance(event, ClipDone):
             hashes[event.clip] = event.record
 
-    quiet_libraries()
     group = StartedGroup(_reference_main, setup, world_size=1, backend="gloo")
     supervisor = Supervisor(
         group, new_watch(alone), device=alone.device, observers=(collect, *observers)

@@ -30,7 +30,7 @@ import json, sys
 from svdpp.config import ModelConfig, PipelineConfig, SamplingConfig
 from svdpp.models import determinism
 from svdpp.measure import probe
-from svdpp.runtime.pipeline import quiet_libraries, resolve
+from svdpp.runtime.pipeline import resolve
 from svdpp.runtime.rank import load_model
 quiet_libraries()
 name, dtype, side, frames, part = json.loads(sys.argv[1])
