@@ -95,7 +95,8 @@ def draw_run(pipeline: Pipeline, path: Path) -> None:
     if trace.steps:
         spans = pipeline.replayed()
         summary = summarise(spans, world_size)
-        panels.append(Panel(f"Forecast, at the mean measured costs: {_words(summary)}", spans))
+        costs = "given" if pipeline.config.model.dummy_sleeps else "mean measured"
+        panels.append(Panel(f"Forecast, at the {costs} costs: {_words(summary)}", spans))
     draw_timeline(panels, world_size, path)
 
 
