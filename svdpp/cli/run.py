@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +16,7 @@ from svdpp.config import (
     ModelConfig,
     OutputConfig,
     PipelineConfig,
+    SamplingConfig,
 )
 from svdpp.errors import Interrupted, RankError, exit_code_of, from_record, to_record
 
@@ -164,7 +166,6 @@ def run(
     all_seeds = request.parse_seeds(seed, seeds)
     fork_server.start_early(svd=True)  # it imports torch while this does
     from svdpp.cli.seeing import Sights
-    from svdpp.measure.rank_memory import memory_of_devices
     from svdpp.runtime.pipeline import Pipeline
     from svdpp.runtime.request import OutputPolicy, check_outputs, plan_clips, read_inputs
 
@@ -189,7 +190,7 @@ def run(
         world_size=world_size,
         num_clips=None if is_joined else len(found) * len(all_seeds),
         decodes=True,
-        memory=lambda: memory_of_devices(weights, sampling, device, world_size),
+        memory=partial(_memory_of_devices, weights, sampling, device, world_size),
     )
     config = request.pipeline_config(
         model=weights,
@@ -236,6 +237,17 @@ def run(
     else:
         _print(console, out, clips.skipped, records, lost)
     _raise_worst(lost, len(clips.skipped) + len(records) + len(lost))
+
+
+def _memory_of_devices(
+    weights: ModelConfig, sampling: SamplingConfig, device: str, world_size: int
+) -> tuple[dict[str, float], tuple[float, ...]]:
+    """What the model needs and CUDA devices have; asked for by `--layout auto` alone."""
+    if device == "cpu":
+        return {}, ()
+    from svdpp.measure.rank_memory import memory_of_devices  # diffusers: seconds
+
+    return memory_of_devices(weights, sampling, device, world_size)
 
 
 def _perform(
