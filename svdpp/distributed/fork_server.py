@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from multiprocessing import forkserver, resource_tracker
 
 from svdpp.distributed.process_end import interrupts_held
+from svdpp.distributed.tether import STARTER
 
 #: What ranks import: the engine, and SVD where they run it.
 ENGINE = "svdpp.runtime.rank"
@@ -28,8 +29,10 @@ def start(preload: Sequence[str]) -> None:
     quiet_libraries()
     resource_tracker.ensure_running()  # it would let Ctrl-C through again
     forkserver.set_forkserver_preload([_BOND[0], *preload, _BOND[1]])
+    os.environ[STARTER] = str(os.getpid())
     with interrupts_held():
         forkserver.ensure_running()
+    del os.environ[STARTER]
 
 
 def start_early(*, svd: bool) -> None:

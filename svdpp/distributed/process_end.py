@@ -13,9 +13,15 @@ from pathlib import Path
 _PR_SET_PDEATHSIG = 1
 
 
-def end_with_parent() -> None:
-    """Has the kernel kill this process when the thread that started it ends."""
-    parent = os.getppid()
+def end_with_parent(parent: int | None = None) -> None:
+    """Has the kernel kill this process when the thread that started it ends.
+
+    Args:
+        parent: process id of the starter, where it is known; else whoever is the parent now, and
+            a starter that is gone already goes unnoticed.
+    """
+    if parent is None:
+        parent = os.getppid()
     _set_parent_death_signal(signal.SIGKILL)
     if os.getppid() != parent:  # it died before the kernel was told
         os.kill(os.getpid(), signal.SIGKILL)

@@ -7,6 +7,12 @@ when its starter is gone, and must not end with the thread that happened to star
 
 from __future__ import annotations
 
+import os
+
 from svdpp.distributed.process_end import end_with_parent
 
-end_with_parent()
+#: In the server's environment: its starter's process id, since that may be gone by now.
+STARTER = "SVDPP_FORK_SERVER_STARTER"
+
+if STARTER in os.environ:  # not in the starter, which takes only the name from here
+    end_with_parent(int(os.environ.pop(STARTER)))
