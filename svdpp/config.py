@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from svdpp.errors import RequestError
 from svdpp.plan.costs import Costs
+from svdpp.plan.draft import Wave
 from svdpp.plan.layout import Layout, Split
 
 Fit = Literal["crop", "pad", "stretch"]
@@ -26,6 +27,8 @@ DUMMY_MODEL = "dummy"
 
 #: Bytes of one element, by dtype.
 DTYPE_BYTES: Mapping[str, int] = {"fp32": 4, "fp16": 2, "bf16": 2}
+# Frames travel, too.
+_PACKET_DTYPE_BYTES: Mapping[str, int] = {**DTYPE_BYTES, "uint8": 1}
 
 #: What differs from diffusers' defaults for the built-in models: the settings named in the demo
 #: model's README (svdpp/assets/demo-model/README.md) as those that look good.
@@ -53,7 +56,7 @@ class TensorSpec(NamedTuple):
     @property
     def num_bytes(self) -> int:
         """Bytes of the contiguous tensor."""
-        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+        return math.prod(self.shape) * _PACKET_DTYPE_BYTES[self.dtype]
 
     def __str__(self) -> str:
         return f"{'x'.join(map(str, self.shape))} {self.dtype}"
@@ -210,6 +213,28 @@ class SamplingConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DraftConfig:
+    """One clip sooner: an approximation first, the exact clip after it.
+
+    Raises:
+        RequestError: an agreement that no two clips can have.
+    """
+
+    starts: tuple[int, ...]
+    """The step at which each rank starts, by rank; see `plan.draft.Wave`."""
+    accept_db: float | None = None
+    """Two successive ranks whose frames agree to this PSNR, in dB, end the clip as it is then:
+    approximate. None: the exact clip ends it."""
+
+    def __post_init__(self) -> None:
+        agreement = self.accept_db
+        _require(
+            agreement is None or (math.isfinite(agreement) and agreement > 0),
+            f"--accept must be a finite PSNR above 0 dB, got {agreement}",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class PipelineConfig:
     """One pipeline: a model, the knobs of its sampler, and the ranks that share its steps.
 
@@ -239,13 +264,17 @@ class PipelineConfig:
     """Ranks at the end of each chain that take turns to finish clips."""
     costs: Costs = field(default_factory=Costs)
     """What the splits but `uniform` cut by."""
+    draft: DraftConfig | None = None
+    """All ranks walk the same clip from several starts, instead of sharing the steps of many."""
     checksum: bool = False
     """Whether packets carry a crc32 of their payload."""
     decode: bool = True
     """False leaves the clips at their final latents: for measuring the engine alone."""
 
     def __post_init__(self) -> None:
-        self.layout  # noqa: B018  the layout itself checks W against the steps
+        self.scheme  # noqa: B018  it checks W against the steps by itself
+        if self.draft is not None:
+            self._check_draft()
         _require(
             1 <= self.num_threads <= 1024, f"--threads must be 1 to 1024, got {self.num_threads}"
         )
@@ -269,6 +298,35 @@ class PipelineConfig:
                 math.isfinite(value) and value > 0, f"{_option(name)} must be above 0, got {value}"
             )
 
+    def _check_draft(self) -> None:
+        num_starts, accept_db = len(self.wave.starts), self.draft and self.draft.accept_db
+        _require(
+            num_starts == self.world_size,
+            f"--starts names {num_starts} ranks, but there are {self.world_size}",
+            f"use --world {num_starts}",
+        )
+        _require(
+            not accept_db or num_starts > 2,
+            "--accept compares two successive ranks before the exact one is done: of 2 ranks one "
+            "is the exact one",
+            "use --world 3 or more",
+        )
+
+    @property
+    def scheme(self) -> Layout | Wave:
+        """Who does what: of many clips, or of one."""
+        return self.layout if self.draft is None else self.wave
+
+    @cached_property
+    def wave(self) -> Wave:
+        """Where each rank starts in a clip's steps, where that is what was asked for."""
+        assert self.draft is not None
+        return Wave(
+            num_steps=self.sampling.num_inference_steps,
+            starts=self.draft.starts,
+            decodes=self.decodes,
+        )
+
     @cached_property
     def layout(self) -> Layout:
         """Which way each clip takes through the ranks."""
@@ -284,7 +342,8 @@ class PipelineConfig:
 
     def alone(self) -> PipelineConfig:
         """The same work on one device."""
-        return replace(self, world_size=1, split="uniform", replicas=1, decoders=1, costs=Costs())
+        plain: dict[str, Any] = {"split": "uniform", "replicas": 1, "decoders": 1, "draft": None}
+        return replace(self, world_size=1, costs=Costs(), **plain)
 
     @property
     def decodes(self) -> bool:
@@ -312,6 +371,12 @@ class OutputConfig:
         """Where the clip's record goes: beside it, under the same name."""
         suffix = "" if self.format == "frames" else f".{self.format}"
         return self.path.removesuffix(suffix) + ".json"
+
+    @property
+    def draft(self) -> OutputConfig:
+        """Where the clip's approximation goes: beside it, and by its name known for one."""
+        suffix = "" if self.format == "frames" else f".{self.format}"
+        return replace(self, path=f"{self.path.removesuffix(suffix)}.draft{suffix}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ HEADER_BYTES = 1024
 MAX_TENSORS = 8
 MAX_DIMS = 8
 _MAGIC = b"SVDPPKT\0"
-_DTYPE_CODES = {"fp32": 1, "fp16": 2, "bf16": 3}
+_DTYPE_CODES = {"fp32": 1, "fp16": 2, "bf16": 3, "uint8": 4}
 _DTYPE_NAMES = {code: name for name, code in _DTYPE_CODES.items()}
 # magic, version, flags, clip, next step, sequence number, unix time of the clip's begin, bytes,
 # crc32 of the payload, tensors

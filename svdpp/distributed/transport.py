@@ -28,6 +28,7 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = {
     "fp32": torch.float32,
     "fp16": torch.float16,
     "bf16": torch.bfloat16,
+    "uint8": torch.uint8,
 }
 _DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 _Result = TypeVar("_Result")
@@ -113,7 +114,6 @@ class Transport:
         self._wire = _Wire(device, backend)
         self._inboxes: dict[int, _Link] = {}
         self._outboxes: dict[int, _Link] = {}
-        self._arrivals: dict[int, Future[tuple[Header, torch.Tensor]]] = {}
 
     def connect(self, hops: Iterable[tuple[int, int]]) -> None:
         """Opens this rank's links: each of `hops` is (from, to), in an order all ranks share.
@@ -134,23 +134,11 @@ class Transport:
 
     def post_receive(
         self, clip: int, next_step: int, peer: int, expected: Mapping[str, TensorSpec]
-    ) -> None:
-        """Begins to receive `clip` from `peer` in the background; `take` waits for it."""
+    ) -> Arrival:
+        """Begins to receive `clip` from `peer` in the background."""
         link = self._inboxes.setdefault(peer, _Link(f"from-{peer}"))
-        self._arrivals[clip] = link.start(
-            lambda: self._receive_now(peer, clip, next_step, expected)
-        )
-
-    def take(self, clip: int) -> Packet:
-        """Waits for the posted receive of `clip` and hands its packet over.
-
-        Raises:
-            TransportError: the packet is not the expected one, or the wire broke.
-        """
-        header, payload = self._arrivals.pop(clip).result()
-        self._wire.hand_over(payload)
-        tensors = dict(_unpack(payload, header.tensors))
-        return Packet(header.clip, header.next_step, header.begun_at, tensors, header.void)
+        future = link.start(lambda: self._receive_now(peer, clip, next_step, expected))
+        return Arrival(future, self._wire)
 
     def send(self, packet: Packet, peer: int) -> None:
         """Sends in the background; first waits until the packet before it on this link is gone.
@@ -233,6 +221,30 @@ class Transport:
             end = time.monotonic()
             what = header.clip, header.next_step, peer, header.num_bytes
             self._on_transfer(Transfer(kind, *what, seconds=end - begun, end=end))
+
+
+class Arrival:
+    """A packet that is on its way, or there.
+
+    Args:
+        future: of its header and payload.
+        wire: that brings it.
+    """
+
+    def __init__(self, future: Future[tuple[Header, torch.Tensor]], wire: _Wire) -> None:
+        self._future = future
+        self._wire = wire
+
+    def take(self) -> Packet:
+        """Waits for the packet and hands it over; once.
+
+        Raises:
+            TransportError: the packet is not the expected one, or the wire broke.
+        """
+        header, payload = self._future.result()
+        self._wire.hand_over(payload)
+        tensors = dict(_unpack(payload, header.tensors))
+        return Packet(header.clip, header.next_step, header.begun_at, tensors, header.void)
 
 
 class _Link:

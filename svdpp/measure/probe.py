@@ -199,9 +199,9 @@ class _Pinger:
         tensor = torch.zeros(spec.shape, device=self.device)
         for _ in range(times + 1):
             begun = time.monotonic()
-            self.transport.post_receive(self.sent, 1, self.peer, {"blob": spec})
+            answer = self.transport.post_receive(self.sent, 1, self.peer, {"blob": spec})
             self.transport.send(Packet(self.sent, 0, 0.0, {"blob": tensor}), self.peer)
-            self.transport.take(self.sent)
+            answer.take()
             seconds.append(time.monotonic() - begun)
             self.sent += 1
         return statistics.median(seconds[1:])
@@ -209,8 +209,8 @@ class _Pinger:
     def answer(self, num_bytes: int, times: int) -> None:
         """Sends back what comes."""
         for _ in range(times + 1):
-            self.transport.post_receive(self.sent, 0, self.peer, {"blob": _blob(num_bytes)})
-            packet = self.transport.take(self.sent)
+            expected = {"blob": _blob(num_bytes)}
+            packet = self.transport.post_receive(self.sent, 0, self.peer, expected).take()
             self.transport.send(Packet(self.sent, 1, 0.0, packet.tensors), self.peer)
             self.sent += 1
 

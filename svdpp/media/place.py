@@ -81,6 +81,11 @@ def write_json(path: Path, record: Mapping[str, object]) -> None:
         temporary.write_text(text, encoding="ascii")
 
 
+def remove(path: Path) -> None:
+    """Removes the file, or the folder and all in it; one that is not there is no matter."""
+    _remove(path)
+
+
 def check_writable(folder: Path) -> None:
     """Proves that `folder` is there, or can be made, and takes a file; leaves nothing behind.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 from diffusers import EulerDiscreteScheduler, UNetSpatioTemporalConditionModel
+from diffusers.schedulers.scheduling_euler_discrete import EulerDiscreteSchedulerOutput
 
 from svdpp.config import SamplingConfig
 from svdpp.models.encode import ADDED_TIME_IDS, IMAGE_EMBEDDING, IMAGE_LATENTS
@@ -49,15 +50,30 @@ class SvdDenoiser:
         self._added_time_ids = torch.cat([added_time_ids] * 2) if self._guided else added_time_ids
         self._guidance_scale = guidance_scale(sampling, device, self._embedding.dtype)
 
+    @property
+    def sigmas(self) -> torch.Tensor:
+        """The scheduler's own noise levels: (N + 1,), float32."""
+        sigmas: torch.Tensor = self._scheduler.sigmas
+        return sigmas
+
     @torch.no_grad()
     def forward(self, latent: torch.Tensor, step: int) -> torch.Tensor:
         """The latent (1, F, C, h, w) after `step`."""
+        result: torch.Tensor = self._step(latent, step).prev_sample
+        return result
+
+    @torch.no_grad()
+    def evaluate(self, latent: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The latent after `step`, and dx/dsigma before it as the scheduler has it: in float32."""
+        output = self._step(latent, step)
+        derivative = (latent.float() - output.pred_original_sample) / self.sigmas[step]
+        return output.prev_sample, derivative
+
+    def _step(self, latent: torch.Tensor, step: int) -> EulerDiscreteSchedulerOutput:
         assert step == self._next_step, f"step {step} asked for, {self._next_step} is next"
         self._next_step += 1
         noise_pred = self.predict_noise(latent, step)
-        timestep = self._scheduler.timesteps[step]
-        result: torch.Tensor = self._scheduler.step(noise_pred, timestep, latent).prev_sample
-        return result
+        return self._scheduler.step(noise_pred, self._scheduler.timesteps[step], latent)
 
     @torch.no_grad()
     def predict_noise(self, latent: torch.Tensor, step: int) -> torch.Tensor:

@@ -40,12 +40,20 @@ class DummyUNet(nn.Module):
             with torch.no_grad():
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
 
+    @property
+    def sigmas(self) -> torch.Tensor:
+        """Noise levels that fall from 1 to 0 in equal steps: (N + 1,), float32."""
+        return torch.linspace(1.0, 0.0, self.num_steps + 1)
+
     def forward(self, latent: torch.Tensor, step: int) -> torch.Tensor:
         """One step: (B, C, F, H, W) to the same shape and dtype."""
+        return self.evaluate(latent, step)[0]
+
+    def evaluate(self, latent: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The latent after `step`, and its derivative by the noise level before it."""
         level = 1.0 - step / self.num_steps
         residual = self.narrow(torch.nn.functional.silu(self.widen(latent) + level))
-        result: torch.Tensor = latent + residual / self.num_steps
-        return result
+        return latent + residual / self.num_steps, -residual.float()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,10 +77,20 @@ class PacedDenoiser:
         self._denoiser = denoiser
         self._seconds = seconds
 
+    @property
+    def sigmas(self) -> torch.Tensor:
+        """See `Denoiser`."""
+        return self._denoiser.sigmas
+
     def forward(self, latent: torch.Tensor, step: int) -> torch.Tensor:
         """See `Denoiser`."""
         with _at_least(self._seconds):
             return self._denoiser.forward(latent, step)
+
+    def evaluate(self, latent: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Denoiser`."""
+        with _at_least(self._seconds):
+            return self._denoiser.evaluate(latent, step)
 
 
 class DummyModel:
@@ -117,10 +135,15 @@ class DummyModel:
         seconds = self._pace.step_seconds
         return PacedDenoiser(self._unet, seconds) if seconds else self._unet
 
-    def decode(self, latent: torch.Tensor) -> Frames:
+    def decode(self, latent: torch.Tensor) -> Frames:  # noqa: ARG002
         """Black frames, one for each of the latent's, in the time of a decode."""
         with _at_least(self._pace.decode_seconds):
-            return np.zeros((latent.shape[2], 8, 8, 3), np.uint8)
+            return np.zeros(self.frames_shape, np.uint8)
+
+    @property
+    def frames_shape(self) -> tuple[int, int, int, int]:
+        """One small frame for each of the latent's: F, 8, 8, 3."""
+        return self._spec.shape[2], 8, 8, 3
 
 
 @contextmanager

@@ -22,14 +22,31 @@ Tensors = dict[str, torch.Tensor]
 Frames = NDArray[np.uint8]
 
 
-class Denoiser(Protocol):
-    """One clip's sampler: everything that stays the same over its steps is inside."""
+class Sampler(Protocol):
+    """What does one clip's steps, one after the other."""
 
     def forward(self, latent: torch.Tensor, step: int) -> torch.Tensor:
         """The latent after step `step`, of the same shape and dtype; `latent` is left as it is.
 
-        Steps are asked for in rising order, without gaps, from the one the denoiser was made for.
+        Steps are asked for in rising order, without gaps, from the one the sampler was made for.
         """
+        ...
+
+
+class Denoiser(Sampler, Protocol):
+    """One clip's sampler: everything that stays the same over its steps is inside.
+
+    It integrates dx/dsigma = f(x, sigma) by Euler's method, from noise level to noise level (EDM,
+    arXiv:2206.00364, algorithm 1 without churn): x + f * (sigmas[step + 1] - sigmas[step]).
+    """
+
+    @property
+    def sigmas(self) -> torch.Tensor:
+        """Noise level before each step, and after the last: (N + 1,), float32, on the CPU."""
+        ...
+
+    def evaluate(self, latent: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What `forward` gives, bit for bit, and the derivative f at `latent`, in float32."""
         ...
 
 
@@ -52,4 +69,9 @@ class VideoModel(Protocol):
 
     def decode(self, latent: torch.Tensor) -> Frames:
         """The frames of a final latent."""
+        ...
+
+    @property
+    def frames_shape(self) -> tuple[int, int, int, int]:
+        """What `decode` gives: F, H, W, 3."""
         ...

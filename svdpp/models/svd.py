@@ -82,6 +82,11 @@ class SvdModel:
         """See `decode_latent`."""
         return decode_latent(self._pipe, latent, self._sampling)
 
+    @property
+    def frames_shape(self) -> tuple[int, int, int, int]:
+        """As asked for: F, H, W, 3."""
+        return self._sampling.frames, self._sampling.height, self._sampling.width, 3
+
 
 def load_svd(
     checkpoint: Checkpoint,

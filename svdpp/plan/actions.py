@@ -23,7 +23,20 @@ class Kind(StrEnum):
     DECODE = "DECODE"
     """Final latent to frames."""
     DELIVER = "DELIVER"
-    """Hash the result, write it in the background, and report the clip as finished."""
+    """Hash the result, write it in the background, and report the clip as finished; in a draft
+    wave, the fastest rank's result, which is not the clip yet."""
+    LEAP = "LEAP"
+    """Send `peer` the latent that step `start`'s derivative reaches in one long step to `end`."""
+    TELL = "TELL"
+    """Send `peer` the latent before step `start` and its derivative there; after the last step,
+    the result."""
+    HEAR = "HEAR"
+    """Post the receive of what `peer` tells of step `start`; who uses it waits for it."""
+    CORRECT = "CORRECT"
+    """Mend the latent at step `end` by what `peer` told of step `start`, where the rank last
+    began."""
+    REVIEW = "REVIEW"
+    """Compare the result of `peer` with those before it, and deliver it where it ends the clip."""
 
 
 class Action(NamedTuple):
@@ -32,9 +45,10 @@ class Action(NamedTuple):
     Args:
         kind: what to do.
         clip: index of the clip, counted from the first one given to the pipeline.
-        start: steps of the clip already done when the action begins.
-        end: steps done when it ends; equal to `start` for all but DENOISE.
-        peer: the other rank of a RECV or SEND; -1 otherwise.
+        start: steps of the clip already done when the action begins; for CORRECT, those done where
+            the stretch began that it mends.
+        end: steps done when it ends; equal to `start` for all but DENOISE, LEAP and CORRECT.
+        peer: the other rank of an action that has one; -1 otherwise.
     """
 
     kind: Kind
@@ -44,11 +58,9 @@ class Action(NamedTuple):
     peer: int = -1
 
     def __str__(self) -> str:
-        if self.kind is Kind.DENOISE:
-            return f"DENOISE c{self.clip} {self.start}:{self.end}"
-        if self.kind in (Kind.RECV, Kind.SEND):
-            return f"{self.kind} c{self.clip} @{self.start} {_ARROWS[self.kind]}{self.peer}"
-        return f"{self.kind} c{self.clip} @{self.start}"
+        place = f"{self.start}:{self.end}" if self.kind in _RANGES else f"@{self.start}"
+        arrow = f" {_ARROWS[self.kind]}{self.peer}" if self.kind in _ARROWS else ""
+        return f"{self.kind} c{self.clip} {place}{arrow}"
 
     @staticmethod
     def parse(text: str) -> Action:
@@ -58,13 +70,16 @@ class Action(NamedTuple):
             ValueError: the text is no action.
         """
         match = _ACTION.fullmatch(text)
-        if match is None or match["arrow"] != _ARROWS.get(match["hop"]):
+        if match is None:
             raise ValueError(f"not an action: {text!r}")
-        if match["steps"]:
-            return Action(Kind.DENOISE, int(match["clip"]), int(match["start"]), int(match["end"]))
-        kind = Kind(match["hop"] or match["local"])
-        peer = int(match["peer"]) if match["hop"] else -1
-        return Action(kind, int(match["clip"]), int(match["at"]), int(match["at"]), peer)
+        kind = Kind(match["kind"])
+        has_range = kind in _RANGES
+        forms = match["end"] is not None, match["at"] is None, match["arrow"]
+        if forms != (has_range, has_range, _ARROWS.get(kind)):
+            raise ValueError(f"not an action: {text!r}")
+        start = int(match["start"])
+        end = int(match["end"]) if has_range else start
+        return Action(kind, int(match["clip"]), start, end, int(match["peer"] or -1))
 
     @property
     def is_compute(self) -> bool:
@@ -72,11 +87,14 @@ class Action(NamedTuple):
         return self.kind in (Kind.ENCODE, Kind.DENOISE, Kind.DECODE)
 
 
-_ARROWS: dict[str | None, str] = {Kind.RECV: "<", Kind.SEND: ">"}
+_RANGES = (Kind.DENOISE, Kind.LEAP, Kind.CORRECT)
+_ARROWS = {
+    **dict.fromkeys((Kind.SEND, Kind.LEAP, Kind.TELL), ">"),
+    **dict.fromkeys((Kind.RECV, Kind.HEAR, Kind.CORRECT, Kind.REVIEW), "<"),
+}
 _ACTION = re.compile(
-    r"(?:(?P<steps>DENOISE)|(?P<hop>RECV|SEND)|(?P<local>ENCODE|LOAD|DECODE|DELIVER)) "
-    r"c(?P<clip>\d+) (?(steps)(?P<start>\d+):(?P<end>\d+)|@(?P<at>\d+))"
-    r"(?(hop) (?P<arrow>[<>])(?P<peer>\d+))",
+    rf"(?P<kind>{'|'.join(Kind)}) c(?P<clip>\d+) (?P<at>@)?(?P<start>\d+)(?::(?P<end>\d+))?"
+    r"(?: (?P<arrow>[<>])(?P<peer>\d+))?",
     re.ASCII,
 )
 
@@ -114,3 +132,28 @@ def decode(clip: int, at: int) -> Action:
 def deliver(clip: int, at: int) -> Action:
     """DELIVER of `clip` with all `at` steps done."""
     return Action(Kind.DELIVER, clip, at, at)
+
+
+def leap(clip: int, start: int, end: int, peer: int) -> Action:
+    """LEAP of `clip` from step `start` to step `end`, where rank `peer` begins."""
+    return Action(Kind.LEAP, clip, start, end, peer)
+
+
+def tell(clip: int, at: int, peer: int) -> Action:
+    """TELL rank `peer` of `clip` at step `at`."""
+    return Action(Kind.TELL, clip, at, at, peer)
+
+
+def hear(clip: int, at: int, peer: int) -> Action:
+    """HEAR from rank `peer` of `clip` at step `at`."""
+    return Action(Kind.HEAR, clip, at, at, peer)
+
+
+def correct(clip: int, begun: int, at: int, peer: int) -> Action:
+    """CORRECT `clip` at step `at`, by what rank `peer` told of step `begun`."""
+    return Action(Kind.CORRECT, clip, begun, at, peer)
+
+
+def review(clip: int, at: int, peer: int) -> Action:
+    """REVIEW the result of `clip` that rank `peer` has told, all `at` steps done."""
+    return Action(Kind.REVIEW, clip, at, at, peer)

@@ -83,7 +83,8 @@ class _Replay:
         self.receives_posted: dict[tuple[int, int], int] = {}
         self.half_open: dict[Hop, tuple[Action, float]] = {}
         self.hop_ends: dict[Hop, float] = {}
-        self.arrivals: dict[tuple[int, int], Hop] = {}  # (rank, clip) -> the hop that brings it
+        # What a rank waits for -> the hop that brings it: a clip, or a word on one of its steps.
+        self.arrivals: dict[tuple[int, ...], Hop] = {}
         self.sleepers: dict[Hop, list[int]] = {}
 
     def run(self) -> list[Span]:
@@ -101,26 +102,31 @@ class _Replay:
 
     def _perform(self, rank: int, action: Action, ready: list[int]) -> Hop | None:
         """Does the action, or names the hop whose end it must wait for."""
-        if action.kind is Kind.RECV:
+        if action.kind in (Kind.RECV, Kind.HEAR):
             hop = self._next_hop(self.receives_posted, action.peer, rank)
-            self.arrivals[rank, action.clip] = hop
+            self.arrivals[_awaited(rank, action)] = hop
             self._meet(hop, action, self.clock[rank], ready)
             return None
-        arrival = self.arrivals.get((rank, action.clip))
-        if arrival is not None:
+        for arrival in self._arrivals(rank, action):
             if arrival not in self.hop_ends:
                 return arrival
             self.clock[rank] = max(self.clock[rank], self.hop_ends[arrival])
-        if action.kind is Kind.SEND:
+        if action.kind in (Kind.SEND, Kind.LEAP, Kind.TELL):
             return self._send(rank, action, ready)
-        if action.kind is Kind.DELIVER:
-            return None  # in the background
+        if action.kind in (Kind.DELIVER, Kind.CORRECT, Kind.REVIEW):
+            return None  # in the background, or next to nothing
         start = self.clock[rank]
         if action.kind in (Kind.ENCODE, Kind.LOAD):
             start = max(start, self.clip_arrivals.get(action.clip, 0.0))
         self.clock[rank] = start + self.costs.of(action, rank)
         self.spans.append(Span(rank, action, start, self.clock[rank]))
         return None
+
+    def _arrivals(self, rank: int, action: Action) -> list[Hop]:
+        """The hops that must be over before `action`: its clip's own, and a word's."""
+        brought = self.arrivals.get((rank, action.clip))
+        told = self.arrivals.get(_awaited(rank, action)) if action.peer >= 0 else None
+        return [hop for hop in (brought, told) if hop is not None]
 
     def _send(self, rank: int, action: Action, ready: list[int]) -> Hop | None:
         before = (rank, action.peer, self.sends_begun.get((rank, action.peer), 0) - 1)
@@ -144,7 +150,8 @@ class _Replay:
         if other is None:
             self.half_open[hop] = action, at
             return
-        if (other[0].clip, other[0].start) != (action.clip, action.start):
+        # A LEAP lands at its end; at all others' end the packet is where it was at their start.
+        if (other[0].clip, other[0].end) != (action.clip, action.end):
             raise DeadlockError(f"rank {hop[0]} to {hop[1]}: {other[0]} meets {action}")
         before = self.hop_ends.get((hop[0], hop[1], hop[2] - 1), 0.0)
         self.hop_ends[hop] = max(other[1], at, before) + self.hop_seconds
@@ -158,6 +165,13 @@ class _Replay:
         ]
         if stuck:
             raise DeadlockError(f"deadlock: {', '.join(stuck)}")
+
+
+def _awaited(rank: int, action: Action) -> tuple[int, ...]:
+    """What a posted receive brings, or an action waits for."""
+    if action.kind in (Kind.HEAR, Kind.CORRECT, Kind.REVIEW):
+        return rank, action.clip, action.start, action.peer
+    return rank, action.clip
 
 
 def replay(

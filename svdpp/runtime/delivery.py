@@ -5,16 +5,40 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from svdpp.config import OutputConfig
 from svdpp.errors import OutputError
 from svdpp.media import place, video
 from svdpp.models.interface import Frames
 from svdpp.runtime.evidence import Evidence, tensor_sha256
-from svdpp.runtime.messages import ClipDone, ClipJob
+from svdpp.runtime.messages import ClipDone, ClipJob, DraftDone
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parcel:
+    """What came out for one clip.
+
+    Args:
+        job: the clip; its output says where files go.
+        latent: final.
+        frames: None where there are none to write.
+        begun_at: unix time in seconds at which the clip's encode began.
+        is_draft: it is not the clip's last word.
+        replaces: the files of an earlier word, to be removed when this one is in its place.
+    """
+
+    job: ClipJob
+    latent: torch.Tensor
+    frames: Frames | None
+    begun_at: float
+    is_draft: bool = False
+    replaces: OutputConfig | None = None
+
 
 # A slow disk then holds back the decoding rank instead of filling its memory with frames.
 _MAX_WAITING = 2
@@ -34,7 +58,7 @@ class Delivery:
 
     def __init__(
         self,
-        on_done: Callable[[ClipDone], None],
+        on_done: Callable[[ClipDone | DraftDone], None],
         on_lost: Callable[[int, BaseException], None],
         on_failed: Callable[[BaseException], None],
         conditions: Mapping[str, Any],
@@ -48,45 +72,44 @@ class Delivery:
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="delivery")
         self._waiting: list[Future[None]] = []
 
-    def put(
-        self, job: ClipJob, latent: torch.Tensor, frames: Frames | None, begun_at: float
-    ) -> None:
+    def put(self, parcel: Parcel) -> None:
         """Takes a finished clip; blocks while two others wait."""
         while len(self._waiting) >= _MAX_WAITING:
             self._waiting.pop(0).result()
-        self._waiting.append(self._pool.submit(self._work, job, latent, frames, begun_at))
+        self._waiting.append(self._pool.submit(self._work, parcel))
 
     def finish(self) -> None:
         """Waits until everything given is in its place, or lost."""
         while self._waiting:
             self._waiting.pop(0).result()
 
-    def _work(
-        self, job: ClipJob, latent: torch.Tensor, frames: Frames | None, begun_at: float
-    ) -> None:
+    def _work(self, parcel: Parcel) -> None:
         try:
-            self._deliver(job, latent, frames, begun_at)
+            self._deliver(parcel)
         except OutputError as error:
-            self._on_lost(job.clip, error)
+            self._on_lost(parcel.job.clip, error)
         except BaseException as error:
             self._on_failed(error)
             raise
 
-    def _deliver(
-        self, job: ClipJob, latent: torch.Tensor, frames: Frames | None, begun_at: float
-    ) -> None:
+    def _deliver(self, parcel: Parcel) -> None:
+        job, frames = parcel.job, parcel.frames
         if self._evidence is not None and frames is not None:
             self._evidence.keep_frames(job.clip, frames)
         record = {
             **job.record,
             "conditions": self._conditions,
-            "latents_sha256": tensor_sha256(latent),
+            "latents_sha256": tensor_sha256(parcel.latent),
             "frames_sha256": None if frames is None else video.frames_sha256(frames),
-            "seconds": round(time.time() - begun_at, 3),
+            "seconds": round(time.time() - parcel.begun_at, 3),
         }
         output = job.request.output
         if output is not None and frames is not None:
             # The JSON says that the clip is whole, so it comes second.
             video.write_clip(frames, output, fps=int(record["fps"]), metadata=record)
             place.write_json(Path(output.json_path), record)
-        self._on_done(ClipDone(clip=job.clip, record=record))
+            if parcel.replaces is not None:
+                place.remove(Path(parcel.replaces.path))
+                place.remove(Path(parcel.replaces.json_path))
+        done = DraftDone if parcel.is_draft else ClipDone
+        self._on_done(done(clip=job.clip, record=record))

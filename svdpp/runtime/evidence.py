@@ -39,11 +39,15 @@ class Evidence:
         latent: torch.Tensor = load_file(path)[LATENTS]
         return latent
 
-    def keep_frames(self, clip: int, frames: Frames) -> None:
-        """Keeps the frames of `clip`."""
-        np.save(self._folder / f"clip{clip}_frames.npy", frames, allow_pickle=False)
+    def keep_frames(self, clip: int, frames: Frames, *, rank: int | None = None) -> None:
+        """Keeps the frames of `clip`; of a draft, those that `rank` came to."""
+        np.save(self._frames_path(clip, rank), frames, allow_pickle=False)
 
-    def frames(self, clip: int) -> Frames:
+    def frames(self, clip: int, *, rank: int | None = None) -> Frames:
         """The kept frames; FileNotFoundError where there are none."""
-        frames: Frames = np.load(self._folder / f"clip{clip}_frames.npy", allow_pickle=False)
+        frames: Frames = np.load(self._frames_path(clip, rank), allow_pickle=False)
         return frames
+
+    def _frames_path(self, clip: int, rank: int | None) -> Path:
+        whose = "" if rank is None else f"_rank{rank}"
+        return self._folder / f"clip{clip}{whose}_frames.npy"

@@ -47,7 +47,14 @@ class Stop(_Message):
     kind: Literal["stop"] = "stop"
 
 
-Command = Annotated[Work | Stop, Field(discriminator="kind")]
+class Cancel(_Message):
+    """Parent to rank: what is not done yet of a clip is not wanted any more."""
+
+    kind: Literal["cancel"] = "cancel"
+    clip: int
+
+
+Command = Annotated[Work | Stop | Cancel, Field(discriminator="kind")]
 
 
 class Beat(_Message):
@@ -111,6 +118,23 @@ class ClipDone(_Message):
     record: dict[str, Any]
 
 
+class DraftDone(_Message):
+    """An approximation of a clip is in its place; the clip itself is still to come."""
+
+    kind: Literal["draft"] = "draft"
+    clip: int
+    record: dict[str, Any]
+
+
+class DraftLost(_Message):
+    """A rank other than the first lost its way; the clip, and ranks before it, go on."""
+
+    kind: Literal["draft_lost"] = "draft_lost"
+    clip: int
+    error: dict[str, Any]
+    """See `errors.to_record`."""
+
+
 class ClipFailed(_Message):
     """A clip is lost; the rank, and every other clip, goes on."""
 
@@ -138,7 +162,17 @@ class Finished(_Message):
 
 
 Event = Annotated[
-    Beat | Joined | StepDone | ActionDone | HopDone | ClipDone | ClipFailed | Failed | Finished,
+    Beat
+    | Joined
+    | StepDone
+    | ActionDone
+    | HopDone
+    | DraftDone
+    | DraftLost
+    | ClipDone
+    | ClipFailed
+    | Failed
+    | Finished,
     Field(discriminator="kind"),
 ]
 
@@ -146,7 +180,7 @@ _COMMANDS: TypeAdapter[Command] = TypeAdapter(Command)
 _EVENTS: TypeAdapter[Event] = TypeAdapter(Event)
 
 
-def parse_command(message: bytes) -> Work | Stop:
+def parse_command(message: bytes) -> Command:
     """A message from the parent; ValueError where it is none."""
     return _COMMANDS.validate_json(message)
 

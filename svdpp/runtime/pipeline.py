@@ -16,11 +16,12 @@ from svdpp.errors import SvdppError, from_record
 from svdpp.media import place
 from svdpp.models.checkpoint import Checkpoint, find_checkpoint
 from svdpp.plan.actions import Kind
+from svdpp.plan.draft import check_wave
 from svdpp.plan.forecast import Forecast, Span, replay, summarise
 from svdpp.plan.schedule import Schedule, build_schedule, check_schedule
 from svdpp.runtime.faults import PlantedFault
 from svdpp.runtime.handover import prune
-from svdpp.runtime.messages import ClipDone, ClipFailed, ClipJob, Event, Work
+from svdpp.runtime.messages import Cancel, ClipDone, ClipFailed, ClipJob, Event, Work
 from svdpp.runtime.rank import RankSetup, rank_main
 from svdpp.runtime.supervisor import Observer, Supervisor
 from svdpp.runtime.trace import Trace
@@ -94,8 +95,8 @@ class Pipeline:
         self._setup = RankSetup(
             config=self.config,
             checkpoint=self.checkpoint,
-            roles=self.config.layout.roles,
-            hops=self.config.layout.hops,
+            roles=self.config.scheme.roles,
+            hops=self.config.scheme.hops,
             evidence_folder=evidence_folder,
             handover_folder=handover_folder,
             fault=fault,
@@ -103,6 +104,8 @@ class Pipeline:
         self._supervisor: Supervisor | None = None
         self._requests: list[ClipRequest] = []
         self._finished: list[ClipResult] = []
+        # An accepted draft may settle a clip whose exact path comes to harm meanwhile.
+        self._settled: set[int] = set()
         self._num_returned = 0
         self.failures: list[ClipFailure] = []
         """Clips that were lost, each for a reason of its own, in the order in which that showed."""
@@ -170,7 +173,8 @@ class Pipeline:
             for index, request in enumerate(requests)
         )
         schedule = self.schedule(requests, first=first)
-        check_schedule(schedule, self.config.sampling.num_inference_steps)
+        check = check_schedule if self.config.draft is None else check_wave
+        check(schedule, self.config.sampling.num_inference_steps)
         for rank, actions in enumerate(schedule):
             # Ranks between need no request, and many clips' records would weigh on the start.
             needed = {a.clip for a in actions if a.kind in (Kind.ENCODE, Kind.DELIVER)}
@@ -189,6 +193,8 @@ class Pipeline:
             first: index of the first one.
         """
         clips = range(first, first + len(requests))
+        if self.config.draft is not None:
+            return self.config.wave.schedule(clips)
         routes = [
             route.resumed(request.done_steps) if request.done_steps else route
             for route, request in zip(self.config.layout.routes(clips), requests, strict=True)
@@ -249,13 +255,18 @@ class Pipeline:
         return self._supervisor
 
     def _collect(self, rank: int, event: Event) -> None:  # noqa: ARG002
-        if isinstance(event, ClipDone):
-            request = self._requests[event.clip]
-            self._finished.append(ClipResult(event.clip, request, event.record))
-            self._prune(request)
-        elif isinstance(event, ClipFailed):
-            request = self._requests[event.clip]
+        if not isinstance(event, ClipDone | ClipFailed) or event.clip in self._settled:
+            return
+        self._settled.add(event.clip)
+        request = self._requests[event.clip]
+        if isinstance(event, ClipFailed):
             self.failures.append(ClipFailure(event.clip, request, from_record(event.error)))
+            return
+        self._finished.append(ClipResult(event.clip, request, event.record))
+        self._prune(request)
+        if event.record.get("exact") is False:
+            for other in range(self.config.world_size):
+                self._entered.send(other, Cancel(clip=event.clip))
 
     def _handover_keys(self, clips: set[int]) -> dict[int, str]:
         """The keys of those of `clips` that have one, where packets are kept at all."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 
 from svdpp.config import LatentSpec, PipelineConfig
 from svdpp.distributed import process_group
+from svdpp.distributed.channel import Channel
 from svdpp.distributed.launch import Member
 from svdpp.distributed.transport import Transport
 from svdpp.models import determinism
@@ -18,11 +20,12 @@ from svdpp.models.dummy_unet import DummyModel, Pace
 from svdpp.models.interface import VideoModel
 from svdpp.plan.layout import Roles
 from svdpp.runtime.delivery import Delivery
+from svdpp.runtime.draft_stage import DraftStage
 from svdpp.runtime.evidence import Evidence
 from svdpp.runtime.faults import PlantedFault
 from svdpp.runtime.handover import Handovers
 from svdpp.runtime.memory import out_of_memory_named
-from svdpp.runtime.messages import Finished, Joined, Stop, Work, parse_command
+from svdpp.runtime.messages import Cancel, Finished, Joined, Stop, Work, parse_command
 from svdpp.runtime.reporter import Reporter
 from svdpp.runtime.stage import PipelineStage
 
@@ -68,22 +71,52 @@ def rank_main(member: Member, setup: RankSetup) -> None:
     process_group.leave()
 
 
-def _serve(member: Member, setup: RankSetup, reporter: Reporter) -> None:
-    stage = _prepare(member, setup, reporter)
-    while True:
-        message = member.channel.receive(_COMMAND_POLL_SECONDS)
+class _Inbox:
+    """Commands from the parent, in their order; a cancelled clip is known as soon as it is asked.
+
+    Args:
+        channel: that brings them.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._waiting: deque[Work | Stop] = deque()
+        self._cancelled: set[int] = set()
+
+    def next(self) -> Work | Stop:
+        """The next piece of work, or the end of all."""
+        while not self._waiting:
+            self._look(_COMMAND_POLL_SECONDS)
+        return self._waiting.popleft()
+
+    def is_cancelled(self, clip: int) -> bool:
+        """Whether `clip` has been settled without this rank; does not wait."""
+        while self._look(0):
+            pass
+        return clip in self._cancelled
+
+    def _look(self, timeout: float) -> bool:
+        message = self._channel.receive(timeout)
         if message is None:
-            continue
+            return False
         command = parse_command(message)
-        if isinstance(command, Stop):
-            break
-        assert isinstance(command, Work)
+        if isinstance(command, Cancel):
+            self._cancelled.add(command.clip)
+        else:
+            self._waiting.append(command)
+        return True
+
+
+def _serve(member: Member, setup: RankSetup, reporter: Reporter) -> None:
+    inbox = _Inbox(member.channel)
+    stage = _prepare(member, setup, reporter, inbox)
+    while isinstance(command := inbox.next(), Work):
         jobs = {job.clip: job for job in command.jobs}
         stage.perform(command.parsed(), jobs, command.handover_keys)
     stage.finish()
 
 
-def _prepare(member: Member, setup: RankSetup, reporter: Reporter) -> PipelineStage:
+def _prepare(member: Member, setup: RankSetup, reporter: Reporter, inbox: _Inbox) -> PipelineStage:
     """Everything before the first action; reports when all ranks have got as far."""
     config, rank = setup.config, member.world.rank
     device = process_group.device_of_rank(config.device, member.world.local_rank)
@@ -105,16 +138,34 @@ def _prepare(member: Member, setup: RankSetup, reporter: Reporter) -> PipelineSt
     )
     transport.connect(setup.hops)
     reporter.send(Joined(device=device, load_seconds=load_seconds))
-    conditions = determinism.conditions(device)
+    return _new_stage(rank, setup, model, transport, reporter, inbox)
+
+
+def _new_stage(
+    rank: int,
+    setup: RankSetup,
+    model: VideoModel,
+    transport: Transport,
+    reporter: Reporter,
+    inbox: _Inbox,
+) -> PipelineStage:
+    config, folder = setup.config, setup.handover_folder
+    conditions = determinism.conditions(str(model.device))
     evidence = Evidence(Path(setup.evidence_folder)) if setup.evidence_folder else None
-    folder = setup.handover_folder
+    # In a draft every rank has frames of the clip: they are told apart, and kept, where they meet.
+    kept = evidence if config.draft is None else None
+    delivery = Delivery(reporter.send, reporter.clip_failed, reporter.failed, conditions, kept)
+    parts = rank, model, transport, delivery, reporter
+    if config.draft is not None:
+        return DraftStage(
+            *(*parts, config),
+            is_cancelled=inbox.is_cancelled,
+            evidence=evidence if rank == 0 else None,
+            results=evidence,
+            fault=setup.fault,
+        )
     return PipelineStage(
-        rank,
-        model,
-        transport,
-        Delivery(reporter.send, reporter.clip_failed, reporter.failed, conditions, evidence),
-        reporter,
-        config.sampling,
+        *(*parts, config.sampling),
         handovers=Handovers(Path(folder), conditions) if folder else None,
         evidence=evidence,
         fault=setup.fault,

@@ -87,6 +87,7 @@ def clip_record(
         "format": output.format,
         "crf": output.crf,
         "versions": versions(),
+        "exact": True,
     }
     return {**record, "parameters_sha256": parameters_sha256(record)}
 

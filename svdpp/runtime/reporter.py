@@ -9,7 +9,7 @@ from svdpp.distributed.channel import Channel
 from svdpp.distributed.transport import Transfer
 from svdpp.errors import to_record
 from svdpp.plan.actions import Action
-from svdpp.runtime.messages import Beat, ClipFailed, Event, Failed, HopDone
+from svdpp.runtime.messages import Beat, ClipFailed, DraftLost, Event, Failed, HopDone
 
 BEAT_SECONDS = 1.0
 
@@ -65,6 +65,10 @@ class Reporter:
     def clip_failed(self, clip: int, error: BaseException) -> None:
         """Reports that `clip` is lost, and nothing else."""
         self.send(ClipFailed(clip=clip, error=to_record(error)))
+
+    def draft_lost(self, clip: int, error: BaseException) -> None:
+        """Reports that this rank has lost its way along `clip`, which goes on without it."""
+        self.send(DraftLost(clip=clip, error=to_record(error)))
 
     def failed(self, error: BaseException) -> None:
         """Reports that the rank ends, with the place at which it stood."""

@@ -11,11 +11,11 @@ from typing import NoReturn
 import torch
 
 from svdpp.config import SamplingConfig
-from svdpp.distributed.transport import Packet, Transport
-from svdpp.errors import InputError, NotFiniteError
-from svdpp.models.interface import LATENTS, Frames, VideoModel
+from svdpp.distributed.transport import Arrival, Packet, Transport
+from svdpp.errors import InputError, NotFiniteError, SvdppError
+from svdpp.models.interface import LATENTS, Frames, Sampler, VideoModel
 from svdpp.plan.actions import Action, Kind
-from svdpp.runtime.delivery import Delivery
+from svdpp.runtime.delivery import Delivery, Parcel
 from svdpp.runtime.evidence import Evidence
 from svdpp.runtime.faults import PlantedFault, one_ulp_off
 from svdpp.runtime.handover import Handovers, Keeper
@@ -23,6 +23,10 @@ from svdpp.runtime.memory import out_of_memory_named
 from svdpp.runtime.messages import ActionDone, ClipJob, StepDone
 from svdpp.runtime.photo_reader import PhotoReader
 from svdpp.runtime.reporter import Reporter
+
+
+class NotWanted(Exception):
+    """Nobody waits for the clip any more."""
 
 
 class PipelineStage:
@@ -71,7 +75,7 @@ class PipelineStage:
         self._keys: dict[int, str] = {}
         self._packets: dict[int, Packet] = {}
         self._frames: dict[int, Frames] = {}
-        self._expected: set[int] = set()
+        self._arrivals: dict[int, Arrival] = {}
         self._waited = 0.0
 
     def perform(
@@ -98,15 +102,7 @@ class PipelineStage:
         actions = list(actions)
         encoded = [action.clip for action in actions if action.kind is Kind.ENCODE]
         self._photos.expect((clip, jobs[clip].request) for clip in encoded)
-        perform: Mapping[Kind, Callable[[Action], None]] = {
-            Kind.ENCODE: self._encode,
-            Kind.LOAD: self._load,
-            Kind.RECV: self._recv,
-            Kind.DENOISE: self._denoise,
-            Kind.SEND: self._send,
-            Kind.DECODE: self._decode,
-            Kind.DELIVER: self._deliver,
-        }
+        perform = self._performers()
         for action in actions:
             self._reporter.at(action)
             if self._fault:
@@ -124,6 +120,18 @@ class PipelineStage:
                 self._keeper.finish()
         self._photos.close()
         self._transport.close()
+
+    def _performers(self) -> dict[Kind, Callable[[Action], None]]:
+        """Who does what kind of action."""
+        return {
+            Kind.ENCODE: self._encode,
+            Kind.LOAD: self._load,
+            Kind.RECV: self._recv,
+            Kind.DENOISE: self._denoise,
+            Kind.SEND: self._send,
+            Kind.DECODE: self._decode,
+            Kind.DELIVER: self._deliver,
+        }
 
     def _encode(self, action: Action) -> None:
         request = self._jobs[action.clip].request
@@ -147,8 +155,9 @@ class PipelineStage:
 
     def _recv(self, action: Action) -> None:
         spec = self._model.packet_spec()
-        self._transport.post_receive(action.clip, action.start, action.peer, spec)
-        self._expected.add(action.clip)
+        self._arrivals[action.clip] = self._transport.post_receive(
+            action.clip, action.start, action.peer, spec
+        )
 
     def _denoise(self, action: Action) -> None:
         packet = self._packet(action)
@@ -157,7 +166,7 @@ class PipelineStage:
             return
         with self._alone(packet), self._timed(action):
             start = self._faulty_start(action) if self._fault else action.start
-            denoiser = self._model.denoiser(packet.tensors, start)
+            denoiser = self._denoiser(packet, start)
             latent = packet.tensors[LATENTS]
             if self._fault and self._fault.strikes("nan", self._rank, action.clip):
                 latent = torch.full_like(latent, torch.nan)
@@ -165,17 +174,25 @@ class PipelineStage:
                 self._reporter.at(action, step)
                 if self._fault:
                     self._fault.reach(self._rank, action.clip, f"step{step}")
-                begun = time.monotonic()
-                latent = denoiser.forward(latent, step)
-                self._check_finite(latent, step)
-                seconds = time.monotonic() - begun
-                self._reporter.send(StepDone(clip=action.clip, step=step, seconds=seconds))
+                latent = self._step(action.clip, denoiser, latent, step)
             if self._fault and self._fault.strikes("ulp", self._rank, action.clip):
                 latent = one_ulp_off(latent)
             packet.tensors[LATENTS] = latent
             if self._evidence is not None:
                 self._evidence.keep_latent(action.clip, action.end, latent)
         packet.next_step = action.end
+
+    def _denoiser(self, packet: Packet, start: int) -> Sampler:
+        """What does the steps of a clip from `start` on."""
+        return self._model.denoiser(packet.tensors, start)
+
+    def _step(self, clip: int, denoiser: Sampler, latent: torch.Tensor, step: int) -> torch.Tensor:
+        begun = time.monotonic()
+        latent = denoiser.forward(latent, step)
+        self._check_finite(latent, step)
+        seconds = time.monotonic() - begun
+        self._reporter.send(StepDone(clip=clip, step=step, seconds=seconds))
+        return latent
 
     def _send(self, action: Action) -> None:
         packet = self._packet(action)
@@ -197,19 +214,21 @@ class PipelineStage:
         if not packet.void:
             with self._waiting(action):
                 self._delivery.put(
-                    self._jobs[action.clip],
-                    packet.tensors[LATENTS],
-                    self._frames.pop(action.clip, None),
-                    packet.begun_at,
+                    Parcel(
+                        job=self._jobs[action.clip],
+                        latent=packet.tensors[LATENTS],
+                        frames=self._frames.pop(action.clip, None),
+                        begun_at=packet.begun_at,
+                    )
                 )
         self._forget(action.clip)
 
     def _packet(self, action: Action) -> Packet:
         """The clip's packet, waiting for it where it is still on its way."""
-        if action.clip in self._expected:
+        arrival = self._arrivals.pop(action.clip, None)
+        if arrival is not None:
             with self._waiting(action):
-                self._packets[action.clip] = self._transport.take(action.clip)
-            self._expected.remove(action.clip)
+                self._packets[action.clip] = arrival.take()
         return self._packets[action.clip]
 
     def _forget(self, clip: int) -> None:
@@ -222,9 +241,15 @@ class PipelineStage:
         """Reports what is wrong with one clip, and lets nothing but a void packet go on."""
         try:
             yield
-        except (InputError, NotFiniteError) as error:
-            self._reporter.clip_failed(packet.clip, error)
+        except NotWanted:
             packet.tensors, packet.void = {}, True
+        except (InputError, NotFiniteError) as error:
+            self._lost(packet.clip, error)
+            packet.tensors, packet.void = {}, True
+
+    def _lost(self, clip: int, error: SvdppError) -> None:
+        """Reports a clip that is lost at this rank."""
+        self._reporter.clip_failed(clip, error)
 
     @contextmanager
     def _timed(self, action: Action) -> Iterator[None]:

@@ -12,7 +12,7 @@ from svdpp.distributed.launch import Group
 from svdpp.errors import RankError, SvdppError, TransportError, from_record
 from svdpp.plan.actions import Action
 from svdpp.plan.grid import draw_grid
-from svdpp.runtime.messages import Event, Failed, Stop, Work, parse_event
+from svdpp.runtime.messages import Command, Event, Failed, Stop, parse_event
 from svdpp.runtime.trace import Trace
 from svdpp.runtime.watch import Watch
 
@@ -47,7 +47,7 @@ class Supervisor:
         self._failures: dict[int, Failed] = {}
         self.trace = Trace(group.world_size)
 
-    def send(self, rank: int, command: Work | Stop) -> None:
+    def send(self, rank: int, command: Command) -> None:
         """Sends a command to `rank`."""
         self._group.send(rank, command.to_bytes())
 

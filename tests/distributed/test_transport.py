@@ -55,8 +55,7 @@ def _relay(member: Member, clips: int) -> dict[str, Any]:
         if rank == 0:
             packet = Packet(clip, 4, 100.0 + clip, expected)
         else:
-            transport.post_receive(clip, 4, rank - 1, _spec(expected))
-            packet = transport.take(clip)
+            packet = transport.post_receive(clip, 4, rank - 1, _spec(expected)).take()
             assert (packet.clip, packet.next_step, packet.begun_at) == (clip, 4, 100.0 + clip)
         if rank < last:
             transport.send(packet, rank + 1)
@@ -92,8 +91,7 @@ def _slow_receiver(member: Member) -> list[int]:
         return handed_over
     time.sleep(3)
     for clip in range(3):
-        transport.post_receive(clip, 1, 0, _spec(tensors))
-        transport.take(clip)
+        transport.post_receive(clip, 1, 0, _spec(tensors)).take()
     return []
 
 
@@ -117,9 +115,9 @@ def _mismatch(member: Member, expected: dict[str, Any]) -> str:
     shape = tuple(expected.get("shape", (2, 3)))
     spec = {"latents": TensorSpec(shape, expected.get("dtype", "fp32"))}
     clip = expected.get("clip", 7)
-    transport.post_receive(clip, expected.get("next_step", 4), 0, spec)
+    arrival = transport.post_receive(clip, expected.get("next_step", 4), 0, spec)
     try:
-        transport.take(clip)
+        arrival.take()
     except TransportError as error:
         return error.message
     return "accepted"
@@ -151,9 +149,9 @@ def _leaver(member: Member) -> str:
     transport = _transport(member, [])
     if member.world.rank == 0:
         return "left"
-    transport.post_receive(0, 1, 0, {"latents": TensorSpec((1,), "fp32")})
+    arrival = transport.post_receive(0, 1, 0, {"latents": TensorSpec((1,), "fp32")})
     try:
-        transport.take(0)
+        arrival.take()
     except TransportError as error:
         return error.message
     return "accepted"
