@@ -11,12 +11,15 @@ from typing import TYPE_CHECKING, Any
 from loguru import logger
 
 from svdpp.errors import OutputError
+from svdpp.plan.draft import Wave
 from svdpp.plan.layout import Layout
 from svdpp.redaction import redact
 from svdpp.runtime.messages import (
     ActionDone,
     ClipDone,
     ClipFailed,
+    DraftDone,
+    DraftLost,
     Event,
     Failed,
     HopDone,
@@ -99,11 +102,11 @@ class EventLog:
     """Writes each event as one record.
 
     Args:
-        layout: of which each rank's share is named when it is ready.
+        scheme: of which each rank's share is named when it is ready.
     """
 
-    def __init__(self, layout: Layout) -> None:
-        self._shares = layout.all_shares
+    def __init__(self, scheme: Layout | Wave) -> None:
+        self._shares = scheme.all_shares
 
     def __call__(self, rank: int, event: Event) -> None:
         """Takes one event of `rank`."""
@@ -129,6 +132,11 @@ class EventLog:
                 log.debug("{}: {:.4f} s, waited {:.4f} s", event.action, seconds, event.waited)
             case ClipDone():
                 log.info("clip {} is finished", event.clip)
+            case DraftDone():
+                rank_of = event.record["draft"]["rank"]
+                log.info("clip {} has a draft, by rank {}", event.clip, rank_of)
+            case DraftLost():
+                log.warning("no draft of clip {} from here: {}", event.clip, event.error["message"])
             case ClipFailed():
                 log.error("clip {} is lost: {}", event.clip, event.error["message"])
             case Failed():

@@ -19,10 +19,15 @@ from svdpp.cli.console import Console
 from svdpp.plan.actions import Action, Kind
 from svdpp.plan.forecast import replay, summarise
 from svdpp.plan.schedule import Schedule
-from svdpp.runtime.messages import Beat, ClipDone, ClipFailed, Event, Joined, StepDone
+from svdpp.runtime.messages import Beat, ClipDone, ClipFailed, DraftDone, Event, Joined, StepDone
 from svdpp.runtime.trace import MeanCosts
 
-_STATES = {Kind.ENCODE: "encoding", Kind.DECODE: "decoding", Kind.DELIVER: "delivering"}
+_STATES = {
+    Kind.ENCODE: "encoding",
+    Kind.DECODE: "decoding",
+    Kind.DELIVER: "delivering",
+    Kind.REVIEW: "reviewing",
+}
 
 
 _BAR_WIDTH = 20
@@ -105,10 +110,20 @@ class Progress:
                 self._console.talk(
                     f"{self._title}: {self._done} of {self._num_clips} clips done, {name}"
                 )
+        if isinstance(event, DraftDone):
+            self._talk_of_draft(event)
         if isinstance(event, ClipFailed):
             self._failed += 1
             why = event.error["message"]
             self._console.talk(f"{self._title}: clip {event.clip} is lost: {why}")
+
+    def _talk_of_draft(self, done: DraftDone) -> None:
+        draft, record = done.record["draft"], done.record
+        name = record.get("output") or f"clip {done.clip}"
+        self._console.talk(
+            f"{self._title}: draft after {record['seconds']:.1f} s, {draft['rounds']} of "
+            f"{draft['num_steps']} rounds: {name}"
+        )
 
     def _draw(self) -> Group:
         table = Table.grid(padding=(0, 2))

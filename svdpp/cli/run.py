@@ -10,15 +10,16 @@ import typer
 
 from svdpp.cli import options
 from svdpp.cli.console import Console
+from svdpp.cli.draft_choice import DraftChoice
+from svdpp.cli.run_report import announce, print_clips, raise_worst
 from svdpp.config import (
     DEFAULT_MODEL,
     DEFAULT_NUM_STEPS,
     ModelConfig,
     OutputConfig,
-    PipelineConfig,
     SamplingConfig,
 )
-from svdpp.errors import Interrupted, RankError, exit_code_of, from_record, to_record
+from svdpp.errors import Interrupted, RankError, to_record
 
 if TYPE_CHECKING:
     from svdpp.cli.seeing import Sights
@@ -122,6 +123,17 @@ def run(
             rich_help_panel=_OUTPUTS,
         ),
     ] = False,
+    draft: options.Draft = False,
+    accept: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PSNR",
+            help="End a clip's draft as soon as two successive ranks agree to this, such as 60dB: "
+            "it stays approximate, and says so. Default: go on to the exact clip.",
+            rich_help_panel="One clip sooner",
+        ),
+    ] = None,
+    starts: options.Starts = None,
     split: options.SplitOption = None,
     replicas: options.Replicas = None,
     decoders: options.Decoders = None,
@@ -164,15 +176,21 @@ def run(
         fit=fit,
     )
     all_seeds = request.parse_seeds(seed, seeds)
+    drafting = DraftChoice(draft=draft, starts=starts, accept=accept)
+    named: dict[str, Any] = {
+        "split": split,
+        "replicas": replicas,
+        "decoders": decoders,
+        "layout": layout,
+    }
+    drafting.refuse_beside({**named, "costs": costs, "checkpoint-dir": checkpoint_dir})
     fork_server.start_early(svd=True)  # it imports torch while this does
     from svdpp.cli.seeing import Sights
     from svdpp.runtime.pipeline import Pipeline
     from svdpp.runtime.request import OutputPolicy, check_outputs, plan_clips, read_inputs
 
-    choice = LayoutChoice(
-        split=split, replicas=replicas, decoders=decoders, layout=layout, costs=costs
-    )
-    asked = request.joined_world(world)
+    choice = LayoutChoice(**named, costs=costs)
+    asked = request.joined_world(drafting.world(steps) if world is None else world)
     world_size = choice.world(device, steps) if asked is None else asked
     is_member = request.is_joined_member()
     found, unreadable = ([], []) if is_member else read_inputs(inputs, keep_going=keep_going)
@@ -201,7 +219,7 @@ def run(
         timeout=timeout,
         start_timeout=start_timeout,
         checksum=checksum,
-        layout=shape,
+        layout={**shape, **drafting.settings(steps, world_size)},
     )
     console = Console(as_json=as_json, quiet=quiet)
     log.open_log(verbosity=verbose, log_file=log_file, write=console.err.print)
@@ -235,8 +253,8 @@ def run(
     if as_json:
         console.json([*clips.skipped, *records, *lost])
     else:
-        _print(console, out, clips.skipped, records, lost)
-    _raise_worst(lost, len(clips.skipped) + len(records) + len(lost))
+        print_clips(console, out, clips.skipped, records, lost)
+    raise_worst(lost, len(clips.skipped) + len(records) + len(lost))
 
 
 def _memory_of_devices(
@@ -263,10 +281,10 @@ def _perform(
     from svdpp.cli.progress import Progress
     from svdpp.runtime.request import open_journal
 
-    _announce(console, pipeline.config, clips)
+    announce(console, pipeline.config, clips)
     journal = open_journal(out, pipeline.config, clips, lost)
     with Progress(console, "run", pipeline.schedule(clips.requests)) as progress, journal:
-        for observer in (progress, EventLog(pipeline.config.layout), journal):
+        for observer in (progress, EventLog(pipeline.config.scheme), journal):
             pipeline.observe(observer)
         try:
             with sights.of(pipeline), pipeline:
@@ -276,46 +294,3 @@ def _perform(
             error.hint = error.hint or "finished clips are kept: --resume makes the others"
             raise
     return [result.record for result in results]
-
-
-def _announce(console: Console, config: PipelineConfig, clips: ClipPlan) -> None:
-    num_clips = len(clips.requests)
-    begun = sum(request.done_steps > 0 for request in clips.requests)
-    console.talk(
-        f"{num_clips} clip{'s' if num_clips > 1 else ''} of {config.sampling.frames} frames, "
-        f"{config.sampling.width}x{config.sampling.height}, on {config.world_size} "
-        f"{config.device} ranks with {config.model.name}"
-        + (f"; {begun} of them from where an earlier run stood" if begun else "")
-    )
-
-
-def _raise_worst(lost: list[dict[str, Any]], num_clips: int) -> None:
-    """Ends the command as the worst of its lost clips asks for; nothing where none is lost."""
-    if lost:
-        errors = [from_record(clip["error"]) for clip in lost]
-        worst = max(errors, key=exit_code_of)
-        record = {**to_record(worst), "message": f"{len(lost)} of {num_clips} lost: {worst}"}
-        raise from_record(record)
-
-
-def _print(
-    console: Console,
-    out: Path,
-    skipped: list[dict[str, Any]],
-    records: list[dict[str, Any]],
-    lost: list[dict[str, Any]],
-) -> None:
-    for record in skipped:
-        console.result(f"{out / record['output']}  (was finished)")
-    for record in records:
-        console.result(f"{out / record['output']}")
-    for clip in lost:
-        name = out / clip["output"] if clip["output"] else "(no clip)"
-        console.result(f"{name}  (lost: {clip['error']['message']})")
-    made = f"{len(records)} clips made" if len(records) != 1 else "1 clip made"
-    was = f", {len(skipped)} left as they were" if skipped else ""
-    console.talk(made + was)
-    if records:
-        name = Path(records[0]["output"])
-        path = (out / name).with_suffix("") if name.suffix else out / name
-        console.talk(f"to prove one: svdpp verify {path}.json")

@@ -13,7 +13,7 @@ from svdpp.errors import OutputError
 from svdpp.media import place
 from svdpp.plan.actions import Action, Kind
 from svdpp.redaction import redact_all
-from svdpp.runtime.messages import ActionDone, Beat, ClipDone, ClipFailed, Event
+from svdpp.runtime.messages import ActionDone, Beat, ClipDone, ClipFailed, DraftDone, Event
 
 State = Literal["pending", "running", "done", "failed"]
 
@@ -77,6 +77,10 @@ class Journal:
                 self._see_action(Action.parse(event.action))
             case ActionDone():
                 self._see_action(Action.parse(event.action))
+            case DraftDone():
+                self._set(event.clip, "running", draft=event.record["output"])
+            case ClipDone(record={"exact": False}):
+                self._set(event.clip, "done", exact=False, output=event.record["output"])
             case ClipDone():
                 self._set(event.clip, "done")
             case ClipFailed():
@@ -91,6 +95,7 @@ class Journal:
             self._set(action.clip, "running")
 
     def _set(self, clip: int, state: State, **more: Any) -> None:
+        self._clips[clip].pop("draft", None)  # it is there until the clip is
         self._clips[clip].update(state=state, **more)
         self._changed = True
 

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from svdpp.config import ClipRequest, OutputConfig, PipelineConfig, VideoFormat
+from svdpp.config import ClipRequest, DraftConfig, OutputConfig, PipelineConfig, VideoFormat
 from svdpp.errors import InputError, RequestError
 from svdpp.media import image as photos
 from svdpp.media import place, space, video
@@ -125,7 +125,7 @@ def plan_clips(
             output = _output(photo, seed, policy)
             record = clip_record(photo, seed, output, config, checkpoint)
             key = None if folder is None else handover_key(record, checkpoint)
-            finished = _finished(output, record) if policy.resume else None
+            finished = _finished(output, record, config.draft) if policy.resume else None
             if finished is not None:
                 plan.skipped.append(finished)
                 if folder is not None and key is not None:
@@ -198,8 +198,23 @@ def _output(photo: photos.Photo, seed: int, policy: OutputPolicy) -> OutputConfi
     return OutputConfig(path=str(path), format=policy.format, crf=policy.crf)
 
 
-def _finished(output: OutputConfig, record: dict[str, Any]) -> dict[str, Any] | None:
-    """The record of a clip that is there, whole and as asked for; None where it must be made."""
+def _finished(
+    output: OutputConfig, record: dict[str, Any], draft: DraftConfig | None
+) -> dict[str, Any] | None:
+    """The record of a clip that is there, whole and as asked for; None where it must be made.
+
+    An approximation counts where one as good would be accepted again.
+    """
+    exact = _whole(output, record)
+    if exact is not None or draft is None or draft.accept_db is None:
+        return exact
+    accepted = _whole(output.draft, record)
+    good = accepted is not None and accepted["draft"].get("accept_db", 0) >= draft.accept_db
+    return accepted if good else None
+
+
+def _whole(output: OutputConfig, record: dict[str, Any]) -> dict[str, Any] | None:
+    """The record beside `output`, where both are there and whole."""
     path, json_path = Path(output.path), Path(output.json_path)
     if not (path.exists() and json_path.exists()):
         return None

@@ -135,6 +135,7 @@ class Review:
         return {
             "rank": result.rank,
             "rounds": self._wave.rounds(result.rank),
+            "num_steps": self._wave.num_steps,
             "seconds": round(result.seconds, 3),
         }
 

@@ -24,6 +24,10 @@ class Evaluation(NamedTuple):
     derivative: torch.Tensor
     """dx/dsigma there, float32."""
 
+    def jump(self, sigmas: torch.Tensor, end: int) -> torch.Tensor:
+        """The latent at step `end` that one long step from here reaches."""
+        return _moved(self.latent, self.derivative * (sigmas[end] - sigmas[self.step]))
+
 
 class Walk:
     """A denoiser that remembers what a draft needs; its steps are the denoiser's own, bit for bit.
@@ -57,7 +61,7 @@ class Walk:
         """The latent at step `end` that one long step from `start`, the last one done, reaches."""
         last = self.last
         assert last.step == start, f"step {start} asked for, {last.step} was done last"
-        return _moved(last.latent, last.derivative * self._width(start, end))
+        return last.jump(self._denoiser.sigmas, end)
 
     def corrected(self, latent: torch.Tensor, word: Evaluation, at: int) -> torch.Tensor:
         """`latent`, before step `at`, as it would be had this walk begun where `word` was.
@@ -71,11 +75,8 @@ class Walk:
         moved = word.latent.float() - began.latent.float()
         turned = word.derivative - began.derivative
         self._began_at, self._began = at, None
-        return _moved(latent, moved + turned * self._width(word.step, at))
-
-    def _width(self, start: int, end: int) -> torch.Tensor:
         sigmas = self._denoiser.sigmas
-        return sigmas[end] - sigmas[start]
+        return _moved(latent, moved + turned * (sigmas[at] - sigmas[word.step]))
 
 
 def _moved(latent: torch.Tensor, by: torch.Tensor) -> torch.Tensor:

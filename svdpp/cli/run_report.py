@@ -1,0 +1,95 @@
+"""Owns what `svdpp run` says: before, of what will be made; after, of what became of each clip."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from svdpp.cli.console import Console
+from svdpp.config import PipelineConfig
+from svdpp.errors import exit_code_of, from_record, to_record
+
+if TYPE_CHECKING:
+    from svdpp.runtime.request import ClipPlan
+
+Record = Mapping[str, Any]
+
+
+def announce(console: Console, config: PipelineConfig, clips: ClipPlan) -> None:
+    """Says what will be made, and on what."""
+    num_clips = len(clips.requests)
+    begun = sum(request.done_steps > 0 for request in clips.requests)
+    console.talk(
+        f"{num_clips} clip{'s' if num_clips > 1 else ''} of {config.sampling.frames} frames, "
+        f"{config.sampling.width}x{config.sampling.height}, on {config.world_size} "
+        f"{config.device} ranks with {config.model.name}"
+        + (f"; {begun} of them from where an earlier run stood" if begun else "")
+    )
+    if config.draft is not None:
+        wave, last = config.wave, config.world_size - 1
+        console.talk(
+            f"each clip's draft after {wave.rounds(last)} rounds of {wave.num_steps}, "
+            f"starts {','.join(map(str, wave.starts))}"
+        )
+
+
+def raise_worst(lost: Sequence[Record], num_clips: int) -> None:
+    """Ends the command as the worst of its lost clips asks for; nothing where none is lost."""
+    if lost:
+        errors = [from_record(clip["error"]) for clip in lost]
+        worst = max(errors, key=exit_code_of)
+        record = {**to_record(worst), "message": f"{len(lost)} of {num_clips} lost: {worst}"}
+        raise from_record(record)
+
+
+def print_clips(
+    console: Console,
+    out: Path,
+    skipped: Sequence[Record],
+    records: Sequence[Record],
+    lost: Sequence[Record],
+) -> None:
+    """Prints a line for each clip, by what became of it."""
+    for record in skipped:
+        console.result(f"{out / record['output']}  (was finished)")
+    for record in records:
+        console.result(f"{out / record['output']}")
+        if "draft" in record:
+            console.talk(f"  {_of_draft(record)}")
+    for clip in lost:
+        name = out / clip["output"] if clip["output"] else "(no clip)"
+        console.result(f"{name}  (lost: {clip['error']['message']})")
+    made = f"{len(records)} clips made" if len(records) != 1 else "1 clip made"
+    was = f", {len(skipped)} left as they were" if skipped else ""
+    console.talk(made + was)
+    exact = [record for record in records if record["exact"]]
+    if exact:
+        name = Path(exact[0]["output"])
+        path = (out / name).with_suffix("") if name.suffix else out / name
+        console.talk(f"to prove one: svdpp verify {path}.json")
+
+
+def _of_draft(record: Record) -> str:
+    """What came of a clip's draft, in one line."""
+    draft = record["draft"]
+    if not record["exact"]:
+        agreement = draft["agreement"]
+        return (
+            f"approximate: rank {draft['rank']}'s result, {_psnr(agreement)} from that of rank "
+            f"{agreement['with_rank']}; without --accept the exact clip is made"
+        )
+    if not draft["results"]:
+        return "exact; no draft of it came"
+    first = draft["results"][0]
+    return (
+        f"exact, after {record['seconds']:.1f} s; its draft, after {first['seconds']:.1f} s, was "
+        f"{_psnr(first)} from it"
+    )
+
+
+def _psnr(difference: Mapping[str, Any]) -> str:
+    if difference["psnr_db"] is None:
+        return "not a pixel"
+    levels = difference["max_levels"]
+    return f"{difference['psnr_db']:.1f} dB ({levels} level{'s' if levels > 1 else ''} at most)"
