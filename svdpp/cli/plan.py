@@ -9,9 +9,16 @@ from typing import Annotated, Any
 
 import typer
 
-from svdpp.cli import options, plan_compare, plan_report
+from svdpp.cli import options, plan_compare, plan_draft, plan_report
 from svdpp.cli.console import Console
-from svdpp.config import DEFAULT_MODEL, DEFAULT_NUM_STEPS, ModelConfig, PipelineConfig
+from svdpp.cli.draft_choice import DraftChoice
+from svdpp.config import (
+    DEFAULT_MODEL,
+    DEFAULT_NUM_STEPS,
+    ModelConfig,
+    PipelineConfig,
+    SamplingConfig,
+)
 from svdpp.errors import RequestError
 from svdpp.plan.choose import choose_layout, compare_layouts
 from svdpp.plan.costs import Costs
@@ -42,9 +49,13 @@ def plan(
     replicas: options.Replicas = None,
     decoders: options.Decoders = None,
     layout: options.LayoutOption = None,
+    draft: options.Draft = False,
+    starts: options.Starts = None,
     compare: Annotated[
         bool,
-        typer.Option("--compare", help="Show every split, auto and data parallel side by side."),
+        typer.Option(
+            "--compare", help="Show every split, auto, data parallel and a draft side by side."
+        ),
     ] = False,
     arrivals: Annotated[
         str | None,
@@ -100,6 +111,8 @@ def plan(
     Without costs, times are in units of one step and decoding counts for nothing; on real SVD it
     weighs about four steps, so give --costs for an honest forecast.
     """
+    drafting = DraftChoice(draft=draft, starts=starts)
+    world = drafting.world(steps) if world is None else world
     world_size = _DEFAULT_WORLD if world is None else world
     costs = _costs(
         costs_of,
@@ -127,7 +140,16 @@ def plan(
         "num_clips": num_clips,
         "memory_gib": _limits(device_memory, world_size),
     }
-    if compare:
+    if draft:
+        drafting.refuse_beside({**given, "layout": layout, "compare": compare, "clips": clips})
+        config = PipelineConfig(
+            world_size=world_size,
+            sampling=SamplingConfig(num_inference_steps=steps),
+            **drafting.settings(steps, world_size),
+        )
+        costs.check_world(world_size)
+        plan_draft.show_wave(console, request, config.wave, costs)
+    elif compare:
         _refuse_beside("--compare", {**given, **({"layout": layout} if layout else {})})
         rows = compare_layouts(**counts, **limits, arrivals=request.arrivals)
         plan_compare.show_comparison(console, request, counts, rows)

@@ -25,7 +25,8 @@ def show_comparison(
         console.json(_comparison_json(counts, request, rows))
         return
     every = "min" if request.unit == "second" else "100 steps"
-    columns = (f"clips/{every}", "first clip", "mean clip", "jitter", "peak GiB", "idle")
+    counted = "first clip", "mean clip", "look", "jitter", "peak GiB", "idle"
+    columns = (f"clips/{every}", *counted)
     console.table(("layout", *columns), (_compared(row, request.unit) for row in rows))
     console.result()
     clips = f"{request.num_clips} clips on {counts['world_size']} ranks"
@@ -37,17 +38,18 @@ def show_comparison(
 
 
 def _compared(row: Row, unit: str) -> tuple[str, ...]:
-    forecast, layout = row.forecast, row.layout
-    if forecast is None or layout is None:
-        return (row.name, *"------")
+    forecast = row.forecast
+    if forecast is None:
+        return (row.name, *"-------")
     span = 60 if unit == "second" else 100
     return (
         row.name,
         f"{span / forecast.cadence:.2f}" if forecast.cadence else "-",
         f"{forecast.first_clip:.2f}",
         f"{forecast.latency.mean:.2f}",
+        f"{row.look:.2f}",
         f"{forecast.jitter:.2f}",
-        gib(layout.peak_gib),
+        gib(row.peak_gib),
         f"{forecast.bubble:.0%}",
     )
 
@@ -66,17 +68,23 @@ def _comparison_json(
 
 
 def _row_json(row: Row) -> dict[str, Any]:
-    if row.forecast is None or row.layout is None:
-        return {"name": row.name, "note": row.note, "layout": None, "forecast": None}
     forecast = row.forecast
+    if forecast is None:
+        return {"name": row.name, "note": row.note, "layout": None, "forecast": None}
+    if row.layout is not None:
+        what = facts(row.layout)
+    else:
+        assert row.wave is not None
+        what = {"description": str(row.wave), "starts": row.wave.starts}
     return {
         "name": row.name,
         "note": row.note or None,
-        "layout": facts(row.layout) | {"peak_gib": row.layout.peak_gib},
+        "layout": what | {"peak_gib": row.peak_gib},
         "forecast": {
             **times(forecast),
             "bubble": forecast.bubble,
             "jitter_seconds": forecast.jitter,
             "latency_seconds": forecast.latency._asdict(),
+            "look_seconds": row.look,
         },
     }

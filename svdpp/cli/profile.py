@@ -11,9 +11,13 @@ import typer
 
 from svdpp.cli import options
 from svdpp.cli.console import Console
+from svdpp.cli.draft_choice import DraftChoice
+from svdpp.cli.profile_draft import profile_draft
 from svdpp.config import DEFAULT_MODEL, DEFAULT_NUM_STEPS, ModelConfig
 from svdpp.errors import RequestError
 from svdpp.redaction import redact
+
+_DRAFT = "One clip sooner"
 
 if TYPE_CHECKING:
     from svdpp.measure.profile import Profile
@@ -21,10 +25,55 @@ if TYPE_CHECKING:
 
 
 def profile(
+    inputs: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[PHOTO...]",
+            help="With --draft: what to measure on. Default: the photographs that come with svdpp.",
+        ),
+    ] = None,
     world: options.World = None,
     out: Annotated[
-        Path, typer.Option("--out", "-o", metavar="FILE", help="Where the costs go.")
-    ] = Path("costs.json"),
+        Path | None,
+        typer.Option(
+            "--out",
+            "-o",
+            metavar="FILE",
+            help="Where the result goes. Default: costs.json; with --draft draft.json.",
+        ),
+    ] = None,
+    draft: Annotated[
+        bool,
+        typer.Option(
+            "--draft",
+            help="Measure not costs but how far drafts of 2 to W ranks are from the exact clip, by "
+            "their starts, and keep the best trade-offs, for --starts.",
+            rich_help_panel=_DRAFT,
+        ),
+    ] = False,
+    starts: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LIST",
+            help="With --draft: measure these starts alone, such as 0,8,12,17. Default: all that "
+            "are worth it.",
+            rich_help_panel=_DRAFT,
+        ),
+    ] = None,
+    steps: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            help="With --draft: denoising steps of each clip; distances are of this number.",
+            rich_help_panel=_DRAFT,
+        ),
+    ] = DEFAULT_NUM_STEPS,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", help="With --draft: of every clip. Default: 0.", rich_help_panel=_DRAFT
+        ),
+    ] = None,
     repeats: Annotated[
         int,
         typer.Option(
@@ -73,6 +122,9 @@ def profile(
     quiet_libraries()  # they speak while they are imported
     from svdpp.measure.profile import profile as measure
 
+    DraftChoice(draft=draft, starts=starts)
+    if inputs and not draft:
+        raise RequestError("photographs are what drafts are measured on", "add --draft")
     if repeats < 1:
         raise RequestError(f"--repeats must be 1 or more, got {repeats}")
     world_size = (
@@ -90,7 +142,7 @@ def profile(
         ),
         sampling=request.sampling_config(
             model,
-            world_size,
+            steps if draft else world_size,
             memory_opt=memory_opt,
             height=height,
             width=width,
@@ -102,8 +154,15 @@ def profile(
         threads=threads,
         timeout=timeout,
         start_timeout=start_timeout,
+        layout={"split": "dithered"} if draft else {},
     )
     console = Console(as_json=as_json, quiet=quiet)
+    if draft:
+        seed = request.parse_seeds(seed, None)[0]
+        path = Path("draft.json") if out is None else out
+        profile_draft(console, config, inputs or [], path, seed=seed, starts=starts)
+        return
+    out = Path("costs.json") if out is None else out
     place.check_free(str(out))
     place.check_writable(out.absolute().parent)
     profiled = measure(config, repeats=repeats, talk=console.talk)

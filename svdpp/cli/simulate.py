@@ -9,6 +9,7 @@ import typer
 
 from svdpp.cli import options
 from svdpp.cli.console import Console
+from svdpp.cli.draft_choice import DraftChoice
 from svdpp.config import (
     DEFAULT_NUM_STEPS,
     DUMMY_MODEL,
@@ -52,6 +53,8 @@ def simulate(
     ] = "cpu",
     dtype: options.Dtype = None,
     seed: options.Seed = None,
+    draft: options.Draft = False,
+    starts: options.Starts = None,
     split: options.SplitOption = None,
     replicas: options.Replicas = None,
     decoders: options.Decoders = None,
@@ -89,14 +92,20 @@ def simulate(
     from svdpp.cli.seeing import Sights
     from svdpp.runtime.pipeline import Pipeline
 
-    asked = request.joined_world(world)
+    drafting = DraftChoice(draft=draft, starts=starts)
+    named: dict[str, Any] = {
+        "split": split,
+        "replicas": replicas,
+        "decoders": decoders,
+        "layout": layout,
+    }
+    drafting.refuse_beside(named)
+    asked = request.joined_world(drafting.world(steps) if world is None else world)
     world_size = _DEFAULT_WORLD if asked is None else asked
     num_clips = max(1, 2 * world_size) if clips is None else clips
     if num_clips < 1:
         raise RequestError(f"--clips must be 1 or more, got {num_clips}")
-    choice = LayoutChoice(
-        split=split, replicas=replicas, decoders=decoders, layout=layout, costs=costs
-    )
+    choice = LayoutChoice(**named, costs=costs)
     shape, why = choice.settings(
         num_steps=steps,
         world_size=world_size,
@@ -119,7 +128,7 @@ def simulate(
         timeout=timeout,
         start_timeout=start_timeout,
         checksum=checksum,
-        layout=shape,
+        layout={**shape, **drafting.settings(steps, world_size)},
     )
     console = Console(as_json=as_json, quiet=quiet)
     log.open_log(verbosity=verbose, log_file=log_file, write=console.err.print)
@@ -133,7 +142,7 @@ def simulate(
     requests = _requests(config, num_clips, request.parse_seeds(seed, None)[0])
     with Progress(console, "simulate", pipeline.schedule(requests)) as progress:
         pipeline.observe(progress)
-        pipeline.observe(log.EventLog(config.layout))
+        pipeline.observe(log.EventLog(config.scheme))
         try:
             with sights.of(pipeline), pipeline:
                 pipeline.run(requests)
@@ -167,7 +176,7 @@ def _requests(config: PipelineConfig, num_clips: int, seed: int) -> list[ClipReq
 def _to_json(pipeline: Pipeline, measured: Forecast, forecast: Forecast) -> dict[str, Any]:
     config = pipeline.config
     ranks = pipeline.trace.to_json()
-    for rank, share in zip(ranks, config.layout.all_shares, strict=True):
+    for rank, share in zip(ranks, config.scheme.all_shares, strict=True):
         rank.update(start=share.start, end=share.end)
     return {
         "schema_version": 1,
@@ -176,6 +185,7 @@ def _to_json(pipeline: Pipeline, measured: Forecast, forecast: Forecast) -> dict
         "split": config.split,
         "replicas": config.replicas,
         "decoders": config.decoders,
+        "starts": None if config.draft is None else list(config.draft.starts),
         "model": config.model.name,
         "dtype": config.model.dtype,
         "backend": pipeline.backend,
@@ -213,7 +223,7 @@ def _print(console: Console, pipeline: Pipeline, measured: Forecast, forecast: F
             f"{stats.bubble:.0%}",
         )
         for stats, share in zip(
-            pipeline.trace.rank_stats(), pipeline.config.layout.all_shares, strict=True
+            pipeline.trace.rank_stats(), pipeline.config.scheme.all_shares, strict=True
         )
     ]
     columns = ("rank", "range", "steps", "compute s", "wait s", "hop s", "mean ms", "p95 ms")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
 
 from svdpp.cli import options
 from svdpp.cli.console import Console
+from svdpp.cli.draft_choice import DraftChoice
+from svdpp.cli.verify_report import difference, print_drafts, print_verdict
 from svdpp.config import (
     DEFAULT_NUM_STEPS,
     DEMO_MODEL,
@@ -20,9 +22,6 @@ from svdpp.config import (
 )
 from svdpp.distributed import scratch
 from svdpp.errors import InputError, RequestError, VerificationError
-
-if TYPE_CHECKING:
-    from svdpp.runtime.verify import Verdict
 
 
 def verify(
@@ -98,6 +97,8 @@ def verify(
             rich_help_panel="Outputs",
         ),
     ] = None,
+    draft: options.Draft = False,
+    starts: options.Starts = None,
     split: options.SplitOption = None,
     replicas: options.Replicas = None,
     decoders: options.Decoders = None,
@@ -137,10 +138,18 @@ def verify(
         return
     chosen_device = request.default_device() if device is None else device
     requests = _requests(model, inputs or [], clips, request.parse_seeds(seed, None)[0])
-    choice = LayoutChoice(
-        split=split, replicas=replicas, decoders=decoders, layout=layout, costs=costs
-    )
-    world_size = choice.world(chosen_device, steps) if world is None else world
+    drafting = DraftChoice(draft=draft, starts=starts)
+    named: dict[str, Any] = {
+        "split": split,
+        "replicas": replicas,
+        "decoders": decoders,
+        "layout": layout,
+        "costs": costs,
+    }
+    drafting.refuse_beside(named)
+    choice = LayoutChoice(**named)
+    asked = drafting.world(steps) if world is None else world
+    world_size = choice.world(chosen_device, steps) if asked is None else asked
     shape, why = choice.settings(
         num_steps=steps,
         world_size=world_size,
@@ -177,7 +186,7 @@ def verify(
         threads=threads,
         timeout=timeout,
         start_timeout=start_timeout,
-        layout=shape,
+        layout={**shape, **drafting.settings(steps, world_size)},
     )
     if why:
         console.talk(why)
@@ -227,12 +236,19 @@ def _compare(
     fault = None if plant_fault is None else PlantedFault.parse(plant_fault)
     if fault is not None:
         fault.check(world_size=config.world_size, num_clips=len(requests))
-    ours = build_schedule(config.layout.routes(clips), config.world_size)
+        if config.draft is not None and fault.kind == "skip":
+            raise RequestError(
+                "a walk of a draft leaves no step out", "--plant-fault ulp@rank0.clip0 damages one"
+            )
+    if config.draft is not None:
+        ours = config.wave.schedule(clips)
+    else:
+        ours = build_schedule(config.layout.routes(clips), config.world_size)
     alone = data_parallel_routes(num_steps, 1, clips, decodes=config.decodes)
     theirs = build_schedule(alone, 1)
     with scratch.folder("svdpp-verify-") as folder:
         with Progress(console, "pipelined", ours) as progress:
-            observers = (progress, EventLog(config.layout))
+            observers = (progress, EventLog(config.scheme))
             proof.run_pipelined(config, requests, folder, fault=fault, observers=observers)
         with Progress(console, "sequential", theirs) as progress:
             proof.run_sequential(config, requests, folder, observers=(progress,))
@@ -243,42 +259,11 @@ def _compare(
     if console.as_json:
         console.json(verdict.to_json())
     else:
-        _print(console, verdict)
+        print_verdict(console, verdict)
+        if verdict.drafts:
+            print_drafts(console, verdict, num_steps)
     if not verdict.equal:
-        raise VerificationError(_difference(verdict))
-
-
-def _print(console: Console, verdict: Verdict) -> None:
-    rows = [
-        (
-            str(check.clip),
-            check.what.replace("_", " "),
-            str(check.step),
-            str(check.rank),
-            "equal" if check.bitwise else ("within" if check.equal else "DIFFERENT"),
-            f"{check.max_abs_diff:.3g}",
-            str(check.max_ulp),
-            check.sha256[:12],
-        )
-        for check in verdict.checks
-    ]
-    console.table(
-        ("clip", "what", "step", "rank", "verdict", "max diff", "max ulp", "sha256"), rows
-    )
-    if verdict.bitwise:
-        clips = len({check.clip for check in verdict.checks})
-        console.result(
-            f"bitwise equal: {clips} clip{'s' if clips > 1 else ''}, "
-            f"{len(verdict.checks)} comparisons with diffusers' sequential result"
-        )
-    elif verdict.equal:
-        console.result(f"within tolerance, not bitwise: max difference {verdict.max_abs_diff:.3g}")
-
-
-def _difference(verdict: Verdict) -> str:
-    check = verdict.first_difference
-    assert check is not None
-    return f"not equal: {check}"
+        raise VerificationError(difference(verdict))
 
 
 def _recompute(
@@ -294,6 +279,11 @@ def _recompute(
     from svdpp.runtime.verify import recompute
 
     record = read_record(path)
+    if record.get("exact") is False:
+        raise RequestError(
+            f"{path.name!r} is of a draft, which by its own word is not exact",
+            "svdpp run without --accept makes the exact clip; verify --draft shows the distance",
+        )
     if threads not in (None, record["num_threads"]):
         raise RequestError(
             f"{path.name!r} was made with --threads {record['num_threads']}: with {threads} sums "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -36,7 +35,6 @@ class DraftLab:
         model: with all its parts.
         tensors: of the clip, as `encode` made them.
         num_steps: N.
-        on_step: called after each evaluation of the denoiser.
     """
 
     def __init__(
@@ -44,12 +42,10 @@ class DraftLab:
         model: VideoModel,
         tensors: Tensors,
         num_steps: int,
-        on_step: Callable[[], None],
     ) -> None:
         self._model = model
         self._tensors = tensors
         self._num_steps = num_steps
-        self._on_step = on_step
         self._walked: dict[tuple[int, ...], _Walked] = {}
 
     def latent(self, starts: tuple[int, ...]) -> torch.Tensor:
@@ -86,7 +82,6 @@ class DraftLab:
         for step in range(start, self._num_steps):
             latent = walk.forward(latent, step)
             found[step] = walk.last
-            self._on_step()
             if step + 1 in begun_of:
                 latent = walk.corrected(latent, heard[begun_of[step + 1]], step + 1)
         return _Walked(latent, found, denoiser.sigmas)

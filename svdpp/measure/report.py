@@ -13,8 +13,9 @@ from svdpp.distributed import process_group
 from svdpp.media.contrast import Contrast, Pixels, contrast_frames, contrast_planes
 from svdpp.media.html import Html, picture, table, tag, write_page
 from svdpp.models import determinism
+from svdpp.models.interface import Frames
 from svdpp.runtime.record import versions
-from svdpp.runtime.verify import Check, Verdict, both_sides
+from svdpp.runtime.verify import Check, Verdict, both_sides, our_frames
 
 # A page of a few MB; the table has every clip.
 _MAX_CLIPS = 4
@@ -46,6 +47,7 @@ def write_report(
         _verdict(verdict, "a plain loop's" if config.model.is_dummy else "diffusers' own"),
         tag("h2", "Checks"),
         tag("div", _checks(verdict), class_="scroll"),
+        *_drafts(verdict, config),
         *_pictures(verdict, config, requests, folder),
         tag("h2", "Conditions"),
         table((), _conditions(config, requests, asked)),
@@ -95,6 +97,26 @@ def _checks(verdict: Verdict) -> Html:
     return table((*columns, "first at", "sha256, pipelined"), rows)
 
 
+def _drafts(verdict: Verdict, config: PipelineConfig) -> Iterator[Html]:
+    """What each rank of a draft came to, beside the exact result."""
+    if not verdict.drafts:
+        return
+    num_steps = config.sampling.num_inference_steps
+    yield tag("h2", "Drafts")
+    yield tag("p", "Approximations, by their distance from the sequential result.", class_="faint")
+    columns = ("clip", "rank", "start", "rounds", "sooner", "latent, max difference")
+    rows = [
+        (
+            *map(str, (each.clip, each.rank, each.start, each.rounds)),
+            f"{num_steps / each.rounds:.2f}x",
+            f"{each.latent_max_abs_diff:.3g}",
+            "" if each.frames is None else str(each.frames.whole),
+        )
+        for each in verdict.drafts
+    ]
+    yield table((*columns, "frames"), rows)
+
+
 def _pictures(
     verdict: Verdict, config: PipelineConfig, requests: Sequence[ClipRequest], folder: Path
 ) -> Iterator[Html]:
@@ -106,12 +128,17 @@ def _pictures(
     for clip in clips[:_MAX_CLIPS]:
         yield tag("h2", f"Clip {clip}: {_input(requests[clip])}")
         if config.decodes:
-            contrast = contrast_frames(ours.frames(clip), theirs.frames(clip))
-            yield _strip("frame", contrast, f"{contrast.largest:.0f} of 255 levels")
+            sequential = theirs.frames(clip)
+            yield _frames_strip("pipelined", our_frames(config, ours, clip), sequential)
+            for draft in (each for each in verdict.drafts if each.clip == clip):
+                yield tag("h3", f"Draft by rank {draft.rank}, after {draft.rounds} rounds")
+                walked = ours.frames(clip, walker=draft.rank)
+                yield _frames_strip(f"rank {draft.rank}", walked, sequential)
         if not config.decodes or clip in different:
             latents = [side.latent(clip, num_steps).float().numpy() for side in (ours, theirs)]
             contrast = contrast_planes(*latents)
-            yield _strip("final latent, plane", contrast, f"{contrast.largest:.3g}")
+            largest = f"{contrast.largest:.3g}"
+            yield _strip("pipelined", "final latent, plane", contrast, largest)
     if len(clips) > _MAX_CLIPS:
         left_out = f"{len(clips) - _MAX_CLIPS} further clips are in the table of checks alone."
         yield tag("p", left_out, class_="faint")
@@ -122,7 +149,12 @@ def _input(request: ClipRequest) -> str:
     return f"{name}seed {request.seed}"
 
 
-def _strip(what: str, contrast: Contrast, largest: str) -> Html:
+def _frames_strip(side: str, ours: Frames, sequential: Frames) -> Html:
+    contrast = contrast_frames(ours, sequential)
+    return _strip(side, "frame", contrast, f"{contrast.largest:.0f} of 255 levels")
+
+
+def _strip(ours: str, what: str, contrast: Contrast, largest: str) -> Html:
     """Three rows of pictures: ours, theirs, and the difference."""
     names = [f"{what} {index}" for index in contrast.indices]
 
@@ -131,7 +163,7 @@ def _strip(what: str, contrast: Contrast, largest: str) -> Html:
         return [tag("b", side), *map(picture, pictures, texts)]
 
     rows = [
-        row("pipelined", contrast.ours),
+        row(ours, contrast.ours),
         row("sequential", contrast.theirs),
         row("difference", contrast.differences),
     ]

@@ -10,16 +10,20 @@ from typing import Any
 
 from svdpp.errors import RequestError
 from svdpp.plan.costs import Costs, PerRank
+from svdpp.plan.draft import Wave
 from svdpp.plan.fleet import forecast_layout
-from svdpp.plan.forecast import Forecast
+from svdpp.plan.forecast import Forecast, replay, sum_up
 from svdpp.plan.layout import SPLITS, Layout, divisors
 from svdpp.plan.split import check_counts
+from svdpp.plan.starts import default_starts
 
 # Longer chains are not tried: a forecast takes the square of the length, and no gain is in sight.
 _LONGEST_CHAIN = 64
 # Clips after which a forecast goes on at its cadence: some for each rank, fewer in a large world.
 _SAMPLE_PER_RANK = 16
 _LARGE_SAMPLE = 65_536
+# A draft's clips come one after the other: more of them tell nothing new.
+_DRAFTED_CLIPS = 64
 # Forecasts that differ by less count as equal, and the simplest layout is taken.
 _EQUAL = 1.001
 
@@ -41,7 +45,12 @@ class Row:
 
     name: str
     layout: Layout | None = None
+    wave: Wave | None = None
+    """In place of a layout, where all ranks draft one clip at a time."""
     forecast: Forecast | None = None
+    look: float = 0.0
+    """Until there is something of a clip to see: on average, as the forecast counts latency."""
+    peak_gib: tuple[float | None, ...] = ()
     note: str = ""
 
 
@@ -127,7 +136,14 @@ def compare_layouts(
             forecast = forecast_layout(choice.layout, num_clips, arrivals)
         except RequestError as error:
             return Row(name=name, note=error.message)
-        return Row(name=name, layout=choice.layout, forecast=forecast, note=choice.reason)
+        return Row(
+            name=name,
+            layout=choice.layout,
+            forecast=forecast,
+            look=forecast.latency.mean,
+            peak_gib=choice.layout.peak_gib,
+            note=choice.reason,
+        )
 
     auto = partial(
         choose_layout,
@@ -142,7 +158,37 @@ def compare_layouts(
         row(f"{decoders} decoders", partial(build, split="dithered", decoders=decoders)),
         row("auto", auto),
         row("data parallel", partial(build, replicas=world_size)),
+        _draft_row(num_steps, world_size, min(num_clips, _DRAFTED_CLIPS), costs, arrivals),
     ]
+
+
+def _draft_row(
+    num_steps: int, world_size: int, num_clips: int, costs: Costs, arrivals: Sequence[float]
+) -> Row:
+    """One clip after the other, each by all ranks."""
+    try:
+        wave = Wave(num_steps=num_steps, starts=default_starts(num_steps, world_size))
+    except RequestError as error:
+        return Row(name="draft", note=error.message)
+    given = dict(enumerate(arrivals[:num_clips]))
+    spans = replay(wave.schedule(range(num_clips)), costs, given)
+    clips = [[span for span in spans if span.action.clip == clip] for clip in range(num_clips)]
+    lives = [
+        (given.get(clip, min(span.start for span in each)), max(span.end for span in each))
+        for clip, each in enumerate(clips)
+    ]
+    busy = math.fsum(span.end - span.start for span in spans)
+    forecast = sum_up(lives, busy=busy, world_size=world_size, num_finishers=1)
+    ready = wave.ready_at(costs)
+    sooner = ready[0] - ready[-1]
+    return Row(
+        name="draft",
+        wave=wave,
+        forecast=forecast,
+        look=forecast.latency.mean - sooner,
+        peak_gib=tuple(costs.peak_gib(**vars(role)) for role in wave.roles),
+        note=f"first an approximation, {sooner:.4g} before the exact clip; {wave}",
+    )
 
 
 def _candidates(num_steps: int, world_size: int, costs: Costs, decodes: bool) -> Iterator[Layout]:

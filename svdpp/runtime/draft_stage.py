@@ -34,7 +34,7 @@ class DraftStage(PipelineStage):
     Args:
         rank, model, transport, delivery, reporter, evidence, fault: see `PipelineStage`.
         config: resolved, with a draft.
-        results: keeps every rank's frames, for verification; None keeps none.
+        results: keeps every rank's result, for verification; None keeps none.
         is_cancelled: asked, between steps, whether a clip has been settled without this rank.
     """
 

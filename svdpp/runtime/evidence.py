@@ -28,26 +28,29 @@ class Evidence:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def keep_latent(self, clip: int, step: int, latent: torch.Tensor) -> None:
-        """Keeps the latent of `clip` with `step` steps done."""
-        path = self._folder / f"clip{clip}_step{step}.safetensors"
+    def keep_latent(
+        self, clip: int, step: int, latent: torch.Tensor, *, walker: int | None = None
+    ) -> None:
+        """Keeps the latent of `clip` with `step` steps done; of a draft, that which a rank has."""
+        path = self._path(clip, walker, f"step{step}.safetensors")
         save_file({LATENTS: latent.detach().cpu().contiguous()}, path)
 
-    def latent(self, clip: int, step: int) -> torch.Tensor:
+    def latent(self, clip: int, step: int, *, walker: int | None = None) -> torch.Tensor:
         """The kept latent; FileNotFoundError where there is none."""
-        path = self._folder / f"clip{clip}_step{step}.safetensors"
+        path = self._path(clip, walker, f"step{step}.safetensors")
         latent: torch.Tensor = load_file(path)[LATENTS]
         return latent
 
-    def keep_frames(self, clip: int, frames: Frames, *, rank: int | None = None) -> None:
-        """Keeps the frames of `clip`; of a draft, those that `rank` came to."""
-        np.save(self._frames_path(clip, rank), frames, allow_pickle=False)
+    def keep_frames(self, clip: int, frames: Frames, *, walker: int | None = None) -> None:
+        """Keeps the frames of `clip`; of a draft, those that a rank came to."""
+        np.save(self._path(clip, walker, "frames.npy"), frames, allow_pickle=False)
 
-    def frames(self, clip: int, *, rank: int | None = None) -> Frames:
+    def frames(self, clip: int, *, walker: int | None = None) -> Frames:
         """The kept frames; FileNotFoundError where there are none."""
-        frames: Frames = np.load(self._frames_path(clip, rank), allow_pickle=False)
+        path = self._path(clip, walker, "frames.npy")
+        frames: Frames = np.load(path, allow_pickle=False)
         return frames
 
-    def _frames_path(self, clip: int, rank: int | None) -> Path:
-        whose = "" if rank is None else f"_rank{rank}"
-        return self._folder / f"clip{clip}{whose}_frames.npy"
+    def _path(self, clip: int, walker: int | None, what: str) -> Path:
+        whose = "" if walker is None else f"_rank{walker}"
+        return self._folder / f"clip{clip}{whose}_{what}"

@@ -45,7 +45,7 @@ class Review:
         wave: who started where.
         draft: when an approximation is accepted.
         delivery: takes what is to be written.
-        evidence: keeps every result's frames, for verification; None keeps none.
+        evidence: keeps every result, for verification; None keeps none.
     """
 
     def __init__(
@@ -70,8 +70,7 @@ class Review:
         """Looks at one rank's result, and delivers what follows from it."""
         before = self._results[-1] if self._results else None
         self._results.append(result)
-        if self._evidence is not None and result.frames is not None:
-            self._evidence.keep_frames(self._job.clip, result.frames, rank=result.rank)
+        self._keep(result)
         if self._is_over:
             return
         if result.rank == 0:
@@ -81,6 +80,14 @@ class Review:
         elif agreement := self._agreement(result, before):
             self._is_over = True
             self._deliver_draft(result, agreement, is_draft=False)
+
+    def _keep(self, result: Result) -> None:
+        if self._evidence is None:
+            return
+        clip, walker = self._job.clip, result.rank
+        self._evidence.keep_latent(clip, self._wave.num_steps, result.latent, walker=walker)
+        if result.frames is not None:
+            self._evidence.keep_frames(clip, result.frames, walker=walker)
 
     def _agreement(self, result: Result, before: Result) -> dict[str, Any]:
         """How two successive results agree; empty where that is not enough."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +15,10 @@ from svdpp.config import ClipRequest, PipelineConfig
 from svdpp.distributed import scratch
 from svdpp.errors import RequestError
 from svdpp.media import video
+from svdpp.media.distance import Distance, distance
 from svdpp.models.interface import Frames
+from svdpp.plan.actions import Kind
+from svdpp.plan.draft import Wave
 from svdpp.runtime.evidence import Evidence, tensor_sha256
 from svdpp.runtime.faults import PlantedFault
 from svdpp.runtime.pipeline import Pipeline
@@ -68,15 +71,43 @@ class Check:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class DraftResult:
+    """How far one rank's result of a draft is from the sequential one.
+
+    Args:
+        clip: index of the clip.
+        rank: whose result; never rank 0, whose result has to be equal.
+        start: the step at which the rank started.
+        rounds: until it was done.
+        latent_max_abs_diff: largest difference of the final latents.
+        frames: of the frames; None where there are none.
+    """
+
+    clip: int
+    rank: int
+    start: int
+    rounds: int
+    latent_max_abs_diff: float
+    frames: Distance | None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        values = {**vars(self), "frames": None}
+        return values if self.frames is None else {**values, **self.frames.to_json()}
+
+
 @dataclass(frozen=True)
 class Verdict:
     """All checks, in the order in which a clip meets them.
 
     Args:
         checks: at least one.
+        drafts: of a draft, the other ranks' results: no checks, since they need not be equal.
     """
 
     checks: tuple[Check, ...]
+    drafts: tuple[DraftResult, ...] = ()
 
     @property
     def equal(self) -> bool:
@@ -106,6 +137,7 @@ class Verdict:
             "bitwise": self.bitwise,
             "max_abs_diff": self.max_abs_diff,
             "checks": [asdict(check) for check in self.checks],
+            **({"drafts": [each.to_json() for each in self.drafts]} if self.drafts else {}),
         }
 
 
@@ -162,8 +194,7 @@ def run_sequential(
         SvdppError: the oracle could not run them.
     """
     kept = new_side(folder / _SEQUENTIAL, config)
-    routes = config.layout.routes(range(len(requests)))
-    steps = {part.end for route in routes for part in route.ranges}
+    steps = {end for clip in range(len(requests)) for _, end in _parts(config, clip)}
     run_reference(config, requests, steps=steps, evidence_folder=kept, observers=observers)
 
 
@@ -177,8 +208,10 @@ def compare(
             is no difference for a tolerance to pass.
     """
     _check_settings(folder)
-    ours, theirs = both_sides(folder)
-    return Verdict(tuple(_compare_all(config, range(num_clips), ours, theirs, tolerance)))
+    sides, clips = both_sides(folder), range(num_clips)
+    checks = _compare_all(config, clips, *sides, tolerance)
+    drafts = () if config.draft is None else _compare_drafts(config.wave, clips, *sides)
+    return Verdict(tuple(checks), tuple(drafts))
 
 
 def both_sides(folder: Path) -> tuple[Evidence, Evidence]:
@@ -235,28 +268,61 @@ def _compare_all(
     num_steps = config.sampling.num_inference_steps
     checks = []
     for clip in clips:
-        route = config.layout.route(clip)
-        for part in route.ranges:
-            if not part.num_steps:
-                continue
+        for rank, end in _parts(config, clip):
             checks.append(
                 compare_latents(
-                    ours.latent(clip, part.end),
-                    theirs.latent(clip, part.end),
+                    ours.latent(clip, end),
+                    theirs.latent(clip, end),
                     clip=clip,
-                    step=part.end,
-                    rank=part.rank,
-                    final=part.end == num_steps,
+                    step=end,
+                    rank=rank,
+                    final=end == num_steps,
                     tolerance=tolerance,
                 )
             )
         if config.decodes:
-            last = route.ranges[-1].rank
-            frames = ours.frames(clip), theirs.frames(clip)
+            last = 0 if config.draft else config.layout.route(clip).ranges[-1].rank
+            frames = our_frames(config, ours, clip), theirs.frames(clip)
             checks.append(
                 compare_frames(*frames, clip=clip, step=num_steps, rank=last, tolerance=tolerance)
             )
     return checks
+
+
+def our_frames(config: PipelineConfig, ours: Evidence, clip: int) -> Frames:
+    """The frames that the ranks made of `clip`; of a draft, those of the exact path."""
+    return ours.frames(clip, walker=None if config.draft is None else 0)
+
+
+def _parts(config: PipelineConfig, clip: int) -> list[tuple[int, int]]:
+    """(rank, steps done) wherever a stretch of the exact path ends."""
+    if config.draft is not None:
+        exact = config.wave.schedule([clip])[0]
+        return [(0, action.end) for action in exact if action.kind is Kind.DENOISE]
+    ranges = config.layout.route(clip).ranges
+    return [(part.rank, part.end) for part in ranges if part.num_steps]
+
+
+def _compare_drafts(
+    wave: Wave, clips: Iterable[int], ours: Evidence, theirs: Evidence
+) -> Iterator[DraftResult]:
+    """The ranks' results in the order in which they come, the fastest first."""
+    num_steps = wave.num_steps
+    for clip in clips:
+        exact = theirs.latent(clip, num_steps)
+        for rank in range(wave.world_size - 1, 0, -1):
+            latent = ours.latent(clip, num_steps, walker=rank)
+            frames = None
+            if wave.decodes:
+                frames = distance(ours.frames(clip, walker=rank), theirs.frames(clip))
+            yield DraftResult(
+                clip=clip,
+                rank=rank,
+                start=wave.starts[rank],
+                rounds=wave.rounds(rank),
+                latent_max_abs_diff=float((latent.double() - exact.double()).abs().max()),
+                frames=frames,
+            )
 
 
 def compare_latents(

@@ -1,0 +1,85 @@
+"""Owns `svdpp profile --draft`: measures starts, and keeps the best trade-offs in a file."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from svdpp.cli.console import Console
+from svdpp.config import PipelineConfig
+from svdpp.errors import RequestError
+from svdpp.plan.starts import DraftProfile, MeasuredStarts, best_trades, parse_starts
+from svdpp.redaction import recorded_name, redact
+
+
+def profile_draft(
+    console: Console,
+    config: PipelineConfig,
+    inputs: Sequence[str],
+    out: Path,
+    *,
+    seed: int,
+    starts: str | None,
+) -> None:
+    """Measures, prints and writes.
+
+    Args:
+        console: where to.
+        config: as for a pipeline; W is the largest number of ranks, and of processes at work.
+        inputs: photographs; none: those that come with svdpp.
+        out: the file.
+        seed: of every clip.
+        starts: one choice to measure; None: all that are worth it.
+
+    Raises:
+        SvdppError: what is wrong with the request, or kept it from being measured.
+    """
+    from svdpp.measure.draft_search import measure_starts
+    from svdpp.media import place
+    from svdpp.media.examples import example_photos
+    from svdpp.runtime.request import read_inputs
+
+    if config.world_size < 2:
+        raise RequestError("a draft needs 2 ranks or more", "use --world 2 or more")
+    num_steps = config.sampling.num_inference_steps
+    given = () if starts is None else (parse_starts(starts, num_steps, None),)
+    found, _ = read_inputs(list(inputs) or [str(path) for path in example_photos()])
+    place.check_free(str(out))
+    place.check_writable(out.absolute().parent)
+    names = [photo.path.name for photo in found]
+    console.talk(f"{num_steps} steps, {len(names)} photographs: {', '.join(names)}")
+    paths = [photo.path for photo in found]
+    measured = measure_starts(config, paths, seed=seed, starts=given)
+    profile = DraftProfile(
+        model=recorded_name(config.model.name),
+        num_steps=num_steps,
+        photographs=tuple(names),
+        source=f"measured by: {redact(shlex.join(['svdpp', *sys.argv[1:]]))}",
+        choices=best_trades(measured),
+    )
+    place.write_json(out, profile.to_json())
+    if console.as_json:
+        console.json(profile.to_json())
+    else:
+        _print(console, profile.choices, num_steps)
+    console.talk(
+        f"next: svdpp run PHOTO --draft --steps {num_steps} --starts {shlex.quote(str(out))}"
+    )
+
+
+def _print(console: Console, choices: Sequence[MeasuredStarts], num_steps: int) -> None:
+    rows = [
+        (
+            str(len(each.starts)),
+            ",".join(map(str, each.starts)),
+            f"{each.rounds} of {num_steps}",
+            f"{num_steps / each.rounds:.2f}x",
+            "equal" if each.psnr_db is None else f"{each.psnr_db:.1f} dB",
+            str(each.max_levels),
+        )
+        for each in choices
+    ]
+    console.table(("ranks", "starts", "rounds", "sooner", "distance", "levels"), rows)
+    console.result("distance: PSNR of the draft's frames to the exact clip's, worst photograph")
