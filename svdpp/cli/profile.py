@@ -119,14 +119,14 @@ def profile(
     from svdpp.distributed.fork_server import quiet_libraries
     from svdpp.media import place
 
-    quiet_libraries()  # they speak while they are imported
-    from svdpp.measure.profile import profile as measure
-
     DraftChoice(draft=draft, starts=starts)
     if inputs and not draft:
         raise RequestError("photographs are what drafts are measured on", "add --draft")
     if repeats < 1:
         raise RequestError(f"--repeats must be 1 or more, got {repeats}")
+    quiet_libraries()  # they speak while they are imported
+    from svdpp.measure.profile import profile as measure
+
     world_size = (
         request.default_world(device, DEFAULT_NUM_STEPS, on_cpu=2) if world is None else world
     )

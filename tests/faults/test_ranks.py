@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SamplingConfig
+from svdpp.config import ClipRequest, DraftConfig, ModelConfig, PipelineConfig, SamplingConfig
 from svdpp.errors import RankError
 from svdpp.runtime.messages import Beat, ClipDone, Event, StepDone
 from svdpp.runtime.pipeline import Pipeline
@@ -47,6 +47,8 @@ DEMO = replace(
         num_inference_steps=3, num_frames=NUM_FRAMES, height=64, width=64, max_guidance_scale=1.1
     ),
 )
+STARTS = (0, 2, 4)
+DRAFT = replace(DUMMY, draft=DraftConfig(starts=STARTS))
 FIRST, MIDDLE, LAST = range(WORLD_SIZE)
 Happens = Callable[[int, Event], bool]
 
@@ -163,6 +165,32 @@ def test_a_killed_rank(rank: int, place: str) -> None:
         assert f"at clip 1, step {rank} (DENOISE c1 {rank}:{rank + 1})" in error.message
     if place == "decode":
         assert "at clip 1 (DECODE c1 @3)" in error.message
+
+
+@pytest.mark.parametrize("rank", [FIRST, MIDDLE, LAST])
+@pytest.mark.usefixtures("temporary_files")
+def test_a_killed_rank_of_a_draft(rank: int) -> None:
+    step = STARTS[rank] + 1
+    stop = PlantedStop("hang", rank, 1, place=f"step{step}")
+    faulty = Faulty(DRAFT, stop, _stands(stop), _kill(rank, signal.SIGKILL))
+    error, seconds = faulty.run(_clips())
+    assert seconds <= allowing_for_others(4)
+    assert re.match(rf"rank {rank} \(cpu of .*\) was killed by SIGKILL", error.message)
+    assert f"at clip 1, step {step} (DENOISE c1" in error.message
+    assert faulty.finished == [0]
+
+
+@pytest.mark.parametrize("rank", [FIRST, LAST])
+@pytest.mark.usefixtures("temporary_files")
+def test_a_frozen_rank_of_a_draft_is_named(rank: int) -> None:
+    step = STARTS[rank] + 1
+    stop = PlantedStop("hang", rank, 1, place=f"step{step}")
+    config = replace(DRAFT, stale_seconds=allowing_for_others(2.5))
+    faulty = Faulty(config, stop, _stands(stop), _kill(rank, signal.SIGSTOP))
+    error, seconds = faulty.run(_clips())
+    assert seconds <= config.stale_seconds + allowing_for_others(5)
+    assert re.match(rf"rank {rank} \(cpu of .*\) has been frozen for", error.message)
+    assert f"at clip 1, step {step} " in error.message
 
 
 def test_a_rank_that_raises(temporary_files: Path) -> None:

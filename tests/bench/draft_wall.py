@@ -1,0 +1,91 @@
+"""How soon is a draft? Two ranks that draft one clip, against one rank that makes it, in turn.
+
+Each rank computes with one thread, so that a rank is to a core what it would be to a GPU. Times are
+from the start of the clip's encode to the end of its last step, and to the end of its decode.
+
+    python tests/bench/draft_wall.py [--rounds 3] [--starts 0,14] [--steps 28]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from typing import NamedTuple
+
+from svdpp.config import (
+    ClipRequest,
+    DraftConfig,
+    ModelConfig,
+    PipelineConfig,
+    SamplingConfig,
+    sampling_defaults,
+)
+from svdpp.media.examples import example_photos
+from svdpp.plan.actions import Kind
+from svdpp.runtime.pipeline import Pipeline
+
+
+class Times(NamedTuple):
+    """Seconds from the start of a clip's encode."""
+
+    steps: float
+    """To the end of the last step of the rank that is first to have it."""
+    clip: float
+    """To the end of that rank's decode."""
+    exact: float
+    """To the end of rank 0's decode."""
+
+
+def measure(starts: tuple[int, ...], num_steps: int) -> Times:
+    """One clip: drafted from `starts`, or by one rank where there is but one."""
+    config = PipelineConfig(
+        world_size=len(starts),
+        model=ModelConfig(name="demo"),
+        sampling=SamplingConfig(num_inference_steps=num_steps, **sampling_defaults("demo")),
+        draft=DraftConfig(starts=starts) if len(starts) > 1 else None,
+    )
+    with Pipeline(config) as pipeline:
+        pipeline.run([ClipRequest(seed=0, image=str(example_photos()[0]))])
+    spans, fastest = pipeline.trace.spans, len(starts) - 1
+    begun = min(span.start for span in spans)
+
+    def last(kind: Kind, rank: int) -> float:
+        ends = [each.end for each in spans if (each.rank, each.action.kind) == (rank, kind)]
+        return max(ends) - begun
+
+    return Times(last(Kind.DENOISE, fastest), last(Kind.DECODE, fastest), last(Kind.DECODE, 0))
+
+
+def main() -> None:
+    """Prints a line for each round, and the medians of the ratios."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--starts", default="0,14")
+    parser.add_argument("--steps", type=int, default=28)
+    options = parser.parse_args()
+    starts = tuple(map(int, options.starts.split(",")))
+    rounds = len(starts) - 1 + options.steps - starts[-1]
+    ideal = rounds / options.steps
+    print(f"starts {options.starts}, {options.steps} steps: ideal ratio of steps {ideal:.3f}")
+    print(
+        f"{'steps alone':>12}{'draft':>9}{'ratio':>8}{'clip alone':>12}{'draft':>9}{'ratio':>8}",
+        end="",
+    )
+    print(f"{'exact':>9}{'ratio':>8}")
+    ratios = []
+    for _ in range(options.rounds):
+        alone, draft = measure((0,), options.steps), measure(starts, options.steps)
+        all_three = draft.steps / alone.steps, draft.clip / alone.clip, draft.exact / alone.exact
+        ratios.append(all_three)
+        print(
+            f"{alone.steps:12.2f}{draft.steps:9.2f}{all_three[0]:8.3f}"
+            f"{alone.clip:12.2f}{draft.clip:9.2f}{all_three[1]:8.3f}"
+            f"{draft.exact:9.2f}{all_three[2]:8.3f}",
+            flush=True,
+        )
+    medians = [statistics.median(column) for column in zip(*ratios, strict=True)]
+    print(f"median ratios: steps {medians[0]:.3f}, clip {medians[1]:.3f}, exact {medians[2]:.3f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""Drafts as a user asks for them: the plan, what is refused, the files and the words."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from svdpp.media.video import read_frames
+from tests.cli.shell import DEMO, PHOTO, assert_error, svdpp_alone, svdpp_here
+from tests.plan.test_draft import WAVE
+
+SMALL = ("--height", "64", "--width", "64", "--frames", "2", "--threads", "1", "--steps", "14")
+STARTS = ("--starts", "0,3,5", "--steps", "8")
+
+
+def test_plan_shows_the_wave() -> None:
+    answer = svdpp_here("plan", "--draft", *STARTS)
+    assert answer.code == 0
+    lines = answer.out.splitlines()
+    assert lines[:4] == [
+        "rank  start  sigma  rounds  sooner  mended",
+        "0         0    700  8 of 8   1.00x       0",
+        "1         3  49.36  6 of 8   1.33x       1",
+        "2         5  3.962  5 of 8   1.60x       1",
+    ]
+    assert lines[5:8] == [
+        "rank 0 |oooooooo| exact after 8",
+        "rank 1 |.oo+oo..| nearer after 6",
+        "rank 2 |..o+o...| draft after 5",
+    ]
+    assert "draft after 5 steps, exact clip after 8 steps" in answer.out
+
+
+def test_plan_as_json_is_the_schedule() -> None:
+    content = json.loads(svdpp_here("plan", "--draft", *STARTS, "--json").out)
+    assert content["schedule"] == [list(map(str, rank)) for rank in WAVE.schedule([0])]
+    assert (content["draft"], content["exact"]) == (5, 8)
+    assert (content["evaluations"], content["messages"]) == (WAVE.num_evaluations, 6)
+
+
+def test_plan_counts_decode_and_compares_with_layouts() -> None:
+    options = ("plan", "--world", "4", "--steps", "28", "--costs", "svd-xt-a100", "--json")
+    alone = json.loads(svdpp_here(*options, "--draft").out)
+    rows = json.loads(svdpp_here(*options, "--compare", "--clips", "8").out)["layouts"]
+    (draft,) = [row for row in rows if row["name"] == "draft"]
+    (parallel,) = [row for row in rows if row["name"] == "data parallel"]
+    assert draft["layout"]["starts"] == alone["starts"]
+    assert draft["forecast"]["look_seconds"] == pytest.approx(alone["draft"])
+    assert draft["forecast"]["latency_seconds"]["mean"] == pytest.approx(alone["exact"])
+    # Sooner to be seen, and fewer of them.
+    assert draft["forecast"]["look_seconds"] < parallel["forecast"]["look_seconds"]
+    assert draft["forecast"]["cadence_seconds"] > 3 * parallel["forecast"]["cadence_seconds"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--starts", "0,14"), ("--starts is about a draft", "add --draft")),
+        (("--accept", "60dB"), ("--accept is about a draft",)),
+        (("--draft", "--starts", "0,30"), ("below the 28 steps",)),
+        (("--draft", "--starts", "0,14", "--world", "3"), ("names 2 ranks, but there are 3",)),
+        (("--draft", "--starts", "a"), ("--starts must be steps", "--starts 0,14")),
+        (("--draft", "--world", "1"), ("no starts are known", "--starts names others")),
+        (("--draft", "--world", "9"), ("2 to 8 ranks and 14 to 50 steps",)),
+        (("--draft", "--world", "2", "--accept", "60"), ("use --world 3 or more",)),
+        (("--draft", "--world", "3", "--accept", "good"), ("must be a PSNR in dB", "60dB")),
+        (("--draft", "--world", "3", "--accept", "0dB"), ("finite PSNR above 0",)),
+        (("--draft", "--split", "dithered"), ("leave out --split",)),
+        (("--draft", "--replicas", "2"), ("leave out --replicas",)),
+        (("--draft", "--layout", "auto"), ("leave out --layout",)),
+        (("--draft", "--checkpoint-dir", "kept"), ("leave out --checkpoint-dir",)),
+    ],
+)
+def test_requests_that_are_refused(
+    options: tuple[str, ...], words: tuple[str, ...], tmp_path: Path
+) -> None:
+    answer = svdpp_here("run", PHOTO, *DEMO, "--out", str(tmp_path), *options)
+    assert_error(answer, 2, *words)
+
+
+def test_a_file_of_starts_that_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "draft.json"
+    path.write_text("{}")
+    options = ("--draft", "--starts", str(path))
+    assert_error(svdpp_here("plan", *options), 7, "are no profile", "svdpp profile --draft")
+
+
+def test_photographs_are_for_drafts_alone() -> None:
+    answer = svdpp_here("profile", PHOTO, "--model", "demo", "--device", "cpu")
+    assert_error(answer, 2, "photographs are what drafts are measured on", "add --draft")
+
+
+@pytest.mark.processes
+def test_run_says_what_came_when(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    answer = svdpp_alone(
+        *("run", PHOTO, *DEMO, *SMALL, "--draft", "--world", "3", "--out", str(out)), cwd=tmp_path
+    )
+    assert answer.code == 0, answer.err
+    assert answer.out == f"{out}/rocket_0.mp4\n"
+    assert "each clip's draft after 8 rounds of 14, starts 0," in answer.err
+    assert "8 of 14 rounds: rocket_0.draft.mp4" in answer.err
+    assert " was " in answer.err.splitlines()[-3]
+    assert "dB" in answer.err.splitlines()[-3]
+    assert sorted(path.name for path in out.iterdir()) == [
+        *("rocket_0.json", "rocket_0.mp4", "run.json")
+    ]
+    (clip,) = json.loads((out / "run.json").read_text())["clips"]
+    assert clip["state"] == "done"
+    assert "draft" not in clip
+
+
+@pytest.mark.processes
+@pytest.mark.long
+def test_an_accepted_draft_is_kept_resumed_and_never_verified(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    command = ("run", PHOTO, *DEMO, *SMALL, "--world", "3", "--out", str(out))
+    drafting = (*command, "--draft", "--starts", "0,7,9")
+    answer = svdpp_alone(*drafting, "--accept", "10dB")
+    assert answer.code == 0, answer.err
+    assert answer.out == f"{out}/rocket_0.draft.mp4\n"
+    assert "approximate: rank 1's result" in answer.err
+    assert "to prove one" not in answer.err
+    assert len(read_frames(out / "rocket_0.draft.mp4", "mp4")) == 2
+    record = json.loads((out / "rocket_0.draft.json").read_text())
+    assert record["exact"] is False
+    (clip,) = json.loads((out / "run.json").read_text())["clips"]
+    assert (clip["state"], clip["exact"], clip["output"]) == ("done", False, "rocket_0.draft.mp4")
+
+    refused = svdpp_alone("verify", str(out / "rocket_0.draft.json"))
+    assert_error(refused, 2, "by its own word is not exact", "without --accept")
+    again = svdpp_alone(*drafting, "--accept", "10dB", "--resume")
+    assert again.out == f"{out}/rocket_0.draft.mp4  (was finished)\n"
+    better = svdpp_alone(*drafting, "--resume")
+    assert better.out == f"{out}/rocket_0.mp4\n", better.err
+    assert not (out / "rocket_0.draft.mp4").exists()
+    verified = svdpp_alone("verify", str(out / "rocket_0.json"))
+    assert "bitwise equal" in verified.out
+
+
+@pytest.mark.processes
+@pytest.mark.long
+def test_profile_measures_starts_that_run_takes(tmp_path: Path) -> None:
+    path = tmp_path / "draft.json"
+    answer = svdpp_alone(
+        *("profile", "--draft", PHOTO, *DEMO, "--world", "3", "--steps", "8", "--frames", "2"),
+        *("--height", "64", "--width", "64", "--threads", "1", "--out", str(path)),
+    )
+    assert answer.code == 0, answer.err
+    content = json.loads(path.read_text())
+    assert content["photographs"] == ["rocket.jpg"]
+    assert {len(choice["starts"]) for choice in content["choices"]} == {2, 3}
+    assert "svdpp run PHOTO --draft --steps 8 --starts" in answer.err
+    planned = svdpp_here("plan", "--draft", "--steps", "8", "--starts", str(path), "--json")
+    starts = json.loads(planned.out)["starts"]
+    assert starts in [choice["starts"] for choice in content["choices"]]
+
+
+@pytest.mark.processes
+def test_verify_and_simulate_know_drafts(tmp_path: Path) -> None:
+    page = tmp_path / "proof.html"
+    verified = svdpp_alone(
+        *("verify", PHOTO, *DEMO, *SMALL, *STARTS, "--draft", "--clips", "1"),
+        *("--report", str(page)),
+    )
+    assert verified.code == 0, verified.err
+    assert "bitwise equal: 1 clip, 4 comparisons" in verified.out
+    assert "draft's frames" in verified.out
+    text = page.read_text()
+    assert "Drafts" in text
+    assert "Draft by rank 2, after 5 rounds" in text
+    rehearsed = svdpp_alone(
+        *("simulate", "--draft", *STARTS, "--latent-shape", "1", "4", "2", "8", "8", "--json")
+    )
+    assert rehearsed.code == 0, rehearsed.err
+    content = json.loads(rehearsed.out)
+    assert content["starts"] == [0, 3, 5]
+    assert [rank["steps_done"] for rank in content["ranks"]] == [
+        content["clips"] * steps for steps in (8, 5, 3)
+    ]
