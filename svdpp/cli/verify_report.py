@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from svdpp.cli.console import Console
 
 if TYPE_CHECKING:
-    from svdpp.runtime.verify import Verdict
+    from svdpp.runtime.verdict import Verdict
 
 
 def print_verdict(console: Console, verdict: Verdict) -> None:

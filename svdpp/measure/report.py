@@ -15,7 +15,8 @@ from svdpp.media.html import Html, picture, table, tag, write_page
 from svdpp.models import determinism
 from svdpp.models.interface import Frames
 from svdpp.runtime.record import versions
-from svdpp.runtime.verify import Check, Verdict, both_sides, our_frames
+from svdpp.runtime.verdict import Check, Verdict
+from svdpp.runtime.verify import both_sides, our_frames
 
 # A page of a few MB; the table has every clip.
 _MAX_CLIPS = 4

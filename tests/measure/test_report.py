@@ -12,7 +12,8 @@ import torch
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SamplingConfig
 from svdpp.measure.report import write_report
 from svdpp.runtime.evidence import Evidence
-from svdpp.runtime.verify import Verdict, compare, new_side
+from svdpp.runtime.verdict import Verdict
+from svdpp.runtime.verify import compare, new_side
 
 DUMMY = PipelineConfig(
     world_size=2,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from svdpp.runtime.evidence import Evidence, tensor_sha256
 from svdpp.runtime.faults import PlantedFault, one_ulp_off
-from svdpp.runtime.verify import Check, Verdict, compare_frames, compare_latents
+from svdpp.runtime.verdict import Check, Verdict, compare_frames, compare_latents
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 

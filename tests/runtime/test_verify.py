@@ -10,7 +10,8 @@ import pytest
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SamplingConfig
 from svdpp.media.examples import example_photos
 from svdpp.runtime.faults import PlantedFault
-from svdpp.runtime.verify import Check, compare, run_pipelined, run_sequential, verify
+from svdpp.runtime.verdict import Check
+from svdpp.runtime.verify import compare, run_pipelined, run_sequential, verify
 from tests.models.builders import save_tiny_checkpoint
 
 pytestmark = pytest.mark.processes
