@@ -1,0 +1,114 @@
+"""How near is a draft? Each rank's frames against the exact clip's, over all example photographs.
+
+The demo model as `svdpp run` has it. For comparison the plain sampler that takes fewer steps, as
+many as the draft takes rounds: what one would do for a clip sooner without svdpp.
+
+    python tests/bench/draft_distance.py [--steps 14,25,28,50] [--worlds 2,4,8] [--photos 4]
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import time
+from collections import defaultdict
+from dataclasses import replace
+
+import torch
+
+from svdpp.config import ModelConfig, PipelineConfig, SamplingConfig, sampling_defaults
+from svdpp.measure.draft_lab import DraftLab
+from svdpp.media import image as photos
+from svdpp.media.distance import Difference, distance
+from svdpp.media.examples import example_photos
+from svdpp.models import determinism
+from svdpp.models.svd import SvdModel, load_svd
+from svdpp.plan.draft import Wave
+from svdpp.plan.starts import default_starts
+from svdpp.runtime.pipeline import resolve
+
+
+def load(num_steps: int) -> SvdModel:
+    """The demo model for clips of so many steps."""
+    config = PipelineConfig(
+        world_size=1,
+        model=ModelConfig(name="demo"),
+        sampling=SamplingConfig(num_inference_steps=num_steps, **sampling_defaults("demo")),
+    )
+    config, checkpoint = resolve(config)
+    assert checkpoint is not None
+    parts = {"encode": True, "denoise": True, "decode": True}
+    return load_svd(checkpoint, config.model, config.sampling, "cpu", **parts)
+
+
+def measure(
+    model: SvdModel, num_steps: int, waves: list[Wave], num_photos: int
+) -> dict[tuple[int, ...], list[Difference]]:
+    """By starts of a rank and those before it, its distance on each photograph.
+
+    The key (rounds,) is the plain sampler's with so many steps.
+    """
+    found = defaultdict(list)
+    sampling = SamplingConfig(num_inference_steps=num_steps, **sampling_defaults("demo"))
+    for path in example_photos()[:num_photos]:
+        photo, _ = photos.read_photo(path)
+        fitted = photos.fit_photo(photo, sampling.width, sampling.height, sampling.fit)
+        tensors = model.encode(fitted, 0)
+        lab = DraftLab(model, tensors, num_steps)
+        exact = lab.frames((0,))
+        for wave in waves:
+            for rank in range(1, wave.world_size):
+                starts = wave.starts[: rank + 1]
+                found[starts].append(distance(lab.frames(starts), exact).whole)
+            lab.forget(depth=1)
+        for rounds in sorted({wave.rounds(wave.world_size - 1) for wave in waves}):
+            fewer = model.resampled(
+                replace(sampling, num_inference_steps=rounds).resolved(model_frames=len(exact))
+            )
+            plain = DraftLab(fewer, fewer.encode(fitted, 0), rounds).frames((0,))
+            found[rounds,].append(distance(plain, exact).whole)
+    return found
+
+
+def words(differences: list[Difference]) -> str:
+    """Worst and median PSNR over the photographs, and the largest difference of all."""
+    psnr = [each.psnr_db for each in differences]
+    most = max(each.max_levels for each in differences)
+    if math.isinf(min(psnr)):
+        return "equal"
+    return f"{min(psnr):.1f} dB (median {statistics.median(psnr):.1f}), {most} levels"
+
+
+def main() -> None:
+    """Prints a table in Markdown."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", default="14,25,28,50")
+    parser.add_argument("--worlds", default="2,4,8")
+    parser.add_argument("--photos", type=int, default=4)
+    options = parser.parse_args()
+    determinism.make_deterministic(num_threads=1, device="cpu")
+    print("| N | starts | rounds | sooner | distance, worst photograph |\n|---|---|---|---|---|")
+    for num_steps in map(int, options.steps.split(",")):
+        begun = time.monotonic()
+        waves = [
+            Wave(num_steps=num_steps, starts=default_starts(num_steps, world))
+            for world in map(int, options.worlds.split(","))
+        ]
+        with torch.no_grad():
+            found = measure(load(num_steps), num_steps, waves, options.photos)
+        for wave in waves:
+            for rank in range(wave.world_size - 1, 0, -1):
+                starts = " ".join(map(str, wave.starts)) if rank == wave.world_size - 1 else ""
+                rounds = wave.rounds(rank)
+                row = f"| {num_steps if starts else ''} | {starts} | {rounds}, rank {rank} "
+                row += f"| {num_steps / rounds:.2f}x | {words(found[wave.starts[: rank + 1]])} |"
+                print(row, flush=True)
+        for rounds in sorted(key[0] for key in found if len(key) == 1):
+            row = f"| {num_steps} | plain sampler, {rounds} steps | {rounds} "
+            print(row + f"| {num_steps / rounds:.2f}x | {words(found[rounds,])} |")
+        print(f"<!-- {time.monotonic() - begun:.0f} s -->", flush=True)
+
+
+if __name__ == "__main__":
+    main()
