@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from svdpp.cli.console import Console
-from svdpp.cli.plan_report import Request
+from svdpp.cli.plan_report import Request, gib
 from svdpp.plan.costs import Costs
 from svdpp.plan.draft import Wave
 from svdpp.plan.sigmas import karras_sigmas
@@ -27,6 +27,8 @@ def show_wave(console: Console, request: Request, wave: Wave, costs: Costs) -> N
         console.json(_to_json(wave, request, ready))
         return
     sigmas = karras_sigmas(wave.num_steps)
+    peaks = wave.peak_gib(costs)
+    known = any(peak is not None for peak in peaks)
     rows = [
         (
             str(rank),
@@ -35,10 +37,12 @@ def show_wave(console: Console, request: Request, wave: Wave, costs: Costs) -> N
             f"{wave.rounds(rank)} of {wave.num_steps}",
             f"{wave.num_steps / wave.rounds(rank):.2f}x",
             str(len(wave.meetings(rank))),
+            *([gib([peaks[rank]])] if known else []),
         )
         for rank, start in enumerate(wave.starts)
     ]
-    console.table(("rank", "start", "sigma", "rounds", "sooner", "mended"), rows)
+    columns = ("rank", "start", "sigma", "rounds", "sooner", "mended")
+    console.table((*columns, *(["GiB"] if known else [])), rows)
     console.result()
     console.grid(draw_wave(wave))
     console.result("one step a round ->   o a step, + a step and a mend, . not begun or done")

@@ -148,7 +148,7 @@ def _measure(setup: _Setup) -> DecodeMemory:
     device = process_group.device_of_rank(config.device, config.world_size - 1)
     determinism.make_deterministic(num_threads=config.num_threads, device=device)
     dtype = torch_dtype(config.model.dtype)
-    decoding = [roles for roles in config.layout.roles if roles.decode]
+    decoding = [roles for roles in config.scheme.roles if roles.decode]
     roles = Roles(
         encode=any(each.encode for each in decoding),
         denoise=any(each.denoise for each in decoding),

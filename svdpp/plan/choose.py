@@ -186,7 +186,7 @@ def _draft_row(
         wave=wave,
         forecast=forecast,
         look=forecast.latency.mean - sooner,
-        peak_gib=tuple(costs.peak_gib(**vars(role)) for role in wave.roles),
+        peak_gib=wave.peak_gib(costs),
         note=f"first an approximation, {sooner:.4g} before the exact clip; {wave}",
     )
 

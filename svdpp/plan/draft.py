@@ -135,6 +135,13 @@ class Wave:
             max(span.end for span in spans if span.rank == rank) for rank in range(self.world_size)
         ]
 
+    def peak_gib(self, costs: Costs) -> tuple[float | None, ...]:
+        """Peak memory of each rank; None where the costs do not say."""
+        return tuple(
+            costs.peak_gib(encode=role.encode, denoise=role.denoise, decode=role.decode)
+            for role in self.roles
+        )
+
     def _all_of(self, rank: int, clip: int) -> Iterator[Action]:
         """What `rank` does of `clip`, in order."""
         last = self.world_size - 1
