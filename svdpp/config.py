@@ -106,6 +106,8 @@ class ModelConfig:
     dtype: Dtype = "fp32"
     memory_opt: bool = False
     """Feed-forward chunking in the UNet: less memory, slower, and other bits."""
+    channels_last: bool = False
+    """Weights of UNet and VAE in the memory format of that name: other bits."""
     dummy_latent_shape: tuple[int, ...] = (1, 4, 14, 64, 64)
     """Latent shape of the dummy model, B C F H W."""
     dummy_sleeps: bool = False

@@ -24,6 +24,7 @@ from svdpp.plan.layout import Roles
 from svdpp.runtime.evidence import tensor_sha256
 from svdpp.runtime.memory import out_of_memory_named
 from svdpp.runtime.messages import ClipDone, Event, Finished, Joined
+from svdpp.runtime.peak import status_bytes
 from svdpp.runtime.pipeline import new_watch
 from svdpp.runtime.rank import load_model
 from svdpp.runtime.reporter import Reporter
@@ -274,17 +275,11 @@ def _reset_peak(device: torch.device) -> int:
         return int(torch.cuda.memory_allocated(device))
     ctypes.CDLL(None).malloc_trim(0)  # what was freed and kept would else hide what is needed
     Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets VmHWM
-    return _status_bytes("VmRSS")
+    return status_bytes("VmRSS")
 
 
 def _peak(device: torch.device) -> int:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         return int(torch.cuda.max_memory_allocated(device))
-    return _status_bytes("VmHWM")
-
-
-def _status_bytes(name: str) -> int:
-    text = Path("/proc/self/status").read_text()
-    line = next(line for line in text.splitlines() if line.startswith(f"{name}:"))
-    return int(line.split()[1]) * 1024
+    return status_bytes("VmHWM")

@@ -30,10 +30,10 @@ def make_deterministic(*, num_threads: int, device: str) -> None:
         torch.backends.cudnn.allow_tf32 = False
 
 
-def conditions(device: str) -> dict[str, Any]:
+def conditions(device: str, *, channels_last: bool = False) -> dict[str, Any]:
     """What bits depend on beside the request itself, to be recorded with every hash."""
     record: dict[str, Any] = {
-        "memory_format": "contiguous",
+        "memory_format": "channels_last" if channels_last else "contiguous",
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
     }
     if device.startswith("cuda"):

@@ -57,6 +57,7 @@ def load_parts(
     dtype: str,
     device: str,
     memory_opt: bool = False,
+    channels_last: bool = False,
 ) -> Parts:
     """Loads what a rank with these duties needs.
 
@@ -71,6 +72,7 @@ def load_parts(
         dtype: `fp32`, `fp16` or `bf16`.
         device: as torch spells it.
         memory_opt: feed-forward chunking in the UNet (other bits than without).
+        channels_last: memory format of the UNet's and the VAE's weights (other bits, too).
 
     Raises:
         ModelError: weights that do not fit the model's class, or that a library refuses.
@@ -92,7 +94,18 @@ def load_parts(
         parts.unet = load.module("unet")
         if memory_opt:
             parts.unet.enable_forward_chunking()
+    if channels_last:
+        for module in (parts.unet, parts.vae):
+            if module is not None:
+                lay_channels_last(module)
     return parts
+
+
+def lay_channels_last(module: torch.nn.Module) -> None:
+    """Lays the 2-d convolutions' weights out with channels last; the 3-d ones have no such format."""
+    for layer in module.modules():
+        if isinstance(layer, torch.nn.Conv2d):
+            layer.to(memory_format=torch.channels_last)
 
 
 def load_feature_extractor(checkpoint: Checkpoint) -> Any:

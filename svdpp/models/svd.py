@@ -112,5 +112,6 @@ def load_svd(
         dtype=model.dtype,
         device=device,
         memory_opt=model.memory_opt,
+        channels_last=model.channels_last,
     )
     return SvdModel(checkpoint, parts, sampling, model.dtype)

@@ -159,6 +159,10 @@ class Finished(_Message):
     """The rank was told to stop and has nothing left to do. Without it a run has failed."""
 
     kind: Literal["finished"] = "finished"
+    allocated_bytes: int | None = None
+    """Peak of what tensors held; see `runtime.peak`."""
+    reserved_bytes: int | None = None
+    """Peak in all."""
 
 
 Event = Annotated[

@@ -26,6 +26,7 @@ from svdpp.runtime.faults import PlantedFault
 from svdpp.runtime.handover import Handovers
 from svdpp.runtime.memory import out_of_memory_named
 from svdpp.runtime.messages import Cancel, Finished, Joined, Stop, Work, parse_command
+from svdpp.runtime.peak import peak_bytes
 from svdpp.runtime.reporter import Reporter
 from svdpp.runtime.stage import PipelineStage
 
@@ -66,7 +67,8 @@ def rank_main(member: Member, setup: RankSetup) -> None:
     except BaseException as error:
         reporter.failed(error)
         raise
-    reporter.send(Finished())
+    allocated, reserved = peak_bytes(_device(member, setup))
+    reporter.send(Finished(allocated_bytes=allocated, reserved_bytes=reserved))
     reporter.stop()
     process_group.leave()
 
@@ -119,7 +121,7 @@ def _serve(member: Member, setup: RankSetup, reporter: Reporter) -> None:
 def _prepare(member: Member, setup: RankSetup, reporter: Reporter, inbox: _Inbox) -> PipelineStage:
     """Everything before the first action; reports when all ranks have got as far."""
     config, rank = setup.config, member.world.rank
-    device = process_group.device_of_rank(config.device, member.world.local_rank)
+    device = _device(member, setup)
     determinism.make_deterministic(num_threads=config.num_threads, device=device)
     begun = time.monotonic()
     if setup.fault:
@@ -150,7 +152,9 @@ def _new_stage(
     inbox: _Inbox,
 ) -> PipelineStage:
     config, folder = setup.config, setup.handover_folder
-    conditions = determinism.conditions(str(model.device))
+    conditions = determinism.conditions(
+        str(model.device), channels_last=config.model.channels_last
+    )
     evidence = Evidence(Path(setup.evidence_folder)) if setup.evidence_folder else None
     # In a draft every rank has frames of the clip: they are told apart, and kept, where they meet.
     kept = evidence if config.draft is None else None
@@ -170,6 +174,10 @@ def _new_stage(
         evidence=evidence,
         fault=setup.fault,
     )
+
+
+def _device(member: Member, setup: RankSetup) -> str:
+    return process_group.device_of_rank(setup.config.device, member.world.local_rank)
 
 
 def load_model(

@@ -1,7 +1,7 @@
 """Owns the sequential oracle: diffusers' unmodified pipeline, one clip at a time, on one device.
 
-It runs in a process of its own, under the settings that the ranks have. For the dummy model the
-oracle is the plain loop over the same network.
+It runs in a process of its own, under the settings that the ranks have, and reports its times as
+a rank does. For the dummy model the oracle is the plain loop over the same network.
 """
 
 from __future__ import annotations
@@ -22,10 +22,13 @@ from svdpp.media import video
 from svdpp.models import determinism
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.interface import LATENTS, Frames
+from svdpp.plan import actions
+from svdpp.plan.actions import Action
 from svdpp.plan.layout import Roles
 from svdpp.runtime.evidence import Evidence, tensor_sha256
 from svdpp.runtime.memory import out_of_memory_named
-from svdpp.runtime.messages import ClipDone, Finished, Joined, StepDone
+from svdpp.runtime.messages import ActionDone, ClipDone, Finished, Joined, StepDone
+from svdpp.runtime.peak import peak_bytes
 from svdpp.runtime.pipeline import new_watch, resolve
 from svdpp.runtime.rank import load_model
 from svdpp.runtime.reporter import Reporter
@@ -38,15 +41,15 @@ class _Setup:
     checkpoint: Checkpoint | None
     requests: tuple[ClipRequest, ...]
     steps: frozenset[int]
-    evidence_folder: str
+    evidence_folder: str | None
 
 
 def run_reference(
     config: PipelineConfig,
     requests: Iterable[ClipRequest],
     *,
-    steps: Iterable[int],
-    evidence_folder: Path,
+    steps: Iterable[int] = (),
+    evidence_folder: Path | None = None,
     observers: Sequence[Observer] = (),
 ) -> list[dict[str, Any]]:
     """Computes each clip sequentially and keeps its latents after `steps`, and its frames.
@@ -55,7 +58,7 @@ def run_reference(
         config: of the pipelined run; its world size does not matter here, its threads do.
         requests: outputs in them are not written.
         steps: numbers of steps done at which the latent is kept.
-        evidence_folder: receives latents and frames.
+        evidence_folder: receives latents and frames; None keeps neither.
         observers: called with (0, event) as the oracle works.
 
     Returns:
@@ -70,7 +73,7 @@ def run_reference(
         checkpoint=checkpoint,
         requests=tuple(requests),
         steps=frozenset(steps),
-        evidence_folder=str(evidence_folder),
+        evidence_folder=None if evidence_folder is None else str(evidence_folder),
     )
     hashes: dict[int, dict[str, Any]] = {}
 
@@ -102,23 +105,28 @@ def _reference_main(member: Member, setup: _Setup) -> None:
         raise
     while member.channel.receive(1.0) is None:
         pass  # the parent's Stop; when it is gone instead, this process ends with it
-    reporter.send(Finished())
+    allocated, reserved = peak_bytes(_device(setup))
+    reporter.send(Finished(allocated_bytes=allocated, reserved_bytes=reserved))
     reporter.stop()
+
+
+def _device(setup: _Setup) -> str:
+    return "cuda:0" if setup.config.device == "cuda" else setup.config.device
 
 
 def _compute_all(setup: _Setup, reporter: Reporter) -> None:
     config = setup.config
-    device = "cuda:0" if config.device == "cuda" else config.device
+    device = _device(setup)
     determinism.make_deterministic(num_threads=config.num_threads, device=device)
     begun = time.monotonic()
     with out_of_memory_named(None):
         oracle = _Dummy(setup, device) if setup.checkpoint is None else _Svd(setup, device)
     reporter.send(Joined(device=device, load_seconds=time.monotonic() - begun))
-    evidence = Evidence(Path(setup.evidence_folder))
+    evidence = Evidence(Path(setup.evidence_folder)) if setup.evidence_folder else None
     for clip, request in enumerate(setup.requests):
         with out_of_memory_named("reference"):
-            latent, frames = oracle.compute(clip, request, evidence, reporter)
-        if frames is not None:
+            latent, frames = oracle.compute(clip, request, evidence, _Clock(clip, setup, reporter))
+        if evidence is not None and frames is not None:
             evidence.keep_frames(clip, frames)
         record = {
             "latents_sha256": tensor_sha256(latent),
@@ -127,13 +135,52 @@ def _compute_all(setup: _Setup, reporter: Reporter) -> None:
         reporter.send(ClipDone(clip=clip, record=record))
 
 
+class _Clock:
+    """Times one clip, begun now, and reports it as a rank would."""
+
+    def __init__(self, clip: int, setup: _Setup, reporter: Reporter) -> None:
+        self._clip = clip
+        self._num_steps = setup.config.sampling.num_inference_steps
+        self._device = torch.device(_device(setup))
+        self._reporter = reporter
+        self._begun = self._mark = time.monotonic()
+        self._denoising = False
+
+    def before_step(self, *_: object) -> None:
+        """Call before each step: what lies before the first one is the encode."""
+        if not self._denoising:
+            self._denoising = True
+            self._report(actions.encode(self._clip), self._now())
+
+    def after_step(self, step: int) -> None:
+        now = self._now()
+        self._reporter.send(StepDone(clip=self._clip, step=step, seconds=now - self._mark))
+        self._mark = now
+        if step + 1 == self._num_steps:
+            self._report(actions.denoise(self._clip, 0, self._num_steps), now)
+
+    def after_decode(self) -> None:
+        self._report(actions.decode(self._clip, self._num_steps), self._now())
+
+    def _report(self, action: Action, now: float) -> None:
+        done = ActionDone(action=str(action), start=self._begun, end=now, waited=0.0)
+        self._reporter.send(done)
+        self._begun = self._mark = now
+
+    def _now(self) -> float:
+        """When the device has done all it was given, as it has where a rank looks."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.monotonic()
+
+
 class _Svd:
     """`StableVideoDiffusionPipeline.__call__`, as diffusers ships it."""
 
     def __init__(self, setup: _Setup, device: str) -> None:
         from diffusers import StableVideoDiffusionPipeline  # seconds the dummy need not pay
 
-        from svdpp.models.load import silence_libraries, torch_dtype
+        from svdpp.models.load import lay_channels_last, silence_libraries, torch_dtype
 
         assert setup.checkpoint is not None
         silence_libraries()
@@ -148,15 +195,17 @@ class _Svd:
         self._pipe.set_progress_bar_config(disable=True)
         if setup.config.model.memory_opt:
             self._pipe.unet.enable_forward_chunking()
+        if setup.config.model.channels_last:
+            for module in (self._pipe.unet, self._pipe.vae):
+                lay_channels_last(module)
 
     def compute(
-        self, clip: int, request: ClipRequest, evidence: Evidence, reporter: Reporter
+        self, clip: int, request: ClipRequest, evidence: Evidence | None, clock: _Clock
     ) -> tuple[torch.Tensor, Frames]:
         from svdpp.models.decode import stack_frames
 
         sampling = self._setup.config.sampling
         last: dict[str, torch.Tensor] = {}
-        begun = time.monotonic()
 
         def after_step(
             pipe: Any,  # noqa: ARG001
@@ -164,14 +213,13 @@ class _Svd:
             timestep: Any,  # noqa: ARG001
             tensors: dict[str, torch.Tensor],
         ) -> dict[str, torch.Tensor]:
-            nonlocal begun
-            reporter.send(StepDone(clip=clip, step=step, seconds=time.monotonic() - begun))
-            if step + 1 in self._setup.steps:
+            clock.after_step(step)
+            if evidence is not None and step + 1 in self._setup.steps:
                 evidence.keep_latent(clip, step + 1, tensors[LATENTS])
             last[LATENTS] = tensors[LATENTS]
-            begun = time.monotonic()
             return {}
 
+        hook = self._pipe.unet.register_forward_pre_hook(clock.before_step)  # looks on, no more
         images = self._pipe(
             self._read(request),
             height=sampling.height,
@@ -188,7 +236,10 @@ class _Svd:
             callback_on_step_end=after_step,
             output_type="pil",
         ).frames[0]
-        return last[LATENTS], stack_frames(images)
+        hook.remove()
+        frames = stack_frames(images)
+        clock.after_decode()
+        return last[LATENTS], frames
 
     def _read(self, request: ClipRequest) -> Image.Image:
         assert request.image is not None, "SVD animates an image"
@@ -206,15 +257,15 @@ class _Dummy:
         self._model = load_model(setup.config, None, device, roles)
 
     def compute(
-        self, clip: int, request: ClipRequest, evidence: Evidence, reporter: Reporter
+        self, clip: int, request: ClipRequest, evidence: Evidence | None, clock: _Clock
     ) -> tuple[torch.Tensor, None]:
         tensors = self._model.encode(None, request.seed)
         denoiser = self._model.denoiser(tensors, 0)
         latent = tensors[LATENTS]
         for step in range(self._setup.config.sampling.num_inference_steps):
-            begun = time.monotonic()
+            clock.before_step()
             latent = denoiser.forward(latent, step)
-            reporter.send(StepDone(clip=clip, step=step, seconds=time.monotonic() - begun))
-            if step + 1 in self._setup.steps:
+            clock.after_step(step)
+            if evidence is not None and step + 1 in self._setup.steps:
                 evidence.keep_latent(clip, step + 1, latent)
         return latent, None

@@ -30,6 +30,7 @@ import json, sys
 from svdpp.config import ModelConfig, PipelineConfig, SamplingConfig
 from svdpp.models import determinism
 from svdpp.measure import probe
+from svdpp.runtime.peak import status_bytes
 from svdpp.runtime.pipeline import resolve
 from svdpp.runtime.rank import load_model
 quiet_libraries()
@@ -43,7 +44,7 @@ model = load_model(config, checkpoint, "cpu", probe.PARTS[part])
 tensors = probe._random_packet(model)
 for _ in range(2):
     probe._work(model, part, tensors, config)
-print(probe._status_bytes("VmHWM"))
+print(status_bytes("VmHWM"))
 """
 
 
