@@ -12,6 +12,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from svdpp import __version__
+from svdpp.cli import bench as bench_command
 from svdpp.cli.console import Console
 from svdpp.cli.doctor import doctor
 from svdpp.cli.env import env
@@ -103,3 +104,4 @@ def _main(
 
 for _command in (plan, simulate, run, verify, profile, doctor, env):
     app.command()(guarded(_command))
+app.command(context_settings=bench_command.CONTEXT)(guarded(bench_command.bench))

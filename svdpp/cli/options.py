@@ -341,6 +341,16 @@ Timeline = Annotated[
         rich_help_panel=_OUTPUTS,
     ),
 ]
+Profile = Annotated[
+    Path | None,
+    typer.Option(
+        "--profile",
+        metavar="FILE.json",
+        help="Look at one clip on rank 0 with torch.profiler, which slows it down, and write every "
+        "kernel in Chrome's trace format. Default: none.",
+        rich_help_panel=_OUTPUTS,
+    ),
+]
 AsJson = Annotated[
     bool,
     typer.Option("--json", help="Print the result as JSON.", rich_help_panel=_TALK),

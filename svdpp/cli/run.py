@@ -145,6 +145,7 @@ def run(
     start_timeout: options.StartTimeout = 600.0,
     trace: options.Trace = None,
     timeline: options.Timeline = None,
+    profile: options.Profile = None,
     as_json: options.AsJson = False,
     verbose: options.Verbose = 0,
     quiet: options.Quiet = False,
@@ -226,7 +227,7 @@ def run(
     if is_member:
         Pipeline(config).serve()
         return
-    sights = Sights(trace=trace, timeline=timeline)
+    sights = Sights(trace=trace, timeline=timeline, profile=profile)
     policy = OutputPolicy(
         folder=out,
         format=chosen.format,
@@ -241,7 +242,7 @@ def run(
     folder = None if checkpoint_dir is None else str(checkpoint_dir.absolute())
     if decode_chunk_size == request.AUTO:
         config = request.with_fitting_chunk(console, config)
-    pipeline = Pipeline(config, handover_folder=folder)
+    pipeline = Pipeline(config, handover_folder=folder, profile_path=sights.profile_path)
     assert pipeline.checkpoint is not None
     clips = plan_clips(found, all_seeds, policy, pipeline.config, pipeline.checkpoint)
     lost = [{"output": None, "error": to_record(error)} for error in unreadable]

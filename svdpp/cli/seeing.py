@@ -1,4 +1,4 @@
-"""Owns what a run leaves to look at: `--trace` and `--timeline`, of finished and of failed runs."""
+"""Owns what a run leaves to look at: `--trace`, `--timeline`, `--profile`, failed or not."""
 
 from __future__ import annotations
 
@@ -27,14 +27,22 @@ class Sights:
 
     trace: Path | None = None
     timeline: Path | None = None
+    profile: Path | None = None
+    """Written by rank 0."""
 
     def __post_init__(self) -> None:
         from svdpp.media.timeline import check_can_draw
 
         check_target("--trace", self.trace, ".json")
+        check_target("--profile", self.profile, ".json")
         check_target("--timeline", self.timeline, ".svg", ".png")
         if self.timeline is not None:
             check_can_draw()
+
+    @property
+    def profile_path(self) -> str | None:
+        """For `Pipeline`; absolute, since a rank writes it."""
+        return None if self.profile is None else str(self.profile.absolute())
 
     @contextlib.contextmanager
     def of(self, pipeline: Pipeline) -> Iterator[None]:

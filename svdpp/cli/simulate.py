@@ -75,6 +75,7 @@ def simulate(
     start_timeout: options.StartTimeout = 600.0,
     trace: options.Trace = None,
     timeline: options.Timeline = None,
+    profile: options.Profile = None,
     as_json: options.AsJson = False,
     verbose: options.Verbose = 0,
     quiet: options.Quiet = False,
@@ -134,11 +135,11 @@ def simulate(
     log.open_log(verbosity=verbose, log_file=log_file, write=console.err.print)
     if why:
         console.talk(why)
-    pipeline = Pipeline(config)
+    sights = Sights(trace=trace, timeline=timeline, profile=profile)
+    pipeline = Pipeline(config, profile_path=sights.profile_path)
     if pipeline.is_member:
         pipeline.serve()
         return
-    sights = Sights(trace=trace, timeline=timeline)
     requests = _requests(config, num_clips, request.parse_seeds(seed, None)[0])
     with Progress(console, "simulate", pipeline.schedule(requests)) as progress:
         pipeline.observe(progress)

@@ -69,6 +69,7 @@ class Pipeline:
         evidence_folder: where each hand-over's latent and the frames are kept, for verification.
         handover_folder: where each hand-over's packet is kept until its clip is finished, for
             clips with a `handover_key`; read for clips with `done_steps`.
+        profile_path: of the file that gets rank 0's view of one clip by torch.profiler.
         fault: planted damage, to see that it is noticed.
         start_method: `forkserver` or `spawn`.
 
@@ -83,6 +84,7 @@ class Pipeline:
         *,
         evidence_folder: str | None = None,
         handover_folder: str | None = None,
+        profile_path: str | None = None,
         fault: PlantedFault | None = None,
         start_method: str = "forkserver",
     ) -> None:
@@ -99,6 +101,7 @@ class Pipeline:
             hops=self.config.scheme.hops,
             evidence_folder=evidence_folder,
             handover_folder=handover_folder,
+            profile_path=profile_path,
             fault=fault,
         )
         self._supervisor: Supervisor | None = None

@@ -27,6 +27,7 @@ from svdpp.runtime.handover import Handovers
 from svdpp.runtime.memory import out_of_memory_named
 from svdpp.runtime.messages import Cancel, Finished, Joined, Stop, Work, parse_command
 from svdpp.runtime.peak import peak_bytes
+from svdpp.runtime.profiler import PROFILED_RANK, ClipProfiler
 from svdpp.runtime.reporter import Reporter
 from svdpp.runtime.stage import PipelineStage
 
@@ -44,6 +45,7 @@ class RankSetup:
         hops: pairs (from, to) of ranks that will talk, in the order in which they connect.
         evidence_folder: where latents and frames are kept for verification.
         handover_folder: where packets are kept from which an interrupted clip goes on.
+        profile_path: where rank 0's view of torch.profiler goes; None asks for none.
         fault: planted damage.
     """
 
@@ -53,6 +55,7 @@ class RankSetup:
     hops: tuple[tuple[int, int], ...]
     evidence_folder: str | None = None
     handover_folder: str | None = None
+    profile_path: str | None = None
     fault: PlantedFault | None = None
 
 
@@ -172,8 +175,15 @@ def _new_stage(
         *(*parts, config.sampling),
         handovers=Handovers(Path(folder), conditions) if folder else None,
         evidence=evidence,
+        profiler=_profiler(setup, rank, device),
         fault=setup.fault,
     )
+
+
+def _profiler(setup: RankSetup, rank: int, device: str) -> ClipProfiler | None:
+    if setup.profile_path is None or rank != PROFILED_RANK:
+        return None
+    return ClipProfiler(Path(setup.profile_path), device)
 
 
 def _device(member: Member, setup: RankSetup) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import MappingProxyType
 from typing import NoReturn
 
@@ -22,6 +22,7 @@ from svdpp.runtime.handover import Handovers, Keeper
 from svdpp.runtime.memory import out_of_memory_named
 from svdpp.runtime.messages import ActionDone, ClipJob, StepDone
 from svdpp.runtime.photo_reader import PhotoReader
+from svdpp.runtime.profiler import ClipProfiler
 from svdpp.runtime.reporter import Reporter
 
 
@@ -44,6 +45,7 @@ class PipelineStage:
         sampling: size and fit of what images become.
         handovers: where packets are kept from which an interrupted clip goes on; None keeps none.
         evidence: keeps every latent that leaves a DENOISE, for verification; None keeps nothing.
+        profiler: looks at one clip; None at none.
         fault: planted damage.
     """
 
@@ -58,6 +60,7 @@ class PipelineStage:
         *,
         handovers: Handovers | None = None,
         evidence: Evidence | None = None,
+        profiler: ClipProfiler | None = None,
         fault: PlantedFault | None = None,
     ) -> None:
         self._rank = rank
@@ -70,6 +73,7 @@ class PipelineStage:
         self._handovers = handovers
         self._keeper = Keeper(handovers, reporter.failed) if handovers else None
         self._evidence = evidence
+        self._profiler = profiler
         self._fault = fault
         self._jobs: dict[int, ClipJob] = {}
         self._keys: dict[int, str] = {}
@@ -102,12 +106,15 @@ class PipelineStage:
         actions = list(actions)
         encoded = [action.clip for action in actions if action.kind is Kind.ENCODE]
         self._photos.expect((clip, jobs[clip].request) for clip in encoded)
+        if self._profiler is not None:
+            self._profiler.expect(actions)
         perform = self._performers()
         for action in actions:
             self._reporter.at(action)
             if self._fault:
                 self._fault.reach(self._rank, action.clip, action.kind.lower())
-            with out_of_memory_named(action, self._sampling.decode_chunk_size):
+            looked_at = nullcontext() if self._profiler is None else self._profiler.over(action)
+            with out_of_memory_named(action, self._sampling.decode_chunk_size), looked_at:
                 perform[action.kind](action)
         self._reporter.at(None)
 

@@ -1,0 +1,331 @@
+"""Owns `svdpp bench`: a configuration measured beside its yardsticks, and two benches compared."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from svdpp.cli import options
+from svdpp.cli.console import Console
+from svdpp.config import DEMO_MODEL, DUMMY_MODEL, ModelConfig, PipelineConfig
+from svdpp.errors import RequestError, VerificationError
+
+if TYPE_CHECKING:
+    from svdpp.measure.bench import Bench
+    from svdpp.measure.bench_compare import Comparison, Ratio
+    from svdpp.measure.bench_config import BenchConfig
+
+#: Options of the form --section.field=value are the configuration's, not this command's.
+CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+
+def bench(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="CONFIG [--SECTION.FIELD=VALUE]...",
+            help="A YAML file, or the name of one that comes with svdpp: smoke (CPU, a minute), "
+            "svd-xt (all GPUs). A list for a field measures each value.",
+            show_default=False,
+        ),
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="SECTION.FIELD=VALUE",
+            help="Override a field, as --SECTION.FIELD=VALUE does; the value is YAML. Repeatable.",
+            show_default=False,
+        ),
+    ] = None,
+    compare: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option(
+            metavar="A B",
+            help="Instead of measuring, hold the results in folder B against those in folder A.",
+            show_default=False,
+        ),
+    ] = None,
+    results: Annotated[
+        Path,
+        typer.Option(metavar="DIR", help="Results go to DIR/EXPERIMENT/RUN/.", show_default=True),
+    ] = Path("results"),
+    profile: Annotated[
+        bool,
+        typer.Option(
+            "--profile",
+            help="As profile=true: afterwards look at one clip on rank 0 with torch.profiler.",
+        ),
+    ] = False,
+    trace: options.Trace = None,
+    as_json: options.AsJson = False,
+    quiet: options.Quiet = False,
+    debug: options.Debug = False,  # noqa: ARG001  read by the guard around every command
+) -> None:
+    """Measure a pipeline beside diffusers on one device and data parallel on the same devices.
+
+    Each round starts, warms up and measures every one of them. Clips whose bits differ from
+    diffusers' end the command with code 3, once the results are written.
+    """
+    console = Console(as_json=as_json, quiet=quiet)
+    names, overrides = _sorted_out(words or [])
+    if compare is not None:
+        if names or overrides or settings:
+            raise RequestError("--compare takes two folders, and no configuration beside them")
+        _compare(console, *compare)
+        return
+    overrides = [*(settings or []), *overrides, *(["profile=true"] if profile else [])]
+    points = _points(names, overrides)
+    from svdpp.cli.seeing import check_target
+    from svdpp.distributed import fork_server
+
+    check_target("--trace", trace, ".json")
+    fork_server.start_early(svd=any(point.model.name != DUMMY_MODEL for point in points))
+    benches = _benches(points)
+    summaries = []
+    for index, one in enumerate(benches):
+        if len(benches) > 1:
+            console.talk(f"point {index + 1} of {len(benches)}")
+        summaries.append(_run(console, one, results, trace))
+    if as_json:
+        console.json(summaries)
+    _raise_different(benches)
+
+
+def _sorted_out(words: list[str]) -> tuple[list[str], list[str]]:
+    """Names and overrides, which stand among each other.
+
+    Raises:
+        RequestError: an option that is neither this command's nor an override.
+    """
+    names, overrides = [], []
+    for word in words:
+        if not word.startswith("-"):
+            names.append(word)
+        elif word.startswith("--") and "=" in word:
+            overrides.append(word.removeprefix("--"))
+        else:
+            raise RequestError(
+                f"no such option: {word}", "a field is set by --section.field=value, or --set"
+            )
+    return names, overrides
+
+
+def _points(names: list[str], overrides: list[str]) -> list[BenchConfig]:
+    from svdpp.distributed.process_group import torchrun_world
+    from svdpp.measure.bench_config import read_grid, shipped
+
+    if torchrun_world() is not None:
+        raise RequestError("bench starts ranks, anew for each round: run it without torchrun")
+    if len(names) != 1:
+        given = f"got {len(names)}: {' '.join(names)}" if names else "got none"
+        raise RequestError(
+            f"bench takes one configuration, {given}", f"try: svdpp bench {shipped()[0]}"
+        )
+    return read_grid(names[0], overrides)
+
+
+def _benches(points: list[BenchConfig]) -> list[Bench]:
+    """All points, checked before the first of them is measured."""
+    from svdpp.distributed import process_group
+    from svdpp.distributed.fork_server import quiet_libraries
+
+    quiet_libraries()  # they speak while they are imported
+    from svdpp.measure.bench import Bench
+    from svdpp.runtime.pipeline import resolve
+
+    result = []
+    for point in points:
+        config = _pipeline_config(point)
+        process_group.choose_backend(config.device, config.world_size)
+        process_group.check_devices(config.device, config.world_size)
+        result.append(Bench(point, resolve(config)[0]))
+    return result
+
+
+def _pipeline_config(point: BenchConfig) -> PipelineConfig:
+    """As `svdpp run` would make it of the same options."""
+    from svdpp.cli import request
+    from svdpp.cli.layout_choice import LayoutChoice
+
+    ranks, workload = point.pipeline, point.workload
+    choice = LayoutChoice(
+        split=ranks.split, replicas=ranks.replicas, decoders=ranks.decoders, costs=ranks.costs
+    )
+    world_size = ranks.world or choice.world(ranks.device, workload.steps)
+    shape, _ = choice.settings(
+        num_steps=workload.steps,
+        world_size=world_size,
+        num_clips=workload.clips,
+        decodes=point.model.name != DUMMY_MODEL,
+    )
+    model = point.model.model_dump(exclude={"latent_shape"})
+    knobs = workload.model_dump(exclude={"clips", "images", "steps", "frames"})
+    return request.pipeline_config(
+        model=ModelConfig(
+            **model,
+            dtype=request.parse_dtype(point.precision, ranks.device),
+            channels_last=point.channels_last,
+            dummy_latent_shape=tuple(point.model.latent_shape),
+        ),
+        sampling=request.sampling_config(
+            point.model.name,
+            workload.steps,
+            memory_opt=point.model.memory_opt,
+            num_frames=workload.frames,
+            **knobs,
+        ),
+        world_size=world_size,
+        device=ranks.device,
+        threads=ranks.threads,
+        timeout=ranks.timeout,
+        start_timeout=ranks.start_timeout,
+        checksum=ranks.checksum,
+        layout=shape,
+    )
+
+
+def _run(console: Console, one: Bench, root: Path, trace: Path | None) -> dict[str, Any]:
+    """Measures one point, writes its results and prints them."""
+    from svdpp.measure.bench_results import PROFILE, Results
+
+    kept = Results(root, one)
+    console.talk(_headline(one))
+    one.run(console.talk, kept.add)
+    found = kept.finish()
+    if trace is not None:
+        _write_trace(one, trace)
+    if one.asked.profile:
+        console.talk("one clip under torch.profiler, in a run of its own")
+        one.profile((kept.folder / PROFILE).absolute())
+    _print(console, found)
+    console.result(f"{kept.folder}")
+    console.talk(f"compare it with another: svdpp bench --compare OTHER {kept.folder}")
+    return {**found, "folder": str(kept.folder)}
+
+
+def _headline(one: Bench) -> str:
+    config, asked = one.config, one.asked
+    said = (
+        f"{asked.experiment}: {asked.workload.clips} clips of {config.sampling.num_inference_steps}"
+        f" steps, {config.model.name} {config.model.dtype}, {config.world_size} {config.device} "
+        f"ranks ({config.layout}), {asked.measure.repeats} rounds"
+    )
+    if config.model.name in (DEMO_MODEL, DUMMY_MODEL):
+        said += "; not Stable Video Diffusion: its figures say nothing of SVD"
+    if config.device == "cpu" and config.model.dtype != "fp32":
+        said += f"; {config.model.dtype} on a CPU says nothing of a GPU's"
+    return said
+
+
+def _write_trace(one: Bench, path: Path) -> None:
+    """The pipeline's last round."""
+    from svdpp.measure.bench import PIPELINE
+    from svdpp.measure.chrome_trace import write_chrome_trace
+
+    last = [each for each in one.rounds if each.arm == PIPELINE][-1]
+    about = {"round": last.number, "config_sha256": one.asked.sha256}
+    write_chrome_trace(last.trace, path, about)
+
+
+def _print(console: Console, found: dict[str, Any]) -> None:
+    columns = ("arm", "clips/min", "of rounds", "first s", "step ms", "bubble", "start s", "GiB")
+    console.table(columns, [_row(arm, about) for arm, about in found["arms"].items()])
+    for arm, about in found["arms"].items():
+        if about["error"]:
+            console.result(f"{arm}: {about['error']}")
+    for arm, speedup in found["speedups"].items():
+        ratios = speedup["rounds"]
+        console.result(
+            f"pipeline over {arm}: {speedup['median']:.3f} times the clips a minute "
+            f"({min(ratios):.3f} to {max(ratios):.3f})"
+        )
+    console.result(_accounted(found))
+    bits = "the same bits in every arm" if found["same_bits"] else "DIFFERENT BITS between arms"
+    console.result(f"latents and frames: {bits}")
+
+
+def _row(arm: str, about: dict[str, Any]) -> tuple[str, ...]:
+    if not about["rounds"]:
+        return (arm, *["-"] * 7)
+    median = about["median"]
+    rates = [each["steady_clips_per_minute"] for each in about["rounds"]]
+    gib = median["peak_allocated_gib"] or median["peak_reserved_gib"]
+    return (
+        arm,
+        f"{median['steady_clips_per_minute']:.3g}",
+        f"{min(rates):.3g}-{max(rates):.3g}",
+        f"{median['first_clip_seconds']:.2f}",
+        f"{median['step_p50_seconds'] * 1000:.1f}",
+        f"{median['bubble']:.0%}",
+        f"{median['start_seconds']:.1f}",
+        f"{gib:.2f}",
+    )
+
+
+def _accounted(found: dict[str, Any]) -> str:
+    """Where the pipeline's time went, and what no part of it explains."""
+    median = found["arms"]["pipeline"]["median"]
+    parts = ", ".join(
+        f"{name} {median[f'{name}_share']:.1%}"
+        for name in ("compute", "wait", "transfer", "idle", "unaccounted")
+    )
+    return f"the pipeline's ranks: {parts}"
+
+
+def _raise_different(benches: list[Bench]) -> None:
+    from svdpp.measure.bench import differing
+
+    for one in benches:
+        different = differing(one.rounds)
+        if different:
+            raise VerificationError(
+                f"{len(different)} clips have other bits than diffusers' own, the first is "
+                f"{different[0]}",
+                "svdpp verify shows after which step",
+            )
+
+
+def _compare(console: Console, a: Path, b: Path) -> None:
+    from svdpp.measure.bench_compare import compare
+
+    found = compare(a, b)
+    if console.as_json:
+        console.json(_as_record(found))
+        return
+    console.result(f"A {a}")
+    console.result(f"B {b}")
+    for what, lines in (("asked", found.settings), ("machine", found.machines)):
+        for line in lines:
+            console.result(f"{what} differs: {line}")
+    console.result()
+    columns = ("figure", "A", "B", "B / A", "99% within", "")
+    console.table(columns, [_ratio_row(ratio) for ratio in found.ratios])
+    console.result()
+    if found.same_bits is not None:
+        console.result(f"latents: {'the same bits' if found.same_bits else 'DIFFERENT BITS'}")
+    console.result(found.verdict)
+
+
+def _ratio_row(ratio: Ratio) -> tuple[str, ...]:
+    within = "-" if ratio.low is None else f"{ratio.low:.3f} to {ratio.high:.3f}"
+    words = {True: "noise", False: "DIFFERENT", None: "one round"}
+    word = "yardstick" if ratio.is_yardstick else words[ratio.is_noise]
+    return ratio.name, f"{ratio.a:.4g}", f"{ratio.b:.4g}", f"{ratio.value:.3f}", within, word
+
+
+def _as_record(found: Comparison) -> dict[str, Any]:
+    return {
+        "schema_version": 1,
+        "a": found.a.run_id,
+        "b": found.b.run_id,
+        "equal": found.is_equal,
+        "verdict": found.verdict,
+        "same_bits": found.same_bits,
+        "settings": found.settings,
+        "machines": found.machines,
+        "ratios": [{**asdict(each), "noise": each.is_noise} for each in found.ratios],
+    }

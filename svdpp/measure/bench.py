@@ -1,0 +1,202 @@
+"""Owns measuring a bench: the pipeline, and beside it what it has to be better than, in turns."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from svdpp.config import ClipRequest, PipelineConfig
+from svdpp.errors import OutOfMemoryError
+from svdpp.measure.bench_config import BenchConfig
+from svdpp.media import image as photos
+from svdpp.media.examples import example_photos
+from svdpp.plan.actions import Action
+from svdpp.runtime.messages import (
+    ActionDone,
+    ClipDone,
+    Event,
+    Finished,
+    HopDone,
+    Joined,
+    StepDone,
+)
+from svdpp.runtime.pipeline import Pipeline
+from svdpp.runtime.reference import run_reference
+from svdpp.runtime.trace import Trace
+
+PIPELINE, DATA_PARALLEL, ONE_DEVICE = "pipeline", "data parallel", "diffusers"
+
+
+@dataclass
+class Round:
+    """One arm, started, warmed up, measured and ended; times are of the machine's monotonic clock.
+
+    Args:
+        arm: which.
+        number: of the round, from 0.
+        trace: of the measured clips alone.
+    """
+
+    arm: str
+    number: int
+    trace: Trace
+    start_seconds: float = 0.0
+    """Until every rank was ready, its model loaded."""
+    load_seconds: dict[int, float] = field(default_factory=dict)
+    """Of that for the model, by rank."""
+    latents_sha256: dict[int, str] = field(default_factory=dict)
+    """By clip, counted from the first measured one."""
+    frames_sha256: dict[int, str | None] = field(default_factory=dict)
+    peaks: dict[int, Finished] = field(default_factory=dict)
+    """By rank; loading and warm-up included."""
+
+
+class Bench:
+    """One point of a grid: its arms, and what has been measured of them.
+
+    Args:
+        asked: every field a plain value.
+        config: what the pipeline arm runs, resolved.
+
+    Raises:
+        InputError: an image cannot be read.
+    """
+
+    def __init__(self, asked: BenchConfig, config: PipelineConfig) -> None:
+        self.config = config
+        self.asked = asked.resolved(config)
+        self.arms = arms_of(config)
+        self.rounds: list[Round] = []
+        self.out_of_memory: dict[str, OutOfMemoryError] = {}
+        """Arms beside the pipeline that the devices cannot hold."""
+        self.requests = _requests(asked, config)
+
+    def run(self, talk: Callable[[str], None], each: Callable[[Round], None]) -> None:
+        """Measures every arm once a round, each round beginning with another one.
+
+        Args:
+            talk: told what was measured.
+            each: given every round of an arm as it ends.
+
+        Raises:
+            SvdppError: what keeps an arm from running; of those beside the pipeline, all but a
+                lack of memory, which is itself a result.
+        """
+        repeats, names = self.asked.measure.repeats, list(self.arms)
+        for number in range(repeats):
+            turn = number % len(names)
+            for arm in names[turn:] + names[:turn]:
+                if arm in self.out_of_memory:
+                    continue
+                try:
+                    done = self._measure(arm, number)
+                except OutOfMemoryError as error:
+                    if arm == PIPELINE:
+                        raise
+                    self.out_of_memory[arm] = error
+                    talk(f"round {number + 1} of {repeats}, {arm}: {error.message}")
+                    continue
+                self.rounds.append(done)
+                each(done)
+                talk(f"round {number + 1} of {repeats}, {arm}: {_words(done.trace)}")
+
+    def profile(self, path: Path) -> None:
+        """Runs the pipeline once more, with torch.profiler on rank 0, and writes what it saw.
+
+        Raises:
+            SvdppError: what ended the run.
+        """
+        with Pipeline(self.config, profile_path=str(path)) as pipeline:
+            pipeline.run(self.requests[:2])
+
+    def _measure(self, arm: str, number: int) -> Round:
+        config = self.arms[arm]
+        # So many clips go through every rank: each chain's, each of its decoders'.
+        visits = 1 if arm == ONE_DEVICE else config.replicas * config.decoders
+        num_warmups = self.asked.measure.warmups * visits
+        warmups = [self.requests[i % len(self.requests)] for i in range(num_warmups)]
+        done = Round(arm, number, Trace(config.world_size))
+        listener = _Listener(done, num_warmups)
+        if arm == ONE_DEVICE:
+            run_reference(config, [*warmups, *self.requests], observers=(listener,))
+            return done
+        pipeline = Pipeline(config)
+        pipeline.observe(listener)
+        with pipeline:
+            if warmups:
+                pipeline.run(warmups)
+            pipeline.run(self.requests)
+        return done
+
+
+def arms_of(config: PipelineConfig) -> dict[str, PipelineConfig]:
+    """What is measured beside each other; data parallel and one rank are their own yardsticks."""
+    arms = {PIPELINE: config}
+    if config.layout.chain_size > 1:
+        alike = replace(config, split="uniform", replicas=config.world_size, decoders=1)
+        arms[DATA_PARALLEL] = alike
+    return {**arms, ONE_DEVICE: config.alone()}
+
+
+class _Listener:
+    """Files what ranks report under its round, without the clips that warm up."""
+
+    def __init__(self, done: Round, first: int) -> None:
+        self._round = done
+        self._first = first
+        self._begun = time.monotonic()
+
+    def __call__(self, rank: int, event: Event) -> None:
+        match event:
+            case Joined():
+                self._round.start_seconds = time.monotonic() - self._begun
+                self._round.load_seconds[rank] = event.load_seconds
+                self._round.trace.add(rank, event)
+            case Finished():
+                self._round.peaks[rank] = event
+            case ClipDone() if event.clip >= self._first:
+                clip = event.clip - self._first
+                self._round.latents_sha256[clip] = event.record["latents_sha256"]
+                self._round.frames_sha256[clip] = event.record["frames_sha256"]
+            case StepDone() | HopDone() if event.clip >= self._first:
+                self._round.trace.add(rank, event)
+            case ActionDone() if Action.parse(event.action).clip >= self._first:
+                self._round.trace.add(rank, event)
+            case _:
+                pass
+
+
+def _requests(asked: BenchConfig, config: PipelineConfig) -> list[ClipRequest]:
+    """All images with the first seed, then all with the second, and so on."""
+    seeds, count = asked.measure.seeds, asked.workload.clips
+    if config.model.is_dummy:
+        return [ClipRequest(seed=seeds[clip % len(seeds)]) for clip in range(count)]
+    found = photos.check_inputs(asked.workload.images or [str(p) for p in example_photos()])
+    return [
+        ClipRequest(
+            seed=seeds[clip // len(found) % len(seeds)],
+            image=str(found[clip % len(found)].path),
+            image_sha256=found[clip % len(found)].sha256,
+        )
+        for clip in range(count)
+    ]
+
+
+def _words(trace: Trace) -> str:
+    times = trace.summary()
+    clips = f"{times.clips} clips" if times.clips > 1 else "1 clip"
+    return f"{clips} in {times.makespan:.2f} s, first after {times.first_clip:.2f} s"
+
+
+def differing(rounds: Sequence[Round]) -> list[str]:
+    """Which arms, in which round, made a clip whose bits differ from the others'; empty: none."""
+    first = next((each for each in rounds if each.arm == ONE_DEVICE), rounds[0])
+    return [
+        f"{each.arm}, round {each.number + 1}, clip {clip}"
+        for each in rounds
+        for clip, sha256 in sorted(each.latents_sha256.items())
+        if (sha256, each.frames_sha256[clip])
+        != (first.latents_sha256[clip], first.frames_sha256[clip])
+    ]

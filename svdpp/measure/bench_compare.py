@@ -1,0 +1,260 @@
+"""Owns holding two benches against each other: ratios, and whether they are more than noise."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field, ValidationError
+
+from svdpp.errors import InputError
+from svdpp.measure.bench import DATA_PARALLEL, ONE_DEVICE, PIPELINE
+from svdpp.measure.bench_results import ENVIRONMENT, SUMMARY
+
+#: Student's t that 99% of differences between equals do not exceed, by degrees of freedom; between
+#: two of them the smaller one's, which errs on the side of noise.
+_T99 = {
+    **{1: 63.657, 2: 9.925, 3: 5.841, 4: 4.604, 5: 4.032, 6: 3.707, 7: 3.499, 8: 3.355, 9: 3.250},
+    **{10: 3.169, 15: 2.947, 20: 2.845, 30: 2.750, 60: 2.660, 120: 2.617},
+}
+
+#: Ratios closer to 1 than this are never called different, as small as their spread may be.
+_NEGLIGIBLE = 0.01
+
+
+class _Round(BaseModel):
+    steady_clips_per_minute: Annotated[float, Field(gt=0)]
+    first_clip_seconds: Annotated[float, Field(gt=0)]
+    step_p50_seconds: Annotated[float, Field(gt=0)]
+
+
+class _Arm(BaseModel):
+    rounds: list[_Round]
+
+
+class _Speedup(BaseModel):
+    rounds: Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=1)]
+
+
+class Summary(BaseModel):
+    """What a comparison needs of `summary.json`."""
+
+    schema_version: Literal[1]
+    run_id: str
+    config_sha256: str
+    config: dict[str, Any]
+    arms: dict[str, _Arm]
+    speedups: dict[str, _Speedup]
+    latents_sha256: list[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ratio:
+    """One figure of B over A's.
+
+    `low` and `high` hold the true ratio in 99 of 100 comparisons, as far as the rounds' own spread
+    can tell; both are None where one of the two had a single round.
+    """
+
+    name: str
+    a: float
+    b: float
+    value: float
+    low: float | None
+    high: float | None
+    is_yardstick: bool = False
+    """Whether it is the same work of the same libraries on the same machine, by definition."""
+
+    @property
+    def is_noise(self) -> bool | None:
+        """Whether equals may well differ by so much; None where nobody knows."""
+        if self.is_yardstick or abs(math.log(self.value)) < _NEGLIGIBLE:
+            return True
+        if self.low is None or self.high is None:
+            return None
+        return self.low <= 1 <= self.high
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Two benches, side by side."""
+
+    a: Summary
+    b: Summary
+    ratios: list[Ratio]
+    settings: list[str]
+    """What differs in what was asked: `pipeline.world: 2, 4`."""
+    machines: list[str]
+    """What differs in where it ran."""
+    same_bits: bool | None
+    """Whether the clips have the same latents; None where they are other clips."""
+
+    @property
+    def is_equal(self) -> bool | None:
+        """Whether every difference is within noise; None where nobody knows."""
+        verdicts = [ratio.is_noise for ratio in self.ratios]
+        return False if False in verdicts else None if None in verdicts else True
+
+    @property
+    def verdict(self) -> str:
+        """In a sentence."""
+        if self.is_equal is False:
+            beyond = [ratio.name for ratio in self.ratios if ratio.is_noise is False]
+            return f"different: {', '.join(beyond)}"
+        if self.is_equal is None:
+            return "unknown: a single round has no spread; --measure.repeats=3 or more has"
+        return "equal: every difference is within noise"
+
+
+def compare(a: Path, b: Path) -> Comparison:
+    """Holds the bench in folder `b` against that in folder `a`.
+
+    Raises:
+        InputError: a folder holds no finished bench.
+    """
+    one, other = _read_summary(a), _read_summary(b)
+    machines = _differences(_machine(a), _machine(b))
+    same_work = _yardstick(one.config) == _yardstick(other.config)
+    same_clips = {**_yardstick(one.config), **_clips(one.config)} == {
+        **_yardstick(other.config),
+        **_clips(other.config),
+    }
+    return Comparison(
+        a=one,
+        b=other,
+        ratios=list(_ratios(one, other, same_yardstick=same_work and not machines)),
+        settings=_differences(one.config, other.config),
+        machines=machines,
+        same_bits=one.latents_sha256 == other.latents_sha256 if same_clips else None,
+    )
+
+
+def ratio(
+    name: str,
+    a: Sequence[float],
+    b: Sequence[float],
+    *,
+    drift: float = 0.0,
+    is_yardstick: bool = False,
+) -> Ratio:
+    """B over A: geometric means of each round's figure, and Welch's interval around their ratio.
+
+    Args:
+        name: of the figure.
+        a: one for each round, above 0.
+        b: the same.
+        drift: by how much the machine itself differed, as a logarithm: added to the margin.
+        is_yardstick: whether the figure is what `drift` is taken from.
+    """
+    logs = [[math.log(value) for value in values] for values in (a, b)]
+    means = [statistics.fmean(each) for each in logs]
+    low = high = None
+    if min(map(len, logs)) > 1:
+        errors = [statistics.variance(each) / len(each) for each in logs]
+        margin = _t99(errors, [len(each) for each in logs]) * math.sqrt(sum(errors)) + abs(drift)
+        low, high = (math.exp(means[1] - means[0] + sign * margin) for sign in (-1, 1))
+    return Ratio(
+        name=name,
+        a=math.exp(means[0]),
+        b=math.exp(means[1]),
+        value=math.exp(means[1] - means[0]),
+        low=low,
+        high=high,
+        is_yardstick=is_yardstick,
+    )
+
+
+def _t99(errors: list[float], counts: list[int]) -> float:
+    """By Welch's and Satterthwaite's degrees of freedom."""
+    below = sum(error**2 / (n - 1) for error, n in zip(errors, counts, strict=True))
+    freedom = sum(errors) ** 2 / below if below else 1.0
+    return _T99[max(each for each in _T99 if each <= max(1.0, freedom))]
+
+
+def _ratios(a: Summary, b: Summary, *, same_yardstick: bool) -> Iterator[Ratio]:
+    """Against the other arms of the same rounds first: those know nothing of a slower hour."""
+    for arm in (ONE_DEVICE, DATA_PARALLEL):
+        if arm in a.speedups and arm in b.speedups:
+            yield ratio(f"{PIPELINE} / {arm}", a.speedups[arm].rounds, b.speedups[arm].rounds)
+    for name, words in _FIGURES.items():
+        alone = ratio("", _values(a, ONE_DEVICE, name), _values(b, ONE_DEVICE, name))
+        drift = math.log(alone.value) if same_yardstick else 0.0
+        for arm in (PIPELINE, DATA_PARALLEL, ONE_DEVICE):
+            values = _values(a, arm, name), _values(b, arm, name)
+            is_yardstick = same_yardstick and arm == ONE_DEVICE
+            if all(values):
+                yield ratio(f"{arm}: {words}", *values, drift=drift, is_yardstick=is_yardstick)
+
+
+def _values(summary: Summary, arm: str, name: str) -> list[float]:
+    return [getattr(each, name) for each in summary.arms[arm].rounds] if arm in summary.arms else []
+
+
+def _yardstick(config: Mapping[str, Any]) -> dict[str, Any]:
+    """All that diffusers on one device depends on, but for how many clips there are."""
+    ranks = {name: config["pipeline"][name] for name in ("device", "threads")}
+    workload = {name: value for name, value in config["workload"].items() if name != "clips"}
+    same = {name: config[name] for name in ("model", "precision", "channels_last")}
+    return {**same, "workload": workload, "ranks": ranks}
+
+
+def _clips(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What else makes the clips those they are."""
+    return {"clips": config["workload"]["clips"], "seeds": config["measure"]["seeds"]}
+
+
+def _machine(folder: Path) -> dict[str, Any]:
+    """Libraries and hardware; svdpp itself and its commit may be what is compared."""
+    facts = _read(folder / ENVIRONMENT)
+    try:
+        versions = {k: v for k, v in facts["versions"].items() if k != "svdpp"}
+        host = {name: facts["host"][name] for name in ("cpu", "cpu_capability", "usable_cores")}
+        return {"versions": versions, "host": host, "gpus": facts["devices"]["gpus"]}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"{str(folder / ENVIRONMENT)!r} is no environment of a bench") from error
+
+
+def _differences(a: object, b: object, name: str = "") -> list[str]:
+    """Each field of two nested mappings that is not the same in both."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        return [
+            line
+            for key in dict.fromkeys([*a, *b])
+            for line in _differences(a.get(key), b.get(key), f"{name}.{key}" if name else key)
+        ]
+    return [] if a == b else [f"{name}: {a}, {b}"]
+
+
+def _read_summary(folder: Path) -> Summary:
+    path = folder / SUMMARY
+    try:
+        found = Summary.model_validate(_read(path))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise InputError(f"{str(path)!r} is no bench's: {where}: {first['msg']}") from error
+    return found
+
+
+def _read(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except OSError as error:
+        raise InputError(
+            f"{str(path)!r} cannot be read: {error.strerror}",
+            "--compare takes the folders of two finished benches, results/EXPERIMENT/RUN",
+        ) from error
+    except ValueError as error:
+        raise InputError(f"{str(path)!r} is no JSON: {error}") from error
+
+
+_FIGURES = {
+    "steady_clips_per_minute": "clips/min",
+    "first_clip_seconds": "first clip, s",
+    "step_p50_seconds": "step, s",
+}

@@ -1,0 +1,295 @@
+"""Owns what a bench is asked to do: YAML, overrides and grids, checked whole before any of it runs."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from svdpp.config import DEFAULT_MODEL, DEFAULT_NUM_STEPS, Fit, PipelineConfig
+from svdpp.errors import InputError, RequestError
+from svdpp.plan.layout import Split
+from svdpp.redaction import recorded_name, redact_all
+
+_SHIPPED = Path(__file__).resolve().parent.parent / "assets" / "bench"
+_MAX_BYTES = 1_000_000
+_MAX_GRID = 1000
+
+# Strict, since `true` would else be 1.
+Positive = Annotated[int, Field(ge=1, strict=True)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class Model(_Section):
+    """Which weights; as `svdpp run` has them."""
+
+    name: str = DEFAULT_MODEL
+    revision: str | None = None
+    variant: str | None = None
+    local_files_only: bool = False
+    memory_opt: bool = False
+    latent_shape: list[Positive] = Field(default=[1, 4, 14, 64, 64], min_length=5, max_length=5)
+    """Of the dummy model, B C F H W."""
+
+
+class Ranks(_Section):
+    """How they share the work; as `svdpp run` has it."""
+
+    world: Positive | None = None
+    """Number of ranks W; None: every GPU, or 2 on the CPU."""
+    device: str = "cuda"
+    split: Split = "uniform"
+    replicas: Positive = 1
+    decoders: Positive = 1
+    costs: str | None = None
+    """File or preset that splits go by; None: svd-xt-a100."""
+    threads: Positive | None = None
+    """CPU threads of each rank, in every arm; None: cores // ranks, on CUDA 1."""
+    checksum: bool = False
+    timeout: float = 600.0
+    start_timeout: float = 600.0
+
+
+class Workload(_Section):
+    """Which clips are made."""
+
+    clips: Positive = 8
+    """Measured in each round, beside those that warm up."""
+    images: list[str] = []
+    """Files; clip i takes the i-th, round and round. None: the four that come with svdpp."""
+    steps: Positive = DEFAULT_NUM_STEPS
+    height: Positive | None = None
+    width: Positive | None = None
+    frames: Positive | None = None
+    fps: Positive | None = None
+    motion_bucket_id: int | None = None
+    noise_aug_strength: float | None = None
+    min_guidance_scale: float | None = None
+    max_guidance_scale: float | None = None
+    decode_chunk_size: Positive | None = None
+    fit: Fit = "stretch"
+
+
+class Measure(_Section):
+    """How often, and from which seeds."""
+
+    warmups: Annotated[int, Field(ge=0, strict=True)] = 1
+    """Clips through every rank before those that count, in each round."""
+    repeats: Positive = 3
+    """Rounds; each starts every arm anew."""
+    seeds: list[Annotated[int, Field(ge=0, lt=2**63, strict=True)]] = Field(
+        default=[0], min_length=1
+    )
+    """Once each image has had the first, all have the second, and so on, round and round."""
+
+
+class BenchConfig(_Section):
+    """One point of a bench, every field a plain value."""
+
+    experiment: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$")]
+    """Folder of its results."""
+    model: Model = Model()
+    pipeline: Ranks = Ranks()
+    workload: Workload = Workload()
+    precision: Literal["fp32", "bf16", "fp16"] | None = None
+    """None: fp16 on CUDA, fp32 on the CPU."""
+    channels_last: bool = False
+    measure: Measure = Measure()
+    profile: bool = False
+    """Whether torch.profiler looks at one clip on rank 0, in a run of its own at the end."""
+
+    @field_validator("precision", mode="before")
+    @classmethod
+    def _no_autocast(cls, value: object) -> object:
+        if value == "amp":
+            raise ValueError(
+                "amp would be torch.autocast, which chooses a dtype for each kernel: neither the "
+                "ranks nor the proof run that; bf16 and fp16 hold for weights and latents alike"
+            )
+        return value
+
+    def resolved(self, config: PipelineConfig) -> BenchConfig:
+        """With the numbers that were left to the machine, the model and its defaults."""
+        sampling, model = config.sampling, config.model
+        names = set(Workload.model_fields) & {field.name for field in fields(sampling)}
+        chosen = {name: getattr(sampling, name) for name in names} | {"frames": sampling.num_frames}
+        ranks = {"world": config.world_size, "threads": config.num_threads}
+        return self.model_copy(
+            update={
+                "pipeline": self.pipeline.model_copy(update=ranks),
+                "workload": self.workload.model_copy(update=chosen),
+                "precision": model.dtype,
+            }
+        )
+
+    @property
+    def sha256(self) -> str:
+        """Of everything but the experiment's name: equal where the same was measured."""
+        values = self.model_dump(exclude={"experiment"})
+        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+    def to_yaml(self) -> str:
+        """All fields, as `read_grid` takes them again."""
+        values = self.model_dump()
+        values["model"]["name"] = recorded_name(self.model.name)
+        return str(yaml.safe_dump(redact_all(values), sort_keys=False))
+
+
+def shipped() -> list[str]:
+    """Names of the configurations that come with svdpp."""
+    return sorted(path.stem for path in _SHIPPED.glob("*.yaml"))
+
+
+def read_grid(name: str, overrides: Sequence[str]) -> list[BenchConfig]:
+    """Every point of the grid that a file and its overrides span, in the order of its lists.
+
+    Args:
+        name: a path, or a shipped configuration's name.
+        overrides: `section.field=value`, the value as YAML has it; later ones hold.
+
+    Raises:
+        InputError: the file cannot be read, or is no YAML.
+        RequestError: a key nobody knows, a value that does not fit, or too many points.
+    """
+    path = _find(name)
+    content = _read(path)
+    for override in overrides:
+        _override(content, override)
+    content.setdefault("experiment", path.stem)
+    points = list(itertools.islice(_points(content), _MAX_GRID + 1))
+    if len(points) > _MAX_GRID:
+        raise RequestError(f"{name!r} spans more than {_MAX_GRID} points", "shorten its lists")
+    return [_validated(point, name) for point in points]
+
+
+def _find(name: str) -> Path:
+    if Path(name).suffix in (".yaml", ".yml") or Path(name).exists():
+        return Path(name)
+    if name in shipped():
+        return _SHIPPED / f"{name}.yaml"
+    raise RequestError(
+        f"{name!r} is neither a file nor a configuration that comes with svdpp",
+        f"{_nearest(name, shipped())}shipped: {', '.join(shipped())}",
+    )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            text = file.read(_MAX_BYTES + 1)
+        if len(text) > _MAX_BYTES:
+            raise InputError(f"{str(path)!r} is larger than any configuration")
+        content = yaml.safe_load(text)
+    except OSError as error:
+        raise InputError(f"{str(path)!r} cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        words = " ".join(str(error).split())
+        raise InputError(f"{str(path)!r} is no YAML: {words}") from error
+    if content is not None and not isinstance(content, dict):
+        raise InputError(f"{str(path)!r} holds no sections, such as 'workload:'")
+    # A section whose every line is commented out is none.
+    return {key: value for key, value in (content or {}).items() if value is not None}
+
+
+def _override(content: dict[str, Any], text: str) -> None:
+    """Sets one field; a section that is not there yet is made."""
+    dotted, equals, value = text.partition("=")
+    if not equals or not dotted:
+        raise RequestError(f"an override is section.field=value, got {text!r}")
+    *sections, field = dotted.split(".")
+    place = content
+    for section in sections:
+        if place.get(section) is None:
+            place[section] = {}
+        place = place[section]
+        if not isinstance(place, dict):
+            raise RequestError(f"{text!r}: {section!r} is no section")
+    try:
+        place[field] = yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise RequestError(f"{text!r}: the value is no YAML") from error
+
+
+def _points(content: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """One mapping for each point: the last list varies fastest."""
+    swept = [(place, value) for place, value in _leaves(content) if _is_sweep(place, value)]
+    for choice in itertools.product(*(values for _, values in swept)):
+        point: dict[str, Any] = json.loads(json.dumps(content, default=str))
+        for (place, _), value in zip(swept, choice, strict=True):
+            _set(point, place, value)
+        yield point
+
+
+def _leaves(content: dict[str, Any], above: tuple[str, ...] = ()) -> Iterator[Any]:
+    for key, value in content.items():
+        place = (*above, str(key))
+        if isinstance(value, dict):
+            yield from _leaves(value, place)
+        else:
+            yield place, value
+
+
+def _is_sweep(place: tuple[str, ...], value: object) -> bool:
+    """A list for a field that is none itself; an empty one is left to be refused."""
+    return isinstance(value, list) and bool(value) and ".".join(place) not in _LISTS
+
+
+def _set(content: dict[str, Any], place: tuple[str, ...], value: object) -> None:
+    for section in place[:-1]:
+        content = content[section]
+    content[place[-1]] = value
+
+
+def _fields(model: type[BaseModel], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted name and annotation of every field."""
+    for name, field in model.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from _fields(field.annotation, f"{above}{name}.")
+        else:
+            yield above + name, field.annotation
+
+
+_ALL = dict(_fields(BenchConfig))
+_LISTS = {name for name, annotation in _ALL.items() if str(annotation).startswith("list")}
+
+
+def _validated(content: dict[str, Any], name: str) -> BenchConfig:
+    try:
+        return BenchConfig.model_validate(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        if first["type"] == "extra_forbidden":
+            raise RequestError(f"{name}: no field {where!r}", _known(where)) from error
+        reason = first["msg"].removeprefix("Value error, ")
+        given = "" if first["type"] == "missing" else f", got {first['input']!r}"
+        raise RequestError(f"{name}: {where}: {reason}{given}") from error
+
+
+def _known(where: str) -> str:
+    """The nearest known key: the same word elsewhere, or a word like it, else its neighbours."""
+    last = where.rpartition(".")[2]
+    elsewhere = [name for name in _ALL if name.rpartition(".")[2] == last]
+    if elsewhere:
+        return f"did you mean {elsewhere[0]!r}?"
+    sections = sorted({name.partition(".")[0] for name in _ALL})
+    near = _nearest(where, [*sections, *_ALL])
+    section = where.rpartition(".")[0]
+    beside = [name for name in _ALL if name.rpartition(".")[0] == section] if section else sections
+    return near.strip() or f"known: {', '.join(beside)}"
+
+
+def _nearest(word: str, words: list[str]) -> str:
+    found = difflib.get_close_matches(word, words, n=1)
+    return f"did you mean {found[0]!r}? " if found else ""
