@@ -313,7 +313,7 @@ def _compare(console: Console, a: Path, b: Path) -> None:
 def _ratio_row(ratio: Ratio) -> tuple[str, ...]:
     within = "-" if ratio.low is None else f"{ratio.low:.3f} to {ratio.high:.3f}"
     words = {True: "noise", False: "DIFFERENT", None: "one round"}
-    word = "yardstick" if ratio.is_yardstick else words[ratio.is_noise]
+    word = "drift" if ratio.is_yardstick else words[ratio.is_noise]
     return ratio.name, f"{ratio.a:.4g}", f"{ratio.b:.4g}", f"{ratio.value:.3f}", within, word
 
 

@@ -36,11 +36,13 @@ class Round:
     Args:
         arm: which.
         number: of the round, from 0.
+        num_warmups: clips before the measured ones, and so the index of the first of these.
         trace: of the measured clips alone.
     """
 
     arm: str
     number: int
+    num_warmups: int
     trace: Trace
     start_seconds: float = 0.0
     """Until every rank was ready, its model loaded."""
@@ -117,8 +119,8 @@ class Bench:
         visits = 1 if arm == ONE_DEVICE else config.replicas * config.decoders
         num_warmups = self.asked.measure.warmups * visits
         warmups = [self.requests[i % len(self.requests)] for i in range(num_warmups)]
-        done = Round(arm, number, Trace(config.world_size))
-        listener = _Listener(done, num_warmups)
+        done = Round(arm, number, num_warmups, Trace(config.world_size))
+        listener = _Listener(done)
         if arm == ONE_DEVICE:
             run_reference(config, [*warmups, *self.requests], observers=(listener,))
             return done
@@ -143,9 +145,9 @@ def arms_of(config: PipelineConfig) -> dict[str, PipelineConfig]:
 class _Listener:
     """Files what ranks report under its round, without the clips that warm up."""
 
-    def __init__(self, done: Round, first: int) -> None:
+    def __init__(self, done: Round) -> None:
         self._round = done
-        self._first = first
+        self._first = done.num_warmups
         self._begun = time.monotonic()
 
     def __call__(self, rank: int, event: Event) -> None:

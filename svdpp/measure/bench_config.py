@@ -1,4 +1,4 @@
-"""Owns what a bench is asked to do: YAML, overrides and grids, checked whole before any of it runs."""
+"""Owns what a bench is asked to do: YAML, overrides and grids, checked before any of it runs."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ _MAX_GRID = 1000
 
 # Strict, since `true` would else be 1.
 Positive = Annotated[int, Field(ge=1, strict=True)]
+
+Seed = Annotated[int, Field(ge=0, lt=2**63, strict=True)]
 
 
 class _Section(BaseModel):
@@ -88,9 +90,7 @@ class Measure(_Section):
     """Clips through every rank before those that count, in each round."""
     repeats: Positive = 3
     """Rounds; each starts every arm anew."""
-    seeds: list[Annotated[int, Field(ge=0, lt=2**63, strict=True)]] = Field(
-        default=[0], min_length=1
-    )
+    seeds: list[Seed] = Field(default=[0], min_length=1)
     """Once each image has had the first, all have the second, and so on, round and round."""
 
 

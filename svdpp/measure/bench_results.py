@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import statistics
 from collections.abc import Iterator, Mapping
@@ -67,11 +68,12 @@ class Results:
         found = summary(self._bench, self.run_id)
         place.write_json(self.folder / SUMMARY, found)
         rows = list(_table(found))
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
         with place.in_place_of(str(self.folder / TABLE), ".csv") as temporary:
-            with temporary.open("w", newline="") as file:
-                writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-                writer.writeheader()
-                writer.writerows(rows)
+            temporary.write_text(text.getvalue())
         return found
 
 
@@ -86,14 +88,22 @@ def span_records(done: Round) -> Iterator[dict[str, Any]]:
     begin = min(span.start for span in trace.spans)
     records = [
         {
-            **{"rank": span.rank, "clip": span.action.clip, "action": span.action.kind.value},
+            **{
+                "rank": span.rank,
+                "clip": span.action.clip - done.num_warmups,
+                "action": span.action.kind.value,
+            },
             **{"first_step": span.action.start, "end_step": span.action.end, "peer": None},
             **{"start": span.start - begin, "end": span.end - begin, "bytes": 0},
         }
         for span in trace.spans
     ] + [
         {
-            **{"rank": hop.rank, "clip": hop.clip, "action": hop.direction.upper()},
+            **{
+                "rank": hop.rank,
+                "clip": hop.clip - done.num_warmups,
+                "action": hop.direction.upper(),
+            },
             **{"first_step": hop.next_step, "end_step": hop.next_step, "peer": hop.peer},
             **{"start": hop.start - begin, "end": hop.end - begin, "bytes": hop.num_bytes},
         }

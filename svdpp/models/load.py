@@ -102,10 +102,10 @@ def load_parts(
 
 
 def lay_channels_last(module: torch.nn.Module) -> None:
-    """Lays the 2-d convolutions' weights out with channels last; the 3-d ones have no such format."""
+    """Lays the 2-d convolutions' weights out with channels last; 3-d ones have no such format."""
     for layer in module.modules():
         if isinstance(layer, torch.nn.Conv2d):
-            layer.to(memory_format=torch.channels_last)
+            layer.weight.data = layer.weight.data.contiguous(memory_format=torch.channels_last)
 
 
 def load_feature_extractor(checkpoint: Checkpoint) -> Any:

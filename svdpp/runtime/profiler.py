@@ -1,4 +1,4 @@
-"""Owns looking at one clip's work on one rank with torch.profiler: kernels, where the trace ends."""
+"""Owns looking at one clip's work on one rank with torch.profiler, down to its kernels."""
 
 from __future__ import annotations
 
