@@ -173,7 +173,7 @@ def _t99(errors: list[float], counts: list[int]) -> float:
     """By Welch's and Satterthwaite's degrees of freedom."""
     below = sum(error**2 / (n - 1) for error, n in zip(errors, counts, strict=True))
     freedom = sum(errors) ** 2 / below if below else 1.0
-    return _T99[max(each for each in _T99 if each <= max(1.0, freedom))]
+    return _T99[max(each for each in _T99 if each <= max(1.0, freedom + 1e-6))]
 
 
 def _ratios(a: Summary, b: Summary, *, same_yardstick: bool) -> Iterator[Ratio]:

@@ -278,16 +278,18 @@ def _validated(content: dict[str, Any], name: str) -> BenchConfig:
 
 
 def _known(where: str) -> str:
-    """The nearest known key: the same word elsewhere, or a word like it, else its neighbours."""
-    last = where.rpartition(".")[2]
+    """The nearest known key: the same word elsewhere, a word like it, else its neighbours."""
+    section, _, last = where.rpartition(".")
     elsewhere = [name for name in _ALL if name.rpartition(".")[2] == last]
     if elsewhere:
         return f"did you mean {elsewhere[0]!r}?"
-    sections = sorted({name.partition(".")[0] for name in _ALL})
-    near = _nearest(where, [*sections, *_ALL])
-    section = where.rpartition(".")[0]
-    beside = [name for name in _ALL if name.rpartition(".")[0] == section] if section else sections
-    return near.strip() or f"known: {', '.join(beside)}"
+    beside = {n.rpartition(".")[2]: n for n in _ALL if section and n.startswith(f"{section}.")}
+    top = {name: name for name in sorted({name.partition(".")[0] for name in _ALL})}
+    known = beside or top
+    found = difflib.get_close_matches(last if beside else where.partition(".")[0], known, n=1)
+    if found:
+        return f"did you mean {known[found[0]]!r}?"
+    return f"known: {', '.join(known.values())}"
 
 
 def _nearest(word: str, words: list[str]) -> str:

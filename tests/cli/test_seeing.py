@@ -24,6 +24,7 @@ RUN = ("run", PHOTO, *DEMO, *TINY)
     [
         ("--timeline", "photo.jpg", "--timeline must end in .svg or .png, got 'photo.jpg'"),
         ("--trace", "photo.jpg", "--trace must end in .json, got 'photo.jpg'"),
+        ("--profile", "photo.jpg", "--profile must end in .json, got 'photo.jpg'"),
     ],
 )
 def test_names_of_other_files_are_refused(
@@ -53,10 +54,11 @@ def test_reports_that_cannot_be_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_simulate_writes_a_trace_and_a_timeline(tmp_path: Path) -> None:
+def test_simulate_writes_a_trace_a_timeline_and_a_profile(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     answer = svdpp_alone(
         *("simulate", *SMALL, "-q", "--trace", "new/trace.json", "--timeline", "timeline.svg"),
+        *("--profile", "new/profile.json"),
         cwd=tmp_path,
     )
 
@@ -67,6 +69,9 @@ def test_simulate_writes_a_trace_and_a_timeline(tmp_path: Path) -> None:
     assert len(steps) == 2 * 2
     assert (tmp_path / "timeline.svg").read_text().rstrip().endswith("</svg>")
     assert {path.name for path in tmp_path.iterdir()} == {"new", "timeline.svg"}
+    profile = json.loads((tmp_path / "new/profile.json").read_text())
+    kernels = [event for event in profile["traceEvents"] if event.get("cat") == "cpu_op"]
+    assert sum(event["name"] == "aten::conv3d" for event in kernels) >= 1  # rank 0, one clip
 
 
 @pytest.mark.processes

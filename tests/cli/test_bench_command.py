@@ -1,0 +1,120 @@
+"""`svdpp bench` as a user types it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from svdpp.cli.bench import _sorted_out
+from tests.cli.shell import assert_error, svdpp_alone, svdpp_here
+
+TINY = (
+    *("--model.name=dummy", "--model.latent_shape=[1, 4, 2, 8, 8]", "--workload.clips=2"),
+    *("--workload.steps=2", "--measure.repeats=1", "--set", "measure.warmups=1"),
+)
+
+
+def test_overrides_stand_anywhere() -> None:
+    assert _sorted_out(["--a.b=1", "smoke", "--c=--d"]) == (["smoke"], ["a.b=1", "c=--d"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        ((), 2, ("one configuration, got none", "svdpp bench smoke")),
+        (("smoke", "svd-xt"), 2, ("got 2: smoke svd-xt",)),
+        (("smok",), 2, ("did you mean 'smoke'?",)),
+        (("smoke", "--comapre", "a"), 2, ("no such option: --comapre",)),
+        (("smoke", "-x"), 2, ("no such option: -x",)),
+        (("smoke", "--pipeline.wrold=3"), 2, ("did you mean 'pipeline.world'?",)),
+        (("smoke", "--set", "pipeline.world=3"), 2, ("4 steps",)),
+        (("smoke", "--pipeline.split=[uniform, zigzag]"), 2, ("pipeline.split",)),
+        (("smoke", "--workload.height=65"), 2, ("multiple of 8, got 65",)),
+        (("smoke", "--precision=amp"), 2, ("torch.autocast",)),
+        (("smoke", "--model.name=/absent"), 5, ("/absent",)),
+        (("smoke", "--workload.images=[/absent.jpg]"), 7, ("/absent.jpg",)),
+        (("smoke", "--trace", "photo.jpg"), 2, ("--trace must end in .json",)),
+        (("smoke", "--results", "/dev/null"), 8, ("/dev/null",)),
+        (("smoke", "--compare", "a", "b"), 2, ("no configuration beside",)),
+        (("--compare", "/absent/a", "/absent/b"), 7, ("/absent/a/summary.json",)),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_first(
+    arguments: tuple[str, ...], code: int, words: tuple[str, ...]
+) -> None:
+    assert_error(svdpp_here("bench", *arguments), code, *words)
+
+
+def test_torchruns_ranks_are_not_started_anew() -> None:
+    world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    assert_error(svdpp_here("bench", "smoke", env={**world, **place}), 2, "without torchrun")
+
+
+@pytest.mark.processes
+def test_a_bench_of_the_dummy_and_its_comparison_with_itself(tmp_path: Path) -> None:
+    answer = svdpp_alone("bench", "smoke", *TINY, "--json", "--trace", "t.json", cwd=tmp_path)
+
+    assert answer.code == 0, answer
+    (found,) = json.loads(answer.out)
+    assert list(found["arms"]) == ["pipeline", "data parallel", "diffusers"]
+    assert found["same_bits"] is True
+    assert len(found["latents_sha256"]) == 2
+    assert "nothing of SVD" in answer.err
+    folder = tmp_path / found["folder"]
+    spans = [json.loads(line) for line in (folder / "spans.jsonl").open()]
+    first = [s for s in spans if (s["arm"], s["round"], s["action"]) == ("pipeline", 0, "DENOISE")]
+    assert sorted((span["rank"], span["clip"]) for span in first) == [
+        *((0, 0), (0, 1), (1, 0), (1, 1)),
+    ]
+    hops = [s for s in spans if s["arm"] == "pipeline" and s["action"] in ("SEND", "RECV")]
+    assert len(hops) == 2 * 2 * 2
+    assert {hop["bytes"] for hop in hops} == {4 * 2 * 8 * 8 * 4}
+    ranks = found["arms"]["pipeline"]["rounds"][0]["ranks"]
+    assert all(rank["peak_reserved_gib"] > 0 for rank in ranks)
+    trace = json.loads((tmp_path / "t.json").read_text())
+    assert trace["otherData"]["round"] == 0
+
+    answer = svdpp_here("bench", "--compare", str(folder), str(folder), "--json")
+    assert answer.code == 0, answer
+    compared = json.loads(answer.out)
+    assert compared["equal"] is True
+    assert compared["same_bits"] is True
+    answer = svdpp_here("bench", "--compare", str(folder), str(folder))
+    assert answer.out.endswith("equal: every difference is within noise\n")
+    assert max(map(len, answer.out.splitlines()[2:])) <= 80
+
+
+@pytest.mark.long
+@pytest.mark.processes
+def test_a_grid_is_measured_point_by_point(tmp_path: Path) -> None:
+    answer = svdpp_alone(
+        *("bench", "smoke", *TINY, "--pipeline.replicas=[1, 2]", "--measure.repeats=1"),
+        *("--profile", "--results", "here"),
+        cwd=tmp_path,
+    )
+    assert answer.code == 0, answer
+    folders = sorted((tmp_path / "here/smoke").iterdir())
+    assert len(folders) == 2
+    layouts = set()
+    for folder in folders:
+        summary = json.loads((folder / "summary.json").read_text())
+        layouts.add(summary["arms"]["pipeline"]["layout"])
+        assert json.loads((folder / "profile.json").read_text())["traceEvents"]
+    assert layouts == {"1 chain of 2 ranks, uniform", "data parallel"}
+    assert "point 2 of 2" in answer.err
+
+
+@pytest.mark.long
+@pytest.mark.processes
+def test_smoke_twice_is_equal(tmp_path: Path) -> None:
+    for _ in range(2):
+        answer = svdpp_alone("bench", "smoke", "--measure.repeats=3", "-q", cwd=tmp_path)
+        assert answer.code == 0, answer
+    a, b = sorted((tmp_path / "results/smoke").iterdir())
+    answer = svdpp_here("bench", "--compare", str(a), str(b), "--json")
+    found = json.loads(answer.out)
+    assert found["equal"] is True, found
+    assert found["same_bits"] is True
