@@ -302,7 +302,7 @@ def _compare(console: Console, a: Path, b: Path) -> None:
         for line in lines:
             console.result(f"{what} differs: {line}")
     console.result()
-    columns = ("figure", "A", "B", "B / A", "99% within", "")
+    columns = ("figure", "A", "B", "B / A", "99.9% within", "")
     console.table(columns, [_ratio_row(ratio) for ratio in found.ratios])
     console.result()
     if found.same_bits is not None:

@@ -16,11 +16,12 @@ from svdpp.errors import InputError
 from svdpp.measure.bench import DATA_PARALLEL, ONE_DEVICE, PIPELINE
 from svdpp.measure.bench_results import ENVIRONMENT, SUMMARY
 
-#: Student's t that 99% of differences between equals do not exceed, by degrees of freedom; between
-#: two of them the smaller one's, which errs on the side of noise.
-_T99 = {
-    **{1: 63.657, 2: 9.925, 3: 5.841, 4: 4.604, 5: 4.032, 6: 3.707, 7: 3.499, 8: 3.355, 9: 3.250},
-    **{10: 3.169, 15: 2.947, 20: 2.845, 30: 2.750, 60: 2.660, 120: 2.617},
+#: Student's t that 99.9% of differences between equals do not exceed, by degrees of freedom (between
+#: two of them the smaller one's, which errs on the side of noise). So strict since some ten figures
+#: are compared: with 99% for each, every tenth pair of equals would be called different.
+_T999 = {
+    **{1: 636.62, 2: 31.599, 3: 12.924, 4: 8.610, 5: 6.869, 6: 5.959, 7: 5.408, 8: 5.041, 9: 4.781},
+    **{10: 4.587, 15: 4.073, 20: 3.850, 30: 3.646, 60: 3.460, 120: 3.373},
 }
 
 #: Ratios closer to 1 than this are never called different, as small as their spread may be.
@@ -57,7 +58,7 @@ class Summary(BaseModel):
 class Ratio:
     """One figure of B over A's.
 
-    `low` and `high` hold the true ratio in 99 of 100 comparisons, as far as the rounds' own spread
+    `low` and `high` hold the true ratio in 999 of 1000 cases, as far as the rounds' own spread
     can tell; both are None where one of the two had a single round.
     """
 
@@ -156,7 +157,7 @@ def ratio(
     low = high = None
     if min(map(len, logs)) > 1:
         errors = [statistics.variance(each) / len(each) for each in logs]
-        margin = _t99(errors, [len(each) for each in logs]) * math.sqrt(sum(errors)) + abs(drift)
+        margin = _t999(errors, [len(each) for each in logs]) * math.sqrt(sum(errors)) + abs(drift)
         low, high = (math.exp(means[1] - means[0] + sign * margin) for sign in (-1, 1))
     return Ratio(
         name=name,
@@ -169,11 +170,11 @@ def ratio(
     )
 
 
-def _t99(errors: list[float], counts: list[int]) -> float:
+def _t999(errors: list[float], counts: list[int]) -> float:
     """By Welch's and Satterthwaite's degrees of freedom."""
     below = sum(error**2 / (n - 1) for error, n in zip(errors, counts, strict=True))
     freedom = sum(errors) ** 2 / below if below else 1.0
-    return _T99[max(each for each in _T99 if each <= max(1.0, freedom + 1e-6))]
+    return _T999[max(each for each in _T999 if each <= max(1.0, freedom + 1e-6))]
 
 
 def _ratios(a: Summary, b: Summary, *, same_yardstick: bool) -> Iterator[Ratio]:

@@ -46,7 +46,7 @@ def trace_events(trace: Trace) -> list[_TraceEvent]:
     begin = min([*starts, *(wait.start for wait in trace.waits)], default=0.0)
     events = [*_compute_events(trace, begin), *_hop_events(trace.hops, tracks, begin)]
     # Of two that begin at once the longer one holds the other.
-    events.sort(key=lambda event: (event["ts"], -event.get("dur", 0.0)))
+    events.sort(key=lambda event: (event["ts"], -event.get("dur", 0)))
     return [*_names(trace, tracks), *events]
 
 
@@ -127,10 +127,11 @@ def _complete(
     ts = _microseconds(start)
     return {
         **{"ph": "X", "pid": rank, "tid": track, "name": name, "cat": category},
-        **{"ts": ts, "dur": round(_microseconds(end) - ts, 3), "args": dict(args)},
+        **{"ts": ts, "dur": _microseconds(end) - ts, "args": dict(args)},
     }
 
 
-def _microseconds(seconds: float) -> float:
-    """Microseconds to the nanosecond, the finest that viewers keep."""
-    return round(seconds * 1e6, 3)
+def _microseconds(seconds: float) -> int:
+    """Whole ones: viewers add start and duration, and with fractions a slice would by rounding end
+    after the next one's start, or its own parent's end."""
+    return round(seconds * 1e6)
