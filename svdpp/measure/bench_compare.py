@@ -16,9 +16,9 @@ from svdpp.errors import InputError
 from svdpp.measure.bench import DATA_PARALLEL, ONE_DEVICE, PIPELINE
 from svdpp.measure.bench_results import ENVIRONMENT, SUMMARY
 
-#: Student's t that 99.9% of differences between equals do not exceed, by degrees of freedom (between
-#: two of them the smaller one's, which errs on the side of noise). So strict since some ten figures
-#: are compared: with 99% for each, every tenth pair of equals would be called different.
+#: Student's t that 99.9% of differences between equals do not exceed, by degrees of freedom; where
+#: these lie between two of them the smaller one's, which errs on the side of noise. So strict since
+#: ten figures are compared: at 99% each, every tenth pair of equals would be called different.
 _T999 = {
     **{1: 636.62, 2: 31.599, 3: 12.924, 4: 8.610, 5: 6.869, 6: 5.959, 7: 5.408, 8: 5.041, 9: 4.781},
     **{10: 4.587, 15: 4.073, 20: 3.850, 30: 3.646, 60: 3.460, 120: 3.373},

@@ -6,7 +6,7 @@ matplotlib is the extra `pictures` and is imported by the one function that draw
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -98,8 +98,7 @@ def _draw_panels(figure: Figure, panels: Sequence[Panel], world_size: int) -> No
     all_axes[-1].set_xlabel(f"{unit}; one colour a clip")
     _add_legend(figure)
     figure.draw_without_rendering()  # the layout gives bars their widths, and those their labels
-    for axes, panel in zip(all_axes, panels, strict=True):
-        _label_clips(axes, panel.spans, world_size, unit_seconds)
+    _label_clips(all_axes, panels, world_size, unit_seconds)
 
 
 def _duration(spans: Sequence[Span]) -> float:
@@ -156,27 +155,29 @@ def _rectangle(rank: int, left: float, right: float) -> list[tuple[float, float]
     return [(left, low), (right, low), (right, high), (left, high)]
 
 
-def _label_clips(axes: Axes, spans: Sequence[Span], world_size: int, unit: float) -> None:
-    """The clip's number on each denoise that has room for it, "clip 3" where there is more."""
-    begin = min(span.start for span in spans)
-    crowded = world_size > _CROWD
-    size = 5.5 if crowded else 7.5
-    points_a_second = axes.get_window_extent().width / axes.figure.dpi * 72 / axes.get_xlim()[1]
-    for rank, action, start, end in spans:
-        if action.kind is not Kind.DENOISE:
-            continue
-        room = (end - start) / unit * points_a_second - 4
-        words = [str(action.clip)] if crowded else [f"clip {action.clip}", str(action.clip)]
-        text = next((word for word in words if len(word) * 0.6 * size <= room), None)
-        if text is not None:
-            middle = ((start + end) / 2 - begin) / unit
-            axes.text(
-                *(middle, rank, text),
-                fontsize=size,
-                color="white",
-                ha="center",
-                va="center_baseline",
-            )
+def _label_clips(
+    all_axes: Iterable[Axes], panels: Sequence[Panel], world_size: int, unit: float
+) -> None:
+    """The clip's number on each denoise that has room for it.
+
+    "clip 3" where all of them have room for so much: some with and some without the word would
+    look as if they were of two kinds.
+    """
+    size = 5.5 if world_size > _CROWD else 7.5
+    labels = []
+    for axes, panel in zip(all_axes, panels, strict=True):
+        begin = min(span.start for span in panel.spans)
+        points = axes.get_window_extent().width / axes.figure.dpi * 72 / axes.get_xlim()[1]
+        for rank, action, start, end in panel.spans:
+            letters = ((end - start) / unit * points - 4) / (0.6 * size)
+            if action.kind is Kind.DENOISE and letters >= len(str(action.clip)):
+                middle = ((start + end) / 2 - begin) / unit
+                labels.append((axes, middle, rank, action.clip, letters))
+    in_words = all(letters >= len(f"clip {clip}") for *_, clip, letters in labels)
+    for axes, middle, rank, clip, _ in labels:
+        text = f"clip {clip}" if in_words else f"{clip}"
+        drawn = axes.text(middle, rank, text, fontsize=size, color="white")
+        drawn.set(ha="center", va="center_baseline")
 
 
 def _add_legend(figure: Figure) -> None:
