@@ -35,6 +35,11 @@ _VARIABLES = (
     *("PIPELINE_BACKEND", "RANK", "LOCAL_RANK", "WORLD_SIZE"),
     *("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "IMAGEIO_FFMPEG_EXE", "TMPDIR"),
 )
+#: Of nvidia-smi; the driver counts all GPUs, CUDA_VISIBLE_DEVICES or not.
+_GPU_SETTINGS = (
+    *("index", "name", "clocks.sm", "clocks.max.sm", "clocks.mem", "clocks.max.mem"),
+    *("power.limit", "power.default_limit", "persistence_mode"),
+)
 _COMMAND_SECONDS = 10.0
 
 
@@ -159,7 +164,16 @@ def _devices() -> dict[str, Any]:
             [a == b or torch.cuda.can_device_access_peer(a, b) for b in range(count)]
             for a in range(count)
         ],
+        "settings": _gpu_settings(),
+        "topology": (_output("nvidia-smi", "topo", "-m") or "").splitlines(),
     }
+
+
+def _gpu_settings() -> list[dict[str, str]]:
+    """Clocks and power cap of each GPU that the driver knows, in the driver's words and units."""
+    rows = _output("nvidia-smi", f"--query-gpu={','.join(_GPU_SETTINGS)}", "--format=csv,noheader")
+    values = [line.split(", ") for line in (rows or "").splitlines()]
+    return [dict(zip(_GPU_SETTINGS, row, strict=False)) for row in values]
 
 
 def _determinism() -> dict[str, bool]:

@@ -28,12 +28,13 @@ MIB = 2**20
 MEASURE = """
 import json, sys
 from svdpp.config import ModelConfig, PipelineConfig, SamplingConfig
+from svdpp.distributed.fork_server import quiet_libraries
+quiet_libraries()
 from svdpp.models import determinism
 from svdpp.measure import probe
 from svdpp.runtime.peak import status_bytes
 from svdpp.runtime.pipeline import resolve
 from svdpp.runtime.rank import load_model
-quiet_libraries()
 name, dtype, side, frames, part = json.loads(sys.argv[1])
 determinism.make_deterministic(num_threads=1, device="cpu")
 sampling = SamplingConfig(num_inference_steps=1, height=side, width=side, num_frames=frames)
