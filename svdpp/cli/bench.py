@@ -65,10 +65,10 @@ def bench(
     quiet: options.Quiet = False,
     debug: options.Debug = False,  # noqa: ARG001  read by the guard around every command
 ) -> None:
-    """Measure a pipeline beside diffusers on one device and data parallel on the same devices.
+    """Measure a pipeline beside data parallel, and diffusers on one device.
 
-    Each round starts, warms up and measures every one of them. Clips whose bits differ from
-    diffusers' end the command with code 3, once the results are written.
+    Each round starts, warms up and measures each of them, on the same devices. Clips
+    whose bits are not diffusers' own end the command with code 3, results and all.
     """
     console = Console(as_json=as_json, quiet=quiet)
     names, overrides = _sorted_out(words or [])
