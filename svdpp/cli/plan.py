@@ -133,6 +133,8 @@ def plan(
         unit="step" if costs_of is None and step_seconds is None else "second",
     )
     console = Console(as_json=as_json, quiet=quiet)
+    if memory and device == "cpu":
+        console.talk("memory: what is needed at once; malloc keeps up to as much again as the work")
     chosen: dict[str, Any] = {"split": split, "replicas": replicas, "decoders": decoders}
     given = {name: value for name, value in chosen.items() if value is not None}
     counts: dict[str, Any] = {"num_steps": steps, "world_size": world_size, "costs": costs}
