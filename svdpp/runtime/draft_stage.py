@@ -15,6 +15,7 @@ from svdpp.plan.actions import Action, Kind
 from svdpp.runtime.delivery import Delivery
 from svdpp.runtime.evidence import Evidence
 from svdpp.runtime.faults import PlantedFault
+from svdpp.runtime.profiler import ClipProfiler
 from svdpp.runtime.reporter import Reporter
 from svdpp.runtime.review import Result, Review
 from svdpp.runtime.stage import NotWanted, PipelineStage
@@ -32,7 +33,8 @@ class DraftStage(PipelineStage):
     lost by its own fault alone.
 
     Args:
-        rank, model, transport, delivery, reporter, evidence, fault: see `PipelineStage`.
+        rank, model, transport, delivery, reporter, evidence, profiler, fault: see
+            `PipelineStage`.
         config: resolved, with a draft.
         results: keeps every rank's result, for verification; None keeps none.
         is_cancelled: asked, between steps, whether a clip has been settled without this rank.
@@ -50,11 +52,15 @@ class DraftStage(PipelineStage):
         is_cancelled: Callable[[int], bool],
         evidence: Evidence | None = None,
         results: Evidence | None = None,
+        profiler: ClipProfiler | None = None,
         fault: PlantedFault | None = None,
     ) -> None:
         sampling = config.sampling
         super().__init__(
-            *(rank, model, transport, delivery, reporter, sampling), evidence=evidence, fault=fault
+            *(rank, model, transport, delivery, reporter, sampling),
+            evidence=evidence,
+            profiler=profiler,
+            fault=fault,
         )
         assert config.draft is not None
         self._wave = config.wave

@@ -155,27 +155,27 @@ def _new_stage(
     inbox: _Inbox,
 ) -> PipelineStage:
     config, folder = setup.config, setup.handover_folder
-    conditions = determinism.conditions(
-        str(model.device), channels_last=config.model.channels_last
-    )
+    conditions = determinism.conditions(str(model.device), channels_last=config.model.channels_last)
     evidence = Evidence(Path(setup.evidence_folder)) if setup.evidence_folder else None
     # In a draft every rank has frames of the clip: they are told apart, and kept, where they meet.
     kept = evidence if config.draft is None else None
     delivery = Delivery(reporter.send, reporter.clip_failed, reporter.failed, conditions, kept)
     parts = rank, model, transport, delivery, reporter
+    profiler = _profiler(setup, rank, str(model.device))
     if config.draft is not None:
         return DraftStage(
             *(*parts, config),
             is_cancelled=inbox.is_cancelled,
             evidence=evidence if rank == 0 else None,
             results=evidence,
+            profiler=profiler,
             fault=setup.fault,
         )
     return PipelineStage(
         *(*parts, config.sampling),
         handovers=Handovers(Path(folder), conditions) if folder else None,
         evidence=evidence,
-        profiler=_profiler(setup, rank, device),
+        profiler=profiler,
         fault=setup.fault,
     )
 
