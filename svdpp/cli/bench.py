@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from svdpp.cli import options
+from svdpp.cli import bench_report, options
 from svdpp.cli.console import Console
 from svdpp.config import DEMO_MODEL, DUMMY_MODEL, ModelConfig, PipelineConfig
 from svdpp.errors import RequestError, VerificationError
 
 if TYPE_CHECKING:
     from svdpp.measure.bench import Bench
-    from svdpp.measure.bench_compare import Comparison, Ratio
     from svdpp.measure.bench_config import BenchConfig
 
 #: Options of the form --section.field=value are the configuration's, not this command's.
@@ -75,7 +73,9 @@ def bench(
     if compare is not None:
         if names or overrides or settings:
             raise RequestError("--compare takes two folders, and no configuration beside them")
-        _compare(console, *compare)
+        from svdpp.measure.bench_compare import compare as held_against
+
+        bench_report.show_comparison(console, *compare, held_against(*compare))
         return
     overrides = [*(settings or []), *overrides, *(["profile=true"] if profile else [])]
     points = _points(names, overrides)
@@ -201,7 +201,7 @@ def _run(console: Console, one: Bench, root: Path, trace: Path | None) -> dict[s
     if one.asked.profile:
         console.talk("one clip under torch.profiler, in a run of its own")
         one.profile((kept.folder / PROFILE).absolute())
-    _print(console, found)
+    bench_report.show_summary(console, found)
     console.result(f"{kept.folder}")
     console.talk(f"compare it with another: svdpp bench --compare OTHER {kept.folder}")
     return {**found, "folder": str(kept.folder)}
@@ -231,51 +231,6 @@ def _write_trace(one: Bench, path: Path) -> None:
     write_chrome_trace(last.trace, path, about)
 
 
-def _print(console: Console, found: dict[str, Any]) -> None:
-    columns = ("arm", "clips/min", "of rounds", "first s", "step ms", "bubble", "start s", "GiB")
-    console.table(columns, [_row(arm, about) for arm, about in found["arms"].items()])
-    for arm, about in found["arms"].items():
-        if about["error"]:
-            console.result(f"{arm}: {about['error']}")
-    for arm, speedup in found["speedups"].items():
-        ratios = speedup["rounds"]
-        console.result(
-            f"pipeline over {arm}: {speedup['median']:.3f} times the clips a minute "
-            f"({min(ratios):.3f} to {max(ratios):.3f})"
-        )
-    console.result(_accounted(found))
-    bits = "the same bits in every arm" if found["same_bits"] else "DIFFERENT BITS between arms"
-    console.result(f"latents and frames: {bits}")
-
-
-def _row(arm: str, about: dict[str, Any]) -> tuple[str, ...]:
-    if not about["rounds"]:
-        return (arm, *["-"] * 7)
-    median = about["median"]
-    rates = [each["steady_clips_per_minute"] for each in about["rounds"]]
-    gib = median["peak_allocated_gib"] or median["peak_reserved_gib"]
-    return (
-        arm,
-        f"{median['steady_clips_per_minute']:.3g}",
-        f"{min(rates):.3g}-{max(rates):.3g}",
-        f"{median['first_clip_seconds']:.2f}",
-        f"{median['step_p50_seconds'] * 1000:.1f}",
-        f"{median['bubble']:.0%}",
-        f"{median['start_seconds']:.1f}",
-        f"{gib:.2f}",
-    )
-
-
-def _accounted(found: dict[str, Any]) -> str:
-    """Where the pipeline's time went, and what no part of it explains."""
-    median = found["arms"]["pipeline"]["median"]
-    parts = ", ".join(
-        f"{name} {median[f'{name}_share']:.1%}"
-        for name in ("compute", "wait", "transfer", "idle", "unaccounted")
-    )
-    return f"the pipeline's ranks: {parts}"
-
-
 def _raise_different(benches: list[Bench]) -> None:
     from svdpp.measure.bench import differing
 
@@ -287,45 +242,3 @@ def _raise_different(benches: list[Bench]) -> None:
                 f"{different[0]}",
                 "svdpp verify shows after which step",
             )
-
-
-def _compare(console: Console, a: Path, b: Path) -> None:
-    from svdpp.measure.bench_compare import compare
-
-    found = compare(a, b)
-    if console.as_json:
-        console.json(_as_record(found))
-        return
-    console.result(f"A {a}")
-    console.result(f"B {b}")
-    for what, lines in (("asked", found.settings), ("machine", found.machines)):
-        for line in lines:
-            console.result(f"{what} differs: {line}")
-    console.result()
-    columns = ("figure", "A", "B", "B / A", "99.9% within", "")
-    console.table(columns, [_ratio_row(ratio) for ratio in found.ratios])
-    console.result()
-    if found.same_bits is not None:
-        console.result(f"latents: {'the same bits' if found.same_bits else 'DIFFERENT BITS'}")
-    console.result(found.verdict)
-
-
-def _ratio_row(ratio: Ratio) -> tuple[str, ...]:
-    within = "-" if ratio.low is None else f"{ratio.low:.3f} to {ratio.high:.3f}"
-    words = {True: "noise", False: "DIFFERENT", None: "one round"}
-    word = "drift" if ratio.is_yardstick else words[ratio.is_noise]
-    return ratio.name, f"{ratio.a:.4g}", f"{ratio.b:.4g}", f"{ratio.value:.3f}", within, word
-
-
-def _as_record(found: Comparison) -> dict[str, Any]:
-    return {
-        "schema_version": 1,
-        "a": found.a.run_id,
-        "b": found.b.run_id,
-        "equal": found.is_equal,
-        "verdict": found.verdict,
-        "same_bits": found.same_bits,
-        "settings": found.settings,
-        "machines": found.machines,
-        "ratios": [{**asdict(each), "noise": each.is_noise} for each in found.ratios],
-    }
