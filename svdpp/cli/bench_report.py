@@ -78,10 +78,10 @@ def show_comparison(console: Console, a: Path, b: Path, found: Comparison) -> No
 
 
 def _ratio_row(ratio: Ratio) -> tuple[str, ...]:
-    within = "-" if ratio.low is None else f"{ratio.low:.3f} to {ratio.high:.3f}"
-    words = {True: "noise", False: "DIFFERENT", None: "one round"}
+    within = "-" if ratio.low is None else f"{ratio.low:.2g} to {ratio.high:.2g}"
+    words = {True: "noise", False: "differs", None: "one round"}
     word = "drift" if ratio.is_yardstick else words[ratio.is_noise]
-    return ratio.name, f"{ratio.a:.4g}", f"{ratio.b:.4g}", f"{ratio.value:.3f}", within, word
+    return ratio.name, f"{ratio.a:.4g}", f"{ratio.b:.4g}", f"{ratio.value:.3g}", within, word
 
 
 def _as_record(found: Comparison) -> dict[str, Any]:

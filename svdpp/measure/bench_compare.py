@@ -24,6 +24,8 @@ _T999 = {
     **{10: 4.587, 15: 4.073, 20: 3.850, 30: 3.646, 60: 3.460, 120: 3.373},
 }
 
+_ENOUGH_ROUNDS = 4
+
 #: Ratios closer to 1 than this are never called different, as small as their spread may be.
 _NEGLIGIBLE = 0.01
 
@@ -68,6 +70,8 @@ class Ratio:
     value: float
     low: float | None
     high: float | None
+    is_apart: bool = False
+    """Whether A's and B's rounds lie farther from each other than any two of the same."""
     is_yardstick: bool = False
     """Whether it is the same work of the same libraries on the same machine, by definition."""
 
@@ -78,7 +82,7 @@ class Ratio:
             return True
         if self.low is None or self.high is None:
             return None
-        return self.low <= 1 <= self.high
+        return self.low <= 1 <= self.high and not self.is_apart
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,8 +170,21 @@ def ratio(
         value=math.exp(means[1] - means[0]),
         low=low,
         high=high,
+        is_apart=_are_apart(logs[0], logs[1], abs(drift)),
         is_yardstick=is_yardstick,
     )
+
+
+def _are_apart(a: list[float], b: list[float], drift: float) -> bool:
+    """Whether the gap between two sets is wider than either, with what the machine drifted.
+
+    Needs no distribution: one round that met other work makes Welch's interval as wide as a barn
+    door, but not this. Of equals with 4 values each it is true in 6 of 10,000 cases (by simulation,
+    normal, exponential and Student's t with 2 degrees of freedom); with fewer it is more.
+    """
+    gap = max(min(b) - max(a), min(a) - max(b)) - drift
+    widest = max(max(values) - min(values) for values in (a, b))
+    return min(len(a), len(b)) >= _ENOUGH_ROUNDS and gap > widest
 
 
 def _t999(errors: list[float], counts: list[int]) -> float:

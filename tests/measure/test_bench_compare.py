@@ -153,6 +153,19 @@ def test_the_interval_is_welchs() -> None:
     assert drifted.high == pytest.approx(math.exp(0.5) * found.high)
 
 
+def test_one_wild_round_does_not_hide_what_is_plain() -> None:
+    """Welch's interval holds 1 here, though every round of B is nearly ten times any of A."""
+    a, b = [1.0, 1.01, 0.99, 1.0], [10.0, 10.5, 11.0, 60.0]
+    found = ratio("", a, b)
+    assert found.low is not None
+    assert found.low < 1
+    assert found.is_apart
+    assert found.is_noise is False
+    assert not ratio("", a, b, drift=math.log(2)).is_apart  # most of it may be the machine's
+    assert not ratio("", a, [3.0, 4.0, 5.0, 18.0]).is_apart  # no farther than within B
+    assert not ratio("", a[:3], b[:3]).is_apart  # chance would do it too often
+
+
 @pytest.mark.parametrize("name", ["summary.json", "env.json"])
 @pytest.mark.parametrize("text", [None, "{", "{}", "[]", '{"versions": 1}'])
 def test_what_is_no_finished_bench_is_refused(name: str, text: str | None, tmp_path: Path) -> None:
