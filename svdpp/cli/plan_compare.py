@@ -25,7 +25,7 @@ def show_comparison(
         console.json(_comparison_json(counts, request, rows))
         return
     every = "min" if request.unit == "second" else "100 steps"
-    counted = "first clip", "mean clip", "look", "jitter", "peak GiB", "idle"
+    counted = "first clip", "mean clip", "look", "jitter", "GiB", "idle"
     columns = (f"clips/{every}", *counted)
     console.table(("layout", *columns), (_compared(row, request.unit) for row in rows))
     console.result()

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,48 @@ from svdpp.errors import InputError, RequestError
 
 SCHEMA_VERSION = 1
 
-# Where rank 1 starts, as a share of where the last rank does, by number of ranks: the best draft of
-# those that `candidates` names, measured on the demo model with N = 28 (docs/draft.md).
-_FIRST_START = {3: 0.5, 4: 0.5, 5: 0.4, 6: 0.35, 7: 0.3, 8: 0.25}
-_LEAST_SHARE = 0.2
+# How far starts lie apart, from rank 1 on, in a wave of 3, 4 ... 8 ranks whose draft is there after
+# half the rounds: by number of steps, what was nearest of all gaps on the demo model (64 x 64, 4
+# frames, one photograph; docs/draft.md).
+_GAPS: Mapping[int, tuple[int, ...]] = {
+    14: (3, 2, 2, 2, 2, 1),
+    15: (3, 2, 2, 2, 2, 2),
+    16: (3, 3, 2, 2, 2, 2),
+    17: (3, 3, 2, 2, 2, 2),
+    18: (4, 3, 2, 2, 2, 2),
+    19: (4, 3, 3, 2, 2, 2),
+    20: (4, 3, 3, 2, 2, 2),
+    21: (4, 4, 3, 3, 2, 2),
+    22: (5, 3, 3, 2, 2, 2),
+    23: (5, 3, 3, 3, 2, 2),
+    24: (5, 3, 3, 2, 2, 2),
+    25: (5, 4, 3, 3, 3, 2),
+    26: (6, 4, 3, 3, 2, 2),
+    27: (6, 4, 3, 3, 3, 2),
+    28: (6, 4, 3, 3, 3, 2),
+    29: (6, 4, 3, 3, 3, 2),
+    30: (7, 4, 4, 3, 3, 3),
+    31: (7, 4, 4, 3, 3, 3),
+    32: (7, 4, 4, 3, 3, 3),
+    33: (7, 4, 4, 3, 3, 3),
+    34: (8, 5, 4, 4, 3, 3),
+    35: (8, 5, 4, 4, 3, 3),
+    36: (8, 5, 5, 4, 3, 3),
+    37: (8, 5, 5, 4, 3, 3),
+    38: (9, 6, 4, 4, 3, 3),
+    39: (9, 6, 4, 4, 3, 3),
+    40: (9, 6, 4, 4, 3, 3),
+    41: (9, 6, 4, 4, 3, 3),
+    42: (9, 6, 4, 4, 3, 3),
+    43: (10, 6, 6, 4, 4, 4),
+    44: (10, 6, 6, 4, 4, 4),
+    45: (10, 6, 6, 4, 4, 4),
+    46: (10, 6, 6, 4, 4, 4),
+    47: (10, 7, 5, 5, 4, 4),
+    48: (10, 7, 5, 5, 4, 4),
+    49: (10, 7, 6, 5, 4, 4),
+    50: (10, 7, 6, 5, 4, 4),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,37 +171,35 @@ def default_rounds(num_steps: int) -> int:
 def default_starts(num_steps: int, world_size: int) -> tuple[int, ...]:
     """Starts whose draft is there after half the rounds, as near to the exact clip as is known.
 
-    The last rank's start follows from the rounds. The others lie at equal distances between it and
-    the first one, whose place is measured (`_FIRST_START`).
+    The last rank's start follows from the rounds, the others' from the gap between them, which is
+    measured.
 
     Raises:
-        RequestError: so many ranks do not fit between the steps.
+        RequestError: nothing was measured for these counts.
     """
-    last = world_size - 1 + num_steps - default_rounds(num_steps)
-    if world_size < 2 or last >= num_steps or last < world_size - 1:
+    if num_steps not in _GAPS or not 2 <= world_size <= 8:
         raise RequestError(
             f"no starts are known by which {world_size} ranks draft {num_steps} steps",
             "2 to 8 ranks and 14 to 50 steps have some; --starts names others",
         )
-    share = _FIRST_START.get(world_size, _LEAST_SHARE)
-    first = max(1, min(round(share * last), last - (world_size - 2)))
-    return _evenly(first, last, world_size)
+    last = _last_start(num_steps, world_size, default_rounds(num_steps))
+    return _spaced(last, 0 if world_size == 2 else _GAPS[num_steps][world_size - 3], world_size)
 
 
 def candidates(num_steps: int, world_size: int) -> Iterator[tuple[int, ...]]:
-    """Starts worth measuring: drafts from somewhat before to well after half the rounds."""
+    """Starts worth measuring: drafts from somewhat before to well after half the rounds.
+
+    From rank 1 on they lie evenly apart: of those tried, 2 to 4 ranks with N = 28, no uneven ones
+    were better.
+    """
     half = default_rounds(num_steps)
     for rounds in sorted({half - half // 7, half, half + half // 5}):
-        last = world_size - 1 + num_steps - rounds
+        last = _last_start(num_steps, world_size, rounds)
         if not world_size - 1 <= last < num_steps:
             continue
-        if world_size == 2:
-            yield 0, last
-            continue
-        for first in range(max(1, last // 5), last * 5 // 8 + 1):
-            starts = _evenly(first, last, world_size)
-            if all(before < after for before, after in pairwise(starts)):
-                yield starts
+        widest = (last - 1) // (world_size - 2) if world_size > 2 else 1
+        for gap in range(1, widest + 1):
+            yield _spaced(last, gap, world_size)
 
 
 def best_trades(measured: list[MeasuredStarts]) -> tuple[MeasuredStarts, ...]:
@@ -184,11 +219,14 @@ def _beats(one: MeasuredStarts, other: MeasuredStarts) -> bool:
     return sooner >= 0 and nearer >= 0 and (sooner > 0 or nearer > 0)
 
 
-def _evenly(first: int, last: int, world_size: int) -> tuple[int, ...]:
-    if world_size == 2:
-        return 0, last
-    gaps = world_size - 2
-    return 0, *(round(first + (last - first) * gap / gaps) for gap in range(gaps + 1))
+def _last_start(num_steps: int, world_size: int, rounds: int) -> int:
+    """Where the last rank starts, to be done after so many rounds."""
+    return world_size - 1 + num_steps - rounds
+
+
+def _spaced(last: int, gap: int, world_size: int) -> tuple[int, ...]:
+    """0, then starts `gap` apart up to the last one."""
+    return 0, *(last - gap * behind for behind in range(world_size - 2, -1, -1))
 
 
 def _choice(content: dict[str, Any]) -> MeasuredStarts:

@@ -187,6 +187,7 @@ def test_simulate_json() -> None:
         "split": "uniform",
         "replicas": 1,
         "decoders": 1,
+        "starts": None,
         "model": "dummy",
         "dtype": "fp32",
         "backend": "gloo",

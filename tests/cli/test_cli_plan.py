@@ -305,7 +305,8 @@ def test_comparison_in_json_says_the_same() -> None:
 
     assert (result["schema_version"], result["clips"], result["unit"]) == (1, 128, "second")
     rows = {row["name"]: row for row in result["layouts"]}
-    assert list(rows) == ["uniform", "balanced", "dithered", "2 decoders", "auto", "data parallel"]
+    layouts = ["uniform", "balanced", "dithered", "2 decoders", "auto", "data parallel"]
+    assert list(rows) == [*layouts, "draft"]
     assert rows["uniform"]["forecast"] is None
     assert "cannot be split evenly" in rows["uniform"]["note"]
     assert rows["2 decoders"]["layout"]["decoders"] == 2

@@ -22,8 +22,8 @@ def test_plan_shows_the_wave() -> None:
     assert lines[:4] == [
         "rank  start  sigma  rounds  sooner  mended",
         "0         0    700  8 of 8   1.00x       0",
-        "1         3  49.36  6 of 8   1.33x       1",
-        "2         5  3.962  5 of 8   1.60x       1",
+        "1         3  30.99  6 of 8   1.33x       1",
+        "2         5  1.168  5 of 8   1.60x       1",
     ]
     assert lines[5:8] == [
         "rank 0 |oooooooo| exact after 8",
