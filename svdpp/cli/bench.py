@@ -9,6 +9,7 @@ import typer
 
 from svdpp.cli import bench_report, options
 from svdpp.cli.console import Console
+from svdpp.cli.draft_choice import DraftChoice
 from svdpp.config import DEMO_MODEL, DUMMY_MODEL, ModelConfig, PipelineConfig
 from svdpp.errors import RequestError, VerificationError
 
@@ -152,10 +153,14 @@ def _pipeline_config(point: BenchConfig) -> PipelineConfig:
     from svdpp.cli.layout_choice import LayoutChoice
 
     ranks, workload = point.pipeline, point.workload
+    drafting = DraftChoice(draft=ranks.draft, starts=ranks.starts)
+    left = {"split": ranks.split != "uniform", "replicas": ranks.replicas > 1}
+    drafting.refuse_beside({**left, "decoders": ranks.decoders > 1, "costs": ranks.costs})
     choice = LayoutChoice(
         split=ranks.split, replicas=ranks.replicas, decoders=ranks.decoders, costs=ranks.costs
     )
-    world_size = ranks.world or choice.world(ranks.device, workload.steps)
+    world_size = ranks.world or drafting.world(workload.steps)
+    world_size = world_size or choice.world(ranks.device, workload.steps)
     shape, _ = choice.settings(
         num_steps=workload.steps,
         world_size=world_size,
@@ -184,7 +189,7 @@ def _pipeline_config(point: BenchConfig) -> PipelineConfig:
         timeout=ranks.timeout,
         start_timeout=ranks.start_timeout,
         checksum=ranks.checksum,
-        layout=shape,
+        layout={**shape, **drafting.settings(workload.steps, world_size)},
     )
 
 
@@ -212,7 +217,7 @@ def _headline(one: Bench) -> str:
     said = (
         f"{asked.experiment}: {asked.workload.clips} clips of {config.sampling.num_inference_steps}"
         f" steps, {config.model.name} {config.model.dtype}, {config.world_size} {config.device} "
-        f"ranks ({config.layout}), {asked.measure.repeats} rounds"
+        f"ranks ({config.scheme}), {asked.measure.repeats} rounds"
     )
     if config.model.name in (DEMO_MODEL, DUMMY_MODEL):
         said += "; not Stable Video Diffusion: its figures say nothing of SVD"

@@ -25,6 +25,9 @@ def show_summary(console: Console, found: dict[str, Any]) -> None:
             f"pipeline over {arm}: {speedup['median']:.3f} times the clips a minute "
             f"({min(ratios):.3f} to {max(ratios):.3f})"
         )
+    drafted = found["arms"]["pipeline"]["median"]["draft_seconds"]
+    if drafted is not None:
+        console.result(f"a clip's draft is there {drafted:.2f} s after its encode began")
     console.result(_accounted(found))
     bits = "the same bits in every arm" if found["same_bits"] else "DIFFERENT BITS between arms"
     console.result(f"latents and frames: {bits}")

@@ -16,6 +16,7 @@ from svdpp.plan.actions import Action
 from svdpp.runtime.messages import (
     ActionDone,
     ClipDone,
+    DraftDone,
     Event,
     Finished,
     HopDone,
@@ -51,6 +52,8 @@ class Round:
     latents_sha256: dict[int, str] = field(default_factory=dict)
     """By clip, counted from the first measured one."""
     frames_sha256: dict[int, str | None] = field(default_factory=dict)
+    draft_seconds: dict[int, float] = field(default_factory=dict)
+    """By clip, of a draft: from its encode until the approximation was in its place."""
     peaks: dict[int, Finished] = field(default_factory=dict)
     """By rank; loading and warm-up included."""
 
@@ -136,8 +139,8 @@ class Bench:
 def arms_of(config: PipelineConfig) -> dict[str, PipelineConfig]:
     """What is measured beside each other; data parallel and one rank are their own yardsticks."""
     arms = {PIPELINE: config}
-    if config.layout.chain_size > 1:
-        alike = replace(config, split="uniform", replicas=config.world_size, decoders=1)
+    if config.draft is not None or config.layout.chain_size > 1:
+        alike = replace(config, split="uniform", replicas=config.world_size, decoders=1, draft=None)
         arms[DATA_PARALLEL] = alike
     return {**arms, ONE_DEVICE: config.alone()}
 
@@ -162,6 +165,8 @@ class _Listener:
                 clip = event.clip - self._first
                 self._round.latents_sha256[clip] = event.record["latents_sha256"]
                 self._round.frames_sha256[clip] = event.record["frames_sha256"]
+            case DraftDone() if event.clip >= self._first:
+                self._round.draft_seconds[event.clip - self._first] = event.record["seconds"]
             case StepDone() | HopDone() if event.clip >= self._first:
                 self._round.trace.add(rank, event)
             case ActionDone() if Action.parse(event.action).clip >= self._first:

@@ -56,6 +56,10 @@ class Ranks(_Section):
     decoders: Positive = 1
     costs: str | None = None
     """File or preset that splits go by; None: svd-xt-a100."""
+    draft: bool = False
+    """All ranks draft one clip at a time; then split, replicas and decoders are left out."""
+    starts: str | None = None
+    """Of a draft, such as "0,14"; None: the default ones."""
     threads: Positive | None = None
     """CPU threads of each rank, in every arm; None: cores // ranks, on CUDA 1."""
     checksum: bool = False

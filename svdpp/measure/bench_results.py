@@ -135,7 +135,7 @@ def summary(bench: Bench, run_id: str) -> dict[str, Any]:
 def _arm(bench: Bench, arm: str, rounds: list[dict[str, Any]]) -> dict[str, Any]:
     config, error = bench.arms[arm], bench.out_of_memory.get(arm)
     return {
-        "layout": "diffusers' own pipeline" if arm == ONE_DEVICE else str(config.layout),
+        "layout": "diffusers' own pipeline" if arm == ONE_DEVICE else str(config.scheme),
         "world": config.world_size,
         "error": None if error is None else error.message,
         "rounds": rounds,
@@ -154,6 +154,7 @@ def _figures(done: Round) -> dict[str, Any]:
     """A round's figures: plain numbers, and those of each rank beneath `ranks`."""
     times = done.trace.summary()
     steps = [step.end - step.start for step in done.trace.steps]
+    drafts = done.draft_seconds.values()
     ranks = [
         {
             **{name: round(value, 6) for name, value in asdict(account).items()},
@@ -170,6 +171,7 @@ def _figures(done: Round) -> dict[str, Any]:
         "clips": times.clips,
         "makespan_seconds": round(times.makespan, 4),
         "first_clip_seconds": round(times.first_clip, 4),
+        "draft_seconds": round(statistics.median(drafts), 4) if drafts else None,
         "steady_clips_per_minute": round(60 / times.cadence, 4),
         "step_p50_seconds": round(percentile(steps, 0.5), 6),
         "step_p90_seconds": round(percentile(steps, 0.9), 6),

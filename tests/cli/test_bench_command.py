@@ -31,6 +31,8 @@ def test_overrides_stand_anywhere() -> None:
         (("smoke", "--pipeline.wrold=3"), 2, ("did you mean 'pipeline.world'?",)),
         (("smoke", "--set", "pipeline.world=3"), 2, ("4 steps",)),
         (("smoke", "--pipeline.split=[uniform, zigzag]"), 2, ("pipeline.split",)),
+        (("smoke", "--pipeline.starts=0,2"), 2, ("--starts is about a draft",)),
+        (("smoke", "--pipeline.draft=true", "--pipeline.replicas=2"), 2, ("out --replicas",)),
         (("smoke", "--workload.height=65"), 2, ("multiple of 8, got 65",)),
         (("smoke", "--precision=amp"), 2, ("torch.autocast",)),
         (("smoke", "--model.name=/absent"), 5, ("/absent",)),
@@ -85,6 +87,19 @@ def test_a_bench_of_the_dummy_and_its_comparison_with_itself(tmp_path: Path) -> 
     answer = svdpp_here("bench", "--compare", str(folder), str(folder))
     assert answer.out.endswith("equal: every difference is within noise\n")
     assert max(map(len, answer.out.splitlines()[2:])) <= 80
+
+
+@pytest.mark.processes
+@pytest.mark.long
+def test_a_bench_of_drafts(tmp_path: Path) -> None:
+    drafting = ("--pipeline.draft=true", "--pipeline.starts=0,1")
+    answer = svdpp_alone("bench", "smoke", *TINY, *drafting, "--results", str(tmp_path), "--json")
+    assert answer.code == 0, answer.err
+    (found,) = json.loads(answer.out)
+    assert found["same_bits"] is True
+    pipeline = found["arms"]["pipeline"]
+    assert pipeline["layout"] == "draft, starts 0 1"
+    assert 0 < pipeline["median"]["draft_seconds"] <= pipeline["median"]["makespan_seconds"]
 
 
 @pytest.mark.long

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from svdpp.config import ModelConfig, PipelineConfig, SamplingConfig
+from svdpp.config import DraftConfig, ModelConfig, PipelineConfig, SamplingConfig
 from svdpp.errors import InputError, OutOfMemoryError
 from svdpp.measure import bench as module
 from svdpp.measure.bench import (
@@ -63,6 +63,13 @@ def test_the_pipeline_has_two_yardsticks_on_the_same_devices() -> None:
 def test_data_parallel_is_not_measured_against_itself() -> None:
     assert list(arms_of(_config(replicas=2))) == [PIPELINE, ONE_DEVICE]
     assert list(arms_of(_config().alone())) == [PIPELINE, ONE_DEVICE]
+
+
+def test_a_draft_is_measured_beside_data_parallel() -> None:
+    arms = arms_of(_config(draft=DraftConfig(starts=(0, 1))))
+    assert [str(arms[arm].scheme) for arm in arms] == [
+        *("draft, starts 0 1", "data parallel", "one rank")
+    ]
 
 
 def test_each_image_has_the_first_seed_before_any_has_the_second() -> None:
