@@ -9,7 +9,7 @@ import pytest
 
 from svdpp.media.video import read_frames
 from tests.cli.shell import DEMO, PHOTO, assert_error, svdpp_alone, svdpp_here
-from tests.plan.test_draft import WAVE
+from tests.plan.test_wave import WAVE
 
 SMALL = ("--height", "64", "--width", "64", "--frames", "2", "--threads", "1", "--steps", "14")
 STARTS = ("--starts", "0,3,5", "--steps", "8")
