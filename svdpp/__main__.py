@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 
 from svdpp.cli.app import app, end_at_once
+from svdpp.distributed.process_end import leave
+from svdpp.distributed.world import was_launched
 
 
 def main() -> None:
@@ -12,11 +14,15 @@ def main() -> None:
     try:
         app()
     except SystemExit as end:
-        if isinstance(end.code, int) and end.code > 128:
+        code = end.code if isinstance(end.code, int) else 0
+        if was_launched():
+            # Threads that wait for other ranks would keep the process, and its launcher, for ever.
+            leave(code)
+        if code > 128:
             # By a signal: Python would take a second or more to take torch apart.
             sys.stdout.flush()
             sys.stderr.flush()
-            end_at_once(end.code - 128)
+            end_at_once(code - 128)
         raise
 
 

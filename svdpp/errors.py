@@ -145,7 +145,8 @@ def to_record(error: BaseException) -> dict[str, Any]:
     """`error` as plain strings, to be sent to another process."""
     if isinstance(error, SvdppError):
         return {"type": type(error).__name__, "message": error.message, "hint": error.hint}
-    return {"type": "", "message": f"{type(error).__name__}: {error}", "hint": ""}
+    kind = Interrupted.__name__ if isinstance(error, Interrupted) else ""
+    return {"type": kind, "message": f"{type(error).__name__}: {error}", "hint": ""}
 
 
 def from_record(record: dict[str, Any]) -> SvdppError:

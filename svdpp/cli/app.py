@@ -16,6 +16,7 @@ from svdpp.cli import bench as bench_command
 from svdpp.cli.console import Console
 from svdpp.cli.doctor import doctor
 from svdpp.cli.env import env
+from svdpp.cli.launched import is_told_elsewhere
 from svdpp.cli.plan import plan
 from svdpp.cli.profile import profile
 from svdpp.cli.run import run
@@ -54,16 +55,22 @@ def guarded(command: Callable[..., None]) -> Callable[..., None]:
             raise
         except Interrupted as error:
             previous = {}  # a second signal must meet `end_at_once` until the very end
-            Console().error(error, debug=options.get("debug", False))
+            _say(error, debug=options.get("debug", False))
             raise typer.Exit(exit_code_of(error)) from error
         except Exception as error:
-            Console().error(error, debug=options.get("debug", False))
+            _say(error, debug=options.get("debug", False))
             raise typer.Exit(exit_code_of(error)) from error
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
 
     return wrapper
+
+
+def _say(error: BaseException, *, debug: bool) -> None:
+    """Once in a run, by rank 0 where there are several processes."""
+    if debug or not is_told_elsewhere(error):
+        Console().error(error, debug=debug)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:  # noqa: ARG001

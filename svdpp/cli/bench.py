@@ -116,10 +116,10 @@ def _sorted_out(words: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _points(names: list[str], overrides: list[str]) -> list[BenchConfig]:
-    from svdpp.distributed.process_group import torchrun_world
+    from svdpp.distributed.world import find_world
     from svdpp.measure.bench_config import read_grid, shipped
 
-    if torchrun_world() is not None:
+    if find_world() is not None:
         raise RequestError("bench starts ranks, anew for each round: run it without torchrun")
     if len(names) != 1:
         given = f"got {len(names)}: {' '.join(names)}" if names else "got none"

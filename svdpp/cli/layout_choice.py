@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from svdpp.cli.request import default_world
+from svdpp.distributed.world import find_world
 from svdpp.errors import RequestError
 from svdpp.plan.choose import choose_layout
 from svdpp.plan.costs import Costs
@@ -80,10 +81,16 @@ class LayoutChoice:
         return {**{name: getattr(choice.layout, name) for name in chosen}, "costs": costs}, said
 
     def _costs(self, decodes: bool) -> Costs:
-        """Without any, published ones, for the weight of a decode beside a step."""
+        """Without any, published ones, for the weight of a decode beside a step.
+
+        Chains are laid along the hosts that the ranks are on, wherever the costs were measured.
+        """
         if self.costs is not None:
-            return find_costs(self.costs)
-        return find_costs(_ASSUMED_COSTS) if decodes else Costs()
+            costs = find_costs(self.costs)
+        else:
+            costs = find_costs(_ASSUMED_COSTS) if decodes else Costs()
+        world = find_world()
+        return replace(costs, ranks_per_host=None if world is None else world.ranks_per_host)
 
     def world(self, device: str, num_steps: int) -> int:
         """Ranks where the user names none: as `default_world`, or all where nothing must divide."""

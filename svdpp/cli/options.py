@@ -139,6 +139,16 @@ HopSeconds = Annotated[
         rich_help_panel=_COSTS,
     ),
 ]
+HopBetweenHosts = Annotated[
+    float | None,
+    typer.Option(
+        "--hop-between-hosts",
+        metavar="SECONDS",
+        help="Latency of one hand-over to a rank on another host, 0 or more. Default: that of "
+        "--costs; where they do not tell it, a plan that needs it is refused.",
+        rich_help_panel=_COSTS,
+    ),
+]
 Threads = Annotated[
     int | None,
     typer.Option(

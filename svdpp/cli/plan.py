@@ -37,6 +37,15 @@ _SECONDS_OF = {"s": 1, "min": 60, "h": 3600}
 
 def plan(
     world: options.World = None,
+    hosts: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HxG",
+            help="Hosts, and ranks on each, such as 2x4: hand-overs between hosts take longer. "
+            "Default: all ranks are on one.",
+            rich_help_panel="Ranks",
+        ),
+    ] = None,
     steps: options.Steps = DEFAULT_NUM_STEPS,
     clips: Annotated[
         int | None,
@@ -102,6 +111,7 @@ def plan(
     encode_seconds: options.EncodeSeconds = None,
     decode_seconds: options.DecodeSeconds = None,
     hop_seconds: options.HopSeconds = None,
+    hop_between_hosts: options.HopBetweenHosts = None,
     as_json: options.AsJson = False,
     quiet: options.Quiet = False,
     debug: options.Debug = False,  # noqa: ARG001  read by the guard around every command
@@ -113,6 +123,7 @@ def plan(
     """
     drafting = DraftChoice(draft=draft, starts=starts)
     world = drafting.world(steps) if world is None else world
+    world, per_host = (world, None) if hosts is None else _hosts(hosts, world)
     world_size = _DEFAULT_WORLD if world is None else world
     costs = _costs(
         costs_of,
@@ -120,6 +131,8 @@ def plan(
         encode_seconds=encode_seconds,
         decode_seconds=decode_seconds,
         hop_seconds=hop_seconds,
+        hop_between_hosts_seconds=hop_between_hosts,
+        ranks_per_host=per_host,
     )
     if memory:
         sizes = {"height": height, "width": width, "num_frames": frames}
@@ -163,6 +176,20 @@ def plan(
         plan_report.show_layout(console, request, choice.layout, choice.reason)
     else:
         plan_report.show_layout(console, request, Layout(**counts, **given))
+
+
+def _hosts(text: str, world: int | None) -> tuple[int, int]:
+    """The number of ranks, and of those on each host."""
+    match = re.fullmatch(r"(\d{1,5})x(\d{1,5})", text, re.ASCII)
+    num_hosts, per_host = (int(match[1]), int(match[2])) if match else (0, 0)
+    if not num_hosts * per_host:
+        raise RequestError(f"--hosts must be hosts x ranks on each, such as 2x4, got {text!r}")
+    if world not in (None, num_hosts * per_host):
+        raise RequestError(
+            f"--hosts {text} are {num_hosts * per_host} ranks, --world says {world}",
+            "leave --world out",
+        )
+    return num_hosts * per_host, per_host
 
 
 def _costs(name: str | None, **seconds: float | None) -> Costs:

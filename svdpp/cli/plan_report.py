@@ -70,7 +70,8 @@ def show_layout(console: Console, request: Request, layout: Layout, reason: str 
 def _print_ranks(console: Console, layout: Layout) -> None:
     """A row for each rank; of chains that are alike, those of the first one."""
     sigmas = karras_sigmas(layout.num_steps)
-    alike = not layout.costs.differ_by_rank
+    alike = layout.has_like_chains
+    hosts = layout.costs.ranks_per_host is not None
     shares = [
         share for chain in range(1 if alike else layout.replicas) for share in layout.shares(chain)
     ]
@@ -78,6 +79,7 @@ def _print_ranks(console: Console, layout: Layout) -> None:
     rows = [
         (
             str(share.rank),
+            *([str(layout.costs.host_of(share.rank))] if hosts else []),
             str(share.start),
             str(share.end),
             f"{share.mean_steps:.4g}",
@@ -86,7 +88,8 @@ def _print_ranks(console: Console, layout: Layout) -> None:
         )
         for share in shares[:_MAX_ROWS]
     ]
-    console.table(("rank", "start", "end", "steps", "sigma", *(["GiB"] if known else [])), rows)
+    columns = "rank", *(["host"] if hosts else []), "start", "end", "steps", "sigma"
+    console.table((*columns, *(["GiB"] if known else [])), rows)
     if len(shares) > _MAX_ROWS:
         console.result(f"... and {len(shares) - _MAX_ROWS} more ranks")
     if alike and layout.replicas > 1:
@@ -115,10 +118,14 @@ def _print_picture(console: Console, layout: Layout, request: Request) -> None:
     num_clips, arrivals = request.num_clips, list(request.arrivals)
     title = ""
     whole = layout
-    if layout.world_size > _MAX_ROWS and not layout.costs.differ_by_rank:
+    if layout.world_size > _MAX_ROWS and layout.has_like_chains:
         arrivals = arrivals[:: layout.replicas]
         num_clips = -(-num_clips // layout.replicas)
-        layout = replace(layout, world_size=layout.chain_size, replicas=1)
+        per_host = layout.costs.ranks_per_host
+        if per_host is not None and layout.chain_size % per_host:
+            per_host = None  # the chain lies on one host
+        costs = replace(layout.costs, ranks_per_host=per_host)
+        layout = replace(layout, world_size=layout.chain_size, replicas=1, costs=costs)
         title = f"the first of {whole.replicas} chains"
     if layout.world_size > _MAX_ROWS:
         console.result(f"(no picture of {layout.world_size} ranks in a row)")

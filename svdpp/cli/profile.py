@@ -115,7 +115,7 @@ def profile(
     All ranks are at work at once, as they are in a run: on the CPU they share its cores, so the
     costs hold for this number of ranks and threads. Plans take them by --costs.
     """
-    from svdpp.cli import request
+    from svdpp.cli import launched, log, request
     from svdpp.distributed.fork_server import quiet_libraries
     from svdpp.media import place
 
@@ -125,10 +125,13 @@ def profile(
     if repeats < 1:
         raise RequestError(f"--repeats must be 1 or more, got {repeats}")
     quiet_libraries()  # they speak while they are imported
+    from svdpp.measure.profile import measured_config
     from svdpp.measure.profile import profile as measure
+    from svdpp.runtime.pipeline import Pipeline
 
+    asked = request.joined_world(world)
     world_size = (
-        request.default_world(device, DEFAULT_NUM_STEPS, on_cpu=2) if world is None else world
+        request.default_world(device, DEFAULT_NUM_STEPS, on_cpu=2) if asked is None else asked
     )
     config = request.pipeline_config(
         model=ModelConfig(
@@ -157,6 +160,10 @@ def profile(
         layout={"split": "dithered"} if draft else {},
     )
     console = Console(as_json=as_json, quiet=quiet)
+    if request.is_joined_member():
+        log.open_log(verbosity=0, log_file=None)
+        launched.serve(Pipeline(measured_config(config)), console)
+        return
     if draft:
         seed = request.parse_seeds(seed, None)[0]
         path = Path("draft.json") if out is None else out
@@ -199,6 +206,12 @@ def _print(console: Console, profiled: Profile, costs: Costs) -> None:
         console.result(
             f"hop {hop.source} -> {hop.target}: {hop.latency_seconds * 1000:.2f} ms and "
             f"{hop.bytes_per_second / 1e9:.2f} GB/s"
+        )
+    between = costs.hop_between_hosts_seconds
+    if between is not None:
+        console.result(
+            f"a packet's hop between hosts: {between * 1000:.2f} ms, within one: "
+            f"{costs.hop_seconds * 1000:.2f} ms"
         )
     if profiled.hops:
         console.result(f"a clip's packet: {profiled.packet_bytes / 1e6:.2f} MB")

@@ -17,6 +17,7 @@ from svdpp.config import (
     SamplingConfig,
     sampling_defaults,
 )
+from svdpp.distributed.world import World, find_world
 from svdpp.errors import RequestError
 from svdpp.plan.split import largest_world
 
@@ -144,7 +145,9 @@ def default_threads(device: str, world_size: int) -> int:
     """
     if device.startswith("cuda"):
         return 1
-    return max(1, len(os.sched_getaffinity(0)) // max(world_size, 1))
+    launched = find_world()
+    sharing = world_size if launched is None else launched.local_size
+    return max(1, len(os.sched_getaffinity(0)) // max(sharing, 1))
 
 
 def pipeline_config(
@@ -202,27 +205,34 @@ def default_device() -> str:
 
 
 def joined_world(asked: int | None) -> int | None:
-    """The number of ranks under torchrun, or what was asked for.
+    """The number of ranks under torchrun or srun, or what was asked for.
 
     Raises:
         RequestError: both are there and disagree.
     """
-    from svdpp.distributed.process_group import torchrun_world
-
-    world = torchrun_world()
+    world = find_world()
     if world is None:
         return asked
-    if asked is not None and asked != world.world_size:
+    if asked is not None and asked != world.size:
         raise RequestError(
-            f"--world {asked} disagrees with torchrun's world of {world.world_size}",
-            "leave --world out under torchrun",
+            f"--world {asked} disagrees with {launcher_name(world)}'s world of {world.size}",
+            f"leave --world and --gpus out under {launcher_name(world)}",
         )
-    return world.world_size
+    return world.size
+
+
+def launcher_name(world: World) -> str:
+    """Who has started the ranks, as its users call it."""
+    return "Slurm" if world.launcher == "slurm" else "torchrun"
 
 
 def is_joined_member() -> bool:
-    """Whether this process is a rank other than 0 of torchrun's world."""
-    from svdpp.distributed.process_group import torchrun_world
+    """Whether this process is a rank other than 0 of torchrun's or srun's world."""
+    world = find_world()
+    return world is not None and world.is_member
 
-    world = torchrun_world()
-    return world is not None and world.rank != 0
+
+def is_restarted() -> bool:
+    """Whether torchrun has started this command before, in the same run."""
+    world = find_world()
+    return world is not None and world.restarts > 0

@@ -156,7 +156,7 @@ def run(
 
     The whole request is checked before any weight is loaded.
     """
-    from svdpp.cli import log, request
+    from svdpp.cli import launched, log, request
     from svdpp.cli.layout_choice import LayoutChoice
     from svdpp.distributed import fork_server
 
@@ -187,13 +187,14 @@ def run(
     drafting.refuse_beside({**named, "costs": costs, "checkpoint-dir": checkpoint_dir})
     fork_server.start_early(svd=True)  # it imports torch while this does
     from svdpp.cli.seeing import Sights
+    from svdpp.runtime import hosts
     from svdpp.runtime.pipeline import Pipeline
     from svdpp.runtime.request import OutputPolicy, check_outputs, plan_clips, read_inputs
 
     choice = LayoutChoice(**named, costs=costs)
     asked = request.joined_world(drafting.world(steps) if world is None else world)
     world_size = choice.world(device, steps) if asked is None else asked
-    is_member = request.is_joined_member()
+    is_member, is_restarted = request.is_joined_member(), request.is_restarted()
     found, unreadable = ([], []) if is_member else read_inputs(inputs, keep_going=keep_going)
     is_joined = request.joined_world(None) is not None
     weights = ModelConfig(
@@ -224,27 +225,33 @@ def run(
     )
     console = Console(as_json=as_json, quiet=quiet)
     log.open_log(verbosity=verbose, log_file=log_file, write=console.err.print)
-    if is_member:
-        Pipeline(config).serve()
-        return
-    sights = Sights(trace=trace, timeline=timeline, profile=profile)
     policy = OutputPolicy(
         folder=out,
         format=chosen.format,
         crf=chosen.crf,
         overwrite=overwrite,
-        resume=resume,
+        resume=resume or is_restarted,
         handover_folder=checkpoint_dir,
     )
+    folder = None if checkpoint_dir is None else str(checkpoint_dir.absolute())
+    new_pipeline = partial(Pipeline, handover_folder=folder, output_folder=str(out.absolute()))
+    if is_member:
+        answer = partial(hosts.answer, policy=policy, draft=config.draft)
+        launched.serve(new_pipeline(config), console, answer)
+        return
+    sights = Sights(trace=trace, timeline=timeline, profile=profile)
     if why:
         console.talk(why)
     check_outputs(found, all_seeds, policy)
-    folder = None if checkpoint_dir is None else str(checkpoint_dir.absolute())
     if decode_chunk_size == request.AUTO:
         config = request.with_fitting_chunk(console, config)
-    pipeline = Pipeline(config, handover_folder=folder, profile_path=sights.profile_path)
+    pipeline = new_pipeline(config, profile_path=sights.profile_path)
     assert pipeline.checkpoint is not None
     clips = plan_clips(found, all_seeds, policy, pipeline.config, pipeline.checkpoint)
+    if pipeline.spans_hosts:
+        clips = hosts.without_those_elsewhere(clips, policy, pipeline)
+    if not clips.requests:
+        pipeline.dismiss()
     lost = [{"output": None, "error": to_record(error)} for error in unreadable]
     records = _perform(console, pipeline, clips, lost, out, sights) if clips.requests else []
     lost += [

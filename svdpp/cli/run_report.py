@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,9 +53,9 @@ def print_clips(
 ) -> None:
     """Prints a line for each clip, by what became of it."""
     for record in skipped:
-        console.result(f"{out / record['output']}  (was finished)")
+        console.result(f"{out / record['output']}{_elsewhere(record)}  (was finished)")
     for record in records:
-        console.result(f"{out / record['output']}")
+        console.result(f"{out / record['output']}{_elsewhere(record)}")
         if "draft" in record:
             console.talk(f"  {_of_draft(record)}")
     for clip in lost:
@@ -63,11 +64,17 @@ def print_clips(
     made = f"{len(records)} clips made" if len(records) != 1 else "1 clip made"
     was = f", {len(skipped)} left as they were" if skipped else ""
     console.talk(made + was)
-    exact = [record for record in records if record["exact"]]
+    exact = [record for record in records if record["exact"] and not _elsewhere(record)]
     if exact:
         name = Path(exact[0]["output"])
         path = (out / name).with_suffix("") if name.suffix else out / name
         console.talk(f"to prove one: svdpp verify {path}.json")
+
+
+def _elsewhere(record: Record) -> str:
+    """The host that holds the clip, where it is another one, whose --out may be another, too."""
+    host = record.get("host", socket.gethostname())
+    return "" if host == socket.gethostname() else f"  (on {host})"
 
 
 def _of_draft(record: Record) -> str:

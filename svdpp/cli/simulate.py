@@ -87,7 +87,7 @@ def simulate(
     The ranks share this machine's cores, so its times are the rehearsal's, not a GPU box's; the
     forecast beside them replays the same plan with the mean costs that were measured.
     """
-    from svdpp.cli import log, request
+    from svdpp.cli import launched, log, request
     from svdpp.cli.layout_choice import LayoutChoice
     from svdpp.cli.progress import Progress
     from svdpp.cli.seeing import Sights
@@ -138,7 +138,7 @@ def simulate(
     sights = Sights(trace=trace, timeline=timeline, profile=profile)
     pipeline = Pipeline(config, profile_path=sights.profile_path)
     if pipeline.is_member:
-        pipeline.serve()
+        launched.serve(pipeline, console)
         return
     requests = _requests(config, num_clips, request.parse_seeds(seed, None)[0])
     with Progress(console, "simulate", pipeline.schedule(requests)) as progress:

@@ -123,8 +123,6 @@ def verify(
 
     if not tolerance >= 0:
         raise RequestError(f"--tolerance must be 0 or more, got {tolerance}")
-    if request.joined_world(None) is not None:
-        raise RequestError("verify starts its own ranks", "run it without torchrun")
     console = Console(as_json=as_json, quiet=quiet)
     log.open_log(verbosity=verbose, log_file=log_file, write=console.err.print)
     seeing.check_target("--report", report, ".html")
@@ -134,10 +132,13 @@ def verify(
                 "--report shows the frames of both sides, and a clip's JSON has their hash alone",
                 "verify the photograph: svdpp verify PHOTO --report FILE.html",
             )
-        _recompute(console, Path(inputs[0]), threads, timeout, start_timeout)
+        if not request.is_joined_member():  # one device is enough for it
+            _recompute(console, Path(inputs[0]), threads, timeout, start_timeout)
         return
     chosen_device = request.default_device() if device is None else device
-    requests = _requests(model, inputs or [], clips, request.parse_seeds(seed, None)[0])
+    first_seed = request.parse_seeds(seed, None)[0]
+    is_member = request.is_joined_member()
+    requests = [] if is_member else _requests(model, inputs or [], clips, first_seed)
     drafting = DraftChoice(draft=draft, starts=starts)
     named: dict[str, Any] = {
         "split": split,
@@ -148,12 +149,12 @@ def verify(
     }
     drafting.refuse_beside(named)
     choice = LayoutChoice(**named)
-    asked = drafting.world(steps) if world is None else world
+    asked = request.joined_world(drafting.world(steps) if world is None else world)
     world_size = choice.world(chosen_device, steps) if asked is None else asked
     shape, why = choice.settings(
         num_steps=steps,
         world_size=world_size,
-        num_clips=len(requests),
+        num_clips=None if request.joined_world(None) is not None else len(requests),
         decodes=model != DUMMY_MODEL,
     )
     config = request.pipeline_config(
@@ -188,6 +189,9 @@ def verify(
         start_timeout=start_timeout,
         layout={**shape, **drafting.settings(steps, world_size)},
     )
+    if is_member:
+        _serve(console, config, plant_fault)
+        return
     if why:
         console.talk(why)
     if decode_chunk_size == request.AUTO:
@@ -215,6 +219,16 @@ def _requests(model: str, inputs: Sequence[str], clips: int | None, seed: int) -
         )
         for clip in range(num_clips)
     ]
+
+
+def _serve(console: Console, config: PipelineConfig, plant_fault: str | None) -> None:
+    """Takes part in the pipelined run; rank 0 alone compares."""
+    from svdpp.cli import launched
+    from svdpp.runtime.faults import PlantedFault
+    from svdpp.runtime.pipeline import Pipeline
+
+    fault = None if plant_fault is None else PlantedFault.parse(plant_fault)
+    launched.serve(Pipeline(config, evidence_folder="sent to rank 0", fault=fault), console)
 
 
 def _compare(

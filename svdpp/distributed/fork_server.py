@@ -12,6 +12,7 @@ from multiprocessing import forkserver, resource_tracker
 
 from svdpp.distributed.process_end import interrupts_held
 from svdpp.distributed.tether import STARTER
+from svdpp.distributed.world import find_world
 
 #: What ranks import: the engine, and SVD where they run it.
 ENGINE = "svdpp.runtime.rank"
@@ -36,13 +37,15 @@ def start(preload: Sequence[str]) -> None:
 
 
 def start_early(*, svd: bool) -> None:
-    """`start`, before a command imports torch for itself; not where torchrun has started the ranks.
+    """`start`, before a command imports torch for itself; not where others have started the ranks.
 
     Args:
         svd: whether the ranks run SVD rather than the dummy model.
     """
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
+    if find_world() is None:
         start([ENGINE, SVD] if svd else [ENGINE])
+    else:
+        quiet_libraries()
 
 
 def quiet_libraries() -> None:

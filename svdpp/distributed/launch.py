@@ -1,4 +1,4 @@
-"""Owns starting ranks on this machine or joining torchrun's, hearing from them, and ending them."""
+"""Owns starting ranks on this machine, hearing from them, and ending them."""
 
 from __future__ import annotations
 
@@ -7,24 +7,25 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import shutil
+import socket
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch.multiprocessing as torch_mp
 
 from svdpp.distributed import fork_server, process_end, process_group, scratch
-from svdpp.distributed.channel import Channel, PipeChannel, StoreChannel
-from svdpp.distributed.process_group import World
+from svdpp.distributed.channel import Channel, PipeChannel
+from svdpp.distributed.clock import Clock
+from svdpp.distributed.world import World
 
 _GRACE_SECONDS = 2.0
-_REPORT_SECONDS = 4.0
 
 
 @dataclass(frozen=True)
@@ -36,12 +37,27 @@ class Member:
         backend: of the latents' wire, `gloo` or `nccl`.
         channel: to the parent.
         join: meets the other ranks; blocks until all are there.
+        host: this host's name, where others have started the ranks; else empty.
+        clock: this host's beside rank 0's.
+        fetch: waits for the file that rank 0 was asked for; None on rank 0's own host.
     """
 
     world: World
     backend: str
     channel: Channel
     join: Callable[[], None]
+    host: str = ""
+    clock: Clock = field(default_factory=Clock)
+    fetch: Callable[[], bytes] | None = None
+
+
+class Place(NamedTuple):
+    """Where a rank is."""
+
+    host: str
+    """The host's name."""
+    local_rank: int
+    """Its number on that host."""
 
 
 #: What a rank runs: a module-level function of its side of the group and of what it was given.
@@ -49,9 +65,13 @@ Entry = Callable[[Member, Any], None]
 
 
 class Group(Protocol):
-    """The parent's side: ranks started here, or torchrun's."""
+    """The parent's side: ranks started here, or those of a launcher (`joined`)."""
 
     world_size: int
+
+    def place(self, rank: int) -> Place:
+        """Where `rank` is."""
+        ...
 
     def send(self, rank: int, message: bytes) -> None:
         """Sends a message down to `rank`; one that is gone is reported by `exited`."""
@@ -61,8 +81,11 @@ class Group(Protocol):
         """Messages that have come up, each with its rank, waiting up to `timeout` seconds."""
         ...
 
-    def exited(self) -> dict[int, int]:
-        """Exit code of every rank that has ended; minus the signal's number where one ended it."""
+    def exited(self) -> dict[int, int | None]:
+        """Exit code of every rank that has ended; minus the signal's number where one ended it.
+
+        None where only its launcher knows; ranks in the order in which they were seen to end.
+        """
         ...
 
     def last_words(self, rank: int) -> str:
@@ -73,8 +96,12 @@ class Group(Protocol):
         """Waits for ranks that have been told to stop; whether all did, without an error."""
         ...
 
-    def kill(self) -> None:
-        """Ends every rank that is still there, and everything that was made for them."""
+    def kill(self, error: BaseException | None = None) -> None:
+        """Ends every rank that is still there, and everything that was made for them.
+
+        Args:
+            error: why, for ranks that outlive this; None: all is done.
+        """
         ...
 
 
@@ -131,6 +158,10 @@ class StartedGroup:
         """Process ids, by rank."""
         return [process.pid for process in self._processes]
 
+    def place(self, rank: int) -> Place:
+        """See `Group`."""
+        return Place(socket.gethostname(), rank)
+
     def send(self, rank: int, message: bytes) -> None:
         """See `Group`."""
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
@@ -160,7 +191,7 @@ class StartedGroup:
             connection.close()
         return messages
 
-    def exited(self) -> dict[int, int]:
+    def exited(self) -> dict[int, int | None]:
         """See `Group`."""
         return {
             rank: process.exitcode
@@ -183,7 +214,7 @@ class StartedGroup:
         codes = self.exited()
         return len(codes) == self.world_size and not any(codes.values())
 
-    def kill(self) -> None:
+    def kill(self, error: BaseException | None = None) -> None:  # noqa: ARG002
         """See `Group`."""
         process_end.kill_with_children([p.pid for p in self._processes if p.is_alive()])
         deadline = time.monotonic() + _GRACE_SECONDS
@@ -215,7 +246,7 @@ def _started_main(rank: int, start: _Start, connections: Sequence[Connection]) -
     for other, connection in enumerate(connections):
         if other != rank:
             connection.close()
-    world = World(rank, rank, start.world_size)
+    world = World(rank=rank, local_rank=rank, size=start.world_size, local_size=start.world_size)
     member = Member(
         world,
         start.backend,
@@ -278,80 +309,3 @@ def _die_with(parent: Any, folder: Path) -> None:
         process_end.kill_with_children([os.getpid()])
 
     threading.Thread(target=watch, name="die-with-parent", daemon=True).start()
-
-
-class JoinedGroup:
-    """Torchrun's world, seen from its rank 0, whose own entry runs in a thread of this process."""
-
-    def __init__(self, entry: Entry, argument: Any, *, world: World, backend: str) -> None:
-        self.world_size = world.world_size
-        process_end.end_with_parent()
-        process_group.join_torchrun(world, backend)
-        store = process_group.torchrun_store()
-        self._channels = [
-            StoreChannel(store, f"svdpp/down/{rank}", f"svdpp/up/{rank}")
-            for rank in range(world.world_size)
-        ]
-        member = _joined_member(world, backend)
-        self._failed = False
-        self._thread = threading.Thread(
-            target=self._run, args=(entry, member, argument), name="rank-0", daemon=True
-        )
-        self._thread.start()
-
-    def _run(self, entry: Entry, member: Member, argument: Any) -> None:
-        try:
-            entry(member, argument)
-        except BaseException:
-            self._failed = True
-            raise
-
-    def send(self, rank: int, message: bytes) -> None:
-        """See `Group`."""
-        self._channels[rank].send(message)
-
-    def poll(self, timeout: float) -> list[tuple[int, bytes]]:
-        """See `Group`."""
-        deadline = time.monotonic() + timeout
-        while True:
-            messages = []
-            for rank, channel in enumerate(self._channels):
-                while (message := channel.receive(0)) is not None:
-                    messages.append((rank, message))
-            if messages or time.monotonic() >= deadline:
-                return messages
-            time.sleep(0.05)
-
-    def exited(self) -> dict[int, int]:
-        """See `Group`; torchrun itself ends everyone when another rank ends badly."""
-        return {} if self._thread.is_alive() else {0: int(self._failed)}
-
-    def last_words(self, rank: int) -> str:  # noqa: ARG002
-        """See `Group`; torchrun's ranks print to its own terminal or log folder."""
-        return ""
-
-    def end(self, timeout: float) -> bool:
-        """See `Group`; for rank 0 alone, the others answer to torchrun."""
-        self._thread.join(timeout)
-        return not self._thread.is_alive() and not self._failed
-
-    def kill(self) -> None:
-        """Nothing to do: when this process ends, torchrun ends the others."""
-
-
-def serve_joined(entry: Entry, argument: Any, *, world: World, backend: str) -> None:
-    """Runs `entry` as a rank other than 0 of torchrun's world, to its end."""
-    process_end.end_with_parent()
-    process_group.join_torchrun(world, backend)
-    try:
-        entry(_joined_member(world, backend), argument)
-    except Exception:
-        # Rank 0 has been told and says so; if this one ended first, torchrun would silence it.
-        time.sleep(_REPORT_SECONDS)
-        raise
-
-
-def _joined_member(world: World, backend: str) -> Member:
-    store = process_group.torchrun_store()
-    channel = StoreChannel(store, f"svdpp/up/{world.rank}", f"svdpp/down/{world.rank}")
-    return Member(world, backend, channel, lambda: None)

@@ -6,8 +6,13 @@ import contextlib
 import ctypes
 import os
 import signal
+import sys
+import threading
 from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import NoReturn
+
+from svdpp.distributed import scratch
 
 # Linux, <sys/prctl.h>
 _PR_SET_PDEATHSIG = 1
@@ -60,6 +65,46 @@ def die_by_interrupts() -> None:
     """Has an INT for this process alone end it, without a traceback."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+def end_by_signals() -> None:
+    """Has INT, TERM and HUP end this process at once, whatever library its main thread is in.
+
+    For the main thread. Python would wait until a library's call returns, and a call that waits for
+    another host may not.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: None)
+
+    def wait() -> None:
+        while (number := os.read(reader, 1)[0]) == signal.SIGCHLD:
+            pass
+        leave(128 + number)
+
+    threading.Thread(target=wait, name="signals", daemon=True).start()
+
+
+def leave(code: int) -> NoReturn:
+    """Ends this process at once, with what it has started, and without waiting for its threads.
+
+    Python would wait for those that wait for another rank.
+    """
+    kill_children()
+    scratch.remove_all()
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
+
+
+def kill_children() -> None:
+    """Kills what this process has started."""
+    for pid in _children([os.getpid()]):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def _set_parent_death_signal(number: int) -> None:

@@ -1,58 +1,23 @@
-"""Owns joining and leaving the world of ranks; the only reader of RANK, LOCAL_RANK, WORLD_SIZE
-and PIPELINE_BACKEND."""
+"""Owns joining and leaving the world of ranks; the only reader of PIPELINE_BACKEND."""
 
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from svdpp.errors import RequestError
+from svdpp.distributed import network
+from svdpp.distributed.world import World, store_address
+from svdpp.errors import RankError, RequestError
 
 # Stalls are found by heartbeats, which name the rank that stands still; this timeout would name
 # its waiting neighbour, and a rank that computes for longer would lose the pair (gloo closes it).
 GROUP_TIMEOUT = timedelta(days=7)
-
-
-@dataclass(frozen=True)
-class World:
-    """One process's place among the ranks."""
-
-    rank: int
-    local_rank: int
-    world_size: int
-
-
-def torchrun_world(environment: Mapping[str, str] = os.environ) -> World | None:
-    """The world that torchrun (or anything that sets its variables) has put this process in.
-
-    Returns:
-        None where none of RANK, LOCAL_RANK and WORLD_SIZE is set.
-
-    Raises:
-        RequestError: only some of them are set, or they are not numbers of a world.
-    """
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-    values = {name: environment[name] for name in names if name in environment}
-    if not values:
-        return None
-    missing = [name for name in names if name not in values]
-    if missing:
-        raise RequestError(
-            f"{', '.join(values)} set but {', '.join(missing)} not: this is no torchrun world",
-            f"start with torchrun, or unset {' '.join(values)}",
-        )
-    if not all(value.isascii() and value.isdecimal() for value in values.values()):
-        raise RequestError(f"not a torchrun world: {values}")
-    world = World(*(int(values[name]) for name in names))
-    if not (world.rank < world.world_size and world.local_rank < world.world_size):
-        raise RequestError(f"not a torchrun world: {values}")
-    return world
 
 
 def choose_backend(
@@ -93,37 +58,70 @@ def join_file_store(world: World, backend: str, store_file: Path) -> None:
     """
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     os.environ["NCCL_SOCKET_IFNAME"] = "lo"
-    store = dist.FileStore(str(store_file), world.world_size)
+    store = dist.FileStore(str(store_file), world.size)
     _join(world, backend, store)
 
 
-def join_torchrun(world: World, backend: str) -> None:
-    """Joins torchrun's world over its own TCP store."""
-    _join(world, backend, None)
+def open_store(world: World, timeout: float) -> tuple[str, dist.Store]:
+    """This host's address, and the store by which ranks meet, for one thread at a time.
 
+    The launcher's. Where it has none, rank 0 makes one, which listens on the address alone.
 
-def torchrun_store() -> dist.Store:
-    """A new client of torchrun's store, for the messages between the ranks and rank 0.
+    Args:
+        world: of this rank.
+        timeout: seconds to reach it.
 
-    A client of its own for each user: a blocking call on a shared one holds up all others.
+    Raises:
+        RequestError: nothing says where it is, or no address of this host's leads there.
+        RankError: it cannot be reached, or made.
     """
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return dist.TCPStore(host, port, is_master=False)
+    host, port = store_address()
+    address = network.choose_interface(host, spans_hosts=world.spans_hosts)
+    wait = timedelta(seconds=timeout)
+    try:
+        if world.owns_store and world.rank == 0:
+            return address, _own_store(address, port, wait)
+        return address, dist.TCPStore(host, port, is_master=False, timeout=wait)
+    except (OSError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise RankError(
+            f"rank {world.rank} ({socket.gethostname()}) cannot reach the store at {host}:{port}: "
+            f"{reason}",
+            "MASTER_ADDR and MASTER_PORT must be rank 0's, and its firewall must let them through",
+        ) from error
 
 
-def _join(world: World, backend: str, store: dist.Store | None) -> None:
+def _own_store(address: str, port: int, wait: timedelta) -> dist.Store:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.create_server((address, port), family=family)
+    return dist.TCPStore(
+        address,
+        port,
+        is_master=True,
+        timeout=wait,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),  # else it would listen on all addresses
+        use_libuv=False,  # which takes no listener of somebody else's (torch 2.13)
+    )
+
+
+def join_store(world: World, backend: str, store: dist.Store, token: str) -> None:
+    """Joins ranks that have agreed on `token`, by which they use the store.
+
+    Under one of their own, since a launcher that starts ranks again keeps what is in its store.
+    """
+    _join(world, backend, dist.PrefixStore(f"svdpp/{token}", store))
+
+
+def _join(world: World, backend: str, store: dist.Store) -> None:
     # Headers are CPU tensors under both backends: one group, each tensor by its own device.
-    name = "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo"
-    if store is None:
-        dist.init_process_group(name, init_method="env://", timeout=GROUP_TIMEOUT)
-    else:
-        dist.init_process_group(
-            name,
-            store=store,
-            rank=world.rank,
-            world_size=world.world_size,
-            timeout=GROUP_TIMEOUT,
-        )
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo",
+        store=store,
+        rank=world.rank,
+        world_size=world.size,
+        timeout=GROUP_TIMEOUT,
+    )
 
 
 def leave() -> None:

@@ -95,6 +95,8 @@ class Transport:
         on_transfer: called from the links' threads when a hop is over.
         checksum: whether payloads carry a crc32, taken before the wire and compared behind it.
         tamper: changes headers on their way out, to see that it is noticed.
+        wall_ahead: seconds by which this host's clock is ahead of rank 0's; what headers say of
+            times is by rank 0's.
     """
 
     def __init__(
@@ -106,7 +108,9 @@ class Transport:
         *,
         checksum: bool = False,
         tamper: Callable[[int, bytes], bytes] | None = None,
+        wall_ahead: float = 0.0,
     ) -> None:
+        self._wall_ahead = wall_ahead
         self._rank = rank
         self._on_transfer = on_transfer
         self._checksum = checksum
@@ -138,7 +142,7 @@ class Transport:
         """Begins to receive `clip` from `peer` in the background."""
         link = self._inboxes.setdefault(peer, _Link(f"from-{peer}"))
         future = link.start(lambda: self._receive_now(peer, clip, next_step, expected))
-        return Arrival(future, self._wire)
+        return Arrival(future, self._wire, self._wall_ahead)
 
     def send(self, packet: Packet, peer: int) -> None:
         """Sends in the background; first waits until the packet before it on this link is gone.
@@ -178,7 +182,7 @@ class Transport:
                 packet.clip,
                 packet.next_step,
                 link.next_sequence(),
-                packet.begun_at,
+                packet.begun_at - self._wall_ahead,
                 tuple((name, tensor_spec(tensor)) for name, tensor in packet.tensors.items()),
                 void=packet.void,
                 crc=_crc32(staged) if self._checksum and not packet.void else None,
@@ -229,11 +233,15 @@ class Arrival:
     Args:
         future: of its header and payload.
         wire: that brings it.
+        wall_ahead: as for `Transport`.
     """
 
-    def __init__(self, future: Future[tuple[Header, torch.Tensor]], wire: _Wire) -> None:
+    def __init__(
+        self, future: Future[tuple[Header, torch.Tensor]], wire: _Wire, wall_ahead: float = 0.0
+    ) -> None:
         self._future = future
         self._wire = wire
+        self._wall_ahead = wall_ahead
 
     def take(self) -> Packet:
         """Waits for the packet and hands it over; once.
@@ -244,7 +252,8 @@ class Arrival:
         header, payload = self._future.result()
         self._wire.hand_over(payload)
         tensors = dict(_unpack(payload, header.tensors))
-        return Packet(header.clip, header.next_step, header.begun_at, tensors, header.void)
+        begun_at = header.begun_at + self._wall_ahead
+        return Packet(header.clip, header.next_step, begun_at, tensors, header.void)
 
 
 class _Link:

@@ -81,7 +81,7 @@ def _measure(member: Member, config: PipelineConfig, asked: _Asked) -> dict[str,
     device = process_group.device_of_rank(config.device, world.local_rank)
     model = load_model(config, checkpoint, device, _ALL_PARTS)
     found = []
-    for name in names[world.rank :: world.world_size]:
+    for name in names[world.rank :: world.size]:
         photo, _ = photos.read_photo(Path(name))
         fitted = photos.fit_photo(photo, sampling.width, sampling.height, sampling.fit)
         lab = DraftLab(model, model.encode(fitted, seed), sampling.num_inference_steps)

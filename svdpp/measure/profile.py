@@ -15,6 +15,7 @@ import torch
 
 from svdpp.config import ClipRequest, OutputConfig, PipelineConfig
 from svdpp.distributed import process_group
+from svdpp.distributed.world import find_world
 from svdpp.measure import probe
 from svdpp.measure.environment import cpu_model
 from svdpp.media import image as photos
@@ -50,6 +51,10 @@ class Profile:
     write_seconds: float = 0.0
     packet_bytes: int = 0
     hops: list[probe.Hop] = field(default_factory=list)
+    ranks_per_host: int | None = None
+    hop_seconds: float | None = None
+    """Of a whole packet, where a launcher's ranks have measured it instead of `hops`."""
+    hop_between_hosts_seconds: float | None = None
     weight_bytes: dict[str, int] = field(default_factory=dict)
     """By part."""
     work_bytes: dict[str, int] = field(default_factory=dict)
@@ -71,9 +76,11 @@ class Profile:
             encode_seconds=self.encode_seconds,
             decode_seconds=self.decode_seconds,
             write_seconds=self.write_seconds,
-            hop_seconds=slowest.latency_seconds if slowest else 0.0,
+            hop_seconds=slowest.latency_seconds if slowest else self.hop_seconds or 0.0,
             hop_bytes_per_second=min((hop.bytes_per_second for hop in self.hops), default=None),
             packet_bytes=float(self.packet_bytes),
+            ranks_per_host=self.ranks_per_host,
+            hop_between_hosts_seconds=self.hop_between_hosts_seconds,
             name=self._name(),
             source=f"measured by: {command}",
             device=self.device,
@@ -84,6 +91,9 @@ class Profile:
     def device(self) -> str:
         """What it was measured on, in words."""
         world_size, threads = self.config.world_size, self.config.num_threads
+        if (world := find_world()) is not None and world.spans_hosts:
+            own = cpu_model() if self.config.device == "cpu" else torch.cuda.get_device_name(0)
+            return f"{world_size} ranks on {world.num_hosts} hosts, that of rank 0: {own}"
         if self.config.device == "cpu":
             return f"{world_size} ranks x {threads} threads on one {cpu_model()}"
         ranks = range(world_size) if self.config.device == "cuda" else (0,)
@@ -92,9 +102,10 @@ class Profile:
         return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
 
     def _step_costs(self) -> float | tuple[float, ...]:
-        """One number, unless GPUs differ: on one CPU differences between ranks are chance."""
+        """One number, unless GPUs or hosts differ: on one CPU differences are chance."""
         differ = max(self.step_seconds) > _SAME_SPEED * min(self.step_seconds)
-        if self.config.device == "cuda" and differ:
+        own_devices = self.config.device == "cuda" or self.ranks_per_host is not None
+        if own_devices and differ:
             return tuple(self.step_seconds)
         return statistics.median(self.step_seconds)
 
@@ -121,9 +132,7 @@ def profile(config: PipelineConfig, *, repeats: int, talk: Callable[[str], None]
     Raises:
         SvdppError: whatever would keep a run from working.
     """
-    steps = _STEPS_PER_RANK * config.world_size
-    sampling = replace(config.sampling, num_inference_steps=steps)
-    config, checkpoint = resolve(replace(config, sampling=sampling))
+    config, checkpoint = resolve(measured_config(config))
     result = Profile(config)
     # The ranks before the last work alone until the first clip has come to the end.
     num_clips = config.world_size + repeats
@@ -131,18 +140,27 @@ def profile(config: PipelineConfig, *, repeats: int, talk: Callable[[str], None]
     _measure_times(result, num_clips)
     if config.decodes:
         _measure_write(result, repeats)
-    talk("packets between neighbours")
-    result.hops = probe.measure_hops(config)
+    if find_world() is None:  # else the packets of the run itself were measured
+        talk("packets between neighbours")
+        result.hops = probe.measure_hops(config)
     talk("memory of each part")
     _measure_memory(result, checkpoint)
     return result
+
+
+def measured_config(config: PipelineConfig) -> PipelineConfig:
+    """`config` as its ranks run it to be measured: a few steps each."""
+    steps = _STEPS_PER_RANK * config.world_size
+    return replace(config, sampling=replace(config.sampling, num_inference_steps=steps))
 
 
 def _measure_times(result: Profile, num_clips: int) -> None:
     config = result.config
     image = None if config.model.is_dummy else str(example_photos()[0])
     requests = [ClipRequest(seed=seed, image=image) for seed in range(num_clips)]
-    measured = _Measured()
+    world = find_world()
+    result.ranks_per_host = None if world is None else world.ranks_per_host
+    measured = _Measured(Costs(ranks_per_host=result.ranks_per_host).host_of)
     pipeline = Pipeline(config)
     pipeline.observe(measured)
     with pipeline:
@@ -152,12 +170,23 @@ def _measure_times(result: Profile, num_clips: int) -> None:
     result.encode_seconds = _median(measured.actions[Kind.ENCODE])
     result.decode_seconds = _median(measured.actions[Kind.DECODE])
     result.packet_bytes = measured.packet_bytes
+    if world is not None:
+        within, between = (measured.hops[crosses] for crosses in (False, True))
+        result.hop_seconds = _median(within)
+        result.hop_between_hosts_seconds = _median(between) if between else None
 
 
 class _Measured:
-    """Collects the seconds of all clips but the first."""
+    """Collects the seconds of all clips but the first.
 
-    def __init__(self) -> None:
+    Args:
+        host_of: the host that a rank is on.
+    """
+
+    def __init__(self, host_of: Callable[[int], int]) -> None:
+        self._host_of = host_of
+        self.hops: dict[bool, list[float]] = defaultdict(list)
+        """Of whole packets, by whether they went from host to host."""
         self.steps: dict[int, list[float]] = defaultdict(list)
         self.actions: dict[Kind, list[float]] = defaultdict(list)
         self.packet_bytes = 0
@@ -172,6 +201,9 @@ class _Measured:
                     self.actions[action.kind].append(event.end - event.start)
             case HopDone():
                 self.packet_bytes = event.num_bytes
+                if event.direction == "recv" and event.clip > 0:
+                    crosses = self._host_of(rank) != self._host_of(event.peer)
+                    self.hops[crosses].append(event.seconds)
             case _:
                 pass
 

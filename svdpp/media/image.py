@@ -129,7 +129,15 @@ def read_photo(path: Path) -> tuple[Image.Image, Photo]:
         InputError: the file cannot be read, is not whole, is none of `FORMATS`, or its size in
             pixels or bytes is outside the limits; one sentence with the file's name.
     """
-    data = _read_bytes(path)
+    return photo_of(read_bytes(path), path)
+
+
+def photo_of(data: bytes, path: Path) -> tuple[Image.Image, Photo]:
+    """As `read_photo`, of bytes that were read elsewhere; `path` names them in messages.
+
+    Raises:
+        InputError: as `read_photo`.
+    """
     try:
         with warnings.catch_warnings(), _libtiff_silenced(data):
             # Pillow warns of odd metadata and of sizes that are refused below anyway.
@@ -224,7 +232,8 @@ def _problem(path: Path) -> str:
     return "" if stat.S_ISREG(mode) else "is not a regular file"
 
 
-def _read_bytes(path: Path) -> bytes:
+def read_bytes(path: Path) -> bytes:
+    """The file's content, as far as `read_photo` would take it; InputError where it would not."""
     if problem := _problem(path):
         raise InputError(f"{_name(path)} {problem}")
     try:

@@ -22,7 +22,12 @@ _MAX_SECONDS = 1e9
 _MAX_OTHER = 1e18
 _TEXTS = ("name", "source", "device")
 _PER_RANK = ("step_seconds", "encode_seconds", "decode_seconds")
-_ABOVE_ZERO = ("step_seconds", "hop_bytes_per_second")
+_ABOVE_ZERO = (
+    "step_seconds",
+    "hop_bytes_per_second",
+    "hop_between_hosts_bytes_per_second",
+    "ranks_per_host",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +52,12 @@ class Costs:
     """Bandwidth between neighbours; None: the size of a packet does not count."""
     packet_bytes: float = 0.0
     """Size of what one clip hands over."""
+    ranks_per_host: int | None = None
+    """Ranks on each host, in their order; None: all are on one."""
+    hop_between_hosts_seconds: float | None = None
+    """As `hop_seconds`, to a rank on another host; None: not known."""
+    hop_between_hosts_bytes_per_second: float | None = None
+    """As `hop_bytes_per_second`, to a rank on another host."""
     write_seconds: float = 0.0
     """One clip's file. Written beneath the next clip's work, so no forecast counts it."""
     encode_weights_gib: float | None = None
@@ -75,6 +86,29 @@ class Costs:
         if self.hop_bytes_per_second is None:
             return self.hop_seconds
         return self.hop_seconds + self.packet_bytes / self.hop_bytes_per_second
+
+    def host_of(self, rank: int) -> int:
+        """The host that `rank` is on, counted from 0."""
+        return 0 if self.ranks_per_host is None else rank // self.ranks_per_host
+
+    def hop(self, source: int, target: int) -> float:
+        """Seconds of one hand-over from rank `source` to rank `target`.
+
+        Raises:
+            RequestError: they are on two hosts, and nothing tells what that takes.
+        """
+        if self.host_of(source) == self.host_of(target):
+            return self.hand_over_seconds
+        if self.hop_between_hosts_seconds is None:
+            raise RequestError(
+                f"the costs do not tell what a hand-over between hosts takes (rank {source} to "
+                f"rank {target})",
+                "give --hop-between-hosts SECONDS, or hop_between_hosts_seconds in the costs' "
+                "file; svdpp profile writes it where torchrun has started it on several hosts",
+            )
+        bandwidth = self.hop_between_hosts_bytes_per_second
+        size = 0.0 if bandwidth is None else self.packet_bytes / bandwidth
+        return self.hop_between_hosts_seconds + size
 
     @property
     def differ_by_rank(self) -> bool:
@@ -124,6 +158,8 @@ class Costs:
             decode_seconds=_times(self.decode_seconds, pace),
             hop_seconds=0.0,
             hop_bytes_per_second=None,
+            hop_between_hosts_seconds=0.0,
+            hop_between_hosts_bytes_per_second=None,
             write_seconds=0.0,
         )
 
@@ -133,6 +169,12 @@ class Costs:
         Raises:
             RequestError: naming both numbers.
         """
+        if self.ranks_per_host and world_size % self.ranks_per_host:
+            raise RequestError(
+                f"{world_size} ranks are not hosts of {self.ranks_per_host} ranks each",
+                f"use --hosts {-(-world_size // self.ranks_per_host)}x{self.ranks_per_host}, or "
+                "another --world",
+            )
         for name in _PER_RANK:
             value = getattr(self, name)
             if isinstance(value, tuple) and len(value) != world_size:
@@ -214,6 +256,8 @@ def _fault(name: str, value: object) -> str:
 
 def _number_fault(name: str, value: object) -> str:
     number = _as_float(value)
+    if name == "ranks_per_host" and not number.is_integer():
+        return f"must be a whole number, got {value!r}"
     if not (math.isfinite(number) and number >= 0):
         return f"must be a finite number, 0 or more, got {value!r}"
     limit = _MAX_SECONDS if name.endswith("_seconds") else _MAX_OTHER

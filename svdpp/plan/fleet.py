@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from svdpp.errors import RequestError
 from svdpp.plan.costs import Costs
@@ -34,9 +34,8 @@ def forecast_layout(layout: Layout, num_clips: int, arrivals: Sequence[float] = 
     Raises:
         RequestError: more visits than some seconds of work.
     """
-    alike = not layout.costs.differ_by_rank
+    alike = layout.has_like_chains
     _check_size(layout, num_clips, walks_all=bool(arrivals) or not alike)
-    hop_seconds = layout.costs.hand_over_seconds
     known: dict[tuple[int, int, Cuts], Way] = {}
     clips = [(0.0, 0.0)] * num_clips
     walked: list[tuple[float, float]] = []
@@ -46,7 +45,7 @@ def forecast_layout(layout: Layout, num_clips: int, arrivals: Sequence[float] = 
         if arrivals or not alike or len(own) != len(walked):
             ways = list(_ways(layout, own, 0 if alike else chain, known))
             seconds = sum(work for way in ways for _, work in way)
-            walked = list(walk(ways, hop_seconds, arrivals[chain :: layout.replicas]))
+            walked = list(walk(ways, layout.costs.hop, arrivals[chain :: layout.replicas]))
         clips[chain :: layout.replicas] = walked
         busy += seconds
     return sum_up(
@@ -90,7 +89,7 @@ def way_of(route: Route, costs: Costs) -> Way:
 
 
 def walk(
-    ways: Iterable[Way], hop_seconds: float, arrivals: Sequence[float] = ()
+    ways: Iterable[Way], hop: Callable[[int, int], float], arrivals: Sequence[float] = ()
 ) -> Iterator[tuple[float, float]]:
     """Yields each clip's beginning (or arrival, where there are any) and end.
 
@@ -110,7 +109,7 @@ def walk(
             if source >= 0:
                 link = source, rank
                 free[source] = sent = max(end, over.get(link, 0.0))
-                over[link] = here = max(sent, before[rank]) + hop_seconds
+                over[link] = here = max(sent, before[rank]) + hop(source, rank)
             turned = free[rank]
             before[rank], free[rank] = turned, (end := max(turned, here) + seconds)
             source = rank

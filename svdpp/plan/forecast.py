@@ -75,7 +75,6 @@ class _Replay:
         self.schedule = schedule
         self.clip_arrivals = arrivals or {}
         self.costs = costs
-        self.hop_seconds = costs.hand_over_seconds
         self.spans: list[Span] = []
         self.clock = [0.0] * len(schedule)
         self.next_action = [0] * len(schedule)
@@ -154,7 +153,7 @@ class _Replay:
         if (other[0].clip, other[0].end) != (action.clip, action.end):
             raise DeadlockError(f"rank {hop[0]} to {hop[1]}: {other[0]} meets {action}")
         before = self.hop_ends.get((hop[0], hop[1], hop[2] - 1), 0.0)
-        self.hop_ends[hop] = max(other[1], at, before) + self.hop_seconds
+        self.hop_ends[hop] = max(other[1], at, before) + self.costs.hop(hop[0], hop[1])
         ready.extend(self.sleepers.pop(hop, []))
 
     def _check_all_done(self) -> None:

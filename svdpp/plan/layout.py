@@ -121,6 +121,26 @@ class Layout:
         """Ranks of each chain."""
         return self.world_size // self.replicas
 
+    @cached_property
+    def chains(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each chain, in the order in which its clips come by."""
+        return lay_chains(self.world_size, self.chain_size, self.costs.ranks_per_host)
+
+    @property
+    def has_like_chains(self) -> bool:
+        """Whether one chain takes as long as another, hops between hosts included."""
+        if self.costs.differ_by_rank:
+            return False
+        crossed = {self._crossings(ranks) for ranks in self.chains}
+        return len(crossed) == 1
+
+    def _crossings(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        """Places in a chain at which another host begins; none where all is one host."""
+        if self.costs.ranks_per_host is None:
+            return ()
+        hosts = [self.costs.host_of(rank) for rank in ranks]
+        return tuple(index for index, pair in enumerate(pairwise(hosts)) if pair[0] != pair[1])
+
     @property
     def num_stages(self) -> int:
         """Places that a clip comes by: a chain's ranks, its decoders counted as one."""
@@ -193,15 +213,15 @@ class Layout:
     @cached_property
     def all_shares(self) -> tuple[Share, ...]:
         """What each rank does of its chain's clips, by rank."""
-        return tuple(share for chain in range(self.replicas) for share in self.shares(chain))
+        shares = (share for chain in range(self.replicas) for share in self.shares(chain))
+        return tuple(sorted(shares, key=lambda share: share.rank))
 
     def stages(self, chain: int) -> list[Stage]:
         """The places of chain `chain`, in the order in which its clips come by."""
-        first = chain * self.chain_size
-        ranks = list(range(first, first + self.chain_size))
+        ranks = self.chains[chain]
         body, tail = ranks[: -self.decoders], ranks[-self.decoders :]
-        return [self._stage((rank,), is_first=rank == first) for rank in body] + [
-            self._stage(tuple(tail), is_first=not body, is_last=True)
+        return [self._stage((rank,), is_first=rank == ranks[0]) for rank in body] + [
+            self._stage(tail, is_first=not body, is_last=True)
         ]
 
     def _stage(self, ranks: tuple[int, ...], *, is_first: bool, is_last: bool = False) -> Stage:
@@ -218,13 +238,13 @@ class Layout:
 
     def _route(self, clip: int, chain: int, turn: int, cuts: Cuts) -> Route:
         """Stages without steps are passed by, but for the first and the last one."""
-        first, body = chain * self.chain_size, self.chain_size - self.decoders
+        ranks, body = self.chains[chain], self.chain_size - self.decoders
         ranges = [
-            StepRange(first + index, cuts[index], cuts[index + 1])
+            StepRange(ranks[index], cuts[index], cuts[index + 1])
             for index in range(body)
             if index == 0 or cuts[index] < cuts[index + 1]
         ]
-        last = StepRange(first + body + turn % self.decoders, cuts[body], cuts[body + 1])
+        last = StepRange(ranks[body + turn % self.decoders], cuts[body], cuts[body + 1])
         return Route(clip, (*ranges, last), self.decodes)
 
     def _cuts_of(self, chain: int) -> FixedCuts | DitheredCuts:
@@ -252,6 +272,31 @@ class Layout:
         """A route of every kind that the chain's clips may take; clip indices mean nothing."""
         for turn, cuts in self._cuts_of(chain).all_cuts():
             yield self._route(0, chain, turn, cuts)
+
+
+def lay_chains(
+    world_size: int, chain_size: int, ranks_per_host: int | None
+) -> tuple[tuple[int, ...], ...]:
+    """Ranks in chains: neighbours on one host where they can be, no chain on two without need.
+
+    Each host takes as many whole chains as it has room for; what is left over on the hosts forms
+    the others, in order. On one host chain 0 is the first ranks, chain 1 the next, and so on.
+
+    Args:
+        world_size: W.
+        chain_size: a divisor of it.
+        ranks_per_host: a divisor of W; None: all are on one host.
+    """
+    on_host = ranks_per_host or world_size
+    chains: list[tuple[int, ...]] = []
+    left: list[int] = []
+    for first in range(0, world_size, on_host):
+        whole = on_host // chain_size * chain_size
+        for begin in range(first, first + whole, chain_size):
+            chains.append(tuple(range(begin, begin + chain_size)))
+        left += range(first + whole, first + on_host)
+    chains += [tuple(left[at : at + chain_size]) for at in range(0, len(left), chain_size)]
+    return tuple(sorted(chains))
 
 
 def divisors(number: int) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,8 @@ class Delivery:
             to ask.
         conditions: what the bits depend on beside the request, for each clip's record.
         evidence: where results are kept for comparison as well; None to keep nothing.
+        host: this host's name, where a run is on several; each clip's JSON then says it.
+        folder: where this host puts its clips; None: where the requests say.
     """
 
     def __init__(
@@ -63,7 +65,12 @@ class Delivery:
         on_failed: Callable[[BaseException], None],
         conditions: Mapping[str, Any],
         evidence: Evidence | None = None,
+        *,
+        host: str = "",
+        folder: Path | None = None,
     ) -> None:
+        self._host = host
+        self._folder = folder
         self._on_done = on_done
         self._on_lost = on_lost
         self._on_failed = on_failed
@@ -102,8 +109,11 @@ class Delivery:
             "latents_sha256": tensor_sha256(parcel.latent),
             "frames_sha256": None if frames is None else video.frames_sha256(frames),
             "seconds": round(time.time() - parcel.begun_at, 3),
+            **({"host": self._host} if self._host else {}),
         }
         output = job.request.output
+        if output is not None and self._folder is not None:
+            output = replace(output, path=str(self._folder / Path(output.path).name))
         if output is not None and frames is not None:
             # The JSON says that the clip is whole, so it comes second.
             video.write_clip(frames, output, fps=int(record["fps"]), metadata=record)

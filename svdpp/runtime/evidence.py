@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import io
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 
 from svdpp.models.interface import LATENTS, Frames
+
+_NAME = re.compile(r"clip\d+(_rank\d+)?_(step\d+\.safetensors|frames\.npy)", re.ASCII)
 
 
 def tensor_sha256(tensor: torch.Tensor) -> str:
@@ -23,17 +28,26 @@ class Evidence:
 
     Args:
         folder: exists; one process writes a given clip and step.
+        send: takes each file's name and content instead of the folder, for another process that
+            puts it into its own; None: the folder does.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, send: Callable[[str, bytes], None] | None = None) -> None:
         self._folder = folder
+        self._keep = self.put if send is None else send
+
+    def put(self, name: str, data: bytes) -> None:
+        """Keeps a file that another process has sent."""
+        if not _NAME.fullmatch(name):
+            raise ValueError(f"no evidence is called {name!r}")
+        (self._folder / name).write_bytes(data)
 
     def keep_latent(
         self, clip: int, step: int, latent: torch.Tensor, *, walker: int | None = None
     ) -> None:
         """Keeps the latent of `clip` with `step` steps done; of a draft, that which a rank has."""
-        path = self._path(clip, walker, f"step{step}.safetensors")
-        save_file({LATENTS: latent.detach().cpu().contiguous()}, path)
+        data = save({LATENTS: latent.detach().cpu().contiguous()})
+        self._keep(self._path(clip, walker, f"step{step}.safetensors").name, data)
 
     def latent(self, clip: int, step: int, *, walker: int | None = None) -> torch.Tensor:
         """The kept latent; FileNotFoundError where there is none."""
@@ -43,7 +57,9 @@ class Evidence:
 
     def keep_frames(self, clip: int, frames: Frames, *, walker: int | None = None) -> None:
         """Keeps the frames of `clip`; of a draft, those that a rank came to."""
-        np.save(self._path(clip, walker, "frames.npy"), frames, allow_pickle=False)
+        buffer = io.BytesIO()
+        np.save(buffer, frames, allow_pickle=False)
+        self._keep(self._path(clip, walker, "frames.npy").name, buffer.getvalue())
 
     def frames(self, clip: int, *, walker: int | None = None) -> Frames:
         """The kept frames; FileNotFoundError where there are none."""

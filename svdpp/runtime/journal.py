@@ -82,7 +82,8 @@ class Journal:
             case ClipDone(record={"exact": False}):
                 self._set(event.clip, "done", exact=False, output=event.record["output"])
             case ClipDone():
-                self._set(event.clip, "done")
+                host = event.record.get("host")
+                self._set(event.clip, "done", **({"host": host} if host else {}))
             case ClipFailed():
                 self._set(event.clip, "failed", error=event.error)
             case _:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import Base64Bytes, BaseModel, ConfigDict, Field, TypeAdapter
 
 from svdpp.config import ClipRequest
 from svdpp.plan.actions import Action
@@ -75,6 +75,8 @@ class Joined(_Message):
     kind: Literal["joined"] = "joined"
     device: str
     load_seconds: float
+    clock_ahead: float = 0.0
+    """Seconds by which the rank's monotonic clock is ahead of rank 0's, on another host."""
 
 
 class StepDone(_Message):
@@ -135,6 +137,22 @@ class DraftLost(_Message):
     """See `errors.to_record`."""
 
 
+class Kept(_Message):
+    """Evidence for a verification, from a rank that may be on another host than rank 0."""
+
+    kind: Literal["kept"] = "kept"
+    name: str
+    """Of the file."""
+    data: Base64Bytes
+
+
+class PhotoWanted(_Message):
+    """The rank encodes a clip next whose photograph lies on rank 0's host, and this is another."""
+
+    kind: Literal["photo_wanted"] = "photo_wanted"
+    clip: int
+
+
 class ClipFailed(_Message):
     """A clip is lost; the rank, and every other clip, goes on."""
 
@@ -172,6 +190,8 @@ Event = Annotated[
     | ActionDone
     | HopDone
     | DraftDone
+    | Kept
+    | PhotoWanted
     | DraftLost
     | ClipDone
     | ClipFailed

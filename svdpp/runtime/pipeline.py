@@ -3,27 +3,40 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from svdpp.config import ClipRequest, PipelineConfig
-from svdpp.distributed import fork_server, process_group
-from svdpp.distributed.launch import Group, JoinedGroup, StartedGroup, serve_joined
-from svdpp.errors import SvdppError, from_record
+from svdpp.distributed import process_group
+from svdpp.distributed.world import find_world
+from svdpp.errors import InputError, Interrupted, SvdppError, from_record
 from svdpp.media import place
+from svdpp.media.image import read_bytes
 from svdpp.models.checkpoint import Checkpoint, find_checkpoint
 from svdpp.plan.actions import Kind
 from svdpp.plan.draft import check_wave
 from svdpp.plan.forecast import Forecast, Span, replay, summarise
 from svdpp.plan.schedule import Schedule, build_schedule, check_schedule
+from svdpp.runtime.crew import Crew
+from svdpp.runtime.evidence import Evidence
 from svdpp.runtime.faults import PlantedFault
 from svdpp.runtime.handover import prune
-from svdpp.runtime.messages import Cancel, ClipDone, ClipFailed, ClipJob, Event, Work
-from svdpp.runtime.rank import RankSetup, rank_main
+from svdpp.runtime.messages import (
+    Cancel,
+    ClipDone,
+    ClipFailed,
+    ClipJob,
+    Event,
+    Kept,
+    PhotoWanted,
+    Work,
+)
+from svdpp.runtime.rank import RankSetup
 from svdpp.runtime.supervisor import Observer, Supervisor
+from svdpp.runtime.terms import silence_of
 from svdpp.runtime.trace import Trace
 from svdpp.runtime.watch import Watch
 
@@ -61,8 +74,8 @@ class ClipFailure:
 class Pipeline:
     """Ranks that share the steps of every clip. A context manager: ranks live inside the block.
 
-    Under torchrun the ranks are joined instead of started. There only rank 0 enters the block;
-    the others call `serve`.
+    Under torchrun or srun the ranks are joined instead of started. There only rank 0 enters the
+    block; the others call `serve`.
 
     Args:
         config: what to run; frame count and decode chunk are resolved against the model here.
@@ -70,6 +83,8 @@ class Pipeline:
         handover_folder: where each hand-over's packet is kept until its clip is finished, for
             clips with a `handover_key`; read for clips with `done_steps`.
         profile_path: of the file that gets rank 0's view of one clip by torch.profiler.
+        output_folder: where this host puts its clips, whatever their requests say; for ranks that
+            others have started, each host its own.
         fault: planted damage, to see that it is noticed.
         start_method: `forkserver` or `spawn`.
 
@@ -85,15 +100,16 @@ class Pipeline:
         evidence_folder: str | None = None,
         handover_folder: str | None = None,
         profile_path: str | None = None,
+        output_folder: str | None = None,
         fault: PlantedFault | None = None,
         start_method: str = "forkserver",
     ) -> None:
-        self._world = process_group.torchrun_world()
+        world = find_world()
         self.backend = process_group.choose_backend(config.device, config.world_size)
-        process_group.check_devices(config.device, config.world_size)
+        on_this_host = config.world_size if world is None else world.local_size
+        process_group.check_devices(config.device, on_this_host)
         self.config, self.checkpoint = resolve(config)
         self._observers: list[Observer] = [self._collect]
-        self._start_method = start_method
         self._setup = RankSetup(
             config=self.config,
             checkpoint=self.checkpoint,
@@ -102,8 +118,10 @@ class Pipeline:
             evidence_folder=evidence_folder,
             handover_folder=handover_folder,
             profile_path=profile_path,
+            output_folder=None if world is None else output_folder,
             fault=fault,
         )
+        self._crew = Crew(self._setup, self.backend, start_method)
         self._supervisor: Supervisor | None = None
         self._requests: list[ClipRequest] = []
         self._finished: list[ClipResult] = []
@@ -115,8 +133,13 @@ class Pipeline:
 
     @property
     def is_member(self) -> bool:
-        """Whether this process is a rank other than 0 of torchrun's world, and is to `serve`."""
-        return self._world is not None and self._world.rank != 0
+        """Whether this process is a rank other than 0 of a launcher's world, and is to `serve`."""
+        return self._crew.world is not None and self._crew.world.is_member
+
+    @property
+    def spans_hosts(self) -> bool:
+        """Whether ranks are on other hosts than this one."""
+        return self._crew.world is not None and self._crew.world.spans_hosts
 
     @property
     def trace(self) -> Trace:
@@ -127,22 +150,56 @@ class Pipeline:
         """Has `observer` called with (rank, event) for all that ranks report; before the block."""
         self._observers.append(observer)
 
-    def serve(self) -> None:
-        """Works as a member of torchrun's world until rank 0 says that all is done."""
-        assert self._world is not None
-        serve_joined(rank_main, self._setup, world=self._world, backend=self.backend)
+    def serve(
+        self,
+        *,
+        say: Callable[[str, bool], None],
+        answer: Callable[[bytes], bytes] = lambda _: b"",
+    ) -> None:
+        """Works as a member of a launcher's world until rank 0 says that all is done.
+
+        Observers hear of this rank's events alone. Where the run does not end well, the process
+        ends here.
+
+        Args:
+            say: takes the sentence with which it does, and whether nobody else will say it.
+            answer: answers what rank 0 wants to know of this host before the work begins.
+
+        Raises:
+            SvdppError: the work could not begin.
+        """
+        self._crew.serve(self._observers[1:], answer, say)
+
+    def ask(self, question: bytes) -> dict[str, bytes]:
+        """What one rank of each other host answers to `question`, by host; before the block.
+
+        Raises:
+            SvdppError: a rank is not there, or was started in another way.
+        """
+        return self._crew.join().ask(question)
+
+    def dismiss(self, error: BaseException | None = None) -> None:
+        """Sends a launcher's other ranks away; instead of the block.
+
+        Args:
+            error: why; None: there is nothing to do.
+
+        Raises:
+            SvdppError: a rank is not there, or was started in another way.
+        """
+        self._crew.dismiss(error)
 
     def __enter__(self) -> Pipeline:
         self._supervisor = Supervisor(
-            self._open_group(),
+            self._crew.open(),
             new_watch(self.config),
             device=self.config.device,
             observers=tuple(self._observers),
         )
         try:
             self._supervisor.wait_joined()
-        except BaseException:
-            self._supervisor.kill()
+        except BaseException as error:
+            self._supervisor.kill(error)
             raise
         return self
 
@@ -152,11 +209,17 @@ class Pipeline:
         error: BaseException | None,
         where: TracebackType | None,
     ) -> None:
+        reason = error
         try:
             if kind is None:
                 self._entered.stop(self.config.timeout_seconds)
+            elif isinstance(error, Interrupted) and self._crew.world is not None:
+                self._entered.explain()  # a launcher ends rank 0 as well when another rank has died
+        except BaseException as failure:
+            reason = failure
+            raise
         finally:
-            self._entered.kill()
+            self._entered.kill(reason)
             self._tidy()
 
     def submit(
@@ -257,7 +320,12 @@ class Pipeline:
             raise RuntimeError("the pipeline has no ranks: use it inside a with block")
         return self._supervisor
 
-    def _collect(self, rank: int, event: Event) -> None:  # noqa: ARG002
+    def _collect(self, rank: int, event: Event) -> None:
+        if isinstance(event, Kept):
+            assert self._setup.evidence_folder is not None
+            Evidence(Path(self._setup.evidence_folder)).put(event.name, event.data)
+        if isinstance(event, PhotoWanted):
+            self._entered.send_file(rank, _bytes_of(self._requests[event.clip]))
         if not isinstance(event, ClipDone | ClipFailed) or event.clip in self._settled:
             return
         self._settled.add(event.clip)
@@ -293,17 +361,14 @@ class Pipeline:
         if self._setup.handover_folder is not None and request.handover_key is not None:
             prune(Path(self._setup.handover_folder), request.handover_key)
 
-    def _open_group(self) -> Group:
-        if self._world is not None:
-            return JoinedGroup(rank_main, self._setup, world=self._world, backend=self.backend)
-        return StartedGroup(
-            rank_main,
-            self._setup,
-            world_size=self.config.world_size,
-            backend=self.backend,
-            preload=[fork_server.ENGINE, *([fork_server.SVD] if self.checkpoint else [])],
-            start_method=self._start_method,
-        )
+
+def _bytes_of(request: ClipRequest) -> bytes:
+    """A clip's photograph, for a rank on another host; nothing where it cannot be read any more."""
+    assert request.image is not None
+    try:
+        return read_bytes(Path(request.image))
+    except InputError:
+        return b""
 
 
 def new_watch(config: PipelineConfig) -> Watch:
@@ -312,7 +377,7 @@ def new_watch(config: PipelineConfig) -> Watch:
         config.world_size,
         time.monotonic(),
         start_timeout=config.start_timeout_seconds,
-        stale=config.stale_seconds,
+        stale=silence_of(config),
         timeout=config.timeout_seconds,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from svdpp.distributed import process_group
 from svdpp.distributed.channel import Channel
 from svdpp.distributed.launch import Member
 from svdpp.distributed.transport import Transport
+from svdpp.errors import InputError
 from svdpp.models import determinism
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.dummy_unet import DummyModel, Pace
@@ -25,8 +27,18 @@ from svdpp.runtime.evidence import Evidence
 from svdpp.runtime.faults import PlantedFault
 from svdpp.runtime.handover import Handovers
 from svdpp.runtime.memory import out_of_memory_named
-from svdpp.runtime.messages import Cancel, Finished, Joined, Stop, Work, parse_command
+from svdpp.runtime.messages import (
+    Cancel,
+    Finished,
+    Joined,
+    Kept,
+    PhotoWanted,
+    Stop,
+    Work,
+    parse_command,
+)
 from svdpp.runtime.peak import peak_bytes
+from svdpp.runtime.photo_reader import ReadPhoto, from_disk
 from svdpp.runtime.profiler import PROFILED_RANK, ClipProfiler
 from svdpp.runtime.reporter import Reporter
 from svdpp.runtime.stage import PipelineStage
@@ -46,6 +58,7 @@ class RankSetup:
         evidence_folder: where latents and frames are kept for verification.
         handover_folder: where packets are kept from which an interrupted clip goes on.
         profile_path: where rank 0's view of torch.profiler goes; None asks for none.
+        output_folder: where this host puts its clips; None: where the requests say.
         fault: planted damage.
     """
 
@@ -56,6 +69,7 @@ class RankSetup:
     evidence_folder: str | None = None
     handover_folder: str | None = None
     profile_path: str | None = None
+    output_folder: str | None = None
     fault: PlantedFault | None = None
 
 
@@ -140,26 +154,32 @@ def _prepare(member: Member, setup: RankSetup, reporter: Reporter, inbox: _Inbox
         reporter.hop,
         checksum=config.checksum,
         tamper=setup.fault.tamper(rank) if setup.fault else None,
+        wall_ahead=member.clock.wall_ahead,
     )
     transport.connect(setup.hops)
-    reporter.send(Joined(device=device, load_seconds=load_seconds))
-    return _new_stage(rank, setup, model, transport, reporter, inbox)
+    ahead = member.clock.monotonic_ahead
+    reporter.send(Joined(device=device, load_seconds=load_seconds, clock_ahead=ahead))
+    return _new_stage(member, setup, model, transport, reporter, inbox)
 
 
 def _new_stage(
-    rank: int,
+    member: Member,
     setup: RankSetup,
     model: VideoModel,
     transport: Transport,
     reporter: Reporter,
     inbox: _Inbox,
 ) -> PipelineStage:
-    config, folder = setup.config, setup.handover_folder
+    config, folder, rank = setup.config, setup.handover_folder, member.world.rank
     conditions = determinism.conditions(str(model.device), channels_last=config.model.channels_last)
-    evidence = Evidence(Path(setup.evidence_folder)) if setup.evidence_folder else None
+    evidence = _evidence(member, setup, reporter)
     # In a draft every rank has frames of the clip: they are told apart, and kept, where they meet.
     kept = evidence if config.draft is None else None
-    delivery = Delivery(reporter.send, reporter.clip_failed, reporter.failed, conditions, kept)
+    delivery = Delivery(
+        *(reporter.send, reporter.clip_failed, reporter.failed, conditions, kept),
+        host=member.host,
+        folder=Path(setup.output_folder) if setup.output_folder else None,
+    )
     parts = rank, model, transport, delivery, reporter
     profiler = _profiler(setup, rank, str(model.device))
     if config.draft is not None:
@@ -177,6 +197,33 @@ def _new_stage(
         evidence=evidence,
         profiler=profiler,
         fault=setup.fault,
+        read_photo=_from_rank_0(member, reporter) if member.fetch else from_disk,
+    )
+
+
+def _from_rank_0(member: Member, reporter: Reporter) -> ReadPhoto:
+    """Photographs lie on rank 0's host, which need not be this one."""
+
+    def read(clip: int, path: Path) -> bytes:
+        reporter.send(PhotoWanted(clip=clip))
+        assert member.fetch is not None
+        data = member.fetch()
+        if not data:
+            raise InputError(f"{path.name!r} can no longer be read on rank 0's host")
+        return data
+
+    return read
+
+
+def _evidence(member: Member, setup: RankSetup, reporter: Reporter) -> Evidence | None:
+    """Where results are kept for comparison; a rank that may be on another host sends them."""
+    if setup.evidence_folder is None:
+        return None
+    if not member.world.is_member:
+        return Evidence(Path(setup.evidence_folder))
+    return Evidence(
+        Path(setup.evidence_folder),
+        lambda name, data: reporter.send(Kept(name=name, data=base64.b64encode(data))),
     )
 
 

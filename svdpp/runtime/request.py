@@ -125,7 +125,7 @@ def plan_clips(
             output = _output(photo, seed, policy)
             record = clip_record(photo, seed, output, config, checkpoint)
             key = None if folder is None else handover_key(record, checkpoint)
-            finished = _finished(output, record, config.draft) if policy.resume else None
+            finished = finished_clip(output, record, config.draft) if policy.resume else None
             if finished is not None:
                 plan.skipped.append(finished)
                 if folder is not None and key is not None:
@@ -198,7 +198,7 @@ def _output(photo: photos.Photo, seed: int, policy: OutputPolicy) -> OutputConfi
     return OutputConfig(path=str(path), format=policy.format, crf=policy.crf)
 
 
-def _finished(
+def finished_clip(
     output: OutputConfig, record: dict[str, Any], draft: DraftConfig | None
 ) -> dict[str, Any] | None:
     """The record of a clip that is there, whole and as asked for; None where it must be made.

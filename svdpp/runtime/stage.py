@@ -21,7 +21,7 @@ from svdpp.runtime.faults import PlantedFault, one_ulp_off
 from svdpp.runtime.handover import Handovers, Keeper
 from svdpp.runtime.memory import out_of_memory_named
 from svdpp.runtime.messages import ActionDone, ClipJob, StepDone
-from svdpp.runtime.photo_reader import PhotoReader
+from svdpp.runtime.photo_reader import PhotoReader, ReadPhoto, from_disk
 from svdpp.runtime.profiler import ClipProfiler
 from svdpp.runtime.reporter import Reporter
 
@@ -47,6 +47,7 @@ class PipelineStage:
         evidence: keeps every latent that leaves a DENOISE, for verification; None keeps nothing.
         profiler: looks at one clip; None at none.
         fault: planted damage.
+        read_photo: where photographs come from.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class PipelineStage:
         evidence: Evidence | None = None,
         profiler: ClipProfiler | None = None,
         fault: PlantedFault | None = None,
+        read_photo: ReadPhoto = from_disk,
     ) -> None:
         self._rank = rank
         self._model = model
@@ -69,7 +71,7 @@ class PipelineStage:
         self._delivery = delivery
         self._reporter = reporter
         self._sampling = sampling
-        self._photos = PhotoReader(sampling)
+        self._photos = PhotoReader(sampling, read_photo)
         self._handovers = handovers
         self._keeper = Keeper(handovers, reporter.failed) if handovers else None
         self._evidence = evidence

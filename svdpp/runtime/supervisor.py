@@ -9,7 +9,8 @@ from collections.abc import Callable
 
 from svdpp.distributed import process_group
 from svdpp.distributed.launch import Group
-from svdpp.errors import RankError, SvdppError, TransportError, from_record
+from svdpp.distributed.lines import FILE
+from svdpp.errors import Interrupted, RankError, SvdppError, TransportError, from_record
 from svdpp.plan.actions import Action
 from svdpp.plan.grid import draw_grid
 from svdpp.runtime.messages import Command, Event, Failed, Stop, parse_event
@@ -51,6 +52,10 @@ class Supervisor:
         """Sends a command to `rank`."""
         self._group.send(rank, command.to_bytes())
 
+    def send_file(self, rank: int, data: bytes) -> None:
+        """Sends what `rank`, on another host, has asked for."""
+        self._group.send(rank, FILE + data)
+
     def wait_joined(self) -> None:
         """Waits until every rank is ready for work.
 
@@ -82,7 +87,7 @@ class Supervisor:
         deadline = time.monotonic() + timeout
         while not self._watch.all_finished:
             self._listen(_POLL_SECONDS)
-            if self._failures or any(self._group.exited().values()):
+            if self._failures or self._ended_badly():
                 self._raise_cause()
             self._raise_stall()
             if time.monotonic() > deadline:
@@ -90,9 +95,23 @@ class Supervisor:
         if not self._group.end(_END_SECONDS):
             raise RankError("ranks said they were done but did not end without an error")
 
-    def kill(self) -> None:
-        """Ends every rank at once; harmless after `stop`."""
-        self._group.kill()
+    def kill(self, error: BaseException | None = None) -> None:
+        """Ends every rank at once, and tells those on other hosts why; harmless after `stop`."""
+        self._group.kill(error)
+
+    def explain(self) -> None:
+        """Raises what has happened to the ranks, if anything has: a launcher ends the others too.
+
+        Raises:
+            SvdppError: what ended the run, rather than the signal that came after it.
+        """
+        deadline = time.monotonic() + _REPORT_SECONDS
+        while time.monotonic() < deadline:
+            self._listen(0.05)
+        if any(not _is_interrupt(failed) for failed in self._failures.values()) or set(
+            self._group.exited()
+        ) - set(self._failures):
+            self._raise_cause()
 
     def _listen(self, timeout: float) -> None:
         for rank, message in self._group.poll(timeout):
@@ -107,7 +126,18 @@ class Supervisor:
     def _raise_stall(self) -> None:
         stall = self._watch.stall(time.monotonic())
         if stall is not None:
-            raise self._rank_error(stall.rank, stall.reason, stall.hint, "stands here")
+            reason, hint = stall.reason, stall.hint
+            host = self._group.place(stall.rank).host
+            if stall.silent and host != socket.gethostname():
+                reason = reason.replace("been frozen", "not been heard of")
+                hint = f"is {host} down, or the network to it? or is the rank stopped?"
+            raise self._rank_error(stall.rank, reason, hint, "stands here")
+
+    def _ended_badly(self) -> bool:
+        return any(
+            code or (code is None and not self._watch.is_finished(rank))
+            for rank, code in self._group.exited().items()
+        )
 
     def _raise_cause(self) -> None:
         """Waits a moment for all reports, then raises the one that explains the others."""
@@ -116,8 +146,12 @@ class Supervisor:
             self._listen(0.05)
         exited = self._group.exited()
         failed = {rank: from_record(event.error) for rank, event in self._failures.items()}
-        own = [rank for rank, error in failed.items() if not isinstance(error, TransportError)]
-        by_signal = [rank for rank, code in exited.items() if code < 0]
+        own = [
+            rank
+            for rank, error in failed.items()
+            if not isinstance(error, TransportError) and not _is_interrupt(self._failures[rank])
+        ]
+        by_signal = [rank for rank, code in exited.items() if code is not None and code < 0]
         silent = [rank for rank in exited if rank not in failed]
         if own:
             raise self._failed(own[0], failed[own[0]])
@@ -131,7 +165,7 @@ class Supervisor:
         event = self._failures[rank]
         if type(error) is not SvdppError and not isinstance(error, RankError):
             return error  # input, output, model, memory: it says all there is to say
-        where = _place(event.action, event.step)
+        where = place_of(event.action, event.step)
         return RankError(
             f"{self._name(rank)} failed{where}: {error.message}",
             error.hint or "--debug shows its traceback",
@@ -139,7 +173,10 @@ class Supervisor:
             details=event.traceback,
         )
 
-    def _died(self, rank: int, code: int) -> RankError:
+    def _died(self, rank: int, code: int | None) -> RankError:
+        if code is None:
+            hint = f"what its launcher says on {self._group.place(rank).host} tells how it ended"
+            return self._rank_error(rank, "is gone", hint, "was lost here")
         if code >= 0:
             cause = f"ended with exit code {code} and no word"
             return self._rank_error(rank, cause, "", "died here")
@@ -152,15 +189,15 @@ class Supervisor:
     def _rank_error(self, rank: int, cause: str, hint: str, remark: str) -> RankError:
         beat = self._watch.place(rank)
         return RankError(
-            f"{self._name(rank)} {cause}{_place(beat.action, beat.step)}",
+            f"{self._name(rank)} {cause}{place_of(beat.action, beat.step)}",
             hint,
             picture=self._picture(rank, remark),
             details=self._group.last_words(rank),
         )
 
     def _name(self, rank: int) -> str:
-        device = process_group.device_of_rank(self._device, rank)
-        return f"rank {rank} ({device} of {socket.gethostname()})"
+        host, local_rank = self._group.place(rank)
+        return f"rank {rank} ({process_group.device_of_rank(self._device, local_rank)} of {host})"
 
     def _picture(self, rank: int, remark: str) -> str:
         if not self.trace.spans:
@@ -171,8 +208,13 @@ class Supervisor:
         return "\n".join(lines)
 
 
-def _place(action: str, step: int) -> str:
-    """Where a rank stood, in words."""
+def _is_interrupt(event: Failed) -> bool:
+    """Whether the rank was ended from outside, which explains nothing."""
+    return bool(event.error["type"] == Interrupted.__name__)
+
+
+def place_of(action: str, step: int) -> str:
+    """Where a rank stood, in words; empty outside of actions."""
     if not action:
         return ""
     parsed = Action.parse(action)

@@ -109,7 +109,7 @@ class MeanCosts:
 
 
 class Trace:
-    """Collects the events of a run. All times are of the machine's monotonic clock.
+    """Collects the events of a run. All times are of the monotonic clock of rank 0's machine.
 
     Args:
         world_size: number of ranks.
@@ -123,6 +123,7 @@ class Trace:
         self.hops: list[HopSpan] = []
         self.devices: dict[int, str] = {}
         self._means = MeanCosts()
+        self._clock_ahead: dict[int, float] = defaultdict(float)
         self._unplaced: dict[int, list[StepDone]] = defaultdict(list)
 
     def add(self, rank: int, event: Event) -> None:
@@ -131,13 +132,17 @@ class Trace:
         match event:
             case Joined():
                 self.devices[rank] = event.device
+                self._clock_ahead[rank] = event.clock_ahead
             case StepDone():
                 self._unplaced[rank].append(event)
             case ActionDone():
-                self._add_action(rank, event)
+                ahead = self._clock_ahead[rank]
+                times = {"start": event.start - ahead, "end": event.end - ahead}
+                self._add_action(rank, event.model_copy(update=times))
             case HopDone():
                 hop = event.direction, event.clip, event.next_step, event.peer, event.num_bytes
-                self.hops.append(HopSpan(rank, *hop, event.end - event.seconds, event.end))
+                end = event.end - self._clock_ahead[rank]
+                self.hops.append(HopSpan(rank, *hop, end - event.seconds, end))
             case _:
                 pass
 

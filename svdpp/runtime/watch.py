@@ -30,6 +30,8 @@ class Stall:
     rank: int
     reason: str
     hint: str
+    silent: bool = False
+    """Whether nothing is heard of the rank at all."""
 
 
 class Watch:
@@ -74,6 +76,10 @@ class Watch:
         """What `rank` last said that it was doing."""
         return self._seen[rank].beat
 
+    def is_finished(self, rank: int) -> bool:
+        """Whether `rank` has said that it is done."""
+        return self._seen[rank].finished
+
     @property
     def all_joined(self) -> bool:
         """Whether every rank is ready for work."""
@@ -92,7 +98,8 @@ class Watch:
             seen = self._seen[rank]
             if seen.started and now - seen.heard > self._stale:
                 reason = f"has been frozen for {now - seen.heard:.0f} s"
-                return Stall(rank, reason, "is it stopped, or its machine out of memory?")
+                hint = "is it stopped, or its machine out of memory?"
+                return Stall(rank, reason, hint, silent=True)
         if not self.all_joined and now - self._begun > self._start_timeout:
             late = min(
                 running, key=lambda rank: (self._seen[rank].joined, self._seen[rank].started)

@@ -38,7 +38,7 @@ def wait_in_receive(member: Member, _argument: object) -> None:
 
     member.join()
     member.channel.send(b"joined")
-    dist.recv(torch.zeros(1), (member.world.rank + 1) % member.world.world_size)
+    dist.recv(torch.zeros(1), (member.world.rank + 1) % member.world.size)
 
 
 def _alive(pid: int) -> bool:

@@ -1,4 +1,4 @@
-"""Worlds and backends come from the environment, and from nothing that contradicts itself."""
+"""Backends and devices are what was asked for, or an error."""
 
 from __future__ import annotations
 
@@ -6,37 +6,11 @@ import pytest
 import torch
 
 from svdpp.distributed.process_group import (
-    World,
     check_devices,
     choose_backend,
     device_of_rank,
-    torchrun_world,
 )
 from svdpp.errors import RequestError
-
-
-def test_no_torchrun_variables_is_no_world() -> None:
-    assert torchrun_world({}) is None
-
-
-def test_torchrun_variables_are_a_world() -> None:
-    environment = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}
-    assert torchrun_world(environment) == World(3, 1, 4)
-
-
-@pytest.mark.parametrize(
-    "environment",
-    [
-        {"RANK": "0"},
-        {"RANK": "0", "WORLD_SIZE": "2"},
-        {"RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "2"},
-        {"RANK": "x", "LOCAL_RANK": "0", "WORLD_SIZE": "2"},
-        {"RANK": "-1", "LOCAL_RANK": "0", "WORLD_SIZE": "2"},
-    ],
-)
-def test_half_a_world_is_refused(environment: dict[str, str]) -> None:
-    with pytest.raises(RequestError):
-        torchrun_world(environment)
 
 
 @pytest.mark.parametrize(

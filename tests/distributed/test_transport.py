@@ -35,7 +35,7 @@ def _spec(tensors: dict[str, torch.Tensor]) -> dict[str, TensorSpec]:
 def _transport(member: Member, transfers: list[Transfer]) -> Transport:
     member.join()
     transport = Transport(member.world.rank, torch.device("cpu"), member.backend, transfers.append)
-    transport.connect([(r, r + 1) for r in range(member.world.world_size - 1)])
+    transport.connect([(r, r + 1) for r in range(member.world.size - 1)])
     return transport
 
 
@@ -48,7 +48,7 @@ def _relay(member: Member, clips: int) -> dict[str, Any]:
     """Every rank hands on what it gets; the last compares the bits with those of the first."""
     transfers: list[Transfer] = []
     transport = _transport(member, transfers)
-    rank, last = member.world.rank, member.world.world_size - 1
+    rank, last = member.world.rank, member.world.size - 1
     equal = 0
     for clip in range(clips):
         expected = _tensors(clip)

@@ -37,7 +37,7 @@ def test_any_routes_are_walked_as_they_are_replayed(
     spans = replay(build_schedule(routes, world_size), costs, dict(enumerate(arrivals)))
     ways = [way_of(route, costs) for route in routes]
 
-    walked = list(walk(ways, costs.hand_over_seconds, arrivals))
+    walked = list(walk(ways, costs.hop, arrivals))
     for clip, (begun, end) in enumerate(walked):
         own = [span for span in spans if span.action.clip == clip]
         assert end == max(span.end for span in own)

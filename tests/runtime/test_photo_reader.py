@@ -41,20 +41,18 @@ def test_each_photograph_comes_fitted_to_its_own_clip(paths: list[Path]) -> None
 
 
 def test_one_photograph_is_read_ahead_and_no_more(
-    paths: list[Path], monkeypatch: pytest.MonkeyPatch
+    paths: list[Path],
 ) -> None:
     read: list[str] = []
-    known = photos.read_photo
     second = threading.Event()
 
-    def noting(path: Path) -> tuple[Image.Image, photos.Photo]:
+    def noting(clip: int, path: Path) -> bytes:  # noqa: ARG001
         read.append(path.stem)
         if len(read) == 2:
             second.set()
-        return known(path)
+        return photos.read_bytes(path)
 
-    monkeypatch.setattr(photos, "read_photo", noting)
-    reader = PhotoReader(SAMPLING)
+    reader = PhotoReader(SAMPLING, noting)
     reader.expect(_requests(paths))
     reader.take(0)
     assert second.wait(30)

@@ -1,0 +1,204 @@
+"""Owns a rank that torchrun or srun have started, and that is not rank 0: its line, its end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
+from typing import Any, NoReturn, Protocol
+
+from svdpp.distributed import clock, lines, process_end, process_group
+from svdpp.distributed.channel import PipeChannel
+from svdpp.distributed.launch import Entry, Member
+from svdpp.distributed.lines import ASK, BEGIN, END, FILE, Caller
+from svdpp.distributed.world import World
+from svdpp.errors import RankError, RequestError, exit_code_of
+
+# Rank 0 ends first, so that launchers, which show the first to fail, show the one that says why.
+_AFTER_YOU_SECONDS = 2.0
+_REPORT_SECONDS = 4.0
+
+
+class Bystander(Protocol):
+    """What happens beside a member's work, which its own process has to know of."""
+
+    def sent(self, message: bytes) -> None:
+        """Takes note of what the rank reports."""
+
+    def answer(self, question: bytes) -> bytes:
+        """What rank 0 wants to know of this host before the work begins."""
+
+    def ended(self, error: dict[str, Any] | None) -> None:
+        """Takes note that rank 0 ends the run, and of why, as a record."""
+
+    def lost(self, reason: str) -> None:
+        """Says that rank 0 is gone or out of reach; the process ends afterwards."""
+
+
+def serve_joined(
+    entry: Entry,
+    argument: Any,
+    *,
+    world: World,
+    backend: str,
+    terms: Mapping[str, str],
+    start_timeout: float,
+    silence: float,
+    bystander: Bystander,
+) -> None:
+    """Runs `entry` as a rank other than 0 of the launcher's world, to its end.
+
+    Returns only when all was done; the process of a rank that fails, or whose run does, ends here.
+
+    Raises:
+        RankError: there is no rank 0.
+    """
+    process_end.end_with_parent()
+    process_end.end_by_signals()
+    caller = _caller(world, terms)
+    _, store = process_group.open_store(world, start_timeout)
+    deadline = time.monotonic() + start_timeout
+    line = lines.call(store, caller, silence=silence, deadline=deadline)
+    desk = _Desk(line, bystander, silence, world.local_rank)
+    desk.wait_for_begin()
+    member = Member(
+        world,
+        backend,
+        desk,
+        lambda: process_group.join_store(world, backend, store, desk.token),
+        host=caller.host,
+        clock=desk.clock,
+        fetch=None if world.on_first_host else desk.files.get,
+    )
+    try:
+        entry(member, argument)
+    except BaseException as error:
+        # Rank 0 has been told, and ends this process in a moment.
+        time.sleep(_REPORT_SECONDS)
+        process_end.leave(exit_code_of(error))
+    desk.hang_up()
+
+
+def report_failure(world: World, error: dict[str, Any], *, timeout: float) -> bool:
+    """Tells rank 0 why this rank cannot even begin; whether rank 0 was there to hear it.
+
+    Args:
+        world: of this rank.
+        error: a record.
+        timeout: seconds to look for rank 0.
+    """
+    try:
+        _, store = process_group.open_store(world, timeout)
+        caller = _caller(world, {}, error)
+        deadline = time.monotonic() + timeout
+        lines.call(store, caller, silence=timeout, deadline=deadline)
+    except (RankError, RequestError):
+        return False
+    return True
+
+
+def _caller(world: World, terms: Mapping[str, str], error: dict[str, Any] | None = None) -> Caller:
+    return Caller(
+        rank=world.rank,
+        local_rank=world.local_rank,
+        host=socket.gethostname(),
+        host_index=world.host,
+        terms=dict(terms),
+        error=error,
+    )
+
+
+class _Desk:
+    """A member's end of its line: a channel, and a thread that hears what is no command.
+
+    Args:
+        line: to rank 0.
+        bystander: told of what happens beside the work.
+        silence: what the line was given.
+        local_rank: of this rank; 0 says for its host that rank 0 is lost.
+
+    Raises:
+        RankError: rank 0 has ended meanwhile.
+    """
+
+    def __init__(
+        self, line: Connection, bystander: Bystander, silence: float, local_rank: int
+    ) -> None:
+        self._local_rank = local_rank
+        self._channel = PipeChannel(line)
+        self._bystander = bystander
+        self._silence = silence
+        self._commands: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        #: What rank 0 was asked for; whoever waits for it ends with the line.
+        self.files: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._begun = threading.Event()
+        self._hung_up = False
+        try:
+            welcome = json.loads(line.recv_bytes())
+            self.clock = clock.compare(line)
+        except (OSError, EOFError, ValueError) as error:
+            raise RankError("rank 0 ended before the work began", "its host says why") from error
+        self.token: str = welcome["token"]
+        self._rank_0 = f"rank 0 ({welcome['host']})"
+        threading.Thread(target=self._listen, name="line", daemon=True).start()
+
+    def wait_for_begin(self) -> None:
+        """Waits until rank 0 has planned the work; the line ends this process if it never does."""
+        self._begun.wait()
+
+    def send(self, message: bytes) -> None:
+        """See `Channel`."""
+        self._bystander.sent(message)
+        self._channel.send(message)
+
+    def receive(self, timeout: float) -> bytes | None:
+        """See `Channel`."""
+        with contextlib.suppress(queue.Empty):
+            return self._commands.get(timeout=timeout)
+        return None
+
+    def hang_up(self) -> None:
+        """Ends the line, when all is done."""
+        self._hung_up = True
+        connection = self._channel.connection
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as own:
+            own.shutdown(socket.SHUT_WR)  # rank 0 reads what is left before it notices
+
+    def _listen(self) -> None:
+        answers: Mapping[bytes, Callable[[bytes], None]] = {
+            ASK: self._answer,
+            FILE: lambda message: self.files.put(message[1:]),
+            BEGIN: lambda _: self._begun.set(),
+            END: self._end,
+        }
+        try:
+            while True:
+                message = self._channel.connection.recv_bytes()
+                answers.get(message[:1], self._commands.put)(message)
+        except (EOFError, ConnectionError):
+            self._lose(f"{self._rank_0} is gone")
+        except OSError:
+            self._lose(f"nothing has reached {self._rank_0} for {self._silence:.0f} s")
+
+    def _answer(self, message: bytes) -> None:
+        self._channel.send(self._bystander.answer(message[1:]))
+
+    def _end(self, message: bytes) -> NoReturn:
+        said = json.loads(message[1:])
+        self._bystander.ended(said["error"])
+        if said["error"] is not None:
+            time.sleep(_AFTER_YOU_SECONDS)
+        process_end.leave(said["code"])
+
+    def _lose(self, reason: str) -> None:
+        if not self._hung_up:
+            self._bystander.lost(reason)
+            if self._local_rank:  # the launcher ends all ranks of a host when the first one does
+                time.sleep(_AFTER_YOU_SECONDS)
+            process_end.leave(RankError.exit_code)

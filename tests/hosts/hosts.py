@@ -1,0 +1,299 @@
+"""Hosts of a cluster on one machine: network namespaces, each with a name, an address, a clock."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.cli.shell import ROOT
+from tests.faults.processes import MARK, marked
+
+DEVICE = "eth0"
+_STORE_PORT = 29_500
+_END_SECONDS = 100.0
+
+
+class NoHosts(Exception):
+    """Why there can be none here."""
+
+
+@dataclass
+class Job:
+    """One command on one host."""
+
+    process: subprocess.Popen[bytes]
+    files: dict[str, Path]
+
+    @property
+    def out(self) -> str:
+        return self.files["out"].read_text()
+
+    @property
+    def err(self) -> str:
+        return self.files["err"].read_text()
+
+    def end(self, seconds: float = _END_SECONDS) -> int:
+        """Its exit code, waiting for it."""
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still there after {seconds} s:\n{self.err[-3000:]}") from None
+
+
+@dataclass
+class Host:
+    """One namespace.
+
+    Args:
+        name: of the host, for those on it.
+        namespace: as `ip netns` lists it.
+        address: in the network of all hosts.
+        index: counted from 0.
+        home: a folder of its own.
+    """
+
+    name: str
+    namespace: str
+    address: str
+    index: int
+    home: Path
+    jobs: list[Job] = field(default_factory=list)
+
+    def path(self, name: str) -> Path:
+        return self.home / name
+
+    def set_link(self, state: str) -> None:
+        """Cuts its cable (`down`), or mends it (`up`)."""
+        _ip("-n", self.namespace, "link", "set", DEVICE, state)
+
+    def listening(self) -> dict[str, set[str]]:
+        """By address, the names of the programs that listen on it, whoever has started them."""
+        said = _run("ip", "netns", "exec", self.namespace, "ss", "-ltnpH")
+        found: dict[str, set[str]] = {}
+        for line in said.splitlines():
+            address = line.split()[3].rpartition(":")[0]
+            found.setdefault(address, set()).update(re.findall(r'\("([^"]+)",', line))
+        return found
+
+
+class Hosts:
+    """A network of hosts; see `made`."""
+
+    def __init__(self, hosts: list[Host], folder: Path) -> None:
+        self.all = hosts
+        self.mark = uuid.uuid4().hex
+        self._names = folder / "hosts"
+        self.on_first_host = folder / "on-first-host"
+        """A folder that is empty on all other hosts."""
+        self.on_first_host.mkdir()
+        lines = [f"{host.address} {host.name}" for host in hosts]
+        self._names.write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
+
+    def __getitem__(self, index: int) -> Host:
+        return self.all[index]
+
+    def torchrun(
+        self, *arguments: str, per_host: int, options: Sequence[str] = (), module: str = "svdpp"
+    ) -> list[Job]:
+        """Starts the command by torchrun on every host; `{host}` in it is the host's folder."""
+        jobs = []
+        for host in self.all:
+            # Agents of the static rendezvous end with their ranks; those of c10d's wait for a store
+            # that cannot be reached (docs/cluster.md).
+            launcher = (
+                *("-m", "torch.distributed.run", "--nnodes", str(len(self.all))),
+                *("--nproc-per-node", str(per_host), "--node-rank", str(host.index)),
+                *("--master-addr", self[0].name, "--master-port", str(_STORE_PORT)),
+                *(*options, "-m", module),
+            )
+            jobs.append(self.start(host, *launcher, *arguments))
+        return jobs
+
+    def start(self, host: Host, *arguments: str, **environment: str) -> Job:
+        """Starts `python ARGUMENTS` on `host`."""
+        number = len(host.jobs)
+        files = {kind: host.path(f"{kind}{number}.txt") for kind in ("out", "err")}
+        settings = {
+            **os.environ,
+            **{"PYTHONPATH": str(ROOT), MARK: self.mark, "GLOO_SOCKET_IFNAME": DEVICE},
+            **{"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "100", "TERM": "dumb"},
+            **environment,
+        }
+        words = [word.replace("{host}", str(host.home)) for word in arguments]
+        inside = f"hostname {host.name}; mount --bind {self._names} /etc/hosts; "
+        if host.index:
+            inside += f"mount -t tmpfs none {self.on_first_host}; "
+        inside += 'exec "$@"'
+        with files["out"].open("wb") as out, files["err"].open("wb") as err:
+            process = subprocess.Popen(
+                [
+                    *("ip", "netns", "exec", host.namespace, "unshare", "--uts", "--mount"),
+                    # The clocks of hosts count from their own start.
+                    *("--time", "--monotonic", str((host.index + 1) * 100_000)),
+                    *("--fork", "--kill-child", "sh", "-c", inside, "sh", sys.executable, *words),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                env=settings,
+            )
+        host.jobs.append(Job(process, files))
+        return host.jobs[-1]
+
+    def ranks(self) -> list[int]:
+        """Process ids of the ranks, in no order."""
+        return [pid for pid in marked(self.mark) if _variable(pid, "RANK") is not None]
+
+    def rank(self, number: int) -> int:
+        """Process id of one rank."""
+        return next(pid for pid in self.ranks() if _variable(pid, "RANK") == str(number))
+
+    def end_all(self) -> None:
+        """Ends whatever a failed test has left."""
+        for pid in marked(self.mark):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for host in self.all:
+            for job in host.jobs:
+                job.process.wait(10)
+
+
+@contextlib.contextmanager
+def made(num_hosts: int, folder: Path) -> Iterator[Hosts]:
+    """Hosts on one network, with a cable each.
+
+    Raises:
+        NoHosts: namespaces cannot be made here.
+    """
+    _check_tools()
+    run = uuid.uuid4().hex[:6]
+    switch, names = f"sw-{run}", [f"h{index}-{run}" for index in range(num_hosts)]
+    try:
+        _ip("netns", "add", switch)
+        _ip("-n", switch, "link", "add", "br0", "type", "bridge")
+        _ip("-n", switch, "link", "set", "br0", "up")
+        hosts = []
+        for index, namespace in enumerate(names):
+            host = _new_host(index, namespace, folder)
+            port = f"p{index}"
+            _ip(
+                *("link", "add", DEVICE, "netns", namespace, "type", "veth"),
+                *("peer", "name", port, "netns", switch),
+            )
+            _ip("-n", switch, "link", "set", port, "master", "br0", "up")
+            _give_address(host)
+            hosts.append(host)
+        yield from _used(Hosts(hosts, folder))
+    finally:
+        for namespace in (switch, *names):
+            subprocess.run(["ip", "netns", "del", namespace], capture_output=True, check=False)
+
+
+@contextlib.contextmanager
+def made_far_apart(folder: Path, *, delay: float, loss: float) -> Iterator[Hosts]:
+    """Two hosts on a wire with a delay each way, in seconds, that loses a share of the packets.
+
+    Raises:
+        NoHosts: namespaces, or TUN devices, cannot be made here.
+    """
+    _check_tools()
+    if not Path("/dev/net/tun").exists():
+        raise NoHosts("there is no /dev/net/tun")
+    run = uuid.uuid4().hex[:6]
+    names = [f"h{index}-{run}" for index in range(2)]
+    wire: subprocess.Popen[str] | None = None
+    try:
+        hosts = [_new_host(index, namespace, folder) for index, namespace in enumerate(names)]
+        wire = subprocess.Popen(
+            [sys.executable, "-m", "tests.hosts.slow_link", *names, DEVICE, str(delay), str(loss)],
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+        )
+        assert wire.stdout is not None
+        if wire.stdout.readline() != "ready\n":
+            raise NoHosts("TUN devices cannot be made")
+        for host in hosts:
+            _give_address(host)
+        yield from _used(Hosts(hosts, folder))
+        wire.terminate()
+        said = wire.communicate()[0]
+        assert re.fullmatch(r"carried [1-9]\d* lost [1-9]\d*\n", said), said
+    finally:
+        if wire is not None:
+            wire.kill()
+            wire.wait()
+        for namespace in names:
+            subprocess.run(["ip", "netns", "del", namespace], capture_output=True, check=False)
+
+
+def _used(hosts: Hosts) -> Iterator[Hosts]:
+    try:
+        yield hosts
+    finally:
+        hosts.end_all()
+
+
+def _new_host(index: int, namespace: str, folder: Path) -> Host:
+    _ip("netns", "add", namespace)
+    _ip("-n", namespace, "link", "set", "lo", "up")
+    name = f"host{index}"
+    home = folder / name
+    home.mkdir()
+    return Host(name, namespace, f"10.77.0.{index + 1}", index, home)
+
+
+def _give_address(host: Host) -> None:
+    _ip("-n", host.namespace, "addr", "add", f"{host.address}/24", "dev", DEVICE)
+    _ip("-n", host.namespace, "link", "set", DEVICE, "up")
+
+
+def _check_tools() -> None:
+    for tool in ("ip", "ss", "unshare"):
+        if shutil.which(tool) is None:
+            raise NoHosts(f"there is no {tool}: install iproute2 and util-linux")
+    if os.geteuid() != 0:
+        raise NoHosts("network namespaces are made by root alone")
+    test = ["unshare", "--net", "--uts", "--mount", "--time", "--monotonic", "1", "--fork", "true"]
+    done = subprocess.run(test, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise NoHosts(f"namespaces cannot be made here: {done.stderr.strip()}")
+
+
+def _ip(*arguments: str) -> None:
+    try:
+        _run("ip", *arguments)
+    except subprocess.CalledProcessError as error:
+        raise NoHosts(f"ip {' '.join(arguments)}: {error.stderr.strip()}") from error
+
+
+def _run(*arguments: str) -> str:
+    return subprocess.run(arguments, capture_output=True, text=True, check=True).stdout
+
+
+def _variable(pid: int, name: str) -> str | None:
+    with contextlib.suppress(OSError):
+        for pair in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            if pair.startswith(f"{name}=".encode()):
+                return pair.decode().partition("=")[2]
+    return None
+
+
+def wait_for(pattern: str, folder: Path, seconds: float = _END_SECONDS) -> Path:
+    """The first file of that pattern under `folder`, waiting for it."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        for path in folder.glob(pattern):
+            return path
+        time.sleep(0.05)
+    raise AssertionError(f"no {pattern} under {folder} within {seconds} s")

@@ -1,0 +1,200 @@
+"""Several hosts, for real but for the machines: sockets, names, clocks and folders of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.shell import DEMO, PHOTO, svdpp_alone
+from tests.faults.processes import allowing_for_others
+from tests.hosts.conftest import MakeHosts
+from tests.hosts.hosts import Host, Hosts, wait_for
+
+pytestmark = [pytest.mark.processes, pytest.mark.long]
+
+_SMALL = ("--frames", "4", "--height", "64", "--width", "64", "--threads", "1")
+_CLIPS = (PHOTO, *DEMO, "--steps", "24", "--seeds", "1-4", *_SMALL)
+_TORCHRUNS_OWN = {"pt_elastic"}
+
+
+Bits = dict[str, tuple[str, str]]
+
+
+def _records(folder: Path) -> dict[str, dict[str, Any]]:
+    """The clips' JSON below `folder`, by name."""
+    paths = [path for path in folder.rglob("*.json") if path.with_suffix(".mp4").exists()]
+    return {path.stem: json.loads(path.read_text()) for path in paths}
+
+
+def _bits(records: dict[str, dict[str, Any]]) -> Bits:
+    return {
+        name: (record["latents_sha256"], record["frames_sha256"])
+        for name, record in records.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def bits_of_one_host(tmp_path_factory: pytest.TempPathFactory) -> Bits:
+    """The same clips, made on one host by ranks of its own."""
+    folder = tmp_path_factory.mktemp("one-host")
+    done = svdpp_alone("run", *_CLIPS, "--world", "2", "--out", str(folder))
+    assert done.code == 0, done.err
+    return _bits(_records(folder))
+
+
+def _assert_own_addresses(host: Host, but: set[str] = _TORCHRUNS_OWN) -> None:
+    """Nothing listens beyond the chosen interface, save what is torchrun's."""
+    for address, programs in host.listening().items():
+        assert address == host.address or programs == but, (address, programs)
+
+
+def test_each_host_keeps_the_clips_that_it_decodes(
+    make_hosts: MakeHosts, tmp_path: Path, bits_of_one_host: Bits
+) -> None:
+    hosts = make_hosts(2)
+    photo = shutil.copy(PHOTO, hosts.on_first_host)
+    jobs = hosts.torchrun(
+        *("run", photo, *_CLIPS[1:], "--replicas", "2", "--out", "{host}/out"),
+        *("--log-file", "{host}/log", "--trace", "{host}/trace.json"),
+        per_host=2,
+    )
+    wait_for("*/out/*.mp4", tmp_path)
+    for host in hosts.all:
+        _assert_own_addresses(host)
+    assert [job.end() for job in jobs] == [0, 0], jobs[0].err + jobs[1].err
+
+    held = [_records(host.path("out")) for host in hosts.all]
+    assert [sorted(each) for each in held] == [["rocket_1", "rocket_3"], ["rocket_2", "rocket_4"]]
+    assert {r["host"] for r in held[0].values()} == {"host0"}
+    assert {r["host"] for r in held[1].values()} == {"host1"}
+    journal = json.loads(hosts[0].path("out/run.json").read_text())
+    assert [clip["host"] for clip in journal["clips"]] == ["host0", "host1"] * 2
+    assert {**_bits(held[0]), **_bits(held[1])} == bits_of_one_host
+
+    # A host's clock counts from its own start, 100000 s from the other's.
+    seconds = [record["seconds"] for each in held for record in each.values()]
+    assert all(0 < taken < 100 for taken in seconds), seconds
+    events = json.loads(hosts[0].path("trace.json").read_text())["traceEvents"]
+    times = [event["ts"] for event in events if event["ph"] == "X"]
+    assert max(times) - min(times) < 100e6, "microseconds"
+
+    assert jobs[0].out.splitlines() == [
+        *(f"{hosts[0].path('out')}/rocket_1.mp4",),
+        *(f"{hosts[0].path('out')}/rocket_2.mp4  (on host1)",),
+        *(f"{hosts[0].path('out')}/rocket_3.mp4",),
+        *(f"{hosts[0].path('out')}/rocket_4.mp4  (on host1)",),
+    ]
+    assert "run: 4 of 4 clips done" in jobs[0].err
+    assert jobs[1].out == ""
+    assert "clips" not in jobs[1].err
+    assert _ranks_in_log(hosts[0]) == {0, 1, 2, 3}, "rank 0's host logs the whole run"
+    assert _ranks_in_log(hosts[1]) == {2, 3}, "every other one its own ranks"
+
+
+def _ranks_in_log(host: Host) -> set[int]:
+    lines = host.path("log").read_text().splitlines()
+    ranks = [json.loads(line)["record"]["extra"]["rank"] for line in lines]
+    return {rank for rank in ranks if isinstance(rank, int)}
+
+
+def test_a_cut_cable_ends_both_sides_and_the_run_goes_on_later(
+    make_hosts: MakeHosts, tmp_path: Path, bits_of_one_host: Bits
+) -> None:
+    hosts = make_hosts(2)
+    command = (
+        *("run", *_CLIPS, "--split", "dithered", "--out", "{host}/out", "--timeout", "5"),
+        *("--checkpoint-dir", str(tmp_path / "handed-over"), "--resume"),
+    )
+    jobs = hosts.torchrun(*command, per_host=1)
+    wait_for("*/out/*.mp4", tmp_path)
+    hosts[1].set_link("down")
+    cut = time.monotonic()
+    assert [job.end() for job in jobs] == [1, 1], "torchrun's own code"
+    assert time.monotonic() - cut < allowing_for_others(5 + 4)
+
+    for job in jobs:
+        root_cause = job.err.partition("Root Cause")[2]
+        assert re.search(r"\n +exitcode +: 6 ", root_cause), job.err
+    lost = r"error: rank 1 \(cpu of host1\) has not been heard of for 4 s at clip \d"
+    assert re.search(lost, jobs[0].err), jobs[0].err
+    assert jobs[0].err.count("error: rank") == 1
+    silent = r"error: nothing has reached rank 0 \(host0\) for 4 s: rank 1 \(cpu of host1\) ends at"
+    assert re.search(silent, jobs[1].err), jobs[1].err
+
+    hosts[1].set_link("up")
+    finished = _bits(_records(hosts[1].path("out")))
+    assert 0 < len(finished) < 4
+    jobs = hosts.torchrun(*command, per_host=1)
+    assert [job.end() for job in jobs] == [0, 0], jobs[0].err
+    assert jobs[0].out.count("(was finished)") == len(finished)
+    assert "of them from where an earlier run stood" in jobs[0].err
+    assert _bits(_records(hosts[1].path("out"))) == bits_of_one_host
+    assert not list((tmp_path / "handed-over").iterdir())
+
+
+def test_a_slow_wire_that_loses_packets_changes_no_bit(far_apart: Hosts) -> None:
+    jobs = far_apart.torchrun(
+        *("verify", PHOTO, *DEMO, "--steps", "8", *_SMALL, "--json"), per_host=1
+    )
+    assert [job.end() for job in jobs] == [0, 0], jobs[0].err
+    verdict = json.loads(jobs[0].out)
+    assert verdict["bitwise"]
+    assert {check["what"] for check in verdict["checks"]} == {"latent", "final_latent", "frames"}
+
+
+def test_torchrun_starts_again_and_nothing_is_done_twice(
+    make_hosts: MakeHosts, tmp_path: Path, bits_of_one_host: Bits
+) -> None:
+    hosts = make_hosts(2)
+    jobs = hosts.torchrun(
+        *("run", *_CLIPS, "--split", "dithered", "--out", "{host}/out"),
+        *("--checkpoint-dir", str(tmp_path / "handed-over")),
+        per_host=1,
+        options=("--max-restarts", "1"),
+    )
+    first = wait_for("host1/out/*.json", tmp_path)
+    made_at = first.stat().st_mtime_ns
+    os.kill(hosts.rank(1), signal.SIGKILL)
+    assert [job.end() for job in jobs] == [0, 0], jobs[0].err + jobs[1].err
+    assert re.search(r"error: rank 1 \(cpu of host1\) is gone at clip \d", jobs[0].err)
+    assert "(was finished)" in jobs[0].out
+    assert first.stat().st_mtime_ns == made_at
+    assert _bits(_records(hosts[1].path("out"))) == bits_of_one_host
+
+
+def test_four_hosts_by_the_variables_of_srun(make_hosts: MakeHosts) -> None:
+    """As srun would start them: no launcher stays, and rank 0 keeps the store."""
+    hosts = make_hosts(4)
+    jobs = [
+        hosts.start(
+            host,
+            *("-m", "svdpp", "simulate", "--costs", "svd-xt-a100", "--pace", "0.02"),
+            *("--steps", "28", "--clips", "8", "--json", "--log-file", "{host}/log"),
+            *("--latent-shape", "1", "4", "2", "8", "8", "--threads", "1"),
+            **{"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "4"},
+            **{"SLURM_PROCID": str(host.index), "SLURM_LOCALID": "0"},
+            **{"SLURM_NODEID": str(host.index), "SLURM_STEP_NODELIST": "host[0-3]"},
+            SLURM_STEP_TASKS_PER_NODE="1(x4)",
+        )
+        for host in hosts.all
+    ]
+    log = hosts[0].path("log")
+    while not (log.exists() and "clip 0 is finished" in log.read_text()):
+        assert jobs[0].process.poll() is None, jobs[0].err
+        time.sleep(0.1)
+    for host in hosts.all:
+        assert host.listening(), "a look at the wrong place would find nothing"
+        _assert_own_addresses(host, but=set())
+    assert [job.end() for job in jobs] == [0] * 4, jobs[0].err
+    report = json.loads(jobs[0].out)
+    assert (report["world_size"], report["clips"]) == (4, 8)
+    assert 0 < report["measured"]["makespan_seconds"] < 100
+    assert [job.out for job in jobs[1:]] == [""] * 3
