@@ -159,6 +159,7 @@ def test_profile_measures_starts_that_run_takes(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.long
 def test_verify_and_simulate_know_drafts(tmp_path: Path) -> None:
     page = tmp_path / "proof.html"
     verified = svdpp_alone(

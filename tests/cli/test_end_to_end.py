@@ -127,6 +127,7 @@ def test_run_makes_clips_that_are_diffusers_own(tiny: Path, tmp_path: Path) -> N
     assert "Traceback" not in proof.stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["gif", "webp", "frames"])
 def test_run_writes_other_formats(tiny: Path, tmp_path: Path, kind: str) -> None:
     photo = tmp_path / "my photo, naïve.v2.png"

@@ -211,6 +211,7 @@ def of_another_shape(weights: dict[str, torch.Tensor]) -> None:
         (of_another_shape, "weights are of a wrong shape, the first is 'conv_in.bias (9,), not"),
     ],
 )
+@pytest.mark.long
 def test_weights_of_another_model(
     tmp_path: Path, change: Callable[[dict[str, torch.Tensor]], None], words: str
 ) -> None:

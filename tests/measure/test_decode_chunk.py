@@ -94,6 +94,7 @@ def test_a_measurement_that_runs_out_of_memory(
 
 
 @pytest.mark.processes
+@pytest.mark.long
 def test_run_records_what_auto_chose(tmp_path: Path) -> None:
     run = ("run", PHOTO, *DEMO, *TINY, "--world", "2", "--decode-chunk-size", "auto")
     answer = svdpp_alone(*run, cwd=tmp_path)

@@ -122,9 +122,9 @@ def test_anything_can_be_compared(
     names = [row.name for row in rows]
     assert names[:3] == ["uniform", "balanced", "dithered"]
     assert names[3].endswith("decoders") or world_size == 1
-    assert names[4:] == ["auto", "data parallel"]
+    assert names[4:] == ["auto", "data parallel", "draft"]
     for row in rows:
-        assert (row.forecast is None) == (row.layout is None)
+        assert (row.forecast is None) == (row.layout is None and row.wave is None)
         assert row.note or row.layout
     assert (rows[0].layout is None) == bool(num_steps % world_size)
 
