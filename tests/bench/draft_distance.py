@@ -77,7 +77,8 @@ def words(differences: list[Difference]) -> str:
     most = max(each.max_levels for each in differences)
     if math.isinf(min(psnr)):
         return "equal"
-    return f"{min(psnr):.1f} dB (median {statistics.median(psnr):.1f}), {most} level{'s' * (most > 1)}"
+    levels = "1 level" if most == 1 else f"{most} levels"
+    return f"{min(psnr):.1f} dB (median {statistics.median(psnr):.1f}), {levels}"
 
 
 def main() -> None:
