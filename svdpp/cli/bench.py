@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,6 +18,7 @@ from svdpp.errors import RequestError, VerificationError
 if TYPE_CHECKING:
     from svdpp.measure.bench import Bench
     from svdpp.measure.bench_config import BenchConfig
+    from svdpp.measure.bench_ranks import Ranks
 
 #: Options of the form --section.field=value are the configuration's, not this command's.
 CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -69,31 +72,31 @@ def bench(
     Each round starts, warms up and measures each of them, on the same devices. Clips
     whose bits are not diffusers' own end the command with code 3, results and all.
     """
+    from svdpp.cli import request
+
     console = Console(as_json=as_json, quiet=quiet)
     names, overrides = _sorted_out(words or [])
+    is_member = request.is_joined_member()
     if compare is not None:
         if names or overrides or settings:
             raise RequestError("--compare takes two folders, and no configuration beside them")
+        if is_member:
+            return
         from svdpp.measure.bench_compare import compare as held_against
 
         bench_report.show_comparison(console, *compare, held_against(*compare))
         return
     overrides = [*(settings or []), *overrides, *(["profile=true"] if profile else [])]
     points = _points(names, overrides)
+    if is_member:
+        _serve(console, _benches(points, is_member=True))
+        return
     from svdpp.cli.seeing import check_target
     from svdpp.distributed import fork_server
 
     check_target("--trace", trace, ".json")
     fork_server.start_early(svd=any(point.model.name != DUMMY_MODEL for point in points))
-    benches = _benches(points)
-    summaries = []
-    for index, one in enumerate(benches):
-        if len(benches) > 1:
-            console.talk(f"point {index + 1} of {len(benches)}")
-        summaries.append(_run(console, one, results, trace))
-    if as_json:
-        console.json(summaries)
-    _raise_different(benches)
+    _measure(console, _benches(points, is_member=False), results, trace)
 
 
 def _sorted_out(words: list[str]) -> tuple[list[str], list[str]]:
@@ -116,11 +119,8 @@ def _sorted_out(words: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _points(names: list[str], overrides: list[str]) -> list[BenchConfig]:
-    from svdpp.distributed.world import find_world
     from svdpp.measure.bench_config import read_grid, shipped
 
-    if find_world() is not None:
-        raise RequestError("bench starts ranks, anew for each round: run it without torchrun")
     if len(names) != 1:
         given = f"got {len(names)}: {' '.join(names)}" if names else "got none"
         raise RequestError(
@@ -129,22 +129,19 @@ def _points(names: list[str], overrides: list[str]) -> list[BenchConfig]:
     return read_grid(names[0], overrides)
 
 
-def _benches(points: list[BenchConfig]) -> list[Bench]:
+def _benches(points: list[BenchConfig], *, is_member: bool) -> list[Bench]:
     """All points, checked before the first of them is measured."""
-    from svdpp.distributed import process_group
     from svdpp.distributed.fork_server import quiet_libraries
 
     quiet_libraries()  # they speak while they are imported
     from svdpp.measure.bench import Bench
-    from svdpp.runtime.pipeline import resolve
+    from svdpp.runtime.pipeline import Pipeline
 
-    result = []
-    for point in points:
-        config = _pipeline_config(point)
-        process_group.choose_backend(config.device, config.world_size)
-        process_group.check_devices(config.device, config.world_size)
-        result.append(Bench(point, resolve(config)[0]))
-    return result
+    configs = [_pipeline_config(point) for point in points]
+    return [
+        Bench(point, Pipeline(config).config, is_member=is_member)
+        for point, config in zip(points, configs, strict=True)
+    ]
 
 
 def _pipeline_config(point: BenchConfig) -> PipelineConfig:
@@ -159,7 +156,8 @@ def _pipeline_config(point: BenchConfig) -> PipelineConfig:
     choice = LayoutChoice(
         split=ranks.split, replicas=ranks.replicas, decoders=ranks.decoders, costs=ranks.costs
     )
-    world_size = ranks.world or drafting.world(workload.steps)
+    asked = request.joined_world(ranks.world, "pipeline.world")
+    world_size = asked or drafting.world(workload.steps)
     world_size = world_size or choice.world(ranks.device, workload.steps)
     shape, _ = choice.settings(
         num_steps=workload.steps,
@@ -193,22 +191,54 @@ def _pipeline_config(point: BenchConfig) -> PipelineConfig:
     )
 
 
-def _run(console: Console, one: Bench, root: Path, trace: Path | None) -> dict[str, Any]:
+def _serve(console: Console, benches: list[Bench]) -> None:
+    """Takes part in every pipeline; rank 0 alone measures."""
+    from svdpp.cli import launched, log
+    from svdpp.measure.bench import pipelines_of
+    from svdpp.measure.bench_ranks import serve_all
+
+    log.open_log(verbosity=0, log_file=None)
+    serve_all(pipelines_of(benches), lambda pipeline: launched.serve(pipeline, console))
+
+
+def _measure(console: Console, benches: list[Bench], root: Path, trace: Path | None) -> None:
+    """Measures point by point; a launcher's ranks end with it, and as it does."""
+    from svdpp.distributed.world import find_world
+    from svdpp.measure.bench import pipelines_of
+    from svdpp.measure.bench_ranks import JoinedRanks
+
+    with contextlib.ExitStack() as stack:
+        ranks = None
+        if find_world() is not None:
+            ranks = stack.enter_context(JoinedRanks(pipelines_of(benches)))
+        summaries = []
+        for index, one in enumerate(benches):
+            if len(benches) > 1:
+                console.talk(f"point {index + 1} of {len(benches)}")
+            summaries.append(_run(console, one, ranks, root, trace))
+        if console.as_json:
+            console.json(summaries)
+        _raise_different(benches)
+
+
+def _run(
+    console: Console, one: Bench, ranks: Ranks | None, root: Path, trace: Path | None
+) -> dict[str, Any]:
     """Measures one point, writes its results and prints them."""
-    from svdpp.measure.bench_results import PROFILE, Results
+    from svdpp.measure.bench_results import COSTS, PROFILE, Results
 
     kept = Results(root, one)
+    one.profile_path = (kept.folder / PROFILE).absolute()
     console.talk(_headline(one))
-    one.run(console.talk, kept.add)
+    one.run(console.talk, kept.add, ranks)
     found = kept.finish()
     if trace is not None:
         _write_trace(one, trace)
-    if one.asked.profile:
-        console.talk("one clip under torch.profiler, in a run of its own")
-        one.profile((kept.folder / PROFILE).absolute())
     bench_report.show_summary(console, found)
     console.result(f"{kept.folder}")
     console.talk(f"compare it with another: svdpp bench --compare OTHER {kept.folder}")
+    world, costs = one.config.world_size, shlex.quote(str(kept.folder / COSTS))
+    console.talk(f"plan by it: svdpp plan --world {world} --costs {costs} --compare")
     return {**found, "folder": str(kept.folder)}
 
 

@@ -204,8 +204,8 @@ def default_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def joined_world(asked: int | None) -> int | None:
-    """The number of ranks under torchrun or srun, or what was asked for.
+def joined_world(asked: int | None, option: str = "--world") -> int | None:
+    """The number of ranks under torchrun or srun, or what was asked for by `option`.
 
     Raises:
         RequestError: both are there and disagree.
@@ -215,8 +215,9 @@ def joined_world(asked: int | None) -> int | None:
         return asked
     if asked is not None and asked != world.size:
         raise RequestError(
-            f"--world {asked} disagrees with {launcher_name(world)}'s world of {world.size}",
-            f"leave --world and --gpus out under {launcher_name(world)}",
+            f"{option} {asked} disagrees with {launcher_name(world)}'s world of {world.size}",
+            f"leave {'--world and --gpus' if option == '--world' else option} out under "
+            f"{launcher_name(world)}",
         )
     return world.size
 

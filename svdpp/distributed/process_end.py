@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import signal
 import sys
@@ -67,11 +68,12 @@ def die_by_interrupts() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
+@functools.cache
 def end_by_signals() -> None:
     """Has INT, TERM and HUP end this process at once, whatever library its main thread is in.
 
-    For the main thread. Python would wait until a library's call returns, and a call that waits for
-    another host may not.
+    For the main thread, once. Python would wait until a library's call returns, and a call that
+    waits for another host may not.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)

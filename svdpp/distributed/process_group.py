@@ -19,6 +19,9 @@ from svdpp.errors import RankError, RequestError
 # its waiting neighbour, and a rank that computes for longer would lose the pair (gloo closes it).
 GROUP_TIMEOUT = timedelta(days=7)
 
+#: By who looks for it, and where.
+_stores: dict[tuple[World, str, int], dist.Store] = {}
+
 
 def choose_backend(
     device: str, world_size: int, environment: Mapping[str, str] = os.environ
@@ -65,7 +68,8 @@ def join_file_store(world: World, backend: str, store_file: Path) -> None:
 def open_store(world: World, timeout: float) -> tuple[str, dist.Store]:
     """This host's address, and the store by which ranks meet, for one thread at a time.
 
-    The launcher's. Where it has none, rank 0 makes one, which listens on the address alone.
+    The launcher's. Where it has none, rank 0 makes one, which listens on the address alone. It
+    stays open: groups of ranks that follow each other in one process meet by the same.
 
     Args:
         world: of this rank.
@@ -77,11 +81,8 @@ def open_store(world: World, timeout: float) -> tuple[str, dist.Store]:
     """
     host, port = store_address()
     address = network.choose_interface(host, spans_hosts=world.spans_hosts)
-    wait = timedelta(seconds=timeout)
     try:
-        if world.owns_store and world.rank == 0:
-            return address, _own_store(address, port, wait)
-        return address, dist.TCPStore(host, port, is_master=False, timeout=wait)
+        return address, _store(world, host, port, address, timeout)
     except (OSError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0]
         raise RankError(
@@ -89,6 +90,17 @@ def open_store(world: World, timeout: float) -> tuple[str, dist.Store]:
             f"{reason}",
             "MASTER_ADDR and MASTER_PORT must be rank 0's, and its firewall must let them through",
         ) from error
+
+
+def _store(world: World, host: str, port: int, address: str, timeout: float) -> dist.Store:
+    wait, key = timedelta(seconds=timeout), (world, host, port)
+    if key in _stores:
+        _stores[key].set_timeout(wait)
+    elif world.owns_store and world.rank == 0:
+        _stores[key] = _own_store(address, port, wait)
+    else:
+        _stores[key] = dist.TCPStore(host, port, is_master=False, timeout=wait)
+    return _stores[key]
 
 
 def _own_store(address: str, port: int, wait: timedelta) -> dist.Store:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from svdpp.config import ClipRequest, PipelineConfig
 from svdpp.errors import OutOfMemoryError
 from svdpp.measure.bench_config import BenchConfig
+from svdpp.measure.bench_ranks import Ranks, StartedRanks
 from svdpp.media import image as photos
 from svdpp.media.examples import example_photos
 from svdpp.plan.actions import Action
@@ -64,59 +65,83 @@ class Bench:
     Args:
         asked: every field a plain value.
         config: what the pipeline arm runs, resolved.
+        is_member: whether another rank measures, and this one has a part in it.
 
     Raises:
         InputError: an image cannot be read.
     """
 
-    def __init__(self, asked: BenchConfig, config: PipelineConfig) -> None:
+    def __init__(
+        self, asked: BenchConfig, config: PipelineConfig, *, is_member: bool = False
+    ) -> None:
         self.config = config
         self.asked = asked.resolved(config)
         self.arms = arms_of(config)
         self.rounds: list[Round] = []
         self.out_of_memory: dict[str, OutOfMemoryError] = {}
         """Arms beside the pipeline that the devices cannot hold."""
-        self.requests = _requests(asked, config)
+        self.profile_path: Path | None = None
+        """Of what torch.profiler sees; to be set before the measuring is over."""
+        self.requests = [] if is_member else _requests(asked, config)
 
-    def run(self, talk: Callable[[str], None], each: Callable[[Round], None]) -> None:
-        """Measures every arm once a round, each round beginning with another one.
+    def turns(self) -> Iterator[tuple[int, str]]:
+        """Round and arm, in the order in which they are measured: each round begins with another.
+
+        Arms that the devices cannot hold are left out from then on.
+        """
+        names = list(self.arms)
+        for number in range(self.asked.measure.repeats):
+            turn = number % len(names)
+            for arm in names[turn:] + names[:turn]:
+                if arm not in self.out_of_memory:
+                    yield number, arm
+
+    def pipelines(self) -> Iterator[Pipeline]:
+        """The pipelines of all turns, and that of the profile, each as it is asked for."""
+        for _, arm in self.turns():
+            if arm != ONE_DEVICE:
+                yield Pipeline(self.arms[arm])
+        if self.asked.profile:
+            path = self.profile_path
+            yield Pipeline(self.config, profile_path=None if path is None else str(path))
+
+    def run(
+        self,
+        talk: Callable[[str], None],
+        each: Callable[[Round], None],
+        ranks: Ranks | None = None,
+    ) -> None:
+        """Measures every arm once a round, and profiles the pipeline afterwards if that was asked.
 
         Args:
             talk: told what was measured.
             each: given every round of an arm as it ends.
+            ranks: take `pipelines` one after the other; None: they are started for each.
 
         Raises:
             SvdppError: what keeps an arm from running; of those beside the pipeline, all but a
                 lack of memory, which is itself a result.
         """
-        repeats, names = self.asked.measure.repeats, list(self.arms)
-        for number in range(repeats):
-            turn = number % len(names)
-            for arm in names[turn:] + names[:turn]:
-                if arm in self.out_of_memory:
-                    continue
-                try:
-                    done = self._measure(arm, number)
-                except OutOfMemoryError as error:
-                    if arm == PIPELINE:
-                        raise
-                    self.out_of_memory[arm] = error
-                    talk(f"round {number + 1} of {repeats}, {arm}: {error.message}")
-                    continue
-                self.rounds.append(done)
-                each(done)
-                talk(f"round {number + 1} of {repeats}, {arm}: {_words(done.trace)}")
+        ranks = ranks or StartedRanks(self.pipelines())
+        for number, arm in self.turns():
+            place = f"round {number + 1} of {self.asked.measure.repeats}, {arm}"
+            try:
+                done = self._measure(arm, number, ranks)
+            except OutOfMemoryError as error:
+                if arm == PIPELINE or (arm != ONE_DEVICE and ranks.end_together):
+                    raise
+                self.out_of_memory[arm] = error
+                talk(f"{place}: {error.message}")
+                continue
+            self.rounds.append(done)
+            each(done)
+            talk(f"{place}: {_words(done.trace)}")
+        if self.asked.profile:
+            talk("one clip under torch.profiler, in a run of its own")
+            with ranks.at_work() as pipeline:
+                pipeline.run(self.requests[:2])
 
-    def profile(self, path: Path) -> None:
-        """Runs the pipeline once more, with torch.profiler on rank 0, and writes what it saw.
-
-        Raises:
-            SvdppError: what ended the run.
-        """
-        with Pipeline(self.config, profile_path=str(path)) as pipeline:
-            pipeline.run(self.requests[:2])
-
-    def _measure(self, arm: str, number: int) -> Round:
+    def _measure(self, arm: str, number: int, ranks: Ranks) -> Round:
         config = self.arms[arm]
         # So many clips go through every rank: each chain's, each of its decoders'.
         visits = 1 if arm == ONE_DEVICE else config.replicas * config.decoders
@@ -127,9 +152,7 @@ class Bench:
         if arm == ONE_DEVICE:
             run_reference(config, [*warmups, *self.requests], observers=(listener,))
             return done
-        pipeline = Pipeline(config)
-        pipeline.observe(listener)
-        with pipeline:
+        with ranks.at_work(listener) as pipeline:
             if warmups:
                 pipeline.run(warmups)
             pipeline.run(self.requests)
@@ -173,6 +196,13 @@ class _Listener:
                 self._round.trace.add(rank, event)
             case _:
                 pass
+
+
+def pipelines_of(benches: Sequence[Bench]) -> Iterator[Pipeline]:
+    """Those of all points, for a launcher's ranks; and one at whose line they hear of the end."""
+    for one in benches:
+        yield from one.pipelines()
+    yield Pipeline(benches[-1].config)
 
 
 def _requests(asked: BenchConfig, config: PipelineConfig) -> list[ClipRequest]:

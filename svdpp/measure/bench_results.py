@@ -15,14 +15,15 @@ from typing import Any
 from svdpp.errors import OutputError
 from svdpp.measure.accounts import accounts
 from svdpp.measure.bench import ONE_DEVICE, PIPELINE, Bench, Round, differing
+from svdpp.measure.bench_costs import costs_of
 from svdpp.measure.environment import environment
 from svdpp.media import place
 from svdpp.runtime.trace import percentile
 
 SCHEMA_VERSION = 1
-SUMMARY, CONFIG, ENVIRONMENT, SPANS, TABLE, PROFILE = (
+SUMMARY, CONFIG, ENVIRONMENT, SPANS, TABLE, PROFILE, COSTS = (
     *("summary.json", "config.yaml", "env.json", "spans.jsonl", "summary.csv"),
-    "profile.json",
+    *("profile.json", "costs.json"),
 )
 _GIB = 2**30
 
@@ -60,12 +61,13 @@ class Results:
             raise OutputError(f"{SPANS} cannot be written: {error.strerror}") from error
 
     def finish(self) -> dict[str, Any]:
-        """Writes the sums; returns what `summary.json` holds.
+        """Writes the sums and the costs; returns what `summary.json` holds.
 
         Raises:
             OutputError: they cannot be written.
         """
         found = summary(self._bench, self.run_id)
+        place.write_json(self.folder / COSTS, costs_of(self._bench, self.run_id).to_json())
         place.write_json(self.folder / SUMMARY, found)
         rows = list(_table(found))
         text = io.StringIO(newline="")

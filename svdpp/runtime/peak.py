@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 from pathlib import Path
 
 import torch
@@ -19,6 +21,18 @@ def peak_bytes(device: str) -> tuple[int | None, int]:
             int(torch.cuda.max_memory_reserved(torch.device(device))),
         )
     return None, status_bytes("VmHWM")
+
+
+def begin_anew() -> None:
+    """Gives back what an earlier run in this process has left, and forgets its peak."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+        for device in range(torch.cuda.device_count()):
+            torch.cuda.reset_peak_memory_stats(device)
+    # 5: the peak is now, see proc(5). Where that may not be written the old one stays.
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
 
 
 def status_bytes(name: str) -> int:

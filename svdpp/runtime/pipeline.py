@@ -178,6 +178,16 @@ class Pipeline:
         """
         return self._crew.join().ask(question)
 
+    def gather(self) -> None:
+        """Has a launcher's other ranks wait for this pipeline's work; before the block.
+
+        From then on they end with rank 0 and know why, whatever it does meanwhile.
+
+        Raises:
+            SvdppError: a rank is not there, or was started in another way.
+        """
+        self._crew.join()
+
     def dismiss(self, error: BaseException | None = None) -> None:
         """Sends a launcher's other ranks away; instead of the block.
 

@@ -21,6 +21,7 @@ from svdpp.measure.bench import (
     differing,
 )
 from svdpp.measure.bench_config import read_grid
+from svdpp.measure.bench_ranks import Ranks
 from svdpp.measure.bench_results import Results, summary
 from svdpp.runtime.messages import ActionDone, Finished, Joined, StepDone
 from svdpp.runtime.trace import Trace
@@ -89,7 +90,7 @@ def test_arms_take_turns_and_one_that_does_not_fit_is_a_result(
 ) -> None:
     asked: list[tuple[int, str]] = []
 
-    def measure(self: Bench, arm: str, number: int) -> Round:  # noqa: ARG001
+    def measure(self: Bench, arm: str, number: int, ranks: Ranks) -> Round:  # noqa: ARG001
         asked.append((number, arm))
         if arm == DATA_PARALLEL:
             raise OutOfMemoryError("out of memory while decoding")
@@ -111,7 +112,7 @@ def test_arms_take_turns_and_one_that_does_not_fit_is_a_result(
 
 
 def test_a_pipeline_that_does_not_fit_ends_the_bench(monkeypatch: pytest.MonkeyPatch) -> None:
-    def measure(self: Bench, arm: str, number: int) -> Round:  # noqa: ARG001
+    def measure(self: Bench, arm: str, number: int, ranks: Ranks) -> Round:  # noqa: ARG001
         raise OutOfMemoryError("out of memory")
 
     monkeypatch.setattr(module.Bench, "_measure", measure)

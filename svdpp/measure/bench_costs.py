@@ -1,0 +1,83 @@
+"""Owns what a bench's pipeline tells of the costs that a plan is made with."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable
+
+from svdpp.distributed.world import find_world
+from svdpp.measure.bench import DATA_PARALLEL, PIPELINE, Bench
+from svdpp.measure.profile import Profile
+from svdpp.plan.actions import Kind
+from svdpp.plan.costs import Costs
+from svdpp.runtime.trace import Trace
+
+
+def costs_of(bench: Bench, run_id: str) -> Costs:
+    """Medians of all rounds of the pipeline; memory and writing are not measured by a bench.
+
+    Args:
+        bench: measured.
+        run_id: of its results.
+    """
+    traces = [each.trace for each in bench.rounds if each.arm == PIPELINE]
+    others = [each.trace for each in bench.rounds if each.arm == DATA_PARALLEL]
+    world = find_world()
+    ranks_per_host = None if world is None else world.ranks_per_host
+    hops = _hops(traces, ranks_per_host)
+    profile = Profile(
+        bench.config,
+        step_seconds=_steps(traces, others, bench.config.world_size),
+        encode_seconds=_median(_actions(traces, Kind.ENCODE)),
+        decode_seconds=_median(_actions(traces, Kind.DECODE)),
+        packet_bytes=max((hop.num_bytes for trace in traces for hop in trace.hops), default=0),
+        ranks_per_host=ranks_per_host,
+        hop_seconds=_median(hops[False]),
+        hop_between_hosts_seconds=_median(hops[True]) if hops[True] else None,
+    )
+    return profile.costs(f"svdpp bench, {bench.asked.experiment}/{run_id}")
+
+
+def _steps(traces: list[Trace], others: list[Trace], world_size: int) -> list[float]:
+    """The median of each rank, by rank.
+
+    One that only decodes in the pipeline has done whole clips in data parallel; where that did not
+    fit either it is taken to be as fast as the others.
+    """
+    found, elsewhere = _steps_by_rank(traces), _steps_by_rank(others)
+    own = {
+        rank: _median(found.get(rank) or elsewhere[rank])
+        for rank in range(world_size)
+        if rank in found or rank in elsewhere
+    }
+    return [own.get(rank, _median(own.values())) for rank in range(world_size)]
+
+
+def _steps_by_rank(traces: list[Trace]) -> dict[int, list[float]]:
+    found: dict[int, list[float]] = defaultdict(list)
+    for trace in traces:
+        for step in trace.steps:
+            found[step.rank].append(step.end - step.start)
+    return dict(found)
+
+
+def _actions(traces: list[Trace], kind: Kind) -> list[float]:
+    spans = (span for trace in traces for span in trace.spans if span.action.kind is kind)
+    return [span.end - span.start for span in spans]
+
+
+def _hops(traces: list[Trace], ranks_per_host: int | None) -> dict[bool, list[float]]:
+    """Of whole packets, as their receivers saw them, by whether they went from host to host."""
+    host_of = Costs(ranks_per_host=ranks_per_host).host_of
+    found: dict[bool, list[float]] = {False: [], True: []}
+    for trace in traces:
+        for hop in trace.hops:
+            if hop.direction == "recv":
+                found[host_of(hop.rank) != host_of(hop.peer)].append(hop.end - hop.start)
+    return found
+
+
+def _median(seconds: Iterable[float]) -> float:
+    seconds = list(seconds)
+    return statistics.median(seconds) if seconds else 0.0
