@@ -156,7 +156,7 @@ def _pipeline_config(point: BenchConfig) -> PipelineConfig:
     choice = LayoutChoice(
         split=ranks.split, replicas=ranks.replicas, decoders=ranks.decoders, costs=ranks.costs
     )
-    asked = request.joined_world(ranks.world, "pipeline.world")
+    asked = request.joined_world(ranks.world, "pipeline.world", "give --pipeline.world=null")
     world_size = asked or drafting.world(workload.steps)
     world_size = world_size or choice.world(ranks.device, workload.steps)
     shape, _ = choice.settings(

@@ -204,8 +204,17 @@ def default_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def joined_world(asked: int | None, option: str = "--world") -> int | None:
-    """The number of ranks under torchrun or srun, or what was asked for by `option`.
+def joined_world(
+    asked: int | None,
+    option: str = "--world",
+    leave_out: str = "leave --world and --gpus out",
+) -> int | None:
+    """The number of ranks under torchrun or srun, or what was asked for.
+
+    Args:
+        asked: None where nothing was.
+        option: by which it is asked for.
+        leave_out: how to ask for nothing.
 
     Raises:
         RequestError: both are there and disagree.
@@ -216,8 +225,7 @@ def joined_world(asked: int | None, option: str = "--world") -> int | None:
     if asked is not None and asked != world.size:
         raise RequestError(
             f"{option} {asked} disagrees with {launcher_name(world)}'s world of {world.size}",
-            f"leave {'--world and --gpus' if option == '--world' else option} out under "
-            f"{launcher_name(world)}",
+            f"{leave_out} under {launcher_name(world)}",
         )
     return world.size
 

@@ -111,15 +111,19 @@ class Delivery:
             "seconds": round(time.time() - parcel.begun_at, 3),
             **({"host": self._host} if self._host else {}),
         }
-        output = job.request.output
-        if output is not None and self._folder is not None:
-            output = replace(output, path=str(self._folder / Path(output.path).name))
+        output, earlier = self._here(job.request.output), self._here(parcel.replaces)
         if output is not None and frames is not None:
             # The JSON says that the clip is whole, so it comes second.
             video.write_clip(frames, output, fps=int(record["fps"]), metadata=record)
             place.write_json(Path(output.json_path), record)
-            if parcel.replaces is not None:
-                place.remove(Path(parcel.replaces.path))
-                place.remove(Path(parcel.replaces.json_path))
+            if earlier is not None:
+                place.remove(Path(earlier.path))
+                place.remove(Path(earlier.json_path))
         done = DraftDone if parcel.is_draft else ClipDone
         self._on_done(done(clip=job.clip, record=record))
+
+    def _here(self, output: OutputConfig | None) -> OutputConfig | None:
+        """`output` in this host's own folder, where it has one."""
+        if output is None or self._folder is None:
+            return output
+        return replace(output, path=str(self._folder / Path(output.path).name))

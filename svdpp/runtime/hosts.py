@@ -66,7 +66,7 @@ def _look(question: Question, policy: OutputPolicy, draft: DraftConfig | None) -
     outputs = {record["output"]: record for record in question.records}
     existing = [name for name in outputs if (policy.folder / name).exists()]
     finished = {}
-    for name in existing if policy.resume else ():
+    for name in outputs if policy.resume else ():  # an accepted draft has another name
         output = OutputConfig(path=str(policy.folder / name), format=policy.format, crf=policy.crf)
         if (record := finished_clip(output, outputs[name], draft)) is not None:
             finished[name] = record

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -49,10 +50,12 @@ def test_what_cannot_be_measured_is_refused_first(
     assert_error(svdpp_here("bench", *arguments), code, *words)
 
 
-def test_torchruns_ranks_are_not_started_anew() -> None:
-    world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    assert_error(svdpp_here("bench", "smoke", env={**world, **place}), 2, "without torchrun")
+def test_a_world_that_disagrees_with_torchruns_is_refused() -> None:
+    world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "3"}
+    answer = svdpp_here("bench", "smoke", env=world)
+    assert_error(
+        answer, 2, "pipeline.world 2 disagrees with torchrun's world of 3", "pipeline.world=null"
+    )
 
 
 @pytest.mark.processes
@@ -78,6 +81,10 @@ def test_a_bench_of_the_dummy_and_its_comparison_with_itself(tmp_path: Path) -> 
     assert all(rank["peak_reserved_gib"] > 0 for rank in ranks)
     trace = json.loads((tmp_path / "t.json").read_text())
     assert trace["otherData"]["round"] == 0
+    (command,) = [line for line in answer.err.splitlines() if line.startswith("plan by it: ")]
+    planned = svdpp_here(*shlex.split(command)[4:-3], str(folder / "costs.json"), "--compare")
+    assert planned.code == 0, planned
+    assert "data parallel" in planned.out
 
     answer = svdpp_here("bench", "--compare", str(folder), str(folder), "--json")
     assert answer.code == 0, answer

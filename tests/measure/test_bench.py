@@ -23,6 +23,7 @@ from svdpp.measure.bench import (
 from svdpp.measure.bench_config import read_grid
 from svdpp.measure.bench_ranks import Ranks
 from svdpp.measure.bench_results import Results, summary
+from svdpp.plan.costs import Costs
 from svdpp.runtime.messages import ActionDone, Finished, Joined, StepDone
 from svdpp.runtime.trace import Trace
 
@@ -142,8 +143,12 @@ def test_files_of_a_run(tmp_path: Path) -> None:
     assert kept.folder.parent == tmp_path / "smoke"
     assert kept.run_id.endswith(f"-{one.asked.sha256[:8]}")
     assert {path.name for path in kept.folder.iterdir()} == {
-        *("config.yaml", "env.json", "spans.jsonl", "summary.json", "summary.csv"),
+        *("config.yaml", "env.json", "spans.jsonl", "summary.json", "summary.csv", "costs.json"),
     }
+    assert (
+        Costs.load(kept.folder / "costs.json").source
+        == f"measured by: svdpp bench, smoke/{kept.run_id}"
+    )
     assert json.loads((kept.folder / "summary.json").read_text()) == found
     assert read_grid(str(kept.folder / "config.yaml"), []) == [one.asked]
     assert f"# sha256 {one.asked.sha256}\n" in (kept.folder / "config.yaml").read_text()

@@ -11,7 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from svdpp.config import ClipRequest, ModelConfig, OutputConfig, PipelineConfig, SamplingConfig
+from svdpp.config import (
+    ClipRequest,
+    DraftConfig,
+    ModelConfig,
+    OutputConfig,
+    PipelineConfig,
+    SamplingConfig,
+)
 from svdpp.errors import OutputError, RequestError
 from svdpp.media import place, video
 from svdpp.media.image import read_photo
@@ -59,12 +66,13 @@ def _finish(record: Mapping[str, Any], folder: Path, **changes: Any) -> None:
 class _Host1:
     """Answers from folders of its own."""
 
-    def __init__(self, there: OutputPolicy) -> None:
+    def __init__(self, there: OutputPolicy, draft: DraftConfig | None = None) -> None:
         self.there = there
+        self.draft = draft
         self.sent_away: list[BaseException | None] = []
 
     def ask(self, question: bytes) -> dict[str, bytes]:
-        return {"host1": hosts.answer(question, self.there, None)}
+        return {"host1": hosts.answer(question, self.there, self.draft)}
 
     def dismiss(self, error: BaseException | None = None) -> None:
         self.sent_away.append(error)
@@ -79,6 +87,21 @@ def test_a_clip_that_another_host_holds_is_not_made_again(tmp_path: Path) -> Non
     assert [request.seed for request in left.requests] == [1]
     assert [record["seed"] for record in left.records] == [1]
     assert [(r["output"], r["host"]) for r in left.skipped] == [("rocket_2.mp4", "host1")]
+
+
+@pytest.mark.parametrize(("accept_db", "is_finished"), [(30.0, True), (50.0, False), (None, False)])
+def test_an_accepted_draft_that_another_host_holds_is_as_good_as_what_is_asked(
+    tmp_path: Path, accept_db: float | None, is_finished: bool
+) -> None:
+    here = OutputPolicy(folder=tmp_path / "here", resume=True)
+    there = OutputPolicy(folder=tmp_path / "there", resume=True)
+    plan = _plan(here.folder, (1,))
+    record = {**plan.records[0], "output": "rocket_1.draft.mp4", "draft": {"accept_db": 40.0}}
+    _finish(record, there.folder)
+    host1 = _Host1(there, DraftConfig(starts=(0, 1), accept_db=accept_db))
+    left = hosts.without_those_elsewhere(plan, here, host1)
+    assert [each["output"] for each in left.skipped] == ["rocket_1.draft.mp4"] * is_finished
+    assert len(left.requests) == 1 - is_finished
 
 
 def test_its_kept_packets_go(tmp_path: Path) -> None:

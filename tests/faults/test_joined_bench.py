@@ -1,0 +1,62 @@
+"""A bench on ranks that others have started: what ends rank 0 between two arms ends all alike."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli.shell import ROOT
+from tests.faults.processes import allowing_for_others, wait_until
+
+pytestmark = [pytest.mark.processes, pytest.mark.long]
+
+TINY = (
+    *("--model.name=dummy", "--model.latent_shape=[1, 4, 2, 8, 8]", "--workload.clips=2"),
+    *("--workload.steps=2", "--measure.repeats=1", "--measure.warmups=0"),
+)
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def _start(rank: int, port: int, home: Path) -> subprocess.Popen[bytes]:
+    """As srun would: nobody ends the others when one has ended, and rank 0 keeps the store."""
+    environment = {
+        **os.environ,
+        **{"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "TMPDIR": str(home)},
+        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+        **{"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2"},
+        **{"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
+    }
+    with (home / f"said{rank}").open("wb") as said:
+        return subprocess.Popen(
+            [*(sys.executable, "-m", "svdpp", "bench", "smoke", *TINY), "--results", str(home)],
+            stdin=subprocess.DEVNULL,
+            stdout=said,
+            stderr=said,
+            env=environment,
+        )
+
+
+def test_results_that_cannot_be_written_end_every_rank_by_the_same_code(tmp_path: Path) -> None:
+    port = _free_port()
+    ranks = [_start(rank, port, tmp_path) for rank in range(2)]
+    try:
+        wait_until(lambda: list(tmp_path.glob("smoke/*/config.yaml")), 100, "the results' folder")
+        (config,) = tmp_path.glob("smoke/*/config.yaml")
+        (config.parent / "spans.jsonl").mkdir()  # where the first arm's spans are to go
+        codes = [rank.wait(allowing_for_others(40)) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert codes == [8, 8]
+    assert "error: spans.jsonl cannot be written" in (tmp_path / "said0").read_text()
+    assert (tmp_path / "said1").read_text() == "", "rank 0 has said it"
