@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from svdpp.cli.bench import _sorted_out
-from tests.cli.shell import assert_error, svdpp_alone, svdpp_here
+from tests.cli.shell import assert_error, python, svdpp_alone, svdpp_here
 
 TINY = (
     *("--model.name=dummy", "--model.latent_shape=[1, 4, 2, 8, 8]", "--workload.clips=2"),
@@ -82,7 +82,7 @@ def test_a_bench_of_the_dummy_and_its_comparison_with_itself(tmp_path: Path) -> 
     trace = json.loads((tmp_path / "t.json").read_text())
     assert trace["otherData"]["round"] == 0
     (command,) = [line for line in answer.err.splitlines() if line.startswith("plan by it: ")]
-    planned = svdpp_here(*shlex.split(command)[4:-3], str(folder / "costs.json"), "--compare")
+    planned = svdpp_here(*shlex.split(command)[4:-2], str(folder / "costs.json"), "--compare")
     assert planned.code == 0, planned
     assert "data parallel" in planned.out
 
@@ -94,6 +94,28 @@ def test_a_bench_of_the_dummy_and_its_comparison_with_itself(tmp_path: Path) -> 
     answer = svdpp_here("bench", "--compare", str(folder), str(folder))
     assert answer.out.endswith("equal: every difference is within noise\n")
     assert max(map(len, answer.out.splitlines()[2:])) <= 80
+
+
+@pytest.mark.processes
+@pytest.mark.long
+def test_torchruns_ranks_take_part_in_every_arm_but_diffusers_own(tmp_path: Path) -> None:
+    answer = python(
+        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "svdpp"),
+        *("bench", "smoke", *TINY, "--pipeline.world=null", "--pipeline.decoders=[1, 2]"),
+        "--json",
+        cwd=tmp_path,
+        env={"GLOO_SOCKET_IFNAME": "lo"},
+    )
+    assert answer.code == 0, answer.err
+    points = json.loads(answer.out)
+    for found in points:
+        assert found["same_bits"] is True
+        for arm, world in (("pipeline", 2), ("data parallel", 2), ("diffusers", 1)):
+            rounds = found["arms"][arm]["rounds"]
+            assert [len(each["ranks"]) for each in rounds] == [world]
+        assert (tmp_path / found["folder"] / "costs.json").exists()
+    assert len({found["arms"]["pipeline"]["layout"] for found in points}) == 2
+    assert answer.err.count("plan by it: ") == 2, "rank 0 alone speaks"
 
 
 @pytest.mark.processes

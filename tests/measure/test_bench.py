@@ -145,10 +145,8 @@ def test_files_of_a_run(tmp_path: Path) -> None:
     assert {path.name for path in kept.folder.iterdir()} == {
         *("config.yaml", "env.json", "spans.jsonl", "summary.json", "summary.csv", "costs.json"),
     }
-    assert (
-        Costs.load(kept.folder / "costs.json").source
-        == f"measured by: svdpp bench, smoke/{kept.run_id}"
-    )
+    source = f"measured by: svdpp bench, smoke/{kept.run_id}"
+    assert Costs.load(kept.folder / "costs.json").source == source
     assert json.loads((kept.folder / "summary.json").read_text()) == found
     assert read_grid(str(kept.folder / "config.yaml"), []) == [one.asked]
     assert f"# sha256 {one.asked.sha256}\n" in (kept.folder / "config.yaml").read_text()
