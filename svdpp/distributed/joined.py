@@ -141,6 +141,22 @@ class JoinedGroup:
                 raise RankError(f"rank {rank} ({host}) is gone before the work began") from error
         return answers
 
+    def check_there(self) -> None:
+        """Looks whether all ranks still wait for the work; before `begin`.
+
+        Raises:
+            RankError: one of them does not.
+        """
+        self.poll(0)
+        for rank, channel in self._lines.items():
+            if channel.connection.closed:
+                host = self._callers[rank].host
+                how = "is gone" if rank in self._gone else "has not been heard of"
+                raise RankError(
+                    f"rank {rank} ({host}) {how} while it waited for work",
+                    f"what its launcher says on {host} tells how it ended",
+                )
+
     def _one_of_each_other_host(self) -> list[int]:
         first = {host: rank for rank, host in reversed(list(enumerate(self.hosts)))}
         return sorted(rank for host, rank in first.items() if host != self._world.host)

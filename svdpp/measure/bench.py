@@ -150,7 +150,8 @@ class Bench:
         done = Round(arm, number, num_warmups, Trace(config.world_size))
         listener = _Listener(done)
         if arm == ONE_DEVICE:
-            run_reference(config, [*warmups, *self.requests], observers=(listener,))
+            clips = [*warmups, *self.requests]
+            run_reference(config, clips, observers=(listener, ranks.look))
             return done
         with ranks.at_work(listener) as pipeline:
             if warmups:

@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Protocol
 
 from svdpp.runtime import peak
+from svdpp.runtime.messages import Event
 from svdpp.runtime.pipeline import Pipeline
 from svdpp.runtime.supervisor import Observer
 
@@ -20,6 +21,9 @@ class Ranks(Protocol):
 
     def at_work(self, *observers: Observer) -> contextlib.AbstractContextManager[Pipeline]:
         """The next pipeline, entered."""
+
+    def look(self, rank: int, event: Event) -> None:
+        """Observes what is measured without them, so as to see that they are still there."""
 
 
 def serve_all(pipelines: Iterable[Pipeline], serve: Callable[[Pipeline], None]) -> None:
@@ -54,6 +58,9 @@ class StartedRanks:
             pipeline.observe(observer)
         with pipeline:
             yield pipeline
+
+    def look(self, rank: int, event: Event) -> None:
+        """There are none between two pipelines."""
 
 
 class JoinedRanks:
@@ -97,6 +104,15 @@ class JoinedRanks:
         with pipeline:
             yield pipeline
         self._gather()
+
+    def look(self, rank: int, event: Event) -> None:  # noqa: ARG002
+        """See `Ranks`.
+
+        Raises:
+            RankError: one of them is not.
+        """
+        assert self._next is not None, "an earlier pipeline has failed"
+        self._next.check_gathered()
 
     def _gather(self) -> None:
         peak.begin_anew()

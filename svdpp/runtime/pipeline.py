@@ -188,6 +188,14 @@ class Pipeline:
         """
         self._crew.join()
 
+    def check_gathered(self) -> None:
+        """Looks whether those that `gather` has found are still there; before the block.
+
+        Raises:
+            RankError: one of them is not.
+        """
+        self._crew.join().check_there()
+
     def dismiss(self, error: BaseException | None = None) -> None:
         """Sends a launcher's other ranks away; instead of the block.
 
