@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -45,18 +46,39 @@ def _start(rank: int, port: int, home: Path) -> subprocess.Popen[bytes]:
         )
 
 
-def test_results_that_cannot_be_written_end_every_rank_by_the_same_code(tmp_path: Path) -> None:
+@pytest.fixture
+def ranks(tmp_path: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Two, which have begun to measure."""
     port = _free_port()
-    ranks = [_start(rank, port, tmp_path) for rank in range(2)]
+    started = [_start(rank, port, tmp_path) for rank in range(2)]
     try:
         wait_until(lambda: list(tmp_path.glob("smoke/*/config.yaml")), 100, "the results' folder")
-        (config,) = tmp_path.glob("smoke/*/config.yaml")
-        (config.parent / "spans.jsonl").mkdir()  # where the first arm's spans are to go
-        codes = [rank.wait(allowing_for_others(40)) for rank in ranks]
+        yield started
     finally:
-        for rank in ranks:
+        for rank in started:
             rank.kill()
             rank.wait()
-    assert codes == [8, 8]
+
+
+def _codes(ranks: list[subprocess.Popen[bytes]]) -> list[int]:
+    return [rank.wait(allowing_for_others(40)) for rank in ranks]
+
+
+def test_results_that_cannot_be_written_end_every_rank_by_the_same_code(
+    ranks: list[subprocess.Popen[bytes]], tmp_path: Path
+) -> None:
+    (config,) = tmp_path.glob("smoke/*/config.yaml")
+    (config.parent / "spans.jsonl").mkdir()  # where the first arm's spans are to go
+    assert _codes(ranks) == [8, 8]
     assert "error: spans.jsonl cannot be written" in (tmp_path / "said0").read_text()
     assert (tmp_path / "said1").read_text() == "", "rank 0 has said it"
+
+
+def test_a_rank_that_dies_while_diffusers_alone_is_measured_is_noticed(
+    ranks: list[subprocess.Popen[bytes]], tmp_path: Path
+) -> None:
+    said = tmp_path / "said0"
+    wait_until(lambda: "data parallel: " in said.read_text(), 100, "the last arm before")
+    ranks[1].kill()
+    assert _codes(ranks) == [6, -9]
+    assert "is gone while it waited for work" in said.read_text()
