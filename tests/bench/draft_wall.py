@@ -32,6 +32,8 @@ class Times(NamedTuple):
     """To the end of the last step of the rank that is first to have it."""
     clip: float
     """To the end of that rank's decode."""
+    exact_steps: float
+    """To the end of rank 0's last step."""
     exact: float
     """To the end of rank 0's decode."""
 
@@ -53,7 +55,12 @@ def measure(starts: tuple[int, ...], num_steps: int) -> Times:
         ends = [each.end for each in spans if (each.rank, each.action.kind) == (rank, kind)]
         return max(ends) - begun
 
-    return Times(last(Kind.DENOISE, fastest), last(Kind.DECODE, fastest), last(Kind.DECODE, 0))
+    return Times(
+        last(Kind.DENOISE, fastest),
+        last(Kind.DECODE, fastest),
+        last(Kind.DENOISE, 0),
+        last(Kind.DECODE, 0),
+    )
 
 
 def main() -> None:
@@ -67,24 +74,25 @@ def main() -> None:
     rounds = len(starts) - 1 + options.steps - starts[-1]
     ideal = rounds / options.steps
     print(f"starts {options.starts}, {options.steps} steps: ideal ratio of steps {ideal:.3f}")
-    print(
-        f"{'steps alone':>12}{'draft':>9}{'ratio':>8}{'clip alone':>12}{'draft':>9}{'ratio':>8}",
-        end="",
+    columns = (
+        *("alone, steps", "with decode", "draft, steps", "with decode"),
+        *("steps/alone", "steps/rank 0", "clip/alone", "exact/alone"),
     )
-    print(f"{'exact':>9}{'ratio':>8}")
+    print("".join(f"{column:>14}" for column in columns))
     ratios = []
     for _ in range(options.rounds):
         alone, draft = measure((0,), options.steps), measure(starts, options.steps)
-        all_three = draft.steps / alone.steps, draft.clip / alone.clip, draft.exact / alone.exact
-        ratios.append(all_three)
-        print(
-            f"{alone.steps:12.2f}{draft.steps:9.2f}{all_three[0]:8.3f}"
-            f"{alone.clip:12.2f}{draft.clip:9.2f}{all_three[1]:8.3f}"
-            f"{draft.exact:9.2f}{all_three[2]:8.3f}",
-            flush=True,
+        ratios.append(
+            (
+                *(draft.steps / alone.steps, draft.steps / draft.exact_steps),
+                *(draft.clip / alone.clip, draft.exact / alone.exact),
+            )
         )
+        seconds = alone.steps, alone.clip, draft.steps, draft.clip
+        row = [*(f"{each:.2f}" for each in seconds), *(f"{each:.3f}" for each in ratios[-1])]
+        print("".join(f"{cell:>14}" for cell in row), flush=True)
     medians = [statistics.median(column) for column in zip(*ratios, strict=True)]
-    print(f"median ratios: steps {medians[0]:.3f}, clip {medians[1]:.3f}, exact {medians[2]:.3f}")
+    print(f"{'medians':>56}" + "".join(f"{each:14.3f}" for each in medians))
 
 
 if __name__ == "__main__":
