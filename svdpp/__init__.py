@@ -1,3 +1,3 @@
 """svdpp: Stable Video Diffusion over several devices by splitting the denoising steps."""
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
