@@ -226,7 +226,7 @@ def test_distances_in_the_record_are_those_of_the_frames(tmp_path: Path) -> None
 @pytest.mark.processes
 def test_an_accepted_draft_ends_the_clip_and_never_calls_itself_exact(tmp_path: Path) -> None:
     """Ranks 3 and 2 agree to any PSNR above 1 dB: the steps that are left are not done."""
-    config = _svd("demo", (0, 4, 8, 11), 16, accept_db=1.0)
+    config = _svd("demo", (0, 30, 34, 37), 40, accept_db=1.0)
     requests = [_request(tmp_path), _request(tmp_path, photo=1)]
     outputs = [each.output for each in requests]
     records = [{"output": Path(each.path).name, "fps": 7} for each in outputs if each]
@@ -243,8 +243,8 @@ def test_an_accepted_draft_ends_the_clip_and_never_calls_itself_exact(tmp_path: 
         *("chelsea_0.draft.json", "chelsea_0.draft.mp4"),
     ]
     done = Counter(step.rank for step in pipeline.trace.steps)
-    assert done[0] < 2 * 16
-    assert done[3] == 2 * 5
+    assert done[0] < 2 * 40  # of whose rounds the agreement takes 8
+    assert done[3] == 2 * 3
 
 
 @pytest.mark.processes
