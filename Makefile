@@ -18,7 +18,7 @@ NO_RANKS := lint.flake8-tidy-imports.banned-api={ \
 
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long soak lint format types imports docs check-docs clean
+.PHONY: help demo test test-long test-full soak lint format types imports docs check-docs clean
 
 help: ## Show these targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | \
@@ -35,7 +35,10 @@ test: $(STAMP) ## Run the tests (ARGS="-k name" for some)
 	$(BIN)/python -m pytest $(ARGS)
 
 test-long: $(STAMP) ## Run the fault table, and other tests that take long
-	$(BIN)/python -m pytest -m long $(ARGS)
+	$(BIN)/python -m pytest -m "long and not full" $(ARGS)
+
+test-full: $(STAMP) ## Run what CI leaves out: whole grids of tests
+	$(BIN)/python -m pytest -m full $(ARGS)
 
 soak: $(STAMP) ## Kill and resume a run again and again, for half an hour
 	$(BIN)/python -m tests.soak.soak $(ARGS)

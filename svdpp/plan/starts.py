@@ -16,8 +16,8 @@ SCHEMA_VERSION = 1
 # half the rounds: by number of steps, what was nearest of all gaps on the demo model (64 x 64, 4
 # frames, one photograph; docs/draft.md). 39, 41 to 44, 46, 47 and 49 steps take their neighbours'.
 _GAPS: Mapping[int, tuple[int, ...]] = {
-    14: (3, 2, 2, 2, 2, 1),
-    15: (3, 2, 2, 2, 2, 2),
+    14: (3, 2, 2, 2, 1, 1),
+    15: (3, 2, 2, 2, 2, 1),
     16: (3, 3, 2, 2, 2, 2),
     17: (3, 3, 2, 2, 2, 2),
     18: (4, 3, 2, 2, 2, 2),

@@ -133,6 +133,7 @@ def test_a_bench_of_drafts(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.processes
+@pytest.mark.full
 def test_a_grid_is_measured_point_by_point(tmp_path: Path) -> None:
     answer = svdpp_alone(
         *("bench", "smoke", *TINY, "--pipeline.replicas=[1, 2]", "--measure.repeats=1"),
@@ -153,6 +154,7 @@ def test_a_grid_is_measured_point_by_point(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.processes
+@pytest.mark.full
 def test_the_same_bench_twice_is_equal(tmp_path: Path) -> None:
     for _ in range(2):
         answer = svdpp_alone("bench", "smoke", *TINY, "--measure.repeats=3", "-q", cwd=tmp_path)

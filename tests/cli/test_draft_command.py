@@ -142,6 +142,7 @@ def test_an_accepted_draft_is_kept_resumed_and_never_verified(tmp_path: Path) ->
 
 @pytest.mark.processes
 @pytest.mark.long
+@pytest.mark.full
 def test_profile_measures_starts_that_run_takes(tmp_path: Path) -> None:
     path = tmp_path / "draft.json"
     answer = svdpp_alone(

@@ -128,7 +128,9 @@ def test_run_makes_clips_that_are_diffusers_own(tiny: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["gif", "webp", "frames"])
+@pytest.mark.parametrize(
+    "kind", ["frames", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("gif", "webp"))]
+)
 def test_run_writes_other_formats(tiny: Path, tmp_path: Path, kind: str) -> None:
     photo = tmp_path / "my photo, naïve.v2.png"
     Image.open(example_photos()[0]).save(photo)

@@ -86,6 +86,7 @@ def test_the_first_failure_gives_the_exit_code(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.processes
+@pytest.mark.full
 def test_profile_of_the_demo_is_what_plans_take(tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
     answer = svdpp_alone(
