@@ -12,7 +12,8 @@ _SAMPLING = "Sampling"
 _RANKS = "Ranks"
 _OUTPUTS = "Outputs"
 _COSTS = "Costs"
-_DRAFT = "One clip sooner"
+#: Heading of what is about drafts.
+DRAFT_PANEL = "One clip sooner"
 _TALK = "Output"
 
 World = Annotated[
@@ -82,7 +83,7 @@ Draft = Annotated[
         "--draft",
         help="All ranks work on one clip at a time: an approximation of it comes after about half "
         "the steps, the exact clip when it always would.",
-        rich_help_panel=_DRAFT,
+        rich_help_panel=DRAFT_PANEL,
     ),
 ]
 Starts = Annotated[
@@ -92,7 +93,7 @@ Starts = Annotated[
         help="The step at which each rank of a draft starts, rising from 0, such as 0,8,12,17; or "
         "a file that svdpp profile --draft wrote. Default: as measured on the demo model, for 2 to "
         "8 ranks and 14 to 50 steps.",
-        rich_help_panel=_DRAFT,
+        rich_help_panel=DRAFT_PANEL,
     ),
 ]
 CostsOption = Annotated[

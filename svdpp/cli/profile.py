@@ -17,8 +17,6 @@ from svdpp.config import DEFAULT_MODEL, DEFAULT_NUM_STEPS, ModelConfig
 from svdpp.errors import RequestError
 from svdpp.redaction import redact
 
-_DRAFT = "One clip sooner"
-
 if TYPE_CHECKING:
     from svdpp.measure.profile import Profile
     from svdpp.plan.costs import Costs
@@ -48,7 +46,7 @@ def profile(
             "--draft",
             help="Measure not costs but how far drafts of 2 to W ranks are from the exact clip, by "
             "their starts, and keep the best trade-offs, for --starts.",
-            rich_help_panel=_DRAFT,
+            rich_help_panel=options.DRAFT_PANEL,
         ),
     ] = False,
     starts: Annotated[
@@ -57,7 +55,7 @@ def profile(
             metavar="LIST",
             help="With --draft: measure these starts alone, such as 0,8,12,17. Default: all that "
             "are worth it.",
-            rich_help_panel=_DRAFT,
+            rich_help_panel=options.DRAFT_PANEL,
         ),
     ] = None,
     steps: Annotated[
@@ -65,13 +63,15 @@ def profile(
         typer.Option(
             metavar="N",
             help="With --draft: denoising steps of each clip; distances are of this number.",
-            rich_help_panel=_DRAFT,
+            rich_help_panel=options.DRAFT_PANEL,
         ),
     ] = DEFAULT_NUM_STEPS,
     seed: Annotated[
         int | None,
         typer.Option(
-            metavar="N", help="With --draft: of every clip. Default: 0.", rich_help_panel=_DRAFT
+            metavar="N",
+            help="With --draft: of every clip. Default: 0.",
+            rich_help_panel=options.DRAFT_PANEL,
         ),
     ] = None,
     repeats: Annotated[
@@ -157,7 +157,7 @@ def profile(
         threads=threads,
         timeout=timeout,
         start_timeout=start_timeout,
-        layout={"split": "dithered"} if draft else {},
+        layout={"split": "dithered"} if draft else {},  # which takes any W and N; none is run
     )
     console = Console(as_json=as_json, quiet=quiet)
     if request.is_joined_member():

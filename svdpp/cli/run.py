@@ -130,7 +130,7 @@ def run(
             metavar="PSNR",
             help="End a clip's draft as soon as two successive ranks agree to this, such as 60dB: "
             "it stays approximate, and says so. Default: go on to the exact clip.",
-            rich_help_panel="One clip sooner",
+            rich_help_panel=options.DRAFT_PANEL,
         ),
     ] = None,
     starts: options.Starts = None,

@@ -12,7 +12,7 @@ from svdpp.errors import RequestError
 from svdpp.plan.costs import Costs, PerRank
 from svdpp.plan.draft import Wave
 from svdpp.plan.fleet import forecast_layout
-from svdpp.plan.forecast import Forecast, replay, sum_up
+from svdpp.plan.forecast import Forecast, replay, summarise
 from svdpp.plan.layout import SPLITS, Layout, divisors
 from svdpp.plan.split import check_counts
 from svdpp.plan.starts import default_starts
@@ -172,13 +172,7 @@ def _draft_row(
         return Row(name="draft", note=error.message)
     given = dict(enumerate(arrivals[:num_clips]))
     spans = replay(wave.schedule(range(num_clips)), costs, given)
-    clips = [[span for span in spans if span.action.clip == clip] for clip in range(num_clips)]
-    lives = [
-        (given.get(clip, min(span.start for span in each)), max(span.end for span in each))
-        for clip, each in enumerate(clips)
-    ]
-    busy = math.fsum(span.end - span.start for span in spans)
-    forecast = sum_up(lives, busy=busy, world_size=world_size, num_finishers=1)
+    forecast = summarise(spans, world_size, given)
     ready = wave.ready_at(costs)
     sooner = ready[0] - ready[-1]
     return Row(

@@ -189,8 +189,15 @@ def replay(
     return _Replay(schedule, costs, arrivals).run()
 
 
-def summarise(spans: Iterable[Span], world_size: int) -> Forecast:
+def summarise(
+    spans: Iterable[Span], world_size: int, arrivals: Mapping[int, float] | None = None
+) -> Forecast:
     """Sums up spans, forecast or measured.
+
+    Args:
+        spans: of all ranks.
+        world_size: number of ranks.
+        arrivals: when a clip came; one that is not named, when it was begun.
 
     Raises:
         ValueError: there are no spans.
@@ -204,8 +211,9 @@ def summarise(spans: Iterable[Span], world_size: int) -> Forecast:
         clip = span.action.clip
         first[clip] = min(first.get(clip, span), span, key=lambda each: each.start)
         last[clip] = max(last.get(clip, span), span, key=lambda each: (each.end, each.start))
+    came = {clip: span.start for clip, span in first.items()} | dict(arrivals or {})
     return sum_up(
-        [(first[clip].start, last[clip].end) for clip in sorted(first)],
+        [(came[clip], last[clip].end) for clip in sorted(first)],
         busy=sum(span.end - span.start for span in spans),
         world_size=world_size,
         num_finishers=len({span.rank for span in last.values()}),

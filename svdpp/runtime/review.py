@@ -91,7 +91,8 @@ class Review:
 
     def _agreement(self, result: Result, before: Result) -> dict[str, Any]:
         """How two successive results agree; empty where that is not enough."""
-        least, between = self._draft.accept_db, _frames_apart(result, before)
+        least = self._draft.accept_db
+        between = None if least is None else _frames_apart(result, before)
         if least is None or between is None or between.whole.psnr_db < least:
             return {}
         agreement = {"with_rank": before.rank, **between.whole.to_json()}

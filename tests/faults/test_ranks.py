@@ -180,19 +180,6 @@ def test_a_killed_rank_of_a_draft(rank: int) -> None:
     assert faulty.finished == [0]
 
 
-@pytest.mark.parametrize("rank", [FIRST, LAST])
-@pytest.mark.usefixtures("temporary_files")
-def test_a_frozen_rank_of_a_draft_is_named(rank: int) -> None:
-    step = STARTS[rank] + 1
-    stop = PlantedStop("hang", rank, 1, place=f"step{step}")
-    config = replace(DRAFT, stale_seconds=allowing_for_others(2.5))
-    faulty = Faulty(config, stop, _stands(stop), _kill(rank, signal.SIGSTOP))
-    error, seconds = faulty.run(_clips())
-    assert seconds <= config.stale_seconds + allowing_for_others(5)
-    assert re.match(rf"rank {rank} \(cpu of .*\) has been frozen for", error.message)
-    assert f"at clip 1, step {step} " in error.message
-
-
 def test_a_rank_that_raises(temporary_files: Path) -> None:
     """At the second clip, when the first is done."""
     gate = temporary_files / "gate"
@@ -208,16 +195,25 @@ def test_a_rank_that_raises(temporary_files: Path) -> None:
     assert faulty.finished == [0]
 
 
-@pytest.mark.parametrize("rank", [FIRST, MIDDLE])
+@pytest.mark.parametrize(
+    ("config", "rank", "step"),
+    [
+        *((DUMMY, rank, 2 * rank) for rank in (FIRST, MIDDLE)),
+        *((DRAFT, rank, STARTS[rank] + 1) for rank in (FIRST, LAST)),
+    ],
+    ids=["pipeline-first", "pipeline-middle", "draft-first", "draft-last"],
+)
 @pytest.mark.usefixtures("temporary_files")
-def test_a_frozen_rank_is_named_and_not_its_neighbour(rank: int) -> None:
-    stop = PlantedStop("hang", rank, 1, place=f"step{2 * rank}")
-    config = replace(DUMMY, stale_seconds=allowing_for_others(2.5))
+def test_a_frozen_rank_is_named_and_not_its_neighbour(
+    config: PipelineConfig, rank: int, step: int
+) -> None:
+    stop = PlantedStop("hang", rank, 1, place=f"step{step}")
+    config = replace(config, stale_seconds=allowing_for_others(2.5))
     faulty = Faulty(config, stop, _stands(stop), _kill(rank, signal.SIGSTOP))
     error, seconds = faulty.run(_clips())
     assert seconds <= config.stale_seconds + allowing_for_others(5)
     assert re.match(rf"rank {rank} \(cpu of .*\) has been frozen for", error.message)
-    assert f"at clip 1, step {2 * rank} " in error.message
+    assert f"at clip 1, step {step} " in error.message
 
 
 def test_a_rank_frozen_at_the_very_end_is_named(temporary_files: Path) -> None:
