@@ -10,7 +10,7 @@ import os
 from collections.abc import Sequence
 from multiprocessing import forkserver, resource_tracker
 
-from svdpp.distributed.process_end import interrupts_held
+from svdpp.distributed.process_end import signals_held
 from svdpp.distributed.tether import STARTER
 from svdpp.distributed.world import find_world
 
@@ -28,10 +28,10 @@ def start(preload: Sequence[str]) -> None:
         preload: modules that it imports; without effect where it runs already.
     """
     quiet_libraries()
-    resource_tracker.ensure_running()  # it would let Ctrl-C through again
+    resource_tracker.ensure_running()  # it would let signals through again
     forkserver.set_forkserver_preload([_BOND[0], *preload, _BOND[1]])
     os.environ[STARTER] = str(os.getpid())
-    with interrupts_held():
+    with signals_held():
         forkserver.ensure_running()
     del os.environ[STARTER]
 

@@ -240,8 +240,8 @@ def _started_main(rank: int, start: _Start, connections: Sequence[Connection]) -
     """A started rank, from its first line to its last."""
     process_end.end_with_parent()  # under forkserver the server: ranks are of no use without it
     _die_with(multiprocessing.parent_process(), start.folder)
-    # A rank that gets INT for itself ends by it, and the parent sees a rank that died.
-    process_end.die_by_interrupts()
+    # A rank that gets a signal for itself ends by it, and the parent sees a rank that died.
+    process_end.end_by_signals(process_end.die_by)
     _redirect_output(_output_file(start.folder, rank))
     for other, connection in enumerate(connections):
         if other != rank:
@@ -273,8 +273,8 @@ def _ready_to_start(start_method: str, preload: Sequence[str]) -> Iterator[None]
     """Sees to it that whatever is executed anew for the ranks does not answer Ctrl-C by itself."""
     if start_method == "spawn":
         fork_server.quiet_libraries()
-        resource_tracker.ensure_running()  # it would let Ctrl-C through again
-        with process_end.interrupts_held():
+        resource_tracker.ensure_running()  # it would let signals through again
+        with process_end.signals_held():
             yield
         return
     fork_server.start(preload)

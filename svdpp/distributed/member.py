@@ -60,7 +60,7 @@ def serve_joined(
         RankError: there is no rank 0.
     """
     process_end.end_with_parent()
-    process_end.end_by_signals()
+    process_end.end_by_signals(process_end.leave_by_code)
     caller = _caller(world, terms)
     _, store = process_group.open_store(world, start_timeout)
     deadline = time.monotonic() + start_timeout

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -17,6 +17,8 @@ from svdpp.distributed import scratch
 
 # Linux, <sys/prctl.h>
 _PR_SET_PDEATHSIG = 1
+
+_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
 
 
 def end_with_parent(parent: int | None = None) -> None:
@@ -41,52 +43,72 @@ def outlive_parent() -> None:
 def kill_with_children(pids: Collection[int]) -> None:
     """Kills processes of this user and what they have started, such as an ffmpeg that writes.
 
-    Children first: those of a process that is gone already are nobody's any more.
+    Children first: those of a process that is gone already are nobody's any more. And others are
+    stopped before, so that they start no more children.
     """
+    for pid in set(pids) - {os.getpid()}:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGSTOP)
     for pid in [*_children(pids), *pids]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
 @contextlib.contextmanager
-def interrupts_held() -> Iterator[None]:
-    """Keeps Ctrl-C from this thread, and from processes it starts until they ask for it again.
+def signals_held() -> Iterator[None]:
+    """Keeps INT, TERM and HUP from this thread, and from processes it starts.
 
-    It goes to the whole terminal group, where a process that still imports would answer it with a
-    traceback. What came meanwhile arrives when the block ends.
+    They can go to the whole process group, where a process that still imports would answer Ctrl-C
+    with a traceback. Those processes hold them until they call `end_by_signals`; in this thread,
+    what came meanwhile arrives when the block ends.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def die_by_interrupts() -> None:
-    """Has an INT for this process alone end it, without a traceback."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-
-
 @functools.cache
-def end_by_signals() -> None:
+def end_by_signals(end: Callable[[int], NoReturn]) -> None:
     """Has INT, TERM and HUP end this process at once, whatever library its main thread is in.
 
     For the main thread, once. Python would wait until a library's call returns, and a call that
     waits for another host may not.
+
+    Args:
+        end: given the signal's number, in a thread: `leave_by_code` or `die_by`.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in _SIGNALS:
         signal.signal(number, lambda *_: None)
 
     def wait() -> None:
-        while (number := os.read(reader, 1)[0]) == signal.SIGCHLD:
+        while (number := os.read(reader, 1)[0]) not in _SIGNALS:
             pass
-        leave(128 + number)
+        end(number)
 
     threading.Thread(target=wait, name="signals", daemon=True).start()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+
+
+def leave_by_code(number: int) -> NoReturn:
+    """Ends this process by `leave`, with the code that shells give for signal `number`."""
+    leave(128 + number)
+
+
+def die_by(number: int) -> NoReturn:
+    """Ends this process by signal `number` itself, for a parent to see; what it started before it.
+
+    Left to the signal, the process would be gone before anybody could ask what it had started.
+    """
+    kill_children()
+    # In any thread, which signal.signal is not for.
+    ctypes.CDLL(None).signal(number, signal.SIG_DFL.value)
+    while True:
+        os.kill(os.getpid(), number)
 
 
 def leave(code: int) -> NoReturn:

@@ -51,9 +51,15 @@ def test_a_signal_while_ranks_are_started(start: StartCommand, number: signal.Si
     assert command.errors == f"error: ended by {number.name}\n"
 
 
-def test_ctrl_c_while_an_mp4_is_written(start: StartCommand, home: Path) -> None:
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, *(pytest.param(n, marks=pytest.mark.full) for n in SIGNALS[1:])]
+)
+def test_a_signal_while_an_mp4_is_written(
+    start: StartCommand, home: Path, number: signal.Signals
+) -> None:
+    """Whoever dies first by a signal to the group, an ffmpeg that does not answer goes too."""
     command = start(*RUN, str(home / "out"), out=home / "out", plan={})
     os.kill(command.process_with("libx264", command_line), signal.SIGSTOP)
-    assert command.end(command.signal(signal.SIGINT, group=True), 2) == 130
-    assert command.errors.startswith("error: ended by SIGINT\n")
+    assert command.end(command.signal(number, group=True), 2) == 128 + number
+    assert command.errors.startswith(f"error: ended by {number.name}\n")
     assert "Traceback" not in command.errors
