@@ -148,23 +148,23 @@ def _pipeline_config(point: BenchConfig) -> PipelineConfig:
     """As `svdpp run` would make it of the same options."""
     from svdpp.cli import request
     from svdpp.cli.layout_choice import LayoutChoice
+    from svdpp.cli.scheme_choice import SchemeChoice
 
     ranks, workload = point.pipeline, point.workload
-    drafting = DraftChoice(draft=ranks.draft, starts=ranks.starts)
-    left = {"split": ranks.split != "uniform", "replicas": ranks.replicas > 1}
-    drafting.refuse_beside({**left, "decoders": ranks.decoders > 1, "costs": ranks.costs})
-    choice = LayoutChoice(
-        split=ranks.split, replicas=ranks.replicas, decoders=ranks.decoders, costs=ranks.costs
+    scheme = SchemeChoice(
+        draft=DraftChoice(draft=ranks.draft, starts=ranks.starts),
+        layout=LayoutChoice(
+            **ranks.model_dump(
+                include={"split", "replicas", "decoders", "costs"}, exclude_defaults=True
+            )
+        ),
+        world=request.joined_world(ranks.world, "pipeline.world", "give --pipeline.world=null"),
+        steps=workload.steps,
+        device=ranks.device,
+        no_draft={"costs": ranks.costs},
     )
-    asked = request.joined_world(ranks.world, "pipeline.world", "give --pipeline.world=null")
-    world_size = asked or drafting.world(workload.steps)
-    world_size = world_size or choice.world(ranks.device, workload.steps)
-    shape, _ = choice.settings(
-        num_steps=workload.steps,
-        world_size=world_size,
-        num_clips=workload.clips,
-        decodes=point.model.name != DUMMY_MODEL,
-    )
+    decodes = point.model.name != DUMMY_MODEL
+    shape, _ = scheme.settings(num_clips=workload.clips, decodes=decodes)
     model = point.model.model_dump(exclude={"latent_shape"})
     knobs = workload.model_dump(exclude={"clips", "images", "steps", "frames"})
     return request.pipeline_config(
@@ -181,13 +181,12 @@ def _pipeline_config(point: BenchConfig) -> PipelineConfig:
             num_frames=workload.frames,
             **knobs,
         ),
-        world_size=world_size,
         device=ranks.device,
         threads=ranks.threads,
         timeout=ranks.timeout,
         start_timeout=ranks.start_timeout,
         checksum=ranks.checksum,
-        layout={**shape, **drafting.settings(workload.steps, world_size)},
+        scheme=shape,
     )
 
 

@@ -77,7 +77,7 @@ def doctor(
             num_frames=frames,
             decode_chunk_size=decode_chunk_size,
         ),
-        world_size=world_size,
+        scheme={"world_size": world_size},
         device=chosen,
         threads=threads,
         timeout=120.0,

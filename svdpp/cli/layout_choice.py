@@ -1,4 +1,4 @@
-"""Owns what `run`, `simulate` and `verify` make of the options of layout and costs."""
+"""Owns what commands make of the options of layout and costs."""
 
 from __future__ import annotations
 
@@ -30,6 +30,11 @@ class LayoutChoice:
     layout: str | None = None
     costs: str | None = None
 
+    @property
+    def chosen(self) -> dict[str, Any]:
+        """What is named outright, by option; None where it is not."""
+        return {"split": self.split, "replicas": self.replicas, "decoders": self.decoders}
+
     def settings(
         self,
         *,
@@ -52,8 +57,7 @@ class LayoutChoice:
             RequestError: `auto` is asked for beside a choice, or where nobody can tell the clips.
         """
         costs = self._costs(decodes)
-        chosen = {"split": self.split, "replicas": self.replicas, "decoders": self.decoders}
-        given: dict[str, Any] = {name: each for name, each in chosen.items() if each is not None}
+        given = {name: each for name, each in self.chosen.items() if each is not None}
         if self.layout is None:
             return {**given, "costs": costs}, ""
         if self.layout != "auto":
@@ -78,7 +82,10 @@ class LayoutChoice:
         said = f"layout: {choice.reason}"
         if self.costs is None and decodes:
             said += f"; with the costs of {_ASSUMED_COSTS}, svdpp profile measures yours"
-        return {**{name: getattr(choice.layout, name) for name in chosen}, "costs": costs}, said
+        return {
+            **{name: getattr(choice.layout, name) for name in self.chosen},
+            "costs": costs,
+        }, said
 
     def _costs(self, decodes: bool) -> Costs:
         """Without any, published ones, for the weight of a decode beside a step.

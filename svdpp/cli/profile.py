@@ -122,6 +122,11 @@ def profile(
     DraftChoice(draft=draft, starts=starts)
     if inputs and not draft:
         raise RequestError("photographs are what drafts are measured on", "add --draft")
+    if draft and request.joined_world(None) is not None:
+        raise RequestError(
+            "profile --draft walks drafts in processes of its own, on one host",
+            "start it by itself; --starts takes its file under a launcher too",
+        )
     if repeats < 1:
         raise RequestError(f"--repeats must be 1 or more, got {repeats}")
     quiet_libraries()  # they speak while they are imported
@@ -152,12 +157,12 @@ def profile(
             num_frames=frames,
             decode_chunk_size=decode_chunk_size,
         ),
-        world_size=world_size,
         device=device,
         threads=threads,
         timeout=timeout,
         start_timeout=start_timeout,
-        layout={"split": "dithered"} if draft else {},  # which takes any W and N; none is run
+        # Dithered cuts take any W and N; for a draft no layout is run.
+        scheme={"world_size": world_size, **({"split": "dithered"} if draft else {})},
     )
     console = Console(as_json=as_json, quiet=quiet)
     if request.is_joined_member():

@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from svdpp.config import (
@@ -154,25 +153,25 @@ def pipeline_config(
     *,
     model: ModelConfig,
     sampling: SamplingConfig,
-    world_size: int,
+    scheme: Mapping[str, Any],
     device: str,
     threads: int | None,
     timeout: float,
     start_timeout: float,
     checksum: bool = False,
-    layout: Mapping[str, Any] = MappingProxyType({}),
 ) -> PipelineConfig:
-    """One checked configuration of all that the options said; `layout` as `LayoutChoice` has it."""
+    """One checked configuration of all that the options said; `scheme` as `SchemeChoice` has it."""
+    if threads is None:
+        threads = default_threads(device, scheme["world_size"])
     return PipelineConfig(
-        world_size=world_size,
         model=model,
         sampling=sampling,
         device=device,
-        num_threads=default_threads(device, world_size) if threads is None else threads,
+        num_threads=threads,
         timeout_seconds=timeout,
         start_timeout_seconds=start_timeout,
         checksum=checksum,
-        **layout,
+        **scheme,
     )
 
 

@@ -158,6 +158,7 @@ def run(
     """
     from svdpp.cli import launched, log, request
     from svdpp.cli.layout_choice import LayoutChoice
+    from svdpp.cli.scheme_choice import SchemeChoice
     from svdpp.distributed import fork_server
 
     chosen = OutputConfig(path=str(out), format=output_format, crf=crf)  # type: ignore[arg-type]
@@ -177,23 +178,22 @@ def run(
         fit=fit,
     )
     all_seeds = request.parse_seeds(seed, seeds)
-    drafting = DraftChoice(draft=draft, starts=starts, accept=accept)
-    named: dict[str, Any] = {
-        "split": split,
-        "replicas": replicas,
-        "decoders": decoders,
-        "layout": layout,
-    }
-    drafting.refuse_beside({**named, "costs": costs, "checkpoint-dir": checkpoint_dir})
+    scheme = SchemeChoice(
+        draft=DraftChoice(draft=draft, starts=starts, accept=accept),
+        layout=LayoutChoice(
+            split=split, replicas=replicas, decoders=decoders, layout=layout, costs=costs
+        ),
+        world=world,
+        steps=steps,
+        device=device,
+        no_draft={"costs": costs, "checkpoint-dir": checkpoint_dir},
+    )
     fork_server.start_early(svd=True)  # it imports torch while this does
     from svdpp.cli.seeing import Sights
     from svdpp.runtime import hosts
     from svdpp.runtime.pipeline import Pipeline
     from svdpp.runtime.request import OutputPolicy, check_outputs, plan_clips, read_inputs
 
-    choice = LayoutChoice(**named, costs=costs)
-    asked = request.joined_world(drafting.world(steps) if world is None else world)
-    world_size = choice.world(device, steps) if asked is None else asked
     is_member, is_restarted = request.is_joined_member(), request.is_restarted()
     found, unreadable = ([], []) if is_member else read_inputs(inputs, keep_going=keep_going)
     is_joined = request.joined_world(None) is not None
@@ -205,23 +205,20 @@ def run(
         dtype=request.parse_dtype(dtype, device),
         memory_opt=memory_opt,
     )
-    shape, why = choice.settings(
-        num_steps=steps,
-        world_size=world_size,
+    shape, why = scheme.settings(
         num_clips=None if is_joined else len(found) * len(all_seeds),
         decodes=True,
-        memory=partial(_memory_of_devices, weights, sampling, device, world_size),
+        memory=partial(_memory_of_devices, weights, sampling, device, scheme.world_size()),
     )
     config = request.pipeline_config(
         model=weights,
         sampling=sampling,
-        world_size=world_size,
         device=device,
         threads=threads,
         timeout=timeout,
         start_timeout=start_timeout,
         checksum=checksum,
-        layout={**shape, **drafting.settings(steps, world_size)},
+        scheme=shape,
     )
     console = Console(as_json=as_json, quiet=quiet)
     log.open_log(verbosity=verbose, log_file=log_file, write=console.err.print)

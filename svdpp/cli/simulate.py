@@ -90,29 +90,25 @@ def simulate(
     from svdpp.cli import launched, log, request
     from svdpp.cli.layout_choice import LayoutChoice
     from svdpp.cli.progress import Progress
+    from svdpp.cli.scheme_choice import SchemeChoice
     from svdpp.cli.seeing import Sights
     from svdpp.runtime.pipeline import Pipeline
 
-    drafting = DraftChoice(draft=draft, starts=starts)
-    named: dict[str, Any] = {
-        "split": split,
-        "replicas": replicas,
-        "decoders": decoders,
-        "layout": layout,
-    }
-    drafting.refuse_beside(named)
-    asked = request.joined_world(drafting.world(steps) if world is None else world)
-    world_size = _DEFAULT_WORLD if asked is None else asked
-    num_clips = max(1, 2 * world_size) if clips is None else clips
+    scheme = SchemeChoice(
+        draft=DraftChoice(draft=draft, starts=starts),
+        layout=LayoutChoice(
+            split=split, replicas=replicas, decoders=decoders, layout=layout, costs=costs
+        ),
+        world=world,
+        steps=steps,
+        device=device,
+        default_world=_DEFAULT_WORLD,
+    )
+    num_clips = max(1, 2 * scheme.world_size()) if clips is None else clips
     if num_clips < 1:
         raise RequestError(f"--clips must be 1 or more, got {num_clips}")
-    choice = LayoutChoice(**named, costs=costs)
-    shape, why = choice.settings(
-        num_steps=steps,
-        world_size=world_size,
-        num_clips=num_clips,
-        decodes=model != DUMMY_MODEL or pace is not None,
-    )
+    decodes = model != DUMMY_MODEL or pace is not None
+    shape, why = scheme.settings(num_clips=num_clips, decodes=decodes)
     if pace is not None:
         shape["costs"] = _paced(shape["costs"], pace, model)
     config = request.pipeline_config(
@@ -123,13 +119,12 @@ def simulate(
             dummy_sleeps=pace is not None,
         ),
         sampling=request.sampling_config(model, steps),
-        world_size=world_size,
         device=device,
         threads=threads,
         timeout=timeout,
         start_timeout=start_timeout,
         checksum=checksum,
-        layout={**shape, **drafting.settings(steps, world_size)},
+        scheme=shape,
     )
     console = Console(as_json=as_json, quiet=quiet)
     log.open_log(verbosity=verbose, log_file=log_file, write=console.err.print)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -120,6 +120,7 @@ def verify(
     """
     from svdpp.cli import log, request, seeing
     from svdpp.cli.layout_choice import LayoutChoice
+    from svdpp.cli.scheme_choice import SchemeChoice
 
     if not tolerance >= 0:
         raise RequestError(f"--tolerance must be 0 or more, got {tolerance}")
@@ -139,21 +140,17 @@ def verify(
     first_seed = request.parse_seeds(seed, None)[0]
     is_member = request.is_joined_member()
     requests = [] if is_member else _requests(model, inputs or [], clips, first_seed)
-    drafting = DraftChoice(draft=draft, starts=starts)
-    named: dict[str, Any] = {
-        "split": split,
-        "replicas": replicas,
-        "decoders": decoders,
-        "layout": layout,
-        "costs": costs,
-    }
-    drafting.refuse_beside(named)
-    choice = LayoutChoice(**named)
-    asked = request.joined_world(drafting.world(steps) if world is None else world)
-    world_size = choice.world(chosen_device, steps) if asked is None else asked
-    shape, why = choice.settings(
-        num_steps=steps,
-        world_size=world_size,
+    scheme = SchemeChoice(
+        draft=DraftChoice(draft=draft, starts=starts),
+        layout=LayoutChoice(
+            split=split, replicas=replicas, decoders=decoders, layout=layout, costs=costs
+        ),
+        world=world,
+        steps=steps,
+        device=chosen_device,
+        no_draft={"costs": costs},
+    )
+    shape, why = scheme.settings(
         num_clips=None if request.joined_world(None) is not None else len(requests),
         decodes=model != DUMMY_MODEL,
     )
@@ -182,12 +179,11 @@ def verify(
             decode_chunk_size=request.parse_decode_chunk(decode_chunk_size),
             fit=fit,
         ),
-        world_size=world_size,
         device=chosen_device,
         threads=threads,
         timeout=timeout,
         start_timeout=start_timeout,
-        layout={**shape, **drafting.settings(steps, world_size)},
+        scheme=shape,
     )
     if is_member:
         _serve(console, config, plant_fault)

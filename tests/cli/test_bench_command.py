@@ -59,6 +59,7 @@ def test_a_world_that_disagrees_with_torchruns_is_refused() -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.long
 def test_a_bench_of_the_dummy_and_its_comparison_with_itself(tmp_path: Path) -> None:
     answer = svdpp_alone("bench", "smoke", *TINY, "--json", "--trace", "t.json", cwd=tmp_path)
 
@@ -98,6 +99,7 @@ def test_a_bench_of_the_dummy_and_its_comparison_with_itself(tmp_path: Path) -> 
 
 @pytest.mark.processes
 @pytest.mark.long
+@pytest.mark.full
 def test_torchruns_ranks_take_part_in_every_arm_but_diffusers_own(tmp_path: Path) -> None:
     answer = python(
         *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "svdpp"),
@@ -120,6 +122,7 @@ def test_torchruns_ranks_take_part_in_every_arm_but_diffusers_own(tmp_path: Path
 
 @pytest.mark.processes
 @pytest.mark.long
+@pytest.mark.full
 def test_a_bench_of_drafts(tmp_path: Path) -> None:
     drafting = ("--pipeline.draft=true", "--pipeline.starts=0,1")
     answer = svdpp_alone("bench", "smoke", *TINY, *drafting, "--results", str(tmp_path), "--json")

@@ -94,13 +94,13 @@ def test_a_refused_run_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.Monk
     assert os.listdir() == []
 
 
-def test_exit_codes_of_files(tmp_path: Path) -> None:
+def test_exit_codes_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "text.png").write_text("hello")
     (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path)
     assert_error(svdpp_alone("run", "text.png", *DEMO, cwd=tmp_path), 7, "'text.png'")
-    answer = svdpp_alone("run", PHOTO, *DEMO, *TINY, "--out", "text.png", cwd=tmp_path)
-    assert_error(answer, 8, "'text.png'")
-    answer = svdpp_alone("run", PHOTO, "--device", "cpu", "--model", "empty", cwd=tmp_path)
+    assert_error(svdpp_here("run", PHOTO, *DEMO, *TINY, "--out", "text.png"), 8, "'text.png'")
+    answer = svdpp_here("run", PHOTO, "--device", "cpu", "--model", "empty")
     assert_error(answer, 5, "'empty'")
     assert (tmp_path / "text.png").read_text() == "hello"
 
@@ -208,6 +208,8 @@ def test_simulate_json() -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.long
+@pytest.mark.full
 def test_simulate_out_of_memory_names_options_that_it_has() -> None:
     shape = ("--latent-shape", "1", "4", "1000", "100000", "100000")
     answer = svdpp_alone("simulate", *shape, "--world", "1", "--clips", "1", "--steps", "1", "-q")
@@ -388,19 +390,3 @@ def test_a_full_disk_loses_the_clip(tmp_path: Path) -> None:
     assert_error(answer, 8, "1 of 1 lost: ", "rocket_0.webp' cannot be written: File too large")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["run.json"]
     assert json.loads((tmp_path / "out/run.json").read_text())["clips"][0]["state"] == "failed"
-
-
-@pytest.mark.processes
-def test_verify_finds_a_planted_fault() -> None:
-    answer = svdpp_alone(
-        *("verify", "--model", "dummy", "--device", "cpu", "--world", "2", "--steps", "2"),
-        *("--latent-shape", "1", "4", "2", "8", "8", "--clips", "1"),
-        *("--plant-fault", "ulp@rank0.clip0", "--json", "-q"),
-    )
-
-    assert answer.code == 3
-    assert json.loads(answer.out)["equal"] is False
-    assert answer.err.startswith(
-        "error: not equal: clip 0, the latent after step 0, done by rank 0"
-    )
-    assert "Traceback" not in answer.err

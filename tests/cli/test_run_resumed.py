@@ -67,6 +67,7 @@ def test_a_killed_run_goes_on_from_its_hand_overs(tmp_path: Path) -> None:
     assert all(len(read_frames(clip, "mp4")) == 2 for clip in out.glob("*.mp4"))
 
 
+@pytest.mark.full
 def test_unreadable_images_lose_no_other_with_keep_going(tmp_path: Path) -> None:
     (tmp_path / "torn.png").write_bytes(b"\x89PNG\r\n")
     inputs = (PHOTOS[0], tmp_path / "torn.png", tmp_path / "absent.png")

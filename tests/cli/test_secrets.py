@@ -104,6 +104,7 @@ def test_a_rank_s_traceback_shows_none(home: Path, env: dict[str, str], tmp_path
 
 @pytest.mark.processes
 @pytest.mark.long
+@pytest.mark.full
 def test_a_finished_clip_names_its_origin_without_the_home(
     home: Path, env: dict[str, str], tmp_path: Path
 ) -> None:

@@ -207,7 +207,10 @@ def of_another_shape(weights: dict[str, torch.Tensor]) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (without_a_weight, "weights are missing, the first is 'conv_in.weight'"),
+        pytest.param(
+            *(without_a_weight, "weights are missing, the first is 'conv_in.weight'"),
+            marks=pytest.mark.full,
+        ),
         (of_another_shape, "weights are of a wrong shape, the first is 'conv_in.bias (9,), not"),
     ],
 )

@@ -15,9 +15,10 @@ from tests.faults.processes import command_line
 pytestmark = [pytest.mark.processes, pytest.mark.long]
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+ONE_IN_CI = [SIGNALS[0], *(pytest.param(number, marks=pytest.mark.full) for number in SIGNALS[1:])]
 
 
-@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("number", ONE_IN_CI)
 def test_a_signal_ends_a_run_in_order(start: StartCommand, number: signal.Signals) -> None:
     """To the command alone, and to its whole group; two commands, to be ready in the same time."""
     commands = [start(*SIMULATE, plan={"stop": STANDING}) for _ in range(2)]
@@ -51,9 +52,7 @@ def test_a_signal_while_ranks_are_started(start: StartCommand, number: signal.Si
     assert command.errors == f"error: ended by {number.name}\n"
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGINT, *(pytest.param(n, marks=pytest.mark.full) for n in SIGNALS[1:])]
-)
+@pytest.mark.parametrize("number", ONE_IN_CI)
 def test_a_signal_while_an_mp4_is_written(
     start: StartCommand, home: Path, number: signal.Signals
 ) -> None:

@@ -150,6 +150,7 @@ def test_a_slow_wire_that_loses_packets_changes_no_bit(far_apart: Hosts) -> None
     assert {check["what"] for check in verdict["checks"]} == {"latent", "final_latent", "frames"}
 
 
+@pytest.mark.full
 def test_torchrun_starts_again_and_nothing_is_done_twice(
     make_hosts: MakeHosts, tmp_path: Path, bits_of_one_host: Bits
 ) -> None:
@@ -200,6 +201,7 @@ def test_four_hosts_by_the_variables_of_srun(make_hosts: MakeHosts) -> None:
     assert [job.out for job in jobs[1:]] == [""] * 3
 
 
+@pytest.mark.full
 def test_drafts_are_where_the_last_rank_is_and_exact_clips_take_their_place(
     make_hosts: MakeHosts, bits_of_one_host: Bits
 ) -> None:

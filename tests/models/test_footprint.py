@@ -172,6 +172,8 @@ def test_storages_count_once_and_until_they_die() -> None:
     assert live.peak == 2 * 4000
 
 
+@pytest.mark.long
+@pytest.mark.full
 def test_a_bare_process_holds_the_libraries() -> None:
     code = (
         "from svdpp.models.footprint import bare_process_bytes\n"

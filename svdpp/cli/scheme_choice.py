@@ -1,0 +1,77 @@
+"""Owns how many ranks a command takes, and whether they share a layout or walk a draft."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from svdpp.cli.draft_choice import DraftChoice
+from svdpp.cli.layout_choice import LayoutChoice, Memory
+from svdpp.cli.request import joined_world
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchemeChoice:
+    """What the options say of the ranks, and of how they share the work.
+
+    Args:
+        draft: whether all ranks walk the same clip, and from where.
+        layout: how they share the clips, where they do not.
+        world: number of ranks; None where the user names none.
+        steps: of each clip.
+        device: as a `PipelineConfig` has it.
+        default_world: ranks where nobody names a number; None: by device and layout.
+        no_draft: other options that a draft leaves no room for, by name.
+
+    Raises:
+        RequestError: options contradict each other.
+    """
+
+    draft: DraftChoice
+    layout: LayoutChoice
+    world: int | None
+    steps: int
+    device: str
+    default_world: int | None = None
+    no_draft: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.draft.refuse_beside({**self.layout.chosen, "layout": self.layout.layout})
+        self.draft.refuse_beside(self.no_draft)
+
+    def world_size(self) -> int:
+        """The launcher's number of ranks, the user's, the starts' or the default.
+
+        Raises:
+            RequestError: the launcher's and the user's disagree.
+        """
+        named = self.draft.world(self.steps) if self.world is None else self.world
+        asked = joined_world(named)
+        if asked is not None:
+            return asked
+        return self.default_world or self.layout.world(self.device, self.steps)
+
+    def settings(
+        self, *, num_clips: int | None, decodes: bool, memory: Memory | None = None
+    ) -> tuple[dict[str, Any], str]:
+        """Fields of a `PipelineConfig`, and why, where the choice was left to `auto`.
+
+        Args:
+            num_clips: None where only another process knows it.
+            decodes: whether clips become frames.
+            memory: asked by `auto` what fits; None: everything does.
+
+        Raises:
+            RequestError: as `LayoutChoice.settings` and `DraftChoice.settings` have it.
+        """
+        world_size = self.world_size()
+        shape, why = self.layout.settings(
+            num_steps=self.steps,
+            world_size=world_size,
+            num_clips=num_clips,
+            decodes=decodes,
+            memory=memory,
+        )
+        drafting = self.draft.settings(self.steps, world_size)
+        return {"world_size": world_size, **shape, **drafting}, why
