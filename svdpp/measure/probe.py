@@ -15,20 +15,18 @@ from PIL import Image
 
 from svdpp.config import PipelineConfig, TensorSpec
 from svdpp.distributed import fork_server, process_group
-from svdpp.distributed.launch import Member, StartedGroup
+from svdpp.distributed.launch import Member
 from svdpp.distributed.transport import TORCH_DTYPES, Packet, Transfer, Transport
-from svdpp.models import determinism
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.interface import LATENTS, Tensors, VideoModel
 from svdpp.plan.layout import Roles
+from svdpp.runtime.errand import send_ranks
 from svdpp.runtime.evidence import tensor_sha256
 from svdpp.runtime.memory import out_of_memory_named
-from svdpp.runtime.messages import ClipDone, Event, Finished, Joined
+from svdpp.runtime.messages import ClipDone, Event, Joined
 from svdpp.runtime.peak import status_bytes
-from svdpp.runtime.pipeline import new_watch
 from svdpp.runtime.rank import load_model
 from svdpp.runtime.reporter import Reporter
-from svdpp.runtime.supervisor import Supervisor
 
 _SMALL_BYTES = 1024
 _LARGE_BYTES = 2**24
@@ -76,21 +74,14 @@ def ask_ranks(
         if isinstance(event, ClipDone):
             answers[rank] = event.record
 
-    group = StartedGroup(
+    send_ranks(
         _answer,
-        (question, config, argument),
-        world_size=config.world_size,
-        backend=process_group.choose_backend(config.device, config.world_size),
-        preload=[fork_server.ENGINE],
+        config,
+        (question, argument),
+        until=lambda: len(answers) == config.world_size,
+        observers=(collect,),
+        preload=(fork_server.ENGINE,),
     )
-    supervisor = Supervisor(group, new_watch(config), device=config.device, observers=(collect,))
-    try:
-        supervisor.wait_joined()
-        while len(answers) < config.world_size:
-            supervisor.step()
-        supervisor.stop(config.timeout_seconds)
-    finally:
-        supervisor.kill()
     return [answers[rank] for rank in range(config.world_size)]
 
 
@@ -136,25 +127,18 @@ def repeats_bits(config: PipelineConfig, checkpoint: Checkpoint | None) -> bool:
 # In the rank.
 
 
-def _answer(member: Member, asked: tuple[Question, PipelineConfig, Any]) -> None:
-    question, config, argument = asked
-    reporter = Reporter(member.channel)
-    reporter.start()
-    try:
-        device = process_group.device_of_rank(config.device, member.world.local_rank)
-        determinism.make_deterministic(num_threads=config.num_threads, device=device)
-        reporter.send(Joined(device=device, load_seconds=0.0))
-        with out_of_memory_named(None):
-            record = question(member, config, argument)
-        reporter.send(ClipDone(clip=member.world.rank, record=record))
-    except BaseException as error:
-        reporter.failed(error)
-        raise
-    while member.channel.receive(1.0) is None:
-        pass  # the parent's Stop; when it is gone instead, this process ends with it
-    reporter.send(Finished())
-    reporter.stop()
-    process_group.leave()
+def _answer(
+    member: Member,
+    device: str,
+    reporter: Reporter,
+    config: PipelineConfig,
+    asked: tuple[Question, Any],
+) -> None:
+    question, argument = asked
+    reporter.send(Joined(device=device, load_seconds=0.0))
+    with out_of_memory_named(None):
+        record = question(member, config, argument)
+    reporter.send(ClipDone(clip=member.world.rank, record=record))
 
 
 def _ping_neighbours(member: Member, config: PipelineConfig, _: Any) -> dict[str, Any]:

@@ -16,23 +16,22 @@ import torch
 from PIL import Image
 
 from svdpp.config import ClipRequest, PipelineConfig
-from svdpp.distributed.launch import Member, StartedGroup
+from svdpp.distributed.launch import Member
 from svdpp.media import image as photos
 from svdpp.media import video
-from svdpp.models import determinism
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.interface import LATENTS, Frames
 from svdpp.plan import actions
 from svdpp.plan.actions import Action
 from svdpp.plan.layout import Roles
+from svdpp.runtime.errand import send_ranks
 from svdpp.runtime.evidence import Evidence, tensor_sha256
 from svdpp.runtime.memory import out_of_memory_named
-from svdpp.runtime.messages import ActionDone, ClipDone, Finished, Joined, StepDone
-from svdpp.runtime.peak import peak_bytes
-from svdpp.runtime.pipeline import new_watch, resolve
+from svdpp.runtime.messages import ActionDone, ClipDone, Joined, StepDone
+from svdpp.runtime.pipeline import resolve
 from svdpp.runtime.rank import load_model
 from svdpp.runtime.reporter import Reporter
-from svdpp.runtime.supervisor import Observer, Supervisor
+from svdpp.runtime.supervisor import Observer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,43 +80,23 @@ def run_reference(
         if isinstance(event, ClipDone):
             hashes[event.clip] = event.record
 
-    group = StartedGroup(_reference_main, setup, world_size=1, backend="gloo")
-    supervisor = Supervisor(
-        group, new_watch(alone), device=alone.device, observers=(collect, *observers)
+    send_ranks(
+        _compute_all,
+        alone,
+        setup,
+        until=lambda: len(hashes) == len(setup.requests),
+        observers=(collect, *observers),
     )
-    try:
-        supervisor.wait_joined()
-        while len(hashes) < len(setup.requests):
-            supervisor.step()
-        supervisor.stop(alone.timeout_seconds)
-    finally:
-        supervisor.kill()
     return [hashes[clip] for clip in sorted(hashes)]
 
 
-def _reference_main(member: Member, setup: _Setup) -> None:
-    reporter = Reporter(member.channel)
-    reporter.start()
-    try:
-        _compute_all(setup, reporter)
-    except BaseException as error:
-        reporter.failed(error)
-        raise
-    while member.channel.receive(1.0) is None:
-        pass  # the parent's Stop; when it is gone instead, this process ends with it
-    allocated, reserved = peak_bytes(_device(setup))
-    reporter.send(Finished(allocated_bytes=allocated, reserved_bytes=reserved))
-    reporter.stop()
-
-
-def _device(setup: _Setup) -> str:
-    return "cuda:0" if setup.config.device == "cuda" else setup.config.device
-
-
-def _compute_all(setup: _Setup, reporter: Reporter) -> None:
-    config = setup.config
-    device = _device(setup)
-    determinism.make_deterministic(num_threads=config.num_threads, device=device)
+def _compute_all(
+    member: Member,  # noqa: ARG001
+    device: str,
+    reporter: Reporter,
+    config: PipelineConfig,  # noqa: ARG001
+    setup: _Setup,
+) -> None:
     begun = time.monotonic()
     with out_of_memory_named(None):
         oracle = _Dummy(setup, device) if setup.checkpoint is None else _Svd(setup, device)
@@ -125,7 +104,9 @@ def _compute_all(setup: _Setup, reporter: Reporter) -> None:
     evidence = Evidence(Path(setup.evidence_folder)) if setup.evidence_folder else None
     for clip, request in enumerate(setup.requests):
         with out_of_memory_named("reference"):
-            latent, frames = oracle.compute(clip, request, evidence, _Clock(clip, setup, reporter))
+            latent, frames = oracle.compute(
+                clip, request, evidence, _Clock(clip, setup, device, reporter)
+            )
         if evidence is not None and frames is not None:
             evidence.keep_frames(clip, frames)
         record = {
@@ -138,10 +119,10 @@ def _compute_all(setup: _Setup, reporter: Reporter) -> None:
 class _Clock:
     """Times one clip, begun now, and reports it as a rank would."""
 
-    def __init__(self, clip: int, setup: _Setup, reporter: Reporter) -> None:
+    def __init__(self, clip: int, setup: _Setup, device: str, reporter: Reporter) -> None:
         self._clip = clip
         self._num_steps = setup.config.sampling.num_inference_steps
-        self._device = torch.device(_device(setup))
+        self._device = torch.device(device)
         self._reporter = reporter
         self._begun = self._mark = time.monotonic()
         self._denoising = False
