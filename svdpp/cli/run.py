@@ -227,7 +227,8 @@ def run(
         format=chosen.format,
         crf=chosen.crf,
         overwrite=overwrite,
-        resume=resume or is_restarted,
+        resume=resume,
+        is_restarted=is_restarted,
         handover_folder=checkpoint_dir,
     )
     folder = None if checkpoint_dir is None else str(checkpoint_dir.absolute())

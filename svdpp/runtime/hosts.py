@@ -66,9 +66,9 @@ def _look(question: Question, policy: OutputPolicy, draft: DraftConfig | None) -
     outputs = {record["output"]: record for record in question.records}
     existing = [name for name in outputs if (policy.folder / name).exists()]
     finished = {}
-    for name in outputs if policy.resume else ():  # an accepted draft has another name
+    for name in outputs:  # an accepted draft has another name
         output = OutputConfig(path=str(policy.folder / name), format=policy.format, crf=policy.crf)
-        if (record := finished_clip(output, outputs[name], draft)) is not None:
+        if (record := finished_clip(output, outputs[name], draft, policy)) is not None:
             finished[name] = record
     folder, probe = policy.handover_folder, question.probe
     sees = probe is None or (folder is not None and (folder / probe).exists())
@@ -121,7 +121,7 @@ def _check(host: str, said: Answer, policy: OutputPolicy) -> None:
         error = from_record(said.error)
         error.message = f"on {host}: {error.message}"
         raise error
-    if said.existing and not (policy.overwrite or policy.resume):
+    if said.existing and not (policy.overwrite or policy.keeps_finished):
         raise RequestError(
             f"{len(said.existing)} outputs exist already on {host}, the first is "
             f"{said.existing[0]!r}",

@@ -28,7 +28,9 @@ from svdpp.runtime.record import (
 class OutputPolicy:
     """Where clips go, and what becomes of files that are there already.
 
-    With `resume` finished clips are left alone, and begun ones go on from `handover_folder`.
+    With `resume` finished clips are left alone, and begun ones go on from `handover_folder`. So it
+    is when a launcher has started the same run again: what `overwrite` has made by then is kept,
+    and what was there before with other parameters is still made anew.
     """
 
     folder: Path
@@ -36,7 +38,13 @@ class OutputPolicy:
     crf: int = 18
     overwrite: bool = False
     resume: bool = False
+    is_restarted: bool = False
     handover_folder: Path | None = None
+
+    @property
+    def keeps_finished(self) -> bool:
+        """Whether clips that are there as asked for are left alone."""
+        return self.resume or self.is_restarted
 
 
 @dataclass
@@ -87,7 +95,7 @@ def check_outputs(
                 )
             owners[path] = photo.path
     existing = [path for path in owners if path.exists()]
-    if existing and not (policy.overwrite or policy.resume):
+    if existing and not (policy.overwrite or policy.keeps_finished):
         raise RequestError(
             f"{len(existing)} of {len(owners)} outputs exist already, the first is "
             f"{str(existing[0])!r}",
@@ -125,7 +133,7 @@ def plan_clips(
             output = _output(photo, seed, policy)
             record = clip_record(photo, seed, output, config, checkpoint)
             key = None if folder is None else handover_key(record, checkpoint)
-            finished = finished_clip(output, record, config.draft) if policy.resume else None
+            finished = finished_clip(output, record, config.draft, policy)
             if finished is not None:
                 plan.skipped.append(finished)
                 if folder is not None and key is not None:
@@ -139,7 +147,7 @@ def plan_clips(
                     image_sha256=photo.sha256,
                     output=output,
                     handover_key=key,
-                    done_steps=_done_steps(folder, key) if policy.resume else 0,
+                    done_steps=_done_steps(folder, key) if policy.keeps_finished else 0,
                 )
             )
     sampling = config.sampling
@@ -199,12 +207,32 @@ def _output(photo: photos.Photo, seed: int, policy: OutputPolicy) -> OutputConfi
 
 
 def finished_clip(
-    output: OutputConfig, record: dict[str, Any], draft: DraftConfig | None
+    output: OutputConfig,
+    record: dict[str, Any],
+    draft: DraftConfig | None,
+    policy: OutputPolicy,
 ) -> dict[str, Any] | None:
     """The record of a clip that is there, whole and as asked for; None where it must be made.
 
     An approximation counts where one as good would be accepted again.
+
+    Raises:
+        RequestError: one that `policy` keeps was made with other parameters.
+        InputError: what is beside it is no clip's JSON.
     """
+    if not policy.keeps_finished:
+        return None
+    try:
+        return _as_asked(output, record, draft)
+    except (RequestError, InputError):
+        if policy.overwrite:
+            return None
+        raise
+
+
+def _as_asked(
+    output: OutputConfig, record: dict[str, Any], draft: DraftConfig | None
+) -> dict[str, Any] | None:
     exact = _whole(output, record)
     if exact is not None or draft is None or draft.accept_db is None:
         return exact
