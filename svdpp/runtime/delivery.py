@@ -53,6 +53,7 @@ class Delivery:
         on_failed: called from the thread with whatever else went wrong, since nobody may come back
             to ask.
         conditions: what the bits depend on beside the request, for each clip's record.
+        fps: of the files, in frames a second.
         evidence: where results are kept for comparison as well; None to keep nothing.
         host: this host's name, where a run is on several; each clip's JSON then says it.
         folder: where this host puts its clips; None: where the requests say.
@@ -66,9 +67,11 @@ class Delivery:
         conditions: Mapping[str, Any],
         evidence: Evidence | None = None,
         *,
+        fps: int,
         host: str = "",
         folder: Path | None = None,
     ) -> None:
+        self._fps = fps
         self._host = host
         self._folder = folder
         self._on_done = on_done
@@ -114,7 +117,7 @@ class Delivery:
         output, earlier = self._here(job.request.output), self._here(parcel.replaces)
         if output is not None and frames is not None:
             # The JSON says that the clip is whole, so it comes second.
-            video.write_clip(frames, output, fps=int(record["fps"]), metadata=record)
+            video.write_clip(frames, output, fps=self._fps, metadata=record)
             place.write_json(Path(output.json_path), record)
             if earlier is not None:
                 place.remove(Path(earlier.path))

@@ -177,6 +177,7 @@ def _new_stage(
     kept = evidence if config.draft is None else None
     delivery = Delivery(
         *(reporter.send, reporter.clip_failed, reporter.failed, conditions, kept),
+        fps=config.sampling.fps,
         host=member.host,
         folder=Path(setup.output_folder) if setup.output_folder else None,
     )

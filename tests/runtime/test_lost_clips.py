@@ -88,7 +88,7 @@ def test_inputs_and_outputs_that_go_wrong_lose_their_own_clip(tmp_path: Path) ->
     gone = ClipRequest(seed=1, image=str(tmp_path / "gone.jpg"), output=requests[1].output)
     (tmp_path / "clip_2.mp4").mkdir()  # so that no file can take this place
     with Pipeline(config) as pipeline:
-        pipeline.submit([requests[0], gone, *requests[2:]], [{"fps": 7}] * 4)
+        pipeline.submit([requests[0], gone, *requests[2:]])
         results = list(pipeline.results())
     assert [result.clip for result in results] == [0, 3]
     assert {failure.clip: type(failure.error) for failure in pipeline.failures} == {
