@@ -240,7 +240,7 @@ def run(
     sights = Sights(trace=trace, timeline=timeline, profile=profile)
     if why:
         console.talk(why)
-    check_outputs(found, all_seeds, policy)
+    check_outputs(found, all_seeds, policy, config.draft)
     if decode_chunk_size == request.AUTO:
         config = request.with_fitting_chunk(console, config)
     pipeline = new_pipeline(config, profile_path=sights.profile_path)

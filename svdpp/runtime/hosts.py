@@ -15,7 +15,7 @@ from svdpp.config import DraftConfig, OutputConfig
 from svdpp.errors import InputError, RequestError, SvdppError, from_record, to_record
 from svdpp.media import place
 from svdpp.runtime import handover
-from svdpp.runtime.request import ClipPlan, OutputPolicy, finished_clip
+from svdpp.runtime.request import ClipPlan, OutputPolicy, finished_clip, taken_places
 
 
 class Others(Protocol):
@@ -44,7 +44,7 @@ class Answer(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     existing: tuple[str, ...] = ()
-    """Outputs of the clips asked for that are there, finished or not."""
+    """Outputs of the clips asked for that are there, finished or not; accepted drafts as well."""
     finished: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """By output, the records of those that are whole and as asked for."""
     sees_probe: bool = True
@@ -64,10 +64,10 @@ def answer(question: bytes, policy: OutputPolicy, draft: DraftConfig | None) -> 
 def _look(question: Question, policy: OutputPolicy, draft: DraftConfig | None) -> Answer:
     place.check_writable(policy.folder)
     outputs = {record["output"]: record for record in question.records}
-    existing = [name for name in outputs if (policy.folder / name).exists()]
-    finished = {}
+    existing, finished = [], {}
     for name in outputs:  # an accepted draft has another name
         output = OutputConfig(path=str(policy.folder / name), format=policy.format, crf=policy.crf)
+        existing += [path.name for path in taken_places(output, draft)]
         if (record := finished_clip(output, outputs[name], draft, policy)) is not None:
             finished[name] = record
     folder, probe = policy.handover_folder, question.probe

@@ -129,7 +129,7 @@ class DraftDone(_Message):
 
 
 class DraftLost(_Message):
-    """A rank other than the first lost its way; the clip, and ranks before it, go on."""
+    """A rank other than the first lost its way, or a draft cannot be written; the clip goes on."""
 
     kind: Literal["draft_lost"] = "draft_lost"
     clip: int

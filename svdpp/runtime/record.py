@@ -153,6 +153,16 @@ def read_record(path: Path) -> dict[str, Any]:
         raise InputError(what.replace("\n", " ")) from error
 
 
+def read_draft(output: OutputConfig) -> dict[str, Any] | None:
+    """What the JSON beside `output` says of an approximation; None where there is none."""
+    try:
+        there = read_record(Path(output.json_path))
+    except InputError:
+        return None
+    about = there.get("draft")
+    return about if there.get("exact") is False and isinstance(about, dict) else None
+
+
 def recorded_sampling(record: dict[str, Any]) -> SamplingConfig:
     """The knobs that a clip's JSON names.
 

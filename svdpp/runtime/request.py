@@ -14,12 +14,13 @@ from svdpp.media import image as photos
 from svdpp.media import place, space, video
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.runtime import handover
-from svdpp.runtime.journal import NAME, Journal
+from svdpp.runtime.journal import NAME, Journal, how_made
 from svdpp.runtime.record import (
     IDENTITY,
     clip_record,
     handover_key,
     parameters_sha256,
+    read_draft,
     read_record,
 )
 
@@ -72,9 +73,17 @@ def read_inputs(
 
 
 def check_outputs(
-    found: Sequence[photos.Photo], seeds: Sequence[int], policy: OutputPolicy
+    found: Sequence[photos.Photo],
+    seeds: Sequence[int],
+    policy: OutputPolicy,
+    draft: DraftConfig | None = None,
 ) -> None:
     """Checks places and tools for the outputs, before a model is looked for.
+
+    Args:
+        found, seeds: what will be made.
+        policy: where, and what of things that are there.
+        draft: whether approximations need places as well.
 
     Raises:
         RequestError: two inputs would have one output, or an output exists and nothing says what
@@ -84,9 +93,12 @@ def check_outputs(
     if policy.overwrite and policy.resume:
         raise RequestError("--overwrite and --resume contradict each other")
     owners: dict[Path, Path] = {}
+    places: list[OutputConfig] = []
+    existing: list[Path] = []
     for photo in found:
         for seed in seeds:
-            path = Path(_output(photo, seed, policy).path)
+            output = _output(photo, seed, policy)
+            path = Path(output.path)
             if path in owners:
                 raise RequestError(
                     f"{str(owners[path])!r} and {str(photo.path)!r} would both become "
@@ -94,20 +106,32 @@ def check_outputs(
                     "rename one of them, or run them with different --out folders",
                 )
             owners[path] = photo.path
-    existing = [path for path in owners if path.exists()]
+            existing += taken_places(output, draft)[:1]
+            places += [output] if draft is None else [output, output.draft]
     if existing and not (policy.overwrite or policy.keeps_finished):
         raise RequestError(
             f"{len(existing)} of {len(owners)} outputs exist already, the first is "
             f"{str(existing[0])!r}",
             "--resume keeps those that are finished, --overwrite makes them anew",
         )
-    for path in existing:
-        video.check_output(OutputConfig(path=str(path), format=policy.format, crf=policy.crf))
+    for each in places:
+        video.check_output(each)
     place.check_writable(policy.folder)
     if policy.handover_folder is not None:
         place.check_writable(policy.handover_folder)
     if policy.format == "mp4":
         video.find_ffmpeg()
+
+
+def taken_places(output: OutputConfig, draft: DraftConfig | None) -> list[Path]:
+    """Where something lies that a clip replaces only if the user says so.
+
+    A draft that nobody has accepted, of a run that was killed, may go.
+    """
+    taken = [Path(output.path)]
+    if draft is not None and not _is_leftover(output.draft):
+        taken.append(Path(output.draft.path))
+    return [path for path in taken if path.exists()]
 
 
 def plan_clips(
@@ -181,7 +205,7 @@ def open_journal(
         "device": config.device,
         "num_inference_steps": config.sampling.num_inference_steps,
     }
-    before = [{**_entry(record), "state": "done"} for record in clips.skipped]
+    before = [{**_entry(record), **how_made(record), "state": "done"} for record in clips.skipped]
     before += [{**entry, "state": "failed"} for entry in lost]
     begun = [
         {**_entry(record), "from_step": request.done_steps}
@@ -234,11 +258,19 @@ def _as_asked(
     output: OutputConfig, record: dict[str, Any], draft: DraftConfig | None
 ) -> dict[str, Any] | None:
     exact = _whole(output, record)
-    if exact is not None or draft is None or draft.accept_db is None:
+    if exact is not None or draft is None or _is_leftover(output.draft):
         return exact
     accepted = _whole(output.draft, record)
-    good = accepted is not None and accepted["draft"].get("accept_db", 0) >= draft.accept_db
-    return accepted if good else None
+    if accepted is None or draft.accept_db is None:
+        return None
+    about = accepted.get("draft") or {}
+    return accepted if about.get("accept_db", 0) >= draft.accept_db else None
+
+
+def _is_leftover(output: OutputConfig) -> bool:
+    """Whether it is an approximation that nobody has accepted."""
+    about = read_draft(output)
+    return about is not None and "accept_db" not in about
 
 
 def _whole(output: OutputConfig, record: dict[str, Any]) -> dict[str, Any] | None:

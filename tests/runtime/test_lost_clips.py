@@ -148,6 +148,21 @@ def test_the_journal_follows_each_clip(tmp_path: Path) -> None:
     assert record["clips"][2] == {"output": "b.mp4", "state": "failed", "error": error}
 
 
+def test_the_journal_keeps_a_settled_clips_word_and_its_host(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    error = to_record(NotFiniteError("not finite"))
+    accepted = {"exact": False, "output": "a.draft.mp4", "host": "host1"}
+    with Journal(path, {}, [{"output": "a.mp4"}, {"output": "b.mp4"}]) as journal:
+        journal(1, ClipDone(clip=0, record=accepted))
+        journal(0, ClipFailed(clip=0, error=error))
+        journal(1, ClipFailed(clip=1, error=error))
+        journal(1, ClipDone(clip=1, record={"host": "host1"}))
+    assert json.loads(path.read_text())["clips"] == [
+        {"output": "a.draft.mp4", "state": "done", "exact": False, "host": "host1"},
+        {"output": "b.mp4", "state": "failed", "error": error},
+    ]
+
+
 def test_a_journal_that_cannot_be_written_is_an_error_before_and_after_the_run(
     tmp_path: Path,
 ) -> None:

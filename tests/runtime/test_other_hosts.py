@@ -136,6 +136,17 @@ def test_an_output_in_the_way_on_another_host_is_refused(tmp_path: Path) -> None
     assert hosts.without_those_elsewhere(plan, over, _Host1(over)).requests == plan.requests
 
 
+def test_an_accepted_draft_in_the_way_on_another_host_is_refused(tmp_path: Path) -> None:
+    here, there = (OutputPolicy(folder=tmp_path / name) for name in ("here", "there"))
+    plan = _plan(here.folder, (1,))
+    about = {"exact": False, "draft": {"accept_db": 40.0}}
+    _finish({**plan.records[0], "output": "rocket_1.draft.mp4", **about}, there.folder)
+    host1 = _Host1(there, DraftConfig(starts=(0, 1)))
+    with pytest.raises(RequestError, match=r"exist already on host1.*'rocket_1\.draft\.mp4'"):
+        hosts.without_those_elsewhere(plan, here, host1)
+    assert hosts.without_those_elsewhere(plan, here, _Host1(there)).requests == plan.requests
+
+
 def test_hand_overs_need_one_folder_for_all_hosts(tmp_path: Path) -> None:
     here = OutputPolicy(folder=tmp_path / "out", handover_folder=tmp_path / "kept")
     plan = _plan(here.folder)

@@ -10,13 +10,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from svdpp.config import ModelConfig, OutputConfig, PipelineConfig, SamplingConfig
-from svdpp.errors import RequestError
+from svdpp.config import (
+    DraftConfig,
+    ModelConfig,
+    OutputConfig,
+    PipelineConfig,
+    SamplingConfig,
+)
+from svdpp.errors import OutputError, RequestError
 from svdpp.media import place, video
 from svdpp.media.image import Photo, read_photo
 from svdpp.models.checkpoint import find_checkpoint
 from svdpp.runtime.record import clip_record
-from svdpp.runtime.request import ClipPlan, OutputPolicy, check_outputs, plan_clips
+from svdpp.runtime.request import ClipPlan, OutputPolicy, check_outputs, plan_clips, taken_places
 from tests.cli.shell import PHOTO
 
 CONFIG = PipelineConfig(
@@ -73,3 +79,61 @@ def test_a_restart_without_overwrite_makes_nothing_anew(photo: Photo, tmp_path: 
         _plan(photo, policy)
     with pytest.raises(RequestError, match="contradict each other"):
         _plan(photo, OutputPolicy(folder=tmp_path, overwrite=True, resume=True))
+
+
+# --- drafts -------------------------------------------------------------------------------------
+
+DRAFT = DraftConfig(starts=(0, 1, 2), accept_db=30.0)
+DRAFTING = replace(
+    CONFIG,
+    world_size=3,
+    sampling=replace(CONFIG.sampling, num_inference_steps=4),
+    draft=DRAFT,
+)
+EXACT = replace(DRAFTING, draft=replace(DRAFT, accept_db=None))
+
+
+def _check(photo: Photo, policy: OutputPolicy, config: PipelineConfig = DRAFTING) -> None:
+    check_outputs([photo], [0], policy, config.draft)
+
+
+def test_a_folder_of_somebody_elses_in_the_drafts_place_is_refused(
+    photo: Photo, tmp_path: Path
+) -> None:
+    policy = OutputPolicy(folder=tmp_path, format="frames")
+    (tmp_path / "rocket_0.draft").mkdir()
+    (tmp_path / "rocket_0.draft" / "notes.txt").touch()
+    with pytest.raises(RequestError, match=r"1 of 1 outputs exist already.*rocket_0\.draft'"):
+        _check(photo, policy)
+    with pytest.raises(OutputError, match="holds other files"):
+        _check(photo, replace(policy, overwrite=True))
+    _check(photo, policy, CONFIG)  # who asks for no draft needs no place for it
+
+
+@pytest.mark.parametrize(("about", "is_taken"), [({"accept_db": 40.0}, True), ({"rank": 1}, False)])
+def test_an_accepted_draft_is_an_output_and_one_that_a_kill_left_is_none(
+    photo: Photo, about: dict[str, Any], is_taken: bool, tmp_path: Path
+) -> None:
+    output = OutputConfig(path=str(tmp_path / "rocket_0.mp4"))
+    _finish(photo, output.draft, DRAFTING, exact=False, draft=about)
+    policy = OutputPolicy(folder=tmp_path)
+    if is_taken:
+        with pytest.raises(RequestError, match=r"1 of 1 outputs exist already.*draft\.mp4'"):
+            _check(photo, policy)
+    else:
+        _check(photo, policy)
+    assert taken_places(output, DRAFTING.draft) == [Path(output.draft.path)] * is_taken
+    _check(photo, replace(policy, overwrite=True))
+    resuming = replace(policy, resume=True)
+    assert len(_plan(photo, resuming, DRAFTING).skipped) == is_taken
+    assert len(_plan(photo, resuming, EXACT).requests) == 1
+
+
+def test_an_accepted_draft_with_other_parameters_is_not_replaced_by_resume(
+    photo: Photo, tmp_path: Path
+) -> None:
+    output = OutputConfig(path=str(tmp_path / "rocket_0.mp4")).draft
+    _finish(photo, output, _other_fps(DRAFTING), exact=False, draft={"accept_db": 40.0})
+    for config in (DRAFTING, EXACT):
+        with pytest.raises(RequestError, match=r"'rocket_0\.draft\.mp4' exists with another fps"):
+            _plan(photo, OutputPolicy(folder=tmp_path, resume=True), config)
