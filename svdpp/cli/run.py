@@ -248,10 +248,8 @@ def run(
     clips = plan_clips(found, all_seeds, policy, pipeline.config, pipeline.checkpoint)
     if pipeline.spans_hosts:
         clips = hosts.without_those_elsewhere(clips, policy, pipeline)
-    if not clips.requests:
-        pipeline.dismiss()
     lost = [{"output": None, "error": to_record(error)} for error in unreadable]
-    records = _perform(console, pipeline, clips, lost, out, sights) if clips.requests else []
+    records = _perform(console, pipeline, clips, lost, out, sights)
     lost += [
         {"output": clips.records[failure.clip]["output"], "error": to_record(failure.error)}
         for failure in pipeline.failures
@@ -287,8 +285,12 @@ def _perform(
     from svdpp.cli.progress import Progress
     from svdpp.runtime.request import open_journal
 
-    announce(console, pipeline.config, clips)
     journal = open_journal(out, pipeline.config, clips, lost)
+    if not clips.requests:
+        pipeline.dismiss()
+        with journal:  # a run that was killed just behind its last clip has left another
+            return []
+    announce(console, pipeline.config, clips)
     with Progress(console, "run", pipeline.schedule(clips.requests)) as progress, journal:
         for observer in (progress, EventLog(pipeline.config.scheme), journal):
             pipeline.observe(observer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from svdpp.cli.request import sampling_config
 from svdpp.config import (
     DraftConfig,
     ModelConfig,
@@ -23,7 +25,7 @@ from svdpp.media.image import Photo, read_photo
 from svdpp.models.checkpoint import find_checkpoint
 from svdpp.runtime.record import clip_record
 from svdpp.runtime.request import ClipPlan, OutputPolicy, check_outputs, plan_clips, taken_places
-from tests.cli.shell import PHOTO
+from tests.cli.shell import DEMO, PHOTO, TINY, svdpp_here
 
 CONFIG = PipelineConfig(
     world_size=2,
@@ -137,3 +139,30 @@ def test_an_accepted_draft_with_other_parameters_is_not_replaced_by_resume(
     for config in (DRAFTING, EXACT):
         with pytest.raises(RequestError, match=r"'rocket_0\.draft\.mp4' exists with another fps"):
             _plan(photo, OutputPolicy(folder=tmp_path, resume=True), config)
+
+
+# --- with nothing left to make ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"host": "host1"}, {"output": "rocket_0.mp4", "host": "host1"}),
+        ({}, {"output": "rocket_0.mp4"}),
+    ],
+)
+def test_run_json_says_so(
+    photo: Photo, more: dict[str, Any], says: dict[str, Any], tmp_path: Path
+) -> None:
+    sampling = sampling_config("demo", 2, height=32, width=32, num_frames=2)
+    config = replace(CONFIG, sampling=sampling.resolved(model_frames=14))
+    _finish(photo, OutputConfig(path=str(tmp_path / "rocket_0.mp4")), config, **more)
+    (tmp_path / "run.json").write_text('{"clips": [{"state": "running"}]}')
+    answer = svdpp_here(
+        *("run", PHOTO, *DEMO, *TINY, "--world", "2", "--out", str(tmp_path), "--resume")
+    )
+    assert "(was finished)" in answer.out, answer
+    (clip,) = json.loads((tmp_path / "run.json").read_text())["clips"]
+    assert clip["state"] == "done"
+    assert {name: clip[name] for name in ("output", "host") if name in clip} == says
+    assert "exact" not in clip
