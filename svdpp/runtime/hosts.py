@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import secrets
 from collections.abc import Mapping
 from dataclasses import replace
@@ -55,10 +56,10 @@ class Answer(BaseModel):
 def answer(question: bytes, policy: OutputPolicy, draft: DraftConfig | None) -> bytes:
     """What this host finds, in the folders that its own command names."""
     try:
-        found = _look(Question.model_validate_json(question), policy, draft)
+        found = _look(Question.model_validate(json.loads(question)), policy, draft)
     except SvdppError as error:
         found = Answer(error=to_record(error))
-    return found.model_dump_json().encode()
+    return _to_bytes(found)
 
 
 def _look(question: Question, policy: OutputPolicy, draft: DraftConfig | None) -> Answer:
@@ -88,8 +89,8 @@ def without_those_elsewhere(clips: ClipPlan, policy: OutputPolicy, others: Other
     with _probe_in(policy.handover_folder) as probe:
         asked = Question(records=tuple(clips.records), probe=probe)
         answers = {
-            host: Answer.model_validate_json(text)
-            for host, text in others.ask(asked.model_dump_json().encode()).items()
+            host: Answer.model_validate(json.loads(text))
+            for host, text in others.ask(_to_bytes(asked)).items()
         }
     try:
         for host, said in answers.items():
@@ -114,6 +115,11 @@ def without_those_elsewhere(clips: ClipPlan, policy: OutputPolicy, others: Other
         requests=[request for _, request in left],
         skipped=[*clips.skipped, *finished.values()],
     )
+
+
+def _to_bytes(message: BaseModel) -> bytes:
+    """As JSON in ASCII: names of files need not be UTF-8, see `messages`."""
+    return json.dumps(message.model_dump(mode="json")).encode()
 
 
 def _check(host: str, said: Answer, policy: OutputPolicy) -> None:

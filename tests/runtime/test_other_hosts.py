@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -102,6 +103,16 @@ def test_an_accepted_draft_that_another_host_holds_is_as_good_as_what_is_asked(
     left = hosts.without_those_elsewhere(plan, here, host1)
     assert [each["output"] for each in left.skipped] == ["rocket_1.draft.mp4"] * is_finished
     assert len(left.requests) == 1 - is_finished
+
+
+def test_names_that_are_not_utf_8_reach_the_other_host(tmp_path: Path) -> None:
+    here = OutputPolicy(folder=tmp_path / "here", resume=True)
+    there = OutputPolicy(folder=tmp_path / "there", resume=True)
+    plan = _plan(here.folder, (1,))
+    plan.records[0] |= {"output": os.fsdecode(b"caf\xe9.mp4"), "input": os.fsdecode(b"\xe9.jpg")}
+    _finish(plan.records[0], there.folder)
+    (skipped,) = hosts.without_those_elsewhere(plan, here, _Host1(there)).skipped
+    assert (skipped["output"], skipped["input"]) == ("caf\udce9.mp4", "\udce9.jpg")
 
 
 def test_its_kept_packets_go(tmp_path: Path) -> None:
