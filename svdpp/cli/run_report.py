@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from svdpp.cli.console import Console
-from svdpp.config import PipelineConfig
+from svdpp.config import OutputConfig, PipelineConfig
 from svdpp.errors import exit_code_of, from_record, to_record
 
 if TYPE_CHECKING:
@@ -66,9 +66,8 @@ def print_clips(
     console.talk(made + was)
     exact = [record for record in records if record["exact"] and not _elsewhere(record)]
     if exact:
-        name = Path(exact[0]["output"])
-        path = (out / name).with_suffix("") if name.suffix else out / name
-        console.talk(f"to prove one: svdpp verify {path}.json")
+        output = OutputConfig(path=str(out / exact[0]["output"]), format=exact[0]["format"])
+        console.talk(f"to prove one: svdpp verify {output.json_path}")
 
 
 def _elsewhere(record: Record) -> str:
