@@ -11,7 +11,7 @@ import typer
 from svdpp.cli import options
 from svdpp.cli.console import Console
 from svdpp.cli.draft_choice import DraftChoice
-from svdpp.cli.run_report import announce, print_clips, raise_worst
+from svdpp.cli.run_report import announce, announce_look, print_clips, raise_worst
 from svdpp.config import (
     DEFAULT_MODEL,
     DEFAULT_NUM_STEPS,
@@ -240,7 +240,8 @@ def run(
     sights = Sights(trace=trace, timeline=timeline, profile=profile)
     if why:
         console.talk(why)
-    check_outputs(found, all_seeds, policy, config.draft)
+    num_there = check_outputs(found, all_seeds, policy, config.draft)
+    announce_look(console, config, policy, num_there)
     if decode_chunk_size == request.AUTO:
         config = request.with_fitting_chunk(console, config)
     pipeline = new_pipeline(config, profile_path=sights.profile_path)

@@ -12,9 +12,29 @@ from svdpp.config import OutputConfig, PipelineConfig
 from svdpp.errors import exit_code_of, from_record, to_record
 
 if TYPE_CHECKING:
-    from svdpp.runtime.request import ClipPlan
+    from svdpp.runtime.request import ClipPlan, OutputPolicy
+
+# Those are looked at in a second or two.
+_FEW_CLIPS = 8
 
 Record = Mapping[str, Any]
+
+
+def announce_look(
+    console: Console, config: PipelineConfig, policy: OutputPolicy, num_there: int
+) -> None:
+    """Says what takes a while before anything is made, and what will not be kept.
+
+    Args:
+        console: is told.
+        config: what will be run.
+        policy: what becomes of outputs.
+        num_there: outputs that are there already.
+    """
+    if policy.keeps_finished and num_there > _FEW_CLIPS:
+        console.talk(f"looking at {num_there} clips that are there, frame by frame ...")
+    if policy.handover_folder is not None and not config.scheme.hops:
+        console.talk("--checkpoint-dir: nothing will be kept, for no clip goes from rank to rank")
 
 
 def announce(console: Console, config: PipelineConfig, clips: ClipPlan) -> None:

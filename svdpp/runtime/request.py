@@ -77,13 +77,16 @@ def check_outputs(
     seeds: Sequence[int],
     policy: OutputPolicy,
     draft: DraftConfig | None = None,
-) -> None:
+) -> int:
     """Checks places and tools for the outputs, before a model is looked for.
 
     Args:
         found, seeds: what will be made.
         policy: where, and what of things that are there.
         draft: whether approximations need places as well.
+
+    Returns:
+        How many of the outputs are there already.
 
     Raises:
         RequestError: two inputs would have one output, or an output exists and nothing says what
@@ -121,6 +124,7 @@ def check_outputs(
         place.check_writable(policy.handover_folder)
     if policy.format == "mp4":
         video.find_ffmpeg()
+    return len(existing)
 
 
 def taken_places(output: OutputConfig, draft: DraftConfig | None) -> list[Path]:
