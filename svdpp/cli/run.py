@@ -111,7 +111,8 @@ def run(
         typer.Option(
             metavar="DIR",
             help="Keep each hand-over between ranks here until its clip is finished, so that "
-            "--resume need not begin it anew; with any number of ranks. Default: keep none.",
+            "--resume need not begin it anew; with any number of ranks of as many --threads. "
+            "Default: keep none.",
             rich_help_panel=_OUTPUTS,
         ),
     ] = None,

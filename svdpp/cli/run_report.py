@@ -47,6 +47,11 @@ def announce(console: Console, config: PipelineConfig, clips: ClipPlan) -> None:
         f"{config.device} ranks with {config.model.name}"
         + (f"; {begun} of them from where an earlier run stood" if begun else "")
     )
+    if clips.other_threads is not None:
+        console.talk(
+            f"some are begun anew although --checkpoint-dir has them: with --threads "
+            f"{clips.other_threads} they would go on"
+        )
     if config.draft is not None:
         wave, last = config.wave, config.world_size - 1
         console.talk(

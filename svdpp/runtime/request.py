@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -55,6 +56,8 @@ class ClipPlan:
     requests: list[ClipRequest] = field(default_factory=list)
     records: list[dict[str, Any]] = field(default_factory=list)
     skipped: list[dict[str, Any]] = field(default_factory=list)
+    other_threads: int | None = None
+    """With which an earlier run has begun clips that must be begun anew with those asked for."""
 
 
 def read_inputs(
@@ -178,6 +181,8 @@ def plan_clips(
                     done_steps=_done_steps(folder, key) if policy.keeps_finished else 0,
                 )
             )
+    if folder is not None and policy.keeps_finished:
+        plan.other_threads = _other_threads(plan, folder, checkpoint)
     sampling = config.sampling
     space.check_space(
         policy.folder,
@@ -227,6 +232,20 @@ def _done_steps(folder: Path | None, key: str | None) -> int:
     if folder is None or key is None:
         return 0
     return max(handover.steps_kept(folder, key), default=0)
+
+
+def _other_threads(plan: ClipPlan, folder: Path, checkpoint: Checkpoint) -> int | None:
+    """The number of threads with which packets of clips in `plan` were kept, if not with theirs."""
+    others = handover.keys_kept(folder) - {request.handover_key for request in plan.requests}
+    if not others:
+        return None
+    for record, request in zip(plan.records, plan.requests, strict=True):
+        if request.done_steps:
+            continue
+        for threads in range(1, (os.cpu_count() or 1) + 1):
+            if handover_key({**record, "num_threads": threads}, checkpoint) in others:
+                return threads
+    return None
 
 
 def _output(photo: photos.Photo, seed: int, policy: OutputPolicy) -> OutputConfig:
@@ -285,9 +304,11 @@ def _whole(output: OutputConfig, record: dict[str, Any]) -> dict[str, Any] | Non
     there = read_record(json_path)
     if parameters_sha256(there) != record["parameters_sha256"]:
         name = next(name for name in IDENTITY if there[name] != record[name])
+        # On the CPU their default goes by the number of ranks.
+        same = f"--threads {there[name]} keeps it; " if name == "num_threads" else ""
         raise RequestError(
             f"{path.name!r} exists with another {name}: {there[name]!r}, now {record[name]!r}",
-            "--overwrite makes it anew; another --out folder keeps both",
+            same + "--overwrite makes it anew; another --out folder keeps both",
         )
     try:
         frames = video.read_frames(path, output.format)

@@ -83,6 +83,25 @@ def test_a_restart_without_overwrite_makes_nothing_anew(photo: Photo, tmp_path: 
         _plan(photo, OutputPolicy(folder=tmp_path, overwrite=True, resume=True))
 
 
+def test_an_output_of_other_threads_names_them(photo: Photo, tmp_path: Path) -> None:
+    output = OutputConfig(path=str(tmp_path / "rocket_0.mp4"))
+    _finish(photo, output, replace(CONFIG, num_threads=6))
+    with pytest.raises(RequestError, match="another num_threads: 6, now 1") as refusal:
+        _plan(photo, OutputPolicy(folder=tmp_path, resume=True))
+    assert refusal.value.hint.startswith("--threads 6 keeps it; ")
+
+
+def test_hand_overs_kept_with_other_threads_are_told(photo: Photo, tmp_path: Path) -> None:
+    policy = OutputPolicy(folder=tmp_path / "out", handover_folder=tmp_path, resume=True)
+    there = replace(CONFIG, num_threads=2)
+    (request,) = _plan(photo, policy, there).requests
+    assert _plan(photo, policy).other_threads is None
+    (tmp_path / f"{request.handover_key}_step1.safetensors").touch()
+    assert _plan(photo, policy).other_threads == 2
+    assert _plan(photo, policy, there).other_threads is None
+    assert _plan(photo, replace(policy, resume=False)).other_threads is None
+
+
 # --- drafts -------------------------------------------------------------------------------------
 
 DRAFT = DraftConfig(starts=(0, 1, 2), accept_db=30.0)
