@@ -16,7 +16,8 @@ from svdpp.config import DraftConfig, OutputConfig
 from svdpp.errors import InputError, RequestError, SvdppError, from_record, to_record
 from svdpp.media import place
 from svdpp.runtime import handover
-from svdpp.runtime.request import ClipPlan, OutputPolicy, finished_clip, taken_places
+from svdpp.runtime.earlier import taken_places
+from svdpp.runtime.request import ClipPlan, OutputPolicy, finished_clip
 
 
 class Others(Protocol):

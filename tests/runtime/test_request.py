@@ -23,8 +23,9 @@ from svdpp.errors import OutputError, RequestError
 from svdpp.media import place, video
 from svdpp.media.image import Photo, read_photo
 from svdpp.models.checkpoint import find_checkpoint
+from svdpp.runtime.earlier import taken_places
 from svdpp.runtime.record import clip_record
-from svdpp.runtime.request import ClipPlan, OutputPolicy, check_outputs, plan_clips, taken_places
+from svdpp.runtime.request import ClipPlan, OutputPolicy, check_outputs, plan_clips
 from tests.cli.shell import DEMO, PHOTO, TINY, svdpp_here
 
 CONFIG = PipelineConfig(
@@ -93,13 +94,13 @@ def test_an_output_of_other_threads_names_them(photo: Photo, tmp_path: Path) -> 
 
 def test_hand_overs_kept_with_other_threads_are_told(photo: Photo, tmp_path: Path) -> None:
     policy = OutputPolicy(folder=tmp_path / "out", handover_folder=tmp_path, resume=True)
-    there = replace(CONFIG, num_threads=2)
-    (request,) = _plan(photo, policy, there).requests
-    assert _plan(photo, policy).other_threads is None
+    here = replace(CONFIG, num_threads=2)
+    (request,) = _plan(photo, policy).requests
+    assert _plan(photo, policy, here).other_threads is None
     (tmp_path / f"{request.handover_key}_step1.safetensors").touch()
-    assert _plan(photo, policy).other_threads == 2
-    assert _plan(photo, policy, there).other_threads is None
-    assert _plan(photo, replace(policy, resume=False)).other_threads is None
+    assert _plan(photo, policy, here).other_threads == 1
+    assert _plan(photo, policy).other_threads is None
+    assert _plan(photo, replace(policy, resume=False), here).other_threads is None
 
 
 # --- drafts -------------------------------------------------------------------------------------
