@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 
 from svdpp.cli.app import app, end_at_once
@@ -11,6 +12,7 @@ from svdpp.distributed.world import was_launched
 
 def main() -> None:
     """Runs the command line."""
+    _take_any_name()
     try:
         app()
     except SystemExit as end:
@@ -24,6 +26,13 @@ def main() -> None:
             sys.stderr.flush()
             end_at_once(code - 128)
         raise
+
+
+def _take_any_name() -> None:
+    """Has stdout print the names that are not UTF-8 as the bytes they are, as `ls` does."""
+    out = sys.stdout
+    if isinstance(out, io.TextIOWrapper) and (out.encoding, out.errors) == ("utf-8", "strict"):
+        out.reconfigure(errors="surrogateescape")
 
 
 if __name__ == "__main__":

@@ -72,7 +72,7 @@ class _LogFile:
         self._path, self._warn = path, warn
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("a", encoding="utf-8", buffering=1)
+            self._file = path.open("a", encoding="utf-8", errors="backslashreplace", buffering=1)
         except OSError as error:
             raise OutputError(f"cannot write the log {str(path)!r}: {error.strerror}") from error
 

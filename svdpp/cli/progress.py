@@ -19,7 +19,16 @@ from svdpp.cli.console import Console
 from svdpp.plan.actions import Action, Kind
 from svdpp.plan.forecast import replay, summarise
 from svdpp.plan.schedule import Schedule
-from svdpp.runtime.messages import Beat, ClipDone, ClipFailed, DraftDone, Event, Joined, StepDone
+from svdpp.runtime.messages import (
+    Beat,
+    ClipDone,
+    ClipFailed,
+    DraftDone,
+    DraftLost,
+    Event,
+    Joined,
+    StepDone,
+)
 from svdpp.runtime.trace import MeanCosts
 
 _STATES = {
@@ -70,6 +79,7 @@ class Progress:
         self._rows = [_Row(rank, actions) for rank, actions in enumerate(schedule)]
         self._means = MeanCosts()
         self._reflow = _Reflow(console.err)
+        self._settled: set[int] = set()
         self._done = 0
         self._failed = 0
         self._begun: float | None = None
@@ -103,19 +113,29 @@ class Progress:
         self._means.add(event)
         if isinstance(event, StepDone) and self._begun is None:
             self._begun = time.monotonic()
-        if isinstance(event, ClipDone):
-            self._done += 1
-            if self._live is None:
-                name = event.record.get("output") or f"clip {event.clip}"
-                self._console.talk(
-                    f"{self._title}: {self._done} of {self._num_clips} clips done, {name}"
-                )
+        if isinstance(event, ClipDone | ClipFailed) and event.clip not in self._settled:
+            self._settled.add(event.clip)
+            self._settle(event)
         if isinstance(event, DraftDone):
             self._talk_of_draft(event)
+        if isinstance(event, DraftLost):
+            why = event.error["message"]
+            self._console.talk(
+                f"{self._title}: no draft of clip {event.clip} by rank {rank}: {why}"
+            )
+
+    def _settle(self, event: ClipDone | ClipFailed) -> None:
         if isinstance(event, ClipFailed):
             self._failed += 1
             why = event.error["message"]
             self._console.talk(f"{self._title}: clip {event.clip} is lost: {why}")
+            return
+        self._done += 1
+        if self._live is None:
+            name = event.record.get("output") or f"clip {event.clip}"
+            self._console.talk(
+                f"{self._title}: {self._done} of {self._num_clips} clips done, {name}"
+            )
 
     def _talk_of_draft(self, done: DraftDone) -> None:
         draft, record = done.record["draft"], done.record

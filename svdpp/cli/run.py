@@ -11,7 +11,7 @@ import typer
 from svdpp.cli import options
 from svdpp.cli.console import Console
 from svdpp.cli.draft_choice import DraftChoice
-from svdpp.cli.run_report import announce, print_clips, raise_worst
+from svdpp.cli.run_report import announce, announce_look, print_clips, raise_worst
 from svdpp.config import (
     DEFAULT_MODEL,
     DEFAULT_NUM_STEPS,
@@ -111,7 +111,8 @@ def run(
         typer.Option(
             metavar="DIR",
             help="Keep each hand-over between ranks here until its clip is finished, so that "
-            "--resume need not begin it anew; with any number of ranks. Default: keep none.",
+            "--resume need not begin it anew; with any number of ranks of as many --threads. "
+            "Default: keep none.",
             rich_help_panel=_OUTPUTS,
         ),
     ] = None,
@@ -227,7 +228,8 @@ def run(
         format=chosen.format,
         crf=chosen.crf,
         overwrite=overwrite,
-        resume=resume or is_restarted,
+        resume=resume,
+        is_restarted=is_restarted,
         handover_folder=checkpoint_dir,
     )
     folder = None if checkpoint_dir is None else str(checkpoint_dir.absolute())
@@ -239,7 +241,8 @@ def run(
     sights = Sights(trace=trace, timeline=timeline, profile=profile)
     if why:
         console.talk(why)
-    check_outputs(found, all_seeds, policy)
+    num_there = check_outputs(found, all_seeds, policy, config.draft)
+    announce_look(console, config, policy, num_there)
     if decode_chunk_size == request.AUTO:
         config = request.with_fitting_chunk(console, config)
     pipeline = new_pipeline(config, profile_path=sights.profile_path)
@@ -247,10 +250,8 @@ def run(
     clips = plan_clips(found, all_seeds, policy, pipeline.config, pipeline.checkpoint)
     if pipeline.spans_hosts:
         clips = hosts.without_those_elsewhere(clips, policy, pipeline)
-    if not clips.requests:
-        pipeline.dismiss()
     lost = [{"output": None, "error": to_record(error)} for error in unreadable]
-    records = _perform(console, pipeline, clips, lost, out, sights) if clips.requests else []
+    records = _perform(console, pipeline, clips, lost, out, sights)
     lost += [
         {"output": clips.records[failure.clip]["output"], "error": to_record(failure.error)}
         for failure in pipeline.failures
@@ -286,8 +287,12 @@ def _perform(
     from svdpp.cli.progress import Progress
     from svdpp.runtime.request import open_journal
 
-    announce(console, pipeline.config, clips)
     journal = open_journal(out, pipeline.config, clips, lost)
+    if not clips.requests:
+        pipeline.dismiss()
+        with journal:  # a run that was killed just behind its last clip has left another
+            return []
+    announce(console, pipeline.config, clips)
     with Progress(console, "run", pipeline.schedule(clips.requests)) as progress, journal:
         for observer in (progress, EventLog(pipeline.config.scheme), journal):
             pipeline.observe(observer)

@@ -8,13 +8,33 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from svdpp.cli.console import Console
-from svdpp.config import PipelineConfig
+from svdpp.config import OutputConfig, PipelineConfig
 from svdpp.errors import exit_code_of, from_record, to_record
 
 if TYPE_CHECKING:
-    from svdpp.runtime.request import ClipPlan
+    from svdpp.runtime.request import ClipPlan, OutputPolicy
+
+# Those are looked at in a second or two.
+_FEW_CLIPS = 8
 
 Record = Mapping[str, Any]
+
+
+def announce_look(
+    console: Console, config: PipelineConfig, policy: OutputPolicy, num_there: int
+) -> None:
+    """Says what takes a while before anything is made, and what will not be kept.
+
+    Args:
+        console: is told.
+        config: what will be run.
+        policy: what becomes of outputs.
+        num_there: outputs that are there already.
+    """
+    if policy.keeps_finished and num_there > _FEW_CLIPS:
+        console.talk(f"looking at {num_there} clips that are there, frame by frame ...")
+    if policy.handover_folder is not None and not config.scheme.hops:
+        console.talk("--checkpoint-dir: nothing will be kept, for no clip goes from rank to rank")
 
 
 def announce(console: Console, config: PipelineConfig, clips: ClipPlan) -> None:
@@ -27,6 +47,11 @@ def announce(console: Console, config: PipelineConfig, clips: ClipPlan) -> None:
         f"{config.device} ranks with {config.model.name}"
         + (f"; {begun} of them from where an earlier run stood" if begun else "")
     )
+    if clips.other_threads is not None:
+        console.talk(
+            f"some are begun anew although --checkpoint-dir has them: with --threads "
+            f"{clips.other_threads} they would go on"
+        )
     if config.draft is not None:
         wave, last = config.wave, config.world_size - 1
         console.talk(
@@ -66,9 +91,8 @@ def print_clips(
     console.talk(made + was)
     exact = [record for record in records if record["exact"] and not _elsewhere(record)]
     if exact:
-        name = Path(exact[0]["output"])
-        path = (out / name).with_suffix("") if name.suffix else out / name
-        console.talk(f"to prove one: svdpp verify {path}.json")
+        output = OutputConfig(path=str(out / exact[0]["output"]), format=exact[0]["format"])
+        console.talk(f"to prove one: svdpp verify {output.json_path}")
 
 
 def _elsewhere(record: Record) -> str:

@@ -81,7 +81,7 @@ def write_page(path: Path, title: str, content: Iterable[Html]) -> None:
     )
     whole = tag("html", tag("head", head), tag("body", *content), lang="en")
     with place.in_place_of(str(path), ".html") as temporary:
-        temporary.write_text(f"<!DOCTYPE html>\n{whole}\n", encoding="utf-8")
+        temporary.write_text(f"<!DOCTYPE html>\n{whole}\n", encoding="utf-8", errors="replace")
 
 
 def _cell(value: str) -> Html:

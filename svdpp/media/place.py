@@ -21,6 +21,9 @@ from pathlib import Path
 
 from svdpp.errors import OutputError, SvdppError
 
+# Runs that begin together with one new folder make and remove it under each other's hands.
+_MAX_PROBES = 5
+
 
 @contextlib.contextmanager
 def in_place_of(name: str, suffix: str, files: re.Pattern[str] | None = None) -> Iterator[Path]:
@@ -94,16 +97,14 @@ def check_writable(folder: Path) -> None:
     Raises:
         OutputError: it cannot be created, is no folder, or takes no file.
     """
-    probe = folder / _hidden_name()
     try:
-        missing = [path for path in (folder, *folder.parents) if not path.exists()]
-        folder.mkdir(parents=True, exist_ok=True)
-        try:
-            probe.write_bytes(b"svdpp")
-        finally:
-            probe.unlink(missing_ok=True)
-            for path in missing:
-                path.rmdir()
+        for tries_left in reversed(range(_MAX_PROBES)):
+            try:
+                _probe(folder)
+                break
+            except (FileNotFoundError, FileExistsError):  # another run's probe took it away
+                if not tries_left:
+                    raise
         remove_abandoned(folder)
     except (FileExistsError, NotADirectoryError) as error:
         what = f"cannot write into {str(folder)!r}: a file is in its place, or above it"
@@ -136,6 +137,20 @@ def sync(path: Path) -> None:
 def reason(error: Exception) -> str:
     """What went wrong, in as few words as the error has."""
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
+
+
+def _probe(folder: Path) -> None:
+    """Puts a file into `folder` and takes it away again, with what had to be made for it."""
+    probe = folder / _hidden_name()
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        probe.write_bytes(b"svdpp")
+    finally:
+        probe.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # another run needs it, or was quicker to remove it
+            for path in missing:
+                path.rmdir()
 
 
 def _check_place(path: Path, files: re.Pattern[str] | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,6 +18,7 @@ from svdpp.media import place, video
 from svdpp.models.interface import Frames
 from svdpp.runtime.evidence import Evidence, tensor_sha256
 from svdpp.runtime.messages import ClipDone, ClipJob, DraftDone
+from svdpp.runtime.record import read_draft
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +31,7 @@ class Parcel:
         frames: None where there are none to write.
         begun_at: unix time in seconds at which the clip's encode began.
         is_draft: it is not the clip's last word.
-        replaces: the files of an earlier word, to be removed when this one is in its place.
+        replaces: the place of an approximation, which goes when this one is in its place.
     """
 
     job: ClipJob
@@ -50,9 +52,11 @@ class Delivery:
     Args:
         on_done: called from the thread when a clip is whole and in its place.
         on_lost: called from the thread with a clip that could not be written, and why.
+        on_draft_lost: the same with an approximation alone, whose clip may still come.
         on_failed: called from the thread with whatever else went wrong, since nobody may come back
             to ask.
         conditions: what the bits depend on beside the request, for each clip's record.
+        fps: of the files, in frames a second.
         evidence: where results are kept for comparison as well; None to keep nothing.
         host: this host's name, where a run is on several; each clip's JSON then says it.
         folder: where this host puts its clips; None: where the requests say.
@@ -62,42 +66,55 @@ class Delivery:
         self,
         on_done: Callable[[ClipDone | DraftDone], None],
         on_lost: Callable[[int, BaseException], None],
+        on_draft_lost: Callable[[int, BaseException], None],
         on_failed: Callable[[BaseException], None],
         conditions: Mapping[str, Any],
         evidence: Evidence | None = None,
         *,
+        fps: int,
         host: str = "",
         folder: Path | None = None,
     ) -> None:
+        self._fps = fps
         self._host = host
         self._folder = folder
         self._on_done = on_done
         self._on_lost = on_lost
+        self._on_draft_lost = on_draft_lost
         self._on_failed = on_failed
         self._conditions = conditions
         self._evidence = evidence
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="delivery")
-        self._waiting: list[Future[None]] = []
+        self._waiting: list[Future[bool]] = []
+        self._drafts: set[str] = set()
 
-    def put(self, parcel: Parcel) -> None:
-        """Takes a finished clip; blocks while two others wait."""
+    def put(self, parcel: Parcel) -> Future[bool]:
+        """Takes a finished clip; blocks while two others wait.
+
+        Returns:
+            Whether it is in its place, as soon as that is known.
+        """
         while len(self._waiting) >= _MAX_WAITING:
             self._waiting.pop(0).result()
         self._waiting.append(self._pool.submit(self._work, parcel))
+        return self._waiting[-1]
 
     def finish(self) -> None:
         """Waits until everything given is in its place, or lost."""
         while self._waiting:
             self._waiting.pop(0).result()
 
-    def _work(self, parcel: Parcel) -> None:
+    def _work(self, parcel: Parcel) -> bool:
         try:
             self._deliver(parcel)
         except OutputError as error:
-            self._on_lost(parcel.job.clip, error)
+            is_exact = parcel.job.record.get("exact", True)
+            (self._on_lost if is_exact else self._on_draft_lost)(parcel.job.clip, error)
+            return False
         except BaseException as error:
             self._on_failed(error)
             raise
+        return True
 
     def _deliver(self, parcel: Parcel) -> None:
         job, frames = parcel.job, parcel.frames
@@ -111,16 +128,26 @@ class Delivery:
             "seconds": round(time.time() - parcel.begun_at, 3),
             **({"host": self._host} if self._host else {}),
         }
-        output, earlier = self._here(job.request.output), self._here(parcel.replaces)
+        output = self._here(job.request.output)
         if output is not None and frames is not None:
             # The JSON says that the clip is whole, so it comes second.
-            video.write_clip(frames, output, fps=int(record["fps"]), metadata=record)
+            video.write_clip(frames, output, fps=self._fps, metadata=record)
+            if parcel.is_draft:
+                self._drafts.add(output.path)
             place.write_json(Path(output.json_path), record)
-            if earlier is not None:
-                place.remove(Path(earlier.path))
-                place.remove(Path(earlier.json_path))
+            self._remove_draft(self._here(parcel.replaces))
         done = DraftDone if parcel.is_draft else ClipDone
         self._on_done(done(clip=job.clip, record=record))
+
+    def _remove_draft(self, draft: OutputConfig | None) -> None:
+        """Removes an approximation of this run's or an earlier one's; nothing else of that name."""
+        if draft is None or not (draft.path in self._drafts or read_draft(draft)):
+            return
+        self._drafts.discard(draft.path)
+        with contextlib.suppress(OutputError):  # a folder that holds somebody else's files
+            video.check_output(draft)
+            place.remove(Path(draft.path))
+            place.remove(Path(draft.json_path))
 
     def _here(self, output: OutputConfig | None) -> OutputConfig | None:
         """`output` in this host's own folder, where it has one."""

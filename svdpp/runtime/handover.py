@@ -143,6 +143,14 @@ class Keeper:
             raise
 
 
+def keys_kept(folder: Path) -> set[str]:
+    """The keys of all packets under `folder`."""
+    with contextlib.suppress(FileNotFoundError):
+        matches = (_NAME.fullmatch(path.name) for path in folder.iterdir())
+        return {match[1] for match in matches if match}
+    return set()
+
+
 def steps_kept(folder: Path, key: str) -> list[int]:
     """Steps after which a packet of `key` is kept under `folder`, rising."""
     with contextlib.suppress(FileNotFoundError):

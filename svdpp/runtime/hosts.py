@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import secrets
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,6 +16,7 @@ from svdpp.config import DraftConfig, OutputConfig
 from svdpp.errors import InputError, RequestError, SvdppError, from_record, to_record
 from svdpp.media import place
 from svdpp.runtime import handover
+from svdpp.runtime.earlier import taken_places
 from svdpp.runtime.request import ClipPlan, OutputPolicy, finished_clip
 
 
@@ -44,7 +46,7 @@ class Answer(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     existing: tuple[str, ...] = ()
-    """Outputs of the clips asked for that are there, finished or not."""
+    """Outputs of the clips asked for that are there, finished or not; accepted drafts as well."""
     finished: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """By output, the records of those that are whole and as asked for."""
     sees_probe: bool = True
@@ -55,20 +57,20 @@ class Answer(BaseModel):
 def answer(question: bytes, policy: OutputPolicy, draft: DraftConfig | None) -> bytes:
     """What this host finds, in the folders that its own command names."""
     try:
-        found = _look(Question.model_validate_json(question), policy, draft)
+        found = _look(Question.model_validate(json.loads(question)), policy, draft)
     except SvdppError as error:
         found = Answer(error=to_record(error))
-    return found.model_dump_json().encode()
+    return _to_bytes(found)
 
 
 def _look(question: Question, policy: OutputPolicy, draft: DraftConfig | None) -> Answer:
     place.check_writable(policy.folder)
     outputs = {record["output"]: record for record in question.records}
-    existing = [name for name in outputs if (policy.folder / name).exists()]
-    finished = {}
-    for name in outputs if policy.resume else ():  # an accepted draft has another name
+    existing, finished = [], {}
+    for name in outputs:  # an accepted draft has another name
         output = OutputConfig(path=str(policy.folder / name), format=policy.format, crf=policy.crf)
-        if (record := finished_clip(output, outputs[name], draft)) is not None:
+        existing += [path.name for path in taken_places(output, draft)]
+        if (record := finished_clip(output, outputs[name], draft, policy)) is not None:
             finished[name] = record
     folder, probe = policy.handover_folder, question.probe
     sees = probe is None or (folder is not None and (folder / probe).exists())
@@ -88,8 +90,8 @@ def without_those_elsewhere(clips: ClipPlan, policy: OutputPolicy, others: Other
     with _probe_in(policy.handover_folder) as probe:
         asked = Question(records=tuple(clips.records), probe=probe)
         answers = {
-            host: Answer.model_validate_json(text)
-            for host, text in others.ask(asked.model_dump_json().encode()).items()
+            host: Answer.model_validate(json.loads(text))
+            for host, text in others.ask(_to_bytes(asked)).items()
         }
     try:
         for host, said in answers.items():
@@ -116,12 +118,17 @@ def without_those_elsewhere(clips: ClipPlan, policy: OutputPolicy, others: Other
     )
 
 
+def _to_bytes(message: BaseModel) -> bytes:
+    """As JSON in ASCII: names of files need not be UTF-8, see `messages`."""
+    return json.dumps(message.model_dump(mode="json")).encode()
+
+
 def _check(host: str, said: Answer, policy: OutputPolicy) -> None:
     if said.error is not None:
         error = from_record(said.error)
         error.message = f"on {host}: {error.message}"
         raise error
-    if said.existing and not (policy.overwrite or policy.resume):
+    if said.existing and not (policy.overwrite or policy.keeps_finished):
         raise RequestError(
             f"{len(said.existing)} outputs exist already on {host}, the first is "
             f"{said.existing[0]!r}",

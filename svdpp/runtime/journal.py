@@ -22,6 +22,7 @@ NAME = "run.json"
 
 # Often enough to see where a run stands, seldom enough for a folder on a network.
 _WRITE_SECONDS = 1.0
+_SETTLED = ("done", "failed")
 _BEGINNINGS = (Kind.ENCODE, Kind.LOAD)
 
 
@@ -79,11 +80,8 @@ class Journal:
                 self._see_action(Action.parse(event.action))
             case DraftDone():
                 self._set(event.clip, "running", draft=event.record["output"])
-            case ClipDone(record={"exact": False}):
-                self._set(event.clip, "done", exact=False, output=event.record["output"])
             case ClipDone():
-                host = event.record.get("host")
-                self._set(event.clip, "done", **({"host": host} if host else {}))
+                self._set(event.clip, "done", **how_made(event.record))
             case ClipFailed():
                 self._set(event.clip, "failed", error=event.error)
             case _:
@@ -96,6 +94,8 @@ class Journal:
             self._set(action.clip, "running")
 
     def _set(self, clip: int, state: State, **more: Any) -> None:
+        if self._clips[clip]["state"] in _SETTLED:
+            return  # such as the exact path of an accepted draft, come to harm meanwhile
         self._clips[clip].pop("draft", None)  # it is there until the clip is
         self._clips[clip].update(state=state, **more)
         self._changed = True
@@ -110,3 +110,11 @@ class Journal:
         record = {"schema_version": SCHEMA_VERSION, **self._about, "clips": clips}
         place.write_json(self._path, redact_all(record))
         self._changed = False
+
+
+def how_made(record: Mapping[str, Any]) -> dict[str, Any]:
+    """What a finished clip's own record adds: the host that has it, and that it is no exact one."""
+    host = {"host": record["host"]} if record.get("host") else {}
+    if record.get("exact", True):
+        return host
+    return {**host, "exact": False, "output": record["output"]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import Base64Bytes, BaseModel, ConfigDict, Field, TypeAdapter
@@ -14,8 +15,12 @@ class _Message(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     def to_bytes(self) -> bytes:
-        """The message as JSON."""
-        return self.model_dump_json().encode()
+        """The message as JSON.
+
+        In ASCII, and not by pydantic: a file's name need not be UTF-8, and what Python has for its
+        bytes goes over the wire as JSON's escapes alone.
+        """
+        return json.dumps(self.model_dump(mode="json")).encode()
 
 
 class ClipJob(_Message):
@@ -129,7 +134,7 @@ class DraftDone(_Message):
 
 
 class DraftLost(_Message):
-    """A rank other than the first lost its way; the clip, and ranks before it, go on."""
+    """A rank other than the first lost its way, or a draft cannot be written; the clip goes on."""
 
     kind: Literal["draft_lost"] = "draft_lost"
     clip: int
@@ -206,9 +211,9 @@ _EVENTS: TypeAdapter[Event] = TypeAdapter(Event)
 
 def parse_command(message: bytes) -> Command:
     """A message from the parent; ValueError where it is none."""
-    return _COMMANDS.validate_json(message)
+    return _COMMANDS.validate_python(json.loads(message))
 
 
 def parse_event(message: bytes) -> Event:
     """A message from a rank; ValueError where it is none."""
-    return _EVENTS.validate_json(message)
+    return _EVENTS.validate_python(json.loads(message))

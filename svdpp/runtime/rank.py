@@ -176,7 +176,9 @@ def _new_stage(
     # In a draft every rank has frames of the clip: they are told apart, and kept, where they meet.
     kept = evidence if config.draft is None else None
     delivery = Delivery(
-        *(reporter.send, reporter.clip_failed, reporter.failed, conditions, kept),
+        *(reporter.send, reporter.clip_failed, reporter.draft_lost, reporter.failed),
+        *(conditions, kept),
+        fps=config.sampling.fps,
         host=member.host,
         folder=Path(setup.output_folder) if setup.output_folder else None,
     )

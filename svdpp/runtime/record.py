@@ -143,7 +143,8 @@ def read_record(path: Path) -> dict[str, Any]:
         InputError: it is no such file.
     """
     try:
-        return _Record.model_validate_json(path.read_bytes()).model_dump()
+        # Not read by pydantic, which refuses the escapes in names that are not UTF-8.
+        return _Record.model_validate(json.loads(path.read_bytes())).model_dump()
     except OSError as error:
         raise InputError(f"{str(path)!r} cannot be read: {error.strerror}") from error
     except ValidationError as error:
@@ -151,6 +152,18 @@ def read_record(path: Path) -> dict[str, Any]:
         where = ".".join(map(str, first["loc"])) or "the file"
         what = f"{str(path)!r} is no clip's JSON: {where}: {first['msg']}"
         raise InputError(what.replace("\n", " ")) from error
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{str(path)!r} is no clip's JSON: {error}") from error
+
+
+def read_draft(output: OutputConfig) -> dict[str, Any] | None:
+    """What the JSON beside `output` says of an approximation; None where there is none."""
+    try:
+        there = read_record(Path(output.json_path))
+    except InputError:
+        return None
+    about = there.get("draft")
+    return about if there.get("exact") is False and isinstance(about, dict) else None
 
 
 def recorded_sampling(record: dict[str, Any]) -> SamplingConfig:

@@ -67,7 +67,7 @@ class Reporter:
         self.send(ClipFailed(clip=clip, error=to_record(error)))
 
     def draft_lost(self, clip: int, error: BaseException) -> None:
-        """Reports that this rank has lost its way along `clip`, which goes on without it."""
+        """Reports that there is no draft of `clip` from this rank; the clip goes on without it."""
         self.send(DraftLost(clip=clip, error=to_record(error)))
 
     def failed(self, error: BaseException) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -14,21 +15,18 @@ from svdpp.media import image as photos
 from svdpp.media import place, space, video
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.runtime import handover
-from svdpp.runtime.journal import NAME, Journal
-from svdpp.runtime.record import (
-    IDENTITY,
-    clip_record,
-    handover_key,
-    parameters_sha256,
-    read_record,
-)
+from svdpp.runtime.earlier import clip_as_asked, taken_places
+from svdpp.runtime.journal import NAME, Journal, how_made
+from svdpp.runtime.record import clip_record, handover_key
 
 
 @dataclass(frozen=True, kw_only=True)
 class OutputPolicy:
     """Where clips go, and what becomes of files that are there already.
 
-    With `resume` finished clips are left alone, and begun ones go on from `handover_folder`.
+    With `resume` finished clips are left alone, and begun ones go on from `handover_folder`. So it
+    is when a launcher has started the same run again: what `overwrite` has made by then is kept,
+    and what was there before with other parameters is still made anew.
     """
 
     folder: Path
@@ -36,7 +34,13 @@ class OutputPolicy:
     crf: int = 18
     overwrite: bool = False
     resume: bool = False
+    is_restarted: bool = False
     handover_folder: Path | None = None
+
+    @property
+    def keeps_finished(self) -> bool:
+        """Whether clips that are there as asked for are left alone."""
+        return self.resume or self.is_restarted
 
 
 @dataclass
@@ -46,6 +50,8 @@ class ClipPlan:
     requests: list[ClipRequest] = field(default_factory=list)
     records: list[dict[str, Any]] = field(default_factory=list)
     skipped: list[dict[str, Any]] = field(default_factory=list)
+    other_threads: int | None = None
+    """With which an earlier run has begun clips that must be begun anew with those asked for."""
 
 
 def read_inputs(
@@ -64,9 +70,20 @@ def read_inputs(
 
 
 def check_outputs(
-    found: Sequence[photos.Photo], seeds: Sequence[int], policy: OutputPolicy
-) -> None:
+    found: Sequence[photos.Photo],
+    seeds: Sequence[int],
+    policy: OutputPolicy,
+    draft: DraftConfig | None = None,
+) -> int:
     """Checks places and tools for the outputs, before a model is looked for.
+
+    Args:
+        found, seeds: what will be made.
+        policy: where, and what of things that are there.
+        draft: whether approximations need places as well.
+
+    Returns:
+        How many of the outputs are there already.
 
     Raises:
         RequestError: two inputs would have one output, or an output exists and nothing says what
@@ -76,9 +93,12 @@ def check_outputs(
     if policy.overwrite and policy.resume:
         raise RequestError("--overwrite and --resume contradict each other")
     owners: dict[Path, Path] = {}
+    places: list[OutputConfig] = []
+    existing: list[Path] = []
     for photo in found:
         for seed in seeds:
-            path = Path(_output(photo, seed, policy).path)
+            output = _output(photo, seed, policy)
+            path = Path(output.path)
             if path in owners:
                 raise RequestError(
                     f"{str(owners[path])!r} and {str(photo.path)!r} would both become "
@@ -86,20 +106,22 @@ def check_outputs(
                     "rename one of them, or run them with different --out folders",
                 )
             owners[path] = photo.path
-    existing = [path for path in owners if path.exists()]
-    if existing and not (policy.overwrite or policy.resume):
+            existing += taken_places(output, draft)[:1]
+            places += [output] if draft is None else [output, output.draft]
+    if existing and not (policy.overwrite or policy.keeps_finished):
         raise RequestError(
             f"{len(existing)} of {len(owners)} outputs exist already, the first is "
             f"{str(existing[0])!r}",
             "--resume keeps those that are finished, --overwrite makes them anew",
         )
-    for path in existing:
-        video.check_output(OutputConfig(path=str(path), format=policy.format, crf=policy.crf))
+    for each in places:
+        video.check_output(each)
     place.check_writable(policy.folder)
     if policy.handover_folder is not None:
         place.check_writable(policy.handover_folder)
     if policy.format == "mp4":
         video.find_ffmpeg()
+    return len(existing)
 
 
 def plan_clips(
@@ -125,7 +147,7 @@ def plan_clips(
             output = _output(photo, seed, policy)
             record = clip_record(photo, seed, output, config, checkpoint)
             key = None if folder is None else handover_key(record, checkpoint)
-            finished = finished_clip(output, record, config.draft) if policy.resume else None
+            finished = finished_clip(output, record, config.draft, policy)
             if finished is not None:
                 plan.skipped.append(finished)
                 if folder is not None and key is not None:
@@ -139,9 +161,11 @@ def plan_clips(
                     image_sha256=photo.sha256,
                     output=output,
                     handover_key=key,
-                    done_steps=_done_steps(folder, key) if policy.resume else 0,
+                    done_steps=_done_steps(folder, key) if policy.keeps_finished else 0,
                 )
             )
+    if folder is not None and policy.keeps_finished:
+        plan.other_threads = _other_threads(plan, folder, checkpoint)
     sampling = config.sampling
     space.check_space(
         policy.folder,
@@ -173,7 +197,7 @@ def open_journal(
         "device": config.device,
         "num_inference_steps": config.sampling.num_inference_steps,
     }
-    before = [{**_entry(record), "state": "done"} for record in clips.skipped]
+    before = [{**_entry(record), **how_made(record), "state": "done"} for record in clips.skipped]
     before += [{**entry, "state": "failed"} for entry in lost]
     begun = [
         {**_entry(record), "from_step": request.done_steps}
@@ -193,40 +217,44 @@ def _done_steps(folder: Path | None, key: str | None) -> int:
     return max(handover.steps_kept(folder, key), default=0)
 
 
+def _other_threads(plan: ClipPlan, folder: Path, checkpoint: Checkpoint) -> int | None:
+    """The number of threads with which packets of clips in `plan` were kept, if not with theirs."""
+    others = handover.keys_kept(folder) - {request.handover_key for request in plan.requests}
+    if not others:
+        return None
+    for record, request in zip(plan.records, plan.requests, strict=True):
+        if request.done_steps:
+            continue
+        for threads in range(1, (os.cpu_count() or 1) + 1):
+            if handover_key({**record, "num_threads": threads}, checkpoint) in others:
+                return threads
+    return None
+
+
 def _output(photo: photos.Photo, seed: int, policy: OutputPolicy) -> OutputConfig:
     path = video.clip_path(policy.folder.absolute(), photo.path.stem, seed, policy.format)
     return OutputConfig(path=str(path), format=policy.format, crf=policy.crf)
 
 
 def finished_clip(
-    output: OutputConfig, record: dict[str, Any], draft: DraftConfig | None
+    output: OutputConfig,
+    record: dict[str, Any],
+    draft: DraftConfig | None,
+    policy: OutputPolicy,
 ) -> dict[str, Any] | None:
     """The record of a clip that is there, whole and as asked for; None where it must be made.
 
     An approximation counts where one as good would be accepted again.
+
+    Raises:
+        RequestError: one that `policy` keeps was made with other parameters.
+        InputError: what is beside it is no clip's JSON.
     """
-    exact = _whole(output, record)
-    if exact is not None or draft is None or draft.accept_db is None:
-        return exact
-    accepted = _whole(output.draft, record)
-    good = accepted is not None and accepted["draft"].get("accept_db", 0) >= draft.accept_db
-    return accepted if good else None
-
-
-def _whole(output: OutputConfig, record: dict[str, Any]) -> dict[str, Any] | None:
-    """The record beside `output`, where both are there and whole."""
-    path, json_path = Path(output.path), Path(output.json_path)
-    if not (path.exists() and json_path.exists()):
+    if not policy.keeps_finished:
         return None
-    there = read_record(json_path)
-    if parameters_sha256(there) != record["parameters_sha256"]:
-        name = next(name for name in IDENTITY if there[name] != record[name])
-        raise RequestError(
-            f"{path.name!r} exists with another {name}: {there[name]!r}, now {record[name]!r}",
-            "--overwrite makes it anew; another --out folder keeps both",
-        )
     try:
-        frames = video.read_frames(path, output.format)
-    except InputError:
-        return None
-    return there if len(frames) == record["num_frames"] else None
+        return clip_as_asked(output, record, draft)
+    except (RequestError, InputError):
+        if policy.overwrite:
+            return None
+        raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -64,22 +65,21 @@ class Review:
         self._delivery = delivery
         self._evidence = evidence
         self._results: list[Result] = []
-        self._is_over = False
+        self._accepted: Future[bool] | None = None
 
     def add(self, result: Result) -> None:
         """Looks at one rank's result, and delivers what follows from it."""
         before = self._results[-1] if self._results else None
         self._results.append(result)
         self._keep(result)
-        if self._is_over:
-            return
+        if self._accepted is not None and (result.rank or self._accepted.result()):
+            return  # where it could not be written, the exact clip still may be
         if result.rank == 0:
             self._deliver_exact(result)
         elif before is None:
             self._deliver_draft(result, {}, is_draft=True)
         elif agreement := self._agreement(result, before):
-            self._is_over = True
-            self._deliver_draft(result, agreement, is_draft=False)
+            self._accepted = self._deliver_draft(result, agreement, is_draft=False)
 
     def _keep(self, result: Result) -> None:
         if self._evidence is None:
@@ -98,7 +98,9 @@ class Review:
         agreement = {"with_rank": before.rank, **between.whole.to_json()}
         return {"accept_db": least, "agreement": agreement}
 
-    def _deliver_draft(self, result: Result, more: dict[str, Any], *, is_draft: bool) -> None:
+    def _deliver_draft(
+        self, result: Result, more: dict[str, Any], *, is_draft: bool
+    ) -> Future[bool]:
         """An approximation, under a name of its own; the clip's last word where it is accepted."""
         about = {"starts": list(self._wave.starts), **self._about(result), **more}
         record = {**self._job.record, "exact": False, "draft": about}
@@ -108,11 +110,10 @@ class Review:
             request = replace(request, output=output)
             record["output"] = Path(output.path).name
         job = ClipJob(clip=self._job.clip, request=request, record=record)
-        self._put(job, result, is_draft=is_draft)
+        return self._put(job, result, is_draft=is_draft)
 
     def _deliver_exact(self, exact: Result) -> None:
         """Rank 0's result, with the distance of all others from it; takes the draft's place."""
-        self._is_over = True
         results = [{**self._about(each), **_apart(each, exact)} for each in self._results[:-1]]
         draft = {"starts": list(self._wave.starts), "results": results}
         record = {**self._job.record, "exact": True, "draft": draft}
@@ -127,8 +128,8 @@ class Review:
         *,
         is_draft: bool = False,
         replaces: OutputConfig | None = None,
-    ) -> None:
-        self._delivery.put(
+    ) -> Future[bool]:
+        return self._delivery.put(
             Parcel(
                 job=job,
                 latent=result.latent,

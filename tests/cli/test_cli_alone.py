@@ -270,14 +270,29 @@ def test_skip_existing_leaves_a_finished_clip(
     folder, first = made
     monkeypatch.chdir(folder)
     arguments = ("run", "a photo.jpg", *DEMO, *TINY, "--world", "2", "--resume")
-    before = {path.name: path.stat().st_mtime_ns for path in Path("out").iterdir()}
+    clip = [Path("out/a photo_0.mp4"), Path("out/a photo_0.json")]
+    before = [path.stat().st_mtime_ns for path in clip]
 
     answer = svdpp_here(*arguments, "--json")
     assert (answer.code, json.loads(answer.out)) == (0, json.loads(first.out))
     assert svdpp_here(*arguments).out == "out/a photo_0.mp4  (was finished)\n"
     other = svdpp_here(*arguments, "--fps", "8")
     assert_error(other, 2, "'a photo_0.mp4' exists with another fps: 7, now 8", "--overwrite")
-    assert before == {path.name: path.stat().st_mtime_ns for path in Path("out").iterdir()}
+    assert before == [path.stat().st_mtime_ns for path in clip]
+
+
+@pytest.mark.processes
+def test_a_photograph_whose_name_is_not_utf_8(tmp_path: Path) -> None:
+    name = os.fsdecode(b"caf\xe9")
+    (tmp_path / f"{name}.jpg").write_bytes(Path(PHOTO).read_bytes())
+    run = ("run", b"caf\xe9.jpg", *DEMO, *TINY, "--world", "2")
+    strict = {"PYTHONIOENCODING": "utf-8:strict"}  # as most locales have it
+    answer = svdpp_alone(*run, cwd=tmp_path, env=strict)
+    assert (answer.code, answer.out) == (0, f"out/{name}_0.mp4\n"), answer.err
+    record = json.loads((tmp_path / f"out/{name}_0.json").read_text())
+    assert (record["input"], record["output"]) == (f"../{name}.jpg", f"{name}_0.mp4")
+    again = svdpp_alone(*run, "--resume", cwd=tmp_path, env=strict)
+    assert again.out == f"out/{name}_0.mp4  (was finished)\n", again.err
 
 
 @pytest.mark.processes

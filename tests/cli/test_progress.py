@@ -24,7 +24,16 @@ from svdpp.cli.progress import Progress
 from svdpp.errors import Interrupted
 from svdpp.plan.schedule import build_schedule
 from svdpp.plan.split import split_steps
-from svdpp.runtime.messages import ActionDone, Beat, ClipDone, Event, Joined, StepDone
+from svdpp.runtime.messages import (
+    ActionDone,
+    Beat,
+    ClipDone,
+    ClipFailed,
+    DraftLost,
+    Event,
+    Joined,
+    StepDone,
+)
 from tests.cli.shell import ROOT
 from tests.plan.plans import pipeline_routes
 
@@ -65,6 +74,21 @@ def _picture(text: str) -> list[str]:
     """The lines of the last picture drawn."""
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text.rpartition("\x1b[?25h")[0])
     return [line.rstrip() for line in plain.replace("\r", "\n").split("\n") if line.strip()]
+
+
+def test_a_settled_clip_is_counted_once() -> None:
+    console = _console(terminal=False)
+    lost = {"type": "OutputError", "message": "it cannot be written", "hint": ""}
+    with _progress(console) as progress:
+        progress(1, DraftLost(clip=0, error=lost))
+        progress(1, ClipDone(clip=0, record={"output": "a.draft.mp4"}))
+        progress(0, ClipFailed(clip=0, error=lost))
+        progress(0, ClipDone(clip=1, record={"output": "b.mp4"}))
+    assert _written(console).splitlines() == [
+        "run: no draft of clip 0 by rank 1: it cannot be written",
+        "run: 1 of 2 clips done, a.draft.mp4",
+        "run: 2 of 2 clips done, b.mp4",
+    ]
 
 
 EVENTS: tuple[tuple[int, Event], ...] = (

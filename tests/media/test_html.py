@@ -44,3 +44,8 @@ def test_a_page_needs_nothing_beside_itself(tmp_path: Path) -> None:
     assert text.startswith("<!DOCTYPE html>")
     assert "<title>&lt;title&gt;</title>" in text
     assert not re.search(r"<script|<link|@import|url\(|https?:", text)
+
+
+def test_a_name_that_is_not_utf_8_is_shown_as_far_as_it_is(tmp_path: Path) -> None:
+    write_page(tmp_path / "page.html", "t", [tag("p", "caf\udce9.jpg")])
+    assert "<p>caf?.jpg</p>" in (tmp_path / "page.html").read_text(encoding="utf-8")

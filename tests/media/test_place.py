@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,34 @@ def test_check_writable(tmp_path: Path) -> None:
     for folder in (tmp_path / "file", tmp_path / "file" / "x", Path("/proc/x"), Path("/proc")):
         with pytest.raises(OutputError, match=re.escape(f"cannot write into {str(folder)!r}: ")):
             check_writable(folder)
+
+
+def test_runs_that_begin_together_do_not_fail_each_other(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        for round_ in range(100):
+            folder = tmp_path / str(round_) / "new"
+            for both in [pool.submit(check_writable, folder) for _ in range(2)]:
+                both.result()
+
+
+@pytest.mark.parametrize("is_needed", [True, False])
+def test_a_new_folder_that_another_run_takes_into_use_or_away(
+    is_needed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What two processes meet once in a while, brought about."""
+    folder, write = tmp_path / "new", Path.write_bytes
+
+    def write_late(path: Path, data: bytes) -> int:
+        monkeypatch.undo()
+        if is_needed:
+            (folder / "clip.mp4").touch()
+        else:
+            folder.rmdir()
+        return write(path, data)
+
+    monkeypatch.setattr(Path, "write_bytes", write_late)
+    check_writable(folder)
+    assert folder.exists() == is_needed
 
 
 @pytest.mark.parametrize("files", [FILE, FOLDER])

@@ -190,7 +190,7 @@ def test_the_draft_comes_first_and_the_exact_clip_takes_its_place(tmp_path: Path
 
     pipeline = Pipeline(config)
     pipeline.observe(look)
-    record = {"output": "astronaut_0.mp4", "fps": 7}
+    record = {"output": "astronaut_0.mp4"}
     with pipeline:
         result = pipeline.run([request], [record])[0].record
 
@@ -237,7 +237,7 @@ def test_an_accepted_draft_ends_the_clip_and_never_calls_itself_exact(tmp_path: 
     config = _svd("demo", (0, 30, 34, 37), 40, accept_db=1.0)
     requests = [_request(tmp_path), _request(tmp_path, photo=1)]
     outputs = [each.output for each in requests]
-    records = [{"output": Path(each.path).name, "fps": 7} for each in outputs if each]
+    records = [{"output": Path(each.path).name} for each in outputs if each]
     with Pipeline(config) as pipeline:
         results = pipeline.run(requests, records)
     for result in results:

@@ -88,7 +88,7 @@ def test_inputs_and_outputs_that_go_wrong_lose_their_own_clip(tmp_path: Path) ->
     gone = ClipRequest(seed=1, image=str(tmp_path / "gone.jpg"), output=requests[1].output)
     (tmp_path / "clip_2.mp4").mkdir()  # so that no file can take this place
     with Pipeline(config) as pipeline:
-        pipeline.submit([requests[0], gone, *requests[2:]], [{"fps": 7}] * 4)
+        pipeline.submit([requests[0], gone, *requests[2:]])
         results = list(pipeline.results())
     assert [result.clip for result in results] == [0, 3]
     assert {failure.clip: type(failure.error) for failure in pipeline.failures} == {
@@ -146,6 +146,21 @@ def test_the_journal_follows_each_clip(tmp_path: Path) -> None:
     record = json.loads(path.read_text())
     assert (record["schema_version"], record["model"]) == (1, "demo")
     assert record["clips"][2] == {"output": "b.mp4", "state": "failed", "error": error}
+
+
+def test_the_journal_keeps_a_settled_clips_word_and_its_host(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    error = to_record(NotFiniteError("not finite"))
+    accepted = {"exact": False, "output": "a.draft.mp4", "host": "host1"}
+    with Journal(path, {}, [{"output": "a.mp4"}, {"output": "b.mp4"}]) as journal:
+        journal(1, ClipDone(clip=0, record=accepted))
+        journal(0, ClipFailed(clip=0, error=error))
+        journal(1, ClipFailed(clip=1, error=error))
+        journal(1, ClipDone(clip=1, record={"host": "host1"}))
+    assert json.loads(path.read_text())["clips"] == [
+        {"output": "a.draft.mp4", "state": "done", "exact": False, "host": "host1"},
+        {"output": "b.mp4", "state": "failed", "error": error},
+    ]
 
 
 def test_a_journal_that_cannot_be_written_is_an_error_before_and_after_the_run(

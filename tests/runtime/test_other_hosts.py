@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -104,6 +105,16 @@ def test_an_accepted_draft_that_another_host_holds_is_as_good_as_what_is_asked(
     assert len(left.requests) == 1 - is_finished
 
 
+def test_names_that_are_not_utf_8_reach_the_other_host(tmp_path: Path) -> None:
+    here = OutputPolicy(folder=tmp_path / "here", resume=True)
+    there = OutputPolicy(folder=tmp_path / "there", resume=True)
+    plan = _plan(here.folder, (1,))
+    plan.records[0] |= {"output": os.fsdecode(b"caf\xe9.mp4"), "input": os.fsdecode(b"\xe9.jpg")}
+    _finish(plan.records[0], there.folder)
+    (skipped,) = hosts.without_those_elsewhere(plan, here, _Host1(there)).skipped
+    assert (skipped["output"], skipped["input"]) == ("caf\udce9.mp4", "\udce9.jpg")
+
+
 def test_its_kept_packets_go(tmp_path: Path) -> None:
     key, kept = "a" * 64, tmp_path / "kept"
     here = OutputPolicy(folder=tmp_path / "here", resume=True, handover_folder=kept)
@@ -134,6 +145,17 @@ def test_an_output_in_the_way_on_another_host_is_refused(tmp_path: Path) -> None
     assert host1.sent_away == [refusal.value], "they need not find out for themselves"
     over = replace(policy, overwrite=True)
     assert hosts.without_those_elsewhere(plan, over, _Host1(over)).requests == plan.requests
+
+
+def test_an_accepted_draft_in_the_way_on_another_host_is_refused(tmp_path: Path) -> None:
+    here, there = (OutputPolicy(folder=tmp_path / name) for name in ("here", "there"))
+    plan = _plan(here.folder, (1,))
+    about = {"exact": False, "draft": {"accept_db": 40.0}}
+    _finish({**plan.records[0], "output": "rocket_1.draft.mp4", **about}, there.folder)
+    host1 = _Host1(there, DraftConfig(starts=(0, 1)))
+    with pytest.raises(RequestError, match=r"exist already on host1.*'rocket_1\.draft\.mp4'"):
+        hosts.without_those_elsewhere(plan, here, host1)
+    assert hosts.without_those_elsewhere(plan, here, _Host1(there)).requests == plan.requests
 
 
 def test_hand_overs_need_one_folder_for_all_hosts(tmp_path: Path) -> None:

@@ -1,0 +1,59 @@
+"""What `svdpp run` says at its end."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console as RichConsole
+
+from svdpp.cli.console import Console
+from svdpp.cli.run_report import announce_look, print_clips
+from svdpp.config import ModelConfig, PipelineConfig, SamplingConfig, VideoFormat
+from svdpp.runtime.request import OutputPolicy
+
+
+@pytest.mark.parametrize(
+    ("output", "format", "json_name"),
+    [
+        ("cat.v2_0", "frames", "cat.v2_0.json"),
+        ("cat.v2_0.mp4", "mp4", "cat.v2_0.json"),
+        ("cat_0.gif", "gif", "cat_0.json"),
+    ],
+)
+def test_the_command_that_proves_a_clip_names_its_json(
+    output: str, format: VideoFormat, json_name: str
+) -> None:
+    console, heard = Console(), io.StringIO()
+    console.err = RichConsole(file=heard, width=80)
+    print_clips(console, Path("out"), [], [{"output": output, "format": format, "exact": True}], [])
+    assert f"svdpp verify out/{json_name}\n" in heard.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("world_size", "replicas", "num_there", "words"),
+    [
+        (2, 1, 120, ["looking at 120 clips that are there, frame by frame ..."]),
+        (2, 1, 3, []),
+        (1, 1, 0, ["--checkpoint-dir: nothing will be kept, for no clip goes from rank to rank"]),
+        (2, 2, 0, ["--checkpoint-dir: nothing will be kept, for no clip goes from rank to rank"]),
+    ],
+)
+def test_what_takes_a_while_and_what_will_not_be_kept(
+    world_size: int, replicas: int, num_there: int, words: list[str]
+) -> None:
+    console, heard = Console(), io.StringIO()
+    console.err = RichConsole(file=heard, width=80)
+    policy = OutputPolicy(folder=Path("out"), resume=True, handover_folder=Path("kept"))
+    config = PipelineConfig(
+        world_size=world_size,
+        replicas=replicas,
+        model=ModelConfig(name="demo"),
+        sampling=SamplingConfig(num_inference_steps=4),
+    )
+    announce_look(console, config, policy, num_there)
+    assert heard.getvalue().splitlines() == words
+    announce_look(console, config, replace(policy, handover_folder=None, resume=False), num_there)
+    assert heard.getvalue().splitlines() == words
