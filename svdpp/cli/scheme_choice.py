@@ -8,7 +8,7 @@ from typing import Any
 
 from svdpp.cli.draft_choice import DraftChoice
 from svdpp.cli.layout_choice import LayoutChoice, Memory
-from svdpp.cli.request import joined_world
+from svdpp.cli.request import default_draft_world, joined_world
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +21,7 @@ class SchemeChoice:
         world: number of ranks; None where the user names none.
         steps: of each clip.
         device: as a `PipelineConfig` has it.
-        default_world: ranks where nobody names a number; None: by device and layout.
+        default_world: ranks where nobody names a number; None: by device and scheme.
         no_draft: other options that a draft leaves no room for, by name.
 
     Raises:
@@ -50,7 +50,11 @@ class SchemeChoice:
         asked = joined_world(named)
         if asked is not None:
             return asked
-        return self.default_world or self.layout.world(self.device, self.steps)
+        if self.default_world is not None:
+            return self.default_world
+        if self.draft.draft:
+            return default_draft_world(self.device, self.steps)
+        return self.layout.world(self.device, self.steps)
 
     def settings(
         self, *, num_clips: int | None, decodes: bool, memory: Memory | None = None

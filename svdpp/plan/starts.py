@@ -12,6 +12,9 @@ from svdpp.errors import InputError, RequestError
 
 SCHEMA_VERSION = 1
 
+#: Ranks of the longest wave that has default starts.
+MOST_RANKS = 8
+
 # How far starts lie apart, from rank 1 on, in a wave of 3, 4 ... 8 ranks whose draft is there after
 # half the rounds: by number of steps, what was nearest of all gaps on the demo model (64 x 64, 4
 # frames, one photograph; docs/draft.md). 39, 41 to 44, 46, 47 and 49 steps take their neighbours'.
@@ -177,10 +180,10 @@ def default_starts(num_steps: int, world_size: int) -> tuple[int, ...]:
     Raises:
         RequestError: nothing was measured for these counts.
     """
-    if num_steps not in _GAPS or not 2 <= world_size <= 8:
+    if num_steps not in _GAPS or not 2 <= world_size <= MOST_RANKS:
         raise RequestError(
             f"no starts are known by which {world_size} ranks draft {num_steps} steps",
-            "2 to 8 ranks and 14 to 50 steps have some; --starts names others",
+            f"2 to {MOST_RANKS} ranks and 14 to 50 steps have some; --starts names others",
         )
     last = _last_start(num_steps, world_size, default_rounds(num_steps))
     return _spaced(last, 0 if world_size == 2 else _GAPS[num_steps][world_size - 3], world_size)
