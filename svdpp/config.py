@@ -305,7 +305,7 @@ class PipelineConfig:
         _require(
             num_starts == self.world_size,
             f"--starts names {num_starts} ranks, but there are {self.world_size}",
-            f"use --world {num_starts}",
+            f"use --world {num_starts}, or name {self.world_size} starts",
         )
         _require(
             not accept_db or num_starts > 2,

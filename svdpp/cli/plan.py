@@ -122,7 +122,7 @@ def plan(
     weighs about four steps, so give --costs for an honest forecast.
     """
     drafting = DraftChoice(draft=draft, starts=starts)
-    world = drafting.world(steps) if world is None else world
+    world = drafting.world(steps) if world is None and hosts is None else world
     world, per_host = (world, None) if hosts is None else _hosts(hosts, world)
     world_size = _DEFAULT_WORLD if world is None else world
     costs = _costs(

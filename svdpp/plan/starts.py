@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os.path
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -116,6 +117,8 @@ class DraftProfile:
             if content.pop("schema_version") != SCHEMA_VERSION:
                 raise ValueError(f"schema_version must be {SCHEMA_VERSION}")
             choices = tuple(_choice(each) for each in content.pop("choices"))
+            if not choices:
+                raise ValueError("it holds no choices")
             photographs = tuple(map(str, content.pop("photographs")))
             return DraftProfile(choices=choices, photographs=photographs, **content)
         except OSError as error:
@@ -155,7 +158,7 @@ def parse_starts(text: str, num_steps: int, world_size: int | None) -> tuple[int
     parts = text.split(",")
     if all(part.strip().isdecimal() and part.isascii() for part in parts):
         return tuple(int(part) for part in parts)
-    if not text.endswith(".json"):
+    if not (text.endswith(".json") or os.path.isfile(text)):
         raise RequestError(
             f"--starts must be steps or a profile's file, got {text!r}",
             "such as --starts 0,14 or --starts draft.json",
@@ -236,4 +239,10 @@ def _choice(content: dict[str, Any]) -> MeasuredStarts:
     known = {field.name for field in fields(MeasuredStarts)}
     if content.keys() != known:
         raise ValueError(f"a choice has {', '.join(sorted(known))}")
-    return MeasuredStarts(**{**content, "starts": tuple(map(int, content["starts"]))})
+    distance = content["psnr_db"]
+    return MeasuredStarts(
+        starts=tuple(map(int, content["starts"])),
+        rounds=int(content["rounds"]),
+        psnr_db=None if distance is None else float(distance),
+        max_levels=int(content["max_levels"]),
+    )

@@ -92,6 +92,14 @@ def test_photographs_are_for_drafts_alone() -> None:
     assert_error(answer, 2, "photographs are what drafts are measured on", "add --draft")
 
 
+def test_a_draft_of_one_step_is_not_measured(tmp_path: Path) -> None:
+    out = tmp_path / "draft.json"
+    answer = svdpp_here("profile", "--draft", *DEMO, *SMALL[:-1], "1", "--out", str(out))
+    assert answer.code == 2
+    assert "no draft of 2 ranks or more fits into 1 steps" in answer.err
+    assert not out.exists()
+
+
 @pytest.mark.processes
 def test_run_says_what_came_when(tmp_path: Path) -> None:
     out = tmp_path / "out"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,8 @@ import torch
 from svdpp.cli.draft_choice import DraftChoice
 from svdpp.cli.layout_choice import LayoutChoice
 from svdpp.cli.scheme_choice import SchemeChoice
+from svdpp.errors import RequestError
+from svdpp.plan.starts import DraftProfile, MeasuredStarts
 
 
 def _choice(
@@ -46,3 +50,38 @@ def test_a_draft_takes_all_gpus_whatever_divides(
 def test_a_draft_on_the_cpu_takes_two_ranks() -> None:
     shape = _settings(_choice(device="cpu"))
     assert (shape["world_size"], shape["draft"].starts) == (2, (0, 13))
+
+
+@pytest.fixture
+def measured(tmp_path: Path) -> str:
+    """A file of starts for 2 and 4 ranks, whose name says nothing of what is in it."""
+    choices = tuple(
+        MeasuredStarts(starts=starts, rounds=13, psnr_db=50.0, max_levels=3)
+        for starts in ((0, 13), (0, 7, 11, 15))
+    )
+    profile = DraftProfile(
+        model="demo", num_steps=25, photographs=("a.jpg",), source="a test", choices=choices
+    )
+    path = tmp_path / "wave"
+    path.write_text(json.dumps(profile.to_json()))
+    return str(path)
+
+
+def _join(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    for name, value in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", size)):
+        monkeypatch.setenv(name, str(value))
+
+
+def test_a_file_of_starts_is_asked_for_the_ranks_there_are(
+    monkeypatch: pytest.MonkeyPatch, measured: str
+) -> None:
+    assert _settings(_choice(starts=measured))["draft"].starts == (0, 7, 11, 15)
+    assert _settings(_choice(starts=measured, world=2))["draft"].starts == (0, 13)
+    _join(monkeypatch, 2)
+    assert _settings(_choice(starts=measured))["draft"].starts == (0, 13)
+
+
+def test_starts_for_other_ranks_than_the_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
+    _join(monkeypatch, 4)
+    with pytest.raises(RequestError, match="--starts names 2 ranks, torchrun has 4"):
+        _settings(_choice(starts="0,14"))
