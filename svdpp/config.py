@@ -311,7 +311,7 @@ class PipelineConfig:
             not accept_db or num_starts > 2,
             "--accept compares two successive ranks before the exact one is done: of 2 ranks one "
             "is the exact one",
-            "use --world 3 or more",
+            "use --world 3 or more, and as many --starts where they are named",
         )
 
     @property

@@ -162,6 +162,8 @@ def _pipeline_config(point: BenchConfig) -> PipelineConfig:
     from svdpp.cli.scheme_choice import SchemeChoice
 
     ranks, workload = point.pipeline, point.workload
+    if ranks.starts is not None and not ranks.draft:
+        raise RequestError("pipeline.starts is about a draft", "add --pipeline.draft=true")
     scheme = SchemeChoice(
         draft=DraftChoice(draft=ranks.draft, starts=ranks.starts),
         layout=LayoutChoice(

@@ -38,7 +38,7 @@ def test_overrides_stand_anywhere() -> None:
         (("smoke", "--pipeline.wrold=3"), 2, ("did you mean 'pipeline.world'?",)),
         (("smoke", "--set", "pipeline.world=3"), 2, ("4 steps",)),
         (("smoke", "--pipeline.split=[uniform, zigzag]"), 2, ("pipeline.split",)),
-        (("smoke", "--pipeline.starts=0,2"), 2, ("--starts is about a draft",)),
+        (("smoke", "--pipeline.starts=0,2"), 2, ("pipeline.starts is", "--pipeline.draft=true")),
         (("smoke", "--pipeline.draft=true", "--pipeline.replicas=2"), 2, ("out --replicas",)),
         (("smoke", "--workload.height=65"), 2, ("multiple of 8, got 65",)),
         (("smoke", "--precision=amp"), 2, ("torch.autocast",)),
