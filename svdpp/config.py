@@ -305,13 +305,13 @@ class PipelineConfig:
         _require(
             num_starts == self.world_size,
             f"--starts names {num_starts} ranks, but there are {self.world_size}",
-            f"use --world {num_starts}",
+            f"use --world {num_starts}, or name {self.world_size} starts",
         )
         _require(
             not accept_db or num_starts > 2,
             "--accept compares two successive ranks before the exact one is done: of 2 ranks one "
             "is the exact one",
-            "use --world 3 or more",
+            "use --world 3 or more, and as many --starts where they are named",
         )
 
     @property

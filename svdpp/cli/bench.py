@@ -13,7 +13,13 @@ from svdpp.cli import bench_report, options
 from svdpp.cli.console import Console
 from svdpp.cli.draft_choice import DraftChoice
 from svdpp.config import DEMO_MODEL, DUMMY_MODEL, ModelConfig, PipelineConfig
-from svdpp.errors import RequestError, VerificationError
+from svdpp.errors import (
+    RequestError,
+    SvdppError,
+    VerificationError,
+    exit_code_of,
+    to_record,
+)
 
 if TYPE_CHECKING:
     from svdpp.measure.bench import Bench
@@ -88,6 +94,11 @@ def bench(
         return
     overrides = [*(settings or []), *overrides, *(["profile=true"] if profile else [])]
     points = _points(names, overrides)
+    if trace is not None and len(points) > 1:
+        raise RequestError(
+            f"--trace is of one point, and the lists span {len(points)}",
+            "leave it out, or measure the point that it is to show alone",
+        )
     if is_member:
         _serve(console, _benches(points, is_member=True))
         return
@@ -151,6 +162,8 @@ def _pipeline_config(point: BenchConfig) -> PipelineConfig:
     from svdpp.cli.scheme_choice import SchemeChoice
 
     ranks, workload = point.pipeline, point.workload
+    if ranks.starts is not None and not ranks.draft:
+        raise RequestError("pipeline.starts is about a draft", "add --pipeline.draft=true")
     scheme = SchemeChoice(
         draft=DraftChoice(draft=ranks.draft, starts=ranks.starts),
         layout=LayoutChoice(
@@ -201,7 +214,10 @@ def _serve(console: Console, benches: list[Bench]) -> None:
 
 
 def _measure(console: Console, benches: list[Bench], root: Path, trace: Path | None) -> None:
-    """Measures point by point; a launcher's ranks end with it, and as it does."""
+    """Measures point by point; a launcher's ranks end with it, and as it does.
+
+    Where ranks are started here, a point that fails keeps no other from being measured.
+    """
     from svdpp.distributed.world import find_world
     from svdpp.measure.bench import pipelines_of
     from svdpp.measure.bench_ranks import JoinedRanks
@@ -210,14 +226,27 @@ def _measure(console: Console, benches: list[Bench], root: Path, trace: Path | N
         ranks = None
         if find_world() is not None:
             ranks = stack.enter_context(JoinedRanks(pipelines_of(benches)))
-        summaries = []
+        found: list[dict[str, Any]] = []
+        failures: list[SvdppError] = []
         for index, one in enumerate(benches):
             if len(benches) > 1:
                 console.talk(f"point {index + 1} of {len(benches)}")
-            summaries.append(_run(console, one, ranks, root, trace))
+            try:
+                found.append(_run(console, one, ranks, root, trace))
+            except SvdppError as error:
+                if len(benches) == 1:
+                    raise
+                failures.append(error)
+                config = one.asked.model_dump(mode="json")
+                found.append({"config": config, "error": to_record(error)})
+                if ranks is not None:
+                    break  # they have ended with the point
+                console.talk(f"point {index + 1} of {len(benches)}: {error.message}")
+            else:
+                failures += _differences(one)
         if console.as_json:
-            console.json(summaries)
-        _raise_different(benches)
+            console.json(found)
+        _raise_worst(failures, len(benches))
 
 
 def _run(
@@ -265,14 +294,27 @@ def _write_trace(one: Bench, path: Path) -> None:
     write_chrome_trace(last.trace, path, about)
 
 
-def _raise_different(benches: list[Bench]) -> None:
+def _differences(one: Bench) -> list[VerificationError]:
+    """What is wrong with the bits of a point's clips; empty: nothing."""
     from svdpp.measure.bench import differing
 
-    for one in benches:
-        different = differing(one.rounds)
-        if different:
-            raise VerificationError(
-                f"{len(different)} clips have other bits than diffusers' own, the first is "
-                f"{different[0]}",
-                "svdpp verify shows after which step",
-            )
+    different = differing(one.rounds)
+    if not different:
+        return []
+    return [
+        VerificationError(
+            f"{len(different)} clips have other bits than diffusers' own, the first is "
+            f"{different[0]}",
+            "svdpp verify shows after which step",
+        )
+    ]
+
+
+def _raise_worst(failures: list[SvdppError], num_points: int) -> None:
+    """Ends the command as the worst of its points asks for; nothing where none has failed."""
+    if not failures:
+        return
+    worst = max(failures, key=exit_code_of)
+    if num_points > 1:
+        worst.message = f"{len(failures)} of {num_points} points failed: {worst.message}"
+    raise worst

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,6 +35,35 @@ class LayoutChoice:
         """What is named outright, by option; None where it is not."""
         return {"split": self.split, "replicas": self.replicas, "decoders": self.decoders}
 
+    @property
+    def given(self) -> dict[str, Any]:
+        """The same, without what is not."""
+        return {name: each for name, each in self.chosen.items() if each is not None}
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether the choice is left to `auto`.
+
+        Raises:
+            RequestError: that is asked for beside a choice, or by another word.
+        """
+        if self.layout is None:
+            return False
+        if self.layout != "auto":
+            raise RequestError(f"--layout must be auto, got {self.layout!r}")
+        self.leave_to("--layout auto", self.given)
+        return True
+
+    @staticmethod
+    def leave_to(option: str, given: Mapping[str, Any]) -> None:
+        """Refuses choices beside an option that makes them itself.
+
+        Raises:
+            RequestError: naming the first of them.
+        """
+        for name in given:
+            raise RequestError(f"{option} picks for itself: leave out --{name}")
+
     def settings(
         self,
         *,
@@ -57,13 +86,8 @@ class LayoutChoice:
             RequestError: `auto` is asked for beside a choice, or where nobody can tell the clips.
         """
         costs = self._costs(decodes)
-        given = {name: each for name, each in self.chosen.items() if each is not None}
-        if self.layout is None:
-            return {**given, "costs": costs}, ""
-        if self.layout != "auto":
-            raise RequestError(f"--layout must be auto, got {self.layout!r}")
-        for name in given:
-            raise RequestError(f"--layout auto picks for itself: leave out --{name}")
+        if not self.is_auto:
+            return {**self.given, "costs": costs}, ""
         if num_clips is None:
             raise RequestError(
                 "--layout auto counts the clips, and under torchrun rank 0 alone knows them",

@@ -12,6 +12,7 @@ import typer
 from svdpp.cli import options, plan_compare, plan_draft, plan_report
 from svdpp.cli.console import Console
 from svdpp.cli.draft_choice import DraftChoice
+from svdpp.cli.layout_choice import LayoutChoice
 from svdpp.config import (
     DEFAULT_MODEL,
     DEFAULT_NUM_STEPS,
@@ -27,6 +28,7 @@ from svdpp.plan.layout import Layout
 from svdpp.plan.presets import find_costs
 
 _DEFAULT_WORLD = 4
+_DEFAULT_DEVICE = "cuda"
 _MEMORY = "Memory"
 _MAX_WORLD = 65_536
 _CLIPS_PER_RANK = 2
@@ -100,7 +102,7 @@ def plan(
             help="What --memory is estimated for.",
             rich_help_panel=_MEMORY,
         ),
-    ] = "cuda",
+    ] = _DEFAULT_DEVICE,
     dtype: options.Dtype = None,
     height: options.Height = None,
     width: options.Width = None,
@@ -122,7 +124,7 @@ def plan(
     weighs about four steps, so give --costs for an honest forecast.
     """
     drafting = DraftChoice(draft=draft, starts=starts)
-    world = drafting.world(steps) if world is None else world
+    world = drafting.world(steps) if world is None and hosts is None else world
     world, per_host = (world, None) if hosts is None else _hosts(hosts, world)
     world_size = _DEFAULT_WORLD if world is None else world
     costs = _costs(
@@ -134,11 +136,14 @@ def plan(
         hop_between_hosts_seconds=hop_between_hosts,
         ranks_per_host=per_host,
     )
+    sizes = {
+        **{"height": height, "width": width, "num_frames": frames},
+        "decode_chunk_size": decode_chunk_size,
+    }
     if memory:
-        sizes = {"height": height, "width": width, "num_frames": frames}
-        costs = _with_memory(
-            costs, model, device, dtype, steps, **sizes, decode_chunk_size=decode_chunk_size
-        )
+        costs = _with_memory(costs, model, device, dtype, steps, **sizes)
+    else:
+        _check_idle(model=model, device=device, dtype=dtype, **sizes)
     num_clips = _num_clips(clips, world_size, compare=compare)
     request = plan_report.Request(
         num_clips=num_clips,
@@ -148,15 +153,16 @@ def plan(
     console = Console(as_json=as_json, quiet=quiet)
     if memory and device == "cpu":
         console.talk("memory: what is needed at once; malloc keeps up to as much again as the work")
-    chosen: dict[str, Any] = {"split": split, "replicas": replicas, "decoders": decoders}
-    given = {name: value for name, value in chosen.items() if value is not None}
+    choice = LayoutChoice(split=split, replicas=replicas, decoders=decoders, layout=layout)
     counts: dict[str, Any] = {"num_steps": steps, "world_size": world_size, "costs": costs}
     limits: dict[str, Any] = {
         "num_clips": num_clips,
         "memory_gib": _limits(device_memory, world_size),
     }
     if draft:
-        drafting.refuse_beside({**given, "layout": layout, "compare": compare, "clips": clips})
+        drafting.refuse_beside({**choice.given, "layout": layout, "compare": compare})
+        idle = {"clips": clips, "arrivals": arrivals, "device-memory": device_memory}
+        drafting.refuse_beside(idle)
         config = PipelineConfig(
             world_size=world_size,
             sampling=SamplingConfig(num_inference_steps=steps),
@@ -165,17 +171,19 @@ def plan(
         costs.check_world(world_size)
         plan_draft.show_wave(console, request, config.wave, costs)
     elif compare:
-        _refuse_beside("--compare", {**given, **({"layout": layout} if layout else {})})
+        choice.leave_to("--compare", {**choice.given, **({"layout": layout} if layout else {})})
         rows = compare_layouts(**counts, **limits, arrivals=request.arrivals)
         plan_compare.show_comparison(console, request, counts, rows)
-    elif layout is not None:
-        if layout != "auto":
-            raise RequestError(f"--layout must be auto, got {layout!r}")
-        _refuse_beside("--layout auto", given)
-        choice = choose_layout(**counts, **limits)
-        plan_report.show_layout(console, request, choice.layout, choice.reason)
+    elif choice.is_auto:
+        chosen = choose_layout(**counts, **limits)
+        plan_report.show_layout(console, request, chosen.layout, chosen.reason)
+    elif device_memory is not None:
+        raise RequestError(
+            "--device-memory is what --layout auto and --compare go by",
+            "add one of them, or leave it out",
+        )
     else:
-        plan_report.show_layout(console, request, Layout(**counts, **given))
+        plan_report.show_layout(console, request, Layout(**counts, **choice.given))
 
 
 def _hosts(text: str, world: int | None) -> tuple[int, int]:
@@ -220,6 +228,18 @@ def _with_memory(
     return replace(costs, **footprint.as_costs())  # type: ignore[arg-type]
 
 
+def _check_idle(**given: Any) -> None:
+    """Refuses what only --memory asks for."""
+    defaults = {"model": DEFAULT_MODEL, "device": _DEFAULT_DEVICE}
+    for name, value in given.items():
+        if value != defaults.get(name):
+            option = name.removeprefix("num_").replace("_", "-")
+            raise RequestError(
+                f"--{option} is what --memory is estimated for",
+                f"add --memory, or leave out --{option}",
+            )
+
+
 def _num_clips(clips: int | None, world_size: int, *, compare: bool) -> int:
     per_rank = _CLIPS_PER_RANK_TO_COMPARE if compare else _CLIPS_PER_RANK
     num_clips = max(1, per_rank * world_size) if clips is None else clips
@@ -250,8 +270,3 @@ def _per_second(rate: str) -> float:
             "such as --arrivals 2/s, 90/min or 500/h",
         )
     return per_second
-
-
-def _refuse_beside(option: str, given: dict[str, Any]) -> None:
-    for name in given:
-        raise RequestError(f"{option} picks for itself: leave out --{name}")

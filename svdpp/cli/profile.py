@@ -134,10 +134,11 @@ def profile(
     from svdpp.measure.profile import profile as measure
     from svdpp.runtime.pipeline import Pipeline
 
-    asked = request.joined_world(world)
-    world_size = (
-        request.default_world(device, DEFAULT_NUM_STEPS, on_cpu=2) if asked is None else asked
-    )
+    world_size = request.joined_world(world)
+    if world_size is None and draft:
+        world_size = request.default_draft_world(device, steps)
+    elif world_size is None:
+        world_size = request.default_world(device, DEFAULT_NUM_STEPS, on_cpu=2)
     config = request.pipeline_config(
         model=ModelConfig(
             name=model,

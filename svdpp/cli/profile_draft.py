@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from svdpp.cli.console import Console
-from svdpp.config import PipelineConfig
+from svdpp.config import DEFAULT_MODEL, PipelineConfig
 from svdpp.errors import RequestError
 from svdpp.plan.starts import DraftProfile, MeasuredStarts, best_trades, parse_starts
 from svdpp.redaction import recorded_name, redact
@@ -64,9 +64,20 @@ def profile_draft(
         console.json(profile.to_json())
     else:
         _print(console, profile.choices, num_steps)
-    console.talk(
-        f"next: svdpp run PHOTO --draft --steps {num_steps} --starts {shlex.quote(str(out))}"
-    )
+    words = [*_given(config), "--steps", str(num_steps), "--starts", str(out)]
+    console.talk(f"next: svdpp run PHOTO --draft {shlex.join(words)}")
+
+
+def _given(config: PipelineConfig) -> list[str]:
+    """Which weights, and where, as options; what is `run`'s own default is left out."""
+    model = config.model
+    named = {
+        "model": None if model.name == DEFAULT_MODEL else model.name,
+        "revision": model.revision,
+        "variant": model.variant,
+        "device": None if config.device == "cuda" else config.device,
+    }
+    return [word for name, value in named.items() if value for word in (f"--{name}", value)]
 
 
 def _print(console: Console, choices: Sequence[MeasuredStarts], num_steps: int) -> None:

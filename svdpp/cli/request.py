@@ -19,6 +19,7 @@ from svdpp.config import (
 from svdpp.distributed.world import World, find_world
 from svdpp.errors import RequestError
 from svdpp.plan.split import largest_world
+from svdpp.plan.starts import MOST_RANKS
 
 if TYPE_CHECKING:
     from svdpp.cli.console import Console
@@ -135,6 +136,12 @@ def default_world(device: str, num_steps: int, *, on_cpu: int, divide: bool = Tr
 
     count = max(torch.cuda.device_count(), 1)
     return largest_world(max(num_steps, 1), count) if divide else count
+
+
+def default_draft_world(device: str, num_steps: int) -> int:
+    """Ranks of a draft where the user names none: nothing must divide, and more than so many have
+    no starts of their own."""
+    return min(default_world(device, num_steps, on_cpu=2, divide=False), MOST_RANKS)
 
 
 def default_threads(device: str, world_size: int) -> int:

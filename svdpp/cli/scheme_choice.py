@@ -8,7 +8,9 @@ from typing import Any
 
 from svdpp.cli.draft_choice import DraftChoice
 from svdpp.cli.layout_choice import LayoutChoice, Memory
-from svdpp.cli.request import joined_world
+from svdpp.cli.request import default_draft_world, joined_world, launcher_name
+from svdpp.distributed.world import find_world
+from svdpp.errors import RequestError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +23,7 @@ class SchemeChoice:
         world: number of ranks; None where the user names none.
         steps: of each clip.
         device: as a `PipelineConfig` has it.
-        default_world: ranks where nobody names a number; None: by device and layout.
+        default_world: ranks where nobody names a number; None: by device and scheme.
         no_draft: other options that a draft leaves no room for, by name.
 
     Raises:
@@ -44,13 +46,18 @@ class SchemeChoice:
         """The launcher's number of ranks, the user's, the starts' or the default.
 
         Raises:
-            RequestError: the launcher's and the user's disagree.
+            RequestError: the launcher's and the user's disagree; InputError: as `parse_starts`.
         """
-        named = self.draft.world(self.steps) if self.world is None else self.world
-        asked = joined_world(named)
+        asked = joined_world(self.world)
+        if asked is None:
+            asked = self.draft.world(self.steps)
         if asked is not None:
             return asked
-        return self.default_world or self.layout.world(self.device, self.steps)
+        if self.default_world is not None:
+            return self.default_world
+        if self.draft.draft:
+            return default_draft_world(self.device, self.steps)
+        return self.layout.world(self.device, self.steps)
 
     def settings(
         self, *, num_clips: int | None, decodes: bool, memory: Memory | None = None
@@ -63,7 +70,8 @@ class SchemeChoice:
             memory: asked by `auto` what fits; None: everything does.
 
         Raises:
-            RequestError: as `LayoutChoice.settings` and `DraftChoice.settings` have it.
+            RequestError: as `LayoutChoice.settings` and `DraftChoice.settings` have it; or the
+                launcher's ranks are not those that the starts name.
         """
         world_size = self.world_size()
         shape, why = self.layout.settings(
@@ -74,4 +82,16 @@ class SchemeChoice:
             memory=memory,
         )
         drafting = self.draft.settings(self.steps, world_size)
+        if drafting:
+            _check_joined(len(drafting["draft"].starts))
         return {"world_size": world_size, **shape, **drafting}, why
+
+
+def _check_joined(num_starts: int) -> None:
+    """Elsewhere the configuration itself compares them, and says which --world to give."""
+    world = find_world()
+    if world is not None and world.size != num_starts:
+        raise RequestError(
+            f"--starts names {num_starts} ranks, {launcher_name(world)} has {world.size}",
+            f"name {world.size} starts, or have {launcher_name(world)} start {num_starts} ranks",
+        )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, Field, ValidationError
 
 from svdpp.errors import InputError
 from svdpp.measure.bench import DATA_PARALLEL, ONE_DEVICE, PIPELINE
@@ -44,6 +44,13 @@ class _Speedup(BaseModel):
     rounds: Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=1)]
 
 
+def _with_a_pipeline(arms: dict[str, _Arm]) -> dict[str, _Arm]:
+    """All but the pipeline may have been too large for the devices."""
+    if PIPELINE not in arms or not arms[PIPELINE].rounds:
+        raise ValueError("no round of the pipeline")
+    return arms
+
+
 class Summary(BaseModel):
     """What a comparison needs of `summary.json`."""
 
@@ -51,7 +58,7 @@ class Summary(BaseModel):
     run_id: str
     config_sha256: str
     config: dict[str, Any]
-    arms: dict[str, _Arm]
+    arms: Annotated[dict[str, _Arm], AfterValidator(_with_a_pipeline)]
     speedups: dict[str, _Speedup]
     latents_sha256: list[str]
 
@@ -200,8 +207,9 @@ def _ratios(a: Summary, b: Summary, *, same_yardstick: bool) -> Iterator[Ratio]:
         if arm in a.speedups and arm in b.speedups:
             yield ratio(f"{PIPELINE} / {arm}", a.speedups[arm].rounds, b.speedups[arm].rounds)
     for name, words in _FIGURES.items():
-        alone = ratio("", _values(a, ONE_DEVICE, name), _values(b, ONE_DEVICE, name))
-        drift = math.log(alone.value) if same_yardstick else 0.0
+        alone = _values(a, ONE_DEVICE, name), _values(b, ONE_DEVICE, name)
+        # Where it did not fit nobody knows how the machine drifted.
+        drift = math.log(ratio("", *alone).value) if same_yardstick and all(alone) else 0.0
         for arm in (PIPELINE, DATA_PARALLEL, ONE_DEVICE):
             values = _values(a, arm, name), _values(b, arm, name)
             is_yardstick = same_yardstick and arm == ONE_DEVICE
@@ -252,10 +260,13 @@ def _read_summary(folder: Path) -> Summary:
     path = folder / SUMMARY
     try:
         found = Summary.model_validate(_read(path))
+        _yardstick(found.config), _clips(found.config)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise InputError(f"{str(path)!r} is no bench's: {where}: {first['msg']}") from error
+    except (KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"{str(path)!r} is no bench's: config: {error!r}") from error
     return found
 
 

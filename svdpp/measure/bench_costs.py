@@ -6,12 +6,13 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable
 
+from svdpp.config import PipelineConfig
 from svdpp.distributed.world import find_world
 from svdpp.measure.bench import DATA_PARALLEL, PIPELINE, Bench
 from svdpp.measure.profile import Profile
 from svdpp.plan.actions import Kind
 from svdpp.plan.costs import Costs
-from svdpp.runtime.trace import Trace
+from svdpp.runtime.trace import HopSpan, Trace
 
 
 def costs_of(bench: Bench, run_id: str) -> Costs:
@@ -25,13 +26,14 @@ def costs_of(bench: Bench, run_id: str) -> Costs:
     others = [each.trace for each in bench.rounds if each.arm == DATA_PARALLEL]
     world = find_world()
     ranks_per_host = None if world is None else world.ranks_per_host
-    hops = _hops(traces, ranks_per_host)
+    hand_overs = [hop for trace in traces for hop in _hand_overs(trace, bench.config)]
+    hops = _by_hosts(hand_overs, ranks_per_host)
     profile = Profile(
         bench.config,
         step_seconds=_steps(traces, others, bench.config.world_size),
         encode_seconds=_median(_actions(traces, Kind.ENCODE)),
         decode_seconds=_median(_actions(traces, Kind.DECODE)),
-        packet_bytes=max((hop.num_bytes for trace in traces for hop in trace.hops), default=0),
+        packet_bytes=max((hop.num_bytes for hop in hand_overs), default=0),
         ranks_per_host=ranks_per_host,
         hop_seconds=_median(hops[False]),
         hop_between_hosts_seconds=_median(hops[True]) if hops[True] else None,
@@ -67,14 +69,28 @@ def _actions(traces: list[Trace], kind: Kind) -> list[float]:
     return [span.end - span.start for span in spans]
 
 
-def _hops(traces: list[Trace], ranks_per_host: int | None) -> dict[bool, list[float]]:
-    """Of whole packets, as their receivers saw them, by whether they went from host to host."""
+def _hand_overs(trace: Trace, config: PipelineConfig) -> list[HopSpan]:
+    """Whole packets, as their receivers saw them.
+
+    In a draft that is what a clip's LEAP brings, the first from a neighbour; the words after it and
+    the results are smaller, or larger.
+    """
+    received = [hop for hop in trace.hops if hop.direction == "recv"]
+    if config.draft is None:
+        return received
+    first: dict[tuple[int, int], HopSpan] = {}
+    for hop in sorted(received, key=lambda hop: hop.end):
+        if hop.peer == hop.rank - 1:
+            first.setdefault((hop.rank, hop.clip), hop)
+    return list(first.values())
+
+
+def _by_hosts(hops: list[HopSpan], ranks_per_host: int | None) -> dict[bool, list[float]]:
+    """Their seconds, by whether they went from host to host."""
     host_of = Costs(ranks_per_host=ranks_per_host).host_of
     found: dict[bool, list[float]] = {False: [], True: []}
-    for trace in traces:
-        for hop in trace.hops:
-            if hop.direction == "recv":
-                found[host_of(hop.rank) != host_of(hop.peer)].append(hop.end - hop.start)
+    for hop in hops:
+        found[host_of(hop.rank) != host_of(hop.peer)].append(hop.end - hop.start)
     return found
 
 

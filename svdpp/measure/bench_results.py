@@ -18,7 +18,7 @@ from svdpp.measure.bench import ONE_DEVICE, PIPELINE, Bench, Round, differing
 from svdpp.measure.bench_costs import costs_of
 from svdpp.measure.environment import environment
 from svdpp.media import place
-from svdpp.runtime.trace import percentile
+from svdpp.plan.forecast import percentile
 
 SCHEMA_VERSION = 1
 SUMMARY, CONFIG, ENVIRONMENT, SPANS, TABLE, PROFILE, COSTS = (
@@ -175,9 +175,9 @@ def _figures(done: Round) -> dict[str, Any]:
         "first_clip_seconds": round(times.first_clip, 4),
         "draft_seconds": round(statistics.median(drafts), 4) if drafts else None,
         "steady_clips_per_minute": round(60 / times.cadence, 4),
-        "step_p50_seconds": round(percentile(steps, 0.5), 6),
-        "step_p90_seconds": round(percentile(steps, 0.9), 6),
-        "step_p95_seconds": round(percentile(steps, 0.95), 6),
+        "step_p50_seconds": round(percentile(steps, 50), 6),
+        "step_p90_seconds": round(percentile(steps, 90), 6),
+        "step_p95_seconds": round(percentile(steps, 95), 6),
         "bubble": round(times.bubble, 4),
         **{
             f"{part}_share": round(sum(rank[part] for rank in ranks) / wall, 4)

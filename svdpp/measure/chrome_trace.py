@@ -8,6 +8,7 @@ https://perfetto.dev/docs/faq (JSON trace format).
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -96,7 +97,9 @@ def _hop_events(
     hops: Iterable[HopSpan], tracks: Mapping[tuple[int, str, int], int], begin: float
 ) -> Iterator[_TraceEvent]:
     """Each hop at both of its ends, and an arrow from one to the other."""
-    arrows: dict[tuple[int, int, int, int], int] = {}
+    arrows: dict[tuple[int, ...], int] = {}
+    # In a draft two words on one step may pass one link: each side sees them in their order.
+    alike: Counter[tuple[int, ...]] = Counter()
     for hop in hops:
         track = tracks[hop.rank, hop.direction, hop.peer]
         args = {"clip": hop.clip, "step": hop.next_step, "bytes": hop.num_bytes}
@@ -105,13 +108,15 @@ def _hop_events(
         ends = (hop.rank, hop.peer) if is_send else (hop.peer, hop.rank)
         name = f"{hop.direction} clip {hop.clip}"
         yield _complete(hop.rank, track, name, "transfer", start, end, args)
+        which = hop.clip, hop.next_step, *ends
         yield {
             "ph": "s" if is_send else "f",
             **({} if is_send else {"bp": "e"}),
-            "id": arrows.setdefault((hop.clip, hop.next_step, *ends), len(arrows)),
+            "id": arrows.setdefault((*which, alike[is_send, *which]), len(arrows)),
             **{"pid": hop.rank, "tid": track, "name": "hand-over", "cat": "transfer"},
             "ts": _microseconds(start),
         }
+        alike[is_send, *which] += 1
 
 
 def _complete(

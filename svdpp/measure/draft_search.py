@@ -11,6 +11,7 @@ from typing import Any
 from svdpp.config import PipelineConfig
 from svdpp.distributed import process_group
 from svdpp.distributed.launch import Member
+from svdpp.errors import RequestError
 from svdpp.measure import probe
 from svdpp.measure.draft_lab import DraftLab
 from svdpp.media import image as photos
@@ -49,6 +50,10 @@ def measure_starts(
     asked = list(starts) or [
         each for world in range(2, config.world_size + 1) for each in candidates(num_steps, world)
     ]
+    if not asked:
+        raise RequestError(
+            f"no draft of 2 ranks or more fits into {num_steps} steps", "give more --steps"
+        )
     waves = [Wave(num_steps=num_steps, starts=each) for each in asked]
     processes = min(config.world_size, len(photographs))
     one = replace(config, world_size=processes, split="uniform", replicas=processes)

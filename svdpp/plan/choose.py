@@ -74,23 +74,32 @@ def choose_layout(
         memory_gib: what each rank may use; empty where that is not known.
 
     Raises:
-        RequestError: counts below 1, costs of another world, or no layout that fits in memory.
+        RequestError: counts below 1, costs of another world, or no layout that fits in memory
+            and of whose hops between hosts the costs tell.
     """
     layouts = list(_candidates(num_steps, world_size, costs, decodes))
-    fitting = [layout for layout in layouts if not _needs_more(layout, memory_gib)]
-    if not fitting:
+    in_memory = [layout for layout in layouts if not _needs_more(layout, memory_gib)]
+    if not in_memory:
         least = min(max(peak or 0.0 for peak in layout.peak_gib) for layout in layouts)
         raise RequestError(
             f"no layout of {world_size} ranks fits in {min(memory_gib):.4g} GiB a rank: "
             f"the most modest one needs {least:.4g}",
             "fewer frames, a smaller size or --memory-opt need less",
         )
+    # Where the costs tell of none, its forecast says what they lack.
+    fitting = [layout for layout in in_memory if _is_told(layout)] or in_memory[:1]
+    untold = len(in_memory) - len(fitting)
     seconds = [_makespan(layout, num_clips) for layout in fitting]
     chosen = next(i for i, each in enumerate(seconds) if each <= min(seconds) * _EQUAL)
     layout, soonest = fitting.pop(chosen), seconds.pop(chosen)
     remarks = [_reason(num_clips, soonest, list(zip(seconds, map(str, fitting), strict=True)))]
-    if left_out := len(layouts) - len(fitting) - 1:
+    if left_out := len(layouts) - len(in_memory):
         remarks.append(f"{left_out} of {len(layouts)} layouts need more memory")
+    if untold:
+        remarks.append(
+            f"{untold} of {len(layouts)} layouts hand over between hosts, which the costs do not "
+            "tell: --hop-between-hosts does"
+        )
     if memory_gib and None in layout.peak_gib:
         remarks.append("the costs do not tell its memory")
     return Choice(layout=layout, reason=f"{layout}: {'; '.join(remarks)}")
@@ -166,12 +175,12 @@ def _draft_row(
     num_steps: int, world_size: int, num_clips: int, costs: Costs, arrivals: Sequence[float]
 ) -> Row:
     """One clip after the other, each by all ranks."""
+    given = dict(enumerate(arrivals[:num_clips]))
     try:
         wave = Wave(num_steps=num_steps, starts=default_starts(num_steps, world_size))
+        spans = replay(wave.schedule(range(num_clips)), costs, given)
     except RequestError as error:
         return Row(name="draft", note=error.message)
-    given = dict(enumerate(arrivals[:num_clips]))
-    spans = replay(wave.schedule(range(num_clips)), costs, given)
     forecast = summarise(spans, world_size, given)
     ready = wave.ready_at(costs)
     sooner = ready[0] - ready[-1]
@@ -226,6 +235,11 @@ def _needs_more(layout: Layout, memory_gib: Sequence[float]) -> str:
         if needs is not None and needs > has:
             return f"rank {rank} needs {needs:.4g} GiB and has {has:.4g}"
     return ""
+
+
+def _is_told(layout: Layout) -> bool:
+    """Whether the costs know what its hand-overs take."""
+    return all(layout.costs.tells_hop(source, target) for source, target in layout.hops)
 
 
 def _makespan(layout: Layout, num_clips: int) -> float:

@@ -110,6 +110,12 @@ class Costs:
         size = 0.0 if bandwidth is None else self.packet_bytes / bandwidth
         return self.hop_between_hosts_seconds + size
 
+    def tells_hop(self, source: int, target: int) -> bool:
+        """Whether `hop` knows what that takes."""
+        return self.hop_between_hosts_seconds is not None or self.host_of(source) == self.host_of(
+            target
+        )
+
     @property
     def differ_by_rank(self) -> bool:
         """Whether some work is given rank by rank."""

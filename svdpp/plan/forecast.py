@@ -259,7 +259,12 @@ def _last_whole_groups(num_clips: int, group: int) -> int:
 
 
 def _latency(seconds: Sequence[float]) -> Latency:
-    """Mean and percentiles: the smallest value that so many in a hundred do not exceed."""
     ordered = sorted(seconds)
-    places = [-(-percent * len(ordered) // 100) - 1 for percent in (50, 90, 99)]
-    return Latency(math.fsum(ordered) / len(ordered), *(ordered[place] for place in places))
+    mean = math.fsum(ordered) / len(ordered)
+    return Latency(mean, *(percentile(ordered, percent) for percent in (50, 90, 99)))
+
+
+def percentile(values: Iterable[float], percent: int) -> float:
+    """The smallest value that `percent` of a hundred do not exceed; 0 without values."""
+    ordered = sorted(values)
+    return ordered[-(-percent * len(ordered) // 100) - 1] if ordered else 0.0

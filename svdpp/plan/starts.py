@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os.path
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -11,6 +12,9 @@ from typing import Any
 from svdpp.errors import InputError, RequestError
 
 SCHEMA_VERSION = 1
+
+#: Ranks of the longest wave that has default starts.
+MOST_RANKS = 8
 
 # How far starts lie apart, from rank 1 on, in a wave of 3, 4 ... 8 ranks whose draft is there after
 # half the rounds: by number of steps, what was nearest of all gaps on the demo model (64 x 64, 4
@@ -113,6 +117,8 @@ class DraftProfile:
             if content.pop("schema_version") != SCHEMA_VERSION:
                 raise ValueError(f"schema_version must be {SCHEMA_VERSION}")
             choices = tuple(_choice(each) for each in content.pop("choices"))
+            if not choices:
+                raise ValueError("it holds no choices")
             photographs = tuple(map(str, content.pop("photographs")))
             return DraftProfile(choices=choices, photographs=photographs, **content)
         except OSError as error:
@@ -152,7 +158,7 @@ def parse_starts(text: str, num_steps: int, world_size: int | None) -> tuple[int
     parts = text.split(",")
     if all(part.strip().isdecimal() and part.isascii() for part in parts):
         return tuple(int(part) for part in parts)
-    if not text.endswith(".json"):
+    if not (text.endswith(".json") or os.path.isfile(text)):
         raise RequestError(
             f"--starts must be steps or a profile's file, got {text!r}",
             "such as --starts 0,14 or --starts draft.json",
@@ -177,10 +183,10 @@ def default_starts(num_steps: int, world_size: int) -> tuple[int, ...]:
     Raises:
         RequestError: nothing was measured for these counts.
     """
-    if num_steps not in _GAPS or not 2 <= world_size <= 8:
+    if num_steps not in _GAPS or not 2 <= world_size <= MOST_RANKS:
         raise RequestError(
             f"no starts are known by which {world_size} ranks draft {num_steps} steps",
-            "2 to 8 ranks and 14 to 50 steps have some; --starts names others",
+            f"2 to {MOST_RANKS} ranks and 14 to 50 steps have some; --starts names others",
         )
     last = _last_start(num_steps, world_size, default_rounds(num_steps))
     return _spaced(last, 0 if world_size == 2 else _GAPS[num_steps][world_size - 3], world_size)
@@ -233,4 +239,10 @@ def _choice(content: dict[str, Any]) -> MeasuredStarts:
     known = {field.name for field in fields(MeasuredStarts)}
     if content.keys() != known:
         raise ValueError(f"a choice has {', '.join(sorted(known))}")
-    return MeasuredStarts(**{**content, "starts": tuple(map(int, content["starts"]))})
+    distance = content["psnr_db"]
+    return MeasuredStarts(
+        starts=tuple(map(int, content["starts"])),
+        rounds=int(content["rounds"]),
+        psnr_db=None if distance is None else float(distance),
+        max_levels=int(content["max_levels"]),
+    )

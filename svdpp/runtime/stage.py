@@ -103,6 +103,7 @@ class PipelineStage:
         Raises:
             SvdppError: the first thing that could not be done; the rank is of no use afterwards.
         """
+        self._waited = 0.0  # what came after the last work of an earlier call is not this one's
         self._jobs.update(jobs)
         self._keys.update(handover_keys)
         actions = list(actions)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
 from svdpp.plan.actions import Action, Kind
 from svdpp.plan.costs import Costs
-from svdpp.plan.forecast import Forecast, Span, summarise
+from svdpp.plan.forecast import Forecast, Span, percentile, summarise
 from svdpp.runtime.messages import ActionDone, Event, HopDone, Joined, StepDone
 
 
@@ -186,7 +185,7 @@ class Trace:
                 if hop.rank == rank and hop.direction == "recv"
             ),
             mean_step_seconds=_mean(steps),
-            p95_step_seconds=percentile(steps, 0.95),
+            p95_step_seconds=percentile(steps, 95),
             bubble=max(0.0, 1 - compute / makespan) if makespan else 0.0,
         )
 
@@ -204,12 +203,6 @@ def _placed(rank: int, done: ActionDone, steps: list[StepDone]) -> list[StepSpan
         spans.append(StepSpan(rank, step.clip, step.step, start, end))
         end = start
     return spans[::-1]
-
-
-def percentile(values: Iterable[float], share: float) -> float:
-    """The smallest value that at least `share` of all values do not exceed; 0 without values."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
 
 
 def _mean(values: list[float]) -> float:

@@ -3,7 +3,7 @@
     torchrun --nproc-per-node=2 accelerate_script.py MODEL OUT SEEDS IMAGE...
 
 Nothing of svdpp is in it: diffusers' pipeline, `split_between_processes`, `export_to_video` (which
-needs the package imageio, as the extra `bench` has it). `against_accelerate.py` runs it.
+needs the package imageio, as the extra `comparison` has it). `against_accelerate.py` runs it.
 """
 
 from __future__ import annotations

@@ -5,10 +5,16 @@ from __future__ import annotations
 import json
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from svdpp.cli import bench
 from svdpp.cli.bench import _sorted_out
+from svdpp.cli.console import Console
+from svdpp.errors import OutOfMemoryError, RankError
+from svdpp.measure.bench import PIPELINE, Bench, Round
+from svdpp.runtime.trace import Trace
 from tests.cli.shell import assert_error, python, svdpp_alone, svdpp_here
 
 TINY = (
@@ -32,13 +38,14 @@ def test_overrides_stand_anywhere() -> None:
         (("smoke", "--pipeline.wrold=3"), 2, ("did you mean 'pipeline.world'?",)),
         (("smoke", "--set", "pipeline.world=3"), 2, ("4 steps",)),
         (("smoke", "--pipeline.split=[uniform, zigzag]"), 2, ("pipeline.split",)),
-        (("smoke", "--pipeline.starts=0,2"), 2, ("--starts is about a draft",)),
+        (("smoke", "--pipeline.starts=0,2"), 2, ("pipeline.starts is", "--pipeline.draft=true")),
         (("smoke", "--pipeline.draft=true", "--pipeline.replicas=2"), 2, ("out --replicas",)),
         (("smoke", "--workload.height=65"), 2, ("multiple of 8, got 65",)),
         (("smoke", "--precision=amp"), 2, ("torch.autocast",)),
         (("smoke", "--model.name=/absent"), 5, ("/absent",)),
         (("smoke", "--workload.images=[/absent.jpg]"), 7, ("/absent.jpg",)),
         (("smoke", "--trace", "photo.jpg"), 2, ("--trace must end in .json",)),
+        (("smoke", "--trace", "t.json", "--pipeline.split=[uniform, balanced]"), 2, ("span 2",)),
         (("smoke", "--results", "/dev/null"), 8, ("/dev/null",)),
         (("smoke", "--compare", "a", "b"), 2, ("no configuration beside",)),
         (("--compare", "/absent/a", "/absent/b"), 7, ("/absent/a/summary.json",)),
@@ -56,6 +63,37 @@ def test_a_world_that_disagrees_with_torchruns_is_refused() -> None:
     assert_error(
         answer, 2, "pipeline.world 2 disagrees with torchrun's world of 3", "pipeline.world=null"
     )
+
+
+def test_a_point_that_fails_keeps_no_other_from_being_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Without ranks: how they fail is other tests' matter."""
+    measured: list[str] = []
+
+    def run(_: Console, one: Bench, *others: object) -> dict[str, Any]:
+        assert others
+        measured.append(one.asked.pipeline.split)
+        one.rounds.append(Round(PIPELINE, 0, 0, Trace(2)))
+        if one.asked.pipeline.split == "uniform":
+            raise OutOfMemoryError("too little", "fewer frames")
+        if one.asked.pipeline.split == "balanced":
+            raise RankError("rank 1 died")
+        return {"folder": "here"}
+
+    monkeypatch.setattr(bench, "_run", run)
+    splits = "--pipeline.split=[uniform, balanced, dithered]"
+    answer = svdpp_here("bench", "smoke", *TINY, splits, "--json", "--results", str(tmp_path))
+    assert measured == ["uniform", "balanced", "dithered"]
+    short, dead, fine = json.loads(answer.out)
+    assert short["error"]["message"] == "too little"
+    assert dead["config"]["pipeline"]["split"] == "balanced"
+    assert fine == {"folder": "here"}
+    assert answer.code == 6
+    assert answer.err.splitlines()[-1] == "error: 2 of 3 points failed: rank 1 died"
+
+    one_point = svdpp_here("bench", "smoke", *TINY, "--json", "--results", str(tmp_path))
+    assert_error(one_point, 4, "error: too little", "fewer frames")
 
 
 @pytest.mark.processes

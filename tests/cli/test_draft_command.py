@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from svdpp.cli.profile_draft import _given
+from svdpp.config import ModelConfig, PipelineConfig
 from svdpp.media.video import read_frames
 from tests.cli.shell import DEMO, PHOTO, assert_error, svdpp_alone, svdpp_here
 from tests.plan.test_wave import WAVE
@@ -65,6 +68,7 @@ def test_plan_counts_decode_and_compares_with_layouts() -> None:
         (("--draft", "--world", "1"), ("no starts are known", "--starts names others")),
         (("--draft", "--world", "9"), ("2 to 8 ranks and 14 to 50 steps",)),
         (("--draft", "--world", "2", "--accept", "60"), ("use --world 3 or more",)),
+        (("--draft", "--starts", "0,14", "--accept", "60"), ("as many --starts where they",)),
         (("--draft", "--world", "3", "--accept", "good"), ("must be a PSNR in dB", "60dB")),
         (("--draft", "--world", "3", "--accept", "0dB"), ("finite PSNR above 0",)),
         (("--draft", "--split", "dithered"), ("leave out --split",)),
@@ -90,6 +94,21 @@ def test_a_file_of_starts_that_is_none(tmp_path: Path) -> None:
 def test_photographs_are_for_drafts_alone() -> None:
     answer = svdpp_here("profile", PHOTO, "--model", "demo", "--device", "cpu")
     assert_error(answer, 2, "photographs are what drafts are measured on", "add --draft")
+
+
+def test_profile_names_the_run_that_it_is_for() -> None:
+    usual = PipelineConfig(world_size=2, device="cuda")
+    assert _given(usual) == []
+    demo = replace(usual, model=ModelConfig(name="demo", variant="fp16"), device="cpu")
+    assert _given(demo) == ["--model", "demo", "--variant", "fp16", "--device", "cpu"]
+
+
+def test_a_draft_of_one_step_is_not_measured(tmp_path: Path) -> None:
+    out = tmp_path / "draft.json"
+    answer = svdpp_here("profile", "--draft", *DEMO, *SMALL[:-1], "1", "--out", str(out))
+    assert answer.code == 2
+    assert "no draft of 2 ranks or more fits into 1 steps" in answer.err
+    assert not out.exists()
 
 
 @pytest.mark.processes

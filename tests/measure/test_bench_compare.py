@@ -53,9 +53,9 @@ def _bench(
             }
             for arm, each in rates.items()
         },
-        "speedups": {
-            "diffusers": {"rounds": [a / b for a, b in zip(pipeline, alone, strict=True)]}
-        },
+        "speedups": {"diffusers": {"rounds": [a / b for a, b in zip(pipeline, alone, strict=True)]}}
+        if alone
+        else {},
         "latents_sha256": [sha256],
     }
     (folder / "summary.json").write_text(json.dumps(summary))
@@ -175,3 +175,31 @@ def test_what_is_no_finished_bench_is_refused(name: str, text: str | None, tmp_p
         (b / name).write_text(text)
     with pytest.raises(InputError, match=name.replace(".", r"\.")):
         compare(a, b)
+
+
+def test_an_arm_that_did_not_fit_is_left_out(tmp_path: Path) -> None:
+    a, b = _bench(tmp_path / "a"), _bench(tmp_path / "b", alone=())
+    for one, other in ((a, b), (b, a), (b, b)):
+        assert [each.name for each in compare(one, other).ratios] == [
+            *("pipeline: clips/min", "pipeline: first clip, s", "pipeline: step, s")
+        ]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"arms": {}},
+        {"arms": {"pipeline": {"rounds": []}}},
+        {"config": {}},
+        {"config": {"pipeline": 3, "workload": {}}},
+    ],
+)
+def test_a_summary_without_what_is_compared_is_refused(
+    damage: dict[str, Any], tmp_path: Path
+) -> None:
+    a, b = _bench(tmp_path / "a"), _bench(tmp_path / "b")
+    content = json.loads((b / "summary.json").read_text())
+    (b / "summary.json").write_text(json.dumps({**content, **damage}))
+    for one, other in ((a, b), (b, a)):
+        with pytest.raises(InputError, match=r"summary\.json' is no bench's: (arms|config)"):
+            compare(one, other)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from svdpp.config import ModelConfig, PipelineConfig, SamplingConfig
+from svdpp.config import DraftConfig, ModelConfig, PipelineConfig, SamplingConfig
 from svdpp.measure.bench import DATA_PARALLEL, PIPELINE, Bench, Round
 from svdpp.measure.bench_config import read_grid
 from svdpp.measure.bench_costs import costs_of
@@ -83,3 +83,17 @@ def test_a_rank_that_only_decodes_is_as_fast_as_elsewhere(
     if elsewhere:
         one.rounds.append(_round(DATA_PARALLEL, elsewhere, {}))
     assert costs_of(one, "run").step_seconds == (1.0, 2.0, 3.0, elsewhere.get(3, 2.0))
+
+
+def test_of_a_draft_only_leaps_are_hand_overs() -> None:
+    """Words between walks are two latents, results are frames: neither is a pipeline's packet."""
+    one = _bench("cpu", 3)
+    one.config = replace(one.config, draft=DraftConfig(starts=(0, 1, 2)))
+    done = _round(PIPELINE, {0: 1.0, 1: 1.0, 2: 1.0}, {(0, 1): 0.1, (1, 2): 0.1})
+    for source, target, end, num_bytes in ((0, 1, 9.5, 128), (1, 2, 9.5, 128), (0, 2, 8.0, 4096)):
+        about = {"clip": 0, "next_step": 1, "num_bytes": num_bytes, "end": end, "seconds": 4.0}
+        done.trace.add(target, HopDone(direction="recv", peer=source, **about))
+        done.trace.add(source, HopDone(direction="send", peer=target, **about))
+    one.rounds = [done]
+    costs = costs_of(one, "run")
+    assert (costs.hop_seconds, costs.packet_bytes) == pytest.approx((0.1, 77))

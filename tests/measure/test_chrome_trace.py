@@ -104,6 +104,23 @@ def test_a_hand_over_is_an_arrow_from_its_sender_to_its_receiver() -> None:
     assert start["id"] == finish["id"]
 
 
+def test_two_words_on_one_step_of_a_clip_are_two_arrows() -> None:
+    """A LEAP to step 14 and what is told of step 14, between the same two ranks."""
+    trace = Trace(2)
+    for end, num_bytes in ((1.0, 8), (9.0, 16)):
+        hop = {"clip": 0, "next_step": 14, "num_bytes": num_bytes, "end": end, "seconds": 0.5}
+        trace.add(0, HopDone(direction="send", peer=1, **hop))
+        trace.add(1, HopDone(direction="recv", peer=0, **hop))
+    arrows: dict[int, list[tuple[str, int]]] = defaultdict(list)
+    for event in trace_events(trace):
+        if event["ph"] in "sf":
+            arrows[event["id"]].append((event["ph"], event["ts"]))
+    assert sorted(arrows.values()) == [
+        [("s", 0), ("f", 0)],
+        [("s", 8_000_000), ("f", 8_000_000)],
+    ]
+
+
 def test_a_rank_that_did_nothing_has_its_name() -> None:
     events = trace_events(Trace(3))
     assert [e["args"]["name"] for e in events if e["name"] == "process_name"] == [

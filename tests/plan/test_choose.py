@@ -148,3 +148,35 @@ def test_a_layout_that_does_not_fit_is_shown_with_a_note() -> None:
 
     assert notes["data parallel"] == "rank 0 needs 13 GiB and has 11"
     assert notes["dithered"] == ""
+
+
+HOSTS = replace(A100, ranks_per_host=4, hop_between_hosts_seconds=None)
+
+
+def test_what_costs_do_not_tell_of_hosts_is_left_out_and_said() -> None:
+    """The presets know no hop between hosts."""
+    layout, reason = choose(costs=HOSTS)
+    assert str(layout) == "data parallel"
+    # Chains of 8, balanced and dithered, with 1 and 2 decoders; shorter ones stay on a host.
+    assert reason.endswith(
+        "4 of 9 layouts hand over between hosts, which the costs do not tell: --hop-between-hosts "
+        "does"
+    )
+    assert "hand over" not in choose(costs=replace(HOSTS, hop_between_hosts_seconds=0.1))[1]
+
+
+def test_where_only_layouts_over_hosts_fit_the_forecast_says_what_lacks() -> None:
+    costs = replace(WITH_MEMORY, ranks_per_host=4)
+    with pytest.raises(RequestError, match="do not tell what a hand-over between hosts takes"):
+        choose(costs=costs, memory_gib=(11.0,) * 8)
+
+
+def test_a_draft_over_hosts_without_a_hop_is_a_note_beside_the_others() -> None:
+    rows = {
+        row.name: row
+        for row in compare_layouts(num_steps=28, world_size=8, num_clips=8, costs=HOSTS)
+    }
+    assert rows["draft"].forecast is None
+    assert "between hosts" in rows["draft"].note
+    assert rows["data parallel"].forecast is not None
+    assert rows["auto"].forecast is not None

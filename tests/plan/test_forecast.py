@@ -16,6 +16,7 @@ from svdpp.plan.forecast import (
     DeadlockError,
     Forecast,
     Span,
+    percentile,
     replay,
     summarise,
 )
@@ -245,3 +246,11 @@ def test_measured_times_may_begin_anywhere() -> None:
 
     assert (result.makespan, result.first_clip, result.cadence) == (7, 4, 3)
     assert result.bubble == pytest.approx(1 - 8 / 14)
+
+
+def test_percentile_is_the_smallest_value_that_so_many_do_not_exceed() -> None:
+    assert [percentile(range(1, 101), percent) for percent in (50, 90, 95, 99)] == [50, 90, 95, 99]
+    assert percentile([3.0, 1.0, 2.0], 50) == 2.0
+    assert percentile([2.0, 1.0], 50) == 1.0
+    assert percentile([7.0], 95) == 7.0
+    assert percentile([], 95) == 0.0

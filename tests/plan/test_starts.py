@@ -89,6 +89,13 @@ def test_a_file_that_is_no_profile(tmp_path: Path, text: str) -> None:
         DraftProfile.load(path)
 
 
+def test_a_profile_without_choices(tmp_path: Path) -> None:
+    path = tmp_path / "draft.json"
+    path.write_text(json.dumps({**_profile().to_json(), "choices": []}))
+    with pytest.raises(InputError, match="it holds no choices"):
+        parse_starts(str(path), 8, None)
+
+
 def test_a_profile_with_a_choice_of_other_fields(tmp_path: Path) -> None:
     content = _profile().to_json()
     content["choices"][0]["speed"] = 2

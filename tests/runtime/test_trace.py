@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from svdpp.runtime.messages import ActionDone, HopDone, Joined, StepDone
-from svdpp.runtime.trace import StepSpan, Trace, WaitSpan, percentile
+from svdpp.runtime.trace import StepSpan, Trace, WaitSpan
 
 
 def _trace() -> Trace:
@@ -66,9 +66,3 @@ def test_rank_statistics_add_up() -> None:
 def test_a_run_without_spans_has_no_summary() -> None:
     with pytest.raises(ValueError, match="nothing was done"):
         Trace(2).summary()
-
-
-def test_percentile() -> None:
-    assert percentile(range(1, 101), 0.95) == 96
-    assert percentile([7.0], 0.95) == 7.0
-    assert percentile([], 0.95) == 0.0
