@@ -47,7 +47,7 @@ def print_drafts(console: Console, verdict: Verdict, num_steps: int) -> None:
             str(each.start),
             f"{each.rounds} of {num_steps}",
             f"{num_steps / each.rounds:.2f}x",
-            f"{each.latent_max_abs_diff:.3g}",
+            "lost" if each.latent_max_abs_diff is None else f"{each.latent_max_abs_diff:.3g}",
             "-" if each.frames is None else str(each.frames.whole),
         )
         for each in verdict.drafts

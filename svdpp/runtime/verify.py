@@ -194,15 +194,17 @@ def _compare_drafts(
     for clip in clips:
         exact = theirs.latent(clip, num_steps)
         for rank in range(wave.world_size - 1, 0, -1):
-            latent = ours.latent(clip, num_steps, walker=rank)
-            frames = None
-            if wave.decodes:
-                frames = distance(ours.frames(clip, walker=rank), theirs.frames(clip))
+            apart, frames = None, None
+            if ours.has_latent(clip, num_steps, walker=rank):  # else the walk came to harm
+                latent = ours.latent(clip, num_steps, walker=rank)
+                apart = float((latent.double() - exact.double()).abs().max())
+                if wave.decodes:
+                    frames = distance(ours.frames(clip, walker=rank), theirs.frames(clip))
             yield DraftResult(
                 clip=clip,
                 rank=rank,
                 start=wave.starts[rank],
                 rounds=wave.rounds(rank),
-                latent_max_abs_diff=float((latent.double() - exact.double()).abs().max()),
+                latent_max_abs_diff=apart,
                 frames=frames,
             )
