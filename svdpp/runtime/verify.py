@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from svdpp.config import ClipRequest, PipelineConfig
 from svdpp.distributed import scratch
@@ -100,20 +99,6 @@ def compare(
 def both_sides(folder: Path) -> tuple[Evidence, Evidence]:
     """What `run_pipelined` and `run_sequential` kept under `folder`."""
     return Evidence(folder / _PIPELINED), Evidence(folder / _SEQUENTIAL)
-
-
-def recompute(
-    config: PipelineConfig, request: ClipRequest, *, observers: Sequence[Observer] = ()
-) -> dict[str, Any]:
-    """The hashes that one clip has when it is computed sequentially.
-
-    Raises:
-        SvdppError: the oracle could not be run.
-    """
-    with scratch.folder("svdpp-verify-") as folder:
-        return run_reference(
-            config, [request], steps=(), evidence_folder=folder, observers=observers
-        )[0]
 
 
 def new_side(folder: Path, config: PipelineConfig) -> Path:
