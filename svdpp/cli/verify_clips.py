@@ -13,7 +13,7 @@ import typer
 from svdpp.cli.console import Console
 from svdpp.cli.verify_report import ClipProof, end_one, end_several
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig
-from svdpp.errors import InputError, RequestError, SvdppError
+from svdpp.errors import InputError, ModelError, RequestError, SvdppError
 
 if TYPE_CHECKING:
     from svdpp.runtime.messages import Event
@@ -152,6 +152,7 @@ def _read(path: Path, settings: Settings) -> _Clip:
     """What a clip's JSON says, checked before any work.
 
     Raises:
+        ModelError: its folder of weights is gone, or holds others now.
         RequestError: it cannot be proved as it is asked for.
         InputError: it is no clip's JSON, or its photograph is another one now.
     """
@@ -176,7 +177,23 @@ def _read(path: Path, settings: Settings) -> _Clip:
     if photo.sha256 != record["input_sha256"]:
         raise InputError(f"{photo.path.name!r} is not the image that {path.name!r} was made from")
     request = ClipRequest(seed=record["seed"], image=str(photo_path))
-    return _Clip(path=path, record=record, config=_config(record, settings), request=request)
+    clip = _Clip(path=path, record=record, config=_config(record, settings), request=request)
+    _check_weights(clip)
+    return clip
+
+
+def _check_weights(clip: _Clip) -> None:
+    """Notices weights that were replaced under their folder's name."""
+    from svdpp.models.checkpoint import find_checkpoint
+    from svdpp.models.hub import show_name
+
+    recorded = clip.record["weights_fingerprint"]
+    if recorded is not None and find_checkpoint(clip.config.model).fingerprint != recorded:
+        raise ModelError(
+            f"model {show_name(clip.record['model'])} holds other weights now than "
+            f"{clip.path.name!r} was made with",
+            "put those back, or make the clip anew: svdpp run --overwrite",
+        )
 
 
 def _config(record: Mapping[str, Any], settings: Settings) -> PipelineConfig:
@@ -191,6 +208,7 @@ def _config(record: Mapping[str, Any], settings: Settings) -> PipelineConfig:
             local_files_only=settings.local_files_only,
             dtype=record["dtype"],
             memory_opt=record["memory_opt"],
+            channels_last=record["channels_last"],
         ),
         sampling=recorded_sampling(dict(record)),
         device="cuda:0" if record["device"] == "cuda" else "cpu",

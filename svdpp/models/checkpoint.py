@@ -15,6 +15,7 @@ from pathlib import Path
 from svdpp.config import DEMO_MODEL, ModelConfig
 from svdpp.errors import ModelError, RequestError
 from svdpp.models import hub
+from svdpp.models.fingerprint import fingerprint
 from svdpp.models.safetensors_header import WEIGHT_STEMS, JsonFile, read_json, show, weight_headers
 from svdpp.redaction import redact_tokens
 
@@ -28,6 +29,8 @@ class Checkpoint:
     folder: Path
     revision: str | None
     """Commit hash of a hub model; None for a folder."""
+    fingerprint: str | None
+    """Of the weights in a folder of the user's, where others may take their place; else None."""
     variant: str | None
     num_frames: int
     """Frames the UNet was trained for."""
@@ -96,6 +99,10 @@ def _local_folder(name: str) -> Path | None:
     return None
 
 
+def _is_users_folder(name: str) -> bool:
+    return name != DEMO_MODEL and os.path.isdir(os.path.expanduser(name))
+
+
 def _mend(model: ModelConfig, local: Path | None) -> str:
     if model.name == DEMO_MODEL:
         return "install svdpp again: the demo model is part of it"
@@ -116,12 +123,12 @@ def _checked(model: ModelConfig, folder: Path, revision: str | None) -> Checkpoi
         _check_own_class(part, config)
     _check_scheduler(configs["scheduler"])
     sizes = _check_sizes(configs["unet"], configs["vae"], configs["image_encoder"])
-    for part in WEIGHT_STEMS:
-        weight_headers(folder, part, model.variant)
+    files = [path for part in WEIGHT_STEMS for path in weight_headers(folder, part, model.variant)]
     return Checkpoint(
         name=model.name,
         folder=folder,
         revision=revision,
+        fingerprint=fingerprint(folder, files) if _is_users_folder(model.name) else None,
         variant=model.variant,
         feature_extractor_class=feature_extractor_class,
         **sizes,
