@@ -78,8 +78,8 @@ def plan(
         bool,
         typer.Option(
             "--memory",
-            help="Estimate each rank's peak memory from the configuration of --model, without its "
-            "weights. Takes seconds, since it imports torch.",
+            help="Estimate each rank's peak memory from the configuration of --model; its weights "
+            "are not downloaded. Takes seconds, since it imports torch.",
             rich_help_panel=_MEMORY,
         ),
     ] = False,
@@ -93,6 +93,8 @@ def plan(
         ),
     ] = None,
     model: options.Model = DEFAULT_MODEL,
+    revision: options.Revision = None,
+    local_files_only: options.LocalFilesOnly = False,
     device: Annotated[
         str,
         typer.Option(
@@ -135,9 +137,17 @@ def plan(
         ranks_per_host=per_host,
     )
     if memory:
+        from svdpp.cli.request import parse_dtype
+
         sizes = {"height": height, "width": width, "num_frames": frames}
+        weights = ModelConfig(
+            name=model,
+            revision=revision,
+            local_files_only=local_files_only,
+            dtype=parse_dtype(dtype, device),
+        )
         costs = _with_memory(
-            costs, model, device, dtype, steps, **sizes, decode_chunk_size=decode_chunk_size
+            costs, weights, device, steps, **sizes, decode_chunk_size=decode_chunk_size
         )
     num_clips = _num_clips(clips, world_size, compare=compare)
     request = plan_report.Request(
@@ -198,9 +208,7 @@ def _costs(name: str | None, **seconds: float | None) -> Costs:
     return replace(costs, **{name: value for name, value in seconds.items() if value is not None})  # type: ignore[arg-type]
 
 
-def _with_memory(
-    costs: Costs, model: str, device: str, dtype: str | None, steps: int, **sizes: Any
-) -> Costs:
+def _with_memory(costs: Costs, model: ModelConfig, device: str, steps: int, **sizes: Any) -> Costs:
     """`costs` with the memory that the model's parts will take, whatever was known of it before."""
     from svdpp.cli import request
     from svdpp.distributed.fork_server import quiet_libraries
@@ -211,11 +219,11 @@ def _with_memory(
 
     asked = PipelineConfig(
         world_size=1,
-        model=ModelConfig(name=model, dtype=request.parse_dtype(dtype, device)),
-        sampling=request.sampling_config(model, steps, **sizes),
+        model=model,
+        sampling=request.sampling_config(model.name, steps, **sizes),
         device=device,
     )
-    config, checkpoint = resolve(asked)
+    config, checkpoint = resolve(asked, weights=False)
     footprint = estimate(checkpoint, config.model, config.sampling, device=device)
     return replace(costs, **footprint.as_costs())  # type: ignore[arg-type]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from svdpp.config import DEMO_MODEL, ModelConfig
@@ -52,10 +52,11 @@ class Checkpoint:
         return f"model {hub.show_name(self.name)}"
 
 
-def find_checkpoint(model: ModelConfig) -> Checkpoint:
+def find_checkpoint(model: ModelConfig, *, weights: bool = True) -> Checkpoint:
     """Finds the weights `model` names, downloading what is missing of a hub model, and checks them.
 
-    Reads configs and safetensors headers only. A folder is used where it lies; a name that is
+    Reads configs and safetensors headers only; without `weights` configs alone, and downloads no
+    more than those. A folder is used where it lies; a name that is
     neither `demo` nor a folder is a hub id, for which the hub library's own settings
     (HF_HOME, HF_HUB_OFFLINE, a login) hold.
 
@@ -72,9 +73,11 @@ def find_checkpoint(model: ModelConfig) -> Checkpoint:
     local = _local_folder(model.name)
     if local is not None and model.revision is not None:
         raise RequestError(f"--revision is for hub models; {hub.show_name(model.name)} is a folder")
-    folder = local or hub.download(model, (_INDEX_FILE, *_CONFIG_FILES.values()))
+    wanted = (_INDEX_FILE, *_CONFIG_FILES.values())
+    folder = local or hub.download(model, wanted, weights=weights)
     try:
-        return _checked(model, folder, revision=None if local else hub.commit_of(folder))
+        found = _checked(model, folder, revision=None if local else hub.commit_of(folder))
+        return _with_weights(found) if weights else found
     except ModelError as error:
         message = f"model {hub.show_name(model.name)}: {error.message}"
         raise ModelError(message, error.hint or _mend(model, local)) from error
@@ -99,10 +102,6 @@ def _local_folder(name: str) -> Path | None:
     return None
 
 
-def _is_users_folder(name: str) -> bool:
-    return name != DEMO_MODEL and os.path.isdir(os.path.expanduser(name))
-
-
 def _mend(model: ModelConfig, local: Path | None) -> str:
     if model.name == DEMO_MODEL:
         return "install svdpp again: the demo model is part of it"
@@ -123,16 +122,24 @@ def _checked(model: ModelConfig, folder: Path, revision: str | None) -> Checkpoi
         _check_own_class(part, config)
     _check_scheduler(configs["scheduler"])
     sizes = _check_sizes(configs["unet"], configs["vae"], configs["image_encoder"])
-    files = [path for part in WEIGHT_STEMS for path in weight_headers(folder, part, model.variant)]
     return Checkpoint(
         name=model.name,
         folder=folder,
         revision=revision,
-        fingerprint=fingerprint(folder, files) if _is_users_folder(model.name) else None,
+        fingerprint=None,
         variant=model.variant,
         feature_extractor_class=feature_extractor_class,
         **sizes,
     )
+
+
+def _with_weights(found: Checkpoint) -> Checkpoint:
+    """`found`, whose weights are there and whole by their headers."""
+    headers = (weight_headers(found.folder, part, found.variant) for part in WEIGHT_STEMS)
+    files = [path for each in headers for path in each]
+    if found.revision is not None or found.name == DEMO_MODEL:
+        return found
+    return replace(found, fingerprint=fingerprint(found.folder, files))
 
 
 def _read_index(folder: Path) -> JsonFile:
