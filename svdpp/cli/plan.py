@@ -80,8 +80,8 @@ def plan(
         bool,
         typer.Option(
             "--memory",
-            help="Estimate each rank's peak memory from the configuration of --model, without its "
-            "weights. Takes seconds, since it imports torch.",
+            help="Estimate each rank's peak memory from the configuration of --model; its weights "
+            "are not downloaded. Takes seconds, since it imports torch.",
             rich_help_panel=_MEMORY,
         ),
     ] = False,
@@ -95,6 +95,8 @@ def plan(
         ),
     ] = None,
     model: options.Model = DEFAULT_MODEL,
+    revision: options.Revision = None,
+    local_files_only: options.LocalFilesOnly = False,
     device: Annotated[
         str,
         typer.Option(
@@ -141,9 +143,24 @@ def plan(
         "decode_chunk_size": decode_chunk_size,
     }
     if memory:
-        costs = _with_memory(costs, model, device, dtype, steps, **sizes)
+        from svdpp.cli.request import parse_dtype
+
+        weights = ModelConfig(
+            name=model,
+            revision=revision,
+            local_files_only=local_files_only,
+            dtype=parse_dtype(dtype, device),
+        )
+        costs = _with_memory(costs, weights, device, steps, **sizes)
     else:
-        _check_idle(model=model, device=device, dtype=dtype, **sizes)
+        _check_idle(
+            model=model,
+            revision=revision,
+            local_files_only=local_files_only,
+            device=device,
+            dtype=dtype,
+            **sizes,
+        )
     num_clips = _num_clips(clips, world_size, compare=compare)
     request = plan_report.Request(
         num_clips=num_clips,
@@ -206,9 +223,7 @@ def _costs(name: str | None, **seconds: float | None) -> Costs:
     return replace(costs, **{name: value for name, value in seconds.items() if value is not None})  # type: ignore[arg-type]
 
 
-def _with_memory(
-    costs: Costs, model: str, device: str, dtype: str | None, steps: int, **sizes: Any
-) -> Costs:
+def _with_memory(costs: Costs, model: ModelConfig, device: str, steps: int, **sizes: Any) -> Costs:
     """`costs` with the memory that the model's parts will take, whatever was known of it before."""
     from svdpp.cli import request
     from svdpp.distributed.fork_server import quiet_libraries
@@ -219,18 +234,18 @@ def _with_memory(
 
     asked = PipelineConfig(
         world_size=1,
-        model=ModelConfig(name=model, dtype=request.parse_dtype(dtype, device)),
-        sampling=request.sampling_config(model, steps, **sizes),
+        model=model,
+        sampling=request.sampling_config(model.name, steps, **sizes),
         device=device,
     )
-    config, checkpoint = resolve(asked)
+    config, checkpoint = resolve(asked, weights=False)
     footprint = estimate(checkpoint, config.model, config.sampling, device=device)
     return replace(costs, **footprint.as_costs())  # type: ignore[arg-type]
 
 
 def _check_idle(**given: Any) -> None:
     """Refuses what only --memory asks for."""
-    defaults = {"model": DEFAULT_MODEL, "device": _DEFAULT_DEVICE}
+    defaults = {"model": DEFAULT_MODEL, "device": _DEFAULT_DEVICE, "local_files_only": False}
     for name, value in given.items():
         if value != defaults.get(name):
             option = name.removeprefix("num_").replace("_", "-")

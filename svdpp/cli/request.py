@@ -182,27 +182,6 @@ def pipeline_config(
     )
 
 
-def recorded_config(
-    record: Mapping[str, Any], sampling: SamplingConfig, timeout: float, start_timeout: float
-) -> PipelineConfig:
-    """The configuration in which one clip's JSON is recomputed, on one device."""
-    return PipelineConfig(
-        world_size=1,
-        model=ModelConfig(
-            name=record["model"],
-            revision=record["revision"],
-            variant=record["variant"],
-            dtype=record["dtype"],
-            memory_opt=record["memory_opt"],
-        ),
-        sampling=sampling,
-        device="cuda:0" if record["device"] == "cuda" else "cpu",
-        num_threads=record["num_threads"],
-        timeout_seconds=timeout,
-        start_timeout_seconds=start_timeout,
-    )
-
-
 def default_device() -> str:
     """`cuda` where there is one, else `cpu`: for commands that only ask for a proof."""
     import torch

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from svdpp.cli import options
+from svdpp.cli import options, verify_clips
 from svdpp.cli.console import Console
 from svdpp.cli.draft_choice import DraftChoice
 from svdpp.cli.verify_report import difference, print_drafts, print_verdict
@@ -21,15 +21,16 @@ from svdpp.config import (
     PipelineConfig,
 )
 from svdpp.distributed import scratch
-from svdpp.errors import InputError, RequestError, VerificationError
+from svdpp.errors import RequestError, VerificationError
 
 
 def verify(
+    context: typer.Context,
     inputs: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[INPUT...|CLIP.json]",
-            help="Image files, folders or globs; or one finished clip's JSON, to recompute it. "
+            metavar="[INPUT...|CLIP.json...]",
+            help="Image files, folders or globs; or finished clips' JSON, to recompute them. "
             "Default: a photograph that comes with svdpp.",
         ),
     ] = None,
@@ -116,7 +117,8 @@ def verify(
     """Prove that the pipeline's clips are diffusers' own, bit for bit.
 
     Runs clips through the ranks, then diffusers' unmodified pipeline in one process, and compares
-    the latent at every hand-over, the final latent and the frames. Exit code 3 where they differ.
+    the latent at every hand-over, the final latent and the frames. Finished clips are computed anew
+    from their JSON, and their hashes compared. Exit code 3 where anything differs.
     """
     from svdpp.cli import log, request, seeing
     from svdpp.cli.layout_choice import LayoutChoice
@@ -127,14 +129,16 @@ def verify(
     console = Console(as_json=as_json, quiet=quiet)
     log.open_log(verbosity=verbose, log_file=log_file, write=console.err.print)
     seeing.check_target("--report", report, ".html")
-    if inputs and len(inputs) == 1 and inputs[0].endswith(".json"):
-        if report is not None:
-            raise RequestError(
-                "--report shows the frames of both sides, and a clip's JSON has their hash alone",
-                "verify the photograph: svdpp verify PHOTO --report FILE.html",
-            )
+    if verify_clips.are_clips(inputs or []):
+        verify_clips.refuse_without_effect(context)
+        settings = verify_clips.Settings(
+            threads=threads,
+            local_files_only=local_files_only,
+            timeout=timeout,
+            start_timeout=start_timeout,
+        )
         if not request.is_joined_member():  # one device is enough for it
-            _recompute(console, Path(inputs[0]), threads, timeout, start_timeout)
+            verify_clips.verify_clips(console, inputs or [], settings)
         return
     chosen_device = request.default_device() if device is None else device
     first_seed = request.parse_seeds(seed, None)[0]
@@ -274,60 +278,3 @@ def _compare(
             print_drafts(console, verdict, num_steps)
     if not verdict.equal:
         raise VerificationError(difference(verdict))
-
-
-def _recompute(
-    console: Console, path: Path, threads: int | None, timeout: float, start_timeout: float
-) -> None:
-    """Computes one finished clip sequentially and compares its hashes with the recorded ones."""
-    from svdpp.cli import request
-    from svdpp.cli.progress import Progress
-    from svdpp.media.image import read_photo
-    from svdpp.plan.schedule import build_schedule, data_parallel_routes
-    from svdpp.redaction import located_path
-    from svdpp.runtime.record import read_record, recorded_sampling
-    from svdpp.runtime.verify import recompute
-
-    record = read_record(path)
-    if record.get("exact") is False:
-        raise RequestError(
-            f"{path.name!r} is of a draft, which by its own word is not exact",
-            "svdpp run without --accept makes the exact clip; verify --draft shows the distance",
-        )
-    if threads not in (None, record["num_threads"]):
-        raise RequestError(
-            f"{path.name!r} was made with --threads {record['num_threads']}: with {threads} sums "
-            "are rounded in another order, and the bits differ",
-            "leave --threads out, and the clip's own number is used",
-        )
-    photo_path = located_path(record["input"], path.parent)
-    _, photo = read_photo(photo_path)
-    if photo.sha256 != record["input_sha256"]:
-        raise InputError(f"{photo.path.name!r} is not the image that {path.name!r} was made from")
-    config = request.recorded_config(record, recorded_sampling(record), timeout, start_timeout)
-    routes = data_parallel_routes(config.sampling.num_inference_steps, 1, [0])
-    with Progress(console, "sequential", build_schedule(routes, 1)) as progress:
-        hashes = recompute(
-            config,
-            ClipRequest(seed=record["seed"], image=str(photo_path)),
-            observers=(progress,),
-        )
-    names = ("latents_sha256", "frames_sha256")
-    different = [name for name in names if hashes[name] != record[name]]
-    if console.as_json:
-        console.json(
-            {
-                "schema_version": 1,
-                "equal": not different,
-                "checks": [
-                    {"what": name, "recorded": record[name], "recomputed": hashes[name]}
-                    for name in names
-                ],
-            }
-        )
-    if different:
-        raise VerificationError(
-            f"{path.name!r} is not what diffusers computes here: {', '.join(different)} differ",
-            "same machine, library versions and threads? the JSON names those it was made with",
-        )
-    console.result(f"bitwise equal: {path.name} is what diffusers computes, latent and frames")

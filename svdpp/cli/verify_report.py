@@ -1,13 +1,47 @@
-"""Owns what `svdpp verify` prints: the checks, the verdict, and how far drafts are."""
+"""Owns what `svdpp verify` prints: checks, verdict, how far drafts are, and clips proved anew."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from svdpp.cli.console import Console
+from svdpp.errors import SvdppError, VerificationError, exit_code_of, from_record, to_record
 
 if TYPE_CHECKING:
     from svdpp.runtime.verdict import Verdict
+
+
+_CONDITIONS = "same machine, library versions and threads? the JSON names those it was made with"
+
+
+@dataclass(kw_only=True)
+class ClipProof:
+    """What came of one clip: its hashes beside the recorded ones, or what kept it from that."""
+
+    path: Path
+    checks: list[dict[str, str]] = field(default_factory=list)
+    error: SvdppError | None = None
+
+    @property
+    def different(self) -> list[str]:
+        """Names of the hashes that differ."""
+        return [each["what"] for each in self.checks if each["recorded"] != each["recomputed"]]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; `equal` is null where that is not known."""
+        if self.error is not None:
+            return {"equal": None, "error": to_record(self.error)}
+        return {"equal": not self.different, "checks": self.checks}
+
+    def __str__(self) -> str:
+        if self.error is not None:
+            return f"not verified: {self.path}: {self.error}"
+        if self.different:
+            return f"DIFFERENT: {self.path}: {', '.join(self.different)}"
+        return f"bitwise equal: {self.path}"
 
 
 def print_verdict(console: Console, verdict: Verdict) -> None:
@@ -47,7 +81,7 @@ def print_drafts(console: Console, verdict: Verdict, num_steps: int) -> None:
             str(each.start),
             f"{each.rounds} of {num_steps}",
             f"{num_steps / each.rounds:.2f}x",
-            f"{each.latent_max_abs_diff:.3g}",
+            "lost" if each.latent_max_abs_diff is None else f"{each.latent_max_abs_diff:.3g}",
             "-" if each.frames is None else str(each.frames.whole),
         )
         for each in verdict.drafts
@@ -62,3 +96,54 @@ def difference(verdict: Verdict) -> str:
     check = verdict.first_difference
     assert check is not None
     return f"not equal: {check}"
+
+
+def end_one(console: Console, proof: ClipProof) -> None:
+    """Says what came of the only clip.
+
+    Raises:
+        SvdppError: it differs, or could not be computed anew.
+    """
+    if proof.error is not None:
+        raise proof.error
+    if console.as_json:
+        console.json({"schema_version": 1, **proof.to_json()})
+    if proof.different:
+        raise VerificationError(
+            f"{proof.path.name!r} is not what diffusers computes here: "
+            f"{', '.join(proof.different)} differ",
+            _CONDITIONS,
+        )
+    name = proof.path.name
+    console.result(f"bitwise equal: {name} is what diffusers computes, latent and frames")
+
+
+def end_several(console: Console, proofs: Sequence[ClipProof]) -> None:
+    """Sums up what came of several clips, whose lines have been printed.
+
+    Raises:
+        SvdppError: one differs, or else the worst of what kept clips from being computed anew.
+    """
+    different = [proof for proof in proofs if proof.different]
+    errors = [proof.error for proof in proofs if proof.error is not None]
+    if console.as_json:
+        clips = [{"json": str(proof.path), **proof.to_json()} for proof in proofs]
+        equal = not different and not errors
+        console.json({"schema_version": 1, "equal": equal, "clips": clips})
+    counts = {
+        "bitwise equal": len(proofs) - len(different) - len(errors),
+        "different": len(different),
+        "not verified": len(errors),
+    }
+    summary = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+    console.result(f"{len(proofs)} clips: {summary}")
+    if different:
+        raise VerificationError(
+            f"{len(different)} of {len(proofs)} clips differ from what diffusers computes here, "
+            f"the first is {different[0].path.name!r}",
+            _CONDITIONS,
+        )
+    if errors:
+        worst = max(errors, key=exit_code_of)
+        message = f"{len(errors)} of {len(proofs)} clips not verified: {worst}"
+        raise from_record({**to_record(worst), "message": message})

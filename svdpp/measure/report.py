@@ -110,7 +110,7 @@ def _drafts(verdict: Verdict, config: PipelineConfig) -> Iterator[Html]:
         (
             *map(str, (each.clip, each.rank, each.start, each.rounds)),
             f"{num_steps / each.rounds:.2f}x",
-            f"{each.latent_max_abs_diff:.3g}",
+            "lost" if each.latent_max_abs_diff is None else f"{each.latent_max_abs_diff:.3g}",
             "" if each.frames is None else str(each.frames.whole),
         )
         for each in verdict.drafts
@@ -132,6 +132,9 @@ def _pictures(
             sequential = theirs.frames(clip)
             yield _frames_strip("pipelined", our_frames(config, ours, clip), sequential)
             for draft in (each for each in verdict.drafts if each.clip == clip):
+                if draft.is_lost:
+                    yield tag("h3", f"Draft by rank {draft.rank}: lost, its walk came to harm")
+                    continue
                 yield tag("h3", f"Draft by rank {draft.rank}, after {draft.rounds} rounds")
                 walked = ours.frames(clip, walker=draft.rank)
                 yield _frames_strip(f"rank {draft.rank}", walked, sequential)

@@ -9,12 +9,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from svdpp.config import DEMO_MODEL, ModelConfig
 from svdpp.errors import ModelError, RequestError
 from svdpp.models import hub
+from svdpp.models.fingerprint import fingerprint
 from svdpp.models.safetensors_header import WEIGHT_STEMS, JsonFile, read_json, show, weight_headers
 from svdpp.redaction import redact_tokens
 
@@ -28,6 +29,8 @@ class Checkpoint:
     folder: Path
     revision: str | None
     """Commit hash of a hub model; None for a folder."""
+    fingerprint: str | None
+    """Of the weights in a folder of the user's, where others may take their place; else None."""
     variant: str | None
     num_frames: int
     """Frames the UNet was trained for."""
@@ -49,10 +52,11 @@ class Checkpoint:
         return f"model {hub.show_name(self.name)}"
 
 
-def find_checkpoint(model: ModelConfig) -> Checkpoint:
+def find_checkpoint(model: ModelConfig, *, weights: bool = True) -> Checkpoint:
     """Finds the weights `model` names, downloading what is missing of a hub model, and checks them.
 
-    Reads configs and safetensors headers only. A folder is used where it lies; a name that is
+    Reads configs and safetensors headers only; without `weights` configs alone, and downloads no
+    more than those. A folder is used where it lies; a name that is
     neither `demo` nor a folder is a hub id, for which the hub library's own settings
     (HF_HOME, HF_HUB_OFFLINE, a login) hold.
 
@@ -69,9 +73,11 @@ def find_checkpoint(model: ModelConfig) -> Checkpoint:
     local = _local_folder(model.name)
     if local is not None and model.revision is not None:
         raise RequestError(f"--revision is for hub models; {hub.show_name(model.name)} is a folder")
-    folder = local or hub.download(model, (_INDEX_FILE, *_CONFIG_FILES.values()))
+    wanted = (_INDEX_FILE, *_CONFIG_FILES.values())
+    folder = local or hub.download(model, wanted, weights=weights)
     try:
-        return _checked(model, folder, revision=None if local else hub.commit_of(folder))
+        found = _checked(model, folder, revision=None if local else hub.commit_of(folder))
+        return _with_weights(found) if weights else found
     except ModelError as error:
         message = f"model {hub.show_name(model.name)}: {error.message}"
         raise ModelError(message, error.hint or _mend(model, local)) from error
@@ -116,16 +122,24 @@ def _checked(model: ModelConfig, folder: Path, revision: str | None) -> Checkpoi
         _check_own_class(part, config)
     _check_scheduler(configs["scheduler"])
     sizes = _check_sizes(configs["unet"], configs["vae"], configs["image_encoder"])
-    for part in WEIGHT_STEMS:
-        weight_headers(folder, part, model.variant)
     return Checkpoint(
         name=model.name,
         folder=folder,
         revision=revision,
+        fingerprint=None,
         variant=model.variant,
         feature_extractor_class=feature_extractor_class,
         **sizes,
     )
+
+
+def _with_weights(found: Checkpoint) -> Checkpoint:
+    """`found`, whose weights are there and whole by their headers."""
+    headers = (weight_headers(found.folder, part, found.variant) for part in WEIGHT_STEMS)
+    files = [path for each in headers for path in each]
+    if found.revision is not None or found.name == DEMO_MODEL:
+        return found
+    return replace(found, fingerprint=fingerprint(found.folder, files))
 
 
 def _read_index(folder: Path) -> JsonFile:

@@ -6,7 +6,7 @@ What lies in the snapshot is for others to check; knows no torch.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from svdpp.config import ModelConfig
@@ -18,7 +18,7 @@ from svdpp.redaction import redact, redact_tokens
 MODEL_HINT = "--model takes a folder written by save_pretrained, a hub id, or demo"
 
 
-def download(model: ModelConfig, config_files: Iterable[str]) -> Path:
+def download(model: ModelConfig, config_files: Iterable[str], *, weights: bool) -> Path:
     """The hub's snapshot of `model`, complete in the parts that svdpp reads.
 
     The library's messages stay out of ours: they hold URLs and advice for other programs.
@@ -26,6 +26,7 @@ def download(model: ModelConfig, config_files: Iterable[str]) -> Path:
     Args:
         model: a hub id, with the revision and the variant of its weights.
         config_files: what is read besides the weights, as paths in the repository.
+        weights: whether they are wanted too.
 
     Raises:
         ModelError: there is no such model, it may not be downloaded, or the hub is out of reach.
@@ -38,7 +39,7 @@ def download(model: ModelConfig, config_files: Iterable[str]) -> Path:
             model.name,
             revision=model.revision,
             local_files_only=model.local_files_only,
-            allow_patterns=_patterns(config_files, model.variant),
+            allow_patterns=[*config_files, *(_weights(model.variant) if weights else ())],
         )
     except errors.HFValidationError as error:
         raise ModelError(f"{name} is neither a folder nor a valid hub id", MODEL_HINT) from error
@@ -77,17 +78,15 @@ def show_name(name: str) -> str:
     return show(redact(name))
 
 
-def _patterns(config_files: Iterable[str], variant: str | None) -> list[str]:
-    """Exactly the files that are read: a hub repository may hold every weight three times over."""
+def _weights(variant: str | None) -> Iterator[str]:
+    """Patterns of just the files that are read: a repository may hold every weight three times."""
     tag = f".{variant}" if variant else ""
-    patterns = [*config_files]
     for part, stem in WEIGHT_STEMS.items():
-        patterns += [
+        yield from (
             f"{part}/{stem}{tag}.safetensors",
             f"{part}/{stem}{tag}-?????-of-?????.safetensors",
             f"{part}/{stem}.safetensors.index{tag}.json",
-        ]
-    return patterns
+        )
 
 
 def _cause(error: Exception) -> str:

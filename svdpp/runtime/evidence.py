@@ -49,6 +49,10 @@ class Evidence:
         data = save({LATENTS: latent.detach().cpu().contiguous()})
         self._keep(self._path(clip, walker, f"step{step}.safetensors").name, data)
 
+    def has_latent(self, clip: int, step: int, *, walker: int | None = None) -> bool:
+        """Whether that latent was kept."""
+        return self._path(clip, walker, f"step{step}.safetensors").exists()
+
     def latent(self, clip: int, step: int, *, walker: int | None = None) -> torch.Tensor:
         """The kept latent; FileNotFoundError where there is none."""
         path = self._path(clip, walker, f"step{step}.safetensors")

@@ -400,8 +400,14 @@ def new_watch(config: PipelineConfig) -> Watch:
     )
 
 
-def resolve(config: PipelineConfig) -> tuple[PipelineConfig, Checkpoint | None]:
+def resolve(
+    config: PipelineConfig, *, weights: bool = True
+) -> tuple[PipelineConfig, Checkpoint | None]:
     """`config` with frame count and decode chunk as numbers, and the checkpoint they are of.
+
+    Args:
+        config: of the run.
+        weights: whether they have to be there, too; else the model's configs are enough.
 
     Raises:
         ModelError: the model cannot be found, or is not whole.
@@ -409,6 +415,6 @@ def resolve(config: PipelineConfig) -> tuple[PipelineConfig, Checkpoint | None]:
     if config.model.is_dummy:
         frames = config.model.dummy_latent_shape[2]
         return replace(config, sampling=config.sampling.resolved(model_frames=frames)), None
-    checkpoint = find_checkpoint(config.model)
+    checkpoint = find_checkpoint(config.model, weights=weights)
     sampling = config.sampling.resolved(model_frames=checkpoint.num_frames)
     return replace(config, sampling=sampling), checkpoint

@@ -42,9 +42,11 @@ _LATENT_IDENTITY = (
     "seed",
     "model",
     "revision",
+    "weights_fingerprint",
     "variant",
     "dtype",
     "memory_opt",
+    "channels_last",
     "device",
     "num_threads",
     *_SAMPLING_FIELDS,
@@ -72,11 +74,13 @@ def clip_record(
         "input_sha256": photo.sha256,
         "output": Path(output.path).name,
         "seed": seed,
-        "model": recorded_name(config.model.name),
+        "model": _model_name(checkpoint),
         "revision": checkpoint.revision,
+        "weights_fingerprint": checkpoint.fingerprint,
         "variant": config.model.variant,
         "dtype": config.model.dtype,
         "memory_opt": config.model.memory_opt,
+        "channels_last": config.model.channels_last,
         "device": config.device.partition(":")[0],
         "world_size": config.world_size,
         "split": config.split,
@@ -90,6 +94,12 @@ def clip_record(
         "exact": True,
     }
     return {**record, "parameters_sha256": parameters_sha256(record)}
+
+
+def _model_name(checkpoint: Checkpoint) -> str:
+    """A folder as it is found from anywhere on this machine, all else as it was typed."""
+    is_folder = checkpoint.fingerprint is not None
+    return recorded_name(str(checkpoint.folder) if is_folder else checkpoint.name)
 
 
 def parameters_sha256(record: Mapping[str, Any]) -> str:
@@ -114,9 +124,11 @@ class _Record(BaseModel):
     seed: Annotated[int, Field(ge=0, lt=2**63)]
     model: str
     revision: str | None
+    weights_fingerprint: str | None = None  # as in the next ones without: records of 0.2.0
     variant: str | None
     dtype: Literal["fp32", "fp16", "bf16"]
     memory_opt: bool
+    channels_last: bool = False
     device: Literal["cpu", "cuda"]
     num_threads: int
     num_inference_steps: int

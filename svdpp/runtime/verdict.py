@@ -67,7 +67,7 @@ class DraftResult:
         rank: whose result; never rank 0, whose result has to be equal.
         start: the step at which the rank started.
         rounds: until it was done.
-        latent_max_abs_diff: largest difference of the final latents.
+        latent_max_abs_diff: largest difference of the final latents; None where the walk was lost.
         frames: of the frames; None where there are none.
     """
 
@@ -75,12 +75,17 @@ class DraftResult:
     rank: int
     start: int
     rounds: int
-    latent_max_abs_diff: float
+    latent_max_abs_diff: float | None
     frames: Distance | None
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the walk came to harm, and so to no result."""
+        return self.latent_max_abs_diff is None
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
-        values = {**vars(self), "frames": None}
+        values = {**vars(self), "lost": self.is_lost, "frames": None}
         return values if self.frames is None else {**values, **self.frames.to_json()}
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from svdpp.config import ClipRequest, PipelineConfig
 from svdpp.distributed import scratch
@@ -102,20 +101,6 @@ def both_sides(folder: Path) -> tuple[Evidence, Evidence]:
     return Evidence(folder / _PIPELINED), Evidence(folder / _SEQUENTIAL)
 
 
-def recompute(
-    config: PipelineConfig, request: ClipRequest, *, observers: Sequence[Observer] = ()
-) -> dict[str, Any]:
-    """The hashes that one clip has when it is computed sequentially.
-
-    Raises:
-        SvdppError: the oracle could not be run.
-    """
-    with scratch.folder("svdpp-verify-") as folder:
-        return run_reference(
-            config, [request], steps=(), evidence_folder=folder, observers=observers
-        )[0]
-
-
 def new_side(folder: Path, config: PipelineConfig) -> Path:
     """A folder for one side of a comparison, with the settings that its bits depend on."""
     folder.mkdir()
@@ -194,15 +179,17 @@ def _compare_drafts(
     for clip in clips:
         exact = theirs.latent(clip, num_steps)
         for rank in range(wave.world_size - 1, 0, -1):
-            latent = ours.latent(clip, num_steps, walker=rank)
-            frames = None
-            if wave.decodes:
-                frames = distance(ours.frames(clip, walker=rank), theirs.frames(clip))
+            apart, frames = None, None
+            if ours.has_latent(clip, num_steps, walker=rank):  # else the walk came to harm
+                latent = ours.latent(clip, num_steps, walker=rank)
+                apart = float((latent.double() - exact.double()).abs().max())
+                if wave.decodes:
+                    frames = distance(ours.frames(clip, walker=rank), theirs.frames(clip))
             yield DraftResult(
                 clip=clip,
                 rank=rank,
                 start=wave.starts[rank],
                 rounds=wave.rounds(rank),
-                latent_max_abs_diff=float((latent.double() - exact.double()).abs().max()),
+                latent_max_abs_diff=apart,
                 frames=frames,
             )

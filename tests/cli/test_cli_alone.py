@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ import pytest
 import torch
 
 from svdpp import __version__
+from svdpp.config import ClipRequest, PipelineConfig
+from svdpp.runtime.messages import ClipDone
+from svdpp.runtime.supervisor import Observer
 from tests.cli.shell import (
     DEMO,
     PHOTO,
@@ -310,20 +314,96 @@ def test_verify_recomputes_a_clip(made: tuple[Path, Answer]) -> None:
 def test_verify_says_which_hash_differs(
     made: tuple[Path, Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from svdpp.runtime import verify
+    from svdpp.runtime import reference
 
     folder, answer = made
     monkeypatch.chdir(folder / "out")
     (record,) = json.loads(answer.out)
     hashes = {name: record[name] for name in ("latents_sha256", "frames_sha256")}
-    monkeypatch.setattr(verify, "recompute", lambda *_, **__: hashes)
+
+    def run_reference(*_: object, observers: Sequence[Observer]) -> None:
+        for observe in observers:
+            observe(0, ClipDone(clip=0, record=hashes))
+
+    monkeypatch.setattr(reference, "run_reference", run_reference)
     Path("other.json").write_text(json.dumps({**record, "frames_sha256": "0" * 64}))
-    as_json, plain = (svdpp_here("verify", "other.json", *more) for more in (("--json",), ()))
+    as_json, plain = (svdpp_here("verify", "other.json", more) for more in ("--json", "-q"))
     Path("other.json").unlink()
 
     assert (as_json.code, json.loads(as_json.out)["equal"]) == (3, False)
     assert_error(plain, 3, "'other.json'", "frames_sha256")
     assert "latents_sha256" not in plain.err
+
+
+@pytest.mark.processes
+def test_verify_proves_several_clips_and_loads_once(
+    made: tuple[Path, Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A line for each, the journal left out, those of one configuration by one process."""
+    from svdpp.runtime import reference
+
+    folder, answer = made
+    monkeypatch.chdir(folder)
+    (record,) = json.loads(answer.out)
+    others = {
+        "gone.json": {**record, "input": "gone.jpg"},
+        "other.json": {**record, "frames_sha256": "0" * 64},
+    }
+    computed = []
+
+    def run_reference(config: PipelineConfig, requests: list[ClipRequest], **more: Any) -> object:
+        computed.append(len(requests))
+        return run(config, requests, **more)
+
+    run = reference.run_reference
+    monkeypatch.setattr(reference, "run_reference", run_reference)
+    for name, content in others.items():
+        (Path("out") / name).write_text(json.dumps(content))
+    try:
+        all_of_them = svdpp_here("verify", "out/*.json")
+        some = svdpp_here("verify", "out/a photo_0.json", "out/g*.json", "--json")
+    finally:
+        for name in others:
+            (Path("out") / name).unlink()
+
+    assert (all_of_them.code, computed) == (3, [2, 1])
+    lines = sorted(all_of_them.out.splitlines())
+    assert lines[0] == "3 clips: 1 bitwise equal, 1 different, 1 not verified"
+    assert lines[1] == "DIFFERENT: out/other.json: frames_sha256"
+    assert lines[2] == "bitwise equal: out/a photo_0.json"
+    assert lines[3].startswith("not verified: out/gone.json: 'out/gone.jpg' ")
+    assert "out/run.json is left out" in all_of_them.err
+    assert "1 of 3 clips differ" in all_of_them.err
+    assert some.code == 7
+    proofs = json.loads(some.out)
+    assert (proofs["schema_version"], proofs["equal"]) == (1, False)
+    assert [(each["json"], each["equal"]) for each in proofs["clips"]] == [
+        ("out/a photo_0.json", True),
+        ("out/gone.json", None),
+    ]
+    assert proofs["clips"][1]["error"]["type"] == "InputError"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("a.json", "b.jpg"), ("'a.json' is a clip's JSON, 'b.jpg' is not", "two commands")),
+        (("a.json", "--plant-fault", "ulp@rank1.clip0"), ("--plant-fault would have no effect",)),
+        (("a.json", "b.json", "--gpus", "2", "--fps", "7"), ("--world/--gpus, --fps would have",)),
+        (("a.json", "--draft"), ("--draft would have no effect", "svdpp verify PHOTO")),
+    ],
+)
+def test_verify_refuses_what_says_nothing_of_a_clip(
+    arguments: tuple[str, ...], words: tuple[str, ...]
+) -> None:
+    assert_error(svdpp_here("verify", *arguments), 2, *words)
+
+
+def test_a_journal_alone_is_no_clip(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text("{}")
+    answer = svdpp_here("verify", str(tmp_path / "*.json"))
+    assert_error(answer, 7, "run.json' is a run's journal, and no clip's JSON")
+    assert_error(svdpp_here("verify", str(tmp_path / "a*.json")), 7, "a*.json' matches no files")
 
 
 def damaged_records(record: dict[str, Any]) -> dict[str, str]:
@@ -365,12 +445,12 @@ def test_verify_refuses_what_is_no_record(
     made: tuple[Path, Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever a JSON file holds: a sentence and exit code 2, 5 or 7, nothing "unexpected"."""
-    from svdpp.runtime import verify
+    from svdpp.runtime import reference
 
-    def recompute(*_: object, **__: object) -> None:
+    def run_reference(*_: object, **__: object) -> None:
         raise AssertionError("it was taken for a record")
 
-    monkeypatch.setattr(verify, "recompute", recompute)
+    monkeypatch.setattr(reference, "run_reference", run_reference)
     folder, answer = made
     monkeypatch.chdir(folder / "out")
     bad = []

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SamplingConfig
+from svdpp.cli.console import Console
+from svdpp.cli.verify_report import print_drafts
+from svdpp.config import ClipRequest, DraftConfig, ModelConfig, PipelineConfig, SamplingConfig
 from svdpp.measure.report import write_report
 from svdpp.runtime.evidence import Evidence
 from svdpp.runtime.verdict import Verdict
@@ -118,3 +121,31 @@ def test_frames_are_shown_and_many_clips_are_left_to_the_table(
     assert "2 further clips" in page
     assert "amplified x85: white is 3 of 255 levels, the largest" in page
     assert sum(row[:2] == ["4", "frames"] for row in _rows(page)) == 1
+
+
+def test_a_lost_walk_has_a_row_and_no_pictures(
+    local: PipelineConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    starts = DraftConfig(starts=(0, 1, 2))
+    config = replace(
+        local, world_size=3, sampling=SamplingConfig(num_inference_steps=4), draft=starts
+    )
+    latent, frames = torch.ones((1, 2, 4, 8, 8)), np.full((2, 16, 24, 3), 5, np.uint8)
+    for side in ("pipelined", "sequential"):
+        evidence = Evidence(new_side(tmp_path / side, config))
+        for step in range(1, 5):
+            evidence.keep_latent(0, step, latent)
+        for walker in (None, 0, 1):  # and none of rank 2's walk, which came to harm
+            evidence.keep_latent(0, 4, latent, walker=walker)
+            evidence.keep_frames(0, frames, walker=walker)
+    verdict, page = _page(config, tmp_path, [ClipRequest(seed=5, image="a.jpg")])
+
+    assert verdict.bitwise
+    lost, kept = verdict.to_json()["drafts"]
+    assert (lost["rank"], lost["lost"], lost["latent_max_abs_diff"]) == (2, True, None)
+    assert (kept["rank"], kept["lost"], kept["latent_max_abs_diff"]) == (1, False, 0)
+    assert any(row[1:3] == ["2", "2"] and row[-2:] == ["lost", ""] for row in _rows(page))
+    assert "Draft by rank 2: lost" in page
+    assert page.count("<img ") == 2 * 3 * 2  # the exact clip's and rank 1's, of two frames
+    print_drafts(Console(), verdict, 4)
+    assert "lost" in capsys.readouterr().out

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import shutil
 import threading
 from collections.abc import Iterator
@@ -15,6 +17,7 @@ import pytest
 from svdpp.config import DEFAULT_MODEL, ModelConfig
 from svdpp.errors import ModelError
 from svdpp.models.checkpoint import find_checkpoint
+from tests.cli.shell import svdpp_here
 from tests.models.builders import save_tiny_checkpoint
 
 UNET = "unet/diffusion_pytorch_model.safetensors"
@@ -187,3 +190,64 @@ def test_only_what_is_read_is_downloaded(monkeypatch: pytest.MonkeyPatch, tag: s
         wanted | unwanted, allow_patterns=asked["allow_patterns"]
     )
     assert set(kept) == wanted
+
+
+class _Served(Hub):
+    """A hub that has one model, and remembers which of its files were asked for."""
+
+    folder: ClassVar[Path]
+    asked: ClassVar[list[str]]
+
+    def do_GET(self) -> None:
+        files = [path for path in self.folder.rglob("*") if path.is_file()]
+        names = [path.relative_to(self.folder).as_posix() for path in files]
+        if "/tree/" in self.path:
+            tree = [{"type": "file", "path": name, "size": 1, "oid": name} for name in names]
+            answer = json.dumps(tree).encode()
+        elif self.path.startswith("/api/models/org/tiny"):
+            siblings = [{"rfilename": name} for name in names]
+            answer = json.dumps({"id": "org/tiny", "sha": COMMIT, "siblings": siblings}).encode()
+        elif not self.path.startswith("/org/tiny/"):  # some question of the library's own
+            self.send_error(404)
+            return
+        else:
+            name = self.path.removeprefix(f"/org/tiny/resolve/{COMMIT}/")
+            self.asked.append(name)
+            answer = (self.folder / name).read_bytes()
+        self.send_response(200)
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.send_header("ETag", hashlib.sha256(answer).hexdigest())
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(answer)
+
+    do_HEAD = do_GET
+
+
+def test_configs_alone_bring_no_weight(
+    hub: type[Hub], sound: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What `plan --memory` is told from; afterwards it is found without a network, too."""
+    constants = huggingface_hub.constants
+    addresses = constants.ENDPOINT + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", addresses)
+    for name in ("do_GET", "do_HEAD"):
+        monkeypatch.setattr(hub, name, getattr(_Served, name), raising=False)
+    hub.folder, hub.asked = sound, []  # type: ignore[attr-defined]
+    model = ModelConfig(name="org/tiny")
+    found = find_checkpoint(model, weights=False)
+    asked: list[str] = hub.asked  # type: ignore[attr-defined]
+    assert "unet/config.json" in asked
+    assert not [name for name in asked if "safetensors" in name]
+    assert not list(cache.rglob("*.safetensors"))
+    assert (found.revision, found.num_frames) == (COMMIT, 4)
+
+    there = ModelConfig(name="org/tiny", local_files_only=True)
+    answer = svdpp_here("plan", "--memory", "--model", "org/tiny", "--local-files-only", "--json")
+    assert answer.code == 0, answer.err
+    assert json.loads(answer.out)["costs"]["denoise_weights_gib"] > 0
+    with pytest.raises(ModelError, match="not whole"):
+        find_checkpoint(there)
+    find_checkpoint(model)
+    assert UNET in asked
