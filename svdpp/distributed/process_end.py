@@ -115,6 +115,7 @@ def leave(code: int) -> NoReturn:
     Python would wait for those that wait for another rank.
     """
     scratch.remove_all()
+    scratch.remove_multiprocessing_folder()
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
         sys.stderr.flush()

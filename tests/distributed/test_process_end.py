@@ -65,3 +65,19 @@ def test_a_process_that_ends_does_not_report_what_it_kills(
     done = subprocess.run([sys.executable, "-c", _WRITER, str(said), end], timeout=60, check=False)
     assert done.returncode == code
     assert not said.exists(), said.read_text()
+
+
+_STARTER = """
+from multiprocessing import util
+from svdpp.distributed import process_end, scratch
+
+util.get_temp_dir()
+scratch.make_folder("svdpp-test-")
+process_end.leave(0)
+"""
+
+
+def test_a_process_that_leaves_leaves_no_temporary_files(tmp_path: Path) -> None:
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", _STARTER], env=environment, timeout=60, check=True)
+    assert not list(tmp_path.iterdir())
