@@ -65,7 +65,7 @@ def serve_joined(
     _, store = process_group.open_store(world, start_timeout)
     deadline = time.monotonic() + start_timeout
     line = lines.call(store, caller, silence=silence, deadline=deadline)
-    desk = _Desk(line, bystander, silence, world.local_rank)
+    desk = _Desk(line, bystander, silence, world.local_rank, start_timeout)
     desk.wait_for_begin()
     member = Member(
         world,
@@ -122,13 +122,19 @@ class _Desk:
         bystander: told of what happens beside the work.
         silence: what the line was given.
         local_rank: of this rank; 0 says for its host that rank 0 is lost.
+        start_timeout: seconds for rank 0 to answer the call.
 
     Raises:
-        RankError: rank 0 has ended meanwhile.
+        RankError: rank 0 has ended meanwhile, or does not answer.
     """
 
     def __init__(
-        self, line: Connection, bystander: Bystander, silence: float, local_rank: int
+        self,
+        line: Connection,
+        bystander: Bystander,
+        silence: float,
+        local_rank: int,
+        start_timeout: float,
     ) -> None:
         self._local_rank = local_rank
         self._channel = PipeChannel(line)
@@ -139,9 +145,12 @@ class _Desk:
         self.files: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._begun = threading.Event()
         self._hung_up = False
+        deadline = time.monotonic() + start_timeout
         try:
-            welcome = json.loads(line.recv_bytes())
-            self.clock = clock.compare(line)
+            welcome = json.loads(lines.receive(line, deadline))
+            self.clock = clock.compare(line, deadline)
+        except TimeoutError as error:
+            raise RankError("rank 0 does not answer", "is it stopped, or its host down?") from error
         except (OSError, EOFError, ValueError) as error:
             raise RankError("rank 0 ended before the work began", "its host says why") from error
         self.token: str = welcome["token"]
@@ -185,9 +194,16 @@ class _Desk:
             self._lose(f"{self._rank_0} is gone")
         except OSError:
             self._lose(f"nothing has reached {self._rank_0} for {self._silence:.0f} s")
+        except Exception as error:  # without this thread the process would wait for ever
+            self._lose(f"what {self._rank_0} says is not understood ({error!r})")
 
     def _answer(self, message: bytes) -> None:
-        self._channel.send(self._bystander.answer(message[1:]))
+        try:
+            answer = self._bystander.answer(message[1:])
+        except Exception as error:
+            self._lose(f"what {self._rank_0} asked cannot be answered ({error!r})")
+            return
+        self._channel.send(answer)
 
     def _end(self, message: bytes) -> NoReturn:
         said = json.loads(message[1:])
