@@ -23,6 +23,7 @@ from svdpp.errors import RankError, RequestError, exit_code_of
 # Rank 0 ends first, so that launchers, which show the first to fail, show the one that says why.
 _AFTER_YOU_SECONDS = 2.0
 _REPORT_SECONDS = 4.0
+_LAST_WORD_SECONDS = 0.3
 
 
 class Bystander(Protocol):
@@ -33,6 +34,9 @@ class Bystander(Protocol):
 
     def answer(self, question: bytes) -> bytes:
         """What rank 0 wants to know of this host before the work begins."""
+
+    def interrupted(self, number: int) -> bytes:
+        """What rank 0 is to hear when signal `number` ends this process."""
 
     def ended(self, error: dict[str, Any] | None) -> None:
         """Takes note that rank 0 ends the run, and of why, as a record."""
@@ -60,12 +64,13 @@ def serve_joined(
         RankError: there is no rank 0.
     """
     process_end.end_with_parent()
-    process_end.end_by_signals(process_end.leave_by_code)
+    process_end.end_by_signals(_leave_by)
     caller = _caller(world, terms)
     _, store = process_group.open_store(world, start_timeout)
     deadline = time.monotonic() + start_timeout
     line = lines.call(store, caller, silence=silence, deadline=deadline)
     desk = _Desk(line, bystander, silence, world.local_rank, start_timeout)
+    _desks[:] = [desk]
     desk.wait_for_begin()
     member = Member(
         world,
@@ -101,6 +106,17 @@ def report_failure(world: World, error: dict[str, Any], *, timeout: float) -> bo
     except (RankError, RequestError):
         return False
     return True
+
+
+# The line in use, for the thread that ends this process by a signal.
+_desks: list[_Desk] = []
+
+
+def _leave_by(number: int) -> NoReturn:
+    """Ends this process by signal `number`, and says so first: else it would look like dead."""
+    for desk in _desks:
+        desk.say_last(number)
+    process_end.leave_by_code(number)
 
 
 def _caller(world: World, terms: Mapping[str, str], error: dict[str, Any] | None = None) -> Caller:
@@ -178,6 +194,20 @@ class _Desk:
         connection = self._channel.connection
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as own:
             own.shutdown(socket.SHUT_WR)  # rank 0 reads what is left before it notices
+
+    def say_last(self, number: int) -> None:
+        """Tells rank 0 of the signal that ends this process, if that takes but a moment."""
+        if not self._begun.is_set() or self._hung_up:
+            return
+        word = self._bystander.interrupted(number)
+
+        def send() -> None:
+            with contextlib.suppress(OSError):
+                self._channel.send(word)
+
+        thread = threading.Thread(target=send, name="last-word", daemon=True)
+        thread.start()
+        thread.join(_LAST_WORD_SECONDS)
 
     def _listen(self) -> None:
         answers: Mapping[bytes, Callable[[bytes], None]] = {

@@ -13,7 +13,7 @@ import pytest
 
 from svdpp.distributed import lines, member, process_end, process_group
 from svdpp.distributed.joined import JoinedGroup
-from svdpp.distributed.lines import ASK
+from svdpp.distributed.lines import BEGIN
 from svdpp.distributed.world import World
 from svdpp.errors import RankError
 from tests.distributed.test_lines import CALLER, Board, _calling
@@ -33,6 +33,9 @@ class Bystander:
 
     def sent(self, message: bytes) -> None:
         """Not of interest."""
+
+    def interrupted(self, number: int) -> bytes:
+        return b"ended by %d" % number
 
     def ended(self, error: dict[str, Any] | None) -> None:
         """Not of interest."""
@@ -71,7 +74,7 @@ def _gathered_with_desk(
     def work() -> None:
         caller = replace(CALLER, host_index=1)
         line = lines.call(board, caller, silence=5, deadline=time.monotonic() + 20)
-        member._Desk(line, bystander, 5, 0, 20)
+        member._desks[:] = [member._Desk(line, bystander, 5, 0, 20)]
 
     thread = threading.Thread(target=work)
     thread.start()
@@ -104,12 +107,27 @@ def test_a_question_that_cannot_be_answered_ends_both_sides(board: Board) -> Non
         raise OSError(5, "Input/output error")
 
     bystander = Bystander(answer)
-    group = _gathered_with_desk(board, bystander)
+    group = _gathered_with_desk(board, bystander, 1)
     with pytest.raises(RankError):
         group.ask(b"what?")
     group.kill()
     (reason,) = bystander.reasons
     assert "cannot be answered (OSError(5, 'Input/output error'))" in reason
+
+
+def test_a_rank_that_a_signal_ends_says_so(board: Board) -> None:
+    group = _gathered_with_desk(board, Bystander())
+    with pytest.raises(SystemExit):
+        member._leave_by(2)
+    assert group.poll(0) == [], "which would be taken for an answer"
+    (desk,) = member._desks
+    group._lines[1].send(BEGIN)
+    desk.wait_for_begin()
+    with pytest.raises(SystemExit) as end:
+        member._leave_by(2)
+    assert end.value.code == 128 + 2
+    assert group.poll(20) == [(1, b"ended by 2")]
+    group.kill()
 
 
 def test_a_rank_that_hears_nothing_of_rank_0_gives_up() -> None:
@@ -130,7 +148,7 @@ def test_what_a_rank_cannot_read_ends_it(board: Board) -> None:  # noqa: ARG001
         _hung_up=False,
         _local_rank=0,
     )
-    ours.send_bytes(ASK[:0] + b".no JSON")
+    ours.send_bytes(b".no JSON")
     with pytest.raises(SystemExit):
         desk._listen()
     (reason,) = bystander.reasons
