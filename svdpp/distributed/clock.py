@@ -7,6 +7,8 @@ import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
+from svdpp.distributed.lines import receive
+
 _ROUNDS = 8
 _TIMES = struct.Struct("<dd")
 
@@ -24,17 +26,20 @@ class Clock:
     wall_ahead: float = 0.0
 
 
-def compare(line: Connection) -> Clock:
+def compare(line: Connection, deadline: float) -> Clock:
     """The clock of this end beside the other's, which runs `tell`.
 
     Cristian's algorithm: the answer that came back fastest was read halfway, to half its time.
+
+    Raises:
+        OSError, EOFError: the other end is gone, or does not answer by `deadline`, of this clock.
     """
     best = float("inf")
     clock = Clock()
     for _ in range(_ROUNDS):
         begun = time.monotonic()
         line.send_bytes(b"?")
-        monotonic, wall = _TIMES.unpack(line.recv_bytes(_TIMES.size))
+        monotonic, wall = _TIMES.unpack(receive(line, deadline, _TIMES.size))
         took = time.monotonic() - begun
         if took < best:
             best = took
@@ -42,8 +47,12 @@ def compare(line: Connection) -> Clock:
     return clock
 
 
-def tell(line: Connection) -> None:
-    """Answers one `compare` at the other end."""
+def tell(line: Connection, deadline: float) -> None:
+    """Answers one `compare` at the other end.
+
+    Raises:
+        OSError, EOFError: the other end is gone, or does not ask by `deadline`.
+    """
     for _ in range(_ROUNDS):
-        line.recv_bytes(1)
+        receive(line, deadline, 1)
         line.send_bytes(_TIMES.pack(time.monotonic(), time.time()))

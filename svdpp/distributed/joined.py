@@ -21,7 +21,7 @@ from typing import Any
 from svdpp.distributed import clock, process_end, process_group
 from svdpp.distributed.channel import PipeChannel
 from svdpp.distributed.launch import Entry, Member, Place
-from svdpp.distributed.lines import ASK, BEGIN, END, Caller, Switchboard
+from svdpp.distributed.lines import ASK, BEGIN, END, Caller, Switchboard, receive
 from svdpp.distributed.world import World
 from svdpp.errors import RankError, RequestError, exit_code_of, from_record
 
@@ -33,7 +33,7 @@ class JoinedGroup:
         world: of rank 0.
         backend: of the latents' wire.
         terms: what must be the same on every rank, by name.
-        start_timeout: seconds for all ranks to call.
+        start_timeout: seconds for all ranks to call, and for each to answer what it is asked.
         silence: seconds after which a host that acknowledges nothing is given up.
 
     Raises:
@@ -61,6 +61,7 @@ class JoinedGroup:
             host_index=world.host,
             terms=dict(terms),
         )
+        self._start_timeout = start_timeout
         self._address, self._store = process_group.open_store(world, start_timeout)
         self._callers: dict[int, Caller] = {0: own}
         self._lines: dict[int, PipeChannel] = {}
@@ -69,28 +70,28 @@ class JoinedGroup:
         self._thread: threading.Thread | None = None
         self._failed = False
         try:
-            self._gather(time.monotonic() + start_timeout, start_timeout, silence)
+            self._gather(time.monotonic() + start_timeout, silence)
             self._check_terms()
         except BaseException as error:
             self.kill(error)
             raise
 
-    def _gather(self, deadline: float, start_timeout: float, silence: float) -> None:
+    def _gather(self, deadline: float, silence: float) -> None:
         switchboard = Switchboard(self._store, self._address, silence)
         try:
             while missing := [r for r in range(self.world_size) if r not in self._callers]:
                 if time.monotonic() > deadline:
                     raise RankError(
-                        f"rank {missing[0]} never started within {start_timeout:.0f} s"
+                        f"rank {missing[0]} never started within {self._start_timeout:.0f} s"
                         + (f", nor did {len(missing) - 1} others" if missing[1:] else ""),
                         "is its host up, and can it reach this one? or raise --start-timeout",
                     )
                 if (accepted := switchboard.accept()) is not None:
-                    self._welcome(*accepted)
+                    self._welcome(*accepted, deadline)
         finally:
             switchboard.close()
 
-    def _welcome(self, caller: Caller, line: Connection) -> None:
+    def _welcome(self, caller: Caller, line: Connection, deadline: float) -> None:
         if caller.error is not None:
             error = from_record(caller.error)
             error.message = f"rank {caller.rank} ({caller.host}): {error.message}"
@@ -98,7 +99,12 @@ class JoinedGroup:
         welcome = {"token": self._token, "host": self._callers[0].host}
         try:
             line.send_bytes(json.dumps(welcome).encode())
-            clock.tell(line)
+            clock.tell(line, deadline)
+        except TimeoutError as error:
+            raise RankError(
+                f"rank {caller.rank} ({caller.host}) called, and does not go on",
+                f"is it stopped, or {caller.host} down?",
+            ) from error
         except (OSError, EOFError):
             line.close()  # it has ended again, or calls once more
             return
@@ -129,14 +135,19 @@ class JoinedGroup:
         """The answer of one rank on each other host, by the host's name; before `begin`.
 
         Raises:
-            RankError: one of them is gone.
+            RankError: one of them is gone, or does not answer.
         """
         answers = {}
         for rank in self._one_of_each_other_host():
             line, host = self._lines[rank].connection, self._callers[rank].host
             try:
                 line.send_bytes(ASK + question)
-                answers[host] = line.recv_bytes()
+                answers[host] = receive(line, time.monotonic() + self._start_timeout)
+            except TimeoutError as error:
+                raise RankError(
+                    f"rank {rank} ({host}) does not say what lies in its folders",
+                    f"is it stopped, or does a folder that it was given not answer on {host}?",
+                ) from error
             except (OSError, EOFError) as error:
                 raise RankError(f"rank {rank} ({host}) is gone before the work began") from error
         return answers

@@ -7,6 +7,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import shutil
+import signal
 import socket
 import threading
 import time
@@ -306,6 +307,7 @@ def _die_with(parent: Any, folder: Path) -> None:
         multiprocessing.connection.wait([parent.sentinel])
         shutil.rmtree(folder, ignore_errors=True)
         scratch.remove_multiprocessing_folder()
-        process_end.kill_with_children([os.getpid()])
+        process_end.kill_children()
+        os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, name="die-with-parent", daemon=True).start()

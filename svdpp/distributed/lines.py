@@ -138,6 +138,25 @@ def call(store: Store, caller: Caller, *, silence: float, deadline: float) -> Co
     )
 
 
+def receive(line: Connection, deadline: float, size: int | None = None) -> bytes:
+    """The next message, where both ends talk in turns.
+
+    A process that is stopped goes on acknowledging: its silence is no matter of the kernel's.
+
+    Args:
+        line: to the other end.
+        deadline: of the monotonic clock.
+        size: the most that it can have, in bytes.
+
+    Raises:
+        TimeoutError: none has come by then.
+        OSError, EOFError: none will, or it is larger.
+    """
+    if not line.poll(max(0.0, deadline - time.monotonic())):
+        raise TimeoutError
+    return line.recv_bytes(size)
+
+
 def _try_to_call(place: dict[str, Any], caller: Caller, silence: float) -> Connection | None:
     target, secret = (place["address"], place["port"]), bytes.fromhex(place["secret"])
     try:

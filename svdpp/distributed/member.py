@@ -23,6 +23,7 @@ from svdpp.errors import RankError, RequestError, exit_code_of
 # Rank 0 ends first, so that launchers, which show the first to fail, show the one that says why.
 _AFTER_YOU_SECONDS = 2.0
 _REPORT_SECONDS = 4.0
+_LAST_WORD_SECONDS = 0.3
 
 
 class Bystander(Protocol):
@@ -33,6 +34,9 @@ class Bystander(Protocol):
 
     def answer(self, question: bytes) -> bytes:
         """What rank 0 wants to know of this host before the work begins."""
+
+    def interrupted(self, number: int) -> bytes:
+        """What rank 0 is to hear when signal `number` ends this process."""
 
     def ended(self, error: dict[str, Any] | None) -> None:
         """Takes note that rank 0 ends the run, and of why, as a record."""
@@ -60,12 +64,13 @@ def serve_joined(
         RankError: there is no rank 0.
     """
     process_end.end_with_parent()
-    process_end.end_by_signals(process_end.leave_by_code)
+    process_end.end_by_signals(_leave_by)
     caller = _caller(world, terms)
     _, store = process_group.open_store(world, start_timeout)
     deadline = time.monotonic() + start_timeout
     line = lines.call(store, caller, silence=silence, deadline=deadline)
-    desk = _Desk(line, bystander, silence, world.local_rank)
+    desk = _Desk(line, bystander, silence, world.local_rank, start_timeout)
+    _desks[:] = [desk]
     desk.wait_for_begin()
     member = Member(
         world,
@@ -103,6 +108,17 @@ def report_failure(world: World, error: dict[str, Any], *, timeout: float) -> bo
     return True
 
 
+# The line in use, for the thread that ends this process by a signal.
+_desks: list[_Desk] = []
+
+
+def _leave_by(number: int) -> NoReturn:
+    """Ends this process by signal `number`, and says so first: else it would look like dead."""
+    for desk in _desks:
+        desk.say_last(number)
+    process_end.leave_by_code(number)
+
+
 def _caller(world: World, terms: Mapping[str, str], error: dict[str, Any] | None = None) -> Caller:
     return Caller(
         rank=world.rank,
@@ -122,13 +138,19 @@ class _Desk:
         bystander: told of what happens beside the work.
         silence: what the line was given.
         local_rank: of this rank; 0 says for its host that rank 0 is lost.
+        start_timeout: seconds for rank 0 to answer the call.
 
     Raises:
-        RankError: rank 0 has ended meanwhile.
+        RankError: rank 0 has ended meanwhile, or does not answer.
     """
 
     def __init__(
-        self, line: Connection, bystander: Bystander, silence: float, local_rank: int
+        self,
+        line: Connection,
+        bystander: Bystander,
+        silence: float,
+        local_rank: int,
+        start_timeout: float,
     ) -> None:
         self._local_rank = local_rank
         self._channel = PipeChannel(line)
@@ -139,9 +161,12 @@ class _Desk:
         self.files: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._begun = threading.Event()
         self._hung_up = False
+        deadline = time.monotonic() + start_timeout
         try:
-            welcome = json.loads(line.recv_bytes())
-            self.clock = clock.compare(line)
+            welcome = json.loads(lines.receive(line, deadline))
+            self.clock = clock.compare(line, deadline)
+        except TimeoutError as error:
+            raise RankError("rank 0 does not answer", "is it stopped, or its host down?") from error
         except (OSError, EOFError, ValueError) as error:
             raise RankError("rank 0 ended before the work began", "its host says why") from error
         self.token: str = welcome["token"]
@@ -170,6 +195,20 @@ class _Desk:
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as own:
             own.shutdown(socket.SHUT_WR)  # rank 0 reads what is left before it notices
 
+    def say_last(self, number: int) -> None:
+        """Tells rank 0 of the signal that ends this process, if that takes but a moment."""
+        if not self._begun.is_set() or self._hung_up:
+            return
+        word = self._bystander.interrupted(number)
+
+        def send() -> None:
+            with contextlib.suppress(OSError):
+                self._channel.send(word)
+
+        thread = threading.Thread(target=send, name="last-word", daemon=True)
+        thread.start()
+        thread.join(_LAST_WORD_SECONDS)
+
     def _listen(self) -> None:
         answers: Mapping[bytes, Callable[[bytes], None]] = {
             ASK: self._answer,
@@ -185,9 +224,16 @@ class _Desk:
             self._lose(f"{self._rank_0} is gone")
         except OSError:
             self._lose(f"nothing has reached {self._rank_0} for {self._silence:.0f} s")
+        except Exception as error:  # without this thread the process would wait for ever
+            self._lose(f"what {self._rank_0} says is not understood ({error!r})")
 
     def _answer(self, message: bytes) -> None:
-        self._channel.send(self._bystander.answer(message[1:]))
+        try:
+            answer = self._bystander.answer(message[1:])
+        except Exception as error:
+            self._lose(f"what {self._rank_0} asked cannot be answered ({error!r})")
+            return
+        self._channel.send(answer)
 
     def _end(self, message: bytes) -> NoReturn:
         said = json.loads(message[1:])

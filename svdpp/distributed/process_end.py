@@ -41,17 +41,14 @@ def outlive_parent() -> None:
 
 
 def kill_with_children(pids: Collection[int]) -> None:
-    """Kills processes of this user and what they have started, such as an ffmpeg that writes.
+    """Kills other processes of this user and what they have started, such as an ffmpeg that writes.
 
-    Children first: those of a process that is gone already are nobody's any more. And others are
-    stopped before, so that they start no more children.
+    Children are looked for first: those of a process that is gone are nobody's any more. They are
+    killed after it, which would else take their end for a failure and go on to the next clip. One
+    that was started between look and kill ends by itself, as nobody writes to it any more. (Nothing
+    is stopped first: what is stopped when this process is killed would stay so for ever.)
     """
-    for pid in set(pids) - {os.getpid()}:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGSTOP)
-    for pid in [*_children(pids), *pids]:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    _kill([*pids, *_children(pids)])
 
 
 @contextlib.contextmanager
@@ -104,9 +101,10 @@ def die_by(number: int) -> NoReturn:
 
     Left to the signal, the process would be gone before anybody could ask what it had started.
     """
-    kill_children()
+    children = _children([os.getpid()])
     # In any thread, which signal.signal is not for.
     ctypes.CDLL(None).signal(number, signal.SIG_DFL.value)
+    _kill(children)
     while True:
         os.kill(os.getpid(), number)
 
@@ -116,17 +114,26 @@ def leave(code: int) -> NoReturn:
 
     Python would wait for those that wait for another rank.
     """
-    kill_children()
     scratch.remove_all()
+    scratch.remove_multiprocessing_folder()
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
         sys.stderr.flush()
+    kill_children()
     os._exit(code)
 
 
 def kill_children() -> None:
-    """Kills what this process has started."""
-    for pid in _children([os.getpid()]):
+    """Kills what this process has started; for one that ends itself next."""
+    _kill(_children([os.getpid()]))
+
+
+def _kill(pids: Collection[int]) -> None:
+    """Kills processes, and lets go of the interpreter's lock neither between them nor afterwards.
+
+    So that no thread of a process that ends itself next reports a killed ffmpeg as a lost clip.
+    """
+    for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 

@@ -55,7 +55,8 @@ def remove_multiprocessing_folder() -> None:
     Called where there will be none: in a process that ends at once, or whose starter is gone.
     """
     if "multiprocessing.util" in sys.modules:
-        shutil.rmtree(sys.modules["multiprocessing.util"].get_temp_dir(), ignore_errors=True)
+        with contextlib.suppress(OSError):  # it makes one where there is none yet
+            shutil.rmtree(sys.modules["multiprocessing.util"].get_temp_dir(), ignore_errors=True)
 
 
 atexit.register(remove_all)

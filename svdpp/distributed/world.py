@@ -29,6 +29,7 @@ class World:
         local_size: number of ranks on this host.
         host: index of this host; that of rank 0 is 0.
         num_hosts: number of hosts.
+        is_even: False where a host is known to have another number of ranks than others.
         launcher: who has started the ranks; None for those of one command on one machine.
         restarts: how often torchrun has started this host's ranks anew.
         owns_store: whether the store is rank 0's own rather than the launcher's.
@@ -40,6 +41,7 @@ class World:
     local_size: int
     host: int = 0
     num_hosts: int = 1
+    is_even: bool = True
     launcher: Literal["torchrun", "slurm"] | None = None
     restarts: int = 0
     owns_store: bool = False
@@ -57,8 +59,8 @@ class World:
     @property
     def ranks_per_host(self) -> int | None:
         """Ranks on each of several hosts; None on one, or where hosts have different numbers."""
-        is_even = self.num_hosts > 1 and self.local_size * self.num_hosts == self.size
-        return self.local_size if is_even else None
+        is_even = self.is_even and self.local_size * self.num_hosts == self.size
+        return self.local_size if is_even and self.num_hosts > 1 else None
 
     @property
     def spans_hosts(self) -> bool:
@@ -137,14 +139,16 @@ def _torchrun_world(environment: Mapping[str, str]) -> World:
 
 def _slurm_world(environment: Mapping[str, str]) -> World:
     rank, local_rank, size = _numbers(environment, _SLURM, "Slurm")
+    tasks, host = _tasks_by_host(environment), _number(environment, "SLURM_NODEID", 0)
     return _checked(
         World(
             rank=rank,
             local_rank=local_rank,
             size=size,
-            local_size=_tasks_on(environment, size),
-            host=_number(environment, "SLURM_NODEID", 0),
+            local_size=tasks[host] if host < len(tasks) else size,
+            host=host,
             num_hosts=_number(environment, "SLURM_STEP_NUM_NODES", 1),
+            is_even=len(set(tasks)) <= 1,
             launcher="slurm",
             restarts=_number(environment, "SLURM_RESTART_COUNT", 0),
             owns_store=True,
@@ -153,14 +157,13 @@ def _slurm_world(environment: Mapping[str, str]) -> World:
     )
 
 
-def _tasks_on(environment: Mapping[str, str], size: int) -> int:
-    """Tasks of this step on this host: SLURM_STEP_TASKS_PER_NODE is such as `4(x2),3`."""
+def _tasks_by_host(environment: Mapping[str, str]) -> list[int]:
+    """Tasks of this step on each host: SLURM_STEP_TASKS_PER_NODE is such as `4(x2),3`."""
     counts: list[int] = []
     for part in environment.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
         if match := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part, re.ASCII):
             counts += [int(match[1])] * int(match[2] or 1)
-    node = _number(environment, "SLURM_NODEID", 0)
-    return counts[node] if node < len(counts) else size
+    return counts
 
 
 def _first_slurm_host(environment: Mapping[str, str]) -> str:

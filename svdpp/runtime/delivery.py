@@ -95,14 +95,22 @@ class Delivery:
             Whether it is in its place, as soon as that is known.
         """
         while len(self._waiting) >= _MAX_WAITING:
-            self._waiting.pop(0).result()
+            self._finish_first()
         self._waiting.append(self._pool.submit(self._work, parcel))
         return self._waiting[-1]
 
     def finish(self) -> None:
         """Waits until everything given is in its place, or lost."""
         while self._waiting:
-            self._waiting.pop(0).result()
+            self._finish_first()
+
+    def is_busy(self) -> bool:
+        """Whether something given is not yet in its place, or lost; for any thread to ask."""
+        return any(not future.done() for future in list(self._waiting))
+
+    def _finish_first(self) -> None:
+        self._waiting[0].result()
+        self._waiting.pop(0)
 
     def _work(self, parcel: Parcel) -> bool:
         try:

@@ -123,7 +123,7 @@ class Keeper:
             OutputError: an earlier one could not be kept.
         """
         while len(self._waiting) >= _MAX_WAITING:
-            self._waiting.pop(0).result()
+            self._finish_first()
         self._waiting.append(self._pool.submit(self._keep, key, packet))
 
     def finish(self) -> None:
@@ -133,7 +133,15 @@ class Keeper:
             OutputError: a packet could not be kept.
         """
         while self._waiting:
-            self._waiting.pop(0).result()
+            self._finish_first()
+
+    def is_busy(self) -> bool:
+        """Whether something given is not kept yet; for any thread to ask."""
+        return any(not future.done() for future in list(self._waiting))
+
+    def _finish_first(self) -> None:
+        self._waiting[0].result()
+        self._waiting.pop(0)
 
     def _keep(self, key: str, packet: Packet) -> None:
         try:

@@ -55,10 +55,10 @@ class Answer(BaseModel):
 
 
 def answer(question: bytes, policy: OutputPolicy, draft: DraftConfig | None) -> bytes:
-    """What this host finds, in the folders that its own command names."""
+    """What this host finds, in the folders that its own command names, or what kept it from it."""
     try:
         found = _look(Question.model_validate(json.loads(question)), policy, draft)
-    except SvdppError as error:
+    except Exception as error:
         found = Answer(error=to_record(error))
     return _to_bytes(found)
 
@@ -87,13 +87,13 @@ def without_those_elsewhere(clips: ClipPlan, policy: OutputPolicy, others: Other
             the folder of hand-overs is not one for all hosts.
         SvdppError: what is wrong with another host's folders.
     """
-    with _probe_in(policy.handover_folder) as probe:
-        asked = Question(records=tuple(clips.records), probe=probe)
-        answers = {
-            host: Answer.model_validate(json.loads(text))
-            for host, text in others.ask(_to_bytes(asked)).items()
-        }
     try:
+        with _probe_in(policy.handover_folder) as probe:
+            asked = Question(records=tuple(clips.records), probe=probe)
+            answers = {
+                host: Answer.model_validate(json.loads(text))
+                for host, text in others.ask(_to_bytes(asked)).items()
+            }
         for host, said in answers.items():
             _check(host, said, policy)
     except SvdppError as error:

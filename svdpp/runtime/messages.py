@@ -72,6 +72,8 @@ class Beat(_Message):
     """The step under way; -1 outside of DENOISE."""
     waiting: bool = False
     """Whether the rank waits for a packet rather than computes."""
+    writing: bool = False
+    """Whether a thread beside the work has a clip to deliver or a packet to keep."""
 
 
 class Joined(_Message):

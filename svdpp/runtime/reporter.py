@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import traceback
+from collections.abc import Callable
 
 from svdpp.distributed.channel import Channel
 from svdpp.distributed.transport import Transfer
@@ -24,6 +25,7 @@ class Reporter:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._now = Beat()
+        self._writers: list[Callable[[], bool]] = []
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
 
@@ -36,13 +38,18 @@ class Reporter:
         self._stopped.set()
         self._thread.join()
 
+    def watch_writer(self, is_busy: Callable[[], bool]) -> None:
+        """Has heartbeats say whether a thread beside the work still has something to write."""
+        self._writers.append(is_busy)
+
     def send(self, event: Event) -> None:
         """Sends one event."""
         self._channel.send(event.to_bytes())
 
     def at(self, action: Action | None, step: int = -1, *, waiting: bool = False) -> None:
         """Sets what heartbeats say that the rank is doing; another action is told at once."""
-        now = Beat(action=str(action or ""), step=step, waiting=waiting)
+        writing = self._is_writing()
+        now = Beat(action=str(action or ""), step=step, waiting=waiting, writing=writing)
         is_news = (now.action, now.waiting) != (self._now.action, self._now.waiting)
         self._now = now
         if is_news:
@@ -81,10 +88,13 @@ class Reporter:
             )
         )
 
+    def _is_writing(self) -> bool:
+        return any(is_busy() for is_busy in self._writers)
+
     def _beat(self) -> None:
         try:
             while True:
-                self.send(self._now)
+                self.send(self._now.model_copy(update={"writing": self._is_writing()}))
                 if self._stopped.wait(BEAT_SECONDS):
                     return
         except OSError:

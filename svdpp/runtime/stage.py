@@ -74,6 +74,9 @@ class PipelineStage:
         self._photos = PhotoReader(sampling, read_photo)
         self._handovers = handovers
         self._keeper = Keeper(handovers, reporter.failed) if handovers else None
+        reporter.watch_writer(delivery.is_busy)
+        if self._keeper is not None:
+            reporter.watch_writer(self._keeper.is_busy)
         self._evidence = evidence
         self._profiler = profiler
         self._fault = fault

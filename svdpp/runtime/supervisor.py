@@ -108,10 +108,8 @@ class Supervisor:
         deadline = time.monotonic() + _REPORT_SECONDS
         while time.monotonic() < deadline:
             self._listen(0.05)
-        if any(not _is_interrupt(failed) for failed in self._failures.values()) or set(
-            self._group.exited()
-        ) - set(self._failures):
-            self._raise_cause()
+        if (cause := self._cause()) is not None:
+            raise cause
 
     def _listen(self, timeout: float) -> None:
         for rank, message in self._group.poll(timeout):
@@ -119,7 +117,7 @@ class Supervisor:
             self._watch.heard(rank, event, time.monotonic())
             self.trace.add(rank, event)
             if isinstance(event, Failed):
-                self._failures[rank] = event
+                self._failures.setdefault(rank, event)  # its end by a signal comes after
             for observer in self._observers:
                 observer(rank, event)
 
@@ -144,6 +142,16 @@ class Supervisor:
         deadline = time.monotonic() + _REPORT_SECONDS
         while time.monotonic() < deadline:
             self._listen(0.05)
+        if (cause := self._cause()) is not None:
+            raise cause
+        rank = next(rank for rank, event in self._failures.items() if _is_interrupt(event))
+        raise self._failed(rank, from_record(self._failures[rank].error))
+
+    def _cause(self) -> SvdppError | None:
+        """What explains all else; None where ranks were ended from outside, each by its own word.
+
+        Their neighbours' links break then, which is no cause either.
+        """
         exited = self._group.exited()
         failed = {rank: from_record(event.error) for rank, event in self._failures.items()}
         own = [
@@ -152,14 +160,19 @@ class Supervisor:
             if not isinstance(error, TransportError) and not _is_interrupt(self._failures[rank])
         ]
         by_signal = [rank for rank, code in exited.items() if code is not None and code < 0]
-        silent = [rank for rank in exited if rank not in failed]
+        silent = [
+            rank
+            for rank, code in exited.items()
+            if rank not in failed and (code or not self._watch.is_finished(rank))
+        ]
         if own:
-            raise self._failed(own[0], failed[own[0]])
+            return self._failed(own[0], failed[own[0]])
         if by_signal or silent:
             rank = (by_signal or silent)[0]
-            raise self._died(rank, exited[rank])
-        rank = next(iter(failed))
-        raise self._failed(rank, failed[rank])
+            return self._died(rank, exited[rank])
+        if any(map(_is_interrupt, self._failures.values())):
+            return None
+        return next((self._failed(rank, error) for rank, error in failed.items()), None)
 
     def _failed(self, rank: int, error: SvdppError) -> SvdppError:
         event = self._failures[rank]

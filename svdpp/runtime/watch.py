@@ -62,7 +62,7 @@ class Watch:
         seen.heard = now
         if isinstance(event, Beat):
             # A rank that idles between batches has no progress to make.
-            if not event.action:
+            if not event.action and not event.writing:
                 seen.progressed = now
             seen.beat = event
             return
@@ -125,14 +125,19 @@ class Watch:
         if not self.all_joined:
             return None
         slow = [r for r in running if now - self._seen[r].progressed > self._timeout]
-        # A rank that waits is slow through another's fault, unless all of them wait.
-        guilty = [rank for rank in slow if not self._seen[rank].beat.waiting]
-        if not guilty and len(slow) == len(running):
+        beats = {rank: self._seen[rank].beat for rank in running}
+        # A rank that waits is slow through another's fault, unless all that are not idle wait; or
+        # through its own, where it has had something to write for all that time.
+        guilty = [rank for rank in slow if beats[rank].writing or not beats[rank].waiting]
+        if not guilty and all(rank in slow for rank in running if beats[rank].action):
             guilty = slow
         if not guilty:
             return None
         rank = min(guilty, key=lambda rank: self._seen[rank].progressed)
         waited = now - self._seen[rank].progressed
+        if beats[rank].writing and (beats[rank].waiting or not beats[rank].action):
+            reason = f"has waited for its disk for {waited:.0f} s"
+            return Stall(rank, reason, "does the folder that it writes to still answer?")
         reason = f"has made no progress for {waited:.0f} s"
         return Stall(rank, reason, "raise --timeout if a single step takes that long")
 

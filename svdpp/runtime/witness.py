@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from svdpp.runtime.messages import Beat, parse_event
+from svdpp.errors import Interrupted, to_record
+from svdpp.runtime.messages import Beat, Failed, parse_event
 from svdpp.runtime.supervisor import Observer, place_of
 
 
@@ -41,6 +42,12 @@ class Witness:
             self._beat = event
         for observer in self._observers:
             observer(self._rank, event)
+
+    def interrupted(self, number: int) -> bytes:
+        """What rank 0 is told when a signal ends this process."""
+        error = to_record(Interrupted(number))
+        beat = self._beat
+        return Failed(error=error, traceback="", action=beat.action, step=beat.step).to_bytes()
 
     def ended(self, error: dict[str, Any] | None) -> None:
         """Notes why rank 0 has ended the run; rank 0 has said it to the user."""

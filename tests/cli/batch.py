@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from svdpp.distributed import scratch
 from tests.cli.shell import Answer, python
 
 
@@ -84,6 +85,7 @@ def _command(arguments: list[str]) -> None:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
+        scratch.remove_multiprocessing_folder()
         os._exit(code)
 
 

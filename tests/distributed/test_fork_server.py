@@ -13,9 +13,10 @@ from tests.faults.processes import is_there, wait_until
 _START_AND_END = """
 import os
 from multiprocessing import forkserver
-from svdpp.distributed import fork_server
+from svdpp.distributed import fork_server, scratch
 fork_server.start(["tests.distributed.never_imported"])
 print(forkserver._forkserver._forkserver_pid, flush=True)
+scratch.remove_multiprocessing_folder()
 os._exit(0)
 """
 

@@ -125,9 +125,10 @@ def test_clocks_are_compared(board: Board, switchboard: Switchboard) -> None:
     thread = _calling(board, theirs)
     _, line = _accepted(switchboard)
     thread.join()
-    teller = threading.Thread(target=clock.tell, args=(line,))
+    deadline = time.monotonic() + 20
+    teller = threading.Thread(target=clock.tell, args=(line, deadline))
     teller.start()
-    found = clock.compare(theirs[0])
+    found = clock.compare(theirs[0], deadline)
     teller.join()
     assert abs(found.monotonic_ahead) < 0.05
     assert abs(found.wall_ahead) < 0.05

@@ -50,6 +50,7 @@ def test_slurms_world() -> None:
     world = find_world(SLURM)
     assert world == World(
         **{"rank": 5, "local_rank": 1, "size": 7, "local_size": 3, "host": 1, "num_hosts": 2},
+        is_even=False,
         launcher="slurm",
         owns_store=True,
     )
@@ -60,6 +61,18 @@ def test_tasks_on_each_node_may_be_written_in_short() -> None:
     world = find_world({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "2(x3),1"})
     assert world is not None
     assert world.local_size == 2
+
+
+@pytest.mark.parametrize(("tasks", "per_host"), [("4,3,2", None), ("3(x3)", 3), ("3,3,3", 3)])
+def test_every_task_knows_alike_whether_hosts_have_equal_numbers(
+    tasks: str, per_host: int | None
+) -> None:
+    """The host with 3 of 4, 3, 2 sees a third of all ranks on its own."""
+    step = {**SLURM, "SLURM_NTASKS": "9", "SLURM_STEP_NUM_NODES": "3", "SLURM_LOCALID": "0"}
+    for host in range(3):
+        world = find_world({**step, "SLURM_NODEID": str(host), "SLURM_STEP_TASKS_PER_NODE": tasks})
+        assert world is not None
+        assert world.ranks_per_host == per_host
 
 
 def test_torchrun_inside_srun_is_torchruns() -> None:

@@ -44,3 +44,15 @@ def test_a_rank_that_raises_is_reported_by_rank_0(start: StartCommand, home: Pat
     assert re.search(r"error: rank 1 \(cpu of .*\) failed at clip 2, step 2 ", command.errors)
     root_cause = command.errors.partition("Root Cause")[2]
     assert re.search(r"rank +: 0 .*\n +exitcode +: 6 ", root_cause), root_cause
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full)]
+)
+def test_a_signal_to_all_is_told_as_the_signal(start: StartCommand, number: signal.Signals) -> None:
+    """Ctrl-C, or scancel: every rank gets it, and ends."""
+    command = _start(start, STANDING)
+    command.event(kind="beat", rank=2, waiting=True, action="DENOISE c2 4:6")
+    command.end(command.signal(number, group=True), 6)
+    assert f"error: ended by {number.name}\n" in command.errors
+    assert "is gone" not in command.errors

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -99,6 +101,18 @@ def test_inputs_and_outputs_that_go_wrong_lose_their_own_clip(tmp_path: Path) ->
         assert len(read_frames(tmp_path / f"clip_{seed}.mp4", "mp4")) == 2
     left = sorted(path.name for path in tmp_path.iterdir())
     assert left == ["clip_0.json", "clip_0.mp4", "clip_2.mp4", "clip_3.json", "clip_3.mp4"]
+
+
+@pytest.mark.processes
+def test_a_disk_that_hangs_ends_the_run(tmp_path: Path) -> None:
+    config, requests = _demo(tmp_path, 1)
+    config = replace(config, world_size=1, timeout_seconds=4)
+    os.mkfifo(tmp_path / "clip0_frames.npy")  # the write of which waits for a reader
+    with (
+        pytest.raises(RankError, match=r"rank 0 .* has waited for its disk for \d s"),
+        Pipeline(config, evidence_folder=str(tmp_path)) as pipeline,
+    ):
+        pipeline.run(requests)
 
 
 @pytest.mark.processes

@@ -20,7 +20,7 @@ from svdpp.config import (
     PipelineConfig,
     SamplingConfig,
 )
-from svdpp.errors import OutputError, RequestError
+from svdpp.errors import OutputError, RequestError, SvdppError
 from svdpp.media import place, video
 from svdpp.media.image import read_photo
 from svdpp.models.checkpoint import find_checkpoint
@@ -174,6 +174,20 @@ def test_a_folder_that_takes_no_file_is_named_with_its_host(tmp_path: Path) -> N
     here = OutputPolicy(folder=tmp_path / "here")
     with pytest.raises(OutputError, match="on host1: cannot write into"):
         hosts.without_those_elsewhere(_plan(here.folder), here, _Host1(there))
+
+
+def test_whatever_goes_wrong_on_another_host_is_told_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def look(*_: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(hosts, "_look", look)
+    policy = OutputPolicy(folder=tmp_path)
+    host1 = _Host1(policy)
+    with pytest.raises(SvdppError, match=r"on host1: OSError: .*Input/output error") as refusal:
+        hosts.without_those_elsewhere(_plan(tmp_path), policy, host1)
+    assert host1.sent_away == [refusal.value]
 
 
 def test_terms_are_what_bits_and_lists_depend_on() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from svdpp.runtime.messages import Beat, Finished, Joined, StepDone
+import pytest
+
+from svdpp.runtime.messages import Beat, ClipDone, Finished, Joined, StepDone
 from svdpp.runtime.watch import Watch
 
 JOINED = Joined(device="cpu", load_seconds=0.1)
@@ -59,6 +61,41 @@ def test_idle_ranks_have_no_progress_to_make() -> None:
     watch = _watch()
     _beat_until(watch, 500, dict.fromkeys(range(3), Beat()))
     assert watch.stall(500.0) is None
+
+
+IDLE_BUT_WRITING = Beat(writing=True)
+DELIVERING = Beat(action="DELIVER c3 @8", waiting=True, writing=True)
+
+
+@pytest.mark.parametrize("last", [IDLE_BUT_WRITING, DELIVERING])
+@pytest.mark.parametrize("other", [Beat(), WAITING])
+def test_a_rank_whose_disk_hangs_is_named_whatever_the_others_do(other: Beat, last: Beat) -> None:
+    watch = _watch()
+    beats = {0: other, 1: other, 2: last}
+    _beat_until(watch, 100, beats)
+    assert watch.stall(100.0) is None
+    _beat_until(watch, 101, beats)
+    stall = watch.stall(101.0)
+    assert stall is not None
+    assert (stall.rank, stall.reason) == (2, "has waited for its disk for 101 s")
+
+
+def test_a_rank_that_writes_clip_after_clip_is_left_alone() -> None:
+    watch = _watch()
+    for second in range(300):
+        for rank, beat in enumerate((Beat(), Beat(), IDLE_BUT_WRITING)):
+            watch.heard(rank, beat, float(second))
+        if second % 90 == 0:
+            watch.heard(2, ClipDone(clip=second, record={}), float(second))
+        assert watch.stall(float(second)) is None
+
+
+def test_when_all_that_are_not_idle_wait_one_of_them_is_named() -> None:
+    watch = _watch()
+    _beat_until(watch, 101, {0: Beat(), 1: WAITING, 2: WAITING})
+    stall = watch.stall(101.0)
+    assert stall is not None
+    assert stall.rank == 1
 
 
 def test_when_all_wait_one_is_named_all_the_same() -> None:
