@@ -7,8 +7,9 @@ said and checked before its bytes are taken.
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 
 from svdpp.config import TensorSpec
 from svdpp.errors import TransportError
@@ -20,12 +21,26 @@ MAX_DIMS = 8
 _MAGIC = b"SVDPPKT\0"
 _DTYPE_CODES = {"fp32": 1, "fp16": 2, "bf16": 3, "uint8": 4}
 _DTYPE_NAMES = {code: name for name, code in _DTYPE_CODES.items()}
-# magic, version, flags, clip, next step, sequence number, unix time of the clip's begin, bytes,
-# crc32 of the payload, tensors
-_HEAD = struct.Struct("<8sHHQIQdQIH")
+# Begun is the unix time of the clip's begin, crc the payload's crc32, count the number of tensors.
+_HEAD_FORMATS = {
+    **{"magic": "8s", "version": "H", "flags": "H", "clip": "Q", "step": "I", "sequence": "Q"},
+    **{"begun": "d", "bytes": "Q", "crc": "I", "count": "H"},
+}
+_TENSOR_FORMATS = {"name": "32s", "dtype": "B", "dims": "B", "shape": f"{MAX_DIMS}Q"}
+_HEAD, _TENSOR = (
+    struct.Struct("<" + "".join(formats.values())) for formats in (_HEAD_FORMATS, _TENSOR_FORMATS)
+)
 _VOID, _CHECKSUM = 1, 2
-# name, dtype, number of dims, dims
-_TENSOR = struct.Struct(f"<32sBB{MAX_DIMS}Q")
+
+
+def _positions(formats: Mapping[str, str]) -> Iterator[tuple[str, int]]:
+    """Where each field begins in a struct without gaps."""
+    sizes = (struct.calcsize(f"<{each}") for each in formats.values())
+    return zip(formats, accumulate(sizes, initial=0), strict=False)
+
+
+#: Where each field begins, those of a tensor in the first one.
+FIELDS: Mapping[str, int] = dict(_positions({**_HEAD_FORMATS, **_TENSOR_FORMATS}))
 
 
 @dataclass(frozen=True)

@@ -148,7 +148,7 @@ class StartedGroup:
                     self._processes.append(process)
                     process.start()
         except BaseException:  # a signal, above all
-            process_end.kill_with_children([p.pid for p in self._processes if p.pid])
+            process_end.kill_with_children(self.pids)
             scratch.remove_folder(self._folder)
             raise
         for connection in theirs:
@@ -156,8 +156,8 @@ class StartedGroup:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids, by rank."""
-        return [process.pid for process in self._processes]
+        """Process ids of those that were started, by rank."""
+        return [process.pid for process in self._processes if process.pid]
 
     def place(self, rank: int) -> Place:
         """See `Group`."""

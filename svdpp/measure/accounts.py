@@ -34,11 +34,6 @@ class Account:
         """What the four parts leave of the wall, in seconds."""
         return self.wall - self.compute - self.wait - self.transfer - self.idle
 
-    @property
-    def unaccounted_share(self) -> float:
-        """The same as a share of the wall."""
-        return self.unaccounted / self.wall if self.wall else 0.0
-
 
 def accounts(trace: Trace) -> list[Account]:
     """Each rank's account, by rank.

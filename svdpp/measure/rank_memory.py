@@ -24,8 +24,6 @@ class RankMemory:
     """Bytes on one rank's device, or on the host where that is the CPU."""
 
     rank: int
-    parts: tuple[str, ...]
-    """Of `encode`, `denoise` and `decode`, those that the rank holds."""
     weight_bytes: int
     activation_bytes: int
     """Above the weights, in the hungriest of its parts."""
@@ -64,11 +62,9 @@ def estimate_ranks(config: PipelineConfig, schedule: Schedule) -> list[RankMemor
     for rank, actions in enumerate(schedule):
         encode, denoise, decode = _duties(actions)
         memory = footprint.of_rank(encode=encode, denoise=denoise, decode=decode)
-        held = {"encode": encode, "denoise": denoise, "decode": decode}
         result.append(
             RankMemory(
                 rank=rank,
-                parts=tuple(part for part, is_held in held.items() if is_held),
                 weight_bytes=memory.weight_bytes,
                 activation_bytes=memory.activation_bytes,
                 process_bytes=process,

@@ -9,27 +9,16 @@ from typing import Literal, get_args
 
 import torch
 
+from svdpp.distributed.header import FIELDS
 from svdpp.errors import RequestError
 
 Kind = Literal["ulp", "skip", "nan", "raise", "hang", "header"]
 
 _PATTERN = re.compile(rf"({'|'.join(get_args(Kind))})(?:-([a-z]+))?@rank(\d+)\.clip(\d+)", re.ASCII)
 
-#: Where each field of a packet's header begins; see `distributed.header`.
+#: Where each field of a packet's header begins that receivers check: all but the clip's begin.
 HEADER_FIELDS: Mapping[str, int] = {
-    "magic": 0,
-    "version": 8,
-    "flags": 10,
-    "clip": 12,
-    "step": 20,
-    "sequence": 24,
-    "bytes": 40,
-    "crc": 48,
-    "count": 52,
-    "name": 54,
-    "dtype": 86,
-    "dims": 87,
-    "shape": 88,
+    name: position for name, position in FIELDS.items() if name != "begun"
 }
 
 
@@ -93,7 +82,7 @@ class PlantedFault:
         return change
 
     def reach(self, rank: int, clip: int, place: str) -> None:
-        """Called as `rank` comes to a place of its life; see `stops.PlantedStop`."""
+        """Called as `rank` comes to a place of its life, where the suite's faults stop it."""
 
 
 def _has_field(kind: str, field: str) -> bool:

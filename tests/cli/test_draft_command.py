@@ -171,7 +171,7 @@ def test_profile_measures_starts_that_run_takes(tmp_path: Path) -> None:
     content = json.loads(path.read_text())
     assert content["photographs"] == ["rocket.jpg"]
     assert {len(choice["starts"]) for choice in content["choices"]} == {2, 3}
-    assert "svdpp run PHOTO --draft --steps 8 --starts" in answer.err
+    assert "svdpp run PHOTO --draft --model demo --device cpu --steps 8 --starts" in answer.err
     planned = svdpp_here("plan", "--draft", "--steps", "8", "--starts", str(path), "--json")
     starts = json.loads(planned.out)["starts"]
     assert starts in [choice["starts"] for choice in content["choices"]]

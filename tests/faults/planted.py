@@ -30,7 +30,7 @@ def main() -> None:
 
 def _planted(plan: dict[str, Any]) -> type:
     from svdpp.runtime.pipeline import Pipeline
-    from svdpp.runtime.stops import PlantedStop
+    from tests.faults.stops import PlantedStop
 
     note = _notes(Path(plan["events"]))
 

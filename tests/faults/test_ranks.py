@@ -21,7 +21,6 @@ from svdpp.config import ClipRequest, DraftConfig, ModelConfig, PipelineConfig, 
 from svdpp.errors import RankError
 from svdpp.runtime.messages import Beat, ClipDone, Event, StepDone
 from svdpp.runtime.pipeline import Pipeline
-from svdpp.runtime.stops import PlantedStop
 from tests.cli.shell import PHOTO
 from tests.faults.commands import NUM_FRAMES, RUN, WORLD_SIZE
 from tests.faults.conftest import StartCommand
@@ -32,6 +31,7 @@ from tests.faults.processes import (
     ranks_below,
     wait_until,
 )
+from tests.faults.stops import PlantedStop
 
 pytestmark = [pytest.mark.processes, pytest.mark.long]
 

@@ -31,7 +31,6 @@ def test_every_part_is_measured_for_itself() -> None:
     assert (first.idle, first.unaccounted) == (6.0, 0.0)
     assert (second.compute, second.wait, second.transfer, second.idle) == (4.5, 3.0, 1.0, 1.0)
     assert second.unaccounted == 0.5  # between the last step and the decode
-    assert second.unaccounted_share == 0.05
 
 
 def test_what_was_not_measured_is_missed() -> None:

@@ -87,9 +87,6 @@ def test_ranks_hold_what_their_actions_need() -> None:
 
     first, between, last = estimate_ranks(config, schedule)
 
-    assert first.parts == ("encode", "denoise")
-    assert between.parts == ("denoise",)
-    assert last.parts == ("denoise", "decode")
     assert between.weight_bytes < first.weight_bytes
     assert between.weight_bytes < last.weight_bytes
     assert between.process_bytes > 100 * 2**20

@@ -1,4 +1,4 @@
-"""Owns planted stops: a rank that raises or stands still at a named place, for the fault tests."""
+"""A fault that only tests plant: a rank that raises or stands still at a named place."""
 
 from __future__ import annotations
 
