@@ -12,7 +12,7 @@ from rich.text import Text
 
 from svdpp.cli import options
 from svdpp.cli.console import Console
-from svdpp.config import DEFAULT_NUM_STEPS, DEMO_MODEL, ModelConfig
+from svdpp.config import DEFAULT_MODEL, DEFAULT_NUM_STEPS, DEMO_MODEL, ModelConfig
 from svdpp.redaction import redact, redact_all
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ _COLOURS = {"ok": "green", "failed": "bold red", "skipped": "dim"}
 
 
 def doctor(
+    context: typer.Context,
     world: options.World = None,
     out: Annotated[
         Path, typer.Option("--out", "-o", metavar="DIR", help="Folder the clips would go to.")
@@ -91,11 +92,20 @@ def doctor(
     failed = [check for check in checks if check.verdict == "failed"]
     if as_json:
         listed = redact_all([asdict(check) for check in checks])
-        console.json({"schema_version": 1, "healthy": not failed, "checks": listed})
+        examined = {"model": model, "device": chosen, "world_size": world_size}
+        about = {"schema_version": 1, "healthy": not failed, "examined": redact_all(examined)}
+        console.json({**about, "checks": listed})
     if failed:
         console.talk(f"{len(failed)} of {len(checks)} checks failed")
         raise typer.Exit(failed[0].exit_code)
-    console.talk("a run will find what it needs")
+    ranks = f"{world_size} {chosen} rank{'s' if world_size > 1 else ''}"
+    console.talk(f"a run of {model} on {ranks} will find what it needs")
+    of_run = {} if options.is_given(context, "model") else {"model": DEFAULT_MODEL}
+    of_run |= {} if device is not None or chosen == "cuda" else {"device": "cuda"}
+    if of_run:
+        wanted = " ".join(f"--{name} {value}" for name, value in of_run.items())
+        names = " and ".join(of_run)
+        console.talk(f"svdpp run takes another {names} by default: to examine that add {wanted}")
 
 
 def _print(console: Console, check: Check) -> None:

@@ -1,4 +1,4 @@
-"""Owns the option types that commands share: name, help, unit and range, once."""
+"""Owns the options that commands share: name, help, unit and range, once; and what was given."""
 
 from __future__ import annotations
 
@@ -394,3 +394,9 @@ LogFile = Annotated[
         rich_help_panel=_TALK,
     ),
 ]
+
+
+def is_given(context: typer.Context, name: str) -> bool:
+    """Whether the command's parameter `name` was given, rather than left to its default."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name not in ("DEFAULT", "DEFAULT_MAP")

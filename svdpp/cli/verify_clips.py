@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from svdpp.cli import options
 from svdpp.cli.console import Console
 from svdpp.cli.verify_report import ClipProof, end_one, end_several
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig
@@ -73,7 +74,7 @@ def refuse_without_effect(context: typer.Context) -> None:
     given = {
         str(parameter.name): "/".join(name for name in parameter.opts if name.startswith("--"))
         for parameter in context.command.params
-        if _is_given(context, str(parameter.name)) and parameter.name not in _EFFECTIVE
+        if options.is_given(context, str(parameter.name)) and parameter.name not in _EFFECTIVE
     }
     if "report" in given:
         raise RequestError(
@@ -86,11 +87,6 @@ def refuse_without_effect(context: typer.Context) -> None:
             "made, and that is computed anew on one device",
             "leave out what has none; svdpp verify PHOTO runs the ranks, and takes it",
         )
-
-
-def _is_given(context: typer.Context, name: str) -> bool:
-    source = context.get_parameter_source(name)
-    return source is not None and source.name not in ("DEFAULT", "DEFAULT_MAP")
 
 
 def verify_clips(console: Console, inputs: Sequence[str], settings: Settings) -> None:

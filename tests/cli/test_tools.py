@@ -9,10 +9,13 @@ import pytest
 import torch
 
 from svdpp import __version__
+from svdpp.config import DEFAULT_MODEL
+from svdpp.measure import doctor
 from svdpp.plan.costs import Costs
 from tests.cli.shell import svdpp_alone, svdpp_here
 
 NO_FFMPEG = {"IMAGEIO_FFMPEG_EXE": "/nowhere/ffmpeg"}
+TAKEN_BY_RUN = f"--model {DEFAULT_MODEL} --device cuda"
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
 
@@ -37,13 +40,36 @@ def test_a_healthy_machine(tmp_path: Path) -> None:
     )
 
     assert answer.code == 0, answer
-    assert answer.err == "a run will find what it needs\n"
+    assert answer.err == (
+        "a run of demo on 2 cpu ranks will find what it needs\n"
+        f"svdpp run takes another model by default: to examine that add --model {DEFAULT_MODEL}\n"
+    )
     assert all(len(line) < 80 for line in answer.out.splitlines())
     verdicts = [line[:26].split(None, 1) for line in answer.out.splitlines() if line[0] != " "]
     names = ["devices", "temporary folder", "ffmpeg", "output folder"]
     names += ["model", "memory", "hops", "determinism"]
     assert [(verdict, name.strip()) for verdict, name in verdicts] == [("ok", n) for n in names]
     assert not (tmp_path / "out").exists()
+
+
+@NO_GPU
+@pytest.mark.parametrize(
+    ("given", "remark"),
+    [
+        ((), f"model and device by default: to examine that add {TAKEN_BY_RUN}"),
+        (("--model", "demo"), "device by default: to examine that add --device cuda"),
+        (("--model", "demo", "--device", "cpu"), ""),
+    ],
+)
+def test_doctor_says_what_it_has_examined(
+    given: tuple[str, ...], remark: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "_CHECKS", {})  # what they find is the other tests' matter
+    answer = svdpp_here("doctor", *given, "--world", "1", "--out", str(tmp_path))
+    assert answer.code == 0
+    verdict, *remarks = answer.err.splitlines()
+    assert verdict == "a run of demo on 1 cpu rank will find what it needs"
+    assert remarks == ([f"svdpp run takes another {remark}"] if remark else [])
 
 
 @NO_GPU
@@ -59,6 +85,8 @@ def test_a_broken_machine_names_every_mend(tmp_path: Path) -> None:
     report = json.loads(answer.out)
     checks = {check["name"]: check for check in report["checks"]}
     assert not report["healthy"]
+    examined = {"model": str(tmp_path / "model"), "device": "cuda", "world_size": 1}
+    assert report["examined"] == examined
     assert answer.code == 2  # that of the first one, the devices
     codes = {name: check["exit_code"] for name, check in checks.items()}
     assert codes == {
