@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import ctypes
 import json
-import re
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,13 +20,15 @@ import torch
 from svdpp.config import PipelineConfig
 from svdpp.distributed import fork_server, process_group
 from svdpp.distributed.launch import Member, StartedGroup
-from svdpp.errors import OutOfMemoryError, RankError, SvdppError, from_record, to_record
+from svdpp.errors import OutOfMemoryError, RankError, from_record, to_record
 from svdpp.models import determinism
 from svdpp.models.checkpoint import Checkpoint
+from svdpp.models.free_memory import free_bytes
 from svdpp.models.interface import LATENTS
 from svdpp.plan.actions import decode
 from svdpp.plan.layout import Roles
 from svdpp.runtime.memory import out_of_memory_named
+from svdpp.runtime.peak import forget_peak, peak_in_use
 from svdpp.runtime.pipeline import resolve
 
 #: Left over is room for what the law does not know: fragments, other programs, libraries' caches.
@@ -167,7 +167,9 @@ def _measure(setup: _Setup) -> DecodeMemory:
             return _peak(model.device, lambda: part.decode(latent))
 
     peak(1, 1)  # maps the weights in, picks kernels, makes the libraries' workspaces
-    free = _free_bytes(model.device) // _sharers(config)
+    if model.device.type == "cuda":
+        torch.cuda.empty_cache()
+    free = free_bytes(model.device) // _sharers(config)
     one, kept, both = peak(1, 1), peak(2, 1), peak(2, 2)
     return DecodeMemory(
         num_frames=config.sampling.frames,
@@ -186,41 +188,13 @@ def _sharers(config: PipelineConfig) -> int:
 
 def _peak(device: torch.device, work: Callable[[], object]) -> int:
     """Bytes that `work` takes at its peak, beyond those in use before it."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        work()
-        torch.cuda.synchronize(device)
-        return torch.cuda.max_memory_allocated(device) - before
-    # Every tensor by itself from the kernel and back to it (mallopt(3)): else memory that was freed
-    # before, and kept by malloc, hides what is taken anew.
-    libc = ctypes.CDLL(None)
-    libc.mallopt(_M_MMAP_THRESHOLD, 64 * 1024)
-    libc.malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM to VmRSS: proc(5)
-    before = _status("VmRSS")
+    if device.type == "cpu":
+        # Every tensor by itself from the kernel and back to it (mallopt(3)): else memory that was
+        # freed before, and kept by malloc, hides what is taken anew.
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 64 * 1024)
+    before = forget_peak(device)
     work()
-    return _status("VmHWM") - before
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        return torch.cuda.mem_get_info(device)[0]
-    return _kilobytes("/proc/meminfo", "MemAvailable")
-
-
-def _status(field: str) -> int:
-    return _kilobytes("/proc/self/status", field)
-
-
-def _kilobytes(file: str, field: str) -> int:
-    """A field of a file in /proc, in bytes."""
-    match = re.search(rf"^{field}:\s+(\d+) kB$", Path(file).read_text(), re.MULTILINE)
-    if match is None:
-        raise SvdppError(f"{file} has no {field}")
-    return int(match[1]) * 1024
+    return peak_in_use(device) - before
 
 
 def _gib(num_bytes: int) -> str:

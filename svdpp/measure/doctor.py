@@ -20,10 +20,10 @@ from svdpp.errors import (
     VerificationError,
 )
 from svdpp.measure import probe
-from svdpp.measure.environment import available_bytes
-from svdpp.measure.rank_memory import estimate_ranks, free_on_cuda
+from svdpp.measure.rank_memory import estimate_ranks
 from svdpp.media import place, video
 from svdpp.models.checkpoint import Checkpoint
+from svdpp.models.free_memory import free_bytes
 from svdpp.plan.schedule import build_schedule
 from svdpp.runtime.pipeline import resolve
 
@@ -182,12 +182,11 @@ def _memory(patient: Patient) -> str:
         rank.total_bytes
         for rank in estimate_ranks(config, build_schedule(routes, config.world_size))
     ]
-    if config.device == "cpu":
-        return _enough("the CPU", sum(needed), available_bytes())
     if config.device != "cuda":
-        return _enough(config.device, sum(needed), free_on_cuda(config.device))
+        name = "the CPU" if config.device == "cpu" else config.device
+        return _enough(name, sum(needed), free_bytes(config.device))
     verdicts = [
-        _enough(f"cuda:{rank}", size, free_on_cuda(f"cuda:{rank}"))
+        _enough(f"cuda:{rank}", size, free_bytes(f"cuda:{rank}"))
         for rank, size in enumerate(needed)
     ]
     return verdicts[max(range(len(needed)), key=needed.__getitem__)]

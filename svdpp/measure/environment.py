@@ -16,6 +16,7 @@ import torch
 import svdpp
 from svdpp.errors import OutputError
 from svdpp.media.video import find_ffmpeg
+from svdpp.models.free_memory import available_bytes
 from svdpp.redaction import redact_all
 
 SCHEMA_VERSION = 1
@@ -71,15 +72,6 @@ def cpu_model() -> str:
         if name.strip() == "model name":
             return value.strip()
     return platform.processor() or platform.machine()
-
-
-def available_bytes() -> int:
-    """Host memory that a new process could take without swapping."""
-    for line in _read("/proc/meminfo").splitlines():
-        name, _, value = line.partition(":")
-        if name == "MemAvailable":
-            return int(value.split()[0]) * 1024
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _versions() -> dict[str, str | None]:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +22,7 @@ from svdpp.runtime.errand import send_ranks
 from svdpp.runtime.evidence import tensor_sha256
 from svdpp.runtime.memory import out_of_memory_named
 from svdpp.runtime.messages import ClipDone, Event, Joined
-from svdpp.runtime.peak import status_bytes
+from svdpp.runtime.peak import forget_peak, peak_in_use
 from svdpp.runtime.rank import load_model
 from svdpp.runtime.reporter import Reporter
 
@@ -212,9 +210,9 @@ def _watch_memory(
     model = load_model(config, checkpoint, device, PARTS[part])
     tensors = _random_packet(model)
     _work(model, part, tensors, config)
-    before = _reset_peak(model.device)
+    before = forget_peak(model.device)
     _work(model, part, tensors, config)
-    return {"bytes": max(0, _peak(model.device) - before)}
+    return {"bytes": max(0, peak_in_use(model.device) - before)}
 
 
 def _work(model: VideoModel, part: str, tensors: Tensors, config: PipelineConfig) -> None:
@@ -250,20 +248,3 @@ def _random_packet(model: VideoModel) -> Tensors:
         )
         for name, spec in model.packet_spec().items()
     }
-
-
-def _reset_peak(device: torch.device) -> int:
-    """Forgets the peak so far; bytes in use now."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        return int(torch.cuda.memory_allocated(device))
-    ctypes.CDLL(None).malloc_trim(0)  # what was freed and kept would else hide what is needed
-    Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets VmHWM
-    return status_bytes("VmRSS")
-
-
-def _peak(device: torch.device) -> int:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        return int(torch.cuda.max_memory_allocated(device))
-    return status_bytes("VmHWM")

@@ -5,18 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-import torch
-
 from svdpp.config import ModelConfig, PipelineConfig, SamplingConfig
 from svdpp.models.footprint import bare_process_bytes, estimate
+from svdpp.models.free_memory import free_bytes
 from svdpp.plan.actions import Action, Kind
 from svdpp.plan.schedule import Schedule
 from svdpp.runtime.pipeline import resolve
-
-
-def free_on_cuda(device: str) -> int:
-    """Bytes that nobody uses of a CUDA device."""
-    return int(torch.cuda.mem_get_info(torch.device(device))[0])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +72,7 @@ def memory_of_devices(
     sampling: SamplingConfig,
     device: str,
     world_size: int,
-    free_bytes: Callable[[str], int] = free_on_cuda,
+    free_bytes: Callable[[str], int] = free_bytes,
 ) -> tuple[dict[str, float], tuple[float, ...]]:
     """What a layout is chosen by: what the model's parts need, and what each rank's device has.
 

@@ -25,6 +25,7 @@ from transformers.utils import is_torchvision_available
 
 from svdpp.errors import ModelError, OutOfMemoryError, RequestError
 from svdpp.models.checkpoint import Checkpoint
+from svdpp.models.free_memory import free_bytes
 from svdpp.models.safetensors_header import WEIGHT_STEMS, Header, weight_headers
 from svdpp.models.weights import DIFFUSERS_CLASSES, check_names, expected_module
 
@@ -266,8 +267,7 @@ def _is_out_of_memory(error: BaseException) -> bool:
 def _free(device: torch.device) -> str:
     if device.type != "cuda":
         return ", more than is free"
-    free, _ = torch.cuda.mem_get_info(device)
-    return f", where {free / 1e9:.2f} GB are free"
+    return f", where {free_bytes(device) / 1e9:.2f} GB are free"
 
 
 def _first_line(error: BaseException) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ from typing import Literal
 import torch
 
 from svdpp.errors import OutOfMemoryError
+from svdpp.models.free_memory import available_bytes
 from svdpp.plan.actions import Action, Kind
 
 _HOST_ASKED = re.compile(r"you tried to allocate (\d+) bytes")
@@ -78,6 +78,5 @@ def _asked_and_free(error: BaseException) -> tuple[str, str] | None:
     host = _HOST_ASKED.search(text)
     if host is None and not isinstance(error, MemoryError):
         return None
-    free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     asked_text = f"{int(host[1]) / 2**30:.1f} GiB" if host else "memory"
-    return asked_text, f"{free_bytes / 2**30:.1f} GiB"
+    return asked_text, f"{available_bytes() / 2**30:.1f} GiB"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 from pathlib import Path
 
@@ -30,9 +31,35 @@ def begin_anew() -> None:
         torch.cuda.empty_cache()
         for device in range(torch.cuda.device_count()):
             torch.cuda.reset_peak_memory_stats(device)
-    # 5: the peak is now, see proc(5). Where that may not be written the old one stays.
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
+    with contextlib.suppress(OSError):  # where that may not be written the old peak stays
+        _reset_resident_peak()
+
+
+def forget_peak(device: torch.device) -> int:
+    """Makes this process's peak on `device` what is in use now, and returns that, bytes.
+
+    Raises:
+        OSError: the kernel does not let it, see proc(5), so no peak after it could be told.
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        return int(torch.cuda.memory_allocated(device))
+    ctypes.CDLL(None).malloc_trim(0)  # what was freed and kept would else hide what is needed
+    _reset_resident_peak()
+    return status_bytes("VmRSS")
+
+
+def peak_in_use(device: torch.device) -> int:
+    """The most bytes in use on `device` since `forget_peak`."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        return int(torch.cuda.max_memory_allocated(device))
+    return status_bytes("VmHWM")
+
+
+def _reset_resident_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM to VmRSS: proc(5)
 
 
 def status_bytes(name: str) -> int:

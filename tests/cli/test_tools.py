@@ -56,10 +56,7 @@ def test_a_healthy_machine(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "remark"),
     [
-        (
-            (),
-            f"model and device by default: to examine that add --model {DEFAULT_MODEL} --device cuda",
-        ),
+        ((), f"model and device by default: to examine that add {TAKEN_BY_RUN}"),
         (("--model", "demo"), "device by default: to examine that add --device cuda"),
         (("--model", "demo", "--device", "cpu"), ""),
     ],

@@ -10,7 +10,8 @@ import torch
 
 from svdpp import __version__
 from svdpp.measure import environment as module
-from svdpp.measure.environment import available_bytes, cpu_model, environment
+from svdpp.measure.environment import cpu_model, environment
+from svdpp.models.free_memory import available_bytes, free_bytes
 
 
 def test_no_secret_and_no_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -39,6 +40,7 @@ def test_versions_and_host() -> None:
     assert facts["versions"]["torch"] == torch.__version__
     assert facts["host"]["cpu"] == cpu_model() != ""
     assert 0 < available_bytes() <= facts["host"]["memory_bytes"]
+    assert free_bytes("cpu") == pytest.approx(available_bytes(), rel=0.2)
     assert len(facts["devices"]["gpus"]) == len(facts["devices"]["peer_access"])
     assert facts["ffmpeg"]["version"]
 

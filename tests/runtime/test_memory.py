@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from svdpp.errors import OutOfMemoryError
+from svdpp.models import free_memory
 from svdpp.plan import actions
 from svdpp.plan.actions import Action
 from svdpp.runtime.memory import out_of_memory_named
@@ -42,6 +43,18 @@ def test_the_host_allocators_refusal_is_the_same_error() -> None:
         torch.empty(2**58, dtype=torch.uint8)
     assert f"{2**28:.1f} GiB asked for" in str(caught.value)
     assert " GiB free" in str(caught.value)
+
+
+def test_what_is_free_is_what_doctor_and_auto_call_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that the kernel would give back at once is free, and not only idle pages."""
+    told = "MemTotal: 8388608 kB\nMemFree: 1048576 kB\nMemAvailable: 3145728 kB\n"
+    monkeypatch.setattr(free_memory, "_meminfo", lambda: told)
+    assert free_memory.free_bytes("cpu") == 3 * 2**30
+    with (
+        pytest.raises(OutOfMemoryError, match=r"asked for, 3\.0 GiB free"),
+        out_of_memory_named(actions.encode(0)),
+    ):
+        torch.empty(2**58, dtype=torch.uint8)
 
 
 def test_pythons_memory_error_is_the_same_error() -> None:
