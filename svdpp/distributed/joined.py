@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from svdpp.distributed import clock, process_end, process_group
-from svdpp.distributed.channel import PipeChannel
+from svdpp.distributed.channel import PipeChannel, QueuedChannel
 from svdpp.distributed.launch import Entry, Member, Place
 from svdpp.distributed.lines import ASK, BEGIN, END, Caller, Switchboard, receive
 from svdpp.distributed.world import World
@@ -178,7 +178,7 @@ class JoinedGroup:
             with contextlib.suppress(OSError):  # one that is gone is noticed by `poll`
                 channel.send(BEGIN)
         ours, theirs = multiprocessing.Pipe(duplex=True)
-        self._lines[0] = PipeChannel(ours)
+        self._lines[0] = QueuedChannel(ours)
         member = Member(
             self._world,
             self._backend,
@@ -215,16 +215,17 @@ class JoinedGroup:
         return messages
 
     def _read_all(self, rank: int) -> list[tuple[int, bytes]]:
-        connection = self._lines[rank].connection
+        channel = self._lines[rank]
+        connection = channel.connection
         messages = []
         try:
             while connection.poll():
                 messages.append((rank, connection.recv_bytes()))
         except (EOFError, ConnectionError):
-            connection.close()
+            channel.close()
             self._gone[rank] = None
         except OSError:
-            connection.close()  # nobody acknowledges anything: its silence is noticed elsewhere
+            channel.close()  # nobody acknowledges anything: its silence is noticed elsewhere
         return messages
 
     def exited(self) -> dict[int, int | None]:
@@ -257,4 +258,4 @@ class JoinedGroup:
             with contextlib.suppress(OSError):
                 if not channel.connection.closed:
                     channel.send(END + json.dumps({"code": code, "error": said}).encode())
-                    channel.connection.close()
+                    channel.close()

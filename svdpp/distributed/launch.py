@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol
 import torch.multiprocessing as torch_mp
 
 from svdpp.distributed import fork_server, process_end, process_group, scratch
-from svdpp.distributed.channel import Channel, PipeChannel
+from svdpp.distributed.channel import Channel, PipeChannel, QueuedChannel
 from svdpp.distributed.clock import Clock
 from svdpp.distributed.world import World
 
@@ -134,7 +134,7 @@ class StartedGroup:
         # For this user alone: nobody else can join the store in it.
         self._folder = scratch.make_folder("svdpp-")
         pipes = [context.Pipe(duplex=True) for _ in range(world_size)]
-        self._channels = [PipeChannel(ours) for ours, _ in pipes]
+        self._channels = [QueuedChannel(ours) for ours, _ in pipes]
         start = _Start(entry, argument, world_size, backend, self._folder)
         theirs = [connection for _, connection in pipes]
         self._processes: list[Any] = []
@@ -165,8 +165,7 @@ class StartedGroup:
 
     def send(self, rank: int, message: bytes) -> None:
         """See `Group`."""
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            self._channels[rank].send(message)
+        self._channels[rank].send(message)
 
     def poll(self, timeout: float) -> list[tuple[int, bytes]]:
         """See `Group`; also returns when a rank has ended."""
@@ -189,7 +188,7 @@ class StartedGroup:
             while connection.poll():
                 messages.append((rank, connection.recv_bytes()))
         except (EOFError, ConnectionResetError):
-            connection.close()
+            self._channels[rank].close()
         return messages
 
     def exited(self) -> dict[int, int | None]:
@@ -222,7 +221,7 @@ class StartedGroup:
         for process in self._processes:
             process.join(max(0.0, deadline - time.monotonic()))
         for channel in self._channels:
-            channel.connection.close()
+            channel.close()
         scratch.remove_folder(self._folder)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Iterable
 from dataclasses import replace
@@ -22,6 +23,7 @@ from svdpp.runtime.evidence import tensor_sha256
 from svdpp.runtime.faults import PlantedFault
 from svdpp.runtime.messages import ActionDone, Event, HopDone, StepDone
 from svdpp.runtime.pipeline import Pipeline
+from svdpp.runtime.stops import PlantedStop
 
 pytestmark = pytest.mark.processes
 
@@ -208,3 +210,20 @@ def _assert_nothing_is_left(pipeline: Pipeline) -> None:
 
 def _is_zombie(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_more_work_can_be_given_to_ranks_that_are_busy(tmp_path: Path) -> None:
+    """They read it when they are done with what they have; a pipe holds less than this."""
+    gate, pad = tmp_path / "gate", {"pad": "x" * 2**20}
+    stop = PlantedStop("hang", 0, 0, place="step0", until=str(gate))
+    with Pipeline(_config(2, steps=4), fault=stop) as pipeline:
+        pipeline.submit([ClipRequest(seed=1)])
+        given = threading.Thread(target=pipeline.submit, args=[[ClipRequest(seed=2)], [pad]])
+        given.start()
+        given.join(30)
+        is_given = not given.is_alive()
+        gate.touch()
+        results = list(pipeline.results())
+    assert is_given
+    assert [result.clip for result in results] == [0, 1]
+    assert results[1].record["pad"] == pad["pad"]
