@@ -23,7 +23,7 @@ from svdpp.runtime.evidence import tensor_sha256
 from svdpp.runtime.faults import PlantedFault
 from svdpp.runtime.messages import ActionDone, Event, HopDone, StepDone
 from svdpp.runtime.pipeline import Pipeline
-from svdpp.runtime.stops import PlantedStop
+from tests.faults.stops import PlantedStop
 
 pytestmark = pytest.mark.processes
 
