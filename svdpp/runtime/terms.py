@@ -21,7 +21,7 @@ def silence_of(config: PipelineConfig) -> float:
 
 
 def terms_of(config: PipelineConfig, checkpoint: Checkpoint | None) -> dict[str, str]:
-    """What must be the same on every rank, by name: options, versions, the model's commit.
+    """What must be the same on every rank, by name: options, versions, the model's weights.
 
     Threads and all that bits depend on among them; each host reads its own command line.
     """
@@ -32,5 +32,7 @@ def terms_of(config: PipelineConfig, checkpoint: Checkpoint | None) -> dict[str,
         for name, value in parts.items()
         if name in _TERMS
     }
-    revision = checkpoint.revision if checkpoint else None
-    return {**options, "revision": str(revision), **{k: str(v) for k, v in versions().items()}}
+    # A hub's model by its commit, a folder's by what lies in it.
+    weights = (checkpoint.revision, checkpoint.fingerprint) if checkpoint else (None, None)
+    options["revision"], options["weights fingerprint"] = map(str, weights)
+    return {**options, **{name: str(version) for name, version in versions().items()}}

@@ -202,6 +202,9 @@ def test_terms_are_what_bits_and_lists_depend_on() -> None:
         assert terms_of(other, None) != ours
     assert terms_of(replace(CONFIG, start_timeout_seconds=5), None) == ours
     assert {"torch", "svdpp", "model", "num threads"} <= ours.keys()
+    here = find_checkpoint(CONFIG.model)
+    there = replace(here, fingerprint="of other weights")
+    assert terms_of(CONFIG, there) != terms_of(CONFIG, here)
 
 
 def test_silence_is_noticed_before_slowness() -> None:
