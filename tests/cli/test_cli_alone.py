@@ -285,6 +285,7 @@ def test_skip_existing_leaves_a_finished_clip(
     assert before == [path.stat().st_mtime_ns for path in clip]
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_a_photograph_whose_name_is_not_utf_8(tmp_path: Path) -> None:
     name = os.fsdecode(b"caf\xe9")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,6 +37,12 @@ class _Clock:
 
     def at(self, *_: object, **__: object) -> None:
         pass
+
+    def watch_writer(self, is_busy: Callable[[], bool]) -> None:
+        assert not is_busy()
+
+    def is_busy(self) -> bool:
+        return False
 
 
 def test_waits_after_the_last_work_are_not_the_next_runs(monkeypatch: pytest.MonkeyPatch) -> None:
