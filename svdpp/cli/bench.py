@@ -35,8 +35,8 @@ def bench(
         list[str] | None,
         typer.Argument(
             metavar="CONFIG [--SECTION.FIELD=VALUE]...",
-            help="A YAML file, or the name of one that comes with svdpp: smoke (CPU, a minute), "
-            "svd-xt (all GPUs). A list for a field measures each value.",
+            help="A YAML file, or the name of one that comes with svdpp: smoke (CPU, a minute or "
+            "two), svd-xt (all GPUs). A list for a field measures each value.",
             show_default=False,
         ),
     ] = None,
@@ -253,7 +253,8 @@ def _run(
     console: Console, one: Bench, ranks: Ranks | None, root: Path, trace: Path | None
 ) -> dict[str, Any]:
     """Measures one point, writes its results and prints them."""
-    from svdpp.measure.bench_results import COSTS, PROFILE, Results
+    from svdpp.measure.bench_names import COSTS, PROFILE
+    from svdpp.measure.bench_results import Results
 
     kept = Results(root, one)
     one.profile_path = (kept.folder / PROFILE).absolute()
@@ -286,7 +287,7 @@ def _headline(one: Bench) -> str:
 
 def _write_trace(one: Bench, path: Path) -> None:
     """The pipeline's last round."""
-    from svdpp.measure.bench import PIPELINE
+    from svdpp.measure.bench_names import PIPELINE
     from svdpp.measure.chrome_trace import write_chrome_trace
 
     last = [each for each in one.rounds if each.arm == PIPELINE][-1]

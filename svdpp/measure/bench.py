@@ -10,6 +10,7 @@ from pathlib import Path
 from svdpp.config import ClipRequest, PipelineConfig
 from svdpp.errors import OutOfMemoryError
 from svdpp.measure.bench_config import BenchConfig
+from svdpp.measure.bench_names import DATA_PARALLEL, ONE_DEVICE, PIPELINE
 from svdpp.measure.bench_ranks import Ranks, StartedRanks
 from svdpp.media import image as photos
 from svdpp.media.examples import example_photos
@@ -27,8 +28,6 @@ from svdpp.runtime.messages import (
 from svdpp.runtime.pipeline import Pipeline
 from svdpp.runtime.reference import run_reference
 from svdpp.runtime.trace import Trace
-
-PIPELINE, DATA_PARALLEL, ONE_DEVICE = "pipeline", "data parallel", "diffusers"
 
 
 @dataclass

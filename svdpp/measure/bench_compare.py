@@ -13,8 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, Field, ValidationError
 
 from svdpp.errors import InputError
-from svdpp.measure.bench import DATA_PARALLEL, ONE_DEVICE, PIPELINE
-from svdpp.measure.bench_results import ENVIRONMENT, SUMMARY
+from svdpp.measure.bench_names import DATA_PARALLEL, ENVIRONMENT, ONE_DEVICE, PIPELINE, SUMMARY
 
 #: Student's t that 99.9% of differences between equals do not exceed, by degrees of freedom; where
 #: these lie between two of them the smaller one's, which errs on the side of noise. So strict since

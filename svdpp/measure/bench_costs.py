@@ -8,7 +8,8 @@ from collections.abc import Iterable
 
 from svdpp.config import PipelineConfig
 from svdpp.distributed.world import find_world
-from svdpp.measure.bench import DATA_PARALLEL, PIPELINE, Bench
+from svdpp.measure.bench import Bench
+from svdpp.measure.bench_names import DATA_PARALLEL, PIPELINE
 from svdpp.measure.profile import Profile
 from svdpp.plan.actions import Kind
 from svdpp.plan.costs import Costs

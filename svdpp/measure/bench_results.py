@@ -14,17 +14,23 @@ from typing import Any
 
 from svdpp.errors import OutputError
 from svdpp.measure.accounts import accounts
-from svdpp.measure.bench import ONE_DEVICE, PIPELINE, Bench, Round, differing
+from svdpp.measure.bench import Bench, Round, differing
 from svdpp.measure.bench_costs import costs_of
+from svdpp.measure.bench_names import (
+    CONFIG,
+    COSTS,
+    ENVIRONMENT,
+    ONE_DEVICE,
+    PIPELINE,
+    SPANS,
+    SUMMARY,
+    TABLE,
+)
 from svdpp.measure.environment import environment
 from svdpp.media import place
 from svdpp.plan.forecast import percentile
 
 SCHEMA_VERSION = 1
-SUMMARY, CONFIG, ENVIRONMENT, SPANS, TABLE, PROFILE, COSTS = (
-    *("summary.json", "config.yaml", "env.json", "spans.jsonl", "summary.csv"),
-    *("profile.json", "costs.json"),
-)
 _GIB = 2**30
 
 

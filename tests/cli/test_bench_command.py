@@ -13,7 +13,8 @@ from svdpp.cli import bench
 from svdpp.cli.bench import _sorted_out
 from svdpp.cli.console import Console
 from svdpp.errors import OutOfMemoryError, RankError
-from svdpp.measure.bench import PIPELINE, Bench, Round
+from svdpp.measure.bench import Bench, Round
+from svdpp.measure.bench_names import PIPELINE
 from svdpp.runtime.trace import Trace
 from tests.cli.shell import assert_error, python, svdpp_alone, svdpp_here
 

@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from svdpp.config import DraftConfig, ModelConfig, PipelineConfig, SamplingConfig
-from svdpp.measure.bench import DATA_PARALLEL, PIPELINE, Bench, Round
+from svdpp.measure.bench import Bench, Round
 from svdpp.measure.bench_config import read_grid
 from svdpp.measure.bench_costs import costs_of
+from svdpp.measure.bench_names import DATA_PARALLEL, PIPELINE
 from svdpp.plan.layout import Layout
 from svdpp.runtime.messages import ActionDone, HopDone, StepDone
 from svdpp.runtime.trace import Trace
