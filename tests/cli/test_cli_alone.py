@@ -82,9 +82,12 @@ def test_pure_rooms_import_the_standard_library_alone() -> None:
 
 
 def test_holding_benches_against_each_other_imports_no_torch() -> None:
-    code = "import sys, svdpp.measure.bench_compare; print(*{n.partition('.')[0] for n in sys.modules})"
-
+    code = (
+        "import sys, svdpp.measure.bench_compare\n"
+        "print(*{name.partition('.')[0] for name in sys.modules})"
+    )
     loaded = set(python("-c", code).out.split())
+
     assert "pydantic" in loaded
     assert loaded & {"torch", "diffusers", "transformers", "numpy"} == set()
 
