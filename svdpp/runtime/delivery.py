@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from svdpp.config import OutputConfig
 from svdpp.errors import OutputError
 from svdpp.media import place, video
 from svdpp.models.interface import Frames
+from svdpp.runtime.backlog import Backlog
 from svdpp.runtime.evidence import Evidence, tensor_sha256
 from svdpp.runtime.messages import ClipDone, ClipJob, DraftDone
 from svdpp.runtime.record import read_draft
@@ -40,10 +41,6 @@ class Parcel:
     begun_at: float
     is_draft: bool = False
     replaces: OutputConfig | None = None
-
-
-# A slow disk then holds back the decoding rank instead of filling its memory with frames.
-_MAX_WAITING = 2
 
 
 class Delivery:
@@ -84,8 +81,7 @@ class Delivery:
         self._on_failed = on_failed
         self._conditions = conditions
         self._evidence = evidence
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="delivery")
-        self._waiting: list[Future[bool]] = []
+        self._backlog = Backlog(self._work, "delivery")
         self._drafts: set[str] = set()
 
     def put(self, parcel: Parcel) -> Future[bool]:
@@ -94,23 +90,15 @@ class Delivery:
         Returns:
             Whether it is in its place, as soon as that is known.
         """
-        while len(self._waiting) >= _MAX_WAITING:
-            self._finish_first()
-        self._waiting.append(self._pool.submit(self._work, parcel))
-        return self._waiting[-1]
+        return self._backlog.put(parcel)
 
     def finish(self) -> None:
         """Waits until everything given is in its place, or lost."""
-        while self._waiting:
-            self._finish_first()
+        self._backlog.finish()
 
     def is_busy(self) -> bool:
         """Whether something given is not yet in its place, or lost; for any thread to ask."""
-        return any(not future.done() for future in list(self._waiting))
-
-    def _finish_first(self) -> None:
-        self._waiting[0].result()
-        self._waiting.pop(0)
+        return self._backlog.is_busy()
 
     def _work(self, parcel: Parcel) -> bool:
         try:

@@ -7,7 +7,6 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,11 @@ from svdpp.config import TensorSpec
 from svdpp.distributed.transport import Packet, tensor_spec
 from svdpp.errors import InputError
 from svdpp.media import place
+from svdpp.runtime.backlog import Backlog
 
 _SCHEMA_VERSION = 1
 _KEY = re.compile(r"[0-9a-f]{64}")
 _NAME = re.compile(r"([0-9a-f]{64})_step(\d{1,6})\.safetensors", re.ASCII)
-# As with finished clips: a slow disk holds back the rank instead of filling its memory.
-_MAX_WAITING = 2
 
 
 class Handovers:
@@ -113,8 +111,7 @@ class Keeper:
     def __init__(self, handovers: Handovers, on_failed: Callable[[BaseException], None]) -> None:
         self._handovers = handovers
         self._on_failed = on_failed
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="handovers")
-        self._waiting: list[Future[None]] = []
+        self._backlog = Backlog(self._keep, "handovers")
 
     def put(self, key: str, packet: Packet) -> None:
         """Takes a packet, whose tensors nobody changes any more; blocks while two others wait.
@@ -122,9 +119,7 @@ class Keeper:
         Raises:
             OutputError: an earlier one could not be kept.
         """
-        while len(self._waiting) >= _MAX_WAITING:
-            self._finish_first()
-        self._waiting.append(self._pool.submit(self._keep, key, packet))
+        self._backlog.put(key, packet)
 
     def finish(self) -> None:
         """Waits until everything given is kept.
@@ -132,16 +127,11 @@ class Keeper:
         Raises:
             OutputError: a packet could not be kept.
         """
-        while self._waiting:
-            self._finish_first()
+        self._backlog.finish()
 
     def is_busy(self) -> bool:
         """Whether something given is not kept yet; for any thread to ask."""
-        return any(not future.done() for future in list(self._waiting))
-
-    def _finish_first(self) -> None:
-        self._waiting[0].result()
-        self._waiting.pop(0)
+        return self._backlog.is_busy()
 
     def _keep(self, key: str, packet: Packet) -> None:
         try:
