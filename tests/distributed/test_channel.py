@@ -40,9 +40,12 @@ def test_the_end_waits_for_no_rank_and_leaves_no_thread() -> None:
 
 
 def test_a_rank_that_is_gone_is_no_error_for_the_sender() -> None:
+    before = _senders()
     ours, theirs = Pipe()
     parent = QueuedChannel(ours)
     theirs.close()
     parent.send(b"work")
     parent.send(b"stop")
     parent.close()
+    assert parent.connection.closed
+    assert _senders() == before
