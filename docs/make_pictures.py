@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from PIL import Image
 
-from svdpp.cli.seeing import draw_run
+from svdpp.cli.trace_outputs import draw_run
 from svdpp.config import (
     ClipRequest,
     ModelConfig,
@@ -25,17 +25,17 @@ from svdpp.config import (
     SamplingConfig,
     sampling_defaults,
 )
+from svdpp.driver.pipeline import Pipeline
 from svdpp.media.examples import example_photos
 from svdpp.media.timeline import Panel, draw_timeline
 from svdpp.media.video import read_frames
-from svdpp.models.interface import Frames
+from svdpp.models.base import Frames
 from svdpp.plan.draft import Wave
 from svdpp.plan.fleet import forecast_layout
 from svdpp.plan.forecast import replay
 from svdpp.plan.layout import Layout
 from svdpp.plan.presets import PRESETS
 from svdpp.plan.schedule import build_schedule
-from svdpp.runtime.pipeline import Pipeline
 
 PICTURES = Path(__file__).parent / "pictures"
 _SIDE = 96

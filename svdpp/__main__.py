@@ -6,8 +6,8 @@ import io
 import sys
 
 from svdpp.cli.app import app, end_at_once
-from svdpp.distributed.process_end import leave
-from svdpp.distributed.world import was_launched
+from svdpp.launch.process_lifetime import leave
+from svdpp.launch.world import was_launched
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from svdpp.distributed.launch import Member, StartedGroup
+from svdpp.launch.started import Member, StartedGroup
 
 RankFunction = Callable[..., Any]
 
@@ -24,7 +24,7 @@ def run_ranks(
         (function, arguments),
         world_size=world_size,
         backend="gloo",
-        preload=["svdpp.runtime.rank"],
+        preload=["svdpp.worker.rank"],
     )
     results: dict[int, Any] = {}
     try:

@@ -18,11 +18,11 @@ from PIL import Image
 
 from svdpp.config import ModelConfig, SamplingConfig
 from svdpp.media.image import fit_photo, read_photo
+from svdpp.models.base import LATENTS, Frames
 from svdpp.models.checkpoint import find_checkpoint
-from svdpp.models.decode import stack_frames
-from svdpp.models.interface import LATENTS, Frames
-from svdpp.models.load import torch_dtype
-from svdpp.models.svd import SvdModel, load_svd
+from svdpp.models.svd.decode import stack_frames
+from svdpp.models.svd.load import torch_dtype
+from svdpp.models.svd.model import SvdModel, load_svd
 from tests.models.builders import save_tiny_checkpoint
 
 PHOTO = Path(__file__).parent.parent / "svdpp/assets/photos/chelsea.jpg"

@@ -22,8 +22,8 @@ from svdpp.cli.profile import profile
 from svdpp.cli.run import run
 from svdpp.cli.simulate import simulate
 from svdpp.cli.verify import verify
-from svdpp.distributed import scratch
 from svdpp.errors import Interrupted, exit_code_of
+from svdpp.launch import temp_folders
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -82,8 +82,8 @@ def _interrupt(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
 
 def end_at_once(number: int, frame: FrameType | None = None) -> NoReturn:  # noqa: ARG001
     """Ends the process as by signal `number`, without a word; ranks end with it by themselves."""
-    scratch.remove_all()
-    scratch.remove_multiprocessing_folder()
+    temp_folders.remove_all()
+    temp_folders.remove_multiprocessing_folder()
     os._exit(128 + number)
 
 

@@ -13,18 +13,12 @@ from svdpp.cli import bench_report, options
 from svdpp.cli.console import Console
 from svdpp.cli.draft_choice import DraftChoice
 from svdpp.config import DEMO_MODEL, DUMMY_MODEL, ModelConfig, PipelineConfig
-from svdpp.errors import (
-    RequestError,
-    SvdppError,
-    VerificationError,
-    exit_code_of,
-    to_record,
-)
+from svdpp.errors import RequestError, SvdppError, VerificationError, exit_code_of, to_record
 
 if TYPE_CHECKING:
-    from svdpp.measure.bench import Bench
-    from svdpp.measure.bench_config import BenchConfig
-    from svdpp.measure.bench_ranks import Ranks
+    from svdpp.bench.config import BenchConfig
+    from svdpp.bench.ranks import Ranks
+    from svdpp.bench.runner import Bench
 
 #: Options of the form --section.field=value are the configuration's, not this command's.
 CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -88,7 +82,7 @@ def bench(
             raise RequestError("--compare takes two folders, and no configuration beside them")
         if is_member:
             return
-        from svdpp.measure.bench_compare import compare as held_against
+        from svdpp.bench.compare import compare as held_against
 
         bench_report.show_comparison(console, *compare, held_against(*compare))
         return
@@ -102,8 +96,8 @@ def bench(
     if is_member:
         _serve(console, _benches(points, is_member=True))
         return
-    from svdpp.cli.seeing import check_target
-    from svdpp.distributed import fork_server
+    from svdpp.cli.trace_outputs import check_target
+    from svdpp.launch import fork_server
 
     check_target("--trace", trace, ".json")
     fork_server.start_early(svd=any(point.model.name != DUMMY_MODEL for point in points))
@@ -130,7 +124,7 @@ def _sorted_out(words: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _points(names: list[str], overrides: list[str]) -> list[BenchConfig]:
-    from svdpp.measure.bench_config import read_grid, shipped
+    from svdpp.bench.config import read_grid, shipped
 
     if len(names) != 1:
         given = f"got {len(names)}: {' '.join(names)}" if names else "got none"
@@ -142,11 +136,11 @@ def _points(names: list[str], overrides: list[str]) -> list[BenchConfig]:
 
 def _benches(points: list[BenchConfig], *, is_member: bool) -> list[Bench]:
     """All points, checked before the first of them is measured."""
-    from svdpp.distributed.fork_server import quiet_libraries
+    from svdpp.launch.fork_server import quiet_libraries
 
     quiet_libraries()  # they speak while they are imported
-    from svdpp.measure.bench import Bench
-    from svdpp.runtime.pipeline import Pipeline
+    from svdpp.bench.runner import Bench
+    from svdpp.driver.pipeline import Pipeline
 
     configs = [_pipeline_config(point) for point in points]
     return [
@@ -159,7 +153,7 @@ def _pipeline_config(point: BenchConfig) -> PipelineConfig:
     """As `svdpp run` would make it of the same options."""
     from svdpp.cli import request
     from svdpp.cli.layout_choice import LayoutChoice
-    from svdpp.cli.scheme_choice import SchemeChoice
+    from svdpp.cli.plan_choice import SchemeChoice
 
     ranks, workload = point.pipeline, point.workload
     if ranks.starts is not None and not ranks.draft:
@@ -205,9 +199,9 @@ def _pipeline_config(point: BenchConfig) -> PipelineConfig:
 
 def _serve(console: Console, benches: list[Bench]) -> None:
     """Takes part in every pipeline; rank 0 alone measures."""
+    from svdpp.bench.ranks import serve_all
+    from svdpp.bench.runner import pipelines_of
     from svdpp.cli import launched, log
-    from svdpp.measure.bench import pipelines_of
-    from svdpp.measure.bench_ranks import serve_all
 
     log.open_log(verbosity=0, log_file=None)
     serve_all(pipelines_of(benches), lambda pipeline: launched.serve(pipeline, console))
@@ -218,9 +212,9 @@ def _measure(console: Console, benches: list[Bench], root: Path, trace: Path | N
 
     Where ranks are started here, a point that fails keeps no other from being measured.
     """
-    from svdpp.distributed.world import find_world
-    from svdpp.measure.bench import pipelines_of
-    from svdpp.measure.bench_ranks import JoinedRanks
+    from svdpp.bench.ranks import JoinedRanks
+    from svdpp.bench.runner import pipelines_of
+    from svdpp.launch.world import find_world
 
     with contextlib.ExitStack() as stack:
         ranks = None
@@ -253,8 +247,8 @@ def _run(
     console: Console, one: Bench, ranks: Ranks | None, root: Path, trace: Path | None
 ) -> dict[str, Any]:
     """Measures one point, writes its results and prints them."""
-    from svdpp.measure.bench_names import COSTS, PROFILE
-    from svdpp.measure.bench_results import Results
+    from svdpp.bench.names import COSTS, PROFILE
+    from svdpp.bench.results import Results
 
     kept = Results(root, one)
     one.profile_path = (kept.folder / PROFILE).absolute()
@@ -287,8 +281,8 @@ def _headline(one: Bench) -> str:
 
 def _write_trace(one: Bench, path: Path) -> None:
     """The pipeline's last round."""
-    from svdpp.measure.bench_names import PIPELINE
-    from svdpp.measure.chrome_trace import write_chrome_trace
+    from svdpp.bench.names import PIPELINE
+    from svdpp.diagnostics.chrome_trace import write_chrome_trace
 
     last = [each for each in one.rounds if each.arm == PIPELINE][-1]
     about = {"round": last.number, "config_sha256": one.asked.sha256}
@@ -297,7 +291,7 @@ def _write_trace(one: Bench, path: Path) -> None:
 
 def _differences(one: Bench) -> list[VerificationError]:
     """What is wrong with the bits of a point's clips; empty: nothing."""
-    from svdpp.measure.bench import differing
+    from svdpp.bench.runner import differing
 
     different = differing(one.rounds)
     if not different:

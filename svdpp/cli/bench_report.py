@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from svdpp.cli.console import Console
 
 if TYPE_CHECKING:
-    from svdpp.measure.bench_compare import Comparison, Ratio
+    from svdpp.bench.compare import Comparison, Ratio
 
 
 def show_summary(console: Console, found: dict[str, Any]) -> None:

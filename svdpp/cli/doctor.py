@@ -16,7 +16,7 @@ from svdpp.config import DEFAULT_MODEL, DEFAULT_NUM_STEPS, DEMO_MODEL, ModelConf
 from svdpp.redaction import redact, redact_all
 
 if TYPE_CHECKING:
-    from svdpp.measure.doctor import Check
+    from svdpp.diagnostics.doctor import Check
 
 _COLOURS = {"ok": "green", "failed": "bold red", "skipped": "dim"}
 
@@ -53,10 +53,10 @@ def doctor(
     Nothing is downloaded. The exit code is that of the first check that failed.
     """
     from svdpp.cli import request
-    from svdpp.distributed.fork_server import quiet_libraries
+    from svdpp.launch.fork_server import quiet_libraries
 
     quiet_libraries()  # they speak while they are imported
-    from svdpp.measure.doctor import Patient, examine
+    from svdpp.diagnostics.doctor import Patient, examine
 
     chosen = device or request.default_device()
     default_world = request.default_world(chosen, DEFAULT_NUM_STEPS, on_cpu=2)

@@ -9,7 +9,7 @@ from typing import Any
 
 from svdpp.config import DraftConfig
 from svdpp.errors import RequestError
-from svdpp.plan.starts import default_starts, parse_starts
+from svdpp.plan.draft_starts import default_starts, parse_starts
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ def env(
 
     The home shows as ~; environment variables come from a list of harmless names, so no token does.
     """
-    from svdpp.measure.environment import environment
+    from svdpp.diagnostics.environment import environment
 
     facts = environment()
     console = Console(as_json=as_json)

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from svdpp.cli.console import Console
-from svdpp.distributed.world import find_world
 from svdpp.errors import RankError, RequestError, SvdppError, to_record
+from svdpp.launch.world import find_world
 
 if TYPE_CHECKING:
-    from svdpp.runtime.pipeline import Pipeline
+    from svdpp.driver.pipeline import Pipeline
 
 # Rank 0 may have found the same mistake and never come to listen.
 _REPORT_SECONDS = 5.0
@@ -57,6 +57,6 @@ def is_told_elsewhere(error: BaseException) -> bool:
         return False
     if not isinstance(error, SvdppError) or isinstance(error, RankError):
         return not isinstance(error, Exception) or world.local_rank != 0
-    from svdpp.distributed.member import report_failure
+    from svdpp.launch.joined_rank import report_failure
 
     return report_failure(world, to_record(error), timeout=_REPORT_SECONDS)

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from svdpp.cli.request import default_world
-from svdpp.distributed.world import find_world
 from svdpp.errors import RequestError
+from svdpp.launch.world import find_world
 from svdpp.plan.choose import choose_layout
 from svdpp.plan.costs import Costs
 from svdpp.plan.presets import find_costs

@@ -14,7 +14,7 @@ from svdpp.errors import OutputError
 from svdpp.plan.draft import Wave
 from svdpp.plan.layout import Layout
 from svdpp.redaction import redact
-from svdpp.runtime.messages import (
+from svdpp.worker.messages import (
     ActionDone,
     ClipDone,
     ClipFailed,

@@ -226,11 +226,11 @@ def _costs(name: str | None, **seconds: float | None) -> Costs:
 def _with_memory(costs: Costs, model: ModelConfig, device: str, steps: int, **sizes: Any) -> Costs:
     """`costs` with the memory that the model's parts will take, whatever was known of it before."""
     from svdpp.cli import request
-    from svdpp.distributed.fork_server import quiet_libraries
+    from svdpp.launch.fork_server import quiet_libraries
 
     quiet_libraries()  # they speak while they are imported
-    from svdpp.models.footprint import estimate
-    from svdpp.runtime.pipeline import resolve
+    from svdpp.driver.pipeline import resolve
+    from svdpp.models.svd.memory import estimate
 
     asked = PipelineConfig(
         world_size=1,

@@ -18,7 +18,7 @@ from svdpp.errors import RequestError
 from svdpp.redaction import redact
 
 if TYPE_CHECKING:
-    from svdpp.measure.profile import Profile
+    from svdpp.diagnostics.cost_profile import Profile
     from svdpp.plan.costs import Costs
 
 
@@ -116,8 +116,8 @@ def profile(
     costs hold for this number of ranks and threads. Plans take them by --costs.
     """
     from svdpp.cli import launched, log, request
-    from svdpp.distributed.fork_server import quiet_libraries
-    from svdpp.media import place
+    from svdpp.launch.fork_server import quiet_libraries
+    from svdpp.media import output_files
 
     DraftChoice(draft=draft, starts=starts)
     if inputs and not draft:
@@ -130,9 +130,9 @@ def profile(
     if repeats < 1:
         raise RequestError(f"--repeats must be 1 or more, got {repeats}")
     quiet_libraries()  # they speak while they are imported
-    from svdpp.measure.profile import measured_config
-    from svdpp.measure.profile import profile as measure
-    from svdpp.runtime.pipeline import Pipeline
+    from svdpp.diagnostics.cost_profile import measured_config
+    from svdpp.diagnostics.cost_profile import profile as measure
+    from svdpp.driver.pipeline import Pipeline
 
     world_size = request.joined_world(world)
     if world_size is None and draft:
@@ -176,11 +176,11 @@ def profile(
         profile_draft(console, config, inputs or [], path, seed=seed, starts=starts)
         return
     out = Path("costs.json") if out is None else out
-    place.check_free(str(out))
-    place.check_writable(out.absolute().parent)
+    output_files.check_free(str(out))
+    output_files.check_writable(out.absolute().parent)
     profiled = measure(config, repeats=repeats, talk=console.talk)
     costs = profiled.costs(redact(shlex.join(["svdpp", *sys.argv[1:]])))
-    place.write_json(out, costs.to_json())
+    output_files.write_json(out, costs.to_json())
     if as_json:
         console.json(costs.to_json())
     else:

@@ -10,7 +10,7 @@ from pathlib import Path
 from svdpp.cli.console import Console
 from svdpp.config import DEFAULT_MODEL, PipelineConfig
 from svdpp.errors import RequestError
-from svdpp.plan.starts import DraftProfile, MeasuredStarts, best_trades, parse_starts
+from svdpp.plan.draft_starts import DraftProfile, MeasuredStarts, best_trades, parse_starts
 from svdpp.redaction import recorded_name, redact
 
 
@@ -36,18 +36,18 @@ def profile_draft(
     Raises:
         SvdppError: what is wrong with the request, or kept it from being measured.
     """
-    from svdpp.measure.draft_search import measure_starts
-    from svdpp.media import place
+    from svdpp.diagnostics.draft_sweep import measure_starts
+    from svdpp.driver.jobs import read_inputs
+    from svdpp.media import output_files
     from svdpp.media.examples import example_photos
-    from svdpp.runtime.request import read_inputs
 
     if config.world_size < 2:
         raise RequestError("a draft needs 2 ranks or more", "use --world 2 or more")
     num_steps = config.sampling.num_inference_steps
     given = () if starts is None else (parse_starts(starts, num_steps, None),)
     found, _ = read_inputs(list(inputs) or [str(path) for path in example_photos()])
-    place.check_free(str(out))
-    place.check_writable(out.absolute().parent)
+    output_files.check_free(str(out))
+    output_files.check_writable(out.absolute().parent)
     names = [photo.path.name for photo in found]
     console.talk(f"{num_steps} steps, {len(names)} photographs: {', '.join(names)}")
     paths = [photo.path for photo in found]
@@ -59,7 +59,7 @@ def profile_draft(
         source=f"measured by: {redact(shlex.join(['svdpp', *sys.argv[1:]]))}",
         choices=best_trades(measured),
     )
-    place.write_json(out, profile.to_json())
+    output_files.write_json(out, profile.to_json())
     if console.as_json:
         console.json(profile.to_json())
     else:

@@ -16,10 +16,11 @@ from rich.table import Table
 from rich.text import Text
 
 from svdpp.cli.console import Console
+from svdpp.driver.trace import MeanCosts
 from svdpp.plan.actions import Action, Kind
 from svdpp.plan.forecast import replay, summarise
 from svdpp.plan.schedule import Schedule
-from svdpp.runtime.messages import (
+from svdpp.worker.messages import (
     Beat,
     ClipDone,
     ClipFailed,
@@ -29,7 +30,6 @@ from svdpp.runtime.messages import (
     Joined,
     StepDone,
 )
-from svdpp.runtime.trace import MeanCosts
 
 _STATES = {
     Kind.ENCODE: "encoding",

@@ -16,10 +16,10 @@ from svdpp.config import (
     SamplingConfig,
     sampling_defaults,
 )
-from svdpp.distributed.world import World, find_world
 from svdpp.errors import RequestError
+from svdpp.launch.world import World, find_world
+from svdpp.plan.draft_starts import MOST_RANKS
 from svdpp.plan.split import largest_world
-from svdpp.plan.starts import MOST_RANKS
 
 if TYPE_CHECKING:
     from svdpp.cli.console import Console
@@ -107,7 +107,7 @@ def with_fitting_chunk(console: Console, config: PipelineConfig) -> PipelineConf
     Raises:
         OutOfMemoryError: not even one does.
     """
-    from svdpp.measure.decode_chunk import measure_decode
+    from svdpp.diagnostics.decode_chunk import measure_decode
 
     if not config.decodes:
         return config

@@ -12,19 +12,13 @@ from svdpp.cli import options
 from svdpp.cli.console import Console
 from svdpp.cli.draft_choice import DraftChoice
 from svdpp.cli.run_report import announce, announce_look, print_clips, raise_worst
-from svdpp.config import (
-    DEFAULT_MODEL,
-    DEFAULT_NUM_STEPS,
-    ModelConfig,
-    OutputConfig,
-    SamplingConfig,
-)
+from svdpp.config import DEFAULT_MODEL, DEFAULT_NUM_STEPS, ModelConfig, OutputConfig, SamplingConfig
 from svdpp.errors import Interrupted, RankError, to_record
 
 if TYPE_CHECKING:
-    from svdpp.cli.seeing import Sights
-    from svdpp.runtime.pipeline import Pipeline
-    from svdpp.runtime.request import ClipPlan
+    from svdpp.cli.trace_outputs import Sights
+    from svdpp.driver.jobs import ClipPlan
+    from svdpp.driver.pipeline import Pipeline
 
 _OUTPUTS = "Outputs"
 
@@ -159,8 +153,8 @@ def run(
     """
     from svdpp.cli import launched, log, request
     from svdpp.cli.layout_choice import LayoutChoice
-    from svdpp.cli.scheme_choice import SchemeChoice
-    from svdpp.distributed import fork_server
+    from svdpp.cli.plan_choice import SchemeChoice
+    from svdpp.launch import fork_server
 
     chosen = OutputConfig(path=str(out), format=output_format, crf=crf)  # type: ignore[arg-type]
     sampling = request.sampling_config(
@@ -190,10 +184,10 @@ def run(
         no_draft={"costs": costs, "checkpoint-dir": checkpoint_dir},
     )
     fork_server.start_early(svd=True)  # it imports torch while this does
-    from svdpp.cli.seeing import Sights
-    from svdpp.runtime import hosts
-    from svdpp.runtime.pipeline import Pipeline
-    from svdpp.runtime.request import OutputPolicy, check_outputs, plan_clips, read_inputs
+    from svdpp.cli.trace_outputs import Sights
+    from svdpp.driver import hosts
+    from svdpp.driver.jobs import OutputPolicy, check_outputs, plan_clips, read_inputs
+    from svdpp.driver.pipeline import Pipeline
 
     is_member, is_restarted = request.is_joined_member(), request.is_restarted()
     found, unreadable = ([], []) if is_member else read_inputs(inputs, keep_going=keep_going)
@@ -269,7 +263,7 @@ def _memory_of_devices(
     """What the model needs and CUDA devices have; asked for by `--layout auto` alone."""
     if device == "cpu":
         return {}, ()
-    from svdpp.measure.rank_memory import memory_of_devices  # diffusers: seconds
+    from svdpp.diagnostics.memory_estimate import memory_of_devices  # diffusers: seconds
 
     return memory_of_devices(weights, sampling, device, world_size)
 
@@ -285,7 +279,7 @@ def _perform(
     """Runs what is to be made; the records of what was made, in the order of the request."""
     from svdpp.cli.log import EventLog
     from svdpp.cli.progress import Progress
-    from svdpp.runtime.request import open_journal
+    from svdpp.driver.jobs import open_journal
 
     journal = open_journal(out, pipeline.config, clips, lost)
     if not clips.requests:

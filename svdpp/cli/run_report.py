@@ -12,7 +12,7 @@ from svdpp.config import OutputConfig, PipelineConfig
 from svdpp.errors import exit_code_of, from_record, to_record
 
 if TYPE_CHECKING:
-    from svdpp.runtime.request import ClipPlan, OutputPolicy
+    from svdpp.driver.jobs import ClipPlan, OutputPolicy
 
 # Those are looked at in a second or two.
 _FEW_CLIPS = 8

@@ -10,19 +10,13 @@ import typer
 from svdpp.cli import options
 from svdpp.cli.console import Console
 from svdpp.cli.draft_choice import DraftChoice
-from svdpp.config import (
-    DEFAULT_NUM_STEPS,
-    DUMMY_MODEL,
-    ClipRequest,
-    ModelConfig,
-    PipelineConfig,
-)
+from svdpp.config import DEFAULT_NUM_STEPS, DUMMY_MODEL, ClipRequest, ModelConfig, PipelineConfig
 from svdpp.errors import OutOfMemoryError, RequestError
 
 if TYPE_CHECKING:
+    from svdpp.driver.pipeline import Pipeline
     from svdpp.plan.costs import Costs
     from svdpp.plan.forecast import Forecast
-    from svdpp.runtime.pipeline import Pipeline
 
 _DEFAULT_WORLD = 4
 _MEMORY_HINT = "smaller sizes in --latent-shape, --dtype fp16 or a smaller --world lower it"
@@ -89,10 +83,10 @@ def simulate(
     """
     from svdpp.cli import launched, log, request
     from svdpp.cli.layout_choice import LayoutChoice
+    from svdpp.cli.plan_choice import SchemeChoice
     from svdpp.cli.progress import Progress
-    from svdpp.cli.scheme_choice import SchemeChoice
-    from svdpp.cli.seeing import Sights
-    from svdpp.runtime.pipeline import Pipeline
+    from svdpp.cli.trace_outputs import Sights
+    from svdpp.driver.pipeline import Pipeline
 
     scheme = SchemeChoice(
         draft=DraftChoice(draft=draft, starts=starts),

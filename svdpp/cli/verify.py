@@ -20,8 +20,8 @@ from svdpp.config import (
     ModelConfig,
     PipelineConfig,
 )
-from svdpp.distributed import scratch
 from svdpp.errors import RequestError, VerificationError
+from svdpp.launch import temp_folders
 
 
 def verify(
@@ -120,15 +120,15 @@ def verify(
     the latent at every hand-over, the final latent and the frames. Finished clips are computed anew
     from their JSON, and their hashes compared. Exit code 3 where anything differs.
     """
-    from svdpp.cli import log, request, seeing
+    from svdpp.cli import log, request, trace_outputs
     from svdpp.cli.layout_choice import LayoutChoice
-    from svdpp.cli.scheme_choice import SchemeChoice
+    from svdpp.cli.plan_choice import SchemeChoice
 
     if not tolerance >= 0:
         raise RequestError(f"--tolerance must be 0 or more, got {tolerance}")
     console = Console(as_json=as_json, quiet=quiet)
     log.open_log(verbosity=verbose, log_file=log_file, write=console.err.print)
-    seeing.check_target("--report", report, ".html")
+    trace_outputs.check_target("--report", report, ".html")
     if verify_clips.are_clips(inputs or []):
         verify_clips.refuse_without_effect(context)
         settings = verify_clips.Settings(
@@ -200,8 +200,8 @@ def verify(
 
 
 def _requests(model: str, inputs: Sequence[str], clips: int | None, seed: int) -> list[ClipRequest]:
+    from svdpp.driver.jobs import read_inputs
     from svdpp.media.examples import example_photos
-    from svdpp.runtime.request import read_inputs
 
     if clips is not None and clips < 1:
         raise RequestError(f"--clips must be 1 or more, got {clips}")
@@ -224,8 +224,8 @@ def _requests(model: str, inputs: Sequence[str], clips: int | None, seed: int) -
 def _serve(console: Console, config: PipelineConfig, plant_fault: str | None) -> None:
     """Takes part in the pipelined run; rank 0 alone compares."""
     from svdpp.cli import launched
-    from svdpp.runtime.faults import PlantedFault
-    from svdpp.runtime.pipeline import Pipeline
+    from svdpp.driver.pipeline import Pipeline
+    from svdpp.worker.fault_injection import PlantedFault
 
     fault = None if plant_fault is None else PlantedFault.parse(plant_fault)
     launched.serve(Pipeline(config, evidence_folder="sent to rank 0", fault=fault), console)
@@ -241,10 +241,10 @@ def _compare(
 ) -> None:
     from svdpp.cli.log import EventLog
     from svdpp.cli.progress import Progress
-    from svdpp.measure.report import write_report
     from svdpp.plan.schedule import build_schedule, data_parallel_routes
-    from svdpp.runtime import verify as proof
-    from svdpp.runtime.faults import PlantedFault
+    from svdpp.verification import verify as proof
+    from svdpp.verification.report import write_report
+    from svdpp.worker.fault_injection import PlantedFault
 
     num_steps, clips = config.sampling.num_inference_steps, range(len(requests))
     fault = None if plant_fault is None else PlantedFault.parse(plant_fault)
@@ -260,7 +260,7 @@ def _compare(
         ours = build_schedule(config.layout.routes(clips), config.world_size)
     alone = data_parallel_routes(num_steps, 1, clips, decodes=config.decodes)
     theirs = build_schedule(alone, 1)
-    with scratch.folder("svdpp-verify-") as folder:
+    with temp_folders.folder("svdpp-verify-") as folder:
         with Progress(console, "pipelined", ours) as progress:
             observers = (progress, EventLog(config.scheme))
             proof.run_pipelined(config, requests, folder, fault=fault, observers=observers)

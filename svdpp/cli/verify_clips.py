@@ -17,7 +17,7 @@ from svdpp.config import ClipRequest, ModelConfig, PipelineConfig
 from svdpp.errors import InputError, ModelError, RequestError, SvdppError
 
 if TYPE_CHECKING:
-    from svdpp.runtime.messages import Event
+    from svdpp.worker.messages import Event
 
 _HASHES = ("latents_sha256", "frames_sha256")
 # Parameters of `verify` that are not answered by the clip's JSON.
@@ -96,7 +96,7 @@ def verify_clips(console: Console, inputs: Sequence[str], settings: Settings) ->
         VerificationError: a clip differs.
         SvdppError: none differs, but one could not be computed anew: the worst such error.
     """
-    from svdpp.runtime.journal import NAME
+    from svdpp.driver.run_manifest import NAME
 
     paths = list(dict.fromkeys(path for text in inputs for path in _expand(text)))
     journals = [path for path in paths if path.name == NAME]
@@ -154,7 +154,7 @@ def _read(path: Path, settings: Settings) -> _Clip:
     """
     from svdpp.media.image import read_photo
     from svdpp.redaction import located_path
-    from svdpp.runtime.record import read_record
+    from svdpp.worker.clip_metadata import read_record
 
     record = read_record(path)
     if record.get("exact") is False:
@@ -193,7 +193,7 @@ def _check_weights(clip: _Clip) -> None:
 
 
 def _config(record: Mapping[str, Any], settings: Settings) -> PipelineConfig:
-    from svdpp.runtime.record import recorded_sampling
+    from svdpp.worker.clip_metadata import recorded_sampling
 
     return PipelineConfig(
         world_size=1,
@@ -218,8 +218,8 @@ def _recompute(config: PipelineConfig, clips: Sequence[_Clip], console: Console)
     """Computes `clips` one after the other; what ends that is the error of all that are left."""
     from svdpp.cli.progress import Progress
     from svdpp.plan.schedule import build_schedule, data_parallel_routes
-    from svdpp.runtime import reference
-    from svdpp.runtime.messages import ClipDone
+    from svdpp.verification import reference
+    from svdpp.worker.messages import ClipDone
 
     proofs = [ClipProof(path=clip.path) for clip in clips]
 

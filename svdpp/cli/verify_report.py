@@ -11,7 +11,7 @@ from svdpp.cli.console import Console
 from svdpp.errors import SvdppError, VerificationError, exit_code_of, from_record, to_record
 
 if TYPE_CHECKING:
-    from svdpp.runtime.verdict import Verdict
+    from svdpp.verification.result import Verdict
 
 
 _CONDITIONS = "same machine, library versions and threads? the JSON names those it was made with"

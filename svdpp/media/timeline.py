@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from svdpp.errors import RequestError
-from svdpp.media import place
+from svdpp.media import output_files
 from svdpp.plan.actions import Kind
 from svdpp.plan.forecast import Span
 
@@ -77,7 +77,7 @@ def draw_timeline(panels: Sequence[Panel], world_size: int, path: Path) -> None:
         layout = ConstrainedLayoutEngine(h_pad=0.08)
         figure = Figure(figsize=(_WIDTH, height), layout=layout)
         _draw_panels(figure, panels, world_size)
-        with place.in_place_of(str(path), suffix) as temporary:
+        with output_files.in_place_of(str(path), suffix) as temporary:
             metadata = {"Date": None} if suffix == ".svg" else {"Software": "svdpp"}
             figure.savefig(temporary, format=suffix[1:], dpi=_DPI, metadata=metadata)
 

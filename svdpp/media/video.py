@@ -26,7 +26,7 @@ from PIL import ExifTags, Image, ImageSequence, PngImagePlugin
 
 from svdpp.config import OutputConfig, VideoFormat
 from svdpp.errors import InputError, OutputError, SvdppError
-from svdpp.media.place import check_free, in_place_of, reason, sync
+from svdpp.media.output_files import check_free, in_place_of, reason, sync
 
 Frames = npt.NDArray[np.uint8]
 

@@ -11,11 +11,11 @@ from typing import Any
 from svdpp.errors import RequestError
 from svdpp.plan.costs import Costs, PerRank
 from svdpp.plan.draft import Wave
+from svdpp.plan.draft_starts import default_starts
 from svdpp.plan.fleet import forecast_layout
 from svdpp.plan.forecast import Forecast, replay, summarise
 from svdpp.plan.layout import SPLITS, Layout, divisors
 from svdpp.plan.split import check_counts
-from svdpp.plan.starts import default_starts
 
 # Longer chains are not tried: a forecast takes the square of the length, and no gain is in sight.
 _LONGEST_CHAIN = 64

@@ -18,15 +18,15 @@ from dataclasses import replace
 import torch
 
 from svdpp.config import ModelConfig, PipelineConfig, SamplingConfig, sampling_defaults
-from svdpp.measure.draft_lab import DraftLab
+from svdpp.diagnostics.draft_simulator import DraftLab
+from svdpp.driver.pipeline import resolve
 from svdpp.media import image as photos
 from svdpp.media.distance import Difference, distance
 from svdpp.media.examples import example_photos
 from svdpp.models import determinism
-from svdpp.models.svd import SvdModel, load_svd
+from svdpp.models.svd.model import SvdModel, load_svd
 from svdpp.plan.draft import Wave
-from svdpp.plan.starts import default_starts
-from svdpp.runtime.pipeline import resolve
+from svdpp.plan.draft_starts import default_starts
 
 
 def load(num_steps: int) -> SvdModel:

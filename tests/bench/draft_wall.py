@@ -20,9 +20,9 @@ from svdpp.config import (
     SamplingConfig,
     sampling_defaults,
 )
+from svdpp.driver.pipeline import Pipeline
 from svdpp.media.examples import example_photos
 from svdpp.plan.actions import Kind
-from svdpp.runtime.pipeline import Pipeline
 
 
 class Times(NamedTuple):

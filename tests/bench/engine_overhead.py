@@ -24,15 +24,15 @@ from pathlib import Path
 import torch
 
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SamplingConfig, sampling_defaults
+from svdpp.driver.pipeline import Pipeline, resolve
 from svdpp.media.examples import example_photos
 from svdpp.media.image import read_photo
+from svdpp.models.base import LATENTS
 from svdpp.models.determinism import make_deterministic
-from svdpp.models.interface import LATENTS
 from svdpp.plan.actions import Kind
 from svdpp.plan.forecast import Span
 from svdpp.plan.layout import Roles
-from svdpp.runtime.pipeline import Pipeline, resolve
-from svdpp.runtime.rank import load_model
+from svdpp.worker.rank import load_model
 
 
 def one_clip_seconds(config: PipelineConfig, repeats: int) -> list[float]:

@@ -14,11 +14,11 @@ from dataclasses import replace
 from typing import Any
 
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SamplingConfig, sampling_defaults
+from svdpp.driver.pipeline import Pipeline
 from svdpp.media.examples import example_photos
 from svdpp.plan.costs import Costs
 from svdpp.plan.forecast import replay, summarise
 from svdpp.plan.presets import PRESETS
-from svdpp.runtime.pipeline import Pipeline
 
 _SPLITS: dict[str, dict[str, Any]] = {
     "uniform": {"split": "uniform"},

@@ -36,8 +36,8 @@ import torch
 from PIL import Image
 from safetensors.torch import save
 
+from svdpp.comm.header import Header
 from svdpp.config import TensorSpec
-from svdpp.distributed.header import Header
 from svdpp.errors import InputError, ModelError, SvdppError, TransportError
 from svdpp.media.image import read_photo
 from svdpp.models.safetensors_header import read_safetensors_header

@@ -24,7 +24,7 @@ import torch
 
 from svdpp.config import ModelConfig, SamplingConfig
 from svdpp.models.checkpoint import find_checkpoint
-from svdpp.models.footprint import bare_process_bytes, estimate
+from svdpp.models.svd.memory import bare_process_bytes, estimate
 from tests.models.builders import save_tiny_checkpoint
 
 MIB = 2**20
@@ -32,23 +32,23 @@ MIB = 2**20
 MEASURE = """
 import json, sys
 from svdpp.config import ModelConfig, PipelineConfig, SamplingConfig
-from svdpp.distributed.fork_server import quiet_libraries
+from svdpp.launch.fork_server import quiet_libraries
 quiet_libraries()
 from svdpp.models import determinism
-from svdpp.measure import probe
-from svdpp.runtime.peak import status_bytes
-from svdpp.runtime.pipeline import resolve
-from svdpp.runtime.rank import load_model
+from svdpp.diagnostics import rank_probe
+from svdpp.worker.peak_memory import status_bytes
+from svdpp.driver.pipeline import resolve
+from svdpp.worker.rank import load_model
 name, dtype, side, frames, part = json.loads(sys.argv[1])
 determinism.make_deterministic(num_threads=1, device="cpu")
 sampling = SamplingConfig(num_inference_steps=1, height=side, width=side, num_frames=frames)
 config, checkpoint = resolve(
     PipelineConfig(world_size=1, model=ModelConfig(name=name, dtype=dtype), sampling=sampling)
 )
-model = load_model(config, checkpoint, "cpu", probe.PARTS[part])
-tensors = probe._random_packet(model)
+model = load_model(config, checkpoint, "cpu", rank_probe.PARTS[part])
+tensors = rank_probe._random_packet(model)
 for _ in range(2):
-    probe._work(model, part, tensors, config)
+    rank_probe._work(model, part, tensors, config)
 print(status_bytes("VmHWM"))
 """
 

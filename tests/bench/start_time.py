@@ -35,8 +35,8 @@ UNETS = {"full": (320, 640, 1280, 1280), "medium": (96, 192, 384, 384)}
 
 def measure(model: str, dtype: str, world_size: int, start_method: str) -> dict[str, float]:
     """Starts ranks in this process, and ends them: seconds until ready, and summed PSS in bytes."""
+    from svdpp.driver.pipeline import Pipeline
     from svdpp.media.examples import example_photos
-    from svdpp.runtime.pipeline import Pipeline
 
     config = PipelineConfig(
         world_size=world_size,
@@ -89,7 +89,7 @@ def save_checkpoint(folder: Path, unet: str, dtype: torch.dtype) -> int:
     from diffusers import StableVideoDiffusionPipeline, UNetSpatioTemporalConditionModel
 
     from svdpp.models.checkpoint import find_checkpoint
-    from svdpp.models.load import silence_libraries
+    from svdpp.models.svd.load import silence_libraries
 
     silence_libraries()
     demo = find_checkpoint(ModelConfig(name="demo")).folder

@@ -29,10 +29,10 @@ import torch
 
 from svdpp.cli.log import EventLog, open_log
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig
-from svdpp.measure.chrome_trace import write_chrome_trace
-from svdpp.runtime.messages import Event, StepDone, parse_event
-from svdpp.runtime.pipeline import Pipeline
-from svdpp.runtime.trace import Trace
+from svdpp.diagnostics.chrome_trace import write_chrome_trace
+from svdpp.driver.pipeline import Pipeline
+from svdpp.driver.trace import Trace
+from svdpp.worker.messages import Event, StepDone, parse_event
 
 _NUM_EVENTS = 20_000
 

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from svdpp.distributed import scratch
+from svdpp.launch import temp_folders
 from tests.cli.shell import Answer, python
 
 
@@ -49,8 +49,6 @@ def run_batch(commands: Iterable[Sequence[str]], cwd: Path) -> list[Outcome]:
 
 
 def _main(path: Path) -> None:
-    import svdpp.runtime.pipeline
-    import svdpp.runtime.request  # noqa: F401  what every `run` imports
 
     outcomes = [asdict(_run(command)) for command in json.loads(path.read_text())]
     json.dump(outcomes, sys.stdout)
@@ -85,7 +83,7 @@ def _command(arguments: list[str]) -> None:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        scratch.remove_multiprocessing_folder()
+        temp_folders.remove_multiprocessing_folder()
         os._exit(code)
 
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
+from svdpp.bench.names import PIPELINE
+from svdpp.bench.runner import Bench, Round
 from svdpp.cli import bench
 from svdpp.cli.bench import _sorted_out
 from svdpp.cli.console import Console
+from svdpp.driver.trace import Trace
 from svdpp.errors import OutOfMemoryError, RankError
-from svdpp.measure.bench import Bench, Round
-from svdpp.measure.bench_names import PIPELINE
-from svdpp.runtime.trace import Trace
 from tests.cli.shell import assert_error, python, svdpp_alone, svdpp_here
 
 TINY = (

@@ -16,8 +16,8 @@ import torch
 
 from svdpp import __version__
 from svdpp.config import ClipRequest, PipelineConfig
-from svdpp.runtime.messages import ClipDone
-from svdpp.runtime.supervisor import Observer
+from svdpp.driver.supervisor import Observer
+from svdpp.worker.messages import ClipDone
 from tests.cli.shell import (
     DEMO,
     PHOTO,
@@ -83,8 +83,7 @@ def test_pure_rooms_import_the_standard_library_alone() -> None:
 
 def test_holding_benches_against_each_other_imports_no_torch() -> None:
     code = (
-        "import sys, svdpp.measure.bench_compare\n"
-        "print(*{name.partition('.')[0] for name in sys.modules})"
+        "import sys, svdpp.bench.compare\nprint(*{name.partition('.')[0] for name in sys.modules})"
     )
     loaded = set(python("-c", code).out.split())
 
@@ -326,7 +325,7 @@ def test_verify_recomputes_a_clip(made: tuple[Path, Answer]) -> None:
 def test_verify_says_which_hash_differs(
     made: tuple[Path, Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from svdpp.runtime import reference
+    from svdpp.verification import reference
 
     folder, answer = made
     monkeypatch.chdir(folder / "out")
@@ -352,7 +351,7 @@ def test_verify_proves_several_clips_and_loads_once(
     made: tuple[Path, Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A line for each, the journal left out, those of one configuration by one process."""
-    from svdpp.runtime import reference
+    from svdpp.verification import reference
 
     folder, answer = made
     monkeypatch.chdir(folder)
@@ -457,7 +456,7 @@ def test_verify_refuses_what_is_no_record(
     made: tuple[Path, Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever a JSON file holds: a sentence and exit code 2, 5 or 7, nothing "unexpected"."""
-    from svdpp.runtime import reference
+    from svdpp.verification import reference
 
     def run_reference(*_: object, **__: object) -> None:
         raise AssertionError("it was taken for a record")

@@ -94,7 +94,7 @@ def test_options_of_run(options: tuple[str, ...], words: str) -> None:
 def test_options_of_simulate(
     options: tuple[str, ...], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from svdpp.runtime import pipeline
+    from svdpp.driver import pipeline
 
     def go_on(*_: object) -> None:
         raise AssertionError("ranks would have been started")
@@ -128,7 +128,7 @@ def test_a_fault_that_would_strike_nowhere_is_refused(
     fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise `verify` reports equality although damage was asked for."""
-    from svdpp.runtime import verify
+    from svdpp.verification import verify
 
     def go_on(*_: object, **__: object) -> None:
         raise AssertionError("ranks would have been started")

@@ -12,7 +12,7 @@ from svdpp.cli.profile_draft import _given
 from svdpp.config import ModelConfig, PipelineConfig
 from svdpp.media.video import read_frames
 from tests.cli.shell import DEMO, PHOTO, assert_error, svdpp_alone, svdpp_here
-from tests.plan.test_wave import WAVE
+from tests.plan.test_draft_plan import WAVE
 
 SMALL = ("--height", "64", "--width", "64", "--frames", "2", "--threads", "1", "--steps", "14")
 STARTS = ("--starts", "0,3,5", "--steps", "8")

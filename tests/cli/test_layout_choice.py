@@ -8,8 +8,8 @@ import pytest
 
 from svdpp.cli.layout_choice import LayoutChoice
 from svdpp.config import ModelConfig, PipelineConfig, SamplingConfig, sampling_defaults
+from svdpp.diagnostics.memory_estimate import memory_of_devices
 from svdpp.errors import RequestError
-from svdpp.measure.rank_memory import memory_of_devices
 from svdpp.plan.costs import Costs
 from svdpp.plan.presets import PRESETS
 

@@ -52,7 +52,7 @@ def test_a_closed_folder_is_found_before_anything_is_loaded(closed: Path, tmp_pa
     assert time.monotonic() - begun < 30
     assert_error(answer, 8, repr(str(closed)))
     assert log.read_text() == ""  # a rank that is ready says so there
-    assert "svdpp.media.place" in modules.read_text().split()
+    assert "svdpp.media.output_files" in modules.read_text().split()
     assert "diffusers" not in modules.read_text().split()
 
 

@@ -24,7 +24,7 @@ from svdpp.cli.progress import Progress
 from svdpp.errors import Interrupted
 from svdpp.plan.schedule import build_schedule
 from svdpp.plan.split import split_steps
-from svdpp.runtime.messages import (
+from svdpp.worker.messages import (
     ActionDone,
     Beat,
     ClipDone,

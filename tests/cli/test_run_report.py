@@ -12,7 +12,7 @@ from rich.console import Console as RichConsole
 from svdpp.cli.console import Console
 from svdpp.cli.run_report import announce_look, print_clips
 from svdpp.config import ModelConfig, PipelineConfig, SamplingConfig, VideoFormat
-from svdpp.runtime.request import OutputPolicy
+from svdpp.driver.jobs import OutputPolicy
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 
 from svdpp import __version__
 from svdpp.config import DEFAULT_MODEL
-from svdpp.measure import doctor
+from svdpp.diagnostics import doctor
 from svdpp.plan.costs import Costs
 from tests.cli.shell import svdpp_alone, svdpp_here
 

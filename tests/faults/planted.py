@@ -21,7 +21,7 @@ from typing import Any
 
 def main() -> None:
     from svdpp.__main__ import main as svdpp
-    from svdpp.runtime import pipeline
+    from svdpp.driver import pipeline
 
     plan = json.loads(Path(sys.argv.pop(1)).read_text())
     pipeline.Pipeline = _planted(plan)  # type: ignore[misc]
@@ -29,7 +29,7 @@ def main() -> None:
 
 
 def _planted(plan: dict[str, Any]) -> type:
-    from svdpp.runtime.pipeline import Pipeline
+    from svdpp.driver.pipeline import Pipeline
     from tests.faults.stops import PlantedStop
 
     note = _notes(Path(plan["events"]))

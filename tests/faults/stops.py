@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from svdpp.runtime.faults import PlantedFault
+from svdpp.worker.fault_injection import PlantedFault
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ from pathlib import Path
 import pytest
 
 from svdpp.config import ClipRequest, DraftConfig, ModelConfig, PipelineConfig, SamplingConfig
+from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import RankError
-from svdpp.runtime.messages import Beat, ClipDone, Event, StepDone
-from svdpp.runtime.pipeline import Pipeline
+from svdpp.worker.messages import Beat, ClipDone, Event, StepDone
 from tests.cli.shell import PHOTO
 from tests.faults.commands import NUM_FRAMES, RUN, WORLD_SIZE
 from tests.faults.conftest import StartCommand

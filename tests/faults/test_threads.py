@@ -10,7 +10,7 @@ import pytest
 
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SamplingConfig
 from svdpp.errors import RequestError
-from svdpp.runtime.verify import compare, run_pipelined, run_sequential
+from svdpp.verification.verify import compare, run_pipelined, run_sequential
 from tests.cli.shell import assert_error, svdpp_here
 
 CLIP = {

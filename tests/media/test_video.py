@@ -17,7 +17,7 @@ from PIL import Image
 from svdpp.config import OutputConfig, VideoFormat
 from svdpp.errors import InputError, OutputError
 from svdpp.media import video
-from svdpp.media.place import write_json
+from svdpp.media.output_files import write_json
 from svdpp.media.video import (
     check_output,
     clip_path,
@@ -232,7 +232,7 @@ from pathlib import Path
 import numpy as np
 from svdpp.config import OutputConfig
 from svdpp.errors import OutputError
-from svdpp.media.place import write_json
+from svdpp.media.output_files import write_json
 from svdpp.media.video import write_clip
 resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
 path, format = sys.argv[1:]

@@ -21,9 +21,9 @@ from safetensors.torch import load_file, save_file
 
 from svdpp.config import ModelConfig
 from svdpp.errors import ModelError, OutOfMemoryError, RequestError
-from svdpp.models import load
 from svdpp.models.checkpoint import Checkpoint, find_checkpoint
-from svdpp.models.load import (
+from svdpp.models.svd import load
+from svdpp.models.svd.load import (
     Parts,
     load_feature_extractor,
     load_parts,
@@ -206,7 +206,7 @@ def test_loading_says_nothing() -> None:
     code = (
         "from svdpp.config import ModelConfig;"
         "from svdpp.models.checkpoint import find_checkpoint;"
-        "from svdpp.models.load import load_parts;"
+        "from svdpp.models.svd.load import load_parts;"
         "found = find_checkpoint(ModelConfig(name='demo'));"
         "load_parts(found, encode=True, denoise=True, decode=True, dtype='fp16', device='cpu');"
         "import diffusers;"

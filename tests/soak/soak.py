@@ -27,9 +27,9 @@ import torch
 
 from svdpp.config import LatentSpec
 from svdpp.models import determinism
-from svdpp.models.dummy_unet import DummyModel
-from svdpp.models.interface import LATENTS
-from svdpp.runtime.evidence import tensor_sha256
+from svdpp.models.base import LATENTS
+from svdpp.models.dummy import DummyModel
+from svdpp.worker.tensor_store import tensor_sha256
 from tests.soak.worker import CONFIG, missing
 
 MARK = "SVDPP_SOAK"

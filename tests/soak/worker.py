@@ -18,10 +18,10 @@ import typer
 
 from svdpp.cli.app import guarded
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SamplingConfig
-from svdpp.media import place
+from svdpp.driver.pipeline import Pipeline
+from svdpp.media import output_files
 from svdpp.plan.costs import Costs
-from svdpp.runtime.handover import steps_kept
-from svdpp.runtime.pipeline import Pipeline
+from svdpp.worker.latent_checkpoints import steps_kept
 
 CONFIG = PipelineConfig(
     world_size=4,
@@ -65,7 +65,7 @@ def work(folder: Path, num_clips: int) -> None:
         pipeline.submit(todo)
         for result in pipeline.results():
             record = {"latents_sha256": result.record["latents_sha256"], "rss_bytes": _rss_bytes()}
-            place.write_json(folder / "done" / f"{clips[result.clip]}.json", record)
+            output_files.write_json(folder / "done" / f"{clips[result.clip]}.json", record)
 
 
 def _rss_bytes() -> int:

@@ -1,0 +1,1 @@
+"""Benchmarks: configuration, runs, results and comparison."""

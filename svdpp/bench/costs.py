@@ -1,0 +1,100 @@
+"""Owns what a bench's pipeline tells of the costs that a plan is made with."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable
+
+from svdpp.bench.names import DATA_PARALLEL, PIPELINE
+from svdpp.bench.runner import Bench
+from svdpp.config import PipelineConfig
+from svdpp.diagnostics.cost_profile import Profile
+from svdpp.driver.trace import HopSpan, Trace
+from svdpp.launch.world import find_world
+from svdpp.plan.actions import Kind
+from svdpp.plan.costs import Costs
+
+
+def costs_of(bench: Bench, run_id: str) -> Costs:
+    """Medians of all rounds of the pipeline; memory and writing are not measured by a bench.
+
+    Args:
+        bench: measured.
+        run_id: of its results.
+    """
+    traces = [each.trace for each in bench.rounds if each.arm == PIPELINE]
+    others = [each.trace for each in bench.rounds if each.arm == DATA_PARALLEL]
+    world = find_world()
+    ranks_per_host = None if world is None else world.ranks_per_host
+    hand_overs = [hop for trace in traces for hop in _hand_overs(trace, bench.config)]
+    hops = _by_hosts(hand_overs, ranks_per_host)
+    profile = Profile(
+        bench.config,
+        step_seconds=_steps(traces, others, bench.config.world_size),
+        encode_seconds=_median(_actions(traces, Kind.ENCODE)),
+        decode_seconds=_median(_actions(traces, Kind.DECODE)),
+        packet_bytes=max((hop.num_bytes for hop in hand_overs), default=0),
+        ranks_per_host=ranks_per_host,
+        hop_seconds=_median(hops[False]),
+        hop_between_hosts_seconds=_median(hops[True]) if hops[True] else None,
+    )
+    return profile.costs(f"svdpp bench, {bench.asked.experiment}/{run_id}")
+
+
+def _steps(traces: list[Trace], others: list[Trace], world_size: int) -> list[float]:
+    """The median of each rank, by rank.
+
+    One that only decodes in the pipeline has done whole clips in data parallel; where that did not
+    fit either it is taken to be as fast as the others.
+    """
+    found, elsewhere = _steps_by_rank(traces), _steps_by_rank(others)
+    own = {
+        rank: _median(found.get(rank) or elsewhere[rank])
+        for rank in range(world_size)
+        if rank in found or rank in elsewhere
+    }
+    return [own.get(rank, _median(own.values())) for rank in range(world_size)]
+
+
+def _steps_by_rank(traces: list[Trace]) -> dict[int, list[float]]:
+    found: dict[int, list[float]] = defaultdict(list)
+    for trace in traces:
+        for step in trace.steps:
+            found[step.rank].append(step.end - step.start)
+    return dict(found)
+
+
+def _actions(traces: list[Trace], kind: Kind) -> list[float]:
+    spans = (span for trace in traces for span in trace.spans if span.action.kind is kind)
+    return [span.end - span.start for span in spans]
+
+
+def _hand_overs(trace: Trace, config: PipelineConfig) -> list[HopSpan]:
+    """Whole packets, as their receivers saw them.
+
+    In a draft that is what a clip's LEAP brings, the first from a neighbour; the words after it and
+    the results are smaller, or larger.
+    """
+    received = [hop for hop in trace.hops if hop.direction == "recv"]
+    if config.draft is None:
+        return received
+    first: dict[tuple[int, int], HopSpan] = {}
+    for hop in sorted(received, key=lambda hop: hop.end):
+        if hop.peer == hop.rank - 1:
+            first.setdefault((hop.rank, hop.clip), hop)
+    return list(first.values())
+
+
+def _by_hosts(hops: list[HopSpan], ranks_per_host: int | None) -> dict[bool, list[float]]:
+    """Their seconds, by whether they went from host to host."""
+    host_of = Costs(ranks_per_host=ranks_per_host).host_of
+    found: dict[bool, list[float]] = {False: [], True: []}
+    for hop in hops:
+        found[host_of(hop.rank) != host_of(hop.peer)].append(hop.end - hop.start)
+    return found
+
+
+def _median(seconds: Iterable[float]) -> float:
+    seconds = list(seconds)
+    return statistics.median(seconds) if seconds else 0.0

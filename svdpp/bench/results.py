@@ -1,0 +1,247 @@
+"""Owns the files of a bench: results/<experiment>/<run_id>/, written by the parent alone."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import statistics
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from svdpp.bench.costs import costs_of
+from svdpp.bench.names import (
+    CONFIG,
+    COSTS,
+    ENVIRONMENT,
+    ONE_DEVICE,
+    PIPELINE,
+    SPANS,
+    SUMMARY,
+    TABLE,
+)
+from svdpp.bench.runner import Bench, Round, differing
+from svdpp.diagnostics.environment import environment
+from svdpp.diagnostics.time_breakdown import accounts
+from svdpp.errors import OutputError
+from svdpp.media import output_files
+from svdpp.plan.forecast import percentile
+
+SCHEMA_VERSION = 1
+_GIB = 2**30
+
+
+class Results:
+    """One run's folder: what was asked and where at once, spans as they come, sums at the end.
+
+    Args:
+        root: above all experiments.
+        bench: about to be run.
+
+    Raises:
+        OutputError: the folder cannot be written.
+    """
+
+    def __init__(self, root: Path, bench: Bench) -> None:
+        self._bench = bench
+        output_files.check_writable(root.absolute())
+        self.folder = _new_folder(root / bench.asked.experiment, bench.asked.sha256)
+        self.run_id = self.folder.name
+        with output_files.in_place_of(str(self.folder / CONFIG), ".yaml") as temporary:
+            temporary.write_text(f"# sha256 {bench.asked.sha256}\n{bench.asked.to_yaml()}")
+        output_files.write_json(self.folder / ENVIRONMENT, environment())
+
+    def add(self, done: Round) -> None:
+        """Appends a round's spans.
+
+        Raises:
+            OutputError: they cannot be written.
+        """
+        try:
+            with (self.folder / SPANS).open("a", encoding="ascii") as file:
+                file.writelines(json.dumps(record) + "\n" for record in span_records(done))
+        except OSError as error:
+            raise OutputError(f"{SPANS} cannot be written: {error.strerror}") from error
+
+    def finish(self) -> dict[str, Any]:
+        """Writes the sums and the costs; returns what `summary.json` holds.
+
+        Raises:
+            OutputError: they cannot be written.
+        """
+        found = summary(self._bench, self.run_id)
+        output_files.write_json(self.folder / COSTS, costs_of(self._bench, self.run_id).to_json())
+        output_files.write_json(self.folder / SUMMARY, found)
+        rows = list(_table(found))
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+        with output_files.in_place_of(str(self.folder / TABLE), ".csv") as temporary:
+            temporary.write_text(text.getvalue())
+        return found
+
+
+def span_records(done: Round) -> Iterator[dict[str, Any]]:
+    """One for each rank, clip and action, in seconds from the round's first one, by their start.
+
+    Compute moves no bytes over a wire; a send begins when the sender is ready, a receive with the
+    header. Steps and waits are not among them: the first lie within their DENOISE, the second
+    belong to no clip.
+    """
+    trace = done.trace
+    begin = min(span.start for span in trace.spans)
+    records = [
+        {
+            **{
+                "rank": span.rank,
+                "clip": span.action.clip - done.num_warmups,
+                "action": span.action.kind.value,
+            },
+            **{"first_step": span.action.start, "end_step": span.action.end, "peer": None},
+            **{"start": span.start - begin, "end": span.end - begin, "bytes": 0},
+        }
+        for span in trace.spans
+    ] + [
+        {
+            **{
+                "rank": hop.rank,
+                "clip": hop.clip - done.num_warmups,
+                "action": hop.direction.upper(),
+            },
+            **{"first_step": hop.next_step, "end_step": hop.next_step, "peer": hop.peer},
+            **{"start": hop.start - begin, "end": hop.end - begin, "bytes": hop.num_bytes},
+        }
+        for hop in trace.hops
+    ]
+    for record in sorted(records, key=lambda record: (record["start"], record["rank"])):
+        yield {"arm": done.arm, "round": done.number, **record}
+
+
+def summary(bench: Bench, run_id: str) -> dict[str, Any]:
+    """All that `summary.json` holds."""
+    arms = {
+        arm: _arm(bench, arm, [_figures(each) for each in bench.rounds if each.arm == arm])
+        for arm in bench.arms
+    }
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "experiment": bench.asked.experiment,
+        "run_id": run_id,
+        "config_sha256": bench.asked.sha256,
+        "config": json.loads(json.dumps(bench.asked.model_dump())),
+        "arms": arms,
+        "speedups": _speedups(arms),
+        "same_bits": not differing(bench.rounds),
+        "latents_sha256": _hashes(bench),
+    }
+
+
+def _arm(bench: Bench, arm: str, rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    config, error = bench.arms[arm], bench.out_of_memory.get(arm)
+    return {
+        "layout": "diffusers' own pipeline" if arm == ONE_DEVICE else str(config.scheme),
+        "world": config.world_size,
+        "error": None if error is None else error.message,
+        "rounds": rounds,
+        "median": {name: _median(rounds, name) for name in rounds[0] if name != "ranks"}
+        if rounds
+        else {},
+    }
+
+
+def _median(rounds: list[dict[str, Any]], name: str) -> float | None:
+    values = [each[name] for each in rounds if each[name] is not None]
+    return statistics.median(values) if values else None
+
+
+def _figures(done: Round) -> dict[str, Any]:
+    """A round's figures: plain numbers, and those of each rank beneath `ranks`."""
+    times = done.trace.summary()
+    steps = [step.end - step.start for step in done.trace.steps]
+    drafts = done.draft_seconds.values()
+    ranks = [
+        {
+            **{name: round(value, 6) for name, value in asdict(account).items()},
+            "unaccounted": round(account.unaccounted, 6),
+            "load_seconds": round(done.load_seconds[account.rank], 3),
+            "peak_allocated_gib": _gib(done.peaks[account.rank].allocated_bytes),
+            "peak_reserved_gib": _gib(done.peaks[account.rank].reserved_bytes),
+        }
+        for account in accounts(done.trace)
+    ]
+    wall = sum(rank["wall"] for rank in ranks)
+    return {
+        "round": done.number,
+        "clips": times.clips,
+        "makespan_seconds": round(times.makespan, 4),
+        "first_clip_seconds": round(times.first_clip, 4),
+        "draft_seconds": round(statistics.median(drafts), 4) if drafts else None,
+        "steady_clips_per_minute": round(60 / times.cadence, 4),
+        "step_p50_seconds": round(percentile(steps, 50), 6),
+        "step_p90_seconds": round(percentile(steps, 90), 6),
+        "step_p95_seconds": round(percentile(steps, 95), 6),
+        "bubble": round(times.bubble, 4),
+        **{
+            f"{part}_share": round(sum(rank[part] for rank in ranks) / wall, 4)
+            for part in ("compute", "wait", "transfer", "idle", "unaccounted")
+        },
+        "start_seconds": round(done.start_seconds, 3),
+        "load_seconds": max(rank["load_seconds"] for rank in ranks),
+        "peak_allocated_gib": max(r["peak_allocated_gib"] or 0.0 for r in ranks) or None,
+        "peak_reserved_gib": max(r["peak_reserved_gib"] or 0.0 for r in ranks) or None,
+        "ranks": ranks,
+    }
+
+
+def _speedups(arms: Mapping[str, Any]) -> dict[str, Any]:
+    """The pipeline's clips a minute over each other arm's of the same round."""
+    ours = {each["round"]: each["steady_clips_per_minute"] for each in arms[PIPELINE]["rounds"]}
+    result = {}
+    for arm, about in arms.items():
+        ratios = [
+            round(ours[each["round"]] / each["steady_clips_per_minute"], 4)
+            for each in about["rounds"]
+        ]
+        if arm != PIPELINE and ratios:
+            result[arm] = {"rounds": ratios, "median": statistics.median(ratios)}
+    return result
+
+
+def _hashes(bench: Bench) -> list[str]:
+    """Of each clip of the pipeline's first round."""
+    first = next(each for each in bench.rounds if each.arm == PIPELINE)
+    return [sha256 for _, sha256 in sorted(first.latents_sha256.items())]
+
+
+def _table(found: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """A row for each arm and round."""
+    about = {name: found[name] for name in ("experiment", "run_id", "config_sha256")}
+    for arm, each in found["arms"].items():
+        for figures in each["rounds"]:
+            plain = {name: value for name, value in figures.items() if name != "ranks"}
+            hashes = " ".join(found["latents_sha256"]) if found["same_bits"] else ""
+            row = {"arm": arm, "layout": each["layout"], "world": each["world"], **plain}
+            yield {**about, **row, "latents_sha256": hashes}
+
+
+def _gib(num_bytes: int | None) -> float | None:
+    return None if num_bytes is None else round(num_bytes / _GIB, 4)
+
+
+def _new_folder(above: Path, sha256: str) -> Path:
+    """A folder that nobody has yet, by time and configuration."""
+    name = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{sha256[:8]}"
+    for number in range(1, 1000):
+        folder = above / (name if number == 1 else f"{name}-{number}")
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise OutputError(f"{str(folder)!r} cannot be made: {error.strerror}") from error
+        return folder
+    raise OutputError(f"{str(above / name)!r} and 998 more exist already")

@@ -1,0 +1,129 @@
+"""Owns what a run leaves to look at: `--trace`, `--timeline`, `--profile`, failed or not."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from svdpp import __version__
+from svdpp.errors import OutputError, RequestError
+
+if TYPE_CHECKING:
+    from svdpp.driver.pipeline import Pipeline
+    from svdpp.plan.forecast import Forecast
+
+
+@dataclass(frozen=True)
+class Sights:
+    """Files to be written at the end of a run; None for those not asked for.
+
+    Raises:
+        RequestError: a name is of no known format, or matplotlib is not installed.
+        OutputError: one of them cannot be written.
+    """
+
+    trace: Path | None = None
+    timeline: Path | None = None
+    profile: Path | None = None
+    """Written by rank 0."""
+
+    def __post_init__(self) -> None:
+        from svdpp.media.timeline import check_can_draw
+
+        check_target("--trace", self.trace, ".json")
+        check_target("--profile", self.profile, ".json")
+        check_target("--timeline", self.timeline, ".svg", ".png")
+        if self.timeline is not None:
+            check_can_draw()
+
+    @property
+    def profile_path(self) -> str | None:
+        """For `Pipeline`; absolute, since a rank writes it."""
+        return None if self.profile is None else str(self.profile.absolute())
+
+    @contextlib.contextmanager
+    def of(self, pipeline: Pipeline) -> Iterator[None]:
+        """Writes the files when the block ends: a run that failed is the one to look at.
+
+        Raises:
+            OutputError: one of them cannot be written, and the run itself did not fail.
+        """
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(OutputError):  # the failure that led here is the one to report
+                self._write(pipeline)
+            raise
+        self._write(pipeline)
+
+    def _write(self, pipeline: Pipeline) -> None:
+        try:
+            trace = pipeline.trace
+        except RuntimeError:
+            return  # no rank was ever started
+        if not trace.spans:
+            return
+        if self.trace is not None:
+            _write_trace(pipeline, self.trace)
+        if self.timeline is not None:
+            draw_run(pipeline, self.timeline)
+
+
+def check_target(option: str, path: Path | None, *suffixes: str) -> None:
+    """Makes sure, before a long run, that a file can be written at its end; None is no file.
+
+    Raises:
+        RequestError: the name does not end in one of `suffixes`, and may be another file's.
+        OutputError: the place takes no file.
+    """
+    from svdpp.media import output_files
+
+    if path is None:
+        return
+    if path.suffix.lower() not in suffixes:
+        raise RequestError(f"{option} must end in {' or '.join(suffixes)}, got {str(path)!r}")
+    output_files.check_writable(path.parent)
+    output_files.check_free(str(path))
+
+
+def draw_run(pipeline: Pipeline, path: Path) -> None:
+    """Draws what `pipeline` has done, and beneath it what its plan promises.
+
+    Raises:
+        OutputError: the file cannot be written.
+    """
+    from svdpp.media.timeline import Panel, draw_timeline
+    from svdpp.plan.forecast import summarise
+
+    world_size, trace = pipeline.config.world_size, pipeline.trace
+    panels = [Panel(f"Measured: {_words(trace.summary())}", trace.spans)]
+    if trace.steps:
+        spans = pipeline.replayed()
+        summary = summarise(spans, world_size)
+        costs = "given" if pipeline.config.model.dummy_sleeps else "mean measured"
+        panels.append(Panel(f"Forecast, at the {costs} costs: {_words(summary)}", spans))
+    draw_timeline(panels, world_size, path)
+
+
+def _write_trace(pipeline: Pipeline, path: Path) -> None:
+    from svdpp.diagnostics.chrome_trace import write_chrome_trace
+
+    config = pipeline.config
+    about = {
+        "svdpp": __version__,
+        "world_size": config.world_size,
+        "num_steps": config.sampling.num_inference_steps,
+        "dtype": config.model.dtype,
+        "device": config.device,
+        "num_threads": config.num_threads,
+        "backend": pipeline.backend,
+    }
+    write_chrome_trace(pipeline.trace, path, about)
+
+
+def _words(summary: Forecast) -> str:
+    clips = f"{summary.clips} clip{'s' if summary.clips > 1 else ''}"
+    return f"{clips} in {summary.makespan:.1f} s, bubble {summary.bubble:.0%}"

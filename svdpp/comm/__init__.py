@@ -1,0 +1,1 @@
+"""How packets move between ranks: header, transport, CUDA streams."""

@@ -1,0 +1,1 @@
+"""Doctor, environment, memory estimates, cost profiling, draft sweeps and traces."""

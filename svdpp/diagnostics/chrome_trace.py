@@ -1,0 +1,142 @@
+"""Owns the trace file: what was measured, in Chrome's trace event format, for Perfetto to show.
+
+One process for each rank; in it a track for what its device did, steps beneath their actions, and a
+track for each link. The format: "Trace Event Format", Google, 2016, linked from
+https://perfetto.dev/docs/faq (JSON trace format).
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from svdpp.driver.trace import HopSpan, Trace
+from svdpp.media import output_files
+from svdpp.plan.actions import Action, Kind
+
+_COMPUTE = 0
+
+_TraceEvent = dict[str, Any]
+
+
+def write_chrome_trace(trace: Trace, path: Path, about: Mapping[str, Any]) -> None:
+    """Writes `trace` as JSON, one event a line.
+
+    Args:
+        trace: of a run, finished or not.
+        path: replaced where it exists.
+        about: plain values that say what was run; shown by viewers as the trace's metadata.
+
+    Raises:
+        OutputError: the file cannot be written.
+    """
+    head = json.dumps({"displayTimeUnit": "ms", "otherData": dict(about)})
+    with output_files.in_place_of(str(path), ".json") as temporary, temporary.open("w") as file:
+        file.write(head[:-1] + ', "traceEvents": [\n')
+        file.write(",\n".join(map(json.dumps, trace_events(trace))))
+        file.write("\n]}\n")
+
+
+def trace_events(trace: Trace) -> list[_TraceEvent]:
+    """The names of all tracks, then every event by its time, from the first one on."""
+    tracks = _link_tracks(trace.hops)
+    starts = [span.start for span in trace.spans] + [hop.start for hop in trace.hops]
+    begin = min([*starts, *(wait.start for wait in trace.waits)], default=0.0)
+    events = [*_compute_events(trace, begin), *_hop_events(trace.hops, tracks, begin)]
+    # Of two that begin at once the longer one holds the other.
+    events.sort(key=lambda event: (event["ts"], -event.get("dur", 0)))
+    return [*_names(trace, tracks), *events]
+
+
+def _names(trace: Trace, tracks: Mapping[tuple[int, str, int], int]) -> Iterator[_TraceEvent]:
+    for rank in range(trace.world_size):
+        device = trace.devices.get(rank, "")
+        yield _metadata(rank, _COMPUTE, "process_name", name=f"rank {rank} ({device})")
+        yield _metadata(rank, _COMPUTE, "process_sort_index", sort_index=rank)
+        yield _metadata(rank, _COMPUTE, "thread_name", name="compute")
+    for (rank, direction, peer), track in tracks.items():
+        name = f"{'from' if direction == 'recv' else 'to'} rank {peer}"
+        yield _metadata(rank, track, "thread_name", name=name)
+        yield _metadata(rank, track, "thread_sort_index", sort_index=track)
+
+
+def _metadata(rank: int, track: int, what: str, **values: Any) -> _TraceEvent:
+    return {"ph": "M", "pid": rank, "tid": track, "name": what, "args": values}
+
+
+def _link_tracks(hops: Iterable[HopSpan]) -> dict[tuple[int, str, int], int]:
+    """A track for each (rank, direction, peer): hops of one link follow each other."""
+    tracks: dict[tuple[int, str, int], int] = {}
+    for rank, direction, peer in sorted({(hop.rank, hop.direction, hop.peer) for hop in hops}):
+        tracks[rank, direction, peer] = 1 + sum(1 for other, _, _ in tracks if other == rank)
+    return tracks
+
+
+def _compute_events(trace: Trace, begin: float) -> Iterator[_TraceEvent]:
+    for rank, action, start, end in trace.spans:
+        name, args = _action(action)
+        yield _complete(rank, _COMPUTE, name, "compute", start - begin, end - begin, args)
+    for rank, clip, step, start, end in trace.steps:
+        args = {"clip": clip, "step": step}
+        yield _complete(rank, _COMPUTE, f"step {step}", "step", start - begin, end - begin, args)
+    for rank, start, end in trace.waits:
+        yield _complete(rank, _COMPUTE, "wait", "wait", start - begin, end - begin, {})
+
+
+def _action(action: Action) -> tuple[str, dict[str, Any]]:
+    args: dict[str, Any] = {"clip": action.clip, "step": action.start}
+    if action.kind is Kind.DENOISE:
+        args["end_step"] = action.end
+    return f"{action.kind.lower()} clip {action.clip}", args
+
+
+def _hop_events(
+    hops: Iterable[HopSpan], tracks: Mapping[tuple[int, str, int], int], begin: float
+) -> Iterator[_TraceEvent]:
+    """Each hop at both of its ends, and an arrow from one to the other."""
+    arrows: dict[tuple[int, ...], int] = {}
+    # In a draft two words on one step may pass one link: each side sees them in their order.
+    alike: Counter[tuple[int, ...]] = Counter()
+    for hop in hops:
+        track = tracks[hop.rank, hop.direction, hop.peer]
+        args = {"clip": hop.clip, "step": hop.next_step, "bytes": hop.num_bytes}
+        start, end = hop.start - begin, hop.end - begin
+        is_send = hop.direction == "send"
+        ends = (hop.rank, hop.peer) if is_send else (hop.peer, hop.rank)
+        name = f"{hop.direction} clip {hop.clip}"
+        yield _complete(hop.rank, track, name, "transfer", start, end, args)
+        which = hop.clip, hop.next_step, *ends
+        yield {
+            "ph": "s" if is_send else "f",
+            **({} if is_send else {"bp": "e"}),
+            "id": arrows.setdefault((*which, alike[is_send, *which]), len(arrows)),
+            **{"pid": hop.rank, "tid": track, "name": "hand-over", "cat": "transfer"},
+            "ts": _microseconds(start),
+        }
+        alike[is_send, *which] += 1
+
+
+def _complete(
+    rank: int,
+    track: int,
+    name: str,
+    category: str,
+    start: float,
+    end: float,
+    args: Mapping[str, Any],
+) -> _TraceEvent:
+    """A complete event: both ends rounded before the duration is taken, so that nesting holds."""
+    ts = _microseconds(start)
+    return {
+        **{"ph": "X", "pid": rank, "tid": track, "name": name, "cat": category},
+        **{"ts": ts, "dur": _microseconds(end) - ts, "args": dict(args)},
+    }
+
+
+def _microseconds(seconds: float) -> int:
+    """Whole ones: viewers add start and duration, and with fractions a slice would by rounding end
+    after the next one's start, or its own parent's end."""
+    return round(seconds * 1e6)

@@ -1,0 +1,252 @@
+"""Owns measuring what a forecast needs: seconds and memory of each kind of work, on real ranks."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from svdpp.config import ClipRequest, OutputConfig, PipelineConfig
+from svdpp.diagnostics import rank_probe
+from svdpp.diagnostics.environment import cpu_model
+from svdpp.driver.pipeline import Pipeline, resolve
+from svdpp.launch import process_group
+from svdpp.launch.world import find_world
+from svdpp.media import image as photos
+from svdpp.media import video
+from svdpp.media.examples import example_photos
+from svdpp.models.base import Frames
+from svdpp.models.checkpoint import Checkpoint
+from svdpp.models.svd import memory as model_memory
+from svdpp.plan.actions import Action, Kind
+from svdpp.plan.costs import Costs
+from svdpp.worker.messages import ActionDone, Event, HopDone, StepDone
+
+_GIB = 2**30
+_STEPS_PER_RANK = 2
+#: GPUs whose steps differ by more than this are told apart in the costs.
+_SAME_SPEED = 1.1
+
+
+@dataclass
+class Profile:
+    """What was measured, and the costs that it comes to.
+
+    Args:
+        config: resolved.
+    """
+
+    config: PipelineConfig
+    step_seconds: list[float] = field(default_factory=list)
+    """Median of each rank, by rank."""
+    encode_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    write_seconds: float = 0.0
+    packet_bytes: int = 0
+    hops: list[rank_probe.Hop] = field(default_factory=list)
+    ranks_per_host: int | None = None
+    hop_seconds: float | None = None
+    """Of a whole packet, where a launcher's ranks have measured it instead of `hops`."""
+    hop_between_hosts_seconds: float | None = None
+    weight_bytes: dict[str, int] = field(default_factory=dict)
+    """By part."""
+    work_bytes: dict[str, int] = field(default_factory=dict)
+    """By part: the peak above its weights."""
+
+    def costs(self, command: str) -> Costs:
+        """The measurements as a plan takes them.
+
+        Args:
+            command: what the user typed, for the record.
+        """
+        slowest = max(self.hops, key=lambda hop: hop.latency_seconds, default=None)
+        memory = {
+            **{f"{part}_weights_gib": size / _GIB for part, size in self.weight_bytes.items()},
+            **{f"{part}_work_gib": size / _GIB for part, size in self.work_bytes.items()},
+        }
+        return Costs(
+            step_seconds=self._step_costs(),
+            encode_seconds=self.encode_seconds,
+            decode_seconds=self.decode_seconds,
+            write_seconds=self.write_seconds,
+            hop_seconds=slowest.latency_seconds if slowest else self.hop_seconds or 0.0,
+            hop_bytes_per_second=min((hop.bytes_per_second for hop in self.hops), default=None),
+            packet_bytes=float(self.packet_bytes),
+            ranks_per_host=self.ranks_per_host,
+            hop_between_hosts_seconds=self.hop_between_hosts_seconds,
+            name=self._name(),
+            source=f"measured by: {command}",
+            device=self.device,
+            **memory,
+        )
+
+    @property
+    def device(self) -> str:
+        """What it was measured on, in words."""
+        world_size, threads = self.config.world_size, self.config.num_threads
+        if (world := find_world()) is not None and world.spans_hosts:
+            own = cpu_model() if self.config.device == "cpu" else torch.cuda.get_device_name(0)
+            return f"{world_size} ranks on {world.num_hosts} hosts, that of rank 0: {own}"
+        if self.config.device == "cpu":
+            return f"{world_size} ranks x {threads} threads on one {cpu_model()}"
+        ranks = range(world_size) if self.config.device == "cuda" else (0,)
+        devices = [process_group.device_of_rank(self.config.device, rank) for rank in ranks]
+        names = [torch.cuda.get_device_name(device) for device in devices]
+        return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+
+    def _step_costs(self) -> float | tuple[float, ...]:
+        """One number, unless GPUs or hosts differ: on one CPU differences are chance."""
+        differ = max(self.step_seconds) > _SAME_SPEED * min(self.step_seconds)
+        own_devices = self.config.device == "cuda" or self.ranks_per_host is not None
+        if own_devices and differ:
+            return tuple(self.step_seconds)
+        return statistics.median(self.step_seconds)
+
+    def _name(self) -> str:
+        model, sampling = self.config.model, self.config.sampling
+        if model.is_dummy:
+            return f"dummy {'x'.join(map(str, model.dummy_latent_shape))} {model.dtype}"
+        size = f"{sampling.frames} frames of {sampling.width}x{sampling.height}"
+        chunk = f"decoded by {sampling.decode_chunk_size}"
+        return f"{model.name} {model.dtype}, {size}, {chunk}"
+
+
+def profile(config: PipelineConfig, *, repeats: int, talk: Callable[[str], None]) -> Profile:
+    """Measures the parts of a run on the devices of `config`, with all its ranks at work at once.
+
+    On the CPU ranks share cores and memory bandwidth, so a rank alone would be faster than in the
+    run that the costs are for. Memory and hops are measured apart, one after the other.
+
+    Args:
+        config: its number of steps does not matter; frame count and chunk may be open.
+        repeats: clips through each rank besides the first, which warms up and does not count.
+        talk: told what comes next.
+
+    Raises:
+        SvdppError: whatever would keep a run from working.
+    """
+    config, checkpoint = resolve(measured_config(config))
+    result = Profile(config)
+    # The ranks before the last work alone until the first clip has come to the end.
+    num_clips = config.world_size + repeats
+    talk(f"{num_clips} clips through {config.world_size} ranks for the times")
+    _measure_times(result, num_clips)
+    if config.decodes:
+        _measure_write(result, repeats)
+    if find_world() is None:  # else the packets of the run itself were measured
+        talk("packets between neighbours")
+        result.hops = rank_probe.measure_hops(config)
+    talk("memory of each part")
+    _measure_memory(result, checkpoint)
+    return result
+
+
+def measured_config(config: PipelineConfig) -> PipelineConfig:
+    """`config` as its ranks run it to be measured: a few steps each."""
+    steps = _STEPS_PER_RANK * config.world_size
+    return replace(config, sampling=replace(config.sampling, num_inference_steps=steps))
+
+
+def _measure_times(result: Profile, num_clips: int) -> None:
+    config = result.config
+    image = None if config.model.is_dummy else str(example_photos()[0])
+    requests = [ClipRequest(seed=seed, image=image) for seed in range(num_clips)]
+    world = find_world()
+    result.ranks_per_host = None if world is None else world.ranks_per_host
+    measured = _Measured(Costs(ranks_per_host=result.ranks_per_host).host_of)
+    pipeline = Pipeline(config)
+    pipeline.observe(measured)
+    with pipeline:
+        pipeline.run(requests)
+    ranks = range(config.world_size)
+    result.step_seconds = [statistics.median(measured.steps[rank]) for rank in ranks]
+    result.encode_seconds = _median(measured.actions[Kind.ENCODE])
+    result.decode_seconds = _median(measured.actions[Kind.DECODE])
+    result.packet_bytes = measured.packet_bytes
+    if world is not None:
+        within, between = (measured.hops[crosses] for crosses in (False, True))
+        result.hop_seconds = _median(within)
+        result.hop_between_hosts_seconds = _median(between) if between else None
+
+
+class _Measured:
+    """Collects the seconds of all clips but the first.
+
+    Args:
+        host_of: the host that a rank is on.
+    """
+
+    def __init__(self, host_of: Callable[[int], int]) -> None:
+        self._host_of = host_of
+        self.hops: dict[bool, list[float]] = defaultdict(list)
+        """Of whole packets, by whether they went from host to host."""
+        self.steps: dict[int, list[float]] = defaultdict(list)
+        self.actions: dict[Kind, list[float]] = defaultdict(list)
+        self.packet_bytes = 0
+
+    def __call__(self, rank: int, event: Event) -> None:
+        match event:
+            case StepDone() if event.clip > 0:
+                self.steps[rank].append(event.seconds)
+            case ActionDone():
+                action = Action.parse(event.action)
+                if action.clip > 0:
+                    self.actions[action.kind].append(event.end - event.start)
+            case HopDone():
+                self.packet_bytes = event.num_bytes
+                if event.direction == "recv" and event.clip > 0:
+                    crosses = self._host_of(rank) != self._host_of(event.peer)
+                    self.hops[crosses].append(event.seconds)
+            case _:
+                pass
+
+
+def _measure_write(result: Profile, repeats: int) -> None:
+    frames, fps, seconds = _moving_photo(result.config), result.config.sampling.fps, []
+    with tempfile.TemporaryDirectory(prefix="svdpp-profile-") as folder:
+        output = OutputConfig(path=str(Path(folder) / "clip.mp4"))
+        for _ in range(repeats + 1):
+            begun = time.monotonic()
+            video.write_clip(frames, output, fps=fps, metadata={})
+            seconds.append(time.monotonic() - begun)
+    result.write_seconds = _median(seconds[1:])
+
+
+def _moving_photo(config: PipelineConfig) -> Frames:
+    """A photograph that drifts to the right: about as hard to encode as a clip is."""
+    sampling = config.sampling
+    photo, _ = photos.read_photo(example_photos()[0])
+    fitted = photos.fit_photo(photo, sampling.width, sampling.height, "crop")
+    still = np.asarray(fitted.resize((sampling.width, sampling.height)))
+    return np.stack([np.roll(still, frame, axis=1) for frame in range(sampling.frames)])
+
+
+def _measure_memory(result: Profile, checkpoint: Checkpoint | None) -> None:
+    """Weights as the model's configs have them; work as it is measured, on rank 0's device."""
+    config = result.config
+    alone = replace(
+        config, world_size=1, device="cuda:0" if config.device == "cuda" else config.device
+    )
+    estimate = model_memory.estimate(
+        checkpoint,
+        config.model,
+        config.sampling,
+        device=config.device,
+        num_threads=config.num_threads,
+    )
+    parts = {"encode": estimate.encode, "denoise": estimate.denoise, "decode": estimate.decode}
+    for part, memory in parts.items():
+        if memory is not None:
+            result.weight_bytes[part] = memory.weight_bytes
+            result.work_bytes[part] = rank_probe.measure_work(alone, checkpoint, part)
+
+
+def _median(values: list[float]) -> float:
+    return statistics.median(values) if values else 0.0

@@ -1,0 +1,201 @@
+"""Owns `--decode-chunk-size auto`: how many frames fit when they are decoded at a time.
+
+Bits depend on the chunk, so it is chosen once, before any clip is begun, and recorded as a number.
+A process of its own loads what the decoding rank will hold and decodes one and two frames; memory
+grows in proportion from there (the decoder's attention is within a frame, all else are
+convolutions).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from svdpp.config import PipelineConfig
+from svdpp.driver.pipeline import resolve
+from svdpp.errors import OutOfMemoryError, RankError, from_record, to_record
+from svdpp.launch import fork_server, process_group
+from svdpp.launch.started import Member, StartedGroup
+from svdpp.models import determinism
+from svdpp.models.base import LATENTS
+from svdpp.models.checkpoint import Checkpoint
+from svdpp.models.free_memory import free_bytes
+from svdpp.plan.actions import decode
+from svdpp.plan.layout import Roles
+from svdpp.worker.out_of_memory import out_of_memory_named
+from svdpp.worker.peak_memory import forget_peak, peak_in_use
+
+#: Left over is room for what the law does not know: fragments, other programs, libraries' caches.
+_SHARE_OF_FREE = 0.8
+_M_MMAP_THRESHOLD = -3  # <malloc.h>
+_HINT = "a smaller --height and --width, or --dtype fp16, lower it"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeMemory:
+    """What decoding takes beside the loaded model, and what there is, in bytes.
+
+    Args:
+        num_frames: of a clip.
+        one_frame: at the peak of decoding one frame alone.
+        each_in_chunk: more for each further frame in a chunk.
+        each_kept: more for each further frame of the clip, decoded before.
+        free: on the device, for this rank, with the model loaded.
+    """
+
+    num_frames: int
+    one_frame: int
+    each_in_chunk: int
+    each_kept: int
+    free: int
+
+    def needed(self, chunk: int) -> int:
+        """At the peak of decoding a clip by `chunk` frames, in bytes."""
+        kept = self.each_kept * (self.num_frames - 1)
+        return self.one_frame + kept + self.each_in_chunk * (chunk - 1)
+
+    def largest_chunk(self) -> int:
+        """The most frames at a time that fit into 80% of what is free; at least 1.
+
+        Raises:
+            OutOfMemoryError: one frame at a time does not fit into all that is free.
+        """
+        if self.needed(1) > self.free:
+            raise OutOfMemoryError(
+                f"out of memory before the run: decoding one frame at a time needs "
+                f"{_gib(self.needed(1))}, {_gib(self.free)} free",
+                _HINT,
+            )
+        room = int(self.free * _SHARE_OF_FREE)
+        fitting = (n for n in range(self.num_frames, 0, -1) if self.needed(n) <= room)
+        return next(fitting, 1)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.largest_chunk()} of {self.num_frames} frames at a time: one takes "
+            f"{_gib(self.needed(1))}, each further one {_gib(self.each_in_chunk)}, "
+            f"{_gib(self.free)} free"
+        )
+
+
+def measure_decode(config: PipelineConfig) -> DecodeMemory:
+    """Measures in a process of its own, on the decoding rank's device, at the request's size.
+
+    Raises:
+        OutOfMemoryError: two frames do not fit at all.
+        ModelError, RequestError: as for the run itself.
+        RankError: the process ended, or took longer than ranks may take to start.
+    """
+    process_group.check_devices(config.device, config.world_size)
+    setup = _Setup(*resolve(config))
+    group = StartedGroup(
+        _measure_main,
+        setup,
+        world_size=1,
+        backend="gloo",
+        preload=[fork_server.ENGINE, fork_server.SVD],  # as the ranks', which come after it
+    )
+    try:
+        answer = _wait(group, config.start_timeout_seconds + config.timeout_seconds)
+    finally:
+        group.kill()
+    if "error" in answer:
+        raise from_record(answer["error"])
+    return DecodeMemory(**answer)
+
+
+@dataclass(frozen=True)
+class _Setup:
+    config: PipelineConfig
+    checkpoint: Checkpoint | None
+
+
+def _wait(group: StartedGroup, seconds: float) -> dict[str, Any]:
+    what, deadline = "the process that measures what decoding takes", time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        ended = group.exited()
+        for _, message in group.poll(0.2):
+            answer: dict[str, Any] = json.loads(message)
+            return answer
+        if ended:
+            if ended[0] == -9:
+                raise OutOfMemoryError(f"{what} was killed: mostly, memory is out", _HINT)
+            raise RankError(f"{what} ended with {ended[0]}", details=group.last_words(0))
+    raise RankError(f"{what} did not end within {seconds:.0f} s", "--timeout SECONDS")
+
+
+def _measure_main(member: Member, setup: _Setup) -> None:
+    try:
+        answer = asdict(_measure(setup))
+    except BaseException as error:
+        member.channel.send(json.dumps({"error": to_record(error)}).encode())
+        raise
+    member.channel.send(json.dumps(answer).encode())
+
+
+def _measure(setup: _Setup) -> DecodeMemory:
+    from svdpp.models.svd.load import torch_dtype
+    from svdpp.models.svd.model import load_svd  # diffusers: only this process needs it
+
+    config, checkpoint = setup.config, setup.checkpoint
+    assert checkpoint is not None, "the dummy model decodes nothing"
+    device = process_group.device_of_rank(config.device, config.world_size - 1)
+    determinism.make_deterministic(num_threads=config.num_threads, device=device)
+    dtype = torch_dtype(config.model.dtype)
+    decoding = [roles for roles in config.scheme.roles if roles.decode]
+    roles = Roles(
+        encode=any(each.encode for each in decoding),
+        denoise=any(each.denoise for each in decoding),
+        decode=True,
+    )
+    model = load_svd(checkpoint, config.model, config.sampling, device, **asdict(roles))
+
+    # Guidance is no matter of decoding, and a clip of one frame can have none.
+    knobs = replace(config.sampling, min_guidance_scale=1.0, max_guidance_scale=1.0)
+
+    def peak(frames: int, chunk: int) -> int:
+        part = model.resampled(replace(knobs, num_frames=frames, decode_chunk_size=chunk))
+        shape = part.packet_spec()[LATENTS].shape
+        latent = torch.zeros(shape, dtype=dtype, device=model.device)
+        with out_of_memory_named(decode(0, 0), chunk):
+            return _peak(model.device, lambda: part.decode(latent))
+
+    peak(1, 1)  # maps the weights in, picks kernels, makes the libraries' workspaces
+    if model.device.type == "cuda":
+        torch.cuda.empty_cache()
+    free = free_bytes(model.device) // _sharers(config)
+    one, kept, both = peak(1, 1), peak(2, 1), peak(2, 2)
+    return DecodeMemory(
+        num_frames=config.sampling.frames,
+        one_frame=one,
+        # Not less than two frames take each: resident memory is no exact measure.
+        each_in_chunk=max(both // 2, both - kept),
+        each_kept=max(0, kept - one),
+        free=free,
+    )
+
+
+def _sharers(config: PipelineConfig) -> int:
+    """Ranks that take from the same memory."""
+    return 1 if config.device == "cuda" else config.world_size
+
+
+def _peak(device: torch.device, work: Callable[[], object]) -> int:
+    """Bytes that `work` takes at its peak, beyond those in use before it."""
+    if device.type == "cpu":
+        # Every tensor by itself from the kernel and back to it (mallopt(3)): else memory that was
+        # freed before, and kept by malloc, hides what is taken anew.
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 64 * 1024)
+    before = forget_peak(device)
+    work()
+    return peak_in_use(device) - before
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"

@@ -1,0 +1,238 @@
+"""Owns the examination of a machine before a run: each thing that a run needs is tried for real."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from svdpp.config import DEMO_MODEL, ModelConfig, OutputConfig, PipelineConfig, sampling_defaults
+from svdpp.diagnostics import rank_probe
+from svdpp.diagnostics.memory_estimate import estimate_ranks
+from svdpp.driver.pipeline import resolve
+from svdpp.errors import OutOfMemoryError, OutputError, SvdppError, VerificationError
+from svdpp.launch import process_group
+from svdpp.media import output_files, video
+from svdpp.models.checkpoint import Checkpoint
+from svdpp.models.free_memory import free_bytes
+from svdpp.plan.schedule import build_schedule
+
+_GIB = 2**30
+#: Some hundred clips, and the log.
+_MIN_FREE_BYTES = 2**28
+_TMPDIR_MEND = "set TMPDIR to a folder of a local disk that is writable"
+# Enough for libx264 to have something to do, and quick.
+_TRIAL_FRAMES, _TRIAL_SIDE = 4, 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """What came of trying one thing."""
+
+    name: str
+    verdict: Literal["ok", "failed", "skipped"]
+    detail: str
+    mend: str = ""
+    exit_code: int = 0
+
+
+@dataclass
+class Patient:
+    """What is examined; filled in as checks find things out.
+
+    Args:
+        config: of the run that is intended.
+        out: folder for its clips.
+    """
+
+    config: PipelineConfig
+    out: Path
+    checkpoint: Checkpoint | None = None
+    healthy: set[str] = field(default_factory=set)
+    """Names of the checks that were ok, for those that build on them."""
+
+
+class _Skipped(Exception):
+    """There is nothing to try, or no ground to try it on; the text says which."""
+
+
+def examine(patient: Patient) -> Iterator[Check]:
+    """Tries one thing after the other, and yields each as it is known."""
+    for name, attempt in _CHECKS.items():
+        try:
+            detail = attempt(patient)
+        except _Skipped as reason:
+            yield Check(name=name, verdict="skipped", detail=str(reason))
+        except SvdppError as error:
+            yield Check(
+                name=name,
+                verdict="failed",
+                detail=error.message,
+                mend=error.hint or _MENDS[name],
+                exit_code=error.exit_code,
+            )
+        else:
+            patient.healthy.add(name)
+            yield Check(name=name, verdict="ok", detail=detail)
+
+
+def _needs(patient: Patient, name: str) -> None:
+    if name not in patient.healthy:
+        raise _Skipped(f"needs {name}")
+
+
+def _devices(patient: Patient) -> str:
+    config = patient.config
+    process_group.check_devices(config.device, config.world_size)
+    backend = process_group.choose_backend(config.device, config.world_size)
+    ranks = f"{config.world_size} rank{'s' if config.world_size > 1 else ''}"
+    if config.device == "cpu":
+        return f"{ranks} on the CPU, {config.num_threads} threads each, over {backend}"
+    return f"{ranks} on {config.device}, over {backend}"
+
+
+def _temporary_folder(patient: Patient) -> str:  # noqa: ARG001
+    """Ranks meet in a folder there, which nobody else may open."""
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="svdpp-doctor-"))
+        try:
+            mode = folder.stat().st_mode & 0o777
+        finally:
+            folder.rmdir()
+    except OSError as error:
+        raise OutputError(
+            f"no folder can be made in it: {output_files.reason(error)}", _TMPDIR_MEND
+        ) from error
+    if mode != 0o700:
+        raise OutputError(
+            f"folders in {folder.parent} come with mode {mode:03o}, not 700", _TMPDIR_MEND
+        )
+    return f"{folder.parent}, private folders"
+
+
+def _hops(patient: Patient) -> str:
+    _needs(patient, "devices")
+    _needs(patient, "temporary folder")
+    if patient.config.world_size == 1:
+        raise _Skipped("one rank has no neighbour")
+    hops = rank_probe.measure_hops(patient.config)
+    slowest = max(hops, key=lambda hop: hop.latency_seconds)
+    narrowest = min(hop.bytes_per_second for hop in hops)
+    where = f"{slowest.source} -> {slowest.target}"
+    worst = "" if len(hops) == 1 else f"{len(hops)} pairs, at worst "
+    return f"{worst}{where}: {slowest.latency_seconds * 1000:.2f} ms, {narrowest / 1e9:.2f} GB/s"
+
+
+def _ffmpeg(patient: Patient) -> str:  # noqa: ARG001
+    """Encodes some frames, which reads them back and counts them."""
+    video.find_ffmpeg()
+    frames = np.zeros((_TRIAL_FRAMES, _TRIAL_SIDE, _TRIAL_SIDE, 3), np.uint8)
+    frames[:, :, :, 0] = np.arange(_TRIAL_SIDE)
+    with tempfile.TemporaryDirectory(prefix="svdpp-doctor-") as folder:
+        path = Path(folder) / "clip.mp4"
+        video.write_clip(frames, OutputConfig(path=str(path)), fps=7, metadata={"trial": True})
+        size = path.stat().st_size
+    return f"{_TRIAL_FRAMES} frames encoded and read back, {size} bytes"
+
+
+def _output(patient: Patient) -> str:
+    folder = patient.out
+    output_files.check_writable(folder)
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(there).free
+    if free < _MIN_FREE_BYTES:
+        raise OutputError(
+            f"{str(folder)!r} has {free / 2**20:.0f} MiB free",
+            "make room, or name another folder by --out",
+        )
+    return f"{str(folder)!r} can be written, {free / _GIB:.1f} GiB free"
+
+
+def _model(patient: Patient) -> str:
+    if patient.config.model.is_dummy:
+        raise _Skipped("the dummy model has no files")
+    # What is not here yet is for `run` to download, not for a check of some seconds.
+    local = replace(patient.config.model, local_files_only=True)
+    patient.config, patient.checkpoint = resolve(replace(patient.config, model=local))
+    assert patient.checkpoint is not None
+    from svdpp.models.svd.load import check_weights
+
+    num_weights = check_weights(patient.checkpoint)
+    return f"{local.name}: {num_weights} weights whole, safetensors, no code, no pickle"
+
+
+def _memory(patient: Patient) -> str:
+    """The plan's estimate for each rank, against what its device has free."""
+    _needs(patient, "devices")
+    if not patient.config.model.is_dummy:
+        _needs(patient, "model")
+    config = patient.config
+    routes = config.layout.routes(range(config.world_size))
+    needed = [
+        rank.total_bytes
+        for rank in estimate_ranks(config, build_schedule(routes, config.world_size))
+    ]
+    if config.device != "cuda":
+        name = "the CPU" if config.device == "cpu" else config.device
+        return _enough(name, sum(needed), free_bytes(config.device))
+    verdicts = [
+        _enough(f"cuda:{rank}", size, free_bytes(f"cuda:{rank}"))
+        for rank, size in enumerate(needed)
+    ]
+    return verdicts[max(range(len(needed)), key=needed.__getitem__)]
+
+
+def _enough(device: str, needed: int, free: int) -> str:
+    text = f"{needed / _GIB:.2f} GiB estimated for {device}, {free / _GIB:.2f} GiB free"
+    if needed > free:
+        raise OutOfMemoryError(
+            text, "--decode-chunk-size 2, --memory-opt, --dtype fp16, or fewer ranks lower it"
+        )
+    return text
+
+
+def _determinism(patient: Patient) -> str:
+    """On the demo model, which is quick to load, but with the run's device, dtype and threads."""
+    _needs(patient, "devices")
+    _needs(patient, "temporary folder")
+    config = patient.config
+    if not config.model.is_dummy:
+        defaults = dict(sampling_defaults(DEMO_MODEL))
+        demo = ModelConfig(name=DEMO_MODEL, dtype=config.model.dtype)
+        config = replace(config, model=demo, sampling=replace(config.sampling, **defaults))
+    device = "cuda:0" if config.device == "cuda" else config.device
+    config, checkpoint = resolve(replace(config, world_size=1, device=device))
+    if not rank_probe.repeats_bits(config, checkpoint):
+        raise VerificationError(
+            f"one step of the {config.model.name} model done twice gives different bits"
+        )
+    return f"one step of the {config.model.name} model twice, bitwise equal ({config.model.dtype})"
+
+
+#: Where the error itself names none.
+_MENDS = {
+    "devices": "svdpp env shows the devices; --device cpu --model demo needs none",
+    "temporary folder": _TMPDIR_MEND,
+    "ffmpeg": "pip install --force-reinstall imageio-ffmpeg",
+    "output folder": "name another folder by --out",
+    "model": "copy or download the model again, or --model demo",
+    "memory": "fewer ranks, or a smaller clip",
+    "hops": "on GPUs try PIPELINE_BACKEND=gloo; svdpp env shows what a report needs",
+    "determinism": "svdpp env shows the libraries; report it with that",
+}
+
+_CHECKS: dict[str, Callable[[Patient], str]] = {
+    "devices": _devices,
+    "temporary folder": _temporary_folder,
+    "ffmpeg": _ffmpeg,
+    "output folder": _output,
+    "model": _model,
+    "memory": _memory,
+    "hops": _hops,
+    "determinism": _determinism,
+}

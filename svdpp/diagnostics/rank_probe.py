@@ -1,0 +1,250 @@
+"""Owns questions to real ranks: how far a neighbour is, what a part takes, whether bits repeat."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from PIL import Image
+
+from svdpp.comm.transport import TORCH_DTYPES, Packet, Transfer, Transport
+from svdpp.config import PipelineConfig, TensorSpec
+from svdpp.driver.rank_task import send_ranks
+from svdpp.launch import fork_server, process_group
+from svdpp.launch.started import Member
+from svdpp.models.base import LATENTS, Tensors, VideoModel
+from svdpp.models.checkpoint import Checkpoint
+from svdpp.plan.layout import Roles
+from svdpp.worker.messages import ClipDone, Event, Joined
+from svdpp.worker.out_of_memory import out_of_memory_named
+from svdpp.worker.peak_memory import forget_peak, peak_in_use
+from svdpp.worker.rank import load_model
+from svdpp.worker.reporter import Reporter
+from svdpp.worker.tensor_store import tensor_sha256
+
+_SMALL_BYTES = 1024
+_LARGE_BYTES = 2**24
+_SMALL_TRIPS, _LARGE_TRIPS = 21, 5
+#: The model's own parts, each of which can be asked about alone.
+PARTS = {
+    "encode": Roles(encode=True, denoise=False, decode=False),
+    "denoise": Roles(encode=False, denoise=True, decode=False),
+    "decode": Roles(encode=False, denoise=False, decode=True),
+}
+
+#: Asked in a rank: its side of the group, the configuration and what else the question needs.
+Question = Callable[[Member, PipelineConfig, Any], dict[str, Any]]
+
+
+class Hop(NamedTuple):
+    """What the wire from one rank to the next was measured to do."""
+
+    source: int
+    target: int
+    latency_seconds: float
+    """One way, for a packet of 1 KiB: threads, header and check included."""
+    bytes_per_second: float
+
+
+def ask_ranks(
+    question: Question, config: PipelineConfig, argument: Any = None
+) -> list[dict[str, Any]]:
+    """Starts the ranks of `config`, asks each the same, and ends them.
+
+    Args:
+        question: a function of a module, so that it can be found from another process.
+        config: its world, device, threads and deadlines hold.
+        argument: of the question; anything that can be pickled.
+
+    Returns:
+        The answers, JSON values, by rank.
+
+    Raises:
+        SvdppError: what a rank could not do.
+    """
+    answers: dict[int, dict[str, Any]] = {}
+
+    def collect(rank: int, event: Event) -> None:
+        if isinstance(event, ClipDone):
+            answers[rank] = event.record
+
+    send_ranks(
+        _answer,
+        config,
+        (question, argument),
+        until=lambda: len(answers) == config.world_size,
+        observers=(collect,),
+        preload=(fork_server.ENGINE,),
+    )
+    return [answers[rank] for rank in range(config.world_size)]
+
+
+def measure_hops(config: PipelineConfig) -> list[Hop]:
+    """Latency and bandwidth between neighbours, one pair after the other; none for one rank.
+
+    Raises:
+        SvdppError: a rank, or the wire between two, failed.
+    """
+    if config.world_size == 1:
+        return []
+    answers = ask_ranks(_ping_neighbours, config)
+    return [Hop(rank, rank + 1, **answer) for rank, answer in enumerate(answers[:-1])]
+
+
+def measure_work(config: PipelineConfig, checkpoint: Checkpoint | None, part: str) -> int:
+    """Bytes that `part` of the model takes above its weights while it works, at the peak.
+
+    Measured in a process of its own, in which the part has worked once before. On CUDA that is
+    what torch allocates; on the CPU growth of the resident set, what the allocator keeps included.
+
+    Args:
+        config: resolved.
+        checkpoint: None for the dummy model.
+        part: one of `PARTS`.
+
+    Raises:
+        SvdppError: the part cannot be loaded, or does not fit.
+    """
+    return int(ask_ranks(_watch_memory, config, (checkpoint, part))[0]["bytes"])
+
+
+def repeats_bits(config: PipelineConfig, checkpoint: Checkpoint | None) -> bool:
+    """Whether one denoising step done twice gives the same bits.
+
+    Raises:
+        SvdppError: the step cannot be done at all.
+    """
+    first, second = ask_ranks(_step_twice, config, checkpoint)[0]["sha256"]
+    return bool(first == second)
+
+
+# In the rank.
+
+
+def _answer(
+    member: Member,
+    device: str,
+    reporter: Reporter,
+    config: PipelineConfig,
+    asked: tuple[Question, Any],
+) -> None:
+    question, argument = asked
+    reporter.send(Joined(device=device, load_seconds=0.0))
+    with out_of_memory_named(None):
+        record = question(member, config, argument)
+    reporter.send(ClipDone(clip=member.world.rank, record=record))
+
+
+def _ping_neighbours(member: Member, config: PipelineConfig, _: Any) -> dict[str, Any]:
+    member.join()
+    rank = member.world.rank
+    device = torch.device(process_group.device_of_rank(config.device, member.world.local_rank))
+    transport = Transport(rank, device, member.backend, _pass_over)
+    pairs = [(first, first + 1) for first in range(config.world_size - 1)]
+    transport.connect([hop for a, b in pairs for hop in ((a, b), (b, a))])
+    result: dict[str, Any] = {}
+    for first, second in pairs:
+        if rank == first:
+            wire = _Pinger(transport, second, device)
+            small = wire.round_trip(_SMALL_BYTES, _SMALL_TRIPS) / 2
+            large = wire.round_trip(_LARGE_BYTES, _LARGE_TRIPS) / 2
+            spread = (_LARGE_BYTES - _SMALL_BYTES) / max(large - small, 1e-9)
+            result = {"latency_seconds": small, "bytes_per_second": spread}
+        elif rank == second:
+            wire = _Pinger(transport, first, device)
+            wire.answer(_SMALL_BYTES, _SMALL_TRIPS)
+            wire.answer(_LARGE_BYTES, _LARGE_TRIPS)
+    transport.drain()
+    transport.close()
+    return result
+
+
+def _pass_over(transfer: Transfer) -> None:
+    """The pinger has a clock of its own."""
+
+
+@dataclass
+class _Pinger:
+    """One end of a wire on which packets of a size go there and come back."""
+
+    transport: Transport
+    peer: int
+    device: torch.device
+    sent: int = 0
+
+    def round_trip(self, num_bytes: int, times: int) -> float:
+        """Median seconds there and back, the first time discarded."""
+        spec, seconds = _blob(num_bytes), []
+        tensor = torch.zeros(spec.shape, device=self.device)
+        for _ in range(times + 1):
+            begun = time.monotonic()
+            answer = self.transport.post_receive(self.sent, 1, self.peer, {"blob": spec})
+            self.transport.send(Packet(self.sent, 0, 0.0, {"blob": tensor}), self.peer)
+            answer.take()
+            seconds.append(time.monotonic() - begun)
+            self.sent += 1
+        return statistics.median(seconds[1:])
+
+    def answer(self, num_bytes: int, times: int) -> None:
+        """Sends back what comes."""
+        for _ in range(times + 1):
+            expected = {"blob": _blob(num_bytes)}
+            packet = self.transport.post_receive(self.sent, 0, self.peer, expected).take()
+            self.transport.send(Packet(self.sent, 1, 0.0, packet.tensors), self.peer)
+            self.sent += 1
+
+
+def _blob(num_bytes: int) -> TensorSpec:
+    return TensorSpec((num_bytes // 4,), "fp32")
+
+
+def _watch_memory(
+    member: Member, config: PipelineConfig, asked: tuple[Checkpoint | None, str]
+) -> dict[str, Any]:
+    checkpoint, part = asked
+    device = process_group.device_of_rank(config.device, member.world.local_rank)
+    model = load_model(config, checkpoint, device, PARTS[part])
+    tensors = _random_packet(model)
+    _work(model, part, tensors, config)
+    before = forget_peak(model.device)
+    _work(model, part, tensors, config)
+    return {"bytes": max(0, peak_in_use(model.device) - before)}
+
+
+def _work(model: VideoModel, part: str, tensors: Tensors, config: PipelineConfig) -> None:
+    if part == "encode":
+        size = config.sampling.width, config.sampling.height
+        model.encode(Image.new("RGB", size), seed=0)
+    elif part == "denoise":
+        with torch.no_grad():
+            model.denoiser(tensors, 0).forward(tensors[LATENTS], 0)
+    else:
+        model.decode(tensors[LATENTS])
+
+
+def _step_twice(
+    member: Member, config: PipelineConfig, checkpoint: Checkpoint | None
+) -> dict[str, Any]:
+    device = process_group.device_of_rank(config.device, member.world.local_rank)
+    model = load_model(config, checkpoint, device, PARTS["denoise"])
+    tensors = _random_packet(model)
+    with torch.no_grad():
+        latents = [
+            model.denoiser(tensors, 0).forward(tensors[LATENTS], 0).detach() for _ in range(2)
+        ]
+    return {"sha256": [tensor_sha256(latent) for latent in latents]}
+
+
+def _random_packet(model: VideoModel) -> Tensors:
+    """What travels with a clip, filled with noise."""
+    generator = torch.Generator().manual_seed(0)
+    return {
+        name: torch.randn(spec.shape, generator=generator).to(
+            model.device, TORCH_DTYPES[spec.dtype]
+        )
+        for name, spec in model.packet_spec().items()
+    }

@@ -1,1 +1,0 @@
-"""Ranks and wires: knows torch and processes; knows no diffusion."""

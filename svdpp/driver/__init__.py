@@ -1,0 +1,1 @@
+"""The parent process: pipeline, supervision, trace, jobs and the run manifest."""

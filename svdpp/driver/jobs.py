@@ -1,0 +1,262 @@
+"""Owns turning inputs x seeds into clips with outputs and records, checked before any work."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from svdpp.config import ClipRequest, DraftConfig, OutputConfig, PipelineConfig, VideoFormat
+from svdpp.driver.existing_outputs import clip_as_asked, taken_places
+from svdpp.driver.run_manifest import NAME, Journal, how_made
+from svdpp.errors import InputError, RequestError
+from svdpp.media import disk_space, output_files, video
+from svdpp.media import image as photos
+from svdpp.models.checkpoint import Checkpoint
+from svdpp.worker import latent_checkpoints
+from svdpp.worker.clip_metadata import clip_record, handover_key
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputPolicy:
+    """Where clips go, and what becomes of files that are there already.
+
+    With `resume` finished clips are left alone, and begun ones go on from `handover_folder`. So it
+    is when a launcher has started the same run again: what `overwrite` has made by then is kept,
+    and what was there before with other parameters is still made anew.
+    """
+
+    folder: Path
+    format: VideoFormat = "mp4"
+    crf: int = 18
+    overwrite: bool = False
+    resume: bool = False
+    is_restarted: bool = False
+    handover_folder: Path | None = None
+
+    @property
+    def keeps_finished(self) -> bool:
+        """Whether clips that are there as asked for are left alone."""
+        return self.resume or self.is_restarted
+
+
+@dataclass
+class ClipPlan:
+    """Clips still to be made, in order, and those that are finished already."""
+
+    requests: list[ClipRequest] = field(default_factory=list)
+    records: list[dict[str, Any]] = field(default_factory=list)
+    skipped: list[dict[str, Any]] = field(default_factory=list)
+    other_threads: int | None = None
+    """With which an earlier run has begun clips that must be begun anew with those asked for."""
+
+
+def read_inputs(
+    inputs: Sequence[str], *, keep_going: bool = False
+) -> tuple[list[photos.Photo], list[InputError]]:
+    """Every photograph that `inputs` name, read whole; and what is wrong with the others.
+
+    Args:
+        inputs: files, folders, patterns.
+        keep_going: whether those that can be read are enough.
+
+    Raises:
+        InputError: naming all that are missing, unreadable or hostile at once.
+    """
+    return photos.sift_inputs(inputs) if keep_going else (photos.check_inputs(inputs), [])
+
+
+def check_outputs(
+    found: Sequence[photos.Photo],
+    seeds: Sequence[int],
+    policy: OutputPolicy,
+    draft: DraftConfig | None = None,
+) -> int:
+    """Checks places and tools for the outputs, before a model is looked for.
+
+    Args:
+        found, seeds: what will be made.
+        policy: where, and what of things that are there.
+        draft: whether approximations need places as well.
+
+    Returns:
+        How many of the outputs are there already.
+
+    Raises:
+        RequestError: two inputs would have one output, or an output exists and nothing says what
+            to do with it.
+        OutputError: the folder cannot be written, or there is no ffmpeg.
+    """
+    if policy.overwrite and policy.resume:
+        raise RequestError("--overwrite and --resume contradict each other")
+    owners: dict[Path, Path] = {}
+    places: list[OutputConfig] = []
+    existing: list[Path] = []
+    for photo in found:
+        for seed in seeds:
+            output = _output(photo, seed, policy)
+            path = Path(output.path)
+            if path in owners:
+                raise RequestError(
+                    f"{str(owners[path])!r} and {str(photo.path)!r} would both become "
+                    f"{path.name!r}",
+                    "rename one of them, or run them with different --out folders",
+                )
+            owners[path] = photo.path
+            existing += taken_places(output, draft)[:1]
+            places += [output] if draft is None else [output, output.draft]
+    if existing and not (policy.overwrite or policy.keeps_finished):
+        raise RequestError(
+            f"{len(existing)} of {len(owners)} outputs exist already, the first is "
+            f"{str(existing[0])!r}",
+            "--resume keeps those that are finished, --overwrite makes them anew",
+        )
+    for each in places:
+        video.check_output(each)
+    output_files.check_writable(policy.folder)
+    if policy.handover_folder is not None:
+        output_files.check_writable(policy.handover_folder)
+    if policy.format == "mp4":
+        video.find_ffmpeg()
+    return len(existing)
+
+
+def plan_clips(
+    found: Sequence[photos.Photo],
+    seeds: Sequence[int],
+    policy: OutputPolicy,
+    config: PipelineConfig,
+    checkpoint: Checkpoint,
+) -> ClipPlan:
+    """One clip for each photograph and seed, without those that `resume` finds finished.
+
+    Args:
+        config: resolved.
+
+    Raises:
+        RequestError: an output that was to be left alone was made with other parameters.
+        OutputError: those still to be made will not fit on the disk.
+    """
+    plan = ClipPlan()
+    folder = policy.handover_folder
+    for photo in found:
+        for seed in seeds:
+            output = _output(photo, seed, policy)
+            record = clip_record(photo, seed, output, config, checkpoint)
+            key = None if folder is None else handover_key(record, checkpoint)
+            finished = finished_clip(output, record, config.draft, policy)
+            if finished is not None:
+                plan.skipped.append(finished)
+                if folder is not None and key is not None:
+                    latent_checkpoints.prune(folder, key)  # of a run that was killed right after
+                continue
+            plan.records.append(record)
+            plan.requests.append(
+                ClipRequest(
+                    seed=seed,
+                    image=str(photo.path),
+                    image_sha256=photo.sha256,
+                    output=output,
+                    handover_key=key,
+                    done_steps=_done_steps(folder, key) if policy.keeps_finished else 0,
+                )
+            )
+    if folder is not None and policy.keeps_finished:
+        plan.other_threads = _other_threads(plan, folder, checkpoint)
+    sampling = config.sampling
+    disk_space.check_space(
+        policy.folder,
+        len(plan.requests),
+        policy.format,
+        policy.crf,
+        num_frames=sampling.frames,
+        height=sampling.height,
+        width=sampling.width,
+    )
+    return plan
+
+
+def open_journal(
+    folder: Path, config: PipelineConfig, clips: ClipPlan, lost: Sequence[Mapping[str, Any]]
+) -> Journal:
+    """The journal of a run into `folder`, with what is known before it begins.
+
+    Args:
+        folder: of the clips.
+        config: resolved.
+        clips: to be made, and finished before.
+        lost: entries of inputs that could not be read.
+    """
+    about = {
+        "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "model": config.model.name,
+        "world_size": config.world_size,
+        "device": config.device,
+        "num_inference_steps": config.sampling.num_inference_steps,
+    }
+    before = [{**_entry(record), **how_made(record), "state": "done"} for record in clips.skipped]
+    before += [{**entry, "state": "failed"} for entry in lost]
+    begun = [
+        {**_entry(record), "from_step": request.done_steps}
+        for record, request in zip(clips.records, clips.requests, strict=True)
+    ]
+    return Journal(folder / NAME, about, begun, before)
+
+
+def _entry(record: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: record[name] for name in ("output", "input", "seed", "parameters_sha256")}
+
+
+def _done_steps(folder: Path | None, key: str | None) -> int:
+    """The step at which a clip can be taken up; 0 where it must be begun."""
+    if folder is None or key is None:
+        return 0
+    return max(latent_checkpoints.steps_kept(folder, key), default=0)
+
+
+def _other_threads(plan: ClipPlan, folder: Path, checkpoint: Checkpoint) -> int | None:
+    """The number of threads with which packets of clips in `plan` were kept, if not with theirs."""
+    others = latent_checkpoints.keys_kept(folder) - {
+        request.handover_key for request in plan.requests
+    }
+    if not others:
+        return None
+    for record, request in zip(plan.records, plan.requests, strict=True):
+        if request.done_steps:
+            continue
+        for threads in range(1, (os.cpu_count() or 1) + 1):
+            if handover_key({**record, "num_threads": threads}, checkpoint) in others:
+                return threads
+    return None
+
+
+def _output(photo: photos.Photo, seed: int, policy: OutputPolicy) -> OutputConfig:
+    path = video.clip_path(policy.folder.absolute(), photo.path.stem, seed, policy.format)
+    return OutputConfig(path=str(path), format=policy.format, crf=policy.crf)
+
+
+def finished_clip(
+    output: OutputConfig,
+    record: dict[str, Any],
+    draft: DraftConfig | None,
+    policy: OutputPolicy,
+) -> dict[str, Any] | None:
+    """The record of a clip that is there, whole and as asked for; None where it must be made.
+
+    An approximation counts where one as good would be accepted again.
+
+    Raises:
+        RequestError: one that `policy` keeps was made with other parameters.
+        InputError: what is beside it is no clip's JSON.
+    """
+    if not policy.keeps_finished:
+        return None
+    try:
+        return clip_as_asked(output, record, draft)
+    except (RequestError, InputError):
+        if policy.overwrite:
+            return None
+        raise

@@ -1,0 +1,60 @@
+"""Owns what a rank's own process, on whatever host, takes note of: its events, and its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from svdpp.driver.supervisor import Observer, place_of
+from svdpp.errors import Interrupted, to_record
+from svdpp.worker.messages import Beat, Failed, parse_event
+
+
+class Witness:
+    """See `svdpp.launch.joined_rank.Bystander`.
+
+    Args:
+        name: of the rank, for messages.
+        rank: which one.
+        observers: called with every event that the rank reports.
+        answer: answers rank 0's question about this host.
+        say: takes the sentence with which the process ends; `loudly` where nobody else says it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        rank: int,
+        observers: Sequence[Observer],
+        answer: Callable[[bytes], bytes],
+        say: Callable[[str, bool], None],
+    ) -> None:
+        self._name, self._rank = name, rank
+        self._observers = observers
+        self.answer = answer
+        self._say = say
+        self._beat = Beat()
+
+    def sent(self, message: bytes) -> None:
+        """Takes note of what the rank reports."""
+        event = parse_event(message)
+        if isinstance(event, Beat):
+            self._beat = event
+        for observer in self._observers:
+            observer(self._rank, event)
+
+    def interrupted(self, number: int) -> bytes:
+        """What rank 0 is told when a signal ends this process."""
+        error = to_record(Interrupted(number))
+        beat = self._beat
+        return Failed(error=error, traceback="", action=beat.action, step=beat.step).to_bytes()
+
+    def ended(self, error: dict[str, Any] | None) -> None:
+        """Notes why rank 0 has ended the run; rank 0 has said it to the user."""
+        if error is not None:
+            self._say(f"{self._name} ends with the run: {error['message']}", False)
+
+    def lost(self, reason: str) -> None:
+        """Says that rank 0 is gone or out of reach, and where this rank stood."""
+        where = place_of(self._beat.action, self._beat.step)
+        self._say(f"{reason}: {self._name} ends{where}", True)

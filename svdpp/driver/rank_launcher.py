@@ -1,0 +1,105 @@
+"""Owns how the ranks come together: started here, or joined where a launcher has started them."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+
+from svdpp.driver.rank_hooks import Witness
+from svdpp.driver.shared_settings import silence_of, terms_of
+from svdpp.driver.supervisor import Observer
+from svdpp.launch import fork_server, process_group
+from svdpp.launch.joined import JoinedGroup
+from svdpp.launch.joined_rank import serve_joined
+from svdpp.launch.started import Group, StartedGroup
+from svdpp.launch.world import find_world
+from svdpp.worker.rank import RankSetup, rank_main
+
+
+class Crew:
+    """The ranks of one run, as seen from a process that is one of them or has to start them.
+
+    Args:
+        setup: what every rank is told.
+        backend: of the latents' wire.
+        start_method: of ranks that are started here.
+    """
+
+    def __init__(self, setup: RankSetup, backend: str, start_method: str) -> None:
+        self.world = find_world()
+        self._setup = setup
+        self._backend = backend
+        self._start_method = start_method
+        self._joined: JoinedGroup | None = None
+
+    def open(self) -> Group:
+        """All ranks, at work.
+
+        Raises:
+            SvdppError: a launcher's rank is not there, or was started in another way.
+        """
+        if self.world is not None:
+            group = self.join()
+            group.begin(rank_main, self._setup)
+            return group
+        preload = [fork_server.ENGINE, *([fork_server.SVD] if self._setup.checkpoint else [])]
+        return StartedGroup(
+            rank_main,
+            self._setup,
+            world_size=self._setup.config.world_size,
+            backend=self._backend,
+            preload=preload,
+            start_method=self._start_method,
+        )
+
+    def join(self) -> JoinedGroup:
+        """A launcher's ranks, which wait for the work; for rank 0, once or more often.
+
+        Raises:
+            SvdppError: a rank is not there, or was started in another way.
+        """
+        assert self.world is not None
+        config = self._setup.config
+        if self._joined is None:
+            self._joined = JoinedGroup(
+                world=self.world,
+                backend=self._backend,
+                terms=terms_of(config, self._setup.checkpoint),
+                start_timeout=config.start_timeout_seconds,
+                silence=silence_of(config),
+            )
+        return self._joined
+
+    def dismiss(self, error: BaseException | None) -> None:
+        """Sends a launcher's other ranks away, where they have come already or there is no error.
+
+        One that has not come yet sees that rank 0 is gone.
+        """
+        if self._joined is not None or (self.world is not None and error is None):
+            self.join().kill(error)
+
+    def serve(
+        self,
+        observers: Sequence[Observer],
+        answer: Callable[[bytes], bytes],
+        say: Callable[[str, bool], None],
+    ) -> None:
+        """Works as one of a launcher's ranks other than 0; see `Pipeline.serve`.
+
+        Raises:
+            SvdppError: the work could not begin.
+        """
+        assert self.world is not None
+        world, config = self.world, self._setup.config
+        device = process_group.device_of_rank(config.device, world.local_rank)
+        name = f"rank {world.rank} ({device} of {socket.gethostname()})"
+        serve_joined(
+            rank_main,
+            self._setup,
+            world=world,
+            backend=self._backend,
+            terms=terms_of(config, self._setup.checkpoint),
+            start_timeout=config.start_timeout_seconds,
+            silence=silence_of(config),
+            bystander=Witness(name, world.rank, observers, answer, say),
+        )

@@ -1,0 +1,80 @@
+"""Owns errands: ranks that are started for one piece of work, report on it, and end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from svdpp.config import PipelineConfig
+from svdpp.driver.pipeline import new_watch
+from svdpp.driver.supervisor import Observer, Supervisor
+from svdpp.launch import process_group
+from svdpp.launch.started import Member, StartedGroup
+from svdpp.models import determinism
+from svdpp.worker.messages import Finished
+from svdpp.worker.peak_memory import peak_bytes
+from svdpp.worker.reporter import Reporter
+
+#: Done in a rank, under a run's settings: its side of the group, the device it has, its reports,
+#: the configuration and what else it was given. It says `Joined` when it is ready.
+Errand = Callable[[Member, str, Reporter, PipelineConfig, Any], None]
+
+
+def send_ranks(
+    errand: Errand,
+    config: PipelineConfig,
+    argument: Any,
+    *,
+    until: Callable[[], bool],
+    observers: Sequence[Observer] = (),
+    preload: Sequence[str] = (),
+) -> None:
+    """Starts the ranks of `config`, has each do the errand, and ends them.
+
+    Args:
+        errand: a function of a module, so that it can be found from another process.
+        config: its world, device, threads and deadlines hold.
+        argument: of the errand; anything that can be pickled.
+        until: whether all has been reported that there is to be; asked after each report.
+        observers: called in turn with every rank and event.
+        preload: modules that the fork server imports once for all ranks.
+
+    Raises:
+        SvdppError: what a rank could not do.
+    """
+    group = StartedGroup(
+        _main,
+        (errand, config, argument),
+        world_size=config.world_size,
+        backend=process_group.choose_backend(config.device, config.world_size),
+        preload=preload,
+    )
+    supervisor = Supervisor(
+        group, new_watch(config), device=config.device, observers=tuple(observers)
+    )
+    try:
+        supervisor.wait_joined()
+        while not until():
+            supervisor.step()
+        supervisor.stop(config.timeout_seconds)
+    finally:
+        supervisor.kill()
+
+
+def _main(member: Member, asked: tuple[Errand, PipelineConfig, Any]) -> None:
+    errand, config, argument = asked
+    device = process_group.device_of_rank(config.device, member.world.local_rank)
+    reporter = Reporter(member.channel)
+    reporter.start()
+    try:
+        determinism.make_deterministic(num_threads=config.num_threads, device=device)
+        errand(member, device, reporter, config, argument)
+    except BaseException as error:
+        reporter.failed(error)
+        raise
+    while member.channel.receive(1.0) is None:
+        pass  # the parent's Stop; when it is gone instead, this process ends with it
+    allocated, reserved = peak_bytes(device)
+    reporter.send(Finished(allocated_bytes=allocated, reserved_bytes=reserved))
+    reporter.stop()
+    process_group.leave()

@@ -1,0 +1,235 @@
+"""Owns watching over ranks from the parent: their events, their failures, their orderly end."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import time
+from collections.abc import Callable
+
+from svdpp.driver.liveness import Watch
+from svdpp.driver.trace import Trace
+from svdpp.errors import Interrupted, RankError, SvdppError, TransportError, from_record
+from svdpp.launch import process_group
+from svdpp.launch.connections import FILE
+from svdpp.launch.started import Group
+from svdpp.plan.actions import Action
+from svdpp.plan.grid import draw_grid
+from svdpp.worker.messages import Command, Event, Failed, Stop, parse_event
+
+_POLL_SECONDS = 0.2
+# After the first sign of a failure, time for the others' reports: the cause is often not the first.
+_REPORT_SECONDS = 0.5
+_END_SECONDS = 30.0
+# With the rank's name before it and the remark behind, a line of 80 columns.
+_PICTURE_WIDTH = 44
+
+#: Called with (rank, event) for everything that ranks report.
+Observer = Callable[[int, Event], None]
+
+
+class Supervisor:
+    """Hears ranks, keeps their trace, and raises what ends a run.
+
+    Args:
+        group: the ranks, started or joined.
+        watch: judges who stands still.
+        device: as the user named it, for messages.
+        observers: called in turn with every event.
+    """
+
+    def __init__(
+        self, group: Group, watch: Watch, *, device: str, observers: tuple[Observer, ...] = ()
+    ) -> None:
+        self._group = group
+        self._watch = watch
+        self._device = device
+        self._observers = observers
+        self._failures: dict[int, Failed] = {}
+        self.trace = Trace(group.world_size)
+
+    def send(self, rank: int, command: Command) -> None:
+        """Sends a command to `rank`."""
+        self._group.send(rank, command.to_bytes())
+
+    def send_file(self, rank: int, data: bytes) -> None:
+        """Sends what `rank`, on another host, has asked for."""
+        self._group.send(rank, FILE + data)
+
+    def wait_joined(self) -> None:
+        """Waits until every rank is ready for work.
+
+        Raises:
+            SvdppError: one of them cannot get ready.
+        """
+        while not self._watch.all_joined:
+            self.step()
+
+    def step(self) -> None:
+        """Takes what the ranks have to say, waiting a moment for it.
+
+        Raises:
+            SvdppError: what ended the run.
+        """
+        self._listen(_POLL_SECONDS)
+        if self._failures or self._group.exited():
+            self._raise_cause()
+        self._raise_stall()
+
+    def stop(self, timeout: float) -> None:
+        """Ends the ranks in order: each says that it is done, and exits with 0.
+
+        Raises:
+            SvdppError: one of them does not.
+        """
+        for rank in range(self._group.world_size):
+            self.send(rank, Stop())
+        deadline = time.monotonic() + timeout
+        while not self._watch.all_finished:
+            self._listen(_POLL_SECONDS)
+            if self._failures or self._ended_badly():
+                self._raise_cause()
+            self._raise_stall()
+            if time.monotonic() > deadline:
+                raise RankError("ranks did not end after their last clip")
+        if not self._group.end(_END_SECONDS):
+            raise RankError("ranks said they were done but did not end without an error")
+
+    def kill(self, error: BaseException | None = None) -> None:
+        """Ends every rank at once, and tells those on other hosts why; harmless after `stop`."""
+        self._group.kill(error)
+
+    def explain(self) -> None:
+        """Raises what has happened to the ranks, if anything has: a launcher ends the others too.
+
+        Raises:
+            SvdppError: what ended the run, rather than the signal that came after it.
+        """
+        deadline = time.monotonic() + _REPORT_SECONDS
+        while time.monotonic() < deadline:
+            self._listen(0.05)
+        if (cause := self._cause()) is not None:
+            raise cause
+
+    def _listen(self, timeout: float) -> None:
+        for rank, message in self._group.poll(timeout):
+            event = parse_event(message)
+            self._watch.heard(rank, event, time.monotonic())
+            self.trace.add(rank, event)
+            if isinstance(event, Failed):
+                self._failures.setdefault(rank, event)  # its end by a signal comes after
+            for observer in self._observers:
+                observer(rank, event)
+
+    def _raise_stall(self) -> None:
+        stall = self._watch.stall(time.monotonic())
+        if stall is not None:
+            reason, hint = stall.reason, stall.hint
+            host = self._group.place(stall.rank).host
+            if stall.silent and host != socket.gethostname():
+                reason = reason.replace("been frozen", "not been heard of")
+                hint = f"is {host} down, or the network to it? or is the rank stopped?"
+            raise self._rank_error(stall.rank, reason, hint, "stands here")
+
+    def _ended_badly(self) -> bool:
+        return any(
+            code or (code is None and not self._watch.is_finished(rank))
+            for rank, code in self._group.exited().items()
+        )
+
+    def _raise_cause(self) -> None:
+        """Waits a moment for all reports, then raises the one that explains the others."""
+        deadline = time.monotonic() + _REPORT_SECONDS
+        while time.monotonic() < deadline:
+            self._listen(0.05)
+        if (cause := self._cause()) is not None:
+            raise cause
+        rank = next(rank for rank, event in self._failures.items() if _is_interrupt(event))
+        raise self._failed(rank, from_record(self._failures[rank].error))
+
+    def _cause(self) -> SvdppError | None:
+        """What explains all else; None where ranks were ended from outside, each by its own word.
+
+        Their neighbours' links break then, which is no cause either.
+        """
+        exited = self._group.exited()
+        failed = {rank: from_record(event.error) for rank, event in self._failures.items()}
+        own = [
+            rank
+            for rank, error in failed.items()
+            if not isinstance(error, TransportError) and not _is_interrupt(self._failures[rank])
+        ]
+        by_signal = [rank for rank, code in exited.items() if code is not None and code < 0]
+        silent = [
+            rank
+            for rank, code in exited.items()
+            if rank not in failed and (code or not self._watch.is_finished(rank))
+        ]
+        if own:
+            return self._failed(own[0], failed[own[0]])
+        if by_signal or silent:
+            rank = (by_signal or silent)[0]
+            return self._died(rank, exited[rank])
+        if any(map(_is_interrupt, self._failures.values())):
+            return None
+        return next((self._failed(rank, error) for rank, error in failed.items()), None)
+
+    def _failed(self, rank: int, error: SvdppError) -> SvdppError:
+        event = self._failures[rank]
+        if type(error) is not SvdppError and not isinstance(error, RankError):
+            return error  # input, output, model, memory: it says all there is to say
+        where = place_of(event.action, event.step)
+        return RankError(
+            f"{self._name(rank)} failed{where}: {error.message}",
+            error.hint or "--debug shows its traceback",
+            picture=self._picture(rank, "failed here"),
+            details=event.traceback,
+        )
+
+    def _died(self, rank: int, code: int | None) -> RankError:
+        if code is None:
+            hint = f"what its launcher says on {self._group.place(rank).host} tells how it ended"
+            return self._rank_error(rank, "is gone", hint, "was lost here")
+        if code >= 0:
+            cause = f"ended with exit code {code} and no word"
+            return self._rank_error(rank, cause, "", "died here")
+        hint = ""
+        if -code == signal.SIGKILL:
+            hint = "the kernel kills processes when memory runs out: fewer ranks, or --dtype fp16"
+        cause = f"was killed by {signal.Signals(-code).name}"
+        return self._rank_error(rank, cause, hint, "died here")
+
+    def _rank_error(self, rank: int, cause: str, hint: str, remark: str) -> RankError:
+        beat = self._watch.place(rank)
+        return RankError(
+            f"{self._name(rank)} {cause}{place_of(beat.action, beat.step)}",
+            hint,
+            picture=self._picture(rank, remark),
+            details=self._group.last_words(rank),
+        )
+
+    def _name(self, rank: int) -> str:
+        host, local_rank = self._group.place(rank)
+        return f"rank {rank} ({process_group.device_of_rank(self._device, local_rank)} of {host})"
+
+    def _picture(self, rank: int, remark: str) -> str:
+        if not self.trace.spans:
+            return ""
+        marks = {rank: f"rank {rank} {remark}"}
+        world_size = self._group.world_size
+        lines = draw_grid(self.trace.spans, world_size, width=_PICTURE_WIDTH, marks=marks)
+        return "\n".join(lines)
+
+
+def _is_interrupt(event: Failed) -> bool:
+    """Whether the rank was ended from outside, which explains nothing."""
+    return bool(event.error["type"] == Interrupted.__name__)
+
+
+def place_of(action: str, step: int) -> str:
+    """Where a rank stood, in words; empty outside of actions."""
+    if not action:
+        return ""
+    parsed = Action.parse(action)
+    at = f", step {step}" if step >= 0 else ""
+    return f" at clip {parsed.clip}{at} ({action})"

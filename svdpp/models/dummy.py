@@ -1,0 +1,154 @@
+"""Owns the dummy model: a small Conv3d network with the denoiser's contract.
+
+It stands in for SVD where the engine is what matters: rehearsals on a laptop, tests of the wires.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import nn
+
+from svdpp.config import LatentSpec, TensorSpec
+from svdpp.models.base import LATENTS, Denoiser, Frames, Tensors
+
+_WEIGHT_SEED = 20231121
+
+
+class DummyUNet(nn.Module):
+    """Two Conv3d layers and a residual; the same weights in every process.
+
+    Args:
+        channels: of the latent, second of its axes B C F H W.
+        hidden: channels between the two layers.
+        num_steps: length of the schedule that `step` counts in.
+    """
+
+    def __init__(self, channels: int = 4, hidden: int = 16, num_steps: int = 28) -> None:
+        super().__init__()
+        self.num_steps = num_steps
+        self.widen = nn.Conv3d(channels, hidden, kernel_size=3, padding=1)
+        self.narrow = nn.Conv3d(hidden, channels, kernel_size=3, padding=1)
+        generator = torch.Generator().manual_seed(_WEIGHT_SEED)
+        for parameter in self.parameters():
+            with torch.no_grad():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
+
+    @property
+    def sigmas(self) -> torch.Tensor:
+        """Noise levels that fall from 1 to 0 in equal steps: (N + 1,), float32."""
+        return torch.linspace(1.0, 0.0, self.num_steps + 1)
+
+    def forward(self, latent: torch.Tensor, step: int) -> torch.Tensor:
+        """One step: (B, C, F, H, W) to the same shape and dtype."""
+        return self.evaluate(latent, step)[0]
+
+    def evaluate(self, latent: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The latent after `step`, and its derivative by the noise level before it."""
+        level = 1.0 - step / self.num_steps
+        residual = self.narrow(torch.nn.functional.silu(self.widen(latent) + level))
+        return latent + residual / self.num_steps, -residual.float()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pace:
+    """Seconds that each part takes at least, so that the dummy can stand for another device."""
+
+    step_seconds: float = 0.0
+    encode_seconds: float = 0.0
+    decode_seconds: float = 0.0
+
+
+class PacedDenoiser:
+    """A denoiser that takes its time.
+
+    Args:
+        denoiser: does the work.
+        seconds: of each step, at least.
+    """
+
+    def __init__(self, denoiser: Denoiser, seconds: float) -> None:
+        self._denoiser = denoiser
+        self._seconds = seconds
+
+    @property
+    def sigmas(self) -> torch.Tensor:
+        """See `Denoiser`."""
+        return self._denoiser.sigmas
+
+    def forward(self, latent: torch.Tensor, step: int) -> torch.Tensor:
+        """See `Denoiser`."""
+        with _at_least(self._seconds):
+            return self._denoiser.forward(latent, step)
+
+    def evaluate(self, latent: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Denoiser`."""
+        with _at_least(self._seconds):
+            return self._denoiser.evaluate(latent, step)
+
+
+class DummyModel:
+    """The dummy behind the engine's contract. Encodes a seed, and decodes to black.
+
+    Args:
+        spec: of the latent, B C F H W.
+        num_steps: of each clip.
+        device: where it computes.
+        pace: how slow it is to be.
+    """
+
+    def __init__(
+        self,
+        spec: LatentSpec,
+        num_steps: int,
+        device: torch.device,
+        pace: Pace = Pace(),
+    ) -> None:
+        self.device = device
+        self._pace = pace
+        self._spec = spec
+        self._dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[
+            spec.dtype
+        ]
+        self._unet = DummyUNet(spec.shape[1], num_steps=num_steps).to(device, self._dtype).eval()
+        self._unet.requires_grad_(False)
+
+    def packet_spec(self) -> Mapping[str, TensorSpec]:
+        """The latent alone."""
+        return {LATENTS: TensorSpec(self._spec.shape, self._spec.dtype)}
+
+    def encode(self, image: Image.Image | None, seed: int) -> Tensors:  # noqa: ARG002
+        """Noise drawn on the CPU, so that every device starts from the same latent."""
+        with _at_least(self._pace.encode_seconds):
+            generator = torch.Generator().manual_seed(seed)
+            noise = torch.randn(self._spec.shape, generator=generator)
+            return {LATENTS: noise.to(self.device, self._dtype)}
+
+    def denoiser(self, tensors: Tensors, start: int) -> Denoiser:  # noqa: ARG002
+        """The network itself: it carries nothing from step to step."""
+        seconds = self._pace.step_seconds
+        return PacedDenoiser(self._unet, seconds) if seconds else self._unet
+
+    def decode(self, latent: torch.Tensor) -> Frames:  # noqa: ARG002
+        """Black frames, one for each of the latent's, in the time of a decode."""
+        with _at_least(self._pace.decode_seconds):
+            return np.zeros(self.frames_shape, np.uint8)
+
+    @property
+    def frames_shape(self) -> tuple[int, int, int, int]:
+        """One small frame for each of the latent's: F, 8, 8, 3."""
+        return self._spec.shape[2], 8, 8, 3
+
+
+@contextmanager
+def _at_least(seconds: float) -> Iterator[None]:
+    """Sleeps for what is left of `seconds` when the block is done."""
+    until = time.monotonic() + seconds
+    yield
+    time.sleep(max(0.0, until - time.monotonic()))

@@ -1,0 +1,1 @@
+"""Stable Video Diffusion: encode, denoise, decode, weights and memory."""

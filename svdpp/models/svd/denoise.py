@@ -1,0 +1,109 @@
+"""Owns stage 9 of diffusers' SVD `__call__`: the denoising steps, cut wherever one likes.
+
+diffusers' Euler scheduler carries nothing from step to step but its step index, so a clip can be
+walked by several of them, each begun at its own step.
+"""
+
+from __future__ import annotations
+
+import torch
+from diffusers import EulerDiscreteScheduler, UNetSpatioTemporalConditionModel
+from diffusers.schedulers.scheduling_euler_discrete import EulerDiscreteSchedulerOutput
+
+from svdpp.config import SamplingConfig
+from svdpp.models.base import Tensors
+from svdpp.models.svd.encode import ADDED_TIME_IDS, IMAGE_EMBEDDING, IMAGE_LATENTS
+
+
+class SvdDenoiser:
+    """One clip's steps from `start` on, bitwise those of diffusers' own loop.
+
+    Args:
+        unet: the full UNet, shared by all clips of a rank.
+        scheduler: an instance of this clip's own; it counts the steps.
+        tensors: what `encode_image` made; the latent in it is not used.
+        sampling: resolved.
+        start: the first step that will be asked for.
+    """
+
+    def __init__(
+        self,
+        unet: UNetSpatioTemporalConditionModel,
+        scheduler: EulerDiscreteScheduler,
+        tensors: Tensors,
+        sampling: SamplingConfig,
+        start: int,
+    ) -> None:
+        self._unet = unet
+        self._scheduler = scheduler
+        self._guided = sampling.guided
+        device = tensors[IMAGE_LATENTS].device
+        # In this order: set_begin_index does not reset the step index, set_timesteps does.
+        scheduler.set_timesteps(sampling.num_inference_steps, device=device)
+        scheduler.set_begin_index(start)
+        self._next_step = start
+        image_latents = self._with_zeros(tensors[IMAGE_LATENTS])
+        # [batch, channels, h, w] -> [batch, frames, channels, h, w]
+        self._image_latents = image_latents.unsqueeze(1).repeat(1, sampling.frames, 1, 1, 1)
+        self._embedding = self._with_zeros(tensors[IMAGE_EMBEDDING])
+        added_time_ids = tensors[ADDED_TIME_IDS]
+        self._added_time_ids = torch.cat([added_time_ids] * 2) if self._guided else added_time_ids
+        self._guidance_scale = guidance_scale(sampling, device, self._embedding.dtype)
+
+    @property
+    def sigmas(self) -> torch.Tensor:
+        """The scheduler's own noise levels: (N + 1,), float32."""
+        sigmas: torch.Tensor = self._scheduler.sigmas
+        return sigmas
+
+    @torch.no_grad()
+    def forward(self, latent: torch.Tensor, step: int) -> torch.Tensor:
+        """The latent (1, F, C, h, w) after `step`."""
+        result: torch.Tensor = self._step(latent, step).prev_sample
+        return result
+
+    @torch.no_grad()
+    def evaluate(self, latent: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The latent after `step`, and dx/dsigma before it as the scheduler has it: in float32."""
+        output = self._step(latent, step)
+        derivative = (latent.float() - output.pred_original_sample) / self.sigmas[step]
+        return output.prev_sample, derivative
+
+    def _step(self, latent: torch.Tensor, step: int) -> EulerDiscreteSchedulerOutput:
+        assert step == self._next_step, f"step {step} asked for, {self._next_step} is next"
+        self._next_step += 1
+        noise_pred = self.predict_noise(latent, step)
+        return self._scheduler.step(noise_pred, self._scheduler.timesteps[step], latent)
+
+    @torch.no_grad()
+    def predict_noise(self, latent: torch.Tensor, step: int) -> torch.Tensor:
+        """The UNet's answer to `latent` (1, F, C, h, w), guided: all of a step that takes time."""
+        timestep = self._scheduler.timesteps[step]
+        model_input = torch.cat([latent] * 2) if self._guided else latent
+        model_input = self._scheduler.scale_model_input(model_input, timestep)
+        model_input = torch.cat([model_input, self._image_latents], dim=2)
+        noise_pred: torch.Tensor = self._unet(
+            model_input,
+            timestep,
+            encoder_hidden_states=self._embedding,
+            added_time_ids=self._added_time_ids,
+            return_dict=False,
+        )[0]
+        if self._guided:
+            unconditional, conditional = noise_pred.chunk(2)
+            noise_pred = unconditional + self._guidance_scale * (conditional - unconditional)
+        return noise_pred
+
+    def _with_zeros(self, tensor: torch.Tensor) -> torch.Tensor:
+        """With guidance, the unconditional half in front: zeros, as diffusers has it."""
+        return torch.cat([torch.zeros_like(tensor), tensor]) if self._guided else tensor
+
+
+def guidance_scale(
+    sampling: SamplingConfig, device: torch.device, dtype: torch.dtype
+) -> torch.Tensor:
+    """Guidance of each frame, rising from the minimum to the maximum: shape (1, F, 1, 1, 1)."""
+    scale = torch.linspace(
+        sampling.min_guidance_scale, sampling.max_guidance_scale, sampling.frames
+    )
+    return scale.unsqueeze(0).to(device, dtype).reshape(1, sampling.frames, 1, 1, 1)

@@ -1,0 +1,95 @@
+"""Owns stages 1 to 8 of diffusers' SVD `__call__`: from an image and a seed to the first latent.
+
+The order of work, and above all of the two random draws, is that of
+`StableVideoDiffusionPipeline.__call__` (diffusers, pipeline_stable_video_diffusion.py). Its private
+methods are called rather than copied; `tests/test_exactness.py` holds them against `__call__`.
+"""
+
+from __future__ import annotations
+
+import torch
+from diffusers import StableVideoDiffusionPipeline
+from diffusers.utils.torch_utils import randn_tensor
+from PIL import Image
+
+from svdpp.config import SamplingConfig
+from svdpp.models.base import LATENTS, Tensors
+
+IMAGE_LATENTS = "image_latents"
+IMAGE_EMBEDDING = "image_embedding"
+ADDED_TIME_IDS = "added_time_ids"
+
+
+@torch.no_grad()
+def encode_image(
+    pipe: StableVideoDiffusionPipeline,
+    image: Image.Image,
+    *,
+    seed: int,
+    sampling: SamplingConfig,
+    latent_channels: int,
+    device: torch.device,
+) -> Tensors:
+    """Everything the first step needs, in diffusers' own order of work.
+
+    Args:
+        pipe: with image encoder, feature extractor, VAE encoder and scheduler.
+        image: RGB, upright, any size; stretched to the sampling's height and width.
+        seed: of a CPU generator, the only kind that draws the same numbers for every device.
+        sampling: resolved, so that the number of frames is known.
+        latent_channels: of the UNet's output, 4 for SVD.
+        device: where the tensors end up.
+
+    Returns:
+        `latents` (1, F, C, h, w) scaled to the first noise level; `image_latents` (1, C, h, w) and
+        `image_embedding` (1, 1, D), both without their unconditional halves, which are zeros; and
+        `added_time_ids` (1, 3). All in the image encoder's dtype.
+    """
+    generator = torch.Generator("cpu").manual_seed(seed)
+    # Guidance doubles each of these with a half of zeros; the halves are added where they are used.
+    embedding = pipe._encode_image(image, device, 1, False)
+    pixels = pipe.video_processor.preprocess(
+        image, height=sampling.height, width=sampling.width
+    ).to(device)
+    # First draw: the augmentation noise, in the pixels' float32.
+    noise = randn_tensor(pixels.shape, generator=generator, device=device, dtype=pixels.dtype)
+    pixels = pixels + sampling.noise_aug_strength * noise
+    image_latents = _encode_vae(pipe, pixels, device).to(embedding.dtype)
+    # SVD was conditioned on fps - 1 (Stability-AI/generative-models, simple_video_sample.py).
+    added_time_ids = torch.tensor(
+        [[sampling.fps - 1, sampling.motion_bucket_id, sampling.noise_aug_strength]],
+        dtype=embedding.dtype,
+    ).to(device)
+    # init_noise_sigma depends on the timesteps, so they are set before the latents are drawn.
+    pipe.scheduler.set_timesteps(sampling.num_inference_steps, device=device)
+    # Second draw: the latents, in the image encoder's dtype. (`prepare_latents` is told the UNet's
+    # input channels, which are twice the latent's.)
+    latents = pipe.prepare_latents(
+        1,
+        sampling.frames,
+        2 * latent_channels,
+        sampling.height,
+        sampling.width,
+        embedding.dtype,
+        device,
+        generator,
+    )
+    return {
+        LATENTS: latents,
+        IMAGE_LATENTS: image_latents,
+        IMAGE_EMBEDDING: embedding,
+        ADDED_TIME_IDS: added_time_ids,
+    }
+
+
+def _encode_vae(
+    pipe: StableVideoDiffusionPipeline, pixels: torch.Tensor, device: torch.device
+) -> torch.Tensor:
+    """VAE latents (1, C, h, w) of `pixels`; in float32 where the VAE would overflow in float16."""
+    upcast = pipe.vae.dtype == torch.float16 and pipe.vae.config.force_upcast
+    if upcast:
+        pipe.vae.to(dtype=torch.float32)
+    latents: torch.Tensor = pipe._encode_vae_image(pixels, device, 1, False)
+    if upcast:
+        pipe.vae.to(dtype=torch.float16)
+    return latents

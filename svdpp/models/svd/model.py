@@ -1,0 +1,117 @@
+"""Owns SVD behind the engine's contract: a checkpoint's parts, as far as one rank needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from diffusers import StableVideoDiffusionPipeline
+from PIL import Image
+
+from svdpp.config import ModelConfig, SamplingConfig, TensorSpec
+from svdpp.models.base import LATENTS, Frames, Tensors
+from svdpp.models.checkpoint import Checkpoint
+from svdpp.models.svd import load
+from svdpp.models.svd.decode import decode_latent
+from svdpp.models.svd.denoise import SvdDenoiser
+from svdpp.models.svd.encode import ADDED_TIME_IDS, IMAGE_EMBEDDING, IMAGE_LATENTS, encode_image
+
+
+class SvdModel:
+    """Stable Video Diffusion, or any checkpoint of its classes.
+
+    Args:
+        checkpoint: found and checked.
+        parts: loaded; those that this rank's actions do not need are None.
+        sampling: resolved against the checkpoint.
+        dtype: of the weights and of everything that travels.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, parts: load.Parts, sampling: SamplingConfig, dtype: str
+    ) -> None:
+        self.device = parts.device
+        self._checkpoint = checkpoint
+        self._parts = parts
+        self._sampling = sampling
+        self._dtype = dtype
+        # The methods of diffusers' pipeline that encode and decode, on the parts that are here.
+        self._pipe = StableVideoDiffusionPipeline(
+            vae=parts.vae,
+            image_encoder=parts.image_encoder,
+            unet=None,
+            scheduler=load.new_scheduler(checkpoint),
+            feature_extractor=parts.feature_extractor,
+        )
+
+    def resampled(self, sampling: SamplingConfig) -> SvdModel:
+        """The same loaded parts under other knobs."""
+        return SvdModel(self._checkpoint, self._parts, sampling, self._dtype)
+
+    def packet_spec(self) -> Mapping[str, TensorSpec]:
+        """Latents, image latents, image embedding and time ids, in this order."""
+        factor = self._checkpoint.vae_scale_factor
+        size = self._sampling.height // factor, self._sampling.width // factor
+        channels = self._checkpoint.latent_channels
+        shapes = {
+            LATENTS: (1, self._sampling.frames, channels, *size),
+            IMAGE_LATENTS: (1, channels, *size),
+            IMAGE_EMBEDDING: (1, 1, self._checkpoint.cross_attention_dim),
+            ADDED_TIME_IDS: (1, 3),
+        }
+        return {name: TensorSpec(shape, self._dtype) for name, shape in shapes.items()}
+
+    def encode(self, image: Image.Image | None, seed: int) -> Tensors:
+        """See `encode_image`."""
+        assert image is not None, "SVD animates an image"
+        return encode_image(
+            self._pipe,
+            image,
+            seed=seed,
+            sampling=self._sampling,
+            latent_channels=self._checkpoint.latent_channels,
+            device=self.device,
+        )
+
+    def denoiser(self, tensors: Tensors, start: int) -> SvdDenoiser:
+        """A sampler with a scheduler of its own, on the UNet that all clips share."""
+        scheduler = load.new_scheduler(self._checkpoint)
+        return SvdDenoiser(self._parts.unet, scheduler, tensors, self._sampling, start)
+
+    def decode(self, latent: torch.Tensor) -> Frames:
+        """See `decode_latent`."""
+        return decode_latent(self._pipe, latent, self._sampling)
+
+    @property
+    def frames_shape(self) -> tuple[int, int, int, int]:
+        """As asked for: F, H, W, 3."""
+        return self._sampling.frames, self._sampling.height, self._sampling.width, 3
+
+
+def load_svd(
+    checkpoint: Checkpoint,
+    model: ModelConfig,
+    sampling: SamplingConfig,
+    device: str,
+    *,
+    encode: bool,
+    denoise: bool,
+    decode: bool,
+) -> SvdModel:
+    """Loads the parts that a rank's actions need, and no others.
+
+    Raises:
+        ModelError: the weights do not fit the checkpoint's configuration.
+        OutOfMemoryError: the device cannot hold them.
+    """
+    parts = load.load_parts(
+        checkpoint,
+        encode=encode,
+        denoise=denoise,
+        decode=decode,
+        dtype=model.dtype,
+        device=device,
+        memory_opt=model.memory_opt,
+        channels_last=model.channels_last,
+    )
+    return SvdModel(checkpoint, parts, sampling, model.dtype)

@@ -1,1 +1,0 @@
-"""Where models meet ranks: the engine, the reference, and the proof that they agree."""

@@ -1,0 +1,1 @@
+"""The proof: reference run, comparison, result and report."""

@@ -1,0 +1,252 @@
+"""Owns the sequential oracle: diffusers' unmodified pipeline, one clip at a time, on one device.
+
+It runs in a process of its own, under the settings that the ranks have, and reports its times as
+a rank does. For the dummy model the oracle is the plain loop over the same network.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+
+from svdpp.config import ClipRequest, PipelineConfig
+from svdpp.driver.pipeline import resolve
+from svdpp.driver.rank_task import send_ranks
+from svdpp.driver.supervisor import Observer
+from svdpp.launch.started import Member
+from svdpp.media import image as photos
+from svdpp.media import video
+from svdpp.models.base import LATENTS, Frames
+from svdpp.models.checkpoint import Checkpoint
+from svdpp.plan import actions
+from svdpp.plan.actions import Action
+from svdpp.plan.layout import Roles
+from svdpp.worker.messages import ActionDone, ClipDone, Joined, StepDone
+from svdpp.worker.out_of_memory import out_of_memory_named
+from svdpp.worker.rank import load_model
+from svdpp.worker.reporter import Reporter
+from svdpp.worker.tensor_store import Evidence, tensor_sha256
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Setup:
+    config: PipelineConfig
+    checkpoint: Checkpoint | None
+    requests: tuple[ClipRequest, ...]
+    steps: frozenset[int]
+    evidence_folder: str | None
+
+
+def run_reference(
+    config: PipelineConfig,
+    requests: Iterable[ClipRequest],
+    *,
+    steps: Iterable[int] = (),
+    evidence_folder: Path | None = None,
+    observers: Sequence[Observer] = (),
+) -> list[dict[str, Any]]:
+    """Computes each clip sequentially and keeps its latents after `steps`, and its frames.
+
+    Args:
+        config: of the pipelined run; its world size does not matter here, its threads do.
+        requests: outputs in them are not written.
+        steps: numbers of steps done at which the latent is kept.
+        evidence_folder: receives latents and frames; None keeps neither.
+        observers: called with (0, event) as the oracle works.
+
+    Returns:
+        For each clip its `latents_sha256` and `frames_sha256` (None for the dummy model).
+
+    Raises:
+        SvdppError: the oracle could not be run.
+    """
+    alone, checkpoint = resolve(config.alone())
+    setup = _Setup(
+        config=alone,
+        checkpoint=checkpoint,
+        requests=tuple(requests),
+        steps=frozenset(steps),
+        evidence_folder=None if evidence_folder is None else str(evidence_folder),
+    )
+    hashes: dict[int, dict[str, Any]] = {}
+
+    def collect(rank: int, event: object) -> None:  # noqa: ARG001
+        if isinstance(event, ClipDone):
+            hashes[event.clip] = event.record
+
+    send_ranks(
+        _compute_all,
+        alone,
+        setup,
+        until=lambda: len(hashes) == len(setup.requests),
+        observers=(collect, *observers),
+    )
+    return [hashes[clip] for clip in sorted(hashes)]
+
+
+def _compute_all(
+    member: Member,  # noqa: ARG001
+    device: str,
+    reporter: Reporter,
+    config: PipelineConfig,  # noqa: ARG001
+    setup: _Setup,
+) -> None:
+    begun = time.monotonic()
+    with out_of_memory_named(None):
+        oracle = _Dummy(setup, device) if setup.checkpoint is None else _Svd(setup, device)
+    reporter.send(Joined(device=device, load_seconds=time.monotonic() - begun))
+    evidence = Evidence(Path(setup.evidence_folder)) if setup.evidence_folder else None
+    for clip, request in enumerate(setup.requests):
+        with out_of_memory_named("reference"):
+            latent, frames = oracle.compute(
+                clip, request, evidence, _Clock(clip, setup, device, reporter)
+            )
+        if evidence is not None and frames is not None:
+            evidence.keep_frames(clip, frames)
+        record = {
+            "latents_sha256": tensor_sha256(latent),
+            "frames_sha256": None if frames is None else video.frames_sha256(frames),
+        }
+        reporter.send(ClipDone(clip=clip, record=record))
+
+
+class _Clock:
+    """Times one clip, begun now, and reports it as a rank would."""
+
+    def __init__(self, clip: int, setup: _Setup, device: str, reporter: Reporter) -> None:
+        self._clip = clip
+        self._num_steps = setup.config.sampling.num_inference_steps
+        self._device = torch.device(device)
+        self._reporter = reporter
+        self._begun = self._mark = time.monotonic()
+        self._denoising = False
+
+    def before_step(self, *_: object) -> None:
+        """Call before each step: what lies before the first one is the encode."""
+        if not self._denoising:
+            self._denoising = True
+            self._report(actions.encode(self._clip), self._now())
+
+    def after_step(self, step: int) -> None:
+        now = self._now()
+        self._reporter.send(StepDone(clip=self._clip, step=step, seconds=now - self._mark))
+        self._mark = now
+        if step + 1 == self._num_steps:
+            self._report(actions.denoise(self._clip, 0, self._num_steps), now)
+
+    def after_decode(self) -> None:
+        self._report(actions.decode(self._clip, self._num_steps), self._now())
+
+    def _report(self, action: Action, now: float) -> None:
+        done = ActionDone(action=str(action), start=self._begun, end=now, waited=0.0)
+        self._reporter.send(done)
+        self._begun = self._mark = now
+
+    def _now(self) -> float:
+        """When the device has done all it was given, as it has where a rank looks."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.monotonic()
+
+
+class _Svd:
+    """`StableVideoDiffusionPipeline.__call__`, as diffusers ships it."""
+
+    def __init__(self, setup: _Setup, device: str) -> None:
+        from diffusers import StableVideoDiffusionPipeline  # seconds the dummy need not pay
+
+        from svdpp.models.svd.load import lay_channels_last, silence_libraries, torch_dtype
+
+        assert setup.checkpoint is not None
+        silence_libraries()
+        self._setup = setup
+        self._pipe = StableVideoDiffusionPipeline.from_pretrained(
+            setup.checkpoint.folder,
+            dtype=torch_dtype(setup.config.model.dtype),
+            variant=setup.checkpoint.variant,
+            use_safetensors=True,
+            local_files_only=True,
+        ).to(device)
+        self._pipe.set_progress_bar_config(disable=True)
+        if setup.config.model.memory_opt:
+            self._pipe.unet.enable_forward_chunking()
+        if setup.config.model.channels_last:
+            for module in (self._pipe.unet, self._pipe.vae):
+                lay_channels_last(module)
+
+    def compute(
+        self, clip: int, request: ClipRequest, evidence: Evidence | None, clock: _Clock
+    ) -> tuple[torch.Tensor, Frames]:
+        from svdpp.models.svd.decode import stack_frames
+
+        sampling = self._setup.config.sampling
+        last: dict[str, torch.Tensor] = {}
+
+        def after_step(
+            pipe: Any,  # noqa: ARG001
+            step: int,
+            timestep: Any,  # noqa: ARG001
+            tensors: dict[str, torch.Tensor],
+        ) -> dict[str, torch.Tensor]:
+            clock.after_step(step)
+            if evidence is not None and step + 1 in self._setup.steps:
+                evidence.keep_latent(clip, step + 1, tensors[LATENTS])
+            last[LATENTS] = tensors[LATENTS]
+            return {}
+
+        hook = self._pipe.unet.register_forward_pre_hook(clock.before_step)  # looks on, no more
+        images = self._pipe(
+            self._read(request),
+            height=sampling.height,
+            width=sampling.width,
+            num_frames=sampling.num_frames,
+            num_inference_steps=sampling.num_inference_steps,
+            min_guidance_scale=sampling.min_guidance_scale,
+            max_guidance_scale=sampling.max_guidance_scale,
+            fps=sampling.fps,
+            motion_bucket_id=sampling.motion_bucket_id,
+            noise_aug_strength=sampling.noise_aug_strength,
+            decode_chunk_size=sampling.decode_chunk_size,
+            generator=torch.Generator("cpu").manual_seed(request.seed),
+            callback_on_step_end=after_step,
+            output_type="pil",
+        ).frames[0]
+        hook.remove()
+        frames = stack_frames(images)
+        clock.after_decode()
+        return last[LATENTS], frames
+
+    def _read(self, request: ClipRequest) -> Image.Image:
+        assert request.image is not None, "SVD animates an image"
+        sampling = self._setup.config.sampling
+        image, _ = photos.read_photo(Path(request.image))
+        return photos.fit_photo(image, sampling.width, sampling.height, sampling.fit)
+
+
+class _Dummy:
+    """The plain loop over the dummy network."""
+
+    def __init__(self, setup: _Setup, device: str) -> None:
+        self._setup = setup
+        roles = Roles(encode=True, denoise=True, decode=False)
+        self._model = load_model(setup.config, None, device, roles)
+
+    def compute(
+        self, clip: int, request: ClipRequest, evidence: Evidence | None, clock: _Clock
+    ) -> tuple[torch.Tensor, None]:
+        tensors = self._model.encode(None, request.seed)
+        denoiser = self._model.denoiser(tensors, 0)
+        latent = tensors[LATENTS]
+        for step in range(self._setup.config.sampling.num_inference_steps):
+            clock.before_step()
+            latent = denoiser.forward(latent, step)
+            clock.after_step(step)
+            if evidence is not None and step + 1 in self._setup.steps:
+                evidence.keep_latent(clip, step + 1, latent)
+        return latent, None

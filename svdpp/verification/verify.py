@@ -1,0 +1,195 @@
+"""Owns the proof: pipelined against sequential, hop by hop, bit for bit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from svdpp.config import ClipRequest, PipelineConfig
+from svdpp.driver.pipeline import Pipeline
+from svdpp.driver.supervisor import Observer
+from svdpp.errors import RequestError
+from svdpp.launch import temp_folders
+from svdpp.media.distance import distance
+from svdpp.models.base import Frames
+from svdpp.plan.actions import Kind
+from svdpp.plan.draft import Wave
+from svdpp.verification.reference import run_reference
+from svdpp.verification.result import Check, DraftResult, Verdict, compare_frames, compare_latents
+from svdpp.worker.fault_injection import PlantedFault
+from svdpp.worker.tensor_store import Evidence
+
+_PIPELINED, _SEQUENTIAL, _SETTINGS = "pipelined", "sequential", "settings.json"
+
+
+def verify(
+    config: PipelineConfig, requests: Sequence[ClipRequest], *, tolerance: float = 0.0
+) -> Verdict:
+    """Runs `requests` through the ranks, then sequentially, and compares all hand-overs.
+
+    Args:
+        config: of the pipelined run; the reference takes model, knobs and threads from it.
+        requests: outputs in them are not written.
+        tolerance: largest difference that counts as equal; 0 asks for equal bits.
+
+    Raises:
+        SvdppError: one of the two sides could not be run.
+    """
+    with temp_folders.folder("svdpp-verify-") as folder:
+        run_pipelined(config, requests, folder)
+        run_sequential(config, requests, folder)
+        return compare(config, len(requests), folder, tolerance=tolerance)
+
+
+def run_pipelined(
+    config: PipelineConfig,
+    requests: Sequence[ClipRequest],
+    folder: Path,
+    *,
+    fault: PlantedFault | None = None,
+    observers: Sequence[Observer] = (),
+) -> None:
+    """Runs `requests` through the ranks and keeps every hand-over under `folder`.
+
+    Raises:
+        SvdppError: the ranks could not run them.
+    """
+    kept = new_side(folder / _PIPELINED, config)
+    pipeline = Pipeline(config, evidence_folder=str(kept), fault=fault)
+    for observer in observers:
+        pipeline.observe(observer)
+    with pipeline:
+        pipeline.run(requests)
+
+
+def run_sequential(
+    config: PipelineConfig,
+    requests: Sequence[ClipRequest],
+    folder: Path,
+    *,
+    observers: Sequence[Observer] = (),
+) -> None:
+    """Runs `requests` through the oracle and keeps the same latents under `folder`.
+
+    Raises:
+        SvdppError: the oracle could not run them.
+    """
+    kept = new_side(folder / _SEQUENTIAL, config)
+    steps = {end for clip in range(len(requests)) for _, end in _parts(config, clip)}
+    run_reference(config, requests, steps=steps, evidence_folder=kept, observers=observers)
+
+
+def compare(
+    config: PipelineConfig, num_clips: int, folder: Path, *, tolerance: float = 0.0
+) -> Verdict:
+    """Compares what `run_pipelined` and `run_sequential` kept under `folder`.
+
+    Raises:
+        RequestError: the two were computed under settings that give other bits by themselves, which
+            is no difference for a tolerance to pass.
+    """
+    _check_settings(folder)
+    sides, clips = both_sides(folder), range(num_clips)
+    checks = _compare_all(config, clips, *sides, tolerance)
+    drafts = () if config.draft is None else _compare_drafts(config.wave, clips, *sides)
+    return Verdict(tuple(checks), tuple(drafts))
+
+
+def both_sides(folder: Path) -> tuple[Evidence, Evidence]:
+    """What `run_pipelined` and `run_sequential` kept under `folder`."""
+    return Evidence(folder / _PIPELINED), Evidence(folder / _SEQUENTIAL)
+
+
+def new_side(folder: Path, config: PipelineConfig) -> Path:
+    """A folder for one side of a comparison, with the settings that its bits depend on."""
+    folder.mkdir()
+    settings = {
+        "CPU threads": config.num_threads,
+        "device": config.device.partition(":")[0],
+        "dtype": config.model.dtype,
+    }
+    (folder / _SETTINGS).write_text(json.dumps(settings))
+    return folder
+
+
+def _check_settings(folder: Path) -> None:
+    ours, theirs = (
+        json.loads((folder / side / _SETTINGS).read_text()) for side in (_PIPELINED, _SEQUENTIAL)
+    )
+    for name, value in ours.items():
+        if value != theirs[name]:
+            raise RequestError(
+                f"the ranks computed with {name} {value}, the reference with {theirs[name]}: sums "
+                "are rounded in another order, so their bits cannot agree",
+                "give both the same",
+            )
+
+
+def _compare_all(
+    config: PipelineConfig,
+    clips: Iterable[int],
+    ours: Evidence,
+    theirs: Evidence,
+    tolerance: float,
+) -> list[Check]:
+    num_steps = config.sampling.num_inference_steps
+    checks = []
+    for clip in clips:
+        for rank, end in _parts(config, clip):
+            checks.append(
+                compare_latents(
+                    ours.latent(clip, end),
+                    theirs.latent(clip, end),
+                    clip=clip,
+                    step=end,
+                    rank=rank,
+                    final=end == num_steps,
+                    tolerance=tolerance,
+                )
+            )
+        if config.decodes:
+            last = 0 if config.draft else config.layout.route(clip).ranges[-1].rank
+            frames = our_frames(config, ours, clip), theirs.frames(clip)
+            checks.append(
+                compare_frames(*frames, clip=clip, step=num_steps, rank=last, tolerance=tolerance)
+            )
+    return checks
+
+
+def our_frames(config: PipelineConfig, ours: Evidence, clip: int) -> Frames:
+    """The frames that the ranks made of `clip`; of a draft, those of the exact path."""
+    return ours.frames(clip, walker=None if config.draft is None else 0)
+
+
+def _parts(config: PipelineConfig, clip: int) -> list[tuple[int, int]]:
+    """(rank, steps done) wherever a stretch of the exact path ends."""
+    if config.draft is not None:
+        exact = config.wave.schedule([clip])[0]
+        return [(0, action.end) for action in exact if action.kind is Kind.DENOISE]
+    ranges = config.layout.route(clip).ranges
+    return [(part.rank, part.end) for part in ranges if part.num_steps]
+
+
+def _compare_drafts(
+    wave: Wave, clips: Iterable[int], ours: Evidence, theirs: Evidence
+) -> Iterator[DraftResult]:
+    """The ranks' results in the order in which they come, the fastest first."""
+    num_steps = wave.num_steps
+    for clip in clips:
+        exact = theirs.latent(clip, num_steps)
+        for rank in range(wave.world_size - 1, 0, -1):
+            apart, frames = None, None
+            if ours.has_latent(clip, num_steps, walker=rank):  # else the walk came to harm
+                latent = ours.latent(clip, num_steps, walker=rank)
+                apart = float((latent.double() - exact.double()).abs().max())
+                if wave.decodes:
+                    frames = distance(ours.frames(clip, walker=rank), theirs.frames(clip))
+            yield DraftResult(
+                clip=clip,
+                rank=rank,
+                start=wave.starts[rank],
+                rounds=wave.rounds(rank),
+                latent_max_abs_diff=apart,
+                frames=frames,
+            )

@@ -1,0 +1,101 @@
+"""Owns a rank's reports to the parent: heartbeats from a thread of their own, and events."""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections.abc import Callable
+
+from svdpp.comm.transport import Transfer
+from svdpp.errors import to_record
+from svdpp.launch.channel import Channel
+from svdpp.plan.actions import Action
+from svdpp.worker.messages import Beat, ClipFailed, DraftLost, Event, Failed, HopDone
+
+BEAT_SECONDS = 1.0
+
+
+class Reporter:
+    """Sends a rank's events; safe from several threads.
+
+    Args:
+        channel: to the parent.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._now = Beat()
+        self._writers: list[Callable[[], bool]] = []
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+
+    def start(self) -> None:
+        """Begins to send heartbeats."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the heartbeats."""
+        self._stopped.set()
+        self._thread.join()
+
+    def watch_writer(self, is_busy: Callable[[], bool]) -> None:
+        """Has heartbeats say whether a thread beside the work still has something to write."""
+        self._writers.append(is_busy)
+
+    def send(self, event: Event) -> None:
+        """Sends one event."""
+        self._channel.send(event.to_bytes())
+
+    def at(self, action: Action | None, step: int = -1, *, waiting: bool = False) -> None:
+        """Sets what heartbeats say that the rank is doing; another action is told at once."""
+        writing = self._is_writing()
+        now = Beat(action=str(action or ""), step=step, waiting=waiting, writing=writing)
+        is_news = (now.action, now.waiting) != (self._now.action, self._now.waiting)
+        self._now = now
+        if is_news:
+            self.send(now)
+
+    def hop(self, transfer: Transfer) -> None:
+        """Reports a packet received or sent."""
+        self.send(
+            HopDone(
+                direction=transfer.kind,
+                clip=transfer.clip,
+                next_step=transfer.next_step,
+                peer=transfer.peer,
+                num_bytes=transfer.num_bytes,
+                seconds=transfer.seconds,
+                end=transfer.end,
+            )
+        )
+
+    def clip_failed(self, clip: int, error: BaseException) -> None:
+        """Reports that `clip` is lost, and nothing else."""
+        self.send(ClipFailed(clip=clip, error=to_record(error)))
+
+    def draft_lost(self, clip: int, error: BaseException) -> None:
+        """Reports that there is no draft of `clip` from this rank; the clip goes on without it."""
+        self.send(DraftLost(clip=clip, error=to_record(error)))
+
+    def failed(self, error: BaseException) -> None:
+        """Reports that the rank ends, with the place at which it stood."""
+        self.send(
+            Failed(
+                error=to_record(error),
+                traceback="".join(traceback.format_exception(error)),
+                action=self._now.action,
+                step=self._now.step,
+            )
+        )
+
+    def _is_writing(self) -> bool:
+        return any(is_busy() for is_busy in self._writers)
+
+    def _beat(self) -> None:
+        try:
+            while True:
+                self.send(self._now.model_copy(update={"writing": self._is_writing()}))
+                if self._stopped.wait(BEAT_SECONDS):
+                    return
+        except OSError:
+            return  # The parent is gone; the watch on it ends this process.

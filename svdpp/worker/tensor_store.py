@@ -1,0 +1,76 @@
+"""Owns what a run leaves behind for comparison: hashes, and latents and frames kept in a folder."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save
+
+from svdpp.models.base import LATENTS, Frames
+
+_NAME = re.compile(r"clip\d+(_rank\d+)?_(step\d+\.safetensors|frames\.npy)", re.ASCII)
+
+
+def tensor_sha256(tensor: torch.Tensor) -> str:
+    """sha256 of the tensor's contiguous little-endian bytes, in its own dtype and shape order."""
+    flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    return hashlib.sha256(flat.numpy().tobytes()).hexdigest()
+
+
+class Evidence:
+    """A folder with the latents of each clip at chosen steps, and its frames.
+
+    Args:
+        folder: exists; one process writes a given clip and step.
+        send: takes each file's name and content instead of the folder, for another process that
+            puts it into its own; None: the folder does.
+    """
+
+    def __init__(self, folder: Path, send: Callable[[str, bytes], None] | None = None) -> None:
+        self._folder = folder
+        self._keep = self.put if send is None else send
+
+    def put(self, name: str, data: bytes) -> None:
+        """Keeps a file that another process has sent."""
+        if not _NAME.fullmatch(name):
+            raise ValueError(f"no evidence is called {name!r}")
+        (self._folder / name).write_bytes(data)
+
+    def keep_latent(
+        self, clip: int, step: int, latent: torch.Tensor, *, walker: int | None = None
+    ) -> None:
+        """Keeps the latent of `clip` with `step` steps done; of a draft, that which a rank has."""
+        data = save({LATENTS: latent.detach().cpu().contiguous()})
+        self._keep(self._path(clip, walker, f"step{step}.safetensors").name, data)
+
+    def has_latent(self, clip: int, step: int, *, walker: int | None = None) -> bool:
+        """Whether that latent was kept."""
+        return self._path(clip, walker, f"step{step}.safetensors").exists()
+
+    def latent(self, clip: int, step: int, *, walker: int | None = None) -> torch.Tensor:
+        """The kept latent; FileNotFoundError where there is none."""
+        path = self._path(clip, walker, f"step{step}.safetensors")
+        latent: torch.Tensor = load_file(path)[LATENTS]
+        return latent
+
+    def keep_frames(self, clip: int, frames: Frames, *, walker: int | None = None) -> None:
+        """Keeps the frames of `clip`; of a draft, those that a rank came to."""
+        buffer = io.BytesIO()
+        np.save(buffer, frames, allow_pickle=False)
+        self._keep(self._path(clip, walker, "frames.npy").name, buffer.getvalue())
+
+    def frames(self, clip: int, *, walker: int | None = None) -> Frames:
+        """The kept frames; FileNotFoundError where there are none."""
+        path = self._path(clip, walker, "frames.npy")
+        frames: Frames = np.load(path, allow_pickle=False)
+        return frames
+
+    def _path(self, clip: int, walker: int | None, what: str) -> Path:
+        whose = "" if walker is None else f"_rank{walker}"
+        return self._folder / f"clip{clip}{whose}_{what}"

@@ -1,0 +1,205 @@
+"""Two benches side by side: when a difference is one, and when it is noise."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from svdpp.bench.compare import Comparison, compare, ratio
+from svdpp.bench.config import read_grid
+from svdpp.errors import InputError
+
+ENVIRONMENT = {
+    "versions": {"svdpp": "1", "torch": "2"},
+    "host": {"cpu": "fast", "cpu_capability": "AVX", "usable_cores": 2},
+    "devices": {"gpus": []},
+}
+ALONE = (50.0, 51.0, 49.0, 50.5, 49.5)
+PIPELINE = (99.0, 101.0, 100.0, 98.0, 102.0)
+
+
+def _bench(
+    folder: Path,
+    pipeline: tuple[float, ...] = PIPELINE,
+    alone: tuple[float, ...] = ALONE,
+    *,
+    overrides: tuple[str, ...] = (),
+    sha256: str = "aa",
+    **environment: Any,
+) -> Path:
+    """A folder of results in which every figure follows from the clips a minute."""
+    folder.mkdir()
+    (point,) = read_grid("smoke", list(overrides))
+    rates = {"pipeline": pipeline, "diffusers": alone}
+    summary = {
+        "schema_version": 1,
+        "run_id": folder.name,
+        "config_sha256": point.sha256,
+        "config": point.model_dump(),
+        "arms": {
+            arm: {
+                "rounds": [
+                    {
+                        "steady_clips_per_minute": rate,
+                        "first_clip_seconds": 100 / rate,
+                        "step_p50_seconds": 10 / rate,
+                    }
+                    for rate in each
+                ]
+            }
+            for arm, each in rates.items()
+        },
+        "speedups": {"diffusers": {"rounds": [a / b for a, b in zip(pipeline, alone, strict=True)]}}
+        if alone
+        else {},
+        "latents_sha256": [sha256],
+    }
+    (folder / "summary.json").write_text(json.dumps(summary))
+    (folder / "env.json").write_text(json.dumps({**ENVIRONMENT, **environment}))
+    return folder
+
+
+def _verdicts(found: Comparison) -> dict[str, bool | None]:
+    return {each.name: each.is_noise for each in found.ratios}
+
+
+def test_the_same_again_is_equal(tmp_path: Path) -> None:
+    again = tuple(1.02 * rate for rate in reversed(PIPELINE))
+    found = compare(_bench(tmp_path / "a"), _bench(tmp_path / "b", again))
+
+    assert found.verdict == "equal: every difference is within noise"
+    assert found.is_equal is True
+    assert found.same_bits is True
+    assert found.settings == found.machines == []
+    assert [each.name for each in found.ratios] == [
+        *("pipeline / diffusers", "pipeline: clips/min", "diffusers: clips/min"),
+        *("pipeline: first clip, s", "diffusers: first clip, s"),
+        *("pipeline: step, s", "diffusers: step, s"),
+    ]
+
+
+def test_a_pipeline_that_became_slower_is_different(tmp_path: Path) -> None:
+    slower = tuple(0.85 * rate for rate in PIPELINE)
+    found = compare(_bench(tmp_path / "a"), _bench(tmp_path / "b", slower))
+
+    assert found.is_equal is False
+    assert found.verdict.startswith("different: pipeline / diffusers, pipeline: clips/min")
+    first = found.ratios[0]
+    assert first.value == pytest.approx(0.85)
+    assert first.low is not None
+    assert first.high is not None
+    assert 0.77 < first.low < 0.85 < first.high < 0.94
+
+
+def test_a_machine_that_became_slower_is_no_difference(tmp_path: Path) -> None:
+    """Both arms lose a tenth: on one machine that is the machine's, on another one it counts."""
+    a = _bench(tmp_path / "a")
+    slow = tuple(0.9 * rate for rate in PIPELINE), tuple(0.9 * rate for rate in ALONE)
+    assert compare(a, _bench(tmp_path / "b", *slow)).is_equal is True
+
+    host = {**ENVIRONMENT["host"], "cpu": "slow"}  # type: ignore[dict-item]
+    found = compare(a, _bench(tmp_path / "c", *slow, host=host))
+    assert found.machines == ["host.cpu: fast, slow"]
+    verdicts = _verdicts(found)
+    assert verdicts["pipeline / diffusers"] is True
+    assert verdicts["pipeline: clips/min"] is False
+    assert verdicts["diffusers: clips/min"] is False
+
+
+def test_another_workload_has_another_yardstick(tmp_path: Path) -> None:
+    longer = ("workload.steps=8",)
+    found = compare(
+        _bench(tmp_path / "a"),
+        _bench(
+            tmp_path / "b",
+            tuple(rate / 2 for rate in PIPELINE),
+            tuple(rate / 2 for rate in ALONE),
+            overrides=longer,
+            sha256="bb",
+        ),
+    )
+    assert found.settings == ["workload.steps: 4, 8"]
+    assert found.same_bits is None  # other clips
+    assert _verdicts(found)["diffusers: clips/min"] is False
+
+
+def test_other_bits_of_the_same_clips_are_told(tmp_path: Path) -> None:
+    two = ("pipeline.replicas=2",)
+    found = compare(_bench(tmp_path / "a"), _bench(tmp_path / "b", overrides=two, sha256="other"))
+    assert found.settings == ["pipeline.replicas: 1, 2"]
+    assert found.same_bits is False
+
+
+def test_one_round_says_nothing_of_its_spread(tmp_path: Path) -> None:
+    found = compare(_bench(tmp_path / "a", (100.0,), (50.0,)), _bench(tmp_path / "b"))
+    assert found.ratios[1].low is None
+    assert found.is_equal is True  # as near as this no spread is needed
+    found = compare(_bench(tmp_path / "c", (80.0,), (50.0,)), _bench(tmp_path / "d"))
+    assert found.is_equal is None
+    assert "--measure.repeats" in found.verdict
+
+
+def test_the_interval_is_welchs() -> None:
+    """By hand: variances 0.01 of 3 logarithms each, so 4 degrees of freedom, t = 8.610."""
+    a = [math.exp(x) for x in (-0.1, 0.0, 0.1)]
+    found = ratio("", a, [2 * x for x in a])
+    assert found.value == pytest.approx(2.0)
+    assert found.high == pytest.approx(2 * math.exp(8.610 * math.sqrt(2 * 0.01 / 3)))
+    drifted = ratio("", a, [2 * x for x in a], drift=-0.5)
+    assert drifted.high == pytest.approx(math.exp(0.5) * found.high)
+
+
+def test_one_wild_round_does_not_hide_what_is_plain() -> None:
+    """Welch's interval holds 1 here, though every round of B is nearly ten times any of A."""
+    a, b = [1.0, 1.01, 0.99, 1.0], [10.0, 10.5, 11.0, 60.0]
+    found = ratio("", a, b)
+    assert found.low is not None
+    assert found.low < 1
+    assert found.is_apart
+    assert found.is_noise is False
+    assert not ratio("", a, b, drift=math.log(2)).is_apart  # most of it may be the machine's
+    assert not ratio("", a, [3.0, 4.0, 5.0, 18.0]).is_apart  # no farther than within B
+    assert not ratio("", a[:3], b[:3]).is_apart  # chance would do it too often
+
+
+@pytest.mark.parametrize("name", ["summary.json", "env.json"])
+@pytest.mark.parametrize("text", [None, "{", "{}", "[]", '{"versions": 1}'])
+def test_what_is_no_finished_bench_is_refused(name: str, text: str | None, tmp_path: Path) -> None:
+    a, b = _bench(tmp_path / "a"), _bench(tmp_path / "b")
+    (b / name).unlink()
+    if text is not None:
+        (b / name).write_text(text)
+    with pytest.raises(InputError, match=name.replace(".", r"\.")):
+        compare(a, b)
+
+
+def test_an_arm_that_did_not_fit_is_left_out(tmp_path: Path) -> None:
+    a, b = _bench(tmp_path / "a"), _bench(tmp_path / "b", alone=())
+    for one, other in ((a, b), (b, a), (b, b)):
+        assert [each.name for each in compare(one, other).ratios] == [
+            *("pipeline: clips/min", "pipeline: first clip, s", "pipeline: step, s")
+        ]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"arms": {}},
+        {"arms": {"pipeline": {"rounds": []}}},
+        {"config": {}},
+        {"config": {"pipeline": 3, "workload": {}}},
+    ],
+)
+def test_a_summary_without_what_is_compared_is_refused(
+    damage: dict[str, Any], tmp_path: Path
+) -> None:
+    a, b = _bench(tmp_path / "a"), _bench(tmp_path / "b")
+    content = json.loads((b / "summary.json").read_text())
+    (b / "summary.json").write_text(json.dumps({**content, **damage}))
+    for one, other in ((a, b), (b, a)):
+        with pytest.raises(InputError, match=r"summary\.json' is no bench's: (arms|config)"):
+            compare(one, other)

@@ -1,0 +1,137 @@
+"""What a bench is asked: YAML, overrides, grids, and words for what nobody knows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from svdpp.bench.config import BenchConfig, read_grid, shipped
+from svdpp.config import ModelConfig, PipelineConfig, SamplingConfig
+from svdpp.errors import InputError, RequestError
+
+
+def _file(folder: Path, text: str) -> str:
+    path = folder / "mine.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_what_is_shipped_is_valid(name: str) -> None:
+    (point,) = read_grid(name, [])
+    assert point.experiment == name
+    assert shipped() == ["smoke", "svd-xt"]
+
+
+def test_an_empty_file_has_every_default_and_the_files_name(tmp_path: Path) -> None:
+    (point,) = read_grid(_file(tmp_path, "workload:\n  # clips: 3\n"), [])
+    assert point == BenchConfig(experiment="mine")
+
+
+@pytest.mark.parametrize(
+    ("key", "hint"),
+    [
+        ("pipeline.wrold", "did you mean 'pipeline.world'?"),
+        ("pipelin.world", "did you mean 'pipeline'?"),
+        ("world", "did you mean 'pipeline.world'?"),
+        ("workload.seeds", "did you mean 'measure.seeds'?"),
+        ("measure.zzz", "known: measure.warmups, measure.repeats, measure.seeds"),
+        ("zzz", "known: channels_last, experiment, measure, model, pipeline, precision, profile"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest_known_one(key: str, hint: str) -> None:
+    with pytest.raises(RequestError, match="no field") as caught:
+        read_grid("smoke", [f"{key}=1"])
+    assert caught.value.hint.startswith(hint)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("pipeline.world=many", "pipeline.world: Input should be a valid integer, got 'many'"),
+        ("pipeline.world=true", "pipeline.world: Input should be a valid integer, got True"),
+        ("pipeline.world=0", "pipeline.world: Input should be greater than or equal to 1, got 0"),
+        ("pipeline.world=[]", "pipeline.world: Input should be a valid integer, got []"),
+        ("precision=amp", "precision: amp would be torch.autocast"),
+        ("precision=fp8", "precision: Input should be 'fp32', 'bf16' or 'fp16', got 'fp8'"),
+        ("experiment=../up", "experiment: String should match pattern"),
+        ("measure.seeds=[]", "measure.seeds: List should have at least 1 item"),
+        ("model=demo", "model: Input should be a valid dictionary or instance of Model"),
+        ("model.name.x=1", "'name' is no section"),
+        ("pipeline.world", "an override is section.field=value, got 'pipeline.world'"),
+        ("pipeline.world=[1", "the value is no YAML"),
+    ],
+)
+def test_values_that_do_not_fit_are_refused(override: str, words: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        read_grid("smoke", [override])
+    assert words in caught.value.message
+
+
+@pytest.mark.parametrize("text", ["a: [", "- 1", "just words", "\x00", "!!python/object:os.x {}"])
+def test_what_is_no_configuration_is_refused(text: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError):
+        read_grid(_file(tmp_path, text), [])
+
+
+def test_names_nobody_knows(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="neither a file") as caught:
+        read_grid("smok", [])
+    assert caught.value.hint == "did you mean 'smoke'? shipped: smoke, svd-xt"
+    with pytest.raises(InputError, match="cannot be read"):
+        read_grid(str(tmp_path / "absent.yaml"), [])
+
+
+def test_a_list_for_a_field_spans_a_grid_and_a_list_of_a_field_does_not() -> None:
+    points = read_grid(
+        "smoke",
+        ["pipeline.world=[1, 2]", "precision=[fp32, bf16]", "measure.seeds=[3, 4]"],
+    )
+    assert [(p.pipeline.world, p.precision) for p in points] == [
+        *((1, "fp32"), (1, "bf16"), (2, "fp32"), (2, "bf16")),
+    ]
+    assert {tuple(point.measure.seeds) for point in points} == {(3, 4)}
+    assert len({point.sha256 for point in points}) == 4
+
+
+def test_the_last_override_holds_and_the_file_is_beneath_all(tmp_path: Path) -> None:
+    name = _file(tmp_path, "workload: {clips: 3, steps: 6}\n")
+    (point,) = read_grid(name, ["workload.clips=4", "workload.clips=5", "pipeline.timeout=1e1"])
+    assert (point.workload.clips, point.workload.steps) == (5, 6)
+    assert point.pipeline.timeout == 10.0
+
+
+def test_a_grid_has_an_end() -> None:
+    many = ", ".join(map(str, range(1, 41)))
+    with pytest.raises(RequestError, match="more than 1000 points"):
+        read_grid("smoke", [f"pipeline.world=[{many}]", f"workload.steps=[{many}]"])
+
+
+def test_what_was_resolved_is_a_configuration_again(tmp_path: Path) -> None:
+    (point,) = read_grid("smoke", ["pipeline.threads=null", "precision=null"])
+    config = PipelineConfig(
+        world_size=2,
+        model=ModelConfig(name="demo", dtype="bf16"),
+        sampling=SamplingConfig(num_inference_steps=4, num_frames=8, decode_chunk_size=8),
+        num_threads=3,
+    )
+    resolved = point.resolved(config)
+    path = tmp_path / "again.yaml"
+    path.write_text(resolved.to_yaml())
+
+    assert (resolved.pipeline.threads, resolved.precision) == (3, "bf16")
+    assert (resolved.workload.frames, resolved.workload.decode_chunk_size) == (8, 8)
+    assert read_grid(str(path), []) == [resolved]
+    assert resolved.sha256 == resolved.model_copy(update={"experiment": "other"}).sha256
+
+
+def test_a_configuration_shows_no_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (point,) = read_grid(
+        "smoke", [f"model.name={tmp_path}/weights", f"workload.images=[{tmp_path}/a.jpg]"]
+    )
+    text = point.to_yaml()
+    assert str(tmp_path) not in text
+    assert yaml.safe_load(text)["model"]["name"] == "~/weights"

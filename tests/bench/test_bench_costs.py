@@ -1,0 +1,100 @@
+"""What a bench's pipeline tells of the costs that a plan is made with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from svdpp.bench.config import read_grid
+from svdpp.bench.costs import costs_of
+from svdpp.bench.names import DATA_PARALLEL, PIPELINE
+from svdpp.bench.runner import Bench, Round
+from svdpp.config import DraftConfig, ModelConfig, PipelineConfig, SamplingConfig
+from svdpp.driver.trace import Trace
+from svdpp.plan.layout import Layout
+from svdpp.worker.messages import ActionDone, HopDone, StepDone
+
+WORLD = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
+
+
+def _bench(device: str, world_size: int) -> Bench:
+    (point,) = read_grid("smoke", ["model.name=dummy"])
+    config = PipelineConfig(
+        world_size=world_size,
+        model=ModelConfig(name="dummy"),
+        sampling=SamplingConfig(num_inference_steps=world_size),
+    )
+    one = Bench(point, config)
+    one.config = replace(config, device=device)
+    return one
+
+
+def _round(arm: str, step_seconds: dict[int, float], hops: dict[tuple[int, int], float]) -> Round:
+    """A clip for which each rank does one step."""
+    trace = Trace(4)
+    trace.add(0, ActionDone(action="ENCODE c0 @0", start=0.0, end=0.25, waited=0.0))
+    for rank, seconds in step_seconds.items():
+        trace.add(rank, StepDone(clip=0, step=rank, seconds=seconds))
+        action = f"DENOISE c0 {rank}:{rank + 1}"
+        trace.add(rank, ActionDone(action=action, start=1.0, end=1 + seconds, waited=0.0))
+    for (source, target), seconds in hops.items():
+        about = {"clip": 0, "next_step": 1, "num_bytes": 77, "end": 9.0}
+        trace.add(target, HopDone(direction="recv", peer=source, seconds=seconds, **about))
+        trace.add(source, HopDone(direction="send", peer=target, seconds=5.0, **about))
+    return Round(arm, 0, 0, trace)
+
+
+def test_a_rank_has_its_median_and_a_hop_the_receivers() -> None:
+    one = _bench("cpu", 2)
+    one.rounds = [_round(PIPELINE, {0: s, 1: s}, {(0, 1): s / 10}) for s in (1.0, 9.0, 2.0)]
+    costs = costs_of(one, "run")
+    assert costs.step_seconds == 2.0
+    assert (costs.encode_seconds, costs.decode_seconds) == (0.25, 0.0)
+    assert costs.hop_seconds == pytest.approx(0.2)
+    assert (costs.packet_bytes, costs.hop_bytes_per_second) == (77, None)
+    assert costs.source == "measured by: svdpp bench, smoke/run"
+
+
+def test_a_slow_host_gets_fewer_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks are told apart where they are on different hosts, and so are the hops."""
+    for name, value in WORLD.items():
+        monkeypatch.setenv(name, value)
+    one = _bench("cpu", 4)
+    steps = {0: 1.0, 1: 1.0, 2: 3.0, 3: 3.0}
+    one.rounds = [_round(PIPELINE, steps, {(0, 1): 0.1, (1, 2): 0.5, (2, 3): 0.1})]
+    costs = costs_of(one, "run")
+    assert costs.step_seconds == (1.0, 1.0, 3.0, 3.0)
+    assert costs.ranks_per_host == 2
+    assert (costs.hop_seconds, costs.hop_between_hosts_seconds) == pytest.approx((0.1, 0.5))
+    shares = Layout(num_steps=28, world_size=4, split="balanced", costs=costs).all_shares
+    sizes = [share.end - share.start for share in shares]
+    assert sum(sizes) == 28
+    assert max(sizes[2:]) < min(sizes[:2])
+
+
+@pytest.mark.parametrize("elsewhere", [{2: 3.0, 3: 4.0}, {}])
+def test_a_rank_that_only_decodes_is_as_fast_as_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, elsewhere: dict[int, float]
+) -> None:
+    for name, value in WORLD.items():
+        monkeypatch.setenv(name, value)
+    one = _bench("cpu", 4)
+    one.rounds = [_round(PIPELINE, {0: 1.0, 1: 2.0, 2: 3.0}, {})]
+    if elsewhere:
+        one.rounds.append(_round(DATA_PARALLEL, elsewhere, {}))
+    assert costs_of(one, "run").step_seconds == (1.0, 2.0, 3.0, elsewhere.get(3, 2.0))
+
+
+def test_of_a_draft_only_leaps_are_hand_overs() -> None:
+    """Words between walks are two latents, results are frames: neither is a pipeline's packet."""
+    one = _bench("cpu", 3)
+    one.config = replace(one.config, draft=DraftConfig(starts=(0, 1, 2)))
+    done = _round(PIPELINE, {0: 1.0, 1: 1.0, 2: 1.0}, {(0, 1): 0.1, (1, 2): 0.1})
+    for source, target, end, num_bytes in ((0, 1, 9.5, 128), (1, 2, 9.5, 128), (0, 2, 8.0, 4096)):
+        about = {"clip": 0, "next_step": 1, "num_bytes": num_bytes, "end": end, "seconds": 4.0}
+        done.trace.add(target, HopDone(direction="recv", peer=source, **about))
+        done.trace.add(source, HopDone(direction="send", peer=target, **about))
+    one.rounds = [done]
+    costs = costs_of(one, "run")
+    assert (costs.hop_seconds, costs.packet_bytes) == pytest.approx((0.1, 77))

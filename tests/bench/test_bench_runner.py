@@ -1,0 +1,168 @@
+"""Which arms a bench measures, with which clips, and what becomes of them."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from svdpp.bench import runner as module
+from svdpp.bench.config import read_grid
+from svdpp.bench.ranks import Ranks
+from svdpp.bench.results import Results, summary
+from svdpp.bench.runner import (
+    DATA_PARALLEL,
+    ONE_DEVICE,
+    PIPELINE,
+    Bench,
+    Round,
+    arms_of,
+    differing,
+)
+from svdpp.config import DraftConfig, ModelConfig, PipelineConfig, SamplingConfig
+from svdpp.driver.trace import Trace
+from svdpp.errors import InputError, OutOfMemoryError
+from svdpp.plan.costs import Costs
+from svdpp.worker.messages import ActionDone, Finished, Joined, StepDone
+
+
+def _config(name: str = "dummy", **layout: object) -> PipelineConfig:
+    return PipelineConfig(
+        world_size=2,
+        model=ModelConfig(name=name),
+        sampling=SamplingConfig(num_inference_steps=2, num_frames=2, decode_chunk_size=2),
+        **layout,  # type: ignore[arg-type]
+    )
+
+
+def _bench(name: str = "dummy", *overrides: str) -> Bench:
+    (point,) = read_grid("smoke", [f"model.name={name}", *overrides])
+    return Bench(point, _config(name))
+
+
+def _round(arm: str, number: int, *, seconds: float = 1.0, sha256: str = "aa") -> Round:
+    """A clip of two steps, on one rank."""
+    done = Round(arm, number, 1, Trace(1), start_seconds=3.0, load_seconds={0: 2.0})
+    done.peaks[0] = Finished(allocated_bytes=None, reserved_bytes=2**30)
+    done.latents_sha256[0], done.frames_sha256[0] = sha256, None
+    done.trace.add(0, Joined(device="cpu", load_seconds=2.0))
+    for step in range(2):
+        done.trace.add(0, StepDone(clip=1, step=step, seconds=seconds / 2))
+    done.trace.add(0, ActionDone(action="DENOISE c1 0:2", start=5.0, end=5 + seconds, waited=0.0))
+    return done
+
+
+def test_the_pipeline_has_two_yardsticks_on_the_same_devices() -> None:
+    arms = arms_of(_config(split="dithered", checksum=True))
+    assert list(arms) == [PIPELINE, DATA_PARALLEL, ONE_DEVICE]
+    assert str(arms[DATA_PARALLEL].layout) == "data parallel"
+    assert (arms[DATA_PARALLEL].world_size, arms[DATA_PARALLEL].checksum) == (2, True)
+    assert arms[ONE_DEVICE].world_size == 1
+
+
+def test_data_parallel_is_not_measured_against_itself() -> None:
+    assert list(arms_of(_config(replicas=2))) == [PIPELINE, ONE_DEVICE]
+    assert list(arms_of(_config().alone())) == [PIPELINE, ONE_DEVICE]
+
+
+def test_a_draft_is_measured_beside_data_parallel() -> None:
+    arms = arms_of(_config(draft=DraftConfig(starts=(0, 1))))
+    assert [str(arms[arm].scheme) for arm in arms] == [
+        *("draft, starts 0 1", "data parallel", "one rank")
+    ]
+
+
+def test_each_image_has_the_first_seed_before_any_has_the_second() -> None:
+    requests = _bench("demo", "workload.clips=9", "measure.seeds=[7, 8]").requests
+    assert [each.seed for each in requests] == [7] * 4 + [8] * 4 + [7]
+    names = [Path(str(each.image)).stem for each in requests]
+    assert names[:5] == ["astronaut", "chelsea", "coffee", "rocket", "astronaut"]
+
+
+def test_images_are_read_before_anything_is_measured(tmp_path: Path) -> None:
+    with pytest.raises(InputError):
+        _bench("demo", f"workload.images=[{tmp_path}/absent.jpg]")
+
+
+def test_arms_take_turns_and_one_that_does_not_fit_is_a_result(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[tuple[int, str]] = []
+
+    def measure(self: Bench, arm: str, number: int, ranks: Ranks) -> Round:  # noqa: ARG001
+        asked.append((number, arm))
+        if arm == DATA_PARALLEL:
+            raise OutOfMemoryError("out of memory while decoding")
+        return _round(arm, number)
+
+    monkeypatch.setattr(module.Bench, "_measure", measure)
+    one = _bench("dummy", "measure.repeats=2")
+    said: list[str] = []
+    one.run(said.append, lambda done: None)  # noqa: ARG005
+    found = summary(one, "run")
+
+    assert asked == [
+        *((0, PIPELINE), (0, DATA_PARALLEL), (0, ONE_DEVICE)),
+        *((1, ONE_DEVICE), (1, PIPELINE)),
+    ]
+    assert said[1] == "round 1 of 2, data parallel: out of memory while decoding"
+    assert found["arms"][DATA_PARALLEL]["error"] == "out of memory while decoding"
+    assert list(found["speedups"]) == [ONE_DEVICE]
+
+
+def test_a_pipeline_that_does_not_fit_ends_the_bench(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(self: Bench, arm: str, number: int, ranks: Ranks) -> Round:  # noqa: ARG001
+        raise OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(module.Bench, "_measure", measure)
+    with pytest.raises(OutOfMemoryError):
+        _bench().run(lambda said: None, lambda done: None)  # noqa: ARG005
+
+
+def test_bits_are_held_against_diffusers_own() -> None:
+    rounds = [_round(PIPELINE, 0), _round(ONE_DEVICE, 0), _round(PIPELINE, 1, sha256="bb")]
+    assert differing(rounds[:2]) == []
+    assert differing(rounds) == ["pipeline, round 2, clip 0"]
+    rounds[0].frames_sha256[0] = "cc"
+    assert differing(rounds[:2]) == ["pipeline, round 1, clip 0"]
+
+
+def test_files_of_a_run(tmp_path: Path) -> None:
+    one = _bench()
+    kept, other = Results(tmp_path, one), Results(tmp_path, one)
+    for number in range(2):
+        for arm, seconds in ((PIPELINE, 1.0 + number), (ONE_DEVICE, 4.0)):
+            done = _round(arm, number, seconds=seconds)
+            one.rounds.append(done)
+            kept.add(done)
+    found = kept.finish()
+
+    assert kept.folder != other.folder
+    assert kept.folder.parent == tmp_path / "smoke"
+    assert kept.run_id.endswith(f"-{one.asked.sha256[:8]}")
+    assert {path.name for path in kept.folder.iterdir()} == {
+        *("config.yaml", "env.json", "spans.jsonl", "summary.json", "summary.csv", "costs.json"),
+    }
+    source = f"measured by: svdpp bench, smoke/{kept.run_id}"
+    assert Costs.load(kept.folder / "costs.json").source == source
+    assert json.loads((kept.folder / "summary.json").read_text()) == found
+    assert read_grid(str(kept.folder / "config.yaml"), []) == [one.asked]
+    assert f"# sha256 {one.asked.sha256}\n" in (kept.folder / "config.yaml").read_text()
+    spans = [json.loads(line) for line in (kept.folder / "spans.jsonl").open()]
+    assert spans[0] == {
+        **{"arm": "pipeline", "round": 0, "rank": 0, "clip": 0, "action": "DENOISE", "peer": None},
+        **{"first_step": 0, "end_step": 2, "start": 0.0, "end": 1.0, "bytes": 0},
+    }
+    with (kept.folder / "summary.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["arm"], row["round"], row["steady_clips_per_minute"]) for row in rows] == [
+        *(("pipeline", "0", "60.0"), ("pipeline", "1", "30.0")),
+        *(("diffusers", "0", "15.0"), ("diffusers", "1", "15.0")),
+    ]
+    assert found["speedups"][ONE_DEVICE] == {"rounds": [4.0, 2.0], "median": 3.0}
+    median = found["arms"][PIPELINE]["median"]
+    assert (median["start_seconds"], median["load_seconds"]) == (3.0, 2.0)
+    assert (median["peak_allocated_gib"], median["peak_reserved_gib"]) == (None, 1.0)
+    assert median["step_p50_seconds"] == pytest.approx(0.75)  # of 0.5 and 1.0

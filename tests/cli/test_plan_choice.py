@@ -1,0 +1,87 @@
+"""How many ranks a command takes, and what becomes of a draft's starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from svdpp.cli.draft_choice import DraftChoice
+from svdpp.cli.layout_choice import LayoutChoice
+from svdpp.cli.plan_choice import SchemeChoice
+from svdpp.errors import RequestError
+from svdpp.plan.draft_starts import DraftProfile, MeasuredStarts
+
+
+def _choice(
+    *,
+    steps: int = 25,
+    device: str = "cuda",
+    world: int | None = None,
+    starts: str | None = None,
+    draft: bool = True,
+) -> SchemeChoice:
+    return SchemeChoice(
+        draft=DraftChoice(draft=draft, starts=starts),
+        layout=LayoutChoice(),
+        world=world,
+        steps=steps,
+        device=device,
+    )
+
+
+def _settings(choice: SchemeChoice) -> dict[str, Any]:
+    return choice.settings(num_clips=1, decodes=True)[0]
+
+
+@pytest.mark.parametrize(("gpus", "world_size"), [(2, 2), (4, 4), (12, 8)])
+def test_a_draft_takes_all_gpus_whatever_divides(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, world_size: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    shape = _settings(_choice())
+    assert shape["world_size"] == len(shape["draft"].starts) == world_size
+    assert _choice(draft=False).world_size() == (1 if gpus < 5 else 5)
+
+
+def test_a_draft_on_the_cpu_takes_two_ranks() -> None:
+    shape = _settings(_choice(device="cpu"))
+    assert (shape["world_size"], shape["draft"].starts) == (2, (0, 13))
+
+
+@pytest.fixture
+def measured(tmp_path: Path) -> str:
+    """A file of starts for 2 and 4 ranks, whose name says nothing of what is in it."""
+    choices = tuple(
+        MeasuredStarts(starts=starts, rounds=13, psnr_db=50.0, max_levels=3)
+        for starts in ((0, 13), (0, 7, 11, 15))
+    )
+    profile = DraftProfile(
+        model="demo", num_steps=25, photographs=("a.jpg",), source="a test", choices=choices
+    )
+    path = tmp_path / "wave"
+    path.write_text(json.dumps(profile.to_json()))
+    return str(path)
+
+
+def _join(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    for name, value in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", size)):
+        monkeypatch.setenv(name, str(value))
+
+
+def test_a_file_of_starts_is_asked_for_the_ranks_there_are(
+    monkeypatch: pytest.MonkeyPatch, measured: str
+) -> None:
+    assert _settings(_choice(starts=measured))["draft"].starts == (0, 7, 11, 15)
+    assert _settings(_choice(starts=measured, world=2))["draft"].starts == (0, 13)
+    _join(monkeypatch, 2)
+    assert _settings(_choice(starts=measured))["draft"].starts == (0, 13)
+
+
+def test_starts_for_other_ranks_than_the_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
+    _join(monkeypatch, 4)
+    with pytest.raises(RequestError, match="--starts names 2 ranks, torchrun has 4"):
+        _settings(_choice(starts="0,14"))

@@ -1,0 +1,118 @@
+"""What commands leave to look at: refused at the door where it cannot be, else written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from svdpp.cli.trace_outputs import Sights
+from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SamplingConfig
+from svdpp.driver.pipeline import Pipeline
+from svdpp.errors import RankError
+from svdpp.worker.fault_injection import PlantedFault
+from tests.cli.shell import DEMO, PHOTO, TINY, assert_error, svdpp_alone, svdpp_here
+
+SMALL = ("--world", "2", "--steps", "2", "--latent-shape", "1", "4", "2", "8", "8", "--clips", "2")
+RUN = ("run", PHOTO, *DEMO, *TINY)
+
+
+@pytest.mark.parametrize("command", [("simulate", *SMALL), RUN], ids=("simulate", "run"))
+@pytest.mark.parametrize(
+    ("option", "name", "words"),
+    [
+        ("--timeline", "photo.jpg", "--timeline must end in .svg or .png, got 'photo.jpg'"),
+        ("--trace", "photo.jpg", "--trace must end in .json, got 'photo.jpg'"),
+        ("--profile", "photo.jpg", "--profile must end in .json, got 'photo.jpg'"),
+    ],
+)
+def test_names_of_other_files_are_refused(
+    command: tuple[str, ...], option: str, name: str, words: str
+) -> None:
+    assert_error(svdpp_here(*command, option, name), 2, words)
+
+
+@pytest.mark.parametrize("option", ["--trace", "--timeline"])
+def test_a_place_that_takes_no_file_is_refused_before_the_run(option: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    (tmp_path / "file").touch()
+    name = {"--trace": "trace.json", "--timeline": "timeline.svg"}[option]
+    answer = svdpp_here("simulate", *SMALL, option, str(tmp_path / "file" / name))
+    assert_error(answer, 8, "a file is in its place")
+
+
+def test_reports_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for path, code, words in (
+        ("photo.jpg", 2, "--report must end in .html, got 'photo.jpg'"),
+        (str(tmp_path / "file" / "report.html"), 8, "a file is in its place"),
+    ):
+        assert_error(svdpp_here("verify", "--report", path), code, words)
+    answer = svdpp_here("verify", "clip.json", "--report", str(tmp_path / "report.html"))
+    assert_error(answer, 2, "has their hash alone", "svdpp verify PHOTO --report FILE.html")
+
+
+@pytest.mark.processes
+def test_simulate_writes_a_trace_a_timeline_and_a_profile(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    answer = svdpp_alone(
+        *("simulate", *SMALL, "-q", "--trace", "new/trace.json", "--timeline", "timeline.svg"),
+        *("--profile", "new/profile.json"),
+        cwd=tmp_path,
+    )
+
+    assert (answer.code, answer.err) == (0, "")
+    trace = json.loads((tmp_path / "new/trace.json").read_text())
+    assert trace["otherData"]["world_size"] == 2
+    steps = [event for event in trace["traceEvents"] if event.get("cat") == "step"]
+    assert len(steps) == 2 * 2
+    assert (tmp_path / "timeline.svg").read_text().rstrip().endswith("</svg>")
+    assert {path.name for path in tmp_path.iterdir()} == {"new", "timeline.svg"}
+    profile = json.loads((tmp_path / "new/profile.json").read_text())
+    kernels = [event for event in profile["traceEvents"] if event.get("cat") == "cpu_op"]
+    assert sum(event["name"] == "aten::conv3d" for event in kernels) >= 1  # rank 0, one clip
+
+
+@pytest.mark.processes
+def test_a_run_that_fails_leaves_what_was_measured_until_then(tmp_path: Path) -> None:
+    config = PipelineConfig(
+        world_size=2,
+        model=ModelConfig(name="dummy", dummy_latent_shape=(1, 4, 2, 8, 8)),
+        sampling=SamplingConfig(num_inference_steps=2),
+    )
+    pipeline = Pipeline(config, fault=PlantedFault.parse("raise@rank1.clip1"))
+    sights = Sights(trace=tmp_path / "trace.json")
+    with pytest.raises(RankError, match="a planted fault"), sights.of(pipeline), pipeline:
+        pipeline.run([ClipRequest(seed=seed) for seed in range(2)])
+
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    done = {(e["pid"], e["args"]["clip"]) for e in events if e.get("cat") == "step"}
+    assert (1, 0) in done
+    assert (1, 1) not in done
+
+
+def test_a_run_that_never_began_leaves_nothing(tmp_path: Path) -> None:
+    pipeline = Pipeline(PipelineConfig(world_size=1, model=ModelConfig(name="dummy")))
+    sights = Sights(trace=tmp_path / "trace.json")
+    with pytest.raises(ZeroDivisionError), sights.of(pipeline):
+        raise ZeroDivisionError
+
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.long
+@pytest.mark.processes
+def test_a_verify_that_finds_a_difference_writes_its_report(tmp_path: Path) -> None:
+    answer = svdpp_alone(
+        *("verify", "--model", "dummy", "--device", "cpu", *SMALL, "--json", "-q"),
+        *("--plant-fault", "ulp@rank0.clip1", "--report", "report.html"),
+        cwd=tmp_path,
+    )
+
+    assert answer.code == 3
+    assert json.loads(answer.out)["equal"] is False
+    page = (tmp_path / "report.html").read_text()
+    assert "<b>Different</b>" in page
+    assert "clip 1, the latent after step 0, done by rank 0" in page
+    assert "ulp@rank0.clip1" in page

@@ -1,0 +1,107 @@
+"""The header says what a packet is, survives the wire, and is refused where it lies."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from svdpp.comm.header import HEADER_BYTES, Header
+from svdpp.config import TensorSpec
+from svdpp.errors import TransportError
+
+SPECS = st.builds(
+    TensorSpec,
+    st.lists(st.integers(1, 2**20), max_size=8).map(tuple),
+    st.sampled_from(["fp32", "fp16", "bf16"]),
+)
+NAMES = st.text("abcdefghijklmnopqrstuvwxyz_", min_size=1, max_size=32)
+HEADERS = st.builds(
+    Header,
+    st.integers(0, 2**63),
+    st.integers(0, 2**31),
+    st.integers(0, 2**63),
+    st.floats(0, 1e12),
+    # Eight dims of 2^20 would announce more bytes than the header's own count can hold.
+    st.lists(st.tuples(NAMES, SPECS), max_size=8, unique_by=lambda pair: pair[0])
+    .map(tuple)
+    .filter(lambda tensors: sum(spec.num_bytes for _, spec in tensors) < 2**64),
+)
+HEADER = Header(3, 8, 5, 1.5, (("latents", TensorSpec((1, 14, 4, 16, 16), "fp16")),))
+EXPECTED = {"latents": TensorSpec((1, 14, 4, 16, 16), "fp16")}
+
+
+@given(HEADERS)
+def test_header_survives_the_wire(header: Header) -> None:
+    data = header.pack()
+    assert len(data) == HEADER_BYTES
+    assert Header.unpack(data) == header
+
+
+@given(st.binary(min_size=HEADER_BYTES, max_size=HEADER_BYTES))
+def test_random_bytes_are_refused(data: bytes) -> None:
+    with pytest.raises(TransportError):
+        Header.unpack(data)
+
+
+@given(HEADERS, st.integers(0, HEADER_BYTES - 1), st.integers(1, 255))
+def test_a_changed_byte_gives_another_header_or_an_error(
+    header: Header, position: int, change: int
+) -> None:
+    data = bytearray(header.pack())
+    data[position] ^= change
+    try:
+        unpacked = Header.unpack(bytes(data))
+    except TransportError:
+        return
+    # Bytes behind the last tensor's say nothing, nor do the dims a tensor does not use.
+    assert unpacked.num_bytes == sum(spec.num_bytes for _, spec in unpacked.tensors)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"clip": 4}, "clip: sent 3, expected 4"),
+        ({"next_step": 12}, "next step: sent 8, expected 12"),
+        ({"sequence": 6}, "sequence number: sent 5, expected 6"),
+        ({"tensors": {"frames": EXPECTED["latents"]}}, "tensors: sent ['latents']"),
+        ({"tensors": {}}, "tensors: sent ['latents'], expected []"),
+        (
+            {"tensors": {"latents": TensorSpec((1, 25, 4, 16, 16), "fp16")}},
+            "latents: sent 1x14x4x16x16 fp16, expected 1x25x4x16x16 fp16",
+        ),
+        (
+            {"tensors": {"latents": TensorSpec((1, 14, 4, 16, 16), "bf16")}},
+            "latents: sent 1x14x4x16x16 fp16, expected 1x14x4x16x16 bf16",
+        ),
+    ],
+)
+def test_check_names_the_field_and_both_sides(change: dict[str, object], words: str) -> None:
+    expected = {"clip": 3, "next_step": 8, "sequence": 5, "tensors": EXPECTED}
+    HEADER.check(**expected)  # type: ignore[arg-type]
+    with pytest.raises(TransportError) as caught:
+        HEADER.check(**{**expected, **change})  # type: ignore[arg-type]
+    assert words in caught.value.message
+
+
+def test_another_protocol_version_is_named_with_the_mend() -> None:
+    data = bytearray(HEADER.pack())
+    struct.pack_into("<H", data, 8, 7)
+    with pytest.raises(TransportError) as caught:
+        Header.unpack(bytes(data))
+    assert "protocol 7, this rank 2" in caught.value.message
+    assert "same svdpp version" in caught.value.hint
+
+
+def test_a_byte_count_that_does_not_fit_the_tensors_is_refused() -> None:
+    data = bytearray(HEADER.pack())
+    struct.pack_into("<Q", data, struct.calcsize("<8sHHQIQd"), 12)
+    with pytest.raises(TransportError, match="announces 12 bytes"):
+        Header.unpack(bytes(data))
+
+
+def test_short_headers_are_refused() -> None:
+    with pytest.raises(TransportError, match="1024 bytes, got 3"):
+        Header.unpack(b"abc")

@@ -1,0 +1,167 @@
+"""Packets cross real wires between real processes: whole, in order, held back, or refused."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from svdpp.comm.transport import Packet, Transfer, Transport, tensor_spec
+from svdpp.config import TensorSpec
+from svdpp.errors import TransportError
+from svdpp.launch.started import Member
+from tests.processes import run_ranks
+
+pytestmark = pytest.mark.processes
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def _tensors(seed: int) -> dict[str, torch.Tensor]:
+    """Random bits, NaN and infinities among them, and a tensor that is not contiguous."""
+    generator = torch.Generator().manual_seed(seed)
+    bits = torch.randint(-(2**15), 2**15, (3, 5, 7), dtype=torch.int16, generator=generator)
+    tensors = {str(dtype).removeprefix("torch."): bits.view(dtype) for dtype in DTYPES[1:]}
+    tensors["float32"] = bits.repeat(1, 1, 2).view(torch.float32).transpose(0, 2)
+    return tensors
+
+
+def _spec(tensors: dict[str, torch.Tensor]) -> dict[str, TensorSpec]:
+    return {name: tensor_spec(tensor) for name, tensor in tensors.items()}
+
+
+def _transport(member: Member, transfers: list[Transfer]) -> Transport:
+    member.join()
+    transport = Transport(member.world.rank, torch.device("cpu"), member.backend, transfers.append)
+    transport.connect([(r, r + 1) for r in range(member.world.size - 1)])
+    return transport
+
+
+def _bits(tensor: torch.Tensor) -> list[int]:
+    flat: list[int] = tensor.contiguous().view(-1).view(torch.uint8).tolist()
+    return flat
+
+
+def _relay(member: Member, clips: int) -> dict[str, Any]:
+    """Every rank hands on what it gets; the last compares the bits with those of the first."""
+    transfers: list[Transfer] = []
+    transport = _transport(member, transfers)
+    rank, last = member.world.rank, member.world.size - 1
+    equal = 0
+    for clip in range(clips):
+        expected = _tensors(clip)
+        if rank == 0:
+            packet = Packet(clip, 4, 100.0 + clip, expected)
+        else:
+            packet = transport.post_receive(clip, 4, rank - 1, _spec(expected)).take()
+            assert (packet.clip, packet.next_step, packet.begun_at) == (clip, 4, 100.0 + clip)
+        if rank < last:
+            transport.send(packet, rank + 1)
+        equal += all(
+            _bits(packet.tensors[name]) == _bits(tensor)
+            and packet.tensors[name].shape == tensor.shape
+            for name, tensor in expected.items()
+        )
+    transport.drain()
+    transport.close()
+    return {"equal": equal, "hops": [(t.kind, t.clip, t.peer, t.num_bytes) for t in transfers]}
+
+
+def test_packets_arrive_bit_for_bit_through_three_ranks() -> None:
+    first, middle, last = run_ranks(_relay, 3, 5)
+    assert [r["equal"] for r in (first, middle, last)] == [5, 5, 5]
+    num_bytes = 3 * 5 * 7 * (2 + 2 + 4)
+    assert first["hops"] == [["send", clip, 1, num_bytes] for clip in range(5)]
+    assert last["hops"] == [["recv", clip, 1, num_bytes] for clip in range(5)]
+
+
+def _slow_receiver(member: Member) -> list[int]:
+    """Rank 1 takes nothing until rank 0 has said how far it got."""
+    transport = _transport(member, [])
+    tensors = _tensors(0)
+    if member.world.rank == 0:
+        handed_over = []
+        begun = time.monotonic()
+        for clip in range(3):
+            transport.send(Packet(clip, 1, 0.0, tensors), 1)
+            handed_over.append(round(time.monotonic() - begun))
+        transport.drain()
+        return handed_over
+    time.sleep(3)
+    for clip in range(3):
+        transport.post_receive(clip, 1, 0, _spec(tensors)).take()
+    return []
+
+
+def test_a_slow_rank_holds_back_the_one_before_it() -> None:
+    handed_over, _ = run_ranks(_slow_receiver, 2)
+    # The first leaves at once; the second waits until the first has been received.
+    assert handed_over[0] == 0
+    assert handed_over[1] >= 2
+
+
+def _mismatch(member: Member, expected: dict[str, Any]) -> str:
+    transport = _transport(member, [])
+    tensors = {"latents": torch.zeros(2, 3)}
+    if member.world.rank == 0:
+        transport.send(Packet(7, 4, 0.0, tensors), 1)
+        try:
+            transport.drain()
+        except TransportError as error:
+            return error.message
+        return "sent"
+    shape = tuple(expected.get("shape", (2, 3)))
+    spec = {"latents": TensorSpec(shape, expected.get("dtype", "fp32"))}
+    clip = expected.get("clip", 7)
+    arrival = transport.post_receive(clip, expected.get("next_step", 4), 0, spec)
+    try:
+        arrival.take()
+    except TransportError as error:
+        return error.message
+    return "accepted"
+
+
+@pytest.mark.parametrize(
+    ("expected", "words"),
+    [
+        ({}, "accepted"),
+        ({"clip": 8}, "clip: sent 7, expected 8"),
+        ({"next_step": 5}, "next step: sent 4, expected 5"),
+        ({"shape": (2, 4)}, "latents: sent 2x3 fp32, expected 2x4 fp32"),
+        ({"shape": (1, 3)}, "latents: sent 2x3 fp32, expected 1x3 fp32"),
+        ({"shape": (3, 2)}, "latents: sent 2x3 fp32, expected 3x2 fp32"),
+        ({"shape": (2, 6), "dtype": "bf16"}, "latents: sent 2x3 fp32, expected 2x6 bf16"),
+    ],
+)
+def test_a_packet_that_is_not_the_expected_one_is_refused(
+    expected: dict[str, Any], words: str
+) -> None:
+    # gloo itself would take each of these without a word, or abort the process.
+    sender, receiver = run_ranks(_mismatch, 2, expected)
+    assert words in receiver
+    if expected:
+        assert sender.startswith("could not send clip 7 at step 4 to rank 1: ")
+
+
+def _leaver(member: Member) -> str:
+    transport = _transport(member, [])
+    if member.world.rank == 0:
+        return "left"
+    arrival = transport.post_receive(0, 1, 0, {"latents": TensorSpec((1,), "fp32")})
+    try:
+        arrival.take()
+    except TransportError as error:
+        return error.message
+    return "accepted"
+
+
+def test_a_neighbour_that_leaves_is_an_error_at_once() -> None:
+    words = run_ranks(_leaver, 2, timeout=30)[1]
+    assert words.startswith("could not receive clip 0 at step 1 from rank 0: ")
+
+
+def test_dtypes_without_a_code_are_a_programmers_error() -> None:
+    with pytest.raises(ValueError, match="float64"):
+        tensor_spec(torch.zeros(1, dtype=torch.float64))

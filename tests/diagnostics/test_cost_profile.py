@@ -1,0 +1,75 @@
+"""What a profile's measurements become as costs."""
+
+from __future__ import annotations
+
+import pytest
+
+from svdpp.config import ModelConfig, PipelineConfig, SamplingConfig
+from svdpp.diagnostics.cost_profile import Profile, _Measured, _moving_photo
+from svdpp.diagnostics.rank_probe import Hop
+from svdpp.worker.messages import ActionDone, HopDone, StepDone
+
+
+def _profile(device: str, *steps: float) -> Profile:
+    config = PipelineConfig(
+        world_size=len(steps),
+        model=ModelConfig(name="dummy"),
+        sampling=SamplingConfig(num_inference_steps=len(steps)),
+        device=device,
+    )
+    return Profile(config, step_seconds=list(steps))
+
+
+@pytest.mark.parametrize(
+    ("device", "steps", "costs"),
+    [
+        ("cuda", (1.0, 1.05, 1.02), 1.02),  # the same GPUs: one number
+        ("cuda", (1.0, 2.0, 1.0), (1.0, 2.0, 1.0)),
+        ("cpu", (1.0, 2.0, 1.1), 1.1),  # one processor: chance
+    ],
+)
+def test_ranks_are_told_apart_where_gpus_differ(
+    device: str, steps: tuple[float, ...], costs: object
+) -> None:
+    assert _profile(device, *steps)._step_costs() == costs
+
+
+def test_the_slowest_wire_counts() -> None:
+    profile = _profile("cpu", 1.0, 1.0, 1.0)
+    profile.hops = [Hop(0, 1, 0.001, 2e9), Hop(1, 2, 0.003, 1e9)]
+    profile.packet_bytes = 1_000_000
+    profile.weight_bytes, profile.work_bytes = {"denoise": 2**30}, {"denoise": 2**29}
+
+    costs = profile.costs("svdpp profile")
+
+    assert costs.hand_over_seconds == pytest.approx(0.003 + 0.001)
+    assert costs.peak_gib(encode=False, denoise=True, decode=False) == 1.5
+    assert costs.source == "measured by: svdpp profile"
+    assert costs.name == "dummy 1x4x14x64x64 fp32"
+
+
+def test_the_first_clip_warms_up_and_does_not_count() -> None:
+    measured = _Measured(lambda rank: rank // 2)
+    for clip in (0, 1, 2):
+        measured(1, StepDone(clip=clip, step=0, seconds=10.0 - clip))
+        done = ActionDone(action=f"ENCODE c{clip} @0", start=0.0, end=10.0 - clip, waited=0.0)
+        measured(0, done)
+    measured(
+        1,
+        HopDone(direction="recv", clip=1, next_step=1, peer=0, num_bytes=77, seconds=0.1, end=1.0),
+    )
+
+    assert measured.steps == {1: [9.0, 8.0]}
+    assert list(measured.actions.values()) == [[9.0, 8.0]]
+    assert measured.packet_bytes == 77
+
+
+def test_the_clip_whose_writing_is_timed_moves() -> None:
+    sampling = SamplingConfig(num_inference_steps=1, height=32, width=48, num_frames=3)
+    config = PipelineConfig(world_size=1, model=ModelConfig(name="demo"), sampling=sampling)
+
+    frames = _moving_photo(config)
+
+    assert frames.shape == (3, 32, 48, 3)
+    assert (frames[1, :, 1:] == frames[0, :, :-1]).all()
+    assert (frames[0] != frames[1]).any()

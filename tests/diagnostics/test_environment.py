@@ -1,0 +1,92 @@
+"""What the environment says of a machine, and what it keeps to itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from svdpp import __version__
+from svdpp.diagnostics import environment as module
+from svdpp.diagnostics.environment import cpu_model, environment
+from svdpp.models.free_memory import available_bytes, free_bytes
+
+
+def test_no_secret_and_no_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "scratch"))
+    monkeypatch.setenv("HF_TOKEN", "hf_" + "a" * 34)
+    monkeypatch.setenv("NCCL_AUTH_SECRET", "shibboleth")
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+
+    facts = environment()
+    text = json.dumps(facts)
+
+    assert str(tmp_path) not in text
+    assert "a" * 34 not in text
+    assert "shibboleth" not in text
+    assert facts["variables"]["TMPDIR"] == "~/scratch"
+    assert facts["variables"]["OMP_NUM_THREADS"] == "3"
+    assert "HF_TOKEN" not in facts["variables"]
+
+
+def test_versions_and_host() -> None:
+    facts = environment()
+
+    assert facts["schema_version"] == 1
+    assert facts["versions"]["svdpp"] == __version__
+    assert facts["versions"]["torch"] == torch.__version__
+    assert facts["host"]["cpu"] == cpu_model() != ""
+    assert 0 < available_bytes() <= facts["host"]["memory_bytes"]
+    assert free_bytes("cpu") == pytest.approx(available_bytes(), rel=0.2)
+    assert len(facts["devices"]["gpus"]) == len(facts["devices"]["peer_access"])
+    assert facts["ffmpeg"]["version"]
+
+
+def test_commit_and_state_are_those_of_a_checkout_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(module.svdpp, "__file__", str(tmp_path / "svdpp" / "__init__.py"))
+    assert module._git() is None
+    (tmp_path / ".git").mkdir()  # of no use to git
+    assert module._git() is None
+
+
+def test_the_models_of_the_hub_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    for name, pipeline in (("a--svd", "StableVideoDiffusionPipeline"), ("b--sdxl", "SDXL")):
+        snapshot = tmp_path / f"models--{name}" / "snapshots" / ("0" * 40)
+        snapshot.mkdir(parents=True)
+        (snapshot / "model_index.json").write_text(json.dumps({"_class_name": pipeline}))
+
+    assert module._hub_cache()["svd_models"] == ["a/svd"]
+
+
+@pytest.mark.parametrize(("number", "text"), [(90100, "9.1.0"), (8902, "8.9.2"), (None, None)])
+def test_cudnns_number_is_written_with_dots(number: int | None, text: str | None) -> None:
+    assert module._dotted(number) == text
+
+
+def test_clocks_power_cap_and_topology_are_the_drivers_words(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert module._devices()["topology"] == [] or torch.cuda.is_available()
+    driver = tmp_path / "nvidia-smi"
+    driver.write_text(
+        "#!/bin/sh\n"
+        "case $1 in\n"
+        "topo) printf 'GPU0 GPU1\\nX NV4\\n';;\n"
+        "*) echo '0, A100, 210 MHz, 1410 MHz, 1215 MHz, 1215 MHz, 400.00 W, 400.00 W, Enabled';;\n"
+        "esac\n"
+    )
+    driver.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+
+    found = module._devices()
+    assert found["topology"] == ["GPU0 GPU1", "X NV4"]
+    assert found["settings"][0]["power.limit"] == "400.00 W"
+    assert found["settings"][0]["clocks.max.sm"] == "1410 MHz"

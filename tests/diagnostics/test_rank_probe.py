@@ -1,0 +1,93 @@
+"""Questions to real ranks: what comes back, and what becomes of a rank that cannot answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from svdpp.config import ModelConfig, PipelineConfig, SamplingConfig
+from svdpp.diagnostics import rank_probe
+from svdpp.diagnostics.memory_estimate import estimate_ranks
+from svdpp.driver.pipeline import resolve
+from svdpp.errors import InputError, RankError
+from svdpp.launch.started import Member
+from svdpp.plan.schedule import build_schedule
+
+
+def _dummy(world_size: int) -> PipelineConfig:
+    return PipelineConfig(
+        world_size=world_size,
+        model=ModelConfig(name="dummy", dummy_latent_shape=(1, 4, 8, 64, 64)),
+        sampling=SamplingConfig(num_inference_steps=world_size),
+    )
+
+
+def _who(member: Member, config: PipelineConfig, argument: Any) -> dict[str, Any]:
+    return {"rank": member.world.rank, "of": config.world_size, "argument": argument}
+
+
+def _refuse(member: Member, _: PipelineConfig, argument: Any) -> dict[str, Any]:
+    if member.world.rank == argument:
+        raise InputError("a bad file", "another one")
+    return {}
+
+
+def _break(*_: Any) -> dict[str, Any]:
+    raise RuntimeError("a bug")
+
+
+@pytest.mark.processes
+def test_each_rank_answers_for_itself() -> None:
+    answers = rank_probe.ask_ranks(_who, _dummy(3), "x")
+
+    assert answers == [{"rank": rank, "of": 3, "argument": "x"} for rank in range(3)]
+
+
+@pytest.mark.processes
+def test_what_a_rank_cannot_do_is_said_in_its_words() -> None:
+    with pytest.raises(InputError, match="a bad file") as caught:
+        rank_probe.ask_ranks(_refuse, _dummy(2), 1)
+    assert caught.value.hint == "another one"
+    with pytest.raises(RankError, match="RuntimeError: a bug"):
+        rank_probe.ask_ranks(_break, _dummy(1))
+
+
+@pytest.mark.processes
+def test_every_pair_of_neighbours_is_measured() -> None:
+    hops = rank_probe.measure_hops(_dummy(3))
+
+    assert [(hop.source, hop.target) for hop in hops] == [(0, 1), (1, 2)]
+    for hop in hops:
+        assert 0 < hop.latency_seconds < 10
+        assert 1e5 < hop.bytes_per_second < 1e13
+    assert rank_probe.measure_hops(_dummy(1)) == []
+
+
+@pytest.mark.processes
+def test_what_a_step_takes_is_seen_from_outside() -> None:
+    config, checkpoint = resolve(_dummy(1))
+    wide_bytes = 16 * 8 * 64 * 64 * 4
+
+    seen = rank_probe.measure_work(config, checkpoint, "denoise")
+
+    # Two tensors of 16 channels live at once at the least; the plain Conv3d unfolds one 27 times.
+    assert 2 * wide_bytes <= seen < 60 * wide_bytes
+
+
+@pytest.mark.processes
+def test_a_step_done_twice_gives_the_same_bits() -> None:
+    assert rank_probe.repeats_bits(*resolve(_dummy(1)))
+
+
+def test_ranks_hold_what_their_actions_need() -> None:
+    sampling = SamplingConfig(num_inference_steps=3, height=32, width=32, num_frames=2)
+    config = PipelineConfig(world_size=3, model=ModelConfig(name="demo"), sampling=sampling)
+    schedule = build_schedule(config.layout.routes(range(4)), 3)
+
+    first, between, last = estimate_ranks(config, schedule)
+
+    assert between.weight_bytes < first.weight_bytes
+    assert between.weight_bytes < last.weight_bytes
+    assert between.process_bytes > 100 * 2**20
+    assert last.total_bytes == last.weight_bytes + last.activation_bytes + last.process_bytes

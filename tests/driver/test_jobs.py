@@ -1,0 +1,182 @@
+"""What becomes of outputs that are there already: kept, made anew, refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from svdpp.cli.request import sampling_config
+from svdpp.config import DraftConfig, ModelConfig, OutputConfig, PipelineConfig, SamplingConfig
+from svdpp.driver.existing_outputs import taken_places
+from svdpp.driver.jobs import ClipPlan, OutputPolicy, check_outputs, plan_clips
+from svdpp.errors import OutputError, RequestError
+from svdpp.media import output_files, video
+from svdpp.media.image import Photo, read_photo
+from svdpp.models.checkpoint import find_checkpoint
+from svdpp.worker.clip_metadata import clip_record
+from tests.cli.shell import DEMO, PHOTO, TINY, svdpp_here
+
+CONFIG = PipelineConfig(
+    world_size=2,
+    model=ModelConfig(name="demo"),
+    sampling=SamplingConfig(num_inference_steps=2, height=32, width=32, num_frames=2),
+)
+CONFIG = replace(CONFIG, sampling=CONFIG.sampling.resolved(model_frames=14))
+
+
+@pytest.fixture(scope="module")
+def photo() -> Photo:
+    return read_photo(Path(PHOTO))[1]
+
+
+def _finish(photo: Photo, output: OutputConfig, config: PipelineConfig, **more: Any) -> None:
+    """Puts a clip in its place, as a run would."""
+    record = clip_record(photo, 0, output, config, find_checkpoint(config.model))
+    record |= {"latents_sha256": "0" * 64, "frames_sha256": "0" * 64, **more}
+    Path(output.path).parent.mkdir(exist_ok=True)
+    video.write_clip(np.zeros((2, 32, 32, 3), np.uint8), output, fps=7, metadata=record)
+    output_files.write_json(Path(output.json_path), record)
+
+
+def _plan(photo: Photo, policy: OutputPolicy, config: PipelineConfig = CONFIG) -> ClipPlan:
+    check_outputs([photo], [0], policy)
+    return plan_clips([photo], [0], policy, config, find_checkpoint(config.model))
+
+
+def _other_fps(config: PipelineConfig) -> PipelineConfig:
+    return replace(config, sampling=replace(config.sampling, fps=9))
+
+
+@pytest.mark.parametrize(
+    ("before", "is_kept"), [(lambda config: config, True), (_other_fps, False)]
+)
+def test_a_restart_with_overwrite_keeps_what_is_as_asked_for(
+    photo: Photo,
+    before: Callable[[PipelineConfig], PipelineConfig],
+    is_kept: bool,
+    tmp_path: Path,
+) -> None:
+    policy = OutputPolicy(folder=tmp_path, overwrite=True)
+    _finish(photo, OutputConfig(path=str(tmp_path / "rocket_0.mp4")), before(CONFIG))
+    assert len(_plan(photo, policy).requests) == 1
+    restarted = _plan(photo, replace(policy, is_restarted=True))
+    assert [len(restarted.skipped), len(restarted.requests)] == [is_kept, not is_kept]
+
+
+def test_a_restart_without_overwrite_makes_nothing_anew(photo: Photo, tmp_path: Path) -> None:
+    policy = OutputPolicy(folder=tmp_path, is_restarted=True)
+    _finish(photo, OutputConfig(path=str(tmp_path / "rocket_0.mp4")), _other_fps(CONFIG))
+    with pytest.raises(RequestError, match="exists with another fps"):
+        _plan(photo, policy)
+    with pytest.raises(RequestError, match="contradict each other"):
+        _plan(photo, OutputPolicy(folder=tmp_path, overwrite=True, resume=True))
+
+
+def test_an_output_of_other_threads_names_them(photo: Photo, tmp_path: Path) -> None:
+    output = OutputConfig(path=str(tmp_path / "rocket_0.mp4"))
+    _finish(photo, output, replace(CONFIG, num_threads=6))
+    with pytest.raises(RequestError, match="another num_threads: 6, now 1") as refusal:
+        _plan(photo, OutputPolicy(folder=tmp_path, resume=True))
+    assert refusal.value.hint.startswith("--threads 6 keeps it; ")
+
+
+def test_hand_overs_kept_with_other_threads_are_told(photo: Photo, tmp_path: Path) -> None:
+    policy = OutputPolicy(folder=tmp_path / "out", handover_folder=tmp_path, resume=True)
+    here = replace(CONFIG, num_threads=2)
+    (request,) = _plan(photo, policy).requests
+    assert _plan(photo, policy, here).other_threads is None
+    (tmp_path / f"{request.handover_key}_step1.safetensors").touch()
+    assert _plan(photo, policy, here).other_threads == 1
+    assert _plan(photo, policy).other_threads is None
+    assert _plan(photo, replace(policy, resume=False), here).other_threads is None
+
+
+# --- drafts -------------------------------------------------------------------------------------
+
+DRAFT = DraftConfig(starts=(0, 1, 2), accept_db=30.0)
+DRAFTING = replace(
+    CONFIG,
+    world_size=3,
+    sampling=replace(CONFIG.sampling, num_inference_steps=4),
+    draft=DRAFT,
+)
+EXACT = replace(DRAFTING, draft=replace(DRAFT, accept_db=None))
+
+
+def _check(photo: Photo, policy: OutputPolicy, config: PipelineConfig = DRAFTING) -> None:
+    check_outputs([photo], [0], policy, config.draft)
+
+
+def test_a_folder_of_somebody_elses_in_the_drafts_place_is_refused(
+    photo: Photo, tmp_path: Path
+) -> None:
+    policy = OutputPolicy(folder=tmp_path, format="frames")
+    (tmp_path / "rocket_0.draft").mkdir()
+    (tmp_path / "rocket_0.draft" / "notes.txt").touch()
+    with pytest.raises(RequestError, match=r"1 of 1 outputs exist already.*rocket_0\.draft'"):
+        _check(photo, policy)
+    with pytest.raises(OutputError, match="holds other files"):
+        _check(photo, replace(policy, overwrite=True))
+    _check(photo, policy, CONFIG)  # who asks for no draft needs no place for it
+
+
+@pytest.mark.parametrize(("about", "is_taken"), [({"accept_db": 40.0}, True), ({"rank": 1}, False)])
+def test_an_accepted_draft_is_an_output_and_one_that_a_kill_left_is_none(
+    photo: Photo, about: dict[str, Any], is_taken: bool, tmp_path: Path
+) -> None:
+    output = OutputConfig(path=str(tmp_path / "rocket_0.mp4"))
+    _finish(photo, output.draft, DRAFTING, exact=False, draft=about)
+    policy = OutputPolicy(folder=tmp_path)
+    if is_taken:
+        with pytest.raises(RequestError, match=r"1 of 1 outputs exist already.*draft\.mp4'"):
+            _check(photo, policy)
+    else:
+        _check(photo, policy)
+    assert taken_places(output, DRAFTING.draft) == [Path(output.draft.path)] * is_taken
+    _check(photo, replace(policy, overwrite=True))
+    resuming = replace(policy, resume=True)
+    assert len(_plan(photo, resuming, DRAFTING).skipped) == is_taken
+    assert len(_plan(photo, resuming, EXACT).requests) == 1
+
+
+def test_an_accepted_draft_with_other_parameters_is_not_replaced_by_resume(
+    photo: Photo, tmp_path: Path
+) -> None:
+    output = OutputConfig(path=str(tmp_path / "rocket_0.mp4")).draft
+    _finish(photo, output, _other_fps(DRAFTING), exact=False, draft={"accept_db": 40.0})
+    for config in (DRAFTING, EXACT):
+        with pytest.raises(RequestError, match=r"'rocket_0\.draft\.mp4' exists with another fps"):
+            _plan(photo, OutputPolicy(folder=tmp_path, resume=True), config)
+
+
+# --- with nothing left to make ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"host": "host1"}, {"output": "rocket_0.mp4", "host": "host1"}),
+        ({}, {"output": "rocket_0.mp4"}),
+    ],
+)
+def test_run_json_says_so(
+    photo: Photo, more: dict[str, Any], says: dict[str, Any], tmp_path: Path
+) -> None:
+    sampling = sampling_config("demo", 2, height=32, width=32, num_frames=2)
+    config = replace(CONFIG, sampling=sampling.resolved(model_frames=14))
+    _finish(photo, OutputConfig(path=str(tmp_path / "rocket_0.mp4")), config, **more)
+    (tmp_path / "run.json").write_text('{"clips": [{"state": "running"}]}')
+    answer = svdpp_here(
+        *("run", PHOTO, *DEMO, *TINY, "--world", "2", "--out", str(tmp_path), "--resume")
+    )
+    assert "(was finished)" in answer.out, answer
+    (clip,) = json.loads((tmp_path / "run.json").read_text())["clips"]
+    assert clip["state"] == "done"
+    assert {name: clip[name] for name in ("output", "host") if name in clip} == says
+    assert "exact" not in clip

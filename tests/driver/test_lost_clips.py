@@ -1,0 +1,194 @@
+"""What is wrong with one clip alone is told by its name, and every other clip is made."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from svdpp.config import ClipRequest, ModelConfig, OutputConfig, PipelineConfig, SamplingConfig
+from svdpp.driver.pipeline import Pipeline
+from svdpp.driver.run_manifest import Journal
+from svdpp.errors import InputError, NotFiniteError, OutputError, RankError, to_record
+from svdpp.media.examples import example_photos
+from svdpp.media.video import read_frames
+from svdpp.worker.fault_injection import HEADER_FIELDS, PlantedFault
+from svdpp.worker.messages import ActionDone, Beat, ClipDone, ClipFailed
+
+SHAPE = (1, 4, 2, 8, 8)
+
+
+def _dummy(world_size: int = 3, *, checksum: bool = False) -> PipelineConfig:
+    return PipelineConfig(
+        world_size=world_size,
+        model=ModelConfig(name="dummy", dummy_latent_shape=SHAPE),
+        sampling=SamplingConfig(num_inference_steps=6),
+        checksum=checksum,
+    )
+
+
+def _demo(folder: Path, num_clips: int) -> tuple[PipelineConfig, list[ClipRequest]]:
+    sampling = SamplingConfig(
+        num_inference_steps=2, height=64, width=64, num_frames=2, max_guidance_scale=1.0
+    )
+    requests = [
+        ClipRequest(
+            seed=seed,
+            image=str(example_photos()[0]),
+            output=OutputConfig(path=str(folder / f"clip_{seed}.mp4")),
+        )
+        for seed in range(num_clips)
+    ]
+    config = PipelineConfig(world_size=2, model=ModelConfig(name="demo"), sampling=sampling)
+    return config, requests
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("victim", "checksum"), [(0, True), (1, False), (2, True)])
+def test_latents_that_turn_nan_stop_that_clip_alone(victim: int, checksum: bool) -> None:
+    requests = [ClipRequest(seed=seed) for seed in range(4)]
+    fault = PlantedFault("nan", victim, 1)
+    with Pipeline(_dummy(checksum=checksum), fault=fault) as pipeline:
+        pipeline.submit(requests)
+        results = list(pipeline.results())
+    assert [result.clip for result in results] == [0, 2, 3]
+    (failure,) = pipeline.failures
+    assert (failure.clip, type(failure.error)) == (1, NotFiniteError)
+    what = f"the latent is not finite after step {2 * victim}, done by rank {victim}"
+    assert failure.error.message == what
+    with Pipeline(_dummy()) as pipeline:
+        others = pipeline.run([requests[clip] for clip in (0, 2, 3)])
+    assert [r.record["latents_sha256"] for r in results] == [
+        r.record["latents_sha256"] for r in others
+    ]
+
+
+@pytest.mark.processes
+def test_run_raises_for_a_lost_clip_after_the_others_are_made() -> None:
+    done: list[int] = []
+    pipeline = Pipeline(_dummy(2), fault=PlantedFault("nan", 1, 0))
+    pipeline.observe(
+        lambda _, event: done.append(event.clip) if isinstance(event, ClipDone) else None
+    )
+    with pytest.raises(NotFiniteError), pipeline:
+        pipeline.run([ClipRequest(seed=seed) for seed in range(3)])
+    assert done == [1, 2]
+
+
+@pytest.mark.processes
+def test_inputs_and_outputs_that_go_wrong_lose_their_own_clip(tmp_path: Path) -> None:
+    config, requests = _demo(tmp_path, 4)
+    gone = ClipRequest(seed=1, image=str(tmp_path / "gone.jpg"), output=requests[1].output)
+    (tmp_path / "clip_2.mp4").mkdir()  # so that no file can take this place
+    with Pipeline(config) as pipeline:
+        pipeline.submit([requests[0], gone, *requests[2:]])
+        results = list(pipeline.results())
+    assert [result.clip for result in results] == [0, 3]
+    assert {failure.clip: type(failure.error) for failure in pipeline.failures} == {
+        1: InputError,
+        2: OutputError,
+    }
+    for seed in (0, 3):
+        assert len(read_frames(tmp_path / f"clip_{seed}.mp4", "mp4")) == 2
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == ["clip_0.json", "clip_0.mp4", "clip_2.mp4", "clip_3.json", "clip_3.mp4"]
+
+
+@pytest.mark.processes
+def test_a_disk_that_hangs_ends_the_run(tmp_path: Path) -> None:
+    config, requests = _demo(tmp_path, 1)
+    config = replace(config, world_size=1, timeout_seconds=4)
+    os.mkfifo(tmp_path / "clip0_frames.npy")  # the write of which waits for a reader
+    with (
+        pytest.raises(RankError, match=r"rank 0 .* has waited for its disk for \d s"),
+        Pipeline(config, evidence_folder=str(tmp_path)) as pipeline,
+    ):
+        pipeline.run(requests)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("field", sorted(HEADER_FIELDS))
+def test_a_header_wrong_in_one_field_ends_the_run_on_both_sides(field: str) -> None:
+    said: dict[int, str] = {}
+    pipeline = Pipeline(_dummy(2, checksum=True), fault=PlantedFault("header", 0, 1, field))
+    pipeline.observe(
+        lambda rank, event: (
+            said.setdefault(rank, event.error["message"]) if event.kind == "failed" else None
+        )
+    )
+    finished = []
+    with pytest.raises(RankError) as caught, pipeline:
+        pipeline.submit([ClipRequest(seed=seed) for seed in range(3)])
+        finished = [result.clip for result in pipeline.results()]
+    assert caught.value.exit_code == 6
+    assert "could not receive clip 1 at step 3 from rank 0" in caught.value.message
+    assert said[1].startswith("could not receive clip 1 at step 3 from rank 0: ")
+    assert finished in ([], [0])
+    assert all("could not send clip" in words for rank, words in said.items() if rank == 0)
+
+
+# --- the journal --------------------------------------------------------------------------------
+
+
+def _states(path: Path) -> list[str]:
+    return [clip["state"] for clip in json.loads(path.read_text())["clips"]]
+
+
+def test_the_journal_follows_each_clip(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    clips = [{"output": f"{name}.mp4"} for name in "abcd"]
+    lost = {"output": None, "state": "failed", "error": to_record(InputError("no"))}
+    error = to_record(NotFiniteError("not finite"))
+    with Journal(path, {"model": "demo"}, clips, [lost]) as journal:
+        assert _states(path) == ["failed"] + ["pending"] * 4
+        journal(0, ActionDone(action="ENCODE c0 @0", start=0, end=1, waited=0))
+        journal(1, Beat(action="LOAD c1 @7"))
+        journal(0, Beat(action="ENCODE c2 @0"))
+        journal(1, Beat(action="DECODE c3 @28"))
+        journal(1, ClipDone(clip=0, record={}))
+        journal(1, ClipFailed(clip=1, error=error))
+    assert _states(path) == ["failed", "done", "failed", "running", "pending"]
+    record = json.loads(path.read_text())
+    assert (record["schema_version"], record["model"]) == (1, "demo")
+    assert record["clips"][2] == {"output": "b.mp4", "state": "failed", "error": error}
+
+
+def test_the_journal_keeps_a_settled_clips_word_and_its_host(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    error = to_record(NotFiniteError("not finite"))
+    accepted = {"exact": False, "output": "a.draft.mp4", "host": "host1"}
+    with Journal(path, {}, [{"output": "a.mp4"}, {"output": "b.mp4"}]) as journal:
+        journal(1, ClipDone(clip=0, record=accepted))
+        journal(0, ClipFailed(clip=0, error=error))
+        journal(1, ClipFailed(clip=1, error=error))
+        journal(1, ClipDone(clip=1, record={"host": "host1"}))
+    assert json.loads(path.read_text())["clips"] == [
+        {"output": "a.draft.mp4", "state": "done", "exact": False, "host": "host1"},
+        {"output": "b.mp4", "state": "failed", "error": error},
+    ]
+
+
+def test_a_journal_that_cannot_be_written_is_an_error_before_and_after_the_run(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "run.json").mkdir()
+    with pytest.raises(OutputError), Journal(tmp_path / "run.json", {}, []):
+        pytest.fail("the run had begun")
+    path = tmp_path / "later.json"
+    with pytest.raises(OutputError), Journal(path, {}, [{}]) as journal:
+        path.unlink()
+        path.mkdir()
+        journal._written_at = 0.0
+        journal(0, ClipDone(clip=0, record={}))  # tried, and not a reason to end the run
+
+
+def test_a_journal_hides_no_other_error(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    with pytest.raises(KeyError), Journal(path, {}, [{}]) as journal:
+        path.unlink()
+        path.mkdir()
+        journal(0, ClipDone(clip=0, record={}))
+        raise KeyError("the run's own")

@@ -1,0 +1,212 @@
+"""What rank 0 asks of other hosts, answered from folders of theirs."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from svdpp.config import (
+    ClipRequest,
+    DraftConfig,
+    ModelConfig,
+    OutputConfig,
+    PipelineConfig,
+    SamplingConfig,
+)
+from svdpp.driver import hosts
+from svdpp.driver.jobs import ClipPlan, OutputPolicy
+from svdpp.driver.shared_settings import silence_of, terms_of
+from svdpp.errors import OutputError, RequestError, SvdppError
+from svdpp.media import output_files, video
+from svdpp.media.image import read_photo
+from svdpp.models.checkpoint import find_checkpoint
+from svdpp.worker.clip_metadata import clip_record
+from tests.cli.shell import PHOTO
+
+CONFIG = PipelineConfig(
+    world_size=2,
+    model=ModelConfig(name="demo"),
+    sampling=SamplingConfig(num_inference_steps=2, height=32, width=32, num_frames=2),
+)
+
+
+def _plan(folder: Path, seeds: tuple[int, ...] = (1, 2), key: str | None = None) -> ClipPlan:
+    _, photo = read_photo(Path(PHOTO))
+    config = replace(CONFIG, sampling=CONFIG.sampling.resolved(model_frames=14))
+    checkpoint = find_checkpoint(CONFIG.model)
+    outputs = [OutputConfig(path=str(folder / f"rocket_{seed}.mp4")) for seed in seeds]
+    return ClipPlan(
+        requests=[
+            ClipRequest(seed=seed, output=output, handover_key=key)
+            for seed, output in zip(seeds, outputs, strict=True)
+        ],
+        records=[
+            clip_record(photo, seed, output, config, checkpoint)
+            for seed, output in zip(seeds, outputs, strict=True)
+        ],
+    )
+
+
+def _finish(record: Mapping[str, Any], folder: Path, **changes: Any) -> None:
+    """Puts a clip where the other host has its own."""
+    frames = np.zeros((2, 32, 32, 3), np.uint8)
+    whole = {**record, "latents_sha256": "0" * 64, "frames_sha256": "0" * 64, **changes}
+    output = OutputConfig(path=str(folder / record["output"]))
+    folder.mkdir(exist_ok=True)
+    video.write_clip(frames, output, fps=7, metadata=whole)
+    output_files.write_json(Path(output.json_path), whole)
+
+
+class _Host1:
+    """Answers from folders of its own."""
+
+    def __init__(self, there: OutputPolicy, draft: DraftConfig | None = None) -> None:
+        self.there = there
+        self.draft = draft
+        self.sent_away: list[BaseException | None] = []
+
+    def ask(self, question: bytes) -> dict[str, bytes]:
+        return {"host1": hosts.answer(question, self.there, self.draft)}
+
+    def dismiss(self, error: BaseException | None = None) -> None:
+        self.sent_away.append(error)
+
+
+def test_a_clip_that_another_host_holds_is_not_made_again(tmp_path: Path) -> None:
+    here = OutputPolicy(folder=tmp_path / "here", resume=True)
+    there = OutputPolicy(folder=tmp_path / "there", resume=True)
+    plan = _plan(here.folder)
+    _finish(plan.records[1], there.folder)
+    left = hosts.without_those_elsewhere(plan, here, _Host1(there))
+    assert [request.seed for request in left.requests] == [1]
+    assert [record["seed"] for record in left.records] == [1]
+    assert [(r["output"], r["host"]) for r in left.skipped] == [("rocket_2.mp4", "host1")]
+
+
+@pytest.mark.parametrize(("accept_db", "is_finished"), [(30.0, True), (50.0, False), (None, False)])
+def test_an_accepted_draft_that_another_host_holds_is_as_good_as_what_is_asked(
+    tmp_path: Path, accept_db: float | None, is_finished: bool
+) -> None:
+    here = OutputPolicy(folder=tmp_path / "here", resume=True)
+    there = OutputPolicy(folder=tmp_path / "there", resume=True)
+    plan = _plan(here.folder, (1,))
+    record = {**plan.records[0], "output": "rocket_1.draft.mp4", "draft": {"accept_db": 40.0}}
+    _finish(record, there.folder)
+    host1 = _Host1(there, DraftConfig(starts=(0, 1), accept_db=accept_db))
+    left = hosts.without_those_elsewhere(plan, here, host1)
+    assert [each["output"] for each in left.skipped] == ["rocket_1.draft.mp4"] * is_finished
+    assert len(left.requests) == 1 - is_finished
+
+
+def test_names_that_are_not_utf_8_reach_the_other_host(tmp_path: Path) -> None:
+    here = OutputPolicy(folder=tmp_path / "here", resume=True)
+    there = OutputPolicy(folder=tmp_path / "there", resume=True)
+    plan = _plan(here.folder, (1,))
+    plan.records[0] |= {"output": os.fsdecode(b"caf\xe9.mp4"), "input": os.fsdecode(b"\xe9.jpg")}
+    _finish(plan.records[0], there.folder)
+    (skipped,) = hosts.without_those_elsewhere(plan, here, _Host1(there)).skipped
+    assert (skipped["output"], skipped["input"]) == ("caf\udce9.mp4", "\udce9.jpg")
+
+
+def test_its_kept_packets_go(tmp_path: Path) -> None:
+    key, kept = "a" * 64, tmp_path / "kept"
+    here = OutputPolicy(folder=tmp_path / "here", resume=True, handover_folder=kept)
+    plan = _plan(here.folder, (1,), key)
+    _finish(plan.records[0], tmp_path / "there")
+    kept.mkdir()
+    (kept / f"{key}_step1.safetensors").touch()
+    hosts.without_those_elsewhere(plan, here, _Host1(replace(here, folder=tmp_path / "there")))
+    assert not list(kept.iterdir())
+
+
+def test_a_clip_with_other_parameters_is_refused_by_its_host(tmp_path: Path) -> None:
+    here = OutputPolicy(folder=tmp_path / "here", resume=True)
+    there = OutputPolicy(folder=tmp_path / "there", resume=True)
+    plan = _plan(here.folder)
+    _finish(plan.records[0], there.folder, fps=8)
+    with pytest.raises(RequestError, match=r"on host1: 'rocket_1.mp4' exists with another fps"):
+        hosts.without_those_elsewhere(plan, here, _Host1(there))
+
+
+def test_an_output_in_the_way_on_another_host_is_refused(tmp_path: Path) -> None:
+    policy = OutputPolicy(folder=tmp_path / "out")
+    plan = _plan(policy.folder)
+    _finish(plan.records[0], policy.folder)
+    host1 = _Host1(policy)
+    with pytest.raises(RequestError, match="1 outputs exist already on host1") as refusal:
+        hosts.without_those_elsewhere(plan, policy, host1)
+    assert host1.sent_away == [refusal.value], "they need not find out for themselves"
+    over = replace(policy, overwrite=True)
+    assert hosts.without_those_elsewhere(plan, over, _Host1(over)).requests == plan.requests
+
+
+def test_an_accepted_draft_in_the_way_on_another_host_is_refused(tmp_path: Path) -> None:
+    here, there = (OutputPolicy(folder=tmp_path / name) for name in ("here", "there"))
+    plan = _plan(here.folder, (1,))
+    about = {"exact": False, "draft": {"accept_db": 40.0}}
+    _finish({**plan.records[0], "output": "rocket_1.draft.mp4", **about}, there.folder)
+    host1 = _Host1(there, DraftConfig(starts=(0, 1)))
+    with pytest.raises(RequestError, match=r"exist already on host1.*'rocket_1\.draft\.mp4'"):
+        hosts.without_those_elsewhere(plan, here, host1)
+    assert hosts.without_those_elsewhere(plan, here, _Host1(there)).requests == plan.requests
+
+
+def test_hand_overs_need_one_folder_for_all_hosts(tmp_path: Path) -> None:
+    here = OutputPolicy(folder=tmp_path / "out", handover_folder=tmp_path / "kept")
+    plan = _plan(here.folder)
+    assert hosts.without_those_elsewhere(plan, here, _Host1(here)).requests == plan.requests
+    there = replace(here, handover_folder=tmp_path / "another")
+    with pytest.raises(RequestError, match="--checkpoint-dir of host1 is not the folder"):
+        hosts.without_those_elsewhere(plan, here, _Host1(there))
+    assert not list((tmp_path / "kept").iterdir()), "the probe is gone"
+
+
+def test_a_folder_that_takes_no_file_is_named_with_its_host(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    there = OutputPolicy(folder=tmp_path / "file")
+    here = OutputPolicy(folder=tmp_path / "here")
+    with pytest.raises(OutputError, match="on host1: cannot write into"):
+        hosts.without_those_elsewhere(_plan(here.folder), here, _Host1(there))
+
+
+def test_whatever_goes_wrong_on_another_host_is_told_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def look(*_: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(hosts, "_look", look)
+    policy = OutputPolicy(folder=tmp_path)
+    host1 = _Host1(policy)
+    with pytest.raises(SvdppError, match=r"on host1: OSError: .*Input/output error") as refusal:
+        hosts.without_those_elsewhere(_plan(tmp_path), policy, host1)
+    assert host1.sent_away == [refusal.value]
+
+
+def test_terms_are_what_bits_and_lists_depend_on() -> None:
+    ours = terms_of(CONFIG, None)
+    assert json.loads(json.dumps(ours)) == ours
+    for other in (
+        replace(CONFIG, num_threads=2),
+        replace(CONFIG, split="dithered"),
+        replace(CONFIG, model=ModelConfig(name="demo", dtype="fp16")),
+        replace(CONFIG, sampling=replace(CONFIG.sampling, fps=8)),
+    ):
+        assert terms_of(other, None) != ours
+    assert terms_of(replace(CONFIG, start_timeout_seconds=5), None) == ours
+    assert {"torch", "svdpp", "model", "num threads"} <= ours.keys()
+    here = find_checkpoint(CONFIG.model)
+    there = replace(here, fingerprint="of other weights")
+    assert terms_of(CONFIG, there) != terms_of(CONFIG, here)
+
+
+def test_silence_is_noticed_before_slowness() -> None:
+    assert silence_of(CONFIG) == CONFIG.stale_seconds
+    assert silence_of(replace(CONFIG, timeout_seconds=5)) == 4

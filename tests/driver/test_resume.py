@@ -1,0 +1,203 @@
+"""An interrupted clip goes on from its last hand-over, through any ranks, to the same bits."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from svdpp.comm.transport import Packet
+from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SamplingConfig, TensorSpec
+from svdpp.driver.pipeline import Pipeline
+from svdpp.errors import InputError, RankError
+from svdpp.plan.actions import Action, Kind
+from svdpp.worker.fault_injection import PlantedFault
+from svdpp.worker.latent_checkpoints import Handovers, prune, steps_kept
+from svdpp.worker.messages import ActionDone, Event
+
+SHAPE = (1, 4, 2, 8, 8)
+KEYS = [hashlib.sha256(bytes([clip])).hexdigest() for clip in range(2)]
+CONDITIONS = {"cpu_capability": "here"}
+
+
+def _config(world_size: int) -> PipelineConfig:
+    return PipelineConfig(
+        world_size=world_size,
+        model=ModelConfig(name="dummy", dummy_latent_shape=SHAPE),
+        sampling=SamplingConfig(num_inference_steps=28),
+    )
+
+
+def _requests(folder: Path | None = None) -> list[ClipRequest]:
+    requests = [ClipRequest(seed=clip, handover_key=KEYS[clip]) for clip in range(2)]
+    if folder is None:
+        return requests
+    return [
+        replace(request, done_steps=max(steps_kept(folder, key), default=0))
+        for request, key in zip(requests, KEYS, strict=True)
+    ]
+
+
+def _hashes(world_size: int, requests: list[ClipRequest], folder: Path | None) -> list[str]:
+    pipeline = Pipeline(_config(world_size), handover_folder=str(folder) if folder else None)
+    with pipeline:
+        return [result.record["latents_sha256"] for result in pipeline.run(requests)]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted() -> list[str]:
+    return _hashes(1, _requests(), None)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("victim", [1, 2, 3])
+def test_after_a_kill_at_every_hand_over(
+    victim: int, tmp_path: Path, uninterrupted: list[str]
+) -> None:
+    """The victim stands still with the second clip's packet in hand, and is killed there."""
+    handed_over = victim * 7
+    pipeline = Pipeline(
+        _config(4), handover_folder=str(tmp_path), fault=PlantedFault("hang", victim, 1)
+    )
+
+    def kill_when_kept(rank: int, event: Event) -> None:
+        if rank == victim - 1 and isinstance(event, ActionDone):
+            action = Action.parse(event.action)
+            if (action.kind, action.clip) == (Kind.DENOISE, 1):
+                _wait_until_kept(tmp_path, KEYS[1], handed_over)
+                pids: list[int] = pipeline._supervisor._group.pids  # type: ignore[union-attr, attr-defined]
+                os.kill(pids[victim], signal.SIGKILL)
+
+    pipeline.observe(kill_when_kept)
+    with pytest.raises(RankError, match=f"rank {victim} .* was killed by SIGKILL"), pipeline:
+        pipeline.run(_requests())
+    kept = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    assert steps_kept(tmp_path, KEYS[1]) == [handed_over]
+    for world_size in (4, 7, 2, 1):
+        for path, content in kept.items():
+            path.write_bytes(content)
+        requests = _requests(tmp_path)
+        assert requests[1].done_steps == handed_over
+        assert _hashes(world_size, requests, tmp_path) == uninterrupted
+        assert list(tmp_path.iterdir()) == []
+
+
+def _wait_until_kept(folder: Path, key: str, step: int) -> None:
+    deadline = time.monotonic() + 60
+    while step not in steps_kept(folder, key):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.processes
+def test_steps_done_before_are_not_done_again(tmp_path: Path, uninterrupted: list[str]) -> None:
+    handovers = Handovers(tmp_path, {"memory_format": "contiguous", **_here()})
+    requests = [replace(request, done_steps=14) for request in _requests()]
+    for clip, key in enumerate(KEYS):
+        handovers.keep(key, Packet(clip, 14, time.time(), {"latents": _latent_after(14, clip)}))
+    pipeline = Pipeline(_config(4), handover_folder=str(tmp_path))
+    steps: list[tuple[int, str]] = []
+    pipeline.observe(
+        lambda rank, event: (
+            steps.append((rank, event.action)) if isinstance(event, ActionDone) else None
+        )
+    )
+    with pipeline:
+        results = pipeline.run(requests)
+    assert [result.record["latents_sha256"] for result in results] == uninterrupted
+    assert sorted(steps) == sorted(
+        (rank, f"DENOISE c{clip} {rank * 7}:{rank * 7 + 7}") for rank in (2, 3) for clip in (0, 1)
+    )
+
+
+def _here() -> dict[str, Any]:
+    return {"cpu_capability": torch.backends.cpu.get_cpu_capability()}
+
+
+def _latent_after(steps: int, seed: int) -> torch.Tensor:
+    from svdpp.config import LatentSpec
+    from svdpp.models.dummy import DummyModel
+
+    model = DummyModel(LatentSpec(shape=SHAPE, dims="BCFHW"), 28, torch.device("cpu"))
+    latent = model.encode(None, seed)["latents"]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    for step in range(steps):
+        latent = model.denoiser({}, 0).forward(latent, step)
+    torch.set_num_threads(threads)
+    return latent
+
+
+# --- the files ----------------------------------------------------------------------------------
+
+
+def _packet(step: int = 7) -> Packet:
+    return Packet(3, step, 12.5, {"latents": torch.randn(2, 3), "ids": torch.ones(1).bfloat16()})
+
+
+SPEC = {"latents": TensorSpec((2, 3), "fp32"), "ids": TensorSpec((1,), "bf16")}
+
+
+def _load(handovers: Handovers, step: int = 7) -> Packet:
+    return handovers.load(KEYS[0], 9, step, SPEC, torch.device("cpu"))
+
+
+def test_a_packet_comes_back_as_another_runs_clip(tmp_path: Path) -> None:
+    handovers = Handovers(tmp_path / "new", CONDITIONS)
+    packet = _packet()
+    handovers.keep(KEYS[0], packet)
+    back = _load(handovers)
+    assert (back.clip, back.next_step, back.begun_at, back.void) == (9, 7, 12.5, False)
+    assert list(back.tensors) == list(packet.tensors)
+    assert all(torch.equal(back.tensors[name], packet.tensors[name]) for name in packet.tensors)
+
+
+def test_a_later_hand_over_takes_the_place_of_the_earlier(tmp_path: Path) -> None:
+    handovers = Handovers(tmp_path, CONDITIONS)
+    for key in KEYS:
+        handovers.keep(key, _packet(7))
+    handovers.keep(KEYS[0], _packet(14))
+    assert (steps_kept(tmp_path, KEYS[0]), steps_kept(tmp_path, KEYS[1])) == ([14], [7])
+    prune(tmp_path, KEYS[0])
+    assert (steps_kept(tmp_path, KEYS[0]), steps_kept(tmp_path, KEYS[1])) == ([], [7])
+
+
+def test_nothing_is_kept_in_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    assert steps_kept(tmp_path / "absent", KEYS[0]) == []
+
+
+def test_a_file_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    Handovers(tmp_path, {"cpu_capability": "elsewhere"}).keep(KEYS[0], _packet())
+    with pytest.raises(InputError, match=r"conditions are .*elsewhere.* not .*here") as caught:
+        _load(Handovers(tmp_path, CONDITIONS))
+    assert "delete" in caught.value.hint
+    other = Packet(3, 7, 0.0, {"latents": torch.zeros(2, 4), "ids": torch.ones(1).bfloat16()})
+    Handovers(tmp_path, CONDITIONS).keep(KEYS[0], other)
+    with pytest.raises(InputError, match="tensors are"):
+        _load(Handovers(tmp_path, CONDITIONS))
+
+
+@pytest.mark.parametrize("damage", ["cut", "bit", "text", "gone"])
+def test_a_damaged_file_is_refused(damage: str, tmp_path: Path) -> None:
+    handovers = Handovers(tmp_path, CONDITIONS)
+    handovers.keep(KEYS[0], _packet())
+    (path,) = tmp_path.iterdir()
+    data = bytearray(path.read_bytes())
+    if damage == "cut":
+        path.write_bytes(data[:-5])
+    elif damage == "bit":
+        data[-1] ^= 1
+        path.write_bytes(data)
+    elif damage == "text":
+        path.write_text("<html>")
+    else:
+        path.unlink()
+    with pytest.raises(InputError, match="the hand-over"):
+        _load(handovers)

@@ -1,0 +1,112 @@
+"""What ends a run is told by its cause, whoever complains first; no process."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from svdpp.driver import supervisor
+from svdpp.driver.liveness import Watch
+from svdpp.driver.supervisor import Supervisor
+from svdpp.errors import Interrupted, RankError, TransportError, to_record
+from svdpp.launch.started import Place
+from svdpp.worker.messages import Event, Failed, Finished, Joined
+
+
+def _failed(error: BaseException) -> Failed:
+    return Failed(error=to_record(error), traceback="", action="", step=-1)
+
+
+INTERRUPTED = _failed(Interrupted(signal.SIGTERM))
+LINK_BROKE = _failed(TransportError("could not receive"))
+RAISED = _failed(RuntimeError("of its own"))
+
+
+class Group:
+    """Ranks of which all is known beforehand."""
+
+    world_size = 3
+
+    def __init__(self, said: list[tuple[int, Event]], exited: dict[int, int | None]) -> None:
+        self._said = [(rank, event.to_bytes()) for rank, event in said]
+        self._exited = exited
+
+    def poll(self, timeout: float) -> list[tuple[int, bytes]]:  # noqa: ARG002
+        said, self._said = self._said, []
+        return said
+
+    def exited(self) -> dict[int, int | None]:
+        return self._exited
+
+    def place(self, rank: int) -> Place:
+        return Place("here", rank)
+
+    def send(self, rank: int, message: bytes) -> None:
+        """Nobody listens."""
+
+    def last_words(self, rank: int) -> str:  # noqa: ARG002
+        return ""
+
+    def end(self, timeout: float) -> bool:  # noqa: ARG002
+        return True
+
+    def kill(self, error: BaseException | None = None) -> None:
+        """Nobody is there."""
+
+
+@pytest.fixture(autouse=True)
+def _no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "_REPORT_SECONDS", 0.01)
+
+
+def _supervisor(said: list[tuple[int, Event]], exited: dict[int, int | None]) -> Supervisor:
+    watch = Watch(3, 0.0, start_timeout=1e9, stale=1e9, timeout=1e9)
+    joined = [(rank, Joined(device="cpu", load_seconds=0.0)) for rank in range(3)]
+    return Supervisor(Group([*joined, *said], exited), watch, device="cpu")
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        [(1, INTERRUPTED), (2, INTERRUPTED)],
+        [(2, LINK_BROKE), (1, INTERRUPTED), (0, LINK_BROKE)],
+        [],
+    ],
+)
+def test_after_a_signal_to_all_nobody_is_to_blame(said: list[tuple[int, Event]]) -> None:
+    _supervisor(said, {rank: None for rank, event in said if event is INTERRUPTED}).explain()
+
+
+@pytest.mark.parametrize(
+    ("said", "gone", "words"),
+    [
+        ([(2, INTERRUPTED), (0, LINK_BROKE)], [2, 1], "rank 1 .* is gone"),
+        ([(1, RAISED), (2, INTERRUPTED)], [1, 2], "rank 1 .* failed: RuntimeError: of its own"),
+        ([(1, RAISED), (1, INTERRUPTED)], [1], "rank 1 .* failed: RuntimeError: of its own"),
+        ([(1, LINK_BROKE)], [], "rank 1 .* failed: could not receive"),
+    ],
+)
+def test_a_signal_that_came_because_of_another_rank_is_told_as_that_rank(
+    said: list[tuple[int, Event]], gone: list[int], words: str
+) -> None:
+    with pytest.raises(RankError, match=words):
+        _supervisor(said, dict.fromkeys(gone)).explain()
+
+
+def test_a_signal_to_one_rank_is_told_rather_than_its_neighbours_broken_link() -> None:
+    with pytest.raises(RankError, match=r"rank 1 .* failed: Interrupted: ended by SIGTERM"):
+        _supervisor([(2, LINK_BROKE), (1, INTERRUPTED)], {1: None}).step()
+
+
+@pytest.mark.parametrize("code", [0, None])
+def test_a_rank_that_ended_in_order_is_not_blamed_for_anothers_link(code: int | None) -> None:
+    said: list[tuple[int, Event]] = [(0, Finished()), (1, LINK_BROKE)]
+    with pytest.raises(RankError, match=r"rank 1 .* could not receive"):
+        _supervisor(said, {0: code}).stop(1)
+
+
+def test_a_rank_that_ends_badly_after_its_last_word_is_blamed() -> None:
+    said: list[tuple[int, Event]] = [(rank, Finished()) for rank in (0, 1)]
+    with pytest.raises(RankError, match=r"rank 1 .* ended with exit code 1"):
+        _supervisor(said, {0: 0, 1: 1}).stop(1)

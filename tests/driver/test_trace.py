@@ -1,0 +1,68 @@
+"""What was measured adds up to what the table says."""
+
+from __future__ import annotations
+
+import pytest
+
+from svdpp.driver.trace import StepSpan, Trace, WaitSpan
+from svdpp.worker.messages import ActionDone, HopDone, Joined, StepDone
+
+
+def _trace() -> Trace:
+    trace = Trace(2)
+    trace.add(0, Joined(device="cpu", load_seconds=0.5))
+    trace.add(0, ActionDone(action="ENCODE c0 @0", start=10.0, end=11.0, waited=0.0))
+    _add_steps(trace, 0, 1.5, 2.5)
+    trace.add(0, ActionDone(action="DENOISE c0 0:2", start=11.0, end=15.0, waited=0.5))
+    _add_steps(trace, 1, 1.5, 2.0)
+    trace.add(1, ActionDone(action="DENOISE c0 2:4", start=15.5, end=19.0, waited=5.0))
+    trace.add(1, ActionDone(action="DECODE c0 @4", start=19.0, end=20.0, waited=0.0))
+    hop = {"clip": 0, "next_step": 2, "num_bytes": 8}
+    trace.add(0, HopDone(direction="send", peer=1, seconds=4.0, end=15.5, **hop))
+    trace.add(1, HopDone(direction="recv", peer=0, seconds=0.25, end=15.5, **hop))
+    return trace
+
+
+def _add_steps(trace: Trace, rank: int, *seconds: float) -> None:
+    for index, each in enumerate(seconds):
+        trace.add(rank, StepDone(clip=0, step=2 * rank + index, seconds=each))
+
+
+def test_steps_are_placed_back_to_back_before_their_actions_end() -> None:
+    assert _trace().steps == [
+        StepSpan(0, 0, 0, 11.0, 12.5),
+        StepSpan(0, 0, 1, 12.5, 15.0),
+        StepSpan(1, 0, 2, 15.5, 17.0),
+        StepSpan(1, 0, 3, 17.0, 19.0),
+    ]
+
+
+def test_waits_end_where_the_action_begins() -> None:
+    assert _trace().waits == [WaitSpan(0, 10.5, 11.0), WaitSpan(1, 10.5, 15.5)]
+
+
+def test_costs_are_the_means_and_the_hop_is_the_receivers() -> None:
+    costs = _trace().costs()
+    assert costs.step_seconds == pytest.approx(1.875)
+    assert costs.encode_seconds == 1.0
+    assert costs.decode_seconds == 1.0
+    assert costs.hop_seconds == 0.25
+
+
+def test_summary_is_in_the_forecasts_terms() -> None:
+    summary = _trace().summary()
+    assert (summary.clips, summary.makespan, summary.first_clip) == (1, 10.0, 10.0)
+    assert summary.bubble == pytest.approx(1 - 9.5 / 20)
+
+
+def test_rank_statistics_add_up() -> None:
+    first, second = _trace().rank_stats()
+    assert (first.device, first.steps_done, first.compute_seconds) == ("cpu", 2, 5.0)
+    assert (first.wait_seconds, first.transfer_seconds, first.bubble) == (0.5, 0.0, 0.5)
+    assert (second.wait_seconds, second.transfer_seconds) == (5.0, 0.25)
+    assert (first.mean_step_seconds, first.p95_step_seconds) == (2.0, 2.5)
+
+
+def test_a_run_without_spans_has_no_summary() -> None:
+    with pytest.raises(ValueError, match="nothing was done"):
+        Trace(2).summary()

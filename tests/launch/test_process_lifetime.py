@@ -1,0 +1,83 @@
+"""Processes end with what they have started, and nothing is said of that as of a failure."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Collection
+from pathlib import Path
+
+import pytest
+
+from svdpp.launch import process_lifetime
+from tests.faults.processes import adopting_orphans, collected, wait_until
+
+pytestmark = pytest.mark.processes
+
+
+def test_children_are_killed_though_they_are_frozen_and_nothing_is_stopped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is stopped would stay so for ever, if this process were killed at that moment."""
+    look, states = process_lifetime._children, []
+
+    def looking(pids: Collection[int]) -> list[int]:
+        states.extend(Path(f"/proc/{pid}/stat").read_text().split()[2] for pid in pids)
+        return look(pids)
+
+    monkeypatch.setattr(process_lifetime, "_children", looking)
+    with adopting_orphans():
+        parent = subprocess.Popen(["sh", "-c", "sleep 600 & wait"])
+        wait_until(lambda: bool(look([parent.pid])), 20, "its child")
+        (child,) = look([parent.pid])
+        os.kill(child, signal.SIGSTOP)
+        process_lifetime.kill_with_children([parent.pid])
+        assert parent.wait(20) == -signal.SIGKILL
+        wait_until(lambda: collected([child]), 20, "the child's end")
+    assert "T" not in states, states
+    assert states
+
+
+_WRITER = """
+import subprocess, sys, threading
+from svdpp.launch import process_lifetime, temp_folders
+
+def wait(child):
+    child.stdout.read()
+    open(sys.argv[1], "a").write("its end was taken for a failure")
+
+for _ in range(8):
+    child = subprocess.Popen(["sleep", "600"], stdout=subprocess.PIPE)
+    threading.Thread(target=wait, args=[child], daemon=True).start()
+for _ in range(20):
+    temp_folders.make_folder("svdpp-test-")
+getattr(process_end, sys.argv[2])(15)
+"""
+
+
+@pytest.mark.parametrize(("end", "code"), [("die_by", -15), ("leave_by_code", 128 + 15)])
+def test_a_process_that_ends_does_not_report_what_it_kills(
+    tmp_path: Path, end: str, code: int
+) -> None:
+    said = tmp_path / "said"
+    done = subprocess.run([sys.executable, "-c", _WRITER, str(said), end], timeout=60, check=False)
+    assert done.returncode == code
+    assert not said.exists(), said.read_text()
+
+
+_STARTER = """
+from multiprocessing import util
+from svdpp.launch import process_lifetime, temp_folders
+
+util.get_temp_dir()
+temp_folders.make_folder("svdpp-test-")
+process_lifetime.leave(0)
+"""
+
+
+def test_a_process_that_leaves_leaves_no_temporary_files(tmp_path: Path) -> None:
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", _STARTER], env=environment, timeout=60, check=True)
+    assert not list(tmp_path.iterdir())

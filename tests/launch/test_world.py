@@ -1,0 +1,135 @@
+"""A launcher's variables are a world, half of them are an error, and none are none."""
+
+from __future__ import annotations
+
+import pytest
+
+from svdpp.errors import RequestError
+from svdpp.launch.world import World, find_world, store_address, was_launched
+
+TORCHRUN = {
+    **{"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"},
+    **{
+        "GROUP_RANK": "1",
+        "TORCHELASTIC_RESTART_COUNT": "2",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    },
+}
+SLURM = {
+    **{"SLURM_STEP_ID": "0", "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NTASKS": "7"},
+    **{"SLURM_NODEID": "1", "SLURM_STEP_TASKS_PER_NODE": "4,3", "SLURM_JOB_ID": "123"},
+    "SLURM_STEP_NUM_NODES": "2",
+    **{"SLURM_STEP_NODELIST": "gpu[07-09,12],login1", "SLURM_JOB_NODELIST": "other1"},
+}
+
+
+def test_no_variables_are_no_world() -> None:
+    assert find_world({}) is None
+    assert not was_launched()
+
+
+def test_torchruns_world() -> None:
+    world = find_world(TORCHRUN)
+    assert world == World(
+        **{"rank": 5, "local_rank": 1, "size": 8, "local_size": 4, "host": 1, "num_hosts": 2},
+        launcher="torchrun",
+        restarts=2,
+    )
+    assert (world.is_member, world.spans_hosts, world.on_first_host) == (True, True, False)
+    assert world.ranks_per_host == 4
+
+
+def test_three_variables_of_torchrun_are_one_host_that_keeps_its_own_store() -> None:
+    world = find_world({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"})
+    assert world is not None
+    assert (world.local_size, world.spans_hosts, world.owns_store) == (2, False, True)
+    assert not world.is_member
+
+
+def test_slurms_world() -> None:
+    world = find_world(SLURM)
+    assert world == World(
+        **{"rank": 5, "local_rank": 1, "size": 7, "local_size": 3, "host": 1, "num_hosts": 2},
+        is_even=False,
+        launcher="slurm",
+        owns_store=True,
+    )
+    assert world.ranks_per_host is None, "one host has 4, the other 3"
+
+
+def test_tasks_on_each_node_may_be_written_in_short() -> None:
+    world = find_world({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "2(x3),1"})
+    assert world is not None
+    assert world.local_size == 2
+
+
+@pytest.mark.parametrize(("tasks", "per_host"), [("4,3,2", None), ("3(x3)", 3), ("3,3,3", 3)])
+def test_every_task_knows_alike_whether_hosts_have_equal_numbers(
+    tasks: str, per_host: int | None
+) -> None:
+    """The host with 3 of 4, 3, 2 sees a third of all ranks on its own."""
+    step = {**SLURM, "SLURM_NTASKS": "9", "SLURM_STEP_NUM_NODES": "3", "SLURM_LOCALID": "0"}
+    for host in range(3):
+        world = find_world({**step, "SLURM_NODEID": str(host), "SLURM_STEP_TASKS_PER_NODE": tasks})
+        assert world is not None
+        assert world.ranks_per_host == per_host
+
+
+def test_torchrun_inside_srun_is_torchruns() -> None:
+    assert find_world({**SLURM, **TORCHRUN}) == find_world(TORCHRUN)
+
+
+@pytest.mark.parametrize("without", ["SLURM_STEP_ID", "SLURM_NTASKS"])
+def test_a_batch_script_outside_of_srun_is_no_world(without: str) -> None:
+    """sbatch sets SLURM_PROCID as well: a command there starts its own ranks."""
+    assert find_world({name: value for name, value in SLURM.items() if name != without}) is None
+
+
+def test_an_srun_of_one_task_is_no_world() -> None:
+    assert find_world({**SLURM, "SLURM_PROCID": "0", "SLURM_NTASKS": "1"}) is None
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"RANK": "0"},
+        {"RANK": "0", "WORLD_SIZE": "2"},
+        {"RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "2"},
+        {"RANK": "x", "LOCAL_RANK": "0", "WORLD_SIZE": "2"},
+        {"RANK": "-1", "LOCAL_RANK": "0", "WORLD_SIZE": "2"},
+        {**TORCHRUN, "LOCAL_RANK": "4"},
+        {**TORCHRUN, "LOCAL_WORLD_SIZE": "9"},
+        {**SLURM, "SLURM_PROCID": "7"},
+        {**SLURM, "SLURM_LOCALID": ""},
+        {name: value for name, value in SLURM.items() if name != "SLURM_LOCALID"},
+    ],
+)
+def test_half_a_world_is_refused(environment: dict[str, str]) -> None:
+    with pytest.raises(RequestError):
+        find_world(environment)
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"MASTER_ADDR": "a", "MASTER_PORT": "1234"}, ("a", 1234)),
+        ({**SLURM, "MASTER_ADDR": "a"}, ("a", 29_500 + 123)),
+        (SLURM, ("gpu07", 29_500 + 123)),
+        ({**SLURM, "SLURM_STEP_NODELIST": "n1,n2"}, ("n1", 29_500 + 123)),
+        ({"SLURM_JOB_NODELIST": "n[3,5-6]", "SLURM_JOB_ID": "20001"}, ("n3", 29_501)),
+        ({"SLURM_JOB_NODELIST": "n7"}, ("n7", 29_500)),
+    ],
+)
+def test_the_store_is_where_the_launcher_says(
+    environment: dict[str, str], expected: tuple[str, int]
+) -> None:
+    assert store_address(environment) == expected
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [{}, {"MASTER_ADDR": "a", "MASTER_PORT": "x"}, {"MASTER_ADDR": "a", "MASTER_PORT": "0"}],
+)
+def test_a_store_nowhere_is_refused(environment: dict[str, str]) -> None:
+    with pytest.raises(RequestError, match="MASTER_"):
+        store_address(environment)

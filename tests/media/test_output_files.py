@@ -1,0 +1,149 @@
+"""Files and folders that come whole into their place, or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from svdpp.errors import OutputError, RequestError
+from svdpp.media.output_files import check_writable, in_place_of, write_json
+
+METADATA = {"seed": 5, "odd ;=#\\ key": "é\n'\"%03d", "list": [1, None, {"a": 0.5}]}
+FILE, FOLDER = None, re.compile("[a-z]")
+
+
+def put(place: Path, text: str, files: re.Pattern[str] | None) -> None:
+    with in_place_of(str(place), ".part", files) as temporary:
+        assert temporary.parent == place.parent
+        assert re.fullmatch(r"\.svdpp-[0-9a-f]{8}-\d+-[0-9a-f]{8}\.part", temporary.name)
+        (temporary if files is FILE else temporary / text).write_text(text)
+
+
+def content(place: Path) -> str:
+    return place.read_text() if place.is_file() else " ".join(os.listdir(place))
+
+
+@pytest.mark.parametrize("files", [FILE, FOLDER])
+def test_the_new_takes_the_place_of_the_old(tmp_path: Path, files: re.Pattern[str] | None) -> None:
+    for text in ("a", "b"):
+        put(tmp_path / "x", text, files)
+        assert content(tmp_path / "x") == text
+        assert os.listdir(tmp_path) == ["x"]
+
+
+@pytest.mark.parametrize("files", [FILE, FOLDER])
+@pytest.mark.parametrize(
+    ("error", "message", "hint"),
+    [
+        (OSError(28, "No space left on device"), "No space left on device", ""),
+        (RuntimeError("the cause"), "the cause", ""),
+        (RequestError("the cause", "the mend"), "the cause", "the mend"),
+        (KeyboardInterrupt(), None, ""),
+        (TypeError(), None, ""),
+    ],
+)
+def test_the_old_stays_when_the_block_fails(
+    tmp_path: Path,
+    files: re.Pattern[str] | None,
+    error: BaseException,
+    message: str | None,
+    hint: str,
+) -> None:
+    place = tmp_path / "x"
+    put(place, "a", files)
+    with (
+        pytest.raises(type(error) if message is None else OutputError) as caught,
+        in_place_of(str(place), "", files),
+    ):
+        raise error
+    if isinstance(caught.value, OutputError):
+        assert caught.value.message == f"{str(place)!r} cannot be written: {message}"
+        assert caught.value.hint == hint
+    assert content(place) == "a"
+    assert os.listdir(tmp_path) == ["x"]
+
+
+def test_write_json(tmp_path: Path) -> None:
+    path = tmp_path / "clip.json"
+    write_json(path, {"b": 1, "a": os.fsdecode(b"\xff")})
+    assert path.read_text() == '{\n  "b": 1,\n  "a": "\\udcff"\n}\n'
+    write_json(path, METADATA)
+    assert json.loads(path.read_text()) == METADATA
+    with pytest.raises(ValueError, match="JSON"):
+        write_json(path, {"a": float("nan")})
+    assert json.loads(path.read_text()) == METADATA
+    with pytest.raises(OutputError, match=re.escape(repr(str(tmp_path)))):
+        write_json(tmp_path, {})
+    assert os.listdir(tmp_path) == ["clip.json"]
+
+
+def test_check_writable(tmp_path: Path) -> None:
+    check_writable(tmp_path / "a" / "b")
+    assert os.listdir(tmp_path) == [], "what was made for the proof is gone again"
+    (tmp_path / "there").mkdir()
+    check_writable(tmp_path / "there")
+    assert os.listdir(tmp_path / "there") == []
+    os.rmdir(tmp_path / "there")
+    (tmp_path / "file").write_text("x")
+    for folder in (tmp_path / "file", tmp_path / "file" / "x", Path("/proc/x"), Path("/proc")):
+        with pytest.raises(OutputError, match=re.escape(f"cannot write into {str(folder)!r}: ")):
+            check_writable(folder)
+
+
+def test_runs_that_begin_together_do_not_fail_each_other(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        for round_ in range(100):
+            folder = tmp_path / str(round_) / "new"
+            for both in [pool.submit(check_writable, folder) for _ in range(2)]:
+                both.result()
+
+
+@pytest.mark.parametrize("is_needed", [True, False])
+def test_a_new_folder_that_another_run_takes_into_use_or_away(
+    is_needed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What two processes meet once in a while, brought about."""
+    folder, write = tmp_path / "new", Path.write_bytes
+
+    def write_late(path: Path, data: bytes) -> int:
+        monkeypatch.undo()
+        if is_needed:
+            (folder / "clip.mp4").touch()
+        else:
+            folder.rmdir()
+        return write(path, data)
+
+    monkeypatch.setattr(Path, "write_bytes", write_late)
+    check_writable(folder)
+    assert folder.exists() == is_needed
+
+
+@pytest.mark.parametrize("files", [FILE, FOLDER])
+def test_what_a_killed_writer_left_goes_and_what_is_being_written_stays(
+    tmp_path: Path, files: re.Pattern[str] | None
+) -> None:
+    script = (
+        "import os, re, sys\nfrom svdpp.media.output_files import in_place_of\n"
+        "with in_place_of(sys.argv[1], '', re.compile('x') if sys.argv[2] else None):\n"
+        "    os.kill(os.getpid(), 9)\n"
+    )
+    place = str(tmp_path / "killed")
+    done = subprocess.run([sys.executable, "-c", script, place, "x" * bool(files)], check=False)
+    assert done.returncode == -signal.SIGKILL
+    (left,) = tmp_path.iterdir()
+    foreign = tmp_path / ".svdpp-00000000-1-00000000"
+    foreign.touch()
+    with in_place_of(str(tmp_path / "living"), "", files) as temporary:
+        check_writable(tmp_path)
+        assert temporary.exists()
+        assert not left.exists()
+    assert foreign.exists(), "another host's"
+    assert sorted(os.listdir(tmp_path)) == [foreign.name, "living"]

@@ -1,0 +1,186 @@
+"""The memory told from configs: exact for weights, and for activations held against torch's own
+allocator, which counts every byte that a real step takes (measured: 0.995 to 1.005)."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from svdpp.config import ModelConfig, SamplingConfig
+from svdpp.models.base import LATENTS
+from svdpp.models.checkpoint import find_checkpoint
+from svdpp.models.dummy import DummyUNet
+from svdpp.models.live_bytes import LiveBytes
+from svdpp.models.svd import load
+from svdpp.models.svd.memory import Footprint, PartMemory, estimate
+from svdpp.models.svd.model import SvdModel, load_svd
+from svdpp.plan.costs import Costs
+
+DEMO = ModelConfig(name="demo")
+SAMPLING = SamplingConfig(
+    num_inference_steps=4, height=64, width=64, num_frames=6, decode_chunk_size=6
+)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> object:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@functools.cache
+def _told(model: ModelConfig = DEMO, *, threads: int = 1, **changes: object) -> Footprint:
+    sampling = replace(SAMPLING, **changes)  # type: ignore[arg-type]
+    checkpoint = find_checkpoint(model)
+    return estimate(checkpoint, model, sampling, device="cpu", num_threads=threads)
+
+
+def _loaded(part: str) -> SvdModel:
+    duties = {name: name == part for name in ("encode", "denoise", "decode")}
+    return load_svd(find_checkpoint(DEMO), DEMO, SAMPLING, "cpu", **duties)
+
+
+@pytest.mark.parametrize("part", ["encode", "denoise", "decode"])
+def test_weights_are_those_that_a_rank_loads(part: str) -> None:
+    parts = _loaded(part)._parts
+    modules = [m for m in (parts.image_encoder, parts.vae, parts.unet) if m is not None]
+    tensors = [t for m in modules for t in (*m.parameters(), *m.buffers())]
+
+    assert getattr(_told(), part).weight_bytes == sum(t.nbytes for t in tensors)
+
+
+@pytest.mark.parametrize(("part", "threads"), [("denoise", 1), ("decode", 2)])
+def test_activations_are_those_that_torchs_allocator_counts(part: str, threads: int) -> None:
+    torch.set_num_threads(threads)
+    model = _loaded(part)
+    tensors = {name: torch.zeros(spec.shape) for name, spec in model.packet_spec().items()}
+
+    def step() -> object:
+        return model.denoiser(tensors, 0).forward(tensors[LATENTS], 0)
+
+    def decode() -> object:
+        return model._pipe.decode_latents(tensors[LATENTS], 6, 6)
+
+    measured = _allocated_peak({"denoise": step, "decode": decode}[part])
+    told = getattr(_told(threads=threads), part).activation_bytes
+    print(part, threads, told, measured, told / measured)
+    assert told == pytest.approx(measured, rel=0.05)
+
+
+def test_the_dummys_activations_are_those_that_torchs_allocator_counts() -> None:
+    model = ModelConfig(name="dummy", dummy_latent_shape=(1, 4, 8, 32, 32))
+    unet, latent = DummyUNet(), torch.zeros(model.dummy_latent_shape)
+
+    told = estimate(None, model, SAMPLING, device="cpu").denoise.activation_bytes
+
+    assert told == pytest.approx(_allocated_peak(lambda: unet(latent, 0)), rel=0.05)
+
+
+def _allocated_peak(work: Callable[[], object]) -> int:
+    """The most bytes that torch's CPU allocator had given out at once above those before."""
+    with torch.no_grad():
+        work()  # the first time oneDNN makes its kernels
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+            work()
+    live = peak = 0
+    for event in seen.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            peak = max(peak, live)
+    return peak
+
+
+def test_what_takes_more_and_what_takes_less() -> None:
+    plain = _told()
+    assert plain.decode is not None
+    assert plain.encode is not None
+
+    smaller_chunk = _told(decode_chunk_size=1)
+    assert smaller_chunk.decode is not None
+    assert smaller_chunk.decode.activation_bytes < plain.decode.activation_bytes / 3
+    assert smaller_chunk.denoise == plain.denoise
+    longer = _told(num_frames=12, decode_chunk_size=6)
+    assert longer.denoise.activation_bytes > 1.5 * plain.denoise.activation_bytes
+    unguided = _told(max_guidance_scale=1.0)
+    assert unguided.denoise.activation_bytes < plain.denoise.activation_bytes
+    half = _told(ModelConfig(name="demo", dtype="bf16"))
+    assert half.denoise.weight_bytes * 2 == plain.denoise.weight_bytes
+    assert half.denoise.activation_bytes < 0.7 * plain.denoise.activation_bytes
+
+
+def test_a_half_precision_encode_takes_its_weights_twice_as_wide_for_a_while() -> None:
+    half = _told(ModelConfig(name="demo", dtype="fp16"), height=8, width=8)
+    assert half.encode is not None
+    checkpoint = find_checkpoint(DEMO)
+    vae = load.load_parts(
+        checkpoint, encode=True, denoise=False, decode=False, dtype="fp16", device="cpu"
+    ).vae
+    assert vae.config.force_upcast
+
+    assert half.encode.activation_bytes >= sum(p.nbytes for p in vae.parameters())
+
+
+def test_the_dummy_needs_no_checkpoint() -> None:
+    model = ModelConfig(name="dummy", dummy_latent_shape=(1, 4, 2, 8, 8))
+    told = estimate(None, model, SAMPLING, device="cuda")
+
+    assert told.encode is None
+    assert told.decode is None
+    latent = 4 * 2 * 8 * 8 * 4
+    # The widened 16 channels before and after the activation, at least.
+    assert told.denoise.activation_bytes >= 2 * 4 * latent
+    assert told.denoise.weight_bytes == 4 * (2 * 4 * 16 * 27 + 16 + 4)
+
+
+def test_a_rank_takes_the_weights_of_all_its_parts_and_one_peak() -> None:
+    footprint = Footprint(
+        encode=PartMemory(1, 10), denoise=PartMemory(2, 30), decode=PartMemory(4, 20)
+    )
+
+    assert footprint.of_rank(encode=True, denoise=True, decode=False) == (3, 30)
+    assert footprint.of_rank(encode=False, denoise=False, decode=True) == (4, 20)
+    assert footprint.of_rank(encode=False, denoise=False, decode=False) == (0, 0)
+
+
+def test_plans_take_it_as_costs() -> None:
+    gib = 2**30
+    half = Footprint(encode=None, denoise=PartMemory(2 * gib, gib), decode=PartMemory(gib, 3 * gib))
+    costs = Costs(**half.as_costs())  # type: ignore[arg-type]
+
+    assert costs.peak_gib(encode=False, denoise=True, decode=True) == 6.0
+    assert costs.peak_gib(encode=True, denoise=True, decode=True) is None
+
+
+def test_storages_count_once_and_until_they_die() -> None:
+    there = torch.zeros(1000)
+    live = LiveBytes([there], count_workspace=False)
+    with live:
+        kept = there.view(10, 100)  # no memory of its own
+        for _ in range(5):
+            kept = kept + 1  # the one before dies after each
+        kept.t()
+
+    assert live.peak == 2 * 4000
+
+
+@pytest.mark.long
+@pytest.mark.full
+def test_a_bare_process_holds_the_libraries() -> None:
+    code = (
+        "from svdpp.models.svd.memory import bare_process_bytes\n"
+        "print(bare_process_bytes())\n"
+        "print(*(line.split()[1] for line in open('/proc/self/status') if 'VmHWM' in line))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    bare, peak_kib = map(int, done.stdout.split())
+
+    assert 0.8 * peak_kib * 1024 < bare <= peak_kib * 1024

@@ -1,0 +1,116 @@
+"""Starts where none are given, and the file of measured ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from svdpp.errors import InputError, RequestError
+from svdpp.plan.draft import Wave
+from svdpp.plan.draft_starts import (
+    DraftProfile,
+    MeasuredStarts,
+    best_trades,
+    candidates,
+    default_starts,
+    parse_starts,
+)
+
+
+@pytest.mark.parametrize("world_size", range(2, 9))
+def test_default_drafts_come_after_half_the_rounds(world_size: int) -> None:
+    for num_steps in range(14, 51):
+        wave = Wave(num_steps=num_steps, starts=default_starts(num_steps, world_size))
+        assert wave.world_size == world_size
+        assert wave.rounds(world_size - 1) == num_steps // 2 + 1
+
+
+@pytest.mark.parametrize(("num_steps", "world_size"), [(28, 1), (14, 9), (2, 3)])
+def test_counts_without_default_starts(num_steps: int, world_size: int) -> None:
+    with pytest.raises(RequestError, match="no starts are known"):
+        default_starts(num_steps, world_size)
+
+
+def test_candidates_are_waves_around_half_the_rounds() -> None:
+    assert list(candidates(28, 2)) == [(0, 16), (0, 14), (0, 11)]
+    for starts in candidates(28, 5):
+        wave = Wave(num_steps=28, starts=starts)
+        assert wave.rounds(4) in (13, 15, 18)
+
+
+def _measured(starts: tuple[int, ...], rounds: int, psnr_db: float | None) -> MeasuredStarts:
+    return MeasuredStarts(starts=starts, rounds=rounds, psnr_db=psnr_db, max_levels=3)
+
+
+def test_only_trades_that_nothing_beats_are_kept() -> None:
+    soon = _measured((0, 5), 5, 40.0)
+    near = _measured((0, 3), 7, 60.0)
+    equal = _measured((0, 1), 9, None)
+    beaten = [_measured((0, 4), 7, 50.0), _measured((0, 2), 8, 60.0), _measured((0, 6), 5, 39.0)]
+    other = _measured((0, 4, 5), 9, 30.0)  # of another number of ranks
+
+    assert best_trades([other, *beaten, near, equal, soon]) == (soon, near, equal, other)
+
+
+def _profile() -> DraftProfile:
+    choices = (_measured((0, 6), 5, 41.5), _measured((0, 5), 6, None), _measured((0, 3, 8), 4, 20))
+    return DraftProfile(
+        model="demo", num_steps=8, photographs=("a.jpg",), source="a test", choices=choices
+    )
+
+
+def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "draft.json"
+    path.write_text(json.dumps(_profile().to_json()))
+
+    assert DraftProfile.load(path) == _profile()
+    # The nearest of those that are there after half the rounds; else the soonest.
+    assert parse_starts(str(path), 8, 2) == (0, 6)
+    assert parse_starts(str(path), 8, 3) == (0, 3, 8)
+    assert parse_starts(str(path), 8, None) == (0, 3, 8)
+
+
+@pytest.mark.parametrize(("num_steps", "world_size"), [(28, 2), (8, 4)])
+def test_a_profile_of_other_counts(num_steps: int, world_size: int) -> None:
+    with pytest.raises(RequestError, match="measured for 8 steps and 2, 3 ranks"):
+        _profile().best(num_steps, world_size)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{}", "[]", "3", "not json", '{"schema_version": 2}', "[" * 100_000],
+)
+def test_a_file_that_is_no_profile(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "draft.json"
+    path.write_text(text)
+    with pytest.raises(InputError, match="are no profile of a draft"):
+        DraftProfile.load(path)
+
+
+def test_a_profile_without_choices(tmp_path: Path) -> None:
+    path = tmp_path / "draft.json"
+    path.write_text(json.dumps({**_profile().to_json(), "choices": []}))
+    with pytest.raises(InputError, match="it holds no choices"):
+        parse_starts(str(path), 8, None)
+
+
+def test_a_profile_with_a_choice_of_other_fields(tmp_path: Path) -> None:
+    content = _profile().to_json()
+    content["choices"][0]["speed"] = 2
+    path = tmp_path / "draft.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(InputError, match="a choice has max_levels"):
+        DraftProfile.load(path)
+
+
+@pytest.mark.parametrize("text", ["", "0;14", "0,-3", "0,a", "starts.txt", "0,,3"])
+def test_text_that_is_no_starts(text: str) -> None:
+    with pytest.raises(RequestError, match="--starts must be steps or a profile's file"):
+        parse_starts(text, 28, 2)
+
+
+def test_a_profile_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="cannot be read"):
+        parse_starts(str(tmp_path / "none.json"), 28, 2)

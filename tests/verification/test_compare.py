@@ -1,0 +1,134 @@
+"""The comparison itself: nothing that differs by a bit passes, and what differs is measured."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from svdpp.verification.result import Check, Verdict, compare_frames, compare_latents
+from svdpp.worker.fault_injection import PlantedFault, one_ulp_off
+from svdpp.worker.tensor_store import Evidence, tensor_sha256
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def _compare(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float = 0.0) -> Check:
+    return compare_latents(ours, theirs, clip=2, step=8, rank=1, final=False, tolerance=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_equal_bits_are_equal(dtype: torch.dtype) -> None:
+    latent = torch.randn(1, 2, 4, 3, 3).to(dtype)
+    check = _compare(latent, latent.clone())
+    assert check.equal
+    assert check.bitwise
+    assert (check.max_abs_diff, check.max_ulp, check.first_index) == (0.0, 0, None)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_ulp_is_found_and_placed(dtype: torch.dtype) -> None:
+    latent = torch.randn(1, 2, 4, 3, 3).to(dtype)
+    check = _compare(one_ulp_off(latent), latent)
+    assert not check.equal
+    assert check.max_ulp == 1
+    # The middle of 72 elements, index 36, is where the fault is planted.
+    assert check.first_index == (0, 1, 0, 0, 0)
+    assert 0 < check.max_abs_diff < 0.1
+
+
+def test_zero_and_minus_zero_are_equal_numbers_of_other_bits() -> None:
+    check = _compare(torch.tensor([0.0]), torch.tensor([-0.0]))
+    assert (check.bitwise, check.max_abs_diff, check.max_ulp) == (False, 0.0, 0)
+    assert not check.equal
+    assert _compare(torch.tensor([0.0]), torch.tensor([-0.0]), tolerance=1e-30).equal
+
+
+def test_nan_against_a_number_is_infinitely_far() -> None:
+    check = _compare(torch.tensor([torch.nan]), torch.tensor([1.0]), tolerance=1e9)
+    assert not check.equal
+    assert check.max_abs_diff == float("inf")
+
+
+def test_a_tolerance_is_not_bitwise() -> None:
+    check = _compare(torch.tensor([1.0]), torch.tensor([1.5]), tolerance=0.5)
+    assert check.equal
+    assert not check.bitwise
+
+
+@given(st.floats(width=32, allow_nan=False), st.floats(width=32, allow_nan=False))
+def test_ulps_count_the_numbers_between(a: float, b: float) -> None:
+    distance = _compare(torch.tensor([a]), torch.tensor([b])).max_ulp
+    ordered = sorted((np.float32(a), np.float32(b)))
+    if distance < 50:
+        for _ in range(distance):
+            ordered[0] = np.nextafter(ordered[0], np.float32(np.inf))
+        assert ordered[0] == ordered[1]
+    else:
+        assert a != b
+
+
+def test_other_shapes_and_dtypes_are_a_programmers_error() -> None:
+    with pytest.raises(ValueError, match="against"):
+        _compare(torch.zeros(2), torch.zeros(3))
+    with pytest.raises(ValueError, match="against"):
+        _compare(torch.zeros(2), torch.zeros(2, dtype=torch.float16))
+
+
+def test_frames_are_compared_level_by_level() -> None:
+    frames = np.zeros((2, 4, 4, 3), dtype=np.uint8)
+    other = frames.copy()
+    other[1, 2, 3, 0] = 5
+    same = compare_frames(frames, frames.copy(), clip=0, step=4, rank=1)
+    assert same.equal
+    check = compare_frames(other, frames, clip=0, step=4, rank=1)
+    assert (check.equal, check.max_ulp, check.first_index) == (False, 5, (1, 2, 3, 0))
+    assert compare_frames(other, frames, clip=0, step=4, rank=1, tolerance=0.02).equal
+
+
+def test_verdict_names_the_first_difference() -> None:
+    latent = torch.ones(3)
+    good, bad = _compare(latent, latent), _compare(latent, latent + 1)
+    assert Verdict((good, good)).equal
+    verdict = Verdict((good, bad, bad))
+    assert verdict.first_difference is bad
+    report = verdict.to_json()
+    assert report["schema_version"] == 1
+    assert (report["equal"], report["bitwise"], report["max_abs_diff"]) == (False, False, 1.0)
+    assert {"clip", "what", "step", "rank", "equal", "max_abs_diff", "sha256"} <= set(
+        report["checks"][0]
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sha256_is_of_the_contiguous_bytes(dtype: torch.dtype) -> None:
+    latent = torch.randn(2, 3, 5).to(dtype)
+    raw = bytes(latent.view(torch.uint8).reshape(-1).tolist())
+    assert tensor_sha256(latent) == hashlib.sha256(raw).hexdigest()
+    turned = latent.transpose(0, 2)
+    assert tensor_sha256(turned) == tensor_sha256(turned.contiguous())
+    assert tensor_sha256(turned) != tensor_sha256(latent)
+
+
+def test_evidence_comes_back_as_it_was_kept(tmp_path: Path) -> None:
+    evidence = Evidence(tmp_path)
+    latent = torch.randn(1, 2, 3).to(torch.bfloat16).transpose(0, 2)
+    frames = np.arange(2 * 4 * 4 * 3, dtype=np.uint8).reshape(2, 4, 4, 3)
+    evidence.keep_latent(3, 7, latent)
+    evidence.keep_frames(3, frames)
+    assert torch.equal(evidence.latent(3, 7), latent)
+    assert np.array_equal(evidence.frames(3), frames)
+    with pytest.raises(FileNotFoundError):
+        evidence.latent(3, 8)
+
+
+def test_faults_are_read_from_text() -> None:
+    assert PlantedFault.parse("ulp@rank1.clip0") == PlantedFault("ulp", 1, 0)
+    for text in ("ulp@1.0", "melt@rank1.clip0", "ulp@rank1.clip0 ", ""):
+        with pytest.raises(ValueError, match="is no fault"):
+            PlantedFault.parse(text)

@@ -1,0 +1,151 @@
+"""The page says what the verdict says, shows both sides, and does not tell whose machine it is."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from svdpp.cli.console import Console
+from svdpp.cli.verify_report import print_drafts
+from svdpp.config import ClipRequest, DraftConfig, ModelConfig, PipelineConfig, SamplingConfig
+from svdpp.verification.report import write_report
+from svdpp.verification.result import Verdict
+from svdpp.verification.verify import compare, new_side
+from svdpp.worker.tensor_store import Evidence
+
+DUMMY = PipelineConfig(
+    world_size=2,
+    model=ModelConfig(name="dummy", dummy_latent_shape=(1, 4, 2, 8, 8)),
+    sampling=SamplingConfig(num_inference_steps=2),
+)
+
+
+def _keep(config: PipelineConfig, folder: Path, num_clips: int) -> None:
+    """Equal latents and frames of both sides, as the two runs would leave them."""
+    for side in ("pipelined", "sequential"):
+        evidence = Evidence(new_side(folder / side, config))
+        for clip in range(num_clips):
+            for step in (1, 2):
+                evidence.keep_latent(clip, step, torch.full((1, 4, 2, 8, 8), clip + 0.5))
+            if config.decodes:
+                evidence.keep_frames(clip, np.full((4, 16, 24, 3), clip, np.uint8))
+
+
+def _page(config: PipelineConfig, folder: Path, requests: list[ClipRequest]) -> tuple[Verdict, str]:
+    verdict = compare(config, len(requests), folder)
+    path = folder / "report.html"
+    write_report(path, verdict, config, requests, folder, {"planted fault": "<none>"})
+    return verdict, path.read_text()
+
+
+def _rows(page: str) -> list[list[str]]:
+    """The texts of all cells, by row."""
+    rows = re.findall(r"<tr>(.*?)</tr>", page)
+    cells = (re.findall(r"<td[^>]*>(.*?)</td>", row) for row in rows)
+    return [[re.sub(r"<[^>]*>", "", cell) for cell in row] for row in cells]
+
+
+def test_equal_sides(tmp_path: Path) -> None:
+    _keep(DUMMY, tmp_path, 2)
+    verdict, page = _page(DUMMY, tmp_path, [ClipRequest(seed=3), ClipRequest(seed=4)])
+
+    assert '<div class="verdict good"><b>Bitwise equal</b>' in page
+    assert "2 clips, 4 comparisons" in page
+    rows = _rows(page)
+    for check in verdict.checks:
+        what = check.what.replace("_", " ")
+        row = [str(check.clip), what, str(check.step), str(check.rank), "bitwise equal"]
+        assert [*row, "0", "0", "", check.sha256[:16]] in rows
+    assert page.count("<img ") == 2 * 3 * 3
+    assert page.count("No difference") == 2
+    for condition in (
+        ["threads a rank", "1"],
+        ["dtype", "fp32"],
+        ["planted fault", "&lt;none&gt;"],
+    ):
+        assert condition in rows
+    assert any(row[:1] == ["versions"] and f"torch {torch.__version__}" in row[1] for row in rows)
+
+
+def test_one_ulp_is_named_and_its_clip_comes_first(tmp_path: Path) -> None:
+    _keep(DUMMY, tmp_path, 2)
+    latent = torch.full((1, 4, 2, 8, 8), 1.5)
+    latent[0, 3, 1, 0, 2] = torch.nextafter(torch.tensor(1.5), torch.tensor(2.0))
+    Evidence(tmp_path / "pipelined").keep_latent(1, 2, latent)
+    _, page = _page(DUMMY, tmp_path, [ClipRequest(seed=3), ClipRequest(seed=4)])
+
+    assert '<div class="verdict bad"><b>Different</b>' in page
+    assert "clip 1, the final latent, done by rank 1: first at index [0, 3, 1, 0, 2]" in page
+    assert re.findall(r"<h2>(Clip [^<]*)", page) == ["Clip 1: seed 4", "Clip 0: seed 3"]
+    assert "amplified x2.52e+07: white is 1.19e-07, the largest" in page
+    assert "plane 7" in page
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> PipelineConfig:
+    (tmp_path / "checkpoint").mkdir()
+    return PipelineConfig(
+        world_size=2,
+        model=ModelConfig(name=str(tmp_path / "checkpoint")),
+        sampling=SamplingConfig(num_inference_steps=2),
+    )
+
+
+def test_no_path_of_this_machine_is_in_it(local: PipelineConfig, tmp_path: Path) -> None:
+    _keep(local, tmp_path, 1)
+    request = ClipRequest(seed=5, image=str(tmp_path / "my <photo>.jpg"))
+    _, page = _page(local, tmp_path, [request])
+
+    assert "Clip 0: my &lt;photo&gt;.jpg, seed 5" in page
+    assert ["model", "checkpoint"] in _rows(page)
+    for part in (str(tmp_path), str(Path.home()), tmp_path.name):
+        assert part not in page
+
+
+def test_frames_are_shown_and_many_clips_are_left_to_the_table(
+    local: PipelineConfig, tmp_path: Path
+) -> None:
+    _keep(local, tmp_path, 6)
+    frames = np.full((4, 16, 24, 3), 5, np.uint8)
+    frames[1, 2, 3, 0] = 8
+    Evidence(tmp_path / "pipelined").keep_frames(5, frames)
+    _, page = _page(local, tmp_path, [ClipRequest(seed=seed, image="a.jpg") for seed in range(6)])
+
+    shown = re.findall(r"<h2>Clip (\d)", page)
+    assert shown == ["5", "0", "1", "2"]
+    assert "2 further clips" in page
+    assert "amplified x85: white is 3 of 255 levels, the largest" in page
+    assert sum(row[:2] == ["4", "frames"] for row in _rows(page)) == 1
+
+
+def test_a_lost_walk_has_a_row_and_no_pictures(
+    local: PipelineConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    starts = DraftConfig(starts=(0, 1, 2))
+    config = replace(
+        local, world_size=3, sampling=SamplingConfig(num_inference_steps=4), draft=starts
+    )
+    latent, frames = torch.ones((1, 2, 4, 8, 8)), np.full((2, 16, 24, 3), 5, np.uint8)
+    for side in ("pipelined", "sequential"):
+        evidence = Evidence(new_side(tmp_path / side, config))
+        for step in range(1, 5):
+            evidence.keep_latent(0, step, latent)
+        for walker in (None, 0, 1):  # and none of rank 2's walk, which came to harm
+            evidence.keep_latent(0, 4, latent, walker=walker)
+            evidence.keep_frames(0, frames, walker=walker)
+    verdict, page = _page(config, tmp_path, [ClipRequest(seed=5, image="a.jpg")])
+
+    assert verdict.bitwise
+    lost, kept = verdict.to_json()["drafts"]
+    assert (lost["rank"], lost["lost"], lost["latent_max_abs_diff"]) == (2, True, None)
+    assert (kept["rank"], kept["lost"], kept["latent_max_abs_diff"]) == (1, False, 0)
+    assert any(row[1:3] == ["2", "2"] and row[-2:] == ["lost", ""] for row in _rows(page))
+    assert "Draft by rank 2: lost" in page
+    assert page.count("<img ") == 2 * 3 * 2  # the exact clip's and rank 1's, of two frames
+    print_drafts(Console(), verdict, 4)
+    assert "lost" in capsys.readouterr().out

@@ -1,0 +1,107 @@
+"""The proof by real processes: equal where it must be, and every planted fault caught and named."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SamplingConfig
+from svdpp.media.examples import example_photos
+from svdpp.verification.result import Check
+from svdpp.verification.verify import compare, run_pipelined, run_sequential, verify
+from svdpp.worker.fault_injection import PlantedFault
+from tests.models.builders import save_tiny_checkpoint
+
+pytestmark = pytest.mark.processes
+
+DUMMY = PipelineConfig(
+    world_size=2,
+    model=ModelConfig(name="dummy", dummy_latent_shape=(1, 4, 2, 8, 8)),
+    sampling=SamplingConfig(num_inference_steps=6),
+)
+
+
+def _places(checks: tuple[Check, ...]) -> list[tuple[int, str, int, int]]:
+    return [(check.clip, check.what, check.step, check.rank) for check in checks]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> PipelineConfig:
+    folder = save_tiny_checkpoint(tmp_path_factory.mktemp("tiny") / "model", vae_factor=4)
+    return PipelineConfig(
+        world_size=2,
+        model=ModelConfig(name=str(folder)),
+        sampling=SamplingConfig(num_inference_steps=4, height=64, width=64, num_frames=3),
+    )
+
+
+def _requests(num_clips: int) -> list[ClipRequest]:
+    photos = example_photos()
+    return [
+        ClipRequest(seed=clip, image=str(photos[clip % len(photos)])) for clip in range(num_clips)
+    ]
+
+
+@pytest.mark.parametrize(("world_size", "dtype"), [(1, "fp32"), (2, "fp32"), (4, "bf16")])
+def test_svd_through_ranks_is_bitwise_diffusers(
+    tiny: PipelineConfig, world_size: int, dtype: str
+) -> None:
+    model = replace(tiny.model, dtype=dtype)  # type: ignore[arg-type]
+    verdict = verify(replace(tiny, world_size=world_size, model=model), _requests(3))
+    assert verdict.bitwise
+    assert verdict.equal
+    count = 4 // world_size
+    expected = []
+    for clip in range(3):
+        for rank in range(world_size):
+            step = (rank + 1) * count
+            what = "final_latent" if step == 4 else "latent"
+            expected.append((clip, what, step, rank))
+        expected.append((clip, "frames", 4, world_size - 1))
+    assert _places(verdict.checks) == expected
+    hashes = [check.sha256 for check in verdict.checks]
+    assert len(set(hashes)) == len(hashes), "clips and steps must not be the same thing twice"
+
+
+def test_the_dummy_is_the_plain_loop() -> None:
+    verdict = verify(replace(DUMMY, world_size=3), [ClipRequest(seed=s) for s in (4, 5)])
+    assert verdict.bitwise
+    assert len(verdict.checks) == 2 * 3
+
+
+@pytest.mark.parametrize("kind", ["ulp", "skip"])
+def test_a_planted_fault_is_caught_where_it_was_planted(kind: str, tmp_path: Path) -> None:
+    config = replace(DUMMY, world_size=3)
+    requests = [ClipRequest(seed=seed) for seed in range(3)]
+    fault = PlantedFault(kind, 1, 1)  # type: ignore[arg-type]
+    run_pipelined(config, requests, tmp_path, fault=fault)
+    run_sequential(config, requests, tmp_path)
+    verdict = compare(config, 3, tmp_path)
+    assert not verdict.equal
+    first = verdict.first_difference
+    assert first is not None
+    assert (first.clip, first.step, first.rank) == (1, 4, 1)
+    if kind == "ulp":
+        assert first.max_ulp == 1
+        assert first.first_index == (0, 2, 0, 0, 0)
+    # Nothing before it, nothing of the other clips, everything after it.
+    assert [check.equal for check in verdict.checks] == [
+        *(True, True, True),
+        *(True, False, False),
+        *(True, True, True),
+    ]
+    assert compare(config, 3, tmp_path, tolerance=10.0).equal
+
+
+def test_a_fault_in_svd_reaches_the_frames_check(tiny: PipelineConfig, tmp_path: Path) -> None:
+    requests = _requests(1)
+    run_pipelined(tiny, requests, tmp_path, fault=PlantedFault("skip", 0, 0))
+    run_sequential(tiny, requests, tmp_path)
+    verdict = compare(tiny, 1, tmp_path)
+    assert [check.what for check in verdict.checks if not check.equal] == [
+        "latent",
+        "final_latent",
+        "frames",
+    ]

@@ -1,0 +1,104 @@
+"""A clip's JSON says which weights made it, so that a folder's name is no more than its name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from svdpp.config import ModelConfig, OutputConfig, PipelineConfig, SamplingConfig
+from svdpp.media.image import read_photo
+from svdpp.models.checkpoint import find_checkpoint
+from svdpp.worker.clip_metadata import clip_record, handover_key, parameters_sha256
+from tests.cli.shell import PHOTO, assert_error, svdpp_here
+from tests.models.builders import save_tiny_checkpoint
+
+UNET = "unet/diffusion_pytorch_model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_checkpoint(tmp_path_factory.mktemp("sound") / "tiny")
+
+
+@pytest.fixture
+def folder(sound: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(sound, tmp_path / "ckpt"))
+
+
+def _record(name: str, out: Path, **model: Any) -> dict[str, Any]:
+    sampling = SamplingConfig(num_inference_steps=2, height=32, width=32, num_frames=2)
+    config = PipelineConfig(
+        world_size=2,
+        model=ModelConfig(name=name, **model),
+        sampling=replace(sampling, decode_chunk_size=2),
+    )
+    _, photo = read_photo(Path(PHOTO))
+    output = OutputConfig(path=str(out / "rocket_0.mp4"))
+    return clip_record(photo, 0, output, config, find_checkpoint(config.model))
+
+
+def _replace_weights(folder: Path) -> None:
+    """One number in the middle of one tensor moves."""
+    tensors = load_file(folder / UNET)
+    moved = tensors["conv_in.weight"].view(-1)
+    moved[len(moved) // 2] += 1
+    save_file(tensors, folder / UNET, metadata={"format": "pt"})
+
+
+def test_a_folder_is_recorded_as_where_it_is(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    records = [_record(name, tmp_path) for name in ("ckpt", "./ckpt/", str(folder))]
+    assert {record["model"] for record in records} == {str(folder)}
+    assert len({record["parameters_sha256"] for record in records}) == 1
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert _record("ckpt", tmp_path)["model"] == "~/ckpt"
+
+
+def test_the_demo_is_recorded_by_its_name(tmp_path: Path) -> None:
+    record = _record("demo", tmp_path)
+    assert (record["model"], record["revision"]) == ("demo", None)
+    assert record["weights_fingerprint"] is None
+
+
+def test_weights_replaced_in_place_make_another_clip(folder: Path, tmp_path: Path) -> None:
+    before = _record(str(folder), tmp_path)
+    copied = shutil.copytree(folder, tmp_path / "copy")
+    assert _record(str(copied), tmp_path)["weights_fingerprint"] == before["weights_fingerprint"]
+    _replace_weights(folder)
+    after = _record(str(folder), tmp_path)
+    assert after["model"] == before["model"]
+    assert after["weights_fingerprint"] != before["weights_fingerprint"]
+    assert after["parameters_sha256"] != before["parameters_sha256"]
+
+
+def test_a_new_order_in_memory_is_another_clip(folder: Path, tmp_path: Path) -> None:
+    checkpoint = find_checkpoint(ModelConfig(name=str(folder)))
+    plain, other = (_record(str(folder), tmp_path, channels_last=on) for on in (False, True))
+    assert parameters_sha256(plain) != parameters_sha256(other)
+    assert handover_key(plain, checkpoint) != handover_key(other, checkpoint)
+
+
+def test_verify_finds_the_folder_and_notices_other_weights(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From wherever it is asked; and before anything is computed."""
+    monkeypatch.chdir(tmp_path)
+    record = _record("ckpt", tmp_path)
+    path = tmp_path / "rocket_0.json"
+    path.write_text(json.dumps({**record, "latents_sha256": "", "frames_sha256": ""}))
+    _replace_weights(folder)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    answer = svdpp_here("verify", str(path))
+    assert_error(answer, 5, "holds other weights now than 'rocket_0.json'", "--overwrite")
+    shutil.rmtree(folder)
+    assert_error(svdpp_here("verify", str(path)), 5, "there is no folder")

@@ -1,0 +1,108 @@
+"""What is delivered of a draft's results, in which place, and what is left alone there."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from svdpp.config import ClipRequest, DraftConfig, OutputConfig
+from svdpp.media import video
+from svdpp.plan.draft import Wave
+from svdpp.worker.clip_writer import Delivery
+from svdpp.worker.draft_results import Result, Review
+from svdpp.worker.messages import ClipDone, ClipJob, DraftDone
+
+STARTS = (0, 3, 5)
+
+
+@dataclass
+class _Told:
+    """What the parent would hear."""
+
+    events: list[ClipDone | DraftDone] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+
+    def delivery(self) -> Delivery:
+        return Delivery(
+            self.events.append,
+            lambda _, error: self.lost.append(f"clip: {error}"),
+            lambda _, error: self.lost.append(f"draft: {error}"),
+            lambda error: self.lost.append(f"rank: {error!r}"),
+            {},
+            fps=7,
+        )
+
+    @property
+    def words(self) -> list[tuple[str, bool]]:
+        return [(event.kind, event.record["exact"]) for event in self.events]
+
+
+def _review_all(output: OutputConfig, accept_db: float | None = None) -> _Told:
+    """Three results that hardly differ, from the fastest rank's to the exact one."""
+    told = _Told()
+    delivery = told.delivery()
+    review = Review(
+        ClipJob(clip=0, request=ClipRequest(seed=0, output=output)),
+        0.0,
+        Wave(num_steps=8, starts=STARTS),
+        DraftConfig(starts=STARTS, accept_db=accept_db),
+        delivery,
+    )
+    for rank in (2, 1, 0):
+        latent, frames = torch.full((1, 2), rank), np.full((2, 32, 32, 3), 100 + rank, np.uint8)
+        review.add(Result(rank=rank, latent=latent, frames=frames, seconds=1.0))
+    delivery.finish()
+    return told
+
+
+@pytest.fixture
+def folder_in_the_way(tmp_path: Path) -> Path:
+    """Somebody's own folder where the draft of clip_0 would go, found too late."""
+    folder = tmp_path / "clip_0.draft"
+    folder.mkdir()
+    (folder / "notes.txt").write_text("mine")
+    return folder
+
+
+def test_a_draft_that_cannot_be_written_costs_nothing_but_the_draft(
+    folder_in_the_way: Path,
+) -> None:
+    output = OutputConfig(path=str(folder_in_the_way.parent / "clip_0"), format="frames")
+    told = _review_all(output)
+    assert told.words == [("clip", True)]
+    (lost,) = told.lost
+    assert lost.startswith("draft: ")
+    assert "holds other files" in lost
+    assert (folder_in_the_way / "notes.txt").read_text() == "mine"
+    assert len(video.read_frames(Path(output.path), "frames")) == 2
+    assert json.loads(Path(output.json_path).read_text())["exact"] is True
+
+
+def test_an_accepted_draft_that_cannot_be_written_gives_way_to_the_exact_clip(
+    folder_in_the_way: Path,
+) -> None:
+    output = OutputConfig(path=str(folder_in_the_way.parent / "clip_0"), format="frames")
+    told = _review_all(output, accept_db=1.0)
+    assert told.words == [("clip", True)]
+    assert [lost.partition(":")[0] for lost in told.lost] == ["draft", "draft"]
+    assert (folder_in_the_way / "notes.txt").exists()
+
+
+def test_an_accepted_draft_is_the_last_word(tmp_path: Path) -> None:
+    told = _review_all(OutputConfig(path=str(tmp_path / "clip_0"), format="frames"), accept_db=1.0)
+    assert told.words == [("draft", False), ("clip", False)]
+    assert not told.lost
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["clip_0.draft", "clip_0.draft.json"]
+
+
+@pytest.mark.parametrize("format", ["frames", "gif"])
+def test_the_exact_clip_takes_the_drafts_place(format: video.VideoFormat, tmp_path: Path) -> None:
+    output = OutputConfig(path=str(tmp_path / f"clip_0{video.SUFFIXES[format]}"), format=format)
+    told = _review_all(output)
+    assert told.words == [("draft", False), ("clip", True)]
+    assert sorted(tmp_path.iterdir()) == sorted([Path(output.path), Path(output.json_path)])

@@ -1,0 +1,182 @@
+"""Walks from several starts, against the method's own words in plain numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from svdpp.config import LatentSpec, TensorSpec
+from svdpp.diagnostics.draft_simulator import DraftLab
+from svdpp.models.base import LATENTS, Frames, Tensors
+from svdpp.models.dummy import DummyModel
+from svdpp.plan.draft import Wave
+from svdpp.worker.draft_sampler import Evaluation, Walk
+
+N = 12
+SIGMAS = torch.linspace(20.0, 0.5, N + 1) ** 1.5
+START = torch.tensor([3.0, -40.0, 0.25])
+STARTS = [(0, 6), (0, 1), (0, 3, 5), (0, 4, 7, 9), (0, 1, 2, 3), (0, 2, 4, 8, 11)]
+
+Derivative = Callable[[torch.Tensor, int], torch.Tensor]
+
+
+@dataclass
+class Double:
+    """A denoiser, and the model around it, whose derivative is a formula."""
+
+    derivative: Derivative
+    device = torch.device("cpu")
+    frames_shape = (1, 1, 1, 3)
+
+    @property
+    def sigmas(self) -> torch.Tensor:
+        return SIGMAS
+
+    def forward(self, latent: torch.Tensor, step: int) -> torch.Tensor:
+        return self.evaluate(latent, step)[0]
+
+    def evaluate(self, latent: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        derivative = self.derivative(latent, step)
+        return latent + derivative * (SIGMAS[step + 1] - SIGMAS[step]), derivative
+
+    def denoiser(self, tensors: Tensors, start: int) -> Double:  # noqa: ARG002
+        return self
+
+    def packet_spec(self) -> Mapping[str, TensorSpec]:
+        return {LATENTS: TensorSpec((3,), "fp32")}
+
+    def encode(self, image: Image.Image | None, seed: int) -> Tensors:  # noqa: ARG002
+        return {LATENTS: START}
+
+    def decode(self, latent: torch.Tensor) -> Frames:
+        raise NotImplementedError
+
+
+def straight(latent: torch.Tensor, step: int) -> torch.Tensor:
+    """A UNet linear in x that predicts the same image everywhere: Euler's paths are straight."""
+    image = torch.tensor([1.0, 2.0, -3.0])
+    return (latent - image) / SIGMAS[step]
+
+
+def linear(latent: torch.Tensor, step: int) -> torch.Tensor:
+    """Linear in x with another factor at each step: paths bend."""
+    return latent * (0.02 + 0.003 * ((7 * step) % 5))
+
+
+def bent(latent: torch.Tensor, step: int) -> torch.Tensor:
+    """Not linear."""
+    return torch.tanh(latent / 10) * (0.5 + step / N)
+
+
+def by_rounds(derivative: Derivative, starts: tuple[int, ...]) -> list[torch.Tensor]:
+    """The method as it is told in rounds, in double precision: each rank's result."""
+
+    def jump(x: torch.Tensor, f: torch.Tensor, a: int, b: int) -> torch.Tensor:
+        return x + f * (sigmas[b] - sigmas[a])
+
+    sigmas = SIGMAS.double()
+    ranks = range(len(starts))
+    place, state = list(starts), {0: START.double()}
+    begun: dict[int, tuple[int, torch.Tensor, torch.Tensor]] = {}
+    for round_ in range(starts[-1] + N + len(starts)):
+        at_work = [k for k in ranks if k <= round_ and place[k] < N]
+        seen = {}
+        for k in at_work:
+            seen[k] = (place[k], state[k], derivative(state[k], place[k]))
+            begun.setdefault(k, seen[k])
+            if begun[k][0] == place[k]:
+                begun[k] = seen[k]
+        for k in at_work:
+            t, x, f = seen[k]
+            state[k] = jump(x, f, t, t + 1)
+            if k == round_ and k + 1 < len(starts):
+                state[k + 1] = jump(x, f, t, starts[k + 1])
+            b, x_b, f_b = begun[k]
+            if k > 0 and k - 1 in seen and seen[k - 1][0] == b:
+                _, x_told, f_told = seen[k - 1]
+                state[k] = state[k] - jump(x_b, f_b, b, t + 1) + jump(x_told, f_told, b, t + 1)
+                begun[k] = (t + 1, x_b, f_b)
+            place[k] = t + 1
+    return [state[k] for k in ranks]
+
+
+def _network() -> DummyModel:
+    spec = LatentSpec(shape=(1, 4, 2, 8, 8), dtype="fp32", dims="BCFHW")
+    return DummyModel(spec, N, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("starts", STARTS)
+@pytest.mark.parametrize("derivative", [straight, linear, bent])
+def test_walks_are_the_methods(derivative: Derivative, starts: tuple[int, ...]) -> None:
+    lab = DraftLab(Double(derivative), {LATENTS: START}, N)
+    for rank, told in enumerate(by_rounds(derivative, starts)):
+        ours = lab.latent(starts[: rank + 1])
+        torch.testing.assert_close(ours.double(), told, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("starts", STARTS)
+def test_straight_paths_make_every_rank_exact(starts: tuple[int, ...]) -> None:
+    """One long step is as good as many short ones then."""
+    lab = DraftLab(Double(straight), {LATENTS: START}, N)
+    exact = lab.latent((0,))
+    assert not torch.allclose(exact, torch.tensor([1.0, 2.0, -3.0]), atol=0.01)
+    for rank in range(1, len(starts)):
+        torch.testing.assert_close(lab.latent(starts[: rank + 1]), exact, rtol=1e-4, atol=1e-4)
+
+
+def test_slower_ranks_of_a_network_come_nearer() -> None:
+    model = _network()
+    lab = DraftLab(model, model.encode(None, 0), N)
+    starts = (0, 3, 5, 7)
+    exact = lab.latent((0,))
+    apart = [float((lab.latent(starts[:k]) - exact).abs().max()) for k in (4, 3, 2)]
+    assert apart == sorted(apart, reverse=True)
+    assert apart[0] > 10 * apart[-1] > 0
+
+
+def test_the_first_rank_is_the_sampler_itself() -> None:
+    """On a real network, bit for bit."""
+    model = _network()
+    tensors = model.encode(None, 0)
+    latent, sampler = tensors[LATENTS], model.denoiser(tensors, 0)
+    for step in range(N):
+        latent = sampler.forward(latent, step)
+    assert torch.equal(DraftLab(model, tensors, N).latent((0,)), latent)
+
+
+def test_a_word_of_what_the_walk_knows_already_changes_no_bit() -> None:
+    """However large the latent, since what both jumps share is never added."""
+    walk = Walk(Double(bent), 0)
+    latent = START * 1e6
+    after = walk.forward(latent, 0)
+    same = Evaluation(0, walk.last.latent.clone(), walk.last.derivative.clone())
+    after = walk.forward(after, 1)
+    assert torch.equal(walk.corrected(after, same, 2), after)
+
+
+def test_a_word_of_another_step_is_refused() -> None:
+    walk = Walk(Double(bent), 0)
+    walk.forward(START, 0)
+    with pytest.raises(AssertionError, match="word of step 1, the walk began at 0"):
+        walk.corrected(START, Evaluation(1, START, START), 1)
+
+
+def test_half_precision_stays_half() -> None:
+    latent = START.half()
+    jumped = Evaluation(0, latent, torch.ones(3)).jump(SIGMAS, 1)
+    assert jumped.dtype is torch.float16
+    expected = START.half().float() + float(SIGMAS[1] - SIGMAS[0])
+    np.testing.assert_array_equal(jumped.numpy(), expected.half().numpy())
+
+
+def test_what_a_lab_forgets_it_finds_again() -> None:
+    lab = DraftLab(Double(bent), {LATENTS: START}, N)
+    wave = Wave(num_steps=N, starts=(0, 3, 5))
+    before = lab.latent(wave.starts)
+    lab.forget(depth=1)
+    assert torch.equal(lab.latent(wave.starts), before)

@@ -1,0 +1,76 @@
+"""Photographs are read one ahead, in order, and what is wrong with one is its own clip's matter."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from svdpp.config import ClipRequest, SamplingConfig
+from svdpp.errors import InputError
+from svdpp.media import image as photos
+from svdpp.worker.prefetch import PhotoReader
+
+SAMPLING = SamplingConfig(height=16, width=24, num_frames=2)
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> list[Path]:
+    made = [tmp_path / f"{shade}.png" for shade in (10, 20, 30)]
+    for path in made:
+        Image.new("RGB", (48, 32), (int(path.stem),) * 3).save(path)
+    return made
+
+
+def _requests(paths: list[Path]) -> list[tuple[int, ClipRequest]]:
+    return [(clip, ClipRequest(seed=0, image=str(path))) for clip, path in enumerate(paths)]
+
+
+def test_each_photograph_comes_fitted_to_its_own_clip(paths: list[Path]) -> None:
+    reader = PhotoReader(SAMPLING)
+    reader.expect(_requests(paths[:2]))
+    reader.expect([(2, _requests(paths)[2][1]), (3, ClipRequest(seed=1))])
+    for clip, shade in enumerate((10, 20, 30)):
+        image = reader.take(clip)
+        assert image is not None
+        assert image.getpixel((0, 0)) == (shade,) * 3
+    assert reader.take(3) is None
+    reader.close()
+
+
+def test_one_photograph_is_read_ahead_and_no_more(
+    paths: list[Path],
+) -> None:
+    read: list[str] = []
+    second = threading.Event()
+
+    def noting(clip: int, path: Path) -> bytes:  # noqa: ARG001
+        read.append(path.stem)
+        if len(read) == 2:
+            second.set()
+        return photos.read_bytes(path)
+
+    reader = PhotoReader(SAMPLING, noting)
+    reader.expect(_requests(paths))
+    reader.take(0)
+    assert second.wait(30)
+    reader._pool.submit(int).result()  # whatever had been given to the thread is done now
+    assert read == ["10", "20"]
+    reader.close()
+
+
+def test_a_photograph_that_went_bad_spoils_no_other(paths: list[Path]) -> None:
+    reader = PhotoReader(SAMPLING)
+    paths[1].unlink()
+    changed = ClipRequest(seed=0, image=str(paths[2]), image_sha256="0" * 64)
+    requests = [*_requests(paths[:2]), (2, changed), (3, _requests(paths)[0][1])]
+    reader.expect(requests)
+    assert reader.take(0) is not None
+    with pytest.raises(InputError, match=r"20\.png"):
+        reader.take(1)
+    with pytest.raises(InputError, match="was changed after the run had begun"):
+        reader.take(2)
+    assert reader.take(3) is not None
+    reader.close()

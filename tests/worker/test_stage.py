@@ -1,0 +1,63 @@
+"""One rank's stage by itself: what it says of its own time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from svdpp.config import ClipRequest, LatentSpec, SamplingConfig
+from svdpp.models.dummy import DummyModel
+from svdpp.plan.actions import Action
+from svdpp.worker import stage
+from svdpp.worker.messages import ActionDone, ClipJob, Event
+
+
+class _Clock:
+    """A clock that stands still but for the waits of a delivery."""
+
+    now = 0.0
+    said: list[Event]
+
+    def __init__(self) -> None:
+        self.said = []
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def put(self, _: object) -> None:
+        self.now += 50.0
+
+    def send(self, event: Event) -> None:
+        self.said.append(event)
+
+    def at(self, *_: object, **__: object) -> None:
+        pass
+
+    def watch_writer(self, is_busy: Callable[[], bool]) -> None:
+        assert not is_busy()
+
+    def is_busy(self) -> bool:
+        return False
+
+
+def test_waits_after_the_last_work_are_not_the_next_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bench warms up in one call and measures in the next."""
+    clock = _Clock()
+    times = SimpleNamespace(monotonic=clock.monotonic, time=time.time)
+    monkeypatch.setattr(stage, "time", times)
+    spec = LatentSpec(shape=(1, 4, 2, 8, 8), dims="BCFHW")
+    model = DummyModel(spec, 1, torch.device("cpu"))
+    doubles: Any = clock
+    alone = stage.PipelineStage(0, model, doubles, doubles, doubles, SamplingConfig())
+    for clip in range(2):
+        texts = f"ENCODE c{clip} @0", f"DENOISE c{clip} 0:1", f"DELIVER c{clip} @1"
+        job = ClipJob(clip=clip, request=ClipRequest(seed=0))
+        alone.perform(map(Action.parse, texts), {clip: job})
+    waits = [event.waited for event in clock.said if isinstance(event, ActionDone)]
+    assert waits == [0.0] * 4
+    assert clock.now == 100.0
