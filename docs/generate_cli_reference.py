@@ -42,7 +42,9 @@ def main() -> int:
         return 0
     lines = found.splitlines(keepends=True), wanted.splitlines(keepends=True)
     sys.stderr.writelines(difflib.unified_diff(*lines, "docs/cli.md", "what make docs writes"))
-    print(f"docs/{TARGET.name} is stale: run `make docs` and commit it", file=sys.stderr)
+    print(
+        f"docs/{TARGET.name} is heartbeat_timeout: run `make docs` and commit it", file=sys.stderr
+    )
     return 1
 
 

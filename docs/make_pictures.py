@@ -30,9 +30,9 @@ from svdpp.media.examples import example_photos
 from svdpp.media.timeline import Panel, draw_timeline
 from svdpp.media.video import read_frames
 from svdpp.models.base import Frames
-from svdpp.plan.draft import Wave
-from svdpp.plan.fleet import forecast_layout
+from svdpp.plan.draft import DraftPlan
 from svdpp.plan.forecast import replay
+from svdpp.plan.large_forecast import forecast_layout
 from svdpp.plan.layout import Layout
 from svdpp.plan.presets import PRESETS
 from svdpp.plan.schedule import build_schedule
@@ -56,7 +56,7 @@ _WIDER = [
 ]
 
 
-_WAVE = Wave(num_steps=28, starts=(0, 8, 12, 16))
+_PLAN = DraftPlan(num_steps=28, start_steps=(0, 8, 12, 16))
 
 
 def main() -> None:
@@ -66,7 +66,7 @@ def main() -> None:
     if "plans" in what:
         draw_plans(_SPLITS, PICTURES / "splits.png")
         draw_plans(_WIDER, PICTURES / "wider_decode.png")
-        draw_wave(_WAVE, PICTURES / "wave.png")
+        draw_draft_plan(_PLAN, PICTURES / "draft_plan.png")
     if "runs" in what:
         rehearse_seven_ranks()
         animate_photographs()
@@ -78,39 +78,41 @@ def draw_plans(layouts: Sequence[Layout], path: Path) -> None:
     for layout in layouts:
         schedule = build_schedule(layout.routes(range(_PLANNED_CLIPS)), layout.world_size)
         steady = forecast_layout(layout, 60 * layout.world_size)
-        title = f"{layout}: {60 / steady.cadence:.2f} clips/min once it runs"
+        title = f"{layout}: {60 / steady.seconds_per_clip:.2f} clips/min once it runs"
         panels.append(Panel(title, replay(schedule, layout.costs)))
     draw_timeline(panels, layouts[0].world_size, path)
     make_small(path)
 
 
-def draw_wave(wave: Wave, path: Path) -> None:
+def draw_draft_plan(draft_plan: DraftPlan, path: Path) -> None:
     """Ranks and rounds of a draft: a square for each step, arrows for words between ranks."""
-    figure = Figure(figsize=(10, 0.62 * wave.world_size + 1.1), layout="constrained")
+    figure = Figure(figsize=(10, 0.62 * draft_plan.world_size + 1.1), layout="constrained")
     axes = figure.subplots()
     colours = colormaps["viridis_r"]
-    for rank, start in enumerate(wave.starts):
-        for step in range(start, wave.num_steps):
+    for rank, start in enumerate(draft_plan.start_steps):
+        for step in range(start, draft_plan.num_steps):
             place = rank + step - start, rank - 0.28
-            shade = colours(0.1 + 0.8 * step / wave.num_steps)
+            shade = colours(0.1 + 0.8 * step / draft_plan.num_steps)
             axes.add_patch(Rectangle(place, 0.94, 0.56, facecolor=shade))
             middle = place[0] + 0.47, rank
-            light = "white" if step > wave.num_steps / 2 else "black"
+            light = "white" if step > draft_plan.num_steps / 2 else "black"
             axes.annotate(str(step), middle, color=light, ha="center", va="center", fontsize=7)
-        what = "exact" if rank == 0 else ("draft" if rank == wave.world_size - 1 else "nearer")
-        done = wave.rounds(rank)
+        what = (
+            "exact" if rank == 0 else ("draft" if rank == draft_plan.world_size - 1 else "nearer")
+        )
+        done = draft_plan.rounds(rank)
         axes.annotate(f" {what} after {done}", (done, rank), va="center", fontsize=9)
         if rank:
             _arrow(axes, (rank - 0.5, rank - 0.72), (rank + 0.4, rank - 0.3), "#c53a32")
-        for meeting in wave.meetings(rank):
-            round_ = rank + meeting.at - 1 - start + 0.5
+        for correction in draft_plan.corrections(rank):
+            round_ = rank + correction.at - 1 - start + 0.5
             _arrow(axes, (round_, rank - 0.72), (round_, rank - 0.3), "#222222")
     axes.set(
-        xlim=(0, wave.num_steps + 4),
-        ylim=(wave.world_size - 0.4, -0.6),
+        xlim=(0, draft_plan.num_steps + 4),
+        ylim=(draft_plan.world_size - 0.4, -0.6),
         xlabel="rounds; red: a long step ahead, black: what the rank above found where it met",
-        yticks=range(wave.world_size),
-        yticklabels=[f"rank {rank}" for rank in range(wave.world_size)],
+        yticks=range(draft_plan.world_size),
+        yticklabels=[f"rank {rank}" for rank in range(draft_plan.world_size)],
     )
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=110)
@@ -125,7 +127,7 @@ def _arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], col
 def rehearse_seven_ranks() -> None:
     """Draws eight clips on seven ranks that sleep a twentieth of what an A100 takes."""
     model = ModelConfig(name="dummy", dummy_latent_shape=(1, 4, 14, 8, 8), dummy_sleeps=True)
-    costs = _A100.rehearsed(0.05)
+    costs = _A100.scaled(0.05)
     config = PipelineConfig(world_size=7, model=model, split="dithered", costs=costs)
     requests = [ClipRequest(seed=seed) for seed in range(8)]
     with Pipeline(config) as pipeline:

@@ -6,7 +6,7 @@ import io
 import sys
 
 from svdpp.cli.app import app, end_at_once
-from svdpp.launch.process_lifetime import leave
+from svdpp.launch.process_lifetime import exit_process
 from svdpp.launch.world import was_launched
 
 
@@ -19,7 +19,7 @@ def main() -> None:
         code = end.code if isinstance(end.code, int) else 0
         if was_launched():
             # Threads that wait for other ranks would keep the process, and its launcher, for ever.
-            leave(code)
+            exit_process(code)
         if code > 128:
             # By a signal: Python would take a second or more to take torch apart.
             sys.stdout.flush()

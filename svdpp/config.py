@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from svdpp.errors import RequestError
 from svdpp.plan.costs import Costs
-from svdpp.plan.draft import Wave
+from svdpp.plan.draft import DraftPlan
 from svdpp.plan.layout import Layout, Split
 
 Fit = Literal["crop", "pad", "stretch"]
@@ -222,17 +222,17 @@ class DraftConfig:
         RequestError: an agreement that no two clips can have.
     """
 
-    starts: tuple[int, ...]
-    """The step at which each rank starts, by rank; see `plan.draft.Wave`."""
-    accept_db: float | None = None
+    start_steps: tuple[int, ...]
+    """The step at which each rank starts, by rank; see `plan.draft.DraftPlan`."""
+    accept_psnr_db: float | None = None
     """Two successive ranks whose frames agree to this PSNR, in dB, end the clip as it is then:
     approximate. None: the exact clip ends it."""
 
     def __post_init__(self) -> None:
-        agreement = self.accept_db
+        agreement = self.accept_psnr_db
         _require(
             agreement is None or (math.isfinite(agreement) and agreement > 0),
-            f"--accept must be a finite PSNR above 0 dB, got {agreement}",
+            f"--draft-psnr must be a finite PSNR above 0 dB, got {agreement}",
         )
 
 
@@ -256,14 +256,14 @@ class PipelineConfig:
     """A rank that makes no progress for this long is named and the run ends."""
     start_timeout_seconds: float = 600.0
     """Ranks have this long to load their model and join."""
-    stale_seconds: float = 15.0
+    heartbeat_timeout_seconds: float = 15.0
     """A rank that sends no heartbeat for this long is taken for frozen."""
     split: Split = "uniform"
     """The rule by which each clip's steps are cut."""
     replicas: int = 1
-    """Number of chains R that the ranks form, a divisor of W; W of them is data parallel."""
+    """Number of replicas R that the ranks form, a divisor of W; W of them is data parallel."""
     decoders: int = 1
-    """Ranks at the end of each chain that take turns to finish clips."""
+    """Ranks at the end of each replica that take turns to finish clips."""
     costs: Costs = field(default_factory=Costs)
     """What the splits but `uniform` cut by."""
     draft: DraftConfig | None = None
@@ -274,7 +274,7 @@ class PipelineConfig:
     """False leaves the clips at their final latents: for measuring the engine alone."""
 
     def __post_init__(self) -> None:
-        self.scheme  # noqa: B018  it checks W against the steps by itself
+        self.plan  # noqa: B018  it checks W against the steps by itself
         if self.draft is not None:
             self._check_draft()
         _require(
@@ -294,38 +294,42 @@ class PipelineConfig:
             self.device in ("cpu", "cuda") or (kind == "cuda" and index.isdecimal()),
             f"--device must be cpu, cuda or cuda:N, got {self.device!r}",
         )
-        for name in ("timeout_seconds", "start_timeout_seconds", "stale_seconds"):
+        for name in ("timeout_seconds", "start_timeout_seconds", "heartbeat_timeout_seconds"):
             value = getattr(self, name)
             _require(
                 math.isfinite(value) and value > 0, f"{_option(name)} must be above 0, got {value}"
             )
 
     def _check_draft(self) -> None:
-        num_starts, accept_db = len(self.wave.starts), self.draft and self.draft.accept_db
-        _require(
-            num_starts == self.world_size,
-            f"--starts names {num_starts} ranks, but there are {self.world_size}",
-            f"use --world {num_starts}, or name {self.world_size} starts",
+        num_start_steps, accept_psnr_db = (
+            len(self.draft_plan.start_steps),
+            self.draft and self.draft.accept_psnr_db,
         )
         _require(
-            not accept_db or num_starts > 2,
-            "--accept compares two successive ranks before the exact one is done: of 2 ranks one "
+            num_start_steps == self.world_size,
+            f"--draft-starts names {num_start_steps} ranks, but there are {self.world_size}",
+            f"use --world {num_start_steps}, or name {self.world_size} starts",
+        )
+        _require(
+            not accept_psnr_db or num_start_steps > 2,
+            "--draft-psnr compares two successive ranks before the exact one is done: of 2 ranks "
+            "one "
             "is the exact one",
-            "use --world 3 or more, and as many --starts where they are named",
+            "use --world 3 or more, and as many --draft-starts where they are named",
         )
 
     @property
-    def scheme(self) -> Layout | Wave:
+    def plan(self) -> Layout | DraftPlan:
         """Who does what: of many clips, or of one."""
-        return self.layout if self.draft is None else self.wave
+        return self.layout if self.draft is None else self.draft_plan
 
     @cached_property
-    def wave(self) -> Wave:
+    def draft_plan(self) -> DraftPlan:
         """Where each rank starts in a clip's steps, where that is what was asked for."""
         assert self.draft is not None
-        return Wave(
+        return DraftPlan(
             num_steps=self.sampling.num_inference_steps,
-            starts=self.draft.starts,
+            start_steps=self.draft.start_steps,
             decodes=self.decodes,
         )
 
@@ -392,7 +396,7 @@ class ClipRequest:
     """Of the file's bytes, as they were checked at the door."""
     output: OutputConfig | None = None
     """None: the clip's hashes come back, no file is written."""
-    handover_key: str | None = None
+    latents_key: str | None = None
     """sha256, in hex, of all that the latent's bits depend on: names the clip's kept packets."""
     done_steps: int = 0
     """Steps that an earlier run has done, whose packet is kept; 0 begins with the image."""
@@ -400,7 +404,7 @@ class ClipRequest:
     def __post_init__(self) -> None:
         # torch.Generator.manual_seed takes 64 bits; negative seeds alias positive ones there.
         _require(0 <= self.seed < 2**63, f"seed must be 0 to 2^63 - 1, got {self.seed}")
-        if self.done_steps and self.handover_key is None:
+        if self.done_steps and self.latents_key is None:
             raise ValueError("steps done earlier are found by a hand-over key: there is none")
 
 

@@ -116,7 +116,7 @@ class Interrupted(BaseException):
         super().__init__(self.message)
 
 
-#: Every type that may cross a process boundary, by name (`to_record`, `from_record`).
+#: Every type that may cross a process boundary, by name (`error_to_dict`, `error_from_dict`).
 _TYPES: dict[str, type[SvdppError]] = {
     cls.__name__: cls
     for cls in (
@@ -141,7 +141,7 @@ def exit_code_of(error: BaseException) -> int:
     return error.exit_code if isinstance(error, SvdppError) else 1
 
 
-def to_record(error: BaseException) -> dict[str, Any]:
+def error_to_dict(error: BaseException) -> dict[str, Any]:
     """`error` as plain strings, to be sent to another process."""
     if isinstance(error, SvdppError):
         return {"type": type(error).__name__, "message": error.message, "hint": error.hint}
@@ -149,6 +149,6 @@ def to_record(error: BaseException) -> dict[str, Any]:
     return {"type": kind, "message": f"{type(error).__name__}: {error}", "hint": ""}
 
 
-def from_record(record: dict[str, Any]) -> SvdppError:
-    """The error that `to_record` wrote; an unexpected exception comes back as `SvdppError`."""
+def error_from_dict(record: dict[str, Any]) -> SvdppError:
+    """The error that `error_to_dict` wrote; an unexpected exception comes back as `SvdppError`."""
     return _TYPES.get(record["type"], SvdppError)(record["message"], record["hint"])

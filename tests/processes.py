@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from svdpp.launch.started import Member, StartedGroup
+from svdpp.launch.started import RankContext, StartedGroup
 
 RankFunction = Callable[..., Any]
 
@@ -15,7 +15,7 @@ RankFunction = Callable[..., Any]
 def run_ranks(
     function: RankFunction, world_size: int, *arguments: Any, timeout: float = 90
 ) -> list[Any]:
-    """Calls `function(member, *arguments)` in each rank; what they return (JSON values), by rank.
+    """Calls `function(context, *arguments)` in each rank; what they return (JSON values), by rank.
 
     Fails the test with the output of the first rank that did not end with 0.
     """
@@ -42,6 +42,6 @@ def run_ranks(
     return [results[rank] for rank in range(world_size)]
 
 
-def _call(member: Member, argument: tuple[RankFunction, tuple[Any, ...]]) -> None:
+def _call(context: RankContext, argument: tuple[RankFunction, tuple[Any, ...]]) -> None:
     function, arguments = argument
-    member.channel.send(json.dumps(function(member, *arguments)).encode())
+    context.channel.send(json.dumps(function(context, *arguments)).encode())

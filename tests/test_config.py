@@ -88,7 +88,7 @@ REFUSED = [
         for name, option in (
             ("timeout_seconds", "--timeout"),
             ("start_timeout_seconds", "--start-timeout"),
-            ("stale_seconds", "--stale"),
+            ("heartbeat_timeout_seconds", "--heartbeat-timeout"),
         )
         for value in (0.0, -1.0, INF, NAN)
     ],

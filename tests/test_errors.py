@@ -20,9 +20,9 @@ from svdpp.errors import (
     SvdppError,
     TransportError,
     VerificationError,
+    error_from_dict,
+    error_to_dict,
     exit_code_of,
-    from_record,
-    to_record,
 )
 
 EXIT_CODES = {
@@ -79,8 +79,8 @@ def test_what_was_not_foreseen_is_unexpected(error: Exception) -> None:
 @pytest.mark.parametrize("cls", EXIT_CODES, ids=lambda cls: cls.__name__)
 @pytest.mark.parametrize(("message", "hint"), [("no", ""), ("rank 3: 'é\n你' {x}", "try --é")])
 def test_record_round_trip(cls: type[SvdppError], message: str, hint: str) -> None:
-    record = json.loads(json.dumps(to_record(cls(message, hint))))
-    error = from_record(record)
+    record = json.loads(json.dumps(error_to_dict(cls(message, hint))))
+    error = error_from_dict(record)
 
     assert type(error) is cls
     assert (error.message, error.hint, str(error)) == (message, hint, message)
@@ -88,7 +88,7 @@ def test_record_round_trip(cls: type[SvdppError], message: str, hint: str) -> No
 
 @pytest.mark.parametrize("error", [KeyError("x"), ZeroDivisionError("division by zero")])
 def test_an_unexpected_exception_crosses_with_its_name(error: Exception) -> None:
-    crossed = from_record(to_record(error))
+    crossed = error_from_dict(error_to_dict(error))
 
     assert type(crossed) is SvdppError
     assert crossed.message == f"{type(error).__name__}: {error}"
@@ -96,7 +96,7 @@ def test_an_unexpected_exception_crosses_with_its_name(error: Exception) -> None
 
 
 def test_a_record_of_an_unknown_type_is_still_read() -> None:
-    crossed = from_record({"type": "FutureError", "message": "no", "hint": "h"})
+    crossed = error_from_dict({"type": "FutureError", "message": "no", "hint": "h"})
 
     assert (type(crossed), crossed.message, crossed.hint) == (SvdppError, "no", "h")
 

@@ -35,7 +35,7 @@ class _Round(BaseModel):
     step_p50_seconds: Annotated[float, Field(gt=0)]
 
 
-class _Arm(BaseModel):
+class _Case(BaseModel):
     rounds: list[_Round]
 
 
@@ -43,11 +43,11 @@ class _Speedup(BaseModel):
     rounds: Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=1)]
 
 
-def _with_a_pipeline(arms: dict[str, _Arm]) -> dict[str, _Arm]:
+def _with_a_pipeline(cases: dict[str, _Case]) -> dict[str, _Case]:
     """All but the pipeline may have been too large for the devices."""
-    if PIPELINE not in arms or not arms[PIPELINE].rounds:
+    if PIPELINE not in cases or not cases[PIPELINE].rounds:
         raise ValueError("no round of the pipeline")
-    return arms
+    return cases
 
 
 class Summary(BaseModel):
@@ -57,7 +57,7 @@ class Summary(BaseModel):
     run_id: str
     config_sha256: str
     config: dict[str, Any]
-    arms: Annotated[dict[str, _Arm], AfterValidator(_with_a_pipeline)]
+    cases: Annotated[dict[str, _Case], AfterValidator(_with_a_pipeline)]
     speedups: dict[str, _Speedup]
     latents_sha256: list[str]
 
@@ -78,13 +78,13 @@ class Ratio:
     high: float | None
     is_apart: bool = False
     """Whether A's and B's rounds lie farther from each other than any two of the same."""
-    is_yardstick: bool = False
+    is_baseline: bool = False
     """Whether it is the same work of the same libraries on the same machine, by definition."""
 
     @property
     def is_noise(self) -> bool | None:
         """Whether equals may well differ by so much; None where nobody knows."""
-        if self.is_yardstick or abs(math.log(self.value)) < _NEGLIGIBLE:
+        if self.is_baseline or abs(math.log(self.value)) < _NEGLIGIBLE:
             return True
         if self.low is None or self.high is None:
             return None
@@ -130,15 +130,15 @@ def compare(a: Path, b: Path) -> Comparison:
     """
     one, other = _read_summary(a), _read_summary(b)
     machines = _differences(_machine(a), _machine(b))
-    same_work = _yardstick(one.config) == _yardstick(other.config)
-    same_clips = {**_yardstick(one.config), **_clips(one.config)} == {
-        **_yardstick(other.config),
+    same_work = _baseline(one.config) == _baseline(other.config)
+    same_clips = {**_baseline(one.config), **_clips(one.config)} == {
+        **_baseline(other.config),
         **_clips(other.config),
     }
     return Comparison(
         a=one,
         b=other,
-        ratios=list(_ratios(one, other, same_yardstick=same_work and not machines)),
+        ratios=list(_ratios(one, other, same_baseline=same_work and not machines)),
         settings=_differences(one.config, other.config),
         machines=machines,
         same_bits=one.latents_sha256 == other.latents_sha256 if same_clips else None,
@@ -151,7 +151,7 @@ def ratio(
     b: Sequence[float],
     *,
     drift: float = 0.0,
-    is_yardstick: bool = False,
+    is_baseline: bool = False,
 ) -> Ratio:
     """B over A: geometric means of each round's figure, and Welch's interval around their ratio.
 
@@ -160,7 +160,7 @@ def ratio(
         a: one for each round, above 0.
         b: the same.
         drift: by how much the machine itself differed, as a logarithm: added to the margin.
-        is_yardstick: whether the figure is what `drift` is taken from.
+        is_baseline: whether the figure is what `drift` is taken from.
     """
     logs = [[math.log(value) for value in values] for values in (a, b)]
     means = [statistics.fmean(each) for each in logs]
@@ -177,7 +177,7 @@ def ratio(
         low=low,
         high=high,
         is_apart=_are_apart(logs[0], logs[1], abs(drift)),
-        is_yardstick=is_yardstick,
+        is_baseline=is_baseline,
     )
 
 
@@ -200,27 +200,31 @@ def _t999(errors: list[float], counts: list[int]) -> float:
     return _T999[max(each for each in _T999 if each <= max(1.0, freedom + 1e-6))]
 
 
-def _ratios(a: Summary, b: Summary, *, same_yardstick: bool) -> Iterator[Ratio]:
-    """Against the other arms of the same rounds first: those know nothing of a slower hour."""
-    for arm in (ONE_DEVICE, DATA_PARALLEL):
-        if arm in a.speedups and arm in b.speedups:
-            yield ratio(f"{PIPELINE} / {arm}", a.speedups[arm].rounds, b.speedups[arm].rounds)
+def _ratios(a: Summary, b: Summary, *, same_baseline: bool) -> Iterator[Ratio]:
+    """Against the other cases of the same rounds first: those know nothing of a slower hour."""
+    for case in (ONE_DEVICE, DATA_PARALLEL):
+        if case in a.speedups and case in b.speedups:
+            yield ratio(f"{PIPELINE} / {case}", a.speedups[case].rounds, b.speedups[case].rounds)
     for name, words in _FIGURES.items():
         alone = _values(a, ONE_DEVICE, name), _values(b, ONE_DEVICE, name)
         # Where it did not fit nobody knows how the machine drifted.
-        drift = math.log(ratio("", *alone).value) if same_yardstick and all(alone) else 0.0
-        for arm in (PIPELINE, DATA_PARALLEL, ONE_DEVICE):
-            values = _values(a, arm, name), _values(b, arm, name)
-            is_yardstick = same_yardstick and arm == ONE_DEVICE
+        drift = math.log(ratio("", *alone).value) if same_baseline and all(alone) else 0.0
+        for case in (PIPELINE, DATA_PARALLEL, ONE_DEVICE):
+            values = _values(a, case, name), _values(b, case, name)
+            is_baseline = same_baseline and case == ONE_DEVICE
             if all(values):
-                yield ratio(f"{arm}: {words}", *values, drift=drift, is_yardstick=is_yardstick)
+                yield ratio(f"{case}: {words}", *values, drift=drift, is_baseline=is_baseline)
 
 
-def _values(summary: Summary, arm: str, name: str) -> list[float]:
-    return [getattr(each, name) for each in summary.arms[arm].rounds] if arm in summary.arms else []
+def _values(summary: Summary, case: str, name: str) -> list[float]:
+    return (
+        [getattr(each, name) for each in summary.cases[case].rounds]
+        if case in summary.cases
+        else []
+    )
 
 
-def _yardstick(config: Mapping[str, Any]) -> dict[str, Any]:
+def _baseline(config: Mapping[str, Any]) -> dict[str, Any]:
     """All that diffusers on one device depends on, but for how many clips there are."""
     ranks = {name: config["pipeline"][name] for name in ("device", "threads")}
     workload = {name: value for name, value in config["workload"].items() if name != "clips"}
@@ -259,7 +263,7 @@ def _read_summary(folder: Path) -> Summary:
     path = folder / SUMMARY
     try:
         found = Summary.model_validate(_read(path))
-        _yardstick(found.config), _clips(found.config)
+        _baseline(found.config), _clips(found.config)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))

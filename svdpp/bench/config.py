@@ -58,10 +58,10 @@ class Ranks(_Section):
     """File or preset that splits go by; None: svd-xt-a100."""
     draft: bool = False
     """All ranks draft one clip at a time; then split, replicas and decoders are left out."""
-    starts: str | None = None
+    start_steps: str | None = None
     """Of a draft, such as "0,14"; None: the default ones."""
     threads: Positive | None = None
-    """CPU threads of each rank, in every arm; None: cores // ranks, on CUDA 1."""
+    """CPU threads of each rank, in every case; None: cores // ranks, on CUDA 1."""
     checksum: bool = False
     timeout: float = 600.0
     start_timeout: float = 600.0
@@ -93,7 +93,7 @@ class Measure(_Section):
     warmups: Annotated[int, Field(ge=0, strict=True)] = 1
     """Clips through every rank before those that count, in each round."""
     repeats: Positive = 3
-    """Rounds; each starts every arm anew."""
+    """Rounds; each starts every case anew."""
     seeds: list[Seed] = Field(default=[0], min_length=1)
     """Once each image has had the first, all have the second, and so on, round and round."""
 

@@ -10,7 +10,7 @@ from svdpp.bench.names import DATA_PARALLEL, PIPELINE
 from svdpp.bench.runner import Bench
 from svdpp.config import PipelineConfig
 from svdpp.diagnostics.cost_profile import Profile
-from svdpp.driver.trace import HopSpan, Trace
+from svdpp.driver.trace import Trace, TransferSpan
 from svdpp.launch.world import find_world
 from svdpp.plan.actions import Kind
 from svdpp.plan.costs import Costs
@@ -23,21 +23,23 @@ def costs_of(bench: Bench, run_id: str) -> Costs:
         bench: measured.
         run_id: of its results.
     """
-    traces = [each.trace for each in bench.rounds if each.arm == PIPELINE]
-    others = [each.trace for each in bench.rounds if each.arm == DATA_PARALLEL]
+    traces = [each.trace for each in bench.rounds if each.case == PIPELINE]
+    others = [each.trace for each in bench.rounds if each.case == DATA_PARALLEL]
     world = find_world()
     ranks_per_host = None if world is None else world.ranks_per_host
-    hand_overs = [hop for trace in traces for hop in _hand_overs(trace, bench.config)]
-    hops = _by_hosts(hand_overs, ranks_per_host)
+    hand_overs = [
+        transfer for trace in traces for transfer in _transfers_by_pair(trace, bench.config)
+    ]
+    transfers = _by_hosts(hand_overs, ranks_per_host)
     profile = Profile(
         bench.config,
         step_seconds=_steps(traces, others, bench.config.world_size),
         encode_seconds=_median(_actions(traces, Kind.ENCODE)),
         decode_seconds=_median(_actions(traces, Kind.DECODE)),
-        packet_bytes=max((hop.num_bytes for hop in hand_overs), default=0),
+        packet_bytes=max((transfer.num_bytes for transfer in hand_overs), default=0),
         ranks_per_host=ranks_per_host,
-        hop_seconds=_median(hops[False]),
-        hop_between_hosts_seconds=_median(hops[True]) if hops[True] else None,
+        transfer_seconds=_median(transfers[False]),
+        inter_host_transfer_seconds=_median(transfers[True]) if transfers[True] else None,
     )
     return profile.costs(f"svdpp bench, {bench.asked.experiment}/{run_id}")
 
@@ -70,28 +72,30 @@ def _actions(traces: list[Trace], kind: Kind) -> list[float]:
     return [span.end - span.start for span in spans]
 
 
-def _hand_overs(trace: Trace, config: PipelineConfig) -> list[HopSpan]:
+def _transfers_by_pair(trace: Trace, config: PipelineConfig) -> list[TransferSpan]:
     """Whole packets, as their receivers saw them.
 
-    In a draft that is what a clip's LEAP brings, the first from a neighbour; the words after it and
-    the results are smaller, or larger.
+    In a draft that is what a clip's SEND_START brings, the first from a neighbour; the words after
+    it and the results are smaller, or larger.
     """
-    received = [hop for hop in trace.hops if hop.direction == "recv"]
+    received = [transfer for transfer in trace.transfers if transfer.direction == "recv"]
     if config.draft is None:
         return received
-    first: dict[tuple[int, int], HopSpan] = {}
-    for hop in sorted(received, key=lambda hop: hop.end):
-        if hop.peer == hop.rank - 1:
-            first.setdefault((hop.rank, hop.clip), hop)
+    first: dict[tuple[int, int], TransferSpan] = {}
+    for transfer in sorted(received, key=lambda transfer: transfer.end):
+        if transfer.peer == transfer.rank - 1:
+            first.setdefault((transfer.rank, transfer.clip), transfer)
     return list(first.values())
 
 
-def _by_hosts(hops: list[HopSpan], ranks_per_host: int | None) -> dict[bool, list[float]]:
+def _by_hosts(transfers: list[TransferSpan], ranks_per_host: int | None) -> dict[bool, list[float]]:
     """Their seconds, by whether they went from host to host."""
     host_of = Costs(ranks_per_host=ranks_per_host).host_of
     found: dict[bool, list[float]] = {False: [], True: []}
-    for hop in hops:
-        found[host_of(hop.rank) != host_of(hop.peer)].append(hop.end - hop.start)
+    for transfer in transfers:
+        found[host_of(transfer.rank) != host_of(transfer.peer)].append(
+            transfer.end - transfer.start
+        )
     return found
 
 

@@ -1,4 +1,4 @@
-"""Owns the names by which a bench is read again: its arms and its files. Imports nothing.
+"""Owns the names by which a bench is read again: its cases and its files. Imports nothing.
 
 So that holding two benches against each other needs no torch.
 """

@@ -35,7 +35,7 @@ def serve_all(pipelines: Iterable[Pipeline], serve: Callable[[Pipeline], None]) 
     """
     for pipeline in pipelines:
         serve(pipeline)
-        peak_memory.begin_anew()
+        peak_memory.reset_peak()
 
 
 class StartedRanks:
@@ -115,7 +115,7 @@ class JoinedRanks:
         self._next.check_gathered()
 
     def _gather(self) -> None:
-        peak_memory.begin_anew()
+        peak_memory.reset_peak()
         pipeline = next(self._pipelines)
         pipeline.gather()
         self._next = pipeline

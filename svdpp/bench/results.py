@@ -25,7 +25,7 @@ from svdpp.bench.names import (
 )
 from svdpp.bench.runner import Bench, Round, differing
 from svdpp.diagnostics.environment import environment
-from svdpp.diagnostics.time_breakdown import accounts
+from svdpp.diagnostics.time_breakdown import time_breakdown
 from svdpp.errors import OutputError
 from svdpp.media import output_files
 from svdpp.plan.forecast import percentile
@@ -50,7 +50,7 @@ class Results:
         output_files.check_writable(root.absolute())
         self.folder = _new_folder(root / bench.asked.experiment, bench.asked.sha256)
         self.run_id = self.folder.name
-        with output_files.in_place_of(str(self.folder / CONFIG), ".yaml") as temporary:
+        with output_files.atomic_output(str(self.folder / CONFIG), ".yaml") as temporary:
             temporary.write_text(f"# sha256 {bench.asked.sha256}\n{bench.asked.to_yaml()}")
         output_files.write_json(self.folder / ENVIRONMENT, environment())
 
@@ -80,7 +80,7 @@ class Results:
         writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
-        with output_files.in_place_of(str(self.folder / TABLE), ".csv") as temporary:
+        with output_files.atomic_output(str(self.folder / TABLE), ".csv") as temporary:
             temporary.write_text(text.getvalue())
         return found
 
@@ -108,24 +108,32 @@ def span_records(done: Round) -> Iterator[dict[str, Any]]:
     ] + [
         {
             **{
-                "rank": hop.rank,
-                "clip": hop.clip - done.num_warmups,
-                "action": hop.direction.upper(),
+                "rank": transfer.rank,
+                "clip": transfer.clip - done.num_warmups,
+                "action": transfer.direction.upper(),
             },
-            **{"first_step": hop.next_step, "end_step": hop.next_step, "peer": hop.peer},
-            **{"start": hop.start - begin, "end": hop.end - begin, "bytes": hop.num_bytes},
+            **{
+                "first_step": transfer.next_step,
+                "end_step": transfer.next_step,
+                "peer": transfer.peer,
+            },
+            **{
+                "start": transfer.start - begin,
+                "end": transfer.end - begin,
+                "bytes": transfer.num_bytes,
+            },
         }
-        for hop in trace.hops
+        for transfer in trace.transfers
     ]
     for record in sorted(records, key=lambda record: (record["start"], record["rank"])):
-        yield {"arm": done.arm, "round": done.number, **record}
+        yield {"case": done.case, "round": done.number, **record}
 
 
 def summary(bench: Bench, run_id: str) -> dict[str, Any]:
     """All that `summary.json` holds."""
-    arms = {
-        arm: _arm(bench, arm, [_figures(each) for each in bench.rounds if each.arm == arm])
-        for arm in bench.arms
+    cases = {
+        case: _case(bench, case, [_figures(each) for each in bench.rounds if each.case == case])
+        for case in bench.cases
     }
     return {
         "schema_version": SCHEMA_VERSION,
@@ -133,17 +141,17 @@ def summary(bench: Bench, run_id: str) -> dict[str, Any]:
         "run_id": run_id,
         "config_sha256": bench.asked.sha256,
         "config": json.loads(json.dumps(bench.asked.model_dump())),
-        "arms": arms,
-        "speedups": _speedups(arms),
+        "cases": cases,
+        "speedups": _speedups(cases),
         "same_bits": not differing(bench.rounds),
         "latents_sha256": _hashes(bench),
     }
 
 
-def _arm(bench: Bench, arm: str, rounds: list[dict[str, Any]]) -> dict[str, Any]:
-    config, error = bench.arms[arm], bench.out_of_memory.get(arm)
+def _case(bench: Bench, case: str, rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    config, error = bench.cases[case], bench.out_of_memory.get(case)
     return {
-        "layout": "diffusers' own pipeline" if arm == ONE_DEVICE else str(config.scheme),
+        "layout": "diffusers' own pipeline" if case == ONE_DEVICE else str(config.plan),
         "world": config.world_size,
         "error": None if error is None else error.message,
         "rounds": rounds,
@@ -171,7 +179,7 @@ def _figures(done: Round) -> dict[str, Any]:
             "peak_allocated_gib": _gib(done.peaks[account.rank].allocated_bytes),
             "peak_reserved_gib": _gib(done.peaks[account.rank].reserved_bytes),
         }
-        for account in accounts(done.trace)
+        for account in time_breakdown(done.trace)
     ]
     wall = sum(rank["wall"] for rank in ranks)
     return {
@@ -180,7 +188,7 @@ def _figures(done: Round) -> dict[str, Any]:
         "makespan_seconds": round(times.makespan, 4),
         "first_clip_seconds": round(times.first_clip, 4),
         "draft_seconds": round(statistics.median(drafts), 4) if drafts else None,
-        "steady_clips_per_minute": round(60 / times.cadence, 4),
+        "steady_clips_per_minute": round(60 / times.seconds_per_clip, 4),
         "step_p50_seconds": round(percentile(steps, 50), 6),
         "step_p90_seconds": round(percentile(steps, 90), 6),
         "step_p95_seconds": round(percentile(steps, 95), 6),
@@ -197,34 +205,34 @@ def _figures(done: Round) -> dict[str, Any]:
     }
 
 
-def _speedups(arms: Mapping[str, Any]) -> dict[str, Any]:
-    """The pipeline's clips a minute over each other arm's of the same round."""
-    ours = {each["round"]: each["steady_clips_per_minute"] for each in arms[PIPELINE]["rounds"]}
+def _speedups(cases: Mapping[str, Any]) -> dict[str, Any]:
+    """The pipeline's clips a minute over each other case's of the same round."""
+    ours = {each["round"]: each["steady_clips_per_minute"] for each in cases[PIPELINE]["rounds"]}
     result = {}
-    for arm, about in arms.items():
+    for case, about in cases.items():
         ratios = [
             round(ours[each["round"]] / each["steady_clips_per_minute"], 4)
             for each in about["rounds"]
         ]
-        if arm != PIPELINE and ratios:
-            result[arm] = {"rounds": ratios, "median": statistics.median(ratios)}
+        if case != PIPELINE and ratios:
+            result[case] = {"rounds": ratios, "median": statistics.median(ratios)}
     return result
 
 
 def _hashes(bench: Bench) -> list[str]:
     """Of each clip of the pipeline's first round."""
-    first = next(each for each in bench.rounds if each.arm == PIPELINE)
+    first = next(each for each in bench.rounds if each.case == PIPELINE)
     return [sha256 for _, sha256 in sorted(first.latents_sha256.items())]
 
 
 def _table(found: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """A row for each arm and round."""
+    """A row for each case and round."""
     about = {name: found[name] for name in ("experiment", "run_id", "config_sha256")}
-    for arm, each in found["arms"].items():
+    for case, each in found["cases"].items():
         for figures in each["rounds"]:
             plain = {name: value for name, value in figures.items() if name != "ranks"}
             hashes = " ".join(found["latents_sha256"]) if found["same_bits"] else ""
-            row = {"arm": arm, "layout": each["layout"], "world": each["world"], **plain}
+            row = {"case": case, "layout": each["layout"], "world": each["world"], **plain}
             yield {**about, **row, "latents_sha256": hashes}
 
 

@@ -24,24 +24,24 @@ from svdpp.worker.messages import (
     DraftDone,
     Event,
     Finished,
-    HopDone,
     Joined,
     StepDone,
+    TransferDone,
 )
 
 
 @dataclass
 class Round:
-    """One arm, started, warmed up, measured and ended; times are of the machine's monotonic clock.
+    """One case, started, warmed up, measured and ended; times are of the machine's monotonic clock.
 
     Args:
-        arm: which.
+        case: which.
         number: of the round, from 0.
         num_warmups: clips before the measured ones, and so the index of the first of these.
         trace: of the measured clips alone.
     """
 
-    arm: str
+    case: str
     number: int
     num_warmups: int
     trace: Trace
@@ -59,11 +59,11 @@ class Round:
 
 
 class Bench:
-    """One point of a grid: its arms, and what has been measured of them.
+    """One point of a grid: its cases, and what has been measured of them.
 
     Args:
         asked: every field a plain value.
-        config: what the pipeline arm runs, resolved.
+        config: what the pipeline case runs, resolved.
         is_member: whether another rank measures, and this one has a part in it.
 
     Raises:
@@ -75,31 +75,31 @@ class Bench:
     ) -> None:
         self.config = config
         self.asked = asked.resolved(config)
-        self.arms = arms_of(config)
+        self.cases = cases_of(config)
         self.rounds: list[Round] = []
         self.out_of_memory: dict[str, OutOfMemoryError] = {}
-        """Arms beside the pipeline that the devices cannot hold."""
+        """Cases beside the pipeline that the devices cannot hold."""
         self.profile_path: Path | None = None
         """Of what torch.profiler sees; to be set before the measuring is over."""
         self.requests = [] if is_member else _requests(asked, config)
 
     def turns(self) -> Iterator[tuple[int, str]]:
-        """Round and arm, in the order in which they are measured: each round begins with another.
+        """Round and case, in the order in which they are measured: each round begins with another.
 
-        Arms that the devices cannot hold are left out from then on.
+        Cases that the devices cannot hold are left out from then on.
         """
-        names = list(self.arms)
+        names = list(self.cases)
         for number in range(self.asked.measure.repeats):
             turn = number % len(names)
-            for arm in names[turn:] + names[:turn]:
-                if arm not in self.out_of_memory:
-                    yield number, arm
+            for case in names[turn:] + names[:turn]:
+                if case not in self.out_of_memory:
+                    yield number, case
 
     def pipelines(self) -> Iterator[Pipeline]:
         """The pipelines of all turns, and that of the profile, each as it is asked for."""
-        for _, arm in self.turns():
-            if arm != ONE_DEVICE:
-                yield Pipeline(self.arms[arm])
+        for _, case in self.turns():
+            if case != ONE_DEVICE:
+                yield Pipeline(self.cases[case])
         if self.asked.profile:
             path = self.profile_path
             yield Pipeline(self.config, profile_path=None if path is None else str(path))
@@ -110,26 +110,26 @@ class Bench:
         each: Callable[[Round], None],
         ranks: Ranks | None = None,
     ) -> None:
-        """Measures every arm once a round, and profiles the pipeline afterwards if that was asked.
+        """Measures every case once a round, and profiles the pipeline afterwards if that was asked.
 
         Args:
             talk: told what was measured.
-            each: given every round of an arm as it ends.
+            each: given every round of an case as it ends.
             ranks: take `pipelines` one after the other; None: they are started for each.
 
         Raises:
-            SvdppError: what keeps an arm from running; of those beside the pipeline, all but a
+            SvdppError: what keeps an case from running; of those beside the pipeline, all but a
                 lack of memory, which is itself a result.
         """
         ranks = ranks or StartedRanks(self.pipelines())
-        for number, arm in self.turns():
-            place = f"round {number + 1} of {self.asked.measure.repeats}, {arm}"
+        for number, case in self.turns():
+            place = f"round {number + 1} of {self.asked.measure.repeats}, {case}"
             try:
-                done = self._measure(arm, number, ranks)
+                done = self._measure(case, number, ranks)
             except OutOfMemoryError as error:
-                if arm == PIPELINE or (arm != ONE_DEVICE and ranks.end_together):
+                if case == PIPELINE or (case != ONE_DEVICE and ranks.end_together):
                     raise
-                self.out_of_memory[arm] = error
+                self.out_of_memory[case] = error
                 talk(f"{place}: {error.message}")
                 continue
             self.rounds.append(done)
@@ -140,15 +140,15 @@ class Bench:
             with ranks.at_work() as pipeline:
                 pipeline.run(self.requests[:2])
 
-    def _measure(self, arm: str, number: int, ranks: Ranks) -> Round:
-        config = self.arms[arm]
-        # So many clips go through every rank: each chain's, each of its decoders'.
-        visits = 1 if arm == ONE_DEVICE else config.replicas * config.decoders
+    def _measure(self, case: str, number: int, ranks: Ranks) -> Round:
+        config = self.cases[case]
+        # So many clips go through every rank: each replica's, each of its decoders'.
+        visits = 1 if case == ONE_DEVICE else config.replicas * config.decoders
         num_warmups = self.asked.measure.warmups * visits
         warmups = [self.requests[i % len(self.requests)] for i in range(num_warmups)]
-        done = Round(arm, number, num_warmups, Trace(config.world_size))
+        done = Round(case, number, num_warmups, Trace(config.world_size))
         listener = _Listener(done)
-        if arm == ONE_DEVICE:
+        if case == ONE_DEVICE:
             clips = [*warmups, *self.requests]
             run_reference(config, clips, observers=(listener, ranks.look))
             return done
@@ -159,13 +159,13 @@ class Bench:
         return done
 
 
-def arms_of(config: PipelineConfig) -> dict[str, PipelineConfig]:
-    """What is measured beside each other; data parallel and one rank are their own yardsticks."""
-    arms = {PIPELINE: config}
-    if config.draft is not None or config.layout.chain_size > 1:
+def cases_of(config: PipelineConfig) -> dict[str, PipelineConfig]:
+    """What is measured beside each other; data parallel and one rank are their own baselines."""
+    cases = {PIPELINE: config}
+    if config.draft is not None or config.layout.replica_size > 1:
         alike = replace(config, split="uniform", replicas=config.world_size, decoders=1, draft=None)
-        arms[DATA_PARALLEL] = alike
-    return {**arms, ONE_DEVICE: config.alone()}
+        cases[DATA_PARALLEL] = alike
+    return {**cases, ONE_DEVICE: config.alone()}
 
 
 class _Listener:
@@ -190,7 +190,7 @@ class _Listener:
                 self._round.frames_sha256[clip] = event.record["frames_sha256"]
             case DraftDone() if event.clip >= self._first:
                 self._round.draft_seconds[event.clip - self._first] = event.record["seconds"]
-            case StepDone() | HopDone() if event.clip >= self._first:
+            case StepDone() | TransferDone() if event.clip >= self._first:
                 self._round.trace.add(rank, event)
             case ActionDone() if Action.parse(event.action).clip >= self._first:
                 self._round.trace.add(rank, event)
@@ -228,10 +228,10 @@ def _words(trace: Trace) -> str:
 
 
 def differing(rounds: Sequence[Round]) -> list[str]:
-    """Which arms, in which round, made a clip whose bits differ from the others'; empty: none."""
-    first = next((each for each in rounds if each.arm == ONE_DEVICE), rounds[0])
+    """Which cases, in which round, made a clip whose bits differ from the others'; empty: none."""
+    first = next((each for each in rounds if each.case == ONE_DEVICE), rounds[0])
     return [
-        f"{each.arm}, round {each.number + 1}, clip {clip}"
+        f"{each.case}, round {each.number + 1}, clip {clip}"
         for each in rounds
         for clip, sha256 in sorted(each.latents_sha256.items())
         if (sha256, each.frames_sha256[clip])

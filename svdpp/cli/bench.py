@@ -1,4 +1,4 @@
-"""Owns `svdpp bench`: a configuration measured beside its yardsticks, and two benches compared."""
+"""Owns `svdpp bench`: a configuration measured beside its baselines, and two benches compared."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from svdpp.cli import bench_report, options
 from svdpp.cli.console import Console
 from svdpp.cli.draft_choice import DraftChoice
 from svdpp.config import DEMO_MODEL, DUMMY_MODEL, ModelConfig, PipelineConfig
-from svdpp.errors import RequestError, SvdppError, VerificationError, exit_code_of, to_record
+from svdpp.errors import RequestError, SvdppError, VerificationError, error_to_dict, exit_code_of
 
 if TYPE_CHECKING:
     from svdpp.bench.config import BenchConfig
@@ -153,13 +153,13 @@ def _pipeline_config(point: BenchConfig) -> PipelineConfig:
     """As `svdpp run` would make it of the same options."""
     from svdpp.cli import request
     from svdpp.cli.layout_choice import LayoutChoice
-    from svdpp.cli.plan_choice import SchemeChoice
+    from svdpp.cli.plan_choice import PlanChoice
 
     ranks, workload = point.pipeline, point.workload
-    if ranks.starts is not None and not ranks.draft:
-        raise RequestError("pipeline.starts is about a draft", "add --pipeline.draft=true")
-    scheme = SchemeChoice(
-        draft=DraftChoice(draft=ranks.draft, starts=ranks.starts),
+    if ranks.start_steps is not None and not ranks.draft:
+        raise RequestError("pipeline.start_steps is about a draft", "add --pipeline.draft=true")
+    plan = PlanChoice(
+        draft=DraftChoice(draft=ranks.draft, start_steps=ranks.start_steps),
         layout=LayoutChoice(
             **ranks.model_dump(
                 include={"split", "replicas", "decoders", "costs"}, exclude_defaults=True
@@ -171,7 +171,7 @@ def _pipeline_config(point: BenchConfig) -> PipelineConfig:
         no_draft={"costs": ranks.costs},
     )
     decodes = point.model.name != DUMMY_MODEL
-    shape, _ = scheme.settings(num_clips=workload.clips, decodes=decodes)
+    shape, _ = plan.settings(num_clips=workload.clips, decodes=decodes)
     model = point.model.model_dump(exclude={"latent_shape"})
     knobs = workload.model_dump(exclude={"clips", "images", "steps", "frames"})
     return request.pipeline_config(
@@ -193,7 +193,7 @@ def _pipeline_config(point: BenchConfig) -> PipelineConfig:
         timeout=ranks.timeout,
         start_timeout=ranks.start_timeout,
         checksum=ranks.checksum,
-        scheme=shape,
+        plan=shape,
     )
 
 
@@ -224,7 +224,7 @@ def _measure(console: Console, benches: list[Bench], root: Path, trace: Path | N
         failures: list[SvdppError] = []
         for index, one in enumerate(benches):
             if len(benches) > 1:
-                console.talk(f"point {index + 1} of {len(benches)}")
+                console.info(f"point {index + 1} of {len(benches)}")
             try:
                 found.append(_run(console, one, ranks, root, trace))
             except SvdppError as error:
@@ -232,10 +232,10 @@ def _measure(console: Console, benches: list[Bench], root: Path, trace: Path | N
                     raise
                 failures.append(error)
                 config = one.asked.model_dump(mode="json")
-                found.append({"config": config, "error": to_record(error)})
+                found.append({"config": config, "error": error_to_dict(error)})
                 if ranks is not None:
                     break  # they have ended with the point
-                console.talk(f"point {index + 1} of {len(benches)}: {error.message}")
+                console.info(f"point {index + 1} of {len(benches)}: {error.message}")
             else:
                 failures += _differences(one)
         if console.as_json:
@@ -252,16 +252,16 @@ def _run(
 
     kept = Results(root, one)
     one.profile_path = (kept.folder / PROFILE).absolute()
-    console.talk(_headline(one))
-    one.run(console.talk, kept.add, ranks)
+    console.info(_headline(one))
+    one.run(console.info, kept.add, ranks)
     found = kept.finish()
     if trace is not None:
         _write_trace(one, trace)
     bench_report.show_summary(console, found)
     console.result(f"{kept.folder}")
-    console.talk(f"compare it with another: svdpp bench --compare OTHER {kept.folder}")
+    console.info(f"compare it with another: svdpp bench --compare OTHER {kept.folder}")
     world, costs = one.config.world_size, shlex.quote(str(kept.folder / COSTS))
-    console.talk(f"plan by it: svdpp plan --world {world} --costs {costs} --compare")
+    console.info(f"plan by it: svdpp plan --world {world} --costs {costs} --compare")
     return {**found, "folder": str(kept.folder)}
 
 
@@ -270,7 +270,7 @@ def _headline(one: Bench) -> str:
     said = (
         f"{asked.experiment}: {asked.workload.clips} clips of {config.sampling.num_inference_steps}"
         f" steps, {config.model.name} {config.model.dtype}, {config.world_size} {config.device} "
-        f"ranks ({config.scheme}), {asked.measure.repeats} rounds"
+        f"ranks ({config.plan}), {asked.measure.repeats} rounds"
     )
     if config.model.name in (DEMO_MODEL, DUMMY_MODEL):
         said += "; not Stable Video Diffusion: its figures say nothing of SVD"
@@ -284,7 +284,7 @@ def _write_trace(one: Bench, path: Path) -> None:
     from svdpp.bench.names import PIPELINE
     from svdpp.diagnostics.chrome_trace import write_chrome_trace
 
-    last = [each for each in one.rounds if each.arm == PIPELINE][-1]
+    last = [each for each in one.rounds if each.case == PIPELINE][-1]
     about = {"round": last.number, "config_sha256": one.asked.sha256}
     write_chrome_trace(last.trace, path, about)
 

@@ -13,34 +13,34 @@ if TYPE_CHECKING:
 
 
 def show_summary(console: Console, found: dict[str, Any]) -> None:
-    """A row for each arm, the speed-ups, where the time went, and whether the bits are the same."""
-    columns = ("arm", "clips/min", "of rounds", "first s", "step ms", "bubble", "start s", "GiB")
-    console.table(columns, [_row(arm, about) for arm, about in found["arms"].items()])
-    for arm, about in found["arms"].items():
+    """A row for each case, the speed-ups, where the time went, and whether the bits agree."""
+    columns = ("case", "clips/min", "of rounds", "first s", "step ms", "bubble", "start s", "GiB")
+    console.table(columns, [_row(case, about) for case, about in found["cases"].items()])
+    for case, about in found["cases"].items():
         if about["error"]:
-            console.result(f"{arm}: {about['error']}")
-    for arm, speedup in found["speedups"].items():
+            console.result(f"{case}: {about['error']}")
+    for case, speedup in found["speedups"].items():
         ratios = speedup["rounds"]
         console.result(
-            f"pipeline over {arm}: {speedup['median']:.3f} times the clips a minute "
+            f"pipeline over {case}: {speedup['median']:.3f} times the clips a minute "
             f"({min(ratios):.3f} to {max(ratios):.3f})"
         )
-    drafted = found["arms"]["pipeline"]["median"]["draft_seconds"]
+    drafted = found["cases"]["pipeline"]["median"]["draft_seconds"]
     if drafted is not None:
         console.result(f"a clip's draft is there {drafted:.2f} s after its encode began")
     console.result(_accounted(found))
-    bits = "the same bits in every arm" if found["same_bits"] else "DIFFERENT BITS between arms"
+    bits = "the same bits in every case" if found["same_bits"] else "DIFFERENT BITS between cases"
     console.result(f"latents and frames: {bits}")
 
 
-def _row(arm: str, about: dict[str, Any]) -> tuple[str, ...]:
+def _row(case: str, about: dict[str, Any]) -> tuple[str, ...]:
     if not about["rounds"]:
-        return (arm, *["-"] * 7)
+        return (case, *["-"] * 7)
     median = about["median"]
     rates = [each["steady_clips_per_minute"] for each in about["rounds"]]
     gib = median["peak_allocated_gib"] or median["peak_reserved_gib"]
     return (
-        arm,
+        case,
         f"{median['steady_clips_per_minute']:.3g}",
         f"{min(rates):.3g}-{max(rates):.3g}",
         f"{median['first_clip_seconds']:.2f}",
@@ -53,7 +53,7 @@ def _row(arm: str, about: dict[str, Any]) -> tuple[str, ...]:
 
 def _accounted(found: dict[str, Any]) -> str:
     """Where the pipeline's time went, and what no part of it explains."""
-    median = found["arms"]["pipeline"]["median"]
+    median = found["cases"]["pipeline"]["median"]
     parts = ", ".join(
         f"{name} {median[f'{name}_share']:.1%}"
         for name in ("compute", "wait", "transfer", "idle", "unaccounted")
@@ -83,7 +83,7 @@ def show_comparison(console: Console, a: Path, b: Path, found: Comparison) -> No
 def _ratio_row(ratio: Ratio) -> tuple[str, ...]:
     within = "-" if ratio.low is None else f"{ratio.low:.2g} to {ratio.high:.2g}"
     words = {True: "noise", False: "differs", None: "one round"}
-    word = "drift" if ratio.is_yardstick else words[ratio.is_noise]
+    word = "drift" if ratio.is_baseline else words[ratio.is_noise]
     return ratio.name, f"{ratio.a:.4g}", f"{ratio.b:.4g}", f"{ratio.value:.3g}", within, word
 
 

@@ -44,7 +44,7 @@ class Console:
         """The whole result as JSON; call once, under `--json`."""
         sys.stdout.write(json.dumps(redact_all(value), indent=2) + "\n")
 
-    def talk(self, text: str) -> None:
+    def info(self, text: str) -> None:
         """A remark on what is going on."""
         if not self.quiet:
             self.err.print(redact(text), markup=False)

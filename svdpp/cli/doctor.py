@@ -48,7 +48,7 @@ def doctor(
     as_json: options.AsJson = False,
     debug: options.Debug = False,  # noqa: ARG001  read by the guard around every command
 ) -> None:
-    """Try what a run will need, in seconds: devices, hops, ffmpeg, model, memory, determinism.
+    """Try what a run will need, in seconds: devices, transfers, ffmpeg, model, memory, determinism.
 
     Nothing is downloaded. The exit code is that of the first check that failed.
     """
@@ -56,7 +56,7 @@ def doctor(
     from svdpp.launch.fork_server import quiet_libraries
 
     quiet_libraries()  # they speak while they are imported
-    from svdpp.diagnostics.doctor import Patient, examine
+    from svdpp.diagnostics.doctor import Examination, examine
 
     chosen = device or request.default_device()
     default_world = request.default_world(chosen, DEFAULT_NUM_STEPS, on_cpu=2)
@@ -78,7 +78,7 @@ def doctor(
             num_frames=frames,
             decode_chunk_size=decode_chunk_size,
         ),
-        scheme={"world_size": world_size},
+        plan={"world_size": world_size},
         device=chosen,
         threads=threads,
         timeout=120.0,
@@ -86,7 +86,7 @@ def doctor(
     )
     console = Console(as_json=as_json)
     checks = []
-    for check in examine(Patient(config, out)):
+    for check in examine(Examination(config, out)):
         checks.append(check)
         _print(console, check)
     failed = [check for check in checks if check.verdict == "failed"]
@@ -96,16 +96,16 @@ def doctor(
         about = {"schema_version": 1, "healthy": not failed, "examined": redact_all(examined)}
         console.json({**about, "checks": listed})
     if failed:
-        console.talk(f"{len(failed)} of {len(checks)} checks failed")
+        console.info(f"{len(failed)} of {len(checks)} checks failed")
         raise typer.Exit(failed[0].exit_code)
     ranks = f"{world_size} {chosen} rank{'s' if world_size > 1 else ''}"
-    console.talk(f"a run of {model} on {ranks} will find what it needs")
+    console.info(f"a run of {model} on {ranks} will find what it needs")
     of_run = {} if options.is_given(context, "model") else {"model": DEFAULT_MODEL}
     of_run |= {} if device is not None or chosen == "cuda" else {"device": "cuda"}
     if of_run:
         wanted = " ".join(f"--{name} {value}" for name, value in of_run.items())
         names = " and ".join(of_run)
-        console.talk(f"svdpp run takes another {names} by default: to examine that add {wanted}")
+        console.info(f"svdpp run takes another {names} by default: to examine that add {wanted}")
 
 
 def _print(console: Console, check: Check) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from svdpp.config import DraftConfig
 from svdpp.errors import RequestError
-from svdpp.plan.draft_starts import default_starts, parse_starts
+from svdpp.plan.draft_starts import default_start_steps, parse_start_steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,19 +18,19 @@ class DraftChoice:
 
     Args:
         draft: whether one is asked for.
-        starts: as it was given; None where nothing was.
-        accept: as it was given.
+        start_steps: `--draft-starts` as given; None if it was not.
+        psnr: `--draft-psnr` as given; None if it was not.
 
     Raises:
         RequestError: the others say something where no draft is asked for.
     """
 
     draft: bool
-    starts: str | None = None
-    accept: str | None = None
+    start_steps: str | None = None
+    psnr: str | None = None
 
     def __post_init__(self) -> None:
-        for name, value in (("starts", self.starts), ("accept", self.accept)):
+        for name, value in (("draft-starts", self.start_steps), ("draft-psnr", self.psnr)):
             if value is not None and not self.draft:
                 raise RequestError(f"--{name} is about a draft", "add --draft")
 
@@ -46,15 +46,15 @@ class DraftChoice:
         for name, value in given.items():
             if self.draft and value:
                 raise RequestError(
-                    f"--draft has all ranks walk the same clip: leave out --{name}",
+                    f"--draft has all ranks denoise the same clip: leave out --{name}",
                     f"or leave out --draft, for which --{name} means nothing",
                 )
 
     def world(self, num_steps: int) -> int | None:
         """The number of ranks that the starts name; None where they do not."""
-        if self.starts is None:
+        if self.start_steps is None:
             return None
-        return len(parse_starts(self.starts, num_steps, None))
+        return len(parse_start_steps(self.start_steps, num_steps, None))
 
     def settings(self, num_steps: int, world_size: int) -> dict[str, Any]:
         """The fields of a `PipelineConfig`; empty where no draft is asked for.
@@ -64,11 +64,11 @@ class DraftChoice:
         """
         if not self.draft:
             return {}
-        if self.starts is None:
-            starts = default_starts(num_steps, world_size)
+        if self.start_steps is None:
+            start_steps = default_start_steps(num_steps, world_size)
         else:
-            starts = parse_starts(self.starts, num_steps, world_size)
-        return {"draft": DraftConfig(starts=starts, accept_db=_decibel(self.accept))}
+            start_steps = parse_start_steps(self.start_steps, num_steps, world_size)
+        return {"draft": DraftConfig(start_steps=start_steps, accept_psnr_db=_decibel(self.psnr))}
 
 
 def _decibel(text: str | None) -> float | None:
@@ -76,5 +76,7 @@ def _decibel(text: str | None) -> float | None:
         return None
     match = re.fullmatch(r"(\d{1,4}(?:\.\d{1,6})?)\s*(?:dB)?", text, re.ASCII | re.IGNORECASE)
     if match is None:
-        raise RequestError(f"--accept must be a PSNR in dB, got {text!r}", "such as --accept 60dB")
+        raise RequestError(
+            f"--draft-psnr must be a PSNR in dB, got {text!r}", "such as --draft-psnr 60dB"
+        )
     return float(match[1])

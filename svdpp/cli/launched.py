@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from svdpp.cli.console import Console
-from svdpp.errors import RankError, RequestError, SvdppError, to_record
+from svdpp.errors import RankError, RequestError, SvdppError, error_to_dict
 from svdpp.launch.world import find_world
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def serve(
     assert world is not None
     log = logger.bind(rank=world.rank)
     if not world.on_first_host:
-        pipeline.observe(EventLog(pipeline.config.scheme))
+        pipeline.observe(EventLog(pipeline.config.plan))
 
     def say(sentence: str, is_loud: bool) -> None:
         log.error(sentence)
@@ -59,4 +59,4 @@ def is_told_elsewhere(error: BaseException) -> bool:
         return not isinstance(error, Exception) or world.local_rank != 0
     from svdpp.launch.joined_rank import report_failure
 
-    return report_failure(world, to_record(error), timeout=_REPORT_SECONDS)
+    return report_failure(world, error_to_dict(error), timeout=_REPORT_SECONDS)

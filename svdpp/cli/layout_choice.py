@@ -114,7 +114,7 @@ class LayoutChoice:
     def _costs(self, decodes: bool) -> Costs:
         """Without any, published ones, for the weight of a decode beside a step.
 
-        Chains are laid along the hosts that the ranks are on, wherever the costs were measured.
+        Replicas are laid along the hosts that the ranks are on, wherever the costs were measured.
         """
         if self.costs is not None:
             costs = find_costs(self.costs)

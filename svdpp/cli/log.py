@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from loguru import logger
 
 from svdpp.errors import OutputError
-from svdpp.plan.draft import Wave
+from svdpp.plan.draft import DraftPlan
 from svdpp.plan.layout import Layout
 from svdpp.redaction import redact
 from svdpp.worker.messages import (
@@ -22,9 +22,9 @@ from svdpp.worker.messages import (
     DraftLost,
     Event,
     Failed,
-    HopDone,
     Joined,
     StepDone,
+    TransferDone,
 )
 
 if TYPE_CHECKING:
@@ -102,11 +102,11 @@ class EventLog:
     """Writes each event as one record.
 
     Args:
-        scheme: of which each rank's share is named when it is ready.
+        plan: of which each rank's share is named when it is ready.
     """
 
-    def __init__(self, scheme: Layout | Wave) -> None:
-        self._shares = scheme.all_shares
+    def __init__(self, plan: Layout | DraftPlan) -> None:
+        self._shares = plan.all_shares
 
     def __call__(self, rank: int, event: Event) -> None:
         """Takes one event of `rank`."""
@@ -118,7 +118,7 @@ class EventLog:
                     "ready: steps {} to {} on {}, loaded in {:.2f} s",
                     *(part.start, part.end, event.device, event.load_seconds),
                 )
-            case HopDone():
+            case TransferDone():
                 arrow = "from" if event.direction == "recv" else "to"
                 log.info(
                     "{} clip {} at step {} {} rank {}: {} bytes in {:.4f} s",

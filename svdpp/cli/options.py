@@ -14,7 +14,7 @@ _OUTPUTS = "Outputs"
 _COSTS = "Costs"
 #: Heading of what is about drafts.
 DRAFT_PANEL = "One clip sooner"
-_TALK = "Output"
+_OUTPUT = "Output"
 
 World = Annotated[
     int | None,
@@ -54,7 +54,7 @@ Replicas = Annotated[
     typer.Option(
         "--replicas",
         metavar="R",
-        help="Independent chains of W/R ranks, a divisor of W; W is data parallel. Default: 1.",
+        help="Independent replicas of W/R ranks, a divisor of W; W is data parallel. Default: 1.",
         rich_help_panel=_RANKS,
     ),
 ]
@@ -63,8 +63,8 @@ Decoders = Annotated[
     typer.Option(
         "--decoders",
         metavar="K",
-        help="Ranks at the end of each chain that take turns to finish and decode clips, 1 to W/R. "
-        "Default: 1.",
+        help="Ranks at the end of each replica that take turns to finish and decode clips, 1 to "
+        "W/R. Default: 1.",
         rich_help_panel=_RANKS,
     ),
 ]
@@ -89,6 +89,7 @@ Draft = Annotated[
 Starts = Annotated[
     str | None,
     typer.Option(
+        "--draft-starts",
         metavar="LIST|FILE",
         help="The step at which each rank of a draft starts, rising from 0, such as 0,8,12,17; or "
         "a file that svdpp profile --draft wrote. Default: as measured on the demo model, for 2 to "
@@ -132,7 +133,7 @@ DecodeSeconds = Annotated[
         rich_help_panel=_COSTS,
     ),
 ]
-HopSeconds = Annotated[
+TransferSeconds = Annotated[
     float | None,
     typer.Option(
         metavar="SECONDS",
@@ -140,10 +141,10 @@ HopSeconds = Annotated[
         rich_help_panel=_COSTS,
     ),
 ]
-HopBetweenHosts = Annotated[
+InterHostTransferSeconds = Annotated[
     float | None,
     typer.Option(
-        "--hop-between-hosts",
+        "--inter-host-transfer-seconds",
         metavar="SECONDS",
         help="Latency of one hand-over to a rank on another host, 0 or more. Default: that of "
         "--costs; where they do not tell it, a plan that needs it is refused.",
@@ -338,7 +339,7 @@ Trace = Annotated[
     typer.Option(
         "--trace",
         metavar="FILE.json",
-        help="Write every action, step and hop in Chrome's trace format, for ui.perfetto.dev. "
+        help="Write every action, step and transfer in Chrome's trace format, for ui.perfetto.dev. "
         "Default: none.",
         rich_help_panel=_OUTPUTS,
     ),
@@ -364,7 +365,7 @@ Profile = Annotated[
 ]
 AsJson = Annotated[
     bool,
-    typer.Option("--json", help="Print the result as JSON.", rich_help_panel=_TALK),
+    typer.Option("--json", help="Print the result as JSON.", rich_help_panel=_OUTPUT),
 ]
 Verbose = Annotated[
     int,
@@ -374,24 +375,24 @@ Verbose = Annotated[
         count=True,
         metavar="",
         show_default=False,
-        help="Log ranks, hops and clips to stderr; -vv: every step as well.",
-        rich_help_panel=_TALK,
+        help="Log ranks, transfers and clips to stderr; -vv: every step as well.",
+        rich_help_panel=_OUTPUT,
     ),
 ]
 Quiet = Annotated[
     bool,
-    typer.Option("--quiet", "-q", help="No progress, no remarks.", rich_help_panel=_TALK),
+    typer.Option("--quiet", "-q", help="No progress, no remarks.", rich_help_panel=_OUTPUT),
 ]
 Debug = Annotated[
     bool,
-    typer.Option("--debug", help="Show tracebacks with errors.", rich_help_panel=_TALK),
+    typer.Option("--debug", help="Show tracebacks with errors.", rich_help_panel=_OUTPUT),
 ]
 LogFile = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
         help="Also write the log, steps included, to this file as JSON lines. Default: none.",
-        rich_help_panel=_TALK,
+        rich_help_panel=_OUTPUT,
     ),
 ]
 

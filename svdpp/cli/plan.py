@@ -23,7 +23,7 @@ from svdpp.config import (
 from svdpp.errors import RequestError
 from svdpp.plan.choose import choose_layout, compare_layouts
 from svdpp.plan.costs import Costs
-from svdpp.plan.fleet import MAX_VISITS, poisson_arrivals
+from svdpp.plan.large_forecast import MAX_VISITS, poisson_arrivals
 from svdpp.plan.layout import Layout
 from svdpp.plan.presets import find_costs
 
@@ -61,7 +61,7 @@ def plan(
     decoders: options.Decoders = None,
     layout: options.LayoutOption = None,
     draft: options.Draft = False,
-    starts: options.Starts = None,
+    start_steps: options.Starts = None,
     compare: Annotated[
         bool,
         typer.Option(
@@ -114,8 +114,8 @@ def plan(
     step_seconds: options.StepSeconds = None,
     encode_seconds: options.EncodeSeconds = None,
     decode_seconds: options.DecodeSeconds = None,
-    hop_seconds: options.HopSeconds = None,
-    hop_between_hosts: options.HopBetweenHosts = None,
+    transfer_seconds: options.TransferSeconds = None,
+    inter_host_transfer_seconds: options.InterHostTransferSeconds = None,
     as_json: options.AsJson = False,
     quiet: options.Quiet = False,
     debug: options.Debug = False,  # noqa: ARG001  read by the guard around every command
@@ -125,7 +125,7 @@ def plan(
     Without costs, times are in units of one step and decoding counts for nothing; on real SVD it
     weighs about four steps, so give --costs for an honest forecast.
     """
-    drafting = DraftChoice(draft=draft, starts=starts)
+    drafting = DraftChoice(draft=draft, start_steps=start_steps)
     world = drafting.world(steps) if world is None and hosts is None else world
     world, per_host = (world, None) if hosts is None else _hosts(hosts, world)
     world_size = _DEFAULT_WORLD if world is None else world
@@ -134,8 +134,8 @@ def plan(
         step_seconds=step_seconds,
         encode_seconds=encode_seconds,
         decode_seconds=decode_seconds,
-        hop_seconds=hop_seconds,
-        hop_between_hosts_seconds=hop_between_hosts,
+        transfer_seconds=transfer_seconds,
+        inter_host_transfer_seconds=inter_host_transfer_seconds,
         ranks_per_host=per_host,
     )
     sizes = {
@@ -169,7 +169,7 @@ def plan(
     )
     console = Console(as_json=as_json, quiet=quiet)
     if memory and device == "cpu":
-        console.talk("memory: what is needed at once; malloc keeps up to as much again as the work")
+        console.info("memory: what is needed at once; malloc keeps up to as much again as the work")
     choice = LayoutChoice(split=split, replicas=replicas, decoders=decoders, layout=layout)
     counts: dict[str, Any] = {"num_steps": steps, "world_size": world_size, "costs": costs}
     limits: dict[str, Any] = {
@@ -186,7 +186,7 @@ def plan(
             **drafting.settings(steps, world_size),
         )
         costs.check_world(world_size)
-        plan_draft.show_wave(console, request, config.wave, costs)
+        plan_draft.show_draft_plan(console, request, config.draft_plan, costs)
     elif compare:
         choice.leave_to("--compare", {**choice.given, **({"layout": layout} if layout else {})})
         rows = compare_layouts(**counts, **limits, arrivals=request.arrivals)
@@ -239,8 +239,8 @@ def _with_memory(costs: Costs, model: ModelConfig, device: str, steps: int, **si
         device=device,
     )
     config, checkpoint = resolve(asked, weights=False)
-    footprint = estimate(checkpoint, config.model, config.sampling, device=device)
-    return replace(costs, **footprint.as_costs())  # type: ignore[arg-type]
+    estimate_of_parts = estimate(checkpoint, config.model, config.sampling, device=device)
+    return replace(costs, **estimate_of_parts.as_costs())  # type: ignore[arg-type]
 
 
 def _check_idle(**given: Any) -> None:

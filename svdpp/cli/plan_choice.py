@@ -14,7 +14,7 @@ from svdpp.launch.world import find_world
 
 
 @dataclass(frozen=True, kw_only=True)
-class SchemeChoice:
+class PlanChoice:
     """What the options say of the ranks, and of how they share the work.
 
     Args:
@@ -23,7 +23,7 @@ class SchemeChoice:
         world: number of ranks; None where the user names none.
         steps: of each clip.
         device: as a `PipelineConfig` has it.
-        default_world: ranks where nobody names a number; None: by device and scheme.
+        default_world: ranks where nobody names a number; None: by device and plan.
         no_draft: other options that a draft leaves no room for, by name.
 
     Raises:
@@ -46,7 +46,8 @@ class SchemeChoice:
         """The launcher's number of ranks, the user's, the starts' or the default.
 
         Raises:
-            RequestError: the launcher's and the user's disagree; InputError: as `parse_starts`.
+            RequestError: the launcher's and the user's disagree; InputError: as
+            `parse_start_steps`.
         """
         asked = joined_world(self.world)
         if asked is None:
@@ -83,15 +84,17 @@ class SchemeChoice:
         )
         drafting = self.draft.settings(self.steps, world_size)
         if drafting:
-            _check_joined(len(drafting["draft"].starts))
+            _check_joined(len(drafting["draft"].start_steps))
         return {"world_size": world_size, **shape, **drafting}, why
 
 
-def _check_joined(num_starts: int) -> None:
+def _check_joined(num_start_steps: int) -> None:
     """Elsewhere the configuration itself compares them, and says which --world to give."""
     world = find_world()
-    if world is not None and world.size != num_starts:
+    if world is not None and world.size != num_start_steps:
         raise RequestError(
-            f"--starts names {num_starts} ranks, {launcher_name(world)} has {world.size}",
-            f"name {world.size} starts, or have {launcher_name(world)} start {num_starts} ranks",
+            f"--draft-starts names {num_start_steps} ranks, "
+            f"{launcher_name(world)} has {world.size}",
+            f"name {world.size} start steps, or have {launcher_name(world)} start "
+            f"{num_start_steps} ranks",
         )

@@ -44,10 +44,10 @@ def _compared(row: Row, unit: str) -> tuple[str, ...]:
     span = 60 if unit == "second" else 100
     return (
         row.name,
-        f"{span / forecast.cadence:.2f}" if forecast.cadence else "-",
+        f"{span / forecast.seconds_per_clip:.2f}" if forecast.seconds_per_clip else "-",
         f"{forecast.first_clip:.2f}",
         f"{forecast.latency.mean:.2f}",
-        f"{row.look:.2f}",
+        f"{row.preview_seconds:.2f}",
         f"{forecast.jitter:.2f}",
         gib(row.peak_gib),
         f"{forecast.bubble:.0%}",
@@ -74,8 +74,8 @@ def _row_json(row: Row) -> dict[str, Any]:
     if row.layout is not None:
         what = facts(row.layout)
     else:
-        assert row.wave is not None
-        what = {"description": str(row.wave), "starts": row.wave.starts}
+        assert row.draft_plan is not None
+        what = {"description": str(row.draft_plan), "start_steps": row.draft_plan.start_steps}
     return {
         "name": row.name,
         "note": row.note or None,
@@ -85,6 +85,6 @@ def _row_json(row: Row) -> dict[str, Any]:
             "bubble": forecast.bubble,
             "jitter_seconds": forecast.jitter,
             "latency_seconds": forecast.latency._asdict(),
-            "look_seconds": row.look,
+            "preview_seconds": row.preview_seconds,
         },
     }

@@ -1,4 +1,4 @@
-"""Owns what `svdpp plan --draft` prints: the ranks of a wave, its picture, and its forecast."""
+"""Owns what `svdpp plan --draft` prints: ranks, picture and forecast of a draft plan."""
 
 from __future__ import annotations
 
@@ -7,44 +7,46 @@ from typing import Any
 from svdpp.cli.console import Console
 from svdpp.cli.plan_report import Request, gib
 from svdpp.plan.costs import Costs
-from svdpp.plan.draft import Wave
+from svdpp.plan.draft import DraftPlan
 from svdpp.plan.sigmas import karras_sigmas
 
 _NOT_STARTED, _STEP, _MENDED = ".", "o", "+"
 
 
-def show_wave(console: Console, request: Request, wave: Wave, costs: Costs) -> None:
+def show_draft_plan(
+    console: Console, request: Request, draft_plan: DraftPlan, costs: Costs
+) -> None:
     """Prints one clip's draft: who starts where, the rounds, and the forecast.
 
     Args:
         console: where to.
         request: the unit of times; its clips come one after the other.
-        wave: what to show.
+        draft plan: what to show.
         costs: of each kind of work.
     """
-    ready = wave.ready_at(costs)
+    ready = draft_plan.ready_at(costs)
     if console.as_json:
-        console.json(_to_json(wave, request, ready))
+        console.json(_to_json(draft_plan, request, ready))
         return
-    sigmas = karras_sigmas(wave.num_steps)
-    peaks = wave.peak_gib(costs)
+    sigmas = karras_sigmas(draft_plan.num_steps)
+    peaks = draft_plan.peak_gib(costs)
     known = any(peak is not None for peak in peaks)
     rows = [
         (
             str(rank),
             str(start),
             f"{sigmas[start]:.4g}",
-            f"{wave.rounds(rank)} of {wave.num_steps}",
-            f"{wave.num_steps / wave.rounds(rank):.2f}x",
-            str(len(wave.meetings(rank))),
+            f"{draft_plan.rounds(rank)} of {draft_plan.num_steps}",
+            f"{draft_plan.num_steps / draft_plan.rounds(rank):.2f}x",
+            str(len(draft_plan.corrections(rank))),
             *([gib([peaks[rank]])] if known else []),
         )
-        for rank, start in enumerate(wave.starts)
+        for rank, start in enumerate(draft_plan.start_steps)
     ]
     columns = ("rank", "start", "sigma", "rounds", "sooner", "mended")
     console.table((*columns, *(["GiB"] if known else [])), rows)
     console.result()
-    console.grid(draw_wave(wave))
+    console.grid(draw_draft_plan(draft_plan))
     console.result("one step a round ->   o a step, + a step and a mend, . not begun or done")
     console.result()
     draft, exact = ready[-1], ready[0]
@@ -53,48 +55,51 @@ def show_wave(console: Console, request: Request, wave: Wave, costs: Costs) -> N
         f"comes {exact / draft:.2f}x sooner"
     )
     console.result(
-        f"a clip takes {wave.num_evaluations} steps on all ranks, where one takes "
-        f"{wave.num_steps}: for a queue of clips a pipeline makes {wave.world_size} times as many"
+        f"a clip takes {draft_plan.num_evaluations} steps on all ranks, where one takes "
+        f"{draft_plan.num_steps}: for a queue of clips a pipeline makes "
+        f"{draft_plan.world_size} times as many"
     )
 
 
-def draw_wave(wave: Wave) -> list[str]:
+def draw_draft_plan(draft_plan: DraftPlan) -> list[str]:
     """One line a rank, a column a round: begins later, ends sooner, is mended in between."""
-    digits = len(str(wave.world_size - 1))
+    digits = len(str(draft_plan.world_size - 1))
     lines = []
-    for rank in range(wave.world_size):
-        mended = {meeting.at for meeting in wave.meetings(rank)}
-        steps = range(wave.starts[rank], wave.num_steps)
+    for rank in range(draft_plan.world_size):
+        mended = {correction.at for correction in draft_plan.corrections(rank)}
+        steps = range(draft_plan.start_steps[rank], draft_plan.num_steps)
         row = "".join(_MENDED if step + 1 in mended else _STEP for step in steps)
         row = _NOT_STARTED * rank + row
-        what = "exact" if rank == 0 else ("draft" if rank == wave.world_size - 1 else "nearer")
+        what = (
+            "exact" if rank == 0 else ("draft" if rank == draft_plan.world_size - 1 else "nearer")
+        )
         lines.append(
-            f"rank {rank:>{digits}} |{row.ljust(wave.num_steps, _NOT_STARTED)}| "
-            f"{what} after {wave.rounds(rank)}"
+            f"rank {rank:>{digits}} |{row.ljust(draft_plan.num_steps, _NOT_STARTED)}| "
+            f"{what} after {draft_plan.rounds(rank)}"
         )
     return lines
 
 
-def _to_json(wave: Wave, request: Request, ready: list[float]) -> dict[str, Any]:
+def _to_json(draft_plan: DraftPlan, request: Request, ready: list[float]) -> dict[str, Any]:
     return {
         "schema_version": 1,
-        "num_steps": wave.num_steps,
-        "world_size": wave.world_size,
-        "starts": list(wave.starts),
+        "num_steps": draft_plan.num_steps,
+        "world_size": draft_plan.world_size,
+        "start_steps": list(draft_plan.start_steps),
         "unit": request.unit,
-        "evaluations": wave.num_evaluations,
-        "messages": wave.num_messages,
+        "evaluations": draft_plan.num_evaluations,
+        "messages": draft_plan.num_messages,
         "ranks": [
             {
                 "rank": rank,
                 "start": start,
-                "rounds": wave.rounds(rank),
-                "mended_at": [meeting.at for meeting in wave.meetings(rank)],
+                "rounds": draft_plan.rounds(rank),
+                "mended_at": [correction.at for correction in draft_plan.corrections(rank)],
                 "ready": ready[rank],
             }
-            for rank, start in enumerate(wave.starts)
+            for rank, start in enumerate(draft_plan.start_steps)
         ],
         "draft": ready[-1],
         "exact": ready[0],
-        "schedule": [[str(action) for action in actions] for actions in wave.schedule([0])],
+        "schedule": [[str(action) for action in actions] for actions in draft_plan.schedule([0])],
     }

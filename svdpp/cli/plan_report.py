@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from svdpp.cli.console import Console
-from svdpp.plan.fleet import forecast_layout
 from svdpp.plan.forecast import Forecast, replay
 from svdpp.plan.grid import draw_grid
-from svdpp.plan.layout import Layout, Share
+from svdpp.plan.large_forecast import forecast_layout
+from svdpp.plan.layout import Layout, StepShare
 from svdpp.plan.schedule import build_schedule
 from svdpp.plan.sigmas import karras_sigmas
 
@@ -68,12 +68,14 @@ def show_layout(console: Console, request: Request, layout: Layout, reason: str 
 
 
 def _print_ranks(console: Console, layout: Layout) -> None:
-    """A row for each rank; of chains that are alike, those of the first one."""
+    """A row for each rank; of replicas that are alike, those of the first one."""
     sigmas = karras_sigmas(layout.num_steps)
-    alike = layout.has_like_chains
+    alike = layout.replicas_are_alike
     hosts = layout.costs.ranks_per_host is not None
     shares = [
-        share for chain in range(1 if alike else layout.replicas) for share in layout.shares(chain)
+        share
+        for replica in range(1 if alike else layout.replicas)
+        for share in layout.shares(replica)
     ]
     known = any(peak is not None for peak in layout.peak_gib)
     rows = [
@@ -93,10 +95,10 @@ def _print_ranks(console: Console, layout: Layout) -> None:
     if len(shares) > _MAX_ROWS:
         console.result(f"... and {len(shares) - _MAX_ROWS} more ranks")
     if alike and layout.replicas > 1:
-        console.result(f"and so on, in {layout.replicas} chains of {layout.chain_size}")
+        console.result(f"and so on, in {layout.replicas} replicas of {layout.replica_size}")
 
 
-def _noise(share: Share, sigmas: Sequence[float]) -> str:
+def _noise(share: StepShare, sigmas: Sequence[float]) -> str:
     """The noise levels between which a rank works; nothing where it does no steps."""
     if share.start == share.end:
         return ""
@@ -114,19 +116,19 @@ def _print_cuts(console: Console, layout: Layout, num_clips: int) -> None:
 
 
 def _print_picture(console: Console, layout: Layout, request: Request) -> None:
-    """The rank x time grid; where all of it is too much, the first clips of the first chain."""
+    """The rank x time grid; where all of it is too much, the first clips of the first replica."""
     num_clips, arrivals = request.num_clips, list(request.arrivals)
     title = ""
     whole = layout
-    if layout.world_size > _MAX_ROWS and layout.has_like_chains:
+    if layout.world_size > _MAX_ROWS and layout.replicas_are_alike:
         arrivals = arrivals[:: layout.replicas]
         num_clips = -(-num_clips // layout.replicas)
         per_host = layout.costs.ranks_per_host
-        if per_host is not None and layout.chain_size % per_host:
-            per_host = None  # the chain lies on one host
+        if per_host is not None and layout.replica_size % per_host:
+            per_host = None  # the replica lies on one host
         costs = replace(layout.costs, ranks_per_host=per_host)
-        layout = replace(layout, world_size=layout.chain_size, replicas=1, costs=costs)
-        title = f"the first of {whole.replicas} chains"
+        layout = replace(layout, world_size=layout.replica_size, replicas=1, costs=costs)
+        title = f"the first of {whole.replicas} replicas"
     if layout.world_size > _MAX_ROWS:
         console.result(f"(no picture of {layout.world_size} ranks in a row)")
         return
@@ -151,13 +153,13 @@ def _forecast_lines(
     yield f"{forecast.clips} clips on {layout.world_size} ranks: {request.show(forecast.makespan)}"
     yield _steady(forecast, request)
     if request.arrivals or layout.split != "uniform" or reason:
-        since = "from its arrival" if request.arrivals else "from its encode"
+        since = "from its pending" if request.arrivals else "from its encode"
         latency = forecast.latency
         yield (
             f"a clip takes {request.show(latency.mean)} {since}: "
             f"p50 {latency.p50:.4g}, p90 {latency.p90:.4g}, p99 {latency.p99:.4g}"
         )
-    if layout.chain_size > 1:
+    if layout.replica_size > 1:
         time = request.show(data_parallel.makespan)
         yield f"data parallel on the same {layout.world_size} devices: {time}"
         yield _steady(data_parallel, request)
@@ -166,14 +168,14 @@ def _forecast_lines(
 def _steady(forecast: Forecast, request: Request) -> str:
     return (
         f"first clip after {request.show(forecast.first_clip)}, "
-        f"then one every {request.show(forecast.cadence)}; bubble {forecast.bubble:.0%}"
+        f"then one every {request.show(forecast.seconds_per_clip)}; bubble {forecast.bubble:.0%}"
     )
 
 
 def _layout_json(
     layout: Layout, request: Request, forecast: Forecast, data_parallel: Forecast, reason: str
 ) -> dict[str, Any]:
-    shares = [share for chain in range(layout.replicas) for share in layout.shares(chain)]
+    shares = [share for replica in range(layout.replicas) for share in layout.shares(replica)]
     return {
         "schema_version": 1,
         "num_steps": layout.num_steps,
@@ -212,7 +214,7 @@ def times(forecast: Forecast) -> dict[str, float]:
     return {
         "makespan_seconds": forecast.makespan,
         "first_clip_seconds": forecast.first_clip,
-        "cadence_seconds": forecast.cadence,
+        "seconds_per_clip": forecast.seconds_per_clip,
     }
 
 
@@ -229,7 +231,7 @@ def gib(peaks: Iterable[float | None]) -> str:
 def talk(console: Console, request: Request) -> None:
     """Remarks on what the units leave out."""
     if request.unit == "step":
-        console.talk(
+        console.info(
             "in units of one step, decoding not counted;\n"
             "--costs, or --step-seconds and --decode-seconds, give times"
         )

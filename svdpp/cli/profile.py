@@ -45,11 +45,11 @@ def profile(
         typer.Option(
             "--draft",
             help="Measure not costs but how far drafts of 2 to W ranks are from the exact clip, by "
-            "their starts, and keep the best trade-offs, for --starts.",
+            "their starts, and keep the best trade-offs, for --draft-starts.",
             rich_help_panel=options.DRAFT_PANEL,
         ),
     ] = False,
-    starts: Annotated[
+    start_steps: Annotated[
         str | None,
         typer.Option(
             metavar="LIST",
@@ -110,7 +110,8 @@ def profile(
     quiet: options.Quiet = False,
     debug: options.Debug = False,  # noqa: ARG001  read by the guard around every command
 ) -> None:
-    """Measure encode, step, decode, hop and write, and each part's memory; write them as costs.
+    """Measure encode, step, decode, transfer and write, and each part's memory; write them as
+    costs.
 
     All ranks are at work at once, as they are in a run: on the CPU they share its cores, so the
     costs hold for this number of ranks and threads. Plans take them by --costs.
@@ -119,13 +120,13 @@ def profile(
     from svdpp.launch.fork_server import quiet_libraries
     from svdpp.media import output_files
 
-    DraftChoice(draft=draft, starts=starts)
+    DraftChoice(draft=draft, start_steps=start_steps)
     if inputs and not draft:
         raise RequestError("photographs are what drafts are measured on", "add --draft")
     if draft and request.joined_world(None) is not None:
         raise RequestError(
             "profile --draft walks drafts in processes of its own, on one host",
-            "start it by itself; --starts takes its file under a launcher too",
+            "start it by itself; --draft-starts takes its file under a launcher too",
         )
     if repeats < 1:
         raise RequestError(f"--repeats must be 1 or more, got {repeats}")
@@ -163,7 +164,7 @@ def profile(
         timeout=timeout,
         start_timeout=start_timeout,
         # Dithered cuts take any W and N; for a draft no layout is run.
-        scheme={"world_size": world_size, **({"split": "dithered"} if draft else {})},
+        plan={"world_size": world_size, **({"split": "dithered"} if draft else {})},
     )
     console = Console(as_json=as_json, quiet=quiet)
     if request.is_joined_member():
@@ -173,19 +174,19 @@ def profile(
     if draft:
         seed = request.parse_seeds(seed, None)[0]
         path = Path("draft.json") if out is None else out
-        profile_draft(console, config, inputs or [], path, seed=seed, starts=starts)
+        profile_draft(console, config, inputs or [], path, seed=seed, start_steps=start_steps)
         return
     out = Path("costs.json") if out is None else out
     output_files.check_free(str(out))
     output_files.check_writable(out.absolute().parent)
-    profiled = measure(config, repeats=repeats, talk=console.talk)
+    profiled = measure(config, repeats=repeats, talk=console.info)
     costs = profiled.costs(redact(shlex.join(["svdpp", *sys.argv[1:]])))
     output_files.write_json(out, costs.to_json())
     if as_json:
         console.json(costs.to_json())
     else:
         _print(console, profiled, costs)
-    console.talk(f"next: svdpp plan --costs {shlex.quote(str(out))} --compare")
+    console.info(f"next: svdpp plan --costs {shlex.quote(str(out))} --compare")
 
 
 def _print(console: Console, profiled: Profile, costs: Costs) -> None:
@@ -208,21 +209,22 @@ def _print(console: Console, profiled: Profile, costs: Costs) -> None:
         if part == "denoise" or seconds[part]
     ]
     console.table(("part", "ms", "weights GiB", "work GiB"), rows)
-    for hop in profiled.hops:
+    for transfer in profiled.transfers:
         console.result(
-            f"hop {hop.source} -> {hop.target}: {hop.latency_seconds * 1000:.2f} ms and "
-            f"{hop.bytes_per_second / 1e9:.2f} GB/s"
+            f"transfer {transfer.source} -> {transfer.target}: "
+            f"{transfer.latency_seconds * 1000:.2f} ms and "
+            f"{transfer.bytes_per_second / 1e9:.2f} GB/s"
         )
-    between = costs.hop_between_hosts_seconds
+    between = costs.inter_host_transfer_seconds
     if between is not None:
         console.result(
-            f"a packet's hop between hosts: {between * 1000:.2f} ms, within one: "
-            f"{costs.hop_seconds * 1000:.2f} ms"
+            f"a packet's transfer between hosts: {between * 1000:.2f} ms, within one: "
+            f"{costs.transfer_seconds * 1000:.2f} ms"
         )
-    if profiled.hops:
+    if profiled.transfers:
         console.result(f"a clip's packet: {profiled.packet_bytes / 1e6:.2f} MB")
     if profiled.config.device == "cpu":
-        console.talk("work on the CPU is growth of the resident set, what malloc keeps included")
+        console.info("work on the CPU is growth of the resident set, what malloc keeps included")
 
 
 def _ms(seconds: list[float]) -> str:

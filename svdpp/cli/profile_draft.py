@@ -10,7 +10,7 @@ from pathlib import Path
 from svdpp.cli.console import Console
 from svdpp.config import DEFAULT_MODEL, PipelineConfig
 from svdpp.errors import RequestError
-from svdpp.plan.draft_starts import DraftProfile, MeasuredStarts, best_trades, parse_starts
+from svdpp.plan.draft_starts import DraftProfile, MeasuredStartSteps, best_trades, parse_start_steps
 from svdpp.redaction import recorded_name, redact
 
 
@@ -21,7 +21,7 @@ def profile_draft(
     out: Path,
     *,
     seed: int,
-    starts: str | None,
+    start_steps: str | None,
 ) -> None:
     """Measures, prints and writes.
 
@@ -31,12 +31,12 @@ def profile_draft(
         inputs: photographs; none: those that come with svdpp.
         out: the file.
         seed: of every clip.
-        starts: one choice to measure; None: all that are worth it.
+        start steps: one choice to measure; None: all that are worth it.
 
     Raises:
         SvdppError: what is wrong with the request, or kept it from being measured.
     """
-    from svdpp.diagnostics.draft_sweep import measure_starts
+    from svdpp.diagnostics.draft_sweep import measure_start_steps
     from svdpp.driver.jobs import read_inputs
     from svdpp.media import output_files
     from svdpp.media.examples import example_photos
@@ -44,14 +44,14 @@ def profile_draft(
     if config.world_size < 2:
         raise RequestError("a draft needs 2 ranks or more", "use --world 2 or more")
     num_steps = config.sampling.num_inference_steps
-    given = () if starts is None else (parse_starts(starts, num_steps, None),)
+    given = () if start_steps is None else (parse_start_steps(start_steps, num_steps, None),)
     found, _ = read_inputs(list(inputs) or [str(path) for path in example_photos()])
     output_files.check_free(str(out))
     output_files.check_writable(out.absolute().parent)
     names = [photo.path.name for photo in found]
-    console.talk(f"{num_steps} steps, {len(names)} photographs: {', '.join(names)}")
+    console.info(f"{num_steps} steps, {len(names)} photographs: {', '.join(names)}")
     paths = [photo.path for photo in found]
-    measured = measure_starts(config, paths, seed=seed, starts=given)
+    measured = measure_start_steps(config, paths, seed=seed, start_steps=given)
     profile = DraftProfile(
         model=recorded_name(config.model.name),
         num_steps=num_steps,
@@ -64,8 +64,8 @@ def profile_draft(
         console.json(profile.to_json())
     else:
         _print(console, profile.choices, num_steps)
-    words = [*_given(config), "--steps", str(num_steps), "--starts", str(out)]
-    console.talk(f"next: svdpp run PHOTO --draft {shlex.join(words)}")
+    words = [*_given(config), "--steps", str(num_steps), "--draft-starts", str(out)]
+    console.info(f"next: svdpp run PHOTO --draft {shlex.join(words)}")
 
 
 def _given(config: PipelineConfig) -> list[str]:
@@ -80,11 +80,11 @@ def _given(config: PipelineConfig) -> list[str]:
     return [word for name, value in named.items() if value for word in (f"--{name}", value)]
 
 
-def _print(console: Console, choices: Sequence[MeasuredStarts], num_steps: int) -> None:
+def _print(console: Console, choices: Sequence[MeasuredStartSteps], num_steps: int) -> None:
     rows = [
         (
-            str(len(each.starts)),
-            ",".join(map(str, each.starts)),
+            str(len(each.start_steps)),
+            ",".join(map(str, each.start_steps)),
             f"{each.rounds} of {num_steps}",
             f"{num_steps / each.rounds:.2f}x",
             "equal" if each.psnr_db is None else f"{each.psnr_db:.1f} dB",
@@ -92,5 +92,5 @@ def _print(console: Console, choices: Sequence[MeasuredStarts], num_steps: int) 
         )
         for each in choices
     ]
-    console.table(("ranks", "starts", "rounds", "sooner", "distance", "levels"), rows)
+    console.table(("ranks", "start_steps", "rounds", "sooner", "distance", "levels"), rows)
     console.result("distance: PSNR of the draft's frames to the exact clip's, worst photograph")

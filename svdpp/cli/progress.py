@@ -21,12 +21,12 @@ from svdpp.plan.actions import Action, Kind
 from svdpp.plan.forecast import replay, summarise
 from svdpp.plan.schedule import Schedule
 from svdpp.worker.messages import (
-    Beat,
     ClipDone,
     ClipFailed,
     DraftDone,
     DraftLost,
     Event,
+    Heartbeat,
     Joined,
     StepDone,
 )
@@ -34,8 +34,8 @@ from svdpp.worker.messages import (
 _STATES = {
     Kind.ENCODE: "encoding",
     Kind.DECODE: "decoding",
-    Kind.DELIVER: "delivering",
-    Kind.REVIEW: "reviewing",
+    Kind.FINISH: "delivering",
+    Kind.COMPARE: "reviewing",
 }
 
 
@@ -120,7 +120,7 @@ class Progress:
             self._talk_of_draft(event)
         if isinstance(event, DraftLost):
             why = event.error["message"]
-            self._console.talk(
+            self._console.info(
                 f"{self._title}: no draft of clip {event.clip} by rank {rank}: {why}"
             )
 
@@ -128,19 +128,19 @@ class Progress:
         if isinstance(event, ClipFailed):
             self._failed += 1
             why = event.error["message"]
-            self._console.talk(f"{self._title}: clip {event.clip} is lost: {why}")
+            self._console.info(f"{self._title}: clip {event.clip} is lost: {why}")
             return
         self._done += 1
         if self._live is None:
             name = event.record.get("output") or f"clip {event.clip}"
-            self._console.talk(
+            self._console.info(
                 f"{self._title}: {self._done} of {self._num_clips} clips done, {name}"
             )
 
     def _talk_of_draft(self, done: DraftDone) -> None:
         draft, record = done.record["draft"], done.record
         name = record.get("output") or f"clip {done.clip}"
-        self._console.talk(
+        self._console.info(
             f"{self._title}: draft after {record['seconds']:.1f} s, {draft['rounds']} of "
             f"{draft['num_steps']} rounds: {name}"
         )
@@ -245,19 +245,19 @@ class _Row:
                 self._seconds = (
                     0.8 * self._seconds + 0.2 * event.seconds if self._seconds else event.seconds
                 )
-            case Beat():
-                self._see_beat(event)
+            case Heartbeat():
+                self._see_heartbeat(event)
             case _:
                 pass
 
-    def _see_beat(self, beat: Beat) -> None:
-        if not beat.action:
+    def _see_heartbeat(self, heartbeat: Heartbeat) -> None:
+        if not heartbeat.action:
             if self._state != "starting":
                 self._state, self._clip = "idle", ""
             return
-        action = Action.parse(beat.action)
+        action = Action.parse(heartbeat.action)
         self._clip = f"clip {action.clip}"
-        if beat.waiting:
+        if heartbeat.waiting:
             self._state = "waiting"
         elif action.kind in _STATES:
             self._state = _STATES[action.kind]

@@ -112,7 +112,7 @@ def with_fitting_chunk(console: Console, config: PipelineConfig) -> PipelineConf
     if not config.decodes:
         return config
     memory = measure_decode(config)
-    console.talk(f"decode: {memory}")
+    console.info(f"decode: {memory}")
     chunk = memory.largest_chunk()
     return replace(config, sampling=replace(config.sampling, decode_chunk_size=chunk))
 
@@ -160,16 +160,16 @@ def pipeline_config(
     *,
     model: ModelConfig,
     sampling: SamplingConfig,
-    scheme: Mapping[str, Any],
+    plan: Mapping[str, Any],
     device: str,
     threads: int | None,
     timeout: float,
     start_timeout: float,
     checksum: bool = False,
 ) -> PipelineConfig:
-    """One checked configuration of all that the options said; `scheme` as `SchemeChoice` has it."""
+    """One checked configuration of all that the options said; `plan` as `PlanChoice` has it."""
     if threads is None:
-        threads = default_threads(device, scheme["world_size"])
+        threads = default_threads(device, plan["world_size"])
     return PipelineConfig(
         model=model,
         sampling=sampling,
@@ -178,7 +178,7 @@ def pipeline_config(
         timeout_seconds=timeout,
         start_timeout_seconds=start_timeout,
         checksum=checksum,
-        **scheme,
+        **plan,
     )
 
 

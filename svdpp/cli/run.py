@@ -13,10 +13,10 @@ from svdpp.cli.console import Console
 from svdpp.cli.draft_choice import DraftChoice
 from svdpp.cli.run_report import announce, announce_look, print_clips, raise_worst
 from svdpp.config import DEFAULT_MODEL, DEFAULT_NUM_STEPS, ModelConfig, OutputConfig, SamplingConfig
-from svdpp.errors import Interrupted, RankError, to_record
+from svdpp.errors import Interrupted, RankError, error_to_dict
 
 if TYPE_CHECKING:
-    from svdpp.cli.trace_outputs import Sights
+    from svdpp.cli.trace_outputs import TraceOutputs
     from svdpp.driver.jobs import ClipPlan
     from svdpp.driver.pipeline import Pipeline
 
@@ -96,11 +96,11 @@ def run(
             "--resume",
             "--skip-existing",
             help="Go on with an interrupted run: finished clips with the same parameters are left "
-            "alone, begun ones go on from --checkpoint-dir, the others are made.",
+            "alone, begun ones go on from --latents-dir, the others are made.",
             rich_help_panel=_OUTPUTS,
         ),
     ] = False,
-    checkpoint_dir: Annotated[
+    latents_dir: Annotated[
         Path | None,
         typer.Option(
             metavar="DIR",
@@ -119,7 +119,7 @@ def run(
         ),
     ] = False,
     draft: options.Draft = False,
-    accept: Annotated[
+    draft_psnr: Annotated[
         str | None,
         typer.Option(
             metavar="PSNR",
@@ -128,7 +128,7 @@ def run(
             rich_help_panel=options.DRAFT_PANEL,
         ),
     ] = None,
-    starts: options.Starts = None,
+    start_steps: options.Starts = None,
     split: options.SplitOption = None,
     replicas: options.Replicas = None,
     decoders: options.Decoders = None,
@@ -153,7 +153,7 @@ def run(
     """
     from svdpp.cli import launched, log, request
     from svdpp.cli.layout_choice import LayoutChoice
-    from svdpp.cli.plan_choice import SchemeChoice
+    from svdpp.cli.plan_choice import PlanChoice
     from svdpp.launch import fork_server
 
     chosen = OutputConfig(path=str(out), format=output_format, crf=crf)  # type: ignore[arg-type]
@@ -173,18 +173,18 @@ def run(
         fit=fit,
     )
     all_seeds = request.parse_seeds(seed, seeds)
-    scheme = SchemeChoice(
-        draft=DraftChoice(draft=draft, starts=starts, accept=accept),
+    plan = PlanChoice(
+        draft=DraftChoice(draft=draft, start_steps=start_steps, psnr=draft_psnr),
         layout=LayoutChoice(
             split=split, replicas=replicas, decoders=decoders, layout=layout, costs=costs
         ),
         world=world,
         steps=steps,
         device=device,
-        no_draft={"costs": costs, "checkpoint-dir": checkpoint_dir},
+        no_draft={"costs": costs, "latents-dir": latents_dir},
     )
     fork_server.start_early(svd=True)  # it imports torch while this does
-    from svdpp.cli.trace_outputs import Sights
+    from svdpp.cli.trace_outputs import TraceOutputs
     from svdpp.driver import hosts
     from svdpp.driver.jobs import OutputPolicy, check_outputs, plan_clips, read_inputs
     from svdpp.driver.pipeline import Pipeline
@@ -200,10 +200,10 @@ def run(
         dtype=request.parse_dtype(dtype, device),
         memory_opt=memory_opt,
     )
-    shape, why = scheme.settings(
+    shape, why = plan.settings(
         num_clips=None if is_joined else len(found) * len(all_seeds),
         decodes=True,
-        memory=partial(_memory_of_devices, weights, sampling, device, scheme.world_size()),
+        memory=partial(_memory_of_devices, weights, sampling, device, plan.world_size()),
     )
     config = request.pipeline_config(
         model=weights,
@@ -213,7 +213,7 @@ def run(
         timeout=timeout,
         start_timeout=start_timeout,
         checksum=checksum,
-        scheme=shape,
+        plan=shape,
     )
     console = Console(as_json=as_json, quiet=quiet)
     log.open_log(verbosity=verbose, log_file=log_file, write=console.err.print)
@@ -224,30 +224,30 @@ def run(
         overwrite=overwrite,
         resume=resume,
         is_restarted=is_restarted,
-        handover_folder=checkpoint_dir,
+        latents_folder=latents_dir,
     )
-    folder = None if checkpoint_dir is None else str(checkpoint_dir.absolute())
-    new_pipeline = partial(Pipeline, handover_folder=folder, output_folder=str(out.absolute()))
+    folder = None if latents_dir is None else str(latents_dir.absolute())
+    new_pipeline = partial(Pipeline, latents_folder=folder, output_folder=str(out.absolute()))
     if is_member:
         answer = partial(hosts.answer, policy=policy, draft=config.draft)
         launched.serve(new_pipeline(config), console, answer)
         return
-    sights = Sights(trace=trace, timeline=timeline, profile=profile)
+    trace_outputs = TraceOutputs(trace=trace, timeline=timeline, profile=profile)
     if why:
-        console.talk(why)
+        console.info(why)
     num_there = check_outputs(found, all_seeds, policy, config.draft)
     announce_look(console, config, policy, num_there)
     if decode_chunk_size == request.AUTO:
         config = request.with_fitting_chunk(console, config)
-    pipeline = new_pipeline(config, profile_path=sights.profile_path)
+    pipeline = new_pipeline(config, profile_path=trace_outputs.profile_path)
     assert pipeline.checkpoint is not None
     clips = plan_clips(found, all_seeds, policy, pipeline.config, pipeline.checkpoint)
     if pipeline.spans_hosts:
         clips = hosts.without_those_elsewhere(clips, policy, pipeline)
-    lost = [{"output": None, "error": to_record(error)} for error in unreadable]
-    records = _perform(console, pipeline, clips, lost, out, sights)
+    lost = [{"output": None, "error": error_to_dict(error)} for error in unreadable]
+    records = _perform(console, pipeline, clips, lost, out, trace_outputs)
     lost += [
-        {"output": clips.records[failure.clip]["output"], "error": to_record(failure.error)}
+        {"output": clips.records[failure.clip]["output"], "error": error_to_dict(failure.error)}
         for failure in pipeline.failures
     ]
     if as_json:
@@ -274,24 +274,24 @@ def _perform(
     clips: ClipPlan,
     lost: list[dict[str, Any]],
     out: Path,
-    sights: Sights,
+    trace_outputs: TraceOutputs,
 ) -> list[dict[str, Any]]:
     """Runs what is to be made; the records of what was made, in the order of the request."""
     from svdpp.cli.log import EventLog
     from svdpp.cli.progress import Progress
-    from svdpp.driver.jobs import open_journal
+    from svdpp.driver.jobs import open_manifest
 
-    journal = open_journal(out, pipeline.config, clips, lost)
+    manifest = open_manifest(out, pipeline.config, clips, lost)
     if not clips.requests:
         pipeline.dismiss()
-        with journal:  # a run that was killed just behind its last clip has left another
+        with manifest:  # a run that was killed just behind its last clip has left another
             return []
     announce(console, pipeline.config, clips)
-    with Progress(console, "run", pipeline.schedule(clips.requests)) as progress, journal:
-        for observer in (progress, EventLog(pipeline.config.scheme), journal):
+    with Progress(console, "run", pipeline.schedule(clips.requests)) as progress, manifest:
+        for observer in (progress, EventLog(pipeline.config.plan), manifest):
             pipeline.observe(observer)
         try:
-            with sights.of(pipeline), pipeline:
+            with trace_outputs.of(pipeline), pipeline:
                 pipeline.submit(clips.requests, clips.records)
                 results = sorted(pipeline.results(), key=lambda result: result.clip)
         except (Interrupted, RankError) as error:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from svdpp.cli.console import Console
 from svdpp.config import OutputConfig, PipelineConfig
-from svdpp.errors import exit_code_of, from_record, to_record
+from svdpp.errors import error_from_dict, error_to_dict, exit_code_of
 
 if TYPE_CHECKING:
     from svdpp.driver.jobs import ClipPlan, OutputPolicy
@@ -32,41 +32,41 @@ def announce_look(
         num_there: outputs that are there already.
     """
     if policy.keeps_finished and num_there > _FEW_CLIPS:
-        console.talk(f"looking at {num_there} clips that are there, frame by frame ...")
-    if policy.handover_folder is not None and not config.scheme.hops:
-        console.talk("--checkpoint-dir: nothing will be kept, for no clip goes from rank to rank")
+        console.info(f"looking at {num_there} clips that are there, frame by frame ...")
+    if policy.latents_folder is not None and not config.plan.links:
+        console.info("--latents-dir: nothing will be kept, for no clip goes from rank to rank")
 
 
 def announce(console: Console, config: PipelineConfig, clips: ClipPlan) -> None:
     """Says what will be made, and on what."""
     num_clips = len(clips.requests)
     begun = sum(request.done_steps > 0 for request in clips.requests)
-    console.talk(
+    console.info(
         f"{num_clips} clip{'s' if num_clips > 1 else ''} of {config.sampling.frames} frames, "
         f"{config.sampling.width}x{config.sampling.height}, on {config.world_size} "
         f"{config.device} ranks with {config.model.name}"
         + (f"; {begun} of them from where an earlier run stood" if begun else "")
     )
     if clips.other_threads is not None:
-        console.talk(
-            f"some are begun anew although --checkpoint-dir has them: with --threads "
+        console.info(
+            f"some are begun anew although --latents-dir has them: with --threads "
             f"{clips.other_threads} they would go on"
         )
     if config.draft is not None:
-        wave, last = config.wave, config.world_size - 1
-        console.talk(
-            f"each clip's draft after {wave.rounds(last)} rounds of {wave.num_steps}, "
-            f"starts {','.join(map(str, wave.starts))}"
+        draft_plan, last = config.draft_plan, config.world_size - 1
+        console.info(
+            f"each clip's draft after {draft_plan.rounds(last)} rounds of {draft_plan.num_steps}, "
+            f"starts {','.join(map(str, draft_plan.start_steps))}"
         )
 
 
 def raise_worst(lost: Sequence[Record], num_clips: int) -> None:
     """Ends the command as the worst of its lost clips asks for; nothing where none is lost."""
     if lost:
-        errors = [from_record(clip["error"]) for clip in lost]
+        errors = [error_from_dict(clip["error"]) for clip in lost]
         worst = max(errors, key=exit_code_of)
-        record = {**to_record(worst), "message": f"{len(lost)} of {num_clips} lost: {worst}"}
-        raise from_record(record)
+        record = {**error_to_dict(worst), "message": f"{len(lost)} of {num_clips} lost: {worst}"}
+        raise error_from_dict(record)
 
 
 def print_clips(
@@ -82,17 +82,17 @@ def print_clips(
     for record in records:
         console.result(f"{out / record['output']}{_elsewhere(record)}")
         if "draft" in record:
-            console.talk(f"  {_of_draft(record)}")
+            console.info(f"  {_of_draft(record)}")
     for clip in lost:
         name = out / clip["output"] if clip["output"] else "(no clip)"
         console.result(f"{name}  (lost: {clip['error']['message']})")
     made = f"{len(records)} clips made" if len(records) != 1 else "1 clip made"
     was = f", {len(skipped)} left as they were" if skipped else ""
-    console.talk(made + was)
+    console.info(made + was)
     exact = [record for record in records if record["exact"] and not _elsewhere(record)]
     if exact:
         output = OutputConfig(path=str(out / exact[0]["output"]), format=exact[0]["format"])
-        console.talk(f"to prove one: svdpp verify {output.json_path}")
+        console.info(f"to prove one: svdpp verify {output.json_path}")
 
 
 def _elsewhere(record: Record) -> str:
@@ -108,7 +108,7 @@ def _of_draft(record: Record) -> str:
         agreement = draft["agreement"]
         return (
             f"approximate: rank {draft['rank']}'s result, {_psnr(agreement)} from that of rank "
-            f"{agreement['with_rank']}; without --accept the exact clip is made"
+            f"{agreement['with_rank']}; without --draft-psnr the exact clip is made"
         )
     if not draft["results"]:
         return "exact; no draft of it came"

@@ -48,7 +48,7 @@ def simulate(
     dtype: options.Dtype = None,
     seed: options.Seed = None,
     draft: options.Draft = False,
-    starts: options.Starts = None,
+    start_steps: options.Starts = None,
     split: options.SplitOption = None,
     replicas: options.Replicas = None,
     decoders: options.Decoders = None,
@@ -59,7 +59,7 @@ def simulate(
         typer.Option(
             metavar="X",
             help="Have the dummy model sleep for the time of --costs times this, above 0: other "
-            "devices rehearsed on this one. Default: as fast as it goes.",
+            "devices scaled on this one. Default: as fast as it goes.",
             rich_help_panel="Costs",
         ),
     ] = None,
@@ -83,13 +83,13 @@ def simulate(
     """
     from svdpp.cli import launched, log, request
     from svdpp.cli.layout_choice import LayoutChoice
-    from svdpp.cli.plan_choice import SchemeChoice
+    from svdpp.cli.plan_choice import PlanChoice
     from svdpp.cli.progress import Progress
-    from svdpp.cli.trace_outputs import Sights
+    from svdpp.cli.trace_outputs import TraceOutputs
     from svdpp.driver.pipeline import Pipeline
 
-    scheme = SchemeChoice(
-        draft=DraftChoice(draft=draft, starts=starts),
+    plan = PlanChoice(
+        draft=DraftChoice(draft=draft, start_steps=start_steps),
         layout=LayoutChoice(
             split=split, replicas=replicas, decoders=decoders, layout=layout, costs=costs
         ),
@@ -98,11 +98,11 @@ def simulate(
         device=device,
         default_world=_DEFAULT_WORLD,
     )
-    num_clips = max(1, 2 * scheme.world_size()) if clips is None else clips
+    num_clips = max(1, 2 * plan.world_size()) if clips is None else clips
     if num_clips < 1:
         raise RequestError(f"--clips must be 1 or more, got {num_clips}")
     decodes = model != DUMMY_MODEL or pace is not None
-    shape, why = scheme.settings(num_clips=num_clips, decodes=decodes)
+    shape, why = plan.settings(num_clips=num_clips, decodes=decodes)
     if pace is not None:
         shape["costs"] = _paced(shape["costs"], pace, model)
     config = request.pipeline_config(
@@ -118,23 +118,23 @@ def simulate(
         timeout=timeout,
         start_timeout=start_timeout,
         checksum=checksum,
-        scheme=shape,
+        plan=shape,
     )
     console = Console(as_json=as_json, quiet=quiet)
     log.open_log(verbosity=verbose, log_file=log_file, write=console.err.print)
     if why:
-        console.talk(why)
-    sights = Sights(trace=trace, timeline=timeline, profile=profile)
-    pipeline = Pipeline(config, profile_path=sights.profile_path)
+        console.info(why)
+    trace_outputs = TraceOutputs(trace=trace, timeline=timeline, profile=profile)
+    pipeline = Pipeline(config, profile_path=trace_outputs.profile_path)
     if pipeline.is_member:
         launched.serve(pipeline, console)
         return
     requests = _requests(config, num_clips, request.parse_seeds(seed, None)[0])
     with Progress(console, "simulate", pipeline.schedule(requests)) as progress:
         pipeline.observe(progress)
-        pipeline.observe(log.EventLog(config.scheme))
+        pipeline.observe(log.EventLog(config.plan))
         try:
-            with sights.of(pipeline), pipeline:
+            with trace_outputs.of(pipeline), pipeline:
                 pipeline.run(requests)
         except OutOfMemoryError as error:
             error.hint = _MEMORY_HINT  # the engine's names options that only run and verify have
@@ -147,12 +147,12 @@ def simulate(
 
 
 def _paced(costs: Costs, pace: float, model: str) -> Costs:
-    """`costs` in the rehearsal's time; hops and files take what this machine takes for them."""
+    """`costs` at the rehearsal's time scale; transfers and files take their real time."""
     if model != DUMMY_MODEL:
-        raise RequestError("--pace has the dummy model sleep", "leave --model out")
+        raise RequestError("--time-scale has the dummy model sleep", "leave --model out")
     if not (math.isfinite(pace) and pace > 0):
-        raise RequestError(f"--pace must be a finite number above 0, got {pace}")
-    return costs.rehearsed(pace)
+        raise RequestError(f"--time-scale must be a finite number above 0, got {pace}")
+    return costs.scaled(pace)
 
 
 def _requests(config: PipelineConfig, num_clips: int, seed: int) -> list[ClipRequest]:
@@ -166,7 +166,7 @@ def _requests(config: PipelineConfig, num_clips: int, seed: int) -> list[ClipReq
 def _to_json(pipeline: Pipeline, measured: Forecast, forecast: Forecast) -> dict[str, Any]:
     config = pipeline.config
     ranks = pipeline.trace.to_json()
-    for rank, share in zip(ranks, config.scheme.all_shares, strict=True):
+    for rank, share in zip(ranks, config.plan.all_shares, strict=True):
         rank.update(start=share.start, end=share.end)
     return {
         "schema_version": 1,
@@ -175,7 +175,7 @@ def _to_json(pipeline: Pipeline, measured: Forecast, forecast: Forecast) -> dict
         "split": config.split,
         "replicas": config.replicas,
         "decoders": config.decoders,
-        "starts": None if config.draft is None else list(config.draft.starts),
+        "start_steps": None if config.draft is None else list(config.draft.start_steps),
         "model": config.model.name,
         "dtype": config.model.dtype,
         "backend": pipeline.backend,
@@ -191,7 +191,7 @@ def _times(times: Forecast) -> dict[str, float]:
     return {
         "makespan_seconds": times.makespan,
         "first_clip_seconds": times.first_clip,
-        "cadence_seconds": times.cadence,
+        "seconds_per_clip": times.seconds_per_clip,
         "bubble": times.bubble,
     }
 
@@ -213,10 +213,10 @@ def _print(console: Console, pipeline: Pipeline, measured: Forecast, forecast: F
             f"{stats.bubble:.0%}",
         )
         for stats, share in zip(
-            pipeline.trace.rank_stats(), pipeline.config.scheme.all_shares, strict=True
+            pipeline.trace.rank_stats(), pipeline.config.plan.all_shares, strict=True
         )
     ]
-    columns = ("rank", "range", "steps", "compute s", "wait s", "hop s", "mean ms", "p95 ms")
+    columns = ("rank", "range", "steps", "compute s", "wait s", "transfer s", "mean ms", "p95 ms")
     console.table((*columns, "bubble"), rows)
     console.result()
     width = max(20, console.out.width - len(f"rank {world_size - 1} ||"))
@@ -225,6 +225,6 @@ def _print(console: Console, pipeline: Pipeline, measured: Forecast, forecast: F
     for name, times in (("measured", measured), ("forecast", forecast)):
         console.result(
             f"{name}: {times.clips} clips in {times.makespan:.2f} s, first after "
-            f"{times.first_clip:.2f} s, then one every {times.cadence:.2f} s; "
+            f"{times.first_clip:.2f} s, then one every {times.seconds_per_clip:.2f} s; "
             f"bubble {times.bubble:.0%}"
         )

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Sights:
+class TraceOutputs:
     """Files to be written at the end of a run; None for those not asked for.
 
     Raises:

@@ -80,7 +80,7 @@ def verify(
             help="Largest difference that counts as equal, 0 or more; 0 asks for equal bits.",
         ),
     ] = 0.0,
-    plant_fault: Annotated[
+    inject_fault: Annotated[
         str | None,
         typer.Option(
             metavar="FAULT",
@@ -99,7 +99,7 @@ def verify(
         ),
     ] = None,
     draft: options.Draft = False,
-    starts: options.Starts = None,
+    start_steps: options.Starts = None,
     split: options.SplitOption = None,
     replicas: options.Replicas = None,
     decoders: options.Decoders = None,
@@ -122,7 +122,7 @@ def verify(
     """
     from svdpp.cli import log, request, trace_outputs
     from svdpp.cli.layout_choice import LayoutChoice
-    from svdpp.cli.plan_choice import SchemeChoice
+    from svdpp.cli.plan_choice import PlanChoice
 
     if not tolerance >= 0:
         raise RequestError(f"--tolerance must be 0 or more, got {tolerance}")
@@ -144,8 +144,8 @@ def verify(
     first_seed = request.parse_seeds(seed, None)[0]
     is_member = request.is_joined_member()
     requests = [] if is_member else _requests(model, inputs or [], clips, first_seed)
-    scheme = SchemeChoice(
-        draft=DraftChoice(draft=draft, starts=starts),
+    plan = PlanChoice(
+        draft=DraftChoice(draft=draft, start_steps=start_steps),
         layout=LayoutChoice(
             split=split, replicas=replicas, decoders=decoders, layout=layout, costs=costs
         ),
@@ -154,7 +154,7 @@ def verify(
         device=chosen_device,
         no_draft={"costs": costs},
     )
-    shape, why = scheme.settings(
+    shape, why = plan.settings(
         num_clips=None if request.joined_world(None) is not None else len(requests),
         decodes=model != DUMMY_MODEL,
     )
@@ -187,16 +187,16 @@ def verify(
         threads=threads,
         timeout=timeout,
         start_timeout=start_timeout,
-        scheme=shape,
+        plan=shape,
     )
     if is_member:
-        _serve(console, config, plant_fault)
+        _serve(console, config, inject_fault)
         return
     if why:
-        console.talk(why)
+        console.info(why)
     if decode_chunk_size == request.AUTO:
         config = request.with_fitting_chunk(console, config)
-    _compare(console, config, requests, tolerance, plant_fault, report)
+    _compare(console, config, requests, tolerance, inject_fault, report)
 
 
 def _requests(model: str, inputs: Sequence[str], clips: int | None, seed: int) -> list[ClipRequest]:
@@ -221,14 +221,14 @@ def _requests(model: str, inputs: Sequence[str], clips: int | None, seed: int) -
     ]
 
 
-def _serve(console: Console, config: PipelineConfig, plant_fault: str | None) -> None:
+def _serve(console: Console, config: PipelineConfig, inject_fault: str | None) -> None:
     """Takes part in the pipelined run; rank 0 alone compares."""
     from svdpp.cli import launched
     from svdpp.driver.pipeline import Pipeline
-    from svdpp.worker.fault_injection import PlantedFault
+    from svdpp.worker.fault_injection import InjectedFault
 
-    fault = None if plant_fault is None else PlantedFault.parse(plant_fault)
-    launched.serve(Pipeline(config, evidence_folder="sent to rank 0", fault=fault), console)
+    fault = None if inject_fault is None else InjectedFault.parse(inject_fault)
+    launched.serve(Pipeline(config, tensor_folder="sent to rank 0", fault=fault), console)
 
 
 def _compare(
@@ -236,7 +236,7 @@ def _compare(
     config: PipelineConfig,
     requests: list[ClipRequest],
     tolerance: float,
-    plant_fault: str | None,
+    inject_fault: str | None,
     report: Path | None,
 ) -> None:
     from svdpp.cli.log import EventLog
@@ -244,31 +244,31 @@ def _compare(
     from svdpp.plan.schedule import build_schedule, data_parallel_routes
     from svdpp.verification import verify as proof
     from svdpp.verification.report import write_report
-    from svdpp.worker.fault_injection import PlantedFault
+    from svdpp.worker.fault_injection import InjectedFault
 
     num_steps, clips = config.sampling.num_inference_steps, range(len(requests))
-    fault = None if plant_fault is None else PlantedFault.parse(plant_fault)
+    fault = None if inject_fault is None else InjectedFault.parse(inject_fault)
     if fault is not None:
         fault.check(world_size=config.world_size, num_clips=len(requests))
         if config.draft is not None and fault.kind == "skip":
             raise RequestError(
-                "a walk of a draft leaves no step out", "--plant-fault ulp@rank0.clip0 damages one"
+                "a walk of a draft leaves no step out", "--inject-fault ulp@rank0.clip0 damages one"
             )
     if config.draft is not None:
-        ours = config.wave.schedule(clips)
+        ours = config.draft_plan.schedule(clips)
     else:
         ours = build_schedule(config.layout.routes(clips), config.world_size)
     alone = data_parallel_routes(num_steps, 1, clips, decodes=config.decodes)
     theirs = build_schedule(alone, 1)
     with temp_folders.folder("svdpp-verify-") as folder:
         with Progress(console, "pipelined", ours) as progress:
-            observers = (progress, EventLog(config.scheme))
+            observers = (progress, EventLog(config.plan))
             proof.run_pipelined(config, requests, folder, fault=fault, observers=observers)
         with Progress(console, "sequential", theirs) as progress:
             proof.run_sequential(config, requests, folder, observers=(progress,))
         verdict = proof.compare(config, len(requests), folder, tolerance=tolerance)
         if report is not None:
-            asked = {"tolerance": f"{tolerance:g}", "planted fault": plant_fault or "none"}
+            asked = {"tolerance": f"{tolerance:g}", "planted fault": inject_fault or "none"}
             write_report(report, verdict, config, requests, folder, asked)
     if console.as_json:
         console.json(verdict.to_json())

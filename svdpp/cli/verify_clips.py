@@ -102,11 +102,11 @@ def verify_clips(console: Console, inputs: Sequence[str], settings: Settings) ->
     journals = [path for path in paths if path.name == NAME]
     if len(journals) == len(paths):
         raise InputError(
-            f"{str(paths[0])!r} is a run's journal, and no clip's JSON",
+            f"{str(paths[0])!r} is a run's manifest, and no clip's JSON",
             "those are beside it, one for each clip that was made",
         )
     for path in journals:
-        console.talk(f"{path} is left out: a run's journal, and no clip's JSON")
+        console.info(f"{path} is left out: a run's manifest, and no clip's JSON")
     proofs = []
     for proof in _prove([path for path in paths if path not in journals], settings, console):
         proofs.append(proof)
@@ -154,13 +154,14 @@ def _read(path: Path, settings: Settings) -> _Clip:
     """
     from svdpp.media.image import read_photo
     from svdpp.redaction import located_path
-    from svdpp.worker.clip_metadata import read_record
+    from svdpp.worker.clip_metadata import read_clip_metadata
 
-    record = read_record(path)
+    record = read_clip_metadata(path)
     if record.get("exact") is False:
         raise RequestError(
             f"{path.name!r} is of a draft, which by its own word is not exact",
-            "svdpp run without --accept makes the exact clip; verify --draft shows the distance",
+            "svdpp run without --draft-psnr makes the exact clip; "
+            "verify --draft shows the distance",
         )
     if settings.threads not in (None, record["num_threads"]):
         raise RequestError(

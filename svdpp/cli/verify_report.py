@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from svdpp.cli.console import Console
-from svdpp.errors import SvdppError, VerificationError, exit_code_of, from_record, to_record
+from svdpp.errors import SvdppError, VerificationError, error_from_dict, error_to_dict, exit_code_of
 
 if TYPE_CHECKING:
-    from svdpp.verification.result import Verdict
+    from svdpp.verification.result import VerificationResult
 
 
 _CONDITIONS = "same machine, library versions and threads? the JSON names those it was made with"
@@ -33,7 +33,7 @@ class ClipProof:
     def to_json(self) -> dict[str, Any]:
         """Plain values; `equal` is null where that is not known."""
         if self.error is not None:
-            return {"equal": None, "error": to_record(self.error)}
+            return {"equal": None, "error": error_to_dict(self.error)}
         return {"equal": not self.different, "checks": self.checks}
 
     def __str__(self) -> str:
@@ -44,7 +44,7 @@ class ClipProof:
         return f"bitwise equal: {self.path}"
 
 
-def print_verdict(console: Console, verdict: Verdict) -> None:
+def print_verdict(console: Console, verdict: VerificationResult) -> None:
     """Prints all checks, and the verdict in one line where it is a good one."""
     rows = [
         (
@@ -72,7 +72,7 @@ def print_verdict(console: Console, verdict: Verdict) -> None:
         console.result(f"within tolerance, not bitwise: max difference {verdict.max_abs_diff:.3g}")
 
 
-def print_drafts(console: Console, verdict: Verdict, num_steps: int) -> None:
+def print_drafts(console: Console, verdict: VerificationResult, num_steps: int) -> None:
     """The other ranks' results, by how much sooner and how far from the exact one they are."""
     rows = [
         (
@@ -91,7 +91,7 @@ def print_drafts(console: Console, verdict: Verdict, num_steps: int) -> None:
     console.table(columns, rows)
 
 
-def difference(verdict: Verdict) -> str:
+def difference(verdict: VerificationResult) -> str:
     """The first difference, in words."""
     check = verdict.first_difference
     assert check is not None
@@ -146,4 +146,4 @@ def end_several(console: Console, proofs: Sequence[ClipProof]) -> None:
     if errors:
         worst = max(errors, key=exit_code_of)
         message = f"{len(errors)} of {len(proofs)} clips not verified: {worst}"
-        raise from_record({**to_record(worst), "message": message})
+        raise error_from_dict({**error_to_dict(worst), "message": message})

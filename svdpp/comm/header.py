@@ -30,7 +30,7 @@ _TENSOR_FORMATS = {"name": "32s", "dtype": "B", "dims": "B", "shape": f"{MAX_DIM
 _HEAD, _TENSOR = (
     struct.Struct("<" + "".join(formats.values())) for formats in (_HEAD_FORMATS, _TENSOR_FORMATS)
 )
-_VOID, _CHECKSUM = 1, 2
+_TOMBSTONE, _CHECKSUM = 1, 2
 
 
 def _positions(formats: Mapping[str, str]) -> Iterator[tuple[str, int]]:
@@ -53,7 +53,7 @@ class Header:
         sequence: number of packets sent on this link before this one.
         begun_at: unix time in seconds at which the clip's encode began.
         tensors: name, shape and dtype of each tensor, in the order of the payload.
-        void: the clip has failed on its way: no payload follows.
+        tombstone: the clip has failed on its way: no payload follows.
         crc: crc32 of the payload; None where none was taken.
     """
 
@@ -62,7 +62,7 @@ class Header:
     sequence: int
     begun_at: float
     tensors: tuple[tuple[str, TensorSpec], ...]
-    void: bool = False
+    tombstone: bool = False
     crc: int | None = None
 
     @property
@@ -77,7 +77,7 @@ class Header:
         head = _HEAD.pack(
             _MAGIC,
             PROTOCOL_VERSION,
-            _VOID * self.void | _CHECKSUM * (self.crc is not None),
+            _TOMBSTONE * self.tombstone | _CHECKSUM * (self.crc is not None),
             self.clip,
             self.next_step,
             self.sequence,
@@ -107,7 +107,7 @@ class Header:
                 f"the sender speaks packet protocol {version}, this rank {PROTOCOL_VERSION}",
                 "install the same svdpp version for every rank",
             )
-        if flags & ~(_VOID | _CHECKSUM):
+        if flags & ~(_TOMBSTONE | _CHECKSUM):
             raise TransportError(f"the header carries unknown flags {flags:#06x}")
         if num_tensors > MAX_TENSORS:
             raise TransportError(f"the header announces {num_tensors} tensors")
@@ -115,7 +115,7 @@ class Header:
         tensors = tuple(_unpack_tensor(data, offset) for offset in offsets)
         header = Header(
             *(clip, next_step, sequence, begun_at, tensors),
-            void=bool(flags & _VOID),
+            tombstone=bool(flags & _TOMBSTONE),
             crc=crc if flags & _CHECKSUM else None,
         )
         if header.num_bytes != num_bytes:
@@ -135,18 +135,18 @@ class Header:
     ) -> None:
         """Compares the header with what the receiver's action list expects.
 
-        A void packet carries no tensors, whatever the list expects of the clip.
+        A tombstone packet carries no tensors, whatever the list expects of the clip.
 
         Raises:
             TransportError: naming the first field that differs, with both sides' values.
         """
-        expected_names = [] if self.void else list(tensors)
+        expected_names = [] if self.tombstone else list(tensors)
         pairs: list[tuple[str, object, object]] = [
             ("sequence number", self.sequence, sequence),
             ("clip", self.clip, clip),
             ("next step", self.next_step, next_step),
             ("tensors", [name for name, _ in self.tensors], expected_names),
-            ("checksum", self.crc is not None, checksum and not self.void),
+            ("checksum", self.crc is not None, checksum and not self.tombstone),
         ]
         pairs += [(name, str(spec), str(tensors.get(name))) for name, spec in self.tensors]
         for what, sent, expected in pairs:

@@ -1,8 +1,8 @@
 """Owns one packet's way from one rank to the next: header, check, payload. Point to point only.
 
-Each neighbour has a link with one thread for what comes and one for what goes, so that a hop runs
-beneath the denoising. The header is a message of its own, always between CPUs; the payload is the
-packet's tensors laid end to end, on the device for NCCL, through pinned host memory for gloo,
+Each neighbour has a link with one thread for what comes and one for what goes, so that a transfer
+runs beneath the denoising. The header is a message of its own, always between CPUs; the payload is
+the packet's tensors laid end to end, on the device for NCCL, through pinned host memory for gloo,
 which does not carry CUDA tensors point to point.
 """
 
@@ -46,8 +46,9 @@ class Packet:
         clip: index of the clip.
         next_step: number of steps done.
         begun_at: unix time in seconds at which the clip's encode began.
-        tensors: by name, contiguous or not, all on the rank's device; none where it is void.
-        void: the clip has failed at an earlier rank. It still travels, since every list after that
+        tensors: by name, contiguous or not, all on the rank's device; none where it is tombstone.
+        tombstone: the clip has failed at an earlier rank. It still travels, since every list after
+        that
             rank's expects it, but nobody works on it.
     """
 
@@ -55,11 +56,11 @@ class Packet:
     next_step: int
     begun_at: float
     tensors: dict[str, torch.Tensor]
-    void: bool = False
+    tombstone: bool = False
 
 
 class Transfer(NamedTuple):
-    """One hop, as one of its two ends saw it.
+    """One transfer, as one of its two ends saw it.
 
     `seconds` counts from the header to the last byte; a sender's includes the wait for a receiver.
     `end` is of the machine's monotonic clock.
@@ -92,7 +93,7 @@ class Transport:
         rank: this rank.
         device: where received tensors end up.
         backend: `gloo` or `nccl`, of the payload.
-        on_transfer: called from the links' threads when a hop is over.
+        on_transfer: called from the links' threads when a transfer is over.
         checksum: whether payloads carry a crc32, taken before the wire and compared behind it.
         tamper: changes headers on their way out, to see that it is noticed.
         wall_ahead: seconds by which this host's clock is ahead of rank 0's; what headers say of
@@ -119,8 +120,8 @@ class Transport:
         self._inboxes: dict[int, _Link] = {}
         self._outboxes: dict[int, _Link] = {}
 
-    def connect(self, hops: Iterable[tuple[int, int]]) -> None:
-        """Opens this rank's links: each of `hops` is (from, to), in an order all ranks share.
+    def connect(self, transfers: Iterable[tuple[int, int]]) -> None:
+        """Opens this rank's links: each of `transfers` is (from, to), in an order all ranks share.
 
         The first NCCL message of a pair creates its communicator and blocks
         (pytorch/pytorch#108378), so every pair says hello once, in the same order everywhere.
@@ -128,7 +129,7 @@ class Transport:
         Raises:
             TransportError: the other end is gone, or speaks another protocol version.
         """
-        for source, target in hops:
+        for source, target in transfers:
             hello = torch.zeros(1, device=self._wire.device)
             if source == self._rank:
                 packet = Packet(_HELLO_CLIP, 0, 0.0, {"hello": hello})
@@ -138,11 +139,11 @@ class Transport:
 
     def post_receive(
         self, clip: int, next_step: int, peer: int, expected: Mapping[str, TensorSpec]
-    ) -> Arrival:
+    ) -> PendingPacket:
         """Begins to receive `clip` from `peer` in the background."""
         link = self._inboxes.setdefault(peer, _Link(f"from-{peer}"))
         future = link.start(lambda: self._receive_now(peer, clip, next_step, expected))
-        return Arrival(future, self._wire, self._wall_ahead)
+        return PendingPacket(future, self._wire, self._wall_ahead)
 
     def send(self, packet: Packet, peer: int) -> None:
         """Sends in the background; first waits until the packet before it on this link is gone.
@@ -184,14 +185,14 @@ class Transport:
                 link.next_sequence(),
                 packet.begun_at - self._wall_ahead,
                 tuple((name, tensor_spec(tensor)) for name, tensor in packet.tensors.items()),
-                void=packet.void,
-                crc=_crc32(staged) if self._checksum and not packet.void else None,
+                tombstone=packet.tombstone,
+                crc=_crc32(staged) if self._checksum and not packet.tombstone else None,
             )
             data = header.pack()
             if self._tamper is not None:
                 data = self._tamper(packet.clip, data)
             dist.send(_header_tensor(data), peer)
-            if not packet.void:
+            if not packet.tombstone:
                 self._wire.send(staged, peer)
         self._report("send", header, peer, begun)
 
@@ -227,7 +228,7 @@ class Transport:
             self._on_transfer(Transfer(kind, *what, seconds=end - begun, end=end))
 
 
-class Arrival:
+class PendingPacket:
     """A packet that is on its way, or there.
 
     Args:
@@ -243,7 +244,7 @@ class Arrival:
         self._wire = wire
         self._wall_ahead = wall_ahead
 
-    def take(self) -> Packet:
+    def wait(self) -> Packet:
         """Waits for the packet and hands it over; once.
 
         Raises:
@@ -253,7 +254,7 @@ class Arrival:
         self._wire.hand_over(payload)
         tensors = dict(_unpack(payload, header.tensors))
         begun_at = header.begun_at + self._wall_ahead
-        return Packet(header.clip, header.next_step, begun_at, tensors, header.void)
+        return Packet(header.clip, header.next_step, begun_at, tensors, header.tombstone)
 
 
 class _Link:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from svdpp.driver.trace import HopSpan, Trace
+from svdpp.driver.trace import Trace, TransferSpan
 from svdpp.media import output_files
 from svdpp.plan.actions import Action, Kind
 
@@ -34,7 +34,7 @@ def write_chrome_trace(trace: Trace, path: Path, about: Mapping[str, Any]) -> No
         OutputError: the file cannot be written.
     """
     head = json.dumps({"displayTimeUnit": "ms", "otherData": dict(about)})
-    with output_files.in_place_of(str(path), ".json") as temporary, temporary.open("w") as file:
+    with output_files.atomic_output(str(path), ".json") as temporary, temporary.open("w") as file:
         file.write(head[:-1] + ', "traceEvents": [\n')
         file.write(",\n".join(map(json.dumps, trace_events(trace))))
         file.write("\n]}\n")
@@ -42,10 +42,12 @@ def write_chrome_trace(trace: Trace, path: Path, about: Mapping[str, Any]) -> No
 
 def trace_events(trace: Trace) -> list[_TraceEvent]:
     """The names of all tracks, then every event by its time, from the first one on."""
-    tracks = _link_tracks(trace.hops)
-    starts = [span.start for span in trace.spans] + [hop.start for hop in trace.hops]
-    begin = min([*starts, *(wait.start for wait in trace.waits)], default=0.0)
-    events = [*_compute_events(trace, begin), *_hop_events(trace.hops, tracks, begin)]
+    tracks = _link_tracks(trace.transfers)
+    start_steps = [span.start for span in trace.spans] + [
+        transfer.start for transfer in trace.transfers
+    ]
+    begin = min([*start_steps, *(wait.start for wait in trace.waits)], default=0.0)
+    events = [*_compute_events(trace, begin), *_transfer_events(trace.transfers, tracks, begin)]
     # Of two that begin at once the longer one holds the other.
     events.sort(key=lambda event: (event["ts"], -event.get("dur", 0)))
     return [*_names(trace, tracks), *events]
@@ -67,10 +69,12 @@ def _metadata(rank: int, track: int, what: str, **values: Any) -> _TraceEvent:
     return {"ph": "M", "pid": rank, "tid": track, "name": what, "args": values}
 
 
-def _link_tracks(hops: Iterable[HopSpan]) -> dict[tuple[int, str, int], int]:
-    """A track for each (rank, direction, peer): hops of one link follow each other."""
+def _link_tracks(transfers: Iterable[TransferSpan]) -> dict[tuple[int, str, int], int]:
+    """A track for each (rank, direction, peer): transfers of one link follow each other."""
     tracks: dict[tuple[int, str, int], int] = {}
-    for rank, direction, peer in sorted({(hop.rank, hop.direction, hop.peer) for hop in hops}):
+    for rank, direction, peer in sorted(
+        {(transfer.rank, transfer.direction, transfer.peer) for transfer in transfers}
+    ):
         tracks[rank, direction, peer] = 1 + sum(1 for other, _, _ in tracks if other == rank)
     return tracks
 
@@ -93,27 +97,27 @@ def _action(action: Action) -> tuple[str, dict[str, Any]]:
     return f"{action.kind.lower()} clip {action.clip}", args
 
 
-def _hop_events(
-    hops: Iterable[HopSpan], tracks: Mapping[tuple[int, str, int], int], begin: float
+def _transfer_events(
+    transfers: Iterable[TransferSpan], tracks: Mapping[tuple[int, str, int], int], begin: float
 ) -> Iterator[_TraceEvent]:
-    """Each hop at both of its ends, and an arrow from one to the other."""
+    """Each transfer at both of its ends, and an arrow from one to the other."""
     arrows: dict[tuple[int, ...], int] = {}
     # In a draft two words on one step may pass one link: each side sees them in their order.
     alike: Counter[tuple[int, ...]] = Counter()
-    for hop in hops:
-        track = tracks[hop.rank, hop.direction, hop.peer]
-        args = {"clip": hop.clip, "step": hop.next_step, "bytes": hop.num_bytes}
-        start, end = hop.start - begin, hop.end - begin
-        is_send = hop.direction == "send"
-        ends = (hop.rank, hop.peer) if is_send else (hop.peer, hop.rank)
-        name = f"{hop.direction} clip {hop.clip}"
-        yield _complete(hop.rank, track, name, "transfer", start, end, args)
-        which = hop.clip, hop.next_step, *ends
+    for transfer in transfers:
+        track = tracks[transfer.rank, transfer.direction, transfer.peer]
+        args = {"clip": transfer.clip, "step": transfer.next_step, "bytes": transfer.num_bytes}
+        start, end = transfer.start - begin, transfer.end - begin
+        is_send = transfer.direction == "send"
+        ends = (transfer.rank, transfer.peer) if is_send else (transfer.peer, transfer.rank)
+        name = f"{transfer.direction} clip {transfer.clip}"
+        yield _complete(transfer.rank, track, name, "transfer", start, end, args)
+        which = transfer.clip, transfer.next_step, *ends
         yield {
             "ph": "s" if is_send else "f",
             **({} if is_send else {"bp": "e"}),
             "id": arrows.setdefault((*which, alike[is_send, *which]), len(arrows)),
-            **{"pid": hop.rank, "tid": track, "name": "hand-over", "cat": "transfer"},
+            **{"pid": transfer.rank, "tid": track, "name": "hand-over", "cat": "transfer"},
             "ts": _microseconds(start),
         }
         alike[is_send, *which] += 1

@@ -27,7 +27,7 @@ from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.svd import memory as model_memory
 from svdpp.plan.actions import Action, Kind
 from svdpp.plan.costs import Costs
-from svdpp.worker.messages import ActionDone, Event, HopDone, StepDone
+from svdpp.worker.messages import ActionDone, Event, StepDone, TransferDone
 
 _GIB = 2**30
 _STEPS_PER_RANK = 2
@@ -50,11 +50,11 @@ class Profile:
     decode_seconds: float = 0.0
     write_seconds: float = 0.0
     packet_bytes: int = 0
-    hops: list[rank_probe.Hop] = field(default_factory=list)
+    transfers: list[rank_probe.LinkSpeed] = field(default_factory=list)
     ranks_per_host: int | None = None
-    hop_seconds: float | None = None
-    """Of a whole packet, where a launcher's ranks have measured it instead of `hops`."""
-    hop_between_hosts_seconds: float | None = None
+    transfer_seconds: float | None = None
+    """Of a whole packet, where a launcher's ranks have measured it instead of `transfers`."""
+    inter_host_transfer_seconds: float | None = None
     weight_bytes: dict[str, int] = field(default_factory=dict)
     """By part."""
     work_bytes: dict[str, int] = field(default_factory=dict)
@@ -66,7 +66,7 @@ class Profile:
         Args:
             command: what the user typed, for the record.
         """
-        slowest = max(self.hops, key=lambda hop: hop.latency_seconds, default=None)
+        slowest = max(self.transfers, key=lambda transfer: transfer.latency_seconds, default=None)
         memory = {
             **{f"{part}_weights_gib": size / _GIB for part, size in self.weight_bytes.items()},
             **{f"{part}_work_gib": size / _GIB for part, size in self.work_bytes.items()},
@@ -76,11 +76,13 @@ class Profile:
             encode_seconds=self.encode_seconds,
             decode_seconds=self.decode_seconds,
             write_seconds=self.write_seconds,
-            hop_seconds=slowest.latency_seconds if slowest else self.hop_seconds or 0.0,
-            hop_bytes_per_second=min((hop.bytes_per_second for hop in self.hops), default=None),
+            transfer_seconds=slowest.latency_seconds if slowest else self.transfer_seconds or 0.0,
+            transfer_bytes_per_second=min(
+                (transfer.bytes_per_second for transfer in self.transfers), default=None
+            ),
             packet_bytes=float(self.packet_bytes),
             ranks_per_host=self.ranks_per_host,
-            hop_between_hosts_seconds=self.hop_between_hosts_seconds,
+            inter_host_transfer_seconds=self.inter_host_transfer_seconds,
             name=self._name(),
             source=f"measured by: {command}",
             device=self.device,
@@ -122,7 +124,7 @@ def profile(config: PipelineConfig, *, repeats: int, talk: Callable[[str], None]
     """Measures the parts of a run on the devices of `config`, with all its ranks at work at once.
 
     On the CPU ranks share cores and memory bandwidth, so a rank alone would be faster than in the
-    run that the costs are for. Memory and hops are measured apart, one after the other.
+    run that the costs are for. Memory and transfers are measured apart, one after the other.
 
     Args:
         config: its number of steps does not matter; frame count and chunk may be open.
@@ -142,7 +144,7 @@ def profile(config: PipelineConfig, *, repeats: int, talk: Callable[[str], None]
         _measure_write(result, repeats)
     if find_world() is None:  # else the packets of the run itself were measured
         talk("packets between neighbours")
-        result.hops = rank_probe.measure_hops(config)
+        result.transfers = rank_probe.measure_transfers(config)
     talk("memory of each part")
     _measure_memory(result, checkpoint)
     return result
@@ -171,9 +173,9 @@ def _measure_times(result: Profile, num_clips: int) -> None:
     result.decode_seconds = _median(measured.actions[Kind.DECODE])
     result.packet_bytes = measured.packet_bytes
     if world is not None:
-        within, between = (measured.hops[crosses] for crosses in (False, True))
-        result.hop_seconds = _median(within)
-        result.hop_between_hosts_seconds = _median(between) if between else None
+        within, between = (measured.transfers[crosses] for crosses in (False, True))
+        result.transfer_seconds = _median(within)
+        result.inter_host_transfer_seconds = _median(between) if between else None
 
 
 class _Measured:
@@ -185,7 +187,7 @@ class _Measured:
 
     def __init__(self, host_of: Callable[[int], int]) -> None:
         self._host_of = host_of
-        self.hops: dict[bool, list[float]] = defaultdict(list)
+        self.transfers: dict[bool, list[float]] = defaultdict(list)
         """Of whole packets, by whether they went from host to host."""
         self.steps: dict[int, list[float]] = defaultdict(list)
         self.actions: dict[Kind, list[float]] = defaultdict(list)
@@ -199,11 +201,11 @@ class _Measured:
                 action = Action.parse(event.action)
                 if action.clip > 0:
                     self.actions[action.kind].append(event.end - event.start)
-            case HopDone():
+            case TransferDone():
                 self.packet_bytes = event.num_bytes
                 if event.direction == "recv" and event.clip > 0:
                     crosses = self._host_of(rank) != self._host_of(event.peer)
-                    self.hops[crosses].append(event.seconds)
+                    self.transfers[crosses].append(event.seconds)
             case _:
                 pass
 

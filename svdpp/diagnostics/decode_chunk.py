@@ -19,9 +19,9 @@ import torch
 
 from svdpp.config import PipelineConfig
 from svdpp.driver.pipeline import resolve
-from svdpp.errors import OutOfMemoryError, RankError, from_record, to_record
+from svdpp.errors import OutOfMemoryError, RankError, error_from_dict, error_to_dict
 from svdpp.launch import fork_server, process_group
-from svdpp.launch.started import Member, StartedGroup
+from svdpp.launch.started import RankContext, StartedGroup
 from svdpp.models import determinism
 from svdpp.models.base import LATENTS
 from svdpp.models.checkpoint import Checkpoint
@@ -29,7 +29,7 @@ from svdpp.models.free_memory import free_bytes
 from svdpp.plan.actions import decode
 from svdpp.plan.layout import Roles
 from svdpp.worker.out_of_memory import out_of_memory_named
-from svdpp.worker.peak_memory import forget_peak, peak_in_use
+from svdpp.worker.peak_memory import peak_in_use, reset_peak_of
 
 #: Left over is room for what the law does not know: fragments, other programs, libraries' caches.
 _SHARE_OF_FREE = 0.8
@@ -106,7 +106,7 @@ def measure_decode(config: PipelineConfig) -> DecodeMemory:
     finally:
         group.kill()
     if "error" in answer:
-        raise from_record(answer["error"])
+        raise error_from_dict(answer["error"])
     return DecodeMemory(**answer)
 
 
@@ -130,13 +130,13 @@ def _wait(group: StartedGroup, seconds: float) -> dict[str, Any]:
     raise RankError(f"{what} did not end within {seconds:.0f} s", "--timeout SECONDS")
 
 
-def _measure_main(member: Member, setup: _Setup) -> None:
+def _measure_main(context: RankContext, setup: _Setup) -> None:
     try:
         answer = asdict(_measure(setup))
     except BaseException as error:
-        member.channel.send(json.dumps({"error": to_record(error)}).encode())
+        context.channel.send(json.dumps({"error": error_to_dict(error)}).encode())
         raise
-    member.channel.send(json.dumps(answer).encode())
+    context.channel.send(json.dumps(answer).encode())
 
 
 def _measure(setup: _Setup) -> DecodeMemory:
@@ -148,7 +148,7 @@ def _measure(setup: _Setup) -> DecodeMemory:
     device = process_group.device_of_rank(config.device, config.world_size - 1)
     determinism.make_deterministic(num_threads=config.num_threads, device=device)
     dtype = torch_dtype(config.model.dtype)
-    decoding = [roles for roles in config.scheme.roles if roles.decode]
+    decoding = [roles for roles in config.plan.roles if roles.decode]
     roles = Roles(
         encode=any(each.encode for each in decoding),
         denoise=any(each.denoise for each in decoding),
@@ -192,7 +192,7 @@ def _peak(device: torch.device, work: Callable[[], object]) -> int:
         # Every tensor by itself from the kernel and back to it (mallopt(3)): else memory that was
         # freed before, and kept by malloc, hides what is taken anew.
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 64 * 1024)
-    before = forget_peak(device)
+    before = reset_peak_of(device)
     work()
     return peak_in_use(device) - before
 

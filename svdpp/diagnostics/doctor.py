@@ -25,7 +25,7 @@ from svdpp.plan.schedule import build_schedule
 _GIB = 2**30
 #: Some hundred clips, and the log.
 _MIN_FREE_BYTES = 2**28
-_TMPDIR_MEND = "set TMPDIR to a folder of a local disk that is writable"
+_TMPDIR_FIX = "set TMPDIR to a folder of a local disk that is writable"
 # Enough for libx264 to have something to do, and quick.
 _TRIAL_FRAMES, _TRIAL_SIDE = 4, 64
 
@@ -42,7 +42,7 @@ class Check:
 
 
 @dataclass
-class Patient:
+class Examination:
     """What is examined; filled in as checks find things out.
 
     Args:
@@ -61,11 +61,11 @@ class _Skipped(Exception):
     """There is nothing to try, or no ground to try it on; the text says which."""
 
 
-def examine(patient: Patient) -> Iterator[Check]:
+def examine(examination: Examination) -> Iterator[Check]:
     """Tries one thing after the other, and yields each as it is known."""
     for name, attempt in _CHECKS.items():
         try:
-            detail = attempt(patient)
+            detail = attempt(examination)
         except _Skipped as reason:
             yield Check(name=name, verdict="skipped", detail=str(reason))
         except SvdppError as error:
@@ -73,21 +73,21 @@ def examine(patient: Patient) -> Iterator[Check]:
                 name=name,
                 verdict="failed",
                 detail=error.message,
-                mend=error.hint or _MENDS[name],
+                mend=error.hint or _FIXES[name],
                 exit_code=error.exit_code,
             )
         else:
-            patient.healthy.add(name)
+            examination.healthy.add(name)
             yield Check(name=name, verdict="ok", detail=detail)
 
 
-def _needs(patient: Patient, name: str) -> None:
-    if name not in patient.healthy:
+def _needs(examination: Examination, name: str) -> None:
+    if name not in examination.healthy:
         raise _Skipped(f"needs {name}")
 
 
-def _devices(patient: Patient) -> str:
-    config = patient.config
+def _devices(examination: Examination) -> str:
+    config = examination.config
     process_group.check_devices(config.device, config.world_size)
     backend = process_group.choose_backend(config.device, config.world_size)
     ranks = f"{config.world_size} rank{'s' if config.world_size > 1 else ''}"
@@ -96,7 +96,7 @@ def _devices(patient: Patient) -> str:
     return f"{ranks} on {config.device}, over {backend}"
 
 
-def _temporary_folder(patient: Patient) -> str:  # noqa: ARG001
+def _temporary_folder(examination: Examination) -> str:  # noqa: ARG001
     """Ranks meet in a folder there, which nobody else may open."""
     try:
         folder = Path(tempfile.mkdtemp(prefix="svdpp-doctor-"))
@@ -106,29 +106,29 @@ def _temporary_folder(patient: Patient) -> str:  # noqa: ARG001
             folder.rmdir()
     except OSError as error:
         raise OutputError(
-            f"no folder can be made in it: {output_files.reason(error)}", _TMPDIR_MEND
+            f"no folder can be made in it: {output_files.reason(error)}", _TMPDIR_FIX
         ) from error
     if mode != 0o700:
         raise OutputError(
-            f"folders in {folder.parent} come with mode {mode:03o}, not 700", _TMPDIR_MEND
+            f"folders in {folder.parent} come with mode {mode:03o}, not 700", _TMPDIR_FIX
         )
     return f"{folder.parent}, private folders"
 
 
-def _hops(patient: Patient) -> str:
-    _needs(patient, "devices")
-    _needs(patient, "temporary folder")
-    if patient.config.world_size == 1:
+def _transfers(examination: Examination) -> str:
+    _needs(examination, "devices")
+    _needs(examination, "temporary folder")
+    if examination.config.world_size == 1:
         raise _Skipped("one rank has no neighbour")
-    hops = rank_probe.measure_hops(patient.config)
-    slowest = max(hops, key=lambda hop: hop.latency_seconds)
-    narrowest = min(hop.bytes_per_second for hop in hops)
+    transfers = rank_probe.measure_transfers(examination.config)
+    slowest = max(transfers, key=lambda transfer: transfer.latency_seconds)
+    narrowest = min(transfer.bytes_per_second for transfer in transfers)
     where = f"{slowest.source} -> {slowest.target}"
-    worst = "" if len(hops) == 1 else f"{len(hops)} pairs, at worst "
+    worst = "" if len(transfers) == 1 else f"{len(transfers)} pairs, at worst "
     return f"{worst}{where}: {slowest.latency_seconds * 1000:.2f} ms, {narrowest / 1e9:.2f} GB/s"
 
 
-def _ffmpeg(patient: Patient) -> str:  # noqa: ARG001
+def _ffmpeg(examination: Examination) -> str:  # noqa: ARG001
     """Encodes some frames, which reads them back and counts them."""
     video.find_ffmpeg()
     frames = np.zeros((_TRIAL_FRAMES, _TRIAL_SIDE, _TRIAL_SIDE, 3), np.uint8)
@@ -140,8 +140,8 @@ def _ffmpeg(patient: Patient) -> str:  # noqa: ARG001
     return f"{_TRIAL_FRAMES} frames encoded and read back, {size} bytes"
 
 
-def _output(patient: Patient) -> str:
-    folder = patient.out
+def _output(examination: Examination) -> str:
+    folder = examination.out
     output_files.check_writable(folder)
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(there).free
@@ -153,25 +153,25 @@ def _output(patient: Patient) -> str:
     return f"{str(folder)!r} can be written, {free / _GIB:.1f} GiB free"
 
 
-def _model(patient: Patient) -> str:
-    if patient.config.model.is_dummy:
+def _model(examination: Examination) -> str:
+    if examination.config.model.is_dummy:
         raise _Skipped("the dummy model has no files")
     # What is not here yet is for `run` to download, not for a check of some seconds.
-    local = replace(patient.config.model, local_files_only=True)
-    patient.config, patient.checkpoint = resolve(replace(patient.config, model=local))
-    assert patient.checkpoint is not None
+    local = replace(examination.config.model, local_files_only=True)
+    examination.config, examination.checkpoint = resolve(replace(examination.config, model=local))
+    assert examination.checkpoint is not None
     from svdpp.models.svd.load import check_weights
 
-    num_weights = check_weights(patient.checkpoint)
+    num_weights = check_weights(examination.checkpoint)
     return f"{local.name}: {num_weights} weights whole, safetensors, no code, no pickle"
 
 
-def _memory(patient: Patient) -> str:
+def _memory(examination: Examination) -> str:
     """The plan's estimate for each rank, against what its device has free."""
-    _needs(patient, "devices")
-    if not patient.config.model.is_dummy:
-        _needs(patient, "model")
-    config = patient.config
+    _needs(examination, "devices")
+    if not examination.config.model.is_dummy:
+        _needs(examination, "model")
+    config = examination.config
     routes = config.layout.routes(range(config.world_size))
     needed = [
         rank.total_bytes
@@ -196,11 +196,11 @@ def _enough(device: str, needed: int, free: int) -> str:
     return text
 
 
-def _determinism(patient: Patient) -> str:
+def _determinism(examination: Examination) -> str:
     """On the demo model, which is quick to load, but with the run's device, dtype and threads."""
-    _needs(patient, "devices")
-    _needs(patient, "temporary folder")
-    config = patient.config
+    _needs(examination, "devices")
+    _needs(examination, "temporary folder")
+    config = examination.config
     if not config.model.is_dummy:
         defaults = dict(sampling_defaults(DEMO_MODEL))
         demo = ModelConfig(name=DEMO_MODEL, dtype=config.model.dtype)
@@ -215,24 +215,24 @@ def _determinism(patient: Patient) -> str:
 
 
 #: Where the error itself names none.
-_MENDS = {
+_FIXES = {
     "devices": "svdpp env shows the devices; --device cpu --model demo needs none",
-    "temporary folder": _TMPDIR_MEND,
+    "temporary folder": _TMPDIR_FIX,
     "ffmpeg": "pip install --force-reinstall imageio-ffmpeg",
     "output folder": "name another folder by --out",
     "model": "copy or download the model again, or --model demo",
     "memory": "fewer ranks, or a smaller clip",
-    "hops": "on GPUs try PIPELINE_BACKEND=gloo; svdpp env shows what a report needs",
+    "transfers": "on GPUs try PIPELINE_BACKEND=gloo; svdpp env shows what a report needs",
     "determinism": "svdpp env shows the libraries; report it with that",
 }
 
-_CHECKS: dict[str, Callable[[Patient], str]] = {
+_CHECKS: dict[str, Callable[[Examination], str]] = {
     "devices": _devices,
     "temporary folder": _temporary_folder,
     "ffmpeg": _ffmpeg,
     "output folder": _output,
     "model": _model,
     "memory": _memory,
-    "hops": _hops,
+    "transfers": _transfers,
     "determinism": _determinism,
 }

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import torch
 
 from svdpp.models.base import LATENTS, Frames, Tensors, VideoModel
-from svdpp.plan.draft import Wave
-from svdpp.worker.draft_sampler import Evaluation, Walk
+from svdpp.plan.draft import DraftPlan
+from svdpp.worker.draft_sampler import DraftSampler, Evaluation
 
 
 @dataclass(frozen=True)
-class _Walked:
+class _Sampled:
     """All that one rank came by.
 
     Args:
@@ -26,7 +26,7 @@ class _Walked:
     sigmas: torch.Tensor
 
 
-class DraftLab:
+class DraftSimulator:
     """Walks the ranks of many waves over one clip, each rank once for all waves that begin alike.
 
     What a rank does follows from its own start and those before it, so waves are kept as a tree.
@@ -46,42 +46,44 @@ class DraftLab:
         self._model = model
         self._tensors = tensors
         self._num_steps = num_steps
-        self._walked: dict[tuple[int, ...], _Walked] = {}
+        self._walked: dict[tuple[int, ...], _Sampled] = {}
 
-    def latent(self, starts: tuple[int, ...]) -> torch.Tensor:
+    def latent(self, start_steps: tuple[int, ...]) -> torch.Tensor:
         """The final latent of the last rank of the wave with these starts; (0,): the exact one."""
-        return self._walk(starts).latent
+        return self._walk(start_steps).latent
 
-    def frames(self, starts: tuple[int, ...]) -> Frames:
+    def frames(self, start_steps: tuple[int, ...]) -> Frames:
         """The same, decoded."""
-        return self._model.decode(self.latent(starts))
+        return self._model.decode(self.latent(start_steps))
 
     def forget(self, depth: int) -> None:
         """Drops what is known of ranks from `depth` on, which fills memory."""
-        for starts in [starts for starts in self._walked if len(starts) > depth]:
-            del self._walked[starts]
+        for start_steps in [
+            start_steps for start_steps in self._walked if len(start_steps) > depth
+        ]:
+            del self._walked[start_steps]
 
-    def _walk(self, starts: tuple[int, ...]) -> _Walked:
-        if starts not in self._walked:
-            self._walked[starts] = self._walk_anew(starts)
-        return self._walked[starts]
+    def _walk(self, start_steps: tuple[int, ...]) -> _Sampled:
+        if start_steps not in self._walked:
+            self._walked[start_steps] = self._walk_anew(start_steps)
+        return self._walked[start_steps]
 
-    def _walk_anew(self, starts: tuple[int, ...]) -> _Walked:
-        *before, start = starts
+    def _walk_anew(self, start_steps: tuple[int, ...]) -> _Sampled:
+        *before, start = start_steps
         latent = self._tensors[LATENTS]
         heard: dict[int, Evaluation] = {}
         begun_of: dict[int, int] = {}
         if before:
-            wave = Wave(num_steps=self._num_steps, starts=starts)
-            begun_of = {each.at: each.begun for each in wave.meetings(len(before))}
+            draft_plan = DraftPlan(num_steps=self._num_steps, start_steps=start_steps)
+            begun_of = {each.at: each.begun for each in draft_plan.corrections(len(before))}
             neighbour = self._walk(tuple(before))
             heard = neighbour.found
             latent = heard[before[-1]].jump(neighbour.sigmas, start)
         denoiser = self._model.denoiser(self._tensors, start)
-        walk, found = Walk(denoiser, start), {}
+        walk, found = DraftSampler(denoiser, start), {}
         for step in range(start, self._num_steps):
             latent = walk.forward(latent, step)
             found[step] = walk.last
             if step + 1 in begun_of:
                 latent = walk.corrected(latent, heard[begun_of[step + 1]], step + 1)
-        return _Walked(latent, found, denoiser.sigmas)
+        return _Sampled(latent, found, denoiser.sigmas)

@@ -1,4 +1,4 @@
-"""Owns the search for a draft's starts: how far each choice's draft is from the exact clip."""
+"""Owns the search for a draft's start steps: how far each choice's draft is from the exact clip."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 
 from svdpp.config import PipelineConfig
 from svdpp.diagnostics import rank_probe
-from svdpp.diagnostics.draft_simulator import DraftLab
+from svdpp.diagnostics.draft_simulator import DraftSimulator
 from svdpp.driver.pipeline import resolve
 from svdpp.errors import RequestError
 from svdpp.launch import process_group
-from svdpp.launch.started import Member
+from svdpp.launch.started import RankContext
 from svdpp.media import image as photos
 from svdpp.media.distance import distance
 from svdpp.models.checkpoint import Checkpoint
-from svdpp.plan.draft import Wave
-from svdpp.plan.draft_starts import MeasuredStarts, candidates
+from svdpp.plan.draft import DraftPlan
+from svdpp.plan.draft_starts import MeasuredStartSteps, candidates
 from svdpp.plan.layout import Roles
 from svdpp.worker.rank import load_model
 
@@ -27,13 +27,13 @@ _ALL_PARTS = Roles(encode=True, denoise=True, decode=True)
 _Asked = tuple[Checkpoint | None, Sequence[str], int, Sequence[tuple[int, ...]]]
 
 
-def measure_starts(
+def measure_start_steps(
     config: PipelineConfig,
     photographs: Sequence[Path],
     *,
     seed: int = 0,
-    starts: Sequence[tuple[int, ...]] = (),
-) -> list[MeasuredStarts]:
+    start_steps: Sequence[tuple[int, ...]] = (),
+) -> list[MeasuredStartSteps]:
     """Walks every wave worth measuring for 2 to W ranks, each photograph in one process.
 
     Args:
@@ -41,20 +41,20 @@ def measure_starts(
             are those of the clips.
         photographs: one or more, shared out among the processes.
         seed: of every clip.
-        starts: measured in place of those worth it, where given.
+        start steps: measured in place of those worth it, where given.
 
     Raises:
         SvdppError: a process could not be run; RequestError: no wave fits between the steps.
     """
     num_steps = config.sampling.num_inference_steps
-    asked = list(starts) or [
+    asked = list(start_steps) or [
         each for world in range(2, config.world_size + 1) for each in candidates(num_steps, world)
     ]
     if not asked:
         raise RequestError(
             f"no draft of 2 ranks or more fits into {num_steps} steps", "give more --steps"
         )
-    waves = [Wave(num_steps=num_steps, starts=each) for each in asked]
+    waves = [DraftPlan(num_steps=num_steps, start_steps=each) for each in asked]
     processes = min(config.world_size, len(photographs))
     one = replace(config, world_size=processes, split="uniform", replicas=processes)
     resolved, checkpoint = resolve(one)
@@ -64,14 +64,16 @@ def measure_starts(
     for answer in answers:
         for index, (psnr_db, max_levels) in answer["distances"]:
             distances[index].append((psnr_db, max_levels))
-    return [_worst(wave, distances[index]) for index, wave in enumerate(waves)]
+    return [_worst(draft_plan, distances[index]) for index, draft_plan in enumerate(waves)]
 
 
-def _worst(wave: Wave, distances: Sequence[tuple[float | None, int]]) -> MeasuredStarts:
+def _worst(
+    draft_plan: DraftPlan, distances: Sequence[tuple[float | None, int]]
+) -> MeasuredStartSteps:
     known = [psnr_db for psnr_db, _ in distances if psnr_db is not None]
-    return MeasuredStarts(
-        starts=wave.starts,
-        rounds=wave.rounds(wave.world_size - 1),
+    return MeasuredStartSteps(
+        start_steps=draft_plan.start_steps,
+        rounds=draft_plan.rounds(draft_plan.world_size - 1),
         psnr_db=min(known, default=None),
         max_levels=max(levels for _, levels in distances),
     )
@@ -80,19 +82,19 @@ def _worst(wave: Wave, distances: Sequence[tuple[float | None, int]]) -> Measure
 # In the process.
 
 
-def _measure(member: Member, config: PipelineConfig, asked: _Asked) -> dict[str, Any]:
-    checkpoint, names, seed, all_starts = asked
-    world, sampling = member.world, config.sampling
+def _measure(context: RankContext, config: PipelineConfig, asked: _Asked) -> dict[str, Any]:
+    checkpoint, names, seed, all_start_steps = asked
+    world, sampling = context.world, config.sampling
     device = process_group.device_of_rank(config.device, world.local_rank)
     model = load_model(config, checkpoint, device, _ALL_PARTS)
     found = []
     for name in names[world.rank :: world.size]:
         photo, _ = photos.read_photo(Path(name))
         fitted = photos.fit_photo(photo, sampling.width, sampling.height, sampling.fit)
-        lab = DraftLab(model, model.encode(fitted, seed), sampling.num_inference_steps)
+        lab = DraftSimulator(model, model.encode(fitted, seed), sampling.num_inference_steps)
         exact = lab.frames((0,))
-        for index, starts in enumerate(all_starts):
-            whole = distance(lab.frames(tuple(starts)), exact).whole.to_json()
+        for index, start_steps in enumerate(all_start_steps):
+            whole = distance(lab.frames(tuple(start_steps)), exact).whole.to_json()
             found.append((index, (whole["psnr_db"], whole["max_levels"])))
             # Waves come in the order of their ranks: what they share is at the beginning.
             lab.forget(depth=2)

@@ -45,7 +45,7 @@ def estimate_ranks(config: PipelineConfig, schedule: Schedule) -> list[RankMemor
     """
     config, checkpoint = resolve(config)
     process = bare_process_bytes() if config.device == "cpu" else 0
-    footprint = estimate(
+    estimate_of_parts = estimate(
         checkpoint,
         config.model,
         config.sampling,
@@ -55,7 +55,7 @@ def estimate_ranks(config: PipelineConfig, schedule: Schedule) -> list[RankMemor
     result = []
     for rank, actions in enumerate(schedule):
         encode, denoise, decode = _duties(actions)
-        memory = footprint.of_rank(encode=encode, denoise=denoise, decode=decode)
+        memory = estimate_of_parts.of_rank(encode=encode, denoise=denoise, decode=decode)
         result.append(
             RankMemory(
                 rank=rank,

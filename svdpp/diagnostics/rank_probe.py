@@ -13,15 +13,15 @@ from PIL import Image
 
 from svdpp.comm.transport import TORCH_DTYPES, Packet, Transfer, Transport
 from svdpp.config import PipelineConfig, TensorSpec
-from svdpp.driver.rank_task import send_ranks
+from svdpp.driver.rank_task import run_rank_task
 from svdpp.launch import fork_server, process_group
-from svdpp.launch.started import Member
+from svdpp.launch.started import RankContext
 from svdpp.models.base import LATENTS, Tensors, VideoModel
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.plan.layout import Roles
 from svdpp.worker.messages import ClipDone, Event, Joined
 from svdpp.worker.out_of_memory import out_of_memory_named
-from svdpp.worker.peak_memory import forget_peak, peak_in_use
+from svdpp.worker.peak_memory import peak_in_use, reset_peak_of
 from svdpp.worker.rank import load_model
 from svdpp.worker.reporter import Reporter
 from svdpp.worker.tensor_store import tensor_sha256
@@ -37,10 +37,10 @@ PARTS = {
 }
 
 #: Asked in a rank: its side of the group, the configuration and what else the question needs.
-Question = Callable[[Member, PipelineConfig, Any], dict[str, Any]]
+Question = Callable[[RankContext, PipelineConfig, Any], dict[str, Any]]
 
 
-class Hop(NamedTuple):
+class LinkSpeed(NamedTuple):
     """What the wire from one rank to the next was measured to do."""
 
     source: int
@@ -72,7 +72,7 @@ def ask_ranks(
         if isinstance(event, ClipDone):
             answers[rank] = event.record
 
-    send_ranks(
+    run_rank_task(
         _answer,
         config,
         (question, argument),
@@ -83,7 +83,7 @@ def ask_ranks(
     return [answers[rank] for rank in range(config.world_size)]
 
 
-def measure_hops(config: PipelineConfig) -> list[Hop]:
+def measure_transfers(config: PipelineConfig) -> list[LinkSpeed]:
     """Latency and bandwidth between neighbours, one pair after the other; none for one rank.
 
     Raises:
@@ -92,7 +92,7 @@ def measure_hops(config: PipelineConfig) -> list[Hop]:
     if config.world_size == 1:
         return []
     answers = ask_ranks(_ping_neighbours, config)
-    return [Hop(rank, rank + 1, **answer) for rank, answer in enumerate(answers[:-1])]
+    return [LinkSpeed(rank, rank + 1, **answer) for rank, answer in enumerate(answers[:-1])]
 
 
 def measure_work(config: PipelineConfig, checkpoint: Checkpoint | None, part: str) -> int:
@@ -126,7 +126,7 @@ def repeats_bits(config: PipelineConfig, checkpoint: Checkpoint | None) -> bool:
 
 
 def _answer(
-    member: Member,
+    context: RankContext,
     device: str,
     reporter: Reporter,
     config: PipelineConfig,
@@ -135,17 +135,17 @@ def _answer(
     question, argument = asked
     reporter.send(Joined(device=device, load_seconds=0.0))
     with out_of_memory_named(None):
-        record = question(member, config, argument)
-    reporter.send(ClipDone(clip=member.world.rank, record=record))
+        record = question(context, config, argument)
+    reporter.send(ClipDone(clip=context.world.rank, record=record))
 
 
-def _ping_neighbours(member: Member, config: PipelineConfig, _: Any) -> dict[str, Any]:
-    member.join()
-    rank = member.world.rank
-    device = torch.device(process_group.device_of_rank(config.device, member.world.local_rank))
-    transport = Transport(rank, device, member.backend, _pass_over)
+def _ping_neighbours(context: RankContext, config: PipelineConfig, _: Any) -> dict[str, Any]:
+    context.join()
+    rank = context.world.rank
+    device = torch.device(process_group.device_of_rank(config.device, context.world.local_rank))
+    transport = Transport(rank, device, context.backend, _pass_over)
     pairs = [(first, first + 1) for first in range(config.world_size - 1)]
-    transport.connect([hop for a, b in pairs for hop in ((a, b), (b, a))])
+    transport.connect([transfer for a, b in pairs for transfer in ((a, b), (b, a))])
     result: dict[str, Any] = {}
     for first, second in pairs:
         if rank == first:
@@ -184,7 +184,7 @@ class _Pinger:
             begun = time.monotonic()
             answer = self.transport.post_receive(self.sent, 1, self.peer, {"blob": spec})
             self.transport.send(Packet(self.sent, 0, 0.0, {"blob": tensor}), self.peer)
-            answer.take()
+            answer.wait()
             seconds.append(time.monotonic() - begun)
             self.sent += 1
         return statistics.median(seconds[1:])
@@ -193,7 +193,7 @@ class _Pinger:
         """Sends back what comes."""
         for _ in range(times + 1):
             expected = {"blob": _blob(num_bytes)}
-            packet = self.transport.post_receive(self.sent, 0, self.peer, expected).take()
+            packet = self.transport.post_receive(self.sent, 0, self.peer, expected).wait()
             self.transport.send(Packet(self.sent, 1, 0.0, packet.tensors), self.peer)
             self.sent += 1
 
@@ -203,14 +203,14 @@ def _blob(num_bytes: int) -> TensorSpec:
 
 
 def _watch_memory(
-    member: Member, config: PipelineConfig, asked: tuple[Checkpoint | None, str]
+    context: RankContext, config: PipelineConfig, asked: tuple[Checkpoint | None, str]
 ) -> dict[str, Any]:
     checkpoint, part = asked
-    device = process_group.device_of_rank(config.device, member.world.local_rank)
+    device = process_group.device_of_rank(config.device, context.world.local_rank)
     model = load_model(config, checkpoint, device, PARTS[part])
     tensors = _random_packet(model)
     _work(model, part, tensors, config)
-    before = forget_peak(model.device)
+    before = reset_peak_of(model.device)
     _work(model, part, tensors, config)
     return {"bytes": max(0, peak_in_use(model.device) - before)}
 
@@ -227,9 +227,9 @@ def _work(model: VideoModel, part: str, tensors: Tensors, config: PipelineConfig
 
 
 def _step_twice(
-    member: Member, config: PipelineConfig, checkpoint: Checkpoint | None
+    context: RankContext, config: PipelineConfig, checkpoint: Checkpoint | None
 ) -> dict[str, Any]:
-    device = process_group.device_of_rank(config.device, member.world.local_rank)
+    device = process_group.device_of_rank(config.device, context.world.local_rank)
     model = load_model(config, checkpoint, device, PARTS["denoise"])
     tensors = _random_packet(model)
     with torch.no_grad():

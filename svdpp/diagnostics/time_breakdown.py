@@ -11,7 +11,7 @@ Interval = tuple[float, float]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Account:
+class TimeBreakdown:
     """One rank's seconds between the first and the last moment of any rank's work.
 
     The parts are measured each for itself, so that their sum need not be `wall`: what is missing,
@@ -25,7 +25,7 @@ class Account:
     wait: float
     """Blocked with nothing on the wire: the neighbour is not ready, or a photograph or file."""
     transfer: float
-    """Blocked while a packet was arriving; hops beneath the denoising cost nothing."""
+    """Blocked while a packet was arriving; transfers beneath the denoising cost nothing."""
     idle: float
     """Before the rank's first wait or work, and after its last."""
 
@@ -35,7 +35,7 @@ class Account:
         return self.wall - self.compute - self.wait - self.transfer - self.idle
 
 
-def accounts(trace: Trace) -> list[Account]:
+def time_breakdown(trace: Trace) -> list[TimeBreakdown]:
     """Each rank's account, by rank.
 
     Raises:
@@ -45,20 +45,22 @@ def accounts(trace: Trace) -> list[Account]:
         raise ValueError("nothing was done: there is nothing to account for")
     begin = min([span.start for span in trace.spans] + [wait.start for wait in trace.waits])
     end = max(span.end for span in trace.spans)
-    return [_account(trace, rank, begin, end) for rank in range(trace.world_size)]
+    return [_breakdown_of(trace, rank, begin, end) for rank in range(trace.world_size)]
 
 
-def _account(trace: Trace, rank: int, begin: float, end: float) -> Account:
+def _breakdown_of(trace: Trace, rank: int, begin: float, end: float) -> TimeBreakdown:
     work = [(span.start, span.end) for span in trace.spans if span.rank == rank]
     waits = [(wait.start, wait.end) for wait in trace.waits if wait.rank == rank]
     arriving = [
-        (hop.start, hop.end) for hop in trace.hops if hop.rank == rank and hop.direction == "recv"
+        (transfer.start, transfer.end)
+        for transfer in trace.transfers
+        if transfer.rank == rank and transfer.direction == "recv"
     ]
     busy = work + waits
     head = min((start for start, _ in busy), default=end) - begin
     tail = end - max((last for _, last in busy), default=end)
     transfer = _overlap(waits, arriving)
-    return Account(
+    return TimeBreakdown(
         rank=rank,
         wall=end - begin,
         compute=_length(work),
@@ -72,11 +74,11 @@ def _length(intervals: Iterable[Interval]) -> float:
     return sum(end - start for start, end in intervals)
 
 
-def _overlap(waits: Iterable[Interval], hops: Iterable[Interval]) -> float:
-    """Seconds of `waits` in which one of `hops` was under way; two at once count once."""
+def _overlap(waits: Iterable[Interval], transfers: Iterable[Interval]) -> float:
+    """Seconds of `waits` in which one of `transfers` was under way; two at once count once."""
     total, reached = 0.0, float("-inf")
     joined = []
-    for start, end in sorted(hops):
+    for start, end in sorted(transfers):
         joined.append((max(start, reached), end))
         reached = max(reached, end)
     for start, end in waits:

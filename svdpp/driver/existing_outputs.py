@@ -8,7 +8,7 @@ from typing import Any
 from svdpp.config import DraftConfig, OutputConfig
 from svdpp.errors import InputError, RequestError
 from svdpp.media import video
-from svdpp.worker.clip_metadata import IDENTITY, parameters_sha256, read_draft, read_record
+from svdpp.worker.clip_metadata import IDENTITY, parameters_sha256, read_clip_metadata, read_draft
 
 
 def taken_places(output: OutputConfig, draft: DraftConfig | None) -> list[Path]:
@@ -37,16 +37,16 @@ def clip_as_asked(
     if exact is not None or draft is None or _is_leftover(output.draft):
         return exact
     accepted = _whole(output.draft, record)
-    if accepted is None or draft.accept_db is None:
+    if accepted is None or draft.accept_psnr_db is None:
         return None
     about = accepted.get("draft") or {}
-    return accepted if about.get("accept_db", 0) >= draft.accept_db else None
+    return accepted if about.get("accept_psnr_db", 0) >= draft.accept_psnr_db else None
 
 
 def _is_leftover(output: OutputConfig) -> bool:
     """Whether it is an approximation that nobody has accepted."""
     about = read_draft(output)
-    return about is not None and "accept_db" not in about
+    return about is not None and "accept_psnr_db" not in about
 
 
 def _whole(output: OutputConfig, record: dict[str, Any]) -> dict[str, Any] | None:
@@ -54,7 +54,7 @@ def _whole(output: OutputConfig, record: dict[str, Any]) -> dict[str, Any] | Non
     path, json_path = Path(output.path), Path(output.json_path)
     if not (path.exists() and json_path.exists()):
         return None
-    there = read_record(json_path)
+    there = read_clip_metadata(json_path)
     if parameters_sha256(there) != record["parameters_sha256"]:
         name = next(name for name in IDENTITY if there[name] != record[name])
         # On the CPU their default goes by the number of ranks.

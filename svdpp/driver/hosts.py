@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from svdpp.config import DraftConfig, OutputConfig
 from svdpp.driver.existing_outputs import taken_places
 from svdpp.driver.jobs import ClipPlan, OutputPolicy, finished_clip
-from svdpp.errors import InputError, RequestError, SvdppError, from_record, to_record
+from svdpp.errors import InputError, RequestError, SvdppError, error_from_dict, error_to_dict
 from svdpp.media import output_files
 from svdpp.worker import latent_checkpoints
 
@@ -59,7 +59,7 @@ def answer(question: bytes, policy: OutputPolicy, draft: DraftConfig | None) -> 
     try:
         found = _look(Question.model_validate(json.loads(question)), policy, draft)
     except Exception as error:
-        found = Answer(error=to_record(error))
+        found = Answer(error=error_to_dict(error))
     return _to_bytes(found)
 
 
@@ -72,7 +72,7 @@ def _look(question: Question, policy: OutputPolicy, draft: DraftConfig | None) -
         existing += [path.name for path in taken_places(output, draft)]
         if (record := finished_clip(output, outputs[name], draft, policy)) is not None:
             finished[name] = record
-    folder, probe = policy.handover_folder, question.probe
+    folder, probe = policy.latents_folder, question.probe
     sees = probe is None or (folder is not None and (folder / probe).exists())
     return Answer(existing=tuple(existing), finished=finished, sees_probe=sees)
 
@@ -88,7 +88,7 @@ def without_those_elsewhere(clips: ClipPlan, policy: OutputPolicy, others: Other
         SvdppError: what is wrong with another host's folders.
     """
     try:
-        with _probe_in(policy.handover_folder) as probe:
+        with _probe_in(policy.latents_folder) as probe:
             asked = Question(records=tuple(clips.records), probe=probe)
             answers = {
                 host: Answer.model_validate(json.loads(text))
@@ -107,7 +107,7 @@ def without_those_elsewhere(clips: ClipPlan, policy: OutputPolicy, others: Other
     both = list(zip(clips.records, clips.requests, strict=True))
     left = [pair for pair in both if pair[0]["output"] not in finished]
     for record, request in both:
-        folder, key = policy.handover_folder, request.handover_key
+        folder, key = policy.latents_folder, request.latents_key
         if record["output"] in finished and folder is not None and key is not None:
             latent_checkpoints.prune(folder, key)  # of a run that ended before it heard of the clip
     return replace(
@@ -125,7 +125,7 @@ def _to_bytes(message: BaseModel) -> bytes:
 
 def _check(host: str, said: Answer, policy: OutputPolicy) -> None:
     if said.error is not None:
-        error = from_record(said.error)
+        error = error_from_dict(said.error)
         error.message = f"on {host}: {error.message}"
         raise error
     if said.existing and not (policy.overwrite or policy.keeps_finished):
@@ -136,7 +136,7 @@ def _check(host: str, said: Answer, policy: OutputPolicy) -> None:
         )
     if not said.sees_probe:
         raise RequestError(
-            f"the --checkpoint-dir of {host} is not the folder that rank 0's host has: another "
+            f"the --latents-dir of {host} is not the folder that rank 0's host has: another "
             "host may have to go on with a clip",
             "give every host a folder that they share",
         )

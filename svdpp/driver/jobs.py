@@ -11,20 +11,20 @@ from typing import Any
 
 from svdpp.config import ClipRequest, DraftConfig, OutputConfig, PipelineConfig, VideoFormat
 from svdpp.driver.existing_outputs import clip_as_asked, taken_places
-from svdpp.driver.run_manifest import NAME, Journal, how_made
+from svdpp.driver.run_manifest import NAME, RunManifest, how_made
 from svdpp.errors import InputError, RequestError
 from svdpp.media import disk_space, output_files, video
 from svdpp.media import image as photos
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.worker import latent_checkpoints
-from svdpp.worker.clip_metadata import clip_record, handover_key
+from svdpp.worker.clip_metadata import clip_metadata, latents_key
 
 
 @dataclass(frozen=True, kw_only=True)
 class OutputPolicy:
     """Where clips go, and what becomes of files that are there already.
 
-    With `resume` finished clips are left alone, and begun ones go on from `handover_folder`. So it
+    With `resume` finished clips are left alone, and begun ones go on from `latents_folder`. So it
     is when a launcher has started the same run again: what `overwrite` has made by then is kept,
     and what was there before with other parameters is still made anew.
     """
@@ -35,7 +35,7 @@ class OutputPolicy:
     overwrite: bool = False
     resume: bool = False
     is_restarted: bool = False
-    handover_folder: Path | None = None
+    latents_folder: Path | None = None
 
     @property
     def keeps_finished(self) -> bool:
@@ -117,8 +117,8 @@ def check_outputs(
     for each in places:
         video.check_output(each)
     output_files.check_writable(policy.folder)
-    if policy.handover_folder is not None:
-        output_files.check_writable(policy.handover_folder)
+    if policy.latents_folder is not None:
+        output_files.check_writable(policy.latents_folder)
     if policy.format == "mp4":
         video.find_ffmpeg()
     return len(existing)
@@ -141,12 +141,12 @@ def plan_clips(
         OutputError: those still to be made will not fit on the disk.
     """
     plan = ClipPlan()
-    folder = policy.handover_folder
+    folder = policy.latents_folder
     for photo in found:
         for seed in seeds:
             output = _output(photo, seed, policy)
-            record = clip_record(photo, seed, output, config, checkpoint)
-            key = None if folder is None else handover_key(record, checkpoint)
+            record = clip_metadata(photo, seed, output, config, checkpoint)
+            key = None if folder is None else latents_key(record, checkpoint)
             finished = finished_clip(output, record, config.draft, policy)
             if finished is not None:
                 plan.skipped.append(finished)
@@ -160,7 +160,7 @@ def plan_clips(
                     image=str(photo.path),
                     image_sha256=photo.sha256,
                     output=output,
-                    handover_key=key,
+                    latents_key=key,
                     done_steps=_done_steps(folder, key) if policy.keeps_finished else 0,
                 )
             )
@@ -179,10 +179,10 @@ def plan_clips(
     return plan
 
 
-def open_journal(
+def open_manifest(
     folder: Path, config: PipelineConfig, clips: ClipPlan, lost: Sequence[Mapping[str, Any]]
-) -> Journal:
-    """The journal of a run into `folder`, with what is known before it begins.
+) -> RunManifest:
+    """The manifest of a run into `folder`, with what is known before it begins.
 
     Args:
         folder: of the clips.
@@ -203,7 +203,7 @@ def open_journal(
         {**_entry(record), "from_step": request.done_steps}
         for record, request in zip(clips.records, clips.requests, strict=True)
     ]
-    return Journal(folder / NAME, about, begun, before)
+    return RunManifest(folder / NAME, about, begun, before)
 
 
 def _entry(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -214,13 +214,13 @@ def _done_steps(folder: Path | None, key: str | None) -> int:
     """The step at which a clip can be taken up; 0 where it must be begun."""
     if folder is None or key is None:
         return 0
-    return max(latent_checkpoints.steps_kept(folder, key), default=0)
+    return max(latent_checkpoints.saved_steps(folder, key), default=0)
 
 
 def _other_threads(plan: ClipPlan, folder: Path, checkpoint: Checkpoint) -> int | None:
     """The number of threads with which packets of clips in `plan` were kept, if not with theirs."""
-    others = latent_checkpoints.keys_kept(folder) - {
-        request.handover_key for request in plan.requests
+    others = latent_checkpoints.saved_keys(folder) - {
+        request.latents_key for request in plan.requests
     }
     if not others:
         return None
@@ -228,7 +228,7 @@ def _other_threads(plan: ClipPlan, folder: Path, checkpoint: Checkpoint) -> int 
         if request.done_steps:
             continue
         for threads in range(1, (os.cpu_count() or 1) + 1):
-            if handover_key({**record, "num_threads": threads}, checkpoint) in others:
+            if latents_key({**record, "num_threads": threads}, checkpoint) in others:
                 return threads
     return None
 

@@ -10,22 +10,22 @@ from types import TracebackType
 from typing import Any
 
 from svdpp.config import ClipRequest, PipelineConfig
-from svdpp.driver.liveness import Watch
-from svdpp.driver.rank_launcher import Crew
-from svdpp.driver.shared_settings import silence_of
+from svdpp.driver.liveness import Liveness
+from svdpp.driver.rank_launcher import RankLauncher
+from svdpp.driver.shared_settings import silence_limit
 from svdpp.driver.supervisor import Observer, Supervisor
 from svdpp.driver.trace import Trace
-from svdpp.errors import InputError, Interrupted, SvdppError, from_record
+from svdpp.errors import InputError, Interrupted, SvdppError, error_from_dict
 from svdpp.launch import process_group
 from svdpp.launch.world import find_world
 from svdpp.media import output_files
 from svdpp.media.image import read_bytes
 from svdpp.models.checkpoint import Checkpoint, find_checkpoint
 from svdpp.plan.actions import Kind
-from svdpp.plan.draft import check_wave
+from svdpp.plan.draft import check_draft_schedule
 from svdpp.plan.forecast import Forecast, Span, replay, summarise
 from svdpp.plan.schedule import Schedule, build_schedule, check_schedule
-from svdpp.worker.fault_injection import PlantedFault
+from svdpp.worker.fault_injection import InjectedFault
 from svdpp.worker.latent_checkpoints import prune
 from svdpp.worker.messages import (
     Cancel,
@@ -33,12 +33,12 @@ from svdpp.worker.messages import (
     ClipFailed,
     ClipJob,
     Event,
-    Kept,
     PhotoWanted,
+    StoredTensor,
     Work,
 )
 from svdpp.worker.rank import RankSetup
-from svdpp.worker.tensor_store import Evidence
+from svdpp.worker.tensor_store import TensorStore
 
 
 @dataclass(frozen=True)
@@ -79,9 +79,9 @@ class Pipeline:
 
     Args:
         config: what to run; frame count and decode chunk are resolved against the model here.
-        evidence_folder: where each hand-over's latent and the frames are kept, for verification.
-        handover_folder: where each hand-over's packet is kept until its clip is finished, for
-            clips with a `handover_key`; read for clips with `done_steps`.
+        tensor_folder: where each hand-over's latent and the frames are kept, for verification.
+        latents folder: where each hand-over's packet is kept until its clip is finished, for
+            clips with a `latents_key`; read for clips with `done_steps`.
         profile_path: of the file that gets rank 0's view of one clip by torch.profiler.
         output_folder: where this host puts its clips, whatever their requests say; for ranks that
             others have started, each host its own.
@@ -97,11 +97,11 @@ class Pipeline:
         self,
         config: PipelineConfig,
         *,
-        evidence_folder: str | None = None,
-        handover_folder: str | None = None,
+        tensor_folder: str | None = None,
+        latents_folder: str | None = None,
         profile_path: str | None = None,
         output_folder: str | None = None,
-        fault: PlantedFault | None = None,
+        fault: InjectedFault | None = None,
         start_method: str = "forkserver",
     ) -> None:
         world = find_world()
@@ -113,15 +113,15 @@ class Pipeline:
         self._setup = RankSetup(
             config=self.config,
             checkpoint=self.checkpoint,
-            roles=self.config.scheme.roles,
-            hops=self.config.scheme.hops,
-            evidence_folder=evidence_folder,
-            handover_folder=handover_folder,
+            roles=self.config.plan.roles,
+            links=self.config.plan.links,
+            tensor_folder=tensor_folder,
+            latents_folder=latents_folder,
             profile_path=profile_path,
             output_folder=None if world is None else output_folder,
             fault=fault,
         )
-        self._crew = Crew(self._setup, self.backend, start_method)
+        self._launcher = RankLauncher(self._setup, self.backend, start_method)
         self._supervisor: Supervisor | None = None
         self._requests: list[ClipRequest] = []
         self._finished: list[ClipResult] = []
@@ -134,12 +134,12 @@ class Pipeline:
     @property
     def is_member(self) -> bool:
         """Whether this process is a rank other than 0 of a launcher's world, and is to `serve`."""
-        return self._crew.world is not None and self._crew.world.is_member
+        return self._launcher.world is not None and self._launcher.world.is_member
 
     @property
     def spans_hosts(self) -> bool:
         """Whether ranks are on other hosts than this one."""
-        return self._crew.world is not None and self._crew.world.spans_hosts
+        return self._launcher.world is not None and self._launcher.world.spans_hosts
 
     @property
     def trace(self) -> Trace:
@@ -168,7 +168,7 @@ class Pipeline:
         Raises:
             SvdppError: the work could not begin.
         """
-        self._crew.serve(self._observers[1:], answer, say)
+        self._launcher.serve(self._observers[1:], answer, say)
 
     def ask(self, question: bytes) -> dict[str, bytes]:
         """What one rank of each other host answers to `question`, by host; before the block.
@@ -176,7 +176,7 @@ class Pipeline:
         Raises:
             SvdppError: a rank is not there, or was started in another way.
         """
-        return self._crew.join().ask(question)
+        return self._launcher.join().ask(question)
 
     def gather(self) -> None:
         """Has a launcher's other ranks wait for this pipeline's work; before the block.
@@ -186,7 +186,7 @@ class Pipeline:
         Raises:
             SvdppError: a rank is not there, or was started in another way.
         """
-        self._crew.join()
+        self._launcher.join()
 
     def check_gathered(self) -> None:
         """Looks whether those that `gather` has found are still there; before the block.
@@ -194,7 +194,7 @@ class Pipeline:
         Raises:
             RankError: one of them is not.
         """
-        self._crew.join().check_there()
+        self._launcher.join().check_there()
 
     def dismiss(self, error: BaseException | None = None) -> None:
         """Sends a launcher's other ranks away; instead of the block.
@@ -205,12 +205,12 @@ class Pipeline:
         Raises:
             SvdppError: a rank is not there, or was started in another way.
         """
-        self._crew.dismiss(error)
+        self._launcher.dismiss(error)
 
     def __enter__(self) -> Pipeline:
         self._supervisor = Supervisor(
-            self._crew.open(),
-            new_watch(self.config),
+            self._launcher.open(),
+            new_liveness(self.config),
             device=self.config.device,
             observers=tuple(self._observers),
         )
@@ -231,7 +231,7 @@ class Pipeline:
         try:
             if kind is None:
                 self._entered.stop(self.config.timeout_seconds)
-            elif isinstance(error, Interrupted) and self._crew.world is not None:
+            elif isinstance(error, Interrupted) and self._launcher.world is not None:
                 self._entered.explain()  # a launcher ends rank 0 as well when another rank has died
         except BaseException as failure:
             reason = failure
@@ -257,15 +257,15 @@ class Pipeline:
             for index, request in enumerate(requests)
         )
         schedule = self.schedule(requests, first=first)
-        check = check_schedule if self.config.draft is None else check_wave
+        check = check_schedule if self.config.draft is None else check_draft_schedule
         check(schedule, self.config.sampling.num_inference_steps)
         for rank, actions in enumerate(schedule):
             # Ranks between need no request, and many clips' records would weigh on the start.
-            needed = {a.clip for a in actions if a.kind in (Kind.ENCODE, Kind.DELIVER)}
+            needed = {a.clip for a in actions if a.kind in (Kind.ENCODE, Kind.FINISH)}
             work = Work(
                 actions=tuple(map(str, actions)),
                 jobs=tuple(job for job in jobs if job.clip in needed),
-                handover_keys=self._handover_keys({action.clip for action in actions}),
+                latents_keys=self._latents_keys({action.clip for action in actions}),
             )
             self._entered.send(rank, work)
 
@@ -278,7 +278,7 @@ class Pipeline:
         """
         clips = range(first, first + len(requests))
         if self.config.draft is not None:
-            return self.config.wave.schedule(clips)
+            return self.config.draft_plan.schedule(clips)
         routes = [
             route.resumed(request.done_steps) if request.done_steps else route
             for route, request in zip(self.config.layout.routes(clips), requests, strict=True)
@@ -339,9 +339,9 @@ class Pipeline:
         return self._supervisor
 
     def _collect(self, rank: int, event: Event) -> None:
-        if isinstance(event, Kept):
-            assert self._setup.evidence_folder is not None
-            Evidence(Path(self._setup.evidence_folder)).put(event.name, event.data)
+        if isinstance(event, StoredTensor):
+            assert self._setup.tensor_folder is not None
+            TensorStore(Path(self._setup.tensor_folder)).put(event.name, event.data)
         if isinstance(event, PhotoWanted):
             self._entered.send_file(rank, _bytes_of(self._requests[event.clip]))
         if not isinstance(event, ClipDone | ClipFailed) or event.clip in self._settled:
@@ -349,7 +349,7 @@ class Pipeline:
         self._settled.add(event.clip)
         request = self._requests[event.clip]
         if isinstance(event, ClipFailed):
-            self.failures.append(ClipFailure(event.clip, request, from_record(event.error)))
+            self.failures.append(ClipFailure(event.clip, request, error_from_dict(event.error)))
             return
         self._finished.append(ClipResult(event.clip, request, event.record))
         self._prune(request)
@@ -357,11 +357,11 @@ class Pipeline:
             for other in range(self.config.world_size):
                 self._entered.send(other, Cancel(clip=event.clip))
 
-    def _handover_keys(self, clips: set[int]) -> dict[int, str]:
+    def _latents_keys(self, clips: set[int]) -> dict[int, str]:
         """The keys of those of `clips` that have one, where packets are kept at all."""
-        if self._setup.handover_folder is None:
+        if self._setup.latents_folder is None:
             return {}
-        keys = ((clip, self._requests[clip].handover_key) for clip in sorted(clips))
+        keys = ((clip, self._requests[clip].latents_key) for clip in sorted(clips))
         return {clip: key for clip, key in keys if key is not None}
 
     def _tidy(self) -> None:
@@ -369,15 +369,15 @@ class Pipeline:
         for result in self._finished:
             self._prune(result.request)
         folders = {Path(r.output.path).parent for r in self._requests if r.output}
-        if self._setup.handover_folder is not None:
-            folders.add(Path(self._setup.handover_folder))
+        if self._setup.latents_folder is not None:
+            folders.add(Path(self._setup.latents_folder))
         for folder in folders:
             output_files.remove_abandoned(folder)
 
     def _prune(self, request: ClipRequest) -> None:
         """Removes the packets of a clip that is finished."""
-        if self._setup.handover_folder is not None and request.handover_key is not None:
-            prune(Path(self._setup.handover_folder), request.handover_key)
+        if self._setup.latents_folder is not None and request.latents_key is not None:
+            prune(Path(self._setup.latents_folder), request.latents_key)
 
 
 def _bytes_of(request: ClipRequest) -> bytes:
@@ -389,13 +389,13 @@ def _bytes_of(request: ClipRequest) -> bytes:
         return b""
 
 
-def new_watch(config: PipelineConfig) -> Watch:
+def new_liveness(config: PipelineConfig) -> Liveness:
     """A watch with the config's deadlines, begun now."""
-    return Watch(
+    return Liveness(
         config.world_size,
         time.monotonic(),
         start_timeout=config.start_timeout_seconds,
-        stale=silence_of(config),
+        heartbeat_timeout=silence_limit(config),
         timeout=config.timeout_seconds,
     )
 

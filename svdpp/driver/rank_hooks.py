@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from svdpp.driver.supervisor import Observer, place_of
-from svdpp.errors import Interrupted, to_record
-from svdpp.worker.messages import Beat, Failed, parse_event
+from svdpp.driver.supervisor import Observer, describe_position
+from svdpp.errors import Interrupted, error_to_dict
+from svdpp.worker.messages import Failed, Heartbeat, parse_event
 
 
-class Witness:
-    """See `svdpp.launch.joined_rank.Bystander`.
+class LaunchedRankHooks:
+    """See `svdpp.launch.joined_rank.RankHooks`.
 
     Args:
         name: of the rank, for messages.
@@ -33,21 +33,23 @@ class Witness:
         self._observers = observers
         self.answer = answer
         self._say = say
-        self._beat = Beat()
+        self._heartbeat = Heartbeat()
 
     def sent(self, message: bytes) -> None:
         """Takes note of what the rank reports."""
         event = parse_event(message)
-        if isinstance(event, Beat):
-            self._beat = event
+        if isinstance(event, Heartbeat):
+            self._heartbeat = event
         for observer in self._observers:
             observer(self._rank, event)
 
     def interrupted(self, number: int) -> bytes:
         """What rank 0 is told when a signal ends this process."""
-        error = to_record(Interrupted(number))
-        beat = self._beat
-        return Failed(error=error, traceback="", action=beat.action, step=beat.step).to_bytes()
+        error = error_to_dict(Interrupted(number))
+        heartbeat = self._heartbeat
+        return Failed(
+            error=error, traceback="", action=heartbeat.action, step=heartbeat.step
+        ).to_bytes()
 
     def ended(self, error: dict[str, Any] | None) -> None:
         """Notes why rank 0 has ended the run; rank 0 has said it to the user."""
@@ -56,5 +58,5 @@ class Witness:
 
     def lost(self, reason: str) -> None:
         """Says that rank 0 is gone or out of reach, and where this rank stood."""
-        where = place_of(self._beat.action, self._beat.step)
+        where = describe_position(self._heartbeat.action, self._heartbeat.step)
         self._say(f"{reason}: {self._name} ends{where}", True)

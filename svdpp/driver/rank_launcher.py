@@ -5,8 +5,8 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Sequence
 
-from svdpp.driver.rank_hooks import Witness
-from svdpp.driver.shared_settings import silence_of, terms_of
+from svdpp.driver.rank_hooks import LaunchedRankHooks
+from svdpp.driver.shared_settings import shared_settings, silence_limit
 from svdpp.driver.supervisor import Observer
 from svdpp.launch import fork_server, process_group
 from svdpp.launch.joined import JoinedGroup
@@ -16,7 +16,7 @@ from svdpp.launch.world import find_world
 from svdpp.worker.rank import RankSetup, rank_main
 
 
-class Crew:
+class RankLauncher:
     """The ranks of one run, as seen from a process that is one of them or has to start them.
 
     Args:
@@ -64,9 +64,9 @@ class Crew:
             self._joined = JoinedGroup(
                 world=self.world,
                 backend=self._backend,
-                terms=terms_of(config, self._setup.checkpoint),
+                shared_settings=shared_settings(config, self._setup.checkpoint),
                 start_timeout=config.start_timeout_seconds,
-                silence=silence_of(config),
+                silence=silence_limit(config),
             )
         return self._joined
 
@@ -98,8 +98,8 @@ class Crew:
             self._setup,
             world=world,
             backend=self._backend,
-            terms=terms_of(config, self._setup.checkpoint),
+            shared_settings=shared_settings(config, self._setup.checkpoint),
             start_timeout=config.start_timeout_seconds,
-            silence=silence_of(config),
-            bystander=Witness(name, world.rank, observers, answer, say),
+            silence=silence_limit(config),
+            hooks=LaunchedRankHooks(name, world.rank, observers, answer, say),
         )

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from svdpp.config import PipelineConfig
-from svdpp.driver.pipeline import new_watch
+from svdpp.driver.pipeline import new_liveness
 from svdpp.driver.supervisor import Observer, Supervisor
 from svdpp.launch import process_group
-from svdpp.launch.started import Member, StartedGroup
+from svdpp.launch.started import RankContext, StartedGroup
 from svdpp.models import determinism
 from svdpp.worker.messages import Finished
 from svdpp.worker.peak_memory import peak_bytes
@@ -17,11 +17,11 @@ from svdpp.worker.reporter import Reporter
 
 #: Done in a rank, under a run's settings: its side of the group, the device it has, its reports,
 #: the configuration and what else it was given. It says `Joined` when it is ready.
-Errand = Callable[[Member, str, Reporter, PipelineConfig, Any], None]
+RankTask = Callable[[RankContext, str, Reporter, PipelineConfig, Any], None]
 
 
-def send_ranks(
-    errand: Errand,
+def run_rank_task(
+    task: RankTask,
     config: PipelineConfig,
     argument: Any,
     *,
@@ -29,10 +29,10 @@ def send_ranks(
     observers: Sequence[Observer] = (),
     preload: Sequence[str] = (),
 ) -> None:
-    """Starts the ranks of `config`, has each do the errand, and ends them.
+    """Starts the ranks of `config`, has each do the task, and ends them.
 
     Args:
-        errand: a function of a module, so that it can be found from another process.
+        task: a function of a module, so that it can be found from another process.
         config: its world, device, threads and deadlines hold.
         argument: of the errand; anything that can be pickled.
         until: whether all has been reported that there is to be; asked after each report.
@@ -44,13 +44,13 @@ def send_ranks(
     """
     group = StartedGroup(
         _main,
-        (errand, config, argument),
+        (task, config, argument),
         world_size=config.world_size,
         backend=process_group.choose_backend(config.device, config.world_size),
         preload=preload,
     )
     supervisor = Supervisor(
-        group, new_watch(config), device=config.device, observers=tuple(observers)
+        group, new_liveness(config), device=config.device, observers=tuple(observers)
     )
     try:
         supervisor.wait_joined()
@@ -61,20 +61,20 @@ def send_ranks(
         supervisor.kill()
 
 
-def _main(member: Member, asked: tuple[Errand, PipelineConfig, Any]) -> None:
-    errand, config, argument = asked
-    device = process_group.device_of_rank(config.device, member.world.local_rank)
-    reporter = Reporter(member.channel)
+def _main(context: RankContext, asked: tuple[RankTask, PipelineConfig, Any]) -> None:
+    task, config, argument = asked
+    device = process_group.device_of_rank(config.device, context.world.local_rank)
+    reporter = Reporter(context.channel)
     reporter.start()
     try:
         determinism.make_deterministic(num_threads=config.num_threads, device=device)
-        errand(member, device, reporter, config, argument)
+        task(context, device, reporter, config, argument)
     except BaseException as error:
         reporter.failed(error)
         raise
-    while member.channel.receive(1.0) is None:
+    while context.channel.receive(1.0) is None:
         pass  # the parent's Stop; when it is gone instead, this process ends with it
     allocated, reserved = peak_bytes(device)
     reporter.send(Finished(allocated_bytes=allocated, reserved_bytes=reserved))
     reporter.stop()
-    process_group.leave()
+    process_group.destroy()

@@ -13,7 +13,7 @@ from svdpp.errors import OutputError
 from svdpp.media import output_files
 from svdpp.plan.actions import Action, Kind
 from svdpp.redaction import redact_all
-from svdpp.worker.messages import ActionDone, Beat, ClipDone, ClipFailed, DraftDone, Event
+from svdpp.worker.messages import ActionDone, ClipDone, ClipFailed, DraftDone, Event, Heartbeat
 
 State = Literal["pending", "running", "done", "failed"]
 
@@ -26,11 +26,12 @@ _SETTLED = ("done", "failed")
 _BEGINNINGS = (Kind.ENCODE, Kind.LOAD)
 
 
-class Journal:
+class RunManifest:
     """A context manager that is also an observer of a pipeline's events.
 
-    A run that is killed leaves its last journal behind: what was running then still says so. A
-    journal that cannot be written, on a full disk, ends no run that could go on: it is tried again.
+    A run that is killed leaves its last manifest behind: what was running then still says so. A
+    manifest that cannot be written, on a full disk, ends no run that could go on: it is tried
+    again.
 
     Args:
         path: of the file, replaced whole each time.
@@ -56,7 +57,7 @@ class Journal:
         self._written_at = 0.0
         self._changed = True
 
-    def __enter__(self) -> Journal:
+    def __enter__(self) -> RunManifest:
         self._write()
         return self
 
@@ -74,7 +75,7 @@ class Journal:
     def __call__(self, rank: int, event: Event) -> None:  # noqa: ARG002
         """Takes one event of a rank."""
         match event:
-            case Beat() if event.action:
+            case Heartbeat() if event.action:
                 self._see_action(Action.parse(event.action))
             case ActionDone():
                 self._see_action(Action.parse(event.action))

@@ -9,18 +9,18 @@ from svdpp.models.checkpoint import Checkpoint
 from svdpp.worker.clip_metadata import versions
 
 #: Fields of the configuration that ranks must agree on; what only one host can know is not there.
-_TERMS = frozenset(
+_SHARED_FIELDS = frozenset(
     {field.name for kind in (PipelineConfig, ModelConfig, SamplingConfig) for field in fields(kind)}
     - {"sampling", "local_files_only", "start_timeout_seconds"}
 )
 
 
-def silence_of(config: PipelineConfig) -> float:
+def silence_limit(config: PipelineConfig) -> float:
     """Seconds after which a rank that is not heard of is given up: sooner than one that is slow."""
-    return min(config.stale_seconds, 0.8 * config.timeout_seconds)
+    return min(config.heartbeat_timeout_seconds, 0.8 * config.timeout_seconds)
 
 
-def terms_of(config: PipelineConfig, checkpoint: Checkpoint | None) -> dict[str, str]:
+def shared_settings(config: PipelineConfig, checkpoint: Checkpoint | None) -> dict[str, str]:
     """What must be the same on every rank, by name: options, versions, the model's weights.
 
     Threads and all that bits depend on among them; each host reads its own command line.
@@ -30,7 +30,7 @@ def terms_of(config: PipelineConfig, checkpoint: Checkpoint | None) -> dict[str,
     options = {
         name.removesuffix("_seconds").replace("_", " "): str(value)
         for name, value in parts.items()
-        if name in _TERMS
+        if name in _SHARED_FIELDS
     }
     # A hub's model by its commit, a folder's by what lies in it.
     weights = (checkpoint.revision, checkpoint.fingerprint) if checkpoint else (None, None)

@@ -7,9 +7,9 @@ import socket
 import time
 from collections.abc import Callable
 
-from svdpp.driver.liveness import Watch
+from svdpp.driver.liveness import Liveness
 from svdpp.driver.trace import Trace
-from svdpp.errors import Interrupted, RankError, SvdppError, TransportError, from_record
+from svdpp.errors import Interrupted, RankError, SvdppError, TransportError, error_from_dict
 from svdpp.launch import process_group
 from svdpp.launch.connections import FILE
 from svdpp.launch.started import Group
@@ -33,16 +33,16 @@ class Supervisor:
 
     Args:
         group: the ranks, started or joined.
-        watch: judges who stands still.
+        liveness: judges who stands still.
         device: as the user named it, for messages.
         observers: called in turn with every event.
     """
 
     def __init__(
-        self, group: Group, watch: Watch, *, device: str, observers: tuple[Observer, ...] = ()
+        self, group: Group, liveness: Liveness, *, device: str, observers: tuple[Observer, ...] = ()
     ) -> None:
         self._group = group
-        self._watch = watch
+        self._liveness = liveness
         self._device = device
         self._observers = observers
         self._failures: dict[int, Failed] = {}
@@ -62,7 +62,7 @@ class Supervisor:
         Raises:
             SvdppError: one of them cannot get ready.
         """
-        while not self._watch.all_joined:
+        while not self._liveness.all_joined:
             self.step()
 
     def step(self) -> None:
@@ -85,7 +85,7 @@ class Supervisor:
         for rank in range(self._group.world_size):
             self.send(rank, Stop())
         deadline = time.monotonic() + timeout
-        while not self._watch.all_finished:
+        while not self._liveness.all_finished:
             self._listen(_POLL_SECONDS)
             if self._failures or self._ended_badly():
                 self._raise_cause()
@@ -114,7 +114,7 @@ class Supervisor:
     def _listen(self, timeout: float) -> None:
         for rank, message in self._group.poll(timeout):
             event = parse_event(message)
-            self._watch.heard(rank, event, time.monotonic())
+            self._liveness.heard(rank, event, time.monotonic())
             self.trace.add(rank, event)
             if isinstance(event, Failed):
                 self._failures.setdefault(rank, event)  # its end by a signal comes after
@@ -122,10 +122,10 @@ class Supervisor:
                 observer(rank, event)
 
     def _raise_stall(self) -> None:
-        stall = self._watch.stall(time.monotonic())
+        stall = self._liveness.stall(time.monotonic())
         if stall is not None:
             reason, hint = stall.reason, stall.hint
-            host = self._group.place(stall.rank).host
+            host = self._group.location(stall.rank).host
             if stall.silent and host != socket.gethostname():
                 reason = reason.replace("been frozen", "not been heard of")
                 hint = f"is {host} down, or the network to it? or is the rank stopped?"
@@ -133,7 +133,7 @@ class Supervisor:
 
     def _ended_badly(self) -> bool:
         return any(
-            code or (code is None and not self._watch.is_finished(rank))
+            code or (code is None and not self._liveness.is_finished(rank))
             for rank, code in self._group.exited().items()
         )
 
@@ -145,7 +145,7 @@ class Supervisor:
         if (cause := self._cause()) is not None:
             raise cause
         rank = next(rank for rank, event in self._failures.items() if _is_interrupt(event))
-        raise self._failed(rank, from_record(self._failures[rank].error))
+        raise self._failed(rank, error_from_dict(self._failures[rank].error))
 
     def _cause(self) -> SvdppError | None:
         """What explains all else; None where ranks were ended from outside, each by its own word.
@@ -153,7 +153,7 @@ class Supervisor:
         Their neighbours' links break then, which is no cause either.
         """
         exited = self._group.exited()
-        failed = {rank: from_record(event.error) for rank, event in self._failures.items()}
+        failed = {rank: error_from_dict(event.error) for rank, event in self._failures.items()}
         own = [
             rank
             for rank, error in failed.items()
@@ -163,7 +163,7 @@ class Supervisor:
         silent = [
             rank
             for rank, code in exited.items()
-            if rank not in failed and (code or not self._watch.is_finished(rank))
+            if rank not in failed and (code or not self._liveness.is_finished(rank))
         ]
         if own:
             return self._failed(own[0], failed[own[0]])
@@ -178,7 +178,7 @@ class Supervisor:
         event = self._failures[rank]
         if type(error) is not SvdppError and not isinstance(error, RankError):
             return error  # input, output, model, memory: it says all there is to say
-        where = place_of(event.action, event.step)
+        where = describe_position(event.action, event.step)
         return RankError(
             f"{self._name(rank)} failed{where}: {error.message}",
             error.hint or "--debug shows its traceback",
@@ -188,7 +188,7 @@ class Supervisor:
 
     def _died(self, rank: int, code: int | None) -> RankError:
         if code is None:
-            hint = f"what its launcher says on {self._group.place(rank).host} tells how it ended"
+            hint = f"what its launcher says on {self._group.location(rank).host} tells how it ended"
             return self._rank_error(rank, "is gone", hint, "was lost here")
         if code >= 0:
             cause = f"ended with exit code {code} and no word"
@@ -200,16 +200,16 @@ class Supervisor:
         return self._rank_error(rank, cause, hint, "died here")
 
     def _rank_error(self, rank: int, cause: str, hint: str, remark: str) -> RankError:
-        beat = self._watch.place(rank)
+        heartbeat = self._liveness.position(rank)
         return RankError(
-            f"{self._name(rank)} {cause}{place_of(beat.action, beat.step)}",
+            f"{self._name(rank)} {cause}{describe_position(heartbeat.action, heartbeat.step)}",
             hint,
             picture=self._picture(rank, remark),
             details=self._group.last_words(rank),
         )
 
     def _name(self, rank: int) -> str:
-        host, local_rank = self._group.place(rank)
+        host, local_rank = self._group.location(rank)
         return f"rank {rank} ({process_group.device_of_rank(self._device, local_rank)} of {host})"
 
     def _picture(self, rank: int, remark: str) -> str:
@@ -226,7 +226,7 @@ def _is_interrupt(event: Failed) -> bool:
     return bool(event.error["type"] == Interrupted.__name__)
 
 
-def place_of(action: str, step: int) -> str:
+def describe_position(action: str, step: int) -> str:
     """Where a rank stood, in words; empty outside of actions."""
     if not action:
         return ""

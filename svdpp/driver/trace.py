@@ -1,4 +1,4 @@
-"""Owns what was measured: spans, steps, waits and hops of every rank, and their sums."""
+"""Owns what was measured: spans, steps, waits and transfers of every rank, and their sums."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 from svdpp.plan.actions import Action, Kind
 from svdpp.plan.costs import Costs
 from svdpp.plan.forecast import Forecast, Span, percentile, summarise
-from svdpp.worker.messages import ActionDone, Event, HopDone, Joined, StepDone
+from svdpp.worker.messages import ActionDone, Event, Joined, StepDone, TransferDone
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class WaitSpan(NamedTuple):
     end: float
 
 
-class HopSpan(NamedTuple):
+class TransferSpan(NamedTuple):
     """When one rank received or sent one packet."""
 
     rank: int
@@ -62,7 +62,8 @@ class HopSpan(NamedTuple):
 class MeanCosts:
     """Running means of each kind of work over all ranks, in the same memory however long the run.
 
-    A sender's hop includes the wait for a receiver; the receiver's is the wire's alone and counts.
+    A sender's transfer includes the wait for a receiver; the receiver's is the wire's alone and
+    counts.
     """
 
     def __init__(self) -> None:
@@ -76,8 +77,8 @@ class MeanCosts:
                 self._count("step", event.seconds)
             case ActionDone():
                 self._count(Action.parse(event.action).kind, event.end - event.start)
-            case HopDone(direction="recv"):
-                self._count("hop", event.seconds)
+            case TransferDone(direction="recv"):
+                self._count("transfer", event.seconds)
             case _:
                 pass
 
@@ -96,7 +97,7 @@ class MeanCosts:
             step_seconds=self._mean("step"),
             encode_seconds=self._mean(Kind.ENCODE),
             decode_seconds=self._mean(Kind.DECODE),
-            hop_seconds=self._mean("hop"),
+            transfer_seconds=self._mean("transfer"),
         )
 
     def _count(self, what: str, seconds: float) -> None:
@@ -119,7 +120,7 @@ class Trace:
         self.spans: list[Span] = []
         self.steps: list[StepSpan] = []
         self.waits: list[WaitSpan] = []
-        self.hops: list[HopSpan] = []
+        self.transfers: list[TransferSpan] = []
         self.devices: dict[int, str] = {}
         self._means = MeanCosts()
         self._clock_ahead: dict[int, float] = defaultdict(float)
@@ -138,10 +139,10 @@ class Trace:
                 ahead = self._clock_ahead[rank]
                 times = {"start": event.start - ahead, "end": event.end - ahead}
                 self._add_action(rank, event.model_copy(update=times))
-            case HopDone():
-                hop = event.direction, event.clip, event.next_step, event.peer, event.num_bytes
+            case TransferDone():
+                transfer = event.direction, event.clip, event.next_step, event.peer, event.num_bytes
                 end = event.end - self._clock_ahead[rank]
-                self.hops.append(HopSpan(rank, *hop, end - event.seconds, end))
+                self.transfers.append(TransferSpan(rank, *transfer, end - event.seconds, end))
             case _:
                 pass
 
@@ -153,7 +154,7 @@ class Trace:
         self.steps += _placed(rank, done, self._unplaced.pop(rank, []))
 
     def summary(self) -> Forecast:
-        """Makespan, first clip, cadence and bubble, in the forecast's own terms.
+        """Makespan, first clip, time per clip and bubble, in the forecast's own shared_settings.
 
         Raises:
             ValueError: nothing has been done yet.
@@ -180,9 +181,9 @@ class Trace:
             wait_seconds=sum(wait.end - wait.start for wait in self.waits if wait.rank == rank),
             # A sender's time includes the wait for a receiver; the receiver's is the wire's alone.
             transfer_seconds=sum(
-                hop.end - hop.start
-                for hop in self.hops
-                if hop.rank == rank and hop.direction == "recv"
+                transfer.end - transfer.start
+                for transfer in self.transfers
+                if transfer.rank == rank and transfer.direction == "recv"
             ),
             mean_step_seconds=_mean(steps),
             p95_step_seconds=percentile(steps, 95),

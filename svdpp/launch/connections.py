@@ -44,7 +44,7 @@ class Store(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Caller:
+class RankHello:
     """Who is at the other end of rank 0's line, in its own words.
 
     Args:
@@ -52,7 +52,7 @@ class Caller:
         local_rank: its number on its host.
         host: the host's name.
         host_index: the host's number.
-        terms: what must be the same on every rank, by name.
+        shared settings: what must be the same on every rank, by name.
         error: why it cannot even begin, as a record; None where it can.
     """
 
@@ -60,11 +60,11 @@ class Caller:
     local_rank: int
     host: str
     host_index: int
-    terms: dict[str, str] = field(default_factory=dict)
+    shared_settings: dict[str, str] = field(default_factory=dict)
     error: dict[str, Any] | None = None
 
 
-class Switchboard:
+class RankListener:
     """Rank 0's end: listens on one address, and takes each rank's line.
 
     Args:
@@ -84,7 +84,7 @@ class Switchboard:
         place = {"address": address, "port": port, "secret": self._secret.hex()}
         store.set(_KEY, json.dumps(place))
 
-    def accept(self) -> tuple[Caller, Connection] | None:
+    def accept(self) -> tuple[RankHello, Connection] | None:
         """The next rank to call; None where none has for a moment, or it was none of ours."""
         try:
             accepted, _ = self._socket.accept()
@@ -95,7 +95,7 @@ class Switchboard:
             with _in_time(line):
                 deliver_challenge(line, self._secret)
                 answer_challenge(line, self._secret)
-                return Caller(**json.loads(line.recv_bytes())), line
+                return RankHello(**json.loads(line.recv_bytes())), line
         except (OSError, EOFError, AuthenticationError, ValueError, TypeError):
             line.close()
             return None
@@ -105,16 +105,16 @@ class Switchboard:
         self._socket.close()
 
 
-def call(store: Store, caller: Caller, *, silence: float, deadline: float) -> Connection:
-    """This rank's line to rank 0, whose switchboard may yet have to open.
+def call(store: Store, hello: RankHello, *, silence: float, deadline: float) -> Connection:
+    """This rank's line to rank 0, whose listener may yet have to open.
 
     What an earlier attempt of the launcher's has left in the store leads nowhere, and is tried
     until rank 0 has put its own in the place.
 
     Args:
         store: the launcher's.
-        caller: this rank.
-        silence: as for `Switchboard`.
+        hello: this rank.
+        silence: as for `RankListener`.
         deadline: of the monotonic clock.
 
     Raises:
@@ -125,15 +125,15 @@ def call(store: Store, caller: Caller, *, silence: float, deadline: float) -> Co
             place = json.loads(store.get(_KEY)) if store.check([_KEY]) else None
         except RuntimeError as error:
             raise RankError(
-                f"rank {caller.rank} ({caller.host}) lost the launcher's store before rank 0 was "
+                f"rank {hello.rank} ({hello.host}) lost the launcher's store before rank 0 was "
                 "there",
                 "the host of rank 0 says why",
             ) from error
-        if place is not None and (line := _try_to_call(place, caller, silence)) is not None:
+        if place is not None and (line := _try_to_call(place, hello, silence)) is not None:
             return line
         time.sleep(_POLL_SECONDS)
     raise RankError(
-        f"rank {caller.rank} ({caller.host}) found no rank 0 to report to",
+        f"rank {hello.rank} ({hello.host}) found no rank 0 to report to",
         "raise --start-timeout, or look for what keeps rank 0 from starting on its host",
     )
 
@@ -157,7 +157,7 @@ def receive(line: Connection, deadline: float, size: int | None = None) -> bytes
     return line.recv_bytes(size)
 
 
-def _try_to_call(place: dict[str, Any], caller: Caller, silence: float) -> Connection | None:
+def _try_to_call(place: dict[str, Any], hello: RankHello, silence: float) -> Connection | None:
     target, secret = (place["address"], place["port"]), bytes.fromhex(place["secret"])
     try:
         connected = socket.create_connection(target, timeout=_HANDSHAKE_SECONDS)
@@ -169,7 +169,7 @@ def _try_to_call(place: dict[str, Any], caller: Caller, silence: float) -> Conne
         with _in_time(line):
             answer_challenge(line, secret)
             deliver_challenge(line, secret)
-            line.send_bytes(json.dumps(asdict(caller)).encode())
+            line.send_bytes(json.dumps(asdict(hello)).encode())
     except (OSError, EOFError, AuthenticationError):
         line.close()
         return None

@@ -18,11 +18,11 @@ from collections.abc import Mapping
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from svdpp.errors import RankError, RequestError, exit_code_of, from_record
+from svdpp.errors import RankError, RequestError, error_from_dict, exit_code_of
 from svdpp.launch import clock, process_group, process_lifetime
 from svdpp.launch.channel import PipeChannel, QueuedChannel
-from svdpp.launch.connections import ASK, BEGIN, END, Caller, Switchboard, receive
-from svdpp.launch.started import Entry, Member, Place
+from svdpp.launch.connections import ASK, BEGIN, END, RankHello, RankListener, receive
+from svdpp.launch.started import Entry, RankContext, RankLocation
 from svdpp.launch.world import World
 
 
@@ -32,7 +32,7 @@ class JoinedGroup:
     Args:
         world: of rank 0.
         backend: of the latents' wire.
-        terms: what must be the same on every rank, by name.
+        shared settings: what must be the same on every rank, by name.
         start_timeout: seconds for all ranks to call, and for each to answer what it is asked.
         silence: seconds after which a host that acknowledges nothing is given up.
 
@@ -47,23 +47,23 @@ class JoinedGroup:
         *,
         world: World,
         backend: str,
-        terms: Mapping[str, str],
+        shared_settings: Mapping[str, str],
         start_timeout: float,
         silence: float,
     ) -> None:
         process_lifetime.end_with_parent()
         self.world_size = world.size
         self._world, self._backend = world, backend
-        own = Caller(
+        own = RankHello(
             rank=0,
             local_rank=world.local_rank,
             host=socket.gethostname(),
             host_index=world.host,
-            terms=dict(terms),
+            shared_settings=dict(shared_settings),
         )
         self._start_timeout = start_timeout
         self._address, self._store = process_group.open_store(world, start_timeout)
-        self._callers: dict[int, Caller] = {0: own}
+        self._hellos: dict[int, RankHello] = {0: own}
         self._lines: dict[int, PipeChannel] = {}
         self._gone: dict[int, int | None] = {}
         self._token = secrets.token_hex(8)
@@ -71,65 +71,65 @@ class JoinedGroup:
         self._failed = False
         try:
             self._gather(time.monotonic() + start_timeout, silence)
-            self._check_terms()
+            self._check_shared_settings()
         except BaseException as error:
             self.kill(error)
             raise
 
     def _gather(self, deadline: float, silence: float) -> None:
-        switchboard = Switchboard(self._store, self._address, silence)
+        listener = RankListener(self._store, self._address, silence)
         try:
-            while missing := [r for r in range(self.world_size) if r not in self._callers]:
+            while missing := [r for r in range(self.world_size) if r not in self._hellos]:
                 if time.monotonic() > deadline:
                     raise RankError(
                         f"rank {missing[0]} never started within {self._start_timeout:.0f} s"
                         + (f", nor did {len(missing) - 1} others" if missing[1:] else ""),
                         "is its host up, and can it reach this one? or raise --start-timeout",
                     )
-                if (accepted := switchboard.accept()) is not None:
+                if (accepted := listener.accept()) is not None:
                     self._welcome(*accepted, deadline)
         finally:
-            switchboard.close()
+            listener.close()
 
-    def _welcome(self, caller: Caller, line: Connection, deadline: float) -> None:
-        if caller.error is not None:
-            error = from_record(caller.error)
-            error.message = f"rank {caller.rank} ({caller.host}): {error.message}"
+    def _welcome(self, hello: RankHello, line: Connection, deadline: float) -> None:
+        if hello.error is not None:
+            error = error_from_dict(hello.error)
+            error.message = f"rank {hello.rank} ({hello.host}): {error.message}"
             raise error
-        welcome = {"token": self._token, "host": self._callers[0].host}
+        welcome = {"token": self._token, "host": self._hellos[0].host}
         try:
             line.send_bytes(json.dumps(welcome).encode())
             clock.tell(line, deadline)
         except TimeoutError as error:
             raise RankError(
-                f"rank {caller.rank} ({caller.host}) called, and does not go on",
-                f"is it stopped, or {caller.host} down?",
+                f"rank {hello.rank} ({hello.host}) called, and does not go on",
+                f"is it stopped, or {hello.host} down?",
             ) from error
         except (OSError, EOFError):
             line.close()  # it has ended again, or calls once more
             return
-        self._callers[caller.rank], self._lines[caller.rank] = caller, PipeChannel(line)
+        self._hellos[hello.rank], self._lines[hello.rank] = hello, PipeChannel(line)
 
-    def _check_terms(self) -> None:
-        ours = self._callers[0].terms
-        for rank, caller in sorted(self._callers.items()):
-            for name, value in caller.terms.items():
+    def _check_shared_settings(self) -> None:
+        ours = self._hellos[0].shared_settings
+        for rank, hello in sorted(self._hellos.items()):
+            for name, value in hello.shared_settings.items():
                 if ours.get(name) != value:
                     raise RequestError(
-                        f"rank {rank} ({caller.host}) was started with {name} {value}, rank 0 "
-                        f"({self._callers[0].host}) with {ours.get(name)}",
+                        f"rank {rank} ({hello.host}) was started with {name} {value}, rank 0 "
+                        f"({self._hellos[0].host}) with {ours.get(name)}",
                         "give every host one command line, with --threads, and the same versions",
                     )
 
-    def place(self, rank: int) -> Place:
+    def location(self, rank: int) -> RankLocation:
         """See `Group`."""
-        caller = self._callers[rank]
-        return Place(caller.host, caller.local_rank)
+        hello = self._hellos[rank]
+        return RankLocation(hello.host, hello.local_rank)
 
     @property
     def hosts(self) -> list[int]:
         """The index of each rank's host, by rank."""
-        return [self._callers[rank].host_index for rank in range(self.world_size)]
+        return [self._hellos[rank].host_index for rank in range(self.world_size)]
 
     def ask(self, question: bytes) -> dict[str, bytes]:
         """The answer of one rank on each other host, by the host's name; before `begin`.
@@ -139,7 +139,7 @@ class JoinedGroup:
         """
         answers = {}
         for rank in self._one_of_each_other_host():
-            line, host = self._lines[rank].connection, self._callers[rank].host
+            line, host = self._lines[rank].connection, self._hellos[rank].host
             try:
                 line.send_bytes(ASK + question)
                 answers[host] = receive(line, time.monotonic() + self._start_timeout)
@@ -161,7 +161,7 @@ class JoinedGroup:
         self.poll(0)
         for rank, channel in self._lines.items():
             if channel.connection.closed:
-                host = self._callers[rank].host
+                host = self._hellos[rank].host
                 how = "is gone" if rank in self._gone else "has not been heard of"
                 raise RankError(
                     f"rank {rank} ({host}) {how} while it waited for work",
@@ -179,21 +179,21 @@ class JoinedGroup:
                 channel.send(BEGIN)
         ours, theirs = multiprocessing.Pipe(duplex=True)
         self._lines[0] = QueuedChannel(ours)
-        member = Member(
+        context = RankContext(
             self._world,
             self._backend,
             PipeChannel(theirs),
             lambda: process_group.join_store(self._world, self._backend, self._store, self._token),
-            host=self._callers[0].host,
+            host=self._hellos[0].host,
         )
         self._thread = threading.Thread(
-            target=self._run, args=(entry, member, argument), name="rank-0", daemon=True
+            target=self._run, args=(entry, context, argument), name="rank-0", daemon=True
         )
         self._thread.start()
 
-    def _run(self, entry: Entry, member: Member, argument: Any) -> None:
+    def _run(self, entry: Entry, context: RankContext, argument: Any) -> None:
         try:
-            entry(member, argument)
+            entry(context, argument)
         except BaseException:
             self._failed = True  # it has reported why
 

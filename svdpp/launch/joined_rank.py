@@ -16,8 +16,8 @@ from typing import Any, NoReturn, Protocol
 from svdpp.errors import RankError, RequestError, exit_code_of
 from svdpp.launch import clock, connections, process_group, process_lifetime
 from svdpp.launch.channel import PipeChannel
-from svdpp.launch.connections import ASK, BEGIN, END, FILE, Caller
-from svdpp.launch.started import Entry, Member
+from svdpp.launch.connections import ASK, BEGIN, END, FILE, RankHello
+from svdpp.launch.started import Entry, RankContext
 from svdpp.launch.world import World
 
 # Rank 0 ends first, so that launchers, which show the first to fail, show the one that says why.
@@ -26,7 +26,7 @@ _REPORT_SECONDS = 4.0
 _LAST_WORD_SECONDS = 0.3
 
 
-class Bystander(Protocol):
+class RankHooks(Protocol):
     """What happens beside a member's work, which its own process has to know of."""
 
     def sent(self, message: bytes) -> None:
@@ -51,10 +51,10 @@ def serve_joined(
     *,
     world: World,
     backend: str,
-    terms: Mapping[str, str],
+    shared_settings: Mapping[str, str],
     start_timeout: float,
     silence: float,
-    bystander: Bystander,
+    hooks: RankHooks,
 ) -> None:
     """Runs `entry` as a rank other than 0 of the launcher's world, to its end.
 
@@ -64,30 +64,30 @@ def serve_joined(
         RankError: there is no rank 0.
     """
     process_lifetime.end_with_parent()
-    process_lifetime.end_by_signals(_leave_by)
-    caller = _caller(world, terms)
+    process_lifetime.exit_on_signals(_exit_on_signal)
+    hello = _hello(world, shared_settings)
     _, store = process_group.open_store(world, start_timeout)
     deadline = time.monotonic() + start_timeout
-    line = connections.call(store, caller, silence=silence, deadline=deadline)
-    desk = _Desk(line, bystander, silence, world.local_rank, start_timeout)
-    _desks[:] = [desk]
-    desk.wait_for_begin()
-    member = Member(
+    line = connections.call(store, hello, silence=silence, deadline=deadline)
+    parent = _ParentLink(line, hooks, silence, world.local_rank, start_timeout)
+    _parents[:] = [parent]
+    parent.wait_for_begin()
+    context = RankContext(
         world,
         backend,
-        desk,
-        lambda: process_group.join_store(world, backend, store, desk.token),
-        host=caller.host,
-        clock=desk.clock,
-        fetch=None if world.on_first_host else desk.files.get,
+        parent,
+        lambda: process_group.join_store(world, backend, store, parent.token),
+        host=hello.host,
+        clock=parent.clock,
+        fetch=None if world.on_first_host else parent.files.get,
     )
     try:
-        entry(member, argument)
+        entry(context, argument)
     except BaseException as error:
         # Rank 0 has been told, and ends this process in a moment.
         time.sleep(_REPORT_SECONDS)
-        process_lifetime.leave(exit_code_of(error))
-    desk.hang_up()
+        process_lifetime.exit_process(exit_code_of(error))
+    parent.hang_up()
 
 
 def report_failure(world: World, error: dict[str, Any], *, timeout: float) -> bool:
@@ -100,42 +100,44 @@ def report_failure(world: World, error: dict[str, Any], *, timeout: float) -> bo
     """
     try:
         _, store = process_group.open_store(world, timeout)
-        caller = _caller(world, {}, error)
+        hello = _hello(world, {}, error)
         deadline = time.monotonic() + timeout
-        connections.call(store, caller, silence=timeout, deadline=deadline)
+        connections.call(store, hello, silence=timeout, deadline=deadline)
     except (RankError, RequestError):
         return False
     return True
 
 
 # The line in use, for the thread that ends this process by a signal.
-_desks: list[_Desk] = []
+_parents: list[_ParentLink] = []
 
 
-def _leave_by(number: int) -> NoReturn:
+def _exit_on_signal(number: int) -> NoReturn:
     """Ends this process by signal `number`, and says so first: else it would look like dead."""
-    for desk in _desks:
-        desk.say_last(number)
-    process_lifetime.leave_by_code(number)
+    for parent in _parents:
+        parent.say_last(number)
+    process_lifetime.exit_with_signal_code(number)
 
 
-def _caller(world: World, terms: Mapping[str, str], error: dict[str, Any] | None = None) -> Caller:
-    return Caller(
+def _hello(
+    world: World, shared_settings: Mapping[str, str], error: dict[str, Any] | None = None
+) -> RankHello:
+    return RankHello(
         rank=world.rank,
         local_rank=world.local_rank,
         host=socket.gethostname(),
         host_index=world.host,
-        terms=dict(terms),
+        shared_settings=dict(shared_settings),
         error=error,
     )
 
 
-class _Desk:
+class _ParentLink:
     """A member's end of its line: a channel, and a thread that hears what is no command.
 
     Args:
         line: to rank 0.
-        bystander: told of what happens beside the work.
+        hooks: told of what happens beside the work.
         silence: what the line was given.
         local_rank: of this rank; 0 says for its host that rank 0 is lost.
         start_timeout: seconds for rank 0 to answer the call.
@@ -147,14 +149,14 @@ class _Desk:
     def __init__(
         self,
         line: Connection,
-        bystander: Bystander,
+        hooks: RankHooks,
         silence: float,
         local_rank: int,
         start_timeout: float,
     ) -> None:
         self._local_rank = local_rank
         self._channel = PipeChannel(line)
-        self._bystander = bystander
+        self._hooks = hooks
         self._silence = silence
         self._commands: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         #: What rank 0 was asked for; whoever waits for it ends with the line.
@@ -179,7 +181,7 @@ class _Desk:
 
     def send(self, message: bytes) -> None:
         """See `Channel`."""
-        self._bystander.sent(message)
+        self._hooks.sent(message)
         self._channel.send(message)
 
     def receive(self, timeout: float) -> bytes | None:
@@ -199,7 +201,7 @@ class _Desk:
         """Tells rank 0 of the signal that ends this process, if that takes but a moment."""
         if not self._begun.is_set() or self._hung_up:
             return
-        word = self._bystander.interrupted(number)
+        word = self._hooks.interrupted(number)
 
         def send() -> None:
             with contextlib.suppress(OSError):
@@ -229,7 +231,7 @@ class _Desk:
 
     def _answer(self, message: bytes) -> None:
         try:
-            answer = self._bystander.answer(message[1:])
+            answer = self._hooks.answer(message[1:])
         except Exception as error:
             self._lose(f"what {self._rank_0} asked cannot be answered ({error!r})")
             return
@@ -237,14 +239,14 @@ class _Desk:
 
     def _end(self, message: bytes) -> NoReturn:
         said = json.loads(message[1:])
-        self._bystander.ended(said["error"])
+        self._hooks.ended(said["error"])
         if said["error"] is not None:
             time.sleep(_AFTER_YOU_SECONDS)
-        process_lifetime.leave(said["code"])
+        process_lifetime.exit_process(said["code"])
 
     def _lose(self, reason: str) -> None:
         if not self._hung_up:
-            self._bystander.lost(reason)
+            self._hooks.lost(reason)
             if self._local_rank:  # the launcher ends all ranks of a host when the first one does
                 time.sleep(_AFTER_YOU_SECONDS)
-            process_lifetime.leave(RankError.exit_code)
+            process_lifetime.exit_process(RankError.exit_code)

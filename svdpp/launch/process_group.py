@@ -136,7 +136,7 @@ def _join(world: World, backend: str, store: dist.Store) -> None:
     )
 
 
-def leave() -> None:
+def destroy() -> None:
     """Leaves the world. Called when every send has been received: it closes all connections."""
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -56,7 +56,7 @@ def signals_held() -> Iterator[None]:
     """Keeps INT, TERM and HUP from this thread, and from processes it starts.
 
     They can go to the whole process group, where a process that still imports would answer Ctrl-C
-    with a traceback. Those processes hold them until they call `end_by_signals`; in this thread,
+    with a traceback. Those processes hold them until they call `exit_on_signals`; in this thread,
     what came meanwhile arrives when the block ends.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
@@ -67,14 +67,14 @@ def signals_held() -> Iterator[None]:
 
 
 @functools.cache
-def end_by_signals(end: Callable[[int], NoReturn]) -> None:
+def exit_on_signals(end: Callable[[int], NoReturn]) -> None:
     """Has INT, TERM and HUP end this process at once, whatever library its main thread is in.
 
     For the main thread, once. Python would wait until a library's call returns, and a call that
     waits for another host may not.
 
     Args:
-        end: given the signal's number, in a thread: `leave_by_code` or `die_by`.
+        end: given the signal's number, in a thread: `exit_with_signal_code` or `exit_by_signal`.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -91,12 +91,12 @@ def end_by_signals(end: Callable[[int], NoReturn]) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
 
 
-def leave_by_code(number: int) -> NoReturn:
+def exit_with_signal_code(number: int) -> NoReturn:
     """Ends this process by `leave`, with the code that shells give for signal `number`."""
-    leave(128 + number)
+    exit_process(128 + number)
 
 
-def die_by(number: int) -> NoReturn:
+def exit_by_signal(number: int) -> NoReturn:
     """Ends this process by signal `number` itself, for a parent to see; what it started before it.
 
     Left to the signal, the process would be gone before anybody could ask what it had started.
@@ -109,7 +109,7 @@ def die_by(number: int) -> NoReturn:
         os.kill(os.getpid(), number)
 
 
-def leave(code: int) -> NoReturn:
+def exit_process(code: int) -> NoReturn:
     """Ends this process at once, with what it has started, and without waiting for its threads.
 
     Python would wait for those that wait for another rank.

@@ -30,7 +30,7 @@ _GRACE_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
-class Member:
+class RankContext:
     """A rank's own side of the group.
 
     Args:
@@ -52,7 +52,7 @@ class Member:
     fetch: Callable[[], bytes] | None = None
 
 
-class Place(NamedTuple):
+class RankLocation(NamedTuple):
     """Where a rank is."""
 
     host: str
@@ -62,7 +62,7 @@ class Place(NamedTuple):
 
 
 #: What a rank runs: a module-level function of its side of the group and of what it was given.
-Entry = Callable[[Member, Any], None]
+Entry = Callable[[RankContext, Any], None]
 
 
 class Group(Protocol):
@@ -70,7 +70,7 @@ class Group(Protocol):
 
     world_size: int
 
-    def place(self, rank: int) -> Place:
+    def location(self, rank: int) -> RankLocation:
         """Where `rank` is."""
         ...
 
@@ -159,9 +159,9 @@ class StartedGroup:
         """Process ids of those that were started, by rank."""
         return [process.pid for process in self._processes if process.pid]
 
-    def place(self, rank: int) -> Place:
+    def location(self, rank: int) -> RankLocation:
         """See `Group`."""
-        return Place(socket.gethostname(), rank)
+        return RankLocation(socket.gethostname(), rank)
 
     def send(self, rank: int, message: bytes) -> None:
         """See `Group`."""
@@ -242,26 +242,26 @@ def _started_main(rank: int, start: _Start, connections: Sequence[Connection]) -
     process_lifetime.end_with_parent()
     _die_with(multiprocessing.parent_process(), start.folder)
     # A rank that gets a signal for itself ends by it, and the parent sees a rank that died.
-    process_lifetime.end_by_signals(process_lifetime.die_by)
+    process_lifetime.exit_on_signals(process_lifetime.exit_by_signal)
     _redirect_output(_output_file(start.folder, rank))
     for other, connection in enumerate(connections):
         if other != rank:
             connection.close()
     world = World(rank=rank, local_rank=rank, size=start.world_size, local_size=start.world_size)
-    member = Member(
+    context = RankContext(
         world,
         start.backend,
         PipeChannel(connections[rank]),
         lambda: process_group.join_file_store(world, start.backend, start.folder / "store"),
     )
-    _run_to_exit(start.entry, member, start.argument)
+    _run_to_exit(start.entry, context, start.argument)
 
 
-def _run_to_exit(entry: Entry, member: Member, argument: Any) -> None:
+def _run_to_exit(entry: Entry, context: RankContext, argument: Any) -> None:
     """Ends the process at once when the entry does: neighbours must not wait for its clean-up."""
     code = 1
     try:
-        entry(member, argument)
+        entry(context, argument)
         code = 0
     except BaseException:
         traceback.print_exc()
@@ -303,11 +303,11 @@ def _die_with(parent: Any, folder: Path) -> None:
     starter's own sentinel is watched by a thread.
     """
 
-    def watch() -> None:
+    def liveness() -> None:
         multiprocessing.connection.wait([parent.sentinel])
         shutil.rmtree(folder, ignore_errors=True)
         temp_folders.remove_multiprocessing_folder()
         process_lifetime.kill_children()
         os.kill(os.getpid(), signal.SIGKILL)
 
-    threading.Thread(target=watch, name="die-with-parent", daemon=True).start()
+    threading.Thread(target=liveness, name="die-with-parent", daemon=True).start()

@@ -26,7 +26,7 @@ _MAX_PROBES = 5
 
 
 @contextlib.contextmanager
-def in_place_of(name: str, suffix: str, files: re.Pattern[str] | None = None) -> Iterator[Path]:
+def atomic_output(name: str, suffix: str, files: re.Pattern[str] | None = None) -> Iterator[Path]:
     """An empty file, or folder, to fill: it takes the place of `name` if the block ends well.
 
     Folders above `name` are created.
@@ -80,7 +80,7 @@ def write_json(path: Path, record: Mapping[str, object]) -> None:
         ValueError: a number in it is not finite; TypeError: a value is no JSON.
     """
     text = json.dumps(dict(record), indent=2, allow_nan=False) + "\n"
-    with in_place_of(str(path), ".json") as temporary:
+    with atomic_output(str(path), ".json") as temporary:
         temporary.write_text(text, encoding="ascii")
 
 
@@ -114,7 +114,7 @@ def check_writable(folder: Path) -> None:
 
 
 def check_free(name: str, files: re.Pattern[str] | None = None) -> None:
-    """Makes sure that what lies at `name`, if anything, may be replaced; as `in_place_of` will.
+    """Makes sure that what lies at `name`, if anything, may be replaced; as `atomic_output` will.
 
     Raises:
         OutputError: it is something else than what would take its place.

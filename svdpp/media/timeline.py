@@ -77,7 +77,7 @@ def draw_timeline(panels: Sequence[Panel], world_size: int, path: Path) -> None:
         layout = ConstrainedLayoutEngine(h_pad=0.08)
         figure = Figure(figsize=(_WIDTH, height), layout=layout)
         _draw_panels(figure, panels, world_size)
-        with output_files.in_place_of(str(path), suffix) as temporary:
+        with output_files.atomic_output(str(path), suffix) as temporary:
             metadata = {"Date": None} if suffix == ".svg" else {"Software": "svdpp"}
             figure.savefig(temporary, format=suffix[1:], dpi=_DPI, metadata=metadata)
 

@@ -26,7 +26,7 @@ from PIL import ExifTags, Image, ImageSequence, PngImagePlugin
 
 from svdpp.config import OutputConfig, VideoFormat
 from svdpp.errors import InputError, OutputError, SvdppError
-from svdpp.media.output_files import check_free, in_place_of, reason, sync
+from svdpp.media.output_files import atomic_output, check_free, reason, sync
 
 Frames = npt.NDArray[np.uint8]
 
@@ -68,7 +68,7 @@ def write_clip(
     text = json.dumps(dict(metadata), allow_nan=False)
     files = _FRAME_NAME if output.format == "frames" else None
     suffix = SUFFIXES[output.format]  # ffmpeg goes by it
-    with in_place_of(output.path, suffix, files) as temporary:
+    with atomic_output(output.path, suffix, files) as temporary:
         if output.format == "mp4":
             _encode_mp4(temporary, frames, fps, output.crf, text)
         elif output.format == "frames":
@@ -126,7 +126,7 @@ def clip_path(out: Path, stem: str, seed: int, format: VideoFormat) -> Path:
     """`<out>/<stem>_<seed>.<format>`, without a suffix for `frames`; a valid name for any stem.
 
     Separators, NUL and line breaks become `_`, and the stem is cut so that the name takes at most
-    `MAX_NAME_BYTES` in UTF-8. Two stems can so meet in one path: the caller checks.
+    `MAX_NAME_BYTES` in UTF-8. Two stems can so meet in one path: the hello checks.
     """
     tail = f"_{seed}{SUFFIXES[format]}"
     stem = re.sub(r"[/\0\n\r]", "_", stem)

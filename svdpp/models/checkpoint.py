@@ -80,7 +80,7 @@ def find_checkpoint(model: ModelConfig, *, weights: bool = True) -> Checkpoint:
         return _with_weights(found) if weights else found
     except ModelError as error:
         message = f"model {hub.show_name(model.name)}: {error.message}"
-        raise ModelError(message, error.hint or _mend(model, local)) from error
+        raise ModelError(message, error.hint or _fix_hint(model, local)) from error
 
 
 # 1. Where the folder is.
@@ -102,7 +102,7 @@ def _local_folder(name: str) -> Path | None:
     return None
 
 
-def _mend(model: ModelConfig, local: Path | None) -> str:
+def _fix_hint(model: ModelConfig, local: Path | None) -> str:
     if model.name == DEMO_MODEL:
         return "install svdpp again: the demo model is part of it"
     if local is None:

@@ -57,7 +57,7 @@ class DummyUNet(nn.Module):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pace:
+class SleepTimes:
     """Seconds that each part takes at least, so that the dummy can stand for another device."""
 
     step_seconds: float = 0.0
@@ -65,7 +65,7 @@ class Pace:
     decode_seconds: float = 0.0
 
 
-class PacedDenoiser:
+class SleepingDenoiser:
     """A denoiser that takes its time.
 
     Args:
@@ -108,10 +108,10 @@ class DummyModel:
         spec: LatentSpec,
         num_steps: int,
         device: torch.device,
-        pace: Pace = Pace(),
+        pace: SleepTimes = SleepTimes(),
     ) -> None:
         self.device = device
-        self._pace = pace
+        self._phase_step = pace
         self._spec = spec
         self._dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[
             spec.dtype
@@ -125,19 +125,19 @@ class DummyModel:
 
     def encode(self, image: Image.Image | None, seed: int) -> Tensors:  # noqa: ARG002
         """Noise drawn on the CPU, so that every device starts from the same latent."""
-        with _at_least(self._pace.encode_seconds):
+        with _at_least(self._phase_step.encode_seconds):
             generator = torch.Generator().manual_seed(seed)
             noise = torch.randn(self._spec.shape, generator=generator)
             return {LATENTS: noise.to(self.device, self._dtype)}
 
     def denoiser(self, tensors: Tensors, start: int) -> Denoiser:  # noqa: ARG002
         """The network itself: it carries nothing from step to step."""
-        seconds = self._pace.step_seconds
-        return PacedDenoiser(self._unet, seconds) if seconds else self._unet
+        seconds = self._phase_step.step_seconds
+        return SleepingDenoiser(self._unet, seconds) if seconds else self._unet
 
     def decode(self, latent: torch.Tensor) -> Frames:  # noqa: ARG002
         """Black frames, one for each of the latent's, in the time of a decode."""
-        with _at_least(self._pace.decode_seconds):
+        with _at_least(self._phase_step.decode_seconds):
             return np.zeros(self.frames_shape, np.uint8)
 
     @property

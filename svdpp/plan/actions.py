@@ -13,30 +13,32 @@ class Kind(StrEnum):
     ENCODE = "ENCODE"
     """Read the clip's image, encode it, draw its noise: the latent before step 0."""
     LOAD = "LOAD"
-    """Read the clip's packet that an earlier run kept after `start` steps."""
+    """Read the latent checkpoint that an earlier run wrote after `start` steps."""
     RECV = "RECV"
-    """Post the receive of the clip's packet; whatever uses the latent waits for it."""
+    """Post the receive of the clip's packet; the action that uses the latent waits for it."""
     DENOISE = "DENOISE"
-    """Steps `start` to `end` of the clip."""
+    """Do steps `start` to `end` of the clip."""
     SEND = "SEND"
-    """Hand the clip's packet to `peer` in the background."""
+    """Send the clip's packet to `peer` in the background."""
     DECODE = "DECODE"
-    """Final latent to frames."""
-    DELIVER = "DELIVER"
-    """Hash the result, write it in the background, and report the clip as finished; in a draft
-    wave, the fastest rank's result, which is not the clip yet."""
-    LEAP = "LEAP"
-    """Send `peer` the latent that step `start`'s derivative reaches in one long step to `end`."""
-    TELL = "TELL"
-    """Send `peer` the latent before step `start` and its derivative there; after the last step,
-    the result."""
-    HEAR = "HEAR"
-    """Post the receive of what `peer` tells of step `start`; who uses it waits for it."""
+    """Turn the final latent into frames."""
+    FINISH = "FINISH"
+    """Hash the result, write it in the background, and report the clip as finished. In a draft:
+    write the fastest rank's result as the draft."""
+    SEND_START = "SEND_START"
+    """Draft: send `peer` the latent at step `end` that one long step from `start` reaches."""
+    SEND_STATE = "SEND_STATE"
+    """Draft: send `peer` the latent before step `start` and its derivative there."""
+    SEND_RESULT = "SEND_RESULT"
+    """Draft: send `peer` the final latent and its frames."""
+    RECV_STATE = "RECV_STATE"
+    """Draft: post the receive of what `peer` sends by SEND_STATE of step `start`."""
+    RECV_RESULT = "RECV_RESULT"
+    """Draft: post the receive of what `peer` sends by SEND_RESULT."""
     CORRECT = "CORRECT"
-    """Mend the latent at step `end` by what `peer` told of step `start`, where the rank last
-    began."""
-    REVIEW = "REVIEW"
-    """Compare the result of `peer` with those before it, and deliver it where it ends the clip."""
+    """Draft: correct the latent at step `end` by the state of step `start` that `peer` sent."""
+    COMPARE = "COMPARE"
+    """Draft: compare the result of `peer` with those before it; write it if it ends the clip."""
 
 
 class Action(NamedTuple):
@@ -45,9 +47,9 @@ class Action(NamedTuple):
     Args:
         kind: what to do.
         clip: index of the clip, counted from the first one given to the pipeline.
-        start: steps of the clip already done when the action begins; for CORRECT, those done where
-            the stretch began that it mends.
-        end: steps done when it ends; equal to `start` for all but DENOISE, LEAP and CORRECT.
+        start: steps of the clip already done when the action begins; for CORRECT, the step whose
+            state it corrects by.
+        end: steps done when it ends; equal to `start` for all but DENOISE, SEND_START and CORRECT.
         peer: the other rank of an action that has one; -1 otherwise.
     """
 
@@ -87,10 +89,14 @@ class Action(NamedTuple):
         return self.kind in (Kind.ENCODE, Kind.DENOISE, Kind.DECODE)
 
 
-_RANGES = (Kind.DENOISE, Kind.LEAP, Kind.CORRECT)
+#: Actions that send a packet, and actions that post the receive of one.
+SENDS = (Kind.SEND, Kind.SEND_START, Kind.SEND_STATE, Kind.SEND_RESULT)
+RECEIVES = (Kind.RECV, Kind.RECV_STATE, Kind.RECV_RESULT)
+
+_RANGES = (Kind.DENOISE, Kind.SEND_START, Kind.CORRECT)
 _ARROWS = {
-    **dict.fromkeys((Kind.SEND, Kind.LEAP, Kind.TELL), ">"),
-    **dict.fromkeys((Kind.RECV, Kind.HEAR, Kind.CORRECT, Kind.REVIEW), "<"),
+    **dict.fromkeys(SENDS, ">"),
+    **dict.fromkeys((*RECEIVES, Kind.CORRECT, Kind.COMPARE), "<"),
 }
 _ACTION = re.compile(
     rf"(?P<kind>{'|'.join(Kind)}) c(?P<clip>\d+) (?P<at>@)?(?P<start>\d+)(?::(?P<end>\d+))?"
@@ -129,31 +135,41 @@ def decode(clip: int, at: int) -> Action:
     return Action(Kind.DECODE, clip, at, at)
 
 
-def deliver(clip: int, at: int) -> Action:
-    """DELIVER of `clip` with all `at` steps done."""
-    return Action(Kind.DELIVER, clip, at, at)
+def finish(clip: int, at: int) -> Action:
+    """FINISH of `clip` with all `at` steps done."""
+    return Action(Kind.FINISH, clip, at, at)
 
 
-def leap(clip: int, start: int, end: int, peer: int) -> Action:
-    """LEAP of `clip` from step `start` to step `end`, where rank `peer` begins."""
-    return Action(Kind.LEAP, clip, start, end, peer)
+def send_start(clip: int, start: int, end: int, peer: int) -> Action:
+    """SEND_START of `clip` from step `start` to step `end`, where rank `peer` begins."""
+    return Action(Kind.SEND_START, clip, start, end, peer)
 
 
-def tell(clip: int, at: int, peer: int) -> Action:
-    """TELL rank `peer` of `clip` at step `at`."""
-    return Action(Kind.TELL, clip, at, at, peer)
+def send_state(clip: int, at: int, peer: int) -> Action:
+    """SEND_STATE of `clip` before step `at`, to rank `peer`."""
+    return Action(Kind.SEND_STATE, clip, at, at, peer)
 
 
-def hear(clip: int, at: int, peer: int) -> Action:
-    """HEAR from rank `peer` of `clip` at step `at`."""
-    return Action(Kind.HEAR, clip, at, at, peer)
+def send_result(clip: int, at: int, peer: int) -> Action:
+    """SEND_RESULT of `clip` with all `at` steps done, to rank `peer`."""
+    return Action(Kind.SEND_RESULT, clip, at, at, peer)
+
+
+def recv_state(clip: int, at: int, peer: int) -> Action:
+    """RECV_STATE of `clip` before step `at`, from rank `peer`."""
+    return Action(Kind.RECV_STATE, clip, at, at, peer)
+
+
+def recv_result(clip: int, at: int, peer: int) -> Action:
+    """RECV_RESULT of `clip` with all `at` steps done, from rank `peer`."""
+    return Action(Kind.RECV_RESULT, clip, at, at, peer)
 
 
 def correct(clip: int, begun: int, at: int, peer: int) -> Action:
-    """CORRECT `clip` at step `at`, by what rank `peer` told of step `begun`."""
+    """CORRECT of `clip` at step `at`, by the state of step `begun` from rank `peer`."""
     return Action(Kind.CORRECT, clip, begun, at, peer)
 
 
-def review(clip: int, at: int, peer: int) -> Action:
-    """REVIEW the result of `clip` that rank `peer` has told, all `at` steps done."""
-    return Action(Kind.REVIEW, clip, at, at, peer)
+def compare(clip: int, at: int, peer: int) -> Action:
+    """COMPARE of `clip` with all `at` steps done: the result of rank `peer`."""
+    return Action(Kind.COMPARE, clip, at, at, peer)

@@ -10,16 +10,18 @@ from typing import Any
 
 from svdpp.errors import RequestError
 from svdpp.plan.costs import Costs, PerRank
-from svdpp.plan.draft import Wave
-from svdpp.plan.draft_starts import default_starts
-from svdpp.plan.fleet import forecast_layout
+from svdpp.plan.draft import DraftPlan
+from svdpp.plan.draft_starts import default_start_steps
 from svdpp.plan.forecast import Forecast, replay, summarise
+from svdpp.plan.large_forecast import forecast_layout
 from svdpp.plan.layout import SPLITS, Layout, divisors
 from svdpp.plan.split import check_counts
 
-# Longer chains are not tried: a forecast takes the square of the length, and no gain is in sight.
-_LONGEST_CHAIN = 64
-# Clips after which a forecast goes on at its cadence: some for each rank, fewer in a large world.
+# Longer replicas are not tried: a forecast takes the square of the length, and no gain is in
+# sight.
+_MAX_REPLICA_SIZE = 64
+# Clips after which a forecast goes on at its time per clip: some for each rank, fewer in a large
+# world.
 _SAMPLE_PER_RANK = 16
 _LARGE_SAMPLE = 65_536
 # A draft's clips come one after the other: more of them tell nothing new.
@@ -45,10 +47,10 @@ class Row:
 
     name: str
     layout: Layout | None = None
-    wave: Wave | None = None
+    draft_plan: DraftPlan | None = None
     """In place of a layout, where all ranks draft one clip at a time."""
     forecast: Forecast | None = None
-    look: float = 0.0
+    preview_seconds: float = 0.0
     """Until there is something of a clip to see: on average, as the forecast counts latency."""
     peak_gib: tuple[float | None, ...] = ()
     note: str = ""
@@ -75,7 +77,7 @@ def choose_layout(
 
     Raises:
         RequestError: counts below 1, costs of another world, or no layout that fits in memory
-            and of whose hops between hosts the costs tell.
+            and of whose transfers between hosts the costs tell.
     """
     layouts = list(_candidates(num_steps, world_size, costs, decodes))
     in_memory = [layout for layout in layouts if not _needs_more(layout, memory_gib)]
@@ -98,7 +100,7 @@ def choose_layout(
     if untold:
         remarks.append(
             f"{untold} of {len(layouts)} layouts hand over between hosts, which the costs do not "
-            "tell: --hop-between-hosts does"
+            "tell: --inter-host-transfer-seconds does"
         )
     if memory_gib and None in layout.peak_gib:
         remarks.append("the costs do not tell its memory")
@@ -124,7 +126,7 @@ def compare_layouts(
     arrivals: Sequence[float] = (),
     memory_gib: Sequence[float] = (),
 ) -> list[Row]:
-    """Every split in one chain, a wider decode, the layout of `choose_layout`, and data parallel.
+    """Every split in one replica, a wider decode, the layout of `choose_layout`, and data parallel.
 
     Arguments as for `choose_layout` and `forecast_layout`.
 
@@ -149,7 +151,7 @@ def compare_layouts(
             name=name,
             layout=choice.layout,
             forecast=forecast,
-            look=forecast.latency.mean,
+            preview_seconds=forecast.latency.mean,
             peak_gib=choice.layout.peak_gib,
             note=choice.reason,
         )
@@ -177,49 +179,51 @@ def _draft_row(
     """One clip after the other, each by all ranks."""
     given = dict(enumerate(arrivals[:num_clips]))
     try:
-        wave = Wave(num_steps=num_steps, starts=default_starts(num_steps, world_size))
-        spans = replay(wave.schedule(range(num_clips)), costs, given)
+        draft_plan = DraftPlan(
+            num_steps=num_steps, start_steps=default_start_steps(num_steps, world_size)
+        )
+        spans = replay(draft_plan.schedule(range(num_clips)), costs, given)
     except RequestError as error:
         return Row(name="draft", note=error.message)
     forecast = summarise(spans, world_size, given)
-    ready = wave.ready_at(costs)
+    ready = draft_plan.ready_at(costs)
     sooner = ready[0] - ready[-1]
     return Row(
         name="draft",
-        wave=wave,
+        draft_plan=draft_plan,
         forecast=forecast,
-        look=forecast.latency.mean - sooner,
-        peak_gib=wave.peak_gib(costs),
-        note=f"first an approximation, {sooner:.4g} before the exact clip; {wave}",
+        preview_seconds=forecast.latency.mean - sooner,
+        peak_gib=draft_plan.peak_gib(costs),
+        note=f"first an approximation, {sooner:.4g} before the exact clip; {draft_plan}",
     )
 
 
 def _candidates(num_steps: int, world_size: int, costs: Costs, decodes: bool) -> Iterator[Layout]:
-    """Layouts worth a forecast, the simplest first: short chains, equal ranges, one decoder."""
+    """Layouts worth a forecast, the simplest first: short replicas, equal ranges, one decoder."""
     check_counts(num_steps, world_size)
-    for chain_size in divisors(world_size):
-        if chain_size > min(_LONGEST_CHAIN, num_steps + 2) and chain_size > 1:
+    for replica_size in divisors(world_size):
+        if replica_size > min(_MAX_REPLICA_SIZE, num_steps + 2) and replica_size > 1:
             return
-        needed = _decoders_needed(num_steps, chain_size, costs) if decodes else 1
-        for decoders in sorted({1, needed} - ({chain_size} if chain_size > 1 else set())):
-            for split in SPLITS if chain_size > 1 else SPLITS[:1]:
+        needed = _decoders_needed(num_steps, replica_size, costs) if decodes else 1
+        for decoders in sorted({1, needed} - ({replica_size} if replica_size > 1 else set())):
+            for split in SPLITS if replica_size > 1 else SPLITS[:1]:
                 # The uniform rule alone is particular about counts.
-                if split != "uniform" or num_steps % (chain_size - decoders + 1) == 0:
+                if split != "uniform" or num_steps % (replica_size - decoders + 1) == 0:
                     yield Layout(
                         num_steps=num_steps,
                         world_size=world_size,
                         split=split,
-                        replicas=world_size // chain_size,
+                        replicas=world_size // replica_size,
                         decoders=decoders,
                         costs=costs,
                         decodes=decodes,
                     )
 
 
-def _decoders_needed(num_steps: int, chain_size: int, costs: Costs) -> int:
-    """Ranks of a chain that have to take turns, so that none decodes for more than its share."""
+def _decoders_needed(num_steps: int, replica_size: int, costs: Costs) -> int:
+    """Ranks of a replica that have to take turns, so that none decodes for more than its share."""
     encode, decode = _mean(costs.encode_seconds), _mean(costs.decode_seconds)
-    share = (encode + num_steps * _mean(costs.step_seconds) + decode) / chain_size
+    share = (encode + num_steps * _mean(costs.step_seconds) + decode) / replica_size
     return max(1, math.ceil(decode / share))
 
 
@@ -239,13 +243,13 @@ def _needs_more(layout: Layout, memory_gib: Sequence[float]) -> str:
 
 def _is_told(layout: Layout) -> bool:
     """Whether the costs know what its hand-overs take."""
-    return all(layout.costs.tells_hop(source, target) for source, target in layout.hops)
+    return all(layout.costs.knows_transfer(source, target) for source, target in layout.links)
 
 
 def _makespan(layout: Layout, num_clips: int) -> float:
-    """Until all clips are done; of many clips the later ones are taken to keep the cadence."""
+    """Until all clips are done; of many clips the later ones are taken to keep their pace."""
     world_size = layout.world_size
     sample = max(2 * world_size, min(_SAMPLE_PER_RANK * world_size, _LARGE_SAMPLE))
     sample = min(num_clips, sample)
     forecast = forecast_layout(layout, sample)
-    return forecast.makespan + (num_clips - sample) * forecast.cadence
+    return forecast.makespan + (num_clips - sample) * forecast.seconds_per_clip

@@ -24,8 +24,8 @@ _TEXTS = ("name", "source", "device")
 _PER_RANK = ("step_seconds", "encode_seconds", "decode_seconds")
 _ABOVE_ZERO = (
     "step_seconds",
-    "hop_bytes_per_second",
-    "hop_between_hosts_bytes_per_second",
+    "transfer_bytes_per_second",
+    "inter_host_bytes_per_second",
     "ranks_per_host",
 )
 
@@ -46,18 +46,18 @@ class Costs:
     """One clip's encode: CLIP, VAE, noise. For ranks of different speed, as `step_seconds`."""
     decode_seconds: PerRank = 0.0
     """One clip's decode to frames. For ranks of different speed, as `step_seconds`."""
-    hop_seconds: float = 0.0
+    transfer_seconds: float = 0.0
     """Latency of one hand-over, whatever its size."""
-    hop_bytes_per_second: float | None = None
+    transfer_bytes_per_second: float | None = None
     """Bandwidth between neighbours; None: the size of a packet does not count."""
     packet_bytes: float = 0.0
     """Size of what one clip hands over."""
     ranks_per_host: int | None = None
     """Ranks on each host, in their order; None: all are on one."""
-    hop_between_hosts_seconds: float | None = None
-    """As `hop_seconds`, to a rank on another host; None: not known."""
-    hop_between_hosts_bytes_per_second: float | None = None
-    """As `hop_bytes_per_second`, to a rank on another host."""
+    inter_host_transfer_seconds: float | None = None
+    """As `transfer_seconds`, to a rank on another host; None: not known."""
+    inter_host_bytes_per_second: float | None = None
+    """As `transfer_bytes_per_second`, to a rank on another host."""
     write_seconds: float = 0.0
     """One clip's file. Written beneath the next clip's work, so no forecast counts it."""
     encode_weights_gib: float | None = None
@@ -81,38 +81,39 @@ class Costs:
                 raise RequestError(f"--{name.replace('_', '-')} {fault}")
 
     @property
-    def hand_over_seconds(self) -> float:
-        """One hop: its latency, and its bytes at the bandwidth."""
-        if self.hop_bytes_per_second is None:
-            return self.hop_seconds
-        return self.hop_seconds + self.packet_bytes / self.hop_bytes_per_second
+    def local_transfer_seconds(self) -> float:
+        """One transfer: its latency, and its bytes at the bandwidth."""
+        if self.transfer_bytes_per_second is None:
+            return self.transfer_seconds
+        return self.transfer_seconds + self.packet_bytes / self.transfer_bytes_per_second
 
     def host_of(self, rank: int) -> int:
         """The host that `rank` is on, counted from 0."""
         return 0 if self.ranks_per_host is None else rank // self.ranks_per_host
 
-    def hop(self, source: int, target: int) -> float:
+    def transfer(self, source: int, target: int) -> float:
         """Seconds of one hand-over from rank `source` to rank `target`.
 
         Raises:
             RequestError: they are on two hosts, and nothing tells what that takes.
         """
         if self.host_of(source) == self.host_of(target):
-            return self.hand_over_seconds
-        if self.hop_between_hosts_seconds is None:
+            return self.local_transfer_seconds
+        if self.inter_host_transfer_seconds is None:
             raise RequestError(
                 f"the costs do not tell what a hand-over between hosts takes (rank {source} to "
                 f"rank {target})",
-                "give --hop-between-hosts SECONDS, or hop_between_hosts_seconds in the costs' "
+                "give --inter-host-transfer-seconds SECONDS, or inter_host_transfer_seconds in the "
+                "costs' "
                 "file; svdpp profile writes it where torchrun has started it on several hosts",
             )
-        bandwidth = self.hop_between_hosts_bytes_per_second
+        bandwidth = self.inter_host_bytes_per_second
         size = 0.0 if bandwidth is None else self.packet_bytes / bandwidth
-        return self.hop_between_hosts_seconds + size
+        return self.inter_host_transfer_seconds + size
 
-    def tells_hop(self, source: int, target: int) -> bool:
-        """Whether `hop` knows what that takes."""
-        return self.hop_between_hosts_seconds is not None or self.host_of(source) == self.host_of(
+    def knows_transfer(self, source: int, target: int) -> bool:
+        """Whether `transfer` knows what that takes."""
+        return self.inter_host_transfer_seconds is not None or self.host_of(source) == self.host_of(
             target
         )
 
@@ -155,17 +156,17 @@ class Costs:
             return None
         return float(sum(weights) + max(work, default=0.0))
 
-    def rehearsed(self, pace: float) -> Costs:
-        """Device work at `pace` times its seconds; no hops and files, which will be real ones."""
+    def scaled(self, pace: float) -> Costs:
+        """Device work at `pace` times its seconds; transfers and files are real ones."""
         return replace(
             self,
             step_seconds=_times(self.step_seconds, pace),
             encode_seconds=_times(self.encode_seconds, pace),
             decode_seconds=_times(self.decode_seconds, pace),
-            hop_seconds=0.0,
-            hop_bytes_per_second=None,
-            hop_between_hosts_seconds=0.0,
-            hop_between_hosts_bytes_per_second=None,
+            transfer_seconds=0.0,
+            transfer_bytes_per_second=None,
+            inter_host_transfer_seconds=0.0,
+            inter_host_bytes_per_second=None,
             write_seconds=0.0,
         )
 

@@ -1,8 +1,8 @@
-"""Owns the draft's wave: where each rank starts in a clip's steps, whom it tells what, and when.
+"""Owns the draft plan: at which step each rank starts a clip, and which states it exchanges, when.
 
-The method is CHORDS (arXiv:2507.15260), for SVD's Euler sampler. Rank 0 walks the exact path. Each
-other rank starts further on, from where one long step of the rank before it lands, and mends its
-path whenever that rank comes by the step at which it last began.
+The method is CHORDS (arXiv:2507.15260), for SVD's Euler sampler. Rank 0 computes the exact clip.
+Each other rank starts at a later step, from a long Euler step of the rank before it, and corrects
+its latent each time that rank reaches the step at which the correction before began.
 """
 
 from __future__ import annotations
@@ -16,115 +16,116 @@ from typing import NamedTuple
 
 from svdpp.errors import RequestError
 from svdpp.plan import actions
-from svdpp.plan.actions import Action, Kind
+from svdpp.plan.actions import RECEIVES, SENDS, Action, Kind
 from svdpp.plan.costs import Costs
 from svdpp.plan.forecast import replay
-from svdpp.plan.layout import Roles, Share
+from svdpp.plan.layout import Roles, StepShare
 from svdpp.plan.schedule import Schedule
 
 
-class Meeting(NamedTuple):
-    """A rank hears what the one before it found at step `begun`, and mends its latent at `at`."""
+class Correction(NamedTuple):
+    """A rank corrects its latent at step `at` by the state that the rank before had at `begun`."""
 
     begun: int
     at: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wave:
-    """W ranks that walk all steps of the same clip, each from its own start.
+class DraftPlan:
+    """W ranks that denoise the same clip, each from its own start step.
 
-    Rank k does its first step in round k, and one step in each round. It is done after
-    k + N - starts[k] rounds: the last rank first, rank 0 after N rounds as ever.
+    Rank k does its first step in round k, and one step in each round. It finishes after
+    k + N - start_steps[k] rounds: the last rank first, rank 0 after N rounds.
 
     Raises:
-        RequestError: starts that do not rise from 0, or do not stay below the number of steps.
+        RequestError: start steps that do not rise from 0, or are not below the number of steps.
     """
 
     num_steps: int
     """Denoising steps N of each clip."""
-    starts: tuple[int, ...]
+    start_steps: tuple[int, ...]
     """The step at which each rank starts, by rank."""
     decodes: bool = True
     """Whether results become frames."""
 
     def __post_init__(self) -> None:
-        starts, given = self.starts, ",".join(map(str, self.starts))
-        if len(starts) < 2:
+        start_steps, given = self.start_steps, ",".join(map(str, self.start_steps))
+        if len(start_steps) < 2:
             raise RequestError(
-                f"a draft needs 2 ranks or more, got {len(starts)}", "use --world 2 or more"
+                f"a draft needs 2 ranks or more, got {len(start_steps)}", "use --world 2 or more"
             )
-        rises = all(before < after for before, after in pairwise(starts))
-        if starts[0] != 0 or not rises:
-            raise RequestError(f"--starts must rise from 0, got {given}", "such as --starts 0,14")
-        if starts[-1] >= self.num_steps:
+        rises = all(before < after for before, after in pairwise(start_steps))
+        if start_steps[0] != 0 or not rises:
             raise RequestError(
-                f"--starts must be below the {self.num_steps} steps of a clip, got {given}"
+                f"--draft-starts must rise from 0, got {given}", "such as --draft-starts 0,14"
+            )
+        if start_steps[-1] >= self.num_steps:
+            raise RequestError(
+                f"--draft-starts must be below the {self.num_steps} steps of a clip, got {given}"
             )
 
     def __str__(self) -> str:
-        return f"draft, starts {' '.join(map(str, self.starts))}"
+        return f"draft, start steps {' '.join(map(str, self.start_steps))}"
 
     @property
     def world_size(self) -> int:
         """Number of ranks W."""
-        return len(self.starts)
+        return len(self.start_steps)
 
     @property
-    def hops(self) -> tuple[tuple[int, int], ...]:
-        """All (from, to) that talk: neighbours, and each rank with the last, which has results."""
+    def links(self) -> tuple[tuple[int, int], ...]:
+        """All (from, to) that communicate: neighbours, and each rank with the last one."""
         last = self.world_size - 1
         neighbours = {(rank, rank + 1) for rank in range(last)}
         return tuple(sorted(neighbours | {(rank, last) for rank in range(last)}))
 
     @property
     def roles(self) -> tuple[Roles, ...]:
-        """Rank 0 encodes; each rank decodes its own result, on a device that has nothing to do."""
+        """Rank 0 encodes; each rank decodes its own result."""
         return tuple(
             Roles(encode=rank == 0, denoise=True, decode=self.decodes)
             for rank in range(self.world_size)
         )
 
     @property
-    def all_shares(self) -> tuple[Share, ...]:
+    def all_shares(self) -> tuple[StepShare, ...]:
         """What each rank does of every clip, by rank."""
         return tuple(
-            Share(rank=rank, start=start, end=self.num_steps, mean_steps=self.num_steps - start)
-            for rank, start in enumerate(self.starts)
+            StepShare(rank=rank, start=start, end=self.num_steps, mean_steps=self.num_steps - start)
+            for rank, start in enumerate(self.start_steps)
         )
 
     def rounds(self, rank: int) -> int:
         """Rounds until `rank` has its result, in units of one step."""
-        return rank + self.num_steps - self.starts[rank]
+        return rank + self.num_steps - self.start_steps[rank]
 
     @property
     def num_evaluations(self) -> int:
         """Steps that all ranks do for one clip."""
-        return sum(self.num_steps - start for start in self.starts)
+        return sum(self.num_steps - start for start in self.start_steps)
 
     @cached_property
     def num_messages(self) -> int:
         """Packets that all ranks send for one clip."""
-        sends = Kind.LEAP, Kind.TELL
-        return sum(action.kind in sends for each in self.schedule([0]) for action in each)
+        return sum(action.kind in SENDS for each in self.schedule([0]) for action in each)
 
-    def meetings(self, rank: int) -> tuple[Meeting, ...]:
-        """When `rank` hears from the one before it, and of which step.
+    def corrections(self, rank: int) -> tuple[Correction, ...]:
+        """The corrections of `rank`, in order.
 
-        Rank k - 1 does step s in round s - starts[k - 1] + k - 1. When it comes by the step at
-        which rank k last began, rank k is as many steps further as the starts lie apart.
+        Rank k - 1 does step s in round s - start_steps[k - 1] + k - 1. When it reaches the step at
+        which rank k last began, rank k is ahead by the distance between their start steps.
         """
         if rank == 0:
             return ()
-        apart = self.starts[rank] - self.starts[rank - 1]
-        places = range(self.starts[rank] + apart, self.num_steps + 1, apart)
-        return tuple(Meeting(at - apart, at) for at in places)
+        distance = self.start_steps[rank] - self.start_steps[rank - 1]
+        places = range(self.start_steps[rank] + distance, self.num_steps + 1, distance)
+        return tuple(Correction(at - distance, at) for at in places)
 
     def schedule(self, clips: Iterable[int]) -> Schedule:
-        """Each rank's list, for clips that come one after the other."""
+        """Each rank's list, for clips that follow each other."""
         clips = list(clips)
         return tuple(
-            tuple(action for clip in clips for action in self._all_of(rank, clip))
+            tuple(action for clip in clips for action in self._clip_actions(rank, clip))
             for rank in range(self.world_size)
         )
 
@@ -142,97 +143,99 @@ class Wave:
             for role in self.roles
         )
 
-    def _all_of(self, rank: int, clip: int) -> Iterator[Action]:
+    def _clip_actions(self, rank: int, clip: int) -> Iterator[Action]:
         """What `rank` does of `clip`, in order."""
         last = self.world_size - 1
         if rank == 0:
             yield actions.encode(clip)
         else:
-            yield actions.recv(clip, self.starts[rank], rank - 1)
-        yield from self._steps(rank, clip)
+            yield actions.recv(clip, self.start_steps[rank], rank - 1)
+        yield from self._denoise_actions(rank, clip)
         if self.decodes:
             yield actions.decode(clip, self.num_steps)
         if rank < last:
-            yield actions.tell(clip, self.num_steps, last)
+            yield actions.send_result(clip, self.num_steps, last)
         else:
-            yield actions.deliver(clip, self.num_steps)
-            yield from self._reviews(clip)
+            yield actions.finish(clip, self.num_steps)
+            yield from self._compare_actions(clip)
 
-    def _steps(self, rank: int, clip: int) -> Iterator[Action]:
-        """The steps, cut where there is something to tell, or to mend by what is heard.
+    def _denoise_actions(self, rank: int, clip: int) -> Iterator[Action]:
+        """The steps, cut where a state is sent, or where the latent is corrected.
 
-        What is heard is posted before the steps at whose end it is needed, so that the hop runs
-        beneath them.
+        The receive of a state is posted before the steps at whose end it is used, so that the
+        transfer runs beneath them.
         """
-        begun_of = {meeting.at: meeting.begun for meeting in self.meetings(rank)}
-        told = {meeting.begun for meeting in self.meetings(rank + 1)} if self._tells(rank) else ()
-        hears = iter([actions.hear(clip, each.begun, rank - 1) for each in self.meetings(rank)])
-        yield from islice(hears, 1)
-        done = self.starts[rank]
-        for step in range(self.starts[rank], self.num_steps):
+        start = self.start_steps[rank]
+        begun_of = {each.at: each.begun for each in self.corrections(rank)}
+        is_last = rank + 1 == self.world_size
+        sent = () if is_last else {each.begun for each in self.corrections(rank + 1)}
+        receives = iter(
+            [actions.recv_state(clip, each.begun, rank - 1) for each in self.corrections(rank)]
+        )
+        yield from islice(receives, 1)
+        done = start
+        for step in range(start, self.num_steps):
             after: list[Action] = []
-            if step == self.starts[rank] and self._tells(rank):
-                after.append(actions.leap(clip, step, self.starts[rank + 1], rank + 1))
-            if step in told:
-                after.append(actions.tell(clip, step, rank + 1))
+            if step == start and not is_last:
+                after.append(actions.send_start(clip, step, self.start_steps[rank + 1], rank + 1))
+            if step in sent:
+                after.append(actions.send_state(clip, step, rank + 1))
             if step + 1 in begun_of:
                 after.append(actions.correct(clip, begun_of[step + 1], step + 1, rank - 1))
-                after += islice(hears, 1)
+                after += islice(receives, 1)
             if after or step + 1 == self.num_steps:
                 yield actions.denoise(clip, done, step + 1)
                 yield from after
                 done = step + 1
 
-    def _tells(self, rank: int) -> bool:
-        return rank + 1 < self.world_size
-
-    def _reviews(self, clip: int) -> Iterator[Action]:
-        """The last rank's view of the other results, which come one link each."""
+    def _compare_actions(self, clip: int) -> Iterator[Action]:
+        """The last rank's comparisons of the other results, which arrive over one link each."""
         others = range(self.world_size - 2, -1, -1)
-        yield from (actions.hear(clip, self.num_steps, rank) for rank in others)
-        yield from (actions.review(clip, self.num_steps, rank) for rank in others)
+        yield from (actions.recv_result(clip, self.num_steps, rank) for rank in others)
+        yield from (actions.compare(clip, self.num_steps, rank) for rank in others)
 
 
-def check_wave(schedule: Schedule, num_steps: int) -> None:
-    """Proves that every walk does its steps in order to the last, and that no word is lost.
+def check_draft_schedule(schedule: Schedule, num_steps: int) -> None:
+    """Proves that every rank does its steps in order to the last, and that each send has a receive.
 
     Raises:
         ValueError: naming the first action that cannot be done, or what is missing at the end.
     """
-    messages: Counter[tuple[int, int, int, int]] = Counter()
-    exact: Counter[int] = Counter()
+    transfers: Counter[tuple[int, int, int, int]] = Counter()
+    encoded: Counter[int] = Counter()
     for rank, rank_actions in enumerate(schedule):
-        walks: dict[int, _WalkCheck] = {}
+        states: dict[int, _ClipState] = {}
         for action in rank_actions:
-            walk = walks.setdefault(action.clip, _WalkCheck(num_steps))
-            if not walk.can_do(action):
-                raise ValueError(f"rank {rank} cannot do {action} of {num_steps} with {walk}")
-            if action.kind in (Kind.LEAP, Kind.TELL):
-                messages[rank, action.peer, action.clip, action.end] += 1
-            elif action.kind in (Kind.RECV, Kind.HEAR):
-                messages[action.peer, rank, action.clip, action.start] -= 1
+            state = states.setdefault(action.clip, _ClipState(num_steps))
+            if not state.can_do(action):
+                raise ValueError(f"rank {rank} cannot do {action} of {num_steps} with {state}")
+            if action.kind in SENDS:
+                transfers[rank, action.peer, action.clip, action.end] += 1
+            elif action.kind in RECEIVES:
+                transfers[action.peer, rank, action.clip, action.start] -= 1
             elif action.kind is Kind.ENCODE:
-                exact[action.clip] += 1
-        if unfinished := [f"clip {clip}: {w}" for clip, w in walks.items() if not w.is_over]:
+                encoded[action.clip] += 1
+        if unfinished := [f"clip {clip}: {s}" for clip, s in states.items() if not s.is_over]:
             raise ValueError(f"rank {rank} is left with {unfinished[0]}")
-        if missing := sorted(clip for clip in walks if exact[clip] != 1):
+        if missing := sorted(clip for clip in states if encoded[clip] != 1):
             raise ValueError(f"clip {missing[0]} is not begun by one rank, the first")
-    if odd := sorted(hop for hop, count in messages.items() if count):
-        raise ValueError(f"words (from, to, clip, step) without their other end: {odd[:3]}")
+    if odd := sorted(transfer for transfer, count in transfers.items() if count):
+        raise ValueError(f"transfers (from, to, clip, step) without their other end: {odd[:3]}")
 
 
 @dataclass
-class _WalkCheck:
-    """What one rank knows of one clip, as far as the order of its actions goes."""
+class _ClipState:
+    """What one rank holds of one clip, as far as the order of its actions goes."""
 
     num_steps: int
     at: int = -1
     began: int = -1
-    heard: tuple[tuple[int, int], ...] = ()
+    posted: tuple[tuple[int, int], ...] = ()
+    """Peer and step of each state or result whose receive is posted and not used yet."""
 
     @property
     def is_over(self) -> bool:
-        return self.at == self.num_steps and not self.heard
+        return self.at == self.num_steps and not self.posted
 
     def can_do(self, action: Action) -> bool:
         """Does `action`; whether it could be done."""
@@ -243,26 +246,26 @@ class _WalkCheck:
             case Kind.DENOISE:
                 follows, self.at = self.at == action.start < action.end, action.end
                 return follows and action.end <= self.num_steps
-            case Kind.LEAP:
+            case Kind.SEND_START:
                 return self.at == action.start + 1 and action.end > action.start
-            case Kind.TELL:
-                return self.at == min(action.start + 1, self.num_steps)
-            case Kind.HEAR:
-                self.heard += ((action.peer, action.start),)
+            case Kind.SEND_STATE:
+                return self.at == action.start + 1
+            case Kind.RECV_STATE | Kind.RECV_RESULT:
+                self.posted += ((action.peer, action.start),)
                 return True
             case Kind.CORRECT:
-                mends = (self.began, self.at) == (action.start, action.end)
+                fits = (self.began, self.at) == (action.start, action.end)
                 self.began = action.end
-                return mends and self._takes(action)
-            case Kind.REVIEW:
-                return self.at == self.num_steps and self._takes(action)
-            case Kind.DECODE | Kind.DELIVER:
-                return self.at == self.num_steps
+                return fits and self._uses_posted(action)
+            case Kind.COMPARE:
+                return self.at == self.num_steps and self._uses_posted(action)
+            case Kind.DECODE | Kind.FINISH | Kind.SEND_RESULT:
+                return self.at == self.num_steps == action.start
             case _:
                 return False
 
-    def _takes(self, action: Action) -> bool:
-        word = action.peer, action.start
-        known = word in self.heard
-        self.heard = tuple(each for each in self.heard if each != word)
-        return known
+    def _uses_posted(self, action: Action) -> bool:
+        used = action.peer, action.start
+        is_posted = used in self.posted
+        self.posted = tuple(each for each in self.posted if each != used)
+        return is_posted

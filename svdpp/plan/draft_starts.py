@@ -61,18 +61,18 @@ _GAPS: Mapping[int, tuple[int, ...]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeasuredStarts:
+class MeasuredStartSteps:
     """One choice of starts, and what it was measured to give.
 
     Args:
-        starts: by rank.
+        start steps: by rank.
         rounds: until the draft's steps are done, of as many as the clip has.
         psnr_db: of the draft's frames against the exact clip's, of the worst photograph; None
             where they were equal.
         max_levels: the largest difference of one colour, in 8-bit levels.
     """
 
-    starts: tuple[int, ...]
+    start_steps: tuple[int, ...]
     rounds: int
     psnr_db: float | None
     max_levels: int
@@ -92,14 +92,14 @@ class DraftProfile:
         num_steps: N.
         photographs: names of the files.
         source: how they were measured.
-        choices: those that no other beats in both, by number of ranks, then of rounds.
+        choices: those that no other heartbeats in both, by number of ranks, then of rounds.
     """
 
     model: str
     num_steps: int
     photographs: tuple[str, ...]
     source: str
-    choices: tuple[MeasuredStarts, ...]
+    choices: tuple[MeasuredStartSteps, ...]
 
     def to_json(self) -> dict[str, Any]:
         """The file's content."""
@@ -135,9 +135,9 @@ class DraftProfile:
         Raises:
             RequestError: it was measured for other counts.
         """
-        fitting = [each for each in self.choices if len(each.starts) == world_size]
+        fitting = [each for each in self.choices if len(each.start_steps) == world_size]
         if self.num_steps != num_steps or not fitting:
-            worlds = sorted({len(each.starts) for each in self.choices})
+            worlds = sorted({len(each.start_steps) for each in self.choices})
             raise RequestError(
                 f"the starts were measured for {self.num_steps} steps and "
                 f"{', '.join(map(str, worlds))} ranks, not for {num_steps} and {world_size}",
@@ -145,11 +145,11 @@ class DraftProfile:
             )
         soon = [each for each in fitting if each.rounds <= default_rounds(num_steps)]
         if soon:
-            return max(soon, key=lambda each: each.distance_db).starts
-        return min(fitting, key=lambda each: each.rounds).starts
+            return max(soon, key=lambda each: each.distance_db).start_steps
+        return min(fitting, key=lambda each: each.rounds).start_steps
 
 
-def parse_starts(text: str, num_steps: int, world_size: int | None) -> tuple[int, ...]:
+def parse_start_steps(text: str, num_steps: int, world_size: int | None) -> tuple[int, ...]:
     """`0,8,12,17`, or the best of a file for these counts.
 
     Raises:
@@ -160,12 +160,12 @@ def parse_starts(text: str, num_steps: int, world_size: int | None) -> tuple[int
         return tuple(int(part) for part in parts)
     if not (text.endswith(".json") or os.path.isfile(text)):
         raise RequestError(
-            f"--starts must be steps or a profile's file, got {text!r}",
-            "such as --starts 0,14 or --starts draft.json",
+            f"--draft-starts must be steps or a profile's file, got {text!r}",
+            "such as --draft-starts 0,14 or --draft-starts draft.json",
         )
     profile = DraftProfile.load(Path(text))
     if world_size is None:
-        world_size = max(len(each.starts) for each in profile.choices)
+        world_size = max(len(each.start_steps) for each in profile.choices)
     return profile.best(num_steps, world_size)
 
 
@@ -174,7 +174,7 @@ def default_rounds(num_steps: int) -> int:
     return num_steps // 2 + 1
 
 
-def default_starts(num_steps: int, world_size: int) -> tuple[int, ...]:
+def default_start_steps(num_steps: int, world_size: int) -> tuple[int, ...]:
     """Starts whose draft is there after half the rounds, as near to the exact clip as is known.
 
     The last rank's start follows from the rounds, the others' from the gap between them, which is
@@ -186,7 +186,7 @@ def default_starts(num_steps: int, world_size: int) -> tuple[int, ...]:
     if num_steps not in _GAPS or not 2 <= world_size <= MOST_RANKS:
         raise RequestError(
             f"no starts are known by which {world_size} ranks draft {num_steps} steps",
-            f"2 to {MOST_RANKS} ranks and 14 to 50 steps have some; --starts names others",
+            f"2 to {MOST_RANKS} ranks and 14 to 50 steps have some; --draft-starts names others",
         )
     last = _last_start(num_steps, world_size, default_rounds(num_steps))
     return _spaced(last, 0 if world_size == 2 else _GAPS[num_steps][world_size - 3], world_size)
@@ -208,18 +208,18 @@ def candidates(num_steps: int, world_size: int) -> Iterator[tuple[int, ...]]:
             yield _spaced(last, gap, world_size)
 
 
-def best_trades(measured: list[MeasuredStarts]) -> tuple[MeasuredStarts, ...]:
-    """Those that no other of as many ranks beats in rounds and distance both."""
+def best_trades(measured: list[MeasuredStartSteps]) -> tuple[MeasuredStartSteps, ...]:
+    """Those that no other of as many ranks heartbeats in rounds and distance both."""
     kept = [
         each
         for each in measured
         if not any(_beats(other, each) for other in measured if other is not each)
     ]
-    return tuple(sorted(kept, key=lambda each: (len(each.starts), each.rounds)))
+    return tuple(sorted(kept, key=lambda each: (len(each.start_steps), each.rounds)))
 
 
-def _beats(one: MeasuredStarts, other: MeasuredStarts) -> bool:
-    if len(one.starts) != len(other.starts):
+def _beats(one: MeasuredStartSteps, other: MeasuredStartSteps) -> bool:
+    if len(one.start_steps) != len(other.start_steps):
         return False
     sooner, nearer = other.rounds - one.rounds, one.distance_db - other.distance_db
     return sooner >= 0 and nearer >= 0 and (sooner > 0 or nearer > 0)
@@ -235,13 +235,13 @@ def _spaced(last: int, gap: int, world_size: int) -> tuple[int, ...]:
     return 0, *(last - gap * behind for behind in range(world_size - 2, -1, -1))
 
 
-def _choice(content: dict[str, Any]) -> MeasuredStarts:
-    known = {field.name for field in fields(MeasuredStarts)}
+def _choice(content: dict[str, Any]) -> MeasuredStartSteps:
+    known = {field.name for field in fields(MeasuredStartSteps)}
     if content.keys() != known:
         raise ValueError(f"a choice has {', '.join(sorted(known))}")
     distance = content["psnr_db"]
-    return MeasuredStarts(
-        starts=tuple(map(int, content["starts"])),
+    return MeasuredStartSteps(
+        start_steps=tuple(map(int, content["start_steps"])),
         rounds=int(content["rounds"]),
         psnr_db=None if distance is None else float(distance),
         max_levels=int(content["max_levels"]),

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from svdpp.plan.actions import Action, Kind
+from svdpp.plan.actions import RECEIVES, SENDS, Action, Kind
 from svdpp.plan.costs import Costs
 from svdpp.plan.schedule import Schedule
 
@@ -23,7 +23,7 @@ class Span(NamedTuple):
 
 
 class Latency(NamedTuple):
-    """How long clips took, each from its beginning, or its arrival where it had one, to its end."""
+    """How long clips took, each from its beginning, or its pending where it had one, to its end."""
 
     mean: float
     p50: float
@@ -40,7 +40,7 @@ class Forecast:
     """From the first action's start to the last one's end."""
     first_clip: float
     """Until the first clip is finished."""
-    cadence: float
+    seconds_per_clip: float
     """Mean time between finished clips, over the second half of them, in their order.
 
     A clip counts as finished when all before it are, too. Where G ranks finish clips, as in data
@@ -51,22 +51,25 @@ class Forecast:
     """Standard deviation of the times between the same clips."""
     latency: Latency
     bubble: float
-    """Share of all ranks' time in which they do nothing, 0 to 1."""
+    """StepShare of all ranks' time in which they do nothing, 0 to 1."""
 
 
 class DeadlockError(ValueError):
     """Every rank that still has work waits for another: the lists cannot be performed."""
 
 
-Hop = tuple[int, int, int]  # from rank, to rank, how many hops there were before it on that link
+Transfer = tuple[
+    int, int, int
+]  # from rank, to rank, how many transfers there were before it on that link
 
 
 class _Replay:
-    """Walks all lists at once; a rank that must wait sleeps until the hop it waits for is over.
+    """Walks all lists at once; a rank that must wait sleeps until the transfer it waits for is
+    over.
 
-    A hop begins when it has been sent, when its receive has been posted and when the hop before it
-    on the same link is over. A SEND returns at once unless the one before it on its link is still
-    under way: a rank never holds more than one unsent packet for each neighbour.
+    A transfer begins when it has been sent, when its receive has been posted and when the transfer
+    before it on the same link is over. A SEND returns at once unless the one before it on its link
+    is still under way: a rank never holds more than one unsent packet for each neighbour.
     """
 
     def __init__(
@@ -80,11 +83,12 @@ class _Replay:
         self.next_action = [0] * len(schedule)
         self.sends_begun: dict[tuple[int, int], int] = {}
         self.receives_posted: dict[tuple[int, int], int] = {}
-        self.half_open: dict[Hop, tuple[Action, float]] = {}
-        self.hop_ends: dict[Hop, float] = {}
-        # What a rank waits for -> the hop that brings it: a clip, or a word on one of its steps.
-        self.arrivals: dict[tuple[int, ...], Hop] = {}
-        self.sleepers: dict[Hop, list[int]] = {}
+        self.half_open: dict[Transfer, tuple[Action, float]] = {}
+        self.transfer_ends: dict[Transfer, float] = {}
+        # What a rank waits for -> the transfer that brings it: a clip, or a word on one of its
+        # steps.
+        self.arrivals: dict[tuple[int, ...], Transfer] = {}
+        self.sleepers: dict[Transfer, list[int]] = {}
 
     def run(self) -> list[Span]:
         ready = list(range(len(self.schedule)))
@@ -99,20 +103,20 @@ class _Replay:
         self._check_all_done()
         return self.spans
 
-    def _perform(self, rank: int, action: Action, ready: list[int]) -> Hop | None:
-        """Does the action, or names the hop whose end it must wait for."""
-        if action.kind in (Kind.RECV, Kind.HEAR):
-            hop = self._next_hop(self.receives_posted, action.peer, rank)
-            self.arrivals[_awaited(rank, action)] = hop
-            self._meet(hop, action, self.clock[rank], ready)
+    def _perform(self, rank: int, action: Action, ready: list[int]) -> Transfer | None:
+        """Does the action, or names the transfer whose end it must wait for."""
+        if action.kind in RECEIVES:
+            transfer = self._next_transfer(self.receives_posted, action.peer, rank)
+            self.arrivals[_awaited(rank, action)] = transfer
+            self._meet(transfer, action, self.clock[rank], ready)
             return None
-        for arrival in self._arrivals(rank, action):
-            if arrival not in self.hop_ends:
-                return arrival
-            self.clock[rank] = max(self.clock[rank], self.hop_ends[arrival])
-        if action.kind in (Kind.SEND, Kind.LEAP, Kind.TELL):
+        for pending in self._pending(rank, action):
+            if pending not in self.transfer_ends:
+                return pending
+            self.clock[rank] = max(self.clock[rank], self.transfer_ends[pending])
+        if action.kind in SENDS:
             return self._send(rank, action, ready)
-        if action.kind in (Kind.DELIVER, Kind.CORRECT, Kind.REVIEW):
+        if action.kind in (Kind.FINISH, Kind.CORRECT, Kind.COMPARE):
             return None  # in the background, or next to nothing
         start = self.clock[rank]
         if action.kind in (Kind.ENCODE, Kind.LOAD):
@@ -121,40 +125,43 @@ class _Replay:
         self.spans.append(Span(rank, action, start, self.clock[rank]))
         return None
 
-    def _arrivals(self, rank: int, action: Action) -> list[Hop]:
-        """The hops that must be over before `action`: its clip's own, and a word's."""
+    def _pending(self, rank: int, action: Action) -> list[Transfer]:
+        """The transfers that must be over before `action`: its clip's own, and a word's."""
         brought = self.arrivals.get((rank, action.clip))
         told = self.arrivals.get(_awaited(rank, action)) if action.peer >= 0 else None
-        return [hop for hop in (brought, told) if hop is not None]
+        return [transfer for transfer in (brought, told) if transfer is not None]
 
-    def _send(self, rank: int, action: Action, ready: list[int]) -> Hop | None:
+    def _send(self, rank: int, action: Action, ready: list[int]) -> Transfer | None:
         before = (rank, action.peer, self.sends_begun.get((rank, action.peer), 0) - 1)
         if before[2] >= 0:
-            if before not in self.hop_ends:
+            if before not in self.transfer_ends:
                 return before
-            self.clock[rank] = max(self.clock[rank], self.hop_ends[before])
-        hop = self._next_hop(self.sends_begun, rank, action.peer)
-        self._meet(hop, action, self.clock[rank], ready)
+            self.clock[rank] = max(self.clock[rank], self.transfer_ends[before])
+        transfer = self._next_transfer(self.sends_begun, rank, action.peer)
+        self._meet(transfer, action, self.clock[rank], ready)
         return None
 
     @staticmethod
-    def _next_hop(counts: dict[tuple[int, int], int], source: int, target: int) -> Hop:
+    def _next_transfer(counts: dict[tuple[int, int], int], source: int, target: int) -> Transfer:
         index = counts.get((source, target), 0)
         counts[source, target] = index + 1
         return source, target, index
 
-    def _meet(self, hop: Hop, action: Action, at: float, ready: list[int]) -> None:
-        """Opens one end of a hop; with both ends open it takes place."""
-        other = self.half_open.pop(hop, None)
+    def _meet(self, transfer: Transfer, action: Action, at: float, ready: list[int]) -> None:
+        """Opens one end of a transfer; with both ends open it takes place."""
+        other = self.half_open.pop(transfer, None)
         if other is None:
-            self.half_open[hop] = action, at
+            self.half_open[transfer] = action, at
             return
-        # A LEAP lands at its end; at all others' end the packet is where it was at their start.
+        # A SEND_START lands at its end; at all others' end the packet is where it was at their
+        # start.
         if (other[0].clip, other[0].end) != (action.clip, action.end):
-            raise DeadlockError(f"rank {hop[0]} to {hop[1]}: {other[0]} meets {action}")
-        before = self.hop_ends.get((hop[0], hop[1], hop[2] - 1), 0.0)
-        self.hop_ends[hop] = max(other[1], at, before) + self.costs.hop(hop[0], hop[1])
-        ready.extend(self.sleepers.pop(hop, []))
+            raise DeadlockError(f"rank {transfer[0]} to {transfer[1]}: {other[0]} meets {action}")
+        before = self.transfer_ends.get((transfer[0], transfer[1], transfer[2] - 1), 0.0)
+        self.transfer_ends[transfer] = max(other[1], at, before) + self.costs.transfer(
+            transfer[0], transfer[1]
+        )
+        ready.extend(self.sleepers.pop(transfer, []))
 
     def _check_all_done(self) -> None:
         stuck = [
@@ -168,7 +175,7 @@ class _Replay:
 
 def _awaited(rank: int, action: Action) -> tuple[int, ...]:
     """What a posted receive brings, or an action waits for."""
-    if action.kind in (Kind.HEAR, Kind.CORRECT, Kind.REVIEW):
+    if action.kind in (Kind.RECV_STATE, Kind.RECV_RESULT, Kind.CORRECT, Kind.COMPARE):
         return rank, action.clip, action.start, action.peer
     return rank, action.clip
 
@@ -184,7 +191,7 @@ def replay(
         arrivals: when a clip is there to be begun; from the start where it is not named.
 
     Raises:
-        DeadlockError: the lists wait for each other, or two ends of a hop do not match.
+        DeadlockError: the lists wait for each other, or two ends of a transfer do not match.
     """
     return _Replay(schedule, costs, arrivals).run()
 
@@ -226,7 +233,7 @@ def sum_up(
     """The sums of `summarise`, of clips whose beginning and end are known.
 
     Args:
-        clips: (beginning or arrival, end) of each clip, in their order, one or more.
+        clips: (beginning or pending, end) of each clip, in their order, one or more.
         busy: seconds of work of all ranks.
         world_size: number of ranks.
         num_finishers: number of ranks that finish clips.
@@ -236,13 +243,13 @@ def sum_up(
     makespan = in_order[-1]
     window = _last_whole_groups(len(clips), num_finishers)
     gaps = [after - before for before, after in itertools.pairwise(in_order[-window - 1 :])]
-    cadence = (makespan - in_order[-window - 1]) / window
+    seconds_per_clip = (makespan - in_order[-window - 1]) / window
     return Forecast(
         clips=len(clips),
         makespan=makespan,
         first_clip=min(end for _, end in clips) - begin,
-        cadence=cadence,
-        jitter=math.sqrt(math.fsum((gap - cadence) ** 2 for gap in gaps) / window),
+        seconds_per_clip=seconds_per_clip,
+        jitter=math.sqrt(math.fsum((gap - seconds_per_clip) ** 2 for gap in gaps) / window),
         latency=_latency([end - begun for begun, end in clips]),
         bubble=max(0.0, 1 - busy / (makespan * world_size)) if makespan else 0.0,
     )

@@ -1,4 +1,4 @@
-"""Owns the layout: which ranks form chains, where each clip is cut, and so the way it takes."""
+"""Owns the layout: which ranks form replicas, where each clip is cut, and so the way it takes."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Roles:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Share:
-    """What one rank does of its chain's clips; a decoder, of those that are its turn."""
+class StepShare:
+    """What one rank does of its replica's clips; a decoder, of those that are its turn."""
 
     rank: int
     start: int
@@ -50,10 +50,10 @@ class Share:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Ranks in `replicas` chains of one length; clip i goes down chain i mod `replicas`.
+    """Ranks in `replicas` replicas of one length; clip i goes down replica i mod `replicas`.
 
-    A chain is a row of ranks that end in `decoders` ranks which take its clips in turn: those do
-    the last steps and the decode, each of every `decoders`-th clip. Chains of one rank are plain
+    A replica is a row of ranks that end in `decoders` ranks which take its clips in turn: those do
+    the last steps and the decode, each of every `decoders`-th clip. Replicas of one rank are plain
     data parallel. Every rank meets its clips in rising order, so no lists of actions made from
     these routes wait for each other in a circle.
 
@@ -67,9 +67,9 @@ class Layout:
     """Number of ranks W."""
     split: Split = "uniform"
     replicas: int = 1
-    """Number of chains R, a divisor of W."""
+    """Number of replicas R, a divisor of W."""
     decoders: int = 1
-    """Ranks at the end of each chain that take turns to finish clips, 1 to W / R."""
+    """Ranks at the end of each replica that take turns to finish clips, 1 to W / R."""
     costs: Costs = field(default_factory=Costs)
     """What `balanced` and `dithered` cut by."""
     decodes: bool = True
@@ -77,23 +77,23 @@ class Layout:
 
     def __post_init__(self) -> None:
         check_counts(self.num_steps, self.world_size)
-        self._check_chains()
+        self._check_replicas()
         if self.split not in SPLITS:
             raise RequestError(f"--split must be one of {', '.join(SPLITS)}, got {self.split!r}")
         self.costs.check_world(self.world_size)
         if self.split == "uniform":
             self._check_uniform()
 
-    def _check_chains(self) -> None:
+    def _check_replicas(self) -> None:
         if self.replicas < 1 or self.world_size % self.replicas:
             near = sorted(divisors(self.world_size), key=lambda n: abs(n - self.replicas))[:2]
             raise RequestError(
-                f"{self.world_size} ranks cannot form {self.replicas} chains of one length",
+                f"{self.world_size} ranks cannot form {self.replicas} replicas of one length",
                 f"use {' or '.join(f'--replicas {n}' for n in sorted(near))}",
             )
-        if not 1 <= self.decoders <= self.chain_size:
+        if not 1 <= self.decoders <= self.replica_size:
             raise RequestError(
-                f"--decoders must be 1 to {self.chain_size}, the ranks of a chain, "
+                f"--decoders must be 1 to {self.replica_size}, the ranks of a replica, "
                 f"got {self.decoders}"
             )
 
@@ -101,7 +101,7 @@ class Layout:
         if self.num_stages != self.world_size and self.num_steps % self.num_stages:
             raise RequestError(
                 f"{self.num_steps} steps cannot be split evenly over the {self.num_stages} stages "
-                "of a chain",
+                "of a replica",
                 "--split balanced and --split dithered take any number of steps",
             )
         try:
@@ -110,32 +110,32 @@ class Layout:
             raise RequestError(error.message, f"{error.hint}, or --split dithered") from None
 
     def __str__(self) -> str:
-        if self.chain_size == 1:
+        if self.replica_size == 1:
             return "data parallel" if self.replicas > 1 else "one rank"
-        chains = f"{self.replicas} chain{'s' if self.replicas > 1 else ''}"
+        count = f"{self.replicas} replica{'s' if self.replicas > 1 else ''}"
         decoders = f", {self.decoders} decoders" if self.decoders > 1 else ""
-        return f"{chains} of {self.chain_size} ranks, {self.split}{decoders}"
+        return f"{count} of {self.replica_size} ranks, {self.split}{decoders}"
 
     @property
-    def chain_size(self) -> int:
-        """Ranks of each chain."""
+    def replica_size(self) -> int:
+        """Ranks of each replica."""
         return self.world_size // self.replicas
 
     @cached_property
-    def chains(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each chain, in the order in which its clips come by."""
-        return lay_chains(self.world_size, self.chain_size, self.costs.ranks_per_host)
+    def replica_ranks(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each replica, in the order in which its clips come by."""
+        return assign_replicas(self.world_size, self.replica_size, self.costs.ranks_per_host)
 
     @property
-    def has_like_chains(self) -> bool:
-        """Whether one chain takes as long as another, hops between hosts included."""
+    def replicas_are_alike(self) -> bool:
+        """Whether one replica takes as long as another, transfers between hosts included."""
         if self.costs.differ_by_rank:
             return False
-        crossed = {self._crossings(ranks) for ranks in self.chains}
+        crossed = {self._crossings(ranks) for ranks in self.replica_ranks}
         return len(crossed) == 1
 
     def _crossings(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
-        """Places in a chain at which another host begins; none where all is one host."""
+        """Places in a replica at which another host begins; none where all is one host."""
         if self.costs.ranks_per_host is None:
             return ()
         hosts = [self.costs.host_of(rank) for rank in ranks]
@@ -143,13 +143,13 @@ class Layout:
 
     @property
     def num_stages(self) -> int:
-        """Places that a clip comes by: a chain's ranks, its decoders counted as one."""
-        return self.chain_size - self.decoders + 1
+        """Places that a clip comes by: a replica's ranks, its decoders counted as one."""
+        return self.replica_size - self.decoders + 1
 
     def route(self, clip: int) -> Route:
         """The way of the clip with this index, the same whatever clips there are beside it."""
-        chain, index = clip % self.replicas, clip // self.replicas
-        return self._route(clip, chain, index, self.cuts(clip))
+        replica, index = clip % self.replicas, clip // self.replicas
+        return self._route(clip, replica, index, self.cuts(clip))
 
     def cuts(self, clip: int) -> Cuts:
         """Where the clip with this index is cut: 0, the steps done after each stage."""
@@ -160,7 +160,7 @@ class Layout:
         return [self.route(clip) for clip in clips]
 
     @cached_property
-    def hops(self) -> tuple[tuple[int, int], ...]:
+    def links(self) -> tuple[tuple[int, int], ...]:
         """All (from, to) that some clip may ever pass, in one order for all ranks to connect in."""
         return tuple(
             sorted(
@@ -195,30 +195,30 @@ class Layout:
             for role in self.roles
         )
 
-    def shares(self, chain: int) -> list[Share]:
-        """What each rank of chain `chain` does, in their order."""
+    def shares(self, replica: int) -> list[StepShare]:
+        """What each rank of replica `replica` does, in their order."""
         ranges: dict[int, list[StepRange]] = {}
-        for route in self._kinds_of_route(chain):
+        for route in self._kinds_of_route(replica):
             for part in route.ranges:
                 ranges.setdefault(part.rank, []).append(part)
         shares = []
-        for place, stage in enumerate(self.stages(chain)):
+        for place, stage in enumerate(self.stages(replica)):
             for turn, rank in enumerate(stage.ranks):
                 parts = ranges.get(rank, [StepRange(rank, 0, 0)])
                 start, end = min(part.start for part in parts), max(part.end for part in parts)
-                mean = self._cuts_of(chain).mean_steps(place, turn, len(stage.ranks))
-                shares.append(Share(rank=rank, start=start, end=end, mean_steps=mean))
+                mean = self._cuts_of(replica).mean_steps(place, turn, len(stage.ranks))
+                shares.append(StepShare(rank=rank, start=start, end=end, mean_steps=mean))
         return shares
 
     @cached_property
-    def all_shares(self) -> tuple[Share, ...]:
-        """What each rank does of its chain's clips, by rank."""
-        shares = (share for chain in range(self.replicas) for share in self.shares(chain))
+    def all_shares(self) -> tuple[StepShare, ...]:
+        """What each rank does of its replica's clips, by rank."""
+        shares = (share for replica in range(self.replicas) for share in self.shares(replica))
         return tuple(sorted(shares, key=lambda share: share.rank))
 
-    def stages(self, chain: int) -> list[Stage]:
-        """The places of chain `chain`, in the order in which its clips come by."""
-        ranks = self.chains[chain]
+    def stages(self, replica: int) -> list[Stage]:
+        """The places of replica `replica`, in the order in which its clips come by."""
+        ranks = self.replica_ranks[replica]
         body, tail = ranks[: -self.decoders], ranks[-self.decoders :]
         return [self._stage((rank,), is_first=rank == ranks[0]) for rank in body] + [
             self._stage(tail, is_first=not body, is_last=True)
@@ -236,9 +236,9 @@ class Layout:
             ),
         )
 
-    def _route(self, clip: int, chain: int, turn: int, cuts: Cuts) -> Route:
+    def _route(self, clip: int, replica: int, turn: int, cuts: Cuts) -> Route:
         """Stages without steps are passed by, but for the first and the last one."""
-        ranks, body = self.chains[chain], self.chain_size - self.decoders
+        ranks, body = self.replica_ranks[replica], self.replica_size - self.decoders
         ranges = [
             StepRange(ranks[index], cuts[index], cuts[index + 1])
             for index in range(body)
@@ -247,14 +247,14 @@ class Layout:
         last = StepRange(ranks[body + turn % self.decoders], cuts[body], cuts[body + 1])
         return Route(clip, (*ranges, last), self.decodes)
 
-    def _cuts_of(self, chain: int) -> FixedCuts | DitheredCuts:
-        return self._cuts[chain % len(self._cuts)]
+    def _cuts_of(self, replica: int) -> FixedCuts | DitheredCuts:
+        return self._cuts[replica % len(self._cuts)]
 
     @cached_property
     def _cuts(self) -> tuple[FixedCuts | DitheredCuts, ...]:
-        """One for each chain, or one for all of them where all ranks are alike."""
-        chains = range(self.replicas if self.costs.differ_by_rank else 1)
-        return tuple(self._new_cuts(self.stages(chain)) for chain in chains)
+        """One for each replica, or one for all of them where all ranks are alike."""
+        replicas = range(self.replicas if self.costs.differ_by_rank else 1)
+        return tuple(self._new_cuts(self.stages(replica)) for replica in replicas)
 
     def _new_cuts(self, stages: list[Stage]) -> FixedCuts | DitheredCuts:
         if self.split == "dithered":
@@ -265,38 +265,42 @@ class Layout:
         return FixedCuts((0, *(part.end for part in parts)), self.decoders)
 
     def _all_kinds_of_route(self) -> Iterator[Route]:
-        for chain in range(self.replicas):
-            yield from self._kinds_of_route(chain)
+        for replica in range(self.replicas):
+            yield from self._kinds_of_route(replica)
 
-    def _kinds_of_route(self, chain: int) -> Iterator[Route]:
-        """A route of every kind that the chain's clips may take; clip indices mean nothing."""
-        for turn, cuts in self._cuts_of(chain).all_cuts():
-            yield self._route(0, chain, turn, cuts)
+    def _kinds_of_route(self, replica: int) -> Iterator[Route]:
+        """A route of every kind that the replica's clips may take; clip indices mean nothing."""
+        for turn, cuts in self._cuts_of(replica).all_cuts():
+            yield self._route(0, replica, turn, cuts)
 
 
-def lay_chains(
-    world_size: int, chain_size: int, ranks_per_host: int | None
+def assign_replicas(
+    world_size: int, replica_size: int, ranks_per_host: int | None
 ) -> tuple[tuple[int, ...], ...]:
-    """Ranks in chains: neighbours on one host where they can be, no chain on two without need.
+    """Ranks in replicas: neighbours on one host where they can be, no replica on two without
+    need.
 
-    Each host takes as many whole chains as it has room for; what is left over on the hosts forms
-    the others, in order. On one host chain 0 is the first ranks, chain 1 the next, and so on.
+    Each host takes as many whole replicas as it has room for; what is left over on the hosts
+    forms the others, in order. On one host replica 0 is the first ranks, replica 1 the next, and so
+    on.
 
     Args:
         world_size: W.
-        chain_size: a divisor of it.
+        replica_size: a divisor of it.
         ranks_per_host: a divisor of W; None: all are on one host.
     """
     on_host = ranks_per_host or world_size
-    chains: list[tuple[int, ...]] = []
+    replica_ranks: list[tuple[int, ...]] = []
     left: list[int] = []
     for first in range(0, world_size, on_host):
-        whole = on_host // chain_size * chain_size
-        for begin in range(first, first + whole, chain_size):
-            chains.append(tuple(range(begin, begin + chain_size)))
+        whole = on_host // replica_size * replica_size
+        for begin in range(first, first + whole, replica_size):
+            replica_ranks.append(tuple(range(begin, begin + replica_size)))
         left += range(first + whole, first + on_host)
-    chains += [tuple(left[at : at + chain_size]) for at in range(0, len(left), chain_size)]
-    return tuple(sorted(chains))
+    replica_ranks += [
+        tuple(left[at : at + replica_size]) for at in range(0, len(left), replica_size)
+    ]
+    return tuple(sorted(replica_ranks))
 
 
 def divisors(number: int) -> list[int]:

@@ -65,7 +65,7 @@ class Route:
 class _Visit:
     """One clip at one rank: the RECV it begins with, where it does, and the rest."""
 
-    arrival: Action | None
+    pending: Action | None
     work: tuple[Action, ...]
 
 
@@ -82,8 +82,8 @@ def data_parallel_routes(
 def build_schedule(routes: Sequence[Route], world_size: int) -> Schedule:
     """Each rank's list: clips in the order of `routes`, each receive posted one clip ahead.
 
-    Posting the receive of the next clip before the work on this one lets the hop run beneath the
-    denoising, and never more than two packets are on their way to a rank: the one that has been
+    Posting the receive of the next clip before the work on this one lets the transfer run beneath
+    the denoising, and never more than two packets are on their way to a rank: the one that has been
     posted, and one its sender still holds.
     """
     visits: list[list[_Visit]] = [[] for _ in range(world_size)]
@@ -105,17 +105,17 @@ def _visit(route: Route, index: int) -> _Visit:
         work.append(actions.send(clip, part.end, route.ranges[index + 1].rank))
     else:
         work += [actions.decode(clip, part.end)] if route.decodes else []
-        work.append(actions.deliver(clip, part.end))
-    arrival = None if first else actions.recv(clip, part.start, route.ranges[index - 1].rank)
-    return _Visit(arrival, tuple(work))
+        work.append(actions.finish(clip, part.end))
+    pending = None if first else actions.recv(clip, part.start, route.ranges[index - 1].rank)
+    return _Visit(pending, tuple(work))
 
 
 def _post_receives_ahead(visits: Sequence[_Visit]) -> tuple[Action, ...]:
     ordered: list[Action] = []
-    if visits and visits[0].arrival:
-        ordered.append(visits[0].arrival)
+    if visits and visits[0].pending:
+        ordered.append(visits[0].pending)
     for index, visit in enumerate(visits):
-        upcoming = visits[index + 1].arrival if index + 1 < len(visits) else None
+        upcoming = visits[index + 1].pending if index + 1 < len(visits) else None
         if upcoming:
             ordered.append(upcoming)
         ordered.extend(visit.work)
@@ -133,7 +133,7 @@ def check_schedule(schedule: Schedule, num_steps: int) -> None:
     Raises:
         ValueError: naming the first action that cannot be done, or what is missing at the end.
     """
-    hops: Counter[tuple[int, int, int, int]] = Counter()
+    transfers: Counter[tuple[int, int, int, int]] = Counter()
     begun: Counter[int] = Counter()
     delivered: Counter[int] = Counter()
     for rank, rank_actions in enumerate(schedule):
@@ -144,18 +144,18 @@ def check_schedule(schedule: Schedule, num_steps: int) -> None:
             if not _can_follow(action, held, decoded, num_steps):
                 raise ValueError(f"rank {rank} cannot do {action} of {num_steps} with {before}")
             if action.kind is Kind.RECV:
-                hops[action.peer, rank, action.clip, action.start] -= 1
+                transfers[action.peer, rank, action.clip, action.start] -= 1
             elif action.kind is Kind.SEND:
-                hops[rank, action.peer, action.clip, action.start] += 1
+                transfers[rank, action.peer, action.clip, action.start] += 1
             elif action.kind in _BEGINNINGS:
                 begun[action.clip] += 1
-            elif action.kind is Kind.DELIVER:
+            elif action.kind is Kind.FINISH:
                 delivered[action.clip] += 1
         if held:
             raise ValueError(f"rank {rank} is left with {_clips(held)}")
-    odd = sorted(hop for hop, count in hops.items() if count)
+    odd = sorted(transfer for transfer, count in transfers.items() if count)
     if odd:
-        raise ValueError(f"hops (from, to, clip, step) without their other end: {odd[:3]}")
+        raise ValueError(f"transfers (from, to, clip, step) without their other end: {odd[:3]}")
     for what, clips in (("begun", begun), ("delivered", delivered)):
         if wrong := sorted(clip for clip, count in clips.items() if count != 1):
             raise ValueError(f"{what} more than once: clips {wrong[:3]}")

@@ -1,4 +1,4 @@
-"""Owns the rules that cut `num_steps` denoising steps into ranges, one for each stage of a chain.
+"""Owns the rules that cut `num_steps` denoising steps into ranges, one for each stage of a replica.
 
 A step's result does not depend on the rank that does it, so where the cuts lie is free, and for
 each clip anew. `uniform` cuts into equal ranges; `balanced` into whole ranges whose slowest stage
@@ -25,7 +25,7 @@ _UNIT_BITS = 64
 _UNIT = 1 << _UNIT_BITS
 # 2^64 / golden ratio: of all additive sequences its multiples fill the circle most evenly.
 _GOLDEN = 0x9E3779B97F4A7C15
-# An encode or decode stage gets no steps where they would speed the chain up by less than this:
+# An encode or decode stage gets no steps where they would speed the replica up by less than this:
 # they would cost its rank the UNet's weights.
 _WORTH_A_UNET = 0.005
 
@@ -49,10 +49,10 @@ class StepRange(NamedTuple):
 
 @dataclass(frozen=True)
 class Stage:
-    """One place in a chain: a rank, or several that take the chain's clips in turn.
+    """One place in a replica: a rank, or several that take the replica's clips in turn.
 
     Args:
-        ranks: who takes turns; the chain's clip q goes to `ranks[q % len(ranks)]`.
+        ranks: who takes turns; the replica's clip q goes to `ranks[q % len(ranks)]`.
         step_seconds: of one step, for each of `ranks`.
         fixed_seconds: of what a clip needs here beside steps (encode, decode), for each of `ranks`.
     """
@@ -62,7 +62,7 @@ class Stage:
     fixed_seconds: tuple[float, ...]
 
     def seconds(self, num_steps: int) -> float:
-        """What `num_steps` of every clip take here, for each clip of the chain: the slowest turn.
+        """What `num_steps` of every clip take here, for each clip of the replica: the slowest turn.
 
         A rank that takes every k-th clip has k times as long for it.
         """
@@ -140,14 +140,14 @@ class FixedCuts:
 
     Args:
         each: those cuts.
-        num_turns: how many ranks the chain's last stage has.
+        num_turns: how many ranks the replica's last stage has.
     """
 
     each: Cuts
     num_turns: int
 
     def cuts(self, index: int) -> Cuts:  # noqa: ARG002  as in DitheredCuts
-        """The cuts of the chain's clip `index`."""
+        """The cuts of the replica's clip `index`."""
         return self.each
 
     def all_cuts(self) -> list[tuple[int, Cuts]]:
@@ -168,7 +168,8 @@ class DitheredCuts:
 
     Args:
         num_steps: N, of each clip.
-        stages: of the chain. Where one has several ranks of unequal speed, each of their turns has
+        stages: of the replica. Where one has several ranks of unequal speed, each of their turns
+        has
             positions of its own.
     """
 
@@ -178,11 +179,11 @@ class DitheredCuts:
         self.positions = tuple(
             _grid_positions(num_steps, [share[turn] for share in shares]) for turn in range(turns)
         )
-        self._pace = _pace(turns)
+        self._phase_step = _phase_step(turns)
 
     def cuts(self, index: int) -> Cuts:
-        """The cuts of the chain's clip `index`; clip 0 is rounded to the nearest step."""
-        return self._rounded(index % len(self.positions), index * self._pace + _UNIT // 2)
+        """The cuts of the replica's clip `index`; clip 0 is rounded to the nearest step."""
+        return self._rounded(index % len(self.positions), index * self._phase_step + _UNIT // 2)
 
     def all_cuts(self) -> list[tuple[int, Cuts]]:
         """Every (turn, cuts) that some clip may have."""
@@ -203,7 +204,7 @@ class DitheredCuts:
         return tuple((position + phase) >> _UNIT_BITS for position in self.positions[turn])
 
 
-def _pace(turns: int) -> int:
+def _phase_step(turns: int) -> int:
     """How far the phase goes from clip to clip, in units, so that it fills the circle evenly.
 
     So must the phases of every turn's own clips: `turns` paces come to a golden one. Of the paces
@@ -231,7 +232,7 @@ def _terms(pace: int) -> list[int]:
 def _shares_worth_a_unet(
     num_steps: int, stages: Sequence[Stage], turns: int
 ) -> list[tuple[float, ...]]:
-    """`_shares`, with no steps on an end of the chain where they would hardly matter."""
+    """`_shares`, with no steps on an end of the replica where they would hardly matter."""
     free: list[int] = []
     seconds = best = _fair_seconds(num_steps, stages, free)
     for index in (len(stages) - 1, 0) if len(stages) > 1 else ():

@@ -16,7 +16,7 @@ _MAX_SIDE = 512
 
 
 @dataclass(frozen=True, kw_only=True)
-class Contrast:
+class DifferenceImage:
     """The first, middle and last picture of two sides, and the one that differs most.
 
     Args:
@@ -36,18 +36,20 @@ class Contrast:
     factor: float
 
 
-def contrast_frames(ours: Frames, theirs: Frames) -> Contrast:
+def frame_difference(ours: Frames, theirs: Frames) -> DifferenceImage:
     """Two clips' frames, uint8, shape (F, H, W, 3)."""
     difference = np.abs(ours.astype(np.int16) - theirs.astype(np.int16)).max(axis=-1)
-    return _contrast(ours, theirs, difference.astype(np.float64), white=255.0)
+    return _difference_image(ours, theirs, difference.astype(np.float64), white=255.0)
 
 
-def contrast_planes(ours: npt.NDArray[Any], theirs: npt.NDArray[Any]) -> Contrast:
+def latent_difference(ours: npt.NDArray[Any], theirs: npt.NDArray[Any]) -> DifferenceImage:
     """Two latents, floating-point, shape (..., H, W): each plane in grey, zero in the middle."""
     # What is not a number is as far from every number as can be shown: at the largest there is.
     one, other = (_finite(side.reshape(-1, *side.shape[-2:])) for side in (ours, theirs))
     scale = max(float(np.abs(one).max()), float(np.abs(other).max())) or 1.0
-    return _contrast(_grey(one, scale), _grey(other, scale), np.abs(one - other), white=2 * scale)
+    return _difference_image(
+        _grey(one, scale), _grey(other, scale), np.abs(one - other), white=2 * scale
+    )
 
 
 def _grey(side: npt.NDArray[np.float64], scale: float) -> Pixels:
@@ -61,9 +63,9 @@ def _finite(side: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
     return np.nan_to_num(wide, nan=limit, posinf=limit, neginf=-limit)
 
 
-def _contrast(
+def _difference_image(
     ours: Pixels, theirs: Pixels, difference: npt.NDArray[np.float64], white: float
-) -> Contrast:
+) -> DifferenceImage:
     largest = float(difference.max())
     count = len(difference)
     chosen = {0, count // 2, count - 1}
@@ -71,7 +73,7 @@ def _contrast(
         chosen.add(int(difference.max(axis=(1, 2)).argmax()))
     indices = sorted(chosen)
     maps = [np.ceil(difference[i] / (largest or 1.0) * 255).astype(np.uint8) for i in indices]
-    return Contrast(
+    return DifferenceImage(
         indices=indices,
         ours=[_smaller(ours[index]) for index in indices],
         theirs=[_smaller(theirs[index]) for index in indices],

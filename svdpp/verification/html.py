@@ -80,7 +80,7 @@ def write_page(path: Path, title: str, content: Iterable[Html]) -> None:
         f"{tag('title', title)}<style>{_STYLE}</style>"
     )
     whole = tag("html", tag("head", head), tag("body", *content), lang="en")
-    with output_files.in_place_of(str(path), ".html") as temporary:
+    with output_files.atomic_output(str(path), ".html") as temporary:
         temporary.write_text(f"<!DOCTYPE html>\n{whole}\n", encoding="utf-8", errors="replace")
 
 

@@ -17,9 +17,9 @@ from PIL import Image
 
 from svdpp.config import ClipRequest, PipelineConfig
 from svdpp.driver.pipeline import resolve
-from svdpp.driver.rank_task import send_ranks
+from svdpp.driver.rank_task import run_rank_task
 from svdpp.driver.supervisor import Observer
-from svdpp.launch.started import Member
+from svdpp.launch.started import RankContext
 from svdpp.media import image as photos
 from svdpp.media import video
 from svdpp.models.base import LATENTS, Frames
@@ -31,7 +31,7 @@ from svdpp.worker.messages import ActionDone, ClipDone, Joined, StepDone
 from svdpp.worker.out_of_memory import out_of_memory_named
 from svdpp.worker.rank import load_model
 from svdpp.worker.reporter import Reporter
-from svdpp.worker.tensor_store import Evidence, tensor_sha256
+from svdpp.worker.tensor_store import TensorStore, tensor_sha256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class _Setup:
     checkpoint: Checkpoint | None
     requests: tuple[ClipRequest, ...]
     steps: frozenset[int]
-    evidence_folder: str | None
+    tensor_folder: str | None
 
 
 def run_reference(
@@ -48,7 +48,7 @@ def run_reference(
     requests: Iterable[ClipRequest],
     *,
     steps: Iterable[int] = (),
-    evidence_folder: Path | None = None,
+    tensor_folder: Path | None = None,
     observers: Sequence[Observer] = (),
 ) -> list[dict[str, Any]]:
     """Computes each clip sequentially and keeps its latents after `steps`, and its frames.
@@ -57,7 +57,7 @@ def run_reference(
         config: of the pipelined run; its world size does not matter here, its threads do.
         requests: outputs in them are not written.
         steps: numbers of steps done at which the latent is kept.
-        evidence_folder: receives latents and frames; None keeps neither.
+        tensor_folder: receives latents and frames; None keeps neither.
         observers: called with (0, event) as the oracle works.
 
     Returns:
@@ -72,7 +72,7 @@ def run_reference(
         checkpoint=checkpoint,
         requests=tuple(requests),
         steps=frozenset(steps),
-        evidence_folder=None if evidence_folder is None else str(evidence_folder),
+        tensor_folder=None if tensor_folder is None else str(tensor_folder),
     )
     hashes: dict[int, dict[str, Any]] = {}
 
@@ -80,7 +80,7 @@ def run_reference(
         if isinstance(event, ClipDone):
             hashes[event.clip] = event.record
 
-    send_ranks(
+    run_rank_task(
         _compute_all,
         alone,
         setup,
@@ -91,7 +91,7 @@ def run_reference(
 
 
 def _compute_all(
-    member: Member,  # noqa: ARG001
+    context: RankContext,  # noqa: ARG001
     device: str,
     reporter: Reporter,
     config: PipelineConfig,  # noqa: ARG001
@@ -101,14 +101,14 @@ def _compute_all(
     with out_of_memory_named(None):
         oracle = _Dummy(setup, device) if setup.checkpoint is None else _Svd(setup, device)
     reporter.send(Joined(device=device, load_seconds=time.monotonic() - begun))
-    evidence = Evidence(Path(setup.evidence_folder)) if setup.evidence_folder else None
+    tensor_store = TensorStore(Path(setup.tensor_folder)) if setup.tensor_folder else None
     for clip, request in enumerate(setup.requests):
         with out_of_memory_named("reference"):
             latent, frames = oracle.compute(
-                clip, request, evidence, _Clock(clip, setup, device, reporter)
+                clip, request, tensor_store, _Clock(clip, setup, device, reporter)
             )
-        if evidence is not None and frames is not None:
-            evidence.keep_frames(clip, frames)
+        if tensor_store is not None and frames is not None:
+            tensor_store.keep_frames(clip, frames)
         record = {
             "latents_sha256": tensor_sha256(latent),
             "frames_sha256": None if frames is None else video.frames_sha256(frames),
@@ -181,7 +181,7 @@ class _Svd:
                 lay_channels_last(module)
 
     def compute(
-        self, clip: int, request: ClipRequest, evidence: Evidence | None, clock: _Clock
+        self, clip: int, request: ClipRequest, tensor_store: TensorStore | None, clock: _Clock
     ) -> tuple[torch.Tensor, Frames]:
         from svdpp.models.svd.decode import stack_frames
 
@@ -195,8 +195,8 @@ class _Svd:
             tensors: dict[str, torch.Tensor],
         ) -> dict[str, torch.Tensor]:
             clock.after_step(step)
-            if evidence is not None and step + 1 in self._setup.steps:
-                evidence.keep_latent(clip, step + 1, tensors[LATENTS])
+            if tensor_store is not None and step + 1 in self._setup.steps:
+                tensor_store.keep_latent(clip, step + 1, tensors[LATENTS])
             last[LATENTS] = tensors[LATENTS]
             return {}
 
@@ -238,7 +238,7 @@ class _Dummy:
         self._model = load_model(setup.config, None, device, roles)
 
     def compute(
-        self, clip: int, request: ClipRequest, evidence: Evidence | None, clock: _Clock
+        self, clip: int, request: ClipRequest, tensor_store: TensorStore | None, clock: _Clock
     ) -> tuple[torch.Tensor, None]:
         tensors = self._model.encode(None, request.seed)
         denoiser = self._model.denoiser(tensors, 0)
@@ -247,6 +247,6 @@ class _Dummy:
             clock.before_step()
             latent = denoiser.forward(latent, step)
             clock.after_step(step)
-            if evidence is not None and step + 1 in self._setup.steps:
-                evidence.keep_latent(clip, step + 1, latent)
+            if tensor_store is not None and step + 1 in self._setup.steps:
+                tensor_store.keep_latent(clip, step + 1, latent)
         return latent, None

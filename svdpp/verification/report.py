@@ -12,9 +12,14 @@ from svdpp.config import ClipRequest, PipelineConfig
 from svdpp.launch import process_group
 from svdpp.models import determinism
 from svdpp.models.base import Frames
-from svdpp.verification.difference_image import Contrast, Pixels, contrast_frames, contrast_planes
+from svdpp.verification.difference_image import (
+    DifferenceImage,
+    Pixels,
+    frame_difference,
+    latent_difference,
+)
 from svdpp.verification.html import Html, picture, table, tag, write_page
-from svdpp.verification.result import Check, Verdict
+from svdpp.verification.result import Check, VerificationResult
 from svdpp.verification.verify import both_sides, our_frames
 from svdpp.worker.clip_metadata import versions
 
@@ -24,7 +29,7 @@ _MAX_CLIPS = 4
 
 def write_report(
     path: Path,
-    verdict: Verdict,
+    verdict: VerificationResult,
     config: PipelineConfig,
     requests: Sequence[ClipRequest],
     folder: Path,
@@ -56,14 +61,14 @@ def write_report(
     write_page(path, f"svdpp verify: {_word(verdict)[1]}", content)
 
 
-def _word(verdict: Verdict | Check) -> tuple[str, str]:
+def _word(verdict: VerificationResult | Check) -> tuple[str, str]:
     """The colour of a verdict, and the word for it."""
     if verdict.bitwise:
         return "good", "bitwise equal"
     return ("fair", "equal within tolerance") if verdict.equal else ("bad", "different")
 
 
-def _verdict(verdict: Verdict, oracle: str) -> Html:
+def _verdict(verdict: VerificationResult, oracle: str) -> Html:
     colour, word = _word(verdict)
     clips = len({check.clip for check in verdict.checks})
     sentence = (
@@ -77,7 +82,7 @@ def _verdict(verdict: Verdict, oracle: str) -> Html:
     return tag("div", headline, tag("p", sentence), class_=f"verdict {colour}")
 
 
-def _checks(verdict: Verdict) -> Html:
+def _checks(verdict: VerificationResult) -> Html:
     rows = []
     for check in verdict.checks:
         colour, word = _word(check)
@@ -98,7 +103,7 @@ def _checks(verdict: Verdict) -> Html:
     return table((*columns, "first at", "sha256, pipelined"), rows)
 
 
-def _drafts(verdict: Verdict, config: PipelineConfig) -> Iterator[Html]:
+def _drafts(verdict: VerificationResult, config: PipelineConfig) -> Iterator[Html]:
     """What each rank of a draft came to, beside the exact result."""
     if not verdict.drafts:
         return
@@ -119,7 +124,10 @@ def _drafts(verdict: Verdict, config: PipelineConfig) -> Iterator[Html]:
 
 
 def _pictures(
-    verdict: Verdict, config: PipelineConfig, requests: Sequence[ClipRequest], folder: Path
+    verdict: VerificationResult,
+    config: PipelineConfig,
+    requests: Sequence[ClipRequest],
+    folder: Path,
 ) -> Iterator[Html]:
     """The clips that differ before the others."""
     different = {check.clip for check in verdict.checks if not check.bitwise}
@@ -136,11 +144,11 @@ def _pictures(
                     yield tag("h3", f"Draft by rank {draft.rank}: lost, its walk came to harm")
                     continue
                 yield tag("h3", f"Draft by rank {draft.rank}, after {draft.rounds} rounds")
-                walked = ours.frames(clip, walker=draft.rank)
+                walked = ours.frames(clip, draft_rank=draft.rank)
                 yield _frames_strip(f"rank {draft.rank}", walked, sequential)
         if not config.decodes or clip in different:
             latents = [side.latent(clip, num_steps).float().numpy() for side in (ours, theirs)]
-            contrast = contrast_planes(*latents)
+            contrast = latent_difference(*latents)
             largest = f"{contrast.largest:.3g}"
             yield _strip("pipelined", "final latent, plane", contrast, largest)
     if len(clips) > _MAX_CLIPS:
@@ -154,11 +162,11 @@ def _input(request: ClipRequest) -> str:
 
 
 def _frames_strip(side: str, ours: Frames, sequential: Frames) -> Html:
-    contrast = contrast_frames(ours, sequential)
+    contrast = frame_difference(ours, sequential)
     return _strip(side, "frame", contrast, f"{contrast.largest:.0f} of 255 levels")
 
 
-def _strip(ours: str, what: str, contrast: Contrast, largest: str) -> Html:
+def _strip(ours: str, what: str, contrast: DifferenceImage, largest: str) -> Html:
     """Three rows of pictures: ours, theirs, and the difference."""
     names = [f"{what} {index}" for index in contrast.indices]
 

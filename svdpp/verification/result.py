@@ -90,7 +90,7 @@ class DraftResult:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class VerificationResult:
     """All checks, in the order in which a clip meets them.
 
     Args:

@@ -1,4 +1,4 @@
-"""Owns the proof: pipelined against sequential, hop by hop, bit for bit."""
+"""Owns the proof: pipelined against sequential, transfer by transfer, bit for bit."""
 
 from __future__ import annotations
 
@@ -14,18 +14,24 @@ from svdpp.launch import temp_folders
 from svdpp.media.distance import distance
 from svdpp.models.base import Frames
 from svdpp.plan.actions import Kind
-from svdpp.plan.draft import Wave
+from svdpp.plan.draft import DraftPlan
 from svdpp.verification.reference import run_reference
-from svdpp.verification.result import Check, DraftResult, Verdict, compare_frames, compare_latents
-from svdpp.worker.fault_injection import PlantedFault
-from svdpp.worker.tensor_store import Evidence
+from svdpp.verification.result import (
+    Check,
+    DraftResult,
+    VerificationResult,
+    compare_frames,
+    compare_latents,
+)
+from svdpp.worker.fault_injection import InjectedFault
+from svdpp.worker.tensor_store import TensorStore
 
 _PIPELINED, _SEQUENTIAL, _SETTINGS = "pipelined", "sequential", "settings.json"
 
 
 def verify(
     config: PipelineConfig, requests: Sequence[ClipRequest], *, tolerance: float = 0.0
-) -> Verdict:
+) -> VerificationResult:
     """Runs `requests` through the ranks, then sequentially, and compares all hand-overs.
 
     Args:
@@ -47,7 +53,7 @@ def run_pipelined(
     requests: Sequence[ClipRequest],
     folder: Path,
     *,
-    fault: PlantedFault | None = None,
+    fault: InjectedFault | None = None,
     observers: Sequence[Observer] = (),
 ) -> None:
     """Runs `requests` through the ranks and keeps every hand-over under `folder`.
@@ -56,7 +62,7 @@ def run_pipelined(
         SvdppError: the ranks could not run them.
     """
     kept = new_side(folder / _PIPELINED, config)
-    pipeline = Pipeline(config, evidence_folder=str(kept), fault=fault)
+    pipeline = Pipeline(config, tensor_folder=str(kept), fault=fault)
     for observer in observers:
         pipeline.observe(observer)
     with pipeline:
@@ -77,12 +83,12 @@ def run_sequential(
     """
     kept = new_side(folder / _SEQUENTIAL, config)
     steps = {end for clip in range(len(requests)) for _, end in _parts(config, clip)}
-    run_reference(config, requests, steps=steps, evidence_folder=kept, observers=observers)
+    run_reference(config, requests, steps=steps, tensor_folder=kept, observers=observers)
 
 
 def compare(
     config: PipelineConfig, num_clips: int, folder: Path, *, tolerance: float = 0.0
-) -> Verdict:
+) -> VerificationResult:
     """Compares what `run_pipelined` and `run_sequential` kept under `folder`.
 
     Raises:
@@ -92,13 +98,13 @@ def compare(
     _check_settings(folder)
     sides, clips = both_sides(folder), range(num_clips)
     checks = _compare_all(config, clips, *sides, tolerance)
-    drafts = () if config.draft is None else _compare_drafts(config.wave, clips, *sides)
-    return Verdict(tuple(checks), tuple(drafts))
+    drafts = () if config.draft is None else _compare_drafts(config.draft_plan, clips, *sides)
+    return VerificationResult(tuple(checks), tuple(drafts))
 
 
-def both_sides(folder: Path) -> tuple[Evidence, Evidence]:
+def both_sides(folder: Path) -> tuple[TensorStore, TensorStore]:
     """What `run_pipelined` and `run_sequential` kept under `folder`."""
-    return Evidence(folder / _PIPELINED), Evidence(folder / _SEQUENTIAL)
+    return TensorStore(folder / _PIPELINED), TensorStore(folder / _SEQUENTIAL)
 
 
 def new_side(folder: Path, config: PipelineConfig) -> Path:
@@ -129,8 +135,8 @@ def _check_settings(folder: Path) -> None:
 def _compare_all(
     config: PipelineConfig,
     clips: Iterable[int],
-    ours: Evidence,
-    theirs: Evidence,
+    ours: TensorStore,
+    theirs: TensorStore,
     tolerance: float,
 ) -> list[Check]:
     num_steps = config.sampling.num_inference_steps
@@ -157,39 +163,39 @@ def _compare_all(
     return checks
 
 
-def our_frames(config: PipelineConfig, ours: Evidence, clip: int) -> Frames:
+def our_frames(config: PipelineConfig, ours: TensorStore, clip: int) -> Frames:
     """The frames that the ranks made of `clip`; of a draft, those of the exact path."""
-    return ours.frames(clip, walker=None if config.draft is None else 0)
+    return ours.frames(clip, draft_rank=None if config.draft is None else 0)
 
 
 def _parts(config: PipelineConfig, clip: int) -> list[tuple[int, int]]:
     """(rank, steps done) wherever a stretch of the exact path ends."""
     if config.draft is not None:
-        exact = config.wave.schedule([clip])[0]
+        exact = config.draft_plan.schedule([clip])[0]
         return [(0, action.end) for action in exact if action.kind is Kind.DENOISE]
     ranges = config.layout.route(clip).ranges
     return [(part.rank, part.end) for part in ranges if part.num_steps]
 
 
 def _compare_drafts(
-    wave: Wave, clips: Iterable[int], ours: Evidence, theirs: Evidence
+    draft_plan: DraftPlan, clips: Iterable[int], ours: TensorStore, theirs: TensorStore
 ) -> Iterator[DraftResult]:
     """The ranks' results in the order in which they come, the fastest first."""
-    num_steps = wave.num_steps
+    num_steps = draft_plan.num_steps
     for clip in clips:
         exact = theirs.latent(clip, num_steps)
-        for rank in range(wave.world_size - 1, 0, -1):
+        for rank in range(draft_plan.world_size - 1, 0, -1):
             apart, frames = None, None
-            if ours.has_latent(clip, num_steps, walker=rank):  # else the walk came to harm
-                latent = ours.latent(clip, num_steps, walker=rank)
+            if ours.has_latent(clip, num_steps, draft_rank=rank):  # else the walk came to harm
+                latent = ours.latent(clip, num_steps, draft_rank=rank)
                 apart = float((latent.double() - exact.double()).abs().max())
-                if wave.decodes:
-                    frames = distance(ours.frames(clip, walker=rank), theirs.frames(clip))
+                if draft_plan.decodes:
+                    frames = distance(ours.frames(clip, draft_rank=rank), theirs.frames(clip))
             yield DraftResult(
                 clip=clip,
                 rank=rank,
-                start=wave.starts[rank],
-                rounds=wave.rounds(rank),
+                start=draft_plan.start_steps[rank],
+                rounds=draft_plan.rounds(rank),
                 latent_max_abs_diff=apart,
                 frames=frames,
             )

@@ -13,7 +13,7 @@ _T = TypeVar("_T")
 _MAX_WAITING = 2
 
 
-class Backlog(Generic[_P, _T]):
+class BoundedExecutor(Generic[_P, _T]):
     """Calls of one function, made in a thread.
 
     Args:

@@ -55,7 +55,7 @@ _LATENT_IDENTITY = (
 IDENTITY = (*_LATENT_IDENTITY, "format", "crf")
 
 
-def clip_record(
+def clip_metadata(
     photo: photos.Photo,
     seed: int,
     output: OutputConfig,
@@ -112,7 +112,7 @@ def versions() -> dict[str, str]:
     return {"svdpp": __version__, **{name: metadata.version(name) for name in _LIBRARIES}}
 
 
-class _Record(BaseModel):
+class _ClipMetadata(BaseModel):
     """What a clip's JSON must hold to be recomputed or recognised; strict, since it is a file."""
 
     model_config = ConfigDict(strict=True, extra="allow")
@@ -148,7 +148,7 @@ class _Record(BaseModel):
     frames_sha256: str
 
 
-def read_record(path: Path) -> dict[str, Any]:
+def read_clip_metadata(path: Path) -> dict[str, Any]:
     """A clip's JSON, with whatever else it says.
 
     Raises:
@@ -156,7 +156,7 @@ def read_record(path: Path) -> dict[str, Any]:
     """
     try:
         # Not read by pydantic, which refuses the escapes in names that are not UTF-8.
-        return _Record.model_validate(json.loads(path.read_bytes())).model_dump()
+        return _ClipMetadata.model_validate(json.loads(path.read_bytes())).model_dump()
     except OSError as error:
         raise InputError(f"{str(path)!r} cannot be read: {error.strerror}") from error
     except ValidationError as error:
@@ -171,7 +171,7 @@ def read_record(path: Path) -> dict[str, Any]:
 def read_draft(output: OutputConfig) -> dict[str, Any] | None:
     """What the JSON beside `output` says of an approximation; None where there is none."""
     try:
-        there = read_record(Path(output.json_path))
+        there = read_clip_metadata(Path(output.json_path))
     except InputError:
         return None
     about = there.get("draft")
@@ -187,7 +187,7 @@ def recorded_sampling(record: dict[str, Any]) -> SamplingConfig:
     return SamplingConfig(**{name: record[name] for name in _SAMPLING_FIELDS})
 
 
-def handover_key(record: Mapping[str, Any], checkpoint: Checkpoint) -> str:
+def latents_key(record: Mapping[str, Any], checkpoint: Checkpoint) -> str:
     """Names the packets of a clip whose latent has these bits.
 
     A hash of the parameters, the libraries and the weights: a hub model's by its commit, a

@@ -16,14 +16,14 @@ from svdpp.config import OutputConfig
 from svdpp.errors import OutputError
 from svdpp.media import output_files, video
 from svdpp.models.base import Frames
-from svdpp.worker.bounded_executor import Backlog
+from svdpp.worker.bounded_executor import BoundedExecutor
 from svdpp.worker.clip_metadata import read_draft
 from svdpp.worker.messages import ClipDone, ClipJob, DraftDone
-from svdpp.worker.tensor_store import Evidence, tensor_sha256
+from svdpp.worker.tensor_store import TensorStore, tensor_sha256
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parcel:
+class FinishedClip:
     """What came out for one clip.
 
     Args:
@@ -43,7 +43,7 @@ class Parcel:
     replaces: OutputConfig | None = None
 
 
-class Delivery:
+class ClipWriter:
     """Finishes clips in the order in which they are given, one at a time.
 
     Args:
@@ -54,7 +54,7 @@ class Delivery:
             to ask.
         conditions: what the bits depend on beside the request, for each clip's record.
         fps: of the files, in frames a second.
-        evidence: where results are kept for comparison as well; None to keep nothing.
+        tensor store: where results are kept for comparison as well; None to keep nothing.
         host: this host's name, where a run is on several; each clip's JSON then says it.
         folder: where this host puts its clips; None: where the requests say.
     """
@@ -66,7 +66,7 @@ class Delivery:
         on_draft_lost: Callable[[int, BaseException], None],
         on_failed: Callable[[BaseException], None],
         conditions: Mapping[str, Any],
-        evidence: Evidence | None = None,
+        tensor_store: TensorStore | None = None,
         *,
         fps: int,
         host: str = "",
@@ -80,59 +80,59 @@ class Delivery:
         self._on_draft_lost = on_draft_lost
         self._on_failed = on_failed
         self._conditions = conditions
-        self._evidence = evidence
-        self._backlog = Backlog(self._work, "delivery")
+        self._tensor_store = tensor_store
+        self._executor = BoundedExecutor(self._work, "delivery")
         self._drafts: set[str] = set()
 
-    def put(self, parcel: Parcel) -> Future[bool]:
+    def put(self, finished: FinishedClip) -> Future[bool]:
         """Takes a finished clip; blocks while two others wait.
 
         Returns:
             Whether it is in its place, as soon as that is known.
         """
-        return self._backlog.put(parcel)
+        return self._executor.put(finished)
 
     def finish(self) -> None:
         """Waits until everything given is in its place, or lost."""
-        self._backlog.finish()
+        self._executor.finish()
 
     def is_busy(self) -> bool:
         """Whether something given is not yet in its place, or lost; for any thread to ask."""
-        return self._backlog.is_busy()
+        return self._executor.is_busy()
 
-    def _work(self, parcel: Parcel) -> bool:
+    def _work(self, finished: FinishedClip) -> bool:
         try:
-            self._deliver(parcel)
+            self._finish_clip(finished)
         except OutputError as error:
-            is_exact = parcel.job.record.get("exact", True)
-            (self._on_lost if is_exact else self._on_draft_lost)(parcel.job.clip, error)
+            is_exact = finished.job.record.get("exact", True)
+            (self._on_lost if is_exact else self._on_draft_lost)(finished.job.clip, error)
             return False
         except BaseException as error:
             self._on_failed(error)
             raise
         return True
 
-    def _deliver(self, parcel: Parcel) -> None:
-        job, frames = parcel.job, parcel.frames
-        if self._evidence is not None and frames is not None:
-            self._evidence.keep_frames(job.clip, frames)
+    def _finish_clip(self, finished: FinishedClip) -> None:
+        job, frames = finished.job, finished.frames
+        if self._tensor_store is not None and frames is not None:
+            self._tensor_store.keep_frames(job.clip, frames)
         record = {
             **job.record,
             "conditions": self._conditions,
-            "latents_sha256": tensor_sha256(parcel.latent),
+            "latents_sha256": tensor_sha256(finished.latent),
             "frames_sha256": None if frames is None else video.frames_sha256(frames),
-            "seconds": round(time.time() - parcel.begun_at, 3),
+            "seconds": round(time.time() - finished.begun_at, 3),
             **({"host": self._host} if self._host else {}),
         }
         output = self._here(job.request.output)
         if output is not None and frames is not None:
             # The JSON says that the clip is whole, so it comes second.
             video.write_clip(frames, output, fps=self._fps, metadata=record)
-            if parcel.is_draft:
+            if finished.is_draft:
                 self._drafts.add(output.path)
             output_files.write_json(Path(output.json_path), record)
-            self._remove_draft(self._here(parcel.replaces))
-        done = DraftDone if parcel.is_draft else ClipDone
+            self._remove_draft(self._here(finished.replaces))
+        done = DraftDone if finished.is_draft else ClipDone
         self._on_done(done(clip=job.clip, record=record))
 
     def _remove_draft(self, draft: OutputConfig | None) -> None:

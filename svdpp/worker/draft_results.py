@@ -12,10 +12,10 @@ import torch
 from svdpp.config import DraftConfig, OutputConfig
 from svdpp.media.distance import Distance, distance
 from svdpp.models.base import Frames
-from svdpp.plan.draft import Wave
-from svdpp.worker.clip_writer import Delivery, Parcel
+from svdpp.plan.draft import DraftPlan
+from svdpp.worker.clip_writer import ClipWriter, FinishedClip
 from svdpp.worker.messages import ClipJob
-from svdpp.worker.tensor_store import Evidence
+from svdpp.worker.tensor_store import TensorStore
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class Result:
     seconds: float
 
 
-class Review:
+class DraftResults:
     """Takes one clip's results as they come, from the fastest rank's to the exact one.
 
     A clip is called exact where it is rank 0's, and nowhere else.
@@ -43,27 +43,27 @@ class Review:
     Args:
         job: the clip.
         begun_at: unix time in seconds at which its encode began.
-        wave: who started where.
+        draft plan: who started where.
         draft: when an approximation is accepted.
-        delivery: takes what is to be written.
-        evidence: keeps every result, for verification; None keeps none.
+        clip writer: takes what is to be written.
+        tensor store: keeps every result, for verification; None keeps none.
     """
 
     def __init__(
         self,
         job: ClipJob,
         begun_at: float,
-        wave: Wave,
+        draft_plan: DraftPlan,
         draft: DraftConfig,
-        delivery: Delivery,
-        evidence: Evidence | None = None,
+        clip_writer: ClipWriter,
+        tensor_store: TensorStore | None = None,
     ) -> None:
         self._job = job
         self._begun_at = begun_at
-        self._wave = wave
+        self._draft_plan = draft_plan
         self._draft = draft
-        self._delivery = delivery
-        self._evidence = evidence
+        self._clip_writer = clip_writer
+        self._tensor_store = tensor_store
         self._results: list[Result] = []
         self._accepted: Future[bool] | None = None
 
@@ -82,27 +82,29 @@ class Review:
             self._accepted = self._deliver_draft(result, agreement, is_draft=False)
 
     def _keep(self, result: Result) -> None:
-        if self._evidence is None:
+        if self._tensor_store is None:
             return
-        clip, walker = self._job.clip, result.rank
-        self._evidence.keep_latent(clip, self._wave.num_steps, result.latent, walker=walker)
+        clip, draft_rank = self._job.clip, result.rank
+        self._tensor_store.keep_latent(
+            clip, self._draft_plan.num_steps, result.latent, draft_rank=draft_rank
+        )
         if result.frames is not None:
-            self._evidence.keep_frames(clip, result.frames, walker=walker)
+            self._tensor_store.keep_frames(clip, result.frames, draft_rank=draft_rank)
 
     def _agreement(self, result: Result, before: Result) -> dict[str, Any]:
         """How two successive results agree; empty where that is not enough."""
-        least = self._draft.accept_db
+        least = self._draft.accept_psnr_db
         between = None if least is None else _frames_apart(result, before)
         if least is None or between is None or between.whole.psnr_db < least:
             return {}
         agreement = {"with_rank": before.rank, **between.whole.to_json()}
-        return {"accept_db": least, "agreement": agreement}
+        return {"accept_psnr_db": least, "agreement": agreement}
 
     def _deliver_draft(
         self, result: Result, more: dict[str, Any], *, is_draft: bool
     ) -> Future[bool]:
         """An approximation, under a name of its own; the clip's last word where it is accepted."""
-        about = {"starts": list(self._wave.starts), **self._about(result), **more}
+        about = {"start_steps": list(self._draft_plan.start_steps), **self._about(result), **more}
         record = {**self._job.record, "exact": False, "draft": about}
         request = self._job.request
         if request.output is not None:
@@ -115,7 +117,7 @@ class Review:
     def _deliver_exact(self, exact: Result) -> None:
         """Rank 0's result, with the distance of all others from it; takes the draft's place."""
         results = [{**self._about(each), **_apart(each, exact)} for each in self._results[:-1]]
-        draft = {"starts": list(self._wave.starts), "results": results}
+        draft = {"start_steps": list(self._draft_plan.start_steps), "results": results}
         record = {**self._job.record, "exact": True, "draft": draft}
         request = self._job.request
         job = ClipJob(clip=self._job.clip, request=request, record=record)
@@ -129,8 +131,8 @@ class Review:
         is_draft: bool = False,
         replaces: OutputConfig | None = None,
     ) -> Future[bool]:
-        return self._delivery.put(
-            Parcel(
+        return self._clip_writer.put(
+            FinishedClip(
                 job=job,
                 latent=result.latent,
                 frames=result.frames,
@@ -143,8 +145,8 @@ class Review:
     def _about(self, result: Result) -> dict[str, Any]:
         return {
             "rank": result.rank,
-            "rounds": self._wave.rounds(result.rank),
-            "num_steps": self._wave.num_steps,
+            "rounds": self._draft_plan.rounds(result.rank),
+            "num_steps": self._draft_plan.num_steps,
             "seconds": round(result.seconds, 3),
         }
 

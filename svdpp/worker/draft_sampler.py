@@ -1,8 +1,9 @@
-"""Owns one rank's walk along one clip's steps in a draft: long steps ahead, and their mending.
+"""Owns the arithmetic of one rank in a draft: its steps, its long step ahead, its corrections.
 
-The formulas are those of CHORDS (arXiv:2507.15260): `jump(x, f, a, b) = x + f * (sigma_b -
-sigma_a)`, and after a word (x', f') on the step b at which this walk last began, from x_b with f_b,
-the latent at step t becomes `x_t - jump(x_b, f_b, b, t) + jump(x', f', b, t)`.
+The formulas are those of CHORDS (arXiv:2507.15260). A long Euler step from step a to step b is
+`jump(x, f, a, b) = x + f * (sigma_b - sigma_a)`. If a rank last began at step b with latent x_b and
+derivative f_b, and now receives the state (x', f') of that step, its latent at step t becomes
+`x_t - jump(x_b, f_b, b, t) + jump(x', f', b, t)`.
 """
 
 from __future__ import annotations
@@ -15,22 +16,22 @@ from svdpp.models.base import Denoiser
 
 
 class Evaluation(NamedTuple):
-    """Where a walk was, and which way it went from there."""
+    """The state before a step: latent and derivative."""
 
     step: int
-    """Steps done before."""
+    """Number of steps done."""
     latent: torch.Tensor
-    """Before the step, in the model's dtype."""
+    """In the model's dtype."""
     derivative: torch.Tensor
-    """dx/dsigma there, float32."""
+    """dx/dsigma at the latent, float32."""
 
     def jump(self, sigmas: torch.Tensor, end: int) -> torch.Tensor:
-        """The latent at step `end` that one long step from here reaches."""
+        """The latent at step `end` that one long Euler step from here reaches."""
         return _moved(self.latent, self.derivative * (sigmas[end] - sigmas[self.step]))
 
 
-class Walk:
-    """A denoiser that remembers what a draft needs; its steps are the denoiser's own, bit for bit.
+class DraftSampler:
+    """A denoiser that keeps the states that a draft needs; its steps have the denoiser's own bits.
 
     Args:
         denoiser: of this clip, made for `start`.
@@ -45,7 +46,7 @@ class Walk:
 
     @property
     def last(self) -> Evaluation:
-        """The last step done."""
+        """The state before the last step done."""
         assert self._last is not None, "no step has been done yet"
         return self._last
 
@@ -57,26 +58,26 @@ class Walk:
             self._began = self._last
         return after
 
-    def leap(self, start: int, end: int) -> torch.Tensor:
+    def long_step(self, start: int, end: int) -> torch.Tensor:
         """The latent at step `end` that one long step from `start`, the last one done, reaches."""
         last = self.last
         assert last.step == start, f"step {start} asked for, {last.step} was done last"
         return last.jump(self._denoiser.sigmas, end)
 
-    def corrected(self, latent: torch.Tensor, word: Evaluation, at: int) -> torch.Tensor:
-        """`latent`, before step `at`, as it would be had this walk begun where `word` was.
+    def corrected(self, latent: torch.Tensor, state: Evaluation, at: int) -> torch.Tensor:
+        """`latent`, before step `at`, as if this rank had begun from `state`.
 
-        The walk counts as begun anew at step `at`.
+        The next correction is relative to step `at`.
         """
         began = self._began
         assert began is not None, "no step has been done yet"
-        assert began.step == word.step, f"word of step {word.step}, the walk began at {began.step}"
-        # The two jumps in one: what they have in common, at sigma 700, would drown the difference.
-        moved = word.latent.float() - began.latent.float()
-        turned = word.derivative - began.derivative
+        assert began.step == state.step, f"state of step {state.step}, but began at {began.step}"
+        # Both jumps in one expression: their common part, at sigma 700, would swamp the difference.
+        moved = state.latent.float() - began.latent.float()
+        turned = state.derivative - began.derivative
         self._began_at, self._began = at, None
         sigmas = self._denoiser.sigmas
-        return _moved(latent, moved + turned * (sigmas[at] - sigmas[word.step]))
+        return _moved(latent, moved + turned * (sigmas[at] - sigmas[state.step]))
 
 
 def _moved(latent: torch.Tensor, by: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ HEADER_FIELDS: Mapping[str, int] = {
 
 
 @dataclass(frozen=True)
-class PlantedFault:
+class InjectedFault:
     """One fault, at one rank and clip.
 
     Kinds: `ulp` moves one element of the latent that leaves the rank to the next floating-point
@@ -38,7 +38,7 @@ class PlantedFault:
     field: str = ""
 
     @staticmethod
-    def parse(text: str) -> PlantedFault:
+    def parse(text: str) -> InjectedFault:
         """A fault from text such as `ulp@rank1.clip0`.
 
         Raises:
@@ -50,7 +50,7 @@ class PlantedFault:
                 f"{text!r} is no fault", "write one as ulp@rank1.clip0 or skip@rank1.clip0"
             )
         kind, field, rank, clip = match.groups(default="")
-        return PlantedFault(kind, int(rank), int(clip), field)  # type: ignore[arg-type]
+        return InjectedFault(kind, int(rank), int(clip), field)  # type: ignore[arg-type]
 
     def check(self, *, world_size: int, num_clips: int) -> None:
         """Makes sure that there is such a rank and clip.

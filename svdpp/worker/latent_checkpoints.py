@@ -18,14 +18,14 @@ from svdpp.comm.transport import Packet, tensor_spec
 from svdpp.config import TensorSpec
 from svdpp.errors import InputError
 from svdpp.media import output_files
-from svdpp.worker.bounded_executor import Backlog
+from svdpp.worker.bounded_executor import BoundedExecutor
 
 _SCHEMA_VERSION = 1
 _KEY = re.compile(r"[0-9a-f]{64}")
 _NAME = re.compile(r"([0-9a-f]{64})_step(\d{1,6})\.safetensors", re.ASCII)
 
 
-class Handovers:
+class LatentCheckpoints:
     """A folder of packets, named by what makes a clip's bits and by the steps that are done.
 
     Since the name is made of a hash of every parameter, a packet of another request is never taken
@@ -55,9 +55,9 @@ class Handovers:
             "sha256": _sha256(tensors),
         }
         path = self._path(key, packet.next_step)
-        with output_files.in_place_of(str(path), ".safetensors") as temporary:
+        with output_files.atomic_output(str(path), ".safetensors") as temporary:
             save_file(tensors, temporary, metadata={"svdpp": json.dumps(said)})
-        for step in steps_kept(self._folder, key):
+        for step in saved_steps(self._folder, key):
             if step < packet.next_step:
                 self._path(key, step).unlink(missing_ok=True)
 
@@ -100,18 +100,20 @@ class Handovers:
         return self._folder / f"{key}_step{step}.safetensors"
 
 
-class Keeper:
+class LatentCheckpointWriter:
     """Keeps packets in a thread beside the denoising.
 
     Args:
-        handovers: where they go.
+        checkpoints: where they go.
         on_failed: called from the thread with what went wrong.
     """
 
-    def __init__(self, handovers: Handovers, on_failed: Callable[[BaseException], None]) -> None:
-        self._handovers = handovers
+    def __init__(
+        self, checkpoints: LatentCheckpoints, on_failed: Callable[[BaseException], None]
+    ) -> None:
+        self._checkpoints = checkpoints
         self._on_failed = on_failed
-        self._backlog = Backlog(self._keep, "handovers")
+        self._executor = BoundedExecutor(self._keep, "checkpoints")
 
     def put(self, key: str, packet: Packet) -> None:
         """Takes a packet, whose tensors nobody changes any more; blocks while two others wait.
@@ -119,7 +121,7 @@ class Keeper:
         Raises:
             OutputError: an earlier one could not be kept.
         """
-        self._backlog.put(key, packet)
+        self._executor.put(key, packet)
 
     def finish(self) -> None:
         """Waits until everything given is kept.
@@ -127,21 +129,21 @@ class Keeper:
         Raises:
             OutputError: a packet could not be kept.
         """
-        self._backlog.finish()
+        self._executor.finish()
 
     def is_busy(self) -> bool:
         """Whether something given is not kept yet; for any thread to ask."""
-        return self._backlog.is_busy()
+        return self._executor.is_busy()
 
     def _keep(self, key: str, packet: Packet) -> None:
         try:
-            self._handovers.keep(key, packet)
+            self._checkpoints.keep(key, packet)
         except BaseException as error:
             self._on_failed(error)
             raise
 
 
-def keys_kept(folder: Path) -> set[str]:
+def saved_keys(folder: Path) -> set[str]:
     """The keys of all packets under `folder`."""
     with contextlib.suppress(FileNotFoundError):
         matches = (_NAME.fullmatch(path.name) for path in folder.iterdir())
@@ -149,7 +151,7 @@ def keys_kept(folder: Path) -> set[str]:
     return set()
 
 
-def steps_kept(folder: Path, key: str) -> list[int]:
+def saved_steps(folder: Path, key: str) -> list[int]:
     """Steps after which a packet of `key` is kept under `folder`, rising."""
     with contextlib.suppress(FileNotFoundError):
         matches = (_NAME.fullmatch(path.name) for path in folder.iterdir())
@@ -159,7 +161,7 @@ def steps_kept(folder: Path, key: str) -> list[int]:
 
 def prune(folder: Path, key: str) -> None:
     """Removes every packet of `key`: its clip is finished."""
-    for step in steps_kept(folder, key):
+    for step in saved_steps(folder, key):
         (folder / f"{key}_step{step}.safetensors").unlink(missing_ok=True)
 
 

@@ -38,7 +38,7 @@ class Work(_Message):
     kind: Literal["work"] = "work"
     actions: tuple[str, ...]
     jobs: tuple[ClipJob, ...]
-    handover_keys: dict[int, str] = Field(default_factory=dict)
+    latents_keys: dict[int, str] = Field(default_factory=dict)
     """By clip, for those whose packets are kept or were kept by an earlier run."""
 
     def parsed(self) -> list[Action]:
@@ -62,10 +62,10 @@ class Cancel(_Message):
 Command = Annotated[Work | Stop | Cancel, Field(discriminator="kind")]
 
 
-class Beat(_Message):
+class Heartbeat(_Message):
     """Sent every second by a thread of its own, whatever the rank is doing."""
 
-    kind: Literal["beat"] = "beat"
+    kind: Literal["heartbeat"] = "heartbeat"
     action: str = ""
     """The action under way; empty between actions."""
     step: int = -1
@@ -106,10 +106,10 @@ class ActionDone(_Message):
     """Seconds spent waiting since the action before: for a packet, or for a slow neighbour."""
 
 
-class HopDone(_Message):
+class TransferDone(_Message):
     """One packet has been received or sent; `end` is of the machine's monotonic clock."""
 
-    kind: Literal["hop"] = "hop"
+    kind: Literal["transfer"] = "transfer"
     direction: Literal["recv", "send"]
     clip: int
     next_step: int
@@ -141,13 +141,13 @@ class DraftLost(_Message):
     kind: Literal["draft_lost"] = "draft_lost"
     clip: int
     error: dict[str, Any]
-    """See `errors.to_record`."""
+    """See `errors.error_to_dict`."""
 
 
-class Kept(_Message):
-    """Evidence for a verification, from a rank that may be on another host than rank 0."""
+class StoredTensor(_Message):
+    """TensorStore for a verification, from a rank that may be on another host than rank 0."""
 
-    kind: Literal["kept"] = "kept"
+    kind: Literal["stored_tensor"] = "stored_tensor"
     name: str
     """Of the file."""
     data: Base64Bytes
@@ -166,7 +166,7 @@ class ClipFailed(_Message):
     kind: Literal["clip_failed"] = "clip_failed"
     clip: int
     error: dict[str, Any]
-    """See `errors.to_record`."""
+    """See `errors.error_to_dict`."""
 
 
 class Failed(_Message):
@@ -174,7 +174,7 @@ class Failed(_Message):
 
     kind: Literal["failed"] = "failed"
     error: dict[str, Any]
-    """See `errors.to_record`."""
+    """See `errors.error_to_dict`."""
     traceback: str
     action: str
     step: int
@@ -191,13 +191,13 @@ class Finished(_Message):
 
 
 Event = Annotated[
-    Beat
+    Heartbeat
     | Joined
     | StepDone
     | ActionDone
-    | HopDone
+    | TransferDone
     | DraftDone
-    | Kept
+    | StoredTensor
     | PhotoWanted
     | DraftLost
     | ClipDone

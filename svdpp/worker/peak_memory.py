@@ -24,7 +24,7 @@ def peak_bytes(device: str) -> tuple[int | None, int]:
     return None, status_bytes("VmHWM")
 
 
-def begin_anew() -> None:
+def reset_peak() -> None:
     """Gives back what an earlier run in this process has left, and forgets its peak."""
     gc.collect()
     if torch.cuda.is_initialized():
@@ -35,7 +35,7 @@ def begin_anew() -> None:
         _reset_resident_peak()
 
 
-def forget_peak(device: torch.device) -> int:
+def reset_peak_of(device: torch.device) -> int:
     """Makes this process's peak on `device` what is in use now, and returns that, bytes.
 
     Raises:
@@ -51,7 +51,7 @@ def forget_peak(device: torch.device) -> int:
 
 
 def peak_in_use(device: torch.device) -> int:
-    """The most bytes in use on `device` since `forget_peak`."""
+    """The most bytes in use on `device` since `reset_peak_of`."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         return int(torch.cuda.max_memory_allocated(device))

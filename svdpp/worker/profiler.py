@@ -55,5 +55,5 @@ class ClipProfiler:
         yield
         if action == self._last:
             self._profile.stop()
-            with output_files.in_place_of(str(self._path), ".json") as temporary:
+            with output_files.atomic_output(str(self._path), ".json") as temporary:
                 self._profile.export_chrome_trace(str(temporary))

@@ -15,23 +15,23 @@ from svdpp.config import LatentSpec, PipelineConfig
 from svdpp.errors import InputError
 from svdpp.launch import process_group
 from svdpp.launch.channel import Channel
-from svdpp.launch.started import Member
+from svdpp.launch.started import RankContext
 from svdpp.models import determinism
 from svdpp.models.base import VideoModel
 from svdpp.models.checkpoint import Checkpoint
-from svdpp.models.dummy import DummyModel, Pace
+from svdpp.models.dummy import DummyModel, SleepTimes
 from svdpp.plan.layout import Roles
-from svdpp.worker.clip_writer import Delivery
+from svdpp.worker.clip_writer import ClipWriter
 from svdpp.worker.draft_stage import DraftStage
-from svdpp.worker.fault_injection import PlantedFault
-from svdpp.worker.latent_checkpoints import Handovers
+from svdpp.worker.fault_injection import InjectedFault
+from svdpp.worker.latent_checkpoints import LatentCheckpoints
 from svdpp.worker.messages import (
     Cancel,
     Finished,
     Joined,
-    Kept,
     PhotoWanted,
     Stop,
+    StoredTensor,
     Work,
     parse_command,
 )
@@ -41,7 +41,7 @@ from svdpp.worker.prefetch import ReadPhoto, from_disk
 from svdpp.worker.profiler import PROFILED_RANK, ClipProfiler
 from svdpp.worker.reporter import Reporter
 from svdpp.worker.stage import PipelineStage
-from svdpp.worker.tensor_store import Evidence
+from svdpp.worker.tensor_store import TensorStore
 
 _COMMAND_POLL_SECONDS = 1.0
 
@@ -54,9 +54,9 @@ class RankSetup:
         config: resolved, so that the number of frames is known.
         checkpoint: found and checked; None for the dummy model.
         roles: by rank.
-        hops: pairs (from, to) of ranks that will talk, in the order in which they connect.
-        evidence_folder: where latents and frames are kept for verification.
-        handover_folder: where packets are kept from which an interrupted clip goes on.
+        transfers: pairs (from, to) of ranks that will talk, in the order in which they connect.
+        tensor_folder: where latents and frames are kept for verification.
+        latents folder: where packets are kept from which an interrupted clip goes on.
         profile_path: where rank 0's view of torch.profiler goes; None asks for none.
         output_folder: where this host puts its clips; None: where the requests say.
         fault: planted damage.
@@ -65,29 +65,29 @@ class RankSetup:
     config: PipelineConfig
     checkpoint: Checkpoint | None
     roles: tuple[Roles, ...]
-    hops: tuple[tuple[int, int], ...]
-    evidence_folder: str | None = None
-    handover_folder: str | None = None
+    links: tuple[tuple[int, int], ...]
+    tensor_folder: str | None = None
+    latents_folder: str | None = None
     profile_path: str | None = None
     output_folder: str | None = None
-    fault: PlantedFault | None = None
+    fault: InjectedFault | None = None
 
 
-def rank_main(member: Member, setup: RankSetup) -> None:
+def rank_main(context: RankContext, setup: RankSetup) -> None:
     """Runs a rank to its end. Every error is reported to the parent before it is raised."""
     if setup.fault:
-        setup.fault.reach(member.world.rank, -1, "start")
-    reporter = Reporter(member.channel)
+        setup.fault.reach(context.world.rank, -1, "start")
+    reporter = Reporter(context.channel)
     reporter.start()
     try:
-        _serve(member, setup, reporter)
+        _serve(context, setup, reporter)
     except BaseException as error:
         reporter.failed(error)
         raise
-    allocated, reserved = peak_bytes(_device(member, setup))
+    allocated, reserved = peak_bytes(_device(context, setup))
     reporter.send(Finished(allocated_bytes=allocated, reserved_bytes=reserved))
     reporter.stop()
-    process_group.leave()
+    process_group.destroy()
 
 
 class _Inbox:
@@ -126,19 +126,21 @@ class _Inbox:
         return True
 
 
-def _serve(member: Member, setup: RankSetup, reporter: Reporter) -> None:
-    inbox = _Inbox(member.channel)
-    stage = _prepare(member, setup, reporter, inbox)
+def _serve(context: RankContext, setup: RankSetup, reporter: Reporter) -> None:
+    inbox = _Inbox(context.channel)
+    stage = _prepare(context, setup, reporter, inbox)
     while isinstance(command := inbox.next(), Work):
         jobs = {job.clip: job for job in command.jobs}
-        stage.perform(command.parsed(), jobs, command.handover_keys)
+        stage.perform(command.parsed(), jobs, command.latents_keys)
     stage.finish()
 
 
-def _prepare(member: Member, setup: RankSetup, reporter: Reporter, inbox: _Inbox) -> PipelineStage:
+def _prepare(
+    context: RankContext, setup: RankSetup, reporter: Reporter, inbox: _Inbox
+) -> PipelineStage:
     """Everything before the first action; reports when all ranks have got as far."""
-    config, rank = setup.config, member.world.rank
-    device = _device(member, setup)
+    config, rank = setup.config, context.world.rank
+    device = _device(context, setup)
     determinism.make_deterministic(num_threads=config.num_threads, device=device)
     begun = time.monotonic()
     if setup.fault:
@@ -146,70 +148,70 @@ def _prepare(member: Member, setup: RankSetup, reporter: Reporter, inbox: _Inbox
     with out_of_memory_named(None):
         model = load_model(setup.config, setup.checkpoint, device, setup.roles[rank], rank)
     load_seconds = time.monotonic() - begun
-    member.join()
+    context.join()
     transport = Transport(
         rank,
         torch.device(device),
-        member.backend,
-        reporter.hop,
+        context.backend,
+        reporter.transfer,
         checksum=config.checksum,
         tamper=setup.fault.tamper(rank) if setup.fault else None,
-        wall_ahead=member.clock.wall_ahead,
+        wall_ahead=context.clock.wall_ahead,
     )
-    transport.connect(setup.hops)
-    ahead = member.clock.monotonic_ahead
+    transport.connect(setup.links)
+    ahead = context.clock.monotonic_ahead
     reporter.send(Joined(device=device, load_seconds=load_seconds, clock_ahead=ahead))
-    return _new_stage(member, setup, model, transport, reporter, inbox)
+    return _new_stage(context, setup, model, transport, reporter, inbox)
 
 
 def _new_stage(
-    member: Member,
+    context: RankContext,
     setup: RankSetup,
     model: VideoModel,
     transport: Transport,
     reporter: Reporter,
     inbox: _Inbox,
 ) -> PipelineStage:
-    config, folder, rank = setup.config, setup.handover_folder, member.world.rank
+    config, folder, rank = setup.config, setup.latents_folder, context.world.rank
     conditions = determinism.conditions(str(model.device), channels_last=config.model.channels_last)
-    evidence = _evidence(member, setup, reporter)
+    tensor_store = _tensor_store(context, setup, reporter)
     # In a draft every rank has frames of the clip: they are told apart, and kept, where they meet.
-    kept = evidence if config.draft is None else None
-    delivery = Delivery(
+    kept = tensor_store if config.draft is None else None
+    clip_writer = ClipWriter(
         *(reporter.send, reporter.clip_failed, reporter.draft_lost, reporter.failed),
         *(conditions, kept),
         fps=config.sampling.fps,
-        host=member.host,
+        host=context.host,
         folder=Path(setup.output_folder) if setup.output_folder else None,
     )
-    parts = rank, model, transport, delivery, reporter
+    parts = rank, model, transport, clip_writer, reporter
     profiler = _profiler(setup, rank, str(model.device))
     if config.draft is not None:
         return DraftStage(
             *(*parts, config),
             is_cancelled=inbox.is_cancelled,
-            evidence=evidence if rank == 0 else None,
-            results=evidence,
+            tensor_store=tensor_store if rank == 0 else None,
+            results=tensor_store,
             profiler=profiler,
             fault=setup.fault,
         )
     return PipelineStage(
         *(*parts, config.sampling),
-        handovers=Handovers(Path(folder), conditions) if folder else None,
-        evidence=evidence,
+        checkpoints=LatentCheckpoints(Path(folder), conditions) if folder else None,
+        tensor_store=tensor_store,
         profiler=profiler,
         fault=setup.fault,
-        read_photo=_from_rank_0(member, reporter) if member.fetch else from_disk,
+        read_photo=_from_rank_0(context, reporter) if context.fetch else from_disk,
     )
 
 
-def _from_rank_0(member: Member, reporter: Reporter) -> ReadPhoto:
+def _from_rank_0(context: RankContext, reporter: Reporter) -> ReadPhoto:
     """Photographs lie on rank 0's host, which need not be this one."""
 
     def read(clip: int, path: Path) -> bytes:
         reporter.send(PhotoWanted(clip=clip))
-        assert member.fetch is not None
-        data = member.fetch()
+        assert context.fetch is not None
+        data = context.fetch()
         if not data:
             raise InputError(f"{path.name!r} can no longer be read on rank 0's host")
         return data
@@ -217,15 +219,15 @@ def _from_rank_0(member: Member, reporter: Reporter) -> ReadPhoto:
     return read
 
 
-def _evidence(member: Member, setup: RankSetup, reporter: Reporter) -> Evidence | None:
+def _tensor_store(context: RankContext, setup: RankSetup, reporter: Reporter) -> TensorStore | None:
     """Where results are kept for comparison; a rank that may be on another host sends them."""
-    if setup.evidence_folder is None:
+    if setup.tensor_folder is None:
         return None
-    if not member.world.is_member:
-        return Evidence(Path(setup.evidence_folder))
-    return Evidence(
-        Path(setup.evidence_folder),
-        lambda name, data: reporter.send(Kept(name=name, data=base64.b64encode(data))),
+    if not context.world.is_member:
+        return TensorStore(Path(setup.tensor_folder))
+    return TensorStore(
+        Path(setup.tensor_folder),
+        lambda name, data: reporter.send(StoredTensor(name=name, data=base64.b64encode(data))),
     )
 
 
@@ -235,8 +237,8 @@ def _profiler(setup: RankSetup, rank: int, device: str) -> ClipProfiler | None:
     return ClipProfiler(Path(setup.profile_path), device)
 
 
-def _device(member: Member, setup: RankSetup) -> str:
-    return process_group.device_of_rank(setup.config.device, member.world.local_rank)
+def _device(context: RankContext, setup: RankSetup) -> str:
+    return process_group.device_of_rank(setup.config.device, context.world.local_rank)
 
 
 def load_model(
@@ -251,7 +253,7 @@ def load_model(
         spec = LatentSpec(
             shape=config.model.dummy_latent_shape, dtype=config.model.dtype, dims="BCFHW"
         )
-        pace = _pace(config, rank) if config.model.dummy_sleeps else Pace()
+        pace = _phase_step(config, rank) if config.model.dummy_sleeps else SleepTimes()
         return DummyModel(spec, config.sampling.num_inference_steps, torch.device(device), pace)
     from svdpp.models.svd.model import load_svd  # diffusers: seconds that the dummy need not pay
 
@@ -266,9 +268,9 @@ def load_model(
     )
 
 
-def _pace(config: PipelineConfig, rank: int) -> Pace:
+def _phase_step(config: PipelineConfig, rank: int) -> SleepTimes:
     costs = config.costs
-    return Pace(
+    return SleepTimes(
         step_seconds=costs.step_on(rank),
         encode_seconds=costs.encode_on(rank),
         decode_seconds=costs.decode_on(rank),

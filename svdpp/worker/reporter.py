@@ -7,12 +7,12 @@ import traceback
 from collections.abc import Callable
 
 from svdpp.comm.transport import Transfer
-from svdpp.errors import to_record
+from svdpp.errors import error_to_dict
 from svdpp.launch.channel import Channel
 from svdpp.plan.actions import Action
-from svdpp.worker.messages import Beat, ClipFailed, DraftLost, Event, Failed, HopDone
+from svdpp.worker.messages import ClipFailed, DraftLost, Event, Failed, Heartbeat, TransferDone
 
-BEAT_SECONDS = 1.0
+HEARTBEAT_SECONDS = 1.0
 
 
 class Reporter:
@@ -24,10 +24,10 @@ class Reporter:
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._now = Beat()
+        self._now = Heartbeat()
         self._writers: list[Callable[[], bool]] = []
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+        self._thread = threading.Thread(target=self._heartbeat, name="heartbeat", daemon=True)
 
     def start(self) -> None:
         """Begins to send heartbeats."""
@@ -38,7 +38,7 @@ class Reporter:
         self._stopped.set()
         self._thread.join()
 
-    def watch_writer(self, is_busy: Callable[[], bool]) -> None:
+    def add_writer(self, is_busy: Callable[[], bool]) -> None:
         """Has heartbeats say whether a thread beside the work still has something to write."""
         self._writers.append(is_busy)
 
@@ -49,16 +49,16 @@ class Reporter:
     def at(self, action: Action | None, step: int = -1, *, waiting: bool = False) -> None:
         """Sets what heartbeats say that the rank is doing; another action is told at once."""
         writing = self._is_writing()
-        now = Beat(action=str(action or ""), step=step, waiting=waiting, writing=writing)
+        now = Heartbeat(action=str(action or ""), step=step, waiting=waiting, writing=writing)
         is_news = (now.action, now.waiting) != (self._now.action, self._now.waiting)
         self._now = now
         if is_news:
             self.send(now)
 
-    def hop(self, transfer: Transfer) -> None:
+    def transfer(self, transfer: Transfer) -> None:
         """Reports a packet received or sent."""
         self.send(
-            HopDone(
+            TransferDone(
                 direction=transfer.kind,
                 clip=transfer.clip,
                 next_step=transfer.next_step,
@@ -71,17 +71,17 @@ class Reporter:
 
     def clip_failed(self, clip: int, error: BaseException) -> None:
         """Reports that `clip` is lost, and nothing else."""
-        self.send(ClipFailed(clip=clip, error=to_record(error)))
+        self.send(ClipFailed(clip=clip, error=error_to_dict(error)))
 
     def draft_lost(self, clip: int, error: BaseException) -> None:
         """Reports that there is no draft of `clip` from this rank; the clip goes on without it."""
-        self.send(DraftLost(clip=clip, error=to_record(error)))
+        self.send(DraftLost(clip=clip, error=error_to_dict(error)))
 
     def failed(self, error: BaseException) -> None:
         """Reports that the rank ends, with the place at which it stood."""
         self.send(
             Failed(
-                error=to_record(error),
+                error=error_to_dict(error),
                 traceback="".join(traceback.format_exception(error)),
                 action=self._now.action,
                 step=self._now.step,
@@ -91,11 +91,11 @@ class Reporter:
     def _is_writing(self) -> bool:
         return any(is_busy() for is_busy in self._writers)
 
-    def _beat(self) -> None:
+    def _heartbeat(self) -> None:
         try:
             while True:
                 self.send(self._now.model_copy(update={"writing": self._is_writing()}))
-                if self._stopped.wait(BEAT_SECONDS):
+                if self._stopped.wait(HEARTBEAT_SECONDS):
                     return
         except OSError:
             return  # The parent is gone; the watch on it ends this process.

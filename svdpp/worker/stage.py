@@ -10,20 +10,20 @@ from typing import NoReturn
 
 import torch
 
-from svdpp.comm.transport import Arrival, Packet, Transport
+from svdpp.comm.transport import Packet, PendingPacket, Transport
 from svdpp.config import SamplingConfig
 from svdpp.errors import InputError, NotFiniteError, SvdppError
 from svdpp.models.base import LATENTS, Frames, Sampler, VideoModel
 from svdpp.plan.actions import Action, Kind
-from svdpp.worker.clip_writer import Delivery, Parcel
-from svdpp.worker.fault_injection import PlantedFault, one_ulp_off
-from svdpp.worker.latent_checkpoints import Handovers, Keeper
+from svdpp.worker.clip_writer import ClipWriter, FinishedClip
+from svdpp.worker.fault_injection import InjectedFault, one_ulp_off
+from svdpp.worker.latent_checkpoints import LatentCheckpoints, LatentCheckpointWriter
 from svdpp.worker.messages import ActionDone, ClipJob, StepDone
 from svdpp.worker.out_of_memory import out_of_memory_named
 from svdpp.worker.prefetch import PhotoReader, ReadPhoto, from_disk
 from svdpp.worker.profiler import ClipProfiler
 from svdpp.worker.reporter import Reporter
-from svdpp.worker.tensor_store import Evidence
+from svdpp.worker.tensor_store import TensorStore
 
 
 class NotWanted(Exception):
@@ -40,11 +40,12 @@ class PipelineStage:
         rank: which one.
         model: the parts this rank's actions need.
         transport: its links, connected.
-        delivery: takes the clips that end here.
+        clip writer: takes the clips that end here.
         reporter: tells the parent.
         sampling: size and fit of what images become.
-        handovers: where packets are kept from which an interrupted clip goes on; None keeps none.
-        evidence: keeps every latent that leaves a DENOISE, for verification; None keeps nothing.
+        checkpoints: where packets are kept from which an interrupted clip goes on; None keeps none.
+        tensor store: keeps every latent that leaves a DENOISE, for verification; None keeps
+        nothing.
         profiler: looks at one clip; None at none.
         fault: planted damage.
         read_photo: where photographs come from.
@@ -55,60 +56,62 @@ class PipelineStage:
         rank: int,
         model: VideoModel,
         transport: Transport,
-        delivery: Delivery,
+        clip_writer: ClipWriter,
         reporter: Reporter,
         sampling: SamplingConfig,
         *,
-        handovers: Handovers | None = None,
-        evidence: Evidence | None = None,
+        checkpoints: LatentCheckpoints | None = None,
+        tensor_store: TensorStore | None = None,
         profiler: ClipProfiler | None = None,
-        fault: PlantedFault | None = None,
+        fault: InjectedFault | None = None,
         read_photo: ReadPhoto = from_disk,
     ) -> None:
         self._rank = rank
         self._model = model
         self._transport = transport
-        self._delivery = delivery
+        self._clip_writer = clip_writer
         self._reporter = reporter
         self._sampling = sampling
         self._photos = PhotoReader(sampling, read_photo)
-        self._handovers = handovers
-        self._keeper = Keeper(handovers, reporter.failed) if handovers else None
-        reporter.watch_writer(delivery.is_busy)
-        if self._keeper is not None:
-            reporter.watch_writer(self._keeper.is_busy)
-        self._evidence = evidence
+        self._checkpoints = checkpoints
+        self._checkpoint_writer = (
+            LatentCheckpointWriter(checkpoints, reporter.failed) if checkpoints else None
+        )
+        reporter.add_writer(clip_writer.is_busy)
+        if self._checkpoint_writer is not None:
+            reporter.add_writer(self._checkpoint_writer.is_busy)
+        self._tensor_store = tensor_store
         self._profiler = profiler
         self._fault = fault
         self._jobs: dict[int, ClipJob] = {}
         self._keys: dict[int, str] = {}
         self._packets: dict[int, Packet] = {}
         self._frames: dict[int, Frames] = {}
-        self._arrivals: dict[int, Arrival] = {}
+        self._pending: dict[int, PendingPacket] = {}
         self._waited = 0.0
 
     def perform(
         self,
         actions: Iterable[Action],
         jobs: Mapping[int, ClipJob],
-        handover_keys: Mapping[int, str] = MappingProxyType({}),
+        latents_keys: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
         """Does `actions` in order.
 
-        What is wrong with one clip alone is reported, and the clip goes on as a void packet; the
-        other clips do not suffer from it.
+        What is wrong with one clip alone is reported, and the clip goes on as a tombstone packet;
+        the other clips do not suffer from it.
 
         Args:
             actions: this rank's.
             jobs: by clip, of every clip that they encode or deliver.
-            handover_keys: by clip, where packets are kept.
+            latents_keys: by clip, where packets are kept.
 
         Raises:
             SvdppError: the first thing that could not be done; the rank is of no use afterwards.
         """
         self._waited = 0.0  # what came after the last work of an earlier call is not this one's
         self._jobs.update(jobs)
-        self._keys.update(handover_keys)
+        self._keys.update(latents_keys)
         actions = list(actions)
         encoded = [action.clip for action in actions if action.kind is Kind.ENCODE]
         self._photos.expect((clip, jobs[clip].request) for clip in encoded)
@@ -128,9 +131,9 @@ class PipelineStage:
         """Waits until everything sent has arrived and everything delivered is in its place."""
         with self._waiting(None):
             self._transport.drain()
-            self._delivery.finish()
-            if self._keeper is not None:
-                self._keeper.finish()
+            self._clip_writer.finish()
+            if self._checkpoint_writer is not None:
+                self._checkpoint_writer.finish()
         self._photos.close()
         self._transport.close()
 
@@ -143,7 +146,7 @@ class PipelineStage:
             Kind.DENOISE: self._denoise,
             Kind.SEND: self._send,
             Kind.DECODE: self._decode,
-            Kind.DELIVER: self._deliver,
+            Kind.FINISH: self._finish_clip,
         }
 
     def _encode(self, action: Action) -> None:
@@ -158,23 +161,23 @@ class PipelineStage:
                 self._synchronize()
 
     def _load(self, action: Action) -> None:
-        assert self._handovers is not None, f"{action} without a folder of hand-overs"
+        assert self._checkpoints is not None, f"{action} without a folder of hand-overs"
         self._packets[action.clip] = Packet(action.clip, action.start, time.time(), {})
         with self._alone(self._packets[action.clip]):
-            self._packets[action.clip] = self._handovers.load(
+            self._packets[action.clip] = self._checkpoints.load(
                 self._keys[action.clip],
                 *(action.clip, action.start, self._model.packet_spec(), self._model.device),
             )
 
     def _recv(self, action: Action) -> None:
         spec = self._model.packet_spec()
-        self._arrivals[action.clip] = self._transport.post_receive(
+        self._pending[action.clip] = self._transport.post_receive(
             action.clip, action.start, action.peer, spec
         )
 
     def _denoise(self, action: Action) -> None:
         packet = self._packet(action)
-        if packet.void:
+        if packet.tombstone:
             packet.next_step = action.end
             return
         with self._alone(packet), self._timed(action):
@@ -191,8 +194,8 @@ class PipelineStage:
             if self._fault and self._fault.strikes("ulp", self._rank, action.clip):
                 latent = one_ulp_off(latent)
             packet.tensors[LATENTS] = latent
-            if self._evidence is not None:
-                self._evidence.keep_latent(action.clip, action.end, latent)
+            if self._tensor_store is not None:
+                self._tensor_store.keep_latent(action.clip, action.end, latent)
         packet.next_step = action.end
 
     def _denoiser(self, packet: Packet, start: int) -> Sampler:
@@ -210,24 +213,28 @@ class PipelineStage:
     def _send(self, action: Action) -> None:
         packet = self._packet(action)
         with self._waiting(action):
-            if self._keeper is not None and action.clip in self._keys and not packet.void:
-                self._keeper.put(self._keys[action.clip], packet)
+            if (
+                self._checkpoint_writer is not None
+                and action.clip in self._keys
+                and not packet.tombstone
+            ):
+                self._checkpoint_writer.put(self._keys[action.clip], packet)
             self._transport.send(packet, action.peer)
         self._forget(action.clip)
 
     def _decode(self, action: Action) -> None:
         packet = self._packet(action)
-        if packet.void:
+        if packet.tombstone:
             return
         with self._alone(packet), self._timed(action):
             self._frames[action.clip] = self._model.decode(packet.tensors[LATENTS])
 
-    def _deliver(self, action: Action) -> None:
+    def _finish_clip(self, action: Action) -> None:
         packet = self._packet(action)
-        if not packet.void:
+        if not packet.tombstone:
             with self._waiting(action):
-                self._delivery.put(
-                    Parcel(
+                self._clip_writer.put(
+                    FinishedClip(
                         job=self._jobs[action.clip],
                         latent=packet.tensors[LATENTS],
                         frames=self._frames.pop(action.clip, None),
@@ -238,10 +245,10 @@ class PipelineStage:
 
     def _packet(self, action: Action) -> Packet:
         """The clip's packet, waiting for it where it is still on its way."""
-        arrival = self._arrivals.pop(action.clip, None)
-        if arrival is not None:
+        pending = self._pending.pop(action.clip, None)
+        if pending is not None:
             with self._waiting(action):
-                self._packets[action.clip] = arrival.take()
+                self._packets[action.clip] = pending.wait()
         return self._packets[action.clip]
 
     def _forget(self, clip: int) -> None:
@@ -251,14 +258,14 @@ class PipelineStage:
 
     @contextmanager
     def _alone(self, packet: Packet) -> Iterator[None]:
-        """Reports what is wrong with one clip, and lets nothing but a void packet go on."""
+        """Reports what is wrong with one clip, and lets nothing but a tombstone packet go on."""
         try:
             yield
         except NotWanted:
-            packet.tensors, packet.void = {}, True
+            packet.tensors, packet.tombstone = {}, True
         except (InputError, NotFiniteError) as error:
             self._lost(packet.clip, error)
-            packet.tensors, packet.void = {}, True
+            packet.tensors, packet.tombstone = {}, True
 
     def _lost(self, clip: int, error: SvdppError) -> None:
         """Reports a clip that is lost at this rank."""

@@ -23,7 +23,7 @@ def tensor_sha256(tensor: torch.Tensor) -> str:
     return hashlib.sha256(flat.numpy().tobytes()).hexdigest()
 
 
-class Evidence:
+class TensorStore:
     """A folder with the latents of each clip at chosen steps, and its frames.
 
     Args:
@@ -39,38 +39,38 @@ class Evidence:
     def put(self, name: str, data: bytes) -> None:
         """Keeps a file that another process has sent."""
         if not _NAME.fullmatch(name):
-            raise ValueError(f"no evidence is called {name!r}")
+            raise ValueError(f"no tensor_store is called {name!r}")
         (self._folder / name).write_bytes(data)
 
     def keep_latent(
-        self, clip: int, step: int, latent: torch.Tensor, *, walker: int | None = None
+        self, clip: int, step: int, latent: torch.Tensor, *, draft_rank: int | None = None
     ) -> None:
         """Keeps the latent of `clip` with `step` steps done; of a draft, that which a rank has."""
         data = save({LATENTS: latent.detach().cpu().contiguous()})
-        self._keep(self._path(clip, walker, f"step{step}.safetensors").name, data)
+        self._keep(self._path(clip, draft_rank, f"step{step}.safetensors").name, data)
 
-    def has_latent(self, clip: int, step: int, *, walker: int | None = None) -> bool:
+    def has_latent(self, clip: int, step: int, *, draft_rank: int | None = None) -> bool:
         """Whether that latent was kept."""
-        return self._path(clip, walker, f"step{step}.safetensors").exists()
+        return self._path(clip, draft_rank, f"step{step}.safetensors").exists()
 
-    def latent(self, clip: int, step: int, *, walker: int | None = None) -> torch.Tensor:
+    def latent(self, clip: int, step: int, *, draft_rank: int | None = None) -> torch.Tensor:
         """The kept latent; FileNotFoundError where there is none."""
-        path = self._path(clip, walker, f"step{step}.safetensors")
+        path = self._path(clip, draft_rank, f"step{step}.safetensors")
         latent: torch.Tensor = load_file(path)[LATENTS]
         return latent
 
-    def keep_frames(self, clip: int, frames: Frames, *, walker: int | None = None) -> None:
+    def keep_frames(self, clip: int, frames: Frames, *, draft_rank: int | None = None) -> None:
         """Keeps the frames of `clip`; of a draft, those that a rank came to."""
         buffer = io.BytesIO()
         np.save(buffer, frames, allow_pickle=False)
-        self._keep(self._path(clip, walker, "frames.npy").name, buffer.getvalue())
+        self._keep(self._path(clip, draft_rank, "frames.npy").name, buffer.getvalue())
 
-    def frames(self, clip: int, *, walker: int | None = None) -> Frames:
+    def frames(self, clip: int, *, draft_rank: int | None = None) -> Frames:
         """The kept frames; FileNotFoundError where there are none."""
-        path = self._path(clip, walker, "frames.npy")
+        path = self._path(clip, draft_rank, "frames.npy")
         frames: Frames = np.load(path, allow_pickle=False)
         return frames
 
-    def _path(self, clip: int, walker: int | None, what: str) -> Path:
-        whose = "" if walker is None else f"_rank{walker}"
+    def _path(self, clip: int, draft_rank: int | None, what: str) -> Path:
+        whose = "" if draft_rank is None else f"_rank{draft_rank}"
         return self._folder / f"clip{clip}{whose}_{what}"

@@ -18,15 +18,15 @@ from dataclasses import replace
 import torch
 
 from svdpp.config import ModelConfig, PipelineConfig, SamplingConfig, sampling_defaults
-from svdpp.diagnostics.draft_simulator import DraftLab
+from svdpp.diagnostics.draft_simulator import DraftSimulator
 from svdpp.driver.pipeline import resolve
 from svdpp.media import image as photos
 from svdpp.media.distance import Difference, distance
 from svdpp.media.examples import example_photos
 from svdpp.models import determinism
 from svdpp.models.svd.model import SvdModel, load_svd
-from svdpp.plan.draft import Wave
-from svdpp.plan.draft_starts import default_starts
+from svdpp.plan.draft import DraftPlan
+from svdpp.plan.draft_starts import default_start_steps
 
 
 def load(num_steps: int) -> SvdModel:
@@ -43,7 +43,7 @@ def load(num_steps: int) -> SvdModel:
 
 
 def measure(
-    model: SvdModel, num_steps: int, waves: list[Wave], num_photos: int
+    model: SvdModel, num_steps: int, waves: list[DraftPlan], num_photos: int
 ) -> dict[tuple[int, ...], list[Difference]]:
     """By starts of a rank and those before it, its distance on each photograph.
 
@@ -55,18 +55,20 @@ def measure(
         photo, _ = photos.read_photo(path)
         fitted = photos.fit_photo(photo, sampling.width, sampling.height, sampling.fit)
         tensors = model.encode(fitted, 0)
-        lab = DraftLab(model, tensors, num_steps)
+        lab = DraftSimulator(model, tensors, num_steps)
         exact = lab.frames((0,))
-        for wave in waves:
-            for rank in range(1, wave.world_size):
-                starts = wave.starts[: rank + 1]
-                found[starts].append(distance(lab.frames(starts), exact).whole)
+        for draft_plan in waves:
+            for rank in range(1, draft_plan.world_size):
+                start_steps = draft_plan.start_steps[: rank + 1]
+                found[start_steps].append(distance(lab.frames(start_steps), exact).whole)
             lab.forget(depth=1)
-        for rounds in sorted({wave.rounds(wave.world_size - 1) for wave in waves}):
+        for rounds in sorted(
+            {draft_plan.rounds(draft_plan.world_size - 1) for draft_plan in waves}
+        ):
             fewer = model.resampled(
                 replace(sampling, num_inference_steps=rounds).resolved(model_frames=len(exact))
             )
-            plain = DraftLab(fewer, fewer.encode(fitted, 0), rounds).frames((0,))
+            plain = DraftSimulator(fewer, fewer.encode(fitted, 0), rounds).frames((0,))
             found[rounds,].append(distance(plain, exact).whole)
     return found
 
@@ -93,17 +95,24 @@ def main() -> None:
     for num_steps in map(int, options.steps.split(",")):
         begun = time.monotonic()
         waves = [
-            Wave(num_steps=num_steps, starts=default_starts(num_steps, world))
+            DraftPlan(num_steps=num_steps, start_steps=default_start_steps(num_steps, world))
             for world in map(int, options.worlds.split(","))
         ]
         with torch.no_grad():
             found = measure(load(num_steps), num_steps, waves, options.photos)
-        for wave in waves:
-            for rank in range(wave.world_size - 1, 0, -1):
-                starts = " ".join(map(str, wave.starts)) if rank == wave.world_size - 1 else ""
-                rounds = wave.rounds(rank)
-                row = f"| {num_steps if starts else ''} | {starts} | {rounds}, rank {rank} "
-                row += f"| {num_steps / rounds:.2f}x | {words(found[wave.starts[: rank + 1]])} |"
+        for draft_plan in waves:
+            for rank in range(draft_plan.world_size - 1, 0, -1):
+                start_steps = (
+                    " ".join(map(str, draft_plan.start_steps))
+                    if rank == draft_plan.world_size - 1
+                    else ""
+                )
+                rounds = draft_plan.rounds(rank)
+                own = draft_plan.start_steps[: rank + 1]
+                row = (
+                    f"| {num_steps if start_steps else ''} | {start_steps} | {rounds}, rank {rank} "
+                )
+                row += f"| {num_steps / rounds:.2f}x | {words(found[own])} |"
                 print(row, flush=True)
         for rounds in sorted(key[0] for key in found if len(key) == 1):
             row = f"| {num_steps} | plain sampler, {rounds} steps | {rounds} "

@@ -3,7 +3,7 @@
 Each rank computes with one thread, so that a rank is to a core what it would be to a GPU. Times are
 from the start of the clip's encode to the end of its last step, and to the end of its decode.
 
-    python tests/bench/draft_wall.py [--rounds 3] [--starts 0,14] [--steps 28]
+    python tests/bench/draft_wall.py [--rounds 3] [--draft-starts 0,14] [--steps 28]
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ class Times(NamedTuple):
     """To the end of rank 0's decode."""
 
 
-def measure(starts: tuple[int, ...], num_steps: int) -> Times:
+def measure(start_steps: tuple[int, ...], num_steps: int) -> Times:
     """One clip: drafted from `starts`, or by one rank where there is but one."""
     config = PipelineConfig(
-        world_size=len(starts),
+        world_size=len(start_steps),
         model=ModelConfig(name="demo"),
         sampling=SamplingConfig(num_inference_steps=num_steps, **sampling_defaults("demo")),
-        draft=DraftConfig(starts=starts) if len(starts) > 1 else None,
+        draft=DraftConfig(start_steps=start_steps) if len(start_steps) > 1 else None,
     )
     with Pipeline(config) as pipeline:
         pipeline.run([ClipRequest(seed=0, image=str(example_photos()[0]))])
-    spans, fastest = pipeline.trace.spans, len(starts) - 1
+    spans, fastest = pipeline.trace.spans, len(start_steps) - 1
     begun = min(span.start for span in spans)
 
     def last(kind: Kind, rank: int) -> float:
@@ -67,13 +67,13 @@ def main() -> None:
     """Prints a line for each round, and the medians of the ratios."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--starts", default="0,14")
+    parser.add_argument("--draft-starts", default="0,14")
     parser.add_argument("--steps", type=int, default=28)
     options = parser.parse_args()
-    starts = tuple(map(int, options.starts.split(",")))
-    rounds = len(starts) - 1 + options.steps - starts[-1]
+    start_steps = tuple(map(int, options.start_steps.split(",")))
+    rounds = len(start_steps) - 1 + options.steps - start_steps[-1]
     ideal = rounds / options.steps
-    print(f"starts {options.starts}, {options.steps} steps: ideal ratio of steps {ideal:.3f}")
+    print(f"starts {options.start_steps}, {options.steps} steps: ideal ratio of steps {ideal:.3f}")
     columns = (
         *("alone, steps", "with decode", "draft, steps", "with decode"),
         *("steps/alone", "steps/rank 0", "clip/alone", "exact/alone"),
@@ -81,7 +81,7 @@ def main() -> None:
     print("".join(f"{column:>14}" for column in columns))
     ratios = []
     for _ in range(options.rounds):
-        alone, draft = measure((0,), options.steps), measure(starts, options.steps)
+        alone, draft = measure((0,), options.steps), measure(start_steps, options.steps)
         ratios.append(
             (
                 *(draft.steps / alone.steps, draft.steps / draft.exact_steps),

@@ -4,7 +4,7 @@ Seven ranks that sleep the published seconds of an A100, at a pace, are held aga
 those same seconds: nothing is fitted. Two ranks of the demo model are held against the forecast at
 the mean costs of the run itself, and of the run before it, since a shared machine drifts.
 
-    python tests/bench/forecast_kept.py [--clips 28] [--pace 0.05] [--demo-clips 6]
+    python tests/bench/forecast_kept.py [--clips 28] [--time-scale 0.05] [--demo-clips 6]
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def forecast_seconds(pipeline: Pipeline, requests: list[ClipRequest], costs: Cos
 
 def sleeping_ranks(num_clips: int, pace: float) -> None:
     """Seven ranks at the pace of published costs."""
-    costs = PRESETS["svd-xt-a100"].rehearsed(pace)
+    costs = PRESETS["svd-xt-a100"].scaled(pace)
     config = PipelineConfig(
         world_size=7,
         model=ModelConfig(name="dummy", dummy_latent_shape=(1, 4, 2, 8, 8), dummy_sleeps=True),
@@ -88,7 +88,7 @@ def main() -> None:
     """Prints both tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--clips", type=int, default=28)
-    parser.add_argument("--pace", type=float, default=0.05)
+    parser.add_argument("--time-scale", type=float, default=0.05)
     parser.add_argument("--demo-clips", type=int, default=6)
     asked = parser.parse_args()
     sleeping_ranks(asked.clips, asked.pace)

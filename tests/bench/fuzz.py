@@ -278,7 +278,7 @@ def fuzz(names: list[str], seconds: float, seed: int, keep: Path) -> dict[str, d
     until = time.monotonic() + seconds
     counts: dict[str, Any] = {name: context.Array("Q", len(COUNTS)) for name in names}
     workers: dict[str, Any] = {}
-    starts = dict.fromkeys(names, seed)
+    start_steps = dict.fromkeys(names, seed)
     while time.monotonic() < until or any(worker.is_alive() for worker in workers.values()):
         for name in names:
             worker = workers.get(name)
@@ -287,9 +287,9 @@ def fuzz(names: list[str], seconds: float, seed: int, keep: Path) -> dict[str, d
             if worker is not None and worker.exitcode:
                 current = keep / f"{name}.current"
                 _keep(current.read_bytes(), current, counts[name], f"exit {worker.exitcode}")
-                starts[name] += 1
+                start_steps[name] += 1
             if worker is None or (worker.exitcode and time.monotonic() < until):
-                arguments = (name, starts[name], until, counts[name], keep)
+                arguments = (name, start_steps[name], until, counts[name], keep)
                 workers[name] = context.Process(target=work, args=arguments)
                 workers[name].start()
         time.sleep(0.1)

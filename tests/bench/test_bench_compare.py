@@ -40,8 +40,8 @@ def _bench(
         "run_id": folder.name,
         "config_sha256": point.sha256,
         "config": point.model_dump(),
-        "arms": {
-            arm: {
+        "cases": {
+            case: {
                 "rounds": [
                     {
                         "steady_clips_per_minute": rate,
@@ -51,7 +51,7 @@ def _bench(
                     for rate in each
                 ]
             }
-            for arm, each in rates.items()
+            for case, each in rates.items()
         },
         "speedups": {"diffusers": {"rounds": [a / b for a, b in zip(pipeline, alone, strict=True)]}}
         if alone
@@ -96,7 +96,7 @@ def test_a_pipeline_that_became_slower_is_different(tmp_path: Path) -> None:
 
 
 def test_a_machine_that_became_slower_is_no_difference(tmp_path: Path) -> None:
-    """Both arms lose a tenth: on one machine that is the machine's, on another one it counts."""
+    """Both cases lose a tenth: on one machine that is the machine's, on another one it counts."""
     a = _bench(tmp_path / "a")
     slow = tuple(0.9 * rate for rate in PIPELINE), tuple(0.9 * rate for rate in ALONE)
     assert compare(a, _bench(tmp_path / "b", *slow)).is_equal is True
@@ -188,8 +188,8 @@ def test_an_arm_that_did_not_fit_is_left_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "damage",
     [
-        {"arms": {}},
-        {"arms": {"pipeline": {"rounds": []}}},
+        {"cases": {}},
+        {"cases": {"pipeline": {"rounds": []}}},
         {"config": {}},
         {"config": {"pipeline": 3, "workload": {}}},
     ],
@@ -201,5 +201,5 @@ def test_a_summary_without_what_is_compared_is_refused(
     content = json.loads((b / "summary.json").read_text())
     (b / "summary.json").write_text(json.dumps({**content, **damage}))
     for one, other in ((a, b), (b, a)):
-        with pytest.raises(InputError, match=r"summary\.json' is no bench's: (arms|config)"):
+        with pytest.raises(InputError, match=r"summary\.json' is no bench's: (cases|config)"):
             compare(one, other)

@@ -13,7 +13,7 @@ from svdpp.bench.runner import Bench, Round
 from svdpp.config import DraftConfig, ModelConfig, PipelineConfig, SamplingConfig
 from svdpp.driver.trace import Trace
 from svdpp.plan.layout import Layout
-from svdpp.worker.messages import ActionDone, HopDone, StepDone
+from svdpp.worker.messages import ActionDone, StepDone, TransferDone
 
 WORLD = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
 
@@ -30,7 +30,9 @@ def _bench(device: str, world_size: int) -> Bench:
     return one
 
 
-def _round(arm: str, step_seconds: dict[int, float], hops: dict[tuple[int, int], float]) -> Round:
+def _round(
+    case: str, step_seconds: dict[int, float], transfers: dict[tuple[int, int], float]
+) -> Round:
     """A clip for which each rank does one step."""
     trace = Trace(4)
     trace.add(0, ActionDone(action="ENCODE c0 @0", start=0.0, end=0.25, waited=0.0))
@@ -38,11 +40,11 @@ def _round(arm: str, step_seconds: dict[int, float], hops: dict[tuple[int, int],
         trace.add(rank, StepDone(clip=0, step=rank, seconds=seconds))
         action = f"DENOISE c0 {rank}:{rank + 1}"
         trace.add(rank, ActionDone(action=action, start=1.0, end=1 + seconds, waited=0.0))
-    for (source, target), seconds in hops.items():
+    for (source, target), seconds in transfers.items():
         about = {"clip": 0, "next_step": 1, "num_bytes": 77, "end": 9.0}
-        trace.add(target, HopDone(direction="recv", peer=source, seconds=seconds, **about))
-        trace.add(source, HopDone(direction="send", peer=target, seconds=5.0, **about))
-    return Round(arm, 0, 0, trace)
+        trace.add(target, TransferDone(direction="recv", peer=source, seconds=seconds, **about))
+        trace.add(source, TransferDone(direction="send", peer=target, seconds=5.0, **about))
+    return Round(case, 0, 0, trace)
 
 
 def test_a_rank_has_its_median_and_a_hop_the_receivers() -> None:
@@ -51,13 +53,13 @@ def test_a_rank_has_its_median_and_a_hop_the_receivers() -> None:
     costs = costs_of(one, "run")
     assert costs.step_seconds == 2.0
     assert (costs.encode_seconds, costs.decode_seconds) == (0.25, 0.0)
-    assert costs.hop_seconds == pytest.approx(0.2)
-    assert (costs.packet_bytes, costs.hop_bytes_per_second) == (77, None)
+    assert costs.transfer_seconds == pytest.approx(0.2)
+    assert (costs.packet_bytes, costs.transfer_bytes_per_second) == (77, None)
     assert costs.source == "measured by: svdpp bench, smoke/run"
 
 
 def test_a_slow_host_gets_fewer_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks are told apart where they are on different hosts, and so are the hops."""
+    """Ranks are told apart where they are on different hosts, and so are the transfers."""
     for name, value in WORLD.items():
         monkeypatch.setenv(name, value)
     one = _bench("cpu", 4)
@@ -66,7 +68,7 @@ def test_a_slow_host_gets_fewer_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     costs = costs_of(one, "run")
     assert costs.step_seconds == (1.0, 1.0, 3.0, 3.0)
     assert costs.ranks_per_host == 2
-    assert (costs.hop_seconds, costs.hop_between_hosts_seconds) == pytest.approx((0.1, 0.5))
+    assert (costs.transfer_seconds, costs.inter_host_transfer_seconds) == pytest.approx((0.1, 0.5))
     shares = Layout(num_steps=28, world_size=4, split="balanced", costs=costs).all_shares
     sizes = [share.end - share.start for share in shares]
     assert sum(sizes) == 28
@@ -89,12 +91,12 @@ def test_a_rank_that_only_decodes_is_as_fast_as_elsewhere(
 def test_of_a_draft_only_leaps_are_hand_overs() -> None:
     """Words between walks are two latents, results are frames: neither is a pipeline's packet."""
     one = _bench("cpu", 3)
-    one.config = replace(one.config, draft=DraftConfig(starts=(0, 1, 2)))
+    one.config = replace(one.config, draft=DraftConfig(start_steps=(0, 1, 2)))
     done = _round(PIPELINE, {0: 1.0, 1: 1.0, 2: 1.0}, {(0, 1): 0.1, (1, 2): 0.1})
     for source, target, end, num_bytes in ((0, 1, 9.5, 128), (1, 2, 9.5, 128), (0, 2, 8.0, 4096)):
         about = {"clip": 0, "next_step": 1, "num_bytes": num_bytes, "end": end, "seconds": 4.0}
-        done.trace.add(target, HopDone(direction="recv", peer=source, **about))
-        done.trace.add(source, HopDone(direction="send", peer=target, **about))
+        done.trace.add(target, TransferDone(direction="recv", peer=source, **about))
+        done.trace.add(source, TransferDone(direction="send", peer=target, **about))
     one.rounds = [done]
     costs = costs_of(one, "run")
-    assert (costs.hop_seconds, costs.packet_bytes) == pytest.approx((0.1, 77))
+    assert (costs.transfer_seconds, costs.packet_bytes) == pytest.approx((0.1, 77))

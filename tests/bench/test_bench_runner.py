@@ -1,4 +1,4 @@
-"""Which arms a bench measures, with which clips, and what becomes of them."""
+"""Which cases a bench measures, with which clips, and what becomes of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from svdpp.bench.runner import (
     PIPELINE,
     Bench,
     Round,
-    arms_of,
+    cases_of,
     differing,
 )
 from svdpp.config import DraftConfig, ModelConfig, PipelineConfig, SamplingConfig
@@ -42,9 +42,9 @@ def _bench(name: str = "dummy", *overrides: str) -> Bench:
     return Bench(point, _config(name))
 
 
-def _round(arm: str, number: int, *, seconds: float = 1.0, sha256: str = "aa") -> Round:
+def _round(case: str, number: int, *, seconds: float = 1.0, sha256: str = "aa") -> Round:
     """A clip of two steps, on one rank."""
-    done = Round(arm, number, 1, Trace(1), start_seconds=3.0, load_seconds={0: 2.0})
+    done = Round(case, number, 1, Trace(1), start_seconds=3.0, load_seconds={0: 2.0})
     done.peaks[0] = Finished(allocated_bytes=None, reserved_bytes=2**30)
     done.latents_sha256[0], done.frames_sha256[0] = sha256, None
     done.trace.add(0, Joined(device="cpu", load_seconds=2.0))
@@ -55,22 +55,22 @@ def _round(arm: str, number: int, *, seconds: float = 1.0, sha256: str = "aa") -
 
 
 def test_the_pipeline_has_two_yardsticks_on_the_same_devices() -> None:
-    arms = arms_of(_config(split="dithered", checksum=True))
-    assert list(arms) == [PIPELINE, DATA_PARALLEL, ONE_DEVICE]
-    assert str(arms[DATA_PARALLEL].layout) == "data parallel"
-    assert (arms[DATA_PARALLEL].world_size, arms[DATA_PARALLEL].checksum) == (2, True)
-    assert arms[ONE_DEVICE].world_size == 1
+    cases = cases_of(_config(split="dithered", checksum=True))
+    assert list(cases) == [PIPELINE, DATA_PARALLEL, ONE_DEVICE]
+    assert str(cases[DATA_PARALLEL].layout) == "data parallel"
+    assert (cases[DATA_PARALLEL].world_size, cases[DATA_PARALLEL].checksum) == (2, True)
+    assert cases[ONE_DEVICE].world_size == 1
 
 
 def test_data_parallel_is_not_measured_against_itself() -> None:
-    assert list(arms_of(_config(replicas=2))) == [PIPELINE, ONE_DEVICE]
-    assert list(arms_of(_config().alone())) == [PIPELINE, ONE_DEVICE]
+    assert list(cases_of(_config(replicas=2))) == [PIPELINE, ONE_DEVICE]
+    assert list(cases_of(_config().alone())) == [PIPELINE, ONE_DEVICE]
 
 
 def test_a_draft_is_measured_beside_data_parallel() -> None:
-    arms = arms_of(_config(draft=DraftConfig(starts=(0, 1))))
-    assert [str(arms[arm].scheme) for arm in arms] == [
-        *("draft, starts 0 1", "data parallel", "one rank")
+    cases = cases_of(_config(draft=DraftConfig(start_steps=(0, 1))))
+    assert [str(cases[case].plan) for case in cases] == [
+        *("draft, start steps 0 1", "data parallel", "one rank")
     ]
 
 
@@ -91,11 +91,11 @@ def test_arms_take_turns_and_one_that_does_not_fit_is_a_result(
 ) -> None:
     asked: list[tuple[int, str]] = []
 
-    def measure(self: Bench, arm: str, number: int, ranks: Ranks) -> Round:  # noqa: ARG001
-        asked.append((number, arm))
-        if arm == DATA_PARALLEL:
+    def measure(self: Bench, case: str, number: int, ranks: Ranks) -> Round:  # noqa: ARG001
+        asked.append((number, case))
+        if case == DATA_PARALLEL:
             raise OutOfMemoryError("out of memory while decoding")
-        return _round(arm, number)
+        return _round(case, number)
 
     monkeypatch.setattr(module.Bench, "_measure", measure)
     one = _bench("dummy", "measure.repeats=2")
@@ -108,12 +108,12 @@ def test_arms_take_turns_and_one_that_does_not_fit_is_a_result(
         *((1, ONE_DEVICE), (1, PIPELINE)),
     ]
     assert said[1] == "round 1 of 2, data parallel: out of memory while decoding"
-    assert found["arms"][DATA_PARALLEL]["error"] == "out of memory while decoding"
+    assert found["cases"][DATA_PARALLEL]["error"] == "out of memory while decoding"
     assert list(found["speedups"]) == [ONE_DEVICE]
 
 
 def test_a_pipeline_that_does_not_fit_ends_the_bench(monkeypatch: pytest.MonkeyPatch) -> None:
-    def measure(self: Bench, arm: str, number: int, ranks: Ranks) -> Round:  # noqa: ARG001
+    def measure(self: Bench, case: str, number: int, ranks: Ranks) -> Round:  # noqa: ARG001
         raise OutOfMemoryError("out of memory")
 
     monkeypatch.setattr(module.Bench, "_measure", measure)
@@ -133,8 +133,8 @@ def test_files_of_a_run(tmp_path: Path) -> None:
     one = _bench()
     kept, other = Results(tmp_path, one), Results(tmp_path, one)
     for number in range(2):
-        for arm, seconds in ((PIPELINE, 1.0 + number), (ONE_DEVICE, 4.0)):
-            done = _round(arm, number, seconds=seconds)
+        for case, seconds in ((PIPELINE, 1.0 + number), (ONE_DEVICE, 4.0)):
+            done = _round(case, number, seconds=seconds)
             one.rounds.append(done)
             kept.add(done)
     found = kept.finish()
@@ -152,17 +152,17 @@ def test_files_of_a_run(tmp_path: Path) -> None:
     assert f"# sha256 {one.asked.sha256}\n" in (kept.folder / "config.yaml").read_text()
     spans = [json.loads(line) for line in (kept.folder / "spans.jsonl").open()]
     assert spans[0] == {
-        **{"arm": "pipeline", "round": 0, "rank": 0, "clip": 0, "action": "DENOISE", "peer": None},
+        **{"case": "pipeline", "round": 0, "rank": 0, "clip": 0, "action": "DENOISE", "peer": None},
         **{"first_step": 0, "end_step": 2, "start": 0.0, "end": 1.0, "bytes": 0},
     }
     with (kept.folder / "summary.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert [(row["arm"], row["round"], row["steady_clips_per_minute"]) for row in rows] == [
+    assert [(row["case"], row["round"], row["steady_clips_per_minute"]) for row in rows] == [
         *(("pipeline", "0", "60.0"), ("pipeline", "1", "30.0")),
         *(("diffusers", "0", "15.0"), ("diffusers", "1", "15.0")),
     ]
     assert found["speedups"][ONE_DEVICE] == {"rounds": [4.0, 2.0], "median": 3.0}
-    median = found["arms"][PIPELINE]["median"]
+    median = found["cases"][PIPELINE]["median"]
     assert (median["start_seconds"], median["load_seconds"]) == (3.0, 2.0)
     assert (median["peak_allocated_gib"], median["peak_reserved_gib"]) == (None, 1.0)
     assert median["step_p50_seconds"] == pytest.approx(0.75)  # of 0.5 and 1.0

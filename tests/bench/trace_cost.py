@@ -1,8 +1,8 @@
 """What tracing costs: the same clips with and without `--trace` and `--log-file`, in one run.
 
-Ranks report every step, action and hop in any case; the trace is kept by the parent and written
-after the last clip. So what the options add is the log's records, in the parent, and the file at
-the end. Three figures, since the first is no better than the machine is quiet:
+Ranks report every step, action and transfer in any case; the trace is kept by the parent and
+written after the last clip. So what the options add is the log's records, in the parent, and the
+file at the end. Three figures, since the first is no better than the machine is quiet:
 
 - the ratio of makespans, rounds in turn (without, with, with, without), with the spread of equal
   rounds beside it;

@@ -39,7 +39,11 @@ def test_overrides_stand_anywhere() -> None:
         (("smoke", "--pipeline.wrold=3"), 2, ("did you mean 'pipeline.world'?",)),
         (("smoke", "--set", "pipeline.world=3"), 2, ("4 steps",)),
         (("smoke", "--pipeline.split=[uniform, zigzag]"), 2, ("pipeline.split",)),
-        (("smoke", "--pipeline.starts=0,2"), 2, ("pipeline.starts is", "--pipeline.draft=true")),
+        (
+            ("smoke", "--pipeline.start_steps=0,2"),
+            2,
+            ("pipeline.start_steps is", "--pipeline.draft=true"),
+        ),
         (("smoke", "--pipeline.draft=true", "--pipeline.replicas=2"), 2, ("out --replicas",)),
         (("smoke", "--workload.height=65"), 2, ("multiple of 8, got 65",)),
         (("smoke", "--precision=amp"), 2, ("torch.autocast",)),
@@ -104,20 +108,20 @@ def test_a_bench_of_the_dummy_and_its_comparison_with_itself(tmp_path: Path) -> 
 
     assert answer.code == 0, answer
     (found,) = json.loads(answer.out)
-    assert list(found["arms"]) == ["pipeline", "data parallel", "diffusers"]
+    assert list(found["cases"]) == ["pipeline", "data parallel", "diffusers"]
     assert found["same_bits"] is True
     assert len(found["latents_sha256"]) == 2
     assert "nothing of SVD" in answer.err
     folder = tmp_path / found["folder"]
     spans = [json.loads(line) for line in (folder / "spans.jsonl").open()]
-    first = [s for s in spans if (s["arm"], s["round"], s["action"]) == ("pipeline", 0, "DENOISE")]
+    first = [s for s in spans if (s["case"], s["round"], s["action"]) == ("pipeline", 0, "DENOISE")]
     assert sorted((span["rank"], span["clip"]) for span in first) == [
         *((0, 0), (0, 1), (1, 0), (1, 1)),
     ]
-    hops = [s for s in spans if s["arm"] == "pipeline" and s["action"] in ("SEND", "RECV")]
-    assert len(hops) == 2 * 2
-    assert {hop["bytes"] for hop in hops} == {4 * 2 * 8 * 8 * 4}
-    ranks = found["arms"]["pipeline"]["rounds"][0]["ranks"]
+    transfers = [s for s in spans if s["case"] == "pipeline" and s["action"] in ("SEND", "RECV")]
+    assert len(transfers) == 2 * 2
+    assert {transfer["bytes"] for transfer in transfers} == {4 * 2 * 8 * 8 * 4}
+    ranks = found["cases"]["pipeline"]["rounds"][0]["ranks"]
     assert all(rank["peak_reserved_gib"] > 0 for rank in ranks)
     trace = json.loads((tmp_path / "t.json").read_text())
     assert trace["otherData"]["round"] == 0
@@ -151,11 +155,11 @@ def test_torchruns_ranks_take_part_in_every_arm_but_diffusers_own(tmp_path: Path
     points = json.loads(answer.out)
     for found in points:
         assert found["same_bits"] is True
-        for arm, world in (("pipeline", 2), ("data parallel", 2), ("diffusers", 1)):
-            rounds = found["arms"][arm]["rounds"]
+        for case, world in (("pipeline", 2), ("data parallel", 2), ("diffusers", 1)):
+            rounds = found["cases"][case]["rounds"]
             assert [len(each["ranks"]) for each in rounds] == [world]
         assert (tmp_path / found["folder"] / "costs.json").exists()
-    assert len({found["arms"]["pipeline"]["layout"] for found in points}) == 2
+    assert len({found["cases"]["pipeline"]["layout"] for found in points}) == 2
     assert answer.err.count("plan by it: ") == 2, "rank 0 alone speaks"
 
 
@@ -163,12 +167,12 @@ def test_torchruns_ranks_take_part_in_every_arm_but_diffusers_own(tmp_path: Path
 @pytest.mark.long
 @pytest.mark.full
 def test_a_bench_of_drafts(tmp_path: Path) -> None:
-    drafting = ("--pipeline.draft=true", "--pipeline.starts=0,1")
+    drafting = ("--pipeline.draft=true", "--pipeline.start_steps=0,1")
     answer = svdpp_alone("bench", "smoke", *TINY, *drafting, "--results", str(tmp_path), "--json")
     assert answer.code == 0, answer.err
     (found,) = json.loads(answer.out)
     assert found["same_bits"] is True
-    pipeline = found["arms"]["pipeline"]
+    pipeline = found["cases"]["pipeline"]
     assert pipeline["layout"] == "draft, starts 0 1"
     assert 0 < pipeline["median"]["draft_seconds"] <= pipeline["median"]["makespan_seconds"]
 
@@ -188,9 +192,9 @@ def test_a_grid_is_measured_point_by_point(tmp_path: Path) -> None:
     layouts = set()
     for folder in folders:
         summary = json.loads((folder / "summary.json").read_text())
-        layouts.add(summary["arms"]["pipeline"]["layout"])
+        layouts.add(summary["cases"]["pipeline"]["layout"])
         assert json.loads((folder / "profile.json").read_text())["traceEvents"]
-    assert layouts == {"1 chain of 2 ranks, uniform", "data parallel"}
+    assert layouts == {"1 replica of 2 ranks, uniform", "data parallel"}
     assert "point 2 of 2" in answer.err
 
 

@@ -201,7 +201,7 @@ def test_simulate_json() -> None:
         "split": "uniform",
         "replicas": 1,
         "decoders": 1,
-        "starts": None,
+        "start_steps": None,
         "model": "dummy",
         "dtype": "fp32",
         "backend": "gloo",
@@ -210,7 +210,7 @@ def test_simulate_json() -> None:
     }
     for times in (measured, forecast):
         assert times.keys() == {
-            *("makespan_seconds", "first_clip_seconds", "cadence_seconds", "bubble"),
+            *("makespan_seconds", "first_clip_seconds", "seconds_per_clip", "bubble"),
         }
         assert times["makespan_seconds"] >= times["first_clip_seconds"] > 0
         assert 0 <= times["bubble"] < 1
@@ -350,7 +350,7 @@ def test_verify_says_which_hash_differs(
 def test_verify_proves_several_clips_and_loads_once(
     made: tuple[Path, Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A line for each, the journal left out, those of one configuration by one process."""
+    """A line for each, the manifest left out, those of one configuration by one process."""
     from svdpp.verification import reference
 
     folder, answer = made
@@ -399,7 +399,7 @@ def test_verify_proves_several_clips_and_loads_once(
     ("arguments", "words"),
     [
         (("a.json", "b.jpg"), ("'a.json' is a clip's JSON, 'b.jpg' is not", "two commands")),
-        (("a.json", "--plant-fault", "ulp@rank1.clip0"), ("--plant-fault would have no effect",)),
+        (("a.json", "--inject-fault", "ulp@rank1.clip0"), ("--inject-fault would have no effect",)),
         (("a.json", "b.json", "--gpus", "2", "--fps", "7"), ("--world/--gpus, --fps would have",)),
         (("a.json", "--draft"), ("--draft would have no effect", "svdpp verify PHOTO")),
     ],
@@ -413,7 +413,7 @@ def test_verify_refuses_what_says_nothing_of_a_clip(
 def test_a_journal_alone_is_no_clip(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text("{}")
     answer = svdpp_here("verify", str(tmp_path / "*.json"))
-    assert_error(answer, 7, "run.json' is a run's journal, and no clip's JSON")
+    assert_error(answer, 7, "run.json' is a run's manifest, and no clip's JSON")
     assert_error(svdpp_here("verify", str(tmp_path / "a*.json")), 7, "a*.json' matches no files")
 
 

@@ -113,8 +113,8 @@ def test_options_of_simulate(
         (("--clips", "0"), "--clips must be 1 or more, got 0"),
         (("--tolerance", "-1"), "--tolerance must be 0 or more, got -1.0"),
         (("--tolerance", "nan"), "--tolerance must be 0 or more, got nan"),
-        (("--plant-fault", "ulp"), "'ulp' is no fault"),
-        (("--plant-fault", "melt@rank0.clip0"), "'melt@rank0.clip0' is no fault"),
+        (("--inject-fault", "ulp"), "'ulp' is no fault"),
+        (("--inject-fault", "melt@rank0.clip0"), "'melt@rank0.clip0' is no fault"),
         (("--model", "dummy", PHOTO), "the dummy model takes no images"),
     ],
     ids=str,
@@ -134,7 +134,7 @@ def test_a_fault_that_would_strike_nowhere_is_refused(
         raise AssertionError("ranks would have been started")
 
     monkeypatch.setattr(verify, "run_pipelined", go_on)
-    assert_error(svdpp_here("verify", *DEMO, "--world", "2", "--plant-fault", fault), 2, fault)
+    assert_error(svdpp_here("verify", *DEMO, "--world", "2", "--inject-fault", fault), 2, fault)
 
 
 # --- inputs -------------------------------------------------------------------------------------

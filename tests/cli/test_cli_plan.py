@@ -35,7 +35,7 @@ def test_json_is_that_of_the_issue() -> None:
         "split": "uniform",
         "unit": "step",
         "layout": {
-            "description": "1 chain of 7 ranks, uniform",
+            "description": "1 replica of 7 ranks, uniform",
             "split": "uniform",
             "replicas": 1,
             "decoders": 1,
@@ -59,7 +59,7 @@ def test_json_is_that_of_the_issue() -> None:
             "clips": 14,
             "makespan_seconds": (14 + 7 - 1) * 4,
             "first_clip_seconds": 28,
-            "cadence_seconds": 4,
+            "seconds_per_clip": 4,
             "bubble": pytest.approx(6 / 20),
             "jitter_seconds": 0,
             "latency_seconds": {"mean": 28, "p50": 28, "p90": 28, "p99": 28},
@@ -67,7 +67,7 @@ def test_json_is_that_of_the_issue() -> None:
                 "makespan_seconds": 56,
                 "first_clip_seconds": 28,
                 # Two waves of seven: those of the second are 28 after those of the first.
-                "cadence_seconds": 28 / 7,
+                "seconds_per_clip": 28 / 7,
             },
         },
     }
@@ -77,7 +77,7 @@ def test_json_with_costs() -> None:
     answer = svdpp_here(
         *("plan", "--world", "4", "--clips", "6", "--json"),
         *("--step-seconds", "0.5", "--encode-seconds", "1", "--decode-seconds", "2"),
-        *("--hop-seconds", "0.25"),
+        *("--transfer-seconds", "0.25"),
     )
 
     plan = strict_json(answer.out)
@@ -87,7 +87,7 @@ def test_json_with_costs() -> None:
         "clips": 6,
         "makespan_seconds": first + 5 * (7 * 0.5 + 2),
         "first_clip_seconds": first,
-        "cadence_seconds": 7 * 0.5 + 2,
+        "seconds_per_clip": 7 * 0.5 + 2,
         "bubble": pytest.approx(1 - 6 * 17 / (4 * (first + 5 * 5.5))),
         "jitter_seconds": 0,
         # Ranks 0 to 2 are a second quicker than rank 3, until two packets wait for it: 17.75, then
@@ -97,7 +97,7 @@ def test_json_with_costs() -> None:
             "makespan_seconds": 2 * 17,
             "first_clip_seconds": 17,
             # Whole waves of four: the two clips of the second one are no faster for being two.
-            "cadence_seconds": 17 / 4,
+            "seconds_per_clip": 17 / 4,
         },
     }
 
@@ -223,14 +223,14 @@ def test_costs_from_a_file(tmp_path: Path) -> None:
     plan = strict_json(svdpp_here(*options, "--costs", str(path), "--json").out)
 
     assert [rank["mean_steps"] for rank in plan["ranks"]] == [6, 3]
-    assert plan["forecast"]["cadence_seconds"] == 6
-    assert plan["forecast"]["data_parallel"]["cadence_seconds"] == 9
+    assert plan["forecast"]["seconds_per_clip"] == 6
+    assert plan["forecast"]["data_parallel"]["seconds_per_clip"] == 9
 
 
 def test_replicas_are_shown_once() -> None:
     answer = svdpp_here("plan", "--world", "8", "--replicas", "2")
 
-    assert "and so on, in 2 chains of 4" in answer.out
+    assert "and so on, in 2 replicas of 4" in answer.out
     table, picture = answer.out.split("and so on")
     assert len(table.splitlines()) == 1 + 4
     assert sum(line.startswith("rank") for line in picture.splitlines()) == 8
@@ -267,7 +267,7 @@ def test_auto_says_why_in_one_line() -> None:
     assert answer.code == 0
     why = [line for line in answer.out.splitlines() if line.startswith("auto picks")]
     assert why == [
-        "auto picks data parallel: 16 clips take 25.9% longer in the next best, 4 chains of 2 "
+        "auto picks data parallel: 16 clips take 25.9% longer in the next best, 4 replicas of 2 "
         "ranks, dithered"
     ]
     plan = strict_json(svdpp_here("plan", *A100, "--world", "8", "--layout", "auto", "--json").out)
@@ -310,7 +310,7 @@ def test_comparison_in_json_says_the_same() -> None:
     assert rows["uniform"]["forecast"] is None
     assert "cannot be split evenly" in rows["uniform"]["note"]
     assert rows["2 decoders"]["layout"]["decoders"] == 2
-    assert rows["data parallel"]["forecast"]["cadence_seconds"] == pytest.approx(
+    assert rows["data parallel"]["forecast"]["seconds_per_clip"] == pytest.approx(
         32.15 / 8, rel=1e-3
     )
 
@@ -332,27 +332,27 @@ def test_arrivals_give_percentiles() -> None:
     )
 
     assert one == other
-    assert re.search(r"a clip takes .* seconds from its arrival: p50 .*, p90 .*, p99", answer.out)
+    assert re.search(r"a clip takes .* seconds from its pending: p50 .*, p90 .*, p99", answer.out)
     latency = one["latency_seconds"]
     assert 32.15 < latency["p50"] < latency["p90"] < latency["p99"]
-    assert one["cadence_seconds"] == pytest.approx(10, rel=0.1)
+    assert one["seconds_per_clip"] == pytest.approx(10, rel=0.1)
 
 
 @pytest.mark.parametrize("more", [(), ("--arrivals", "100/s")], ids=str)
 def test_a_fleet_is_planned_in_seconds(more: tuple[str, ...]) -> None:
-    fleet = ("--world", "4096", "--clips", "100000", "--costs", "svd-xt-a100")
+    large_forecast = ("--world", "4096", "--clips", "100000", "--costs", "svd-xt-a100")
     begun = time.process_time()
-    answer = svdpp_here("plan", *fleet, "--layout", "auto", *more)
+    answer = svdpp_here("plan", *large_forecast, "--layout", "auto", *more)
 
     assert time.process_time() - begun < 5
     assert "100000 clips on 4096 ranks" in answer.out
-    assert "the first of 4096 chains:" in answer.out
+    assert "the first of 4096 replicas:" in answer.out
     assert len(answer.out.splitlines()) < 20
 
 
 REFUSED = [
-    (("--replicas", "3"), "4 ranks cannot form 3 chains of one length"),
-    (("--decoders", "5"), "--decoders must be 1 to 4, the ranks of a chain, got 5"),
+    (("--replicas", "3"), "4 ranks cannot form 3 replicas of one length"),
+    (("--decoders", "5"), "--decoders must be 1 to 4, the ranks of a replica, got 5"),
     (("--split", "fair"), "--split must be one of uniform, balanced, dithered, got 'fair'"),
     (("--layout", "best"), "--layout must be auto, got 'best'"),
     (
@@ -367,7 +367,7 @@ REFUSED = [
     (("--device-memory", "9"), "--device-memory is what --layout auto and --compare go by"),
     (("--draft", "--device-memory", "9"), "leave out --device-memory"),
     (("--draft", "--arrivals", "2/s"), "leave out --arrivals"),
-    (("--draft", "--hosts", "2x2", "--starts", "0,14"), "names 2 ranks, but there are 4"),
+    (("--draft", "--hosts", "2x2", "--draft-starts", "0,14"), "names 2 ranks, but there are 4"),
     (("--model", "nonsense"), "--model is what --memory is estimated for"),
     (("--device", "cpu"), "--device is what --memory is estimated for"),
     (("--height", "13"), "--height is what --memory is estimated for"),
@@ -385,7 +385,7 @@ REFUSED = [
     (("--world", "100000"), "200000 clips on 100000 ranks are too many to plan"),
     (
         ("--world", "4096", "--clips", "9999", "--split", "dithered"),
-        "9999 clips on 4096 ranks in chains of 4096 are too many to forecast",
+        "9999 clips on 4096 ranks in replicas of 4096 are too many to forecast",
     ),
     (
         ("--world", "7", "--steps", "25"),
@@ -404,7 +404,7 @@ REFUSED = [
     (("--step-seconds", "nan"), "--step-seconds must be a finite number"),
     (("--decode-seconds", "inf"), "--decode-seconds must be a finite number"),
     (("--encode-seconds", "-0.1"), "--encode-seconds must be a finite number"),
-    (("--hop-seconds", "-1"), "--hop-seconds must be a finite number"),
+    (("--transfer-seconds", "-1"), "--transfer-seconds must be a finite number"),
 ]
 
 

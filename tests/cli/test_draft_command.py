@@ -12,10 +12,10 @@ from svdpp.cli.profile_draft import _given
 from svdpp.config import ModelConfig, PipelineConfig
 from svdpp.media.video import read_frames
 from tests.cli.shell import DEMO, PHOTO, assert_error, svdpp_alone, svdpp_here
-from tests.plan.test_draft_plan import WAVE
+from tests.plan.test_draft_plan import PLAN
 
 SMALL = ("--height", "64", "--width", "64", "--frames", "2", "--threads", "1", "--steps", "14")
-STARTS = ("--starts", "0,3,5", "--steps", "8")
+STARTS = ("--draft-starts", "0,3,5", "--steps", "8")
 
 
 def test_plan_shows_the_wave() -> None:
@@ -38,9 +38,9 @@ def test_plan_shows_the_wave() -> None:
 
 def test_plan_as_json_is_the_schedule() -> None:
     content = json.loads(svdpp_here("plan", "--draft", *STARTS, "--json").out)
-    assert content["schedule"] == [list(map(str, rank)) for rank in WAVE.schedule([0])]
+    assert content["schedule"] == [list(map(str, rank)) for rank in PLAN.schedule([0])]
     assert (content["draft"], content["exact"]) == (5, 8)
-    assert (content["evaluations"], content["messages"]) == (WAVE.num_evaluations, 6)
+    assert (content["evaluations"], content["messages"]) == (PLAN.num_evaluations, 6)
 
 
 def test_plan_counts_decode_and_compares_with_layouts() -> None:
@@ -49,32 +49,41 @@ def test_plan_counts_decode_and_compares_with_layouts() -> None:
     rows = json.loads(svdpp_here(*options, "--compare", "--clips", "8").out)["layouts"]
     (draft,) = [row for row in rows if row["name"] == "draft"]
     (parallel,) = [row for row in rows if row["name"] == "data parallel"]
-    assert draft["layout"]["starts"] == alone["starts"]
-    assert draft["forecast"]["look_seconds"] == pytest.approx(alone["draft"])
+    assert draft["layout"]["start_steps"] == alone["start_steps"]
+    assert draft["forecast"]["preview_seconds"] == pytest.approx(alone["draft"])
     assert draft["forecast"]["latency_seconds"]["mean"] == pytest.approx(alone["exact"])
     # Sooner to be seen, and fewer of them.
-    assert draft["forecast"]["look_seconds"] < parallel["forecast"]["look_seconds"]
-    assert draft["forecast"]["cadence_seconds"] > 3 * parallel["forecast"]["cadence_seconds"]
+    assert draft["forecast"]["preview_seconds"] < parallel["forecast"]["preview_seconds"]
+    assert draft["forecast"]["seconds_per_clip"] > 3 * parallel["forecast"]["seconds_per_clip"]
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--starts", "0,14"), ("--starts is about a draft", "add --draft")),
-        (("--accept", "60dB"), ("--accept is about a draft",)),
-        (("--draft", "--starts", "0,30"), ("below the 28 steps",)),
-        (("--draft", "--starts", "0,14", "--world", "3"), ("names 2 ranks, but there are 3",)),
-        (("--draft", "--starts", "a"), ("--starts must be steps", "--starts 0,14")),
-        (("--draft", "--world", "1"), ("no starts are known", "--starts names others")),
+        (("--draft-starts", "0,14"), ("--draft-starts is about a draft", "add --draft")),
+        (("--draft-psnr", "60dB"), ("--draft-psnr is about a draft",)),
+        (("--draft", "--draft-starts", "0,30"), ("below the 28 steps",)),
+        (
+            ("--draft", "--draft-starts", "0,14", "--world", "3"),
+            ("names 2 ranks, but there are 3",),
+        ),
+        (
+            ("--draft", "--draft-starts", "a"),
+            ("--draft-starts must be steps", "--draft-starts 0,14"),
+        ),
+        (("--draft", "--world", "1"), ("no starts are known", "--draft-starts names others")),
         (("--draft", "--world", "9"), ("2 to 8 ranks and 14 to 50 steps",)),
-        (("--draft", "--world", "2", "--accept", "60"), ("use --world 3 or more",)),
-        (("--draft", "--starts", "0,14", "--accept", "60"), ("as many --starts where they",)),
-        (("--draft", "--world", "3", "--accept", "good"), ("must be a PSNR in dB", "60dB")),
-        (("--draft", "--world", "3", "--accept", "0dB"), ("finite PSNR above 0",)),
+        (("--draft", "--world", "2", "--draft-psnr", "60"), ("use --world 3 or more",)),
+        (
+            ("--draft", "--draft-starts", "0,14", "--draft-psnr", "60"),
+            ("as many --draft-starts where they",),
+        ),
+        (("--draft", "--world", "3", "--draft-psnr", "good"), ("must be a PSNR in dB", "60dB")),
+        (("--draft", "--world", "3", "--draft-psnr", "0dB"), ("finite PSNR above 0",)),
         (("--draft", "--split", "dithered"), ("leave out --split",)),
         (("--draft", "--replicas", "2"), ("leave out --replicas",)),
         (("--draft", "--layout", "auto"), ("leave out --layout",)),
-        (("--draft", "--checkpoint-dir", "kept"), ("leave out --checkpoint-dir",)),
+        (("--draft", "--latents-dir", "saved"), ("leave out --latents-dir",)),
     ],
 )
 def test_requests_that_are_refused(
@@ -87,7 +96,7 @@ def test_requests_that_are_refused(
 def test_a_file_of_starts_that_is_none(tmp_path: Path) -> None:
     path = tmp_path / "draft.json"
     path.write_text("{}")
-    options = ("--draft", "--starts", str(path))
+    options = ("--draft", "--draft-starts", str(path))
     assert_error(svdpp_here("plan", *options), 7, "are no profile", "svdpp profile --draft")
 
 
@@ -136,8 +145,8 @@ def test_run_says_what_came_when(tmp_path: Path) -> None:
 def test_an_accepted_draft_is_kept_resumed_and_never_verified(tmp_path: Path) -> None:
     out = tmp_path / "out"
     command = ("run", PHOTO, *DEMO, *SMALL, "--world", "3", "--out", str(out))
-    drafting = (*command, "--draft", "--starts", "0,7,9")
-    answer = svdpp_alone(*drafting, "--accept", "10dB")
+    drafting = (*command, "--draft", "--draft-starts", "0,7,9")
+    answer = svdpp_alone(*drafting, "--draft-psnr", "10dB")
     assert answer.code == 0, answer.err
     assert answer.out == f"{out}/rocket_0.draft.mp4\n"
     assert "approximate: rank 1's result" in answer.err
@@ -149,8 +158,8 @@ def test_an_accepted_draft_is_kept_resumed_and_never_verified(tmp_path: Path) ->
     assert (clip["state"], clip["exact"], clip["output"]) == ("done", False, "rocket_0.draft.mp4")
 
     refused = svdpp_here("verify", str(out / "rocket_0.draft.json"))
-    assert_error(refused, 2, "by its own word is not exact", "without --accept")
-    again = svdpp_here(*drafting, "--accept", "10dB", "--resume")
+    assert_error(refused, 2, "by its own word is not exact", "without --draft-psnr")
+    again = svdpp_here(*drafting, "--draft-psnr", "10dB", "--resume")
     assert again.out == f"{out}/rocket_0.draft.mp4  (was finished)\n"
     better = svdpp_alone(*drafting, "--resume")
     assert better.out == f"{out}/rocket_0.mp4\n", better.err
@@ -170,11 +179,13 @@ def test_profile_measures_starts_that_run_takes(tmp_path: Path) -> None:
     assert answer.code == 0, answer.err
     content = json.loads(path.read_text())
     assert content["photographs"] == ["rocket.jpg"]
-    assert {len(choice["starts"]) for choice in content["choices"]} == {2, 3}
-    assert "svdpp run PHOTO --draft --model demo --device cpu --steps 8 --starts" in answer.err
-    planned = svdpp_here("plan", "--draft", "--steps", "8", "--starts", str(path), "--json")
-    starts = json.loads(planned.out)["starts"]
-    assert starts in [choice["starts"] for choice in content["choices"]]
+    assert {len(choice["start_steps"]) for choice in content["choices"]} == {2, 3}
+    assert (
+        "svdpp run PHOTO --draft --model demo --device cpu --steps 8 --draft-starts" in answer.err
+    )
+    planned = svdpp_here("plan", "--draft", "--steps", "8", "--draft-starts", str(path), "--json")
+    start_steps = json.loads(planned.out)["start_steps"]
+    assert start_steps in [choice["start_steps"] for choice in content["choices"]]
 
 
 @pytest.mark.processes
@@ -191,12 +202,12 @@ def test_verify_and_simulate_know_drafts(tmp_path: Path) -> None:
     text = page.read_text()
     assert "Drafts" in text
     assert "Draft by rank 2, after 5 rounds" in text
-    rehearsed = svdpp_alone(
+    scaled = svdpp_alone(
         *("simulate", "--draft", *STARTS, "--latent-shape", "1", "4", "2", "8", "8", "--json")
     )
-    assert rehearsed.code == 0, rehearsed.err
-    content = json.loads(rehearsed.out)
-    assert content["starts"] == [0, 3, 5]
+    assert scaled.code == 0, scaled.err
+    content = json.loads(scaled.out)
+    assert content["start_steps"] == [0, 3, 5]
     assert [rank["steps_done"] for rank in content["ranks"]] == [
         content["clips"] * steps for steps in (8, 5, 3)
     ]

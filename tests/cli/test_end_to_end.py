@@ -92,9 +92,9 @@ def test_run_makes_clips_that_are_diffusers_own(tiny: Path, tmp_path: Path) -> N
         assert record["frames_sha256"] == pixels
     clip_files = [f"{stem}_{seed}.{suffix}" for stem, seed in names for suffix in ("mp4", "json")]
     assert sorted(p.name for p in out.iterdir()) == sorted([*clip_files, "run.json"])
-    journal = json.loads((out / "run.json").read_text())
-    assert [clip["output"] for clip in journal["clips"]] == clip_files[::2]
-    assert {clip["state"] for clip in journal["clips"]} == {"done"}
+    manifest = json.loads((out / "run.json").read_text())
+    assert [clip["output"] for clip in manifest["clips"]] == clip_files[::2]
+    assert {clip["state"] for clip in manifest["clips"]} == {"done"}
 
     # The same command again: refused, skipped, and only what is missing made anew.
     before = {path: path.read_bytes() for path in out.iterdir()}
@@ -142,7 +142,7 @@ def test_run_writes_other_formats(tiny: Path, tmp_path: Path, kind: str) -> None
 def test_verify_catches_a_planted_fault_with_exit_code_3() -> None:
     done = _svdpp(
         *("verify", "--model", "dummy", "--latent-shape", 1, 4, 2, 8, 8, "--steps", 4),
-        *("--plant-fault", "ulp@rank1.clip1", "--json"),
+        *("--inject-fault", "ulp@rank1.clip1", "--json"),
     )
     assert done.returncode == 3
     report = json.loads(done.stdout)

@@ -30,7 +30,7 @@ def test_what_is_given_is_taken_and_the_rest_left_to_the_default() -> None:
     assert shape == {"split": "dithered", "decoders": 2, "costs": PRESETS["svd-xt-a100"]}
     assert why == ""
     config = PipelineConfig(world_size=4, sampling=SamplingConfig(num_inference_steps=25), **shape)
-    assert str(config.layout) == "1 chain of 4 ranks, dithered, 2 decoders"
+    assert str(config.layout) == "1 replica of 4 ranks, dithered, 2 decoders"
     steps, _ = LayoutChoice().settings(**{**COUNTS, "decodes": False})
     assert steps == {"costs": Costs()}
 

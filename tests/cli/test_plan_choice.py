@@ -11,9 +11,9 @@ import torch
 
 from svdpp.cli.draft_choice import DraftChoice
 from svdpp.cli.layout_choice import LayoutChoice
-from svdpp.cli.plan_choice import SchemeChoice
+from svdpp.cli.plan_choice import PlanChoice
 from svdpp.errors import RequestError
-from svdpp.plan.draft_starts import DraftProfile, MeasuredStarts
+from svdpp.plan.draft_starts import DraftProfile, MeasuredStartSteps
 
 
 def _choice(
@@ -21,11 +21,11 @@ def _choice(
     steps: int = 25,
     device: str = "cuda",
     world: int | None = None,
-    starts: str | None = None,
+    start_steps: str | None = None,
     draft: bool = True,
-) -> SchemeChoice:
-    return SchemeChoice(
-        draft=DraftChoice(draft=draft, starts=starts),
+) -> PlanChoice:
+    return PlanChoice(
+        draft=DraftChoice(draft=draft, start_steps=start_steps),
         layout=LayoutChoice(),
         world=world,
         steps=steps,
@@ -33,7 +33,7 @@ def _choice(
     )
 
 
-def _settings(choice: SchemeChoice) -> dict[str, Any]:
+def _settings(choice: PlanChoice) -> dict[str, Any]:
     return choice.settings(num_clips=1, decodes=True)[0]
 
 
@@ -43,21 +43,21 @@ def test_a_draft_takes_all_gpus_whatever_divides(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     shape = _settings(_choice())
-    assert shape["world_size"] == len(shape["draft"].starts) == world_size
+    assert shape["world_size"] == len(shape["draft"].start_steps) == world_size
     assert _choice(draft=False).world_size() == (1 if gpus < 5 else 5)
 
 
 def test_a_draft_on_the_cpu_takes_two_ranks() -> None:
     shape = _settings(_choice(device="cpu"))
-    assert (shape["world_size"], shape["draft"].starts) == (2, (0, 13))
+    assert (shape["world_size"], shape["draft"].start_steps) == (2, (0, 13))
 
 
 @pytest.fixture
 def measured(tmp_path: Path) -> str:
     """A file of starts for 2 and 4 ranks, whose name says nothing of what is in it."""
     choices = tuple(
-        MeasuredStarts(starts=starts, rounds=13, psnr_db=50.0, max_levels=3)
-        for starts in ((0, 13), (0, 7, 11, 15))
+        MeasuredStartSteps(start_steps=start_steps, rounds=13, psnr_db=50.0, max_levels=3)
+        for start_steps in ((0, 13), (0, 7, 11, 15))
     )
     profile = DraftProfile(
         model="demo", num_steps=25, photographs=("a.jpg",), source="a test", choices=choices
@@ -75,13 +75,13 @@ def _join(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
 def test_a_file_of_starts_is_asked_for_the_ranks_there_are(
     monkeypatch: pytest.MonkeyPatch, measured: str
 ) -> None:
-    assert _settings(_choice(starts=measured))["draft"].starts == (0, 7, 11, 15)
-    assert _settings(_choice(starts=measured, world=2))["draft"].starts == (0, 13)
+    assert _settings(_choice(start_steps=measured))["draft"].start_steps == (0, 7, 11, 15)
+    assert _settings(_choice(start_steps=measured, world=2))["draft"].start_steps == (0, 13)
     _join(monkeypatch, 2)
-    assert _settings(_choice(starts=measured))["draft"].starts == (0, 13)
+    assert _settings(_choice(start_steps=measured))["draft"].start_steps == (0, 13)
 
 
 def test_starts_for_other_ranks_than_the_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
     _join(monkeypatch, 4)
-    with pytest.raises(RequestError, match="--starts names 2 ranks, torchrun has 4"):
-        _settings(_choice(starts="0,14"))
+    with pytest.raises(RequestError, match="--draft-starts names 2 ranks, torchrun has 4"):
+        _settings(_choice(start_steps="0,14"))

@@ -26,11 +26,11 @@ from svdpp.plan.schedule import build_schedule
 from svdpp.plan.split import split_steps
 from svdpp.worker.messages import (
     ActionDone,
-    Beat,
     ClipDone,
     ClipFailed,
     DraftLost,
     Event,
+    Heartbeat,
     Joined,
     StepDone,
 )
@@ -93,12 +93,12 @@ def test_a_settled_clip_is_counted_once() -> None:
 
 EVENTS: tuple[tuple[int, Event], ...] = (
     (0, Joined(device="cpu", load_seconds=0.1)),
-    (0, Beat(action="ENCODE c0 @0")),
-    (0, Beat(action="DENOISE c0 0:14")),
+    (0, Heartbeat(action="ENCODE c0 @0")),
+    (0, Heartbeat(action="DENOISE c0 0:14")),
     (0, StepDone(clip=0, step=0, seconds=2.0)),
     (0, StepDone(clip=0, step=1, seconds=2.0)),
     (1, Joined(device="cpu", load_seconds=0.1)),
-    (1, Beat(action="DENOISE c0 14:28", waiting=True)),
+    (1, Heartbeat(action="DENOISE c0 14:28", waiting=True)),
 )
 
 

@@ -37,8 +37,8 @@ def test_the_command_that_proves_a_clip_names_its_json(
     [
         (2, 1, 120, ["looking at 120 clips that are there, frame by frame ..."]),
         (2, 1, 3, []),
-        (1, 1, 0, ["--checkpoint-dir: nothing will be kept, for no clip goes from rank to rank"]),
-        (2, 2, 0, ["--checkpoint-dir: nothing will be kept, for no clip goes from rank to rank"]),
+        (1, 1, 0, ["--latents-dir: nothing will be kept, for no clip goes from rank to rank"]),
+        (2, 2, 0, ["--latents-dir: nothing will be kept, for no clip goes from rank to rank"]),
     ],
 )
 def test_what_takes_a_while_and_what_will_not_be_kept(
@@ -46,7 +46,7 @@ def test_what_takes_a_while_and_what_will_not_be_kept(
 ) -> None:
     console, heard = Console(), io.StringIO()
     console.err = RichConsole(file=heard, width=80)
-    policy = OutputPolicy(folder=Path("out"), resume=True, handover_folder=Path("kept"))
+    policy = OutputPolicy(folder=Path("out"), resume=True, latents_folder=Path("saved"))
     config = PipelineConfig(
         world_size=world_size,
         replicas=replicas,
@@ -55,5 +55,5 @@ def test_what_takes_a_while_and_what_will_not_be_kept(
     )
     announce_look(console, config, policy, num_there)
     assert heard.getvalue().splitlines() == words
-    announce_look(console, config, replace(policy, handover_folder=None, resume=False), num_there)
+    announce_look(console, config, replace(policy, latents_folder=None, resume=False), num_there)
     assert heard.getvalue().splitlines() == words

@@ -38,10 +38,10 @@ def _latents(out: Path) -> dict[str, str]:
 
 
 def test_a_killed_run_goes_on_from_its_hand_overs(tmp_path: Path) -> None:
-    whole, out, kept = tmp_path / "whole", tmp_path / "out", tmp_path / "kept"
+    whole, out, kept = tmp_path / "whole", tmp_path / "out", tmp_path / "saved"
     uninterrupted = _run(*PHOTOS, "--world", 1, "--out", whole)
     assert uninterrupted.returncode == 0, uninterrupted.stderr
-    keeping = ("--out", out, "--checkpoint-dir", kept)
+    keeping = ("--out", out, "--latents-dir", kept)
     killed = subprocess.Popen(
         _command(*PHOTOS, "--world", 3, *keeping),
         stdout=subprocess.PIPE,
@@ -61,9 +61,9 @@ def test_a_killed_run_goes_on_from_its_hand_overs(tmp_path: Path) -> None:
     assert "of them from where an earlier run stood" in resumed.stderr
     assert _latents(out) == _latents(whole)
     assert list(kept.iterdir()) == []
-    journal = json.loads((out / "run.json").read_text())
-    assert [clip["state"] for clip in journal["clips"]] == ["done", "done"]
-    assert max(clip.get("from_step", 0) for clip in journal["clips"]) >= 2
+    manifest = json.loads((out / "run.json").read_text())
+    assert [clip["state"] for clip in manifest["clips"]] == ["done", "done"]
+    assert max(clip.get("from_step", 0) for clip in manifest["clips"]) >= 2
     assert all(len(read_frames(clip, "mp4")) == 2 for clip in out.glob("*.mp4"))
 
 
@@ -81,7 +81,7 @@ def test_unreadable_images_lose_no_other_with_keep_going(tmp_path: Path) -> None
     assert len(read_frames(out / made["output"], "mp4")) == 2
     assert [clip["error"]["type"] for clip in lost] == ["InputError"] * 2
     assert "error: 2 of 3 lost: " in done.stderr
-    journal = json.loads((out / "run.json").read_text())["clips"]
-    assert sorted(clip["state"] for clip in journal) == ["done", "failed", "failed"]
+    manifest = json.loads((out / "run.json").read_text())["clips"]
+    assert sorted(clip["state"] for clip in manifest) == ["done", "failed", "failed"]
     nothing = _run(*inputs[1:], "--world", 1, "--out", out, "--keep-going")
     assert nothing.returncode == 7

@@ -47,7 +47,7 @@ def test_a_healthy_machine(tmp_path: Path) -> None:
     assert all(len(line) < 80 for line in answer.out.splitlines())
     verdicts = [line[:26].split(None, 1) for line in answer.out.splitlines() if line[0] != " "]
     names = ["devices", "temporary folder", "ffmpeg", "output folder"]
-    names += ["model", "memory", "hops", "determinism"]
+    names += ["model", "memory", "transfers", "determinism"]
     assert [(verdict, name.strip()) for verdict, name in verdicts] == [("ok", n) for n in names]
     assert not (tmp_path / "out").exists()
 
@@ -91,13 +91,13 @@ def test_a_broken_machine_names_every_mend(tmp_path: Path) -> None:
     codes = {name: check["exit_code"] for name, check in checks.items()}
     assert codes == {
         **{"devices": 2, "ffmpeg": 8, "output folder": 8, "model": 5},
-        **{"temporary folder": 0, "memory": 0, "hops": 0, "determinism": 0},
+        **{"temporary folder": 0, "memory": 0, "transfers": 0, "determinism": 0},
     }
     assert "--device cpu" in checks["devices"]["mend"]
     assert checks["ffmpeg"]["mend"] == "pip install imageio-ffmpeg"
     assert "--out" in checks["output folder"]["mend"]
     assert "--model" in checks["model"]["mend"]
-    for name in ("memory", "hops", "determinism"):
+    for name in ("memory", "transfers", "determinism"):
         assert (checks[name]["verdict"], checks[name]["detail"]) == ("skipped", "needs devices")
 
 
@@ -133,13 +133,13 @@ def test_profile_of_the_demo_is_what_plans_take(tmp_path: Path) -> None:
         assert isinstance(seconds, float)
         assert 0 < seconds < 60
     assert 0 < costs.write_seconds < 60
-    assert 0 < costs.hop_seconds < 10
-    assert costs.hop_bytes_per_second
+    assert 0 < costs.transfer_seconds < 10
+    assert costs.transfer_bytes_per_second
     assert costs.packet_bytes > 2 * 4 * 4 * 4 * 4  # the latents, and what goes with them
     peak = costs.peak_gib(encode=True, denoise=True, decode=True)
     assert peak is not None
     assert 0.018 < peak < 1
-    for word in ("encode", "step", "decode", "write", "hop 0 -> 1"):
+    for word in ("encode", "step", "decode", "write", "transfer 0 -> 1"):
         assert word in answer.out
 
 
@@ -152,7 +152,7 @@ def test_profile_of_the_dummy_has_steps_alone(tmp_path: Path) -> None:
 
     assert answer.code == 0, answer
     costs = Costs.from_json(json.loads(answer.out), "stdout")
-    assert (costs.decode_seconds, costs.write_seconds, costs.hop_seconds) == (0, 0, 0)
+    assert (costs.decode_seconds, costs.write_seconds, costs.transfer_seconds) == (0, 0, 0)
     assert costs.denoise_weights_gib
     assert costs.decode_weights_gib is None
 

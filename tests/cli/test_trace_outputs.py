@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from svdpp.cli.trace_outputs import Sights
+from svdpp.cli.trace_outputs import TraceOutputs
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SamplingConfig
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import RankError
-from svdpp.worker.fault_injection import PlantedFault
+from svdpp.worker.fault_injection import InjectedFault
 from tests.cli.shell import DEMO, PHOTO, TINY, assert_error, svdpp_alone, svdpp_here
 
 SMALL = ("--world", "2", "--steps", "2", "--latent-shape", "1", "4", "2", "8", "8", "--clips", "2")
@@ -81,9 +81,9 @@ def test_a_run_that_fails_leaves_what_was_measured_until_then(tmp_path: Path) ->
         model=ModelConfig(name="dummy", dummy_latent_shape=(1, 4, 2, 8, 8)),
         sampling=SamplingConfig(num_inference_steps=2),
     )
-    pipeline = Pipeline(config, fault=PlantedFault.parse("raise@rank1.clip1"))
-    sights = Sights(trace=tmp_path / "trace.json")
-    with pytest.raises(RankError, match="a planted fault"), sights.of(pipeline), pipeline:
+    pipeline = Pipeline(config, fault=InjectedFault.parse("raise@rank1.clip1"))
+    trace_outputs = TraceOutputs(trace=tmp_path / "trace.json")
+    with pytest.raises(RankError, match="a planted fault"), trace_outputs.of(pipeline), pipeline:
         pipeline.run([ClipRequest(seed=seed) for seed in range(2)])
 
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
@@ -94,8 +94,8 @@ def test_a_run_that_fails_leaves_what_was_measured_until_then(tmp_path: Path) ->
 
 def test_a_run_that_never_began_leaves_nothing(tmp_path: Path) -> None:
     pipeline = Pipeline(PipelineConfig(world_size=1, model=ModelConfig(name="dummy")))
-    sights = Sights(trace=tmp_path / "trace.json")
-    with pytest.raises(ZeroDivisionError), sights.of(pipeline):
+    trace_outputs = TraceOutputs(trace=tmp_path / "trace.json")
+    with pytest.raises(ZeroDivisionError), trace_outputs.of(pipeline):
         raise ZeroDivisionError
 
     assert list(tmp_path.iterdir()) == []
@@ -106,7 +106,7 @@ def test_a_run_that_never_began_leaves_nothing(tmp_path: Path) -> None:
 def test_a_verify_that_finds_a_difference_writes_its_report(tmp_path: Path) -> None:
     answer = svdpp_alone(
         *("verify", "--model", "dummy", "--device", "cpu", *SMALL, "--json", "-q"),
-        *("--plant-fault", "ulp@rank0.clip1", "--report", "report.html"),
+        *("--inject-fault", "ulp@rank0.clip1", "--report", "report.html"),
         cwd=tmp_path,
     )
 

@@ -11,7 +11,7 @@ import torch
 from svdpp.comm.transport import Packet, Transfer, Transport, tensor_spec
 from svdpp.config import TensorSpec
 from svdpp.errors import TransportError
-from svdpp.launch.started import Member
+from svdpp.launch.started import RankContext
 from tests.processes import run_ranks
 
 pytestmark = pytest.mark.processes
@@ -32,10 +32,12 @@ def _spec(tensors: dict[str, torch.Tensor]) -> dict[str, TensorSpec]:
     return {name: tensor_spec(tensor) for name, tensor in tensors.items()}
 
 
-def _transport(member: Member, transfers: list[Transfer]) -> Transport:
-    member.join()
-    transport = Transport(member.world.rank, torch.device("cpu"), member.backend, transfers.append)
-    transport.connect([(r, r + 1) for r in range(member.world.size - 1)])
+def _transport(context: RankContext, transfers: list[Transfer]) -> Transport:
+    context.join()
+    transport = Transport(
+        context.world.rank, torch.device("cpu"), context.backend, transfers.append
+    )
+    transport.connect([(r, r + 1) for r in range(context.world.size - 1)])
     return transport
 
 
@@ -44,18 +46,18 @@ def _bits(tensor: torch.Tensor) -> list[int]:
     return flat
 
 
-def _relay(member: Member, clips: int) -> dict[str, Any]:
+def _relay(context: RankContext, clips: int) -> dict[str, Any]:
     """Every rank hands on what it gets; the last compares the bits with those of the first."""
     transfers: list[Transfer] = []
-    transport = _transport(member, transfers)
-    rank, last = member.world.rank, member.world.size - 1
+    transport = _transport(context, transfers)
+    rank, last = context.world.rank, context.world.size - 1
     equal = 0
     for clip in range(clips):
         expected = _tensors(clip)
         if rank == 0:
             packet = Packet(clip, 4, 100.0 + clip, expected)
         else:
-            packet = transport.post_receive(clip, 4, rank - 1, _spec(expected)).take()
+            packet = transport.post_receive(clip, 4, rank - 1, _spec(expected)).wait()
             assert (packet.clip, packet.next_step, packet.begun_at) == (clip, 4, 100.0 + clip)
         if rank < last:
             transport.send(packet, rank + 1)
@@ -66,22 +68,22 @@ def _relay(member: Member, clips: int) -> dict[str, Any]:
         )
     transport.drain()
     transport.close()
-    return {"equal": equal, "hops": [(t.kind, t.clip, t.peer, t.num_bytes) for t in transfers]}
+    return {"equal": equal, "transfers": [(t.kind, t.clip, t.peer, t.num_bytes) for t in transfers]}
 
 
 def test_packets_arrive_bit_for_bit_through_three_ranks() -> None:
     first, middle, last = run_ranks(_relay, 3, 5)
     assert [r["equal"] for r in (first, middle, last)] == [5, 5, 5]
     num_bytes = 3 * 5 * 7 * (2 + 2 + 4)
-    assert first["hops"] == [["send", clip, 1, num_bytes] for clip in range(5)]
-    assert last["hops"] == [["recv", clip, 1, num_bytes] for clip in range(5)]
+    assert first["transfers"] == [["send", clip, 1, num_bytes] for clip in range(5)]
+    assert last["transfers"] == [["recv", clip, 1, num_bytes] for clip in range(5)]
 
 
-def _slow_receiver(member: Member) -> list[int]:
+def _slow_receiver(context: RankContext) -> list[int]:
     """Rank 1 takes nothing until rank 0 has said how far it got."""
-    transport = _transport(member, [])
+    transport = _transport(context, [])
     tensors = _tensors(0)
-    if member.world.rank == 0:
+    if context.world.rank == 0:
         handed_over = []
         begun = time.monotonic()
         for clip in range(3):
@@ -91,7 +93,7 @@ def _slow_receiver(member: Member) -> list[int]:
         return handed_over
     time.sleep(3)
     for clip in range(3):
-        transport.post_receive(clip, 1, 0, _spec(tensors)).take()
+        transport.post_receive(clip, 1, 0, _spec(tensors)).wait()
     return []
 
 
@@ -102,10 +104,10 @@ def test_a_slow_rank_holds_back_the_one_before_it() -> None:
     assert handed_over[1] >= 2
 
 
-def _mismatch(member: Member, expected: dict[str, Any]) -> str:
-    transport = _transport(member, [])
+def _mismatch(context: RankContext, expected: dict[str, Any]) -> str:
+    transport = _transport(context, [])
     tensors = {"latents": torch.zeros(2, 3)}
-    if member.world.rank == 0:
+    if context.world.rank == 0:
         transport.send(Packet(7, 4, 0.0, tensors), 1)
         try:
             transport.drain()
@@ -115,9 +117,9 @@ def _mismatch(member: Member, expected: dict[str, Any]) -> str:
     shape = tuple(expected.get("shape", (2, 3)))
     spec = {"latents": TensorSpec(shape, expected.get("dtype", "fp32"))}
     clip = expected.get("clip", 7)
-    arrival = transport.post_receive(clip, expected.get("next_step", 4), 0, spec)
+    pending = transport.post_receive(clip, expected.get("next_step", 4), 0, spec)
     try:
-        arrival.take()
+        pending.wait()
     except TransportError as error:
         return error.message
     return "accepted"
@@ -145,13 +147,13 @@ def test_a_packet_that_is_not_the_expected_one_is_refused(
         assert sender.startswith("could not send clip 7 at step 4 to rank 1: ")
 
 
-def _leaver(member: Member) -> str:
-    transport = _transport(member, [])
-    if member.world.rank == 0:
+def _leaver(context: RankContext) -> str:
+    transport = _transport(context, [])
+    if context.world.rank == 0:
         return "left"
-    arrival = transport.post_receive(0, 1, 0, {"latents": TensorSpec((1,), "fp32")})
+    pending = transport.post_receive(0, 1, 0, {"latents": TensorSpec((1,), "fp32")})
     try:
-        arrival.take()
+        pending.wait()
     except TransportError as error:
         return error.message
     return "accepted"

@@ -13,7 +13,7 @@ from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SamplingConfi
 from svdpp.diagnostics.chrome_trace import trace_events, write_chrome_trace
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.trace import Trace
-from svdpp.worker.messages import ActionDone, HopDone, Joined, StepDone
+from svdpp.worker.messages import ActionDone, Joined, StepDone, TransferDone
 
 _REQUIRED = {"X": {"name", "cat", "ts", "dur", "args"}, "s": {"id", "ts"}, "f": {"id", "ts", "bp"}}
 
@@ -52,17 +52,17 @@ def _check_nesting(slices: list[tuple[float, float]]) -> None:
 
 
 def _trace() -> Trace:
-    """Two steps on each of two ranks, and the hop between them."""
+    """Two steps on each of two ranks, and the transfer between them."""
     trace = Trace(2)
-    hop = {"clip": 0, "next_step": 2, "num_bytes": 8}
+    transfer = {"clip": 0, "next_step": 2, "num_bytes": 8}
     for rank in range(2):
         trace.add(rank, Joined(device="cpu", load_seconds=0.5))
     trace.add(0, ActionDone(action="ENCODE c0 @0", start=100.0, end=101.0, waited=0.0))
     trace.add(0, StepDone(clip=0, step=0, seconds=1.5))
     trace.add(0, StepDone(clip=0, step=1, seconds=2.0))
     trace.add(0, ActionDone(action="DENOISE c0 0:2", start=101.0, end=105.0, waited=0.0))
-    trace.add(1, HopDone(direction="recv", peer=0, seconds=0.25, end=105.5, **hop))
-    trace.add(0, HopDone(direction="send", peer=1, seconds=0.5, end=105.5, **hop))
+    trace.add(1, TransferDone(direction="recv", peer=0, seconds=0.25, end=105.5, **transfer))
+    trace.add(0, TransferDone(direction="send", peer=1, seconds=0.5, end=105.5, **transfer))
     trace.add(1, StepDone(clip=0, step=2, seconds=1.0))
     trace.add(1, ActionDone(action="DENOISE c0 2:3", start=105.5, end=106.5, waited=5.5))
     return trace
@@ -105,12 +105,12 @@ def test_a_hand_over_is_an_arrow_from_its_sender_to_its_receiver() -> None:
 
 
 def test_two_words_on_one_step_of_a_clip_are_two_arrows() -> None:
-    """A LEAP to step 14 and what is told of step 14, between the same two ranks."""
+    """A SEND_START to step 14 and what is told of step 14, between the same two ranks."""
     trace = Trace(2)
     for end, num_bytes in ((1.0, 8), (9.0, 16)):
-        hop = {"clip": 0, "next_step": 14, "num_bytes": num_bytes, "end": end, "seconds": 0.5}
-        trace.add(0, HopDone(direction="send", peer=1, **hop))
-        trace.add(1, HopDone(direction="recv", peer=0, **hop))
+        transfer = {"clip": 0, "next_step": 14, "num_bytes": num_bytes, "end": end, "seconds": 0.5}
+        trace.add(0, TransferDone(direction="send", peer=1, **transfer))
+        trace.add(1, TransferDone(direction="recv", peer=0, **transfer))
     arrows: dict[int, list[tuple[str, int]]] = defaultdict(list)
     for event in trace_events(trace):
         if event["ph"] in "sf":
@@ -149,7 +149,7 @@ def test_the_trace_of_real_ranks_holds_every_step_and_hop(tmp_path: Path) -> Non
     )
     assert steps == sorted((step // 2, clip, step) for clip in range(3) for step in range(4))
     for name, rank in (("send", 0), ("recv", 1)):
-        hops = [e for e in events if e["name"].startswith(name)]
-        assert [(e["pid"], e["args"]["clip"]) for e in hops] == [(rank, c) for c in range(3)]
+        transfers = [e for e in events if e["name"].startswith(name)]
+        assert [(e["pid"], e["args"]["clip"]) for e in transfers] == [(rank, c) for c in range(3)]
     arrows = [e["id"] for e in events if e["ph"] in "sf"]
     assert sorted(arrows) == [0, 0, 1, 1, 2, 2]

@@ -6,8 +6,8 @@ import pytest
 
 from svdpp.config import ModelConfig, PipelineConfig, SamplingConfig
 from svdpp.diagnostics.cost_profile import Profile, _Measured, _moving_photo
-from svdpp.diagnostics.rank_probe import Hop
-from svdpp.worker.messages import ActionDone, HopDone, StepDone
+from svdpp.diagnostics.rank_probe import LinkSpeed
+from svdpp.worker.messages import ActionDone, StepDone, TransferDone
 
 
 def _profile(device: str, *steps: float) -> Profile:
@@ -36,13 +36,13 @@ def test_ranks_are_told_apart_where_gpus_differ(
 
 def test_the_slowest_wire_counts() -> None:
     profile = _profile("cpu", 1.0, 1.0, 1.0)
-    profile.hops = [Hop(0, 1, 0.001, 2e9), Hop(1, 2, 0.003, 1e9)]
+    profile.transfers = [LinkSpeed(0, 1, 0.001, 2e9), LinkSpeed(1, 2, 0.003, 1e9)]
     profile.packet_bytes = 1_000_000
     profile.weight_bytes, profile.work_bytes = {"denoise": 2**30}, {"denoise": 2**29}
 
     costs = profile.costs("svdpp profile")
 
-    assert costs.hand_over_seconds == pytest.approx(0.003 + 0.001)
+    assert costs.local_transfer_seconds == pytest.approx(0.003 + 0.001)
     assert costs.peak_gib(encode=False, denoise=True, decode=False) == 1.5
     assert costs.source == "measured by: svdpp profile"
     assert costs.name == "dummy 1x4x14x64x64 fp32"
@@ -56,7 +56,9 @@ def test_the_first_clip_warms_up_and_does_not_count() -> None:
         measured(0, done)
     measured(
         1,
-        HopDone(direction="recv", clip=1, next_step=1, peer=0, num_bytes=77, seconds=0.1, end=1.0),
+        TransferDone(
+            direction="recv", clip=1, next_step=1, peer=0, num_bytes=77, seconds=0.1, end=1.0
+        ),
     )
 
     assert measured.steps == {1: [9.0, 8.0]}

@@ -11,7 +11,7 @@ from svdpp.diagnostics import rank_probe
 from svdpp.diagnostics.memory_estimate import estimate_ranks
 from svdpp.driver.pipeline import resolve
 from svdpp.errors import InputError, RankError
-from svdpp.launch.started import Member
+from svdpp.launch.started import RankContext
 from svdpp.plan.schedule import build_schedule
 
 
@@ -23,12 +23,12 @@ def _dummy(world_size: int) -> PipelineConfig:
     )
 
 
-def _who(member: Member, config: PipelineConfig, argument: Any) -> dict[str, Any]:
-    return {"rank": member.world.rank, "of": config.world_size, "argument": argument}
+def _who(context: RankContext, config: PipelineConfig, argument: Any) -> dict[str, Any]:
+    return {"rank": context.world.rank, "of": config.world_size, "argument": argument}
 
 
-def _refuse(member: Member, _: PipelineConfig, argument: Any) -> dict[str, Any]:
-    if member.world.rank == argument:
+def _refuse(context: RankContext, _: PipelineConfig, argument: Any) -> dict[str, Any]:
+    if context.world.rank == argument:
         raise InputError("a bad file", "another one")
     return {}
 
@@ -55,13 +55,13 @@ def test_what_a_rank_cannot_do_is_said_in_its_words() -> None:
 
 @pytest.mark.processes
 def test_every_pair_of_neighbours_is_measured() -> None:
-    hops = rank_probe.measure_hops(_dummy(3))
+    transfers = rank_probe.measure_transfers(_dummy(3))
 
-    assert [(hop.source, hop.target) for hop in hops] == [(0, 1), (1, 2)]
-    for hop in hops:
-        assert 0 < hop.latency_seconds < 10
-        assert 1e5 < hop.bytes_per_second < 1e13
-    assert rank_probe.measure_hops(_dummy(1)) == []
+    assert [(transfer.source, transfer.target) for transfer in transfers] == [(0, 1), (1, 2)]
+    for transfer in transfers:
+        assert 0 < transfer.latency_seconds < 10
+        assert 1e5 < transfer.bytes_per_second < 1e13
+    assert rank_probe.measure_transfers(_dummy(1)) == []
 
 
 @pytest.mark.processes

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SamplingConfig
-from svdpp.diagnostics.time_breakdown import accounts
+from svdpp.diagnostics.time_breakdown import time_breakdown
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.trace import Trace
 from svdpp.plan.costs import Costs
-from svdpp.worker.messages import ActionDone, HopDone
+from svdpp.worker.messages import ActionDone, TransferDone
 
 
 def _trace() -> Trace:
@@ -17,16 +17,16 @@ def _trace() -> Trace:
     trace = Trace(2)
     trace.add(0, ActionDone(action="ENCODE c0 @0", start=100.0, end=101.0, waited=0.0))
     trace.add(0, ActionDone(action="DENOISE c0 0:2", start=101.0, end=104.0, waited=0.0))
-    hop = {"clip": 0, "next_step": 2, "num_bytes": 8}
-    trace.add(0, HopDone(direction="send", peer=1, seconds=1.0, end=105.0, **hop))
-    trace.add(1, HopDone(direction="recv", peer=0, seconds=1.0, end=105.0, **hop))
+    transfer = {"clip": 0, "next_step": 2, "num_bytes": 8}
+    trace.add(0, TransferDone(direction="send", peer=1, seconds=1.0, end=105.0, **transfer))
+    trace.add(1, TransferDone(direction="recv", peer=0, seconds=1.0, end=105.0, **transfer))
     trace.add(1, ActionDone(action="DENOISE c0 2:4", start=105.0, end=108.0, waited=4.0))
     trace.add(1, ActionDone(action="DECODE c0 @4", start=108.5, end=110.0, waited=0.0))
     return trace
 
 
 def test_every_part_is_measured_for_itself() -> None:
-    first, second = accounts(_trace())
+    first, second = time_breakdown(_trace())
     assert (first.wall, first.compute, first.wait, first.transfer) == (10.0, 4.0, 0.0, 0.0)
     assert (first.idle, first.unaccounted) == (6.0, 0.0)
     assert (second.compute, second.wait, second.transfer, second.idle) == (4.5, 3.0, 1.0, 1.0)
@@ -36,31 +36,31 @@ def test_every_part_is_measured_for_itself() -> None:
 def test_what_was_not_measured_is_missed() -> None:
     trace = _trace()
     del trace.spans[1]
-    assert [each.unaccounted for each in accounts(trace)] == [0.0, 0.5]
+    assert [each.unaccounted for each in time_breakdown(trace)] == [0.0, 0.5]
     trace.waits.clear()
     trace.spans.append(trace.spans[0]._replace(start=109.0, end=109.5))
-    assert accounts(trace)[0].unaccounted == pytest.approx(8.0)
+    assert time_breakdown(trace)[0].unaccounted == pytest.approx(8.0)
 
 
 def test_hops_beneath_the_denoising_cost_nothing_and_two_at_once_count_once() -> None:
     trace = _trace()
-    hop = {"clip": 1, "next_step": 2, "num_bytes": 8, "peer": 0, "direction": "recv"}
+    transfer = {"clip": 1, "next_step": 2, "num_bytes": 8, "peer": 0, "direction": "recv"}
     for end in (106.0, 105.0, 104.5):  # beneath the denoise, the same second again, half of it
-        trace.add(1, HopDone(seconds=1.0, end=end, **hop))
-    assert (accounts(trace)[1].wait, accounts(trace)[1].transfer) == (2.5, 1.5)
+        trace.add(1, TransferDone(seconds=1.0, end=end, **transfer))
+    assert (time_breakdown(trace)[1].wait, time_breakdown(trace)[1].transfer) == (2.5, 1.5)
 
 
 def test_a_rank_that_did_nothing_was_idle() -> None:
     trace = Trace(2)
     trace.add(0, ActionDone(action="ENCODE c0 @0", start=1.0, end=3.0, waited=0.0))
-    assert [each.idle for each in accounts(trace)] == [0.0, 2.0]
+    assert [each.idle for each in time_breakdown(trace)] == [0.0, 2.0]
     with pytest.raises(ValueError, match="nothing was done"):
-        accounts(Trace(1))
+        time_breakdown(Trace(1))
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    "layout", [{}, pytest.param({"replicas": 3}, marks=pytest.mark.long)], ids=("chain", "apart")
+    "layout", [{}, pytest.param({"replicas": 3}, marks=pytest.mark.long)], ids=("replica", "apart")
 )
 def test_the_parts_of_real_ranks_add_up(layout: dict[str, int]) -> None:
     config = PipelineConfig(
@@ -72,7 +72,7 @@ def test_the_parts_of_real_ranks_add_up(layout: dict[str, int]) -> None:
     )
     with Pipeline(config) as pipeline:
         pipeline.run([ClipRequest(seed=seed) for seed in range(6)])
-    for account in accounts(pipeline.trace):
+    for account in time_breakdown(pipeline.trace):
         parts = account.compute + account.wait + account.transfer + account.idle
         assert parts == pytest.approx(account.wall, rel=0.01), account
         assert min(account.compute, account.wait, account.transfer, account.idle) >= 0

@@ -20,7 +20,7 @@ from svdpp.config import (
     PipelineConfig,
     SamplingConfig,
 )
-from svdpp.diagnostics.draft_simulator import DraftLab
+from svdpp.diagnostics.draft_simulator import DraftSimulator
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import NotFiniteError, RequestError
 from svdpp.media.distance import distance
@@ -29,37 +29,37 @@ from svdpp.media.video import frames_sha256, read_frames
 from svdpp.models.base import LATENTS
 from svdpp.models.dummy import DummyModel
 from svdpp.plan.actions import Kind
-from svdpp.plan.draft_starts import default_starts
+from svdpp.plan.draft_starts import default_start_steps
 from svdpp.verification.verify import compare, run_pipelined, run_sequential, verify
-from svdpp.worker.fault_injection import PlantedFault
+from svdpp.worker.fault_injection import InjectedFault
 from svdpp.worker.messages import ClipFailed, DraftDone, DraftLost, Event
-from svdpp.worker.tensor_store import Evidence, tensor_sha256
+from svdpp.worker.tensor_store import TensorStore, tensor_sha256
 from tests.models.builders import save_tiny_checkpoint
 
 SHAPE = (1, 4, 2, 8, 8)
 STARTS = {2: (0, 14), 4: (0, 8, 12, 17), 7: (0, 6, 9, 12, 15, 18, 21)}
 
 
-def _dummy(starts: tuple[int, ...], num_steps: int = 28) -> PipelineConfig:
+def _dummy(start_steps: tuple[int, ...], num_steps: int = 28) -> PipelineConfig:
     return PipelineConfig(
-        world_size=len(starts),
+        world_size=len(start_steps),
         model=ModelConfig(name="dummy", dummy_latent_shape=SHAPE),
         sampling=SamplingConfig(num_inference_steps=num_steps),
-        draft=DraftConfig(starts=starts),
+        draft=DraftConfig(start_steps=start_steps),
     )
 
 
 def _svd(
-    model: str, starts: tuple[int, ...], num_steps: int, *, accept_db: float | None = None
+    model: str, start_steps: tuple[int, ...], num_steps: int, *, accept_psnr_db: float | None = None
 ) -> PipelineConfig:
     sampling = SamplingConfig(
         num_inference_steps=num_steps, height=64, width=64, num_frames=2, max_guidance_scale=1.1
     )
     return PipelineConfig(
-        world_size=len(starts),
+        world_size=len(start_steps),
         model=ModelConfig(name=model),
         sampling=sampling,
-        draft=DraftConfig(starts=starts, accept_db=accept_db),
+        draft=DraftConfig(start_steps=start_steps, accept_psnr_db=accept_psnr_db),
     )
 
 
@@ -85,26 +85,26 @@ class _Heard:
 def test_ranks_do_what_the_plan_counts(world_size: int, tmp_path: Path) -> None:
     """Rounds, evaluations and messages; and each rank comes to what one process would."""
     config = _dummy(STARTS[world_size])
-    wave, seeds = config.wave, [3, 4]
-    pipeline = Pipeline(config, evidence_folder=str(tmp_path))
+    draft_plan, seeds = config.draft_plan, [3, 4]
+    pipeline = Pipeline(config, tensor_folder=str(tmp_path))
     with pipeline:
         results = pipeline.run([ClipRequest(seed=seed) for seed in seeds])
     trace = pipeline.trace
 
     steps = Counter((step.rank, step.clip) for step in trace.steps)
-    for rank, start in enumerate(wave.starts):
-        assert [steps[rank, clip] for clip in (0, 1)] == [wave.num_steps - start] * 2
-        assert steps[rank, 0] + rank == wave.rounds(rank)
-    assert len(trace.steps) == 2 * wave.num_evaluations
+    for rank, start in enumerate(draft_plan.start_steps):
+        assert [steps[rank, clip] for clip in (0, 1)] == [draft_plan.num_steps - start] * 2
+        assert steps[rank, 0] + rank == draft_plan.rounds(rank)
+    assert len(trace.steps) == 2 * draft_plan.num_evaluations
     for direction in ("send", "recv"):
-        hops = [hop for hop in trace.hops if hop.direction == direction]
-        assert len(hops) == 2 * wave.num_messages
-    kept = Evidence(tmp_path)
+        transfers = [transfer for transfer in trace.transfers if transfer.direction == direction]
+        assert len(transfers) == 2 * draft_plan.num_messages
+    kept = TensorStore(tmp_path)
     for clip, seed in enumerate(seeds):
         lab = _lab(config, seed)
         for rank in range(world_size):
-            alone = lab.latent(wave.starts[: rank + 1])
-            assert torch.equal(kept.latent(clip, wave.num_steps, walker=rank), alone)
+            alone = lab.latent(draft_plan.start_steps[: rank + 1])
+            assert torch.equal(kept.latent(clip, draft_plan.num_steps, draft_rank=rank), alone)
         record = results[clip].record
         assert record["exact"] is True
         assert record["latents_sha256"] == tensor_sha256(lab.latent((0,)))
@@ -113,12 +113,12 @@ def test_ranks_do_what_the_plan_counts(world_size: int, tmp_path: Path) -> None:
         )
 
 
-def _lab(config: PipelineConfig, seed: int) -> DraftLab:
+def _lab(config: PipelineConfig, seed: int) -> DraftSimulator:
     num_steps = config.sampling.num_inference_steps
     spec = LatentSpec(shape=SHAPE, dtype="fp32", dims="BCFHW")
     model = DummyModel(spec, num_steps, torch.device("cpu"))
     torch.set_num_threads(config.num_threads)
-    return DraftLab(model, model.encode(None, seed), num_steps)
+    return DraftSimulator(model, model.encode(None, seed), num_steps)
 
 
 @pytest.mark.processes
@@ -146,7 +146,7 @@ def test_the_exact_clip_is_diffusers_own() -> None:
     ],
 )
 def test_the_exact_clip_whatever_the_wave(world_size: int, num_steps: int) -> None:
-    config = _svd("demo", default_starts(num_steps, world_size), num_steps)
+    config = _svd("demo", default_start_steps(num_steps, world_size), num_steps)
     verdict = verify(config, [_request()])
     assert verdict.bitwise, verdict.first_difference
     assert len(verdict.drafts) == world_size - 1
@@ -167,7 +167,7 @@ def test_the_exact_clip_of_another_checkpoint(dtype: str, tmp_path: Path) -> Non
 def test_a_planted_ulp_is_found_where_it_is(tmp_path: Path) -> None:
     config = _dummy((0, 3, 5), 8)
     requests = [ClipRequest(seed=0), ClipRequest(seed=1)]
-    run_pipelined(config, requests, tmp_path, fault=PlantedFault("ulp", 0, 1))
+    run_pipelined(config, requests, tmp_path, fault=InjectedFault("ulp", 0, 1))
     run_sequential(config, requests, tmp_path)
     verdict = compare(config, 2, tmp_path)
     assert not verdict.equal
@@ -198,7 +198,7 @@ def test_the_draft_comes_first_and_the_exact_clip_takes_its_place(tmp_path: Path
     assert seen["record"]["exact"] is False
     assert len(seen["frames"]) == 2
     about = seen["record"]["draft"]
-    assert (about["rank"], about["rounds"], about["starts"]) == (1, 4, [0, 9])
+    assert (about["rank"], about["rounds"], about["start_steps"]) == (1, 4, [0, 9])
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "astronaut_0.json",
         "astronaut_0.mp4",
@@ -217,24 +217,24 @@ def test_the_draft_comes_first_and_the_exact_clip_takes_its_place(tmp_path: Path
 @pytest.mark.long
 def test_distances_in_the_record_are_those_of_the_frames(tmp_path: Path) -> None:
     config = _svd("demo", (0, 3, 5), 8)
-    with Pipeline(config, evidence_folder=str(tmp_path)) as pipeline:
+    with Pipeline(config, tensor_folder=str(tmp_path)) as pipeline:
         record = pipeline.run([_request()])[0].record
-    kept = Evidence(tmp_path)
-    exact = kept.frames(0, walker=0)
+    kept = TensorStore(tmp_path)
+    exact = kept.frames(0, draft_rank=0)
     assert frames_sha256(exact) == record["frames_sha256"]
     for each in record["draft"]["results"]:
-        apart = distance(kept.frames(0, walker=each["rank"]), exact)
+        apart = distance(kept.frames(0, draft_rank=each["rank"]), exact)
         told = {name: each[name] for name in ("psnr_db", "max_levels", "frames")}
         assert apart.to_json() == told
-        latent = kept.latent(0, 8, walker=each["rank"])
-        difference = (latent.double() - kept.latent(0, 8, walker=0).double()).abs().max()
+        latent = kept.latent(0, 8, draft_rank=each["rank"])
+        difference = (latent.double() - kept.latent(0, 8, draft_rank=0).double()).abs().max()
         assert each["latent_max_abs_diff"] == float(difference)
 
 
 @pytest.mark.processes
 def test_an_accepted_draft_ends_the_clip_and_never_calls_itself_exact(tmp_path: Path) -> None:
     """Ranks 3 and 2 agree to any PSNR above 1 dB: the steps that are left are not done."""
-    config = _svd("demo", (0, 30, 34, 37), 40, accept_db=1.0)
+    config = _svd("demo", (0, 30, 34, 37), 40, accept_psnr_db=1.0)
     requests = [_request(tmp_path), _request(tmp_path, photo=1)]
     outputs = [each.output for each in requests]
     records = [{"output": Path(each.path).name} for each in outputs if each]
@@ -243,7 +243,7 @@ def test_an_accepted_draft_ends_the_clip_and_never_calls_itself_exact(tmp_path: 
     for result in results:
         assert result.record["exact"] is False
         about = result.record["draft"]
-        assert (about["rank"], about["accept_db"]) == (2, 1.0)
+        assert (about["rank"], about["accept_psnr_db"]) == (2, 1.0)
         assert about["agreement"]["with_rank"] == 3
         assert about["agreement"]["max_levels"] >= 0
     assert sorted(path.name for path in tmp_path.iterdir()) == [
@@ -257,7 +257,7 @@ def test_an_accepted_draft_ends_the_clip_and_never_calls_itself_exact(tmp_path: 
 
 @pytest.mark.processes
 def test_no_agreement_ends_in_the_exact_clip() -> None:
-    config = _svd("demo", (0, 3, 5), 8, accept_db=200.0)
+    config = _svd("demo", (0, 3, 5), 8, accept_psnr_db=200.0)
     with Pipeline(config) as pipeline:
         record = pipeline.run([_request()])[0].record
     assert record["exact"] is True
@@ -267,7 +267,7 @@ def test_no_agreement_ends_in_the_exact_clip() -> None:
 @pytest.mark.parametrize("victim", [1, 2, 3])
 def test_a_walk_that_comes_to_harm_costs_drafts_and_not_the_clip(victim: int) -> None:
     config = _dummy((0, 3, 5, 7), 10)
-    pipeline = Pipeline(config, fault=PlantedFault("nan", victim, 0))
+    pipeline = Pipeline(config, fault=InjectedFault("nan", victim, 0))
     heard = _Heard(pipeline)
     with pipeline:
         results = pipeline.run([ClipRequest(seed=0), ClipRequest(seed=1)])
@@ -285,7 +285,7 @@ def test_a_walk_that_comes_to_harm_costs_drafts_and_not_the_clip(victim: int) ->
 @pytest.mark.processes
 def test_harm_to_the_exact_path_is_the_clips() -> None:
     config = _dummy((0, 3, 5), 8)
-    pipeline = Pipeline(config, fault=PlantedFault("nan", 0, 0))
+    pipeline = Pipeline(config, fault=InjectedFault("nan", 0, 0))
     with pipeline:
         pipeline.submit([ClipRequest(seed=0), ClipRequest(seed=1)])
         results = list(pipeline.results())
@@ -298,19 +298,18 @@ def test_the_forecast_replays_the_wave() -> None:
     config = _dummy((0, 14))
     (first, second) = Pipeline(config).schedule([ClipRequest(seed=0)])
     assert [action.kind for action in first if action.peer >= 0] == [
-        *(Kind.LEAP, Kind.TELL),
-        Kind.TELL,
+        *(Kind.SEND_START, Kind.SEND_STATE, Kind.SEND_RESULT),
     ]
     assert Kind.CORRECT in {action.kind for action in second}
 
 
 def test_requests_that_are_no_draft() -> None:
-    with pytest.raises(RequestError, match="--starts names 2 ranks, but there are 3"):
+    with pytest.raises(RequestError, match="--draft-starts names 2 ranks, but there are 3"):
         replace(_dummy((0, 14)), world_size=3)
     with pytest.raises(RequestError, match="of 2 ranks one is the exact one"):
-        replace(_dummy((0, 14)), draft=DraftConfig(starts=(0, 14), accept_db=60.0))
-    with pytest.raises(RequestError, match="--accept must be a finite PSNR above 0"):
-        DraftConfig(starts=(0, 1, 2), accept_db=0.0)
+        replace(_dummy((0, 14)), draft=DraftConfig(start_steps=(0, 14), accept_psnr_db=60.0))
+    with pytest.raises(RequestError, match="--draft-psnr must be a finite PSNR above 0"):
+        DraftConfig(start_steps=(0, 1, 2), accept_psnr_db=0.0)
     alone = _dummy((0, 14)).alone()
     assert alone.draft is None
     assert alone.world_size == 1

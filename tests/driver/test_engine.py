@@ -20,10 +20,10 @@ from svdpp.errors import RankError
 from svdpp.models.base import LATENTS
 from svdpp.models.dummy import DummyModel
 from svdpp.plan.actions import Action, Kind
-from svdpp.worker.fault_injection import PlantedFault
-from svdpp.worker.messages import ActionDone, Event, HopDone, StepDone
+from svdpp.worker.fault_injection import InjectedFault
+from svdpp.worker.messages import ActionDone, Event, StepDone, TransferDone
 from svdpp.worker.tensor_store import tensor_sha256
-from tests.faults.stops import PlantedStop
+from tests.faults.stops import InjectedStop
 
 pytestmark = pytest.mark.processes
 
@@ -82,12 +82,12 @@ def test_processes_perform_exactly_the_planned_lists() -> None:
         done = [Action.parse(e.action) for e in events if isinstance(e, ActionDone)]
         assert done == [action for action in planned if action.is_compute]
         for direction, kind in (("recv", Kind.RECV), ("send", Kind.SEND)):
-            hops = [
+            transfers = [
                 Action(kind, e.clip, e.next_step, e.next_step, e.peer)
                 for e in events
-                if isinstance(e, HopDone) and e.direction == direction
+                if isinstance(e, TransferDone) and e.direction == direction
             ]
-            assert hops == [action for action in planned if action.kind is kind]
+            assert transfers == [action for action in planned if action.kind is kind]
         steps = [(e.clip, e.step) for e in events if isinstance(e, StepDone)]
         assert steps == [
             (action.clip, step)
@@ -113,7 +113,7 @@ def test_ranks_are_started_once_and_clips_given_as_they_come() -> None:
 
 
 def test_a_rank_that_raises_is_named_with_clip_and_step() -> None:
-    fault = PlantedFault("raise", 1, 2)
+    fault = InjectedFault("raise", 1, 2)
     finished: list[int] = []
     with (
         pytest.raises(RankError) as caught,
@@ -135,7 +135,7 @@ def test_a_rank_that_raises_is_named_with_clip_and_step() -> None:
 
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_a_killed_rank_is_named_and_the_others_end(victim: int) -> None:
-    fault = PlantedFault("hang", 1, 1)  # so that the kill meets a run that is under way
+    fault = InjectedFault("hang", 1, 1)  # so that the kill meets a run that is under way
     pipeline = Pipeline(_config(3, steps=6), fault=fault)
     begun = 0.0
     with pytest.raises(RankError) as caught, pipeline:
@@ -152,7 +152,9 @@ def test_a_killed_rank_is_named_and_the_others_end(victim: int) -> None:
 
 
 def test_a_frozen_rank_is_named_and_not_those_that_wait_for_it() -> None:
-    pipeline = Pipeline(_config(3, steps=6, stale_seconds=5.0), fault=PlantedFault("hang", 0, 1))
+    pipeline = Pipeline(
+        _config(3, steps=6, heartbeat_timeout_seconds=5.0), fault=InjectedFault("hang", 0, 1)
+    )
     with pytest.raises(RankError) as caught, pipeline:
         pipeline.submit([ClipRequest(seed=seed) for seed in range(3)])
         next(pipeline.results())
@@ -165,7 +167,7 @@ def test_a_frozen_rank_is_named_and_not_those_that_wait_for_it() -> None:
 
 def test_a_rank_without_progress_is_named_by_the_timeout() -> None:
     config = _config(3, steps=6, timeout_seconds=3.0)
-    pipeline = Pipeline(config, fault=PlantedFault("hang", 1, 1))
+    pipeline = Pipeline(config, fault=InjectedFault("hang", 1, 1))
     with pytest.raises(RankError) as caught, pipeline:
         pipeline.run([ClipRequest(seed=seed) for seed in range(3)])
     assert re.search(r"rank 1 .* has made no progress .* clip 1, step 2", str(caught.value))
@@ -173,7 +175,7 @@ def test_a_rank_without_progress_is_named_by_the_timeout() -> None:
 
 
 def test_an_interrupt_to_one_rank_is_no_success() -> None:
-    pipeline = Pipeline(_config(2, steps=4), fault=PlantedFault("hang", 1, 0))
+    pipeline = Pipeline(_config(2, steps=4), fault=InjectedFault("hang", 1, 0))
     with pytest.raises(RankError, match=r"rank 0 .* was killed by SIGINT"), pipeline:
         pipeline.submit([ClipRequest(seed=0)])
         os.kill(_pids(pipeline)[0], signal.SIGINT)
@@ -215,7 +217,7 @@ def _is_zombie(pid: int) -> bool:
 def test_more_work_can_be_given_to_ranks_that_are_busy(tmp_path: Path) -> None:
     """They read it when they are done with what they have; a pipe holds less than this."""
     gate, pad = tmp_path / "gate", {"pad": "x" * 2**20}
-    stop = PlantedStop("hang", 0, 0, place="step0", until=str(gate))
+    stop = InjectedStop("hang", 0, 0, place="step0", until=str(gate))
     with Pipeline(_config(2, steps=4), fault=stop) as pipeline:
         pipeline.submit([ClipRequest(seed=1)])
         given = threading.Thread(target=pipeline.submit, args=[[ClipRequest(seed=2)], [pad]])

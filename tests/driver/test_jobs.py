@@ -19,7 +19,7 @@ from svdpp.errors import OutputError, RequestError
 from svdpp.media import output_files, video
 from svdpp.media.image import Photo, read_photo
 from svdpp.models.checkpoint import find_checkpoint
-from svdpp.worker.clip_metadata import clip_record
+from svdpp.worker.clip_metadata import clip_metadata
 from tests.cli.shell import DEMO, PHOTO, TINY, svdpp_here
 
 CONFIG = PipelineConfig(
@@ -37,7 +37,7 @@ def photo() -> Photo:
 
 def _finish(photo: Photo, output: OutputConfig, config: PipelineConfig, **more: Any) -> None:
     """Puts a clip in its place, as a run would."""
-    record = clip_record(photo, 0, output, config, find_checkpoint(config.model))
+    record = clip_metadata(photo, 0, output, config, find_checkpoint(config.model))
     record |= {"latents_sha256": "0" * 64, "frames_sha256": "0" * 64, **more}
     Path(output.path).parent.mkdir(exist_ok=True)
     video.write_clip(np.zeros((2, 32, 32, 3), np.uint8), output, fps=7, metadata=record)
@@ -87,11 +87,11 @@ def test_an_output_of_other_threads_names_them(photo: Photo, tmp_path: Path) -> 
 
 
 def test_hand_overs_kept_with_other_threads_are_told(photo: Photo, tmp_path: Path) -> None:
-    policy = OutputPolicy(folder=tmp_path / "out", handover_folder=tmp_path, resume=True)
+    policy = OutputPolicy(folder=tmp_path / "out", latents_folder=tmp_path, resume=True)
     here = replace(CONFIG, num_threads=2)
     (request,) = _plan(photo, policy).requests
     assert _plan(photo, policy, here).other_threads is None
-    (tmp_path / f"{request.handover_key}_step1.safetensors").touch()
+    (tmp_path / f"{request.latents_key}_step1.safetensors").touch()
     assert _plan(photo, policy, here).other_threads == 1
     assert _plan(photo, policy).other_threads is None
     assert _plan(photo, replace(policy, resume=False), here).other_threads is None
@@ -99,14 +99,14 @@ def test_hand_overs_kept_with_other_threads_are_told(photo: Photo, tmp_path: Pat
 
 # --- drafts -------------------------------------------------------------------------------------
 
-DRAFT = DraftConfig(starts=(0, 1, 2), accept_db=30.0)
+DRAFT = DraftConfig(start_steps=(0, 1, 2), accept_psnr_db=30.0)
 DRAFTING = replace(
     CONFIG,
     world_size=3,
     sampling=replace(CONFIG.sampling, num_inference_steps=4),
     draft=DRAFT,
 )
-EXACT = replace(DRAFTING, draft=replace(DRAFT, accept_db=None))
+EXACT = replace(DRAFTING, draft=replace(DRAFT, accept_psnr_db=None))
 
 
 def _check(photo: Photo, policy: OutputPolicy, config: PipelineConfig = DRAFTING) -> None:
@@ -126,7 +126,9 @@ def test_a_folder_of_somebody_elses_in_the_drafts_place_is_refused(
     _check(photo, policy, CONFIG)  # who asks for no draft needs no place for it
 
 
-@pytest.mark.parametrize(("about", "is_taken"), [({"accept_db": 40.0}, True), ({"rank": 1}, False)])
+@pytest.mark.parametrize(
+    ("about", "is_taken"), [({"accept_psnr_db": 40.0}, True), ({"rank": 1}, False)]
+)
 def test_an_accepted_draft_is_an_output_and_one_that_a_kill_left_is_none(
     photo: Photo, about: dict[str, Any], is_taken: bool, tmp_path: Path
 ) -> None:
@@ -149,7 +151,7 @@ def test_an_accepted_draft_with_other_parameters_is_not_replaced_by_resume(
     photo: Photo, tmp_path: Path
 ) -> None:
     output = OutputConfig(path=str(tmp_path / "rocket_0.mp4")).draft
-    _finish(photo, output, _other_fps(DRAFTING), exact=False, draft={"accept_db": 40.0})
+    _finish(photo, output, _other_fps(DRAFTING), exact=False, draft={"accept_psnr_db": 40.0})
     for config in (DRAFTING, EXACT):
         with pytest.raises(RequestError, match=r"'rocket_0\.draft\.mp4' exists with another fps"):
             _plan(photo, OutputPolicy(folder=tmp_path, resume=True), config)

@@ -30,7 +30,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "unlike ranks": {"world_size": 3, "split": "balanced", "costs": UNLIKE_RANKS},
     "cuts that walk": {"world_size": 3, "split": "dithered", "costs": UNLIKE_RANKS},
     "decoders in turn": {"world_size": 4, "split": "dithered", "decoders": 2},
-    "two chains": {"world_size": 6, "split": "dithered", "replicas": 2, "decoders": 2},
+    "two replica_ranks": {"world_size": 6, "split": "dithered", "replicas": 2, "decoders": 2},
     "data parallel": {"world_size": 3, "replicas": 3},
 }
 
@@ -52,7 +52,7 @@ def test_every_layout_gives_the_bits_of_one_rank(name: str, alone: list[str]) ->
 
 
 def test_ranks_do_what_their_layout_says() -> None:
-    config = replace(DUMMY, **LAYOUTS["two chains"])
+    config = replace(DUMMY, **LAYOUTS["two replica_ranks"])
     done: dict[int, set[str]] = {}
     pipeline = Pipeline(config)
 

@@ -11,12 +11,12 @@ import pytest
 
 from svdpp.config import ClipRequest, ModelConfig, OutputConfig, PipelineConfig, SamplingConfig
 from svdpp.driver.pipeline import Pipeline
-from svdpp.driver.run_manifest import Journal
-from svdpp.errors import InputError, NotFiniteError, OutputError, RankError, to_record
+from svdpp.driver.run_manifest import RunManifest
+from svdpp.errors import InputError, NotFiniteError, OutputError, RankError, error_to_dict
 from svdpp.media.examples import example_photos
 from svdpp.media.video import read_frames
-from svdpp.worker.fault_injection import HEADER_FIELDS, PlantedFault
-from svdpp.worker.messages import ActionDone, Beat, ClipDone, ClipFailed
+from svdpp.worker.fault_injection import HEADER_FIELDS, InjectedFault
+from svdpp.worker.messages import ActionDone, ClipDone, ClipFailed, Heartbeat
 
 SHAPE = (1, 4, 2, 8, 8)
 
@@ -50,7 +50,7 @@ def _demo(folder: Path, num_clips: int) -> tuple[PipelineConfig, list[ClipReques
 @pytest.mark.parametrize(("victim", "checksum"), [(0, True), (1, False), (2, True)])
 def test_latents_that_turn_nan_stop_that_clip_alone(victim: int, checksum: bool) -> None:
     requests = [ClipRequest(seed=seed) for seed in range(4)]
-    fault = PlantedFault("nan", victim, 1)
+    fault = InjectedFault("nan", victim, 1)
     with Pipeline(_dummy(checksum=checksum), fault=fault) as pipeline:
         pipeline.submit(requests)
         results = list(pipeline.results())
@@ -69,7 +69,7 @@ def test_latents_that_turn_nan_stop_that_clip_alone(victim: int, checksum: bool)
 @pytest.mark.processes
 def test_run_raises_for_a_lost_clip_after_the_others_are_made() -> None:
     done: list[int] = []
-    pipeline = Pipeline(_dummy(2), fault=PlantedFault("nan", 1, 0))
+    pipeline = Pipeline(_dummy(2), fault=InjectedFault("nan", 1, 0))
     pipeline.observe(
         lambda _, event: done.append(event.clip) if isinstance(event, ClipDone) else None
     )
@@ -104,7 +104,7 @@ def test_a_disk_that_hangs_ends_the_run(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "clip0_frames.npy")  # the write of which waits for a reader
     with (
         pytest.raises(RankError, match=r"rank 0 .* has waited for its disk for \d s"),
-        Pipeline(config, evidence_folder=str(tmp_path)) as pipeline,
+        Pipeline(config, tensor_folder=str(tmp_path)) as pipeline,
     ):
         pipeline.run(requests)
 
@@ -113,7 +113,7 @@ def test_a_disk_that_hangs_ends_the_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize("field", sorted(HEADER_FIELDS))
 def test_a_header_wrong_in_one_field_ends_the_run_on_both_sides(field: str) -> None:
     said: dict[int, str] = {}
-    pipeline = Pipeline(_dummy(2, checksum=True), fault=PlantedFault("header", 0, 1, field))
+    pipeline = Pipeline(_dummy(2, checksum=True), fault=InjectedFault("header", 0, 1, field))
     pipeline.observe(
         lambda rank, event: (
             said.setdefault(rank, event.error["message"]) if event.kind == "failed" else None
@@ -130,7 +130,7 @@ def test_a_header_wrong_in_one_field_ends_the_run_on_both_sides(field: str) -> N
     assert all("could not send clip" in words for rank, words in said.items() if rank == 0)
 
 
-# --- the journal --------------------------------------------------------------------------------
+# --- the manifest --------------------------------------------------------------------------------
 
 
 def _states(path: Path) -> list[str]:
@@ -140,16 +140,16 @@ def _states(path: Path) -> list[str]:
 def test_the_journal_follows_each_clip(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     clips = [{"output": f"{name}.mp4"} for name in "abcd"]
-    lost = {"output": None, "state": "failed", "error": to_record(InputError("no"))}
-    error = to_record(NotFiniteError("not finite"))
-    with Journal(path, {"model": "demo"}, clips, [lost]) as journal:
+    lost = {"output": None, "state": "failed", "error": error_to_dict(InputError("no"))}
+    error = error_to_dict(NotFiniteError("not finite"))
+    with RunManifest(path, {"model": "demo"}, clips, [lost]) as manifest:
         assert _states(path) == ["failed"] + ["pending"] * 4
-        journal(0, ActionDone(action="ENCODE c0 @0", start=0, end=1, waited=0))
-        journal(1, Beat(action="LOAD c1 @7"))
-        journal(0, Beat(action="ENCODE c2 @0"))
-        journal(1, Beat(action="DECODE c3 @28"))
-        journal(1, ClipDone(clip=0, record={}))
-        journal(1, ClipFailed(clip=1, error=error))
+        manifest(0, ActionDone(action="ENCODE c0 @0", start=0, end=1, waited=0))
+        manifest(1, Heartbeat(action="LOAD c1 @7"))
+        manifest(0, Heartbeat(action="ENCODE c2 @0"))
+        manifest(1, Heartbeat(action="DECODE c3 @28"))
+        manifest(1, ClipDone(clip=0, record={}))
+        manifest(1, ClipFailed(clip=1, error=error))
     assert _states(path) == ["failed", "done", "failed", "running", "pending"]
     record = json.loads(path.read_text())
     assert (record["schema_version"], record["model"]) == (1, "demo")
@@ -158,13 +158,13 @@ def test_the_journal_follows_each_clip(tmp_path: Path) -> None:
 
 def test_the_journal_keeps_a_settled_clips_word_and_its_host(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
-    error = to_record(NotFiniteError("not finite"))
+    error = error_to_dict(NotFiniteError("not finite"))
     accepted = {"exact": False, "output": "a.draft.mp4", "host": "host1"}
-    with Journal(path, {}, [{"output": "a.mp4"}, {"output": "b.mp4"}]) as journal:
-        journal(1, ClipDone(clip=0, record=accepted))
-        journal(0, ClipFailed(clip=0, error=error))
-        journal(1, ClipFailed(clip=1, error=error))
-        journal(1, ClipDone(clip=1, record={"host": "host1"}))
+    with RunManifest(path, {}, [{"output": "a.mp4"}, {"output": "b.mp4"}]) as manifest:
+        manifest(1, ClipDone(clip=0, record=accepted))
+        manifest(0, ClipFailed(clip=0, error=error))
+        manifest(1, ClipFailed(clip=1, error=error))
+        manifest(1, ClipDone(clip=1, record={"host": "host1"}))
     assert json.loads(path.read_text())["clips"] == [
         {"output": "a.draft.mp4", "state": "done", "exact": False, "host": "host1"},
         {"output": "b.mp4", "state": "failed", "error": error},
@@ -175,20 +175,20 @@ def test_a_journal_that_cannot_be_written_is_an_error_before_and_after_the_run(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "run.json").mkdir()
-    with pytest.raises(OutputError), Journal(tmp_path / "run.json", {}, []):
+    with pytest.raises(OutputError), RunManifest(tmp_path / "run.json", {}, []):
         pytest.fail("the run had begun")
     path = tmp_path / "later.json"
-    with pytest.raises(OutputError), Journal(path, {}, [{}]) as journal:
+    with pytest.raises(OutputError), RunManifest(path, {}, [{}]) as manifest:
         path.unlink()
         path.mkdir()
-        journal._written_at = 0.0
-        journal(0, ClipDone(clip=0, record={}))  # tried, and not a reason to end the run
+        manifest._written_at = 0.0
+        manifest(0, ClipDone(clip=0, record={}))  # tried, and not a reason to end the run
 
 
 def test_a_journal_hides_no_other_error(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
-    with pytest.raises(KeyError), Journal(path, {}, [{}]) as journal:
+    with pytest.raises(KeyError), RunManifest(path, {}, [{}]) as manifest:
         path.unlink()
         path.mkdir()
-        journal(0, ClipDone(clip=0, record={}))
+        manifest(0, ClipDone(clip=0, record={}))
         raise KeyError("the run's own")

@@ -22,12 +22,12 @@ from svdpp.config import (
 )
 from svdpp.driver import hosts
 from svdpp.driver.jobs import ClipPlan, OutputPolicy
-from svdpp.driver.shared_settings import silence_of, terms_of
+from svdpp.driver.shared_settings import shared_settings, silence_limit
 from svdpp.errors import OutputError, RequestError, SvdppError
 from svdpp.media import output_files, video
 from svdpp.media.image import read_photo
 from svdpp.models.checkpoint import find_checkpoint
-from svdpp.worker.clip_metadata import clip_record
+from svdpp.worker.clip_metadata import clip_metadata
 from tests.cli.shell import PHOTO
 
 CONFIG = PipelineConfig(
@@ -44,11 +44,11 @@ def _plan(folder: Path, seeds: tuple[int, ...] = (1, 2), key: str | None = None)
     outputs = [OutputConfig(path=str(folder / f"rocket_{seed}.mp4")) for seed in seeds]
     return ClipPlan(
         requests=[
-            ClipRequest(seed=seed, output=output, handover_key=key)
+            ClipRequest(seed=seed, output=output, latents_key=key)
             for seed, output in zip(seeds, outputs, strict=True)
         ],
         records=[
-            clip_record(photo, seed, output, config, checkpoint)
+            clip_metadata(photo, seed, output, config, checkpoint)
             for seed, output in zip(seeds, outputs, strict=True)
         ],
     )
@@ -90,16 +90,18 @@ def test_a_clip_that_another_host_holds_is_not_made_again(tmp_path: Path) -> Non
     assert [(r["output"], r["host"]) for r in left.skipped] == [("rocket_2.mp4", "host1")]
 
 
-@pytest.mark.parametrize(("accept_db", "is_finished"), [(30.0, True), (50.0, False), (None, False)])
+@pytest.mark.parametrize(
+    ("accept_psnr_db", "is_finished"), [(30.0, True), (50.0, False), (None, False)]
+)
 def test_an_accepted_draft_that_another_host_holds_is_as_good_as_what_is_asked(
-    tmp_path: Path, accept_db: float | None, is_finished: bool
+    tmp_path: Path, accept_psnr_db: float | None, is_finished: bool
 ) -> None:
     here = OutputPolicy(folder=tmp_path / "here", resume=True)
     there = OutputPolicy(folder=tmp_path / "there", resume=True)
     plan = _plan(here.folder, (1,))
-    record = {**plan.records[0], "output": "rocket_1.draft.mp4", "draft": {"accept_db": 40.0}}
+    record = {**plan.records[0], "output": "rocket_1.draft.mp4", "draft": {"accept_psnr_db": 40.0}}
     _finish(record, there.folder)
-    host1 = _Host1(there, DraftConfig(starts=(0, 1), accept_db=accept_db))
+    host1 = _Host1(there, DraftConfig(start_steps=(0, 1), accept_psnr_db=accept_psnr_db))
     left = hosts.without_those_elsewhere(plan, here, host1)
     assert [each["output"] for each in left.skipped] == ["rocket_1.draft.mp4"] * is_finished
     assert len(left.requests) == 1 - is_finished
@@ -116,8 +118,8 @@ def test_names_that_are_not_utf_8_reach_the_other_host(tmp_path: Path) -> None:
 
 
 def test_its_kept_packets_go(tmp_path: Path) -> None:
-    key, kept = "a" * 64, tmp_path / "kept"
-    here = OutputPolicy(folder=tmp_path / "here", resume=True, handover_folder=kept)
+    key, kept = "a" * 64, tmp_path / "saved"
+    here = OutputPolicy(folder=tmp_path / "here", resume=True, latents_folder=kept)
     plan = _plan(here.folder, (1,), key)
     _finish(plan.records[0], tmp_path / "there")
     kept.mkdir()
@@ -150,22 +152,22 @@ def test_an_output_in_the_way_on_another_host_is_refused(tmp_path: Path) -> None
 def test_an_accepted_draft_in_the_way_on_another_host_is_refused(tmp_path: Path) -> None:
     here, there = (OutputPolicy(folder=tmp_path / name) for name in ("here", "there"))
     plan = _plan(here.folder, (1,))
-    about = {"exact": False, "draft": {"accept_db": 40.0}}
+    about = {"exact": False, "draft": {"accept_psnr_db": 40.0}}
     _finish({**plan.records[0], "output": "rocket_1.draft.mp4", **about}, there.folder)
-    host1 = _Host1(there, DraftConfig(starts=(0, 1)))
+    host1 = _Host1(there, DraftConfig(start_steps=(0, 1)))
     with pytest.raises(RequestError, match=r"exist already on host1.*'rocket_1\.draft\.mp4'"):
         hosts.without_those_elsewhere(plan, here, host1)
     assert hosts.without_those_elsewhere(plan, here, _Host1(there)).requests == plan.requests
 
 
 def test_hand_overs_need_one_folder_for_all_hosts(tmp_path: Path) -> None:
-    here = OutputPolicy(folder=tmp_path / "out", handover_folder=tmp_path / "kept")
+    here = OutputPolicy(folder=tmp_path / "out", latents_folder=tmp_path / "saved")
     plan = _plan(here.folder)
     assert hosts.without_those_elsewhere(plan, here, _Host1(here)).requests == plan.requests
-    there = replace(here, handover_folder=tmp_path / "another")
-    with pytest.raises(RequestError, match="--checkpoint-dir of host1 is not the folder"):
+    there = replace(here, latents_folder=tmp_path / "another")
+    with pytest.raises(RequestError, match="--latents-dir of host1 is not the folder"):
         hosts.without_those_elsewhere(plan, here, _Host1(there))
-    assert not list((tmp_path / "kept").iterdir()), "the probe is gone"
+    assert not list((tmp_path / "saved").iterdir()), "the probe is gone"
 
 
 def test_a_folder_that_takes_no_file_is_named_with_its_host(tmp_path: Path) -> None:
@@ -191,7 +193,7 @@ def test_whatever_goes_wrong_on_another_host_is_told_by_its_name(
 
 
 def test_terms_are_what_bits_and_lists_depend_on() -> None:
-    ours = terms_of(CONFIG, None)
+    ours = shared_settings(CONFIG, None)
     assert json.loads(json.dumps(ours)) == ours
     for other in (
         replace(CONFIG, num_threads=2),
@@ -199,14 +201,14 @@ def test_terms_are_what_bits_and_lists_depend_on() -> None:
         replace(CONFIG, model=ModelConfig(name="demo", dtype="fp16")),
         replace(CONFIG, sampling=replace(CONFIG.sampling, fps=8)),
     ):
-        assert terms_of(other, None) != ours
-    assert terms_of(replace(CONFIG, start_timeout_seconds=5), None) == ours
+        assert shared_settings(other, None) != ours
+    assert shared_settings(replace(CONFIG, start_timeout_seconds=5), None) == ours
     assert {"torch", "svdpp", "model", "num threads"} <= ours.keys()
     here = find_checkpoint(CONFIG.model)
     there = replace(here, fingerprint="of other weights")
-    assert terms_of(CONFIG, there) != terms_of(CONFIG, here)
+    assert shared_settings(CONFIG, there) != shared_settings(CONFIG, here)
 
 
 def test_silence_is_noticed_before_slowness() -> None:
-    assert silence_of(CONFIG) == CONFIG.stale_seconds
-    assert silence_of(replace(CONFIG, timeout_seconds=5)) == 4
+    assert silence_limit(CONFIG) == CONFIG.heartbeat_timeout_seconds
+    assert silence_limit(replace(CONFIG, timeout_seconds=5)) == 4

@@ -18,8 +18,8 @@ from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SamplingConfi
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import InputError, RankError
 from svdpp.plan.actions import Action, Kind
-from svdpp.worker.fault_injection import PlantedFault
-from svdpp.worker.latent_checkpoints import Handovers, prune, steps_kept
+from svdpp.worker.fault_injection import InjectedFault
+from svdpp.worker.latent_checkpoints import LatentCheckpoints, prune, saved_steps
 from svdpp.worker.messages import ActionDone, Event
 
 SHAPE = (1, 4, 2, 8, 8)
@@ -36,17 +36,17 @@ def _config(world_size: int) -> PipelineConfig:
 
 
 def _requests(folder: Path | None = None) -> list[ClipRequest]:
-    requests = [ClipRequest(seed=clip, handover_key=KEYS[clip]) for clip in range(2)]
+    requests = [ClipRequest(seed=clip, latents_key=KEYS[clip]) for clip in range(2)]
     if folder is None:
         return requests
     return [
-        replace(request, done_steps=max(steps_kept(folder, key), default=0))
+        replace(request, done_steps=max(saved_steps(folder, key), default=0))
         for request, key in zip(requests, KEYS, strict=True)
     ]
 
 
 def _hashes(world_size: int, requests: list[ClipRequest], folder: Path | None) -> list[str]:
-    pipeline = Pipeline(_config(world_size), handover_folder=str(folder) if folder else None)
+    pipeline = Pipeline(_config(world_size), latents_folder=str(folder) if folder else None)
     with pipeline:
         return [result.record["latents_sha256"] for result in pipeline.run(requests)]
 
@@ -64,7 +64,7 @@ def test_after_a_kill_at_every_hand_over(
     """The victim stands still with the second clip's packet in hand, and is killed there."""
     handed_over = victim * 7
     pipeline = Pipeline(
-        _config(4), handover_folder=str(tmp_path), fault=PlantedFault("hang", victim, 1)
+        _config(4), latents_folder=str(tmp_path), fault=InjectedFault("hang", victim, 1)
     )
 
     def kill_when_kept(rank: int, event: Event) -> None:
@@ -79,7 +79,7 @@ def test_after_a_kill_at_every_hand_over(
     with pytest.raises(RankError, match=f"rank {victim} .* was killed by SIGKILL"), pipeline:
         pipeline.run(_requests())
     kept = {path: path.read_bytes() for path in tmp_path.iterdir()}
-    assert steps_kept(tmp_path, KEYS[1]) == [handed_over]
+    assert saved_steps(tmp_path, KEYS[1]) == [handed_over]
     for world_size in (4, 7, 2, 1):
         for path, content in kept.items():
             path.write_bytes(content)
@@ -91,18 +91,18 @@ def test_after_a_kill_at_every_hand_over(
 
 def _wait_until_kept(folder: Path, key: str, step: int) -> None:
     deadline = time.monotonic() + 60
-    while step not in steps_kept(folder, key):
+    while step not in saved_steps(folder, key):
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
 @pytest.mark.processes
 def test_steps_done_before_are_not_done_again(tmp_path: Path, uninterrupted: list[str]) -> None:
-    handovers = Handovers(tmp_path, {"memory_format": "contiguous", **_here()})
+    checkpoints = LatentCheckpoints(tmp_path, {"memory_format": "contiguous", **_here()})
     requests = [replace(request, done_steps=14) for request in _requests()]
     for clip, key in enumerate(KEYS):
-        handovers.keep(key, Packet(clip, 14, time.time(), {"latents": _latent_after(14, clip)}))
-    pipeline = Pipeline(_config(4), handover_folder=str(tmp_path))
+        checkpoints.keep(key, Packet(clip, 14, time.time(), {"latents": _latent_after(14, clip)}))
+    pipeline = Pipeline(_config(4), latents_folder=str(tmp_path))
     steps: list[tuple[int, str]] = []
     pipeline.observe(
         lambda rank, event: (
@@ -145,49 +145,49 @@ def _packet(step: int = 7) -> Packet:
 SPEC = {"latents": TensorSpec((2, 3), "fp32"), "ids": TensorSpec((1,), "bf16")}
 
 
-def _load(handovers: Handovers, step: int = 7) -> Packet:
-    return handovers.load(KEYS[0], 9, step, SPEC, torch.device("cpu"))
+def _load(checkpoints: LatentCheckpoints, step: int = 7) -> Packet:
+    return checkpoints.load(KEYS[0], 9, step, SPEC, torch.device("cpu"))
 
 
 def test_a_packet_comes_back_as_another_runs_clip(tmp_path: Path) -> None:
-    handovers = Handovers(tmp_path / "new", CONDITIONS)
+    checkpoints = LatentCheckpoints(tmp_path / "new", CONDITIONS)
     packet = _packet()
-    handovers.keep(KEYS[0], packet)
-    back = _load(handovers)
-    assert (back.clip, back.next_step, back.begun_at, back.void) == (9, 7, 12.5, False)
+    checkpoints.keep(KEYS[0], packet)
+    back = _load(checkpoints)
+    assert (back.clip, back.next_step, back.begun_at, back.tombstone) == (9, 7, 12.5, False)
     assert list(back.tensors) == list(packet.tensors)
     assert all(torch.equal(back.tensors[name], packet.tensors[name]) for name in packet.tensors)
 
 
 def test_a_later_hand_over_takes_the_place_of_the_earlier(tmp_path: Path) -> None:
-    handovers = Handovers(tmp_path, CONDITIONS)
+    checkpoints = LatentCheckpoints(tmp_path, CONDITIONS)
     for key in KEYS:
-        handovers.keep(key, _packet(7))
-    handovers.keep(KEYS[0], _packet(14))
-    assert (steps_kept(tmp_path, KEYS[0]), steps_kept(tmp_path, KEYS[1])) == ([14], [7])
+        checkpoints.keep(key, _packet(7))
+    checkpoints.keep(KEYS[0], _packet(14))
+    assert (saved_steps(tmp_path, KEYS[0]), saved_steps(tmp_path, KEYS[1])) == ([14], [7])
     prune(tmp_path, KEYS[0])
-    assert (steps_kept(tmp_path, KEYS[0]), steps_kept(tmp_path, KEYS[1])) == ([], [7])
+    assert (saved_steps(tmp_path, KEYS[0]), saved_steps(tmp_path, KEYS[1])) == ([], [7])
 
 
 def test_nothing_is_kept_in_a_folder_that_is_not_there(tmp_path: Path) -> None:
-    assert steps_kept(tmp_path / "absent", KEYS[0]) == []
+    assert saved_steps(tmp_path / "absent", KEYS[0]) == []
 
 
 def test_a_file_that_does_not_fit_is_refused(tmp_path: Path) -> None:
-    Handovers(tmp_path, {"cpu_capability": "elsewhere"}).keep(KEYS[0], _packet())
+    LatentCheckpoints(tmp_path, {"cpu_capability": "elsewhere"}).keep(KEYS[0], _packet())
     with pytest.raises(InputError, match=r"conditions are .*elsewhere.* not .*here") as caught:
-        _load(Handovers(tmp_path, CONDITIONS))
+        _load(LatentCheckpoints(tmp_path, CONDITIONS))
     assert "delete" in caught.value.hint
     other = Packet(3, 7, 0.0, {"latents": torch.zeros(2, 4), "ids": torch.ones(1).bfloat16()})
-    Handovers(tmp_path, CONDITIONS).keep(KEYS[0], other)
+    LatentCheckpoints(tmp_path, CONDITIONS).keep(KEYS[0], other)
     with pytest.raises(InputError, match="tensors are"):
-        _load(Handovers(tmp_path, CONDITIONS))
+        _load(LatentCheckpoints(tmp_path, CONDITIONS))
 
 
 @pytest.mark.parametrize("damage", ["cut", "bit", "text", "gone"])
 def test_a_damaged_file_is_refused(damage: str, tmp_path: Path) -> None:
-    handovers = Handovers(tmp_path, CONDITIONS)
-    handovers.keep(KEYS[0], _packet())
+    checkpoints = LatentCheckpoints(tmp_path, CONDITIONS)
+    checkpoints.keep(KEYS[0], _packet())
     (path,) = tmp_path.iterdir()
     data = bytearray(path.read_bytes())
     if damage == "cut":
@@ -200,4 +200,4 @@ def test_a_damaged_file_is_refused(damage: str, tmp_path: Path) -> None:
     else:
         path.unlink()
     with pytest.raises(InputError, match="the hand-over"):
-        _load(handovers)
+        _load(checkpoints)

@@ -7,15 +7,15 @@ import signal
 import pytest
 
 from svdpp.driver import supervisor
-from svdpp.driver.liveness import Watch
+from svdpp.driver.liveness import Liveness
 from svdpp.driver.supervisor import Supervisor
-from svdpp.errors import Interrupted, RankError, TransportError, to_record
-from svdpp.launch.started import Place
+from svdpp.errors import Interrupted, RankError, TransportError, error_to_dict
+from svdpp.launch.started import RankLocation
 from svdpp.worker.messages import Event, Failed, Finished, Joined
 
 
 def _failed(error: BaseException) -> Failed:
-    return Failed(error=to_record(error), traceback="", action="", step=-1)
+    return Failed(error=error_to_dict(error), traceback="", action="", step=-1)
 
 
 INTERRUPTED = _failed(Interrupted(signal.SIGTERM))
@@ -39,8 +39,8 @@ class Group:
     def exited(self) -> dict[int, int | None]:
         return self._exited
 
-    def place(self, rank: int) -> Place:
-        return Place("here", rank)
+    def location(self, rank: int) -> RankLocation:
+        return RankLocation("here", rank)
 
     def send(self, rank: int, message: bytes) -> None:
         """Nobody listens."""
@@ -61,9 +61,9 @@ def _no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _supervisor(said: list[tuple[int, Event]], exited: dict[int, int | None]) -> Supervisor:
-    watch = Watch(3, 0.0, start_timeout=1e9, stale=1e9, timeout=1e9)
+    liveness = Liveness(3, 0.0, start_timeout=1e9, heartbeat_timeout=1e9, timeout=1e9)
     joined = [(rank, Joined(device="cpu", load_seconds=0.0)) for rank in range(3)]
-    return Supervisor(Group([*joined, *said], exited), watch, device="cpu")
+    return Supervisor(Group([*joined, *said], exited), liveness, device="cpu")
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from svdpp.driver.trace import StepSpan, Trace, WaitSpan
-from svdpp.worker.messages import ActionDone, HopDone, Joined, StepDone
+from svdpp.worker.messages import ActionDone, Joined, StepDone, TransferDone
 
 
 def _trace() -> Trace:
@@ -17,9 +17,9 @@ def _trace() -> Trace:
     _add_steps(trace, 1, 1.5, 2.0)
     trace.add(1, ActionDone(action="DENOISE c0 2:4", start=15.5, end=19.0, waited=5.0))
     trace.add(1, ActionDone(action="DECODE c0 @4", start=19.0, end=20.0, waited=0.0))
-    hop = {"clip": 0, "next_step": 2, "num_bytes": 8}
-    trace.add(0, HopDone(direction="send", peer=1, seconds=4.0, end=15.5, **hop))
-    trace.add(1, HopDone(direction="recv", peer=0, seconds=0.25, end=15.5, **hop))
+    transfer = {"clip": 0, "next_step": 2, "num_bytes": 8}
+    trace.add(0, TransferDone(direction="send", peer=1, seconds=4.0, end=15.5, **transfer))
+    trace.add(1, TransferDone(direction="recv", peer=0, seconds=0.25, end=15.5, **transfer))
     return trace
 
 
@@ -46,7 +46,7 @@ def test_costs_are_the_means_and_the_hop_is_the_receivers() -> None:
     assert costs.step_seconds == pytest.approx(1.875)
     assert costs.encode_seconds == 1.0
     assert costs.decode_seconds == 1.0
-    assert costs.hop_seconds == 0.25
+    assert costs.transfer_seconds == 0.25
 
 
 def test_summary_is_in_the_forecasts_terms() -> None:

@@ -3,8 +3,8 @@
     python -m tests.faults.planted PLAN.json run ...
 
 PLAN.json holds `events` (path of that file, one JSON object a line, each with the time at which the
-parent heard it), and may hold `stop` (fields of a `PlantedStop`), `stale_seconds`, `start_method`,
-and `stuck` (true: the ranks' end in order never comes to its own end).
+parent heard it), and may hold `stop` (fields of a `InjectedStop`), `heartbeat_timeout_seconds`,
+`start_method`, and `stuck` (true: the ranks' end in order never comes to its own end).
 """
 
 from __future__ import annotations
@@ -24,22 +24,24 @@ def main() -> None:
     from svdpp.driver import pipeline
 
     plan = json.loads(Path(sys.argv.pop(1)).read_text())
-    pipeline.Pipeline = _planted(plan)  # type: ignore[misc]
+    pipeline.Pipeline = _injected(plan)  # type: ignore[misc]
     svdpp()
 
 
-def _planted(plan: dict[str, Any]) -> type:
+def _injected(plan: dict[str, Any]) -> type:
     from svdpp.driver.pipeline import Pipeline
-    from tests.faults.stops import PlantedStop
+    from tests.faults.stops import InjectedStop
 
     note = _notes(Path(plan["events"]))
 
-    class Planted(Pipeline):
+    class Injected(Pipeline):
         def __init__(self, config: Any, **options: Any) -> None:
-            if "stale_seconds" in plan:
-                config = replace(config, stale_seconds=plan["stale_seconds"])
+            if "heartbeat_timeout_seconds" in plan:
+                config = replace(
+                    config, heartbeat_timeout_seconds=plan["heartbeat_timeout_seconds"]
+                )
             if "stop" in plan:
-                options["fault"] = PlantedStop(**plan["stop"])
+                options["fault"] = InjectedStop(**plan["stop"])
             options.setdefault("start_method", plan.get("start_method", "forkserver"))
             super().__init__(config, **options)
             self.observe(lambda rank, event: note(rank=rank, **event.model_dump()))
@@ -55,7 +57,7 @@ def _planted(plan: dict[str, Any]) -> type:
                 time.sleep(600)
             super().__exit__(kind, error, where)
 
-    return Planted
+    return Injected
 
 
 def _notes(path: Path) -> Callable[..., None]:

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from svdpp.worker.fault_injection import PlantedFault
+from svdpp.worker.fault_injection import InjectedFault
 
 
 @dataclass(frozen=True)
-class PlantedStop(PlantedFault):
+class InjectedStop(InjectedFault):
     """A rank that stands still at a place of its life, with its heart beating.
 
     Args:
@@ -31,7 +31,7 @@ class PlantedStop(PlantedFault):
         return False
 
     def reach(self, rank: int, clip: int, place: str) -> None:
-        """See `PlantedFault.reach`."""
+        """See `InjectedFault.reach`."""
         own_clip = clip if place in ("start", "load") else self.clip
         if (rank, clip, place) != (self.rank, own_clip, self.place):
             return

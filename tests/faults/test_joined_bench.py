@@ -1,4 +1,4 @@
-"""A bench on ranks that others have started: what ends rank 0 between two arms ends all alike."""
+"""A bench on ranks that others have started: what ends rank 0 between two cases ends all alike."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_results_that_cannot_be_written_end_every_rank_by_the_same_code(
     ranks: list[subprocess.Popen[bytes]], tmp_path: Path
 ) -> None:
     (config,) = tmp_path.glob("smoke/*/config.yaml")
-    (config.parent / "spans.jsonl").mkdir()  # where the first arm's spans are to go
+    (config.parent / "spans.jsonl").mkdir()  # where the first case's spans are to go
     assert _codes(ranks) == [8, 8]
     assert "error: spans.jsonl cannot be written" in (tmp_path / "said0").read_text()
     assert (tmp_path / "said1").read_text() == "", "rank 0 has said it"
@@ -78,7 +78,7 @@ def test_a_rank_that_dies_while_diffusers_alone_is_measured_is_noticed(
     ranks: list[subprocess.Popen[bytes]], tmp_path: Path
 ) -> None:
     said = tmp_path / "said0"
-    wait_until(lambda: "data parallel: " in said.read_text(), 100, "the last arm before")
+    wait_until(lambda: "data parallel: " in said.read_text(), 100, "the last case before")
     ranks[1].kill()
     assert _codes(ranks) == [6, -9]
     assert "is gone while it waited for work" in said.read_text()

@@ -20,7 +20,7 @@ import pytest
 from svdpp.config import ClipRequest, DraftConfig, ModelConfig, PipelineConfig, SamplingConfig
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import RankError
-from svdpp.worker.messages import Beat, ClipDone, Event, StepDone
+from svdpp.worker.messages import ClipDone, Event, Heartbeat, StepDone
 from tests.cli.shell import PHOTO
 from tests.faults.commands import NUM_FRAMES, RUN, WORLD_SIZE
 from tests.faults.conftest import StartCommand
@@ -31,7 +31,7 @@ from tests.faults.processes import (
     ranks_below,
     wait_until,
 )
-from tests.faults.stops import PlantedStop
+from tests.faults.stops import InjectedStop
 
 pytestmark = [pytest.mark.processes, pytest.mark.long]
 
@@ -48,7 +48,7 @@ DEMO = replace(
     ),
 )
 STARTS = (0, 2, 4)
-DRAFT = replace(DUMMY, draft=DraftConfig(starts=STARTS))
+DRAFT = replace(DUMMY, draft=DraftConfig(start_steps=STARTS))
 FIRST, MIDDLE, LAST = range(WORLD_SIZE)
 Happens = Callable[[int, Event], bool]
 
@@ -88,7 +88,7 @@ class Faulty:
     def __init__(
         self,
         config: PipelineConfig,
-        stop: PlantedStop | None,
+        stop: InjectedStop | None,
         when: Happens,
         act: Callable[[dict[int, int]], None],
     ) -> None:
@@ -129,12 +129,12 @@ def _kill(rank: int, number: signal.Signals) -> Callable[[dict[int, int]], None]
     return lambda pids: os.kill(pids[rank], number)
 
 
-def _stands(stop: PlantedStop) -> Happens:
+def _stands(stop: InjectedStop) -> Happens:
     """Whether the stop's rank has come to its place, as far as the parent is told."""
 
     def happens(rank: int, event: Event) -> bool:
-        if not isinstance(event, Beat) or stop.place == "start":
-            return isinstance(event, Beat)  # the others': this one says nothing
+        if not isinstance(event, Heartbeat) or stop.place == "start":
+            return isinstance(event, Heartbeat)  # the others': this one says nothing
         if rank != stop.rank:
             return False
         if stop.place.startswith("step"):
@@ -155,7 +155,7 @@ def _stands(stop: PlantedStop) -> Happens:
 )
 @pytest.mark.usefixtures("temporary_files")
 def test_a_killed_rank(rank: int, place: str) -> None:
-    stop = PlantedStop("hang", rank, 1, place=place)
+    stop = InjectedStop("hang", rank, 1, place=place)
     faulty = Faulty(DEMO, stop, _stands(stop), _kill(rank, signal.SIGKILL))
     error, seconds = faulty.run(_clips(PHOTO))
     assert seconds <= allowing_for_others(4)
@@ -171,7 +171,7 @@ def test_a_killed_rank(rank: int, place: str) -> None:
 @pytest.mark.usefixtures("temporary_files")
 def test_a_killed_rank_of_a_draft(rank: int) -> None:
     step = STARTS[rank] + 1
-    stop = PlantedStop("hang", rank, 1, place=f"step{step}")
+    stop = InjectedStop("hang", rank, 1, place=f"step{step}")
     faulty = Faulty(DRAFT, stop, _stands(stop), _kill(rank, signal.SIGKILL))
     error, seconds = faulty.run(_clips())
     assert seconds <= allowing_for_others(4)
@@ -183,7 +183,7 @@ def test_a_killed_rank_of_a_draft(rank: int) -> None:
 def test_a_rank_that_raises(temporary_files: Path) -> None:
     """At the second clip, when the first is done."""
     gate = temporary_files / "gate"
-    stop = PlantedStop("raise", MIDDLE, 1, place="step3", until=str(gate))
+    stop = InjectedStop("raise", MIDDLE, 1, place="step3", until=str(gate))
     clip_is_done = lambda _, event: isinstance(event, ClipDone)  # noqa: E731
     faulty = Faulty(DUMMY, stop, clip_is_done, lambda _: gate.touch())
     error, seconds = faulty.run(_clips())
@@ -207,50 +207,50 @@ def test_a_rank_that_raises(temporary_files: Path) -> None:
 def test_a_frozen_rank_is_named_and_not_its_neighbour(
     config: PipelineConfig, rank: int, step: int
 ) -> None:
-    stop = PlantedStop("hang", rank, 1, place=f"step{step}")
-    config = replace(config, stale_seconds=allowing_for_others(2.5))
+    stop = InjectedStop("hang", rank, 1, place=f"step{step}")
+    config = replace(config, heartbeat_timeout_seconds=allowing_for_others(2.5))
     faulty = Faulty(config, stop, _stands(stop), _kill(rank, signal.SIGSTOP))
     error, seconds = faulty.run(_clips())
-    assert seconds <= config.stale_seconds + allowing_for_others(5)
+    assert seconds <= config.heartbeat_timeout_seconds + allowing_for_others(5)
     assert re.match(rf"rank {rank} \(cpu of .*\) has been frozen for", error.message)
     assert f"at clip 1, step {step} " in error.message
 
 
 def test_a_rank_frozen_at_the_very_end_is_named(temporary_files: Path) -> None:
     """When all clips are done, ranks have but to say so."""
-    config = replace(DUMMY, stale_seconds=allowing_for_others(2.5))
+    config = replace(DUMMY, heartbeat_timeout_seconds=allowing_for_others(2.5))
     with pytest.raises(RankError) as caught, Pipeline(config) as pipeline:
         pipeline.run(_clips())
         os.kill(ranks_below(temporary_files)[MIDDLE], signal.SIGSTOP)
         begun = time.monotonic()
-    assert time.monotonic() - begun <= config.stale_seconds + allowing_for_others(5)
+    assert time.monotonic() - begun <= config.heartbeat_timeout_seconds + allowing_for_others(5)
     assert re.match(r"rank 1 \(cpu of .*\) has been frozen for", caught.value.message)
 
 
 def test_a_slow_rank_is_waited_for(temporary_files: Path) -> None:
     """Longer than three times what a rank without a heartbeat is given."""
-    gate, stale = temporary_files / "gate", allowing_for_others(2.0)
-    stop = PlantedStop("hang", MIDDLE, 1, place="step2", until=str(gate))
-    beats: list[float] = []
+    gate, heartbeat_timeout = temporary_files / "gate", allowing_for_others(2.0)
+    stop = InjectedStop("hang", MIDDLE, 1, place="step2", until=str(gate))
+    heartbeats: list[float] = []
 
     def release(rank: int, event: Event) -> None:
-        if rank == MIDDLE and isinstance(event, Beat) and event.step == 2:
-            beats.append(time.monotonic())
-            if beats[-1] - beats[0] > 3 * stale:
+        if rank == MIDDLE and isinstance(event, Heartbeat) and event.step == 2:
+            heartbeats.append(time.monotonic())
+            if heartbeats[-1] - heartbeats[0] > 3 * heartbeat_timeout:
                 gate.touch()
 
-    pipeline = Pipeline(replace(DUMMY, stale_seconds=stale), fault=stop)
+    pipeline = Pipeline(replace(DUMMY, heartbeat_timeout_seconds=heartbeat_timeout), fault=stop)
     pipeline.observe(release)
     with pipeline:
         results = pipeline.run(_clips())
-    assert beats[-1] - beats[0] > 3 * stale
+    assert heartbeats[-1] - heartbeats[0] > 3 * heartbeat_timeout
     assert [result.clip for result in results] == [0, 1, 2]
 
 
 @pytest.mark.usefixtures("temporary_files")
 def test_an_interrupt_to_one_rank_is_no_success() -> None:
     first_step = lambda _, event: isinstance(event, StepDone)  # noqa: E731
-    stop = PlantedStop("hang", LAST, 0, place="step4")
+    stop = InjectedStop("hang", LAST, 0, place="step4")
     error, _ = Faulty(DUMMY, stop, first_step, _kill(MIDDLE, signal.SIGINT)).run(_clips())
     assert re.match(r"rank 1 \(cpu of .*\) was killed by SIGINT", error.message)
 
@@ -262,7 +262,7 @@ def test_a_rank_that_never_starts(rank: int) -> None:
     config = replace(DUMMY, start_timeout_seconds=limit)
     begun = time.monotonic()
     with pytest.raises(RankError) as caught:
-        Pipeline(config, fault=PlantedStop("hang", rank, 0, place="start")).__enter__()
+        Pipeline(config, fault=InjectedStop("hang", rank, 0, place="start")).__enter__()
     assert time.monotonic() - begun <= limit + allowing_for_others(2)
     assert re.match(rf"rank {rank} \(cpu of .*\) never started within 2 s", caught.value.message)
     assert "--start-timeout" in caught.value.hint

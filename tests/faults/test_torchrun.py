@@ -28,7 +28,7 @@ def _start(start: StartCommand, stop: dict[str, Any]) -> Command:
 
 def test_ranks_end_with_a_killed_agent(start: StartCommand) -> None:
     command = _start(start, STANDING)
-    command.event(kind="beat", rank=2, waiting=True, action="DENOISE c2 4:6")
+    command.event(kind="heartbeat", rank=2, waiting=True, action="DENOISE c2 4:6")
     command.signal(signal.SIGKILL)
     command.process.wait()
     command.assert_gone(seconds=1)
@@ -52,7 +52,7 @@ def test_a_rank_that_raises_is_reported_by_rank_0(start: StartCommand, home: Pat
 def test_a_signal_to_all_is_told_as_the_signal(start: StartCommand, number: signal.Signals) -> None:
     """Ctrl-C, or scancel: every rank gets it, and ends."""
     command = _start(start, STANDING)
-    command.event(kind="beat", rank=2, waiting=True, action="DENOISE c2 4:6")
+    command.event(kind="heartbeat", rank=2, waiting=True, action="DENOISE c2 4:6")
     command.end(command.signal(number, group=True), 6)
     assert f"error: ended by {number.name}\n" in command.errors
     assert "is gone" not in command.errors

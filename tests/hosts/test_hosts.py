@@ -75,8 +75,8 @@ def test_each_host_keeps_the_clips_that_it_decodes(
     assert [sorted(each) for each in held] == [["rocket_1", "rocket_3"], ["rocket_2", "rocket_4"]]
     assert {r["host"] for r in held[0].values()} == {"host0"}
     assert {r["host"] for r in held[1].values()} == {"host1"}
-    journal = json.loads(hosts[0].path("out/run.json").read_text())
-    assert [clip["host"] for clip in journal["clips"]] == ["host0", "host1"] * 2
+    manifest = json.loads(hosts[0].path("out/run.json").read_text())
+    assert [clip["host"] for clip in manifest["clips"]] == ["host0", "host1"] * 2
     assert {**_bits(held[0]), **_bits(held[1])} == bits_of_one_host
 
     # A host's clock counts from its own start, 100000 s from the other's.
@@ -111,7 +111,7 @@ def test_a_cut_cable_ends_both_sides_and_the_run_goes_on_later(
     hosts = make_hosts(2)
     command = (
         *("run", *_CLIPS, "--split", "dithered", "--out", "{host}/out", "--timeout", "5"),
-        *("--checkpoint-dir", str(tmp_path / "handed-over"), "--resume"),
+        *("--latents-dir", str(tmp_path / "handed-over"), "--resume"),
     )
     jobs = hosts.torchrun(*command, per_host=1)
     wait_for("*/out/*.mp4", tmp_path)
@@ -157,7 +157,7 @@ def test_torchrun_starts_again_and_nothing_is_done_twice(
     hosts = make_hosts(2)
     jobs = hosts.torchrun(
         *("run", *_CLIPS, "--split", "dithered", "--out", "{host}/out"),
-        *("--checkpoint-dir", str(tmp_path / "handed-over")),
+        *("--latents-dir", str(tmp_path / "handed-over")),
         per_host=1,
         options=("--max-restarts", "1"),
     )
@@ -177,7 +177,7 @@ def test_four_hosts_by_the_variables_of_srun(make_hosts: MakeHosts) -> None:
     jobs = [
         hosts.start(
             host,
-            *("-m", "svdpp", "simulate", "--costs", "svd-xt-a100", "--pace", "0.02"),
+            *("-m", "svdpp", "simulate", "--costs", "svd-xt-a100", "--time-scale", "0.02"),
             *("--steps", "28", "--clips", "8", "--json", "--log-file", "{host}/log"),
             *("--latent-shape", "1", "4", "2", "8", "8", "--threads", "1"),
             **{"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "4"},
@@ -208,7 +208,7 @@ def test_drafts_are_where_the_last_rank_is_and_exact_clips_take_their_place(
     hosts = make_hosts(2)
     photo = shutil.copy(PHOTO, hosts.on_first_host)
     command = ("run", photo, *DEMO, "--steps", "24", *_SMALL, "--seed", "1", "--draft")
-    exact = ("--starts", "0,8", "--out", "{host}/exact")
+    exact = ("--draft-starts", "0,8", "--out", "{host}/exact")
     jobs = hosts.torchrun(*command, *exact, per_host=1)
     assert [job.end() for job in jobs] == [0, 0], jobs[0].err + jobs[1].err
     assert jobs[0].out == f"{hosts[0].path('exact')}/rocket_1.mp4  (on host1)\n"
@@ -216,7 +216,7 @@ def test_drafts_are_where_the_last_rank_is_and_exact_clips_take_their_place(
     assert left == {"rocket_1.mp4", "rocket_1.json"}, "without the draft"
     assert _bits(_records(hosts[1].path("exact"))) == {"rocket_1": bits_of_one_host["rocket_1"]}
 
-    accepted = ("--starts", "0,4,8,12", "--accept", "1dB", "--out", "{host}/accepted")
+    accepted = ("--draft-starts", "0,4,8,12", "--draft-psnr", "1dB", "--out", "{host}/accepted")
     jobs = hosts.torchrun(*command, *accepted, per_host=2)
     assert [job.end() for job in jobs] == [0, 0], jobs[0].err + jobs[1].err
     (record,) = _records(hosts[1].path("accepted")).values()

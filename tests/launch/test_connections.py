@@ -12,10 +12,12 @@ import pytest
 
 from svdpp.errors import RankError, RequestError
 from svdpp.launch import clock, connections
-from svdpp.launch.connections import Caller, Switchboard
+from svdpp.launch.connections import RankHello, RankListener
 from svdpp.launch.network import choose_interface
 
-CALLER = Caller(rank=1, local_rank=1, host="here", host_index=0, terms={"dtype": "fp16"})
+CALLER = RankHello(
+    rank=1, local_rank=1, host="here", host_index=0, shared_settings={"dtype": "fp16"}
+)
 
 
 class Board:
@@ -46,18 +48,18 @@ def board() -> Board:
 
 
 @pytest.fixture
-def switchboard(board: Board) -> Iterator[Switchboard]:
-    made = Switchboard(board, "127.0.0.1", silence=5)
+def listener(board: Board) -> Iterator[RankListener]:
+    made = RankListener(board, "127.0.0.1", silence=5)
     yield made
     made.close()
 
 
 def _accepted(
-    switchboard: Switchboard, seconds: float = 20
-) -> tuple[Caller, connections.Connection]:
+    listener: RankListener, seconds: float = 20
+) -> tuple[RankHello, connections.Connection]:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        if (found := switchboard.accept()) is not None:
+        if (found := listener.accept()) is not None:
             return found
     raise AssertionError("nobody called")
 
@@ -71,12 +73,12 @@ def _calling(board: Board, found: list[connections.Connection]) -> threading.Thr
     return thread
 
 
-def test_a_rank_calls_and_says_who_it_is(board: Board, switchboard: Switchboard) -> None:
+def test_a_rank_calls_and_says_who_it_is(board: Board, listener: RankListener) -> None:
     theirs: list[connections.Connection] = []
     thread = _calling(board, theirs)
-    caller, line = _accepted(switchboard)
+    hello, line = _accepted(listener)
     thread.join()
-    assert caller == CALLER
+    assert hello == CALLER
     line.send_bytes(b"{}")
     assert theirs[0].recv_bytes() == b"{}"
     line.close()
@@ -84,34 +86,34 @@ def test_a_rank_calls_and_says_who_it_is(board: Board, switchboard: Switchboard)
         theirs[0].recv_bytes()
 
 
-def test_it_listens_on_one_address(board: Board, switchboard: Switchboard) -> None:  # noqa: ARG001
+def test_it_listens_on_one_address(board: Board, listener: RankListener) -> None:  # noqa: ARG001
     assert board.place["address"] == "127.0.0.1"
 
 
 def test_strangers_are_turned_away(
-    board: Board, switchboard: Switchboard, monkeypatch: pytest.MonkeyPatch
+    board: Board, listener: RankListener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connections, "_HANDSHAKE_SECONDS", 1)
     target = "127.0.0.1", int(board.place["port"])
     silent = socket.create_connection(target)
     loud = socket.create_connection(target)
     loud.sendall(b"\0\0\0\x20" + b"x" * 32)
-    assert [switchboard.accept(), switchboard.accept()] == [None, None]
+    assert [listener.accept(), listener.accept()] == [None, None]
     theirs: list[connections.Connection] = []
     thread = _calling(board, theirs)
-    assert _accepted(switchboard)[0] == CALLER, "and the others are heard all the same"
+    assert _accepted(listener)[0] == CALLER, "and the others are heard all the same"
     thread.join()
     silent.close()
     loud.close()
 
 
 def test_what_an_earlier_attempt_left_is_passed_by(board: Board) -> None:
-    earlier = Switchboard(board, "127.0.0.1", silence=5)
+    earlier = RankListener(board, "127.0.0.1", silence=5)
     earlier.close()
     theirs: list[connections.Connection] = []
     thread = _calling(board, theirs)
     time.sleep(0.3)  # it has tried in vain
-    now = Switchboard(board, "127.0.0.1", silence=5)
+    now = RankListener(board, "127.0.0.1", silence=5)
     assert _accepted(now)[0] == CALLER
     thread.join()
     now.close()
@@ -122,10 +124,10 @@ def test_a_rank_without_rank_0_gives_up_in_time(board: Board) -> None:
         connections.call(board, CALLER, silence=5, deadline=time.monotonic() + 0.3)
 
 
-def test_clocks_are_compared(board: Board, switchboard: Switchboard) -> None:
+def test_clocks_are_compared(board: Board, listener: RankListener) -> None:
     theirs: list[connections.Connection] = []
     thread = _calling(board, theirs)
-    _, line = _accepted(switchboard)
+    _, line = _accepted(listener)
     thread.join()
     deadline = time.monotonic() + 20
     teller = threading.Thread(target=clock.tell, args=(line, deadline))

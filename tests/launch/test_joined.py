@@ -24,8 +24,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExc
 WORLD = World(rank=0, local_rank=0, size=2, local_size=1, num_hosts=2, launcher="torchrun")
 
 
-class Bystander:
-    """A member's process, as far as its desk knows of it."""
+class RankHooks:
+    """A member's process, as far as its parent knows of it."""
 
     def __init__(self, answer: Callable[[bytes], bytes] = lambda _: b"") -> None:
         self.answer = answer
@@ -48,13 +48,13 @@ class Bystander:
 def board(monkeypatch: pytest.MonkeyPatch) -> Iterator[Board]:
     """The store of a world in this process, which nothing is to end."""
 
-    def leave(code: int) -> NoReturn:
+    def exit_process(code: int) -> NoReturn:
         raise SystemExit(code)
 
     board = Board()
     monkeypatch.setattr(process_group, "open_store", lambda *_: ("127.0.0.1", board))
     monkeypatch.setattr(process_lifetime, "end_with_parent", lambda: None)
-    monkeypatch.setattr(process_lifetime, "leave", leave)
+    monkeypatch.setattr(process_lifetime, "exit_process", exit_process)
     yield board
     for thread in threading.enumerate():
         if thread.name == "line":  # would end this process, as soon as it could
@@ -64,17 +64,19 @@ def board(monkeypatch: pytest.MonkeyPatch) -> Iterator[Board]:
 
 def _gathered(start_timeout: float) -> JoinedGroup:
     return JoinedGroup(
-        world=WORLD, backend="gloo", terms=CALLER.terms, start_timeout=start_timeout, silence=5
+        world=WORLD,
+        backend="gloo",
+        shared_settings=CALLER.shared_settings,
+        start_timeout=start_timeout,
+        silence=5,
     )
 
 
-def _gathered_with_desk(
-    board: Board, bystander: Bystander, start_timeout: float = 20
-) -> JoinedGroup:
+def _gathered_with_parent(board: Board, hooks: RankHooks, start_timeout: float = 20) -> JoinedGroup:
     def work() -> None:
-        caller = replace(CALLER, host_index=1)
-        line = connections.call(board, caller, silence=5, deadline=time.monotonic() + 20)
-        joined_rank._desks[:] = [joined_rank._Desk(line, bystander, 5, 0, 20)]
+        hello = replace(CALLER, host_index=1)
+        line = connections.call(board, hello, silence=5, deadline=time.monotonic() + 20)
+        joined_rank._parents[:] = [joined_rank._ParentLink(line, hooks, 5, 0, 20)]
 
     thread = threading.Thread(target=work)
     thread.start()
@@ -93,8 +95,8 @@ def test_a_rank_that_is_stopped_as_soon_as_it_has_called_is_named(board: Board) 
 
 def test_a_rank_that_does_not_answer_is_named_with_its_host(board: Board) -> None:
     released = threading.Event()
-    bystander = Bystander(lambda _: b"later" if released.wait(20) else b"")
-    group = _gathered_with_desk(board, bystander, 1)
+    hooks = RankHooks(lambda _: b"later" if released.wait(20) else b"")
+    group = _gathered_with_parent(board, hooks, 1)
     with pytest.raises(RankError, match=r"rank 1 \(here\) does not say what lies in its") as error:
         group.ask(b"what?")
     assert "on here" in error.value.hint
@@ -106,25 +108,25 @@ def test_a_question_that_cannot_be_answered_ends_both_sides(board: Board) -> Non
     def answer(_: bytes) -> bytes:
         raise OSError(5, "Input/output error")
 
-    bystander = Bystander(answer)
-    group = _gathered_with_desk(board, bystander, 1)
+    hooks = RankHooks(answer)
+    group = _gathered_with_parent(board, hooks, 1)
     with pytest.raises(RankError):
         group.ask(b"what?")
     group.kill()
-    (reason,) = bystander.reasons
+    (reason,) = hooks.reasons
     assert "cannot be answered (OSError(5, 'Input/output error'))" in reason
 
 
 def test_a_rank_that_a_signal_ends_says_so(board: Board) -> None:
-    group = _gathered_with_desk(board, Bystander())
+    group = _gathered_with_parent(board, RankHooks())
     with pytest.raises(SystemExit):
-        joined_rank._leave_by(2)
+        joined_rank._exit_on_signal(2)
     assert group.poll(0) == [], "which would be taken for an answer"
-    (desk,) = joined_rank._desks
+    (parent,) = joined_rank._parents
     group._lines[1].send(BEGIN)
-    desk.wait_for_begin()
+    parent.wait_for_begin()
     with pytest.raises(SystemExit) as end:
-        joined_rank._leave_by(2)
+        joined_rank._exit_on_signal(2)
     assert end.value.code == 128 + 2
     assert group.poll(20) == [(1, b"ended by 2")]
     group.kill()
@@ -133,23 +135,23 @@ def test_a_rank_that_a_signal_ends_says_so(board: Board) -> None:
 def test_a_rank_that_hears_nothing_of_rank_0_gives_up() -> None:
     ours, theirs = Pipe()
     with pytest.raises(RankError, match="rank 0 does not answer"):
-        joined_rank._Desk(theirs, Bystander(), 5, 0, 0.1)
+        joined_rank._ParentLink(theirs, RankHooks(), 5, 0, 0.1)
     ours.close()
 
 
 def test_what_a_rank_cannot_read_ends_it(board: Board) -> None:  # noqa: ARG001
     ours, theirs = Pipe()
-    bystander = Bystander()
-    desk = joined_rank._Desk.__new__(joined_rank._Desk)
-    desk.__dict__.update(
+    hooks = RankHooks()
+    parent = joined_rank._ParentLink.__new__(joined_rank._ParentLink)
+    parent.__dict__.update(
         _channel=joined_rank.PipeChannel(theirs),
-        _bystander=bystander,
+        _hooks=hooks,
         _rank_0="rank 0",
         _hung_up=False,
         _local_rank=0,
     )
     ours.send_bytes(b".no JSON")
     with pytest.raises(SystemExit):
-        desk._listen()
-    (reason,) = bystander.reasons
+        parent._listen()
+    (reason,) = hooks.reasons
     assert "is not understood" in reason

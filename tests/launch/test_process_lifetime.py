@@ -53,11 +53,13 @@ for _ in range(8):
     threading.Thread(target=wait, args=[child], daemon=True).start()
 for _ in range(20):
     temp_folders.make_folder("svdpp-test-")
-getattr(process_end, sys.argv[2])(15)
+getattr(process_lifetime, sys.argv[2])(15)
 """
 
 
-@pytest.mark.parametrize(("end", "code"), [("die_by", -15), ("leave_by_code", 128 + 15)])
+@pytest.mark.parametrize(
+    ("end", "code"), [("exit_by_signal", -15), ("exit_with_signal_code", 128 + 15)]
+)
 def test_a_process_that_ends_does_not_report_what_it_kills(
     tmp_path: Path, end: str, code: int
 ) -> None:
@@ -73,7 +75,7 @@ from svdpp.launch import process_lifetime, temp_folders
 
 util.get_temp_dir()
 temp_folders.make_folder("svdpp-test-")
-process_lifetime.leave(0)
+process_lifetime.exit_process(0)
 """
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from svdpp.launch.started import Member, StartedGroup
+from svdpp.launch.started import RankContext, StartedGroup
 from tests.processes import run_ranks
 
 pytestmark = pytest.mark.processes
@@ -32,13 +32,13 @@ if __name__ == "__main__":
 """
 
 
-def wait_in_receive(member: Member, _argument: object) -> None:
+def wait_in_receive(context: RankContext, _argument: object) -> None:
     import torch
     import torch.distributed as dist
 
-    member.join()
-    member.channel.send(b"joined")
-    dist.recv(torch.zeros(1), (member.world.rank + 1) % member.world.size)
+    context.join()
+    context.channel.send(b"joined")
+    dist.recv(torch.zeros(1), (context.world.rank + 1) % context.world.size)
 
 
 def _alive(pid: int) -> bool:
@@ -67,8 +67,8 @@ def test_ranks_blocked_in_a_receive_die_with_their_parent() -> None:
     assert not Path(folder).exists()
 
 
-def _listeners(member: Member) -> list[str]:
-    member.join()
+def _listeners(context: RankContext) -> list[str]:
+    context.join()
     rows = []
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
@@ -90,8 +90,8 @@ def test_ranks_listen_on_loopback_alone() -> None:
     assert {address for addresses in listeners for address in addresses} <= loopback
 
 
-def _talk(member: Member, _argument: object) -> None:
-    print(f"rank {member.world.rank} speaks")
+def _talk(context: RankContext, _argument: object) -> None:
+    print(f"rank {context.world.rank} speaks")
     os.write(2, b"and so does C\n")
     raise ValueError("on purpose")
 

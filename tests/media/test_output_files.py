@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 
 from svdpp.errors import OutputError, RequestError
-from svdpp.media.output_files import check_writable, in_place_of, write_json
+from svdpp.media.output_files import atomic_output, check_writable, write_json
 
 METADATA = {"seed": 5, "odd ;=#\\ key": "é\n'\"%03d", "list": [1, None, {"a": 0.5}]}
 FILE, FOLDER = None, re.compile("[a-z]")
 
 
 def put(place: Path, text: str, files: re.Pattern[str] | None) -> None:
-    with in_place_of(str(place), ".part", files) as temporary:
+    with atomic_output(str(place), ".part", files) as temporary:
         assert temporary.parent == place.parent
         assert re.fullmatch(r"\.svdpp-[0-9a-f]{8}-\d+-[0-9a-f]{8}\.part", temporary.name)
         (temporary if files is FILE else temporary / text).write_text(text)
@@ -61,7 +61,7 @@ def test_the_old_stays_when_the_block_fails(
     put(place, "a", files)
     with (
         pytest.raises(type(error) if message is None else OutputError) as caught,
-        in_place_of(str(place), "", files),
+        atomic_output(str(place), "", files),
     ):
         raise error
     if isinstance(caught.value, OutputError):
@@ -131,8 +131,8 @@ def test_what_a_killed_writer_left_goes_and_what_is_being_written_stays(
     tmp_path: Path, files: re.Pattern[str] | None
 ) -> None:
     script = (
-        "import os, re, sys\nfrom svdpp.media.output_files import in_place_of\n"
-        "with in_place_of(sys.argv[1], '', re.compile('x') if sys.argv[2] else None):\n"
+        "import os, re, sys\nfrom svdpp.media.output_files import atomic_output\n"
+        "with atomic_output(sys.argv[1], '', re.compile('x') if sys.argv[2] else None):\n"
         "    os.kill(os.getpid(), 9)\n"
     )
     place = str(tmp_path / "killed")
@@ -141,7 +141,7 @@ def test_what_a_killed_writer_left_goes_and_what_is_being_written_stays(
     (left,) = tmp_path.iterdir()
     foreign = tmp_path / ".svdpp-00000000-1-00000000"
     foreign.touch()
-    with in_place_of(str(tmp_path / "living"), "", files) as temporary:
+    with atomic_output(str(tmp_path / "living"), "", files) as temporary:
         check_writable(tmp_path)
         assert temporary.exists()
         assert not left.exists()

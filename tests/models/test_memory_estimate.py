@@ -19,7 +19,7 @@ from svdpp.models.checkpoint import find_checkpoint
 from svdpp.models.dummy import DummyUNet
 from svdpp.models.live_bytes import LiveBytes
 from svdpp.models.svd import load
-from svdpp.models.svd.memory import Footprint, PartMemory, estimate
+from svdpp.models.svd.memory import MemoryEstimate, PartMemory, estimate
 from svdpp.models.svd.model import SvdModel, load_svd
 from svdpp.plan.costs import Costs
 
@@ -38,7 +38,7 @@ def _one_thread() -> object:
 
 
 @functools.cache
-def _told(model: ModelConfig = DEMO, *, threads: int = 1, **changes: object) -> Footprint:
+def _told(model: ModelConfig = DEMO, *, threads: int = 1, **changes: object) -> MemoryEstimate:
     sampling = replace(SAMPLING, **changes)  # type: ignore[arg-type]
     checkpoint = find_checkpoint(model)
     return estimate(checkpoint, model, sampling, device="cpu", num_threads=threads)
@@ -142,18 +142,20 @@ def test_the_dummy_needs_no_checkpoint() -> None:
 
 
 def test_a_rank_takes_the_weights_of_all_its_parts_and_one_peak() -> None:
-    footprint = Footprint(
+    estimate_of_parts = MemoryEstimate(
         encode=PartMemory(1, 10), denoise=PartMemory(2, 30), decode=PartMemory(4, 20)
     )
 
-    assert footprint.of_rank(encode=True, denoise=True, decode=False) == (3, 30)
-    assert footprint.of_rank(encode=False, denoise=False, decode=True) == (4, 20)
-    assert footprint.of_rank(encode=False, denoise=False, decode=False) == (0, 0)
+    assert estimate_of_parts.of_rank(encode=True, denoise=True, decode=False) == (3, 30)
+    assert estimate_of_parts.of_rank(encode=False, denoise=False, decode=True) == (4, 20)
+    assert estimate_of_parts.of_rank(encode=False, denoise=False, decode=False) == (0, 0)
 
 
 def test_plans_take_it_as_costs() -> None:
     gib = 2**30
-    half = Footprint(encode=None, denoise=PartMemory(2 * gib, gib), decode=PartMemory(gib, 3 * gib))
+    half = MemoryEstimate(
+        encode=None, denoise=PartMemory(2 * gib, gib), decode=PartMemory(gib, 3 * gib)
+    )
     costs = Costs(**half.as_costs())  # type: ignore[arg-type]
 
     assert costs.peak_gib(encode=False, denoise=True, decode=True) == 6.0

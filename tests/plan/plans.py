@@ -19,7 +19,7 @@ costs = st.builds(
     step_seconds=st.integers(1, 32).map(lambda quarters: quarters / 4),
     encode_seconds=seconds,
     decode_seconds=seconds,
-    hop_seconds=seconds,
+    transfer_seconds=seconds,
 )
 
 
@@ -71,10 +71,10 @@ def layouts(draw: st.DrawFn, *, unequal: bool = True) -> Layout:
     Args:
         unequal: ranks may differ in speed.
     """
-    replicas, chain_size = draw(st.integers(1, 3)), draw(st.integers(1, 6))
-    world_size = replicas * chain_size
-    decoders = draw(st.integers(1, chain_size))
-    num_stages = chain_size - decoders + 1
+    replicas, replica_size = draw(st.integers(1, 3)), draw(st.integers(1, 6))
+    world_size = replicas * replica_size
+    decoders = draw(st.integers(1, replica_size))
+    num_stages = replica_size - decoders + 1
     split = draw(st.sampled_from(SPLITS))
     num_steps = draw(st.integers(1, 4 if split == "uniform" else 12))
     each = draw(costs)
@@ -126,13 +126,13 @@ def expected_spans(
     """
     clock = [0.0] * world_size  # when the rank's last visit was over, its SEND begun
     began = [[0.0] for _ in range(world_size)]  # when it turned to each visit; [0]: to the first
-    link: dict[tuple[int, int], float] = {}  # end of the last hop on it
+    link: dict[tuple[int, int], float] = {}  # end of the last transfer on it
     spans = set()
     for route in routes:
-        arrival = 0.0
+        pending = 0.0
         for index, part in enumerate(route.ranges):
             rank, last = part.rank, index == len(route.ranges) - 1
-            start = max(clock[rank], arrival)
+            start = max(clock[rank], pending)
             work = part.num_steps * costs.step_seconds
             work += costs.encode_seconds if index == 0 else 0.0
             work += costs.decode_seconds if last and route.decodes else 0.0
@@ -143,8 +143,8 @@ def expected_spans(
                 clock[rank] = max(end, before)
                 # Posted when the target turned to the visit before this one.
                 posted = began[target][-2] if len(began[target]) > 1 else 0.0
-                arrival = max(clock[rank], posted, before) + costs.hop_seconds
-                link[rank, target] = arrival
+                pending = max(clock[rank], posted, before) + costs.transfer_seconds
+                link[rank, target] = pending
             began[rank].append(clock[rank])
             if work:
                 spans.add((rank, route.clip, start, end))

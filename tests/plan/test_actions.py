@@ -17,7 +17,7 @@ any_action = st.one_of(
     st.builds(actions.denoise, counts, counts, counts),
     st.builds(actions.send, counts, counts, counts),
     st.builds(actions.decode, counts, counts),
-    st.builds(actions.deliver, counts, counts),
+    st.builds(actions.finish, counts, counts),
 )
 
 TEXTS = {
@@ -27,7 +27,7 @@ TEXTS = {
     "DENOISE c3 7:14": actions.denoise(3, 7, 14),
     "SEND c3 @14 >2": actions.send(3, 14, 2),
     "DECODE c12 @28": actions.decode(12, 28),
-    "DELIVER c12 @28": actions.deliver(12, 28),
+    "FINISH c12 @28": actions.finish(12, 28),
 }
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from svdpp.errors import RequestError
 from svdpp.plan.choose import choose_layout, compare_layouts
 from svdpp.plan.costs import Costs
-from svdpp.plan.fleet import forecast_layout
+from svdpp.plan.large_forecast import forecast_layout
 from svdpp.plan.layout import Layout, divisors
 from svdpp.plan.presets import PRESETS
 from tests.plan.plans import costs
@@ -41,7 +41,7 @@ def test_equal_devices_with_room_for_all_are_data_parallel() -> None:
 
     assert str(layout) == "data parallel"
     assert reason == (
-        "data parallel: 80 clips take 5.6% longer in the next best, 4 chains of 2 ranks, dithered"
+        "data parallel: 80 clips take 5.6% longer in the next best, 4 replicas of 2 ranks, dithered"
     )
 
 
@@ -49,7 +49,7 @@ def test_where_memory_is_short_decode_gets_ranks_of_its_own() -> None:
     """Whole clips need 13 GiB, steps and decode 11.5; no rank but a decode-only one has both."""
     layout, reason = choose(costs=WITH_MEMORY, memory_gib=(11.0,) * 8)
 
-    assert str(layout) == "1 chain of 8 ranks, balanced"
+    assert str(layout) == "1 replica of 8 ranks, balanced"
     assert max(peak or 99 for peak in layout.peak_gib) <= 11
     assert not layout.roles[7].denoise
     assert reason.endswith(
@@ -58,11 +58,11 @@ def test_where_memory_is_short_decode_gets_ranks_of_its_own() -> None:
     )
 
 
-def test_devices_of_unequal_speed_share_chains() -> None:
+def test_devices_of_unequal_speed_share_replicas() -> None:
     costs = replace(A100, step_seconds=(1.0,) * 4 + (2.0,) * 4)
     layout, reason = choose(costs=costs)
 
-    assert layout.chain_size > 1
+    assert layout.replica_size > 1
     assert layout.split == "dithered"
     assert "longer in the next best" in reason
 
@@ -104,7 +104,7 @@ def test_nothing_simple_is_better(
     for replicas in divisors(world_size):
         for split in ("balanced", "dithered"):
             other = Layout(**counts, replicas=replicas, split=split)  # type: ignore[arg-type]
-            if other.chain_size <= num_steps + 2:
+            if other.replica_size <= num_steps + 2:
                 assert makespan <= forecast_layout(other, num_clips).makespan * 1.002
     assert "\n" not in reason
     assert reason.startswith(f"{chosen}: ")
@@ -124,7 +124,7 @@ def test_anything_can_be_compared(
     assert names[3].endswith("decoders") or world_size == 1
     assert names[4:] == ["auto", "data parallel", "draft"]
     for row in rows:
-        assert (row.forecast is None) == (row.layout is None and row.wave is None)
+        assert (row.forecast is None) == (row.layout is None and row.draft_plan is None)
         assert row.note or row.layout
     assert (rows[0].layout is None) == bool(num_steps % world_size)
 
@@ -150,19 +150,20 @@ def test_a_layout_that_does_not_fit_is_shown_with_a_note() -> None:
     assert notes["dithered"] == ""
 
 
-HOSTS = replace(A100, ranks_per_host=4, hop_between_hosts_seconds=None)
+HOSTS = replace(A100, ranks_per_host=4, inter_host_transfer_seconds=None)
 
 
 def test_what_costs_do_not_tell_of_hosts_is_left_out_and_said() -> None:
-    """The presets know no hop between hosts."""
+    """The presets know no transfer between hosts."""
     layout, reason = choose(costs=HOSTS)
     assert str(layout) == "data parallel"
-    # Chains of 8, balanced and dithered, with 1 and 2 decoders; shorter ones stay on a host.
+    # Replicas of 8, balanced and dithered, with 1 and 2 decoders; shorter ones stay on a host.
     assert reason.endswith(
-        "4 of 9 layouts hand over between hosts, which the costs do not tell: --hop-between-hosts "
+        "4 of 9 layouts hand over between hosts, which the costs do not tell: "
+        "--inter-host-transfer-seconds "
         "does"
     )
-    assert "hand over" not in choose(costs=replace(HOSTS, hop_between_hosts_seconds=0.1))[1]
+    assert "hand over" not in choose(costs=replace(HOSTS, inter_host_transfer_seconds=0.1))[1]
 
 
 def test_where_only_layouts_over_hosts_fit_the_forecast_says_what_lacks() -> None:

@@ -17,7 +17,13 @@ from svdpp.plan.costs import Costs
 from svdpp.plan.presets import PRESETS, find_costs
 
 NUMBERS = [
-    *("step_seconds", "encode_seconds", "decode_seconds", "hop_seconds", "hop_bytes_per_second"),
+    *(
+        "step_seconds",
+        "encode_seconds",
+        "decode_seconds",
+        "transfer_seconds",
+        "transfer_bytes_per_second",
+    ),
     *("packet_bytes", "write_seconds", "encode_weights_gib", "decode_work_gib"),
 ]
 BAD = [-1.0, -1e-9, math.inf, -math.inf, math.nan]
@@ -25,8 +31,8 @@ MEASURED = Costs(
     step_seconds=(1.5, 2.0),
     encode_seconds=0.25,
     decode_seconds=(4.0, 5.0),
-    hop_seconds=0.5,
-    hop_bytes_per_second=1e6,
+    transfer_seconds=0.5,
+    transfer_bytes_per_second=1e6,
     packet_bytes=250_000,
     write_seconds=0.125,
     encode_weights_gib=1.5,
@@ -51,7 +57,7 @@ def test_costs_that_are_none(name: str, value: float) -> None:
     assert caught.value.message == f"{option} must be a finite number, 0 or more, got {value}"
 
 
-@pytest.mark.parametrize("name", ["step_seconds", "hop_bytes_per_second"])
+@pytest.mark.parametrize("name", ["step_seconds", "transfer_bytes_per_second"])
 def test_what_must_be_above_zero(name: str) -> None:
     with pytest.raises(RequestError, match=f"--{name.replace('_', '-')} must be above 0"):
         Costs(**{name: 0})  # type: ignore[arg-type]
@@ -67,12 +73,12 @@ def test_what_an_action_takes_on_each_rank() -> None:
     assert [MEASURED.of(actions.denoise(0, 2, 5), rank) for rank in (0, 1)] == [4.5, 6.0]
     assert [MEASURED.of(actions.encode(0), rank) for rank in (0, 1)] == [0.25, 0.25]
     assert [MEASURED.of(actions.decode(0, 5), rank) for rank in (0, 1)] == [4.0, 5.0]
-    assert MEASURED.of(actions.send(0, 5, 1), 0) == MEASURED.of(actions.deliver(0, 5), 0) == 0
+    assert MEASURED.of(actions.send(0, 5, 1), 0) == MEASURED.of(actions.finish(0, 5), 0) == 0
 
 
 def test_a_hop_is_latency_and_bytes() -> None:
-    assert MEASURED.hand_over_seconds == 0.5 + 0.25
-    assert Costs(hop_seconds=0.5, packet_bytes=1e12).hand_over_seconds == 0.5
+    assert MEASURED.local_transfer_seconds == 0.5 + 0.25
+    assert Costs(transfer_seconds=0.5, packet_bytes=1e12).local_transfer_seconds == 0.5
 
 
 def test_peak_is_all_weights_and_the_largest_work() -> None:
@@ -122,7 +128,7 @@ REFUSED: list[tuple[Any, str]] = [
     ({**GOOD, "step_seconds": [1, [2]]}, "f: step_seconds must be a finite number"),
     ({**GOOD, "step_seconds": []}, "f: step_seconds must have a number for each rank"),
     ({**GOOD, "step_seconds": 10**400}, "f: step_seconds must be a finite number"),
-    ({**GOOD, "hop_seconds": [1, 1]}, "f: hop_seconds must be a finite number"),
+    ({**GOOD, "transfer_seconds": [1, 1]}, "f: transfer_seconds must be a finite number"),
     ({**GOOD, "decode_seconds": 1e300}, "f: decode_seconds must be 1e+09 or less"),
     ({**GOOD, "decode_work_gib": -1}, "f: decode_work_gib must be a finite number"),
     ({**GOOD, "device": 3}, "f: device must be a text, got 3"),

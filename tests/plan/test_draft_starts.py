@@ -8,40 +8,44 @@ from pathlib import Path
 import pytest
 
 from svdpp.errors import InputError, RequestError
-from svdpp.plan.draft import Wave
+from svdpp.plan.draft import DraftPlan
 from svdpp.plan.draft_starts import (
     DraftProfile,
-    MeasuredStarts,
+    MeasuredStartSteps,
     best_trades,
     candidates,
-    default_starts,
-    parse_starts,
+    default_start_steps,
+    parse_start_steps,
 )
 
 
 @pytest.mark.parametrize("world_size", range(2, 9))
 def test_default_drafts_come_after_half_the_rounds(world_size: int) -> None:
     for num_steps in range(14, 51):
-        wave = Wave(num_steps=num_steps, starts=default_starts(num_steps, world_size))
-        assert wave.world_size == world_size
-        assert wave.rounds(world_size - 1) == num_steps // 2 + 1
+        draft_plan = DraftPlan(
+            num_steps=num_steps, start_steps=default_start_steps(num_steps, world_size)
+        )
+        assert draft_plan.world_size == world_size
+        assert draft_plan.rounds(world_size - 1) == num_steps // 2 + 1
 
 
 @pytest.mark.parametrize(("num_steps", "world_size"), [(28, 1), (14, 9), (2, 3)])
 def test_counts_without_default_starts(num_steps: int, world_size: int) -> None:
     with pytest.raises(RequestError, match="no starts are known"):
-        default_starts(num_steps, world_size)
+        default_start_steps(num_steps, world_size)
 
 
 def test_candidates_are_waves_around_half_the_rounds() -> None:
     assert list(candidates(28, 2)) == [(0, 16), (0, 14), (0, 11)]
-    for starts in candidates(28, 5):
-        wave = Wave(num_steps=28, starts=starts)
-        assert wave.rounds(4) in (13, 15, 18)
+    for start_steps in candidates(28, 5):
+        draft_plan = DraftPlan(num_steps=28, start_steps=start_steps)
+        assert draft_plan.rounds(4) in (13, 15, 18)
 
 
-def _measured(starts: tuple[int, ...], rounds: int, psnr_db: float | None) -> MeasuredStarts:
-    return MeasuredStarts(starts=starts, rounds=rounds, psnr_db=psnr_db, max_levels=3)
+def _measured(
+    start_steps: tuple[int, ...], rounds: int, psnr_db: float | None
+) -> MeasuredStartSteps:
+    return MeasuredStartSteps(start_steps=start_steps, rounds=rounds, psnr_db=psnr_db, max_levels=3)
 
 
 def test_only_trades_that_nothing_beats_are_kept() -> None:
@@ -67,9 +71,9 @@ def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
 
     assert DraftProfile.load(path) == _profile()
     # The nearest of those that are there after half the rounds; else the soonest.
-    assert parse_starts(str(path), 8, 2) == (0, 6)
-    assert parse_starts(str(path), 8, 3) == (0, 3, 8)
-    assert parse_starts(str(path), 8, None) == (0, 3, 8)
+    assert parse_start_steps(str(path), 8, 2) == (0, 6)
+    assert parse_start_steps(str(path), 8, 3) == (0, 3, 8)
+    assert parse_start_steps(str(path), 8, None) == (0, 3, 8)
 
 
 @pytest.mark.parametrize(("num_steps", "world_size"), [(28, 2), (8, 4)])
@@ -93,7 +97,7 @@ def test_a_profile_without_choices(tmp_path: Path) -> None:
     path = tmp_path / "draft.json"
     path.write_text(json.dumps({**_profile().to_json(), "choices": []}))
     with pytest.raises(InputError, match="it holds no choices"):
-        parse_starts(str(path), 8, None)
+        parse_start_steps(str(path), 8, None)
 
 
 def test_a_profile_with_a_choice_of_other_fields(tmp_path: Path) -> None:
@@ -107,10 +111,10 @@ def test_a_profile_with_a_choice_of_other_fields(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["", "0;14", "0,-3", "0,a", "starts.txt", "0,,3"])
 def test_text_that_is_no_starts(text: str) -> None:
-    with pytest.raises(RequestError, match="--starts must be steps or a profile's file"):
-        parse_starts(text, 28, 2)
+    with pytest.raises(RequestError, match="--draft-starts must be steps or a profile's file"):
+        parse_start_steps(text, 28, 2)
 
 
 def test_a_profile_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="cannot be read"):
-        parse_starts(str(tmp_path / "none.json"), 28, 2)
+        parse_start_steps(str(tmp_path / "none.json"), 28, 2)

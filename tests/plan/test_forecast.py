@@ -40,25 +40,25 @@ def test_makespan_of_the_bare_pipeline(pipeline: Pipeline, quarters: int) -> Non
     assert result.bubble == pytest.approx((pipeline.world_size - 1) / stages, abs=1e-12)
     # W=1 as well: one clip after the other.
     expected = pipeline.per_rank if pipeline.num_clips > 1 else pipeline.num_steps
-    assert result.cadence == expected * step
+    assert result.seconds_per_clip == expected * step
 
 
 @given(pipelines(), costs)
 def test_makespan_with_all_costs(pipeline: Pipeline, costs: Costs) -> None:
-    """A flow shop of equal clips goes at the pace of its slowest stage, hops being stages too."""
+    """A flow shop of equal clips is as fast as its slowest stage; transfers are stages too."""
     count = pipeline.per_rank * costs.step_seconds
     stages = [count] * pipeline.world_size
     stages[0] += costs.encode_seconds
     stages[-1] += costs.decode_seconds if pipeline.decodes else 0.0
-    hops = [costs.hop_seconds] * (pipeline.world_size - 1)
-    first, pace = sum(stages) + sum(hops), max(stages + hops)
+    transfers = [costs.transfer_seconds] * (pipeline.world_size - 1)
+    first, pace = sum(stages) + sum(transfers), max(stages + transfers)
     makespan = first + (pipeline.num_clips - 1) * pace
     result = forecast(pipeline, costs)
 
     assert result.clips == pipeline.num_clips
     assert result.first_clip == first
     assert result.makespan == makespan
-    assert result.cadence == (pace if pipeline.num_clips > 1 else first)
+    assert result.seconds_per_clip == (pace if pipeline.num_clips > 1 else first)
     busy = pipeline.num_clips * sum(stages)
     assert result.bubble == pytest.approx(1 - busy / (makespan * pipeline.world_size), abs=1e-12)
     assert 0 <= result.bubble < 1
@@ -94,7 +94,7 @@ def test_any_routes_are_replayed_as_the_oracle_says(
 
 
 @given(route_lists(one_order=True), costs)
-def test_chains_in_one_order_of_the_ranks_never_deadlock(
+def test_replicas_in_one_order_of_the_ranks_never_deadlock(
     case: tuple[list[Route], int], costs: Costs
 ) -> None:
     replay(build_schedule(*case), costs)
@@ -122,7 +122,7 @@ wild_actions = st.one_of(
     st.builds(actions.denoise, small, small, small),
     st.builds(actions.recv, small, small, peers),
     st.builds(actions.send, small, small, peers),
-    st.builds(actions.deliver, small, small),
+    st.builds(actions.finish, small, small),
 )
 
 
@@ -152,7 +152,7 @@ def test_two_ranks_that_wait_for_each_other_are_named() -> None:
     assert str(caught.value) == ("deadlock: rank 0 at DENOISE c1 2:4, rank 1 at DENOISE c0 0:4")
 
 
-def test_a_chain_of_waiting_ranks_is_named_whole() -> None:
+def test_a_replica_of_waiting_ranks_is_named_whole() -> None:
     schedule: Schedule = (
         (actions.encode(0),),
         (actions.recv(0, 2, 0), actions.denoise(0, 2, 4), actions.send(0, 4, 2)),
@@ -191,7 +191,7 @@ def at(clip: int, start: float, end: float, rank: int = 0) -> Span:
 
 
 @pytest.mark.parametrize(
-    ("ends", "cadence"),
+    ("ends", "seconds_per_clip"),
     [
         ([10], 10),
         ([10, 13], 3),
@@ -201,11 +201,13 @@ def at(clip: int, start: float, end: float, rank: int = 0) -> Span:
     ],
     ids=str,
 )
-def test_cadence_is_the_mean_over_the_second_half(ends: list[float], cadence: float) -> None:
+def test_cadence_is_the_mean_over_the_second_half(
+    ends: list[float], seconds_per_clip: float
+) -> None:
     """Of clips that finish at 10, 13, 14, 20 the last two took 14 - 13 and 20 - 14: 3.5 each."""
     spans = [at(clip, 0, end) for clip, end in enumerate(ends)]
 
-    assert summarise(spans, len(ends)).cadence == cadence
+    assert summarise(spans, len(ends)).seconds_per_clip == seconds_per_clip
 
 
 @pytest.mark.parametrize("num_clips", range(1, 40))
@@ -214,7 +216,7 @@ def test_cadence_of_groups_does_not_depend_on_where_the_half_lies(num_clips: int
     routes = data_parallel_routes(28, 7, range(num_clips))
     result = summarise(replay(build_schedule(routes, 7), Costs()), 7)
 
-    assert result.cadence == (4 if num_clips >= 7 else 28 / num_clips)
+    assert result.seconds_per_clip == (4 if num_clips >= 7 else 28 / num_clips)
 
 
 def test_a_clip_is_not_there_before_those_before_it() -> None:
@@ -222,7 +224,7 @@ def test_a_clip_is_not_there_before_those_before_it() -> None:
     spans = [at(clip, 0, 10 * (clip // 2 + 1) * (clip % 2 + 1), clip % 2) for clip in range(8)]
     result = summarise(spans, 2)
 
-    assert (result.makespan, result.cadence, result.first_clip) == (80, 10, 10)
+    assert (result.makespan, result.seconds_per_clip, result.first_clip) == (80, 10, 10)
 
 
 def test_jitter_is_the_spread_of_the_same_gaps() -> None:
@@ -244,7 +246,7 @@ def test_measured_times_may_begin_anywhere() -> None:
     spans = [at(0, 100, 104), at(1, 104, 106, rank=1), at(1, 105, 107)]
     result = summarise(spans, 2)
 
-    assert (result.makespan, result.first_clip, result.cadence) == (7, 4, 3)
+    assert (result.makespan, result.first_clip, result.seconds_per_clip) == (7, 4, 3)
     assert result.bubble == pytest.approx(1 - 8 / 14)
 
 

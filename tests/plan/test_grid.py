@@ -30,7 +30,7 @@ def test_golden_text_of_steps_alone() -> None:
 
 def test_golden_text_with_encode_decode_hops_and_a_mark() -> None:
     text = (GOLDEN / "grid_w4_n28_m3_all_costs.txt").read_text(encoding="utf-8")
-    costs = Costs(step_seconds=1, encode_seconds=2, decode_seconds=4, hop_seconds=1)
+    costs = Costs(step_seconds=1, encode_seconds=2, decode_seconds=4, transfer_seconds=1)
     lines = grid(Pipeline(28, 4, 3), costs, width=80, marks={3: "rank 3 died here"})
 
     assert "\n".join(lines) + "\n" == text

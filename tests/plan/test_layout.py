@@ -58,7 +58,7 @@ def test_so_can_it_when_clips_are_resumed(layout: Layout, clips: int, data: st.D
 
     check_schedule(schedule, layout.num_steps)
     replay(schedule, layout.costs)
-    assert talking(schedule) <= set(layout.hops)
+    assert talking(schedule) <= set(layout.links)
 
 
 @given(layouts(), num_clips)
@@ -90,18 +90,18 @@ def test_hops_and_roles_are_those_that_come_to_be_used(layout: Layout) -> None:
         for own in kinds
     ]
 
-    assert talking(schedule) <= set(layout.hops)
-    assert list(layout.hops) == sorted(set(layout.hops))
+    assert talking(schedule) <= set(layout.links)
+    assert list(layout.links) == sorted(set(layout.links))
     for role, own in zip(layout.roles, used, strict=True):
         assert all(may or not does for may, does in zip(vars(role).values(), vars(own).values()))  # noqa: B905
     if layout.split != "dithered":
-        assert talking(schedule) == set(layout.hops)
+        assert talking(schedule) == set(layout.links)
         assert list(layout.roles) == used
 
 
 @given(layouts(), num_clips)
 def test_shares_hold_every_range(layout: Layout, clips: int) -> None:
-    shares = {s.rank: s for chain in range(layout.replicas) for s in layout.shares(chain)}
+    shares = {s.rank: s for replica in range(layout.replicas) for s in layout.shares(replica)}
 
     assert sorted(shares) == list(range(layout.world_size))
     for route in layout.routes(range(clips)):
@@ -110,14 +110,14 @@ def test_shares_hold_every_range(layout: Layout, clips: int) -> None:
 
 
 @given(layouts(), num_clips)
-def test_chains_and_decoders_take_turns(layout: Layout, clips: int) -> None:
+def test_replicas_and_decoders_take_turns(layout: Layout, clips: int) -> None:
     for clip, route in enumerate(layout.routes(range(clips))):
-        chain, index = clip % layout.replicas, clip // layout.replicas
-        assert {part.rank // layout.chain_size for part in route.ranges} == {chain}
-        last = layout.chain_size - layout.decoders + index % layout.decoders
-        assert route.ranges[-1].rank == chain * layout.chain_size + last
+        replica, index = clip % layout.replicas, clip // layout.replicas
+        assert {part.rank // layout.replica_size for part in route.ranges} == {replica}
+        last = layout.replica_size - layout.decoders + index % layout.decoders
+        assert route.ranges[-1].rank == replica * layout.replica_size + last
         if layout.num_stages > 1:
-            assert route.ranges[0].rank == chain * layout.chain_size
+            assert route.ranges[0].rank == replica * layout.replica_size
         ranks = [part.rank for part in route.ranges]
         assert ranks == sorted(ranks)
 
@@ -128,16 +128,16 @@ def test_the_default_is_the_charters_rule(per_rank: int, world_size: int, clips:
     ranges = split_steps(layout.num_steps, world_size)
 
     assert layout.routes(range(clips)) == pipeline_routes(ranges, range(clips))
-    assert layout.hops == tuple(itertools.pairwise(range(world_size)))
+    assert layout.links == tuple(itertools.pairwise(range(world_size)))
 
 
 @given(st.integers(1, 30), st.integers(1, 6), num_clips)
-def test_a_chain_for_each_rank_is_data_parallel(steps: int, world_size: int, clips: int) -> None:
+def test_a_replica_for_each_rank_is_data_parallel(steps: int, world_size: int, clips: int) -> None:
     expected = data_parallel_routes(steps, world_size, range(clips))
     for options in ({"replicas": world_size}, {"decoders": world_size}):
         layout = Layout(num_steps=steps, world_size=world_size, split="dithered", **options)
         assert layout.routes(range(clips)) == expected
-        assert layout.hops == ()
+        assert layout.links == ()
 
 
 def test_a_rank_without_steps_is_passed_by() -> None:
@@ -191,23 +191,23 @@ def test_peak_memory_follows_the_roles() -> None:
         ({"num_steps": 0}, "the number of steps must be 1 or more, got 0", ""),
         (
             {"replicas": 3},
-            "8 ranks cannot form 3 chains of one length",
+            "8 ranks cannot form 3 replicas of one length",
             "use --replicas 2 or --replicas 4",
         ),
         (
             {"replicas": 0},
-            "8 ranks cannot form 0 chains of one length",
+            "8 ranks cannot form 0 replicas of one length",
             "use --replicas 1 or --replicas 2",
         ),
         (
             {"replicas": 16},
-            "8 ranks cannot form 16 chains of one length",
+            "8 ranks cannot form 16 replicas of one length",
             "use --replicas 4 or --replicas 8",
         ),
-        ({"decoders": 0}, "--decoders must be 1 to 8, the ranks of a chain, got 0", ""),
+        ({"decoders": 0}, "--decoders must be 1 to 8, the ranks of a replica, got 0", ""),
         (
             {"decoders": 5, "replicas": 2},
-            "--decoders must be 1 to 4, the ranks of a chain, got 5",
+            "--decoders must be 1 to 4, the ranks of a replica, got 5",
             "",
         ),
         (
@@ -222,7 +222,7 @@ def test_peak_memory_follows_the_roles() -> None:
         ),
         (
             {"num_steps": 25, "decoders": 2},
-            "25 steps cannot be split evenly over the 7 stages of a chain",
+            "25 steps cannot be split evenly over the 7 stages of a replica",
             "--split balanced and --split dithered take any number of steps",
         ),
         (
@@ -248,11 +248,11 @@ def test_divisors() -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({}, "1 chain of 8 ranks, uniform"),
+        ({}, "1 replica of 8 ranks, uniform"),
         ({"replicas": 8}, "data parallel"),
         (
             {"replicas": 2, "split": "dithered", "decoders": 2},
-            "2 chains of 4 ranks, dithered, 2 decoders",
+            "2 replicas of 4 ranks, dithered, 2 decoders",
         ),
     ],
     ids=str,

@@ -1,4 +1,4 @@
-"""Chains are laid along hosts, and what passes between hosts costs what it does."""
+"""Replicas are laid along hosts, and what passes between hosts costs what it does."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ import pytest
 from svdpp.errors import RequestError
 from svdpp.plan.actions import Kind
 from svdpp.plan.costs import Costs
-from svdpp.plan.fleet import forecast_layout
 from svdpp.plan.forecast import replay, summarise
-from svdpp.plan.layout import Layout, lay_chains
+from svdpp.plan.large_forecast import forecast_layout
+from svdpp.plan.layout import Layout, assign_replicas
 from svdpp.plan.schedule import build_schedule
 
 COSTS = Costs(
     decode_seconds=2.0,
-    hop_seconds=0.25,
+    transfer_seconds=0.25,
     ranks_per_host=4,
-    hop_between_hosts_seconds=3.0,
+    inter_host_transfer_seconds=3.0,
     packet_bytes=8.0,
-    hop_between_hosts_bytes_per_second=4.0,
+    inter_host_bytes_per_second=4.0,
 )
 
 
 @pytest.mark.parametrize(
-    ("world_size", "chain_size", "ranks_per_host", "chains"),
+    ("world_size", "replica_size", "ranks_per_host", "replica_ranks"),
     [
         (8, 4, None, [(0, 1, 2, 3), (4, 5, 6, 7)]),
         (8, 4, 4, [(0, 1, 2, 3), (4, 5, 6, 7)]),
@@ -36,36 +36,41 @@ COSTS = Costs(
         (12, 6, 4, [(0, 1, 2, 3, 4, 5), (6, 7, 8, 9, 10, 11)]),
     ],
 )
-def test_chains_keep_to_a_host_where_they_can(
-    world_size: int, chain_size: int, ranks_per_host: int | None, chains: list[tuple[int, ...]]
+def test_replicas_keep_to_a_host_where_they_can(
+    world_size: int,
+    replica_size: int,
+    ranks_per_host: int | None,
+    replica_ranks: list[tuple[int, ...]],
 ) -> None:
-    assert list(lay_chains(world_size, chain_size, ranks_per_host)) == chains
+    assert list(assign_replicas(world_size, replica_size, ranks_per_host)) == replica_ranks
 
 
-def test_every_rank_is_in_one_chain_whatever_the_hosts() -> None:
+def test_every_rank_is_in_one_replica_whatever_the_hosts() -> None:
     for hosts in range(1, 7):
         for per_host in range(1, 7):
             world = hosts * per_host
             for size in range(1, world + 1):
                 if world % size == 0:
-                    chains = lay_chains(world, size, per_host)
-                    assert sorted(rank for chain in chains for rank in chain) == [*range(world)]
-                    assert {len(chain) for chain in chains} == {size}
+                    replica_ranks = assign_replicas(world, size, per_host)
+                    assert sorted(rank for replica in replica_ranks for rank in replica) == [
+                        *range(world)
+                    ]
+                    assert {len(replica) for replica in replica_ranks} == {size}
 
 
 def test_a_hop_between_hosts_is_told_from_one_within() -> None:
-    assert COSTS.hop(0, 3) == 0.25
-    assert COSTS.hop(3, 4) == 3.0 + 8.0 / 4.0
+    assert COSTS.transfer(0, 3) == 0.25
+    assert COSTS.transfer(3, 4) == 3.0 + 8.0 / 4.0
     assert [COSTS.host_of(rank) for rank in (0, 3, 4, 11)] == [0, 0, 1, 2]
-    assert replace(COSTS, ranks_per_host=None).hop(3, 4) == 0.25
+    assert replace(COSTS, ranks_per_host=None).transfer(3, 4) == 0.25
 
 
 def test_a_hop_between_hosts_that_nobody_measured_is_no_guess() -> None:
-    unknown = replace(COSTS, hop_between_hosts_seconds=None)
+    unknown = replace(COSTS, inter_host_transfer_seconds=None)
     layout = Layout(num_steps=16, world_size=8, costs=unknown)
     with pytest.raises(RequestError, match=r"between hosts takes \(rank 3 to rank 4\)") as error:
         forecast_layout(layout, 4)
-    assert "--hop-between-hosts SECONDS" in error.value.hint
+    assert "--inter-host-transfer-seconds SECONDS" in error.value.hint
     assert forecast_layout(replace(layout, replicas=2), 4).clips == 4, "these need none"
 
 
@@ -83,17 +88,17 @@ def test_the_recurrence_counts_hosts_as_the_replay_does(
     schedule = build_schedule(layout.routes(range(13)), world_size)
     replayed = summarise(replay(schedule, costs), world_size)
     assert forecast_layout(layout, 13).makespan == pytest.approx(replayed.makespan)
-    assert forecast_layout(layout, 13).cadence == pytest.approx(replayed.cadence)
+    assert forecast_layout(layout, 13).seconds_per_clip == pytest.approx(replayed.seconds_per_clip)
 
 
 def test_one_slow_hop_delays_each_clip_once() -> None:
     layout = Layout(num_steps=16, world_size=8, costs=COSTS)
     here = replace(layout, costs=replace(COSTS, ranks_per_host=None))
     later = forecast_layout(layout, 1).makespan - forecast_layout(here, 1).makespan
-    assert later == pytest.approx(COSTS.hop(3, 4) - COSTS.hop(0, 1))
+    assert later == pytest.approx(COSTS.transfer(3, 4) - COSTS.transfer(0, 1))
 
 
-def test_lists_follow_the_chains() -> None:
+def test_lists_follow_the_replicas() -> None:
     layout = Layout(num_steps=24, world_size=12, replicas=4, costs=COSTS)
     schedule = build_schedule(layout.routes(range(8)), 12)
     sends = {
@@ -102,7 +107,7 @@ def test_lists_follow_the_chains() -> None:
         for action in actions
         if action.kind is Kind.SEND
     }
-    assert sends == set(layout.hops)
+    assert sends == set(layout.links)
     assert {(rank, peer) for rank, peer in sends if COSTS.host_of(rank) != COSTS.host_of(peer)} == {
         (3, 7),
         (7, 11),

@@ -67,8 +67,8 @@ GOLDEN_SCHEDULES = {
         ).routes(range(4)),
         3,
     ),
-    # Rank 0 only encodes, rank 3 only decodes; two chains share both.
-    "schedule_two_chains.txt": build_schedule(
+    # Rank 0 only encodes, rank 3 only decodes; two replicas share both.
+    "schedule_two_replicas.txt": build_schedule(
         [
             Route(0, (StepRange(0, 0, 0), StepRange(1, 0, 4), StepRange(3, 4, 4))),
             Route(1, (StepRange(0, 0, 0), StepRange(2, 0, 4), StepRange(3, 4, 4))),
@@ -115,7 +115,7 @@ def test_each_step_of_each_clip_is_done_once_and_in_order(pipeline: Pipeline) ->
 
 @given(pipelines())
 def test_each_send_has_exactly_one_receive(pipeline: Pipeline) -> None:
-    sends, receives = hops(pipeline.schedule)
+    sends, receives = transfers(pipeline.schedule)
 
     assert sends == receives
     assert set(sends.values()) <= {1}
@@ -124,13 +124,13 @@ def test_each_send_has_exactly_one_receive(pipeline: Pipeline) -> None:
 
 @given(route_lists())
 def test_each_send_has_exactly_one_receive_on_any_routes(case: tuple[list[Route], int]) -> None:
-    sends, receives = hops(build_schedule(*case))
+    sends, receives = transfers(build_schedule(*case))
 
     assert sends == receives
     assert set(sends.values()) <= {1}
 
 
-def hops(schedule: Schedule) -> tuple[Counter[tuple[int, ...]], Counter[tuple[int, ...]]]:
+def transfers(schedule: Schedule) -> tuple[Counter[tuple[int, ...]], Counter[tuple[int, ...]]]:
     sends: Counter[tuple[int, ...]] = Counter()
     receives: Counter[tuple[int, ...]] = Counter()
     for rank, rank_actions in enumerate(schedule):
@@ -191,8 +191,8 @@ def test_each_clip_is_encoded_first_delivered_last_and_once(
         assert not any(own.values())
         kinds = [action.kind for action in walked]
         assert kinds[0] is Kind.ENCODE
-        assert kinds[-1] is Kind.DELIVER
-        assert kinds.count(Kind.ENCODE) == kinds.count(Kind.DELIVER) == 1
+        assert kinds[-1] is Kind.FINISH
+        assert kinds.count(Kind.ENCODE) == kinds.count(Kind.FINISH) == 1
         assert kinds.count(Kind.DECODE) == route.decodes
         done = 0
         for action in walked:
@@ -282,7 +282,7 @@ def test_check_catches_a_missing_or_doubled_action(
     schedule: Schedule, kind: Kind, damage: Damage
 ) -> None:
     for broken in damaged(schedule, kind, damage):
-        with pytest.raises(ValueError, match=r"clip|hop"):
+        with pytest.raises(ValueError, match=r"clip|transfer"):
             check_schedule(broken, NUM_STEPS)
 
 
@@ -292,7 +292,7 @@ def test_check_catches_a_missing_or_doubled_action(
         (Kind.ENCODE, Kind.DENOISE),
         (Kind.DENOISE, Kind.SEND),
         (Kind.DENOISE, Kind.DECODE),
-        (Kind.DECODE, Kind.DELIVER),
+        (Kind.DECODE, Kind.FINISH),
     ],
     ids=lambda kinds: f"{kinds[1]} before {kinds[0]}",
 )
@@ -346,7 +346,7 @@ def test_receives_in_another_order_than_the_sends_are_caught() -> None:
 def test_check_catches_a_changed_action(line: str, other: str) -> None:
     text = as_text(WHOLE)
     assert text.count(line + "\n") == 1
-    with pytest.raises(ValueError, match=r"clip|hop"):
+    with pytest.raises(ValueError, match=r"clip|transfer"):
         check_schedule(from_text(text.replace(line, other), 2), NUM_STEPS)
 
 

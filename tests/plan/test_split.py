@@ -98,7 +98,7 @@ def test_largest_world(num_steps: int, at_most: int, world: int) -> None:
 
 
 @st.composite
-def chains(draw: st.DrawFn) -> list[Stage]:
+def replica_ranks(draw: st.DrawFn) -> list[Stage]:
     """A few stages, of one rank or of several that take turns, at any speeds."""
     seconds = st.integers(0, 32).map(lambda quarters: quarters / 4)
     step = st.integers(1, 12).map(lambda quarters: quarters / 4)
@@ -123,7 +123,7 @@ def counts_of(cuts: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(after - before for before, after in itertools.pairwise(cuts))
 
 
-@given(st.integers(1, 8), chains())
+@given(st.integers(1, 8), replica_ranks())
 def test_balanced_is_as_good_as_any_split(num_steps: int, stages: list[Stage]) -> None:
     every = itertools.product(range(num_steps + 1), repeat=len(stages))
     best = min(slowest(stages, counts) for counts in every if sum(counts) == num_steps)
@@ -150,7 +150,7 @@ def test_a_rank_that_only_decodes_is_a_result() -> None:
     assert counts_of(balanced_cuts(12, one_rank_each(0, 0, 0, 4))) == (4, 4, 4, 0)
 
 
-@given(st.integers(1, 12), chains(), st.integers(0, 500))
+@given(st.integers(1, 12), replica_ranks(), st.integers(0, 500))
 def test_dithered_ranges_are_in_order_and_near_their_means(
     num_steps: int, stages: list[Stage], index: int
 ) -> None:
@@ -164,7 +164,7 @@ def test_dithered_ranges_are_in_order_and_near_their_means(
     assert all(abs(cut - real) < 1 + 1e-9 for cut, real in zip(cuts, positions, strict=True))
 
 
-@given(st.integers(1, 12), chains())
+@given(st.integers(1, 12), replica_ranks())
 def test_every_cut_that_comes_is_among_all_cuts(num_steps: int, stages: list[Stage]) -> None:
     dithered = DitheredCuts(num_steps, stages)
     turns = len(dithered.positions)
@@ -173,7 +173,7 @@ def test_every_cut_that_comes_is_among_all_cuts(num_steps: int, stages: list[Sta
     assert came <= set(dithered.all_cuts())
 
 
-@given(st.integers(1, 30), chains())
+@given(st.integers(1, 30), replica_ranks())
 def test_stages_that_do_steps_have_equal_work(num_steps: int, stages: list[Stage]) -> None:
     """On average over clips, and to half a percent nobody could have less."""
     dithered = DitheredCuts(num_steps, stages)
@@ -201,7 +201,7 @@ def steps_in(seconds: float, num_steps: int, stages: list[Stage]) -> float:
     )
 
 
-@given(st.integers(1, 30), chains(), st.integers(1, 300))
+@given(st.integers(1, 30), replica_ranks(), st.integers(1, 300))
 def test_over_any_clips_a_stage_is_within_steps_of_its_mean(
     num_steps: int, stages: list[Stage], num_clips: int
 ) -> None:

@@ -34,7 +34,7 @@ from tests.soak.worker import CONFIG, missing
 
 MARK = "SVDPP_SOAK"
 # From a fault to the end of the command: the limit for a frozen rank, and what ending takes.
-END_SECONDS = CONFIG.stale_seconds + 10.0
+END_SECONDS = CONFIG.heartbeat_timeout_seconds + 10.0
 FAULTS = {
     "kill a rank": ("rank", signal.SIGKILL),
     "freeze a rank": ("rank", signal.SIGSTOP),
@@ -70,13 +70,13 @@ def main() -> int:
     begun, tally = time.monotonic(), Tally()
     with tempfile.TemporaryDirectory(prefix="soak-") as name:
         folder = Path(name)
-        for part in ("done", "handovers", "tmp"):
+        for part in ("done", "checkpoints", "tmp"):
             (folder / part).mkdir()
         while missing(folder, asked.clips) and time.monotonic() - begun < asked.minutes * 60:
             live(folder, asked.clips, chance, asked.seconds_between, tally)
         left = missing(folder, asked.clips)
         bad = wrong_clips(folder)
-        litter = tally.litter | {path.name for path in (folder / "handovers").iterdir()}
+        litter = tally.litter | {path.name for path in (folder / "checkpoints").iterdir()}
     minutes = (time.monotonic() - begun) / 60
     growth = max(tally.growth, default=0.0)
     print(f"{asked.clips - len(left)} of {asked.clips} clips in {minutes:.1f} min, ", end="")

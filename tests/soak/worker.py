@@ -3,7 +3,7 @@
     python tests/soak/worker.py FOLDER NUM_CLIPS
 
 Each finished clip leaves `FOLDER/done/<clip>.json`, written whole; packets are kept in
-`FOLDER/handovers`. A line on stdout says when the ranks are ready, with their pids.
+`FOLDER/checkpoints`. A line on stdout says when the ranks are ready, with their pids.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SamplingConfi
 from svdpp.driver.pipeline import Pipeline
 from svdpp.media import output_files
 from svdpp.plan.costs import Costs
-from svdpp.worker.latent_checkpoints import steps_kept
+from svdpp.worker.latent_checkpoints import saved_steps
 
 CONFIG = PipelineConfig(
     world_size=4,
@@ -29,7 +29,7 @@ CONFIG = PipelineConfig(
     model=ModelConfig(name="dummy", dummy_latent_shape=(1, 4, 14, 32, 32), dummy_sleeps=True),
     costs=Costs(step_seconds=0.5),
     sampling=SamplingConfig(num_inference_steps=28),
-    stale_seconds=15.0,
+    heartbeat_timeout_seconds=15.0,
     checksum=True,
 )
 
@@ -45,8 +45,8 @@ def requests(folder: Path, clips: list[int]) -> list[ClipRequest]:
     found = []
     for clip in clips:
         key = hashlib.sha256(f"soak {clip}".encode()).hexdigest()
-        kept = steps_kept(folder / "handovers", key)
-        found.append(ClipRequest(seed=clip, handover_key=key, done_steps=max(kept, default=0)))
+        kept = saved_steps(folder / "checkpoints", key)
+        found.append(ClipRequest(seed=clip, latents_key=key, done_steps=max(kept, default=0)))
     return found
 
 
@@ -58,7 +58,7 @@ def work(folder: Path, num_clips: int) -> None:
     """Makes what is missing."""
     clips = missing(folder, num_clips)
     todo = requests(folder, clips)
-    with Pipeline(CONFIG, handover_folder=str(folder / "handovers")) as pipeline:
+    with Pipeline(CONFIG, latents_folder=str(folder / "checkpoints")) as pipeline:
         group = pipeline._supervisor._group  # type: ignore[union-attr]
         resumed = sum(request.done_steps > 0 for request in todo)
         _say(ready=group.pids, resumed=resumed)  # type: ignore[attr-defined]

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from svdpp.verification.result import Check, Verdict, compare_frames, compare_latents
-from svdpp.worker.fault_injection import PlantedFault, one_ulp_off
-from svdpp.worker.tensor_store import Evidence, tensor_sha256
+from svdpp.verification.result import Check, VerificationResult, compare_frames, compare_latents
+from svdpp.worker.fault_injection import InjectedFault, one_ulp_off
+from svdpp.worker.tensor_store import TensorStore, tensor_sha256
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -94,8 +94,8 @@ def test_frames_are_compared_level_by_level() -> None:
 def test_verdict_names_the_first_difference() -> None:
     latent = torch.ones(3)
     good, bad = _compare(latent, latent), _compare(latent, latent + 1)
-    assert Verdict((good, good)).equal
-    verdict = Verdict((good, bad, bad))
+    assert VerificationResult((good, good)).equal
+    verdict = VerificationResult((good, bad, bad))
     assert verdict.first_difference is bad
     report = verdict.to_json()
     assert report["schema_version"] == 1
@@ -116,19 +116,19 @@ def test_sha256_is_of_the_contiguous_bytes(dtype: torch.dtype) -> None:
 
 
 def test_evidence_comes_back_as_it_was_kept(tmp_path: Path) -> None:
-    evidence = Evidence(tmp_path)
+    tensor_store = TensorStore(tmp_path)
     latent = torch.randn(1, 2, 3).to(torch.bfloat16).transpose(0, 2)
     frames = np.arange(2 * 4 * 4 * 3, dtype=np.uint8).reshape(2, 4, 4, 3)
-    evidence.keep_latent(3, 7, latent)
-    evidence.keep_frames(3, frames)
-    assert torch.equal(evidence.latent(3, 7), latent)
-    assert np.array_equal(evidence.frames(3), frames)
+    tensor_store.keep_latent(3, 7, latent)
+    tensor_store.keep_frames(3, frames)
+    assert torch.equal(tensor_store.latent(3, 7), latent)
+    assert np.array_equal(tensor_store.frames(3), frames)
     with pytest.raises(FileNotFoundError):
-        evidence.latent(3, 8)
+        tensor_store.latent(3, 8)
 
 
 def test_faults_are_read_from_text() -> None:
-    assert PlantedFault.parse("ulp@rank1.clip0") == PlantedFault("ulp", 1, 0)
+    assert InjectedFault.parse("ulp@rank1.clip0") == InjectedFault("ulp", 1, 0)
     for text in ("ulp@1.0", "melt@rank1.clip0", "ulp@rank1.clip0 ", ""):
         with pytest.raises(ValueError, match="is no fault"):
-            PlantedFault.parse(text)
+            InjectedFault.parse(text)

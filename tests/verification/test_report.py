@@ -14,9 +14,9 @@ from svdpp.cli.console import Console
 from svdpp.cli.verify_report import print_drafts
 from svdpp.config import ClipRequest, DraftConfig, ModelConfig, PipelineConfig, SamplingConfig
 from svdpp.verification.report import write_report
-from svdpp.verification.result import Verdict
+from svdpp.verification.result import VerificationResult
 from svdpp.verification.verify import compare, new_side
-from svdpp.worker.tensor_store import Evidence
+from svdpp.worker.tensor_store import TensorStore
 
 DUMMY = PipelineConfig(
     world_size=2,
@@ -28,15 +28,17 @@ DUMMY = PipelineConfig(
 def _keep(config: PipelineConfig, folder: Path, num_clips: int) -> None:
     """Equal latents and frames of both sides, as the two runs would leave them."""
     for side in ("pipelined", "sequential"):
-        evidence = Evidence(new_side(folder / side, config))
+        tensor_store = TensorStore(new_side(folder / side, config))
         for clip in range(num_clips):
             for step in (1, 2):
-                evidence.keep_latent(clip, step, torch.full((1, 4, 2, 8, 8), clip + 0.5))
+                tensor_store.keep_latent(clip, step, torch.full((1, 4, 2, 8, 8), clip + 0.5))
             if config.decodes:
-                evidence.keep_frames(clip, np.full((4, 16, 24, 3), clip, np.uint8))
+                tensor_store.keep_frames(clip, np.full((4, 16, 24, 3), clip, np.uint8))
 
 
-def _page(config: PipelineConfig, folder: Path, requests: list[ClipRequest]) -> tuple[Verdict, str]:
+def _page(
+    config: PipelineConfig, folder: Path, requests: list[ClipRequest]
+) -> tuple[VerificationResult, str]:
     verdict = compare(config, len(requests), folder)
     path = folder / "report.html"
     write_report(path, verdict, config, requests, folder, {"planted fault": "<none>"})
@@ -76,7 +78,7 @@ def test_one_ulp_is_named_and_its_clip_comes_first(tmp_path: Path) -> None:
     _keep(DUMMY, tmp_path, 2)
     latent = torch.full((1, 4, 2, 8, 8), 1.5)
     latent[0, 3, 1, 0, 2] = torch.nextafter(torch.tensor(1.5), torch.tensor(2.0))
-    Evidence(tmp_path / "pipelined").keep_latent(1, 2, latent)
+    TensorStore(tmp_path / "pipelined").keep_latent(1, 2, latent)
     _, page = _page(DUMMY, tmp_path, [ClipRequest(seed=3), ClipRequest(seed=4)])
 
     assert '<div class="verdict bad"><b>Different</b>' in page
@@ -113,7 +115,7 @@ def test_frames_are_shown_and_many_clips_are_left_to_the_table(
     _keep(local, tmp_path, 6)
     frames = np.full((4, 16, 24, 3), 5, np.uint8)
     frames[1, 2, 3, 0] = 8
-    Evidence(tmp_path / "pipelined").keep_frames(5, frames)
+    TensorStore(tmp_path / "pipelined").keep_frames(5, frames)
     _, page = _page(local, tmp_path, [ClipRequest(seed=seed, image="a.jpg") for seed in range(6)])
 
     shown = re.findall(r"<h2>Clip (\d)", page)
@@ -126,18 +128,18 @@ def test_frames_are_shown_and_many_clips_are_left_to_the_table(
 def test_a_lost_walk_has_a_row_and_no_pictures(
     local: PipelineConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    starts = DraftConfig(starts=(0, 1, 2))
+    start_steps = DraftConfig(start_steps=(0, 1, 2))
     config = replace(
-        local, world_size=3, sampling=SamplingConfig(num_inference_steps=4), draft=starts
+        local, world_size=3, sampling=SamplingConfig(num_inference_steps=4), draft=start_steps
     )
     latent, frames = torch.ones((1, 2, 4, 8, 8)), np.full((2, 16, 24, 3), 5, np.uint8)
     for side in ("pipelined", "sequential"):
-        evidence = Evidence(new_side(tmp_path / side, config))
+        tensor_store = TensorStore(new_side(tmp_path / side, config))
         for step in range(1, 5):
-            evidence.keep_latent(0, step, latent)
-        for walker in (None, 0, 1):  # and none of rank 2's walk, which came to harm
-            evidence.keep_latent(0, 4, latent, walker=walker)
-            evidence.keep_frames(0, frames, walker=walker)
+            tensor_store.keep_latent(0, step, latent)
+        for draft_rank in (None, 0, 1):  # and none of rank 2's walk, which came to harm
+            tensor_store.keep_latent(0, 4, latent, draft_rank=draft_rank)
+            tensor_store.keep_frames(0, frames, draft_rank=draft_rank)
     verdict, page = _page(config, tmp_path, [ClipRequest(seed=5, image="a.jpg")])
 
     assert verdict.bitwise

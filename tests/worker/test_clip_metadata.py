@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from svdpp.config import ModelConfig, OutputConfig, PipelineConfig, SamplingConfig
 from svdpp.media.image import read_photo
 from svdpp.models.checkpoint import find_checkpoint
-from svdpp.worker.clip_metadata import clip_record, handover_key, parameters_sha256
+from svdpp.worker.clip_metadata import clip_metadata, latents_key, parameters_sha256
 from tests.cli.shell import PHOTO, assert_error, svdpp_here
 from tests.models.builders import save_tiny_checkpoint
 
@@ -40,7 +40,7 @@ def _record(name: str, out: Path, **model: Any) -> dict[str, Any]:
     )
     _, photo = read_photo(Path(PHOTO))
     output = OutputConfig(path=str(out / "rocket_0.mp4"))
-    return clip_record(photo, 0, output, config, find_checkpoint(config.model))
+    return clip_metadata(photo, 0, output, config, find_checkpoint(config.model))
 
 
 def _replace_weights(folder: Path) -> None:
@@ -83,7 +83,7 @@ def test_a_new_order_in_memory_is_another_clip(folder: Path, tmp_path: Path) -> 
     checkpoint = find_checkpoint(ModelConfig(name=str(folder)))
     plain, other = (_record(str(folder), tmp_path, channels_last=on) for on in (False, True))
     assert parameters_sha256(plain) != parameters_sha256(other)
-    assert handover_key(plain, checkpoint) != handover_key(other, checkpoint)
+    assert latents_key(plain, checkpoint) != latents_key(other, checkpoint)
 
 
 def test_verify_finds_the_folder_and_notices_other_weights(

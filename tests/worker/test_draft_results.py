@@ -12,9 +12,9 @@ import torch
 
 from svdpp.config import ClipRequest, DraftConfig, OutputConfig
 from svdpp.media import video
-from svdpp.plan.draft import Wave
-from svdpp.worker.clip_writer import Delivery
-from svdpp.worker.draft_results import Result, Review
+from svdpp.plan.draft import DraftPlan
+from svdpp.worker.clip_writer import ClipWriter
+from svdpp.worker.draft_results import DraftResults, Result
 from svdpp.worker.messages import ClipDone, ClipJob, DraftDone
 
 STARTS = (0, 3, 5)
@@ -27,8 +27,8 @@ class _Told:
     events: list[ClipDone | DraftDone] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
 
-    def delivery(self) -> Delivery:
-        return Delivery(
+    def clip_writer(self) -> ClipWriter:
+        return ClipWriter(
             self.events.append,
             lambda _, error: self.lost.append(f"clip: {error}"),
             lambda _, error: self.lost.append(f"draft: {error}"),
@@ -42,21 +42,21 @@ class _Told:
         return [(event.kind, event.record["exact"]) for event in self.events]
 
 
-def _review_all(output: OutputConfig, accept_db: float | None = None) -> _Told:
+def _review_all(output: OutputConfig, accept_psnr_db: float | None = None) -> _Told:
     """Three results that hardly differ, from the fastest rank's to the exact one."""
     told = _Told()
-    delivery = told.delivery()
-    review = Review(
+    clip_writer = told.clip_writer()
+    review = DraftResults(
         ClipJob(clip=0, request=ClipRequest(seed=0, output=output)),
         0.0,
-        Wave(num_steps=8, starts=STARTS),
-        DraftConfig(starts=STARTS, accept_db=accept_db),
-        delivery,
+        DraftPlan(num_steps=8, start_steps=STARTS),
+        DraftConfig(start_steps=STARTS, accept_psnr_db=accept_psnr_db),
+        clip_writer,
     )
     for rank in (2, 1, 0):
         latent, frames = torch.full((1, 2), rank), np.full((2, 32, 32, 3), 100 + rank, np.uint8)
         review.add(Result(rank=rank, latent=latent, frames=frames, seconds=1.0))
-    delivery.finish()
+    clip_writer.finish()
     return told
 
 
@@ -87,14 +87,16 @@ def test_an_accepted_draft_that_cannot_be_written_gives_way_to_the_exact_clip(
     folder_in_the_way: Path,
 ) -> None:
     output = OutputConfig(path=str(folder_in_the_way.parent / "clip_0"), format="frames")
-    told = _review_all(output, accept_db=1.0)
+    told = _review_all(output, accept_psnr_db=1.0)
     assert told.words == [("clip", True)]
     assert [lost.partition(":")[0] for lost in told.lost] == ["draft", "draft"]
     assert (folder_in_the_way / "notes.txt").exists()
 
 
 def test_an_accepted_draft_is_the_last_word(tmp_path: Path) -> None:
-    told = _review_all(OutputConfig(path=str(tmp_path / "clip_0"), format="frames"), accept_db=1.0)
+    told = _review_all(
+        OutputConfig(path=str(tmp_path / "clip_0"), format="frames"), accept_psnr_db=1.0
+    )
     assert told.words == [("draft", False), ("clip", False)]
     assert not told.lost
     assert sorted(path.name for path in tmp_path.iterdir()) == ["clip_0.draft", "clip_0.draft.json"]

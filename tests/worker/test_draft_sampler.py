@@ -11,11 +11,11 @@ import torch
 from PIL import Image
 
 from svdpp.config import LatentSpec, TensorSpec
-from svdpp.diagnostics.draft_simulator import DraftLab
+from svdpp.diagnostics.draft_simulator import DraftSimulator
 from svdpp.models.base import LATENTS, Frames, Tensors
 from svdpp.models.dummy import DummyModel
-from svdpp.plan.draft import Wave
-from svdpp.worker.draft_sampler import Evaluation, Walk
+from svdpp.plan.draft import DraftPlan
+from svdpp.worker.draft_sampler import DraftSampler, Evaluation
 
 N = 12
 SIGMAS = torch.linspace(20.0, 0.5, N + 1) ** 1.5
@@ -73,17 +73,17 @@ def bent(latent: torch.Tensor, step: int) -> torch.Tensor:
     return torch.tanh(latent / 10) * (0.5 + step / N)
 
 
-def by_rounds(derivative: Derivative, starts: tuple[int, ...]) -> list[torch.Tensor]:
+def by_rounds(derivative: Derivative, start_steps: tuple[int, ...]) -> list[torch.Tensor]:
     """The method as it is told in rounds, in double precision: each rank's result."""
 
     def jump(x: torch.Tensor, f: torch.Tensor, a: int, b: int) -> torch.Tensor:
         return x + f * (sigmas[b] - sigmas[a])
 
     sigmas = SIGMAS.double()
-    ranks = range(len(starts))
-    place, state = list(starts), {0: START.double()}
+    ranks = range(len(start_steps))
+    place, state = list(start_steps), {0: START.double()}
     begun: dict[int, tuple[int, torch.Tensor, torch.Tensor]] = {}
-    for round_ in range(starts[-1] + N + len(starts)):
+    for round_ in range(start_steps[-1] + N + len(start_steps)):
         at_work = [k for k in ranks if k <= round_ and place[k] < N]
         seen = {}
         for k in at_work:
@@ -94,8 +94,8 @@ def by_rounds(derivative: Derivative, starts: tuple[int, ...]) -> list[torch.Ten
         for k in at_work:
             t, x, f = seen[k]
             state[k] = jump(x, f, t, t + 1)
-            if k == round_ and k + 1 < len(starts):
-                state[k + 1] = jump(x, f, t, starts[k + 1])
+            if k == round_ and k + 1 < len(start_steps):
+                state[k + 1] = jump(x, f, t, start_steps[k + 1])
             b, x_b, f_b = begun[k]
             if k > 0 and k - 1 in seen and seen[k - 1][0] == b:
                 _, x_told, f_told = seen[k - 1]
@@ -110,31 +110,31 @@ def _network() -> DummyModel:
     return DummyModel(spec, N, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("starts", STARTS)
+@pytest.mark.parametrize("start_steps", STARTS)
 @pytest.mark.parametrize("derivative", [straight, linear, bent])
-def test_walks_are_the_methods(derivative: Derivative, starts: tuple[int, ...]) -> None:
-    lab = DraftLab(Double(derivative), {LATENTS: START}, N)
-    for rank, told in enumerate(by_rounds(derivative, starts)):
-        ours = lab.latent(starts[: rank + 1])
+def test_walks_are_the_methods(derivative: Derivative, start_steps: tuple[int, ...]) -> None:
+    lab = DraftSimulator(Double(derivative), {LATENTS: START}, N)
+    for rank, told in enumerate(by_rounds(derivative, start_steps)):
+        ours = lab.latent(start_steps[: rank + 1])
         torch.testing.assert_close(ours.double(), told, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("starts", STARTS)
-def test_straight_paths_make_every_rank_exact(starts: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("start_steps", STARTS)
+def test_straight_paths_make_every_rank_exact(start_steps: tuple[int, ...]) -> None:
     """One long step is as good as many short ones then."""
-    lab = DraftLab(Double(straight), {LATENTS: START}, N)
+    lab = DraftSimulator(Double(straight), {LATENTS: START}, N)
     exact = lab.latent((0,))
     assert not torch.allclose(exact, torch.tensor([1.0, 2.0, -3.0]), atol=0.01)
-    for rank in range(1, len(starts)):
-        torch.testing.assert_close(lab.latent(starts[: rank + 1]), exact, rtol=1e-4, atol=1e-4)
+    for rank in range(1, len(start_steps)):
+        torch.testing.assert_close(lab.latent(start_steps[: rank + 1]), exact, rtol=1e-4, atol=1e-4)
 
 
 def test_slower_ranks_of_a_network_come_nearer() -> None:
     model = _network()
-    lab = DraftLab(model, model.encode(None, 0), N)
-    starts = (0, 3, 5, 7)
+    lab = DraftSimulator(model, model.encode(None, 0), N)
+    start_steps = (0, 3, 5, 7)
     exact = lab.latent((0,))
-    apart = [float((lab.latent(starts[:k]) - exact).abs().max()) for k in (4, 3, 2)]
+    apart = [float((lab.latent(start_steps[:k]) - exact).abs().max()) for k in (4, 3, 2)]
     assert apart == sorted(apart, reverse=True)
     assert apart[0] > 10 * apart[-1] > 0
 
@@ -146,12 +146,12 @@ def test_the_first_rank_is_the_sampler_itself() -> None:
     latent, sampler = tensors[LATENTS], model.denoiser(tensors, 0)
     for step in range(N):
         latent = sampler.forward(latent, step)
-    assert torch.equal(DraftLab(model, tensors, N).latent((0,)), latent)
+    assert torch.equal(DraftSimulator(model, tensors, N).latent((0,)), latent)
 
 
 def test_a_word_of_what_the_walk_knows_already_changes_no_bit() -> None:
     """However large the latent, since what both jumps share is never added."""
-    walk = Walk(Double(bent), 0)
+    walk = DraftSampler(Double(bent), 0)
     latent = START * 1e6
     after = walk.forward(latent, 0)
     same = Evaluation(0, walk.last.latent.clone(), walk.last.derivative.clone())
@@ -160,9 +160,9 @@ def test_a_word_of_what_the_walk_knows_already_changes_no_bit() -> None:
 
 
 def test_a_word_of_another_step_is_refused() -> None:
-    walk = Walk(Double(bent), 0)
+    walk = DraftSampler(Double(bent), 0)
     walk.forward(START, 0)
-    with pytest.raises(AssertionError, match="word of step 1, the walk began at 0"):
+    with pytest.raises(AssertionError, match="state of step 1, but began at 0"):
         walk.corrected(START, Evaluation(1, START, START), 1)
 
 
@@ -175,8 +175,8 @@ def test_half_precision_stays_half() -> None:
 
 
 def test_what_a_lab_forgets_it_finds_again() -> None:
-    lab = DraftLab(Double(bent), {LATENTS: START}, N)
-    wave = Wave(num_steps=N, starts=(0, 3, 5))
-    before = lab.latent(wave.starts)
+    lab = DraftSimulator(Double(bent), {LATENTS: START}, N)
+    draft_plan = DraftPlan(num_steps=N, start_steps=(0, 3, 5))
+    before = lab.latent(draft_plan.start_steps)
     lab.forget(depth=1)
-    assert torch.equal(lab.latent(wave.starts), before)
+    assert torch.equal(lab.latent(draft_plan.start_steps), before)

@@ -18,7 +18,7 @@ from svdpp.worker.messages import ActionDone, ClipJob, Event
 
 
 class _Clock:
-    """A clock that stands still but for the waits of a delivery."""
+    """A clock that stands still but for the waits of a clip_writer."""
 
     now = 0.0
     said: list[Event]
@@ -38,7 +38,7 @@ class _Clock:
     def at(self, *_: object, **__: object) -> None:
         pass
 
-    def watch_writer(self, is_busy: Callable[[], bool]) -> None:
+    def add_writer(self, is_busy: Callable[[], bool]) -> None:
         assert not is_busy()
 
     def is_busy(self) -> bool:
@@ -55,7 +55,7 @@ def test_waits_after_the_last_work_are_not_the_next_runs(monkeypatch: pytest.Mon
     doubles: Any = clock
     alone = stage.PipelineStage(0, model, doubles, doubles, doubles, SamplingConfig())
     for clip in range(2):
-        texts = f"ENCODE c{clip} @0", f"DENOISE c{clip} 0:1", f"DELIVER c{clip} @1"
+        texts = f"ENCODE c{clip} @0", f"DENOISE c{clip} 0:1", f"FINISH c{clip} @1"
         job = ClipJob(clip=clip, request=ClipRequest(seed=0))
         alone.perform(map(Action.parse, texts), {clip: job})
     waits = [event.waited for event in clock.said if isinstance(event, ActionDone)]

@@ -41,7 +41,7 @@ class PartMemory(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Footprint:
+class MemoryEstimate:
     """What a model takes, part by part; None for a part that it does not have."""
 
     encode: PartMemory | None
@@ -78,7 +78,7 @@ def estimate(
     *,
     device: str,
     num_threads: int = 1,
-) -> Footprint:
+) -> MemoryEstimate:
     """What each part of a model will take, found in seconds and without its weights.
 
     Args:
@@ -94,9 +94,9 @@ def estimate(
     walk = _Walk(load.torch_dtype(model.dtype), on_cpu=device == "cpu")
     with _threads(num_threads):
         if checkpoint is None:
-            return Footprint(encode=None, denoise=_dummy(walk, model), decode=None)
+            return MemoryEstimate(encode=None, denoise=_dummy(walk, model), decode=None)
         load.silence_libraries()
-        return Footprint(
+        return MemoryEstimate(
             encode=_encode(walk, checkpoint, sampling),
             denoise=_denoise(walk, checkpoint, model, sampling),
             decode=_decode(walk, checkpoint, sampling),

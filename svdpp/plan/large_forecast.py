@@ -24,7 +24,7 @@ def forecast_layout(layout: Layout, num_clips: int, arrivals: Sequence[float] = 
     """What `layout` makes of `num_clips` clips, at the costs that it is cut by.
 
     The replay of its action lists gives the same; this takes a microsecond for each visit of a clip
-    at a rank, and where all chains are alike walks one of them.
+    at a rank, and where all replicas are alike walks one of them.
 
     Args:
         layout: who does what.
@@ -34,19 +34,19 @@ def forecast_layout(layout: Layout, num_clips: int, arrivals: Sequence[float] = 
     Raises:
         RequestError: more visits than some seconds of work.
     """
-    alike = layout.has_like_chains
+    alike = layout.replicas_are_alike
     _check_size(layout, num_clips, walks_all=bool(arrivals) or not alike)
     known: dict[tuple[int, int, Cuts], Way] = {}
     clips = [(0.0, 0.0)] * num_clips
     walked: list[tuple[float, float]] = []
     busy = 0.0
-    for chain in range(min(layout.replicas, num_clips)):
-        own = range(chain, num_clips, layout.replicas)
+    for replica in range(min(layout.replicas, num_clips)):
+        own = range(replica, num_clips, layout.replicas)
         if arrivals or not alike or len(own) != len(walked):
-            ways = list(_ways(layout, own, 0 if alike else chain, known))
+            ways = list(_ways(layout, own, 0 if alike else replica, known))
             seconds = sum(work for way in ways for _, work in way)
-            walked = list(walk(ways, layout.costs.hop, arrivals[chain :: layout.replicas]))
-        clips[chain :: layout.replicas] = walked
+            walked = list(walk(ways, layout.costs.transfer, arrivals[replica :: layout.replicas]))
+        clips[replica :: layout.replicas] = walked
         busy += seconds
     return sum_up(
         clips,
@@ -60,18 +60,18 @@ def _check_size(layout: Layout, num_clips: int, *, walks_all: bool) -> None:
     clips = num_clips if walks_all else min(num_clips, 2 * -(-num_clips // layout.replicas))
     if clips * layout.num_stages > MAX_VISITS:
         raise RequestError(
-            f"{num_clips} clips on {layout.world_size} ranks in chains of {layout.chain_size} are "
-            "too many to forecast",
-            f"--clips {max(1, MAX_VISITS // layout.num_stages)} or fewer show the same cadence",
+            f"{num_clips} clips on {layout.world_size} ranks in replicas of {layout.replica_size} "
+            "are too many to forecast",
+            f"--clips {max(1, MAX_VISITS // layout.num_stages)} or fewer show the same rate",
         )
 
 
 def _ways(
-    layout: Layout, clips: Iterable[int], chain: int, known: dict[tuple[int, int, Cuts], Way]
+    layout: Layout, clips: Iterable[int], replica: int, known: dict[tuple[int, int, Cuts], Way]
 ) -> Iterator[Way]:
-    """The ways of one chain's clips, told apart by what they differ in."""
+    """The ways of one replica's clips, told apart by what they differ in."""
     for clip in clips:
-        kind = chain, clip // layout.replicas % layout.decoders, layout.cuts(clip)
+        kind = replica, clip // layout.replicas % layout.decoders, layout.cuts(clip)
         way = known.get(kind)
         if way is None:
             way = known[kind] = way_of(layout.route(clip), layout.costs)
@@ -89,18 +89,18 @@ def way_of(route: Route, costs: Costs) -> Way:
 
 
 def walk(
-    ways: Iterable[Way], hop: Callable[[int, int], float], arrivals: Sequence[float] = ()
+    ways: Iterable[Way], transfer: Callable[[int, int], float], arrivals: Sequence[float] = ()
 ) -> Iterator[tuple[float, float]]:
-    """Yields each clip's beginning (or arrival, where there are any) and end.
+    """Yields each clip's beginning (or pending, where there are any) and end.
 
     By the rules of the replay. All that a visit waits for belongs to clips before it, or to its own
-    clip at the rank before: so clips can be walked one after the other. A hop waits for its
-    receive, which the target posts when it turns to the visit before this one, and for the hop
+    clip at the rank before: so clips can be walked one after the other. A transfer waits for its
+    receive, which the target posts when it turns to the visit before this one, and for the transfer
     before it on its link; for that one its sender waits too.
     """
     free: defaultdict[int, float] = defaultdict(float)  # when the rank turned to its next visit
     before: defaultdict[int, float] = defaultdict(float)  # and to the one before that
-    over: dict[tuple[int, int], float] = {}  # when the last hop of a link was over
+    over: dict[tuple[int, int], float] = {}  # when the last transfer of a link was over
     for index, way in enumerate(ways):
         end = here = arrivals[index] if arrivals else 0.0
         begun = here if arrivals else free[way[0][0]]
@@ -109,7 +109,7 @@ def walk(
             if source >= 0:
                 link = source, rank
                 free[source] = sent = max(end, over.get(link, 0.0))
-                over[link] = here = max(sent, before[rank]) + hop(source, rank)
+                over[link] = here = max(sent, before[rank]) + transfer(source, rank)
             turned = free[rank]
             before[rank], free[rank] = turned, (end := max(turned, here) + seconds)
             source = rank

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from svdpp.errors import RequestError
 from svdpp.plan.costs import Costs
-from svdpp.plan.fleet import forecast_layout, poisson_arrivals, walk, way_of
 from svdpp.plan.forecast import Forecast, replay, summarise
+from svdpp.plan.large_forecast import forecast_layout, poisson_arrivals, walk, way_of
 from svdpp.plan.layout import Layout
 from svdpp.plan.presets import PRESETS
 from svdpp.plan.schedule import Route, build_schedule
@@ -37,7 +37,7 @@ def test_any_routes_are_walked_as_they_are_replayed(
     spans = replay(build_schedule(routes, world_size), costs, dict(enumerate(arrivals)))
     ways = [way_of(route, costs) for route in routes]
 
-    walked = list(walk(ways, costs.hop, arrivals))
+    walked = list(walk(ways, costs.transfer, arrivals))
     for clip, (begun, end) in enumerate(walked):
         own = [span for span in spans if span.action.clip == clip]
         assert end == max(span.end for span in own)
@@ -66,10 +66,10 @@ def vars_of(layout: Layout) -> dict[str, object]:
 
 
 def test_one_clip_of_each_kind_of_cost() -> None:
-    costs = Costs(encode_seconds=1, decode_seconds=4, hop_seconds=0.5)
+    costs = Costs(encode_seconds=1, decode_seconds=4, transfer_seconds=0.5)
     forecast = forecast_layout(Layout(num_steps=4, world_size=2, costs=costs), 1)
 
-    assert forecast.makespan == forecast.first_clip == forecast.cadence == 1 + 4 + 0.5 + 4
+    assert forecast.makespan == forecast.first_clip == forecast.seconds_per_clip == 1 + 4 + 0.5 + 4
     assert forecast.latency == (9.5, 9.5, 9.5, 9.5)
     assert forecast.jitter == 0
     assert forecast.bubble == pytest.approx(1 - 9 / 19)
@@ -89,8 +89,8 @@ def share_of_data_parallel(layout: Layout) -> float:
     )
     ours, theirs = forecast_layout(layout, num_clips), forecast_layout(whole, num_clips)
     clip = A100.encode_on(0) + layout.num_steps * A100.step_on(0) + A100.decode_on(0)
-    assert theirs.cadence == pytest.approx(clip / layout.world_size)
-    return theirs.cadence / ours.cadence
+    assert theirs.seconds_per_clip == pytest.approx(clip / layout.world_size)
+    return theirs.seconds_per_clip / ours.seconds_per_clip
 
 
 @pytest.mark.parametrize("num_steps", [25, 28, 30])
@@ -129,10 +129,10 @@ def test_a_slow_rank_gets_less() -> None:
     dithered = Layout(num_steps=30, world_size=4, split="dithered", costs=costs)
     forecast = forecast_layout(dithered, 200)
 
-    assert forecast.cadence == pytest.approx(30 / (1 + 1 + 0.5 + 0.5), rel=0.01)
+    assert forecast.seconds_per_clip == pytest.approx(30 / (1 + 1 + 0.5 + 0.5), rel=0.01)
     assert [share.mean_steps for share in dithered.shares(0)] == pytest.approx([10, 10, 5, 5])
     data_parallel = Layout(num_steps=30, world_size=4, replicas=4, costs=costs)
-    assert forecast_layout(data_parallel, 200).cadence == pytest.approx(15)
+    assert forecast_layout(data_parallel, 200).seconds_per_clip == pytest.approx(15)
 
 
 # --- fleets -------------------------------------------------------------------------------------
@@ -165,18 +165,18 @@ def test_clips_that_come_seldom_do_not_wait() -> None:
     forecast = forecast_layout(layout, 50, [100.0 * clip for clip in range(50)])
 
     assert forecast.latency == (10, 10, 10, 10)
-    assert forecast.cadence == 100
+    assert forecast.seconds_per_clip == 100
 
 
 def test_a_fleet_is_forecast_in_seconds() -> None:
-    """4096 ranks and 100,000 clips with random arrivals, in chains. The issue asks for 5 s."""
+    """4096 ranks and 100,000 clips with random arrivals, in replicas: at most 5 s."""
     layout = Layout(num_steps=28, world_size=4096, split="dithered", replicas=1024, costs=A100)
     begun = time.process_time()
     forecast = forecast_layout(layout, 100_000, poisson_arrivals(100_000, 2.0))
 
     assert time.process_time() - begun < 5
     assert forecast.clips == 100_000
-    assert forecast.cadence == pytest.approx(0.5, rel=0.02)
+    assert forecast.seconds_per_clip == pytest.approx(0.5, rel=0.02)
 
 
 def test_what_would_take_minutes_is_refused() -> None:
@@ -185,6 +185,6 @@ def test_what_would_take_minutes_is_refused() -> None:
         forecast_layout(layout, 100_000)
 
     assert caught.value.message == (
-        "100000 clips on 4096 ranks in chains of 4096 are too many to forecast"
+        "100000 clips on 4096 ranks in replicas of 4096 are too many to forecast"
     )
-    assert caught.value.hint == "--clips 1220 or fewer show the same cadence"
+    assert caught.value.hint == "--clips 1220 or fewer show the same rate"
