@@ -270,6 +270,10 @@ class PipelineConfig:
     """All ranks walk the same clip from several starts, instead of sharing the steps of many."""
     checksum: bool = False
     """Whether packets carry a crc32 of their payload."""
+    deterministic: bool = False
+    """torch's strict mode in ranks and reference; else torch's own settings, as in a script."""
+    allow_mixed_devices: bool = False
+    """Whether ranks may differ in what bits depend on; their clips are then not called exact."""
     decode: bool = True
     """False leaves the clips at their final latents: for measuring the engine alone."""
 

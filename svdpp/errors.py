@@ -84,6 +84,10 @@ class RankError(SvdppError):
         self.details = details
 
 
+class DeviceError(RankError):
+    """A GPU, or its driver, failed in the middle of a rank's work: the rank's own fault."""
+
+
 class TransportError(RankError):
     """A packet between two ranks was not the one expected, or the wire between them broke."""
 
@@ -127,6 +131,7 @@ _TYPES: dict[str, type[SvdppError]] = {
         ModelError,
         NotFiniteError,
         RankError,
+        DeviceError,
         TransportError,
         InputError,
         OutputError,

@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from svdpp.launch.started import RankContext, StartedGroup
+from svdpp.launch.group import RankContext
+from svdpp.launch.started import StartedGroup
 
 RankFunction = Callable[..., Any]
 

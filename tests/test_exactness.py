@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 import torch
 from diffusers import StableVideoDiffusionPipeline
+from diffusers.image_processor import VaeImageProcessor
 from PIL import Image
 
 from svdpp.config import ModelConfig, SamplingConfig
 from svdpp.media.image import fit_photo, read_photo
 from svdpp.models.base import LATENTS, Frames
 from svdpp.models.checkpoint import find_checkpoint
-from svdpp.models.svd.decode import stack_frames
+from svdpp.models.svd.decode import stack_frames, to_bytes
 from svdpp.models.svd.load import torch_dtype
 from svdpp.models.svd.model import SvdModel, load_svd
 from tests.models.builders import save_tiny_checkpoint
@@ -93,7 +94,7 @@ def _assert_equal(model: ModelConfig, sampling: SamplingConfig, *, seed: int = 7
     image = fit_photo(_photo(), sampling.width, sampling.height, sampling.fit)
     theirs, their_frames = _diffusers(model, sampling, image, seed)
     ours = _ours(model, sampling)
-    tensors = ours.encode(image, seed)
+    tensors = ours.encode(ours.prepare(image), seed)
     for name, spec in ours.packet_spec().items():
         assert tuple(tensors[name].shape) == spec.shape, name
         assert tensors[name].dtype == torch_dtype(spec.dtype), name
@@ -102,7 +103,7 @@ def _assert_equal(model: ModelConfig, sampling: SamplingConfig, *, seed: int = 7
     for step, expected in enumerate(theirs):
         latent = ours.denoiser(tensors, step).forward(latent, step)
         assert torch.equal(latent, expected), f"step {step} differs"
-    assert np.array_equal(ours.decode(latent), their_frames)
+    assert np.array_equal(ours.decode(latent).numpy(), their_frames)
 
 
 @pytest.mark.parametrize(
@@ -153,26 +154,53 @@ def test_a_rank_between_needs_the_unet_alone(tiny: Path) -> None:
         return load_svd(checkpoint, model, sampling, "cpu", **{**nothing, **roles})
 
     whole = load(encode=True, denoise=True, decode=True)
-    tensors = whole.encode(image, 1)
-    for name, tensor in load(encode=True).encode(image, 1).items():
+    tensors = whole.encode(whole.prepare(image), 1)
+    encoder = load(encode=True)
+    for name, tensor in encoder.encode(encoder.prepare(image), 1).items():
         assert torch.equal(tensor, tensors[name]), name
     latent = whole.denoiser(tensors, 0).forward(tensors[LATENTS], 0)
     between = load(denoise=True).denoiser(tensors, 0).forward(tensors[LATENTS], 0)
     assert torch.equal(between, latent)
-    assert np.array_equal(load(decode=True).decode(latent), whole.decode(latent))
+    assert torch.equal(load(decode=True).decode(latent), whole.decode(latent))
 
 
 def test_steps_out_of_order_are_a_programmers_error(tiny: Path) -> None:
     ours = _ours(ModelConfig(name=str(tiny)), SMALL)
-    tensors = ours.encode(_photo(), 1)
+    tensors = ours.encode(ours.prepare(_photo()), 1)
     with pytest.raises(AssertionError, match="step 3 asked for, 2 is next"):
         ours.denoiser(tensors, 2).forward(tensors[LATENTS], 3)
 
 
 def test_a_step_leaves_its_input_alone(tiny: Path) -> None:
     ours = _ours(ModelConfig(name=str(tiny)), SMALL)
-    tensors = ours.encode(_photo(), 1)
+    tensors = ours.encode(ours.prepare(_photo()), 1)
     before = {name: tensor.clone() for name, tensor in tensors.items()}
     ours.denoiser(tensors, 0).forward(tensors[LATENTS], 0)
     for name, tensor in tensors.items():
         assert torch.equal(tensor, before[name]), name
+
+
+def test_frames_become_bytes_as_diffusers_makes_them() -> None:
+    """Halves among them, which are rounded to even."""
+    pixels = torch.linspace(0, 1, 2 * 255 * 3 + 1).repeat(9)[: 3 * 64 * 64].view(1, 3, 64, 64)
+    pixels[0, 0, :2] = (torch.arange(128).view(2, 64) + 0.5) / 255
+    theirs = stack_frames(VaeImageProcessor.numpy_to_pil(VaeImageProcessor.pt_to_numpy(pixels)))
+    assert np.array_equal(to_bytes(pixels).numpy(), theirs)
+
+
+@pytest.mark.parametrize("size", [(131, 97), (224, 224), (640, 427)])
+def test_the_resize_on_the_cpu_has_the_same_bits_with_any_number_of_threads(
+    tiny: Path, size: tuple[int, int]
+) -> None:
+    """So on CUDA threads do not matter: the rest of a clip is computed on the device."""
+    ours, before = _ours(ModelConfig(name=str(tiny)), SMALL), torch.get_num_threads()
+    image = _photo().resize(size)
+    try:
+        prepared = []
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            prepared.append(ours.prepare(image))
+    finally:
+        torch.set_num_threads(before)
+    for name, tensor in prepared[0].items():
+        assert all(torch.equal(each[name], tensor) for each in prepared[1:]), name

@@ -100,7 +100,10 @@ def bench(
     from svdpp.launch import fork_server
 
     check_target("--trace", trace, ".json")
-    fork_server.start_early(svd=any(point.model.name != DUMMY_MODEL for point in points))
+    fork_server.start_early(
+        svd=any(point.model.name != DUMMY_MODEL for point in points),
+        device=points[0].pipeline.device,
+    )
     _measure(console, _benches(points, is_member=False), results, trace)
 
 
@@ -136,9 +139,9 @@ def _points(names: list[str], overrides: list[str]) -> list[BenchConfig]:
 
 def _benches(points: list[BenchConfig], *, is_member: bool) -> list[Bench]:
     """All points, checked before the first of them is measured."""
-    from svdpp.launch.fork_server import quiet_libraries
+    from svdpp.launch import environment
 
-    quiet_libraries()  # they speak while they are imported
+    environment.set_defaults()  # before the libraries are imported
     from svdpp.bench.runner import Bench
     from svdpp.driver.pipeline import Pipeline
 

@@ -53,9 +53,9 @@ def doctor(
     Nothing is downloaded. The exit code is that of the first check that failed.
     """
     from svdpp.cli import request
-    from svdpp.launch.fork_server import quiet_libraries
+    from svdpp.launch import environment
 
-    quiet_libraries()  # they speak while they are imported
+    environment.set_defaults()  # before the libraries are imported
     from svdpp.diagnostics.doctor import Examination, examine
 
     chosen = device or request.default_device()

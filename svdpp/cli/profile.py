@@ -117,7 +117,7 @@ def profile(
     costs hold for this number of ranks and threads. Plans take them by --costs.
     """
     from svdpp.cli import launched, log, request
-    from svdpp.launch.fork_server import quiet_libraries
+    from svdpp.launch import environment
     from svdpp.media import output_files
 
     DraftChoice(draft=draft, start_steps=start_steps)
@@ -130,7 +130,7 @@ def profile(
         )
     if repeats < 1:
         raise RequestError(f"--repeats must be 1 or more, got {repeats}")
-    quiet_libraries()  # they speak while they are imported
+    environment.set_defaults()  # before the libraries are imported
     from svdpp.diagnostics.cost_profile import measured_config
     from svdpp.diagnostics.cost_profile import profile as measure
     from svdpp.driver.pipeline import Pipeline

@@ -183,7 +183,7 @@ def run(
         device=device,
         no_draft={"costs": costs, "latents-dir": latents_dir},
     )
-    fork_server.start_early(svd=True)  # it imports torch while this does
+    fork_server.start_early(svd=True, device=device)  # it imports torch while this does
     from svdpp.cli.trace_outputs import TraceOutputs
     from svdpp.driver import hosts
     from svdpp.driver.jobs import OutputPolicy, check_outputs, plan_clips, read_inputs

@@ -1,7 +1,7 @@
-"""Owns the fixed-size header that goes before each payload, and the checks on it.
+"""Owns the fixed-size header that precedes each payload, and the checks on it.
 
-gloo and NCCL accept a message of another size or type without a word, so what a packet is must be
-said and checked before its bytes are taken.
+gloo and NCCL accept a message of another size or type without an error, so the header describes the
+packet, and the receiver checks it before it reads the payload.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from itertools import accumulate
 from svdpp.config import TensorSpec
 from svdpp.errors import TransportError
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 HEADER_BYTES = 1024
 MAX_TENSORS = 8
 MAX_DIMS = 8
 _MAGIC = b"SVDPPKT\0"
 _DTYPE_CODES = {"fp32": 1, "fp16": 2, "bf16": 3, "uint8": 4}
 _DTYPE_NAMES = {code: name for name, code in _DTYPE_CODES.items()}
-# Begun is the unix time of the clip's begin, crc the payload's crc32, count the number of tensors.
+# begun: unix time at which the clip's encode began; crc: of the payload; count: of tensors.
 _HEAD_FORMATS = {
     **{"magic": "8s", "version": "H", "flags": "H", "clip": "Q", "step": "I", "sequence": "Q"},
     **{"begun": "d", "bytes": "Q", "crc": "I", "count": "H"},
@@ -30,22 +30,22 @@ _TENSOR_FORMATS = {"name": "32s", "dtype": "B", "dims": "B", "shape": f"{MAX_DIM
 _HEAD, _TENSOR = (
     struct.Struct("<" + "".join(formats.values())) for formats in (_HEAD_FORMATS, _TENSOR_FORMATS)
 )
-_TOMBSTONE, _CHECKSUM = 1, 2
+_TOMBSTONE, _CHECKSUM, _MEMORY_PRESSURE = 1, 2, 4
 
 
 def _positions(formats: Mapping[str, str]) -> Iterator[tuple[str, int]]:
-    """Where each field begins in a struct without gaps."""
+    """The offset of each field in a struct without gaps."""
     sizes = (struct.calcsize(f"<{each}") for each in formats.values())
     return zip(formats, accumulate(sizes, initial=0), strict=False)
 
 
-#: Where each field begins, those of a tensor in the first one.
+#: Offset of each field; those of a tensor within its own entry.
 FIELDS: Mapping[str, int] = dict(_positions({**_HEAD_FORMATS, **_TENSOR_FORMATS}))
 
 
 @dataclass(frozen=True)
 class Header:
-    """What a packet says of itself.
+    """The description of one packet.
 
     Args:
         clip: index of the clip.
@@ -53,7 +53,8 @@ class Header:
         sequence: number of packets sent on this link before this one.
         begun_at: unix time in seconds at which the clip's encode began.
         tensors: name, shape and dtype of each tensor, in the order of the payload.
-        tombstone: the clip has failed on its way: no payload follows.
+        tombstone: the clip is lost: no payload follows.
+        memory_pressure: see `Packet`.
         crc: crc32 of the payload; None where none was taken.
     """
 
@@ -63,6 +64,7 @@ class Header:
     begun_at: float
     tensors: tuple[tuple[str, TensorSpec], ...]
     tombstone: bool = False
+    memory_pressure: bool = False
     crc: int | None = None
 
     @property
@@ -70,14 +72,22 @@ class Header:
         """Bytes of the payload that follows."""
         return sum(spec.num_bytes for _, spec in self.tensors)
 
+    @property
+    def _flags(self) -> int:
+        return (
+            _TOMBSTONE * self.tombstone
+            | _CHECKSUM * (self.crc is not None)
+            | _MEMORY_PRESSURE * self.memory_pressure
+        )
+
     def pack(self) -> bytes:
-        """The header as `HEADER_BYTES` bytes, little-endian, zeros behind."""
+        """The header as `HEADER_BYTES` bytes, little-endian, padded with zeros."""
         if len(self.tensors) > MAX_TENSORS:
             raise ValueError(f"a packet holds at most {MAX_TENSORS} tensors")
         head = _HEAD.pack(
             _MAGIC,
             PROTOCOL_VERSION,
-            _TOMBSTONE * self.tombstone | _CHECKSUM * (self.crc is not None),
+            self._flags,
             self.clip,
             self.next_step,
             self.sequence,
@@ -107,7 +117,7 @@ class Header:
                 f"the sender speaks packet protocol {version}, this rank {PROTOCOL_VERSION}",
                 "install the same svdpp version for every rank",
             )
-        if flags & ~(_TOMBSTONE | _CHECKSUM):
+        if flags & ~(_TOMBSTONE | _CHECKSUM | _MEMORY_PRESSURE):
             raise TransportError(f"the header carries unknown flags {flags:#06x}")
         if num_tensors > MAX_TENSORS:
             raise TransportError(f"the header announces {num_tensors} tensors")
@@ -116,6 +126,7 @@ class Header:
         header = Header(
             *(clip, next_step, sequence, begun_at, tensors),
             tombstone=bool(flags & _TOMBSTONE),
+            memory_pressure=bool(flags & _MEMORY_PRESSURE),
             crc=crc if flags & _CHECKSUM else None,
         )
         if header.num_bytes != num_bytes:
@@ -135,7 +146,7 @@ class Header:
     ) -> None:
         """Compares the header with what the receiver's action list expects.
 
-        A tombstone packet carries no tensors, whatever the list expects of the clip.
+        A tombstone carries no tensors, whatever the list expects of the clip.
 
         Raises:
             TransportError: naming the first field that differs, with both sides' values.

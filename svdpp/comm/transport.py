@@ -1,8 +1,8 @@
-"""Owns one packet's way from one rank to the next: header, check, payload. Point to point only.
+"""Owns the transfer of one packet between two ranks: header, check, payload. Point to point only.
 
-Each neighbour has a link with one thread for what comes and one for what goes, so that a transfer
-runs beneath the denoising. The header is a message of its own, always between CPUs; the payload is
-the packet's tensors laid end to end, on the device for NCCL, through pinned host memory for gloo,
+Each rank has one link per neighbour and direction, and each link has a thread, so that a transfer
+runs beneath the denoising. The header is a message of its own, always between CPUs. The payload is
+the packet's tensors end to end: on the device under NCCL, through pinned host memory under gloo,
 which does not carry CUDA tensors point to point.
 """
 
@@ -11,26 +11,19 @@ from __future__ import annotations
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from svdpp.comm import backend_errors, streams
 from svdpp.comm.header import HEADER_BYTES, Header
+from svdpp.comm.packet import Packet, flatten, specs, unflatten
 from svdpp.config import TensorSpec
 from svdpp.errors import TransportError
 
-TORCH_DTYPES: Mapping[str, torch.dtype] = {
-    "fp32": torch.float32,
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-    "uint8": torch.uint8,
-}
-_DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 _Result = TypeVar("_Result")
 
 # Clip index of the packet that opens a link; no clip has it.
@@ -38,33 +31,8 @@ _HELLO_CLIP = 2**64 - 1
 _HELLO = {"hello": TensorSpec((1,), "fp32")}
 
 
-@dataclass
-class Packet:
-    """One clip on its way: what later ranks need, and nothing else.
-
-    Args:
-        clip: index of the clip.
-        next_step: number of steps done.
-        begun_at: unix time in seconds at which the clip's encode began.
-        tensors: by name, contiguous or not, all on the rank's device; none where it is tombstone.
-        tombstone: the clip has failed at an earlier rank. It still travels, since every list after
-        that
-            rank's expects it, but nobody works on it.
-    """
-
-    clip: int
-    next_step: int
-    begun_at: float
-    tensors: dict[str, torch.Tensor]
-    tombstone: bool = False
-
-
 class Transfer(NamedTuple):
-    """One transfer, as one of its two ends saw it.
-
-    `seconds` counts from the header to the last byte; a sender's includes the wait for a receiver.
-    `end` is of the machine's monotonic clock.
-    """
+    """One packet, as one of its two ends saw it; `end` is of the machine's monotonic clock."""
 
     kind: Literal["recv", "send"]
     clip: int
@@ -72,18 +40,10 @@ class Transfer(NamedTuple):
     peer: int
     num_bytes: int
     seconds: float
+    """From the moment at which the header has passed to the last byte of the payload."""
+    waited: float
+    """Sender: seconds until the receiver took the header. Receiver: 0."""
     end: float
-
-
-def tensor_spec(tensor: torch.Tensor) -> TensorSpec:
-    """Shape and dtype of `tensor`, in the words of the header.
-
-    Raises:
-        ValueError: a dtype that packets do not carry.
-    """
-    if tensor.dtype not in _DTYPE_NAMES:
-        raise ValueError(f"packets do not carry {tensor.dtype}")
-    return TensorSpec(tuple(tensor.shape), _DTYPE_NAMES[tensor.dtype])
 
 
 class Transport:
@@ -92,12 +52,12 @@ class Transport:
     Args:
         rank: this rank.
         device: where received tensors end up.
-        backend: `gloo` or `nccl`, of the payload.
-        on_transfer: called from the links' threads when a transfer is over.
-        checksum: whether payloads carry a crc32, taken before the wire and compared behind it.
-        tamper: changes headers on their way out, to see that it is noticed.
-        wall_ahead: seconds by which this host's clock is ahead of rank 0's; what headers say of
-            times is by rank 0's.
+        backend: of the payload, `gloo` or `nccl`.
+        on_transfer: called from the links' threads after each transfer.
+        checksum: whether payloads carry a crc32, computed by the sender, compared by the receiver.
+        tamper: changes headers before they are sent, to test that receivers notice.
+        wall_ahead: seconds by which this host's clock is ahead of rank 0's; times in headers are
+            by rank 0's clock.
     """
 
     def __init__(
@@ -111,52 +71,68 @@ class Transport:
         tamper: Callable[[int, bytes], bytes] | None = None,
         wall_ahead: float = 0.0,
     ) -> None:
-        self._wall_ahead = wall_ahead
         self._rank = rank
+        self._device = device
+        self._direct = backend == "nccl"
         self._on_transfer = on_transfer
         self._checksum = checksum
         self._tamper = tamper
-        self._wire = _Wire(device, backend)
-        self._inboxes: dict[int, _Link] = {}
-        self._outboxes: dict[int, _Link] = {}
+        self._wall_ahead = wall_ahead
+        self._links: dict[tuple[str, int], _Link] = {}
+        # ProcessGroupNCCL is not documented as safe for calls from two threads at once.
+        self._enqueue = threading.Lock()
 
-    def connect(self, transfers: Iterable[tuple[int, int]]) -> None:
-        """Opens this rank's links: each of `transfers` is (from, to), in an order all ranks share.
+    def connect(
+        self,
+        rounds: Iterable[Iterable[tuple[int, int]]],
+        on_connecting: Callable[[int], None] | None = None,
+    ) -> None:
+        """Opens this rank's links by one small packet each.
 
-        The first NCCL message of a pair creates its communicator and blocks
-        (pytorch/pytorch#108378), so every pair says hello once, in the same order everywhere.
+        The first NCCL message of a pair creates its communicator and blocks until both ends call
+        it (pytorch/pytorch#108378), so all ranks follow the same rounds. Pairs of one round are
+        disjoint and open at the same time.
+
+        Args:
+            rounds: of pairs (from, to), the same for all ranks; see `plan.schedule.connect_rounds`.
+            on_connecting: called with the other end before each of this rank's links is opened.
 
         Raises:
-            TransportError: the other end is gone, or speaks another protocol version.
+            TransportError: the other end is gone, or has another protocol version.
+            DeviceError, OutOfMemoryError: this rank's GPU cannot open the link.
         """
-        for source, target in transfers:
-            hello = torch.zeros(1, device=self._wire.device)
+        own = [pair for each in rounds for pair in each if self._rank in pair]
+        for source, target in own:
+            if on_connecting is not None:
+                on_connecting(target if source == self._rank else source)
             if source == self._rank:
-                packet = Packet(_HELLO_CLIP, 0, 0.0, {"hello": hello})
-                self._send_now(target, packet)
-            elif target == self._rank:
-                self._receive_now(source, _HELLO_CLIP, 0, _HELLO)
+                hello = torch.zeros(1, device=self._device)
+                self.send(Packet(_HELLO_CLIP, 0, 0.0, {"hello": hello}), target)
+                self._link("to", target).wait()
+            else:
+                self.post_receive(_HELLO_CLIP, 0, source, _HELLO).wait()
 
     def post_receive(
         self, clip: int, next_step: int, peer: int, expected: Mapping[str, TensorSpec]
     ) -> PendingPacket:
         """Begins to receive `clip` from `peer` in the background."""
-        link = self._inboxes.setdefault(peer, _Link(f"from-{peer}"))
-        future = link.start(lambda: self._receive_now(peer, clip, next_step, expected))
-        return PendingPacket(future, self._wire, self._wall_ahead)
+        link = self._link("from", peer)
+        future = link.start(lambda: self._receive(link, clip, next_step, expected))
+        return PendingPacket(future, self._wall_ahead)
 
     def send(self, packet: Packet, peer: int) -> None:
-        """Sends in the background; first waits until the packet before it on this link is gone.
+        """Sends in the background; first waits until the packet before it on this link has left.
 
         The tensors must not be changed afterwards.
 
         Raises:
             TransportError: the packet before could not be sent.
         """
-        link = self._outboxes.setdefault(peer, _Link(f"to-{peer}"))
+        link = self._link("to", peer)
         link.wait()
-        payload = self._wire.pack(packet.tensors.values())
-        link.start(lambda: self._send_now(peer, packet, payload))
+        payload = flatten(packet.tensors.values())
+        after = streams.mark(self._device)
+        link.start(lambda: self._send(link, packet, payload, after))
 
     def drain(self) -> None:
         """Waits until every packet sent has been received.
@@ -164,46 +140,63 @@ class Transport:
         Raises:
             TransportError: one of them could not be sent.
         """
-        for link in self._outboxes.values():
-            link.wait()
+        for (direction, _), link in self._links.items():
+            if direction == "to":
+                link.wait()
 
     def close(self) -> None:
-        """Ends the threads; call after `drain`."""
-        for link in (*self._inboxes.values(), *self._outboxes.values()):
+        """Ends the links' threads; call after `drain`."""
+        for link in self._links.values():
             link.close()
 
-    def _send_now(self, peer: int, packet: Packet, payload: torch.Tensor | None = None) -> None:
-        begun = time.monotonic()
-        link = self._outboxes.setdefault(peer, _Link(f"to-{peer}"))
-        if payload is None:
-            payload = self._wire.pack(packet.tensors.values())
-        with _wire_errors(f"send clip {packet.clip} at step {packet.next_step} to rank {peer}"):
-            staged = self._wire.stage(payload)
-            header = Header(
-                packet.clip,
-                packet.next_step,
-                link.next_sequence(),
-                packet.begun_at - self._wall_ahead,
-                tuple((name, tensor_spec(tensor)) for name, tensor in packet.tensors.items()),
-                tombstone=packet.tombstone,
-                crc=_crc32(staged) if self._checksum and not packet.tombstone else None,
-            )
-            data = header.pack()
-            if self._tamper is not None:
-                data = self._tamper(packet.clip, data)
-            dist.send(_header_tensor(data), peer)
-            if not packet.tombstone:
-                self._wire.send(staged, peer)
-        self._report("send", header, peer, begun)
+    def _link(self, direction: Literal["from", "to"], peer: int) -> _Link:
+        if (direction, peer) not in self._links:
+            self._links[direction, peer] = _Link(peer, f"{direction}-{peer}", self._device)
+        return self._links[direction, peer]
 
-    def _receive_now(
-        self, peer: int, clip: int, next_step: int, expected: Mapping[str, TensorSpec]
+    def _send(
+        self, link: _Link, packet: Packet, payload: torch.Tensor, after: streams.Mark
+    ) -> None:
+        """Sends header and payload; in the link's thread."""
+        clip, step = packet.clip, packet.next_step
+        with backend_errors.named(f"send clip {clip} at step {step} to rank {link.peer}"):
+            staged = payload if self._direct else link.stream.to_host(payload, after)
+            checked = self._checksum and not packet.tombstone
+            header = Header(
+                *(clip, step, link.next_sequence(), packet.begun_at - self._wall_ahead),
+                specs(packet.tensors),
+                tombstone=packet.tombstone,
+                memory_pressure=packet.memory_pressure,
+                crc=_crc32(link.stream.to_host(staged, after)) if checked else None,
+            )
+            begun = time.monotonic()
+            self._send_header(header, link.peer)
+            reached = time.monotonic()
+            if header.num_bytes:
+                self._send_payload(link, staged, after)
+        self._report("send", header, link.peer, reached, waited=reached - begun)
+
+    def _send_header(self, header: Header, peer: int) -> None:
+        data = header.pack()
+        if self._tamper is not None:
+            data = self._tamper(header.clip, data)
+        dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), peer)
+
+    def _send_payload(self, link: _Link, staged: torch.Tensor, after: streams.Mark) -> None:
+        if not self._direct:
+            assert staged.is_cpu
+            dist.send(staged, link.peer)
+            return
+        with link.stream.beside(after):
+            self._run_nccl(lambda: dist.isend(staged, link.peer))
+
+    def _receive(
+        self, link: _Link, clip: int, next_step: int, expected: Mapping[str, TensorSpec]
     ) -> tuple[Header, torch.Tensor]:
-        link = self._inboxes.setdefault(peer, _Link(f"from-{peer}"))
-        what = f"receive clip {clip} at step {next_step} from rank {peer}"
-        with _wire_errors(what):
+        """Header and payload, the latter on the device; in the link's thread."""
+        with backend_errors.named(f"receive clip {clip} at step {next_step} from rank {link.peer}"):
             buffer = torch.zeros(HEADER_BYTES, dtype=torch.uint8)
-            dist.recv(buffer, peer)
+            dist.recv(buffer, link.peer)
             begun = time.monotonic()
             header = Header.unpack(bytes(buffer.tolist()))
             header.check(
@@ -213,78 +206,110 @@ class Transport:
                 tensors=expected,
                 checksum=self._checksum,
             )
-            payload = self._wire.receive(header.num_bytes, peer)
-            if header.crc is not None and header.crc != (crc := _crc32(payload)):
-                raise TransportError(f"crc32 of the payload: sent {header.crc:08x}, got {crc:08x}")
-        self._report("recv", header, peer, begun)
+            payload = self._receive_payload(link, header)
+        self._report("recv", header, link.peer, begun)
         return header, payload
 
+    def _receive_payload(self, link: _Link, header: Header) -> torch.Tensor:
+        stream, num_bytes = link.stream, header.num_bytes
+        if not num_bytes:
+            return torch.empty(0, dtype=torch.uint8)
+        if self._direct:
+            with stream.beside():
+                payload = stream.empty(num_bytes)
+                self._run_nccl(lambda: dist.irecv(payload, link.peer))
+            _check_crc32(header, lambda: stream.to_host(payload))
+            return payload
+        host = stream.host_buffer((num_bytes,), torch.uint8)
+        dist.recv(host, link.peer)
+        _check_crc32(header, lambda: host)
+        return stream.to_device(host)
+
+    def _run_nccl(self, enqueue: Callable[[], dist.Work | None]) -> None:
+        """Queues one NCCL message on the current stream, which waits for it."""
+        with self._enqueue:
+            work = enqueue()
+        if work is not None:
+            work.wait()
+
     def _report(
-        self, kind: Literal["recv", "send"], header: Header, peer: int, begun: float
+        self,
+        kind: Literal["recv", "send"],
+        header: Header,
+        peer: int,
+        begun: float,
+        waited: float = 0.0,
     ) -> None:
         if header.clip != _HELLO_CLIP:
             end = time.monotonic()
             what = header.clip, header.next_step, peer, header.num_bytes
-            self._on_transfer(Transfer(kind, *what, seconds=end - begun, end=end))
+            self._on_transfer(Transfer(kind, *what, end - begun, waited, end))
 
 
 class PendingPacket:
-    """A packet that is on its way, or there.
+    """A packet that is being received, or is there.
 
     Args:
         future: of its header and payload.
-        wire: that brings it.
         wall_ahead: as for `Transport`.
     """
 
     def __init__(
-        self, future: Future[tuple[Header, torch.Tensor]], wire: _Wire, wall_ahead: float = 0.0
+        self, future: Future[tuple[Header, torch.Tensor]], wall_ahead: float = 0.0
     ) -> None:
         self._future = future
-        self._wire = wire
         self._wall_ahead = wall_ahead
 
     def wait(self) -> Packet:
-        """Waits for the packet and hands it over; once.
+        """Waits for the packet and returns it, ready for the current stream; once.
 
         Raises:
-            TransportError: the packet is not the expected one, or the wire broke.
+            TransportError: the packet is not the expected one, or the connection broke.
         """
         header, payload = self._future.result()
-        self._wire.hand_over(payload)
-        tensors = dict(_unpack(payload, header.tensors))
-        begun_at = header.begun_at + self._wall_ahead
-        return Packet(header.clip, header.next_step, begun_at, tensors, header.tombstone)
+        streams.lend(payload)
+        return Packet(
+            header.clip,
+            header.next_step,
+            header.begun_at + self._wall_ahead,
+            dict(unflatten(payload, header.tensors)),
+            header.tombstone,
+            header.memory_pressure,
+        )
 
 
 class _Link:
-    """One direction to one neighbour: a thread, and the number of packets so far.
+    """One direction to one neighbour: a thread, its stream, and the number of packets so far.
 
-    What follows a message that went wrong is not what it should be either, and gloo aborts the
-    process that receives a payload where it expects a header: so a link that failed is given up.
+    After a message that failed, the next one would not be what is expected either, and gloo aborts
+    a process that receives a payload where it expects a header. So a link that failed stays closed.
     """
 
-    def __init__(self, name: str) -> None:
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
+    def __init__(self, peer: int, name: str, device: torch.device) -> None:
+        self.peer = peer
+        self.stream = streams.SideStream(device)
+        self._thread = streams.one_thread(name, device)
         self._last: Future[Any] | None = None
         self._sequence = 0
-        self._failure: TransportError | None = None
+        self._failure: Exception | None = None
 
     def start(self, work: Callable[[], _Result]) -> Future[_Result]:
-        future = self._pool.submit(self._unless_given_up, work)
+        """Runs `work` in the link's thread, after what was started before."""
+        future = self._thread.submit(self._unless_failed, work)
         self._last = future
         return future
 
-    def _unless_given_up(self, work: Callable[[], _Result]) -> _Result:
+    def _unless_failed(self, work: Callable[[], _Result]) -> _Result:
         if self._failure is not None:
-            raise TransportError(f"the link was given up before: {self._failure.message}")
+            raise TransportError(f"the link failed before: {self._failure}")
         try:
             return work()
-        except TransportError as error:
+        except Exception as error:
             self._failure = error
             raise
 
     def wait(self) -> None:
+        """Waits for the last work started; raises what it raised."""
         if self._last is not None:
             self._last.result()
 
@@ -293,111 +318,13 @@ class _Link:
         return self._sequence - 1
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
 
-class _Wire:
-    """How payload bytes travel: device to device under NCCL, through the host under gloo."""
-
-    def __init__(self, device: torch.device, backend: str) -> None:
-        self.device = device
-        self._direct = backend == "nccl"
-        # ProcessGroupNCCL is not documented as safe for calls from two threads at once.
-        self._enqueue = threading.Lock()
-
-    def pack(self, tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-        """All bytes end to end, on the rank's device; complete when this returns."""
-        parts = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors]
-        if not parts:
-            return torch.empty(0, dtype=torch.uint8)
-        flat = torch.cat(parts)
-        self._synchronize()
-        return flat
-
-    def stage(self, payload: torch.Tensor) -> torch.Tensor:
-        """`payload` where the backend takes it from: the device under NCCL, the host under gloo."""
-        if self._direct or payload.is_cpu:
-            return payload
-        return self._copy(payload, self._host_buffer(payload.numel()))
-
-    def send(self, staged: torch.Tensor, peer: int) -> None:
-        if self._direct:
-            self._wait_direct(lambda: dist.isend(staged, peer))
-            return
-        assert staged.is_cpu
-        dist.send(staged, peer)
-
-    def receive(self, num_bytes: int, peer: int) -> torch.Tensor:
-        if num_bytes == 0:
-            return torch.empty(0, dtype=torch.uint8)
-        if self._direct:
-            payload = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-            self._wait_direct(lambda: dist.irecv(payload, peer))
-            return payload
-        host = self._host_buffer(num_bytes)
-        assert host.is_cpu
-        dist.recv(host, peer)
-        if self.device.type == "cpu":
-            return host
-        return self._copy(host, torch.empty(num_bytes, dtype=torch.uint8, device=self.device))
-
-    def hand_over(self, payload: torch.Tensor) -> None:
-        """Tells CUDA's allocator that memory filled on a link's stream is used on this one."""
-        if payload.is_cuda:
-            payload.record_stream(torch.cuda.current_stream(self.device))
-
-    def _host_buffer(self, num_bytes: int) -> torch.Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
-
-    def _copy(self, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """Copies between host and device on a stream of its own: behind the denoising's kernels on
-        the default stream it would wait for them."""
-        with torch.cuda.stream(torch.cuda.Stream(self.device)):
-            target.copy_(source, non_blocking=True)
-            torch.cuda.current_stream(self.device).synchronize()
-        return target
-
-    def _wait_direct(self, enqueue: Callable[[], dist.Work | None]) -> None:
-        """Runs one NCCL message on a stream of its own, so that the denoising does not wait."""
-        torch.cuda.set_device(self.device)
-        with torch.cuda.stream(torch.cuda.Stream(self.device)):
-            with self._enqueue:
-                work = enqueue()
-            if work is not None:
-                work.wait()
-            torch.cuda.current_stream(self.device).synchronize()
-
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
+def _crc32(on_host: torch.Tensor) -> int:
+    return zlib.crc32(on_host.numpy().data)
 
 
-def _crc32(payload: torch.Tensor) -> int:
-    return zlib.crc32(payload.cpu().numpy().data)
-
-
-def _header_tensor(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-
-def _unpack(
-    payload: torch.Tensor, specs: Iterable[tuple[str, TensorSpec]]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each tensor in memory of its own: a view into the payload could be misaligned."""
-    offset = 0
-    for name, spec in specs:
-        part = payload[offset : offset + spec.num_bytes].clone()
-        offset += spec.num_bytes
-        yield name, part.view(TORCH_DTYPES[spec.dtype]).view(spec.shape)
-
-
-@contextmanager
-def _wire_errors(what: str) -> Iterator[None]:
-    """Turns the backend's RuntimeErrors into ours, which say what was under way."""
-    try:
-        yield
-    except TransportError as error:
-        raise TransportError(f"could not {what}: {error.message}", error.hint) from error
-    except RuntimeError as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else "no reason given"
-        raise TransportError(f"could not {what}: {reason}") from error
+def _check_crc32(header: Header, on_host: Callable[[], torch.Tensor]) -> None:
+    if header.crc is not None and header.crc != (crc := _crc32(on_host())):
+        raise TransportError(f"crc32 of the payload: sent {header.crc:08x}, got {crc:08x}")

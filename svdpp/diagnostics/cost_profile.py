@@ -11,13 +11,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from svdpp.config import ClipRequest, OutputConfig, PipelineConfig
 from svdpp.diagnostics import rank_probe
 from svdpp.diagnostics.environment import cpu_model
 from svdpp.driver.pipeline import Pipeline, resolve
-from svdpp.launch import process_group
+from svdpp.launch import gpus
 from svdpp.launch.world import find_world
 from svdpp.media import image as photos
 from svdpp.media import video
@@ -94,13 +93,14 @@ class Profile:
         """What it was measured on, in words."""
         world_size, threads = self.config.world_size, self.config.num_threads
         if (world := find_world()) is not None and world.spans_hosts:
-            own = cpu_model() if self.config.device == "cpu" else torch.cuda.get_device_name(0)
+            own = cpu_model() if self.config.device == "cpu" else gpus.visible_gpus()[0].name
             return f"{world_size} ranks on {world.num_hosts} hosts, that of rank 0: {own}"
         if self.config.device == "cpu":
             return f"{world_size} ranks x {threads} threads on one {cpu_model()}"
-        ranks = range(world_size) if self.config.device == "cuda" else (0,)
-        devices = [process_group.device_of_rank(self.config.device, rank) for rank in ranks]
-        names = [torch.cuda.get_device_name(device) for device in devices]
+        visible = gpus.visible_gpus()
+        index = int(self.config.device.partition(":")[2] or 0)
+        used = visible[:world_size] if self.config.device == "cuda" else visible[index : index + 1]
+        names = [gpu.name for gpu in used]
         return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
 
     def _step_costs(self) -> float | tuple[float, ...]:

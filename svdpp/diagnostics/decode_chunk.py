@@ -18,16 +18,19 @@ from typing import Any
 import torch
 
 from svdpp.config import PipelineConfig
+from svdpp.diagnostics.memory_estimate import CUDA_PROCESS_BYTES
 from svdpp.driver.pipeline import resolve
 from svdpp.errors import OutOfMemoryError, RankError, error_from_dict, error_to_dict
 from svdpp.launch import fork_server, process_group
-from svdpp.launch.started import RankContext, StartedGroup
-from svdpp.models import determinism
+from svdpp.launch.group import RankContext
+from svdpp.launch.started import StartedGroup
+from svdpp.launch.world import World
 from svdpp.models.base import LATENTS
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.free_memory import free_bytes
 from svdpp.plan.actions import decode
 from svdpp.plan.layout import Roles
+from svdpp.worker.device import take_device
 from svdpp.worker.out_of_memory import out_of_memory_named
 from svdpp.worker.peak_memory import peak_in_use, reset_peak_of
 
@@ -99,7 +102,8 @@ def measure_decode(config: PipelineConfig) -> DecodeMemory:
         setup,
         world_size=1,
         backend="gloo",
-        preload=[fork_server.ENGINE, fork_server.SVD],  # as the ranks', which come after it
+        device=config.device,
+        preload=[fork_server.ENGINE, fork_server.SVD],  # as for the ranks that follow
     )
     try:
         answer = _wait(group, config.start_timeout_seconds + config.timeout_seconds)
@@ -145,8 +149,7 @@ def _measure(setup: _Setup) -> DecodeMemory:
 
     config, checkpoint = setup.config, setup.checkpoint
     assert checkpoint is not None, "the dummy model decodes nothing"
-    device = process_group.device_of_rank(config.device, config.world_size - 1)
-    determinism.make_deterministic(num_threads=config.num_threads, device=device)
+    device = take_device(config, _as_last_rank(config))
     dtype = torch_dtype(config.model.dtype)
     decoding = [roles for roles in config.plan.roles if roles.decode]
     roles = Roles(
@@ -154,7 +157,7 @@ def _measure(setup: _Setup) -> DecodeMemory:
         denoise=any(each.denoise for each in decoding),
         decode=True,
     )
-    model = load_svd(checkpoint, config.model, config.sampling, device, **asdict(roles))
+    model = load_svd(checkpoint, config.model, config.sampling, str(device), **asdict(roles))
 
     # Guidance is no matter of decoding, and a clip of one frame can have none.
     knobs = replace(config.sampling, min_guidance_scale=1.0, max_guidance_scale=1.0)
@@ -169,7 +172,7 @@ def _measure(setup: _Setup) -> DecodeMemory:
     peak(1, 1)  # maps the weights in, picks kernels, makes the libraries' workspaces
     if model.device.type == "cuda":
         torch.cuda.empty_cache()
-    free = free_bytes(model.device) // _sharers(config)
+    free = _free_for_each(config, checkpoint, model.device, roles)
     one, kept, both = peak(1, 1), peak(2, 1), peak(2, 2)
     return DecodeMemory(
         num_frames=config.sampling.frames,
@@ -181,9 +184,33 @@ def _measure(setup: _Setup) -> DecodeMemory:
     )
 
 
-def _sharers(config: PipelineConfig) -> int:
-    """Ranks that take from the same memory."""
-    return 1 if config.device == "cuda" else config.world_size
+def _as_last_rank(config: PipelineConfig) -> World:
+    """The place of the run's last rank, which decodes, so that its device is measured."""
+    size = config.world_size
+    return World(rank=size - 1, local_rank=size - 1, size=size, local_size=size)
+
+
+def _free_for_each(
+    config: PipelineConfig, checkpoint: Checkpoint, device: torch.device, loaded: Roles
+) -> int:
+    """Bytes that each rank may use on `device` when all have loaded; `loaded` already is."""
+    free = free_bytes(device)
+    if config.device == "cuda":
+        return free
+    if device.type == "cuda":
+        free -= _weights_of_others(config, checkpoint, loaded)
+    return free // config.world_size
+
+
+def _weights_of_others(config: PipelineConfig, checkpoint: Checkpoint, loaded: Roles) -> int:
+    """Bytes that the run's other ranks will take on a shared GPU before they work."""
+    from svdpp.models.svd.memory import estimate
+
+    parts = estimate(checkpoint, config.model, config.sampling, device=config.device)
+    weights = [parts.of_rank(**asdict(roles)).weight_bytes for roles in config.plan.roles]
+    own = parts.of_rank(**asdict(loaded)).weight_bytes
+    others = max(0, sum(weights) - own)
+    return others + (config.world_size - 1) * CUDA_PROCESS_BYTES
 
 
 def _peak(device: torch.device, work: Callable[[], object]) -> int:

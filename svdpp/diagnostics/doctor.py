@@ -16,10 +16,10 @@ from svdpp.diagnostics import rank_probe
 from svdpp.diagnostics.memory_estimate import estimate_ranks
 from svdpp.driver.pipeline import resolve
 from svdpp.errors import OutOfMemoryError, OutputError, SvdppError, VerificationError
-from svdpp.launch import process_group
+from svdpp.launch import gpus, process_group
 from svdpp.media import output_files, video
 from svdpp.models.checkpoint import Checkpoint
-from svdpp.models.free_memory import free_bytes
+from svdpp.models.free_memory import available_bytes
 from svdpp.plan.schedule import build_schedule
 
 _GIB = 2**30
@@ -177,11 +177,12 @@ def _memory(examination: Examination) -> str:
         rank.total_bytes
         for rank in estimate_ranks(config, build_schedule(routes, config.world_size))
     ]
+    if config.device == "cpu":
+        return _enough("the CPU", sum(needed), available_bytes())
     if config.device != "cuda":
-        name = "the CPU" if config.device == "cpu" else config.device
-        return _enough(name, sum(needed), free_bytes(config.device))
+        return _enough(config.device, sum(needed), gpus.free_bytes(config.device))
     verdicts = [
-        _enough(f"cuda:{rank}", size, free_bytes(f"cuda:{rank}"))
+        _enough(f"cuda:{rank}", size, gpus.free_bytes(f"cuda:{rank}"))
         for rank, size in enumerate(needed)
     ]
     return verdicts[max(range(len(needed)), key=needed.__getitem__)]

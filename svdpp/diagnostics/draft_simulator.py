@@ -1,4 +1,4 @@
-"""Owns trying starts of a draft in one process: what each rank of a wave would come to."""
+"""Owns computing drafts in one process: the result of each rank for many choices of start steps."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from svdpp.comm.streams import SideStream, mark
 from svdpp.models.base import LATENTS, Frames, Tensors, VideoModel
 from svdpp.plan.draft import DraftPlan
 from svdpp.worker.draft_sampler import DraftSampler, Evaluation
@@ -13,23 +14,18 @@ from svdpp.worker.draft_sampler import DraftSampler, Evaluation
 
 @dataclass(frozen=True)
 class _Sampled:
-    """All that one rank came by.
-
-    Args:
-        latent: final.
-        found: by step.
-        sigmas: noise levels.
-    """
+    """One rank's latent after the last step, its state before each step, and the noise levels."""
 
     latent: torch.Tensor
-    found: dict[int, Evaluation]
+    states: dict[int, Evaluation]
     sigmas: torch.Tensor
 
 
 class DraftSimulator:
-    """Walks the ranks of many waves over one clip, each rank once for all waves that begin alike.
+    """The ranks of many draft plans over one clip; each rank is computed once.
 
-    What a rank does follows from its own start and those before it, so waves are kept as a tree.
+    The result of a rank depends on its own start step and those before it alone, so plans that
+    share their first start steps share the ranks.
 
     Args:
         model: with all its parts.
@@ -46,44 +42,48 @@ class DraftSimulator:
         self._model = model
         self._tensors = tensors
         self._num_steps = num_steps
-        self._walked: dict[tuple[int, ...], _Sampled] = {}
+        self._copies = SideStream(model.device)
+        self._sampled: dict[tuple[int, ...], _Sampled] = {}
 
     def latent(self, start_steps: tuple[int, ...]) -> torch.Tensor:
-        """The final latent of the last rank of the wave with these starts; (0,): the exact one."""
-        return self._walk(start_steps).latent
+        """The final latent of the last rank with these start steps; (0,): the exact one."""
+        return self._rank(start_steps).latent
 
     def frames(self, start_steps: tuple[int, ...]) -> Frames:
         """The same, decoded."""
-        return self._model.decode(self.latent(start_steps))
+        latent = self.latent(start_steps)
+        frames = self._model.decode(latent)
+        pixels: Frames = self._copies.to_host(frames, mark(self._model.device)).numpy()
+        return pixels
 
     def forget(self, depth: int) -> None:
         """Drops what is known of ranks from `depth` on, which fills memory."""
-        for start_steps in [
-            start_steps for start_steps in self._walked if len(start_steps) > depth
-        ]:
-            del self._walked[start_steps]
+        deeper = [start_steps for start_steps in self._sampled if len(start_steps) > depth]
+        for start_steps in deeper:
+            del self._sampled[start_steps]
 
-    def _walk(self, start_steps: tuple[int, ...]) -> _Sampled:
-        if start_steps not in self._walked:
-            self._walked[start_steps] = self._walk_anew(start_steps)
-        return self._walked[start_steps]
+    def _rank(self, start_steps: tuple[int, ...]) -> _Sampled:
+        """The last rank with these start steps."""
+        if start_steps not in self._sampled:
+            self._sampled[start_steps] = self._sample(start_steps)
+        return self._sampled[start_steps]
 
-    def _walk_anew(self, start_steps: tuple[int, ...]) -> _Sampled:
+    def _sample(self, start_steps: tuple[int, ...]) -> _Sampled:
         *before, start = start_steps
         latent = self._tensors[LATENTS]
-        heard: dict[int, Evaluation] = {}
+        received: dict[int, Evaluation] = {}
         begun_of: dict[int, int] = {}
         if before:
             draft_plan = DraftPlan(num_steps=self._num_steps, start_steps=start_steps)
             begun_of = {each.at: each.begun for each in draft_plan.corrections(len(before))}
-            neighbour = self._walk(tuple(before))
-            heard = neighbour.found
-            latent = heard[before[-1]].jump(neighbour.sigmas, start)
+            neighbour = self._rank(tuple(before))
+            received = neighbour.states
+            latent = received[before[-1]].jump(neighbour.sigmas, start)
         denoiser = self._model.denoiser(self._tensors, start)
-        walk, found = DraftSampler(denoiser, start), {}
+        sampler, states = DraftSampler(denoiser, start), {}
         for step in range(start, self._num_steps):
-            latent = walk.forward(latent, step)
-            found[step] = walk.last
+            latent = sampler.forward(latent, step)
+            states[step] = sampler.last
             if step + 1 in begun_of:
-                latent = walk.corrected(latent, heard[begun_of[step + 1]], step + 1)
-        return _Sampled(latent, found, denoiser.sigmas)
+                latent = sampler.corrected(latent, received[begun_of[step + 1]], step + 1)
+        return _Sampled(latent, states, denoiser.sigmas)

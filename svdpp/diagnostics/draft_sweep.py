@@ -14,7 +14,7 @@ from svdpp.diagnostics.draft_simulator import DraftSimulator
 from svdpp.driver.pipeline import resolve
 from svdpp.errors import RequestError
 from svdpp.launch import process_group
-from svdpp.launch.started import RankContext
+from svdpp.launch.group import RankContext
 from svdpp.media import image as photos
 from svdpp.media.distance import distance
 from svdpp.models.checkpoint import Checkpoint
@@ -85,17 +85,18 @@ def _worst(
 def _measure(context: RankContext, config: PipelineConfig, asked: _Asked) -> dict[str, Any]:
     checkpoint, names, seed, all_start_steps = asked
     world, sampling = context.world, config.sampling
-    device = process_group.device_of_rank(config.device, world.local_rank)
+    device = process_group.device_of_rank(config.device, world.local_rank, world.local_size)
     model = load_model(config, checkpoint, device, _ALL_PARTS)
     found = []
     for name in names[world.rank :: world.size]:
         photo, _ = photos.read_photo(Path(name))
         fitted = photos.fit_photo(photo, sampling.width, sampling.height, sampling.fit)
-        lab = DraftSimulator(model, model.encode(fitted, seed), sampling.num_inference_steps)
-        exact = lab.frames((0,))
+        tensors = model.encode(model.prepare(fitted), seed)
+        drafts = DraftSimulator(model, tensors, sampling.num_inference_steps)
+        exact = drafts.frames((0,))
         for index, start_steps in enumerate(all_start_steps):
-            whole = distance(lab.frames(tuple(start_steps)), exact).whole.to_json()
+            whole = distance(drafts.frames(tuple(start_steps)), exact).whole.to_json()
             found.append((index, (whole["psnr_db"], whole["max_levels"])))
-            # Waves come in the order of their ranks: what they share is at the beginning.
-            lab.forget(depth=2)
+            # Draft plans come in the order of their ranks: they share the first ranks.
+            drafts.forget(depth=2)
     return {"distances": found}

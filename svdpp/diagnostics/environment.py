@@ -15,6 +15,7 @@ import torch
 
 import svdpp
 from svdpp.errors import OutputError
+from svdpp.launch import gpus
 from svdpp.media.video import find_ffmpeg
 from svdpp.models.free_memory import available_bytes
 from svdpp.redaction import redact_all
@@ -82,7 +83,7 @@ def _versions() -> dict[str, str | None]:
         "cuda": torch.version.cuda,
         "cudnn": _dotted(torch.backends.cudnn.version()),
         "nccl": _nccl(),
-        "driver": _driver(),
+        "driver": gpus.driver_version(),
     }
 
 
@@ -102,16 +103,9 @@ def _dotted(version: int | None) -> str | None:
 
 
 def _nccl() -> str | None:
-    if not torch.cuda.is_available():
+    if torch.version.cuda is None:
         return None
     return ".".join(map(str, torch.cuda.nccl.version()))
-
-
-def _driver() -> str | None:
-    if not torch.cuda.is_available():
-        return None
-    lines = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    return lines.split("\n")[0] if lines else None
 
 
 def _git() -> dict[str, Any] | None:
@@ -141,21 +135,12 @@ def _host() -> dict[str, Any]:
 
 def _devices() -> dict[str, Any]:
     """Each GPU, and which of them reach each other's memory (row: who reads, column: whose)."""
-    count = torch.cuda.device_count()
-    properties = [torch.cuda.get_device_properties(index) for index in range(count)]
     return {
         "gpus": [
-            {
-                "name": one.name,
-                "memory_bytes": one.total_memory,
-                "capability": f"{one.major}.{one.minor}",
-            }
-            for one in properties
+            {"name": gpu.name, "memory_bytes": gpu.total_bytes, "capability": gpu.capability}
+            for gpu in gpus.visible_gpus()
         ],
-        "peer_access": [
-            [a == b or torch.cuda.can_device_access_peer(a, b) for b in range(count)]
-            for a in range(count)
-        ],
+        "peer_access": gpus.peer_access(),
         "settings": _gpu_settings(),
         "topology": (_output("nvidia-smi", "topo", "-m") or "").splitlines(),
     }

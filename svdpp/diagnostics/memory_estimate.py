@@ -1,4 +1,4 @@
-"""Owns the memory that each rank of a plan will take, before any of them is started."""
+"""Owns the estimate of each rank's memory, before any rank is started."""
 
 from __future__ import annotations
 
@@ -7,22 +7,28 @@ from dataclasses import dataclass
 
 from svdpp.config import ModelConfig, PipelineConfig, SamplingConfig
 from svdpp.driver.pipeline import resolve
-from svdpp.models.free_memory import free_bytes
+from svdpp.launch import process_group
+from svdpp.launch.gpus import free_bytes
 from svdpp.models.svd.memory import bare_process_bytes, estimate
 from svdpp.plan.actions import Action, Kind
 from svdpp.plan.schedule import Schedule
 
+# What a process takes on a GPU beside torch's allocator: about 0.5 GB for the context and 0.1 GB
+# for the handles of cuBLAS and cuDNN; NCCL's buffers take about 0.1 GB for each pair of ranks.
+CUDA_PROCESS_BYTES = 600_000_000
+_NCCL_PAIR_BYTES = 100_000_000
+
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """Bytes on one rank's device, or on the host where that is the CPU."""
+    """Bytes on one rank's device; on the host for a CPU rank."""
 
     rank: int
     weight_bytes: int
     activation_bytes: int
-    """Above the weights, in the hungriest of its parts."""
+    """Above the weights, in the part that needs most."""
     process_bytes: int
-    """On the CPU what Python and the libraries take; a CUDA context is not estimated."""
+    """On the CPU Python and the libraries; on a GPU context, library handles and NCCL's buffers."""
 
     @property
     def total_bytes(self) -> int:
@@ -44,7 +50,6 @@ def estimate_ranks(config: PipelineConfig, schedule: Schedule) -> list[RankMemor
         ModelError: the model cannot be found, or is not whole.
     """
     config, checkpoint = resolve(config)
-    process = bare_process_bytes() if config.device == "cpu" else 0
     estimate_of_parts = estimate(
         checkpoint,
         config.model,
@@ -61,7 +66,7 @@ def estimate_ranks(config: PipelineConfig, schedule: Schedule) -> list[RankMemor
                 rank=rank,
                 weight_bytes=memory.weight_bytes,
                 activation_bytes=memory.activation_bytes,
-                process_bytes=process,
+                process_bytes=_process_bytes(config, rank),
             )
         )
     return result
@@ -97,8 +102,20 @@ def memory_of_devices(
     config, checkpoint = resolve(asked)
     needs = estimate(checkpoint, config.model, config.sampling, device=device).as_costs()
     if device != "cuda":
-        return needs, (free_bytes(device) / world_size / 2**30,) * world_size
-    return needs, tuple(free_bytes(f"cuda:{rank}") / 2**30 for rank in range(world_size))
+        each = free_bytes(device) / world_size - CUDA_PROCESS_BYTES
+        return needs, (each / 2**30,) * world_size
+    taken = CUDA_PROCESS_BYTES + 2 * _NCCL_PAIR_BYTES
+    free = (free_bytes(f"cuda:{rank}") for rank in range(world_size))
+    return needs, tuple((each - taken) / 2**30 for each in free)
+
+
+def _process_bytes(config: PipelineConfig, rank: int) -> int:
+    """What the process of `rank` takes beside the model."""
+    if config.device == "cpu":
+        return bare_process_bytes()
+    backend = process_group.choose_backend(config.device, config.world_size)
+    pairs = sum(rank in link for link in config.plan.links) if backend == "nccl" else 0
+    return CUDA_PROCESS_BYTES + pairs * _NCCL_PAIR_BYTES
 
 
 def _duties(actions: Iterable[Action]) -> tuple[bool, bool, bool]:

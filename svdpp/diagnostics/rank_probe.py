@@ -11,14 +11,17 @@ from typing import Any, NamedTuple
 import torch
 from PIL import Image
 
-from svdpp.comm.transport import TORCH_DTYPES, Packet, Transfer, Transport
+from svdpp.comm.packet import TORCH_DTYPES, Packet
+from svdpp.comm.streams import SideStream, mark
+from svdpp.comm.transport import Transfer, Transport
 from svdpp.config import PipelineConfig, TensorSpec
 from svdpp.driver.rank_task import run_rank_task
 from svdpp.launch import fork_server, process_group
-from svdpp.launch.started import RankContext
+from svdpp.launch.group import RankContext
 from svdpp.models.base import LATENTS, Tensors, VideoModel
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.plan.layout import Roles
+from svdpp.plan.schedule import connect_rounds
 from svdpp.worker.messages import ClipDone, Event, Joined
 from svdpp.worker.out_of_memory import out_of_memory_named
 from svdpp.worker.peak_memory import peak_in_use, reset_peak_of
@@ -139,13 +142,20 @@ def _answer(
     reporter.send(ClipDone(clip=context.world.rank, record=record))
 
 
+def _device(context: RankContext, config: PipelineConfig) -> torch.device:
+    world = context.world
+    return torch.device(
+        process_group.device_of_rank(config.device, world.local_rank, world.local_size)
+    )
+
+
 def _ping_neighbours(context: RankContext, config: PipelineConfig, _: Any) -> dict[str, Any]:
     context.join()
     rank = context.world.rank
-    device = torch.device(process_group.device_of_rank(config.device, context.world.local_rank))
+    device = _device(context, config)
     transport = Transport(rank, device, context.backend, _pass_over)
     pairs = [(first, first + 1) for first in range(config.world_size - 1)]
-    transport.connect([transfer for a, b in pairs for transfer in ((a, b), (b, a))])
+    transport.connect(connect_rounds([link for a, b in pairs for link in ((a, b), (b, a))]))
     result: dict[str, Any] = {}
     for first, second in pairs:
         if rank == first:
@@ -206,8 +216,7 @@ def _watch_memory(
     context: RankContext, config: PipelineConfig, asked: tuple[Checkpoint | None, str]
 ) -> dict[str, Any]:
     checkpoint, part = asked
-    device = process_group.device_of_rank(config.device, context.world.local_rank)
-    model = load_model(config, checkpoint, device, PARTS[part])
+    model = load_model(config, checkpoint, str(_device(context, config)), PARTS[part])
     tensors = _random_packet(model)
     _work(model, part, tensors, config)
     before = reset_peak_of(model.device)
@@ -218,7 +227,7 @@ def _watch_memory(
 def _work(model: VideoModel, part: str, tensors: Tensors, config: PipelineConfig) -> None:
     if part == "encode":
         size = config.sampling.width, config.sampling.height
-        model.encode(Image.new("RGB", size), seed=0)
+        model.encode(model.prepare(Image.new("RGB", size)), seed=0)
     elif part == "denoise":
         with torch.no_grad():
             model.denoiser(tensors, 0).forward(tensors[LATENTS], 0)
@@ -229,14 +238,15 @@ def _work(model: VideoModel, part: str, tensors: Tensors, config: PipelineConfig
 def _step_twice(
     context: RankContext, config: PipelineConfig, checkpoint: Checkpoint | None
 ) -> dict[str, Any]:
-    device = process_group.device_of_rank(config.device, context.world.local_rank)
-    model = load_model(config, checkpoint, device, PARTS["denoise"])
+    model = load_model(config, checkpoint, str(_device(context, config)), PARTS["denoise"])
     tensors = _random_packet(model)
     with torch.no_grad():
         latents = [
             model.denoiser(tensors, 0).forward(tensors[LATENTS], 0).detach() for _ in range(2)
         ]
-    return {"sha256": [tensor_sha256(latent) for latent in latents]}
+    copies = SideStream(model.device)
+    on_host = [copies.to_host(latent, mark(model.device)) for latent in latents]
+    return {"sha256": [tensor_sha256(latent) for latent in on_host]}
 
 
 def _random_packet(model: VideoModel) -> Tensors:

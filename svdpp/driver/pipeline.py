@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from svdpp.config import ClipRequest, PipelineConfig
+from svdpp.driver.device_check import DeviceCheck
 from svdpp.driver.liveness import Liveness
 from svdpp.driver.rank_launcher import RankLauncher
 from svdpp.driver.shared_settings import silence_limit
@@ -86,7 +87,6 @@ class Pipeline:
         output_folder: where this host puts its clips, whatever their requests say; for ranks that
             others have started, each host its own.
         fault: planted damage, to see that it is noticed.
-        start_method: `forkserver` or `spawn`.
 
     Raises:
         RequestError: devices or backend are not there, or do not fit the request.
@@ -102,14 +102,16 @@ class Pipeline:
         profile_path: str | None = None,
         output_folder: str | None = None,
         fault: InjectedFault | None = None,
-        start_method: str = "forkserver",
     ) -> None:
         world = find_world()
         self.backend = process_group.choose_backend(config.device, config.world_size)
         on_this_host = config.world_size if world is None else world.local_size
-        process_group.check_devices(config.device, on_this_host)
+        process_group.check_devices(config.device, on_this_host, launched=world is not None)
         self.config, self.checkpoint = resolve(config)
-        self._observers: list[Observer] = [self._collect]
+        self._devices = DeviceCheck(
+            config.world_size, self.backend, allow_mixed=config.allow_mixed_devices
+        )
+        self._observers: list[Observer] = [self._devices, self._collect]
         self._setup = RankSetup(
             config=self.config,
             checkpoint=self.checkpoint,
@@ -121,7 +123,7 @@ class Pipeline:
             output_folder=None if world is None else output_folder,
             fault=fault,
         )
-        self._launcher = RankLauncher(self._setup, self.backend, start_method)
+        self._launcher = RankLauncher(self._setup, self.backend)
         self._supervisor: Supervisor | None = None
         self._requests: list[ClipRequest] = []
         self._finished: list[ClipResult] = []
@@ -168,7 +170,7 @@ class Pipeline:
         Raises:
             SvdppError: the work could not begin.
         """
-        self._launcher.serve(self._observers[1:], answer, say)
+        self._launcher.serve(self._observers[2:], answer, say)
 
     def ask(self, question: bytes) -> dict[str, bytes]:
         """What one rank of each other host answers to `question`, by host; before the block.
@@ -253,7 +255,11 @@ class Pipeline:
         first = len(self._requests)
         self._requests += requests
         jobs = tuple(
-            ClipJob(clip=first + index, request=request, record=records[index] if records else {})
+            ClipJob(
+                clip=first + index,
+                request=request,
+                record=self._marked(records[index]) if records else {},
+            )
             for index, request in enumerate(requests)
         )
         schedule = self.schedule(requests, first=first)
@@ -268,6 +274,10 @@ class Pipeline:
                 latents_keys=self._latents_keys({action.clip for action in actions}),
             )
             self._entered.send(rank, work)
+
+    def _marked(self, record: dict[str, Any]) -> dict[str, Any]:
+        """A clip's metadata; not called exact if the ranks' devices differ."""
+        return {**record, "exact": "unproven"} if self._devices.is_mixed else record
 
     def schedule(self, requests: Sequence[ClipRequest], *, first: int = 0) -> Schedule:
         """Each rank's actions: what `submit` sends, and what a forecast replays.

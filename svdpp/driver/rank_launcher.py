@@ -9,9 +9,10 @@ from svdpp.driver.rank_hooks import LaunchedRankHooks
 from svdpp.driver.shared_settings import shared_settings, silence_limit
 from svdpp.driver.supervisor import Observer
 from svdpp.launch import fork_server, process_group
+from svdpp.launch.group import Group
 from svdpp.launch.joined import JoinedGroup
 from svdpp.launch.joined_rank import serve_joined
-from svdpp.launch.started import Group, StartedGroup
+from svdpp.launch.started import StartedGroup
 from svdpp.launch.world import find_world
 from svdpp.worker.rank import RankSetup, rank_main
 
@@ -22,14 +23,12 @@ class RankLauncher:
     Args:
         setup: what every rank is told.
         backend: of the latents' wire.
-        start_method: of ranks that are started here.
     """
 
-    def __init__(self, setup: RankSetup, backend: str, start_method: str) -> None:
+    def __init__(self, setup: RankSetup, backend: str) -> None:
         self.world = find_world()
         self._setup = setup
         self._backend = backend
-        self._start_method = start_method
         self._joined: JoinedGroup | None = None
 
     def open(self) -> Group:
@@ -48,8 +47,8 @@ class RankLauncher:
             self._setup,
             world_size=self._setup.config.world_size,
             backend=self._backend,
+            device=self._setup.config.device,
             preload=preload,
-            start_method=self._start_method,
         )
 
     def join(self) -> JoinedGroup:
@@ -91,7 +90,7 @@ class RankLauncher:
         """
         assert self.world is not None
         world, config = self.world, self._setup.config
-        device = process_group.device_of_rank(config.device, world.local_rank)
+        device = process_group.device_of_rank(config.device, world.local_rank, world.local_size)
         name = f"rank {world.rank} ({device} of {socket.gethostname()})"
         serve_joined(
             rank_main,

@@ -1,4 +1,4 @@
-"""Owns errands: ranks that are started for one piece of work, report on it, and end."""
+"""Owns rank tasks: ranks that are started for one piece of work, report on it, and end."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from svdpp.config import PipelineConfig
 from svdpp.driver.pipeline import new_liveness
 from svdpp.driver.supervisor import Observer, Supervisor
 from svdpp.launch import process_group
-from svdpp.launch.started import RankContext, StartedGroup
-from svdpp.models import determinism
+from svdpp.launch.group import RankContext
+from svdpp.launch.started import StartedGroup
+from svdpp.worker.device import take_device
 from svdpp.worker.messages import Finished
 from svdpp.worker.peak_memory import peak_bytes
 from svdpp.worker.reporter import Reporter
 
-#: Done in a rank, under a run's settings: its side of the group, the device it has, its reports,
-#: the configuration and what else it was given. It says `Joined` when it is ready.
+#: Runs in a rank, under a run's settings: its context, device, reporter, the configuration and an
+#: argument. It reports `Joined` when it is ready.
 RankTask = Callable[[RankContext, str, Reporter, PipelineConfig, Any], None]
 
 
@@ -29,13 +30,13 @@ def run_rank_task(
     observers: Sequence[Observer] = (),
     preload: Sequence[str] = (),
 ) -> None:
-    """Starts the ranks of `config`, has each do the task, and ends them.
+    """Starts the ranks of `config`, runs the task in each, and ends them.
 
     Args:
         task: a function of a module, so that it can be found from another process.
-        config: its world, device, threads and deadlines hold.
-        argument: of the errand; anything that can be pickled.
-        until: whether all has been reported that there is to be; asked after each report.
+        config: its world, device, threads and deadlines apply.
+        argument: of the task; anything that can be pickled.
+        until: whether everything has been reported; asked after each report.
         observers: called in turn with every rank and event.
         preload: modules that the fork server imports once for all ranks.
 
@@ -47,6 +48,7 @@ def run_rank_task(
         (task, config, argument),
         world_size=config.world_size,
         backend=process_group.choose_backend(config.device, config.world_size),
+        device=config.device,
         preload=preload,
     )
     supervisor = Supervisor(
@@ -63,11 +65,10 @@ def run_rank_task(
 
 def _main(context: RankContext, asked: tuple[RankTask, PipelineConfig, Any]) -> None:
     task, config, argument = asked
-    device = process_group.device_of_rank(config.device, context.world.local_rank)
     reporter = Reporter(context.channel)
     reporter.start()
     try:
-        determinism.make_deterministic(num_threads=config.num_threads, device=device)
+        device = str(take_device(config, context.world))
         task(context, device, reporter, config, argument)
     except BaseException as error:
         reporter.failed(error)
@@ -77,4 +78,4 @@ def _main(context: RankContext, asked: tuple[RankTask, PipelineConfig, Any]) -> 
     allocated, reserved = peak_bytes(device)
     reporter.send(Finished(allocated_bytes=allocated, reserved_bytes=reserved))
     reporter.stop()
-    process_group.destroy()
+    context.leave()

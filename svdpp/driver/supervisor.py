@@ -10,9 +10,8 @@ from collections.abc import Callable
 from svdpp.driver.liveness import Liveness
 from svdpp.driver.trace import Trace
 from svdpp.errors import Interrupted, RankError, SvdppError, TransportError, error_from_dict
-from svdpp.launch import process_group
 from svdpp.launch.connections import FILE
-from svdpp.launch.started import Group
+from svdpp.launch.group import Group
 from svdpp.plan.actions import Action
 from svdpp.plan.grid import draw_grid
 from svdpp.worker.messages import Command, Event, Failed, Stop, parse_event
@@ -127,7 +126,6 @@ class Supervisor:
             reason, hint = stall.reason, stall.hint
             host = self._group.location(stall.rank).host
             if stall.silent and host != socket.gethostname():
-                reason = reason.replace("been frozen", "not been heard of")
                 hint = f"is {host} down, or the network to it? or is the rank stopped?"
             raise self._rank_error(stall.rank, reason, hint, "stands here")
 
@@ -210,7 +208,10 @@ class Supervisor:
 
     def _name(self, rank: int) -> str:
         host, local_rank = self._group.location(rank)
-        return f"rank {rank} ({process_group.device_of_rank(self._device, local_rank)} of {host})"
+        device = self.trace.devices.get(rank) or (
+            f"cuda:{local_rank}" if self._device == "cuda" else self._device
+        )
+        return f"rank {rank} ({device} of {host})"
 
     def _picture(self, rank: int, remark: str) -> str:
         if not self.trace.spans:

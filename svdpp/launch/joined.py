@@ -22,7 +22,7 @@ from svdpp.errors import RankError, RequestError, error_from_dict, exit_code_of
 from svdpp.launch import clock, process_group, process_lifetime
 from svdpp.launch.channel import PipeChannel, QueuedChannel
 from svdpp.launch.connections import ASK, BEGIN, END, RankHello, RankListener, receive
-from svdpp.launch.started import Entry, RankContext, RankLocation
+from svdpp.launch.group import Entry, RankContext, RankLocation
 from svdpp.launch.world import World
 
 
@@ -183,7 +183,10 @@ class JoinedGroup:
             self._world,
             self._backend,
             PipeChannel(theirs),
-            lambda: process_group.join_store(self._world, self._backend, self._store, self._token),
+            join=lambda: process_group.join_store(
+                self._world, self._backend, self._store, self._token
+            ),
+            leave=lambda: process_group.destroy(process_group.LEAVE_SECONDS),
             host=self._hellos[0].host,
         )
         self._thread = threading.Thread(

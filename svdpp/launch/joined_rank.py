@@ -17,7 +17,7 @@ from svdpp.errors import RankError, RequestError, exit_code_of
 from svdpp.launch import clock, connections, process_group, process_lifetime
 from svdpp.launch.channel import PipeChannel
 from svdpp.launch.connections import ASK, BEGIN, END, FILE, RankHello
-from svdpp.launch.started import Entry, RankContext
+from svdpp.launch.group import Entry, RankContext
 from svdpp.launch.world import World
 
 # Rank 0 ends first, so that launchers, which show the first to fail, show the one that says why.
@@ -76,7 +76,8 @@ def serve_joined(
         world,
         backend,
         parent,
-        lambda: process_group.join_store(world, backend, store, parent.token),
+        join=lambda: process_group.join_store(world, backend, store, parent.token),
+        leave=lambda: process_group.destroy(process_group.LEAVE_SECONDS),
         host=hello.host,
         clock=parent.clock,
         fetch=None if world.on_first_host else parent.files.get,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -18,6 +19,7 @@ from svdpp.launch.world import World, store_address
 # Stalls are found by heartbeats, which name the rank that stands still; this timeout would name
 # its waiting neighbour, and a rank that computes for longer would lose the pair (gloo closes it).
 GROUP_TIMEOUT = timedelta(days=7)
+LEAVE_SECONDS = 30.0
 
 #: By who looks for it, and where.
 _stores: dict[tuple[World, str, int], dist.Store] = {}
@@ -48,9 +50,16 @@ def choose_backend(
     return backend
 
 
-def device_of_rank(device: str, local_rank: int) -> str:
-    """The device of one rank: `cuda` becomes `cuda:<local rank>`, anything else stays."""
-    return f"cuda:{local_rank}" if device == "cuda" else device
+def device_of_rank(device: str, local_rank: int, local_size: int) -> str:
+    """The device of one rank: `cuda` becomes `cuda:N`, anything else stays.
+
+    N is the local rank, or 0 for the only GPU that this process sees: Slurm with
+    `--gpus-per-task=1` shows each task its own GPU as cuda:0.
+    """
+    if device != "cuda":
+        return device
+    alone = local_size > 1 and torch.cuda.device_count() == 1
+    return "cuda:0" if alone else f"cuda:{local_rank}"
 
 
 def join_file_store(world: World, backend: str, store_file: Path) -> None:
@@ -136,14 +145,38 @@ def _join(world: World, backend: str, store: dist.Store) -> None:
     )
 
 
-def destroy() -> None:
-    """Leaves the world. Called when every send has been received: it closes all connections."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
+def destroy(timeout: float) -> None:
+    """Leaves the process group, when every send has been received.
+
+    For a process that goes on to another group; one that ends skips this. `ncclCommDestroy` may
+    wait for the other end of each pair, and two ranks may close their pairs in different orders
+    (vllm-project/vllm#39846), so it runs under a deadline.
+
+    Args:
+        timeout: seconds.
+
+    Raises:
+        RankError: the communicators did not close in time.
+    """
+    if not dist.is_initialized():
+        return
+    thread = threading.Thread(target=dist.destroy_process_group, name="leave", daemon=True)
+    thread.start()
+    thread.join(timeout)
+    if thread.is_alive():
+        raise RankError(
+            f"the process group did not close within {timeout:.0f} s",
+            "PIPELINE_BACKEND=gloo does without NCCL's communicators",
+        )
 
 
-def check_devices(device: str, world_size: int) -> None:
-    """Checks that the CUDA devices a run needs are there, without starting CUDA on them.
+def check_devices(device: str, local_size: int, *, launched: bool = False) -> None:
+    """Checks that the CUDA devices a run needs exist, without a CUDA context.
+
+    Args:
+        device: as the user named it.
+        local_size: ranks on this host.
+        launched: whether a launcher started the ranks, which may show each its own GPU alone.
 
     Raises:
         RequestError: naming how many there are.
@@ -151,7 +184,9 @@ def check_devices(device: str, world_size: int) -> None:
     if device == "cpu":
         return
     count = torch.cuda.device_count()
-    needed = world_size if device == "cuda" else int(device.partition(":")[2]) + 1
+    needed = local_size if device == "cuda" else int(device.partition(":")[2]) + 1
+    if device == "cuda" and launched and count == 1:
+        return  # two ranks on one GPU are found by its UUID
     if count < needed:
         plural = "s" if needed > 1 else ""
         what = f"{needed} CUDA device{plural}" if device == "cuda" else f"device {device}"

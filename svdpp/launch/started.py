@@ -12,98 +12,21 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch.multiprocessing as torch_mp
 
-from svdpp.launch import fork_server, process_group, process_lifetime, temp_folders
-from svdpp.launch.channel import Channel, PipeChannel, QueuedChannel
-from svdpp.launch.clock import Clock
+from svdpp.launch import environment, fork_server, process_group, process_lifetime, temp_folders
+from svdpp.launch.channel import PipeChannel, QueuedChannel
+from svdpp.launch.group import Entry, RankContext, RankLocation
 from svdpp.launch.world import World
 
 _GRACE_SECONDS = 2.0
-
-
-@dataclass(frozen=True)
-class RankContext:
-    """A rank's own side of the group.
-
-    Args:
-        world: its place.
-        backend: of the latents' wire, `gloo` or `nccl`.
-        channel: to the parent.
-        join: meets the other ranks; blocks until all are there.
-        host: this host's name, where others have started the ranks; else empty.
-        clock: this host's beside rank 0's.
-        fetch: waits for the file that rank 0 was asked for; None on rank 0's own host.
-    """
-
-    world: World
-    backend: str
-    channel: Channel
-    join: Callable[[], None]
-    host: str = ""
-    clock: Clock = field(default_factory=Clock)
-    fetch: Callable[[], bytes] | None = None
-
-
-class RankLocation(NamedTuple):
-    """Where a rank is."""
-
-    host: str
-    """The host's name."""
-    local_rank: int
-    """Its number on that host."""
-
-
-#: What a rank runs: a module-level function of its side of the group and of what it was given.
-Entry = Callable[[RankContext, Any], None]
-
-
-class Group(Protocol):
-    """The parent's side: ranks started here, or those of a launcher (`joined`)."""
-
-    world_size: int
-
-    def location(self, rank: int) -> RankLocation:
-        """Where `rank` is."""
-        ...
-
-    def send(self, rank: int, message: bytes) -> None:
-        """Sends a message down to `rank`; one that is gone is reported by `exited`."""
-        ...
-
-    def poll(self, timeout: float) -> list[tuple[int, bytes]]:
-        """Messages that have come up, each with its rank, waiting up to `timeout` seconds."""
-        ...
-
-    def exited(self) -> dict[int, int | None]:
-        """Exit code of every rank that has ended; minus the signal's number where one ended it.
-
-        None where only its launcher knows; ranks in the order in which they were seen to end.
-        """
-        ...
-
-    def last_words(self, rank: int) -> str:
-        """The end of what `rank` and its libraries printed."""
-        ...
-
-    def end(self, timeout: float) -> bool:
-        """Waits for ranks that have been told to stop; whether all did, without an error."""
-        ...
-
-    def kill(self, error: BaseException | None = None) -> None:
-        """Ends every rank that is still there, and everything that was made for them.
-
-        Args:
-            error: why, for ranks that outlive this; None: all is done.
-        """
-        ...
 
 
 class StartedGroup:
@@ -113,10 +36,10 @@ class StartedGroup:
         entry: what each rank runs.
         argument: given to each `entry`; anything that can be pickled.
         world_size: number of ranks.
-        backend: of the latents' wire.
+        backend: of the latents' transfers.
+        device: of the ranks. CPU ranks come from a fork server, eight in about the time of one;
+            ranks on CUDA are spawned, and each imports torch and diffusers by itself.
         preload: modules that the fork server imports once for all ranks.
-        start_method: `forkserver` starts eight ranks in about the time of one; `spawn` imports
-            torch anew in each.
     """
 
     def __init__(
@@ -126,16 +49,21 @@ class StartedGroup:
         *,
         world_size: int,
         backend: str,
+        device: str = "cpu",
         preload: Sequence[str] = (),
-        start_method: str = "forkserver",
     ) -> None:
         self.world_size = world_size
+        start_method = fork_server.start_method(device)
         context: Any = torch_mp.get_context(start_method)
         # For this user alone: nobody else can join the store in it.
         self._folder = temp_folders.make_folder("svdpp-")
         pipes = [context.Pipe(duplex=True) for _ in range(world_size)]
         self._channels = [QueuedChannel(ours) for ours, _ in pipes]
-        start = _Start(entry, argument, world_size, backend, self._folder)
+        is_main_thread = threading.current_thread() is threading.main_thread()
+        start = _Start(
+            *(entry, argument, world_size, backend, self._folder),
+            ends_with_thread=start_method == "forkserver" or is_main_thread,
+        )
         theirs = [connection for _, connection in pipes]
         self._processes: list[Any] = []
         try:
@@ -234,12 +162,15 @@ class _Start:
     world_size: int
     backend: str
     folder: Path
+    ends_with_thread: bool
+    """Whether the kernel may end the rank with the thread that started it: the fork server's main
+    thread, or the parent's own main thread."""
 
 
 def _started_main(rank: int, start: _Start, connections: Sequence[Connection]) -> None:
     """A started rank, from its first line to its last."""
-    # Under forkserver the parent is the server: ranks are of no use without it.
-    process_lifetime.end_with_parent()
+    if start.ends_with_thread:
+        process_lifetime.end_with_parent()
     _die_with(multiprocessing.parent_process(), start.folder)
     # A rank that gets a signal for itself ends by it, and the parent sees a rank that died.
     process_lifetime.exit_on_signals(process_lifetime.exit_by_signal)
@@ -252,7 +183,8 @@ def _started_main(rank: int, start: _Start, connections: Sequence[Connection]) -
         world,
         start.backend,
         PipeChannel(connections[rank]),
-        lambda: process_group.join_file_store(world, start.backend, start.folder / "store"),
+        join=lambda: process_group.join_file_store(world, start.backend, start.folder / "store"),
+        leave=lambda: None,  # the process ends at once; NCCL's own end could wait for a peer
     )
     _run_to_exit(start.entry, context, start.argument)
 
@@ -271,9 +203,9 @@ def _run_to_exit(entry: Entry, context: RankContext, argument: Any) -> None:
 
 @contextlib.contextmanager
 def _ready_to_start(start_method: str, preload: Sequence[str]) -> Iterator[None]:
-    """Sees to it that whatever is executed anew for the ranks does not answer Ctrl-C by itself."""
+    """Keeps Ctrl-C from processes that are started for the ranks and still import."""
     if start_method == "spawn":
-        fork_server.quiet_libraries()
+        environment.set_defaults()
         resource_tracker.ensure_running()  # it would let signals through again
         with process_lifetime.signals_held():
             yield

@@ -1,4 +1,4 @@
-"""Owns the contracts between diffusion and the engine: a denoiser, and the model a rank holds."""
+"""Owns the contracts between diffusion and the engine: a sampler, and the model of a rank."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from svdpp.config import TensorSpec
 #: The tensor that every packet holds and every step changes.
 LATENTS = "latents"
 
-#: What travels with a clip, by name; `latents` is among them.
+#: Tensors by name: what travels with a clip (`latents` among them), or a prepared image.
 Tensors = dict[str, torch.Tensor]
 
-#: Decoded frames: uint8 RGB, shape (F, H, W, 3).
+#: Decoded frames on the host: uint8 RGB, shape (F, H, W, 3).
 Frames = NDArray[np.uint8]
 
 
 class Sampler(Protocol):
-    """What does one clip's steps, one after the other."""
+    """Does one clip's steps, one after the other."""
 
     def forward(self, latent: torch.Tensor, step: int) -> torch.Tensor:
-        """The latent after step `step`, of the same shape and dtype; `latent` is left as it is.
+        """The latent after `step`, of the same shape and dtype; `latent` is not changed.
 
         Steps are asked for in rising order, without gaps, from the one the sampler was made for.
         """
@@ -34,7 +34,7 @@ class Sampler(Protocol):
 
 
 class Denoiser(Sampler, Protocol):
-    """One clip's sampler: everything that stays the same over its steps is inside.
+    """One clip's sampler with its derivative; what is the same for all steps is inside.
 
     It integrates dx/dsigma = f(x, sigma) by Euler's method, from noise level to noise level (EDM,
     arXiv:2206.00364, algorithm 1 without churn): x + f * (sigmas[step + 1] - sigmas[step]).
@@ -46,7 +46,7 @@ class Denoiser(Sampler, Protocol):
         ...
 
     def evaluate(self, latent: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """What `forward` gives, bit for bit, and the derivative f at `latent`, in float32."""
+        """The same bits as `forward`, and the derivative f at `latent`, in float32."""
         ...
 
 
@@ -59,19 +59,26 @@ class VideoModel(Protocol):
         """Name, shape and dtype of everything that travels with a clip, in packet order."""
         ...
 
-    def encode(self, image: Image.Image | None, seed: int) -> Tensors:
-        """What the first step needs, from an upright RGB image (or none) and a seed."""
+    def prepare(self, image: Image.Image) -> Tensors:
+        """The part of the encode that needs no device, from an upright RGB image.
+
+        CPU tensors. Called in a thread beside the denoising.
+        """
+        ...
+
+    def encode(self, prepared: Tensors, seed: int) -> Tensors:
+        """What the first step needs, from what `prepare` made (or nothing) and a seed."""
         ...
 
     def denoiser(self, tensors: Tensors, start: int) -> Denoiser:
-        """A sampler for one clip, whose first step will be `start`."""
+        """A sampler for one clip, whose first step is `start`."""
         ...
 
-    def decode(self, latent: torch.Tensor) -> Frames:
-        """The frames of a final latent."""
+    def decode(self, latent: torch.Tensor) -> torch.Tensor:
+        """The frames of a final latent: (F, H, W, 3), uint8 RGB, on the device."""
         ...
 
     @property
     def frames_shape(self) -> tuple[int, int, int, int]:
-        """What `decode` gives: F, H, W, 3."""
+        """The shape that `decode` gives: F, H, W, 3."""
         ...

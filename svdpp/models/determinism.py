@@ -1,4 +1,4 @@
-"""Owns the settings on which bits depend; the ranks and the reference both take them from here."""
+"""Owns the torch settings on which bits depend; ranks and reference both take them from here."""
 
 from __future__ import annotations
 
@@ -8,21 +8,27 @@ from typing import Any
 import torch
 
 
-def make_deterministic(*, num_threads: int, device: str) -> None:
-    """Makes equal inputs give equal bits in this process. Call before any work on the device.
+def apply_settings(*, num_threads: int, device: str, deterministic: bool = False) -> None:
+    """Sets what bits depend on in this process. Call it before any work on the device.
+
+    By default torch's own settings stay, so that a clip is the one that a plain diffusers script
+    makes on that device. A forward pass repeats its bits under them; `svdpp verify` proves it.
 
     Args:
-        num_threads: intra-op threads; another number changes sums by rounding.
-        device: `cpu` or a CUDA device. On CUDA, kernels without a deterministic form then raise
-            instead of differing (https://docs.pytorch.org/docs/stable/notes/randomness.html).
+        num_threads: intra-op threads; another number rounds sums in another order. A script of the
+            user's gets the same bits with `torch.set_num_threads(num_threads)`.
+        device: `cpu` or a CUDA device.
+        deterministic: torch's strict mode. Kernels without a deterministic form raise an error
+            (https://docs.pytorch.org/docs/stable/notes/randomness.html), and TF32 is off.
     """
     torch.set_num_threads(num_threads)
+    if not deterministic:
+        return
     torch.use_deterministic_algorithms(True)
-    # Fresh memory would else be filled with NaN, at the price of a write; nothing reads it unset.
+    # Strict mode would fill fresh memory with NaN, at the price of a write; nothing reads it unset.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if device.startswith("cuda"):
-        # cuBLAS picks its workspace when it is first used; two of 4 MiB and eight of 16 KiB streams
-        # is one of the two settings that NVIDIA names as reproducible.
+        # One of the two settings that NVIDIA names as reproducible; cuBLAS reads it at first use.
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         torch.backends.cudnn.benchmark = False
         torch.backends.cudnn.deterministic = True
@@ -31,11 +37,32 @@ def make_deterministic(*, num_threads: int, device: str) -> None:
 
 
 def conditions(device: str, *, channels_last: bool = False) -> dict[str, Any]:
-    """What bits depend on beside the request itself, to be recorded with every hash."""
+    """What bits depend on beside the request, recorded with every hash and equal on all ranks.
+
+    Args:
+        device: of the rank, with CUDA initialised if it is a GPU.
+        channels_last: memory format of the weights.
+    """
     record: dict[str, Any] = {
         "memory_format": "channels_last" if channels_last else "contiguous",
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
     }
-    if device.startswith("cuda"):
-        record["gpu"] = torch.cuda.get_device_name(torch.device(device))
-    return record
+    return {**record, **_gpu_conditions(device)} if device.startswith("cuda") else record
+
+
+def _gpu_conditions(device: str) -> dict[str, Any]:
+    gpu = torch.cuda.get_device_properties(torch.device(device))
+    return {
+        "gpu": gpu.name,
+        "gpu_multiprocessors": gpu.multi_processor_count,
+        "gpu_capability": f"{gpu.major}.{gpu.minor}",
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        "cudnn_benchmark": torch.backends.cudnn.benchmark,
+        "cudnn_deterministic": torch.backends.cudnn.deterministic,
+        "cudnn_tf32": torch.backends.cudnn.allow_tf32,
+        "matmul_tf32": torch.backends.cuda.matmul.allow_tf32,
+        "cublas_workspace": os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
+    }

@@ -10,13 +10,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from PIL import Image
 from torch import nn
 
 from svdpp.config import LatentSpec, TensorSpec
-from svdpp.models.base import LATENTS, Denoiser, Frames, Tensors
+from svdpp.models.base import LATENTS, Denoiser, Tensors
 
 _WEIGHT_SEED = 20231121
 
@@ -123,7 +122,11 @@ class DummyModel:
         """The latent alone."""
         return {LATENTS: TensorSpec(self._spec.shape, self._spec.dtype)}
 
-    def encode(self, image: Image.Image | None, seed: int) -> Tensors:  # noqa: ARG002
+    def prepare(self, image: Image.Image) -> Tensors:  # noqa: ARG002
+        """Nothing: the dummy takes no image."""
+        return {}
+
+    def encode(self, prepared: Tensors, seed: int) -> Tensors:  # noqa: ARG002
         """Noise drawn on the CPU, so that every device starts from the same latent."""
         with _at_least(self._phase_step.encode_seconds):
             generator = torch.Generator().manual_seed(seed)
@@ -135,10 +138,10 @@ class DummyModel:
         seconds = self._phase_step.step_seconds
         return SleepingDenoiser(self._unet, seconds) if seconds else self._unet
 
-    def decode(self, latent: torch.Tensor) -> Frames:  # noqa: ARG002
+    def decode(self, latent: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
         """Black frames, one for each of the latent's, in the time of a decode."""
         with _at_least(self._phase_step.decode_seconds):
-            return np.zeros(self.frames_shape, np.uint8)
+            return torch.zeros(self.frames_shape, dtype=torch.uint8, device=self.device)
 
     @property
     def frames_shape(self) -> tuple[int, int, int, int]:

@@ -122,6 +122,28 @@ def _post_receives_ahead(visits: Sequence[_Visit]) -> tuple[Action, ...]:
     return tuple(ordered)
 
 
+def connect_rounds(links: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    """Rounds in which links open: those of one round share no rank, so they open at the same time.
+
+    A greedy edge colouring: a chain of any length takes 2 rounds, and no graph takes more than
+    twice the largest number of links at one rank, less 1.
+
+    Args:
+        links: pairs (from, to).
+    """
+    rounds: list[list[tuple[int, int]]] = []
+    busy: list[set[int]] = []
+    for link in sorted(links):
+        free = (index for index, ranks in enumerate(busy) if ranks.isdisjoint(link))
+        index = next(free, len(rounds))
+        if index == len(rounds):
+            rounds.append([])
+            busy.append(set())
+        rounds[index].append(link)
+        busy[index].update(link)
+    return rounds
+
+
 def check_schedule(schedule: Schedule, num_steps: int) -> None:
     """Proves that every clip is begun once, walked step by step in order, and delivered once.
 

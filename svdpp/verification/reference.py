@@ -19,7 +19,7 @@ from svdpp.config import ClipRequest, PipelineConfig
 from svdpp.driver.pipeline import resolve
 from svdpp.driver.rank_task import run_rank_task
 from svdpp.driver.supervisor import Observer
-from svdpp.launch.started import RankContext
+from svdpp.launch.group import RankContext
 from svdpp.media import image as photos
 from svdpp.media import video
 from svdpp.models.base import LATENTS, Frames
@@ -240,7 +240,7 @@ class _Dummy:
     def compute(
         self, clip: int, request: ClipRequest, tensor_store: TensorStore | None, clock: _Clock
     ) -> tuple[torch.Tensor, None]:
-        tensors = self._model.encode(None, request.seed)
+        tensors = self._model.encode({}, request.seed)
         denoiser = self._model.denoiser(tensors, 0)
         latent = tensors[LATENTS]
         for step in range(self._setup.config.sampling.num_inference_steps):

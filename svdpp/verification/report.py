@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from svdpp.config import ClipRequest, PipelineConfig
-from svdpp.launch import process_group
+from svdpp.launch import gpus
 from svdpp.models import determinism
 from svdpp.models.base import Frames
 from svdpp.verification.difference_image import (
@@ -202,9 +202,11 @@ def _conditions(
         if knobs[name] is not None:
             yield name.replace("_", " "), str(knobs[name])
     yield from asked.items()
-    device = process_group.device_of_rank(config.device, 0)
-    for name, value in determinism.conditions(device).items():
-        yield name.replace("_", " "), str(value)
+    if config.device == "cpu":
+        for name, value in determinism.conditions("cpu").items():
+            yield name.replace("_", " "), str(value)
+    else:
+        yield "gpus", ", ".join(gpu.name for gpu in gpus.visible_gpus())
     yield "machine", f"{platform.system()} {platform.machine()}, Python {platform.python_version()}"
     yield "versions", ", ".join(f"{name} {version}" for name, version in versions().items())
     yield "written", f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"

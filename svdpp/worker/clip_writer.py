@@ -1,4 +1,4 @@
-"""Owns the last yards of a clip: hashes, file and JSON, in a thread beside the denoising."""
+"""Owns the end of a clip: hashes, file and JSON, in a thread beside the denoising."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from svdpp.comm.streams import Mark, SideStream
 from svdpp.config import OutputConfig
 from svdpp.errors import OutputError
 from svdpp.media import output_files, video
@@ -24,119 +25,142 @@ from svdpp.worker.tensor_store import TensorStore, tensor_sha256
 
 @dataclass(frozen=True, kw_only=True)
 class FinishedClip:
-    """What came out for one clip.
+    """The result of one clip, on the device or the host.
 
     Args:
         job: the clip; its output says where files go.
         latent: final.
-        frames: None where there are none to write.
+        frames: (F, H, W, 3) uint8; None if there are none to write.
+        ready: behind which both are complete.
         begun_at: unix time in seconds at which the clip's encode began.
-        is_draft: it is not the clip's last word.
-        replaces: the place of an approximation, which goes when this one is in its place.
+        memory_pressure: see `Packet`.
+        is_draft: the exact clip follows.
+        replaces: the draft that is removed when this clip is in place.
     """
 
     job: ClipJob
     latent: torch.Tensor
-    frames: Frames | None
+    frames: torch.Tensor | None
+    ready: Mark
     begun_at: float
+    memory_pressure: bool = False
     is_draft: bool = False
     replaces: OutputConfig | None = None
 
 
-class ClipWriter:
-    """Finishes clips in the order in which they are given, one at a time.
+@dataclass(frozen=True, kw_only=True)
+class WriterEvents:
+    """What the writer's thread calls.
 
     Args:
-        on_done: called from the thread when a clip is whole and in its place.
-        on_lost: called from the thread with a clip that could not be written, and why.
-        on_draft_lost: the same with an approximation alone, whose clip may still come.
-        on_failed: called from the thread with whatever else went wrong, since nobody may come back
-            to ask.
-        conditions: what the bits depend on beside the request, for each clip's record.
+        done: with a clip that is whole and in place.
+        lost: with a clip that could not be written, and why.
+        draft_lost: with a draft that could not be written; its clip may still come.
+        failed: with any other error.
+    """
+
+    done: Callable[[ClipDone | DraftDone], None]
+    lost: Callable[[int, BaseException], None]
+    draft_lost: Callable[[int, BaseException], None]
+    failed: Callable[[BaseException], None]
+
+
+class ClipWriter:
+    """Writes clips in the order in which they are given, one at a time.
+
+    Args:
+        events: called from the thread.
+        conditions: what the bits depend on beside the request, for each clip's metadata.
+        device: of the rank.
+        tensor_store: where frames are kept for verification; None keeps none.
         fps: of the files, in frames a second.
-        tensor store: where results are kept for comparison as well; None to keep nothing.
-        host: this host's name, where a run is on several; each clip's JSON then says it.
-        folder: where this host puts its clips; None: where the requests say.
+        host: this host's name in a run on several, for each clip's JSON.
+        folder: where this host writes its clips; None: where the requests say.
     """
 
     def __init__(
         self,
-        on_done: Callable[[ClipDone | DraftDone], None],
-        on_lost: Callable[[int, BaseException], None],
-        on_draft_lost: Callable[[int, BaseException], None],
-        on_failed: Callable[[BaseException], None],
+        events: WriterEvents,
         conditions: Mapping[str, Any],
+        device: torch.device,
         tensor_store: TensorStore | None = None,
         *,
         fps: int,
         host: str = "",
         folder: Path | None = None,
     ) -> None:
+        self._events = events
+        self._conditions = conditions
+        self._tensor_store = tensor_store
         self._fps = fps
         self._host = host
         self._folder = folder
-        self._on_done = on_done
-        self._on_lost = on_lost
-        self._on_draft_lost = on_draft_lost
-        self._on_failed = on_failed
-        self._conditions = conditions
-        self._tensor_store = tensor_store
-        self._executor = BoundedExecutor(self._work, "delivery")
+        self._stream = SideStream(device)
+        self._executor = BoundedExecutor(self._work, "clip-writer", device)
         self._drafts: set[str] = set()
 
     def put(self, finished: FinishedClip) -> Future[bool]:
         """Takes a finished clip; blocks while two others wait.
 
         Returns:
-            Whether it is in its place, as soon as that is known.
+            Whether it is in place, as soon as that is known.
         """
         return self._executor.put(finished)
 
     def finish(self) -> None:
-        """Waits until everything given is in its place, or lost."""
+        """Waits until every clip given is in place, or lost."""
         self._executor.finish()
 
     def is_busy(self) -> bool:
-        """Whether something given is not yet in its place, or lost; for any thread to ask."""
+        """Whether a clip given is neither in place nor lost; for any thread."""
         return self._executor.is_busy()
 
     def _work(self, finished: FinishedClip) -> bool:
         try:
-            self._finish_clip(finished)
+            self._write(finished)
         except OutputError as error:
             is_exact = finished.job.record.get("exact", True)
-            (self._on_lost if is_exact else self._on_draft_lost)(finished.job.clip, error)
+            lost = self._events.lost if is_exact else self._events.draft_lost
+            lost(finished.job.clip, error)
             return False
         except BaseException as error:
-            self._on_failed(error)
+            self._events.failed(error)
             raise
         return True
 
-    def _finish_clip(self, finished: FinishedClip) -> None:
-        job, frames = finished.job, finished.frames
+    def _write(self, finished: FinishedClip) -> None:
+        job, frames = finished.job, self._frames_on_host(finished)
         if self._tensor_store is not None and frames is not None:
             self._tensor_store.keep_frames(job.clip, frames)
+        latent = self._stream.to_host(finished.latent.contiguous(), finished.ready)
         record = {
             **job.record,
             "conditions": self._conditions,
-            "latents_sha256": tensor_sha256(finished.latent),
+            "latents_sha256": tensor_sha256(latent),
             "frames_sha256": None if frames is None else video.frames_sha256(frames),
             "seconds": round(time.time() - finished.begun_at, 3),
+            **({"memory_pressure": True} if finished.memory_pressure else {}),
             **({"host": self._host} if self._host else {}),
         }
-        output = self._here(job.request.output)
+        output = self._on_this_host(job.request.output)
         if output is not None and frames is not None:
             # The JSON says that the clip is whole, so it comes second.
             video.write_clip(frames, output, fps=self._fps, metadata=record)
             if finished.is_draft:
                 self._drafts.add(output.path)
             output_files.write_json(Path(output.json_path), record)
-            self._remove_draft(self._here(finished.replaces))
+            self._remove_draft(self._on_this_host(finished.replaces))
         done = DraftDone if finished.is_draft else ClipDone
-        self._on_done(done(clip=job.clip, record=record))
+        self._events.done(done(clip=job.clip, record=record))
+
+    def _frames_on_host(self, finished: FinishedClip) -> Frames | None:
+        if finished.frames is None:
+            return None
+        frames: Frames = self._stream.to_host(finished.frames, finished.ready).numpy()
+        return frames
 
     def _remove_draft(self, draft: OutputConfig | None) -> None:
-        """Removes an approximation of this run's or an earlier one's; nothing else of that name."""
+        """Removes a draft of this run or an earlier one, and no other file of that name."""
         if draft is None or not (draft.path in self._drafts or read_draft(draft)):
             return
         self._drafts.discard(draft.path)
@@ -145,8 +169,8 @@ class ClipWriter:
             output_files.remove(Path(draft.path))
             output_files.remove(Path(draft.json_path))
 
-    def _here(self, output: OutputConfig | None) -> OutputConfig | None:
-        """`output` in this host's own folder, where it has one."""
+    def _on_this_host(self, output: OutputConfig | None) -> OutputConfig | None:
+        """`output` in this host's own folder, if it has one."""
         if output is None or self._folder is None:
             return output
         return replace(output, path=str(self._folder / Path(output.path).name))

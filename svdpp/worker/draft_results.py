@@ -1,4 +1,4 @@
-"""Owns what the last rank makes of all ranks' results of one clip: draft, agreement, exact clip."""
+"""Owns what the last rank makes of the results of one draft: the draft, agreement, exact clip."""
 
 from __future__ import annotations
 
@@ -20,33 +20,38 @@ from svdpp.worker.tensor_store import TensorStore
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What one rank came to at the end of its walk.
+    """The result of one rank, on the host.
 
     Args:
-        rank: which one; 0 walked the exact path.
+        rank: 0 has the exact clip.
         latent: final.
-        frames: None where results are not decoded.
-        seconds: from the clip's encode until this result was at the last rank.
+        frames: (F, H, W, 3) uint8; None if results are not decoded.
+        seconds: from the clip's encode until this result reached the last rank.
     """
 
     rank: int
     latent: torch.Tensor
-    frames: Frames | None
+    frames: torch.Tensor | None
     seconds: float
+
+    @property
+    def pixels(self) -> Frames | None:
+        """The frames as an array."""
+        return None if self.frames is None else self.frames.numpy()
 
 
 class DraftResults:
-    """Takes one clip's results as they come, from the fastest rank's to the exact one.
+    """Takes the results of one clip in the order of arrival, from the fastest rank's to the exact.
 
-    A clip is called exact where it is rank 0's, and nowhere else.
+    Only rank 0's result is called exact.
 
     Args:
         job: the clip.
         begun_at: unix time in seconds at which its encode began.
-        draft plan: who started where.
-        draft: when an approximation is accepted.
-        clip writer: takes what is to be written.
-        tensor store: keeps every result, for verification; None keeps none.
+        draft_plan: which rank starts where.
+        draft: when a draft is accepted.
+        clip_writer: writes the clips.
+        tensor_store: keeps every result for verification; None keeps none.
     """
 
     def __init__(
@@ -68,44 +73,44 @@ class DraftResults:
         self._accepted: Future[bool] | None = None
 
     def add(self, result: Result) -> None:
-        """Looks at one rank's result, and delivers what follows from it."""
+        """Compares one rank's result with those before, and writes what follows from it."""
         before = self._results[-1] if self._results else None
         self._results.append(result)
         self._keep(result)
         if self._accepted is not None and (result.rank or self._accepted.result()):
-            return  # where it could not be written, the exact clip still may be
+            return  # if the accepted draft could not be written, the exact clip still may be
         if result.rank == 0:
-            self._deliver_exact(result)
+            self._write_exact(result)
         elif before is None:
-            self._deliver_draft(result, {}, is_draft=True)
+            self._write_draft(result, {}, is_draft=True)
         elif agreement := self._agreement(result, before):
-            self._accepted = self._deliver_draft(result, agreement, is_draft=False)
+            self._accepted = self._write_draft(result, agreement, is_draft=False)
 
     def _keep(self, result: Result) -> None:
         if self._tensor_store is None:
             return
-        clip, draft_rank = self._job.clip, result.rank
-        self._tensor_store.keep_latent(
-            clip, self._draft_plan.num_steps, result.latent, draft_rank=draft_rank
-        )
-        if result.frames is not None:
-            self._tensor_store.keep_frames(clip, result.frames, draft_rank=draft_rank)
+        clip, rank = self._job.clip, result.rank
+        num_steps = self._draft_plan.num_steps
+        self._tensor_store.keep_latent(clip, num_steps, result.latent, draft_rank=rank)
+        if result.pixels is not None:
+            self._tensor_store.keep_frames(clip, result.pixels, draft_rank=rank)
 
     def _agreement(self, result: Result, before: Result) -> dict[str, Any]:
-        """How two successive results agree; empty where that is not enough."""
+        """How well two successive results agree; empty if not well enough to accept the draft."""
         least = self._draft.accept_psnr_db
-        between = None if least is None else _frames_apart(result, before)
+        between = None if least is None else _frame_distance(result, before)
         if least is None or between is None or between.whole.psnr_db < least:
             return {}
         agreement = {"with_rank": before.rank, **between.whole.to_json()}
         return {"accept_psnr_db": least, "agreement": agreement}
 
-    def _deliver_draft(
-        self, result: Result, more: dict[str, Any], *, is_draft: bool
+    def _write_draft(
+        self, result: Result, agreement: dict[str, Any], *, is_draft: bool
     ) -> Future[bool]:
-        """An approximation, under a name of its own; the clip's last word where it is accepted."""
-        about = {"start_steps": list(self._draft_plan.start_steps), **self._about(result), **more}
-        record = {**self._job.record, "exact": False, "draft": about}
+        """Writes a draft under its own name; it ends the clip if it is accepted."""
+        starts = list(self._draft_plan.start_steps)
+        draft = {"start_steps": starts, **self._describe(result), **agreement}
+        record = {**self._job.record, "exact": False, "draft": draft}
         request = self._job.request
         if request.output is not None:
             output = request.output.draft
@@ -114,11 +119,12 @@ class DraftResults:
         job = ClipJob(clip=self._job.clip, request=request, record=record)
         return self._put(job, result, is_draft=is_draft)
 
-    def _deliver_exact(self, exact: Result) -> None:
-        """Rank 0's result, with the distance of all others from it; takes the draft's place."""
-        results = [{**self._about(each), **_apart(each, exact)} for each in self._results[:-1]]
+    def _write_exact(self, exact: Result) -> None:
+        """Writes rank 0's result with the distance of all others from it; replaces the draft."""
+        others = self._results[:-1]
+        results = [{**self._describe(each), **_distances(each, exact)} for each in others]
         draft = {"start_steps": list(self._draft_plan.start_steps), "results": results}
-        record = {**self._job.record, "exact": True, "draft": draft}
+        record = {"exact": True, **self._job.record, "draft": draft}
         request = self._job.request
         job = ClipJob(clip=self._job.clip, request=request, record=record)
         self._put(job, exact, replaces=request.output and request.output.draft)
@@ -136,13 +142,14 @@ class DraftResults:
                 job=job,
                 latent=result.latent,
                 frames=result.frames,
+                ready=None,
                 begun_at=self._begun_at,
                 is_draft=is_draft,
                 replaces=replaces,
             )
         )
 
-    def _about(self, result: Result) -> dict[str, Any]:
+    def _describe(self, result: Result) -> dict[str, Any]:
         return {
             "rank": result.rank,
             "rounds": self._draft_plan.rounds(result.rank),
@@ -151,15 +158,14 @@ class DraftResults:
         }
 
 
-def _apart(result: Result, exact: Result) -> dict[str, Any]:
-    """How far a result is from the exact one: its latent, and its frames as they are seen."""
+def _distances(result: Result, exact: Result) -> dict[str, Any]:
+    """The distance of a result from the exact one: of latents, and of 8-bit frames."""
     latents = (result.latent.double() - exact.latent.double()).abs().max()
-    frames = _frames_apart(result, exact)
-    seen = {} if frames is None else frames.to_json()
-    return {"latent_max_abs_diff": float(latents), **seen}
+    frames = _frame_distance(result, exact)
+    return {"latent_max_abs_diff": float(latents), **({} if frames is None else frames.to_json())}
 
 
-def _frames_apart(ours: Result, theirs: Result) -> Distance | None:
-    if ours.frames is None or theirs.frames is None:
+def _frame_distance(ours: Result, theirs: Result) -> Distance | None:
+    if ours.pixels is None or theirs.pixels is None:
         return None
-    return distance(ours.frames, theirs.frames)
+    return distance(ours.pixels, theirs.pixels)

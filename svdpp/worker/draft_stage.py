@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from svdpp.comm.transport import Packet, PendingPacket, Transport
+from svdpp.comm.packet import Packet
+from svdpp.comm.transport import PendingPacket, Transport
 from svdpp.config import PipelineConfig, TensorSpec
 from svdpp.errors import SvdppError
-from svdpp.models.base import LATENTS, Frames, Sampler, VideoModel
+from svdpp.models.base import LATENTS, Sampler, VideoModel
 from svdpp.plan.actions import Action, Kind
 from svdpp.worker.clip_writer import ClipWriter
 from svdpp.worker.draft_results import DraftResults, Result
@@ -18,7 +19,7 @@ from svdpp.worker.draft_sampler import DraftSampler, Evaluation
 from svdpp.worker.fault_injection import InjectedFault
 from svdpp.worker.profiler import ClipProfiler
 from svdpp.worker.reporter import Reporter
-from svdpp.worker.stage import NotWanted, PipelineStage
+from svdpp.worker.stage import NotWantedError, PipelineStage
 from svdpp.worker.tensor_store import TensorStore
 
 _DERIVATIVE = "derivative"
@@ -83,21 +84,21 @@ class DraftStage(PipelineStage):
             Kind.COMPARE: self._compare,
         }
 
-    def _denoiser(self, packet: Packet, start: int) -> Sampler:
+    def _sampler(self, packet: Packet, start: int) -> Sampler:
         if packet.clip not in self._samplers:
             denoiser = self._model.denoiser(packet.tensors, start)
             self._samplers[packet.clip] = DraftSampler(denoiser, start)
         return self._samplers[packet.clip]
 
-    def _step(self, clip: int, denoiser: Sampler, latent: torch.Tensor, step: int) -> torch.Tensor:
-        if self._is_cancelled(clip):
-            raise NotWanted
-        return super()._step(clip, denoiser, latent, step)
+    def _before_step(self, action: Action, step: int) -> None:
+        if self._is_cancelled(action.clip):
+            raise NotWantedError
+        super()._before_step(action, step)
 
     def _packet(self, action: Action) -> Packet:
         packet = super()._packet(action)
         if not packet.tombstone and self._is_cancelled(action.clip):
-            packet.tensors, packet.tombstone = {}, True
+            packet.make_tombstone()
         return packet
 
     def _lost(self, clip: int, error: SvdppError) -> None:
@@ -130,7 +131,7 @@ class DraftStage(PipelineStage):
         if not packet.tombstone:
             tensors[LATENTS] = packet.tensors[LATENTS]
             if frames is not None:
-                tensors[_FRAMES] = torch.from_numpy(frames).to(tensors[LATENTS].device)
+                tensors[_FRAMES] = frames
         self._send_tensors(action, packet, tensors)
         self._forget(action.clip)
 
@@ -164,7 +165,7 @@ class DraftStage(PipelineStage):
     def _correct(self, action: Action) -> None:
         received, packet = self._received(action), self._packet(action)
         if received.tombstone or packet.tombstone:
-            packet.tensors, packet.tombstone = {}, True
+            packet.make_tombstone()
             return
         tensors = received.tensors
         state = Evaluation(action.start, tensors[LATENTS], tensors[_DERIVATIVE])
@@ -172,7 +173,7 @@ class DraftStage(PipelineStage):
         packet.tensors[LATENTS] = sampler.corrected(latent, state, action.end)
 
     def _finish_clip(self, action: Action) -> None:
-        """Begins the review of the clip, with this rank's own result where it has one."""
+        """Starts the comparison of the clip's results, with this rank's own if it has one."""
         packet = self._packet(action)
         self._results_of_clip[action.clip] = DraftResults(
             self._jobs[action.clip],
@@ -188,18 +189,22 @@ class DraftStage(PipelineStage):
     def _compare(self, action: Action) -> None:
         received = self._received(action)
         if not received.tombstone:
-            frames = received.tensors.get(_FRAMES)
-            on_host = None if frames is None else frames.cpu().numpy()
-            self._add_result(action, action.peer, received, on_host)
+            self._add_result(action, action.peer, received, received.tensors.get(_FRAMES))
         if action.peer == 0:
             self._forget(action.clip)
             del self._results_of_clip[action.clip]
 
-    def _add_result(self, action: Action, rank: int, packet: Packet, frames: Frames | None) -> None:
+    def _add_result(
+        self, action: Action, rank: int, packet: Packet, frames: torch.Tensor | None
+    ) -> None:
         seconds = time.time() - packet.begun_at
-        latent = packet.tensors[LATENTS]
-        result = Result(rank=rank, latent=latent, frames=frames, seconds=seconds)
         with self._waiting(action):
+            result = Result(
+                rank=rank,
+                latent=self._on_host(packet.tensors[LATENTS]),
+                frames=None if frames is None else self._on_host(frames),
+                seconds=seconds,
+            )
             self._results_of_clip[action.clip].add(result)
 
     def _forget(self, clip: int) -> None:

@@ -76,7 +76,7 @@ class InjectedFault:
 
         def change(clip: int, header: bytes) -> bytes:
             changed = bytearray(header)
-            changed[position] ^= 4 if clip == self.clip else 0
+            changed[position] ^= 8 if clip == self.clip else 0
             return bytes(changed)
 
         return change

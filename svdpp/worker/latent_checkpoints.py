@@ -1,4 +1,4 @@
-"""Owns packets kept on disk at their hand-overs, from which an interrupted clip goes on."""
+"""Owns latent checkpoints: packets on disk, written at each transfer, to resume a clip from."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from svdpp.comm.transport import Packet, tensor_spec
+from svdpp.comm.packet import Packet, tensor_spec
+from svdpp.comm.streams import Mark, SideStream, mark
 from svdpp.config import TensorSpec
 from svdpp.errors import InputError
 from svdpp.media import output_files
@@ -26,37 +28,37 @@ _NAME = re.compile(r"([0-9a-f]{64})_step(\d{1,6})\.safetensors", re.ASCII)
 
 
 class LatentCheckpoints:
-    """A folder of packets, named by what makes a clip's bits and by the steps that are done.
+    """A folder of packets, each named by a key and by the number of steps done.
 
-    Since the name is made of a hash of every parameter, a packet of another request is never taken
-    for this one's.
+    The key is a hash of all that the latent's bits depend on, so a packet of another request is
+    never taken for this one's.
 
     Args:
-        folder: made when the first packet is kept.
-        conditions: what bits depend on beside the request; a packet made under others is refused.
+        folder: made when the first packet is written.
+        conditions: what bits depend on beside the request; a packet written under others is
+            refused.
     """
 
     def __init__(self, folder: Path, conditions: Mapping[str, Any]) -> None:
         self._folder = folder
         self._conditions = dict(conditions)
 
-    def keep(self, key: str, packet: Packet) -> None:
-        """Writes `packet` whole or not at all, and removes those of earlier steps.
+    def save(self, key: str, packet: Packet) -> None:
+        """Writes `packet`, on the CPU, whole or not at all; removes those of earlier steps.
 
         Raises:
             OutputError: it cannot be written.
         """
-        tensors = {name: _on_host(tensor) for name, tensor in packet.tensors.items()}
-        said = {
+        metadata = {
             "schema_version": _SCHEMA_VERSION,
             "next_step": packet.next_step,
             "begun_at": packet.begun_at,
             "conditions": self._conditions,
-            "sha256": _sha256(tensors),
+            "sha256": _sha256(packet.tensors),
         }
         path = self._path(key, packet.next_step)
         with output_files.atomic_output(str(path), ".safetensors") as temporary:
-            save_file(tensors, temporary, metadata={"svdpp": json.dumps(said)})
+            save_file(packet.tensors, temporary, metadata={"svdpp": json.dumps(metadata)})
         for step in saved_steps(self._folder, key):
             if step < packet.next_step:
                 self._path(key, step).unlink(missing_ok=True)
@@ -69,31 +71,35 @@ class LatentCheckpoints:
         expected: Mapping[str, TensorSpec],
         device: torch.device,
     ) -> Packet:
-        """The packet kept after `step` steps, as `clip` of this run.
+        """The packet written after `step` steps, as `clip` of this run, on `device`.
 
         Raises:
-            InputError: it is gone, damaged, or was made under other conditions.
+            InputError: it is gone, damaged, or was written under other conditions.
         """
         path = self._path(key, step)
+        hint = f"delete {path.name!r}: the clip then starts again"
         try:
-            tensors, said = _read(path)
+            tensors, metadata = _read(path)
         except (OSError, SafetensorError, ValueError, KeyError) as error:
-            what = f"the hand-over {path.name!r} cannot be read: {output_files.reason(error)}"
-            raise InputError(what, f"delete {path.name!r}, and the clip is made anew") from error
+            reason = output_files.reason(error)
+            raise InputError(
+                f"the latent checkpoint {path.name!r} cannot be read: {reason}", hint
+            ) from error
         found = {name: tensor_spec(tensor) for name, tensor in tensors.items()}
-        same = {
-            "conditions": (said["conditions"], self._conditions),
+        pairs = {
+            "conditions": (metadata["conditions"], self._conditions),
             "tensors": (found, dict(expected)),
-            "sha256": (_sha256(tensors), said["sha256"]),
+            "sha256": (_sha256(tensors), metadata["sha256"]),
         }
-        for what, (there, here) in same.items():
+        for name, (there, here) in pairs.items():
             if there != here:
                 raise InputError(
-                    f"the hand-over {path.name!r} does not fit: its {what} are {there}, not {here}",
-                    f"delete {path.name!r}, and the clip is made anew",
+                    f"the latent checkpoint {path.name!r} does not fit: its {name} are {there}, "
+                    f"not {here}",
+                    hint,
                 )
         in_order = {name: tensors[name].to(device) for name in expected}
-        return Packet(clip, step, float(said["begun_at"]), in_order)
+        return Packet(clip, step, float(metadata["begun_at"]), in_order)
 
     def _path(self, key: str, step: int) -> Path:
         assert _KEY.fullmatch(key), f"not a key: {key!r}"
@@ -101,50 +107,60 @@ class LatentCheckpoints:
 
 
 class LatentCheckpointWriter:
-    """Keeps packets in a thread beside the denoising.
+    """Writes latent checkpoints in a thread beside the denoising.
 
     Args:
         checkpoints: where they go.
-        on_failed: called from the thread with what went wrong.
+        device: of the rank.
+        on_failed: called from the thread with an error.
     """
 
     def __init__(
-        self, checkpoints: LatentCheckpoints, on_failed: Callable[[BaseException], None]
+        self,
+        checkpoints: LatentCheckpoints,
+        device: torch.device,
+        on_failed: Callable[[BaseException], None],
     ) -> None:
         self._checkpoints = checkpoints
+        self._device = device
         self._on_failed = on_failed
-        self._executor = BoundedExecutor(self._keep, "checkpoints")
+        self._stream = SideStream(device)
+        self._executor = BoundedExecutor(self._save, "checkpoints", device)
 
     def put(self, key: str, packet: Packet) -> None:
-        """Takes a packet, whose tensors nobody changes any more; blocks while two others wait.
+        """Takes a packet, whose tensors must not change any more; blocks while two others wait.
 
         Raises:
-            OutputError: an earlier one could not be kept.
+            OutputError: an earlier one could not be written.
         """
-        self._executor.put(key, packet)
+        self._executor.put(key, packet, mark(self._device))
 
     def finish(self) -> None:
-        """Waits until everything given is kept.
+        """Waits until every packet given is written.
 
         Raises:
-            OutputError: a packet could not be kept.
+            OutputError: a packet could not be written.
         """
         self._executor.finish()
 
     def is_busy(self) -> bool:
-        """Whether something given is not kept yet; for any thread to ask."""
+        """Whether a packet given is not written yet; for any thread."""
         return self._executor.is_busy()
 
-    def _keep(self, key: str, packet: Packet) -> None:
+    def _save(self, key: str, packet: Packet, ready: Mark) -> None:
         try:
-            self._checkpoints.keep(key, packet)
+            on_host = {
+                name: self._stream.to_host(tensor, ready).contiguous()
+                for name, tensor in packet.tensors.items()
+            }
+            self._checkpoints.save(key, replace(packet, tensors=on_host))
         except BaseException as error:
             self._on_failed(error)
             raise
 
 
 def saved_keys(folder: Path) -> set[str]:
-    """The keys of all packets under `folder`."""
+    """The keys of all packets in `folder`."""
     with contextlib.suppress(FileNotFoundError):
         matches = (_NAME.fullmatch(path.name) for path in folder.iterdir())
         return {match[1] for match in matches if match}
@@ -152,7 +168,7 @@ def saved_keys(folder: Path) -> set[str]:
 
 
 def saved_steps(folder: Path, key: str) -> list[int]:
-    """Steps after which a packet of `key` is kept under `folder`, rising."""
+    """Numbers of steps after which a packet of `key` was written to `folder`, rising."""
     with contextlib.suppress(FileNotFoundError):
         matches = (_NAME.fullmatch(path.name) for path in folder.iterdir())
         return sorted(int(match[2]) for match in matches if match and match[1] == key)
@@ -165,21 +181,13 @@ def prune(folder: Path, key: str) -> None:
         (folder / f"{key}_step{step}.safetensors").unlink(missing_ok=True)
 
 
-def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous copy in host memory, made beside the kernels of the steps."""
-    if not tensor.is_cuda:
-        return tensor.contiguous()
-    with torch.cuda.stream(torch.cuda.Stream(tensor.device)):
-        return tensor.contiguous().cpu()
-
-
 def _read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """A kept packet's tensors, in memory of their own, and what the file says of them."""
+    """The tensors in a file, in memory of their own, and its metadata."""
     with safe_open(path, framework="pt") as file:
-        said = json.loads((file.metadata() or {})["svdpp"])
-        if said["schema_version"] != _SCHEMA_VERSION:
-            raise ValueError(f"schema version {said['schema_version']}")
-        return {name: file.get_tensor(name).clone() for name in file.keys()}, said  # noqa: SIM118
+        metadata = json.loads((file.metadata() or {})["svdpp"])
+        if metadata["schema_version"] != _SCHEMA_VERSION:
+            raise ValueError(f"schema version {metadata['schema_version']}")
+        return {name: file.get_tensor(name).clone() for name in file.keys()}, metadata  # noqa: SIM118
 
 
 def _sha256(tensors: Mapping[str, torch.Tensor]) -> str:

@@ -62,6 +62,17 @@ class Cancel(_Message):
 Command = Annotated[Work | Stop | Cancel, Field(discriminator="kind")]
 
 
+class Started(_Message):
+    """The rank has its device; sent before it loads anything."""
+
+    kind: Literal["started"] = "started"
+    device: str
+    uuid: str | None
+    """Of the GPU; None on the CPU."""
+    conditions: dict[str, Any]
+    """What bits depend on beside the request, see `worker.conditions`; the same on all ranks."""
+
+
 class Heartbeat(_Message):
     """Sent every second by a thread of its own, whatever the rank is doing."""
 
@@ -73,7 +84,11 @@ class Heartbeat(_Message):
     waiting: bool = False
     """Whether the rank waits for a packet rather than computes."""
     writing: bool = False
-    """Whether a thread beside the work has a clip to deliver or a packet to keep."""
+    """Whether a thread beside the work has a clip or a latent checkpoint to write."""
+    phase: str = ""
+    """Before `Joined`: what the rank is doing."""
+    peer: int = -1
+    """Before `Joined`: the rank to which it is opening a link; -1 if none."""
 
 
 class Joined(_Message):
@@ -107,7 +122,7 @@ class ActionDone(_Message):
 
 
 class TransferDone(_Message):
-    """One packet has been received or sent; `end` is of the machine's monotonic clock."""
+    """One packet has been received or sent; see `comm.transport.Transfer`."""
 
     kind: Literal["transfer"] = "transfer"
     direction: Literal["recv", "send"]
@@ -116,6 +131,7 @@ class TransferDone(_Message):
     peer: int
     num_bytes: int
     seconds: float
+    waited: float = 0.0
     end: float
 
 
@@ -192,6 +208,7 @@ class Finished(_Message):
 
 Event = Annotated[
     Heartbeat
+    | Started
     | Joined
     | StepDone
     | ActionDone

@@ -1,4 +1,4 @@
-"""Owns a process's own peak of memory, as the kernel or torch's CUDA allocator kept it."""
+"""Owns a process's memory figures: its peak, and whether CUDA's allocator ran short."""
 
 from __future__ import annotations
 
@@ -10,11 +10,35 @@ from pathlib import Path
 import torch
 
 
-def peak_bytes(device: str) -> tuple[int | None, int]:
-    """The most that this process has held on `device`: allocated by tensors, and reserved in all.
+class MemoryPressure:
+    """Tells whether the CUDA allocator ran short of memory since it was last asked.
 
-    On the CPU the second is the resident set with libraries and mapped weights, and nobody counts
-    the first.
+    cuDNN then falls back to kernels with a smaller workspace, without an error, and bits change.
+
+    Args:
+        device: of the rank; the CPU never has such pressure.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._count = self._events()
+
+    def rose(self) -> bool:
+        """Whether an allocation was retried, or failed, since the last call."""
+        before, self._count = self._count, self._events()
+        return self._count > before
+
+    def _events(self) -> int:
+        if self._device.type != "cuda":
+            return 0
+        stats = torch.cuda.memory_stats(self._device)
+        return int(stats.get("num_alloc_retries", 0)) + int(stats.get("num_ooms", 0))
+
+
+def peak_bytes(device: str) -> tuple[int | None, int]:
+    """The peak of this process on `device`: bytes allocated by tensors, and bytes reserved.
+
+    On the CPU the second is the resident set with libraries and mapped weights; the first is None.
     """
     if device.startswith("cuda"):
         return (
@@ -25,27 +49,27 @@ def peak_bytes(device: str) -> tuple[int | None, int]:
 
 
 def reset_peak() -> None:
-    """Gives back what an earlier run in this process has left, and forgets its peak."""
+    """Frees what an earlier run in this process has left, and resets the peak."""
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
         for device in range(torch.cuda.device_count()):
             torch.cuda.reset_peak_memory_stats(device)
-    with contextlib.suppress(OSError):  # where that may not be written the old peak stays
+    with contextlib.suppress(OSError):  # if the kernel refuses, the old peak stays
         _reset_resident_peak()
 
 
 def reset_peak_of(device: torch.device) -> int:
-    """Makes this process's peak on `device` what is in use now, and returns that, bytes.
+    """Resets the peak on `device` to what is in use now, and returns that, bytes.
 
     Raises:
-        OSError: the kernel does not let it, see proc(5), so no peak after it could be told.
+        OSError: the kernel refuses, see proc(5).
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         return int(torch.cuda.memory_allocated(device))
-    ctypes.CDLL(None).malloc_trim(0)  # what was freed and kept would else hide what is needed
+    ctypes.CDLL(None).malloc_trim(0)  # memory that malloc keeps would hide what is needed
     _reset_resident_peak()
     return status_bytes("VmRSS")
 

@@ -1,4 +1,4 @@
-"""Owns one rank's life: settings, model, links, then work until it is told to stop."""
+"""Owns one rank's life: device, model, links, then work until it is told to stop."""
 
 from __future__ import annotations
 
@@ -7,21 +7,23 @@ import time
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from svdpp.comm.transport import Transport
 from svdpp.config import LatentSpec, PipelineConfig
 from svdpp.errors import InputError
-from svdpp.launch import process_group
 from svdpp.launch.channel import Channel
-from svdpp.launch.started import RankContext
-from svdpp.models import determinism
+from svdpp.launch.group import RankContext
 from svdpp.models.base import VideoModel
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.dummy import DummyModel, SleepTimes
 from svdpp.plan.layout import Roles
-from svdpp.worker.clip_writer import ClipWriter
+from svdpp.plan.schedule import connect_rounds
+from svdpp.worker.clip_writer import ClipWriter, WriterEvents
+from svdpp.worker.conditions import conditions_of, gpu_uuid
+from svdpp.worker.device import take_device
 from svdpp.worker.draft_stage import DraftStage
 from svdpp.worker.fault_injection import InjectedFault
 from svdpp.worker.latent_checkpoints import LatentCheckpoints
@@ -30,6 +32,7 @@ from svdpp.worker.messages import (
     Finished,
     Joined,
     PhotoWanted,
+    Started,
     Stop,
     StoredTensor,
     Work,
@@ -48,18 +51,18 @@ _COMMAND_POLL_SECONDS = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class RankSetup:
-    """What every rank is told before it starts.
+    """What every rank is given before it starts.
 
     Args:
         config: resolved, so that the number of frames is known.
         checkpoint: found and checked; None for the dummy model.
         roles: by rank.
-        transfers: pairs (from, to) of ranks that will talk, in the order in which they connect.
+        links: pairs (from, to) of ranks that communicate.
         tensor_folder: where latents and frames are kept for verification.
-        latents folder: where packets are kept from which an interrupted clip goes on.
-        profile_path: where rank 0's view of torch.profiler goes; None asks for none.
-        output_folder: where this host puts its clips; None: where the requests say.
-        fault: planted damage.
+        latents_folder: where latent checkpoints are written, to resume a clip from.
+        profile_path: where rank 0's torch.profiler trace goes; None: no profile.
+        output_folder: where this host writes its clips; None: where the requests say.
+        fault: injected damage.
     """
 
     config: PipelineConfig
@@ -80,21 +83,22 @@ def rank_main(context: RankContext, setup: RankSetup) -> None:
     reporter = Reporter(context.channel)
     reporter.start()
     try:
-        _serve(context, setup, reporter)
+        device = take_device(setup.config, context.world)
+        _serve(context, setup, device, reporter)
     except BaseException as error:
         reporter.failed(error)
         raise
-    allocated, reserved = peak_bytes(_device(context, setup))
+    allocated, reserved = peak_bytes(str(device))
     reporter.send(Finished(allocated_bytes=allocated, reserved_bytes=reserved))
     reporter.stop()
-    process_group.destroy()
+    context.leave()
 
 
 class _Inbox:
-    """Commands from the parent, in their order; a cancelled clip is known as soon as it is asked.
+    """Commands from the parent, in order; a cancelled clip is known as soon as it is asked for.
 
     Args:
-        channel: that brings them.
+        channel: to the parent.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -109,7 +113,7 @@ class _Inbox:
         return self._waiting.popleft()
 
     def is_cancelled(self, clip: int) -> bool:
-        """Whether `clip` has been settled without this rank; does not wait."""
+        """Whether `clip` is not wanted any more; does not wait."""
         while self._look(0):
             pass
         return clip in self._cancelled
@@ -126,9 +130,11 @@ class _Inbox:
         return True
 
 
-def _serve(context: RankContext, setup: RankSetup, reporter: Reporter) -> None:
+def _serve(
+    context: RankContext, setup: RankSetup, device: torch.device, reporter: Reporter
+) -> None:
     inbox = _Inbox(context.channel)
-    stage = _prepare(context, setup, reporter, inbox)
+    stage = _prepare(context, setup, device, reporter, inbox)
     while isinstance(command := inbox.next(), Work):
         jobs = {job.clip: job for job in command.jobs}
         stage.perform(command.parsed(), jobs, command.latents_keys)
@@ -136,32 +142,47 @@ def _serve(context: RankContext, setup: RankSetup, reporter: Reporter) -> None:
 
 
 def _prepare(
-    context: RankContext, setup: RankSetup, reporter: Reporter, inbox: _Inbox
+    context: RankContext,
+    setup: RankSetup,
+    device: torch.device,
+    reporter: Reporter,
+    inbox: _Inbox,
 ) -> PipelineStage:
-    """Everything before the first action; reports when all ranks have got as far."""
+    """Everything before the first action; reports `Joined` when this rank's links are open."""
     config, rank = setup.config, context.world.rank
-    device = _device(context, setup)
-    determinism.make_deterministic(num_threads=config.num_threads, device=device)
+    conditions = conditions_of(config, setup.checkpoint, str(device))
+    reporter.send(Started(device=str(device), uuid=gpu_uuid(str(device)), conditions=conditions))
+    reporter.phase("loading the model")
     begun = time.monotonic()
     if setup.fault:
         setup.fault.reach(rank, -1, "load")
     with out_of_memory_named(None):
-        model = load_model(setup.config, setup.checkpoint, device, setup.roles[rank], rank)
-    load_seconds = time.monotonic() - begun
-    context.join()
+        model = load_model(config, setup.checkpoint, str(device), setup.roles[rank], rank)
+        load_seconds = time.monotonic() - begun
+        reporter.phase("joining the other ranks")
+        context.join()
+        transport = _connected(context, setup, device, reporter)
+    ahead = context.clock.monotonic_ahead
+    reporter.send(Joined(device=str(device), load_seconds=load_seconds, clock_ahead=ahead))
+    reporter.at(None)
+    return _new_stage(context, setup, model, transport, reporter, inbox, conditions)
+
+
+def _connected(
+    context: RankContext, setup: RankSetup, device: torch.device, reporter: Reporter
+) -> Transport:
+    """The rank's links, open."""
     transport = Transport(
-        rank,
-        torch.device(device),
+        context.world.rank,
+        device,
         context.backend,
         reporter.transfer,
-        checksum=config.checksum,
-        tamper=setup.fault.tamper(rank) if setup.fault else None,
+        checksum=setup.config.checksum,
+        tamper=setup.fault.tamper(context.world.rank) if setup.fault else None,
         wall_ahead=context.clock.wall_ahead,
     )
-    transport.connect(setup.links)
-    ahead = context.clock.monotonic_ahead
-    reporter.send(Joined(device=device, load_seconds=load_seconds, clock_ahead=ahead))
-    return _new_stage(context, setup, model, transport, reporter, inbox)
+    transport.connect(connect_rounds(setup.links), reporter.connecting)
+    return transport
 
 
 def _new_stage(
@@ -171,15 +192,21 @@ def _new_stage(
     transport: Transport,
     reporter: Reporter,
     inbox: _Inbox,
+    conditions: dict[str, Any],
 ) -> PipelineStage:
     config, folder, rank = setup.config, setup.latents_folder, context.world.rank
-    conditions = determinism.conditions(str(model.device), channels_last=config.model.channels_last)
     tensor_store = _tensor_store(context, setup, reporter)
-    # In a draft every rank has frames of the clip: they are told apart, and kept, where they meet.
-    kept = tensor_store if config.draft is None else None
     clip_writer = ClipWriter(
-        *(reporter.send, reporter.clip_failed, reporter.draft_lost, reporter.failed),
-        *(conditions, kept),
+        WriterEvents(
+            done=reporter.send,
+            lost=reporter.clip_failed,
+            draft_lost=reporter.draft_lost,
+            failed=reporter.failed,
+        ),
+        conditions,
+        model.device,
+        # In a draft every rank has frames of the clip: the last rank keeps them, told apart.
+        tensor_store if config.draft is None else None,
         fps=config.sampling.fps,
         host=context.host,
         folder=Path(setup.output_folder) if setup.output_folder else None,
@@ -206,7 +233,7 @@ def _new_stage(
 
 
 def _from_rank_0(context: RankContext, reporter: Reporter) -> ReadPhoto:
-    """Photographs lie on rank 0's host, which need not be this one."""
+    """Reads photographs from rank 0's host, which may be another one."""
 
     def read(clip: int, path: Path) -> bytes:
         reporter.send(PhotoWanted(clip=clip))
@@ -220,7 +247,7 @@ def _from_rank_0(context: RankContext, reporter: Reporter) -> ReadPhoto:
 
 
 def _tensor_store(context: RankContext, setup: RankSetup, reporter: Reporter) -> TensorStore | None:
-    """Where results are kept for comparison; a rank that may be on another host sends them."""
+    """Where results are kept for verification; a rank that may be on another host sends them."""
     if setup.tensor_folder is None:
         return None
     if not context.world.is_member:
@@ -237,10 +264,6 @@ def _profiler(setup: RankSetup, rank: int, device: str) -> ClipProfiler | None:
     return ClipProfiler(Path(setup.profile_path), device)
 
 
-def _device(context: RankContext, setup: RankSetup) -> str:
-    return process_group.device_of_rank(setup.config.device, context.world.local_rank)
-
-
 def load_model(
     config: PipelineConfig,
     checkpoint: Checkpoint | None,
@@ -248,13 +271,13 @@ def load_model(
     roles: Roles,
     rank: int = 0,
 ) -> VideoModel:
-    """The model's parts that `roles` ask for, on `device`; the dummy at the pace of `rank`."""
+    """The model's parts for `roles`, on `device`; a sleeping dummy takes the times of `rank`."""
     if checkpoint is None:
         spec = LatentSpec(
             shape=config.model.dummy_latent_shape, dtype=config.model.dtype, dims="BCFHW"
         )
-        pace = _phase_step(config, rank) if config.model.dummy_sleeps else SleepTimes()
-        return DummyModel(spec, config.sampling.num_inference_steps, torch.device(device), pace)
+        sleep = _sleep_times(config, rank) if config.model.dummy_sleeps else SleepTimes()
+        return DummyModel(spec, config.sampling.num_inference_steps, torch.device(device), sleep)
     from svdpp.models.svd.model import load_svd  # diffusers: seconds that the dummy need not pay
 
     return load_svd(
@@ -268,7 +291,7 @@ def load_model(
     )
 
 
-def _phase_step(config: PipelineConfig, rank: int) -> SleepTimes:
+def _sleep_times(config: PipelineConfig, rank: int) -> SleepTimes:
     costs = config.costs
     return SleepTimes(
         step_seconds=costs.step_on(rank),

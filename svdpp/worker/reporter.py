@@ -39,7 +39,7 @@ class Reporter:
         self._thread.join()
 
     def add_writer(self, is_busy: Callable[[], bool]) -> None:
-        """Has heartbeats say whether a thread beside the work still has something to write."""
+        """Adds a thread beside the work whose pending writes heartbeats report."""
         self._writers.append(is_busy)
 
     def send(self, event: Event) -> None:
@@ -47,13 +47,22 @@ class Reporter:
         self._channel.send(event.to_bytes())
 
     def at(self, action: Action | None, step: int = -1, *, waiting: bool = False) -> None:
-        """Sets what heartbeats say that the rank is doing; another action is told at once."""
+        """Sets what heartbeats say that the rank is doing; a new action is sent at once."""
         writing = self._is_writing()
         now = Heartbeat(action=str(action or ""), step=step, waiting=waiting, writing=writing)
         is_news = (now.action, now.waiting) != (self._now.action, self._now.waiting)
         self._now = now
         if is_news:
             self.send(now)
+
+    def phase(self, phase: str, peer: int = -1) -> None:
+        """Sets what heartbeats say before the rank has joined."""
+        self._now = Heartbeat(phase=phase, peer=peer)
+        self.send(self._now)
+
+    def connecting(self, peer: int) -> None:
+        """Says that a link to or from `peer` is being opened."""
+        self.phase(f"opening its link with rank {peer}", peer)
 
     def transfer(self, transfer: Transfer) -> None:
         """Reports a packet received or sent."""
@@ -65,20 +74,21 @@ class Reporter:
                 peer=transfer.peer,
                 num_bytes=transfer.num_bytes,
                 seconds=transfer.seconds,
+                waited=transfer.waited,
                 end=transfer.end,
             )
         )
 
     def clip_failed(self, clip: int, error: BaseException) -> None:
-        """Reports that `clip` is lost, and nothing else."""
+        """Reports that `clip` alone is lost."""
         self.send(ClipFailed(clip=clip, error=error_to_dict(error)))
 
     def draft_lost(self, clip: int, error: BaseException) -> None:
-        """Reports that there is no draft of `clip` from this rank; the clip goes on without it."""
+        """Reports that this rank has no draft of `clip`; the exact clip still follows."""
         self.send(DraftLost(clip=clip, error=error_to_dict(error)))
 
     def failed(self, error: BaseException) -> None:
-        """Reports that the rank ends, with the place at which it stood."""
+        """Reports the error that ends the rank, and what it was doing."""
         self.send(
             Failed(
                 error=error_to_dict(error),
@@ -98,4 +108,4 @@ class Reporter:
                 if self._stopped.wait(HEARTBEAT_SECONDS):
                     return
         except OSError:
-            return  # The parent is gone; the watch on it ends this process.
+            return  # the parent is gone, which ends this process

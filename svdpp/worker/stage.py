@@ -1,54 +1,58 @@
-"""Owns performing one rank's actions: the only place where a model meets its neighbours."""
+"""Owns performing one rank's actions: the only module where a model meets its neighbours."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from types import MappingProxyType
 from typing import NoReturn
 
 import torch
 
-from svdpp.comm.transport import Packet, PendingPacket, Transport
+from svdpp.comm import streams
+from svdpp.comm.packet import Packet
+from svdpp.comm.transport import PendingPacket, Transport
 from svdpp.config import SamplingConfig
 from svdpp.errors import InputError, NotFiniteError, SvdppError
-from svdpp.models.base import LATENTS, Frames, Sampler, VideoModel
+from svdpp.models.base import LATENTS, Sampler, VideoModel
 from svdpp.plan.actions import Action, Kind
 from svdpp.worker.clip_writer import ClipWriter, FinishedClip
 from svdpp.worker.fault_injection import InjectedFault, one_ulp_off
 from svdpp.worker.latent_checkpoints import LatentCheckpoints, LatentCheckpointWriter
 from svdpp.worker.messages import ActionDone, ClipJob, StepDone
 from svdpp.worker.out_of_memory import out_of_memory_named
+from svdpp.worker.peak_memory import MemoryPressure
 from svdpp.worker.prefetch import PhotoReader, ReadPhoto, from_disk
 from svdpp.worker.profiler import ClipProfiler
 from svdpp.worker.reporter import Reporter
+from svdpp.worker.step_checks import StepChecks
 from svdpp.worker.tensor_store import TensorStore
 
 
-class NotWanted(Exception):
-    """Nobody waits for the clip any more."""
+class NotWantedError(Exception):
+    """The clip was cancelled."""
 
 
 class PipelineStage:
     """One rank's share of every clip.
 
-    It does what its actions say, in their order, and assumes nothing beside them: neither that its
-    steps are one range, nor that a step of a clip belongs to one rank.
+    It does its actions in order and assumes nothing else: neither that its steps are one range,
+    nor that a step of a clip belongs to one rank.
 
     Args:
-        rank: which one.
-        model: the parts this rank's actions need.
+        rank: this rank.
+        model: the parts that this rank's actions need.
         transport: its links, connected.
-        clip writer: takes the clips that end here.
-        reporter: tells the parent.
-        sampling: size and fit of what images become.
-        checkpoints: where packets are kept from which an interrupted clip goes on; None keeps none.
-        tensor store: keeps every latent that leaves a DENOISE, for verification; None keeps
-        nothing.
-        profiler: looks at one clip; None at none.
-        fault: planted damage.
-        read_photo: where photographs come from.
+        clip_writer: takes the clips that end here.
+        reporter: sends events to the parent.
+        sampling: size and fit of the images.
+        checkpoints: where latent checkpoints are written and read; None writes none.
+        tensor_store: keeps every latent that leaves a DENOISE, for verification; None keeps none.
+        profiler: profiles one clip; None none.
+        fault: injected damage.
+        read_photo: gives the bytes of photographs.
     """
 
     def __init__(
@@ -68,14 +72,17 @@ class PipelineStage:
     ) -> None:
         self._rank = rank
         self._model = model
+        self._device = model.device
         self._transport = transport
         self._clip_writer = clip_writer
         self._reporter = reporter
         self._sampling = sampling
-        self._photos = PhotoReader(sampling, read_photo)
+        self._photos = PhotoReader(sampling, model.prepare, model.device, read_photo)
         self._checkpoints = checkpoints
         self._checkpoint_writer = (
-            LatentCheckpointWriter(checkpoints, reporter.failed) if checkpoints else None
+            LatentCheckpointWriter(checkpoints, model.device, reporter.failed)
+            if checkpoints
+            else None
         )
         reporter.add_writer(clip_writer.is_busy)
         if self._checkpoint_writer is not None:
@@ -83,10 +90,12 @@ class PipelineStage:
         self._tensor_store = tensor_store
         self._profiler = profiler
         self._fault = fault
+        self._copies = streams.SideStream(model.device)
+        self._memory_pressure = MemoryPressure(model.device)
         self._jobs: dict[int, ClipJob] = {}
         self._keys: dict[int, str] = {}
         self._packets: dict[int, Packet] = {}
-        self._frames: dict[int, Frames] = {}
+        self._frames: dict[int, torch.Tensor] = {}
         self._pending: dict[int, PendingPacket] = {}
         self._waited = 0.0
 
@@ -98,18 +107,18 @@ class PipelineStage:
     ) -> None:
         """Does `actions` in order.
 
-        What is wrong with one clip alone is reported, and the clip goes on as a tombstone packet;
-        the other clips do not suffer from it.
+        An error that concerns one clip alone is reported, and the clip travels on as a tombstone;
+        other clips are not affected.
 
         Args:
             actions: this rank's.
-            jobs: by clip, of every clip that they encode or deliver.
-            latents_keys: by clip, where packets are kept.
+            jobs: of every clip that they encode or finish, by clip.
+            latents_keys: of the clips whose latent checkpoints are written or read, by clip.
 
         Raises:
-            SvdppError: the first thing that could not be done; the rank is of no use afterwards.
+            SvdppError: the first error that concerns the rank, which is of no use afterwards.
         """
-        self._waited = 0.0  # what came after the last work of an earlier call is not this one's
+        self._waited = 0.0  # a wait after the last work of an earlier call is not this one's
         self._jobs.update(jobs)
         self._keys.update(latents_keys)
         actions = list(actions)
@@ -122,13 +131,13 @@ class PipelineStage:
             self._reporter.at(action)
             if self._fault:
                 self._fault.reach(self._rank, action.clip, action.kind.lower())
-            looked_at = nullcontext() if self._profiler is None else self._profiler.over(action)
-            with out_of_memory_named(action, self._sampling.decode_chunk_size), looked_at:
+            profiled = nullcontext() if self._profiler is None else self._profiler.over(action)
+            with out_of_memory_named(action, self._sampling.decode_chunk_size), profiled:
                 perform[action.kind](action)
         self._reporter.at(None)
 
     def finish(self) -> None:
-        """Waits until everything sent has arrived and everything delivered is in its place."""
+        """Waits until every packet has been received and every clip is in place."""
         with self._waiting(None):
             self._transport.drain()
             self._clip_writer.finish()
@@ -138,7 +147,6 @@ class PipelineStage:
         self._transport.close()
 
     def _performers(self) -> dict[Kind, Callable[[Action], None]]:
-        """Who does what kind of action."""
         return {
             Kind.ENCODE: self._encode,
             Kind.LOAD: self._load,
@@ -152,63 +160,65 @@ class PipelineStage:
     def _encode(self, action: Action) -> None:
         request = self._jobs[action.clip].request
         packet = self._packets[action.clip] = Packet(action.clip, 0, time.time(), {})
-        with self._alone(packet):
+        with self._isolated(packet):
             with self._waiting(action):
-                image = self._photos.take(action.clip)
+                prepared = self._photos.take(action.clip)
             packet.begun_at = time.time()
             with self._timed(action):
-                packet.tensors = self._model.encode(image, request.seed)
-                self._synchronize()
+                packet.tensors = self._model.encode(prepared, request.seed)
+                streams.wait_for_queue(self._device)
 
     def _load(self, action: Action) -> None:
-        assert self._checkpoints is not None, f"{action} without a folder of hand-overs"
+        assert self._checkpoints is not None, f"{action} without latent checkpoints"
         self._packets[action.clip] = Packet(action.clip, action.start, time.time(), {})
-        with self._alone(self._packets[action.clip]):
+        with self._isolated(self._packets[action.clip]):
             self._packets[action.clip] = self._checkpoints.load(
                 self._keys[action.clip],
-                *(action.clip, action.start, self._model.packet_spec(), self._model.device),
+                *(action.clip, action.start, self._model.packet_spec(), self._device),
             )
 
     def _recv(self, action: Action) -> None:
-        spec = self._model.packet_spec()
         self._pending[action.clip] = self._transport.post_receive(
-            action.clip, action.start, action.peer, spec
+            action.clip, action.start, action.peer, self._model.packet_spec()
         )
 
     def _denoise(self, action: Action) -> None:
         packet = self._packet(action)
-        if packet.tombstone:
-            packet.next_step = action.end
-            return
-        with self._alone(packet), self._timed(action):
-            start = self._faulty_start(action) if self._fault else action.start
-            denoiser = self._denoiser(packet, start)
-            latent = packet.tensors[LATENTS]
-            if self._fault and self._fault.strikes("nan", self._rank, action.clip):
-                latent = torch.full_like(latent, torch.nan)
-            for step in range(start, action.end):
-                self._reporter.at(action, step)
-                if self._fault:
-                    self._fault.reach(self._rank, action.clip, f"step{step}")
-                latent = self._step(action.clip, denoiser, latent, step)
-            if self._fault and self._fault.strikes("ulp", self._rank, action.clip):
-                latent = one_ulp_off(latent)
-            packet.tensors[LATENTS] = latent
-            if self._tensor_store is not None:
-                self._tensor_store.keep_latent(action.clip, action.end, latent)
+        if not packet.tombstone:
+            with self._isolated(packet), self._timed(action):
+                latent = self._denoised(action, packet)
+                packet.tensors[LATENTS] = latent
+                packet.memory_pressure |= self._memory_pressure.rose()
+                if self._tensor_store is not None:
+                    self._tensor_store.keep_latent(action.clip, action.end, self._on_host(latent))
         packet.next_step = action.end
 
-    def _denoiser(self, packet: Packet, start: int) -> Sampler:
-        """What does the steps of a clip from `start` on."""
+    def _denoised(self, action: Action, packet: Packet) -> torch.Tensor:
+        """The latent after the action's steps, all of them checked."""
+        start = self._start_with_faults(action)
+        sampler = self._sampler(packet, start)
+        latent = self._with_nan(action, packet.tensors[LATENTS])
+        checks = StepChecks(self._device, self._rank, partial(self._report_step, action.clip))
+        for step in range(start, action.end):
+            self._before_step(action, step)
+            latent = sampler.forward(latent, step)
+            checks.add(step, latent)
+        checks.finish()
+        if self._fault and self._fault.strikes("ulp", self._rank, action.clip):
+            latent = one_ulp_off(latent)
+        return latent
+
+    def _sampler(self, packet: Packet, start: int) -> Sampler:
+        """Does the steps of a clip from `start` on."""
         return self._model.denoiser(packet.tensors, start)
 
-    def _step(self, clip: int, denoiser: Sampler, latent: torch.Tensor, step: int) -> torch.Tensor:
-        begun = time.monotonic()
-        latent = denoiser.forward(latent, step)
-        self._check_finite(latent, step)
-        seconds = time.monotonic() - begun
+    def _before_step(self, action: Action, step: int) -> None:
+        self._reporter.at(action, step)
+        if self._fault:
+            self._fault.reach(self._rank, action.clip, f"step{step}")
+
+    def _report_step(self, clip: int, step: int, seconds: float) -> None:
         self._reporter.send(StepDone(clip=clip, step=step, seconds=seconds))
-        return latent
 
     def _send(self, action: Action) -> None:
         packet = self._packet(action)
@@ -226,8 +236,10 @@ class PipelineStage:
         packet = self._packet(action)
         if packet.tombstone:
             return
-        with self._alone(packet), self._timed(action):
+        with self._isolated(packet), self._timed(action):
             self._frames[action.clip] = self._model.decode(packet.tensors[LATENTS])
+            streams.wait_for_queue(self._device)
+            packet.memory_pressure |= self._memory_pressure.rose()
 
     def _finish_clip(self, action: Action) -> None:
         packet = self._packet(action)
@@ -238,13 +250,15 @@ class PipelineStage:
                         job=self._jobs[action.clip],
                         latent=packet.tensors[LATENTS],
                         frames=self._frames.pop(action.clip, None),
+                        ready=streams.mark(self._device),
                         begun_at=packet.begun_at,
+                        memory_pressure=packet.memory_pressure,
                     )
                 )
         self._forget(action.clip)
 
     def _packet(self, action: Action) -> Packet:
-        """The clip's packet, waiting for it where it is still on its way."""
+        """The clip's packet; waits for it if it is still on its way."""
         pending = self._pending.pop(action.clip, None)
         if pending is not None:
             with self._waiting(action):
@@ -256,16 +270,20 @@ class PipelineStage:
         self._jobs.pop(clip, None)
         self._keys.pop(clip, None)
 
+    def _on_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy in host memory, complete."""
+        return self._copies.to_host(tensor.contiguous(), streams.mark(self._device))
+
     @contextmanager
-    def _alone(self, packet: Packet) -> Iterator[None]:
-        """Reports what is wrong with one clip, and lets nothing but a tombstone packet go on."""
+    def _isolated(self, packet: Packet) -> Iterator[None]:
+        """Reports an error that concerns one clip alone, and makes its packet a tombstone."""
         try:
             yield
-        except NotWanted:
-            packet.tensors, packet.tombstone = {}, True
+        except NotWantedError:
+            packet.make_tombstone()
         except (InputError, NotFiniteError) as error:
             self._lost(packet.clip, error)
-            packet.tensors, packet.tombstone = {}, True
+            packet.make_tombstone()
 
     def _lost(self, clip: int, error: SvdppError) -> None:
         """Reports a clip that is lost at this rank."""
@@ -290,29 +308,21 @@ class PipelineStage:
         self._reporter.at(action)
         self._waited += time.monotonic() - start
 
-    def _check_finite(self, latent: torch.Tensor, step: int) -> None:
-        """Waits for the device, too, so that a step's time is the kernels' and not the queue's."""
-        if not bool(torch.isfinite(latent).all()):
-            raise NotFiniteError(
-                f"the latent is not finite after step {step}, done by rank {self._rank}",
-                "damaged weights, or too narrow a dtype? --dtype bf16 and fp32 reach further",
-            )
-
-    def _synchronize(self) -> None:
-        """So that an encode's time is the device's and not the launch queue's."""
-        if self._model.device.type == "cuda":
-            torch.cuda.synchronize(self._model.device)
-
-    def _faulty_start(self, action: Action) -> int:
-        """Performs a fault planted before the first step; the step to begin with."""
-        fault = self._fault
-        assert fault is not None
+    def _start_with_faults(self, action: Action) -> int:
+        """Performs a fault injected before the first step; the step to begin with."""
+        if self._fault is None:
+            return action.start
         self._reporter.at(action, action.start)
-        if fault.strikes("raise", self._rank, action.clip):
-            raise RuntimeError("a planted fault")
-        if fault.strikes("hang", self._rank, action.clip):
+        if self._fault.strikes("raise", self._rank, action.clip):
+            raise RuntimeError("an injected fault")
+        if self._fault.strikes("hang", self._rank, action.clip):
             _hang()
-        return action.start + fault.strikes("skip", self._rank, action.clip)
+        return action.start + self._fault.strikes("skip", self._rank, action.clip)
+
+    def _with_nan(self, action: Action, latent: torch.Tensor) -> torch.Tensor:
+        if self._fault and self._fault.strikes("nan", self._rank, action.clip):
+            return torch.full_like(latent, torch.nan)
+        return latent
 
 
 def _hang() -> NoReturn:

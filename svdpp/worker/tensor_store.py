@@ -1,4 +1,4 @@
-"""Owns what a run leaves behind for comparison: hashes, and latents and frames kept in a folder."""
+"""Owns what a verification compares: hashes, and latents and frames kept in a folder."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _NAME = re.compile(r"clip\d+(_rank\d+)?_(step\d+\.safetensors|frames\.npy)", re.
 
 
 def tensor_sha256(tensor: torch.Tensor) -> str:
-    """sha256 of the tensor's contiguous little-endian bytes, in its own dtype and shape order."""
-    flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    """sha256 of a CPU tensor's contiguous little-endian bytes, in its own dtype."""
+    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
     return hashlib.sha256(flat.numpy().tobytes()).hexdigest()
 
 
@@ -28,8 +28,8 @@ class TensorStore:
 
     Args:
         folder: exists; one process writes a given clip and step.
-        send: takes each file's name and content instead of the folder, for another process that
-            puts it into its own; None: the folder does.
+        send: sends each file's name and content to the process that has the folder; None: this
+            process writes it.
     """
 
     def __init__(self, folder: Path, send: Callable[[str, bytes], None] | None = None) -> None:
@@ -37,36 +37,36 @@ class TensorStore:
         self._keep = self.put if send is None else send
 
     def put(self, name: str, data: bytes) -> None:
-        """Keeps a file that another process has sent."""
+        """Writes a file that another process has sent."""
         if not _NAME.fullmatch(name):
-            raise ValueError(f"no tensor_store is called {name!r}")
+            raise ValueError(f"no stored tensor is called {name!r}")
         (self._folder / name).write_bytes(data)
 
     def keep_latent(
         self, clip: int, step: int, latent: torch.Tensor, *, draft_rank: int | None = None
     ) -> None:
-        """Keeps the latent of `clip` with `step` steps done; of a draft, that which a rank has."""
-        data = save({LATENTS: latent.detach().cpu().contiguous()})
+        """Keeps the latent of `clip` after `step` steps, on the CPU; in a draft, that of a rank."""
+        data = save({LATENTS: latent.detach().contiguous()})
         self._keep(self._path(clip, draft_rank, f"step{step}.safetensors").name, data)
 
     def has_latent(self, clip: int, step: int, *, draft_rank: int | None = None) -> bool:
-        """Whether that latent was kept."""
+        """Whether the store has that latent."""
         return self._path(clip, draft_rank, f"step{step}.safetensors").exists()
 
     def latent(self, clip: int, step: int, *, draft_rank: int | None = None) -> torch.Tensor:
-        """The kept latent; FileNotFoundError where there is none."""
+        """The latent kept; FileNotFoundError if there is none."""
         path = self._path(clip, draft_rank, f"step{step}.safetensors")
         latent: torch.Tensor = load_file(path)[LATENTS]
         return latent
 
     def keep_frames(self, clip: int, frames: Frames, *, draft_rank: int | None = None) -> None:
-        """Keeps the frames of `clip`; of a draft, those that a rank came to."""
+        """Keeps the frames of `clip`; in a draft, those of a rank."""
         buffer = io.BytesIO()
         np.save(buffer, frames, allow_pickle=False)
         self._keep(self._path(clip, draft_rank, "frames.npy").name, buffer.getvalue())
 
     def frames(self, clip: int, *, draft_rank: int | None = None) -> Frames:
-        """The kept frames; FileNotFoundError where there are none."""
+        """The frames kept; FileNotFoundError if there are none."""
         path = self._path(clip, draft_rank, "frames.npy")
         frames: Frames = np.load(path, allow_pickle=False)
         return frames

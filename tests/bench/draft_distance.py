@@ -54,7 +54,7 @@ def measure(
     for path in example_photos()[:num_photos]:
         photo, _ = photos.read_photo(path)
         fitted = photos.fit_photo(photo, sampling.width, sampling.height, sampling.fit)
-        tensors = model.encode(fitted, 0)
+        tensors = model.encode(model.prepare(fitted), 0)
         lab = DraftSimulator(model, tensors, num_steps)
         exact = lab.frames((0,))
         for draft_plan in waves:
@@ -68,7 +68,8 @@ def measure(
             fewer = model.resampled(
                 replace(sampling, num_inference_steps=rounds).resolved(model_frames=len(exact))
             )
-            plain = DraftSimulator(fewer, fewer.encode(fitted, 0), rounds).frames((0,))
+            tensors = fewer.encode(fewer.prepare(fitted), 0)
+            plain = DraftSimulator(fewer, tensors, rounds).frames((0,))
             found[rounds,].append(distance(plain, exact).whole)
     return found
 
@@ -90,7 +91,7 @@ def main() -> None:
     parser.add_argument("--worlds", default="2,4,8")
     parser.add_argument("--photos", type=int, default=4)
     options = parser.parse_args()
-    determinism.make_deterministic(num_threads=1, device="cpu")
+    determinism.apply_settings(num_threads=1, device="cpu")
     print("| N | starts | rounds | sooner | distance, worst photograph |\n|---|---|---|---|---|")
     for num_steps in map(int, options.steps.split(",")):
         begun = time.monotonic()

@@ -28,7 +28,7 @@ from svdpp.driver.pipeline import Pipeline, resolve
 from svdpp.media.examples import example_photos
 from svdpp.media.image import read_photo
 from svdpp.models.base import LATENTS
-from svdpp.models.determinism import make_deterministic
+from svdpp.models.determinism import apply_settings
 from svdpp.plan.actions import Kind
 from svdpp.plan.forecast import Span
 from svdpp.plan.layout import Roles
@@ -37,12 +37,12 @@ from svdpp.worker.rank import load_model
 
 def one_clip_seconds(config: PipelineConfig, repeats: int) -> list[float]:
     """T1: all steps of one clip in this process, with the ranks' threads."""
-    make_deterministic(num_threads=config.num_threads, device="cpu")
+    apply_settings(num_threads=config.num_threads, device="cpu")
     config, checkpoint = resolve(config)
     roles = Roles(encode=True, denoise=True, decode=False)
     model = load_model(config, checkpoint, "cpu", roles)
     image, _ = read_photo(Path(example_photos()[0]))
-    tensors = model.encode(image, 0)
+    tensors = model.encode(model.prepare(image), 0)
     num_steps = config.sampling.num_inference_steps
     model.denoiser(tensors, 0).forward(tensors[LATENTS], 0)  # warm-up
     seconds = []

@@ -32,15 +32,15 @@ MIB = 2**20
 MEASURE = """
 import json, sys
 from svdpp.config import ModelConfig, PipelineConfig, SamplingConfig
-from svdpp.launch.fork_server import quiet_libraries
-quiet_libraries()
+from svdpp.launch import environment
+environment.set_defaults()
 from svdpp.models import determinism
 from svdpp.diagnostics import rank_probe
 from svdpp.worker.peak_memory import status_bytes
 from svdpp.driver.pipeline import resolve
 from svdpp.worker.rank import load_model
 name, dtype, side, frames, part = json.loads(sys.argv[1])
-determinism.make_deterministic(num_threads=1, device="cpu")
+determinism.apply_settings(num_threads=1, device="cpu")
 sampling = SamplingConfig(num_inference_steps=1, height=side, width=side, num_frames=frames)
 config, checkpoint = resolve(
     PipelineConfig(world_size=1, model=ModelConfig(name=name, dtype=dtype), sampling=sampling)

@@ -91,7 +91,7 @@ def test_another_protocol_version_is_named_with_the_mend() -> None:
     struct.pack_into("<H", data, 8, 7)
     with pytest.raises(TransportError) as caught:
         Header.unpack(bytes(data))
-    assert "protocol 7, this rank 2" in caught.value.message
+    assert "protocol 7, this rank 3" in caught.value.message
     assert "same svdpp version" in caught.value.hint
 
 

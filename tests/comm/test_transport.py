@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from svdpp.comm.transport import Packet, Transfer, Transport, tensor_spec
+from svdpp.comm.packet import Packet, tensor_spec
+from svdpp.comm.transport import Transfer, Transport
 from svdpp.config import TensorSpec
 from svdpp.errors import TransportError
-from svdpp.launch.started import RankContext
+from svdpp.launch.group import RankContext
+from svdpp.plan.schedule import connect_rounds
 from tests.processes import run_ranks
 
 pytestmark = pytest.mark.processes
@@ -37,7 +39,7 @@ def _transport(context: RankContext, transfers: list[Transfer]) -> Transport:
     transport = Transport(
         context.world.rank, torch.device("cpu"), context.backend, transfers.append
     )
-    transport.connect([(r, r + 1) for r in range(context.world.size - 1)])
+    transport.connect(connect_rounds((r, r + 1) for r in range(context.world.size - 1)))
     return transport
 
 

@@ -7,7 +7,6 @@ import os
 import signal
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from svdpp.config import DEMO_SAMPLING, ModelConfig, PipelineConfig, SamplingCon
 from svdpp.diagnostics import decode_chunk
 from svdpp.diagnostics.decode_chunk import DecodeMemory, _peak, measure_decode
 from svdpp.errors import OutOfMemoryError, RequestError
-from svdpp.launch.started import StartedGroup
+from svdpp.launch import fork_server
 from tests.cli.shell import DEMO, PHOTO, TINY, svdpp_alone
 
 MEMORY = DecodeMemory(num_frames=25, one_frame=100, each_in_chunk=50, each_kept=1, free=0)
@@ -86,7 +85,7 @@ def test_a_measurement_that_runs_out_of_memory(
 ) -> None:
     monkeypatch.setattr(decode_chunk, "_measure", ending)
     # Started anew, a process would not have the change.
-    monkeypatch.setattr(decode_chunk, "StartedGroup", partial(StartedGroup, start_method="fork"))
+    monkeypatch.setattr(fork_server, "start_method", lambda device: "fork")  # noqa: ARG005
     config = PipelineConfig(world_size=1, model=ModelConfig(name="demo"))
     with pytest.raises(OutOfMemoryError, match=words) as caught:
         measure_decode(config)

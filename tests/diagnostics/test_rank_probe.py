@@ -11,7 +11,7 @@ from svdpp.diagnostics import rank_probe
 from svdpp.diagnostics.memory_estimate import estimate_ranks
 from svdpp.driver.pipeline import resolve
 from svdpp.errors import InputError, RankError
-from svdpp.launch.started import RankContext
+from svdpp.launch.group import RankContext
 from svdpp.plan.schedule import build_schedule
 
 

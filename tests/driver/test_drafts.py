@@ -118,7 +118,7 @@ def _lab(config: PipelineConfig, seed: int) -> DraftSimulator:
     spec = LatentSpec(shape=SHAPE, dtype="fp32", dims="BCFHW")
     model = DummyModel(spec, num_steps, torch.device("cpu"))
     torch.set_num_threads(config.num_threads)
-    return DraftSimulator(model, model.encode(None, seed), num_steps)
+    return DraftSimulator(model, model.encode({}, seed), num_steps)
 
 
 @pytest.mark.processes

@@ -41,7 +41,7 @@ def test_a_frozen_rank_is_named_and_not_its_waiting_neighbour() -> None:
     stall = liveness.stall(12.0)
     assert stall is not None
     assert stall.rank == 1
-    assert "frozen for 11 s" in stall.reason
+    assert stall.reason == "has sent no heartbeat for 11 s"
     assert liveness.position(1) == COMPUTING
 
 
@@ -124,6 +124,52 @@ def test_a_rank_that_loads_for_too_long_is_named() -> None:
     stall = liveness.stall(61.0)
     assert stall is not None
     assert (stall.rank, stall.reason) == (2, "did not get ready within 60 s")
+
+
+def test_no_heartbeat_is_missed_before_a_rank_has_joined() -> None:
+    """CUDA's initialisation may hold Python's lock for long."""
+    liveness = _liveness(joined=False)
+    liveness.heard(2, Heartbeat(), 0.0)
+    _heartbeats_until(liveness, 59, {0: Heartbeat(), 1: Heartbeat()})
+    assert liveness.stall(59.0) is None
+    liveness.heard(0, JOINED, 59.0)
+    liveness.heard(1, JOINED, 59.0)
+    stall = liveness.stall(61.0)
+    assert stall is not None
+    assert stall.rank == 2
+    assert stall.reason.startswith("did not get ready within 60 s")
+
+
+def test_a_link_that_does_not_open_is_named_with_both_ends() -> None:
+    liveness = _liveness(joined=False)
+    opening = {
+        0: Heartbeat(phase="opening its link with rank 1", peer=1),
+        1: Heartbeat(phase="opening its link with rank 0", peer=0),
+    }
+    _heartbeats_until(liveness, 61, opening)
+    liveness.heard(2, JOINED, 61.0)
+    stall = liveness.stall(61.0)
+    assert stall is not None
+    assert stall.rank == 0
+    assert stall.reason == "did not finish opening its link with rank 1 within 60 s"
+    assert "NCCL_P2P_DISABLE=1" in stall.hint
+    assert "PIPELINE_BACKEND=gloo" in stall.hint
+
+
+def test_a_rank_that_still_loads_is_named_before_those_that_wait_for_its_link() -> None:
+    liveness = _liveness(joined=False)
+    heartbeats = {
+        0: Heartbeat(phase="opening its link with rank 1", peer=1),
+        1: Heartbeat(phase="loading the model"),
+        2: Heartbeat(phase="opening its link with rank 1", peer=1),
+    }
+    _heartbeats_until(liveness, 61, heartbeats)
+    stall = liveness.stall(61.0)
+    assert stall is not None
+    assert (stall.rank, stall.reason) == (
+        1,
+        "did not get ready within 60 s (loading the model)",
+    )
 
 
 def test_the_place_follows_the_steps() -> None:

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from svdpp.comm.transport import Packet
+from svdpp.comm.packet import Packet
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SamplingConfig, TensorSpec
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import InputError, RankError
+from svdpp.models import determinism
 from svdpp.plan.actions import Action, Kind
 from svdpp.worker.fault_injection import InjectedFault
 from svdpp.worker.latent_checkpoints import LatentCheckpoints, prune, saved_steps
@@ -98,10 +99,10 @@ def _wait_until_kept(folder: Path, key: str, step: int) -> None:
 
 @pytest.mark.processes
 def test_steps_done_before_are_not_done_again(tmp_path: Path, uninterrupted: list[str]) -> None:
-    checkpoints = LatentCheckpoints(tmp_path, {"memory_format": "contiguous", **_here()})
+    checkpoints = LatentCheckpoints(tmp_path, _here())
     requests = [replace(request, done_steps=14) for request in _requests()]
     for clip, key in enumerate(KEYS):
-        checkpoints.keep(key, Packet(clip, 14, time.time(), {"latents": _latent_after(14, clip)}))
+        checkpoints.save(key, Packet(clip, 14, time.time(), {"latents": _latent_after(14, clip)}))
     pipeline = Pipeline(_config(4), latents_folder=str(tmp_path))
     steps: list[tuple[int, str]] = []
     pipeline.observe(
@@ -118,7 +119,7 @@ def test_steps_done_before_are_not_done_again(tmp_path: Path, uninterrupted: lis
 
 
 def _here() -> dict[str, Any]:
-    return {"cpu_capability": torch.backends.cpu.get_cpu_capability()}
+    return determinism.conditions("cpu")
 
 
 def _latent_after(steps: int, seed: int) -> torch.Tensor:
@@ -126,7 +127,7 @@ def _latent_after(steps: int, seed: int) -> torch.Tensor:
     from svdpp.models.dummy import DummyModel
 
     model = DummyModel(LatentSpec(shape=SHAPE, dims="BCFHW"), 28, torch.device("cpu"))
-    latent = model.encode(None, seed)["latents"]
+    latent = model.encode({}, seed)["latents"]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     for step in range(steps):
@@ -152,7 +153,7 @@ def _load(checkpoints: LatentCheckpoints, step: int = 7) -> Packet:
 def test_a_packet_comes_back_as_another_runs_clip(tmp_path: Path) -> None:
     checkpoints = LatentCheckpoints(tmp_path / "new", CONDITIONS)
     packet = _packet()
-    checkpoints.keep(KEYS[0], packet)
+    checkpoints.save(KEYS[0], packet)
     back = _load(checkpoints)
     assert (back.clip, back.next_step, back.begun_at, back.tombstone) == (9, 7, 12.5, False)
     assert list(back.tensors) == list(packet.tensors)
@@ -162,8 +163,8 @@ def test_a_packet_comes_back_as_another_runs_clip(tmp_path: Path) -> None:
 def test_a_later_hand_over_takes_the_place_of_the_earlier(tmp_path: Path) -> None:
     checkpoints = LatentCheckpoints(tmp_path, CONDITIONS)
     for key in KEYS:
-        checkpoints.keep(key, _packet(7))
-    checkpoints.keep(KEYS[0], _packet(14))
+        checkpoints.save(key, _packet(7))
+    checkpoints.save(KEYS[0], _packet(14))
     assert (saved_steps(tmp_path, KEYS[0]), saved_steps(tmp_path, KEYS[1])) == ([14], [7])
     prune(tmp_path, KEYS[0])
     assert (saved_steps(tmp_path, KEYS[0]), saved_steps(tmp_path, KEYS[1])) == ([], [7])
@@ -174,12 +175,12 @@ def test_nothing_is_kept_in_a_folder_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_a_file_that_does_not_fit_is_refused(tmp_path: Path) -> None:
-    LatentCheckpoints(tmp_path, {"cpu_capability": "elsewhere"}).keep(KEYS[0], _packet())
+    LatentCheckpoints(tmp_path, {"cpu_capability": "elsewhere"}).save(KEYS[0], _packet())
     with pytest.raises(InputError, match=r"conditions are .*elsewhere.* not .*here") as caught:
         _load(LatentCheckpoints(tmp_path, CONDITIONS))
     assert "delete" in caught.value.hint
     other = Packet(3, 7, 0.0, {"latents": torch.zeros(2, 4), "ids": torch.ones(1).bfloat16()})
-    LatentCheckpoints(tmp_path, CONDITIONS).keep(KEYS[0], other)
+    LatentCheckpoints(tmp_path, CONDITIONS).save(KEYS[0], other)
     with pytest.raises(InputError, match="tensors are"):
         _load(LatentCheckpoints(tmp_path, CONDITIONS))
 
@@ -187,7 +188,7 @@ def test_a_file_that_does_not_fit_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("damage", ["cut", "bit", "text", "gone"])
 def test_a_damaged_file_is_refused(damage: str, tmp_path: Path) -> None:
     checkpoints = LatentCheckpoints(tmp_path, CONDITIONS)
-    checkpoints.keep(KEYS[0], _packet())
+    checkpoints.save(KEYS[0], _packet())
     (path,) = tmp_path.iterdir()
     data = bytearray(path.read_bytes())
     if damage == "cut":
@@ -199,5 +200,5 @@ def test_a_damaged_file_is_refused(damage: str, tmp_path: Path) -> None:
         path.write_text("<html>")
     else:
         path.unlink()
-    with pytest.raises(InputError, match="the hand-over"):
+    with pytest.raises(InputError, match="the latent checkpoint"):
         _load(checkpoints)

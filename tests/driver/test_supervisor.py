@@ -10,7 +10,7 @@ from svdpp.driver import supervisor
 from svdpp.driver.liveness import Liveness
 from svdpp.driver.supervisor import Supervisor
 from svdpp.errors import Interrupted, RankError, TransportError, error_to_dict
-from svdpp.launch.started import RankLocation
+from svdpp.launch.group import RankLocation
 from svdpp.worker.messages import Event, Failed, Finished, Joined
 
 

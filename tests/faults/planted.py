@@ -22,8 +22,11 @@ from typing import Any
 def main() -> None:
     from svdpp.__main__ import main as svdpp
     from svdpp.driver import pipeline
+    from svdpp.launch import fork_server
 
     plan = json.loads(Path(sys.argv.pop(1)).read_text())
+    if "start_method" in plan:
+        fork_server.start_method = lambda device: plan["start_method"]  # noqa: ARG005
     pipeline.Pipeline = _injected(plan)  # type: ignore[misc]
     svdpp()
 
@@ -42,7 +45,6 @@ def _injected(plan: dict[str, Any]) -> type:
                 )
             if "stop" in plan:
                 options["fault"] = InjectedStop(**plan["stop"])
-            options.setdefault("start_method", plan.get("start_method", "forkserver"))
             super().__init__(config, **options)
             self.observe(lambda rank, event: note(rank=rank, **event.model_dump()))
 

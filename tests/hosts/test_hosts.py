@@ -123,7 +123,7 @@ def test_a_cut_cable_ends_both_sides_and_the_run_goes_on_later(
     for job in jobs:
         root_cause = job.err.partition("Root Cause")[2]
         assert re.search(r"\n +exitcode +: 6 ", root_cause), job.err
-    lost = r"error: rank 1 \(cpu of host1\) has not been heard of for 4 s at clip \d"
+    lost = r"error: rank 1 \(cpu of host1\) has sent no heartbeat for 4 s at clip \d"
     assert re.search(lost, jobs[0].err), jobs[0].err
     assert jobs[0].err.count("error: rank") == 1
     silent = r"error: nothing has reached rank 0 \(host0\) for 4 s: rank 1 \(cpu of host1\) ends at"

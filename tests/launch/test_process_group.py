@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
+import torch.distributed as dist
 
-from svdpp.errors import RequestError
+from svdpp.errors import RankError, RequestError
 from svdpp.launch.process_group import (
     check_devices,
     choose_backend,
+    destroy,
     device_of_rank,
 )
 
@@ -37,10 +41,22 @@ def test_backends_that_cannot_carry_latents_are_refused(device: str, backend: st
         choose_backend(device, 2, {"PIPELINE_BACKEND": backend})
 
 
-def test_ranks_take_the_gpu_of_their_number_or_share_one() -> None:
-    assert device_of_rank("cuda", 3) == "cuda:3"
-    assert device_of_rank("cuda:0", 3) == "cuda:0"
-    assert device_of_rank("cpu", 3) == "cpu"
+def test_ranks_take_the_gpu_of_their_number_or_share_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert device_of_rank("cuda", 3, 4) == "cuda:3"
+    assert device_of_rank("cuda:0", 3, 4) == "cuda:0"
+    assert device_of_rank("cpu", 3, 4) == "cpu"
+
+
+def test_a_task_that_sees_one_gpu_has_that_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm with --gpus-per-task=1 shows each task its own GPU as cuda:0."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert [device_of_rank("cuda", rank, 4) for rank in range(4)] == ["cuda:0"] * 4
+    check_devices("cuda", 4, launched=True)
+    with pytest.raises(RequestError, match="4 CUDA devices asked for, 1 found"):
+        check_devices("cuda", 4)
 
 
 def test_missing_gpus_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,3 +68,19 @@ def test_missing_gpus_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
         check_devices("cuda", 3)
     with pytest.raises(RequestError, match="device cuda:2 asked for, 2 found"):
         check_devices("cuda:2", 1)
+
+
+def test_leaving_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ncclCommDestroy may wait for a peer for ever."""
+    never = threading.Event()
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "destroy_process_group", never.wait)
+    try:
+        with pytest.raises(RankError, match="did not close within 0 s"):
+            destroy(0.05)
+    finally:
+        never.set()
+
+
+def test_there_is_nothing_to_leave_before_a_group_was_joined() -> None:
+    destroy(0.0)

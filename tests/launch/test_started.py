@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from svdpp.launch.started import RankContext, StartedGroup
+from svdpp.launch.group import RankContext
+from svdpp.launch.started import StartedGroup
 from tests.processes import run_ranks
 
 pytestmark = pytest.mark.processes

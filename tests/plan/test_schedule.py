@@ -20,6 +20,7 @@ from svdpp.plan.schedule import (
     Schedule,
     build_schedule,
     check_schedule,
+    connect_rounds,
     data_parallel_routes,
 )
 from svdpp.plan.split import StepRange, split_steps
@@ -384,3 +385,25 @@ def test_a_list_with_two_actions_swapped_is_caught_or_is_as_good(
                 steps_done[action.clip] = action.start
             assert steps_done.get(action.clip) == action.start, f"rank {rank} at {action}"
             steps_done[action.clip] = action.end
+
+
+LINKS = st.sets(
+    st.tuples(st.integers(0, 9), st.integers(0, 9)).filter(lambda pair: pair[0] != pair[1]),
+    max_size=30,
+)
+
+
+@given(links=LINKS)
+def test_links_open_in_rounds_of_disjoint_pairs(links: set[tuple[int, int]]) -> None:
+    rounds = connect_rounds(links)
+    assert sorted(pair for each in rounds for pair in each) == sorted(links)
+    for each in rounds:
+        ranks = [rank for pair in each for rank in pair]
+        assert len(set(ranks)) == len(ranks)
+    busiest = max((sum(rank in pair for pair in links) for rank in range(10)), default=0)
+    assert len(rounds) <= max(0, 2 * busiest - 1)
+
+
+def test_a_chain_of_any_length_opens_in_two_rounds() -> None:
+    rounds = connect_rounds((rank, rank + 1) for rank in range(7))
+    assert rounds == [[(0, 1), (2, 3), (4, 5), (6, 7)], [(1, 2), (3, 4), (5, 6)]]

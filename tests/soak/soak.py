@@ -175,12 +175,12 @@ def _growth(results: list[Path]) -> list[float]:
 
 def wrong_clips(folder: Path) -> list[int]:
     """Finished clips whose latent is not that of a plain loop in this process."""
-    determinism.make_deterministic(num_threads=CONFIG.num_threads, device="cpu")
+    determinism.apply_settings(num_threads=CONFIG.num_threads, device="cpu")
     shape, steps = CONFIG.model.dummy_latent_shape, CONFIG.sampling.num_inference_steps
     model = DummyModel(LatentSpec(shape=shape, dims="BCFHW"), steps, torch.device("cpu"))
     wrong = []
     for path in (folder / "done").iterdir():
-        latent = model.encode(None, int(path.stem))[LATENTS]
+        latent = model.encode({}, int(path.stem))[LATENTS]
         for step in range(steps):
             latent = model.denoiser({}, 0).forward(latent, step)
         if tensor_sha256(latent) != json.loads(path.read_text())["latents_sha256"]:

@@ -6,14 +6,13 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from svdpp.config import ClipRequest, DraftConfig, OutputConfig
 from svdpp.media import video
 from svdpp.plan.draft import DraftPlan
-from svdpp.worker.clip_writer import ClipWriter
+from svdpp.worker.clip_writer import ClipWriter, WriterEvents
 from svdpp.worker.draft_results import DraftResults, Result
 from svdpp.worker.messages import ClipDone, ClipJob, DraftDone
 
@@ -28,14 +27,13 @@ class _Told:
     lost: list[str] = field(default_factory=list)
 
     def clip_writer(self) -> ClipWriter:
-        return ClipWriter(
-            self.events.append,
-            lambda _, error: self.lost.append(f"clip: {error}"),
-            lambda _, error: self.lost.append(f"draft: {error}"),
-            lambda error: self.lost.append(f"rank: {error!r}"),
-            {},
-            fps=7,
+        events = WriterEvents(
+            done=self.events.append,
+            lost=lambda _, error: self.lost.append(f"clip: {error}"),
+            draft_lost=lambda _, error: self.lost.append(f"draft: {error}"),
+            failed=lambda error: self.lost.append(f"rank: {error!r}"),
         )
+        return ClipWriter(events, {}, torch.device("cpu"), fps=7)
 
     @property
     def words(self) -> list[tuple[str, bool]]:
@@ -54,7 +52,7 @@ def _review_all(output: OutputConfig, accept_psnr_db: float | None = None) -> _T
         clip_writer,
     )
     for rank in (2, 1, 0):
-        latent, frames = torch.full((1, 2), rank), np.full((2, 32, 32, 3), 100 + rank, np.uint8)
+        latent, frames = torch.full((1, 2), rank), torch.full((2, 32, 32, 3), 100 + rank).byte()
         review.add(Result(rank=rank, latent=latent, frames=frames, seconds=1.0))
     clip_writer.finish()
     return told

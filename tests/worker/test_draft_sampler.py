@@ -131,7 +131,7 @@ def test_straight_paths_make_every_rank_exact(start_steps: tuple[int, ...]) -> N
 
 def test_slower_ranks_of_a_network_come_nearer() -> None:
     model = _network()
-    lab = DraftSimulator(model, model.encode(None, 0), N)
+    lab = DraftSimulator(model, model.encode({}, 0), N)
     start_steps = (0, 3, 5, 7)
     exact = lab.latent((0,))
     apart = [float((lab.latent(start_steps[:k]) - exact).abs().max()) for k in (4, 3, 2)]
@@ -142,7 +142,7 @@ def test_slower_ranks_of_a_network_come_nearer() -> None:
 def test_the_first_rank_is_the_sampler_itself() -> None:
     """On a real network, bit for bit."""
     model = _network()
-    tensors = model.encode(None, 0)
+    tensors = model.encode({}, 0)
     latent, sampler = tensors[LATENTS], model.denoiser(tensors, 0)
     for step in range(N):
         latent = sampler.forward(latent, step)

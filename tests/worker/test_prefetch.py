@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image
 
 from svdpp.config import ClipRequest, SamplingConfig
@@ -14,6 +15,12 @@ from svdpp.media import image as photos
 from svdpp.worker.prefetch import PhotoReader
 
 SAMPLING = SamplingConfig(height=16, width=24, num_frames=2)
+CPU = torch.device("cpu")
+
+
+def _first_pixel(image: Image.Image) -> dict[str, torch.Tensor]:
+    """In place of a model's preparation."""
+    return {"pixel": torch.tensor(image.getpixel((0, 0)))}
 
 
 @pytest.fixture
@@ -29,14 +36,12 @@ def _requests(paths: list[Path]) -> list[tuple[int, ClipRequest]]:
 
 
 def test_each_photograph_comes_fitted_to_its_own_clip(paths: list[Path]) -> None:
-    reader = PhotoReader(SAMPLING)
+    reader = PhotoReader(SAMPLING, _first_pixel, CPU)
     reader.expect(_requests(paths[:2]))
     reader.expect([(2, _requests(paths)[2][1]), (3, ClipRequest(seed=1))])
     for clip, shade in enumerate((10, 20, 30)):
-        image = reader.take(clip)
-        assert image is not None
-        assert image.getpixel((0, 0)) == (shade,) * 3
-    assert reader.take(3) is None
+        assert reader.take(clip)["pixel"].tolist() == [shade] * 3
+    assert reader.take(3) == {}
     reader.close()
 
 
@@ -52,25 +57,25 @@ def test_one_photograph_is_read_ahead_and_no_more(
             second.set()
         return photos.read_bytes(path)
 
-    reader = PhotoReader(SAMPLING, noting)
+    reader = PhotoReader(SAMPLING, _first_pixel, CPU, noting)
     reader.expect(_requests(paths))
     reader.take(0)
     assert second.wait(30)
-    reader._pool.submit(int).result()  # whatever had been given to the thread is done now
+    reader._thread.submit(int).result()  # whatever had been given to the thread is done now
     assert read == ["10", "20"]
     reader.close()
 
 
 def test_a_photograph_that_went_bad_spoils_no_other(paths: list[Path]) -> None:
-    reader = PhotoReader(SAMPLING)
+    reader = PhotoReader(SAMPLING, _first_pixel, CPU)
     paths[1].unlink()
     changed = ClipRequest(seed=0, image=str(paths[2]), image_sha256="0" * 64)
     requests = [*_requests(paths[:2]), (2, changed), (3, _requests(paths)[0][1])]
     reader.expect(requests)
-    assert reader.take(0) is not None
+    assert reader.take(0)
     with pytest.raises(InputError, match=r"20\.png"):
         reader.take(1)
     with pytest.raises(InputError, match="was changed after the run had begun"):
         reader.take(2)
-    assert reader.take(3) is not None
+    assert reader.take(3)
     reader.close()

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import torch
 from diffusers import StableVideoDiffusionPipeline
+from diffusers.pipelines.stable_video_diffusion.pipeline_stable_video_diffusion import (
+    _resize_with_antialiasing,
+)
 from diffusers.utils.torch_utils import randn_tensor
 from PIL import Image
 
@@ -19,11 +22,42 @@ IMAGE_LATENTS = "image_latents"
 IMAGE_EMBEDDING = "image_embedding"
 ADDED_TIME_IDS = "added_time_ids"
 
+# What `prepare_image` makes.
+_CLIP_PIXELS = "clip_pixels"
+_VAE_PIXELS = "vae_pixels"
+_CLIP_SIZE = (224, 224)
+
+
+@torch.no_grad()
+def prepare_image(
+    pipe: StableVideoDiffusionPipeline, image: Image.Image, sampling: SamplingConfig
+) -> Tensors:
+    """The part of stages 3 and 4 that diffusers does on the CPU: both resizes of the image.
+
+    The image encoder's resize works at the image's own size, and takes longer than the encoder.
+
+    Args:
+        pipe: any; its `video_processor` is used.
+        image: RGB, upright, any size; stretched to the sampling's height and width for the VAE.
+
+    Returns:
+        `clip_pixels` (1, 3, 224, 224) from 0 to 1, and `vae_pixels` (1, 3, H, W) from -1 to 1,
+        both float32 on the CPU.
+    """
+    processor = pipe.video_processor
+    pixels = processor.numpy_to_pt(processor.pil_to_numpy(image))
+    # As `_encode_image`: normalised for the resize, and back.
+    resized = _resize_with_antialiasing(pixels * 2.0 - 1.0, _CLIP_SIZE)
+    return {
+        _CLIP_PIXELS: (resized + 1.0) / 2.0,
+        _VAE_PIXELS: processor.preprocess(image, height=sampling.height, width=sampling.width),
+    }
+
 
 @torch.no_grad()
 def encode_image(
     pipe: StableVideoDiffusionPipeline,
-    image: Image.Image,
+    prepared: Tensors,
     *,
     seed: int,
     sampling: SamplingConfig,
@@ -34,7 +68,7 @@ def encode_image(
 
     Args:
         pipe: with image encoder, feature extractor, VAE encoder and scheduler.
-        image: RGB, upright, any size; stretched to the sampling's height and width.
+        prepared: by `prepare_image`.
         seed: of a CPU generator, the only kind that draws the same numbers for every device.
         sampling: resolved, so that the number of frames is known.
         latent_channels: of the UNet's output, 4 for SVD.
@@ -47,10 +81,8 @@ def encode_image(
     """
     generator = torch.Generator("cpu").manual_seed(seed)
     # Guidance doubles each of these with a half of zeros; the halves are added where they are used.
-    embedding = pipe._encode_image(image, device, 1, False)
-    pixels = pipe.video_processor.preprocess(
-        image, height=sampling.height, width=sampling.width
-    ).to(device)
+    embedding = pipe._encode_image(prepared[_CLIP_PIXELS], device, 1, False)
+    pixels = prepared[_VAE_PIXELS].to(device)
     # First draw: the augmentation noise, in the pixels' float32.
     noise = randn_tensor(pixels.shape, generator=generator, device=device, dtype=pixels.dtype)
     pixels = pixels + sampling.noise_aug_strength * noise

@@ -103,22 +103,28 @@ def load_parts(
 
 
 def lay_channels_last(module: torch.nn.Module) -> None:
-    """Lays the 2-d convolutions' weights out with channels last; 3-d ones have no such format."""
+    """Stores the convolutions' weights with channels last: Conv2d as NHWC, Conv3d as NDHWC."""
+    formats = ((torch.nn.Conv2d, torch.channels_last), (torch.nn.Conv3d, torch.channels_last_3d))
     for layer in module.modules():
-        if isinstance(layer, torch.nn.Conv2d):
-            layer.weight.data = layer.weight.data.contiguous(memory_format=torch.channels_last)
+        for kind, memory_format in formats:
+            if isinstance(layer, kind):
+                layer.weight.data = layer.weight.data.contiguous(memory_format=memory_format)
 
 
-def load_feature_extractor(checkpoint: Checkpoint) -> Any:
-    """The CLIP image processor that diffusers' own pipeline would end up with here.
+def feature_extractor_name(checkpoint: Checkpoint) -> str:
+    """The class of CLIP image processor that diffusers' own pipeline would use here.
 
     transformers 5 has it twice, on torchvision (`CLIPImageProcessor`) and on PIL. Without
     torchvision the first name gives the second class with a warning, so it is asked for by name.
     """
-    named = "CLIPImageProcessor" if is_torchvision_available() else "CLIPImageProcessorPil"
     if checkpoint.feature_extractor_class == "CLIPImageProcessorPil":
-        named = checkpoint.feature_extractor_class
-    cls = getattr(transformers, named)
+        return checkpoint.feature_extractor_class
+    return "CLIPImageProcessor" if is_torchvision_available() else "CLIPImageProcessorPil"
+
+
+def load_feature_extractor(checkpoint: Checkpoint) -> Any:
+    """The CLIP image processor; see `feature_extractor_name`."""
+    cls = getattr(transformers, feature_extractor_name(checkpoint))
     with _library_errors("feature_extractor", checkpoint):
         return cls.from_pretrained(checkpoint.folder / "feature_extractor", local_files_only=True)
 

@@ -9,12 +9,18 @@ from diffusers import StableVideoDiffusionPipeline
 from PIL import Image
 
 from svdpp.config import ModelConfig, SamplingConfig, TensorSpec
-from svdpp.models.base import LATENTS, Frames, Tensors
+from svdpp.models.base import LATENTS, Tensors
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.svd import load
 from svdpp.models.svd.decode import decode_latent
 from svdpp.models.svd.denoise import SvdDenoiser
-from svdpp.models.svd.encode import ADDED_TIME_IDS, IMAGE_EMBEDDING, IMAGE_LATENTS, encode_image
+from svdpp.models.svd.encode import (
+    ADDED_TIME_IDS,
+    IMAGE_EMBEDDING,
+    IMAGE_LATENTS,
+    encode_image,
+    prepare_image,
+)
 
 
 class SvdModel:
@@ -61,12 +67,16 @@ class SvdModel:
         }
         return {name: TensorSpec(shape, self._dtype) for name, shape in shapes.items()}
 
-    def encode(self, image: Image.Image | None, seed: int) -> Tensors:
+    def prepare(self, image: Image.Image) -> Tensors:
+        """See `prepare_image`."""
+        return prepare_image(self._pipe, image, self._sampling)
+
+    def encode(self, prepared: Tensors, seed: int) -> Tensors:
         """See `encode_image`."""
-        assert image is not None, "SVD animates an image"
+        assert prepared, "SVD animates an image"
         return encode_image(
             self._pipe,
-            image,
+            prepared,
             seed=seed,
             sampling=self._sampling,
             latent_channels=self._checkpoint.latent_channels,
@@ -78,13 +88,13 @@ class SvdModel:
         scheduler = load.new_scheduler(self._checkpoint)
         return SvdDenoiser(self._parts.unet, scheduler, tensors, self._sampling, start)
 
-    def decode(self, latent: torch.Tensor) -> Frames:
+    def decode(self, latent: torch.Tensor) -> torch.Tensor:
         """See `decode_latent`."""
         return decode_latent(self._pipe, latent, self._sampling)
 
     @property
     def frames_shape(self) -> tuple[int, int, int, int]:
-        """As asked for: F, H, W, 3."""
+        """F, H, W, 3."""
         return self._sampling.frames, self._sampling.height, self._sampling.width, 3
 
 

@@ -1,0 +1,65 @@
+"""Owns the meaning of what gloo, NCCL and CUDA raise during a transfer: whose fault it is."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+from svdpp.errors import DeviceError, OutOfMemoryError, TransportError
+
+# Such as: Cuda failure 2 'out of memory'
+_NCCL_CUDA = re.compile(r"Cuda failure(?: \d+)? '([^']*)'", re.IGNORECASE)
+
+
+@contextlib.contextmanager
+def named(what: str) -> Iterator[None]:
+    """Turns a backend's RuntimeError into an error that says `what` was attempted.
+
+    Memory that runs out and errors of the GPU are the rank's own: only the rest is a
+    `TransportError`, which the parent may trace back to another rank.
+
+    Raises:
+        torch.OutOfMemoryError: as it came; the caller knows which action needed the memory.
+        OutOfMemoryError, DeviceError, TransportError: see above.
+    """
+    try:
+        yield
+    except TransportError as error:
+        raise TransportError(f"could not {what}: {error.message}", error.hint) from error
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise _translated(error, what) from error
+
+
+def _translated(error: RuntimeError, what: str) -> Exception:
+    text = str(error).strip()
+    cuda = _NCCL_CUDA.search(text)
+    if cuda is not None and "out of memory" in cuda[1].lower():
+        return OutOfMemoryError(
+            f"out of GPU memory in NCCL: could not {what}",
+            "fewer frames, a smaller --height and --width, or --memory-opt leave NCCL more",
+        )
+    if cuda is not None or isinstance(error, torch.AcceleratorError):
+        return DeviceError(
+            f"could not {what}: CUDA error: {cuda[1] if cuda else _first_line(text)}",
+            "the GPU or its driver failed: see `nvidia-smi -q` and `dmesg | grep Xid`",
+        )
+    return TransportError(f"could not {what}: {_reason(error, text)}")
+
+
+def _reason(error: RuntimeError, text: str) -> str:
+    """The first line; of NCCL also what it calls the last error, which is the real cause."""
+    first = _first_line(text)
+    _, found, last = text.partition("Last error:")
+    if isinstance(error, dist.DistBackendError) and found and last.strip():
+        return f"{first} (last error: {_first_line(last)})"
+    return first
+
+
+def _first_line(text: str) -> str:
+    return text.strip().splitlines()[0] if text.strip() else "no reason given"

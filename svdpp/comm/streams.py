@@ -1,0 +1,144 @@
+"""Owns CUDA streams and every copy between a device and the host; on the CPU, plain calls.
+
+No other module makes a stream, waits for one, or copies a tensor from a device (a test holds that).
+Three rules make the copies safe beside queued kernels:
+
+- Memory that a side stream fills is allocated in that stream's context: the caching allocator ties
+  a block to a stream, and a block of another stream may still be in use by queued kernels.
+- `record_stream` is called where a second stream uses such memory.
+- Each thread that copies has one stream for its whole life: memory is cached per stream, and
+  torch's pool of 32 streams would alias if one were made per message.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+#: What a side stream waits for before it touches a tensor: an event; None on the CPU.
+Mark = torch.cuda.Event | None
+
+
+def use_device(device: torch.device) -> None:
+    """Makes `device` the current one of this thread; the first call in each thread of a rank."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+def one_thread(name: str, device: torch.device) -> ThreadPoolExecutor:
+    """A pool of one thread whose current device is `device`."""
+    return ThreadPoolExecutor(
+        max_workers=1, thread_name_prefix=name, initializer=use_device, initargs=(device,)
+    )
+
+
+def mark(device: torch.device) -> Mark:
+    """A mark behind all work that this thread has queued on its current stream so far."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def wait_for_queue(device: torch.device) -> None:
+    """Waits until the device has done all that is queued on this thread's current stream."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+class SideStream:
+    """A stream beside the one that denoises, used by one thread for its whole life.
+
+    Args:
+        device: of the rank.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    @contextlib.contextmanager
+    def beside(self, after: Mark = None) -> Iterator[None]:
+        """Queues the block's work on this stream, behind `after`; returns when it is done."""
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.stream(self._stream):
+            if after is not None:
+                self._stream.wait_event(after)
+            yield
+            self._stream.synchronize()
+
+    def to_host(self, tensor: torch.Tensor, after: Mark = None) -> torch.Tensor:
+        """`tensor` in (pinned) host memory, complete; the tensor itself if it is there already.
+
+        Args:
+            tensor: contiguous; kept alive by the caller until this returns.
+            after: behind which the tensor is complete.
+        """
+        if tensor.is_cpu:
+            return tensor
+        with self.beside(after):
+            host = self.host_buffer(tensor.shape, tensor.dtype)
+            host.copy_(tensor, non_blocking=True)
+        return host
+
+    def to_device(self, host: torch.Tensor) -> torch.Tensor:
+        """`host` on the device, complete; itself on the CPU. See `lend` before it is used."""
+        if self._stream is None:
+            return host
+        with self.beside():
+            tensor = torch.empty_like(host, device=self._device)
+            tensor.copy_(host, non_blocking=True)
+        return tensor
+
+    def empty(self, num_bytes: int) -> torch.Tensor:
+        """Memory on the device that this stream may fill at once; for use within `beside`."""
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+
+    def host_buffer(self, shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Host memory, pinned where a device copies to or from it."""
+        return torch.empty(shape, dtype=dtype, pin_memory=self._stream is not None)
+
+
+def lend(tensor: torch.Tensor) -> None:
+    """Tells the allocator that the caller's current stream uses memory of another stream."""
+    if tensor.is_cuda:
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+
+class Readback:
+    """A flag on the device and the moment at which it was reached, read without stopping the queue.
+
+    Args:
+        device: whose current stream is at that point when this is made.
+        flag: a bool tensor of one element; None: only the moment counts.
+    """
+
+    def __init__(self, device: torch.device, flag: torch.Tensor | None = None) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._host: torch.Tensor | None = flag
+        if device.type == "cuda":
+            if flag is not None:
+                self._host = torch.empty((), dtype=torch.bool, pin_memory=True)
+                self._host.copy_(flag, non_blocking=True)
+            self._event = torch.cuda.Event(enable_timing=True)
+            self._event.record(torch.cuda.current_stream(device))
+        self._at = time.monotonic()
+
+    def wait(self) -> bool:
+        """Waits until the device has reached this point; the flag, True if there is none."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host is None or bool(self._host)
+
+    def seconds_since(self, before: Readback) -> float:
+        """Seconds of the device between two points that it has reached."""
+        if self._event is not None and before._event is not None:
+            return float(before._event.elapsed_time(self._event)) / 1000
+        return self._at - before._at

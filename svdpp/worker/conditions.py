@@ -1,0 +1,39 @@
+"""Owns what this rank's bits depend on beside the request, and which GPU it has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from svdpp.config import PipelineConfig
+from svdpp.launch import gpus
+from svdpp.models import determinism
+from svdpp.models.checkpoint import Checkpoint
+
+
+def conditions_of(
+    config: PipelineConfig, checkpoint: Checkpoint | None, device: str
+) -> dict[str, Any]:
+    """What all ranks must have in common, and what is recorded with every hash.
+
+    Args:
+        config: of the run.
+        checkpoint: None for the dummy model.
+        device: this rank's, with CUDA initialised if it is a GPU.
+    """
+    found = determinism.conditions(device, channels_last=config.model.channels_last)
+    if device.startswith("cuda"):
+        found["driver"] = gpus.driver_version()
+    if checkpoint is not None:
+        from svdpp.models.svd.load import feature_extractor_name  # imports diffusers
+
+        found["feature_extractor"] = feature_extractor_name(checkpoint)
+    return found
+
+
+def gpu_uuid(device: str) -> str | None:
+    """The UUID of this rank's GPU; None on the CPU."""
+    if not device.startswith("cuda"):
+        return None
+    return str(torch.cuda.get_device_properties(torch.device(device)).uuid)

@@ -1,0 +1,39 @@
+"""Owns how a rank takes its device: the first thing that its main thread does."""
+
+from __future__ import annotations
+
+import torch
+
+from svdpp.comm import streams
+from svdpp.config import PipelineConfig
+from svdpp.errors import OutOfMemoryError, RequestError
+from svdpp.launch import process_group
+from svdpp.launch.world import World
+from svdpp.models import determinism
+
+
+def take_device(config: PipelineConfig, world: World) -> torch.device:
+    """Chooses this rank's device, makes it the thread's current one, and applies the settings.
+
+    Raises:
+        RequestError: the device cannot be used.
+        OutOfMemoryError: it has no room for a CUDA context.
+    """
+    name = process_group.device_of_rank(config.device, world.local_rank, world.local_size)
+    device = torch.device(name)
+    try:
+        streams.use_device(device)
+    except (AssertionError, RuntimeError) as error:
+        reason = (str(error).strip().splitlines() or ["no reason given"])[0]
+        if "out of memory" in reason:
+            raise OutOfMemoryError(
+                f"{name} has no room for a CUDA context (about 0.5 GB)",
+                "nvidia-smi shows which processes hold its memory",
+            ) from error
+        raise RequestError(
+            f"{name} cannot be used: {reason}", "svdpp doctor shows which devices work"
+        ) from error
+    determinism.apply_settings(
+        num_threads=config.num_threads, device=name, deterministic=config.deterministic
+    )
+    return device

@@ -1,0 +1,79 @@
+"""Ranks whose bits may differ are refused before they load anything, or marked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SamplingConfig
+from svdpp.driver.device_check import DeviceCheck
+from svdpp.driver.pipeline import Pipeline
+from svdpp.errors import RequestError
+from svdpp.worker.messages import Event, Started
+
+H100: dict[str, Any] = {"gpu": "H100", "cudnn": 91002, "driver": "580.1"}
+
+
+def _started(uuid: str | None, conditions: dict[str, Any] = H100) -> Started:
+    return Started(device="cuda:0", uuid=uuid, conditions=conditions)
+
+
+def _check(events: list[Started], *, backend: str = "nccl", allow_mixed: bool = False) -> bool:
+    check = DeviceCheck(len(events), backend, allow_mixed=allow_mixed)
+    for rank, event in reversed(list(enumerate(events))):
+        check(rank, event)
+    return check.is_mixed
+
+
+def test_equal_gpus_are_well() -> None:
+    assert not _check([_started("GPU-1"), _started("GPU-2"), _started("GPU-3")])
+
+
+def test_two_ranks_on_one_gpu_are_refused_under_nccl_alone() -> None:
+    twice = [_started("GPU-1"), _started("GPU-2"), _started("GPU-1")]
+    with pytest.raises(RequestError, match=r"ranks 0 and 2 have the same GPU \(GPU-1\)"):
+        _check(twice)
+    assert not _check(twice, backend="gloo")
+    assert not _check([_started(None), _started(None)], backend="gloo")
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ({"gpu": "A100"}, "rank 1 has gpu A100, rank 0 has H100"),
+        ({"cudnn": 90100}, "rank 1 has cudnn 90100, rank 0 has 91002"),
+        ({"driver": "570.2"}, "rank 1 has driver 570.2, rank 0 has 580.1"),
+    ],
+)
+def test_differing_devices_are_refused_by_name(other: dict[str, Any], words: str) -> None:
+    events = [_started("GPU-1"), _started("GPU-2", {**H100, **other})]
+    with pytest.raises(RequestError, match=words) as caught:
+        _check(events)
+    assert "--allow-mixed-devices" in caught.value.hint
+    assert _check(events, allow_mixed=True)
+
+
+@pytest.mark.processes
+def test_clips_of_mixed_devices_are_not_called_exact() -> None:
+    config = PipelineConfig(
+        world_size=2,
+        model=ModelConfig(name="dummy", dummy_latent_shape=(1, 4, 2, 8, 8)),
+        sampling=SamplingConfig(num_inference_steps=2),
+        allow_mixed_devices=True,
+    )
+    pipeline = Pipeline(config)
+    conditions: list[dict[str, Any]] = []
+
+    def as_if_mixed(rank: int, event: Event) -> None:  # noqa: ARG001
+        if isinstance(event, Started):
+            conditions.append(event.conditions)
+            pipeline._devices.is_mixed = True
+
+    pipeline.observe(as_if_mixed)
+    with pipeline:
+        (result,) = pipeline.run([ClipRequest(seed=0)], [{"exact": True}])
+    assert result.record["exact"] == "unproven"
+    assert [each["cpu_capability"] for each in conditions] == [
+        result.record["conditions"]["cpu_capability"]
+    ] * 2

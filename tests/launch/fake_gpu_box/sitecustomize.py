@@ -1,0 +1,77 @@
+"""Makes each Python process look like one on a machine with two GPUs, as far as its start goes.
+
+Python imports this first if its folder is on PYTHONPATH. The first call of each kind that would
+initialise CUDA in a process is written to the file that FAKE_GPU_RECORD names: process id, and what
+it was. As in torch, a process that was forked after its parent initialised CUDA cannot use it.
+"""
+
+import os
+import sys
+import types
+
+import torch
+import torch.accelerator
+
+_state = {"initialised": False, "bad_fork": False}
+_noted: set[tuple[int, str]] = set()
+
+
+def _note(what: str) -> None:
+    if (os.getpid(), what) not in _noted:
+        _noted.add((os.getpid(), what))
+        with open(os.environ["FAKE_GPU_RECORD"], "a") as file:
+            file.write(f"{os.getpid()} {what}\n")
+
+
+def _initialise(what: str) -> None:
+    if _state["bad_fork"]:
+        _note("bad fork")
+        raise RuntimeError("Cannot re-initialize CUDA in forked subprocess.")
+    _state["initialised"] = True
+    _note(what)
+
+
+def _get_device_count() -> int:
+    _initialise("counts devices")
+    return 2
+
+
+def _set_device(device: torch.device) -> None:
+    _initialise(f"takes {device}")
+    raise RuntimeError("this is no GPU")
+
+
+def _creates_a_context(*_: object) -> None:
+    _initialise("creates a context")
+
+
+def _after_fork() -> None:
+    _state["bad_fork"] = _state["initialised"]
+
+
+def _fake_nvml() -> types.ModuleType:
+    """Two GPUs with 80 GB each, 70 of them free."""
+    module = types.ModuleType("pynvml")
+    module.NVMLError = RuntimeError
+    module.nvmlInit = module.nvmlShutdown = lambda: None
+    module.nvmlSystemGetDriverVersion = lambda: "999.0"
+    module.nvmlDeviceGetCount = lambda: 2
+    module.nvmlDeviceGetHandleByIndex = lambda index: index
+    module.nvmlDeviceGetUUID = lambda index: f"GPU-{index}"
+    module.nvmlDeviceGetName = lambda index: "Fake GPU"  # noqa: ARG005
+    module.nvmlDeviceGetCudaComputeCapability = lambda index: (9, 0)  # noqa: ARG005
+    memory = types.SimpleNamespace(total=80 * 10**9, free=70 * 10**9, used=10 * 10**9)
+    module.nvmlDeviceGetMemoryInfo = lambda index: memory  # noqa: ARG005
+    return module
+
+
+sys.modules["pynvml"] = _fake_nvml()
+os.register_at_fork(after_in_child=_after_fork)
+torch._C._cuda_getDeviceCount = _get_device_count
+torch._C._cuda_getCurrentRawStream = lambda *_: 0  # libraries import it if CUDA is compiled in
+torch.cuda._is_compiled = lambda: True
+torch.cuda._device_count_nvml = lambda: 2
+torch.cuda.set_device = _set_device
+torch.cuda.mem_get_info = _creates_a_context
+torch.cuda.get_device_properties = _creates_a_context
+torch.accelerator.current_accelerator = lambda *_, **__: torch.device("cuda")

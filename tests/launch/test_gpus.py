@@ -1,0 +1,89 @@
+"""Which GPUs a process may use, in CUDA's order, read without CUDA."""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from svdpp.errors import RequestError
+from svdpp.launch import gpus
+
+UUIDS = ["GPU-aa11", "GPU-ab22", "GPU-cc33", "GPU-dd44"]
+ALIKE = ["A100"] * 4
+MIXED = ["A100", "H100", "A100", "A100"]
+
+
+@pytest.mark.parametrize(
+    ("visible", "order"),
+    [
+        (None, [0, 1, 2, 3]),
+        ("0,1", [0, 1]),
+        ("2,0", [2, 0]),
+        ("GPU-cc33,GPU-aa", [2, 0]),
+        ("1, 3", [1, 3]),
+        ("", []),
+        ("-1", []),
+        ("0,9,1", [0]),
+        ("GPU-a,0", []),  # two begin so
+        ("1,1,2", [1]),
+    ],
+)
+def test_the_order_is_cudas(visible: str | None, order: list[int]) -> None:
+    environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert gpus._visible_order(UUIDS, ALIKE, environment) == order
+
+
+def test_gpus_of_several_kinds_need_an_order() -> None:
+    with pytest.raises(RequestError, match="their order is not sure") as caught:
+        gpus._visible_order(UUIDS, MIXED, {})
+    assert caught.value.hint == "export CUDA_DEVICE_ORDER=PCI_BUS_ID"
+    by_bus = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    assert gpus._visible_order(UUIDS, MIXED, by_bus) == [0, 1, 2, 3]
+    by_uuid = {"CUDA_VISIBLE_DEVICES": "GPU-ab22,GPU-aa11"}
+    assert gpus._visible_order(UUIDS, MIXED, by_uuid) == [1, 0]
+
+
+def test_slices_are_refused_by_name() -> None:
+    with pytest.raises(RequestError, match="MIG slice 'MIG-1'"):
+        gpus._visible_order(UUIDS, ALIKE, {"CUDA_VISIBLE_DEVICES": "MIG-1"})
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver that knows two GPUs, of which CUDA shows the second first."""
+    nvml: Any = types.SimpleNamespace(
+        nvmlDeviceGetCount=lambda: 2,
+        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetUUID=UUIDS.__getitem__,
+        nvmlDeviceGetName=ALIKE.__getitem__,
+        nvmlDeviceGetCudaComputeCapability=lambda _: (8, 0),
+        nvmlDeviceGetMemoryInfo=lambda index: types.SimpleNamespace(total=100, free=10 + index),
+        nvmlSystemGetDriverVersion=lambda: "580.1",
+    )
+
+    @contextlib.contextmanager
+    def known() -> Iterator[Any]:
+        yield nvml
+
+    monkeypatch.setattr(gpus, "_nvml", known)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_free_memory_is_that_of_the_gpu_that_cuda_means() -> None:
+    assert [gpus.free_bytes(f"cuda:{index}") for index in (0, 1)] == [11, 10]
+    assert [gpu.uuid for gpu in gpus.visible_gpus()] == ["GPU-ab22", "GPU-aa11"]
+    assert gpus.driver_version() == "580.1"
+    with pytest.raises(RequestError, match="device cuda:2 asked for, 2 GPUs found"):
+        gpus.free_bytes("cuda:2")
+
+
+def test_a_machine_without_a_driver_has_none() -> None:
+    if gpus.driver_version() is not None:
+        pytest.skip("this machine has an NVIDIA driver")
+    assert gpus.visible_gpus() == []
+    assert gpus.peer_access() == []
