@@ -7,6 +7,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEMO := demo-out
 ARGS ?=
+FOR ?= 3.12
 
 # pip shows its progress on a terminal; in a log, only its errors.
 QUIET := $(if $(MAKE_TERMOUT),,-qq)
@@ -18,7 +19,8 @@ NO_RANKS := lint.flake8-tidy-imports.banned-api={ \
 
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long test-full soak lint format types imports docs check-docs clean
+.PHONY: help demo test test-long test-full test-gpu rehearse-gpu offline-bundle soak \
+  lint format types imports docs check-docs clean
 
 help: ## Show these targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | \
@@ -39,6 +41,15 @@ test-long: $(STAMP) ## Run the fault table, and other tests that take long
 
 test-full: $(STAMP) ## Run what CI leaves out: whole grids of tests
 	$(BIN)/python -m pytest -m full $(ARGS)
+
+test-gpu: $(STAMP) ## Run the GPU tests (docs/gpu.md); BUNDLE=FOLDER without a network
+	$(BIN)/python -m pytest -m gpu tests/gpu $(ARGS)
+
+rehearse-gpu: $(STAMP) ## Run the code of the GPU tests on the CPU, with small models
+	SVDPP_GPU_REHEARSAL=1 SVDPP_GPU_REPORT=build $(BIN)/python -m pytest -m gpu tests/gpu $(ARGS)
+
+offline-bundle: $(STAMP) ## Collect the wheels that the GPU tests need: FOR=3.12 [ONLY=name,name]
+	$(BIN)/python -m tests.gpu.offline_bundle --python $(FOR) $(if $(ONLY),--only $(ONLY)) bundle
 
 soak: $(STAMP) ## Kill and resume a run again and again, for half an hour
 	$(BIN)/python -m tests.soak.soak $(ARGS)
@@ -70,7 +81,17 @@ clean: ## Remove caches, builds and the demo's clips; the virtual environment st
 	find . -path ./$(VENV) -prune -o -path ./.git -prune -o \
 	  -type d -name __pycache__ -exec rm -rf {} +
 
-# The environment is made once, and brought up to date when what it is made from changes.
+# The environment is made once, and updated when what it is made from changes. With BUNDLE it takes
+# the packages of PYTHON's own environment, torch among them, and the wheels in that folder.
+ifdef BUNDLE
+$(STAMP): $(BUNDLE)
+	$(PYTHON) -m venv --clear $(VENV)
+	@packages=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \
+	  $(PYTHON) -c 'import site; print(*site.getsitepackages(), sep="\n")' > $$packages/outer.pth; \
+	  echo "$(CURDIR)" >> $$packages/outer.pth
+	$(BIN)/python -m pip install $(QUIET) --no-index --no-deps $(BUNDLE)/*.whl
+	@touch $@
+else
 $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -c 'import pip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 	  $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
@@ -81,3 +102,4 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "Installing the tested set into $(VENV): PyTorch is large, the first time takes minutes."
 	@$(BIN)/python -m pip install $(QUIET) --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
+endif

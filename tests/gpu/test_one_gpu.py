@@ -1,0 +1,217 @@
+"""What one GPU can show: exactness, links, faults and the command line, on the small model."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from svdpp.comm import streams
+from svdpp.comm.packet import Packet, tensor_spec
+from svdpp.comm.transport import Transport
+from svdpp.config import ClipRequest, TensorSpec
+from svdpp.driver.pipeline import Pipeline
+from svdpp.errors import RankError
+from svdpp.launch.group import RankContext
+from svdpp.launch.started import StartedGroup
+from svdpp.media.examples import example_photos
+from svdpp.plan.schedule import connect_rounds
+from svdpp.verification.verify import compare, run_pipelined, run_sequential
+from svdpp.worker.fault_injection import InjectedFault
+from svdpp.worker.messages import Event, StepDone
+from tests.gpu.machine import Machine, Report
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
+
+PHOTOS = [str(path) for path in example_photos()]
+
+
+def _requests(count: int) -> list[ClipRequest]:
+    return [ClipRequest(seed=clip, image=PHOTOS[clip % len(PHOTOS)]) for clip in range(count)]
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["torch-settings", "deterministic"])
+def test_three_ranks_on_one_gpu_are_exact(
+    machine: Machine, report: Report, tmp_path: Path, deterministic: bool
+) -> None:
+    num_clips = 3 if machine.is_rehearsal else 6
+    config = machine.config(3, split="dithered", deterministic=deterministic)
+    run_pipelined(config, _requests(num_clips), tmp_path)
+    run_sequential(config, _requests(num_clips), tmp_path)
+    result = compare(config, num_clips, tmp_path)
+    name = f"demo model, 3 ranks on {machine.shared}, deterministic {deterministic}"
+    report.add(name, bitwise=result.bitwise, checks=len(result.checks))
+    assert result.bitwise, result.first_difference
+
+
+def test_an_injected_ulp_is_caught_where_it_is(machine: Machine, tmp_path: Path) -> None:
+    config = machine.config(3)
+    run_pipelined(config, _requests(2), tmp_path, fault=InjectedFault("ulp", 1, 1))
+    run_sequential(config, _requests(2), tmp_path)
+    difference = compare(config, 2, tmp_path).first_difference
+    assert difference is not None
+    assert (difference.clip, difference.rank, difference.max_ulp) == (1, 1, 1)
+
+
+def test_a_draft_on_one_gpu_is_exact_on_rank_0(machine: Machine, tmp_path: Path) -> None:
+    from svdpp.config import DraftConfig
+
+    config = machine.config(2, draft=DraftConfig(start_steps=(0, 3)))
+    run_pipelined(config, _requests(2), tmp_path)
+    run_sequential(config, _requests(2), tmp_path)
+    assert compare(config, 2, tmp_path).bitwise
+
+
+def test_a_clip_goes_on_from_a_latent_checkpoint_with_other_ranks(
+    machine: Machine, tmp_path: Path
+) -> None:
+    key = "a" * 64
+    (request,) = _requests(1)
+    config = machine.config(3, checksum=True)
+    with Pipeline(config) as pipeline:
+        (whole,) = pipeline.run([request])
+    kept = replace(request, latents_key=key)
+    stopped = InjectedFault("raise", 2, 0)
+    pipeline = Pipeline(config, latents_folder=str(tmp_path), fault=stopped)
+    with pytest.raises(RankError), pipeline:
+        pipeline.run([kept])
+    steps = sorted(int(path.stem.rpartition("step")[2]) for path in tmp_path.iterdir())
+    assert steps
+    resumed = replace(kept, done_steps=steps[-1])
+    other = machine.config(2, checksum=True)
+    with Pipeline(other, latents_folder=str(tmp_path)) as pipeline:
+        (result,) = pipeline.run([resumed])
+    assert result.record["latents_sha256"] == whole.record["latents_sha256"]
+    assert result.record["frames_sha256"] == whole.record["frames_sha256"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_a_rank_that_is_gone_is_named(
+    machine: Machine, report: Report, number: signal.Signals
+) -> None:
+    config = machine.config(3, heartbeat_timeout_seconds=4.0)
+    pipeline = Pipeline(config)
+    began: list[float] = []
+
+    def strike(rank: int, event: Event) -> None:
+        if rank == 1 and isinstance(event, StepDone) and not began:
+            began.append(time.monotonic())
+            pids: list[int] = pipeline._supervisor._group.pids  # type: ignore[union-attr]
+            os.kill(pids[1], number)
+
+    pipeline.observe(strike)
+    with pytest.raises(RankError, match="rank 1 "), pipeline:
+        pipeline.run(_requests(3))
+    seconds = time.monotonic() - began[0]
+    report.add(f"rank 1 by {number.name}", seconds_until_the_run_ended=seconds)
+    assert seconds < 30
+
+
+def test_the_command_makes_clips_and_proves_one(machine: Machine, tmp_path: Path) -> None:
+    steps = "4"
+    options = ["--model", "demo", "--device", machine.shared, "--gpus", "2", "--steps", steps]
+    _svdpp("run", PHOTOS[0], *options, "--out", str(tmp_path), "--split", "dithered")
+    (clip,) = tmp_path.glob("astronaut_0*.json")
+    proved = json.loads(_svdpp("verify", str(clip), "--json"))
+    assert proved["equal"] is True
+    record = json.loads(clip.read_text())
+    assert record["exact"] is True
+    if not machine.is_rehearsal:
+        assert {"gpu", "cudnn", "driver", "matmul_tf32"} <= record["conditions"].keys()
+
+
+def test_doctor_finds_nothing_wrong(machine: Machine, tmp_path: Path) -> None:
+    _svdpp("doctor", "--model", "demo", "--device", machine.shared, "--gpus", "2",
+           "--out", str(tmp_path))  # fmt: skip
+
+
+def _svdpp(*arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "svdpp", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+# NCCL between processes on one card.
+
+NUM_PACKETS, PACKET_FLOATS = 50, 475_000  # 1.9 MB, as SVD-XT's packet in fp16
+
+
+def _payload(clip: int, device: torch.device) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(clip)
+    return torch.randn(PACKET_FLOATS, generator=generator).to(device)
+
+
+def _relay_over_nccl(context: RankContext, device_name: str) -> None:
+    """Passes packets on beneath busy matmuls; the last rank reports the hashes."""
+    device, rank = torch.device(device_name), context.world.rank
+    if device.type == "cuda":
+        # NCCL refuses two ranks of one host on one GPU: let each take itself for a host.
+        os.environ |= {"NCCL_HOSTID": f"rank{rank}", "NCCL_IB_DISABLE": "1"}
+    streams.use_device(device)
+    context.join()
+    transport = Transport(rank, device, context.backend, lambda _: None, checksum=True)
+    transport.connect(connect_rounds((r, r + 1) for r in range(context.world.size - 1)))
+    expected = {"latents": TensorSpec((PACKET_FLOATS,), "fp32")}
+    assert tensor_spec(_payload(0, device)) == expected["latents"]
+    matrix = torch.randn(2048 if device.type == "cuda" else 64, 2048, device=device)
+    copies, hashes, begun = streams.SideStream(device), [], time.monotonic()
+    for clip in range(NUM_PACKETS):
+        if rank:
+            packet = transport.post_receive(clip, 1, rank - 1, expected).wait()
+        else:
+            packet = Packet(clip, 1, 0.0, {"latents": _payload(clip, device)})
+        for _ in range(20):
+            matrix @ matrix.T
+        if rank + 1 < context.world.size:
+            transport.send(packet, rank + 1)
+        on_host = copies.to_host(packet.tensors["latents"], streams.mark(device))
+        hashes.append(hashlib.sha256(on_host.numpy().tobytes()).hexdigest())
+    transport.drain()
+    transport.close()
+    answer = {"hashes": hashes, "seconds": time.monotonic() - begun}
+    context.channel.send(json.dumps(answer).encode())
+
+
+def test_packets_cross_nccl_whole_beneath_matmuls(machine: Machine, report: Report) -> None:
+    backend = "gloo" if machine.is_rehearsal else "nccl"
+    group = StartedGroup(
+        _relay_over_nccl, machine.shared, world_size=3, backend=backend, device=machine.shared
+    )
+    answers: dict[int, Any] = {}
+    try:
+        deadline = time.monotonic() + 180
+        while len(answers) < 3:
+            assert time.monotonic() < deadline, f"only ranks {sorted(answers)} answered"
+            answers |= {rank: json.loads(message) for rank, message in group.poll(0.5)}
+            for rank, code in group.exited().items():
+                assert not code, group.last_words(rank)
+        begun = time.monotonic()
+        assert group.end(30)
+        ended = time.monotonic() - begun
+    finally:
+        group.kill()
+    cpu = torch.device("cpu")
+    hashes = [hashlib.sha256(_payload(c, cpu).numpy().tobytes()).hexdigest() for c in range(50)]
+    assert all(answers[rank]["hashes"] == hashes for rank in range(3))
+    report.add(
+        f"{NUM_PACKETS} packets of 1.9 MB over {backend}, 3 processes on {machine.shared}",
+        all_whole=True,
+        seconds=answers[2]["seconds"],
+        seconds_to_end=ended,
+    )
