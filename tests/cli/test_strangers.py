@@ -132,13 +132,13 @@ OUTSIDE = json.dumps(
 DPM = ["diffusers", "DPMSolverMultistepScheduler"]
 MODEL_FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "unet missing": (lambda model: (model / UNET).unlink(), f"{UNET} is missing"),
-    "unet truncated": (cut, f"{UNET} is truncated"),
+    "unet truncated": (cut, f"{UNET} is damaged or cut short"),
     "unet a web page": (replace(UNET, HTML), f"{UNET} is a web page"),
-    "unet of endless header": (replace(UNET, ENDLESS), f"{UNET} is not a safetensors file"),
+    "unet of endless header": (replace(UNET, ENDLESS), f"{UNET} is damaged or cut short"),
     "unet a pipe": (replace(UNET, os.mkfifo), f"{UNET} is missing"),
     "unet a link outside": (
         replace(UNET, lambda path: path.symlink_to("/etc/passwd")),
-        f"{UNET} is not a safetensors file",
+        f"{UNET} is damaged or cut short",
     ),
     "shards outside": (
         replace(UNET, lambda path: put(Path(f"{path}.index.json"), OUTSIDE)),

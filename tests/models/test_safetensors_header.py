@@ -133,26 +133,25 @@ def test_one_changed_byte_is_a_header_or_a_fault(
 
 
 @pytest.mark.parametrize(
-    ("content", "phrase"),
+    "content",
     [
-        (wrap(b'{"a":' + b"[" * 100_000), "valid JSON"),
-        (wrap(b'{"a":' * 100_000), "valid JSON"),
-        (wrap(b'{"a":1' + b"0" * 9000 + b"}"), "valid JSON"),
-        (wrap(b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}}', 8), "gaps"),
-        (
-            wrap(b'{"a":{"dtype":"U8","shape":[' + b"281474976710655," * 9999 + b"1]}}"),
-            "no known dtype, shape",
-        ),
-        (wrap(b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}}', 4), "do not fit"),
-        (struct.pack("<Q", 2**63) + b"{}", "is not a safetensors file"),
-        (struct.pack("<Q", 99_999_999) + b"{}", "is truncated"),
+        wrap(b'{"a":' + b"[" * 100_000),
+        wrap(b'{"a":' * 100_000),
+        wrap(b'{"a":1' + b"0" * 9000 + b"}"),
+        wrap(b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}}', 8),
+        wrap(b'{"a":{"dtype":"U8","shape":[' + b"281474976710655," * 9999 + b"1]}}"),
+        wrap(b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}}', 4),
+        struct.pack("<Q", 2**63) + b"{}",
+        struct.pack("<Q", 99_999_999) + b"{}",
     ],
+    ids=["deep list", "deep object", "huge number", "gap", "huge shape", "misfit", "2^63", "short"],
 )
-def test_hostile_header(tmp_path: Path, content: bytes, phrase: str) -> None:
+def test_hostile_header(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "x.safetensors"
     path.write_bytes(content)
-    with pytest.raises(ModelError, match=phrase):
+    with pytest.raises(ModelError, match="is damaged or cut short") as caught:
         read_safetensors_header(path)
+    assert len(caught.value.message) < 400
 
 
 def test_absent_file_is_a_fault(tmp_path: Path) -> None:
