@@ -163,7 +163,7 @@ def _measure(setup: _Setup) -> DecodeMemory:
     knobs = replace(config.sampling, min_guidance_scale=1.0, max_guidance_scale=1.0)
 
     def peak(frames: int, chunk: int) -> int:
-        part = model.resampled(replace(knobs, num_frames=frames, decode_chunk_size=chunk))
+        part = model.with_sampling(replace(knobs, num_frames=frames, decode_chunk_size=chunk))
         shape = part.packet_spec()[LATENTS].shape
         latent = torch.zeros(shape, dtype=dtype, device=model.device)
         with out_of_memory_named(decode(0, 0), chunk):
