@@ -35,7 +35,7 @@ def run_ranks(
                 results[rank] = json.loads(message)
             failed = [rank for rank, code in group.exited().items() if code]
             if failed:
-                raise AssertionError(f"rank {failed[0]}:\n{group.last_words(failed[0])}")
+                raise AssertionError(f"rank {failed[0]}:\n{group.output_tail(failed[0])}")
             assert time.monotonic() < deadline, f"only {sorted(results)} of {world_size} answered"
         assert group.end(20), f"ranks did not end: {group.exited()}"
     finally:

@@ -103,7 +103,7 @@ def measure_decode(config: PipelineConfig) -> DecodeMemory:
         world_size=1,
         backend="gloo",
         device=config.device,
-        preload=[fork_server.ENGINE, fork_server.SVD],  # as for the ranks that follow
+        preload=[fork_server.RANK_MODULE, fork_server.SVD_MODULE],  # as for the ranks that follow
     )
     try:
         answer = _wait(group, config.start_timeout_seconds + config.timeout_seconds)
@@ -130,7 +130,7 @@ def _wait(group: StartedGroup, seconds: float) -> dict[str, Any]:
         if ended:
             if ended[0] == -9:
                 raise OutOfMemoryError(f"{what} was killed: mostly, memory is out", _HINT)
-            raise RankError(f"{what} ended with {ended[0]}", details=group.last_words(0))
+            raise RankError(f"{what} ended with {ended[0]}", details=group.output_tail(0))
     raise RankError(f"{what} did not end within {seconds:.0f} s", "--timeout SECONDS")
 
 
@@ -163,7 +163,7 @@ def _measure(setup: _Setup) -> DecodeMemory:
     knobs = replace(config.sampling, min_guidance_scale=1.0, max_guidance_scale=1.0)
 
     def peak(frames: int, chunk: int) -> int:
-        part = model.resampled(replace(knobs, num_frames=frames, decode_chunk_size=chunk))
+        part = model.with_sampling(replace(knobs, num_frames=frames, decode_chunk_size=chunk))
         shape = part.packet_spec()[LATENTS].shape
         latent = torch.zeros(shape, dtype=dtype, device=model.device)
         with out_of_memory_named(decode(0, 0), chunk):

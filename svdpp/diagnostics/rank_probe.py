@@ -81,7 +81,7 @@ def ask_ranks(
         (question, argument),
         until=lambda: len(answers) == config.world_size,
         observers=(collect,),
-        preload=(fork_server.ENGINE,),
+        preload=(fork_server.RANK_MODULE,),
     )
     return [answers[rank] for rank in range(config.world_size)]
 

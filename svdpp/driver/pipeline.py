@@ -196,7 +196,7 @@ class Pipeline:
         Raises:
             RankError: one of them is not.
         """
-        self._launcher.join().check_there()
+        self._launcher.join().check_connected()
 
     def dismiss(self, error: BaseException | None = None) -> None:
         """Sends a launcher's other ranks away; instead of the block.

@@ -41,7 +41,10 @@ class RankLauncher:
             group = self.join()
             group.begin(rank_main, self._setup)
             return group
-        preload = [fork_server.ENGINE, *([fork_server.SVD] if self._setup.checkpoint else [])]
+        preload = [
+            fork_server.RANK_MODULE,
+            *([fork_server.SVD_MODULE] if self._setup.checkpoint else []),
+        ]
         return StartedGroup(
             rank_main,
             self._setup,
@@ -65,7 +68,7 @@ class RankLauncher:
                 backend=self._backend,
                 shared_settings=shared_settings(config, self._setup.checkpoint),
                 start_timeout=config.start_timeout_seconds,
-                silence=silence_limit(config),
+                peer_timeout=silence_limit(config),
             )
         return self._joined
 
@@ -99,6 +102,6 @@ class RankLauncher:
             backend=self._backend,
             shared_settings=shared_settings(config, self._setup.checkpoint),
             start_timeout=config.start_timeout_seconds,
-            silence=silence_limit(config),
+            peer_timeout=silence_limit(config),
             hooks=LaunchedRankHooks(name, world.rank, observers, answer, say),
         )

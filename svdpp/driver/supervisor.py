@@ -203,7 +203,7 @@ class Supervisor:
             f"{self._name(rank)} {cause}{describe_position(heartbeat.action, heartbeat.step)}",
             hint,
             picture=self._picture(rank, remark),
-            details=self._group.last_words(rank),
+            details=self._group.output_tail(rank),
         )
 
     def _name(self, rank: int) -> str:

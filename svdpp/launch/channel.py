@@ -1,4 +1,4 @@
-"""Owns the messages between a rank and the parent: bytes up, bytes down, never a latent."""
+"""Owns the message channel between a rank and the parent: reports up, commands down, no latents."""
 
 from __future__ import annotations
 
@@ -12,19 +12,23 @@ from typing import Protocol
 
 
 class Channel(Protocol):
-    """One end of the line between a rank and the parent."""
+    """One end of the connection between a rank and the parent."""
 
     def send(self, message: bytes) -> None:
-        """Sends a whole message; safe from several threads."""
+        """Sends a whole message. Several threads may call it."""
         ...
 
     def receive(self, timeout: float) -> bytes | None:
-        """The next message, or None after `timeout` seconds; EOFError when the line is dead."""
+        """Returns the next message, or None after `timeout` seconds.
+
+        Raises:
+            EOFError: the other end is closed.
+        """
         ...
 
 
 class PipeChannel:
-    """Over a pipe between processes of one machine, or a connection between hosts."""
+    """A channel over a pipe between processes of one machine, or over a socket between hosts."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
@@ -40,15 +44,15 @@ class PipeChannel:
         return self.connection.recv_bytes() if self.connection.poll(timeout) else None
 
     def close(self) -> None:
-        """Ends the line, at once."""
+        """Closes the connection at once."""
         self.connection.close()
 
 
 class QueuedChannel(PipeChannel):
-    """The parent's end of a pipe to a rank that reads only when it is done with what it has.
+    """The parent's end of a pipe; `send` queues the message for a thread and returns at once.
 
-    A pipe holds some hundred kilobytes, and a rank may be busy, or frozen, for long: `send` never
-    waits for it, a thread does.
+    A rank reads its pipe only between actions. A pipe holds a few hundred kilobytes, so a direct
+    write could block the parent for as long as the rank is busy or stalled.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -57,27 +61,27 @@ class QueuedChannel(PipeChannel):
         self._sender: threading.Thread | None = None
 
     def send(self, message: bytes) -> None:
-        """See `Channel`; a rank that is gone is no error here."""
+        """See `Channel`. Does not raise if the rank has ended."""
         with self._lock:
             if self._sender is None:
-                sender = threading.Thread(target=self._pass_on, name="sender", daemon=True)
+                sender = threading.Thread(target=self._send_queued, name="sender", daemon=True)
                 sender.start()
                 self._sender = sender
         self._messages.put(message)
 
     def close(self) -> None:
-        """See `PipeChannel.close`; what has not been sent by now is not sent."""
+        """See `PipeChannel.close`. Messages that are still queued are dropped."""
         if self.connection.closed:
             return
         self._messages.put(None)
         if self._sender is not None:
             descriptor = os.dup(self.connection.fileno())
             with contextlib.suppress(OSError), socket.socket(fileno=descriptor) as own:
-                own.shutdown(socket.SHUT_RDWR)  # wakes a sender that waits for the rank
+                own.shutdown(socket.SHUT_RDWR)  # unblocks a sender that waits for the rank to read
             self._sender.join()
         self.connection.close()
 
-    def _pass_on(self) -> None:
+    def _send_queued(self) -> None:
         with contextlib.suppress(OSError):
             while (message := self._messages.get()) is not None:
                 self.connection.send_bytes(message)

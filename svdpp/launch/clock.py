@@ -1,4 +1,4 @@
-"""Owns how far this host's clocks are ahead of rank 0's, which differ from host to host."""
+"""Owns the offset between this host's clocks and rank 0's."""
 
 from __future__ import annotations
 
@@ -9,50 +9,52 @@ from multiprocessing.connection import Connection
 
 from svdpp.launch.connections import receive
 
-_ROUNDS = 8
+_NUM_ROUNDS = 8
 _TIMES = struct.Struct("<dd")
 
 
 @dataclass(frozen=True)
 class Clock:
-    """What to take off this host's clocks to have rank 0's, in seconds.
+    """Seconds by which this host's clocks are ahead of rank 0's.
 
     Args:
-        monotonic_ahead: of the monotonic clock, which counts from each host's own start.
-        wall_ahead: of unix time.
+        monotonic_ahead: offset of the monotonic clock, which starts at zero when its host boots.
+        wall_ahead: offset of Unix time.
     """
 
     monotonic_ahead: float = 0.0
     wall_ahead: float = 0.0
 
 
-def compare(line: Connection, deadline: float) -> Clock:
-    """The clock of this end beside the other's, which runs `tell`.
+def compare(connection: Connection, deadline: float) -> Clock:
+    """Measures the offset to the clocks of the other end, which runs `answer`.
 
-    Cristian's algorithm: the answer that came back fastest was read halfway, to half its time.
+    Cristian's algorithm: the fastest of several round trips counts, and the other end is assumed to
+    have read its clocks halfway through it.
 
     Raises:
-        OSError, EOFError: the other end is gone, or does not answer by `deadline`, of this clock.
+        OSError, EOFError: the connection is closed, or there is no answer by `deadline`, a time of
+            this host's monotonic clock.
     """
-    best = float("inf")
+    fastest = float("inf")
     clock = Clock()
-    for _ in range(_ROUNDS):
-        begun = time.monotonic()
-        line.send_bytes(b"?")
-        monotonic, wall = _TIMES.unpack(receive(line, deadline, _TIMES.size))
-        took = time.monotonic() - begun
-        if took < best:
-            best = took
-            clock = Clock(begun + took / 2 - monotonic, time.time() - took / 2 - wall)
+    for _ in range(_NUM_ROUNDS):
+        start = time.monotonic()
+        connection.send_bytes(b"?")
+        monotonic, wall = _TIMES.unpack(receive(connection, deadline, _TIMES.size))
+        seconds = time.monotonic() - start
+        if seconds < fastest:
+            fastest = seconds
+            clock = Clock(start + seconds / 2 - monotonic, time.time() - seconds / 2 - wall)
     return clock
 
 
-def tell(line: Connection, deadline: float) -> None:
-    """Answers one `compare` at the other end.
+def answer(connection: Connection, deadline: float) -> None:
+    """Sends this host's clock times to the other end, which runs `compare`.
 
     Raises:
-        OSError, EOFError: the other end is gone, or does not ask by `deadline`.
+        OSError, EOFError: the connection is closed, or there is no request by `deadline`.
     """
-    for _ in range(_ROUNDS):
-        receive(line, deadline, 1)
-        line.send_bytes(_TIMES.pack(time.monotonic(), time.time()))
+    for _ in range(_NUM_ROUNDS):
+        receive(connection, deadline, 1)
+        connection.send_bytes(_TIMES.pack(time.monotonic(), time.time()))

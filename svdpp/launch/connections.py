@@ -1,8 +1,8 @@
-"""Owns the connections between rank 0 and ranks that others have started: one each, both ends.
+"""Owns the TCP connections between rank 0 and ranks that a launcher started: one per rank.
 
-They listen on one address, and begin with a secret that went through the launcher's store. A
-neighbour that is gone without a word, or cannot be reached, is noticed by the kernel: each end
-sends something every second, and what nobody acknowledges ends the connection.
+Rank 0 listens on one address. Address, port and a secret are in the launcher's store, and both ends
+prove that they know the secret. The kernel closes a connection whose host is down or unreachable:
+each end sends something every second, and the connection ends if nothing is acknowledged.
 """
 
 from __future__ import annotations
@@ -21,39 +21,39 @@ from typing import Any, Protocol
 
 from svdpp.errors import RankError
 
-#: What a message of rank 0's begins with, where it is no command; those begin with a brace.
+#: First byte of a control message from rank 0. Commands are JSON objects and begin with a brace.
 ASK, BEGIN, FILE, END = b"?", b"!", b"#", b"."
 
-_KEY = "svdpp/line"
+_KEY = "svdpp/rank_0"
 _HANDSHAKE_SECONDS = 10
 _POLL_SECONDS = 0.1
 _BACKLOG = 4096
 
 
 class Store(Protocol):
-    """What is needed of the launcher's store."""
+    """The methods of `torch.distributed.Store` that this module uses."""
 
     def set(self, key: str, value: str) -> None:
-        """Keeps `value`, in place of an older one."""
+        """Stores `value`; replaces an older one."""
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all of `keys` are kept."""
+        """Whether the store has all of `keys`."""
 
     def get(self, key: str) -> bytes:
-        """What is kept."""
+        """Returns the stored value."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankHello:
-    """Who is at the other end of rank 0's line, in its own words.
+    """The first message of a rank: who it is.
 
     Args:
-        rank: which one.
-        local_rank: its number on its host.
+        rank: number over all hosts.
+        local_rank: number on its host.
         host: the host's name.
         host_index: the host's number.
-        shared settings: what must be the same on every rank, by name.
-        error: why it cannot even begin, as a record; None where it can.
+        shared_settings: settings that must be equal on all ranks, by name.
+        error: why the rank cannot start, as `error_to_dict` gives it; None if it can.
     """
 
     rank: int
@@ -65,138 +65,141 @@ class RankHello:
 
 
 class RankListener:
-    """Rank 0's end: listens on one address, and takes each rank's line.
+    """Rank 0's end: listens on one address and accepts each rank's connection.
 
     Args:
-        store: where the ranks look for the address and the secret.
-        address: of this host.
-        silence: seconds after which a line on which nothing is acknowledged is given up.
+        store: where the ranks find the address and the secret.
+        address: an address of this host.
+        peer_timeout: seconds without an acknowledgement after which a connection is closed.
     """
 
-    def __init__(self, store: Store, address: str, silence: float) -> None:
-        self._silence = silence
+    def __init__(self, store: Store, address: str, peer_timeout: float) -> None:
+        self._peer_timeout = peer_timeout
         self._secret = secrets.token_bytes(32)
         self._socket = socket.create_server(
             (address, 0), family=_family(address), backlog=_BACKLOG, dualstack_ipv6=False
         )
         self._socket.settimeout(_POLL_SECONDS)
         port = self._socket.getsockname()[1]
-        place = {"address": address, "port": port, "secret": self._secret.hex()}
-        store.set(_KEY, json.dumps(place))
+        endpoint = {"address": address, "port": port, "secret": self._secret.hex()}
+        store.set(_KEY, json.dumps(endpoint))
 
     def accept(self) -> tuple[RankHello, Connection] | None:
-        """The next rank to call; None where none has for a moment, or it was none of ours."""
+        """Accepts the next rank; None if none connects within a moment or it is not one of ours."""
         try:
             accepted, _ = self._socket.accept()
         except TimeoutError:
             return None
-        line = _line(accepted, self._silence)
+        connection = _to_connection(accepted, self._peer_timeout)
         try:
-            with _in_time(line):
-                deliver_challenge(line, self._secret)
-                answer_challenge(line, self._secret)
-                return RankHello(**json.loads(line.recv_bytes())), line
+            with _handshake_deadline(connection):
+                deliver_challenge(connection, self._secret)
+                answer_challenge(connection, self._secret)
+                return RankHello(**json.loads(connection.recv_bytes())), connection
         except (OSError, EOFError, AuthenticationError, ValueError, TypeError):
-            line.close()
+            connection.close()
             return None
 
     def close(self) -> None:
-        """Listens no longer; the lines stay."""
+        """Stops listening; accepted connections stay open."""
         self._socket.close()
 
 
-def call(store: Store, hello: RankHello, *, silence: float, deadline: float) -> Connection:
-    """This rank's line to rank 0, whose listener may yet have to open.
+def connect(store: Store, hello: RankHello, *, peer_timeout: float, deadline: float) -> Connection:
+    """Connects this rank to rank 0, whose listener may open later.
 
-    What an earlier attempt of the launcher's has left in the store leads nowhere, and is tried
-    until rank 0 has put its own in the place.
+    The store may still hold the endpoint of an earlier attempt. Connecting to that one fails and is
+    repeated until rank 0 has stored its own.
 
     Args:
         store: the launcher's.
         hello: this rank.
-        silence: as for `RankListener`.
-        deadline: of the monotonic clock.
+        peer_timeout: as for `RankListener`.
+        deadline: a time of the monotonic clock.
 
     Raises:
-        RankError: rank 0 is not there in time, or the launcher's store is gone.
+        RankError: rank 0 does not listen in time, or the launcher's store is lost.
     """
     while time.monotonic() < deadline:
         try:
-            place = json.loads(store.get(_KEY)) if store.check([_KEY]) else None
+            endpoint = json.loads(store.get(_KEY)) if store.check([_KEY]) else None
         except RuntimeError as error:
             raise RankError(
-                f"rank {hello.rank} ({hello.host}) lost the launcher's store before rank 0 was "
-                "there",
-                "the host of rank 0 says why",
+                f"rank {hello.rank} ({hello.host}) lost the launcher's store before rank 0 started",
+                "see the output of rank 0 on its host",
             ) from error
-        if place is not None and (line := _try_to_call(place, hello, silence)) is not None:
-            return line
+        if endpoint is not None:
+            connection = _try_to_connect(endpoint, hello, peer_timeout)
+            if connection is not None:
+                return connection
         time.sleep(_POLL_SECONDS)
     raise RankError(
-        f"rank {hello.rank} ({hello.host}) found no rank 0 to report to",
-        "raise --start-timeout, or look for what keeps rank 0 from starting on its host",
+        f"rank {hello.rank} ({hello.host}) could not connect to rank 0 in time",
+        "raise --start-timeout, or check on the host of rank 0 why it does not start",
     )
 
 
-def receive(line: Connection, deadline: float, size: int | None = None) -> bytes:
-    """The next message, where both ends talk in turns.
+def receive(connection: Connection, deadline: float, max_bytes: int | None = None) -> bytes:
+    """Receives the next message, for exchanges in which both ends send in turn.
 
-    A process that is stopped goes on acknowledging: its silence is no matter of the kernel's.
+    The kernel's timeout does not cover a stopped process, whose host still acknowledges.
 
     Args:
-        line: to the other end.
-        deadline: of the monotonic clock.
-        size: the most that it can have, in bytes.
+        connection: to the other end.
+        deadline: a time of the monotonic clock.
+        max_bytes: the largest message to accept.
 
     Raises:
-        TimeoutError: none has come by then.
-        OSError, EOFError: none will, or it is larger.
+        TimeoutError: there is no message by the deadline.
+        OSError, EOFError: the connection is closed, or the message is larger.
     """
-    if not line.poll(max(0.0, deadline - time.monotonic())):
+    if not connection.poll(max(0.0, deadline - time.monotonic())):
         raise TimeoutError
-    return line.recv_bytes(size)
+    return connection.recv_bytes(max_bytes)
 
 
-def _try_to_call(place: dict[str, Any], hello: RankHello, silence: float) -> Connection | None:
-    target, secret = (place["address"], place["port"]), bytes.fromhex(place["secret"])
+def _try_to_connect(
+    endpoint: dict[str, Any], hello: RankHello, peer_timeout: float
+) -> Connection | None:
+    target, secret = (endpoint["address"], endpoint["port"]), bytes.fromhex(endpoint["secret"])
     try:
         connected = socket.create_connection(target, timeout=_HANDSHAKE_SECONDS)
     except OSError:
         return None
     connected.settimeout(None)
-    line = _line(connected, silence)
+    connection = _to_connection(connected, peer_timeout)
     try:
-        with _in_time(line):
-            answer_challenge(line, secret)
-            deliver_challenge(line, secret)
-            line.send_bytes(json.dumps(asdict(hello)).encode())
+        with _handshake_deadline(connection):
+            answer_challenge(connection, secret)
+            deliver_challenge(connection, secret)
+            connection.send_bytes(json.dumps(asdict(hello)).encode())
     except (OSError, EOFError, AuthenticationError):
-        line.close()
+        connection.close()
         return None
-    return line
+    return connection
 
 
-def _line(connected: socket.socket, silence: float) -> Connection:
+def _to_connection(connected: socket.socket, peer_timeout: float) -> Connection:
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(silence * 1000))
-    # For the end that only listens.
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(peer_timeout * 1000))
+    # TCP_USER_TIMEOUT covers only unacknowledged data; an end that only listens needs keepalive.
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, int(silence / 3)))
-    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, int(silence / 6)))
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, int(peer_timeout / 3)))
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, int(peer_timeout / 6)))
     connected.setblocking(True)
     return Connection(connected.detach())
 
 
 @contextlib.contextmanager
-def _in_time(line: Connection) -> Iterator[None]:
-    """Bounds each read in the block: a stranger could connect and say nothing."""
-    _set_read_timeout(line, _HANDSHAKE_SECONDS)
+def _handshake_deadline(connection: Connection) -> Iterator[None]:
+    """Bounds each read in the block: any process can connect to the port and send nothing."""
+    _set_read_timeout(connection, _HANDSHAKE_SECONDS)
     yield
-    _set_read_timeout(line, 0)
+    _set_read_timeout(connection, 0)
 
 
-def _set_read_timeout(line: Connection, seconds: int) -> None:
-    with socket.socket(fileno=line.fileno()) as view:
+def _set_read_timeout(connection: Connection, seconds: int) -> None:
+    with socket.socket(fileno=connection.fileno()) as view:
         view.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, 0))
         view.detach()
 

@@ -1,8 +1,8 @@
-"""Owns what the fork server imports, and its bond to the process that started it.
+"""Owns the imports of the fork server; ends the server when the process that started it ends.
 
-The server imports this one module. While it imports the others, which takes seconds, it looks at
-nothing else, so the kernel is asked to end it with its starter. Afterwards the server ends by
-itself when its starter does, and must not end with the thread that happened to start it.
+The server imports only this module, which then imports the others. That takes seconds, in which the
+server does not notice that its starter has ended, so the kernel kills it in that case. Afterwards
+the server notices it by itself, and must survive the thread that started it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 
 from svdpp.launch.process_lifetime import end_with_parent, outlive_parent
 
-#: In the server's environment: its starter's process id, which may be gone by now, and the modules.
+#: Environment variables of the server: the starter's process id, and the modules to import.
 STARTER = "SVDPP_FORK_SERVER_STARTER"
 MODULES = "SVDPP_FORK_SERVER_MODULES"
 
@@ -24,12 +24,12 @@ def _preload(starter: int, modules: str) -> None:
     for module in filter(None, modules.split(",")):
         importlib.import_module(module)
     outlive_parent()
-    # The garbage collector writes into every object that it looks at: each rank would end up with
-    # its own copy of them all.
+    # The garbage collector writes to every object it visits, which would copy their pages into
+    # every rank.
     gc.freeze()
-    # Python takes a second to tear torch down, and the run would seem to live on.
+    # Unloading torch takes Python a second, which would delay the end of the run.
     atexit.register(os._exit, 0)
 
 
-if STARTER in os.environ:  # not in the starter, which takes only the names from here
+if STARTER in os.environ:  # the starter itself imports this module only for the names above
     _preload(int(os.environ.pop(STARTER)), os.environ.pop(MODULES))

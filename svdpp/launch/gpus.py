@@ -1,7 +1,7 @@
-"""Owns which NVIDIA GPUs this process may use, through NVML: no CUDA context, no initialisation.
+"""Owns the list of NVIDIA GPUs that this process may use, read through NVML without CUDA.
 
-A parent process asks here: `torch.cuda` would create a context of some 0.5 GB on every card, and
-would make processes that are forked afterwards unable to use CUDA.
+The parent reads it here because `torch.cuda` would create a context of about 0.5 GB on every GPU,
+and processes that are forked afterwards could not use CUDA.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Gpu:
 
 
 def visible_gpus(environment: Mapping[str, str] = os.environ) -> list[Gpu]:
-    """The GPUs that CUDA would show this process, in its order; none without an NVIDIA driver.
+    """The GPUs that CUDA shows this process, in CUDA's order; none without an NVIDIA driver.
 
     Raises:
-        RequestError: their order cannot be known, or a name in CUDA_VISIBLE_DEVICES means none.
+        RequestError: the order is unknown, or CUDA_VISIBLE_DEVICES names a MIG slice.
     """
     with _nvml() as nvml:
         if nvml is None:
@@ -42,11 +42,11 @@ def visible_gpus(environment: Mapping[str, str] = os.environ) -> list[Gpu]:
         uuids = [nvml.nvmlDeviceGetUUID(handle) for handle in handles]
         names = [nvml.nvmlDeviceGetName(handle) for handle in handles]
         order = _visible_order(uuids, names, environment)
-        return [_read(nvml, handles[at], index) for index, at in enumerate(order)]
+        return [_read(nvml, handles[i], index) for index, i in enumerate(order)]
 
 
 def free_bytes(device: str) -> int:
-    """Bytes that no process uses of `cuda:N`.
+    """Free memory of `cuda:N`, in bytes.
 
     Raises:
         RequestError: there is no such GPU.
@@ -58,7 +58,7 @@ def free_bytes(device: str) -> int:
 
 
 def peer_access() -> list[list[bool]]:
-    """Whether each visible GPU (row) reads the memory of each other one (column) directly."""
+    """Whether each visible GPU (row) can read the memory of each other GPU (column) directly."""
     uuids = [gpu.uuid for gpu in visible_gpus()]
     with _nvml() as nvml:
         if nvml is None:
@@ -73,14 +73,14 @@ def peer_access() -> list[list[bool]]:
 
 
 def driver_version() -> str | None:
-    """Version of the NVIDIA driver; None without one."""
+    """Version of the NVIDIA driver; None if there is no driver."""
     with _nvml() as nvml:
         return None if nvml is None else str(nvml.nvmlSystemGetDriverVersion())
 
 
 @contextlib.contextmanager
 def _nvml() -> Iterator[Any]:
-    """The NVML module, initialised; None where there is no NVIDIA driver."""
+    """The initialised NVML module; None if there is no NVIDIA driver."""
     import pynvml
 
     try:
@@ -112,9 +112,9 @@ def _visible_order(
 ) -> list[int]:
     """NVML's index of each GPU that CUDA shows, in CUDA's order.
 
-    As the CUDA programming guide has it: a list of indices or of beginnings of UUIDs, which ends
-    at the first entry that means no GPU. NVML counts by bus; CUDA puts the fastest first unless
-    CUDA_DEVICE_ORDER is PCI_BUS_ID, which is the same where all are alike.
+    CUDA_VISIBLE_DEVICES lists indices or prefixes of UUIDs, and ends at the first entry that
+    matches no GPU (CUDA programming guide). NVML numbers GPUs by bus. CUDA numbers the fastest
+    first unless CUDA_DEVICE_ORDER is PCI_BUS_ID; if all GPUs are equal, both orders are the same.
     """
     listed = environment.get("CUDA_VISIBLE_DEVICES")
     entries = [str(i) for i in range(len(uuids))] if listed is None else listed.split(",")
@@ -128,18 +128,18 @@ def _visible_order(
             )
         if entry.isdecimal() and not by_bus and len(set(names)) > 1:
             raise RequestError(
-                f"GPUs of several kinds ({', '.join(sorted(set(names)))}): their order is not sure",
+                f"the GPUs differ ({', '.join(sorted(set(names)))}): CUDA's order is unknown",
                 "export CUDA_DEVICE_ORDER=PCI_BUS_ID",
             )
-        at = _index_of(entry, uuids)
-        if at is None or at in order:
+        index = _index_of(entry, uuids)
+        if index is None or index in order:
             break
-        order.append(at)
+        order.append(index)
     return order
 
 
 def _index_of(entry: str, uuids: Sequence[str]) -> int | None:
     if entry.isdecimal():
         return int(entry) if int(entry) < len(uuids) else None
-    matches = [at for at, uuid in enumerate(uuids) if entry and uuid.startswith(entry)]
+    matches = [index for index, uuid in enumerate(uuids) if entry and uuid.startswith(entry)]
     return matches[0] if len(matches) == 1 else None

@@ -1,4 +1,4 @@
-"""Owns what a group of ranks is, seen from the parent and from one rank, whoever started it."""
+"""Owns the interface to a group of ranks, for the parent and for each rank, with any launcher."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from svdpp.launch.world import World
 
 @dataclass(frozen=True)
 class RankContext:
-    """One rank's side of the group.
+    """A rank's view of the group.
 
     Args:
-        world: its place among the ranks.
-        backend: of the latents' transfers, `gloo` or `nccl`.
+        world: its rank and the sizes of the world.
+        backend: of the latent transfers, `gloo` or `nccl`.
         channel: to the parent.
-        join: joins the process group; blocks until all ranks are there.
-        leave: leaves the process group, before the process goes on to other work.
-        host: this host's name if a launcher started the ranks; else empty.
-        clock: this host's clock relative to rank 0's.
-        fetch: waits for the file that rank 0 was asked for; None on rank 0's own host.
+        join: joins the process group; blocks until all ranks have joined.
+        leave: leaves the process group, before the process starts other work.
+        host: this host's name if a launcher started the ranks; otherwise empty.
+        clock: this host's clocks relative to rank 0's.
+        fetch: waits for the file that this rank requested from rank 0; None on rank 0's host.
     """
 
     world: World
@@ -45,12 +45,12 @@ class RankLocation(NamedTuple):
     """The rank's number on that host."""
 
 
-#: What a rank runs: a module-level function of its context and of what it was given.
+#: The function that a rank runs, at module level; takes the context and one argument.
 Entry = Callable[[RankContext, Any], None]
 
 
 class Group(Protocol):
-    """The parent's side: ranks started here (`started`), or those of a launcher (`joined`)."""
+    """The parent's view: ranks that it started (`started`), or a launcher's ranks (`joined`)."""
 
     world_size: int
 
@@ -59,32 +59,33 @@ class Group(Protocol):
         ...
 
     def send(self, rank: int, message: bytes) -> None:
-        """Sends a message to `rank`; if it is gone, `exited` says so."""
+        """Sends a message to `rank`. Does not raise if the rank has ended; see `exited`."""
         ...
 
     def poll(self, timeout: float) -> list[tuple[int, bytes]]:
-        """Messages that have arrived, each with its rank; waits up to `timeout` seconds."""
+        """Waits up to `timeout` seconds for messages; returns them, each with its rank."""
         ...
 
     def exited(self) -> dict[int, int | None]:
-        """Exit code of every rank that has ended; minus the signal's number if one ended it.
+        """Exit code of every rank that has ended; minus the signal's number if a signal ended it.
 
-        None if only its launcher knows. Ranks are in the order in which they were seen to end.
+        None if only the launcher knows the code. A launcher's ranks come in the order in which
+        their end was noticed.
         """
         ...
 
-    def last_words(self, rank: int) -> str:
-        """The end of what `rank` and its libraries printed."""
+    def output_tail(self, rank: int) -> str:
+        """The end of the output of `rank` and its libraries."""
         ...
 
     def end(self, timeout: float) -> bool:
-        """Waits for ranks that have been told to stop; whether all ended without an error."""
+        """Waits for ranks that were commanded to stop; returns whether all ended without error."""
         ...
 
     def kill(self, error: BaseException | None = None) -> None:
-        """Ends every rank that is still there, and removes what was made for them.
+        """Ends every rank that still runs, and removes the group's temporary files.
 
         Args:
-            error: why, for ranks that outlive this; None: all is done.
+            error: the reason, sent to a launcher's ranks; None if all work is done.
         """
         ...

@@ -1,8 +1,8 @@
-"""Owns rank 0's view of ranks that torchrun or srun have started.
+"""Owns rank 0's view of ranks that torchrun or srun started.
 
-Each rank has one line to rank 0 (`lines`). Before the work begins rank 0 may ask one rank of each
-host; then all begin, and the line carries what `Channel` says. At the end, or when something
-breaks, rank 0 says so to all, so that no rank outlives the run.
+Each rank has one connection to rank 0 (`connections`). Before the work begins, rank 0 may query one
+rank of each host. Then all ranks begin, and each connection carries the messages of a `Channel`. At
+the end, or after a failure, rank 0 sends an END message to each rank: no rank outlives the run.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from svdpp.launch.world import World
 
 
 class JoinedGroup:
-    """The launcher's world, seen from its rank 0, whose own entry runs in a thread of this process.
+    """A launcher's ranks, seen from rank 0; its own entry runs in a thread of this process.
 
     Args:
         world: of rank 0.
-        backend: of the latents' wire.
-        shared settings: what must be the same on every rank, by name.
-        start_timeout: seconds for all ranks to call, and for each to answer what it is asked.
-        silence: seconds after which a host that acknowledges nothing is given up.
+        backend: of the latent transfers.
+        shared_settings: settings that must be equal on all ranks, by name.
+        start_timeout: seconds for all ranks to connect, and for a rank to answer a query.
+        peer_timeout: seconds without an acknowledgement after which a host counts as lost.
 
     Raises:
-        RequestError: no address that the hosts share, or a rank was started in another way.
-        RankError: a rank does not call in time.
-        SvdppError: what kept a rank from beginning.
+        RequestError: the hosts share no network address, or a rank has other settings.
+        RankError: a rank does not connect in time.
+        SvdppError: a rank cannot start; its own error.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class JoinedGroup:
         backend: str,
         shared_settings: Mapping[str, str],
         start_timeout: float,
-        silence: float,
+        peer_timeout: float,
     ) -> None:
         process_lifetime.end_with_parent()
         self.world_size = world.size
@@ -64,51 +64,52 @@ class JoinedGroup:
         self._start_timeout = start_timeout
         self._address, self._store = process_group.open_store(world, start_timeout)
         self._hellos: dict[int, RankHello] = {0: own}
-        self._lines: dict[int, PipeChannel] = {}
-        self._gone: dict[int, int | None] = {}
+        self._channels: dict[int, PipeChannel] = {}
+        self._exit_codes: dict[int, int | None] = {}
         self._token = secrets.token_hex(8)
         self._thread: threading.Thread | None = None
         self._failed = False
         try:
-            self._gather(time.monotonic() + start_timeout, silence)
+            self._accept_all(time.monotonic() + start_timeout, peer_timeout)
             self._check_shared_settings()
         except BaseException as error:
             self.kill(error)
             raise
 
-    def _gather(self, deadline: float, silence: float) -> None:
-        listener = RankListener(self._store, self._address, silence)
+    def _accept_all(self, deadline: float, peer_timeout: float) -> None:
+        listener = RankListener(self._store, self._address, peer_timeout)
         try:
             while missing := [r for r in range(self.world_size) if r not in self._hellos]:
                 if time.monotonic() > deadline:
                     raise RankError(
                         f"rank {missing[0]} never started within {self._start_timeout:.0f} s"
                         + (f", nor did {len(missing) - 1} others" if missing[1:] else ""),
-                        "is its host up, and can it reach this one? or raise --start-timeout",
+                        "check that its host is up and can reach this one, or raise "
+                        "--start-timeout",
                     )
                 if (accepted := listener.accept()) is not None:
                     self._welcome(*accepted, deadline)
         finally:
             listener.close()
 
-    def _welcome(self, hello: RankHello, line: Connection, deadline: float) -> None:
+    def _welcome(self, hello: RankHello, connection: Connection, deadline: float) -> None:
         if hello.error is not None:
             error = error_from_dict(hello.error)
             error.message = f"rank {hello.rank} ({hello.host}): {error.message}"
             raise error
         welcome = {"token": self._token, "host": self._hellos[0].host}
         try:
-            line.send_bytes(json.dumps(welcome).encode())
-            clock.tell(line, deadline)
+            connection.send_bytes(json.dumps(welcome).encode())
+            clock.answer(connection, deadline)
         except TimeoutError as error:
             raise RankError(
-                f"rank {hello.rank} ({hello.host}) called, and does not go on",
-                f"is it stopped, or {hello.host} down?",
+                f"rank {hello.rank} ({hello.host}) connected, but does not respond",
+                f"check whether the process is stopped or {hello.host} is down",
             ) from error
         except (OSError, EOFError):
-            line.close()  # it has ended again, or calls once more
+            connection.close()  # the rank has ended, or connects again
             return
-        self._hellos[hello.rank], self._lines[hello.rank] = hello, PipeChannel(line)
+        self._hellos[hello.rank], self._channels[hello.rank] = hello, PipeChannel(connection)
 
     def _check_shared_settings(self) -> None:
         ours = self._hellos[0].shared_settings
@@ -118,7 +119,7 @@ class JoinedGroup:
                     raise RequestError(
                         f"rank {rank} ({hello.host}) was started with {name} {value}, rank 0 "
                         f"({self._hellos[0].host}) with {ours.get(name)}",
-                        "give every host one command line, with --threads, and the same versions",
+                        "use the same command, with --threads, and the same versions on every host",
                     )
 
     def location(self, rank: int) -> RankLocation:
@@ -132,53 +133,53 @@ class JoinedGroup:
         return [self._hellos[rank].host_index for rank in range(self.world_size)]
 
     def ask(self, question: bytes) -> dict[str, bytes]:
-        """The answer of one rank on each other host, by the host's name; before `begin`.
+        """Queries one rank on each other host, before `begin`; answers by the host's name.
 
         Raises:
-            RankError: one of them is gone, or does not answer.
+            RankError: a rank has ended or does not answer.
         """
         answers = {}
-        for rank in self._one_of_each_other_host():
-            line, host = self._lines[rank].connection, self._hellos[rank].host
+        for rank in self._first_ranks_of_other_hosts():
+            connection, host = self._channels[rank].connection, self._hellos[rank].host
             try:
-                line.send_bytes(ASK + question)
-                answers[host] = receive(line, time.monotonic() + self._start_timeout)
+                connection.send_bytes(ASK + question)
+                answers[host] = receive(connection, time.monotonic() + self._start_timeout)
             except TimeoutError as error:
                 raise RankError(
-                    f"rank {rank} ({host}) does not say what lies in its folders",
-                    f"is it stopped, or does a folder that it was given not answer on {host}?",
+                    f"rank {rank} ({host}) does not report the contents of its folders",
+                    f"check whether the process is stopped or a file system hangs on {host}",
                 ) from error
             except (OSError, EOFError) as error:
-                raise RankError(f"rank {rank} ({host}) is gone before the work began") from error
+                raise RankError(f"rank {rank} ({host}) ended before the work began") from error
         return answers
 
-    def check_there(self) -> None:
-        """Looks whether all ranks still wait for the work; before `begin`.
+    def check_connected(self) -> None:
+        """Checks that all ranks are still connected, before `begin`.
 
         Raises:
-            RankError: one of them does not.
+            RankError: a rank is not.
         """
         self.poll(0)
-        for rank, channel in self._lines.items():
+        for rank, channel in self._channels.items():
             if channel.connection.closed:
                 host = self._hellos[rank].host
-                how = "is gone" if rank in self._gone else "has not been heard of"
+                how = "ended" if rank in self._exit_codes else "became unreachable"
                 raise RankError(
                     f"rank {rank} ({host}) {how} while it waited for work",
-                    f"what its launcher says on {host} tells how it ended",
+                    f"see the launcher's output on {host}",
                 )
 
-    def _one_of_each_other_host(self) -> list[int]:
+    def _first_ranks_of_other_hosts(self) -> list[int]:
         first = {host: rank for rank, host in reversed(list(enumerate(self.hosts)))}
         return sorted(rank for host, rank in first.items() if host != self._world.host)
 
     def begin(self, entry: Entry, argument: Any) -> None:
-        """Has all ranks begin, this one in a thread of its own."""
-        for channel in self._lines.values():
-            with contextlib.suppress(OSError):  # one that is gone is noticed by `poll`
+        """Starts the work on all ranks; on rank 0 in a thread."""
+        for channel in self._channels.values():
+            with contextlib.suppress(OSError):  # `poll` notices a rank that has ended
                 channel.send(BEGIN)
         ours, theirs = multiprocessing.Pipe(duplex=True)
-        self._lines[0] = QueuedChannel(ours)
+        self._channels[0] = QueuedChannel(ours)
         context = RankContext(
             self._world,
             self._backend,
@@ -198,18 +199,18 @@ class JoinedGroup:
         try:
             entry(context, argument)
         except BaseException:
-            self._failed = True  # it has reported why
+            self._failed = True  # the entry has reported the error itself
 
     def send(self, rank: int, message: bytes) -> None:
         """See `Group`."""
         with contextlib.suppress(OSError):
-            self._lines[rank].send(message)
+            self._channels[rank].send(message)
 
     def poll(self, timeout: float) -> list[tuple[int, bytes]]:
         """See `Group`."""
         by_connection: dict[Any, int] = {
             channel.connection: rank
-            for rank, channel in self._lines.items()
+            for rank, channel in self._channels.items()
             if not channel.connection.closed
         }
         messages: list[tuple[int, bytes]] = []
@@ -218,7 +219,7 @@ class JoinedGroup:
         return messages
 
     def _read_all(self, rank: int) -> list[tuple[int, bytes]]:
-        channel = self._lines[rank]
+        channel = self._channels[rank]
         connection = channel.connection
         messages = []
         try:
@@ -226,39 +227,39 @@ class JoinedGroup:
                 messages.append((rank, connection.recv_bytes()))
         except (EOFError, ConnectionError):
             channel.close()
-            self._gone[rank] = None
+            self._exit_codes[rank] = None
         except OSError:
-            channel.close()  # nobody acknowledges anything: its silence is noticed elsewhere
+            channel.close()  # the host is unreachable; missing heartbeats report that
         return messages
 
     def exited(self) -> dict[int, int | None]:
-        """See `Group`; how another rank ended only its own launcher knows."""
+        """See `Group`; only the launcher knows the exit codes of the other ranks."""
         if self._thread is not None and not self._thread.is_alive():
-            self._gone[0] = int(self._failed)
-        return dict(self._gone)
+            self._exit_codes[0] = int(self._failed)
+        return dict(self._exit_codes)
 
-    def last_words(self, rank: int) -> str:  # noqa: ARG002
-        """See `Group`; the launcher's ranks print to its own terminal or log folder."""
+    def output_tail(self, rank: int) -> str:  # noqa: ARG002
+        """See `Group`; empty, because the ranks print to the launcher's terminal or log folder."""
         return ""
 
     def end(self, timeout: float) -> bool:
-        """See `Group`: waits for rank 0's thread, and until the others have hung up."""
+        """See `Group`; waits for rank 0's thread and until the other ranks have disconnected."""
         deadline = time.monotonic() + timeout
         if self._thread is not None:
             self._thread.join(timeout)
         others = range(1, self.world_size)
-        while not all(rank in self._gone for rank in others) and time.monotonic() < deadline:
+        while not all(rank in self._exit_codes for rank in others) and time.monotonic() < deadline:
             self.poll(0.1)
         is_over = self._thread is None or not self._thread.is_alive()
-        return is_over and not self._failed and all(rank in self._gone for rank in others)
+        return is_over and not self._failed and all(rank in self._exit_codes for rank in others)
 
     def kill(self, error: BaseException | None = None) -> None:
-        """Tells every rank that is still there to end, and why."""
+        """See `Group`; sends every connected rank the END message with the exit code and error."""
         code = 0 if error is None else exit_code_of(error)
         message = str(getattr(error, "message", error))
-        said = None if error is None else {"type": "", "message": message, "hint": ""}
-        for channel in self._lines.values():
+        record = None if error is None else {"type": "", "message": message, "hint": ""}
+        for channel in self._channels.values():
             with contextlib.suppress(OSError):
                 if not channel.connection.closed:
-                    channel.send(END + json.dumps({"code": code, "error": said}).encode())
+                    channel.send(END + json.dumps({"code": code, "error": record}).encode())
                     channel.close()

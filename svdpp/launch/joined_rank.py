@@ -1,4 +1,4 @@
-"""Owns a rank that torchrun or srun have started, and that is not rank 0: its line, its end."""
+"""Owns the life of a launcher's rank other than 0: its connection to rank 0, its work, its exit."""
 
 from __future__ import annotations
 
@@ -20,29 +20,30 @@ from svdpp.launch.connections import ASK, BEGIN, END, FILE, RankHello
 from svdpp.launch.group import Entry, RankContext
 from svdpp.launch.world import World
 
-# Rank 0 ends first, so that launchers, which show the first to fail, show the one that says why.
-_AFTER_YOU_SECONDS = 2.0
+# A launcher shows the output of the rank that fails first. That should be rank 0, which prints the
+# error, so other ranks wait this long before they exit.
+_EXIT_DELAY_SECONDS = 2.0
 _REPORT_SECONDS = 4.0
-_LAST_WORD_SECONDS = 0.3
+_SIGNAL_REPORT_SECONDS = 0.3
 
 
 class RankHooks(Protocol):
-    """What happens beside a member's work, which its own process has to know of."""
+    """Callbacks for events of a joined rank, called in its own process."""
 
     def sent(self, message: bytes) -> None:
-        """Takes note of what the rank reports."""
+        """Called with each message that the rank sends to rank 0."""
 
     def answer(self, question: bytes) -> bytes:
-        """What rank 0 wants to know of this host before the work begins."""
+        """Answers rank 0's query about this host, before the work begins."""
 
     def interrupted(self, number: int) -> bytes:
-        """What rank 0 is to hear when signal `number` ends this process."""
+        """Returns the message for rank 0 if signal `number` ends this process."""
 
     def ended(self, error: dict[str, Any] | None) -> None:
-        """Takes note that rank 0 ends the run, and of why, as a record."""
+        """Called when rank 0 ends the run; `error` is the reason as a record, or None."""
 
     def lost(self, reason: str) -> None:
-        """Says that rank 0 is gone or out of reach; the process ends afterwards."""
+        """Called when rank 0 has ended or is unreachable, before the process exits."""
 
 
 def serve_joined(
@@ -53,23 +54,24 @@ def serve_joined(
     backend: str,
     shared_settings: Mapping[str, str],
     start_timeout: float,
-    silence: float,
+    peer_timeout: float,
     hooks: RankHooks,
 ) -> None:
-    """Runs `entry` as a rank other than 0 of the launcher's world, to its end.
+    """Runs `entry` as a rank other than 0 of a launcher's world.
 
-    Returns only when all was done; the process of a rank that fails, or whose run does, ends here.
+    Returns only if all work succeeded; otherwise the process exits. For the arguments see
+    `joined.JoinedGroup`.
 
     Raises:
-        RankError: there is no rank 0.
+        RankError: rank 0 cannot be reached in time.
     """
     process_lifetime.end_with_parent()
     process_lifetime.exit_on_signals(_exit_on_signal)
     hello = _hello(world, shared_settings)
     _, store = process_group.open_store(world, start_timeout)
     deadline = time.monotonic() + start_timeout
-    line = connections.call(store, hello, silence=silence, deadline=deadline)
-    parent = _ParentLink(line, hooks, silence, world.local_rank, start_timeout)
+    connection = connections.connect(store, hello, peer_timeout=peer_timeout, deadline=deadline)
+    parent = _ParentLink(connection, hooks, peer_timeout, world.local_rank, start_timeout)
     _parents[:] = [parent]
     parent.wait_for_begin()
     context = RankContext(
@@ -85,38 +87,40 @@ def serve_joined(
     try:
         entry(context, argument)
     except BaseException as error:
-        # Rank 0 has been told, and ends this process in a moment.
+        # The entry has reported the error, and rank 0 normally ends this process before that.
         time.sleep(_REPORT_SECONDS)
         process_lifetime.exit_process(exit_code_of(error))
-    parent.hang_up()
+    parent.disconnect()
 
 
 def report_failure(world: World, error: dict[str, Any], *, timeout: float) -> bool:
-    """Tells rank 0 why this rank cannot even begin; whether rank 0 was there to hear it.
+    """Reports to rank 0 why this rank cannot start; returns whether rank 0 could be reached.
 
     Args:
         world: of this rank.
-        error: a record.
-        timeout: seconds to look for rank 0.
+        error: as `error_to_dict` gives it.
+        timeout: seconds to reach rank 0.
     """
     try:
         _, store = process_group.open_store(world, timeout)
         hello = _hello(world, {}, error)
         deadline = time.monotonic() + timeout
-        connections.call(store, hello, silence=timeout, deadline=deadline)
+        connections.connect(store, hello, peer_timeout=timeout, deadline=deadline)
     except (RankError, RequestError):
         return False
     return True
 
 
-# The line in use, for the thread that ends this process by a signal.
+# The link in use, for the thread that handles signals.
 _parents: list[_ParentLink] = []
 
 
 def _exit_on_signal(number: int) -> NoReturn:
-    """Ends this process by signal `number`, and says so first: else it would look like dead."""
+    """Exits with the code of signal `number`; reports it first, so that it does not look like a
+    crash.
+    """
     for parent in _parents:
-        parent.say_last(number)
+        parent.report_signal(number)
     process_lifetime.exit_with_signal_code(number)
 
 
@@ -134,50 +138,55 @@ def _hello(
 
 
 class _ParentLink:
-    """A member's end of its line: a channel, and a thread that hears what is no command.
+    """A joined rank's channel to rank 0, and the thread that handles rank 0's control messages.
 
     Args:
-        line: to rank 0.
-        hooks: told of what happens beside the work.
-        silence: what the line was given.
-        local_rank: of this rank; 0 says for its host that rank 0 is lost.
-        start_timeout: seconds for rank 0 to answer the call.
+        connection: to rank 0.
+        hooks: called for events of this rank.
+        peer_timeout: seconds without an acknowledgement after which the connection is closed.
+        local_rank: of this rank.
+        start_timeout: seconds for rank 0 to answer.
 
     Raises:
-        RankError: rank 0 has ended meanwhile, or does not answer.
+        RankError: rank 0 has ended or does not answer.
     """
 
     def __init__(
         self,
-        line: Connection,
+        connection: Connection,
         hooks: RankHooks,
-        silence: float,
+        peer_timeout: float,
         local_rank: int,
         start_timeout: float,
     ) -> None:
         self._local_rank = local_rank
-        self._channel = PipeChannel(line)
+        self._channel = PipeChannel(connection)
         self._hooks = hooks
-        self._silence = silence
+        self._peer_timeout = peer_timeout
         self._commands: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        #: What rank 0 was asked for; whoever waits for it ends with the line.
+        #: Files that rank 0 sends. A wait for one has no deadline of its own: if the connection is
+        #: lost, the process exits.
         self.files: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._begun = threading.Event()
-        self._hung_up = False
+        self._is_disconnected = False
         deadline = time.monotonic() + start_timeout
         try:
-            welcome = json.loads(connections.receive(line, deadline))
-            self.clock = clock.compare(line, deadline)
+            welcome = json.loads(connections.receive(connection, deadline))
+            self.clock = clock.compare(connection, deadline)
         except TimeoutError as error:
-            raise RankError("rank 0 does not answer", "is it stopped, or its host down?") from error
+            raise RankError(
+                "rank 0 does not answer", "check whether it is stopped or its host is down"
+            ) from error
         except (OSError, EOFError, ValueError) as error:
-            raise RankError("rank 0 ended before the work began", "its host says why") from error
+            raise RankError(
+                "rank 0 ended before the work began", "see the output of rank 0 on its host"
+            ) from error
         self.token: str = welcome["token"]
         self._rank_0 = f"rank 0 ({welcome['host']})"
-        threading.Thread(target=self._listen, name="line", daemon=True).start()
+        threading.Thread(target=self._listen, name="parent-link", daemon=True).start()
 
     def wait_for_begin(self) -> None:
-        """Waits until rank 0 has planned the work; the line ends this process if it never does."""
+        """Waits until rank 0 starts the work; if the connection is lost, the process exits."""
         self._begun.wait()
 
     def send(self, message: bytes) -> None:
@@ -191,29 +200,29 @@ class _ParentLink:
             return self._commands.get(timeout=timeout)
         return None
 
-    def hang_up(self) -> None:
-        """Ends the line, when all is done."""
-        self._hung_up = True
+    def disconnect(self) -> None:
+        """Closes the sending side, after all work is done."""
+        self._is_disconnected = True
         connection = self._channel.connection
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as own:
-            own.shutdown(socket.SHUT_WR)  # rank 0 reads what is left before it notices
+            own.shutdown(socket.SHUT_WR)  # rank 0 first reads the messages still in flight
 
-    def say_last(self, number: int) -> None:
-        """Tells rank 0 of the signal that ends this process, if that takes but a moment."""
-        if not self._begun.is_set() or self._hung_up:
+    def report_signal(self, number: int) -> None:
+        """Reports the signal that ends this process to rank 0, if that succeeds at once."""
+        if not self._begun.is_set() or self._is_disconnected:
             return
-        word = self._hooks.interrupted(number)
+        message = self._hooks.interrupted(number)
 
         def send() -> None:
             with contextlib.suppress(OSError):
-                self._channel.send(word)
+                self._channel.send(message)
 
-        thread = threading.Thread(target=send, name="last-word", daemon=True)
+        thread = threading.Thread(target=send, name="report-signal", daemon=True)
         thread.start()
-        thread.join(_LAST_WORD_SECONDS)
+        thread.join(_SIGNAL_REPORT_SECONDS)
 
     def _listen(self) -> None:
-        answers: Mapping[bytes, Callable[[bytes], None]] = {
+        handlers: Mapping[bytes, Callable[[bytes], None]] = {
             ASK: self._answer,
             FILE: lambda message: self.files.put(message[1:]),
             BEGIN: lambda _: self._begun.set(),
@@ -222,32 +231,34 @@ class _ParentLink:
         try:
             while True:
                 message = self._channel.connection.recv_bytes()
-                answers.get(message[:1], self._commands.put)(message)
+                handlers.get(message[:1], self._commands.put)(message)
         except (EOFError, ConnectionError):
-            self._lose(f"{self._rank_0} is gone")
+            self._exit_without_rank_0(f"{self._rank_0} is gone")
         except OSError:
-            self._lose(f"nothing has reached {self._rank_0} for {self._silence:.0f} s")
-        except Exception as error:  # without this thread the process would wait for ever
-            self._lose(f"what {self._rank_0} says is not understood ({error!r})")
+            self._exit_without_rank_0(
+                f"nothing has reached {self._rank_0} for {self._peer_timeout:.0f} s"
+            )
+        except Exception as error:  # without this thread the process would never end
+            self._exit_without_rank_0(f"{self._rank_0} sent an invalid message ({error!r})")
 
     def _answer(self, message: bytes) -> None:
         try:
             answer = self._hooks.answer(message[1:])
         except Exception as error:
-            self._lose(f"what {self._rank_0} asked cannot be answered ({error!r})")
+            self._exit_without_rank_0(f"cannot answer the query of {self._rank_0} ({error!r})")
             return
         self._channel.send(answer)
 
     def _end(self, message: bytes) -> NoReturn:
-        said = json.loads(message[1:])
-        self._hooks.ended(said["error"])
-        if said["error"] is not None:
-            time.sleep(_AFTER_YOU_SECONDS)
-        process_lifetime.exit_process(said["code"])
+        end = json.loads(message[1:])
+        self._hooks.ended(end["error"])
+        if end["error"] is not None:
+            time.sleep(_EXIT_DELAY_SECONDS)
+        process_lifetime.exit_process(end["code"])
 
-    def _lose(self, reason: str) -> None:
-        if not self._hung_up:
+    def _exit_without_rank_0(self, reason: str) -> None:
+        if not self._is_disconnected:
             self._hooks.lost(reason)
-            if self._local_rank:  # the launcher ends all ranks of a host when the first one does
-                time.sleep(_AFTER_YOU_SECONDS)
+            if self._local_rank:  # the launcher ends all ranks of a host after the first one
+                time.sleep(_EXIT_DELAY_SECONDS)
             process_lifetime.exit_process(RankError.exit_code)

@@ -1,4 +1,4 @@
-"""Owns which of this host's addresses ranks use: never more than one interface. Knows no torch."""
+"""Owns the choice of the one network interface that the ranks of this host use. Knows no torch."""
 
 from __future__ import annotations
 
@@ -20,24 +20,26 @@ _NAME_BYTES = 16
 def choose_interface(
     peer: str, *, spans_hosts: bool, environment: MutableMapping[str, str] = os.environ
 ) -> str:
-    """This host's address for everything that svdpp listens on; gloo and NCCL are told the same.
+    """Chooses the address of this host that svdpp listens on, and sets it for gloo and NCCL.
 
-    That of GLOO_SOCKET_IFNAME; where it is not set, of the interface by which `peer` is reached.
+    It is an address of the interface in GLOO_SOCKET_IFNAME. If that is not set, it is the address
+    from which this host reaches `peer`.
 
     Args:
         peer: name or address of the host with the store.
         spans_hosts: whether other hosts must reach the address.
+        environment: GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME are set in it.
 
     Raises:
-        RequestError: there is no such interface, or none that other hosts can reach.
+        RequestError: there is no such interface, or other hosts cannot reach it.
     """
     name = environment.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     address = _address_of(name) if name else _address_towards(peer)
     if spans_hosts and ipaddress.ip_address(address).is_loopback:
         raise RequestError(
             f"{socket.gethostname()} would use {address}, which other hosts cannot reach"
-            + (f" (its own name for {peer!r})" if not name else ""),
-            "set GLOO_SOCKET_IFNAME to the network between the hosts: "
+            + (f" (the address for {peer!r})" if not name else ""),
+            "set GLOO_SOCKET_IFNAME to the interface of the network between the hosts: "
             + ", ".join(_other_interfaces()),
         )
     found = name or _interface_with(address)
@@ -51,15 +53,15 @@ def _address_of(interface: str) -> str:
     if interface not in _interfaces():
         raise RequestError(
             f"GLOO_SOCKET_IFNAME names {interface!r}, which {socket.gethostname()} does not have",
-            f"it has {', '.join(_interfaces())}",
+            f"set it to one of {', '.join(_interfaces())}",
         )
     if address := _ipv4(interface) or _ipv6(interface):
         return address
-    raise RequestError(f"the interface {interface!r} of {socket.gethostname()} has no address")
+    raise RequestError(f"the interface {interface!r} of {socket.gethostname()} has no IP address")
 
 
 def _address_towards(peer: str) -> str:
-    """The address that packets to `peer` leave from; nothing is sent."""
+    """The source address of packets to `peer`; sends nothing."""
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(
             peer, 9, type=socket.SOCK_DGRAM, flags=socket.AI_ADDRCONFIG
@@ -69,8 +71,8 @@ def _address_towards(peer: str) -> str:
             return str(probe.getsockname()[0])
     except OSError as error:
         raise RequestError(
-            f"{socket.gethostname()} has no way to {peer!r}: {error.strerror}",
-            "is MASTER_ADDR a name or address that every host knows?",
+            f"{socket.gethostname()} cannot reach {peer!r}: {error.strerror}",
+            "set MASTER_ADDR to a name or address that every host can resolve",
         ) from error
 
 
@@ -80,7 +82,7 @@ def _interfaces() -> list[str]:
 
 def _other_interfaces() -> list[str]:
     names = (name for name in _interfaces() if name != "lo")
-    return [name for name in names if _ipv4(name) or _ipv6(name)] or ["this host has none"]
+    return [name for name in names if _ipv4(name) or _ipv6(name)] or ["(this host has none)"]
 
 
 def _interface_with(address: str) -> str:
@@ -91,7 +93,7 @@ def _interface_with(address: str) -> str:
 
 
 def _ipv4(interface: str) -> str:
-    """Its first address; empty where it has none. As netdevice(7) has it."""
+    """The interface's first IPv4 address, or ""; see netdevice(7)."""
     request = struct.pack(f"{_NAME_BYTES}s24x", interface.encode()[: _NAME_BYTES - 1])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
@@ -102,12 +104,12 @@ def _ipv4(interface: str) -> str:
 
 
 def _ipv6(interface: str) -> str:
-    """Its first global address; empty where it has none. As proc(5) has it: scope 00."""
+    """The interface's first IPv6 address of scope global or host, or ""; see proc(5)."""
     try:
         lines = Path("/proc/net/if_inet6").read_text().splitlines()
     except OSError:
         return ""
     for digits, _, _, scope, _, name in map(str.split, lines):
-        if name == interface and scope in ("00", "10"):  # global, or of the host itself
+        if name == interface and scope in ("00", "10"):  # global, host
             return str(ipaddress.ip_address(bytes.fromhex(digits)))
     return ""

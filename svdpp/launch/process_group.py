@@ -1,4 +1,4 @@
-"""Owns joining and leaving the world of ranks; the only reader of PIPELINE_BACKEND."""
+"""Owns joining and leaving the process group, and the backend; only it reads PIPELINE_BACKEND."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from svdpp.errors import RankError, RequestError
 from svdpp.launch import network
 from svdpp.launch.world import World, store_address
 
-# Stalls are found by heartbeats, which name the rank that stands still; this timeout would name
-# its waiting neighbour, and a rank that computes for longer would lose the pair (gloo closes it).
+# Heartbeats detect stalls and name the stalled rank; this timeout would name its waiting neighbour.
+# gloo would also close the connection to a rank that computes for longer than the timeout.
 GROUP_TIMEOUT = timedelta(days=7)
 LEAVE_SECONDS = 30.0
 
-#: By who looks for it, and where.
+#: Open stores by world, host and port.
 _stores: dict[tuple[World, str, int], dist.Store] = {}
 
 
 def choose_backend(
     device: str, world_size: int, environment: Mapping[str, str] = os.environ
 ) -> str:
-    """`nccl` where each rank has a CUDA device of its own, else `gloo`; PIPELINE_BACKEND overrides.
+    """`nccl` if each rank has its own CUDA device, otherwise `gloo`; PIPELINE_BACKEND overrides.
 
     Raises:
-        RequestError: the backend asked for cannot carry latents on that device.
+        RequestError: the backend in PIPELINE_BACKEND cannot transfer latents on that device.
     """
     own_device = device == "cuda"
     backend = environment.get("PIPELINE_BACKEND") or ("nccl" if own_device else "gloo")
@@ -39,7 +39,7 @@ def choose_backend(
         raise RequestError(f"PIPELINE_BACKEND must be gloo or nccl, got {backend!r}")
     if backend == "nccl" and device == "cpu":
         raise RequestError(
-            "PIPELINE_BACKEND=nccl cannot carry latents between CPU ranks",
+            "PIPELINE_BACKEND=nccl cannot transfer latents between CPU ranks",
             "unset PIPELINE_BACKEND, or use --device cuda",
         )
     if backend == "nccl" and not own_device and world_size > 1:
@@ -51,22 +51,22 @@ def choose_backend(
 
 
 def device_of_rank(device: str, local_rank: int, local_size: int) -> str:
-    """The device of one rank: `cuda` becomes `cuda:N`, anything else stays.
+    """The device of one rank: `cuda` becomes `cuda:N`; any other device is returned unchanged.
 
-    N is the local rank, or 0 for the only GPU that this process sees: Slurm with
-    `--gpus-per-task=1` shows each task its own GPU as cuda:0.
+    N is the local rank, or 0 if this process sees only one GPU: Slurm with `--gpus-per-task=1`
+    shows each task its own GPU as cuda:0.
     """
     if device != "cuda":
         return device
-    alone = local_size > 1 and torch.cuda.device_count() == 1
-    return "cuda:0" if alone else f"cuda:{local_rank}"
+    sees_own_gpu_only = local_size > 1 and torch.cuda.device_count() == 1
+    return "cuda:0" if sees_own_gpu_only else f"cuda:{local_rank}"
 
 
 def join_file_store(world: World, backend: str, store_file: Path) -> None:
-    """Joins ranks started on this machine, over a store file in a folder nobody else can open.
+    """Joins ranks on this machine through a store file, in a folder that only this user can open.
 
-    Nothing listens beyond loopback: a TCP store would listen on every interface, whatever
-    GLOO_SOCKET_IFNAME says. The file must be new for each run, since gloo fails on a used one.
+    So all sockets listen on loopback only. A TCP store would listen on every interface even if
+    GLOO_SOCKET_IFNAME is set. Each run needs a new file, because gloo fails on a used one.
     """
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     os.environ["NCCL_SOCKET_IFNAME"] = "lo"
@@ -75,18 +75,19 @@ def join_file_store(world: World, backend: str, store_file: Path) -> None:
 
 
 def open_store(world: World, timeout: float) -> tuple[str, dist.Store]:
-    """This host's address, and the store by which ranks meet, for one thread at a time.
+    """This host's address, and the store through which the ranks find each other.
 
-    The launcher's. Where it has none, rank 0 makes one, which listens on the address alone. It
-    stays open: groups of ranks that follow each other in one process meet by the same.
+    It is the launcher's store. If the launcher has none, rank 0 creates one that listens on this
+    address only. The store stays open, and later groups in the same process use it again. Only one
+    thread at a time may use it.
 
     Args:
         world: of this rank.
-        timeout: seconds to reach it.
+        timeout: seconds to connect to the store.
 
     Raises:
-        RequestError: nothing says where it is, or no address of this host's leads there.
-        RankError: it cannot be reached, or made.
+        RequestError: the store's address is not set, or this host has no route to it.
+        RankError: the store cannot be reached or created.
     """
     host, port = store_address()
     address = network.choose_interface(host, spans_hosts=world.spans_hosts)
@@ -97,7 +98,8 @@ def open_store(world: World, timeout: float) -> tuple[str, dist.Store]:
         raise RankError(
             f"rank {world.rank} ({socket.gethostname()}) cannot reach the store at {host}:{port}: "
             f"{reason}",
-            "MASTER_ADDR and MASTER_PORT must be rank 0's, and its firewall must let them through",
+            "set MASTER_ADDR and MASTER_PORT to those of rank 0, and open that port in its "
+            "firewall",
         ) from error
 
 
@@ -121,15 +123,15 @@ def _own_store(address: str, port: int, wait: timedelta) -> dist.Store:
         is_master=True,
         timeout=wait,
         wait_for_workers=False,
-        master_listen_fd=listener.detach(),  # else it would listen on all addresses
-        use_libuv=False,  # which takes no listener of somebody else's (torch 2.13)
+        master_listen_fd=listener.detach(),  # otherwise the store listens on all addresses
+        use_libuv=False,  # libuv's server does not accept a listener (torch 2.13)
     )
 
 
 def join_store(world: World, backend: str, store: dist.Store, token: str) -> None:
-    """Joins ranks that have agreed on `token`, by which they use the store.
+    """Joins the ranks that have the same `token`, which becomes a prefix of their store keys.
 
-    Under one of their own, since a launcher that starts ranks again keeps what is in its store.
+    Each run needs its own prefix, because a launcher keeps the store when it restarts the ranks.
     """
     _join(world, backend, dist.PrefixStore(f"svdpp/{token}", store))
 
@@ -146,17 +148,17 @@ def _join(world: World, backend: str, store: dist.Store) -> None:
 
 
 def destroy(timeout: float) -> None:
-    """Leaves the process group, when every send has been received.
+    """Leaves the process group. Call it after every send has been received.
 
-    For a process that goes on to another group; one that ends skips this. `ncclCommDestroy` may
-    wait for the other end of each pair, and two ranks may close their pairs in different orders
-    (vllm-project/vllm#39846), so it runs under a deadline.
+    Only a process that joins another group needs it; one that exits does not. `ncclCommDestroy` may
+    wait for the other end of each pair, and ranks may close their pairs in different orders
+    (vllm-project/vllm#39846), so it has a deadline.
 
     Args:
         timeout: seconds.
 
     Raises:
-        RankError: the communicators did not close in time.
+        RankError: the group did not close in time.
     """
     if not dist.is_initialized():
         return
@@ -166,33 +168,33 @@ def destroy(timeout: float) -> None:
     if thread.is_alive():
         raise RankError(
             f"the process group did not close within {timeout:.0f} s",
-            "PIPELINE_BACKEND=gloo does without NCCL's communicators",
+            "set PIPELINE_BACKEND=gloo, which does not use NCCL's communicators",
         )
 
 
 def check_devices(device: str, local_size: int, *, launched: bool = False) -> None:
-    """Checks that the CUDA devices a run needs exist, without a CUDA context.
+    """Checks that the CUDA devices of a run exist, without creating a CUDA context.
 
     Args:
         device: as the user named it.
-        local_size: ranks on this host.
-        launched: whether a launcher started the ranks, which may show each its own GPU alone.
+        local_size: number of ranks on this host.
+        launched: whether a launcher started the ranks; it may show each rank only its own GPU.
 
     Raises:
-        RequestError: naming how many there are.
+        RequestError: there are too few devices; the message says how many.
     """
     if device == "cpu":
         return
     count = torch.cuda.device_count()
     needed = local_size if device == "cuda" else int(device.partition(":")[2]) + 1
     if device == "cuda" and launched and count == 1:
-        return  # two ranks on one GPU are found by its UUID
+        return  # a later check compares UUIDs and finds two ranks on one GPU
     if count < needed:
         plural = "s" if needed > 1 else ""
         what = f"{needed} CUDA device{plural}" if device == "cuda" else f"device {device}"
         raise RequestError(
             f"{what} asked for, {count} found",
-            "use --device cpu --model demo to try the tool without a GPU"
+            "use --device cpu --model demo to try svdpp without a GPU"
             if count == 0
             else f"use --gpus {count} or fewer, or --device cuda:0 to share one",
         )

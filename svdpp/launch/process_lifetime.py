@@ -1,4 +1,4 @@
-"""Owns how processes end together: with their parent, with their starter, with their children."""
+"""Owns the end of processes: with their parent, by a signal, and together with their children."""
 
 from __future__ import annotations
 
@@ -22,42 +22,42 @@ _SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
 
 
 def end_with_parent(parent: int | None = None) -> None:
-    """Has the kernel kill this process when the thread that started it ends.
+    """Makes the kernel kill this process when the thread that started it ends.
 
     Args:
-        parent: process id of the starter, where it is known; else whoever is the parent now, and
-            a starter that is gone already goes unnoticed.
+        parent: process id of the starter. By default the current parent, so a starter that has
+            already ended is not noticed.
     """
     if parent is None:
         parent = os.getppid()
     _set_parent_death_signal(signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the kernel was told
+    if os.getppid() != parent:  # the starter ended before the prctl call
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def outlive_parent() -> None:
-    """Takes back what `end_with_parent` asked for."""
+    """Reverts `end_with_parent`."""
     _set_parent_death_signal(0)
 
 
 def kill_with_children(pids: Collection[int]) -> None:
-    """Kills other processes of this user and what they have started, such as an ffmpeg that writes.
+    """Kills processes and their children, such as a running ffmpeg.
 
-    Children are looked for first: those of a process that is gone are nobody's any more. They are
-    killed after it, which would else take their end for a failure and go on to the next clip. One
-    that was started between look and kill ends by itself, as nobody writes to it any more. (Nothing
-    is stopped first: what is stopped when this process is killed would stay so for ever.)
+    Children are listed before the kill, because afterwards they have another parent. They are
+    killed after their parent, which would otherwise report their end as a failed clip. A child that
+    starts between listing and kill ends by itself, because its input is closed. Processes are not
+    stopped first: if this process were killed then, they would stay stopped.
     """
     _kill([*pids, *_children(pids)])
 
 
 @contextlib.contextmanager
-def signals_held() -> Iterator[None]:
-    """Keeps INT, TERM and HUP from this thread, and from processes it starts.
+def signals_blocked() -> Iterator[None]:
+    """Blocks INT, TERM and HUP in this thread, and in the processes that it starts in the block.
 
-    They can go to the whole process group, where a process that still imports would answer Ctrl-C
-    with a traceback. Those processes hold them until they call `exit_on_signals`; in this thread,
-    what came meanwhile arrives when the block ends.
+    Ctrl-C reaches the whole process group, and a process that is still importing would print a
+    traceback. Started processes block the signals until they call `exit_on_signals`. This thread
+    receives pending signals when the block ends.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
@@ -68,13 +68,14 @@ def signals_held() -> Iterator[None]:
 
 @functools.cache
 def exit_on_signals(end: Callable[[int], NoReturn]) -> None:
-    """Has INT, TERM and HUP end this process at once, whatever library its main thread is in.
+    """Makes INT, TERM and HUP end this process at once, also during a call into a library.
 
-    For the main thread, once. Python would wait until a library's call returns, and a call that
-    waits for another host may not.
+    Call it once, in the main thread. Python's own handlers run only after the library call returns,
+    and a call that waits for another host may never return.
 
     Args:
-        end: given the signal's number, in a thread: `exit_with_signal_code` or `exit_by_signal`.
+        end: called in a thread with the signal's number: `exit_with_signal_code` or
+            `exit_by_signal`.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -92,17 +93,17 @@ def exit_on_signals(end: Callable[[int], NoReturn]) -> None:
 
 
 def exit_with_signal_code(number: int) -> NoReturn:
-    """Ends this process by `leave`, with the code that shells give for signal `number`."""
+    """Calls `exit_process` with the code that shells use for signal `number`."""
     exit_process(128 + number)
 
 
 def exit_by_signal(number: int) -> NoReturn:
-    """Ends this process by signal `number` itself, for a parent to see; what it started before it.
+    """Kills this process's children, then ends this process by signal `number`.
 
-    Left to the signal, the process would be gone before anybody could ask what it had started.
+    The parent sees the signal in the exit status.
     """
     children = _children([os.getpid()])
-    # In any thread, which signal.signal is not for.
+    # signal.signal works in the main thread only.
     ctypes.CDLL(None).signal(number, signal.SIG_DFL.value)
     _kill(children)
     while True:
@@ -110,9 +111,9 @@ def exit_by_signal(number: int) -> NoReturn:
 
 
 def exit_process(code: int) -> NoReturn:
-    """Ends this process at once, with what it has started, and without waiting for its threads.
+    """Kills this process's children and exits at once, without waiting for threads.
 
-    Python would wait for those that wait for another rank.
+    A normal exit would wait for threads that wait for another rank.
     """
     temp_folders.remove_all()
     temp_folders.remove_multiprocessing_folder()
@@ -124,14 +125,14 @@ def exit_process(code: int) -> NoReturn:
 
 
 def kill_children() -> None:
-    """Kills what this process has started; for one that ends itself next."""
+    """Kills this process's children. Call it directly before this process ends."""
     _kill(_children([os.getpid()]))
 
 
 def _kill(pids: Collection[int]) -> None:
-    """Kills processes, and lets go of the interpreter's lock neither between them nor afterwards.
+    """Kills processes without releasing the GIL between them.
 
-    So that no thread of a process that ends itself next reports a killed ffmpeg as a lost clip.
+    So no other thread runs before this process ends and reports a killed ffmpeg as a lost clip.
     """
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
@@ -143,11 +144,11 @@ def _set_parent_death_signal(number: int) -> None:
 
 
 def _children(pids: Collection[int]) -> list[int]:
-    found = []
+    children = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has ended since
-            # After the name, which can hold anything: state, then the parent's process id.
+        with contextlib.suppress(OSError):  # the process has ended since
+            # State and parent follow the name in parentheses, which can contain any character.
             parent = int(stat.read_text(errors="replace").rpartition(")")[2].split()[1])
             if parent in pids:
-                found.append(int(stat.parent.name))
-    return found
+                children.append(int(stat.parent.name))
+    return children

@@ -1,4 +1,4 @@
-"""Owns starting ranks on this machine, hearing from them, and ending them."""
+"""Owns the ranks that the parent starts on this machine: start, messages, output, end."""
 
 from __future__ import annotations
 
@@ -27,18 +27,19 @@ from svdpp.launch.group import Entry, RankContext, RankLocation
 from svdpp.launch.world import World
 
 _GRACE_SECONDS = 2.0
+_TAIL_CHARS = 4000
 
 
 class StartedGroup:
     """Ranks started through torch.multiprocessing on this machine.
 
     Args:
-        entry: what each rank runs.
-        argument: given to each `entry`; anything that can be pickled.
+        entry: the function that each rank runs.
+        argument: passed to each `entry`; must be picklable.
         world_size: number of ranks.
-        backend: of the latents' transfers.
-        device: of the ranks. CPU ranks come from a fork server, eight in about the time of one;
-            ranks on CUDA are spawned, and each imports torch and diffusers by itself.
+        backend: of the latent transfers.
+        device: of the ranks. CPU ranks are forked from a server: eight start in about the time of
+            one. CUDA ranks are spawned, and each imports torch and diffusers itself.
         preload: modules that the fork server imports once for all ranks.
     """
 
@@ -55,12 +56,12 @@ class StartedGroup:
         self.world_size = world_size
         start_method = fork_server.start_method(device)
         context: Any = torch_mp.get_context(start_method)
-        # For this user alone: nobody else can join the store in it.
+        # Only this user can open the folder, so no other user can join the store in it.
         self._folder = temp_folders.make_folder("svdpp-")
         pipes = [context.Pipe(duplex=True) for _ in range(world_size)]
         self._channels = [QueuedChannel(ours) for ours, _ in pipes]
         is_main_thread = threading.current_thread() is threading.main_thread()
-        start = _Start(
+        start = _StartArguments(
             *(entry, argument, world_size, backend, self._folder),
             ends_with_thread=start_method == "forkserver" or is_main_thread,
         )
@@ -68,14 +69,14 @@ class StartedGroup:
         self._processes: list[Any] = []
         try:
             with _ready_to_start(start_method, preload):
-                # Not by torch's start_processes, which leaves a file when a signal interrupts it.
+                # torch's start_processes leaves a file behind if a signal interrupts it.
                 for rank in range(world_size):
                     arguments = (rank, start, theirs)
-                    # Daemons: else this process would wait for them if it ended without `kill`.
+                    # Daemons: at its exit this process would wait for processes that are not.
                     process = context.Process(target=_started_main, args=arguments, daemon=True)
                     self._processes.append(process)
                     process.start()
-        except BaseException:  # a signal, above all
+        except BaseException:  # usually a signal
             process_lifetime.kill_with_children(self.pids)
             temp_folders.remove_folder(self._folder)
             raise
@@ -84,7 +85,7 @@ class StartedGroup:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of those that were started, by rank."""
+        """Process ids of the started ranks, by rank."""
         return [process.pid for process in self._processes if process.pid]
 
     def location(self, rank: int) -> RankLocation:
@@ -96,7 +97,7 @@ class StartedGroup:
         self._channels[rank].send(message)
 
     def poll(self, timeout: float) -> list[tuple[int, bytes]]:
-        """See `Group`; also returns when a rank has ended."""
+        """See `Group`; also returns when a rank ends."""
         by_connection: dict[Any, int] = {
             channel.connection: rank
             for rank, channel in enumerate(self._channels)
@@ -127,10 +128,10 @@ class StartedGroup:
             if process.exitcode is not None
         }
 
-    def last_words(self, rank: int) -> str:
+    def output_tail(self, rank: int) -> str:
         """See `Group`."""
         try:
-            return _output_file(self._folder, rank).read_text(errors="replace")[-4000:]
+            return _output_file(self._folder, rank).read_text(errors="replace")[-_TAIL_CHARS:]
         except OSError:
             return ""
 
@@ -154,8 +155,8 @@ class StartedGroup:
 
 
 @dataclass(frozen=True)
-class _Start:
-    """What every started process is given."""
+class _StartArguments:
+    """Arguments of every started process."""
 
     entry: Entry
     argument: Any
@@ -163,16 +164,16 @@ class _Start:
     backend: str
     folder: Path
     ends_with_thread: bool
-    """Whether the kernel may end the rank with the thread that started it: the fork server's main
-    thread, or the parent's own main thread."""
+    """Whether the kernel may kill the rank when the thread that started it ends: the main thread of
+    the fork server or of the parent."""
 
 
-def _started_main(rank: int, start: _Start, connections: Sequence[Connection]) -> None:
-    """A started rank, from its first line to its last."""
+def _started_main(rank: int, start: _StartArguments, connections: Sequence[Connection]) -> None:
+    """The main function of a started process."""
     if start.ends_with_thread:
         process_lifetime.end_with_parent()
-    _die_with(multiprocessing.parent_process(), start.folder)
-    # A rank that gets a signal for itself ends by it, and the parent sees a rank that died.
+    _end_with_starter(multiprocessing.parent_process(), start.folder)
+    # A rank that receives a signal ends by that signal, so that the parent reports a dead rank.
     process_lifetime.exit_on_signals(process_lifetime.exit_by_signal)
     _redirect_output(_output_file(start.folder, rank))
     for other, connection in enumerate(connections):
@@ -184,13 +185,13 @@ def _started_main(rank: int, start: _Start, connections: Sequence[Connection]) -
         start.backend,
         PipeChannel(connections[rank]),
         join=lambda: process_group.join_file_store(world, start.backend, start.folder / "store"),
-        leave=lambda: None,  # the process ends at once; NCCL's own end could wait for a peer
+        leave=lambda: None,  # the process exits at once; closing NCCL could wait for a peer
     )
     _run_to_exit(start.entry, context, start.argument)
 
 
 def _run_to_exit(entry: Entry, context: RankContext, argument: Any) -> None:
-    """Ends the process at once when the entry does: neighbours must not wait for its clean-up."""
+    """Runs the entry and exits at once: neighbours must not wait for Python's clean-up."""
     code = 1
     try:
         entry(context, argument)
@@ -203,15 +204,15 @@ def _run_to_exit(entry: Entry, context: RankContext, argument: Any) -> None:
 
 @contextlib.contextmanager
 def _ready_to_start(start_method: str, preload: Sequence[str]) -> Iterator[None]:
-    """Keeps Ctrl-C from processes that are started for the ranks and still import."""
+    """Protects processes that are still importing from Ctrl-C, while the ranks start."""
     if start_method == "spawn":
         environment.set_defaults()
-        resource_tracker.ensure_running()  # it would let signals through again
-        with process_lifetime.signals_held():
+        resource_tracker.ensure_running()  # first, because starting it unblocks the signals
+        with process_lifetime.signals_blocked():
             yield
         return
     fork_server.start(preload)
-    yield  # starting ranks waits for the server's imports, and Ctrl-C must end that wait
+    yield  # the first rank waits for the server's imports, and Ctrl-C must end that wait
 
 
 def _output_file(folder: Path, rank: int) -> Path:
@@ -219,27 +220,26 @@ def _output_file(folder: Path, rank: int) -> Path:
 
 
 def _redirect_output(path: Path) -> None:
-    """Sends this process's stdout and stderr, C++ libraries' included, to a file."""
+    """Redirects this process's stdout and stderr, including those of C++ libraries, to a file."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
 
 
-def _die_with(parent: Any, folder: Path) -> None:
-    """Kills this process when the one that started it is gone, whatever it is blocked in.
+def _end_with_starter(parent: Any, folder: Path) -> None:
+    """Starts a thread that kills this process when its starter ends, also if a call blocks.
 
-    What the starter made goes too, since there is nobody else left to remove it.
-
-    Under forkserver the kernel's parent is the server, which its children keep alive, so the
-    starter's own sentinel is watched by a thread.
+    The thread also removes the temporary files of the starter, which cannot do so any more. It
+    waits for the starter itself: under forkserver the kernel's parent is the server, which lives as
+    long as its children.
     """
 
-    def liveness() -> None:
+    def wait_for_end() -> None:
         multiprocessing.connection.wait([parent.sentinel])
         shutil.rmtree(folder, ignore_errors=True)
         temp_folders.remove_multiprocessing_folder()
         process_lifetime.kill_children()
         os.kill(os.getpid(), signal.SIGKILL)
 
-    threading.Thread(target=liveness, name="die-with-parent", daemon=True).start()
+    threading.Thread(target=wait_for_end, name="end-with-starter", daemon=True).start()

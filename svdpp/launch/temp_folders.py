@@ -1,7 +1,7 @@
-"""Owns the private folders that a run makes among the system's temporary files, and their end.
+"""Owns the private temporary folders of a run, and their removal.
 
-They go when their user is done, else when the process ends, and, through `remove_all`, before it
-is ended without further ado. Light: the command line uses it as well.
+A folder is removed after its use, or when the process exits. A process that exits by `os._exit`
+calls `remove_all` first. The module imports no heavy library, because commands use it too.
 """
 
 from __future__ import annotations
@@ -15,26 +15,27 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-# With the process that made each: a fork of it has them in its memory, too, and must not take them.
+# With the id of the process that created each: a forked child inherits this dictionary, but must
+# not remove the folders.
 _folders: dict[Path, int] = {}
 
 
 def make_folder(prefix: str) -> Path:
-    """A new folder that nobody but this user can enter (mkdtemp makes it 0700)."""
+    """Creates a folder that only this user can open (mkdtemp sets its mode to 0700)."""
     folder = Path(tempfile.mkdtemp(prefix=prefix))
     _folders[folder] = os.getpid()
     return folder
 
 
 def remove_folder(folder: Path) -> None:
-    """Removes a folder that `make_folder` made; harmless the second time."""
+    """Removes a folder that `make_folder` created; does nothing if it is already removed."""
     shutil.rmtree(folder, ignore_errors=True)
     _folders.pop(folder, None)
 
 
 @contextlib.contextmanager
 def folder(prefix: str) -> Iterator[Path]:
-    """A new folder for as long as the block lasts."""
+    """Creates a folder and removes it at the end of the block."""
     made = make_folder(prefix)
     try:
         yield made
@@ -43,19 +44,19 @@ def folder(prefix: str) -> Iterator[Path]:
 
 
 def remove_all() -> None:
-    """Removes every folder that this process still has."""
-    for made, maker in list(_folders.items()):
-        if maker == os.getpid():
+    """Removes every folder that this process created and has not removed."""
+    for made, pid in list(_folders.items()):
+        if pid == os.getpid():
             remove_folder(made)
 
 
 def remove_multiprocessing_folder() -> None:
-    """Removes the folder of multiprocessing's own sockets, which it keeps until a normal exit.
+    """Removes the folder of multiprocessing's sockets, which Python removes only at a normal exit.
 
-    Called where there will be none: in a process that ends at once, or whose starter is gone.
+    For a process that exits by `os._exit`, or whose starter has been killed.
     """
     if "multiprocessing.util" in sys.modules:
-        with contextlib.suppress(OSError):  # it makes one where there is none yet
+        with contextlib.suppress(OSError):  # get_temp_dir creates the folder if there is none
             shutil.rmtree(sys.modules["multiprocessing.util"].get_temp_dir(), ignore_errors=True)
 
 

@@ -1,5 +1,7 @@
-"""Owns this process's place among ranks that others have started: the only reader of the variables
-of torchrun and Slurm. Knows no torch."""
+"""Owns the rank and world size that a launcher gives this process; knows no torch.
+
+Only this module reads the environment variables of torchrun and Slurm.
+"""
 
 from __future__ import annotations
 
@@ -13,26 +15,26 @@ from svdpp.errors import RequestError
 
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 _SLURM = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS")
-# torch's own default, and the room in which a job's number moves it, so that two jobs of one user
-# on one host do not meet.
+# torch's default port. The job id is added modulo _NUM_PORTS, so that two jobs on one host use
+# different ports.
 _FIRST_PORT, _NUM_PORTS = 29500, 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """One process's place among the ranks.
+    """The rank of one process, and the sizes of its world.
 
     Args:
-        rank: counted over all hosts.
-        local_rank: counted on this host, and so the number of its GPU.
+        rank: number over all hosts.
+        local_rank: number on this host; also the index of its GPU.
         size: number of ranks on all hosts.
         local_size: number of ranks on this host.
-        host: index of this host; that of rank 0 is 0.
+        host: index of this host; 0 is the host of rank 0.
         num_hosts: number of hosts.
-        is_even: False where a host is known to have another number of ranks than others.
-        launcher: who has started the ranks; None for those of one command on one machine.
-        restarts: how often torchrun has started this host's ranks anew.
-        owns_store: whether the store is rank 0's own rather than the launcher's.
+        is_even: False if the hosts are known to have different numbers of ranks.
+        launcher: what started the ranks; None if one svdpp command on one machine did.
+        restarts: how often the launcher has restarted the ranks.
+        owns_store: whether rank 0 creates the store; otherwise the launcher has one.
     """
 
     rank: int
@@ -48,37 +50,35 @@ class World:
 
     @property
     def is_member(self) -> bool:
-        """Whether this is a rank other than 0 that somebody else has started."""
+        """Whether a launcher started this rank and it is not rank 0."""
         return self.launcher is not None and self.rank != 0
 
     @property
     def on_first_host(self) -> bool:
-        """Whether rank 0 is on this host."""
+        """Whether this is the host of rank 0."""
         return self.host == 0
 
     @property
     def ranks_per_host(self) -> int | None:
-        """Ranks on each of several hosts; None on one, or where hosts have different numbers."""
+        """Number of ranks on every host; None for one host, or if the numbers differ."""
         is_even = self.is_even and self.local_size * self.num_hosts == self.size
         return self.local_size if is_even and self.num_hosts > 1 else None
 
     @property
     def spans_hosts(self) -> bool:
-        """Whether there are ranks on other hosts."""
+        """Whether other hosts have ranks too."""
         return self.local_size < self.size
 
 
 def find_world(environment: Mapping[str, str] = os.environ) -> World | None:
-    """The world that torchrun, or anything that sets its variables, or srun has put us in.
-
-    In a batch script outside srun, and in an srun of one task, there is none: a command starts its
-    own ranks there.
+    """The world that torchrun, a launcher with the same variables, or srun gives this process.
 
     Returns:
-        None where nobody has.
+        None if no launcher started it. That includes a batch script outside srun, and an srun of
+        one task: there, a command starts its own ranks.
 
     Raises:
-        RequestError: only some of the variables are set, or they are not numbers of a world.
+        RequestError: variables are missing or have invalid values.
     """
     if any(name in environment for name in _TORCHRUN):
         return _torchrun_world(environment)
@@ -88,7 +88,7 @@ def find_world(environment: Mapping[str, str] = os.environ) -> World | None:
 
 
 def was_launched() -> bool:
-    """Whether others have started this process as one of several."""
+    """Whether a launcher started this process as one of several."""
     try:
         return find_world() is not None
     except RequestError:
@@ -96,25 +96,25 @@ def was_launched() -> bool:
 
 
 def store_address(environment: Mapping[str, str] = os.environ) -> tuple[str, int]:
-    """Host and port of the store through which the ranks meet.
+    """Host and port of the store through which the ranks find each other.
 
-    MASTER_ADDR and MASTER_PORT, which torchrun sets; under Slurm, where they are not set, the
-    job's first host and a port by the job's number.
+    They are MASTER_ADDR and MASTER_PORT, which torchrun sets. Under Slurm the defaults are the
+    job's first host and a port that depends on the job id.
 
     Raises:
-        RequestError: nothing says where it is, or the port is no number.
+        RequestError: the host is unknown, or the port is invalid.
     """
     host = environment.get("MASTER_ADDR") or _first_slurm_host(environment)
     if not host:
         raise RequestError(
             "MASTER_ADDR is not set: the ranks cannot find each other",
-            "start with torchrun or srun, or set MASTER_ADDR and MASTER_PORT to rank 0's",
+            "start with torchrun or srun, or set MASTER_ADDR and MASTER_PORT to those of rank 0",
         )
     job = environment.get("SLURM_JOB_ID", "")
     offset = int(job) % _NUM_PORTS if job.isascii() and job.isdecimal() else 0
     port = environment.get("MASTER_PORT") or str(_FIRST_PORT + offset)
     if not (port.isascii() and port.isdecimal() and 0 < int(port) < 65_536):
-        raise RequestError(f"MASTER_PORT must be a port's number, got {port!r}")
+        raise RequestError(f"MASTER_PORT must be a port number, got {port!r}")
     return host, int(port)
 
 
@@ -158,7 +158,7 @@ def _slurm_world(environment: Mapping[str, str]) -> World:
 
 
 def _tasks_by_host(environment: Mapping[str, str]) -> list[int]:
-    """Tasks of this step on each host: SLURM_STEP_TASKS_PER_NODE is such as `4(x2),3`."""
+    """Number of tasks on each host, from SLURM_STEP_TASKS_PER_NODE, for example `4(x2),3`."""
     counts: list[int] = []
     for part in environment.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
         if match := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part, re.ASCII):
@@ -167,22 +167,24 @@ def _tasks_by_host(environment: Mapping[str, str]) -> list[int]:
 
 
 def _first_slurm_host(environment: Mapping[str, str]) -> str:
-    """`n1` of `n[1-4,7],m2`; a list is of hosts with a common beginning, ranges keep zeros."""
+    """The first host of a Slurm node list: `n1` for `n[1-4,7],m2`, `n07` for `n[07-09]`."""
     hosts = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST") or ""
     match = re.match(r"([^\[,]+)(?:\[([^\],-]+))?", hosts)
     return match[1] + (match[2] or "") if match else ""
 
 
-def _numbers(environment: Mapping[str, str], names: tuple[str, ...], who: str) -> list[int]:
+def _numbers(environment: Mapping[str, str], names: tuple[str, ...], launcher: str) -> list[int]:
     values = {name: environment[name] for name in names if name in environment}
     missing = [name for name in names if name not in values]
     if missing:
         raise RequestError(
-            f"{', '.join(values)} set but {', '.join(missing)} not: this is no {who} world",
-            f"start with {'srun' if who == 'Slurm' else who}, or unset {' '.join(values)}",
+            f"incomplete {launcher} environment: {', '.join(values)} set, "
+            f"{', '.join(missing)} not set",
+            f"start with {'srun' if launcher == 'Slurm' else launcher}, or unset "
+            f"{' '.join(values)}",
         )
     if not all(value.isascii() and value.isdecimal() for value in values.values()):
-        raise RequestError(f"not a {who} world: {values}")
+        raise RequestError(f"invalid {launcher} environment: {values}")
     return [int(value) for value in values.values()]
 
 
@@ -193,6 +195,6 @@ def _number(environment: Mapping[str, str], name: str, default: int) -> int:
 
 def _checked(world: World, values: Mapping[str, str]) -> World:
     if not (world.rank < world.size and world.local_rank < world.local_size <= world.size):
-        who = "torchrun" if world.launcher == "torchrun" else "Slurm"
-        raise RequestError(f"not a {who} world: {dict(values)}")
+        launcher = "torchrun" if world.launcher == "torchrun" else "Slurm"
+        raise RequestError(f"invalid {launcher} environment: {dict(values)}")
     return world

@@ -157,7 +157,7 @@ def photo_of(data: bytes, path: Path) -> tuple[Image.Image, Photo]:
     except Exception as error:  # on hostile bytes Pillow raises nearly every type there is
         reason = "".join(c if c.isprintable() else " " for c in str(error))[:200]
         reason = reason or type(error).__name__
-        raise InputError(f"{_name(path)} is damaged or cut short: {reason}") from error
+        raise InputError(f"{_name(path)} is damaged or truncated: {reason}") from error
     return image, Photo(path, hashlib.sha256(data).hexdigest(), image.width, image.height)
 
 

@@ -1,1 +1,1 @@
-"""Diffusion: loading, encoding, denoising, decoding. Knows no ranks."""
+"""Diffusion models: load, encode, denoise, decode. Knows no ranks."""

@@ -1,4 +1,4 @@
-"""Owns the contracts between diffusion and the engine: a sampler, and the model of a rank."""
+"""Owns the interfaces that every model family implements: sampler, denoiser, video model."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from PIL import Image
 
 from svdpp.config import TensorSpec
 
-#: The tensor that every packet holds and every step changes.
+#: Name of the latent in a packet. Each step replaces this tensor; the others stay the same.
 LATENTS = "latents"
 
-#: Tensors by name: what travels with a clip (`latents` among them), or a prepared image.
+#: Tensors by name: the contents of a packet, or a prepared image.
 Tensors = dict[str, torch.Tensor]
 
 #: Decoded frames on the host: uint8 RGB, shape (F, H, W, 3).
@@ -23,18 +23,18 @@ Frames = NDArray[np.uint8]
 
 
 class Sampler(Protocol):
-    """Does one clip's steps, one after the other."""
+    """Runs the denoising steps of one clip in order."""
 
     def forward(self, latent: torch.Tensor, step: int) -> torch.Tensor:
-        """The latent after `step`, of the same shape and dtype; `latent` is not changed.
+        """Returns the latent after `step`, of the same shape and dtype; does not change `latent`.
 
-        Steps are asked for in rising order, without gaps, from the one the sampler was made for.
+        The caller runs each step once, in rising order, beginning with the sampler's start step.
         """
         ...
 
 
 class Denoiser(Sampler, Protocol):
-    """One clip's sampler with its derivative; what is the same for all steps is inside.
+    """A sampler that also returns the derivative; holds the inputs that all steps share.
 
     It integrates dx/dsigma = f(x, sigma) by Euler's method, from noise level to noise level (EDM,
     arXiv:2206.00364, algorithm 1 without churn): x + f * (sigmas[step + 1] - sigmas[step]).
@@ -42,43 +42,48 @@ class Denoiser(Sampler, Protocol):
 
     @property
     def sigmas(self) -> torch.Tensor:
-        """Noise level before each step, and after the last: (N + 1,), float32, on the CPU."""
+        """Noise level before each step and after the last one: (N + 1,), float32, on the CPU."""
         ...
 
     def evaluate(self, latent: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same bits as `forward`, and the derivative f at `latent`, in float32."""
+        """Returns the same bits as `forward`, and the derivative f at `latent` in float32."""
         ...
 
 
 class VideoModel(Protocol):
-    """What a rank holds: the parts for its share of the work, on its device."""
+    """The model of one rank: the components that its actions need, on its device."""
 
     device: torch.device
 
     def packet_spec(self) -> Mapping[str, TensorSpec]:
-        """Name, shape and dtype of everything that travels with a clip, in packet order."""
+        """Name, shape and dtype of each tensor in a packet, in packet order."""
         ...
 
     def prepare(self, image: Image.Image) -> Tensors:
-        """The part of the encode that needs no device, from an upright RGB image.
+        """Runs the part of the encode that needs no device, on an upright RGB image.
 
-        CPU tensors. Called in a thread beside the denoising.
+        Returns CPU tensors. It may run in a thread while the rank denoises another clip.
         """
         ...
 
     def encode(self, prepared: Tensors, seed: int) -> Tensors:
-        """What the first step needs, from what `prepare` made (or nothing) and a seed."""
+        """Returns the tensors for the first step.
+
+        Args:
+            prepared: the result of `prepare`; empty for a model without an image.
+            seed: of the noise.
+        """
         ...
 
     def denoiser(self, tensors: Tensors, start: int) -> Denoiser:
-        """A sampler for one clip, whose first step is `start`."""
+        """Returns a denoiser for one clip; `start` is its first step."""
         ...
 
     def decode(self, latent: torch.Tensor) -> torch.Tensor:
-        """The frames of a final latent: (F, H, W, 3), uint8 RGB, on the device."""
+        """Returns the frames of a final latent: (F, H, W, 3), uint8 RGB, on the device."""
         ...
 
     @property
     def frames_shape(self) -> tuple[int, int, int, int]:
-        """The shape that `decode` gives: F, H, W, 3."""
+        """Shape of the decoded frames: F, H, W, 3."""
         ...

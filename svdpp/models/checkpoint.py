@@ -1,7 +1,7 @@
-"""Owns where a checkpoint lies and whether it is sound, before any weight is read; knows no torch.
+"""Owns finding a checkpoint and checking its configs and headers; reads no weight, knows no torch.
 
-Everything in a checkpoint comes from a stranger: what its configs say is bounded and checked here,
-and every fault is a `ModelError` that names the file.
+A checkpoint is untrusted. The values of its configs are checked against limits, and every error is
+a `ModelError` that names the file.
 """
 
 from __future__ import annotations
@@ -16,13 +16,19 @@ from svdpp.config import DEMO_MODEL, ModelConfig
 from svdpp.errors import ModelError, RequestError
 from svdpp.models import hub
 from svdpp.models.fingerprint import fingerprint
-from svdpp.models.safetensors_header import WEIGHT_STEMS, JsonFile, read_json, show, weight_headers
+from svdpp.models.safetensors_header import (
+    WEIGHT_STEMS,
+    JsonFile,
+    read_json,
+    short_repr,
+    weight_headers,
+)
 from svdpp.redaction import redact_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A checked diffusers folder, and the sizes that later shape checks need."""
+    """A checked folder in diffusers' format, and the sizes that later checks need."""
 
     name: str
     """As the user typed it."""
@@ -30,64 +36,67 @@ class Checkpoint:
     revision: str | None
     """Commit hash of a hub model; None for a folder."""
     fingerprint: str | None
-    """Of the weights in a folder of the user's, where others may take their place; else None."""
+    """Of the weights in a user's folder, which may change; None for hub models and the demo."""
     variant: str | None
     num_frames: int
-    """Frames the UNet was trained for."""
+    """Number of frames for which the UNet was trained."""
     vae_scale_factor: int
-    """Pixels to one latent cell, in each direction."""
+    """Pixels per latent cell, in each direction."""
     latent_channels: int
     in_channels: int
     """Of the UNet: noisy latents and image latents, so twice `latent_channels`."""
     out_channels: int
     cross_attention_dim: int
-    """Of the UNet, and so the size of the image embedding."""
+    """Of the UNet; also the size of the image embedding."""
     addition_time_embed_dim: int
     projection_class_embeddings_input_dim: int
     feature_extractor_class: str
 
     @property
     def label(self) -> str:
-        """What messages call it."""
+        """The model's name in messages."""
         return f"model {hub.show_name(self.name)}"
 
 
 def find_checkpoint(model: ModelConfig, *, weights: bool = True) -> Checkpoint:
-    """Finds the weights `model` names, downloading what is missing of a hub model, and checks them.
+    """Finds the checkpoint of `model`, downloads missing files of a hub model, and checks it.
 
-    Reads configs and safetensors headers only; without `weights` configs alone, and downloads no
-    more than those. A folder is used where it lies; a name that is
-    neither `demo` nor a folder is a hub id, for which the hub library's own settings
-    (HF_HOME, HF_HUB_OFFLINE, a login) hold.
+    It reads only configs and safetensors headers. A folder is used in place. A name that is neither
+    `demo` nor a folder is a hub id; the hub library's settings (HF_HOME, HF_HUB_OFFLINE, a login)
+    apply.
+
+    Args:
+        model: not the dummy model.
+        weights: whether to download and check the weight files too.
 
     Raises:
-        ModelError: there is no such model, it may not be downloaded, or it is not a sound
-            Stable Video Diffusion checkpoint of safetensors.
-        RequestError: a revision of a folder, or a variant that is no name.
-        ValueError: the dummy model, which has no checkpoint (a programmer's error).
+        ModelError: there is no such model, the user may not download it, or it is not a valid
+            Stable Video Diffusion checkpoint with safetensors.
+        RequestError: a folder with a revision, or an invalid name of a variant.
+        ValueError: the dummy model, which has no checkpoint (a programming error).
     """
     if model.is_dummy:
         raise ValueError("the dummy model has no checkpoint")
     if model.variant is not None and not re.fullmatch(r"[A-Za-z0-9_]{1,40}", model.variant):
-        raise RequestError(f"--variant {show(model.variant)} is no variant name such as fp16")
+        raise RequestError(f"--variant {short_repr(model.variant)} is not a name such as fp16")
     local = _local_folder(model.name)
     if local is not None and model.revision is not None:
         raise RequestError(f"--revision is for hub models; {hub.show_name(model.name)} is a folder")
-    wanted = (_INDEX_FILE, *_CONFIG_FILES.values())
-    folder = local or hub.download(model, wanted, weights=weights)
+    files = (_INDEX_FILE, *_CONFIG_FILES.values())
+    folder = local or hub.download(model, files, weights=weights)
     try:
-        found = _checked(model, folder, revision=None if local else hub.commit_of(folder))
-        return _with_weights(found) if weights else found
+        checkpoint = _check_configs(model, folder, None if local else hub.commit_of(folder))
+        return _check_weight_headers(checkpoint) if weights else checkpoint
     except ModelError as error:
         message = f"model {hub.show_name(model.name)}: {error.message}"
-        raise ModelError(message, error.hint or _fix_hint(model, local)) from error
+        raise ModelError(message, error.hint or _hint(model, local)) from error
 
 
-# 1. Where the folder is.
+# 1. Find the folder.
 
 
 def _local_folder(name: str) -> Path | None:
-    """The folder `name` means; None for what can only be a hub id."""
+    """The folder that `name` refers to; None if it can only be a hub id."""
     if name == DEMO_MODEL:
         return Path(__file__).resolve().parents[1] / "assets" / "demo-model"
     path = os.path.expanduser(name)
@@ -96,24 +105,24 @@ def _local_folder(name: str) -> Path | None:
     if os.path.isfile(path):
         raise ModelError(f"{hub.show_name(name)} is a file, not a diffusers folder", hub.MODEL_HINT)
     if "://" in name:
-        raise ModelError(f"{hub.show_name(name)} is an address, not a hub id", hub.MODEL_HINT)
+        raise ModelError(f"{hub.show_name(name)} is a URL, not a hub id", hub.MODEL_HINT)
     if name.startswith((".", "~", "/")) or name.count("/") > 1 or "\\" in name:
         raise ModelError(f"there is no folder {hub.show_name(name)}", hub.MODEL_HINT)
     return None
 
 
-def _fix_hint(model: ModelConfig, local: Path | None) -> str:
+def _hint(model: ModelConfig, local: Path | None) -> str:
     if model.name == DEMO_MODEL:
-        return "install svdpp again: the demo model is part of it"
+        return "reinstall svdpp, which includes the demo model"
     if local is None:
         return f"hf download {redact_tokens(model.name)} --force-download"
-    return "copy or download the folder again, or --model demo"
+    return "copy or download the folder again, or use --model demo"
 
 
-# 2. What is in it.
+# 2. Check its contents.
 
 
-def _checked(model: ModelConfig, folder: Path, revision: str | None) -> Checkpoint:
+def _check_configs(model: ModelConfig, folder: Path, revision: str | None) -> Checkpoint:
     index = _read_index(folder)
     feature_extractor_class = _check_classes(index)
     _check_no_code(folder)
@@ -133,13 +142,13 @@ def _checked(model: ModelConfig, folder: Path, revision: str | None) -> Checkpoi
     )
 
 
-def _with_weights(found: Checkpoint) -> Checkpoint:
-    """`found`, whose weights are there and whole by their headers."""
-    headers = (weight_headers(found.folder, part, found.variant) for part in WEIGHT_STEMS)
-    files = [path for each in headers for path in each]
-    if found.revision is not None or found.name == DEMO_MODEL:
-        return found
-    return replace(found, fingerprint=fingerprint(found.folder, files))
+def _check_weight_headers(checkpoint: Checkpoint) -> Checkpoint:
+    """Checks that all weight files are complete; returns the checkpoint with its fingerprint."""
+    folder, variant = checkpoint.folder, checkpoint.variant
+    files = [path for part in WEIGHT_STEMS for path in weight_headers(folder, part, variant)]
+    if checkpoint.revision is not None or checkpoint.name == DEMO_MODEL:
+        return checkpoint
+    return replace(checkpoint, fingerprint=fingerprint(folder, files))
 
 
 def _read_index(folder: Path) -> JsonFile:
@@ -150,24 +159,25 @@ def _read_index(folder: Path) -> JsonFile:
 
 
 def _check_classes(index: JsonFile) -> str:
-    """Every component is of the one class that svdpp runs; returns the feature extractor's."""
+    """Checks the class of every component; returns the class of the feature extractor."""
     name = index.values.get("_class_name")
     if name != _PIPELINE:
-        raise index.fault(f"the pipeline is {show(name)}, not {_PIPELINE}", hub.MODEL_HINT)
+        raise index.error(f"the pipeline is {short_repr(name)}, not {_PIPELINE}", hub.MODEL_HINT)
     for part in _CLASSES:
         if part not in index.values:
-            raise index.fault(f"the component {part} is not named")
+            raise index.error(f"the component {part} is missing")
     for part, entry in index.values.items():
         if part.startswith("_"):
             continue
+        key, value = short_repr(part), short_repr(entry)
         if not (isinstance(entry, list) and len(entry) == 2):
-            raise index.fault(f"{show(part)} is {show(entry)}, not a library and a class")
+            raise index.error(f"{key} is {value}, not a library and a class")
         if part in _CLASSES and entry[0] in ("diffusers", "transformers"):
             _check_class(index, part, entry[1])
         elif entry[0] not in ("diffusers", "transformers", None):
-            raise index.fault(f"{show(part)} comes from the module {show(entry[0])}, {_NO_CODE}")
+            raise index.error(f"{key} is from the module {short_repr(entry[0])}, but {_NO_CODE}")
         else:
-            raise index.fault(f"{show(part)} is {show(entry)}, which {_PIPELINE} does not have")
+            raise index.error(f"{key} is {value}, which {_PIPELINE} does not have")
     return str(index.values["feature_extractor"][1])
 
 
@@ -175,31 +185,32 @@ def _check_class(config: JsonFile, part: str, name: object) -> None:
     if name in _CLASSES[part]:
         return
     if part != "scheduler":
-        wanted = " or ".join(_CLASSES[part])
-        raise config.fault(f"the {part} is of class {show(name)}, not {wanted}")
-    mend = "use the model with its EulerDiscreteScheduler, the one SVD was published with"
+        expected = " or ".join(_CLASSES[part])
+        raise config.error(f"the {part} is of class {short_repr(name)}, not {expected}")
+    hint = "use the model with EulerDiscreteScheduler, with which SVD was published"
     if isinstance(name, str) and name in _HISTORY_SCHEDULERS:
-        reason = "carries history from step to step, so its steps cannot be cut between ranks"
-        raise config.fault(f"the scheduler {name} {reason}", mend)
-    sentence = "only EulerDiscreteScheduler is supported and proven"
-    raise config.fault(f"the scheduler is {show(name)}; {sentence}", mend)
+        reason = "keeps state from earlier steps, so its steps cannot be split between ranks"
+        raise config.error(f"the scheduler {name} {reason}", hint)
+    message = f"the scheduler is {short_repr(name)}; only EulerDiscreteScheduler is supported"
+    raise config.error(message, hint)
 
 
 def _check_no_code(folder: Path) -> None:
-    # Adapters are refused with it: transformers follows them to other repositories.
+    # Adapters are refused too, because transformers loads them from other repositories.
     for pattern in ("*.py", "*/*.py", "*/adapter_config.json"):
         for path in sorted(folder.glob(pattern)):
+            name = short_repr(path.relative_to(folder).as_posix())
             raise ModelError(
-                f"{show(path.relative_to(folder).as_posix())} lies in the folder, {_NO_CODE}",
-                "if the weights need no such file, take it away",
+                f"the folder contains {name}, but {_NO_CODE}",
+                "remove the file if the weights do not need it",
             )
 
 
 def _check_own_class(part: str, config: JsonFile) -> None:
-    """The component's own config agrees with the index, and brings nothing that loads code."""
+    """Checks that the component's config names the right class and no other code or weights."""
     for key in config.values:
         if _CODE_KEYS.search(key):
-            raise config.fault(f"the key {show(key)} is not supported, {_NO_CODE}")
+            raise config.error(f"the key {short_repr(key)} is not supported: {_NO_CODE}")
     if part == "feature_extractor":
         old = config.values.get("feature_extractor_type", _CLASSES[part][0])
         _check_class(config, part, config.values.get("image_processor_type", old))
@@ -207,8 +218,8 @@ def _check_own_class(part: str, config: JsonFile) -> None:
         names = config.values.get("architectures")
         _check_class(config, part, names[0] if isinstance(names, list) and names else names)
         if config.values.get("model_type") != "clip_vision_model":
-            name = show(config.values.get("model_type"))
-            raise config.fault(f"model_type is {name}, not 'clip_vision_model'")
+            name = short_repr(config.values.get("model_type"))
+            raise config.error(f"model_type is {name}, not 'clip_vision_model'")
     else:
         _check_class(config, part, config.values.get("_class_name"))
 
@@ -216,13 +227,13 @@ def _check_own_class(part: str, config: JsonFile) -> None:
 def _check_scheduler(config: JsonFile) -> None:
     config.count("num_train_timesteps", 100_000)
     if config.values.get("use_beta_sigmas"):
-        raise config.fault("use_beta_sigmas needs scipy and is not supported")
+        raise config.error("use_beta_sigmas needs scipy and is not supported")
     if config.values.get("use_karras_sigmas") and config.values.get("use_exponential_sigmas"):
-        raise config.fault("use_karras_sigmas and use_exponential_sigmas exclude each other")
+        raise config.error("use_karras_sigmas and use_exponential_sigmas exclude each other")
 
 
 def _check_sizes(unet: JsonFile, vae: JsonFile, image_encoder: JsonFile) -> dict[str, int]:
-    """Bounds what sizes memory, and finds components that do not fit each other."""
+    """Checks the sizes that determine memory, and that the components fit each other."""
     for config, limits in ((unet, _UNET_LIMITS), (vae, _VAE_LIMITS), (image_encoder, _CLIP_LIMITS)):
         for key, largest in limits.items():
             config.counts(key, largest)
@@ -232,13 +243,13 @@ def _check_sizes(unet: JsonFile, vae: JsonFile, image_encoder: JsonFile) -> dict
     vae.require("in_channels", 3, "for red, green and blue")
     vae.require("out_channels", 3, "for red, green and blue")
     image_encoder.require("num_channels", 3, "for red, green and blue")
-    image_encoder.require("image_size", 224, "the size diffusers gives it")
+    image_encoder.require("image_size", 224, "the size of diffusers' CLIP input")
     unet.require("in_channels", 2 * latent_channels, "twice the VAE's latent_channels")
     unet.require("out_channels", latent_channels, "the VAE's latent_channels")
     if set(unet.counts("cross_attention_dim", _MAX_WIDTH)) != {embedding}:
-        value = show(unet.values["cross_attention_dim"])
-        because = "the image encoder's projection_dim"
-        raise unet.fault(f"cross_attention_dim is {value} but must be {embedding}, {because}")
+        value = short_repr(unet.values["cross_attention_dim"])
+        reason = "the image encoder's projection_dim"
+        raise unet.error(f"cross_attention_dim is {value} but must be {embedding}, {reason}")
     key = "projection_class_embeddings_input_dim"
     unet.require(key, 3 * time_dim, "three times addition_time_embed_dim")
     return {
@@ -254,7 +265,7 @@ def _check_sizes(unet: JsonFile, vae: JsonFile, image_encoder: JsonFile) -> dict
 
 
 _INDEX_FILE = "model_index.json"
-_NO_CODE = "and svdpp runs no code from a checkpoint"
+_NO_CODE = "svdpp runs no code from a checkpoint"
 
 _PIPELINE = "StableVideoDiffusionPipeline"
 _CLASSES: Mapping[str, tuple[str, ...]] = {
@@ -272,7 +283,7 @@ _CONFIG_FILES: Mapping[str, str] = {
     "scheduler": "scheduler/scheduler_config.json",
 }
 
-#: Those of diffusers 0.42 whose step() reads what an earlier step() left in the instance.
+#: The schedulers of diffusers 0.42 whose step() reads state that an earlier step() has stored.
 _HISTORY_SCHEDULERS = frozenset(
     f"{name}Scheduler"
     for name in (
@@ -284,13 +295,14 @@ _HISTORY_SCHEDULERS = frozenset(
     )
 )
 
-#: Config keys that make the libraries fetch or run something else than the class asked for:
-#: attn_implementation may name a kernel on the hub, transformers_weights another file.
+#: Config keys that make the libraries load other code or weights: attn_implementation can name a
+#: kernel on the hub, transformers_weights another file.
 _CODE_KEYS = re.compile(
     r"auto_map|custom_pipeline|quantization_config|_implementation|kernel|transformers_weights"
 )
 
-# SVD-XT has a width of 1280, 2 layers and 1 transformer layer in a block, 32 CLIP layers.
+# For comparison, SVD-XT has a width of 1280, 2 layers and 1 transformer layer per block, and 32
+# CLIP layers.
 _MAX_WIDTH = 16384
 _UNET_LIMITS: Mapping[str, int] = {
     "block_out_channels": _MAX_WIDTH,

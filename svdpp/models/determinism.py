@@ -9,16 +9,17 @@ import torch
 
 
 def apply_settings(*, num_threads: int, device: str, deterministic: bool = False) -> None:
-    """Sets what bits depend on in this process. Call it before any work on the device.
+    """Sets what the bits depend on in this process. Call it before any work on the device.
 
-    By default torch's own settings stay, so that a clip is the one that a plain diffusers script
-    makes on that device. A forward pass repeats its bits under them; `svdpp verify` proves it.
+    By default torch keeps its own settings, so that a clip equals the one of a plain diffusers
+    script on that device. With these settings a forward pass repeats its bits; `svdpp verify`
+    proves it.
 
     Args:
-        num_threads: intra-op threads; another number rounds sums in another order. A script of the
-            user's gets the same bits with `torch.set_num_threads(num_threads)`.
+        num_threads: intra-op threads. The number determines the order in which sums are rounded. A
+            script gets the same bits with `torch.set_num_threads(num_threads)`.
         device: `cpu` or a CUDA device.
-        deterministic: torch's strict mode. Kernels without a deterministic form raise an error
+        deterministic: torch's strict mode. Operations without a deterministic kernel raise an error
             (https://docs.pytorch.org/docs/stable/notes/randomness.html), and TF32 is off.
     """
     torch.set_num_threads(num_threads)
@@ -28,7 +29,7 @@ def apply_settings(*, num_threads: int, device: str, deterministic: bool = False
     # Strict mode would fill fresh memory with NaN, at the price of a write; nothing reads it unset.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if device.startswith("cuda"):
-        # One of the two settings that NVIDIA names as reproducible; cuBLAS reads it at first use.
+        # One of the two values that NVIDIA documents as reproducible; cuBLAS reads it at first use.
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         torch.backends.cudnn.benchmark = False
         torch.backends.cudnn.deterministic = True
@@ -37,7 +38,7 @@ def apply_settings(*, num_threads: int, device: str, deterministic: bool = False
 
 
 def conditions(device: str, *, channels_last: bool = False) -> dict[str, Any]:
-    """What bits depend on beside the request, recorded with every hash and equal on all ranks.
+    """What the bits depend on besides the request; recorded with every hash, equal on all ranks.
 
     Args:
         device: of the rank, with CUDA initialised if it is a GPU.

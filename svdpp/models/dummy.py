@@ -1,6 +1,6 @@
 """Owns the dummy model: a small Conv3d network with the denoiser's contract.
 
-It stands in for SVD where the engine is what matters: rehearsals on a laptop, tests of the wires.
+It stands in for SVD in rehearsals on a laptop, and in tests of everything but the model.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class DummyUNet(nn.Module):
     """Two Conv3d layers and a residual; the same weights in every process.
 
     Args:
-        channels: of the latent, second of its axes B C F H W.
+        channels: of the latent, whose axes are B C F H W.
         hidden: channels between the two layers.
-        num_steps: length of the schedule that `step` counts in.
+        num_steps: number of steps of the schedule.
     """
 
     def __init__(self, channels: int = 4, hidden: int = 16, num_steps: int = 28) -> None:
@@ -49,7 +49,7 @@ class DummyUNet(nn.Module):
         return self.evaluate(latent, step)[0]
 
     def evaluate(self, latent: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The latent after `step`, and its derivative by the noise level before it."""
+        """The latent after `step`, and the derivative at the noise level before the step."""
         level = 1.0 - step / self.num_steps
         residual = self.narrow(torch.nn.functional.silu(self.widen(latent) + level))
         return latent + residual / self.num_steps, -residual.float()
@@ -57,7 +57,10 @@ class DummyUNet(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class SleepTimes:
-    """Seconds that each part takes at least, so that the dummy can stand for another device."""
+    """Seconds that each part takes at least, so that the dummy can stand for another device.
+
+    Where its own computation takes longer, so does the part.
+    """
 
     step_seconds: float = 0.0
     encode_seconds: float = 0.0
@@ -65,11 +68,11 @@ class SleepTimes:
 
 
 class SleepingDenoiser:
-    """A denoiser that takes its time.
+    """A denoiser whose steps take a minimum time.
 
     Args:
-        denoiser: does the work.
-        seconds: of each step, at least.
+        denoiser: computes the steps.
+        seconds: minimum time of each step.
     """
 
     def __init__(self, denoiser: Denoiser, seconds: float) -> None:
@@ -93,13 +96,13 @@ class SleepingDenoiser:
 
 
 class DummyModel:
-    """The dummy behind the engine's contract. Encodes a seed, and decodes to black.
+    """A `VideoModel` around the dummy network. It encodes a seed and decodes black frames.
 
     Args:
         spec: of the latent, B C F H W.
         num_steps: of each clip.
         device: where it computes.
-        pace: how slow it is to be.
+        sleep_times: what it takes at least.
     """
 
     def __init__(
@@ -107,10 +110,10 @@ class DummyModel:
         spec: LatentSpec,
         num_steps: int,
         device: torch.device,
-        pace: SleepTimes = SleepTimes(),
+        sleep_times: SleepTimes = SleepTimes(),
     ) -> None:
         self.device = device
-        self._phase_step = pace
+        self._sleep_times = sleep_times
         self._spec = spec
         self._dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[
             spec.dtype
@@ -119,39 +122,39 @@ class DummyModel:
         self._unet.requires_grad_(False)
 
     def packet_spec(self) -> Mapping[str, TensorSpec]:
-        """The latent alone."""
+        """Only the latent."""
         return {LATENTS: TensorSpec(self._spec.shape, self._spec.dtype)}
 
     def prepare(self, image: Image.Image) -> Tensors:  # noqa: ARG002
-        """Nothing: the dummy takes no image."""
+        """Returns nothing, because the dummy uses no image."""
         return {}
 
     def encode(self, prepared: Tensors, seed: int) -> Tensors:  # noqa: ARG002
-        """Noise drawn on the CPU, so that every device starts from the same latent."""
-        with _at_least(self._phase_step.encode_seconds):
+        """Noise, drawn on the CPU: every device starts from the same latent."""
+        with _at_least(self._sleep_times.encode_seconds):
             generator = torch.Generator().manual_seed(seed)
             noise = torch.randn(self._spec.shape, generator=generator)
             return {LATENTS: noise.to(self.device, self._dtype)}
 
     def denoiser(self, tensors: Tensors, start: int) -> Denoiser:  # noqa: ARG002
         """The network itself: it carries nothing from step to step."""
-        seconds = self._phase_step.step_seconds
+        seconds = self._sleep_times.step_seconds
         return SleepingDenoiser(self._unet, seconds) if seconds else self._unet
 
     def decode(self, latent: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
         """Black frames, one for each of the latent's, in the time of a decode."""
-        with _at_least(self._phase_step.decode_seconds):
+        with _at_least(self._sleep_times.decode_seconds):
             return torch.zeros(self.frames_shape, dtype=torch.uint8, device=self.device)
 
     @property
     def frames_shape(self) -> tuple[int, int, int, int]:
-        """One small frame for each of the latent's: F, 8, 8, 3."""
+        """One small frame for each frame of the latent: F, 8, 8, 3."""
         return self._spec.shape[2], 8, 8, 3
 
 
 @contextmanager
 def _at_least(seconds: float) -> Iterator[None]:
-    """Sleeps for what is left of `seconds` when the block is done."""
-    until = time.monotonic() + seconds
+    """Sleeps at the end of the block until `seconds` have passed since its start."""
+    end = time.monotonic() + seconds
     yield
-    time.sleep(max(0.0, until - time.monotonic()))
+    time.sleep(max(0.0, end - time.monotonic()))

@@ -1,4 +1,4 @@
-"""Owns telling one folder's weights from another's in milliseconds, by a sample of every tensor."""
+"""Owns the fingerprint of a folder's weights: a hash of samples, computed in milliseconds."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from pathlib import Path
 
 from svdpp.errors import ModelError
 
-# A few hundred KB of several GB. Training changes all numbers of a tensor that it changes.
+# A few hundred KB of several GB are enough: training changes every number of a tensor.
 _SAMPLED_BYTES = 64
 
 
 def fingerprint(folder: Path, files: Iterable[Path]) -> str:
-    """sha256 of the headers of safetensors `files`, and of the middle of each of their tensors.
+    """SHA-256 of the headers of safetensors `files` and of bytes from the middle of each tensor.
 
-    The same for a copy of the folder elsewhere; another one where weights were replaced.
+    A copy of the folder has the same fingerprint. A folder with other weights has another one.
 
     Args:
-        folder: what the files' names are taken relative to.
+        folder: file names are relative to it.
         files: with headers that have been checked.
 
     Raises:
-        ModelError: a file cannot be read any more.
+        ModelError: a file can no longer be read.
     """
     digest = hashlib.sha256()
     for path in sorted(files):
@@ -33,12 +33,12 @@ def fingerprint(folder: Path, files: Iterable[Path]) -> str:
             for sample in _samples(path):
                 digest.update(sample)
         except (OSError, ValueError, KeyError) as error:
-            raise ModelError(f"{name} cannot be read: it changed while it was looked at") from error
+            raise ModelError(f"{name} cannot be read: it changed during the check") from error
     return digest.hexdigest()
 
 
 def _samples(path: Path) -> Iterator[bytes]:
-    """The file's header, then the middle of each tensor, in the order of the file."""
+    """The file's header, then the middle of each tensor in file order."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = file.read(length)
@@ -46,6 +46,6 @@ def _samples(path: Path) -> Iterator[bytes]:
         entries = json.loads(header)
         entries.pop("__metadata__", None)
         for begin, end in sorted(entry["data_offsets"] for entry in entries.values()):
-            taken = min(_SAMPLED_BYTES, end - begin)
-            file.seek(8 + length + (begin + end - taken) // 2)
-            yield file.read(taken)
+            num_bytes = min(_SAMPLED_BYTES, end - begin)
+            file.seek(8 + length + (begin + end - num_bytes) // 2)
+            yield file.read(num_bytes)

@@ -1,4 +1,4 @@
-"""Owns how much memory is free: of the host, and of this process's own GPU."""
+"""Owns measuring free memory, on the host and on this process's GPU."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 
 
 def free_bytes(device: torch.device | str) -> int:
-    """Free bytes of the host, or of the GPU of a rank.
+    """Free bytes of the host, or of the GPU of this rank.
 
-    Only a process that uses the GPU may ask here: it gets a CUDA context by that. A parent asks
+    Only a process that uses the GPU may call it, because it creates a CUDA context. The parent uses
     `launch.gpus`.
     """
     device = torch.device(device)
@@ -19,7 +19,7 @@ def free_bytes(device: torch.device | str) -> int:
 
 
 def available_bytes() -> int:
-    """Host memory that a new process can take without swapping, see proc(5): MemAvailable."""
+    """Host memory in bytes that a new process can use without swapping; MemAvailable in proc(5)."""
     for line in _meminfo().splitlines():
         name, _, value = line.partition(":")
         if name == "MemAvailable":

@@ -1,4 +1,4 @@
-"""Owns counting the bytes of tensors while they live, and what kernels take beside them."""
+"""Owns counting the bytes of live tensors, and of the workspace of CPU convolutions."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of all storages that come to life under it, and their highest sum.
+    """Tracks the storages that are created in its context; `peak` is their highest sum in bytes.
 
     Args:
-        known: tensors that are there already; views of them take no memory.
-        count_workspace: whether CPU convolutions' own copies count.
+        known: existing tensors; their storages do not count.
+        count_workspace: whether to count the workspace of CPU convolutions.
     """
 
     def __init__(self, known: Iterable[torch.Tensor], *, count_workspace: bool) -> None:
@@ -52,19 +52,19 @@ class LiveBytes(TorchDispatchMode):
             return
         num_bytes = storage.nbytes() if counted else 0
 
-        def died(_: object) -> None:
+        def forget(_: object) -> None:
             del self._storages[key]
             self._live -= num_bytes
 
         self._live += num_bytes
-        self._storages[key] = weakref.ref(storage, died)
+        self._storages[key] = weakref.ref(storage, forget)
 
 
 def _convolution_workspace(args: tuple[Any, ...], result: torch.Tensor) -> int:
-    """Bytes that a CPU convolution takes for its own time, by the kernel that torch chooses.
+    """Temporary bytes of a CPU convolution, for the kernel that torch chooses.
 
-    oneDNN lays input, weight and output out anew in blocks of channels; the plain kernels write
-    every patch of the input into a column of a matrix (ATen/native/ConvolutionMM2d.cpp and 3d).
+    oneDNN copies input, weight and output into blocks of channels. The plain kernels copy every
+    patch of the input into a column of a matrix (ATen/native/ConvolutionMM2d.cpp and 3d).
     """
     tensor, weight = args[0], args[1]
     backend = torch._C._select_conv_backend(*args).name

@@ -1,7 +1,7 @@
-"""Owns which safetensors files hold a component's weights, and their headers; reads no tensor.
+"""Owns finding a component's safetensors files, and reading their headers; reads no tensor.
 
-An index of shards is a stranger's JSON, as configs are: how such JSON is read, bounded and shown is
-here as well. Knows no torch.
+It also reads the JSON files of a checkpoint, which are untrusted: size and values are bounded.
+Knows no torch.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from safetensors import SafetensorError, safe_open
 
 from svdpp.errors import ModelError
 
-#: dtype (in safetensors' spelling) and shape of each tensor of a file, by name.
+#: dtype (as safetensors spells it) and shape of each tensor of a file, by name.
 Header = dict[str, tuple[str, tuple[int, ...]]]
 
-#: What the name of each component's weight files begins with.
+#: Beginning of the names of each component's weight files.
 WEIGHT_STEMS: Mapping[str, str] = {
     "unet": "diffusion_pytorch_model",
     "vae": "diffusion_pytorch_model",
@@ -30,18 +30,19 @@ WEIGHT_STEMS: Mapping[str, str] = {
 
 
 def weight_headers(folder: Path, component: str, variant: str | None) -> dict[Path, Header]:
-    """The safetensors files that hold one component's weights, each with its checked header.
+    """The safetensors files with one component's weights, and the checked header of each.
 
-    Where a folder holds both one file and an index of shards, diffusers takes the index and
-    transformers the file (their `from_pretrained`, diffusers 0.42 and transformers 5.23).
+    If a folder has both a single file and an index of shards, diffusers reads the index and
+    transformers the file (`from_pretrained` of diffusers 0.42 and transformers 5.23).
 
     Args:
         folder: the checkpoint's folder.
         component: `unet`, `vae` or `image_encoder`.
-        variant: as in `diffusion_pytorch_model.fp16.safetensors`; None for the plain names.
+        variant: such as `fp16` in `diffusion_pytorch_model.fp16.safetensors`; None for the plain
+            names.
 
     Raises:
-        ModelError: a file is missing, not safetensors, or not whole.
+        ModelError: a file is missing, incomplete, or not a safetensors file.
     """
     stem, tag = WEIGHT_STEMS[component], f".{variant}" if variant else ""
     single = folder / component / f"{stem}{tag}.safetensors"
@@ -56,15 +57,15 @@ def weight_headers(folder: Path, component: str, variant: str | None) -> dict[Pa
 def read_safetensors_header(path: Path) -> Header:
     """dtype and shape of each tensor in a safetensors file; reads no tensor.
 
-    The library checks that the tensors fill the file without gaps, and reads no pickle.
+    The safetensors library checks that the tensors fill the file without gaps.
 
     Raises:
-        ModelError: not a safetensors file, or not whole.
+        ModelError: the file is incomplete, or not a safetensors file.
     """
     label = _label(path)
     try:
         with path.open("rb") as file:
-            _refuse_disguise(file.read(_SNIFFED_BYTES), label)
+            _check_start(file.read(_CHECKED_BYTES), label)
         with safe_open(path, framework="np") as weights:
             slices = {name: weights.get_slice(name) for name in weights.keys()}  # noqa: SIM118
             return {
@@ -73,49 +74,49 @@ def read_safetensors_header(path: Path) -> Header:
     except OSError as error:
         raise ModelError(f"{label} cannot be read ({error.strerror or error})") from error
     except SafetensorError as error:
-        reason = show(str(error)).strip("'\"")
-        raise ModelError(f"{label} is damaged or cut short: {reason}") from error
+        reason = short_repr(str(error)).strip("'\"")
+        raise ModelError(f"{label} is damaged or truncated: {reason}") from error
 
 
 @dataclass(frozen=True)
 class JsonFile:
-    """A JSON object with the name of its file for the messages."""
+    """A JSON object, and the label of its file for messages."""
 
     label: str
     values: Mapping[str, Any]
 
-    def fault(self, sentence: str, hint: str = "") -> ModelError:
-        """The error that says `sentence` of this file."""
-        return ModelError(f"{self.label}: {sentence}", hint)
+    def error(self, message: str, hint: str = "") -> ModelError:
+        """A `ModelError` whose message begins with the file's label."""
+        return ModelError(f"{self.label}: {message}", hint)
 
     def count(self, key: str, largest: int) -> int:
-        """The whole number at `key`, from 1 to `largest`; ModelError if it is none."""
+        """The integer at `key`; ModelError if it is not from 1 to `largest`."""
         value = self.values.get(key)
         if type(value) is not int or not 1 <= value <= largest:
-            raise self.fault(f"{key} is {show(value)}, not a whole number from 1 to {largest}")
+            raise self.error(f"{key} is {short_repr(value)}, not an integer from 1 to {largest}")
         return value
 
     def counts(self, key: str, largest: int) -> tuple[int, ...]:
-        """As `count`, one number for each of a model's blocks, or one for all."""
+        """Like `count`, for one integer per block of a model, or one for all blocks."""
         value = self.values.get(key)
         values = value if isinstance(value, list) else [value]
-        sound = all(type(each) is int and 1 <= each <= largest for each in values)
-        if not (sound and 1 <= len(values) <= _MAX_BLOCKS):
-            raise self.fault(f"{key} is {show(value)}, not whole numbers from 1 to {largest}")
+        in_range = all(type(each) is int and 1 <= each <= largest for each in values)
+        if not (in_range and 1 <= len(values) <= _MAX_BLOCKS):
+            raise self.error(f"{key} is {short_repr(value)}, not integers from 1 to {largest}")
         return tuple(values)
 
-    def require(self, key: str, wanted: int, because: str) -> None:
-        """ModelError if another number than `wanted` is at `key`."""
+    def require(self, key: str, expected: int, reason: str) -> None:
+        """ModelError if the value at `key` is not `expected`."""
         value = self.values.get(key)
-        if type(value) is not int or value != wanted:
-            raise self.fault(f"{key} is {show(value)} but must be {wanted}, {because}")
+        if type(value) is not int or value != expected:
+            raise self.error(f"{key} is {short_repr(value)} but must be {expected}, {reason}")
 
 
 def read_json(path: Path, label: str) -> JsonFile:
-    """The object in a config file, which `label` names in the messages.
+    """Reads the JSON object in a file; `label` names the file in messages.
 
     Raises:
-        ModelError: the file is missing, too long, or holds no JSON object. Never anything else.
+        ModelError: the file is missing, unreadable or too long, or does not hold a JSON object.
     """
     if not path.is_file():
         raise ModelError(f"{label} is missing")
@@ -126,12 +127,12 @@ def read_json(path: Path, label: str) -> JsonFile:
         raise ModelError(f"{label} cannot be read ({error.strerror})") from error
     if len(text) > _MAX_CONFIG_BYTES:
         raise ModelError(f"{label} is too long for a config file")
-    _refuse_disguise(text[:_SNIFFED_BYTES], label)
+    _check_start(text[:_CHECKED_BYTES], label)
     return JsonFile(label, _parse_json(text, label))
 
 
-def show(value: object) -> str:
-    """A stranger's value on one short line, whatever its length or depth."""
+def short_repr(value: object) -> str:
+    """The repr of an untrusted value, shortened to one line."""
     return _REPR.repr(value)
 
 
@@ -139,38 +140,42 @@ def _shard_headers(index: Path) -> dict[Path, Header]:
     config = read_json(index, _label(index))
     weight_map = config.values.get("weight_map")
     if not (isinstance(weight_map, dict) and isinstance(config.values.get("metadata"), dict)):
-        raise config.fault("not an index of shards (weight_map or metadata is missing)")
+        raise config.error("not an index of shards (weight_map or metadata is missing)")
     headers: dict[Path, Header] = {}
     for tensor, name in weight_map.items():
-        # A plain name: neither a folder nor a way out of this one.
+        # A path with a separator could point outside the folder.
         if not (isinstance(name, str) and re.fullmatch(r"[\w-][\w.-]*\.safetensors", name, re.A)):
-            raise config.fault(f"the shard {show(name)} is not a plain *.safetensors file name")
+            raise config.error(
+                f"the shard {short_repr(name)} is not a plain *.safetensors file name"
+            )
         path = index.parent / name
         if path not in headers:
             if not path.is_file():
-                raise ModelError(f"{_label(path)} is missing, though {config.label} names it")
+                raise ModelError(f"{_label(path)} is missing, but {config.label} lists it")
             headers[path] = read_safetensors_header(path)
         if tensor not in headers[path]:
-            raise config.fault(f"{show(tensor)} is not in {name}, where the index has it")
+            raise config.error(
+                f"{short_repr(tensor)} is not in {name}, but the index lists it there"
+            )
     return headers
 
 
 def _missing_weights(single: Path, stem: str, variant: str | None) -> ModelError:
-    """Says what lies there instead: another variant, or pickles."""
+    """The error for a missing file; names other variants or pickles in the folder."""
     names = sorted(path.name for path in single.parent.glob("*") if path.is_file())
     pattern = rf"{stem}(?:\.(\w+))?(?:-\d+-of-\d+)?\.safetensors"
     matches = [match for name in names if (match := re.fullmatch(pattern, name, re.A))]
     variants = sorted({match[1] or "" for match in matches} - {variant or ""}, reverse=True)
     if variants:
-        there = ", ".join(each or "those without a variant" for each in variants)
-        mend = f"--variant {variants[0]}" if variants[0] else "leave --variant out"
-        return ModelError(f"{_label(single)} is missing; the weights there are: {there}", mend)
+        available = ", ".join(each or "(no variant)" for each in variants)
+        hint = f"use --variant {variants[0]}" if variants[0] else "omit --variant"
+        return ModelError(f"{_label(single)} is missing; available variants: {available}", hint)
     pickles = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt", ".pkl"))]
     if pickles:
         return ModelError(
-            f"{_label(single)} is missing and {show(pickles[0])} is a pickle, which can run code: "
-            "svdpp loads safetensors only",
-            "ask its author for safetensors, or save it again with "
+            f"{_label(single)} is missing and {short_repr(pickles[0])} is a pickle, which can run "
+            "code: svdpp loads safetensors only",
+            "ask the author for safetensors files, or convert the model with "
             "save_pretrained(..., safe_serialization=True)",
         )
     return ModelError(f"{_label(single)} is missing (svdpp loads safetensors only)")
@@ -190,10 +195,10 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
-def _refuse_disguise(head: bytes, label: str) -> None:
-    """What stands in place of a file after a failed download or clone."""
-    start = head.lstrip().lower()
-    if not head:
+def _check_start(data: bytes, label: str) -> None:
+    """Detects what a failed download or clone leaves in place of a file."""
+    start = data.lstrip().lower()
+    if not data:
         raise ModelError(f"{label} is empty (0 bytes)")
     if start.startswith(b"version https://git-lfs"):
         raise ModelError(f"{label} is a git-lfs pointer, not the file itself", "git lfs pull")
@@ -210,6 +215,6 @@ _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = 100
 _REPR.maxlevel = 2
 
-_SNIFFED_BYTES = 512
+_CHECKED_BYTES = 512
 _MAX_CONFIG_BYTES = 16 * 2**20
 _MAX_BLOCKS = 8  # SVD-XT has 4

@@ -161,7 +161,7 @@ class _Svd:
     def __init__(self, setup: _Setup, device: str) -> None:
         from diffusers import StableVideoDiffusionPipeline  # seconds the dummy need not pay
 
-        from svdpp.models.svd.load import lay_channels_last, silence_libraries, torch_dtype
+        from svdpp.models.svd.load import convert_to_channels_last, silence_libraries, torch_dtype
 
         assert setup.checkpoint is not None
         silence_libraries()
@@ -178,7 +178,7 @@ class _Svd:
             self._pipe.unet.enable_forward_chunking()
         if setup.config.model.channels_last:
             for module in (self._pipe.unet, self._pipe.vae):
-                lay_channels_last(module)
+                convert_to_channels_last(module)
 
     def compute(
         self, clip: int, request: ClipRequest, tensor_store: TensorStore | None, clock: _Clock

@@ -65,7 +65,7 @@ def measure(
         for rounds in sorted(
             {draft_plan.rounds(draft_plan.world_size - 1) for draft_plan in waves}
         ):
-            fewer = model.resampled(
+            fewer = model.with_sampling(
                 replace(sampling, num_inference_steps=rounds).resolved(model_frames=len(exact))
             )
             tensors = fewer.encode(fewer.prepare(fitted), 0)

@@ -30,9 +30,9 @@ EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 64 64\nshowpage\n"
 Content = bytes | Callable[[Path], Any]
 
 BAD_IMAGES: dict[str, tuple[Content, str]] = {
-    "truncated.png": (encoded(gradient(), "PNG")[:-30], "is damaged or cut short"),
-    "truncated.jpg": (encoded(gradient(), "JPEG")[:-200], "is damaged or cut short"),
-    "truncated.webp": (encoded(gradient(), "WEBP")[:-30], "is damaged or cut short"),
+    "truncated.png": (encoded(gradient(), "PNG")[:-30], "is damaged or truncated"),
+    "truncated.jpg": (encoded(gradient(), "JPEG")[:-200], "is damaged or truncated"),
+    "truncated.webp": (encoded(gradient(), "WEBP")[:-30], "is damaged or truncated"),
     "bomb.png": (png(9500, 9500, 8, 0, bytes(9501 * 9500)), "is too large: 9500x9500 pixels"),
     "line.png": (encoded(Image.new("L", (60000, 1)), "PNG"), "is too small: 60000x1 pixels"),
     "eps.jpg": (EPS, "is not an image in PNG, JPEG, WEBP, BMP, TIFF or GIF"),
@@ -132,13 +132,13 @@ OUTSIDE = json.dumps(
 DPM = ["diffusers", "DPMSolverMultistepScheduler"]
 MODEL_FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "unet missing": (lambda model: (model / UNET).unlink(), f"{UNET} is missing"),
-    "unet truncated": (cut, f"{UNET} is damaged or cut short"),
+    "unet truncated": (cut, f"{UNET} is damaged or truncated"),
     "unet a web page": (replace(UNET, HTML), f"{UNET} is a web page"),
-    "unet of endless header": (replace(UNET, ENDLESS), f"{UNET} is damaged or cut short"),
+    "unet of endless header": (replace(UNET, ENDLESS), f"{UNET} is damaged or truncated"),
     "unet a pipe": (replace(UNET, os.mkfifo), f"{UNET} is missing"),
     "unet a link outside": (
         replace(UNET, lambda path: path.symlink_to("/etc/passwd")),
-        f"{UNET} is damaged or cut short",
+        f"{UNET} is damaged or truncated",
     ),
     "shards outside": (
         replace(UNET, lambda path: put(Path(f"{path}.index.json"), OUTSIDE)),
@@ -155,10 +155,10 @@ MODEL_FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "code by module": (
         change_json("model_index.json", unet=["evil", "UNetSpatioTemporalConditionModel"]),
-        "comes from the module 'evil'",
+        "is from the module 'evil'",
     ),
     "code by file": (lambda model: put(model / "unet/evil.py", b"1"), "'unet/evil.py'"),
-    "DPM++": (change_json("model_index.json", scheduler=DPM), "carries history"),
+    "DPM++": (change_json("model_index.json", scheduler=DPM), "keeps state"),
     "broken JSON": (replace("unet/config.json", b'{"a": '), "does not hold valid JSON"),
     "endless JSON": (
         replace("unet/config.json", lambda path: path.symlink_to("/dev/zero")),

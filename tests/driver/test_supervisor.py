@@ -45,7 +45,7 @@ class Group:
     def send(self, rank: int, message: bytes) -> None:
         """Nobody listens."""
 
-    def last_words(self, rank: int) -> str:  # noqa: ARG002
+    def output_tail(self, rank: int) -> str:  # noqa: ARG002
         return ""
 
     def end(self, timeout: float) -> bool:  # noqa: ARG002

@@ -200,7 +200,7 @@ def test_packets_cross_nccl_whole_beneath_matmuls(machine: Machine, report: Repo
             assert time.monotonic() < deadline, f"only ranks {sorted(answers)} answered"
             answers |= {rank: json.loads(message) for rank, message in group.poll(0.5)}
             for rank, code in group.exited().items():
-                assert not code, group.last_words(rank)
+                assert not code, group.output_tail(rank)
         begun = time.monotonic()
         assert group.end(30)
         ended = time.monotonic() - begun

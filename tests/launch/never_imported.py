@@ -1,4 +1,4 @@
-"""A module that takes for ever to import: what it is preloaded into can only be killed."""
+"""A module whose import takes ten minutes: a fork server that preloads it must be killed."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""Messages from the parent to a rank that does not read for a while."""
+"""The parent's channel to a rank that does not read, or has ended."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ def _senders() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "sender"]
 
 
-def test_messages_to_a_busy_rank_wait_in_their_order() -> None:
+def test_messages_to_a_busy_rank_are_queued_in_order() -> None:
     ours, theirs = Pipe()
     parent, rank = QueuedChannel(ours), PipeChannel(theirs)
     for message in MESSAGES:
-        parent.send(message)  # a pipe holds no whole one
+        parent.send(message)  # each is larger than a pipe's buffer
     rank.send(b"busy")
     assert parent.receive(10) == b"busy"
     assert [rank.receive(10) for _ in MESSAGES] == MESSAGES
@@ -27,7 +27,7 @@ def test_messages_to_a_busy_rank_wait_in_their_order() -> None:
     rank.close()
 
 
-def test_the_end_waits_for_no_rank_and_leaves_no_thread() -> None:
+def test_close_does_not_wait_for_the_rank_and_leaves_no_thread() -> None:
     before = _senders()
     ours, theirs = Pipe()
     parent = QueuedChannel(ours)
@@ -39,7 +39,7 @@ def test_the_end_waits_for_no_rank_and_leaves_no_thread() -> None:
     theirs.close()
 
 
-def test_a_rank_that_is_gone_is_no_error_for_the_sender() -> None:
+def test_send_does_not_raise_if_the_rank_has_ended() -> None:
     before = _senders()
     ours, theirs = Pipe()
     parent = QueuedChannel(ours)

@@ -1,4 +1,4 @@
-"""Lines between rank 0 and a launcher's ranks, over loopback: secrets, strangers, clocks, ends."""
+"""Connections between rank 0 and a launcher's ranks, over loopback: handshake, clocks, address."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -15,13 +16,13 @@ from svdpp.launch import clock, connections
 from svdpp.launch.connections import RankHello, RankListener
 from svdpp.launch.network import choose_interface
 
-CALLER = RankHello(
+HELLO = RankHello(
     rank=1, local_rank=1, host="here", host_index=0, shared_settings={"dtype": "fp16"}
 )
 
 
-class Board:
-    """A store in this process."""
+class InMemoryStore:
+    """Stands in for the launcher's store, within this process."""
 
     def __init__(self) -> None:
         self.values: dict[str, str] = {}
@@ -36,128 +37,131 @@ class Board:
         return self.values[key].encode()
 
     @property
-    def place(self) -> dict[str, str]:
+    def endpoint(self) -> dict[str, Any]:
         (value,) = self.values.values()
-        found: dict[str, str] = json.loads(value)
-        return found
+        endpoint: dict[str, Any] = json.loads(value)
+        return endpoint
 
 
 @pytest.fixture
-def board() -> Board:
-    return Board()
+def store() -> InMemoryStore:
+    return InMemoryStore()
 
 
 @pytest.fixture
-def listener(board: Board) -> Iterator[RankListener]:
-    made = RankListener(board, "127.0.0.1", silence=5)
-    yield made
-    made.close()
+def listener(store: InMemoryStore) -> Iterator[RankListener]:
+    listener = RankListener(store, "127.0.0.1", peer_timeout=5)
+    yield listener
+    listener.close()
 
 
-def _accepted(
+def _accept(
     listener: RankListener, seconds: float = 20
 ) -> tuple[RankHello, connections.Connection]:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        if (found := listener.accept()) is not None:
-            return found
-    raise AssertionError("nobody called")
+        if (accepted := listener.accept()) is not None:
+            return accepted
+    raise AssertionError("no rank connected")
 
 
-def _calling(board: Board, found: list[connections.Connection]) -> threading.Thread:
+def _connect_in_thread(
+    store: InMemoryStore, connected: list[connections.Connection]
+) -> threading.Thread:
     def work() -> None:
-        found.append(connections.call(board, CALLER, silence=5, deadline=time.monotonic() + 20))
+        deadline = time.monotonic() + 20
+        connected.append(connections.connect(store, HELLO, peer_timeout=5, deadline=deadline))
 
     thread = threading.Thread(target=work)
     thread.start()
     return thread
 
 
-def test_a_rank_calls_and_says_who_it_is(board: Board, listener: RankListener) -> None:
-    theirs: list[connections.Connection] = []
-    thread = _calling(board, theirs)
-    hello, line = _accepted(listener)
+def test_a_rank_connects_and_sends_its_hello(store: InMemoryStore, listener: RankListener) -> None:
+    connected: list[connections.Connection] = []
+    thread = _connect_in_thread(store, connected)
+    hello, connection = _accept(listener)
     thread.join()
-    assert hello == CALLER
-    line.send_bytes(b"{}")
-    assert theirs[0].recv_bytes() == b"{}"
-    line.close()
+    assert hello == HELLO
+    connection.send_bytes(b"{}")
+    assert connected[0].recv_bytes() == b"{}"
+    connection.close()
     with pytest.raises(EOFError):
-        theirs[0].recv_bytes()
+        connected[0].recv_bytes()
 
 
-def test_it_listens_on_one_address(board: Board, listener: RankListener) -> None:  # noqa: ARG001
-    assert board.place["address"] == "127.0.0.1"
+def test_rank_0_listens_on_one_address(store: InMemoryStore, listener: RankListener) -> None:  # noqa: ARG001
+    assert store.endpoint["address"] == "127.0.0.1"
 
 
-def test_strangers_are_turned_away(
-    board: Board, listener: RankListener, monkeypatch: pytest.MonkeyPatch
+def test_clients_without_the_secret_are_rejected(
+    store: InMemoryStore, listener: RankListener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connections, "_HANDSHAKE_SECONDS", 1)
-    target = "127.0.0.1", int(board.place["port"])
+    target = "127.0.0.1", int(store.endpoint["port"])
     silent = socket.create_connection(target)
     loud = socket.create_connection(target)
     loud.sendall(b"\0\0\0\x20" + b"x" * 32)
     assert [listener.accept(), listener.accept()] == [None, None]
-    theirs: list[connections.Connection] = []
-    thread = _calling(board, theirs)
-    assert _accepted(listener)[0] == CALLER, "and the others are heard all the same"
+    connected: list[connections.Connection] = []
+    thread = _connect_in_thread(store, connected)
+    assert _accept(listener)[0] == HELLO, "a rank with the secret must still be accepted"
     thread.join()
     silent.close()
     loud.close()
 
 
-def test_what_an_earlier_attempt_left_is_passed_by(board: Board) -> None:
-    earlier = RankListener(board, "127.0.0.1", silence=5)
+def test_the_endpoint_of_an_earlier_attempt_is_skipped(store: InMemoryStore) -> None:
+    earlier = RankListener(store, "127.0.0.1", peer_timeout=5)
     earlier.close()
-    theirs: list[connections.Connection] = []
-    thread = _calling(board, theirs)
-    time.sleep(0.3)  # it has tried in vain
-    now = RankListener(board, "127.0.0.1", silence=5)
-    assert _accepted(now)[0] == CALLER
+    connected: list[connections.Connection] = []
+    thread = _connect_in_thread(store, connected)
+    time.sleep(0.3)  # lets the first attempt fail
+    now = RankListener(store, "127.0.0.1", peer_timeout=5)
+    assert _accept(now)[0] == HELLO
     thread.join()
     now.close()
 
 
-def test_a_rank_without_rank_0_gives_up_in_time(board: Board) -> None:
-    with pytest.raises(RankError, match=r"rank 1 \(here\) found no rank 0"):
-        connections.call(board, CALLER, silence=5, deadline=time.monotonic() + 0.3)
+def test_a_rank_without_rank_0_gives_up_in_time(store: InMemoryStore) -> None:
+    with pytest.raises(RankError, match=r"rank 1 \(here\) could not connect to rank 0 in time"):
+        connections.connect(store, HELLO, peer_timeout=5, deadline=time.monotonic() + 0.3)
 
 
-def test_clocks_are_compared(board: Board, listener: RankListener) -> None:
-    theirs: list[connections.Connection] = []
-    thread = _calling(board, theirs)
-    _, line = _accepted(listener)
+def test_clocks_are_compared(store: InMemoryStore, listener: RankListener) -> None:
+    connected: list[connections.Connection] = []
+    thread = _connect_in_thread(store, connected)
+    _, connection = _accept(listener)
     thread.join()
     deadline = time.monotonic() + 20
-    teller = threading.Thread(target=clock.tell, args=(line, deadline))
-    teller.start()
-    found = clock.compare(theirs[0], deadline)
-    teller.join()
-    assert abs(found.monotonic_ahead) < 0.05
-    assert abs(found.wall_ahead) < 0.05
+    answering = threading.Thread(target=clock.answer, args=(connection, deadline))
+    answering.start()
+    offset = clock.compare(connected[0], deadline)
+    answering.join()
+    assert abs(offset.monotonic_ahead) < 0.05
+    assert abs(offset.wall_ahead) < 0.05
 
 
-def test_the_chosen_interface_is_gloos_and_nccls() -> None:
+def test_gloo_and_nccl_use_the_chosen_interface() -> None:
     environment = {"GLOO_SOCKET_IFNAME": "lo"}
     assert choose_interface("10.0.0.1", spans_hosts=False, environment=environment) == "127.0.0.1"
     assert environment == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 
-def test_without_a_choice_it_is_the_one_towards_the_store() -> None:
+def test_the_default_interface_is_the_one_towards_the_store() -> None:
     environment: dict[str, str] = {}
     assert choose_interface("127.0.0.1", spans_hosts=False, environment=environment) == "127.0.0.1"
     assert environment["GLOO_SOCKET_IFNAME"] == "lo"
 
 
 @pytest.mark.parametrize(
-    ("environment", "words"),
+    ("environment", "message"),
     [
         ({"GLOO_SOCKET_IFNAME": "none0"}, "GLOO_SOCKET_IFNAME names 'none0'"),
         ({"GLOO_SOCKET_IFNAME": "lo"}, "127.0.0.1, which other hosts cannot reach"),
         ({}, "which other hosts cannot reach"),
     ],
 )
-def test_interfaces_that_lead_nowhere_are_refused(environment: dict[str, str], words: str) -> None:
-    with pytest.raises(RequestError, match=words):
+def test_unusable_interfaces_are_refused(environment: dict[str, str], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
         choose_interface("127.0.0.1", spans_hosts=True, environment=environment)

@@ -1,4 +1,4 @@
-"""Ranks on CUDA are started by spawn, take their device first, and the parent never touches one."""
+"""CUDA ranks are spawned and set their device first; the parent creates no CUDA context."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.processes
 
 
 def _svdpp(record: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """The command in processes that seem to have two GPUs."""
+    """Runs the command in processes that see two fake GPUs."""
     path = os.pathsep.join([str(FAKE_GPU_BOX), str(Path.cwd())])
     return subprocess.run(
         [sys.executable, "-m", "svdpp", *arguments],
@@ -44,23 +44,23 @@ def _svdpp(record: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     ],
     ids=lambda command: command[0],
 )
-def test_ranks_on_cuda_can_use_it(command: tuple[str, ...], tmp_path: Path) -> None:
+def test_cuda_ranks_are_not_forked(command: tuple[str, ...], tmp_path: Path) -> None:
     record = tmp_path / "record"
     out = () if command[0] == "verify" else ("--out", str(tmp_path / "out"))
     answer = _svdpp(record, *command, "--gpus", "2", "--model", "demo", *out)
-    assert "this is no GPU" in answer.stdout + answer.stderr, answer.stderr
+    assert "this is a fake GPU" in answer.stdout + answer.stderr, answer.stderr
     lines = [line.split(" ", 1) for line in record.read_text().splitlines()]
-    took = {pid for pid, what in lines if what.startswith("takes cuda:")}
-    assert took, "no rank came as far as its device"
-    assert "bad fork" not in {what for _, what in lines}
-    assert "creates a context" not in {what for _, what in lines}
-    for pid in took:
-        first = next(what for other, what in lines if other == pid and "counts" not in what)
-        assert first.startswith("takes cuda:")
+    ranks = {pid for pid, call in lines if call.startswith("sets cuda:")}
+    assert ranks, "no rank set its device"
+    assert "bad fork" not in {call for _, call in lines}
+    assert "creates a context" not in {call for _, call in lines}
+    for pid in ranks:
+        first = next(call for other, call in lines if other == pid and "counts" not in call)
+        assert first.startswith("sets cuda:")
 
 
-def test_a_fork_server_would_not_do(tmp_path: Path) -> None:
-    """What the test above is for: importing diffusers initialises CUDA in the server."""
+def test_cuda_ranks_of_a_fork_server_fail(tmp_path: Path) -> None:
+    """Shows that the test above can fail: importing diffusers initialises CUDA in the server."""
     record = tmp_path / "record"
     code = (
         "from svdpp.launch import fork_server\n"

@@ -1,4 +1,4 @@
-"""The fork server ends with its starter, whatever it is at."""
+"""The fork server ends with its starter, also while it imports modules."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ os._exit(0)
 
 
 @pytest.mark.processes
-def test_a_server_whose_starter_is_gone_before_its_first_import(tmp_path: Path) -> None:
-    """Its kernel parent is somebody else by then, whose end it must not wait for."""
+def test_a_server_ends_if_its_starter_ended_before_its_first_import(tmp_path: Path) -> None:
+    """By then it has another parent, and must not wait for that one to end."""
     for _ in range(3):
         output = tmp_path / "pid"
         with output.open("w") as file:
-            # To a file: the server holds a pipe open for as long as it lives.
+            # To a file, because the server would hold a pipe open as long as it runs.
             subprocess.run([sys.executable, "-c", _START_AND_END], stdout=file, check=True)
         pid = int(output.read_text())
         wait_until(lambda pid=pid: not is_there(pid), 30, f"server {pid} has ended")

@@ -1,4 +1,4 @@
-"""Which GPUs a process may use, in CUDA's order, read without CUDA."""
+"""The GPUs that a process may use, in CUDA's order, read without CUDA."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from svdpp.errors import RequestError
 from svdpp.launch import gpus
 
 UUIDS = ["GPU-aa11", "GPU-ab22", "GPU-cc33", "GPU-dd44"]
-ALIKE = ["A100"] * 4
+EQUAL = ["A100"] * 4
 MIXED = ["A100", "H100", "A100", "A100"]
 
 
@@ -28,17 +28,17 @@ MIXED = ["A100", "H100", "A100", "A100"]
         ("", []),
         ("-1", []),
         ("0,9,1", [0]),
-        ("GPU-a,0", []),  # two begin so
+        ("GPU-a,0", []),  # two UUIDs have this prefix
         ("1,1,2", [1]),
     ],
 )
-def test_the_order_is_cudas(visible: str | None, order: list[int]) -> None:
+def test_visible_gpus_are_in_cudas_order(visible: str | None, order: list[int]) -> None:
     environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    assert gpus._visible_order(UUIDS, ALIKE, environment) == order
+    assert gpus._visible_order(UUIDS, EQUAL, environment) == order
 
 
-def test_gpus_of_several_kinds_need_an_order() -> None:
-    with pytest.raises(RequestError, match="their order is not sure") as caught:
+def test_mixed_gpus_need_an_explicit_order() -> None:
+    with pytest.raises(RequestError, match="CUDA's order is unknown") as caught:
         gpus._visible_order(UUIDS, MIXED, {})
     assert caught.value.hint == "export CUDA_DEVICE_ORDER=PCI_BUS_ID"
     by_bus = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
@@ -47,34 +47,34 @@ def test_gpus_of_several_kinds_need_an_order() -> None:
     assert gpus._visible_order(UUIDS, MIXED, by_uuid) == [1, 0]
 
 
-def test_slices_are_refused_by_name() -> None:
+def test_mig_slices_are_refused_by_name() -> None:
     with pytest.raises(RequestError, match="MIG slice 'MIG-1'"):
-        gpus._visible_order(UUIDS, ALIKE, {"CUDA_VISIBLE_DEVICES": "MIG-1"})
+        gpus._visible_order(UUIDS, EQUAL, {"CUDA_VISIBLE_DEVICES": "MIG-1"})
 
 
 @pytest.fixture
 def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A driver that knows two GPUs, of which CUDA shows the second first."""
+    """A driver with two GPUs, of which CUDA shows the second one first."""
     nvml: Any = types.SimpleNamespace(
         nvmlDeviceGetCount=lambda: 2,
         nvmlDeviceGetHandleByIndex=lambda index: index,
         nvmlDeviceGetUUID=UUIDS.__getitem__,
-        nvmlDeviceGetName=ALIKE.__getitem__,
+        nvmlDeviceGetName=EQUAL.__getitem__,
         nvmlDeviceGetCudaComputeCapability=lambda _: (8, 0),
         nvmlDeviceGetMemoryInfo=lambda index: types.SimpleNamespace(total=100, free=10 + index),
         nvmlSystemGetDriverVersion=lambda: "580.1",
     )
 
     @contextlib.contextmanager
-    def known() -> Iterator[Any]:
+    def fake_nvml() -> Iterator[Any]:
         yield nvml
 
-    monkeypatch.setattr(gpus, "_nvml", known)
+    monkeypatch.setattr(gpus, "_nvml", fake_nvml)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_free_memory_is_that_of_the_gpu_that_cuda_means() -> None:
+def test_free_memory_follows_cudas_numbering() -> None:
     assert [gpus.free_bytes(f"cuda:{index}") for index in (0, 1)] == [11, 10]
     assert [gpu.uuid for gpu in gpus.visible_gpus()] == ["GPU-ab22", "GPU-aa11"]
     assert gpus.driver_version() == "580.1"
@@ -82,7 +82,7 @@ def test_free_memory_is_that_of_the_gpu_that_cuda_means() -> None:
         gpus.free_bytes("cuda:2")
 
 
-def test_a_machine_without_a_driver_has_none() -> None:
+def test_there_are_no_gpus_without_a_driver() -> None:
     if gpus.driver_version() is not None:
         pytest.skip("this machine has an NVIDIA driver")
     assert gpus.visible_gpus() == []

@@ -1,4 +1,4 @@
-"""Rank 0 and a rank of a launcher, before the work: neither waits for ever for the other."""
+"""Rank 0 and a launcher's rank before the work begins: every wait for the other ends."""
 
 from __future__ import annotations
 
@@ -16,114 +16,118 @@ from svdpp.launch import connections, joined_rank, process_group, process_lifeti
 from svdpp.launch.connections import BEGIN
 from svdpp.launch.joined import JoinedGroup
 from svdpp.launch.world import World
-from tests.launch.test_connections import CALLER, Board, _calling
+from tests.launch.test_connections import HELLO, InMemoryStore, _connect_in_thread
 
-# In place of the end of a process.
+# The tests replace the exit of a process by SystemExit, also in threads.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 
 WORLD = World(rank=0, local_rank=0, size=2, local_size=1, num_hosts=2, launcher="torchrun")
 
 
 class RankHooks:
-    """A member's process, as far as its parent knows of it."""
+    """The hooks of a rank, which record why rank 0 was lost."""
 
     def __init__(self, answer: Callable[[bytes], bytes] = lambda _: b"") -> None:
         self.answer = answer
         self.reasons: list[str] = []
 
     def sent(self, message: bytes) -> None:
-        """Not of interest."""
+        """Ignored."""
 
     def interrupted(self, number: int) -> bytes:
         return b"ended by %d" % number
 
     def ended(self, error: dict[str, Any] | None) -> None:
-        """Not of interest."""
+        """Ignored."""
 
     def lost(self, reason: str) -> None:
         self.reasons.append(reason)
 
 
 @pytest.fixture
-def board(monkeypatch: pytest.MonkeyPatch) -> Iterator[Board]:
-    """The store of a world in this process, which nothing is to end."""
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemoryStore]:
+    """The store of a world within this process; nothing ends the process."""
 
     def exit_process(code: int) -> NoReturn:
         raise SystemExit(code)
 
-    board = Board()
-    monkeypatch.setattr(process_group, "open_store", lambda *_: ("127.0.0.1", board))
+    store = InMemoryStore()
+    monkeypatch.setattr(process_group, "open_store", lambda *_: ("127.0.0.1", store))
     monkeypatch.setattr(process_lifetime, "end_with_parent", lambda: None)
     monkeypatch.setattr(process_lifetime, "exit_process", exit_process)
-    yield board
+    yield store
     for thread in threading.enumerate():
-        if thread.name == "line":  # would end this process, as soon as it could
+        if thread.name == "parent-link":  # it would end this process when the patches are undone
             thread.join(20)
             assert not thread.is_alive()
 
 
-def _gathered(start_timeout: float) -> JoinedGroup:
+def _joined_group(start_timeout: float) -> JoinedGroup:
     return JoinedGroup(
         world=WORLD,
         backend="gloo",
-        shared_settings=CALLER.shared_settings,
+        shared_settings=HELLO.shared_settings,
         start_timeout=start_timeout,
-        silence=5,
+        peer_timeout=5,
     )
 
 
-def _gathered_with_parent(board: Board, hooks: RankHooks, start_timeout: float = 20) -> JoinedGroup:
+def _group_of_two(store: InMemoryStore, hooks: RankHooks, start_timeout: float = 20) -> JoinedGroup:
+    """Rank 0's group and, in `joined_rank._parents`, the link of rank 1."""
+
     def work() -> None:
-        hello = replace(CALLER, host_index=1)
-        line = connections.call(board, hello, silence=5, deadline=time.monotonic() + 20)
-        joined_rank._parents[:] = [joined_rank._ParentLink(line, hooks, 5, 0, 20)]
+        hello = replace(HELLO, host_index=1)
+        deadline = time.monotonic() + 20
+        connection = connections.connect(store, hello, peer_timeout=5, deadline=deadline)
+        joined_rank._parents[:] = [joined_rank._ParentLink(connection, hooks, 5, 0, 20)]
 
     thread = threading.Thread(target=work)
     thread.start()
-    group = _gathered(start_timeout)
+    group = _joined_group(start_timeout)
     thread.join()
     return group
 
 
-def test_a_rank_that_is_stopped_as_soon_as_it_has_called_is_named(board: Board) -> None:
-    called: list[connections.Connection] = []
-    thread = _calling(board, called)
-    with pytest.raises(RankError, match=r"rank 1 \(here\) called, and does not go on"):
-        _gathered(1)
+def test_a_rank_that_stops_after_it_connected_is_named(store: InMemoryStore) -> None:
+    connected: list[connections.Connection] = []
+    thread = _connect_in_thread(store, connected)
+    with pytest.raises(RankError, match=r"rank 1 \(here\) connected, but does not respond"):
+        _joined_group(1)
     thread.join()
 
 
-def test_a_rank_that_does_not_answer_is_named_with_its_host(board: Board) -> None:
+def test_a_rank_that_does_not_answer_is_named_with_its_host(store: InMemoryStore) -> None:
     released = threading.Event()
     hooks = RankHooks(lambda _: b"later" if released.wait(20) else b"")
-    group = _gathered_with_parent(board, hooks, 1)
-    with pytest.raises(RankError, match=r"rank 1 \(here\) does not say what lies in its") as error:
+    group = _group_of_two(store, hooks, 1)
+    with pytest.raises(RankError, match=r"rank 1 \(here\) does not report the contents") as error:
         group.ask(b"what?")
     assert "on here" in error.value.hint
     released.set()
     group.kill()
 
 
-def test_a_question_that_cannot_be_answered_ends_both_sides(board: Board) -> None:
+def test_a_query_that_fails_ends_both_sides(store: InMemoryStore) -> None:
     def answer(_: bytes) -> bytes:
         raise OSError(5, "Input/output error")
 
     hooks = RankHooks(answer)
-    group = _gathered_with_parent(board, hooks, 1)
+    group = _group_of_two(store, hooks, 1)
     with pytest.raises(RankError):
         group.ask(b"what?")
     group.kill()
     (reason,) = hooks.reasons
-    assert "cannot be answered (OSError(5, 'Input/output error'))" in reason
+    assert "cannot answer the query" in reason
+    assert "(OSError(5, 'Input/output error'))" in reason
 
 
-def test_a_rank_that_a_signal_ends_says_so(board: Board) -> None:
-    group = _gathered_with_parent(board, RankHooks())
+def test_a_rank_reports_the_signal_that_ends_it(store: InMemoryStore) -> None:
+    group = _group_of_two(store, RankHooks())
     with pytest.raises(SystemExit):
         joined_rank._exit_on_signal(2)
-    assert group.poll(0) == [], "which would be taken for an answer"
+    assert group.poll(0) == [], "before the work, rank 0 would take a report for an answer"
     (parent,) = joined_rank._parents
-    group._lines[1].send(BEGIN)
+    group._channels[1].send(BEGIN)
     parent.wait_for_begin()
     with pytest.raises(SystemExit) as end:
         joined_rank._exit_on_signal(2)
@@ -132,14 +136,14 @@ def test_a_rank_that_a_signal_ends_says_so(board: Board) -> None:
     group.kill()
 
 
-def test_a_rank_that_hears_nothing_of_rank_0_gives_up() -> None:
+def test_a_rank_gives_up_if_rank_0_does_not_answer() -> None:
     ours, theirs = Pipe()
     with pytest.raises(RankError, match="rank 0 does not answer"):
         joined_rank._ParentLink(theirs, RankHooks(), 5, 0, 0.1)
     ours.close()
 
 
-def test_what_a_rank_cannot_read_ends_it(board: Board) -> None:  # noqa: ARG001
+def test_an_invalid_message_ends_a_rank(store: InMemoryStore) -> None:  # noqa: ARG001
     ours, theirs = Pipe()
     hooks = RankHooks()
     parent = joined_rank._ParentLink.__new__(joined_rank._ParentLink)
@@ -147,11 +151,11 @@ def test_what_a_rank_cannot_read_ends_it(board: Board) -> None:  # noqa: ARG001
         _channel=joined_rank.PipeChannel(theirs),
         _hooks=hooks,
         _rank_0="rank 0",
-        _hung_up=False,
+        _is_disconnected=False,
         _local_rank=0,
     )
     ours.send_bytes(b".no JSON")
     with pytest.raises(SystemExit):
         parent._listen()
     (reason,) = hooks.reasons
-    assert "is not understood" in reason
+    assert "sent an invalid message" in reason

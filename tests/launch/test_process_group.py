@@ -1,4 +1,4 @@
-"""Backends and devices are what was asked for, or an error."""
+"""Choice of backend and device, and leaving the process group."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def test_backend_follows_the_device(
 @pytest.mark.parametrize(
     ("device", "backend"), [("cpu", "nccl"), ("cuda:0", "nccl"), ("cpu", "mpi"), ("cuda", "ucc")]
 )
-def test_backends_that_cannot_carry_latents_are_refused(device: str, backend: str) -> None:
+def test_unusable_backends_are_refused(device: str, backend: str) -> None:
     with pytest.raises(RequestError):
         choose_backend(device, 2, {"PIPELINE_BACKEND": backend})
 
 
-def test_ranks_take_the_gpu_of_their_number_or_share_one(
+def test_ranks_use_the_gpu_of_their_local_rank_or_share_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
@@ -50,7 +50,7 @@ def test_ranks_take_the_gpu_of_their_number_or_share_one(
     assert device_of_rank("cpu", 3, 4) == "cpu"
 
 
-def test_a_task_that_sees_one_gpu_has_that_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_task_that_sees_one_gpu_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slurm with --gpus-per-task=1 shows each task its own GPU as cuda:0."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert [device_of_rank("cuda", rank, 4) for rank in range(4)] == ["cuda:0"] * 4
@@ -59,7 +59,7 @@ def test_a_task_that_sees_one_gpu_has_that_one(monkeypatch: pytest.MonkeyPatch) 
         check_devices("cuda", 4)
 
 
-def test_missing_gpus_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_few_gpus_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     check_devices("cuda", 2)
     check_devices("cuda:1", 7)
@@ -70,8 +70,8 @@ def test_missing_gpus_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
         check_devices("cuda:2", 1)
 
 
-def test_leaving_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """ncclCommDestroy may wait for a peer for ever."""
+def test_leaving_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ncclCommDestroy may wait for a peer without end."""
     never = threading.Event()
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "destroy_process_group", never.wait)
@@ -82,5 +82,5 @@ def test_leaving_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         never.set()
 
 
-def test_there_is_nothing_to_leave_before_a_group_was_joined() -> None:
+def test_leaving_without_a_group_does_nothing() -> None:
     destroy(0.0)

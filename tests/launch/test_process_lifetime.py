@@ -1,4 +1,4 @@
-"""Processes end with what they have started, and nothing is said of that as of a failure."""
+"""A process kills its children when it ends, and reports no failure for that."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from tests.faults.processes import adopting_orphans, collected, wait_until
 pytestmark = pytest.mark.processes
 
 
-def test_children_are_killed_though_they_are_frozen_and_nothing_is_stopped(
+def test_stopped_children_are_killed_and_their_parent_is_not_stopped_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What is stopped would stay so for ever, if this process were killed at that moment."""
-    look, states = process_lifetime._children, []
+    """A parent that is stopped first would stay stopped if this process were killed then."""
+    list_children, states = process_lifetime._children, []
 
-    def looking(pids: Collection[int]) -> list[int]:
+    def list_and_record(pids: Collection[int]) -> list[int]:
         states.extend(Path(f"/proc/{pid}/stat").read_text().split()[2] for pid in pids)
-        return look(pids)
+        return list_children(pids)
 
-    monkeypatch.setattr(process_lifetime, "_children", looking)
+    monkeypatch.setattr(process_lifetime, "_children", list_and_record)
     with adopting_orphans():
         parent = subprocess.Popen(["sh", "-c", "sleep 600 & wait"])
-        wait_until(lambda: bool(look([parent.pid])), 20, "its child")
-        (child,) = look([parent.pid])
+        wait_until(lambda: bool(list_children([parent.pid])), 20, "its child")
+        (child,) = list_children([parent.pid])
         os.kill(child, signal.SIGSTOP)
         process_lifetime.kill_with_children([parent.pid])
         assert parent.wait(20) == -signal.SIGKILL
@@ -46,7 +46,7 @@ from svdpp.launch import process_lifetime, temp_folders
 
 def wait(child):
     child.stdout.read()
-    open(sys.argv[1], "a").write("its end was taken for a failure")
+    open(sys.argv[1], "a").write("a thread noticed the end of a killed child")
 
 for _ in range(8):
     child = subprocess.Popen(["sleep", "600"], stdout=subprocess.PIPE)
@@ -63,10 +63,11 @@ getattr(process_lifetime, sys.argv[2])(15)
 def test_a_process_that_ends_does_not_report_what_it_kills(
     tmp_path: Path, end: str, code: int
 ) -> None:
-    said = tmp_path / "said"
-    done = subprocess.run([sys.executable, "-c", _WRITER, str(said), end], timeout=60, check=False)
+    report = tmp_path / "report"
+    command = [sys.executable, "-c", _WRITER, str(report), end]
+    done = subprocess.run(command, timeout=60, check=False)
     assert done.returncode == code
-    assert not said.exists(), said.read_text()
+    assert not report.exists(), report.read_text()
 
 
 _STARTER = """
@@ -79,7 +80,7 @@ process_lifetime.exit_process(0)
 """
 
 
-def test_a_process_that_leaves_leaves_no_temporary_files(tmp_path: Path) -> None:
+def test_exit_process_leaves_no_temporary_files(tmp_path: Path) -> None:
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     subprocess.run([sys.executable, "-c", _STARTER], env=environment, timeout=60, check=True)
     assert not list(tmp_path.iterdir())

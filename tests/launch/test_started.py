@@ -1,4 +1,4 @@
-"""Started ranks end with their parent, keep their words off the terminal, and listen nowhere."""
+"""Started ranks end with their parent, print to a file, and listen on loopback only."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.processes import run_ranks
 
 pytestmark = pytest.mark.processes
 
-# A parent whose ranks all wait in a receive that nobody will answer.
+# A parent whose ranks all block in a receive without a matching send.
 WAITING_PARENT = """
 import sys, time
 from tests.launch import test_started
@@ -55,8 +55,8 @@ def test_ranks_blocked_in_a_receive_die_with_their_parent() -> None:
         [sys.executable, "-c", WAITING_PARENT], stdout=subprocess.PIPE, text=True
     )
     assert parent.stdout is not None
-    folder, *words = parent.stdout.readline().split()
-    pids = [int(word) for word in words]
+    folder, *fields = parent.stdout.readline().split()
+    pids = [int(field) for field in fields]
     assert len(pids) == 3
     assert all(map(_alive, pids))
     os.kill(parent.pid, signal.SIGKILL)
@@ -84,27 +84,27 @@ def _is_fd(name: str) -> bool:
     return os.path.islink(f"/proc/self/fd/{name}")
 
 
-def test_ranks_listen_on_loopback_alone() -> None:
+def test_ranks_listen_on_loopback_only() -> None:
     loopback = {"0100007F", "00000000000000000000000001000000"}
     listeners = run_ranks(_listeners, 2)
-    assert all(listeners), "gloo listens somewhere; this test no longer sees it"
+    assert all(listeners), "gloo must listen somewhere, so the test itself is wrong"
     assert {address for addresses in listeners for address in addresses} <= loopback
 
 
-def _talk(context: RankContext, _argument: object) -> None:
-    print(f"rank {context.world.rank} speaks")
-    os.write(2, b"and so does C\n")
+def _print_and_fail(context: RankContext, _argument: object) -> None:
+    print(f"printed by rank {context.world.rank}")
+    os.write(2, b"written without Python\n")
     raise ValueError("on purpose")
 
 
-def test_what_ranks_print_is_kept_for_the_report(capfd: pytest.CaptureFixture[str]) -> None:
-    group = StartedGroup(_talk, None, world_size=2, backend="gloo")
+def test_the_output_of_ranks_is_kept_off_the_terminal(capfd: pytest.CaptureFixture[str]) -> None:
+    group = StartedGroup(_print_and_fail, None, world_size=2, backend="gloo")
     assert not group.end(60)
-    words = group.last_words(1)
+    output = group.output_tail(1)
     group.kill()
     assert group.exited() == {0: 1, 1: 1}
-    assert "rank 1 speaks" in words
-    assert "and so does C" in words
-    assert "ValueError: on purpose" in words
+    assert "printed by rank 1" in output
+    assert "written without Python" in output
+    assert "ValueError: on purpose" in output
     captured = capfd.readouterr()
-    assert "speaks" not in captured.out + captured.err
+    assert "printed by" not in captured.out + captured.err

@@ -1,4 +1,4 @@
-"""A launcher's variables are a world, half of them are an error, and none are none."""
+"""The world in a launcher's environment variables; incomplete or invalid ones are errors."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ SLURM = {
 }
 
 
-def test_no_variables_are_no_world() -> None:
+def test_there_is_no_world_without_variables() -> None:
     assert find_world({}) is None
     assert not was_launched()
 
 
-def test_torchruns_world() -> None:
+def test_world_of_torchrun() -> None:
     world = find_world(TORCHRUN)
     assert world == World(
         **{"rank": 5, "local_rank": 1, "size": 8, "local_size": 4, "host": 1, "num_hosts": 2},
@@ -39,14 +39,14 @@ def test_torchruns_world() -> None:
     assert world.ranks_per_host == 4
 
 
-def test_three_variables_of_torchrun_are_one_host_that_keeps_its_own_store() -> None:
+def test_the_three_required_variables_mean_one_host_that_owns_its_store() -> None:
     world = find_world({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"})
     assert world is not None
     assert (world.local_size, world.spans_hosts, world.owns_store) == (2, False, True)
     assert not world.is_member
 
 
-def test_slurms_world() -> None:
+def test_world_of_slurm() -> None:
     world = find_world(SLURM)
     assert world == World(
         **{"rank": 5, "local_rank": 1, "size": 7, "local_size": 3, "host": 1, "num_hosts": 2},
@@ -57,17 +57,17 @@ def test_slurms_world() -> None:
     assert world.ranks_per_host is None, "one host has 4, the other 3"
 
 
-def test_tasks_on_each_node_may_be_written_in_short() -> None:
+def test_tasks_per_node_may_be_abbreviated() -> None:
     world = find_world({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "2(x3),1"})
     assert world is not None
     assert world.local_size == 2
 
 
 @pytest.mark.parametrize(("tasks", "per_host"), [("4,3,2", None), ("3(x3)", 3), ("3,3,3", 3)])
-def test_every_task_knows_alike_whether_hosts_have_equal_numbers(
+def test_all_tasks_agree_on_whether_hosts_have_equal_numbers(
     tasks: str, per_host: int | None
 ) -> None:
-    """The host with 3 of 4, 3, 2 sees a third of all ranks on its own."""
+    """With 4, 3 and 2 tasks, the second host has a third of all ranks, as if all were equal."""
     step = {**SLURM, "SLURM_NTASKS": "9", "SLURM_STEP_NUM_NODES": "3", "SLURM_LOCALID": "0"}
     for host in range(3):
         world = find_world({**step, "SLURM_NODEID": str(host), "SLURM_STEP_TASKS_PER_NODE": tasks})
@@ -75,17 +75,17 @@ def test_every_task_knows_alike_whether_hosts_have_equal_numbers(
         assert world.ranks_per_host == per_host
 
 
-def test_torchrun_inside_srun_is_torchruns() -> None:
+def test_torchrun_takes_precedence_inside_srun() -> None:
     assert find_world({**SLURM, **TORCHRUN}) == find_world(TORCHRUN)
 
 
 @pytest.mark.parametrize("without", ["SLURM_STEP_ID", "SLURM_NTASKS"])
-def test_a_batch_script_outside_of_srun_is_no_world(without: str) -> None:
-    """sbatch sets SLURM_PROCID as well: a command there starts its own ranks."""
+def test_a_batch_script_outside_srun_has_no_world(without: str) -> None:
+    """sbatch also sets SLURM_PROCID; a command in the script starts its own ranks."""
     assert find_world({name: value for name, value in SLURM.items() if name != without}) is None
 
 
-def test_an_srun_of_one_task_is_no_world() -> None:
+def test_an_srun_of_one_task_has_no_world() -> None:
     assert find_world({**SLURM, "SLURM_PROCID": "0", "SLURM_NTASKS": "1"}) is None
 
 
@@ -104,7 +104,7 @@ def test_an_srun_of_one_task_is_no_world() -> None:
         {name: value for name, value in SLURM.items() if name != "SLURM_LOCALID"},
     ],
 )
-def test_half_a_world_is_refused(environment: dict[str, str]) -> None:
+def test_incomplete_or_invalid_variables_are_refused(environment: dict[str, str]) -> None:
     with pytest.raises(RequestError):
         find_world(environment)
 
@@ -120,9 +120,7 @@ def test_half_a_world_is_refused(environment: dict[str, str]) -> None:
         ({"SLURM_JOB_NODELIST": "n7"}, ("n7", 29_500)),
     ],
 )
-def test_the_store_is_where_the_launcher_says(
-    environment: dict[str, str], expected: tuple[str, int]
-) -> None:
+def test_store_address(environment: dict[str, str], expected: tuple[str, int]) -> None:
     assert store_address(environment) == expected
 
 
@@ -130,6 +128,6 @@ def test_the_store_is_where_the_launcher_says(
     "environment",
     [{}, {"MASTER_ADDR": "a", "MASTER_PORT": "x"}, {"MASTER_ADDR": "a", "MASTER_PORT": "0"}],
 )
-def test_a_store_nowhere_is_refused(environment: dict[str, str]) -> None:
+def test_a_missing_or_invalid_store_address_is_refused(environment: dict[str, str]) -> None:
     with pytest.raises(RequestError, match="MASTER_"):
         store_address(environment)

@@ -298,8 +298,8 @@ def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ("error", "words"),
     [
         (MemoryError(), "needs more memory than there is"),
-        (OverflowError("\x1b[31mboo\n"), "is damaged or cut short:  [31mboo "),
-        (KeyError(), "is damaged or cut short: KeyError"),
+        (OverflowError("\x1b[31mboo\n"), "is damaged or truncated:  [31mboo "),
+        (KeyError(), "is damaged or truncated: KeyError"),
     ],
 )
 def test_whatever_a_decoder_raises_is_a_refusal(

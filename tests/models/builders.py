@@ -1,4 +1,4 @@
-"""Owns small random checkpoints of SVD's classes, for tests of whatever reads or runs one."""
+"""Owns small random checkpoints of SVD's classes, for tests that read or run one."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ def save_tiny_checkpoint(
     variant: str | None = None,
     max_shard_size: str = "5GB",
 ) -> Path:
-    """Saves a random pipeline of the demo model's classes under `folder`, and returns it.
+    """Saves a pipeline with random weights to `folder`, and returns the folder.
 
     Args:
-        folder: made where it does not exist.
-        vae_factor: 8, 4 or 2 pixels to a latent cell.
-        num_frames: the UNet's own frame count.
-        embedding_dim: of the image embedding.
+        folder: created if it does not exist.
+        vae_factor: 8, 4 or 2 pixels per latent cell.
+        num_frames: number of frames in the UNet's config.
+        embedding_dim: size of the image embedding.
         dtype: of every weight file.
-        seed: of the weights; torch's global generator is left as it was.
+        seed: of the weights; torch's global generator is not changed.
         variant: part of the weight files' names, such as fp16.
         max_shard_size: larger weights are split into shards with an index.
     """
     silence_libraries()
-    from diffusers import StableVideoDiffusionPipeline  # it warns of torchvision on import
+    from diffusers import StableVideoDiffusionPipeline  # its import warns if torchvision is missing
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -60,12 +60,12 @@ def save_tiny_checkpoint(
 
 
 def edit_json(path: Path, **changes: Any) -> None:
-    """Changes keys of a JSON file; None takes the key out."""
+    """Sets keys of a JSON file; None removes the key."""
     values = json.loads(path.read_text()) | changes
     path.write_text(json.dumps({key: each for key, each in values.items() if each is not None}))
 
 
-#: As the published SVD has it (stabilityai/stable-video-diffusion-img2vid-xt).
+#: Config of the published SVD (stabilityai/stable-video-diffusion-img2vid-xt).
 SVD_SCHEDULER = {
     "beta_end": 0.012,
     "beta_schedule": "scaled_linear",

@@ -1,4 +1,4 @@
-"""Whether a checkpoint is found, and each fault of one is named before any weight is read."""
+"""Finding a checkpoint, and naming each defect of one before any weight is read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 from svdpp.config import ModelConfig
 from svdpp.errors import ModelError, RequestError
-from svdpp.models import checkpoint as rules
+from svdpp.models import checkpoint
 from svdpp.models.checkpoint import find_checkpoint
 from svdpp.models.safetensors_header import weight_headers
 from tests.models.builders import edit_json, save_tiny_checkpoint
@@ -25,17 +25,17 @@ INDEX = "unet/diffusion_pytorch_model.safetensors.index.json"
 
 
 @pytest.fixture(scope="module")
-def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_checkpoint(tmp_path_factory.mktemp("sound") / "tiny")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_checkpoint(tmp_path_factory.mktemp("tiny") / "tiny")
 
 
 @pytest.fixture
-def folder(sound: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(sound, tmp_path / "tiny"))
+def folder(tiny: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny, tmp_path / "tiny"))
 
 
-def fault_of(name: str | Path, **options: Any) -> ModelError:
-    """The error that finding `name` ends with, after the checks that hold for all of them."""
+def error_of(name: str | Path, **options: Any) -> ModelError:
+    """The error for checkpoint `name`; checks what every such error must have."""
     with pytest.raises(ModelError) as caught:
         find_checkpoint(ModelConfig(name=str(name), **options))
     error = caught.value
@@ -47,11 +47,11 @@ def fault_of(name: str | Path, **options: Any) -> ModelError:
     return error
 
 
-# What is sound.
+# Valid checkpoints.
 
 
 @pytest.mark.parametrize("vae_factor", [8, 4, 2])
-def test_sizes_are_the_ones_diffusers_computes(tmp_path: Path, vae_factor: int) -> None:
+def test_sizes_are_those_that_diffusers_computes(tmp_path: Path, vae_factor: int) -> None:
     save_tiny_checkpoint(tmp_path, vae_factor=vae_factor, num_frames=6, embedding_dim=24)
     found = find_checkpoint(ModelConfig(name=str(tmp_path)))
     pipeline = diffusers.StableVideoDiffusionPipeline.from_pretrained(tmp_path)
@@ -67,8 +67,8 @@ def test_sizes_are_the_ones_diffusers_computes(tmp_path: Path, vae_factor: int) 
     assert (found.folder, found.revision, found.variant) == (tmp_path, None, None)
 
 
-def test_published_sizes_are_within_the_bounds(folder: Path) -> None:
-    """Those of stabilityai/stable-video-diffusion-img2vid-xt and its ViT-H image encoder."""
+def test_published_sizes_are_within_the_limits(folder: Path) -> None:
+    """The sizes of stabilityai/stable-video-diffusion-img2vid-xt and its ViT-H image encoder."""
     edit_json(
         folder / "unet/config.json",
         addition_time_embed_dim=256,
@@ -109,12 +109,12 @@ def test_shards_and_variants_are_found(tmp_path: Path) -> None:
     assert all(".fp16-0000" in path.name for path in headers)
 
 
-def test_home_and_relative_names_are_folders(sound: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(sound.parent)
-    monkeypatch.setenv("HOME", str(sound.parent))
+def test_relative_paths_and_home_are_resolved(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tiny.parent)
+    monkeypatch.setenv("HOME", str(tiny.parent))
     for name in ("tiny", "./tiny", "~/tiny"):
         found = find_checkpoint(ModelConfig(name=name))
-        assert (found.name, found.folder) == (name, sound)
+        assert (found.name, found.folder) == (name, tiny)
 
 
 def test_finding_needs_no_torch() -> None:
@@ -129,14 +129,14 @@ def test_finding_needs_no_torch() -> None:
     assert done.stdout.strip() == "[]"
 
 
-# One fault each.
+# Checkpoints with one defect each.
 
 
 def replace_bytes(path: Path, content: bytes) -> None:
     path.write_bytes(content)
 
 
-def fault(name: str, change: Callable[[Path], Any], *phrases: str) -> Any:
+def defect(name: str, change: Callable[[Path], Any], *phrases: str) -> Any:
     return pytest.param(change, phrases, id=name)
 
 
@@ -175,179 +175,197 @@ def set_config(part: str, **values: object) -> Callable[[Path], None]:
     return lambda folder: edit_json(folder / part / file, **values)
 
 
-FAULTS = [
-    fault("no index", lambda f: (f / "model_index.json").unlink(), "model_index.json is missing"),
-    fault(
-        "index is no JSON",
+DEFECTS = [
+    defect("no index", lambda f: (f / "model_index.json").unlink(), "model_index.json is missing"),
+    defect(
+        "index is not JSON",
         lambda f: replace_bytes(f / "model_index.json", b"{"),
         "model_index.json does not hold valid JSON",
     ),
-    fault(
-        "index is nested without end",
+    defect(
+        "index is deeply nested",
         lambda f: replace_bytes(f / "model_index.json", b'{"a":' + b"[" * 100_000),
         "model_index.json does not hold valid JSON",
     ),
-    fault(
-        "index is no object",
+    defect(
+        "index is not an object",
         lambda f: replace_bytes(f / "model_index.json", b"[]"),
         "model_index.json does not hold a JSON object",
     ),
-    fault(
+    defect(
         "index is not UTF-8",
         lambda f: replace_bytes(f / "model_index.json", b'{"\xff": 1}'),
         "model_index.json does not hold valid JSON",
     ),
-    fault(
+    defect(
         "index is huge",
         lambda f: replace_bytes(f / "model_index.json", b" " * (16 * 2**20 + 1)),
         "model_index.json is too long",
     ),
-    fault(
+    defect(
         "index is a web page",
         lambda f: replace_bytes(f / "model_index.json", HTML),
         "model_index.json is a web page",
     ),
-    fault(
+    defect(
         "other pipeline",
         set_component(_class_name="StableDiffusionPipeline"),
         "model_index.json: the pipeline is 'StableDiffusionPipeline'",
     ),
-    fault(
+    defect(
         "custom pipeline",
         set_component(_class_name=["pipeline", "Mine"]),
         "model_index.json: the pipeline is ['pipeline', 'Mine']",
     ),
-    fault("component gone", set_component(vae=None), "model_index.json", "vae"),
-    fault("component null", set_component(vae=[None, None]), "model_index.json", "'vae'"),
-    fault("component odd", set_component(vae="x\n\x1b[2J" * 999), "model_index.json", "'vae'"),
-    fault(
+    defect("component missing", set_component(vae=None), "model_index.json", "vae"),
+    defect("component null", set_component(vae=[None, None]), "model_index.json", "'vae'"),
+    defect("component odd", set_component(vae="x\n\x1b[2J" * 999), "model_index.json", "'vae'"),
+    defect(
         "component of another class",
         set_component(unet=["diffusers", "UNet2DConditionModel"]),
         "model_index.json: the unet is of class 'UNet2DConditionModel'",
     ),
-    fault(
-        "component too many",
+    defect(
+        "unknown component",
         set_component(safety_checker=["diffusers", "Safe"]),
         "model_index.json: 'safety_checker'",
     ),
-    fault(
+    defect(
         "component of its own module",
         set_component(unet=["my_unet", "UNetSpatioTemporalConditionModel"]),
-        "model_index.json: 'unet' comes from the module 'my_unet'",
+        "model_index.json: 'unet' is from the module 'my_unet'",
         "svdpp runs no code from a checkpoint",
     ),
-    fault(
+    defect(
         "code beside the index",
         lambda f: (f / "pipeline.py").write_text("1"),
         "'pipeline.py'",
         "svdpp runs no code from a checkpoint",
     ),
-    fault(
+    defect(
         "code in a component",
         lambda f: (f / "unet/modeling.py").write_text("1"),
         "'unet/modeling.py'",
         "svdpp runs no code from a checkpoint",
     ),
-    fault(
-        "code by key",
+    defect(
+        "key that loads code",
         set_config("image_encoder", auto_map={"AutoModel": "a.B"}),
         "image_encoder/config.json: the key 'auto_map'",
     ),
-    fault(
-        "kernel by key",
+    defect(
+        "key that loads a kernel",
         set_config("image_encoder", attn_implementation="someone/kernel"),
         "image_encoder/config.json: the key 'attn_implementation'",
     ),
-    fault("config gone", lambda f: (f / "vae/config.json").unlink(), "vae/config.json is missing"),
-    fault(
+    defect(
+        "config missing", lambda f: (f / "vae/config.json").unlink(), "vae/config.json is missing"
+    ),
+    defect(
         "component's own class differs",
         set_config("vae", _class_name="AutoencoderKL"),
         "vae/config.json: the vae is of class 'AutoencoderKL'",
     ),
-    fault(
+    defect(
         "image encoder's own class differs",
         set_config("image_encoder", architectures=["CLIPModel"]),
         "image_encoder/config.json: the image_encoder is of class 'CLIPModel'",
     ),
-    fault(
+    defect(
         "scheduler's own class differs",
         set_config("scheduler", _class_name="PNDMScheduler"),
-        "scheduler/scheduler_config.json: the scheduler PNDMScheduler carries history",
+        "scheduler/scheduler_config.json: the scheduler PNDMScheduler keeps state",
     ),
-    fault("scipy sigmas", set_config("scheduler", use_beta_sigmas=True), "use_beta_sigmas"),
-    fault("two sigmas", set_config("scheduler", use_exponential_sigmas=True), "exclude each other"),
-    fault(
-        "training steps beyond bounds",
+    defect("scipy sigmas", set_config("scheduler", use_beta_sigmas=True), "use_beta_sigmas"),
+    defect(
+        "two sigmas", set_config("scheduler", use_exponential_sigmas=True), "exclude each other"
+    ),
+    defect(
+        "training steps above the limit",
         set_config("scheduler", num_train_timesteps=10**9),
         "scheduler/scheduler_config.json: num_train_timesteps is 1000000000",
     ),
-    fault(
-        "width beyond bounds",
+    defect(
+        "width above the limit",
         set_config("unet", block_out_channels=[32, 10**9]),
         "unet/config.json: block_out_channels is [32, 1000000000]",
     ),
-    fault(
+    defect(
         "frames true", set_config("unet", num_frames=True), "unet/config.json: num_frames is True"
     ),
-    fault(
-        "frames gone", set_config("unet", num_frames=None), "unet/config.json: num_frames is None"
+    defect(
+        "frames missing",
+        set_config("unet", num_frames=None),
+        "unet/config.json: num_frames is None",
     ),
-    fault(
+    defect(
         "many blocks",
         set_config("vae", block_out_channels=[32] * 99),
         "vae/config.json: block_out_channels",
     ),
-    fault(
+    defect(
         "channels differ", set_config("unet", in_channels=9), "unet/config.json: in_channels is 9"
     ),
-    fault(
+    defect(
         "embedding differs",
         set_config("unet", cross_attention_dim=1024),
         "unet/config.json: cross_attention_dim is 1024 but must be 16",
     ),
-    fault(
+    defect(
         "time ids differ",
         set_config("unet", projection_class_embeddings_input_dim=64),
         "unet/config.json: projection_class_embeddings_input_dim is 64 but must be 96",
     ),
-    fault(
+    defect(
         "image size differs",
         set_config("image_encoder", image_size=336),
         "image_encoder/config.json: image_size is 336 but must be 224",
     ),
-    fault("weights gone", lambda f: (f / UNET).unlink(), f"{UNET} is missing"),
-    fault("weights are a folder", replace_by_folder, UNET),
-    fault(
+    defect("weights missing", lambda f: (f / UNET).unlink(), f"{UNET} is missing"),
+    defect("weights are a folder", replace_by_folder, UNET),
+    defect(
         "weights truncated",
         lambda f: replace_bytes(f / UNET, (f / UNET).read_bytes()[:-1]),
-        f"{UNET} is damaged or cut short",
+        f"{UNET} is damaged or truncated",
     ),
-    fault(
+    defect(
         "weights truncated in the header",
         lambda f: replace_bytes(f / UNET, (f / UNET).read_bytes()[:900]),
-        f"{UNET} is damaged or cut short",
+        f"{UNET} is damaged or truncated",
     ),
-    fault(
+    defect(
         "weights too long",
         lambda f: replace_bytes(f / UNET, (f / UNET).read_bytes() + b"0"),
-        f"{UNET} is damaged or cut short",
+        f"{UNET} is damaged or truncated",
     ),
-    fault("weights empty", lambda f: replace_bytes(f / UNET, b""), f"{UNET} is empty (0 bytes)"),
-    fault("weights a web page", lambda f: replace_bytes(f / UNET, HTML), f"{UNET} is a web page"),
-    fault(
-        "weights a pointer", lambda f: replace_bytes(f / UNET, LFS), f"{UNET} is a git-lfs pointer"
+    defect("weights empty", lambda f: replace_bytes(f / UNET, b""), f"{UNET} is empty (0 bytes)"),
+    defect(
+        "weights are a web page", lambda f: replace_bytes(f / UNET, HTML), f"{UNET} is a web page"
     ),
-    fault("pickle only", rename_to_pickle, UNET, "'diffusion_pytorch_model.bin' is a pickle"),
-    fault("variant only", rename_to_variant, UNET, "the weights there are: fp16"),
-    fault("shard above", write_index(a="../../x.safetensors"), INDEX, "'../../x.safetensors'"),
-    fault("shard absolute", write_index(a="/x.safetensors"), INDEX, "'/x.safetensors'"),
-    fault("shard a pickle", write_index(a="part.bin"), INDEX, "'part.bin'"),
-    fault("shard a number", write_index(a=[1]), INDEX, "[1]"),
-    fault(
-        "shard gone", write_index(a="gone.safetensors"), INDEX, "unet/gone.safetensors is missing"
+    defect(
+        "weights are a pointer",
+        lambda f: replace_bytes(f / UNET, LFS),
+        f"{UNET} is a git-lfs pointer",
     ),
-    fault("shard without tensor", write_index(a="part.safetensors"), INDEX, "'a' is not in"),
-    fault(
+    defect("pickle only", rename_to_pickle, UNET, "'diffusion_pytorch_model.bin' is a pickle"),
+    defect("variant only", rename_to_variant, UNET, "available variants: fp16"),
+    defect(
+        "shard outside the folder",
+        write_index(a="../../x.safetensors"),
+        INDEX,
+        "'../../x.safetensors'",
+    ),
+    defect("shard with absolute path", write_index(a="/x.safetensors"), INDEX, "'/x.safetensors'"),
+    defect("shard is a pickle", write_index(a="part.bin"), INDEX, "'part.bin'"),
+    defect("shard is a list", write_index(a=[1]), INDEX, "[1]"),
+    defect(
+        "shard missing",
+        write_index(a="absent.safetensors"),
+        INDEX,
+        "unet/absent.safetensors is missing",
+    ),
+    defect("shard without tensor", write_index(a="part.safetensors"), INDEX, "'a' is not in"),
+    defect(
         "index of shards without map",
         lambda f: (f / INDEX).write_text("{}"),
         f"{INDEX}: not an index of shards",
@@ -355,63 +373,63 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize(("change", "phrases"), FAULTS)
-def test_fault_is_named(
+@pytest.mark.parametrize(("change", "phrases"), DEFECTS)
+def test_defect_is_named(
     folder: Path, change: Callable[[Path], Any], phrases: tuple[str, ...]
 ) -> None:
     change(folder)
-    message = fault_of(folder).message
+    message = error_of(folder).message
     assert all(phrase in message for phrase in phrases), message
 
 
-@pytest.mark.parametrize("name", sorted(rules._HISTORY_SCHEDULERS))
-def test_scheduler_with_history_is_refused_by_name(folder: Path, name: str) -> None:
-    assert hasattr(diffusers, name)  # a misspelt name would never be met
+@pytest.mark.parametrize("name", sorted(checkpoint._HISTORY_SCHEDULERS))
+def test_scheduler_with_state_is_refused_by_name(folder: Path, name: str) -> None:
+    assert hasattr(diffusers, name)  # a misspelt name would never match
     edit_json(folder / "model_index.json", scheduler=["diffusers", name])
-    message = fault_of(folder).message
-    assert f"{name} carries history from step to step" in message
+    message = error_of(folder).message
+    assert f"{name} keeps state from earlier steps" in message
 
 
 @pytest.mark.parametrize("name", ["DDIMScheduler", "EulerAncestralDiscreteScheduler", {"a": []}])
-def test_scheduler_without_history_is_refused_too(folder: Path, name: object) -> None:
+def test_scheduler_without_state_is_refused_too(folder: Path, name: object) -> None:
     edit_json(folder / "model_index.json", scheduler=["diffusers", name])
-    assert "only EulerDiscreteScheduler is supported" in fault_of(folder).message
+    assert "only EulerDiscreteScheduler is supported" in error_of(folder).message
 
 
-def test_mend_names_the_option(folder: Path) -> None:
+def test_hint_names_the_option(folder: Path) -> None:
     rename_to_variant(folder)
-    assert fault_of(folder).hint == "--variant fp16"
+    assert error_of(folder).hint == "use --variant fp16"
 
 
-def test_variant_that_is_not_there(folder: Path) -> None:
-    error = fault_of(folder, variant="fp16")
+def test_missing_variant(folder: Path) -> None:
+    error = error_of(folder, variant="fp16")
     assert "diffusion_pytorch_model.fp16.safetensors is missing" in error.message
-    assert error.hint == "leave --variant out"
+    assert error.hint == "omit --variant"
 
 
-def test_pointer_is_mended_by_git_lfs(folder: Path) -> None:
+def test_hint_for_a_pointer_is_git_lfs(folder: Path) -> None:
     (folder / UNET).write_bytes(LFS)
-    assert fault_of(folder).hint == "git lfs pull"
+    assert error_of(folder).hint == "git lfs pull"
 
 
 @pytest.mark.parametrize("name", ["./nowhere", "/no/where", "~/nowhere", "a/b/c", "x\\y"])
-def test_folder_that_is_not_there(name: str) -> None:
-    assert "there is no folder" in fault_of(name).message
+def test_missing_folder(name: str) -> None:
+    assert "there is no folder" in error_of(name).message
 
 
 @pytest.mark.parametrize("name", ["https://huggingface.co/org/model", "a b", "--x", "n" * 5000])
-def test_name_that_can_be_nothing(name: str) -> None:
-    assert "hub id" in fault_of(name).message
+def test_invalid_name(name: str) -> None:
+    assert "hub id" in error_of(name).message
 
 
-def test_file_in_place_of_a_folder(folder: Path) -> None:
-    assert "is a file, not a diffusers folder" in fault_of(folder / UNET).message
+def test_file_instead_of_a_folder(folder: Path) -> None:
+    assert "is a file, not a diffusers folder" in error_of(folder / UNET).message
 
 
-def test_request_that_contradicts_itself(sound: Path) -> None:
+def test_contradictory_request(tiny: Path) -> None:
     with pytest.raises(RequestError, match="--revision"):
-        find_checkpoint(ModelConfig(name=str(sound), revision="main"))
+        find_checkpoint(ModelConfig(name=str(tiny), revision="main"))
     with pytest.raises(RequestError, match="--variant"):
-        find_checkpoint(ModelConfig(name=str(sound), variant="../fp16"))
+        find_checkpoint(ModelConfig(name=str(tiny), variant="../fp16"))
     with pytest.raises(ValueError, match="dummy"):
         find_checkpoint(ModelConfig(name="dummy"))

@@ -1,4 +1,4 @@
-"""Whether a model comes from the hub: its own library, a cache, and a server on this machine."""
+"""Downloads from the hub: the hub's own library, a cache, and a server on this machine."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ TOKEN = "hf_" + "x" * 34
 
 
 @pytest.fixture(scope="module")
-def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_checkpoint(tmp_path_factory.mktemp("sound") / "tiny")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_checkpoint(tmp_path_factory.mktemp("tiny") / "tiny")
 
 
-def fault_of(name: str, **options: Any) -> ModelError:
-    """The error that finding `name` ends with, after the checks that hold for all of them."""
+def error_of(name: str, **options: Any) -> ModelError:
+    """The error for model `name`; checks what every such error must have."""
     with pytest.raises(ModelError) as caught:
         find_checkpoint(ModelConfig(name=name, **options))
     error = caught.value
@@ -44,7 +44,7 @@ def fault_of(name: str, **options: Any) -> ModelError:
 
 
 class Hub(BaseHTTPRequestHandler):
-    """Answers every question as the hub does for one kind of trouble."""
+    """A hub that answers every request with one kind of error."""
 
     status: ClassVar[int] = 200
     error_code: ClassVar[str] = ""
@@ -59,12 +59,12 @@ class Hub(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def log_message(self, *args: object) -> None:
-        """Says nothing."""
+        """Prints nothing."""
 
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty hub cache, and a token that no message may hold."""
+    """An empty hub cache, and a token that no message may contain."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
@@ -90,40 +90,41 @@ def hub(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
 
 
 @pytest.mark.parametrize(
-    ("status", "error_code", "sentence", "mend"),
+    ("status", "error_code", "message", "hint"),
     [
         (
             403,
             "GatedRepo",
-            "accepted its licence",
+            "accept the licence",
             "https://huggingface.co/org/tiny, then: hf auth",
         ),
-        (404, "RepoNotFound", "no such model on the hub", "hf auth login"),
-        (404, "RevisionNotFound", "has no revision 'v9'", "leave --revision out"),
+        (404, "RepoNotFound", "nor a model on the hub", "hf auth login"),
+        (404, "RevisionNotFound", "has no revision 'v9'", "omit --revision"),
         (401, "", "the hub answered 401", "hf auth login"),
-        (400, "", "out of reach", "hf download org/tiny"),
+        (400, "", "the hub is unreachable", "hf download org/tiny"),
     ],
 )
-def test_hub_says_no(
-    hub: type[Hub], status: int, error_code: str, sentence: str, mend: str
+def test_hub_answers_with_an_error(
+    hub: type[Hub], status: int, error_code: str, message: str, hint: str
 ) -> None:
     hub.status, hub.error_code = status, error_code
-    error = fault_of("org/tiny", revision="v9")
-    assert sentence in error.message
-    assert mend in error.hint
+    error = error_of("org/tiny", revision="v9")
+    assert message in error.message
+    assert hint in error.hint
     assert TOKEN not in error.message + error.hint
 
 
 @pytest.mark.parametrize("switch", ["local_files_only", "HF_HUB_OFFLINE", "no server"])
-def test_hub_out_of_reach(cache: Path, monkeypatch: pytest.MonkeyPatch, switch: str) -> None:
+def test_hub_is_unreachable(cache: Path, monkeypatch: pytest.MonkeyPatch, switch: str) -> None:
     assert not cache.exists()
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:1")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", switch == "HF_HUB_OFFLINE")
-    huggingface_hub.close_session()  # the session is made for the settings of its time
-    error = fault_of("org/tiny", local_files_only=switch == "local_files_only")
+    huggingface_hub.close_session()  # a new session reads the changed settings
+    error = error_of("org/tiny", local_files_only=switch == "local_files_only")
     huggingface_hub.close_session()
-    assert "'org/tiny' is not whole on this machine" in error.message
-    assert error.hint == "hf download org/tiny where there is a network, or --model demo"
+    assert "'org/tiny' is not fully cached here" in error.message
+    expected = "run hf download org/tiny with a network connection, or use --model demo"
+    assert error.hint == expected
 
 
 def test_disk_full_while_downloading(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,39 +132,39 @@ def test_disk_full_while_downloading(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(28, "No space left on device", "/cache/blob")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
-    assert "cannot be downloaded (No space left on device)" in fault_of("org/tiny").message
+    assert "cannot be downloaded (No space left on device)" in error_of("org/tiny").message
 
 
-def test_token_in_place_of_a_name_is_hidden(cache: Path) -> None:
+def test_token_in_a_model_name_is_redacted(cache: Path) -> None:
     assert not cache.exists()
-    error = fault_of(f"org/{TOKEN}", local_files_only=True)
+    error = error_of(f"org/{TOKEN}", local_files_only=True)
     assert TOKEN not in error.message + error.hint
 
 
-def test_cached_snapshot_gives_its_commit(sound: Path, cache: Path) -> None:
+def test_commit_of_a_cached_snapshot(tiny: Path, cache: Path) -> None:
     repository = cache / "models--org--tiny"
-    shutil.copytree(sound, repository / "snapshots" / COMMIT)
+    shutil.copytree(tiny, repository / "snapshots" / COMMIT)
     (repository / "refs").mkdir()
     (repository / "refs/main").write_text(COMMIT)
     found = find_checkpoint(ModelConfig(name="org/tiny", local_files_only=True))
     assert (found.name, found.revision) == ("org/tiny", COMMIT)
     (repository / "snapshots" / COMMIT / UNET).unlink()
-    error = fault_of("org/tiny", local_files_only=True)
+    error = error_of("org/tiny", local_files_only=True)
     assert f"{UNET} is missing" in error.message
     assert error.hint == "hf download org/tiny --force-download"
 
 
 @pytest.mark.parametrize("tag", ["", ".fp16"])
 def test_only_what_is_read_is_downloaded(monkeypatch: pytest.MonkeyPatch, tag: str) -> None:
-    """The published repository holds each weight in several forms, 9.6 GB in one file alone."""
-    asked: dict[str, Any] = {}
+    """The published repository has all weights in several forms; one file alone has 9.6 GB."""
+    requested: dict[str, Any] = {}
 
     def record(*_: object, **options: Any) -> str:
-        asked.update(options)
-        raise huggingface_hub.errors.LocalEntryNotFoundError("enough")
+        requested.update(options)
+        raise huggingface_hub.errors.LocalEntryNotFoundError("recorded")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", record)
-    fault_of(DEFAULT_MODEL, variant=tag[1:] or None)
+    error_of(DEFAULT_MODEL, variant=tag[1:] or None)
     wanted = {
         "model_index.json",
         "feature_extractor/preprocessor_config.json",
@@ -186,17 +187,17 @@ def test_only_what_is_read_is_downloaded(monkeypatch: pytest.MonkeyPatch, tag: s
         f"unet/diffusion_pytorch_model{other}-00001-of-00002.safetensors",
         f"vae/diffusion_pytorch_model{other}.safetensors",
     }
-    kept = huggingface_hub.utils.filter_repo_objects(
-        wanted | unwanted, allow_patterns=asked["allow_patterns"]
+    matched = huggingface_hub.utils.filter_repo_objects(
+        wanted | unwanted, allow_patterns=requested["allow_patterns"]
     )
-    assert set(kept) == wanted
+    assert set(matched) == wanted
 
 
 class _Served(Hub):
-    """A hub that has one model, and remembers which of its files were asked for."""
+    """A hub with one model, which records the requested files."""
 
     folder: ClassVar[Path]
-    asked: ClassVar[list[str]]
+    requested: ClassVar[list[str]]
 
     def do_GET(self) -> None:
         files = [path for path in self.folder.rglob("*") if path.is_file()]
@@ -207,12 +208,12 @@ class _Served(Hub):
         elif self.path.startswith("/api/models/org/tiny"):
             siblings = [{"rfilename": name} for name in names]
             answer = json.dumps({"id": "org/tiny", "sha": COMMIT, "siblings": siblings}).encode()
-        elif not self.path.startswith("/org/tiny/"):  # some question of the library's own
+        elif not self.path.startswith("/org/tiny/"):  # some other request of the library
             self.send_error(404)
             return
         else:
             name = self.path.removeprefix(f"/org/tiny/resolve/{COMMIT}/")
-            self.asked.append(name)
+            self.requested.append(name)
             answer = (self.folder / name).read_bytes()
         self.send_response(200)
         self.send_header("X-Repo-Commit", COMMIT)
@@ -225,29 +226,29 @@ class _Served(Hub):
     do_HEAD = do_GET
 
 
-def test_configs_alone_bring_no_weight(
-    hub: type[Hub], sound: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+def test_only_configs_are_downloaded_without_weights(
+    hub: type[Hub], tiny: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What `plan --memory` is told from; afterwards it is found without a network, too."""
+    """`plan --memory` needs only configs; afterwards it works without a network."""
     constants = huggingface_hub.constants
     addresses = constants.ENDPOINT + "/{repo_id}/resolve/{revision}/{filename}"
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", addresses)
     for name in ("do_GET", "do_HEAD"):
         monkeypatch.setattr(hub, name, getattr(_Served, name), raising=False)
-    hub.folder, hub.asked = sound, []  # type: ignore[attr-defined]
+    hub.folder, hub.requested = tiny, []  # type: ignore[attr-defined]
     model = ModelConfig(name="org/tiny")
     found = find_checkpoint(model, weights=False)
-    asked: list[str] = hub.asked  # type: ignore[attr-defined]
-    assert "unet/config.json" in asked
-    assert not [name for name in asked if "safetensors" in name]
+    requested: list[str] = hub.requested  # type: ignore[attr-defined]
+    assert "unet/config.json" in requested
+    assert not [name for name in requested if "safetensors" in name]
     assert not list(cache.rglob("*.safetensors"))
     assert (found.revision, found.num_frames) == (COMMIT, 4)
 
-    there = ModelConfig(name="org/tiny", local_files_only=True)
+    cached = ModelConfig(name="org/tiny", local_files_only=True)
     answer = svdpp_here("plan", "--memory", "--model", "org/tiny", "--local-files-only", "--json")
     assert answer.code == 0, answer.err
     assert json.loads(answer.out)["costs"]["denoise_weights_gib"] > 0
-    with pytest.raises(ModelError, match="not whole"):
-        find_checkpoint(there)
+    with pytest.raises(ModelError, match="not fully cached"):
+        find_checkpoint(cached)
     find_checkpoint(model)
-    assert UNET in asked
+    assert UNET in requested

@@ -1,4 +1,4 @@
-"""Whether a rank gets the modules it needs, with the bits diffusers' own pipeline would load."""
+"""A rank loads the components it needs, with the same bits as diffusers' own pipeline."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @pytest.fixture(scope="module")
-def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_checkpoint(tmp_path_factory.mktemp("sound") / "tiny")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_checkpoint(tmp_path_factory.mktemp("tiny") / "tiny")
 
 
 @pytest.fixture
-def folder(sound: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(sound, tmp_path / "tiny"))
+def folder(tiny: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny, tmp_path / "tiny"))
 
 
 @pytest.fixture(scope="module")
@@ -52,24 +52,24 @@ def demo() -> Checkpoint:
     return find_checkpoint(ModelConfig(name="demo"))
 
 
-def parts_of(checkpoint: Checkpoint | Path, duties: str = "EXD", **options: Any) -> Parts:
-    """Loads for the duties named by letter: E encode, X denoise, D decode."""
+def parts_of(checkpoint: Checkpoint | Path, roles: str = "EXD", **options: Any) -> Parts:
+    """Loads the parts for roles given as letters: E encode, X denoise, D decode."""
     if isinstance(checkpoint, Path):
         checkpoint = find_checkpoint(ModelConfig(name=str(checkpoint)))
     options = {"dtype": "fp32", "device": "cpu"} | options
     return load_parts(
-        checkpoint, encode="E" in duties, denoise="X" in duties, decode="D" in duties, **options
+        checkpoint, encode="E" in roles, denoise="X" in roles, decode="D" in roles, **options
     )
 
 
-def assert_same_weights(mine: torch.nn.Module, theirs: torch.nn.Module) -> None:
-    wanted = theirs.state_dict()
-    assert wanted
-    assert mine.state_dict().keys() == wanted.keys()
-    assert all(torch.equal(tensor, wanted[key]) for key, tensor in mine.state_dict().items())
+def assert_same_weights(ours: torch.nn.Module, theirs: torch.nn.Module) -> None:
+    expected = theirs.state_dict()
+    assert expected
+    assert ours.state_dict().keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[key]) for key, tensor in ours.state_dict().items())
 
 
-# What is loaded.
+# Loaded components.
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -81,7 +81,7 @@ def test_weights_are_those_of_the_pipeline(demo: Checkpoint, dtype: str) -> None
         assert_same_weights(module, getattr(pipeline, name))
         assert {tensor.dtype for tensor in module.parameters()} == {DTYPES[dtype]}
         assert module.dtype == DTYPES[dtype]
-        # As diffusers' own pipeline has it: bits depend on it.
+        # As in diffusers' pipeline, because the bits depend on it.
         assert all(tensor.requires_grad for tensor in module.parameters())
         assert not any(each.training for each in module.modules())
 
@@ -92,13 +92,13 @@ def test_shards_and_variants_are_loaded(tmp_path: Path, vae_factor: int) -> None
     save_tiny_checkpoint(whole, vae_factor=vae_factor)
     save_tiny_checkpoint(shards, vae_factor=vae_factor, variant="fp16", max_shard_size="500KB")
     sharded = find_checkpoint(ModelConfig(name=str(shards), variant="fp16"))
-    mine, theirs = parts_of(sharded), parts_of(whole)
+    parts, expected = parts_of(sharded), parts_of(whole)
     for name in ("unet", "vae", "image_encoder"):
-        assert_same_weights(getattr(mine, name), getattr(theirs, name))
+        assert_same_weights(getattr(parts, name), getattr(expected, name))
 
 
 @pytest.mark.parametrize(
-    ("duties", "present"),
+    ("roles", "present"),
     [
         ("E", {"image_encoder", "feature_extractor", "vae"}),
         ("X", {"unet"}),
@@ -108,17 +108,17 @@ def test_shards_and_variants_are_loaded(tmp_path: Path, vae_factor: int) -> None
         ("", set()),
     ],
 )
-def test_a_rank_holds_what_its_duties_need(sound: Path, duties: str, present: set[str]) -> None:
-    parts = parts_of(sound, duties)
+def test_a_rank_loads_only_what_its_roles_need(tiny: Path, roles: str, present: set[str]) -> None:
+    parts = parts_of(tiny, roles)
     names = {"image_encoder", "feature_extractor", "vae", "unet"}
     assert {name for name in names if getattr(parts, name) is not None} == present
     if parts.vae is not None:
         halves = {name for name, _ in parts.vae.named_children()}
-        assert halves == ({"encoder", "quant_conv"} if "E" in duties else {"decoder"})
+        assert halves == ({"encoder", "quant_conv"} if "E" in roles else {"decoder"})
 
 
-def test_whole_vae_where_both_halves_are_needed(sound: Path) -> None:
-    halves = {name for name, _ in parts_of(sound, "ED").vae.named_children()}
+def test_the_whole_vae_is_loaded_if_both_halves_are_needed(tiny: Path) -> None:
+    halves = {name for name, _ in parts_of(tiny, "ED").vae.named_children()}
     assert halves == {"encoder", "quant_conv", "decoder"}
 
 
@@ -127,7 +127,7 @@ def test_encoder_alone_has_the_bits_of_the_whole_vae(demo: Checkpoint, dtype: st
     alone, whole = parts_of(demo, "E", dtype=dtype).vae, parts_of(demo, "ED", dtype=dtype).vae
     image = torch.randn(1, 3, 32, 32, generator=torch.Generator().manual_seed(1))
     latents = [
-        # diffusers encodes in float32 and brings the VAE back, so `.to` has to work on a half.
+        # diffusers encodes in float32 and converts the VAE back, so `.to` has to work on a half.
         (vae.to(torch.float32).encode(image).latent_dist.mode(), vae.to(DTYPES[dtype]).dtype)
         for vae in (alone, whole)
     ]
@@ -148,22 +148,22 @@ def test_decoder_alone_has_the_bits_of_the_whole_vae(demo: Checkpoint, dtype: st
 def test_pixels_are_those_of_the_pipeline(folder: Path, name: str) -> None:
     edit_json(folder / "model_index.json", feature_extractor=["transformers", name])
     pipeline = StableVideoDiffusionPipeline.from_pretrained(folder)
-    mine = load_feature_extractor(find_checkpoint(ModelConfig(name=str(folder))))
-    assert type(mine) is type(pipeline.feature_extractor)
+    loaded = load_feature_extractor(find_checkpoint(ModelConfig(name=str(folder))))
+    assert type(loaded) is type(pipeline.feature_extractor)
     image = torch.rand(1, 3, 224, 224, generator=torch.Generator().manual_seed(1))
     photo = Image.fromarray((image[0].permute(1, 2, 0).numpy() * 255).astype(np.uint8))
     as_diffusers = {"do_center_crop": False, "do_resize": False, "do_rescale": False}
     for images, options in ((image, as_diffusers), (photo.resize((300, 260)), {})):
         pixels = [
             each(images=images, do_normalize=True, return_tensors="pt", **options).pixel_values
-            for each in (mine, pipeline.feature_extractor)
+            for each in (loaded, pipeline.feature_extractor)
         ]
         assert pixels[0].shape == (1, 3, 224, 224)
         assert torch.equal(*pixels)
 
 
 @pytest.mark.parametrize(
-    ("torchvision", "named", "chosen"),
+    ("torchvision", "configured", "expected"),
     [
         (True, "CLIPImageProcessor", "CLIPImageProcessor"),
         (True, "CLIPFeatureExtractor", "CLIPImageProcessor"),
@@ -172,8 +172,12 @@ def test_pixels_are_those_of_the_pipeline(folder: Path, name: str) -> None:
         (False, "CLIPImageProcessorPil", "CLIPImageProcessorPil"),
     ],
 )
-def test_image_processor_is_asked_for_by_name(
-    demo: Checkpoint, monkeypatch: pytest.MonkeyPatch, torchvision: bool, named: str, chosen: str
+def test_class_of_the_image_processor(
+    demo: Checkpoint,
+    monkeypatch: pytest.MonkeyPatch,
+    torchvision: bool,
+    configured: str,
+    expected: str,
 ) -> None:
     class Library:
         def __getattr__(self, name: str) -> Any:
@@ -181,28 +185,28 @@ def test_image_processor_is_asked_for_by_name(
 
     monkeypatch.setattr(load, "transformers", Library())
     monkeypatch.setattr(load, "is_torchvision_available", lambda: torchvision)
-    assert load_feature_extractor(replace(demo, feature_extractor_class=named)) == chosen
+    assert load_feature_extractor(replace(demo, feature_extractor_class=configured)) == expected
 
 
-def test_memory_opt_chunks_the_unet(sound: Path) -> None:
+def test_memory_opt_turns_on_chunking_in_the_unet(tiny: Path) -> None:
     for memory_opt, size in ((False, None), (True, 1)):
-        unet = parts_of(sound, "X", memory_opt=memory_opt).unet
+        unet = parts_of(tiny, "X", memory_opt=memory_opt).unet
         blocks = [each for each in unet.modules() if isinstance(each, BasicTransformerBlock)]
         assert {each._chunk_size for each in blocks} == {size}
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
 @pytest.mark.parametrize(("dtype", "mapped"), [("fp32", True), ("bf16", False)])
-def test_weights_in_the_file_s_dtype_stay_mapped(sound: Path, dtype: str, mapped: bool) -> None:
-    unet = parts_of(sound, "X", dtype=dtype).unet
+def test_weights_in_the_dtype_of_the_file_stay_mapped(tiny: Path, dtype: str, mapped: bool) -> None:
+    unet = parts_of(tiny, "X", dtype=dtype).unet
     lines = Path("/proc/self/maps").read_text().splitlines()
-    spans = [line.split()[0].split("-") for line in lines if line.endswith(str(sound / UNET))]
+    spans = [line.split()[0].split("-") for line in lines if line.endswith(str(tiny / UNET))]
     ranges = [(int(start, 16), int(stop, 16)) for start, stop in spans]
     within = [any(a <= each.data_ptr() < b for a, b in ranges) for each in unet.parameters()]
     assert all(within) if mapped else not any(within)
 
 
-def test_loading_says_nothing() -> None:
+def test_loading_prints_nothing() -> None:
     code = (
         "from svdpp.config import ModelConfig;"
         "from svdpp.models.checkpoint import find_checkpoint;"
@@ -219,7 +223,7 @@ def test_loading_says_nothing() -> None:
 # The scheduler.
 
 
-def test_each_clip_has_a_scheduler_of_its_own(demo: Checkpoint) -> None:
+def test_schedulers_of_two_clips_are_independent(demo: Checkpoint) -> None:
     theirs = StableVideoDiffusionPipeline.from_pretrained(demo.folder).scheduler
     first, second = new_scheduler(demo), new_scheduler(parts_of(demo, "").scheduler_config)
     first.set_timesteps(7)
@@ -231,7 +235,7 @@ def test_each_clip_has_a_scheduler_of_its_own(demo: Checkpoint) -> None:
         assert scheduler.config == first.config
 
 
-def test_scheduler_config_the_class_refuses(folder: Path) -> None:
+def test_scheduler_config_that_the_class_rejects(folder: Path) -> None:
     edit_json(folder / "scheduler/scheduler_config.json", beta_schedule="nonsense")
     with pytest.raises(ModelError, match="scheduler cannot be loaded: nonsense"):
         new_scheduler(find_checkpoint(ModelConfig(name=str(folder))))
@@ -285,16 +289,16 @@ def test_missing_weight_in_shards(tmp_path: Path) -> None:
     save_tiny_checkpoint(tmp_path, max_shard_size="500KB")
     index = tmp_path / "unet/diffusion_pytorch_model.safetensors.index.json"
     shard = min((tmp_path / "unet").glob("*-of-*.safetensors"))
-    gone = min(load_file(shard))
-    change_weights(shard, lambda weights: weights.pop(gone))
-    with pytest.raises(ModelError, match=f"{gone!r} is not in {shard.name}"):
+    removed = min(load_file(shard))
+    change_weights(shard, lambda weights: weights.pop(removed))
+    with pytest.raises(ModelError, match=f"{removed!r} is not in {shard.name}"):
         parts_of(tmp_path, "X")
-    index.write_text(index.read_text().replace(f'"{gone}"', f'"{min(load_file(shard))}"'))
-    with pytest.raises(ModelError, match=rf"in shards.*1 of \d+ .*{gone!r}"):
+    index.write_text(index.read_text().replace(f'"{removed}"', f'"{min(load_file(shard))}"'))
+    with pytest.raises(ModelError, match=rf"in shards.*1 of \d+ .*{removed!r}"):
         parts_of(tmp_path, "X")
 
 
-def test_buffer_of_old_transformers_is_no_fault(folder: Path) -> None:
+def test_buffer_of_old_transformers_is_accepted(folder: Path) -> None:
     name = "vision_model.embeddings.position_ids"
     change_weights(folder / CLIP, lambda weights: weights.update({name: torch.arange(17)[None]}))
     encoder = parts_of(folder, "E").image_encoder
@@ -310,7 +314,7 @@ def test_buffer_of_old_transformers_is_no_fault(folder: Path) -> None:
         ("unet/config.json", {"layers_per_block": [1, 1, 1]}, "unet"),
     ],
 )
-def test_config_the_library_refuses(
+def test_config_that_the_library_rejects(
     folder: Path, config: str, changes: dict[str, Any], component: str
 ) -> None:
     edit_json(folder / config, **changes)
@@ -320,14 +324,14 @@ def test_config_the_library_refuses(
     assert caught.value.message.isprintable()
 
 
-def test_weights_that_vanish_after_the_check(folder: Path) -> None:
+def test_weights_removed_after_the_check(folder: Path) -> None:
     found = find_checkpoint(ModelConfig(name=str(folder)))
     (folder / UNET).unlink()
     with pytest.raises(ModelError, match=f"model .*{UNET} is missing"):
         parts_of(found, "X")
 
 
-# Machines that do not fit.
+# Machines that cannot load the model.
 
 
 @pytest.mark.parametrize(
@@ -338,7 +342,7 @@ def test_weights_that_vanish_after_the_check(folder: Path) -> None:
         RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
     ],
 )
-def test_too_little_memory(sound: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+def test_too_little_memory(tiny: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     def fail(*_: object, **__: object) -> None:
         raise error
 
@@ -347,19 +351,19 @@ def test_too_little_memory(sound: Path, monkeypatch: pytest.MonkeyPatch, error: 
         with monkeypatch.context() as patch:
             patch.setattr(unet_class, name, fail)
             with pytest.raises(OutOfMemoryError, match=r"unet needs 0\.00 GB on cpu") as caught:
-                parts_of(sound, "X")
+                parts_of(tiny, "X")
         assert caught.value.exit_code == 4
         assert "--dtype fp16" in caught.value.hint
         assert caught.value.__cause__ is error
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
-def test_device_that_is_not_there(sound: Path) -> None:
+def test_missing_device(tiny: Path) -> None:
     with pytest.raises(RequestError, match="cuda:7 cannot be used: "):
-        parts_of(sound, "X", device="cuda:7")
+        parts_of(tiny, "X", device="cuda:7")
 
 
 def test_dtype_names() -> None:
     assert {name: torch_dtype(name) for name in DTYPES} == DTYPES
-    with pytest.raises(RequestError, match="'fp8' is none of fp32, fp16, bf16"):
+    with pytest.raises(RequestError, match="must be one of fp32, fp16, bf16, got 'fp8'"):
         torch_dtype("fp8")

@@ -1,5 +1,7 @@
-"""The memory told from configs: exact for weights, and for activations held against torch's own
-allocator, which counts every byte that a real step takes (measured: 0.995 to 1.005)."""
+"""Memory estimates from configs: exact for weights, close to torch's allocator for activations.
+
+The allocator counts every byte of a real step; estimate / measurement was 0.995 to 1.005.
+"""
 
 from __future__ import annotations
 
@@ -38,28 +40,28 @@ def _one_thread() -> object:
 
 
 @functools.cache
-def _told(model: ModelConfig = DEMO, *, threads: int = 1, **changes: object) -> MemoryEstimate:
+def _estimated(model: ModelConfig = DEMO, *, threads: int = 1, **changes: object) -> MemoryEstimate:
     sampling = replace(SAMPLING, **changes)  # type: ignore[arg-type]
     checkpoint = find_checkpoint(model)
     return estimate(checkpoint, model, sampling, device="cpu", num_threads=threads)
 
 
 def _loaded(part: str) -> SvdModel:
-    duties = {name: name == part for name in ("encode", "denoise", "decode")}
-    return load_svd(find_checkpoint(DEMO), DEMO, SAMPLING, "cpu", **duties)
+    roles = {name: name == part for name in ("encode", "denoise", "decode")}
+    return load_svd(find_checkpoint(DEMO), DEMO, SAMPLING, "cpu", **roles)
 
 
 @pytest.mark.parametrize("part", ["encode", "denoise", "decode"])
-def test_weights_are_those_that_a_rank_loads(part: str) -> None:
+def test_weight_bytes_equal_those_of_a_rank(part: str) -> None:
     parts = _loaded(part)._parts
     modules = [m for m in (parts.image_encoder, parts.vae, parts.unet) if m is not None]
     tensors = [t for m in modules for t in (*m.parameters(), *m.buffers())]
 
-    assert getattr(_told(), part).weight_bytes == sum(t.nbytes for t in tensors)
+    assert getattr(_estimated(), part).weight_bytes == sum(t.nbytes for t in tensors)
 
 
 @pytest.mark.parametrize(("part", "threads"), [("denoise", 1), ("decode", 2)])
-def test_activations_are_those_that_torchs_allocator_counts(part: str, threads: int) -> None:
+def test_activation_bytes_match_torchs_allocator(part: str, threads: int) -> None:
     torch.set_num_threads(threads)
     model = _loaded(part)
     tensors = {name: torch.zeros(spec.shape) for name, spec in model.packet_spec().items()}
@@ -71,54 +73,54 @@ def test_activations_are_those_that_torchs_allocator_counts(part: str, threads: 
         return model._pipe.decode_latents(tensors[LATENTS], 6, 6)
 
     measured = _allocated_peak({"denoise": step, "decode": decode}[part])
-    told = getattr(_told(threads=threads), part).activation_bytes
-    print(part, threads, told, measured, told / measured)
-    assert told == pytest.approx(measured, rel=0.05)
+    estimated = getattr(_estimated(threads=threads), part).activation_bytes
+    print(part, threads, estimated, measured, estimated / measured)
+    assert estimated == pytest.approx(measured, rel=0.05)
 
 
-def test_the_dummys_activations_are_those_that_torchs_allocator_counts() -> None:
+def test_activation_bytes_of_the_dummy_match_torchs_allocator() -> None:
     model = ModelConfig(name="dummy", dummy_latent_shape=(1, 4, 8, 32, 32))
     unet, latent = DummyUNet(), torch.zeros(model.dummy_latent_shape)
 
-    told = estimate(None, model, SAMPLING, device="cpu").denoise.activation_bytes
+    estimated = estimate(None, model, SAMPLING, device="cpu").denoise.activation_bytes
 
-    assert told == pytest.approx(_allocated_peak(lambda: unet(latent, 0)), rel=0.05)
+    assert estimated == pytest.approx(_allocated_peak(lambda: unet(latent, 0)), rel=0.05)
 
 
 def _allocated_peak(work: Callable[[], object]) -> int:
-    """The most bytes that torch's CPU allocator had given out at once above those before."""
+    """Peak of the bytes that torch's CPU allocator allocates during `work`."""
     with torch.no_grad():
-        work()  # the first time oneDNN makes its kernels
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        work()  # oneDNN creates its kernels in the first run
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
             work()
     live = peak = 0
-    for event in seen.profiler.kineto_results.events():
+    for event in profiled.profiler.kineto_results.events():
         if event.name() == "[memory]":
             live += event.nbytes()
             peak = max(peak, live)
     return peak
 
 
-def test_what_takes_more_and_what_takes_less() -> None:
-    plain = _told()
+def test_parameters_change_the_estimate() -> None:
+    plain = _estimated()
     assert plain.decode is not None
     assert plain.encode is not None
 
-    smaller_chunk = _told(decode_chunk_size=1)
+    smaller_chunk = _estimated(decode_chunk_size=1)
     assert smaller_chunk.decode is not None
     assert smaller_chunk.decode.activation_bytes < plain.decode.activation_bytes / 3
     assert smaller_chunk.denoise == plain.denoise
-    longer = _told(num_frames=12, decode_chunk_size=6)
+    longer = _estimated(num_frames=12, decode_chunk_size=6)
     assert longer.denoise.activation_bytes > 1.5 * plain.denoise.activation_bytes
-    unguided = _told(max_guidance_scale=1.0)
+    unguided = _estimated(max_guidance_scale=1.0)
     assert unguided.denoise.activation_bytes < plain.denoise.activation_bytes
-    half = _told(ModelConfig(name="demo", dtype="bf16"))
+    half = _estimated(ModelConfig(name="demo", dtype="bf16"))
     assert half.denoise.weight_bytes * 2 == plain.denoise.weight_bytes
     assert half.denoise.activation_bytes < 0.7 * plain.denoise.activation_bytes
 
 
-def test_a_half_precision_encode_takes_its_weights_twice_as_wide_for_a_while() -> None:
-    half = _told(ModelConfig(name="demo", dtype="fp16"), height=8, width=8)
+def test_a_half_precision_encode_includes_its_upcast_weights() -> None:
+    half = _estimated(ModelConfig(name="demo", dtype="fp16"), height=8, width=8)
     assert half.encode is not None
     checkpoint = find_checkpoint(DEMO)
     vae = load.load_parts(
@@ -131,17 +133,17 @@ def test_a_half_precision_encode_takes_its_weights_twice_as_wide_for_a_while() -
 
 def test_the_dummy_needs_no_checkpoint() -> None:
     model = ModelConfig(name="dummy", dummy_latent_shape=(1, 4, 2, 8, 8))
-    told = estimate(None, model, SAMPLING, device="cuda")
+    estimated = estimate(None, model, SAMPLING, device="cuda")
 
-    assert told.encode is None
-    assert told.decode is None
+    assert estimated.encode is None
+    assert estimated.decode is None
     latent = 4 * 2 * 8 * 8 * 4
-    # The widened 16 channels before and after the activation, at least.
-    assert told.denoise.activation_bytes >= 2 * 4 * latent
-    assert told.denoise.weight_bytes == 4 * (2 * 4 * 16 * 27 + 16 + 4)
+    # At least the 16 hidden channels before and after the activation function.
+    assert estimated.denoise.activation_bytes >= 2 * 4 * latent
+    assert estimated.denoise.weight_bytes == 4 * (2 * 4 * 16 * 27 + 16 + 4)
 
 
-def test_a_rank_takes_the_weights_of_all_its_parts_and_one_peak() -> None:
+def test_a_rank_needs_the_weights_of_all_its_parts_and_the_largest_activations() -> None:
     estimate_of_parts = MemoryEstimate(
         encode=PartMemory(1, 10), denoise=PartMemory(2, 30), decode=PartMemory(4, 20)
     )
@@ -151,7 +153,7 @@ def test_a_rank_takes_the_weights_of_all_its_parts_and_one_peak() -> None:
     assert estimate_of_parts.of_rank(encode=False, denoise=False, decode=False) == (0, 0)
 
 
-def test_plans_take_it_as_costs() -> None:
+def test_an_estimate_becomes_costs() -> None:
     gib = 2**30
     half = MemoryEstimate(
         encode=None, denoise=PartMemory(2 * gib, gib), decode=PartMemory(gib, 3 * gib)
@@ -162,21 +164,21 @@ def test_plans_take_it_as_costs() -> None:
     assert costs.peak_gib(encode=True, denoise=True, decode=True) is None
 
 
-def test_storages_count_once_and_until_they_die() -> None:
-    there = torch.zeros(1000)
-    live = LiveBytes([there], count_workspace=False)
+def test_storages_count_once_and_until_they_are_freed() -> None:
+    known = torch.zeros(1000)
+    live = LiveBytes([known], count_workspace=False)
     with live:
-        kept = there.view(10, 100)  # no memory of its own
+        tensor = known.view(10, 100)  # shares the storage
         for _ in range(5):
-            kept = kept + 1  # the one before dies after each
-        kept.t()
+            tensor = tensor + 1  # frees the previous tensor
+        tensor.t()
 
     assert live.peak == 2 * 4000
 
 
 @pytest.mark.long
 @pytest.mark.full
-def test_a_bare_process_holds_the_libraries() -> None:
+def test_bare_process_bytes_include_the_libraries() -> None:
     code = (
         "from svdpp.models.svd.memory import bare_process_bytes\n"
         "print(bare_process_bytes())\n"

@@ -1,4 +1,4 @@
-"""Whether headers are read as the safetensors library reads them, and strangers' are survived."""
+"""Headers are read as the safetensors library reads them; hostile files give a `ModelError`."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from tests.models.builders import save_tiny_checkpoint
 
 
 @pytest.fixture(scope="module")
-def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_checkpoint(tmp_path_factory.mktemp("sound") / "tiny")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_checkpoint(tmp_path_factory.mktemp("tiny") / "tiny")
 
 
 @pytest.mark.parametrize("part", ["unet", "vae", "image_encoder"])
-def test_header_is_what_the_library_reads(part: str) -> None:
+def test_header_equals_that_of_the_library(part: str) -> None:
     folder = find_checkpoint(ModelConfig(name="demo")).folder
     ((path, header),) = weight_headers(folder, part, None).items()
     with safe_open(path, "pt") as file:
@@ -47,8 +47,8 @@ def test_header_of_empty_and_scalar_tensors(tmp_path: Path, dtype: torch.dtype) 
     }
 
 
-def header_or_fault(path: Path, content: bytes) -> dict[str, Any] | None:
-    """The header, or None for a `ModelError`; any other exception is a failure."""
+def header_or_none(path: Path, content: bytes) -> dict[str, Any] | None:
+    """The header, or None for a `ModelError`. Any other exception fails the test."""
     path.write_bytes(content)
     try:
         return read_safetensors_header(path)
@@ -79,15 +79,15 @@ FUZZ = settings(
 
 @FUZZ
 @given(content=st.binary(max_size=300))
-def test_any_bytes_are_a_header_or_a_fault(tmp_path: Path, content: bytes) -> None:
-    header_or_fault(tmp_path / "x.safetensors", content)
-    header_or_fault(tmp_path / "x.safetensors", wrap(content))
+def test_any_bytes_give_a_header_or_an_error(tmp_path: Path, content: bytes) -> None:
+    header_or_none(tmp_path / "x.safetensors", content)
+    header_or_none(tmp_path / "x.safetensors", wrap(content))
 
 
 @FUZZ
 @given(entries=st.dictionaries(st.text(max_size=20), st.one_of(ENTRIES, SIZES), max_size=4))
-def test_any_json_is_a_header_or_a_fault(tmp_path: Path, entries: dict[str, Any]) -> None:
-    header_or_fault(tmp_path / "x.safetensors", wrap(json.dumps(entries).encode(), 8))
+def test_any_json_gives_a_header_or_an_error(tmp_path: Path, entries: dict[str, Any]) -> None:
+    header_or_none(tmp_path / "x.safetensors", wrap(json.dumps(entries).encode(), 8))
 
 
 @FUZZ
@@ -95,7 +95,7 @@ def test_any_json_is_a_header_or_a_fault(tmp_path: Path, entries: dict[str, Any]
     shapes=st.lists(st.lists(st.integers(0, 3), max_size=3), min_size=1, max_size=3),
     change=st.sampled_from([None, "shape", "data_offsets", "dtype", "length"]),
 )
-def test_what_is_accepted_the_library_reads(
+def test_accepted_files_are_those_that_the_library_reads(
     tmp_path: Path, shapes: list[list[int]], change: str | None
 ) -> None:
     entries: dict[str, Any] = {}
@@ -111,7 +111,7 @@ def test_what_is_accepted_the_library_reads(
         entries["t0"]["dtype"] = "F16"
     path = tmp_path / "x.safetensors"
     content = wrap(json.dumps(entries).encode(), end + (change == "length"))
-    header = header_or_fault(path, content)
+    header = header_or_none(path, content)
     try:
         with safe_open(path, "pt") as file:
             theirs = {key: tuple(file.get_slice(key).get_shape()) for key in entries}
@@ -124,12 +124,12 @@ def test_what_is_accepted_the_library_reads(
 
 @FUZZ
 @given(place=st.integers(0, 2**20), value=st.integers(0, 255))
-def test_one_changed_byte_is_a_header_or_a_fault(
-    sound: Path, tmp_path: Path, place: int, value: int
+def test_one_changed_byte_gives_a_header_or_an_error(
+    tiny: Path, tmp_path: Path, place: int, value: int
 ) -> None:
-    content = bytearray((sound / "image_encoder/model.safetensors").read_bytes()[:4000])
+    content = bytearray((tiny / "image_encoder/model.safetensors").read_bytes()[:4000])
     content[place % len(content)] = value
-    header_or_fault(tmp_path / "x.safetensors", bytes(content))
+    header_or_none(tmp_path / "x.safetensors", bytes(content))
 
 
 @pytest.mark.parametrize(
@@ -149,11 +149,11 @@ def test_one_changed_byte_is_a_header_or_a_fault(
 def test_hostile_header(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "x.safetensors"
     path.write_bytes(content)
-    with pytest.raises(ModelError, match="is damaged or cut short") as caught:
+    with pytest.raises(ModelError, match="is damaged or truncated") as caught:
         read_safetensors_header(path)
     assert len(caught.value.message) < 400
 
 
-def test_absent_file_is_a_fault(tmp_path: Path) -> None:
+def test_absent_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="cannot be read"):
-        read_safetensors_header(tmp_path / "gone.safetensors")
+        read_safetensors_header(tmp_path / "absent.safetensors")

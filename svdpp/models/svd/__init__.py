@@ -1,1 +1,1 @@
-"""Stable Video Diffusion: encode, denoise, decode, weights and memory."""
+"""Stable Video Diffusion: load, encode, denoise, decode, estimate memory."""

@@ -16,27 +16,29 @@ from svdpp.models.base import Frames
 def decode_latent(
     pipe: StableVideoDiffusionPipeline, latent: torch.Tensor, sampling: SamplingConfig
 ) -> torch.Tensor:
-    """Frames (F, H, W, 3) uint8 of `latent` (1, F, C, h, w), on the latent's device.
+    """Decodes `latent` (1, F, C, h, w) to frames (F, H, W, 3) uint8 on the same device.
 
-    Decoded in the VAE's dtype, a chunk of frames at a time. The chunk size is part of the result:
-    another one changes bits, and chunks never cross clips. The conversion to bytes is that of
-    diffusers' `VaeImageProcessor`, done on the device: a quarter of the bytes are copied to the
-    host.
+    Decodes in the VAE's dtype, a chunk of frames at a time. Another chunk size gives other bits.
+    Chunks never cross clips. The conversion to uint8 is that of diffusers' `VaeImageProcessor`, but
+    runs on the device: a quarter of the bytes are copied to the host.
+
+    Raises:
+        NotFiniteError: the VAE returned NaN or infinite values.
     """
     # (1, 3, F, H, W), float32
     frames = pipe.decode_latents(latent, sampling.frames, sampling.decode_chunk_size)
-    if not bool(torch.isfinite(frames).all()):  # as colours they would be black, without a word
-        raise NotFiniteError("the VAE decoded numbers that are not finite")
+    if not bool(torch.isfinite(frames).all()):  # as colours they would silently become black
+        raise NotFiniteError("the VAE returned values that are not finite")
     # (F, 3, H, W), 0 to 1
     video = pipe.video_processor.postprocess_video(video=frames, output_type="pt")
     return to_bytes(video[0])
 
 
 def to_bytes(pixels: torch.Tensor) -> torch.Tensor:
-    """(F, 3, H, W) float32 from 0 to 1 as (F, H, W, 3) uint8: x 255, rounded half to even."""
+    """(F, 3, H, W) float32 in [0, 1] to (F, H, W, 3) uint8: times 255, rounded half to even."""
     return (pixels * 255).round().to(torch.uint8).permute(0, 2, 3, 1).contiguous()
 
 
 def stack_frames(images: list[Image.Image]) -> Frames:
-    """diffusers' list of PIL images as one array, (F, H, W, 3) uint8."""
+    """Stacks diffusers' list of PIL images to one array (F, H, W, 3) uint8."""
     return np.stack([np.asarray(image, dtype=np.uint8) for image in images])

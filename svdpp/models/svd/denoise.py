@@ -1,7 +1,7 @@
-"""Owns stage 9 of diffusers' SVD `__call__`: the denoising steps, cut wherever one likes.
+"""Owns stage 9 of diffusers' SVD `__call__`: the denoising steps, from any start step.
 
-diffusers' Euler scheduler carries nothing from step to step but its step index, so a clip can be
-walked by several of them, each begun at its own step.
+The only state of diffusers' Euler scheduler is its step index. So several schedulers can share the
+steps of a clip, each from its own start step.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from svdpp.models.svd.encode import ADDED_TIME_IDS, IMAGE_EMBEDDING, IMAGE_LATEN
 
 
 class SvdDenoiser:
-    """One clip's steps from `start` on, bitwise those of diffusers' own loop.
+    """Runs a clip's steps from `start` on, bitwise equal to diffusers' own loop.
 
     Args:
         unet: the full UNet, shared by all clips of a rank.
-        scheduler: an instance of this clip's own; it counts the steps.
-        tensors: what `encode_image` made; the latent in it is not used.
+        scheduler: an instance for this clip only, because it counts the steps.
+        tensors: the result of `encode_image`; its latent is not used.
         sampling: resolved.
-        start: the first step that will be asked for.
+        start: the first step to run.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class SvdDenoiser:
         self._scheduler = scheduler
         self._guided = sampling.guided
         device = tensors[IMAGE_LATENTS].device
-        # In this order: set_begin_index does not reset the step index, set_timesteps does.
+        # set_timesteps comes first: it resets the step index, set_begin_index does not.
         scheduler.set_timesteps(sampling.num_inference_steps, device=device)
         scheduler.set_begin_index(start)
         self._next_step = start
@@ -64,20 +64,20 @@ class SvdDenoiser:
 
     @torch.no_grad()
     def evaluate(self, latent: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The latent after `step`, and dx/dsigma before it as the scheduler has it: in float32."""
+        """The latent after `step`, and dx/dsigma before it: in float32, as in the scheduler."""
         output = self._step(latent, step)
         derivative = (latent.float() - output.pred_original_sample) / self.sigmas[step]
         return output.prev_sample, derivative
 
     def _step(self, latent: torch.Tensor, step: int) -> EulerDiscreteSchedulerOutput:
-        assert step == self._next_step, f"step {step} asked for, {self._next_step} is next"
+        assert step == self._next_step, f"expected step {self._next_step}, got {step}"
         self._next_step += 1
         noise_pred = self.predict_noise(latent, step)
         return self._scheduler.step(noise_pred, self._scheduler.timesteps[step], latent)
 
     @torch.no_grad()
     def predict_noise(self, latent: torch.Tensor, step: int) -> torch.Tensor:
-        """The UNet's answer to `latent` (1, F, C, h, w), guided: all of a step that takes time."""
+        """The UNet's guided output for `latent` (1, F, C, h, w): almost all work of a step."""
         timestep = self._scheduler.timesteps[step]
         model_input = torch.cat([latent] * 2) if self._guided else latent
         model_input = self._scheduler.scale_model_input(model_input, timestep)
@@ -95,14 +95,14 @@ class SvdDenoiser:
         return noise_pred
 
     def _with_zeros(self, tensor: torch.Tensor) -> torch.Tensor:
-        """With guidance, the unconditional half in front: zeros, as diffusers has it."""
+        """With guidance, puts the unconditional half first: zeros, as in diffusers."""
         return torch.cat([torch.zeros_like(tensor), tensor]) if self._guided else tensor
 
 
 def guidance_scale(
     sampling: SamplingConfig, device: torch.device, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Guidance of each frame, rising from the minimum to the maximum: shape (1, F, 1, 1, 1)."""
+    """Guidance scale per frame, from the minimum to the maximum: shape (1, F, 1, 1, 1)."""
     scale = torch.linspace(
         sampling.min_guidance_scale, sampling.max_guidance_scale, sampling.frames
     )

@@ -1,8 +1,8 @@
 """Owns stages 1 to 8 of diffusers' SVD `__call__`: from an image and a seed to the first latent.
 
-The order of work, and above all of the two random draws, is that of
-`StableVideoDiffusionPipeline.__call__` (diffusers, pipeline_stable_video_diffusion.py). Its private
-methods are called rather than copied; `tests/test_exactness.py` holds them against `__call__`.
+The order of operations, including the two random draws, is that of
+`StableVideoDiffusionPipeline.__call__` (diffusers, pipeline_stable_video_diffusion.py). This module
+calls its private methods; `tests/test_exactness.py` compares the result with `__call__`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ IMAGE_LATENTS = "image_latents"
 IMAGE_EMBEDDING = "image_embedding"
 ADDED_TIME_IDS = "added_time_ids"
 
-# What `prepare_image` makes.
+# Tensors that `prepare_image` returns.
 _CLIP_PIXELS = "clip_pixels"
 _VAE_PIXELS = "vae_pixels"
 _CLIP_SIZE = (224, 224)
@@ -32,21 +32,21 @@ _CLIP_SIZE = (224, 224)
 def prepare_image(
     pipe: StableVideoDiffusionPipeline, image: Image.Image, sampling: SamplingConfig
 ) -> Tensors:
-    """The part of stages 3 and 4 that diffusers does on the CPU: both resizes of the image.
+    """Resizes the image for CLIP and for the VAE: the CPU part of diffusers' stages 3 and 4.
 
-    The image encoder's resize works at the image's own size, and takes longer than the encoder.
+    The resize for CLIP filters the image at its original size and takes longer than CLIP itself.
 
     Args:
-        pipe: any; its `video_processor` is used.
+        pipe: any pipeline; only its `video_processor` is used.
         image: RGB, upright, any size; stretched to the sampling's height and width for the VAE.
 
     Returns:
-        `clip_pixels` (1, 3, 224, 224) from 0 to 1, and `vae_pixels` (1, 3, H, W) from -1 to 1,
-        both float32 on the CPU.
+        `clip_pixels` (1, 3, 224, 224) in [0, 1] and `vae_pixels` (1, 3, H, W) in [-1, 1], both
+        float32 on the CPU.
     """
     processor = pipe.video_processor
     pixels = processor.numpy_to_pt(processor.pil_to_numpy(image))
-    # As `_encode_image`: normalised for the resize, and back.
+    # As in `_encode_image`: to [-1, 1] for the resize, and back.
     resized = _resize_with_antialiasing(pixels * 2.0 - 1.0, _CLIP_SIZE)
     return {
         _CLIP_PIXELS: (resized + 1.0) / 2.0,
@@ -64,23 +64,23 @@ def encode_image(
     latent_channels: int,
     device: torch.device,
 ) -> Tensors:
-    """Everything the first step needs, in diffusers' own order of work.
+    """Encodes the image and draws the noise, in diffusers' order of operations.
 
     Args:
         pipe: with image encoder, feature extractor, VAE encoder and scheduler.
-        prepared: by `prepare_image`.
-        seed: of a CPU generator, the only kind that draws the same numbers for every device.
+        prepared: the result of `prepare_image`.
+        seed: of a CPU generator, because only that draws the same numbers for every device.
         sampling: resolved, so that the number of frames is known.
-        latent_channels: of the UNet's output, 4 for SVD.
-        device: where the tensors end up.
+        latent_channels: channels of the UNet's output, 4 for SVD.
+        device: of the returned tensors.
 
     Returns:
-        `latents` (1, F, C, h, w) scaled to the first noise level; `image_latents` (1, C, h, w) and
+        `latents` (1, F, C, h, w), scaled to the first noise level; `image_latents` (1, C, h, w) and
         `image_embedding` (1, 1, D), both without their unconditional halves, which are zeros; and
-        `added_time_ids` (1, 3). All in the image encoder's dtype.
+        `added_time_ids` (1, 3). All have the image encoder's dtype.
     """
     generator = torch.Generator("cpu").manual_seed(seed)
-    # Guidance doubles each of these with a half of zeros; the halves are added where they are used.
+    # Without the unconditional halves of guidance: `SvdDenoiser` adds them.
     embedding = pipe._encode_image(prepared[_CLIP_PIXELS], device, 1, False)
     pixels = prepared[_VAE_PIXELS].to(device)
     # First draw: the augmentation noise, in the pixels' float32.
@@ -92,10 +92,10 @@ def encode_image(
         [[sampling.fps - 1, sampling.motion_bucket_id, sampling.noise_aug_strength]],
         dtype=embedding.dtype,
     ).to(device)
-    # init_noise_sigma depends on the timesteps, so they are set before the latents are drawn.
+    # prepare_latents scales by init_noise_sigma, which depends on the timesteps.
     pipe.scheduler.set_timesteps(sampling.num_inference_steps, device=device)
-    # Second draw: the latents, in the image encoder's dtype. (`prepare_latents` is told the UNet's
-    # input channels, which are twice the latent's.)
+    # Second draw: the latents, in the image encoder's dtype. `prepare_latents` takes the number of
+    # the UNet's input channels, which is twice the latent's.
     latents = pipe.prepare_latents(
         1,
         sampling.frames,
@@ -117,7 +117,7 @@ def encode_image(
 def _encode_vae(
     pipe: StableVideoDiffusionPipeline, pixels: torch.Tensor, device: torch.device
 ) -> torch.Tensor:
-    """VAE latents (1, C, h, w) of `pixels`; in float32 where the VAE would overflow in float16."""
+    """VAE latents (1, C, h, w) of `pixels`; in float32 if the VAE would overflow in float16."""
     upcast = pipe.vae.dtype == torch.float16 and pipe.vae.config.force_upcast
     if upcast:
         pipe.vae.to(dtype=torch.float32)

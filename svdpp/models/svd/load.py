@@ -1,4 +1,4 @@
-"""Owns loading: a checked checkpoint becomes the modules that one rank needs; knows no ranks."""
+"""Owns loading the components that a rank needs from a checked checkpoint."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ from svdpp.errors import ModelError, OutOfMemoryError, RequestError
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.free_memory import free_bytes
 from svdpp.models.safetensors_header import WEIGHT_STEMS, Header, weight_headers
-from svdpp.models.svd.weights import DIFFUSERS_CLASSES, check_names, expected_module
+from svdpp.models.svd.weights import DIFFUSERS_CLASSES, check_names, meta_module
 
 
 @dataclass(kw_only=True)
 class Parts:
-    """What one rank holds of a checkpoint; None for what it does not need.
+    """The components that one rank has loaded; None for those that it does not need.
 
-    The modules are in eval mode, all in `dtype` on `device`.
+    The modules are in eval mode, in `dtype`, on `device`.
     """
 
     device: torch.device
     dtype: torch.dtype
     scheduler_config: Mapping[str, Any]
-    """For `new_scheduler`, once for each clip in flight."""
+    """For `new_scheduler`, which is called once per clip."""
     image_encoder: CLIPVisionModelWithProjection | None = None
     feature_extractor: Any = None
-    """transformers' CLIP image processor, on torchvision where that is installed, else on PIL."""
+    """transformers' CLIP image processor, based on torchvision if installed, otherwise on PIL."""
     vae: AutoencoderKLTemporalDecoder | None = None
-    """Without its decoder on a rank that only encodes, without its encoder on one that decodes."""
+    """Without decoder on a rank that only encodes; without encoder on one that only decodes."""
     unet: UNetSpatioTemporalConditionModel | None = None
 
 
@@ -60,24 +60,24 @@ def load_parts(
     memory_opt: bool = False,
     channels_last: bool = False,
 ) -> Parts:
-    """Loads what a rank with these duties needs.
+    """Loads the components for a rank that encodes, denoises or decodes.
 
-    On the CPU, weights whose file already has `dtype` stay mapped from it, so that ranks share
-    them. Turns off the libraries' progress bars and chatter in this process.
+    On the CPU, weights whose file has the same `dtype` stay mapped to the file, so that ranks share
+    their memory. Also turns off the libraries' progress bars and warnings in this process.
 
     Args:
         checkpoint: from `find_checkpoint`.
-        encode: image encoder, feature extractor and the VAE's encoder.
-        denoise: the UNet.
-        decode: the VAE's decoder.
+        encode: loads the image encoder, the feature extractor and the VAE's encoder.
+        denoise: loads the UNet.
+        decode: loads the VAE's decoder.
         dtype: `fp32`, `fp16` or `bf16`.
         device: as torch spells it.
-        memory_opt: feed-forward chunking in the UNet (other bits than without).
-        channels_last: memory format of the UNet's and the VAE's weights (other bits, too).
+        memory_opt: turns on feed-forward chunking in the UNet; changes the bits.
+        channels_last: stores the weights of UNet and VAE with channels last; changes the bits.
 
     Raises:
-        ModelError: weights that do not fit the model's class, or that a library refuses.
-        OutOfMemoryError: the device or the host is too small.
+        ModelError: the weights do not fit the model's class, or a library rejects them.
+        OutOfMemoryError: the device or the host has too little memory.
         RequestError: the device cannot be used.
     """
     silence_libraries()
@@ -98,12 +98,12 @@ def load_parts(
     if channels_last:
         for module in (parts.unet, parts.vae):
             if module is not None:
-                lay_channels_last(module)
+                convert_to_channels_last(module)
     return parts
 
 
-def lay_channels_last(module: torch.nn.Module) -> None:
-    """Stores the convolutions' weights with channels last: Conv2d as NHWC, Conv3d as NDHWC."""
+def convert_to_channels_last(module: torch.nn.Module) -> None:
+    """Stores the weights of convolutions with channels last: Conv2d as NHWC, Conv3d as NDHWC."""
     formats = ((torch.nn.Conv2d, torch.channels_last), (torch.nn.Conv3d, torch.channels_last_3d))
     for layer in module.modules():
         for kind, memory_format in formats:
@@ -112,10 +112,10 @@ def lay_channels_last(module: torch.nn.Module) -> None:
 
 
 def feature_extractor_name(checkpoint: Checkpoint) -> str:
-    """The class of CLIP image processor that diffusers' own pipeline would use here.
+    """The class of CLIP image processor that diffusers' own pipeline uses on this machine.
 
-    transformers 5 has it twice, on torchvision (`CLIPImageProcessor`) and on PIL. Without
-    torchvision the first name gives the second class with a warning, so it is asked for by name.
+    transformers 5 has two, based on torchvision (`CLIPImageProcessor`) and on PIL. Without
+    torchvision the first name gives the second class with a warning; this returns the second name.
     """
     if checkpoint.feature_extractor_class == "CLIPImageProcessorPil":
         return checkpoint.feature_extractor_class
@@ -130,13 +130,13 @@ def load_feature_extractor(checkpoint: Checkpoint) -> Any:
 
 
 def new_scheduler(source: Checkpoint | Mapping[str, Any]) -> EulerDiscreteScheduler:
-    """A fresh scheduler, for one clip: diffusers' schedulers keep their place in the instance.
+    """Creates a scheduler for one clip; diffusers' schedulers store their step index.
 
     Args:
-        source: a checkpoint, or `Parts.scheduler_config` of one.
+        source: a checkpoint, or its `Parts.scheduler_config`.
 
     Raises:
-        ModelError: the config is one that the class refuses.
+        ModelError: the scheduler's class rejects the config.
     """
     if isinstance(source, Checkpoint):
         source = _scheduler_config(source)
@@ -145,20 +145,20 @@ def new_scheduler(source: Checkpoint | Mapping[str, Any]) -> EulerDiscreteSchedu
 
 
 def check_weights(checkpoint: Checkpoint) -> int:
-    """Holds every weight's name and shape against the classes' own, without reading one.
+    """Compares the name and shape of every weight with the model's classes; reads no weight.
 
     Returns:
         The number of tensors.
 
     Raises:
-        ModelError: one is missing, unknown or of a wrong shape.
+        ModelError: a weight is missing or unknown, or has a wrong shape or dtype.
     """
     count = 0
     for component in WEIGHT_STEMS:
-        home = checkpoint.folder / component
+        folder = checkpoint.folder / component
         with _library_errors(component, checkpoint):
             headers = weight_headers(checkpoint.folder, component, checkpoint.variant)
-            check_names(component, expected_module(component, home), headers)
+            check_names(component, meta_module(component, folder), headers)
         count += sum(map(len, headers.values()))
     return count
 
@@ -171,19 +171,19 @@ def torch_dtype(name: str) -> torch.dtype:
     """
     dtypes = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
     if name not in dtypes:
-        raise RequestError(f"dtype {name!r} is none of {', '.join(dtypes)}")
+        raise RequestError(f"dtype must be one of {', '.join(dtypes)}, got {name!r}")
     return dtypes[name]
 
 
 def silence_libraries() -> None:
-    """Turns off diffusers' and transformers' progress bars and warnings in this process.
+    """Turns off the progress bars and warnings of diffusers and transformers in this process.
 
-    Call it before the first import of a diffusers pipeline, which warns as it is imported.
+    Call it before the first import of a diffusers pipeline, which prints warnings.
     """
     for logging in (diffusers.utils.logging, transformers.utils.logging):
         logging.set_verbosity_error()
         logging.disable_progress_bar()
-    # tqdm's own lock holds a semaphore that a rank ended by a signal would leave behind.
+    # tqdm's own lock has a semaphore, which a rank that a signal ends would leave behind.
     tqdm.tqdm.set_lock(threading.RLock())
 
 
@@ -194,28 +194,30 @@ class _Loader:
     device: torch.device
 
     def module(self, component: str, unused: tuple[str, ...] = ()) -> Any:
-        """One component on the device, without its `unused` submodules."""
-        home = self.checkpoint.folder / component
+        """Loads one component to the device, without its `unused` submodules."""
+        folder = self.checkpoint.folder / component
         with _library_errors(component, self.checkpoint):
             headers = weight_headers(self.checkpoint.folder, component, self.checkpoint.variant)
         with _library_errors(component, self.checkpoint), self._memory_errors(component, headers):
-            check_names(component, expected_module(component, home), headers)
-            module = self._from_pretrained(component, home)
+            check_names(component, meta_module(component, folder), headers)
+            module = self._from_pretrained(component, folder)
             for name in unused:
                 delattr(module, name)
-            # Parameters keep requires_grad, needless as it is here: with another setting torch
-            # takes other CPU kernels, and the bits are no longer those of diffusers' pipeline.
+            # Parameters keep requires_grad, as in diffusers' pipeline. Without it torch uses other
+            # CPU kernels, which give other bits.
             module.eval()
         with self._device_errors(), self._memory_errors(component, headers):
             return module.to(self.device)
 
-    def _from_pretrained(self, component: str, home: Path) -> Any:
+    def _from_pretrained(self, component: str, folder: Path) -> Any:
         options: dict[str, Any] = {"local_files_only": True, "use_safetensors": True}
         options["variant"] = self.checkpoint.variant
         if component == "image_encoder":
-            return CLIPVisionModelWithProjection.from_pretrained(home, dtype=self.dtype, **options)
+            return CLIPVisionModelWithProjection.from_pretrained(
+                folder, dtype=self.dtype, **options
+            )
         options |= {"torch_dtype": self.dtype, "low_cpu_mem_usage": True}
-        return DIFFUSERS_CLASSES[component].from_pretrained(home, **options)
+        return DIFFUSERS_CLASSES[component].from_pretrained(folder, **options)
 
     @contextmanager
     def _memory_errors(self, component: str, headers: Mapping[Path, Header]) -> Iterator[None]:
@@ -228,12 +230,12 @@ class _Loader:
             gigabytes = sum(map(math.prod, shapes)) * self.dtype.itemsize / 1e9
             raise OutOfMemoryError(
                 f"{component} needs {gigabytes:.2f} GB on {self.device}{_free(self.device)}",
-                "--dtype fp16 halves it; or give this device fewer ranks",
+                "use --dtype fp16, which halves the weights, or fewer ranks on this device",
             ) from error
 
     @contextmanager
     def _device_errors(self) -> Iterator[None]:
-        # torch reports a build without CUDA by AssertionError, an absent device by RuntimeError.
+        # torch raises AssertionError if it has no CUDA support, RuntimeError if there is no device.
         try:
             yield
         except (AssertionError, RuntimeError) as error:
@@ -250,7 +252,7 @@ def _scheduler_config(checkpoint: Checkpoint) -> Mapping[str, Any]:
 
 @contextmanager
 def _library_errors(component: str, checkpoint: Checkpoint | None = None) -> Iterator[None]:
-    """Whatever a library raises over a checkpoint is the checkpoint's fault by now."""
+    """Converts errors of the libraries to ModelError: their input comes from the checkpoint."""
     label = f"{checkpoint.label}: " if checkpoint else ""
     try:
         yield
@@ -259,15 +261,14 @@ def _library_errors(component: str, checkpoint: Checkpoint | None = None) -> Ite
     except MemoryError:
         raise
     except Exception as error:
-        fault = f"{component} cannot be loaded: {_first_line(error)}"
-        raise ModelError(label + fault) from error
+        raise ModelError(f"{label}{component} cannot be loaded: {_first_line(error)}") from error
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
     # The CPU allocator raises a plain RuntimeError: "... can't allocate memory: you tried ...".
     if isinstance(error, (MemoryError, torch.cuda.OutOfMemoryError)):
         return True
-    return any(words in str(error) for words in ("can't allocate memory", "not enough memory"))
+    return any(text in str(error) for text in ("can't allocate memory", "not enough memory"))
 
 
 def _free(device: torch.device) -> str:

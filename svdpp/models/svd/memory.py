@@ -1,8 +1,8 @@
-"""Owns the memory that a model's parts will take, told from its configs alone: no weight is read.
+"""Owns the estimate of a model's memory from its configs; reads no weight.
 
-Each part is built without data, and the code that a rank runs is walked on tensors which have
-shapes but no elements, while the birth and death of every storage is counted. Of what kernels take
-for themselves only CPU convolutions are counted, where torch says which kernel it will choose.
+Each part is built from fake tensors, which have a shape but no data, and runs the code of a rank,
+while every storage that is created and freed is counted. Of the kernels' workspaces, only those of
+CPU convolutions are counted, because torch reports only which convolution kernel it chooses.
 """
 
 from __future__ import annotations
@@ -29,39 +29,39 @@ from svdpp.models.svd.weights import empty_module
 
 
 class PartMemory(NamedTuple):
-    """Bytes that one part takes on its device: while it rests, and above that at its peak."""
+    """Memory of one part on its device: the weights, and the peak of the activations above them."""
 
     weight_bytes: int
     activation_bytes: int
 
     @property
     def peak_bytes(self) -> int:
-        """Both."""
+        """Weights and activations together."""
         return self.weight_bytes + self.activation_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
-    """What a model takes, part by part; None for a part that it does not have."""
+    """Memory of each part of a model; None for a part that the model does not have."""
 
     encode: PartMemory | None
-    """Image encoder and VAE encoder, at the clip's size; a larger photograph comes on top."""
+    """Image encoder and VAE encoder, at the clip's size; without the original photograph."""
     denoise: PartMemory
-    """The UNet, one step."""
+    """The UNet, for one step."""
     decode: PartMemory | None
-    """The VAE decoder, `decode_chunk_size` frames at a time."""
+    """The VAE decoder, for `decode_chunk_size` frames at a time."""
 
     def of_rank(self, *, encode: bool, denoise: bool, decode: bool) -> PartMemory:
-        """What a rank with these duties takes: the weights of all, and its hungriest moment."""
-        wanted = ((encode, self.encode), (denoise, self.denoise), (decode, self.decode))
-        held = [part for is_held, part in wanted if is_held and part is not None]
+        """Memory of a rank with these roles: the sum of the weights, the largest activations."""
+        roles = ((encode, self.encode), (denoise, self.denoise), (decode, self.decode))
+        loaded = [part for has_role, part in roles if has_role and part is not None]
         return PartMemory(
-            sum(part.weight_bytes for part in held),
-            max((part.activation_bytes for part in held), default=0),
+            sum(part.weight_bytes for part in loaded),
+            max((part.activation_bytes for part in loaded), default=0),
         )
 
     def as_costs(self) -> dict[str, float]:
-        """The memory fields of `plan.costs.Costs`, GiB, by name; none for parts it has not."""
+        """The memory fields of `plan.costs.Costs` by name, in GiB; missing parts are omitted."""
         parts = {"encode": self.encode, "denoise": self.denoise, "decode": self.decode}
         return {
             f"{name}_{kind}_gib": size / 2**30
@@ -79,36 +79,36 @@ def estimate(
     device: str,
     num_threads: int = 1,
 ) -> MemoryEstimate:
-    """What each part of a model will take, found in seconds and without its weights.
+    """Estimates the memory of each part of a model, in seconds and without its weights.
 
     Args:
         checkpoint: found and checked; None for the dummy model.
         model: its dtype is that of weights and latents.
         sampling: resolved, so that frame count and decode chunk are numbers.
-        device: on `cpu` the kernels' own copies count as well; on CUDA cuDNN's workspaces do not.
-        num_threads: intra-op threads of a CPU rank; torch chooses kernels by it.
+        device: on `cpu`, the workspaces of convolutions count; on CUDA, those of cuDNN do not.
+        num_threads: intra-op threads of a CPU rank, on which torch's choice of kernels depends.
 
     Raises:
-        ModelError: a config is one that the model's class refuses.
+        ModelError: the model's class rejects a config.
     """
-    walk = _Walk(load.torch_dtype(model.dtype), on_cpu=device == "cpu")
+    fake_run = _FakeRun(load.torch_dtype(model.dtype), on_cpu=device == "cpu")
     with _threads(num_threads):
         if checkpoint is None:
-            return MemoryEstimate(encode=None, denoise=_dummy(walk, model), decode=None)
+            return MemoryEstimate(encode=None, denoise=_dummy(fake_run, model), decode=None)
         load.silence_libraries()
         return MemoryEstimate(
-            encode=_encode(walk, checkpoint, sampling),
-            denoise=_denoise(walk, checkpoint, model, sampling),
-            decode=_decode(walk, checkpoint, sampling),
+            encode=_encode(fake_run, checkpoint, sampling),
+            denoise=_denoise(fake_run, checkpoint, model, sampling),
+            decode=_decode(fake_run, checkpoint, sampling),
         )
 
 
 @torch.no_grad()
 def bare_process_bytes() -> int:
-    """Resident bytes of a process that has a rank's imports but no model.
+    """Resident bytes of a rank's process without a model.
 
-    This process is measured, so import first what a rank imports. Each kind of kernel is used
-    once, since the libraries' own code becomes resident only then: some 20 MiB.
+    It measures this process, which must already have imported what a rank imports. It runs each
+    kind of kernel once, because the libraries' code becomes resident only then (about 20 MiB).
     """
     DummyUNet()(torch.zeros(1, 4, 2, 8, 8), 0)
     batch = functional.conv2d(torch.zeros(16, 32, 8, 8), torch.zeros(32, 32, 3, 3))
@@ -119,24 +119,24 @@ def bare_process_bytes() -> int:
     return resident * os.sysconf("SC_PAGE_SIZE")
 
 
-# 1. The parts, each run by the code that a rank runs it with.
+# 1. The parts. Each runs with the code of a rank.
 
 
-def _encode(walk: _Walk, checkpoint: Checkpoint, sampling: SamplingConfig) -> PartMemory:
+def _encode(fake_run: _FakeRun, checkpoint: Checkpoint, sampling: SamplingConfig) -> PartMemory:
     """CLIP at its fixed 224 x 224, then the VAE's encoder at the clip's size."""
-    clip = walk.module("image_encoder", checkpoint)
-    seen = torch.zeros(1, 3, 224, 224, dtype=walk.dtype)
-    embedding = walk.measure([clip], lambda: clip(seen))
-    vae = walk.module("vae", checkpoint, without=("decoder",))
+    clip = fake_run.module("image_encoder", checkpoint)
+    clip_pixels = torch.zeros(1, 3, 224, 224, dtype=fake_run.dtype)
+    embedding = fake_run.measure([clip], lambda: clip(clip_pixels))
+    vae = fake_run.module("vae", checkpoint, without=("decoder",))
     weight_bytes = _num_bytes([vae])
-    upcast = walk.dtype == torch.float16 and bool(vae.config.force_upcast)
-    if upcast:  # as models/encode.py does for the time of the encode
-        vae = _Walk(torch.float32, on_cpu=walk.on_cpu).module(
+    upcast = fake_run.dtype == torch.float16 and bool(vae.config.force_upcast)
+    if upcast:  # as in `encode_image`
+        vae = _FakeRun(torch.float32, on_cpu=fake_run.on_cpu).module(
             "vae", checkpoint, without=("decoder",)
         )
     pipe = _pipe(vae)
     pixels = torch.zeros(1, 3, sampling.height, sampling.width)
-    encoded = walk.measure(
+    encoded = fake_run.measure(
         [vae], lambda: pipe._encode_vae_image(pixels, torch.device("cpu"), 1, False)
     )
     return PartMemory(
@@ -146,41 +146,41 @@ def _encode(walk: _Walk, checkpoint: Checkpoint, sampling: SamplingConfig) -> Pa
 
 
 def _denoise(
-    walk: _Walk, checkpoint: Checkpoint, model: ModelConfig, sampling: SamplingConfig
+    fake_run: _FakeRun, checkpoint: Checkpoint, model: ModelConfig, sampling: SamplingConfig
 ) -> PartMemory:
-    unet = walk.module("unet", checkpoint)
+    unet = fake_run.module("unet", checkpoint)
     if model.memory_opt:
         unet.enable_forward_chunking()
     channels, size = checkpoint.latent_channels, _latent_size(checkpoint, sampling)
     tensors = {
-        IMAGE_LATENTS: torch.zeros(1, channels, *size, dtype=walk.dtype),
-        IMAGE_EMBEDDING: torch.zeros(1, 1, checkpoint.cross_attention_dim, dtype=walk.dtype),
-        ADDED_TIME_IDS: torch.zeros(1, 3, dtype=walk.dtype),
+        IMAGE_LATENTS: torch.zeros(1, channels, *size, dtype=fake_run.dtype),
+        IMAGE_EMBEDDING: torch.zeros(1, 1, checkpoint.cross_attention_dim, dtype=fake_run.dtype),
+        ADDED_TIME_IDS: torch.zeros(1, 3, dtype=fake_run.dtype),
     }
-    latent = torch.zeros(1, sampling.frames, channels, *size, dtype=walk.dtype)
+    latent = torch.zeros(1, sampling.frames, channels, *size, dtype=fake_run.dtype)
     denoiser = SvdDenoiser(unet, load.new_scheduler(checkpoint), tensors, sampling, 0)
-    return walk.measure([unet], lambda: denoiser.predict_noise(latent, 0))
+    return fake_run.measure([unet], lambda: denoiser.predict_noise(latent, 0))
 
 
-def _decode(walk: _Walk, checkpoint: Checkpoint, sampling: SamplingConfig) -> PartMemory:
-    vae = walk.module("vae", checkpoint, without=("encoder", "quant_conv"))
+def _decode(fake_run: _FakeRun, checkpoint: Checkpoint, sampling: SamplingConfig) -> PartMemory:
+    vae = fake_run.module("vae", checkpoint, without=("encoder", "quant_conv"))
     pipe = _pipe(vae)
     channels, size = checkpoint.latent_channels, _latent_size(checkpoint, sampling)
-    latent = torch.zeros(1, sampling.frames, channels, *size, dtype=walk.dtype)
-    return walk.measure(
+    latent = torch.zeros(1, sampling.frames, channels, *size, dtype=fake_run.dtype)
+    return fake_run.measure(
         [vae], lambda: pipe.decode_latents(latent, sampling.frames, sampling.decode_chunk_size)
     )
 
 
-def _dummy(walk: _Walk, model: ModelConfig) -> PartMemory:
-    unet = DummyUNet(model.dummy_latent_shape[1]).to(walk.dtype)
-    latent = torch.zeros(model.dummy_latent_shape, dtype=walk.dtype)
-    return walk.measure([unet], lambda: unet(latent, 0))
+def _dummy(fake_run: _FakeRun, model: ModelConfig) -> PartMemory:
+    unet = DummyUNet(model.dummy_latent_shape[1]).to(fake_run.dtype)
+    latent = torch.zeros(model.dummy_latent_shape, dtype=fake_run.dtype)
+    return fake_run.measure([unet], lambda: unet(latent, 0))
 
 
 def _pipe(vae: Any) -> Any:
-    """diffusers' own encode and decode, on a VAE."""
-    from diffusers import StableVideoDiffusionPipeline  # it warns of torchvision on import
+    """A pipeline with diffusers' methods to encode and decode with a VAE."""
+    from diffusers import StableVideoDiffusionPipeline  # its import warns if torchvision is missing
 
     return StableVideoDiffusionPipeline(
         vae=vae, image_encoder=None, unet=None, scheduler=None, feature_extractor=None
@@ -192,14 +192,14 @@ def _latent_size(checkpoint: Checkpoint, sampling: SamplingConfig) -> tuple[int,
     return sampling.height // factor, sampling.width // factor
 
 
-# 2. Walking without data, and counting.
+# 2. Runs without data.
 
 
-class _Walk:
-    """Builds modules without data, and runs them on tensors without elements.
+class _FakeRun:
+    """Builds modules from fake tensors and measures their forward pass.
 
-    torch's fake tensors rather than meta ones: they choose kernels as CPU tensors do, so that
-    attention is the one that never holds its whole matrix.
+    Fake tensors choose kernels as CPU tensors do; meta tensors do not. That matters for attention,
+    whose CPU kernel never stores the whole matrix.
     """
 
     def __init__(self, dtype: torch.dtype, *, on_cpu: bool) -> None:
@@ -208,7 +208,7 @@ class _Walk:
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
 
     def module(self, component: str, checkpoint: Checkpoint, without: tuple[str, ...] = ()) -> Any:
-        """One component in `dtype`, without some of its submodules, as `load` leaves it."""
+        """Builds one component in `dtype`, without some submodules, as `load` does."""
         default = torch.get_default_dtype()
         torch.set_default_dtype(self.dtype)
         try:
@@ -224,7 +224,7 @@ class _Walk:
     def measure(
         self, modules: Iterable[torch.nn.Module], forward: Callable[[], object]
     ) -> PartMemory:
-        """The modules' bytes, and the most that `forward` holds beside them."""
+        """Measures the bytes of the modules, and the peak of `forward` above them."""
         modules = list(modules)
         live = LiveBytes(_tensors(modules), count_workspace=self.on_cpu)
         with self._fake, live:

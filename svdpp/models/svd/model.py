@@ -1,4 +1,4 @@
-"""Owns SVD behind the engine's contract: a checkpoint's parts, as far as one rank needs them."""
+"""Owns SVD as a `VideoModel`: the components that one rank needs, with diffusers' methods."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class SvdModel:
 
     Args:
         checkpoint: found and checked.
-        parts: loaded; those that this rank's actions do not need are None.
-        sampling: resolved against the checkpoint.
-        dtype: of the weights and of everything that travels.
+        parts: the loaded components; None for those that this rank does not need.
+        sampling: resolved with the checkpoint's defaults.
+        dtype: of the weights and the packets.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class SvdModel:
         self._parts = parts
         self._sampling = sampling
         self._dtype = dtype
-        # The methods of diffusers' pipeline that encode and decode, on the parts that are here.
+        # Only its methods that encode and decode are called, with the components of this rank.
         self._pipe = StableVideoDiffusionPipeline(
             vae=parts.vae,
             image_encoder=parts.image_encoder,
@@ -50,8 +50,8 @@ class SvdModel:
             feature_extractor=parts.feature_extractor,
         )
 
-    def resampled(self, sampling: SamplingConfig) -> SvdModel:
-        """The same loaded parts under other knobs."""
+    def with_sampling(self, sampling: SamplingConfig) -> SvdModel:
+        """The same loaded components with other sampling parameters."""
         return SvdModel(self._checkpoint, self._parts, sampling, self._dtype)
 
     def packet_spec(self) -> Mapping[str, TensorSpec]:
@@ -84,7 +84,7 @@ class SvdModel:
         )
 
     def denoiser(self, tensors: Tensors, start: int) -> SvdDenoiser:
-        """A sampler with a scheduler of its own, on the UNet that all clips share."""
+        """A denoiser with its own scheduler; all clips share the UNet."""
         scheduler = load.new_scheduler(self._checkpoint)
         return SvdDenoiser(self._parts.unet, scheduler, tensors, self._sampling, start)
 
@@ -108,11 +108,11 @@ def load_svd(
     denoise: bool,
     decode: bool,
 ) -> SvdModel:
-    """Loads the parts that a rank's actions need, and no others.
+    """Loads only the components for a rank that encodes, denoises or decodes.
 
     Raises:
         ModelError: the weights do not fit the checkpoint's configuration.
-        OutOfMemoryError: the device cannot hold them.
+        OutOfMemoryError: the device has too little memory.
     """
     parts = load.load_parts(
         checkpoint,

@@ -1,4 +1,4 @@
-"""Owns what a component's weights must be: the module its config describes, their names, shapes."""
+"""Owns the comparison of a component's weight files with the module that its config describes."""
 
 from __future__ import annotations
 
@@ -13,54 +13,56 @@ from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
 from svdpp.errors import ModelError
 from svdpp.models.safetensors_header import Header
 
-#: diffusers' class of each component that is one of its own.
+#: Class of each component that diffusers implements.
 DIFFUSERS_CLASSES: Mapping[str, Any] = {
     "unet": UNetSpatioTemporalConditionModel,
     "vae": AutoencoderKLTemporalDecoder,
 }
 
-#: Weights of any other dtype are quantised ones, which mean nothing without their scales.
+#: Other dtypes are those of quantised weights, which need their scales.
 _FLOATS = frozenset({"F16", "BF16", "F32", "F64"})
 
 
-def empty_module(component: str, home: Path) -> Any:
-    """The module that a component's config describes, with weights as torch makes them here.
+def empty_module(component: str, folder: Path) -> Any:
+    """The module that a component's config describes, with uninitialised or fake weights.
 
-    Call it on the meta device, or under fake tensors: anywhere else the weights take memory.
+    Call it on the meta device or under fake tensors; otherwise it allocates the weights.
 
     Args:
         component: `unet`, `vae` or `image_encoder`.
-        home: the component's folder.
+        folder: the component's folder.
     """
     if component == "image_encoder":
-        config = CLIPVisionConfig.from_pretrained(home, local_files_only=True)
-        config.dtype = torch.get_default_dtype()  # else that of the files, which it remembers
+        config = CLIPVisionConfig.from_pretrained(folder, local_files_only=True)
+        config.dtype = torch.get_default_dtype()  # the config has the dtype of the files
         return CLIPVisionModelWithProjection(config)
     cls = DIFFUSERS_CLASSES[component]
-    return cls.from_config(cls.load_config(home, local_files_only=True))
+    return cls.from_config(cls.load_config(folder, local_files_only=True))
 
 
-def expected_module(component: str, home: Path) -> torch.nn.Module:
-    """The module its config describes, without any memory for its weights."""
+def meta_module(component: str, folder: Path) -> torch.nn.Module:
+    """The module that a component's config describes, on the meta device."""
     with torch.device("meta"):
-        module: torch.nn.Module = empty_module(component, home)
+        module: torch.nn.Module = empty_module(component, folder)
     return module
 
 
 def check_names(component: str, module: torch.nn.Module, headers: Mapping[Path, Header]) -> None:
-    """Compares names and shapes: else a missing weight surfaces as an error about meta tensors.
+    """Compares names, shapes and dtypes of the weight files with the module.
 
-    diffusers only warns of weights it does not know; a file with such was made for another class.
+    Otherwise a missing weight would raise an unclear error about meta tensors, and diffusers only
+    warns about unknown weights, which mean that the file belongs to another class.
 
     Raises:
-        ModelError: naming the first weight that is missing, unknown or of a wrong shape or dtype.
+        ModelError: a weight is missing or unknown, or has a wrong shape or dtype; it names the
+            first one.
     """
     expected = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
     found = {name: entry for header in headers.values() for name, entry in header.items()}
-    # Old transformers wrote buffers that today's compute anew, such as position_ids.
+    # Files of old transformers versions contain buffers such as position_ids.
     buffers = {name for name, _ in module.named_buffers()}
     where = f"{component}/{min(headers).name}" if len(headers) == 1 else f"{component} (in shards)"
-    faults = {
+    problems = {
         "missing": sorted(expected.keys() - found.keys()),
         "unexpected": sorted(found.keys() - expected.keys() - buffers),
         "not floating point": [
@@ -72,7 +74,7 @@ def check_names(component: str, module: torch.nn.Module, headers: Mapping[Path, 
             if name in found and found[name][1] != shape
         ],
     }
-    for fault, names in faults.items():
+    for problem, names in problems.items():
         if names:
-            count = f"{len(names)} of {len(expected)} weights are {fault}"
+            count = f"{len(names)} of {len(expected)} weights are {problem}"
             raise ModelError(f"{where}: {count}, the first is {names[0][:200]!r}")

@@ -1,8 +1,8 @@
-"""Makes each Python process look like one on a machine with two GPUs, as far as its start goes.
+"""Makes a Python process see two fake GPUs until it uses one.
 
-Python imports this first if its folder is on PYTHONPATH. The first call of each kind that would
-initialise CUDA in a process is written to the file that FAKE_GPU_RECORD names: process id, and what
-it was. As in torch, a process that was forked after its parent initialised CUDA cannot use it.
+Python imports this module first if its folder is on PYTHONPATH. The first call of each kind that
+would initialise CUDA is written to the file FAKE_GPU_RECORD, as process id and name. As in torch, a
+process that was forked after its parent initialised CUDA cannot use it.
 """
 
 import os
@@ -13,22 +13,22 @@ import torch
 import torch.accelerator
 
 _state = {"initialised": False, "bad_fork": False}
-_noted: set[tuple[int, str]] = set()
+_recorded: set[tuple[int, str]] = set()
 
 
-def _note(what: str) -> None:
-    if (os.getpid(), what) not in _noted:
-        _noted.add((os.getpid(), what))
+def _record(call: str) -> None:
+    if (os.getpid(), call) not in _recorded:
+        _recorded.add((os.getpid(), call))
         with open(os.environ["FAKE_GPU_RECORD"], "a") as file:
-            file.write(f"{os.getpid()} {what}\n")
+            file.write(f"{os.getpid()} {call}\n")
 
 
-def _initialise(what: str) -> None:
+def _initialise(call: str) -> None:
     if _state["bad_fork"]:
-        _note("bad fork")
+        _record("bad fork")
         raise RuntimeError("Cannot re-initialize CUDA in forked subprocess.")
     _state["initialised"] = True
-    _note(what)
+    _record(call)
 
 
 def _get_device_count() -> int:
@@ -37,8 +37,8 @@ def _get_device_count() -> int:
 
 
 def _set_device(device: torch.device) -> None:
-    _initialise(f"takes {device}")
-    raise RuntimeError("this is no GPU")
+    _initialise(f"sets {device}")
+    raise RuntimeError("this is a fake GPU")
 
 
 def _creates_a_context(*_: object) -> None:
