@@ -1,22 +1,23 @@
-"""Owns every error a user can meet, each with its exit code; knows no other room.
+"""Owns every error a user can meet, each with its exit code; imports no other package.
 
-An error is one sentence for the person at the terminal plus, where there is one, the mend. It is
-built of plain strings so that it can cross a process boundary as a record and be raised again on
-the other side as the same type.
+An error is one sentence for the person at the terminal plus, where there is one, a hint at the fix.
+It is built of plain strings so that it can cross a process boundary as a record and be raised again
+on the other side as the same type.
 """
 
 from __future__ import annotations
 
+import copy
 import signal
 from typing import Any, ClassVar
 
 
 class SvdppError(Exception):
-    """Base of all errors that are answered with a sentence instead of a traceback.
+    """Base of all errors that a command reports with a sentence instead of a traceback.
 
     Args:
         message: one sentence that says what is wrong, with the values that matter.
-        hint: the mend, usually the next command to type; empty where there is none.
+        hint: the fix, usually the next command to type; empty where there is none.
     """
 
     exit_code: ClassVar[int] = 1
@@ -46,7 +47,7 @@ class VerificationError(SvdppError):
 
 
 class OutOfMemoryError(SvdppError, MemoryError):
-    """Too little memory: the message says what was asked for and free, the hint which knob."""
+    """Too little memory: the message says how much was needed and free, the hint which option."""
 
     exit_code = 4
     meaning = "out of memory"
@@ -68,7 +69,7 @@ class RankError(SvdppError):
 
     Args:
         message: which rank, clip and step, and the cause.
-        hint: the mend.
+        hint: the fix.
         picture: the rank x time grid with the place marked; empty where nothing had been done.
         details: the rank's own traceback or last words, for `--debug` and the log.
     """
@@ -102,11 +103,18 @@ class OutputError(SvdppError):
     meaning = "an output cannot be written"
 
 
-class Interrupted(BaseException):
-    """The run was ended by a signal; the exit code is 128 plus its number, as in a shell.
+class ClosedError(SvdppError, RuntimeError):
+    """A pipeline was used while it had no ranks, or was closed before a clip was finished.
 
-    Like KeyboardInterrupt no Exception: it is raised wherever the program happens to be, and a
-    library's `except Exception` there, such as the log's around its file, would swallow it.
+    Programs meet it, users of the commands do not.
+    """
+
+
+class Interrupted(BaseException):
+    """A signal ended the run; the exit code is 128 plus its number, as in a shell.
+
+    It is no Exception, like KeyboardInterrupt: it is raised wherever the program happens to be, and
+    an `except Exception` in a library, such as the log's around its file, would swallow it.
     """
 
     def __init__(self, signal_number: int) -> None:
@@ -130,6 +138,7 @@ _TYPES: dict[str, type[SvdppError]] = {
         TransportError,
         InputError,
         OutputError,
+        ClosedError,
     )
 }
 
@@ -147,6 +156,19 @@ def error_to_dict(error: BaseException) -> dict[str, Any]:
         return {"type": type(error).__name__, "message": error.message, "hint": error.hint}
     kind = Interrupted.__name__ if isinstance(error, Interrupted) else ""
     return {"type": kind, "message": f"{type(error).__name__}: {error}", "hint": ""}
+
+
+def reraisable(error: BaseException) -> BaseException:
+    """A copy of `error` with `error` as its cause, for one more thread to raise.
+
+    Each raise of one object adds to its traceback, and would keep the frames of all its callers.
+    """
+    try:
+        copied = copy.copy(error)
+    except Exception:  # an exception class whose constructor takes other arguments
+        return error
+    copied.__cause__ = error
+    return copied
 
 
 def error_from_dict(record: dict[str, Any]) -> SvdppError:
