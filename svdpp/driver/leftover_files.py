@@ -28,12 +28,14 @@ class LeftoverFiles:
 
     def finished(self, request: ClipRequest) -> None:
         """Removes the checkpoints of a finished clip."""
-        self._finished.append(request)
+        if request.output is not None or request.latents_key is not None:
+            self._finished.append(request)
         self._prune(request)
 
     def lost(self, request: ClipRequest) -> None:
         """Notes a lost clip; its checkpoints stay, for a run that resumes it."""
-        self._lost.append(request)
+        if request.output is not None:
+            self._lost.append(request)
 
     def remove(self, unfinished: Iterable[ClipRequest]) -> None:
         """Removes what the ranks, which have ended, left half written or wrote too late.
