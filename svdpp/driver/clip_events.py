@@ -53,7 +53,7 @@ class ClipEvents:
             case ClipFailed():
                 request = self._clips.request(event.clip)
                 if request is not None:
-                    self._files.lost(request)
+                    self._files.settled(request, is_finished=False)
                     self._clips.lose(event.clip, error_from_dict(event.error))
             case _:
                 pass
@@ -66,7 +66,7 @@ class ClipEvents:
             # An accepted draft: what the ranks still do for the exact clip is not needed.
             for rank in range(self._world_size):
                 self._send(rank, Cancel(clip=done.clip).to_bytes())
-        self._files.finished(request)
+        self._files.settled(request, is_finished=True)
         self._clips.finish(done.clip, done.record)
 
     def _image_bytes(self, clip: int) -> bytes:

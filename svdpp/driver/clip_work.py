@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -138,7 +137,7 @@ def _job(first: int, index: int, request: ClipRequest, record: dict[str, Any]) -
     """A clip as its ranks will read it: what only they would stumble over would end the run."""
     try:
         job = ClipJob(clip=first + index, request=request, record=record)
-        return ClipJob.model_validate(json.loads(job.to_bytes()))
+        return ClipJob.model_validate(job.model_dump(mode="json", warnings=False))
     except ValidationError as error:
         problem = error.errors()[0]
         reason = f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
@@ -23,19 +24,15 @@ class LeftoverFiles:
 
     def __init__(self, latents_folder: str | None) -> None:
         self._latents_folder = None if latents_folder is None else Path(latents_folder)
-        self._finished: deque[ClipRequest] = deque(maxlen=_NUM_RECENT)
-        self._lost: deque[ClipRequest] = deque(maxlen=_NUM_RECENT)
+        # Of the latest clips: what was asked for, and whether the clip was finished.
+        self._recent: deque[tuple[ClipRequest, bool]] = deque(maxlen=_NUM_RECENT)
 
-    def finished(self, request: ClipRequest) -> None:
-        """Removes the checkpoints of a finished clip."""
+    def settled(self, request: ClipRequest, *, is_finished: bool) -> None:
+        """Removes the checkpoints of a finished clip; those of a lost one stay, to resume it."""
         if request.output is not None or request.latents_key is not None:
-            self._finished.append(request)
-        self._prune(request)
-
-    def lost(self, request: ClipRequest) -> None:
-        """Notes a lost clip; its checkpoints stay, for a run that resumes it."""
-        if request.output is not None:
-            self._lost.append(request)
+            self._recent.append((request, is_finished))
+        if is_finished:
+            self._prune(request)
 
     def remove(self, unfinished: Iterable[ClipRequest]) -> None:
         """Removes what the ranks, which have ended, left half written or wrote too late.
@@ -43,14 +40,16 @@ class LeftoverFiles:
         Args:
             unfinished: requests of the clips that were neither finished nor lost.
         """
-        for request in self._finished:
-            self._prune(request)
-        requests = (*self._finished, *self._lost, *unfinished)
+        for request, is_finished in self._recent:
+            if is_finished:
+                self._prune(request)
+        requests = [*(request for request, _ in self._recent), *unfinished]
         folders = {Path(each.output.path).parent for each in requests if each.output}
         if self._latents_folder is not None:
             folders.add(self._latents_folder)
         for folder in folders:
-            output_files.remove_abandoned(folder)
+            with contextlib.suppress(OSError, ValueError):  # nothing was written where none can be
+                output_files.remove_abandoned(folder)
 
     def _prune(self, request: ClipRequest) -> None:
         if self._latents_folder is not None and request.latents_key is not None:
