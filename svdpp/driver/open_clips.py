@@ -31,8 +31,7 @@ class OpenClips:
         self._end: BaseException | None = None
         self._unfinished: list[ClipHandle] = []
         self._finisher: threading.Thread | None = None
-        self.failures: deque[ClipFailure] = deque(maxlen=max_failures)
-        """Clips that were lost while the run went on, in the order of their failures."""
+        self._failures: deque[ClipFailure] = deque(maxlen=max_failures)
 
     @property
     def num_added(self) -> int:
@@ -43,6 +42,12 @@ class OpenClips:
     def is_idle(self) -> bool:
         """Whether every clip is finished or lost."""
         return not self._open
+
+    @property
+    def failures(self) -> list[ClipFailure]:
+        """Clips that were lost while the run went on, in the order of their failures."""
+        with self._changed:
+            return list(self._failures)
 
     @property
     def unfinished(self) -> list[ClipRequest]:
@@ -90,16 +95,15 @@ class OpenClips:
 
     def finish(self, clip: int, record: dict[str, Any]) -> ClipHandle | None:
         """Gives `clip` its result; None where it was finished or lost before."""
-        handle = self._settle(clip, is_lost=False)
+        handle = self._settle(clip)
         if handle is not None:
             handle.set_result(ClipResult(clip, handle.request, record))
         return handle
 
     def lose(self, clip: int, error: SvdppError) -> ClipHandle | None:
         """Gives `clip` the reason why it is lost; None where it was finished or lost before."""
-        handle = self._settle(clip, is_lost=True)
+        handle = self._settle(clip, error)
         if handle is not None:
-            self.failures.append(ClipFailure(clip, handle.request, error))
             handle.set_exception(error)
         return handle
 
@@ -145,13 +149,16 @@ class OpenClips:
                 raise reraisable(self._end)
             return None
 
-    def _settle(self, clip: int, *, is_lost: bool) -> ClipHandle | None:
-        """Moves `clip` out of the open ones; its result follows, when no lock is held any more."""
+    def _settle(self, clip: int, error: SvdppError | None = None) -> ClipHandle | None:
+        """Moves `clip` out of the open ones; its handle is set afterwards, without the lock."""
         with self._changed:
             handle = self._open.pop(clip, None)
-            if handle is not None and clip in self._awaited:
-                self._awaited.remove(clip)
-                if not is_lost:
-                    self._finished[clip] = handle
-                self._changed.notify_all()
+            if handle is None:
+                return None
+            if error is not None:
+                self._failures.append(ClipFailure(clip, handle.request, error))
+            elif clip in self._awaited:
+                self._finished[clip] = handle
+            self._awaited.discard(clip)
+            self._changed.notify_all()
         return handle

@@ -119,7 +119,7 @@ class Pipeline(LaunchedPipeline):
     @property
     def failures(self) -> list[ClipFailure]:
         """Clips that were lost while the run went on, in the order of their failures."""
-        return list(self._clips.failures)
+        return self._clips.failures
 
     @property
     def failure(self) -> BaseException | None:
@@ -224,10 +224,12 @@ class Pipeline(LaunchedPipeline):
             messages = work_messages(
                 self.config, asked, about, first=first, keeps_latents=keeps_latents
             )
-            handles = self._clips.add(asked, for_results=for_results)
+            with session.all_or_nothing():
+                handles = self._clips.add(asked, for_results=for_results)
+                for rank, message in messages.items():
+                    self._entered.send(rank, message)
             if self._history_clips is None:
                 self._requests += asked
-            session.send(messages)
         return handles
 
     # --- plan and forecast ----------------------------------------------------------------------

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 
 from svdpp.driver.supervisor import Supervisor
 from svdpp.errors import ClosedError, Interrupted, SvdppError, reraisable
@@ -70,14 +71,17 @@ class RankSession:
         if self._has_ended.is_set():
             raise ClosedError("the pipeline was closed while its ranks started")
 
-    def send(self, messages: Mapping[int, bytes]) -> None:
-        """Sends each rank its message: to all of them or none, else ranks wait for each other."""
+    @contextlib.contextmanager
+    def all_or_nothing(self) -> Iterator[None]:
+        """Ends the session if an exception, such as a signal's, leaves the block.
+
+        For the block that gives work to the ranks: those that have it would wait for the others.
+        """
         try:
-            for rank, message in messages.items():
-                self._supervisor.send(rank, message)
-        except BaseException as error:  # a signal, above all
-            reason = SvdppError(f"work was sent to some ranks only: {type(error).__name__}")
-            self._supervisor.abort(reason)
+            yield
+        except BaseException as error:
+            reason = f"clips were given to some of the ranks only: {type(error).__name__}"
+            self._supervisor.abort(SvdppError(reason))
             raise
 
     def close(self) -> None:

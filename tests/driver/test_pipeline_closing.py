@@ -12,7 +12,7 @@ import pytest
 from svdpp.config import ClipRequest, ModelConfig, OutputConfig, PipelineConfig, SamplingConfig
 from svdpp.driver import rank_session
 from svdpp.driver.pipeline import Pipeline
-from svdpp.errors import ClosedError, Interrupted, RankError
+from svdpp.errors import ClosedError, Interrupted, RankError, SvdppError
 from svdpp.media.examples import example_photos
 from svdpp.worker.fault_injection import InjectedFault
 from svdpp.worker.messages import ClipDone, Event, Heartbeat
@@ -105,6 +105,23 @@ def test_a_signal_while_the_block_waits_for_its_clips_ends_the_ranks(
     monkeypatch.setattr(stuck._session, "close", interrupt)
     with pytest.raises(Interrupted):
         stuck.__exit__(None, None, None)
+
+
+def test_a_signal_in_the_middle_of_a_submit_ends_the_run(
+    stuck: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of the ranks have the clip: even a caller who goes on must not wait for ever."""
+    send = stuck._entered.send
+
+    def interrupt(rank: int, message: bytes) -> None:
+        send(rank, message)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(stuck._entered, "send", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        stuck.submit(clips(2))
+    with pytest.raises(SvdppError, match="given to some of the ranks only: KeyboardInterrupt"):
+        stuck.close()
 
 
 def test_every_thread_that_closes_hears_of_a_failure() -> None:

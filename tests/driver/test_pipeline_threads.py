@@ -109,11 +109,11 @@ def test_a_failure_is_raised_by_whoever_waits(tmp_path: Path) -> None:
 def test_a_failure_while_nobody_waits_is_raised_at_the_end() -> None:
     with (
         pytest.raises(RankError, match=r"rank 0 .* was killed by SIGKILL"),
-        Pipeline(config()) as p,
+        Pipeline(config()) as pipeline,
     ):
-        p.run(clips(0))
-        os.kill(pids(p)[0], signal.SIGKILL)
-        p._session.thread.join(HANG_SECONDS)  # type: ignore[union-attr]
+        pipeline.run(clips(0))
+        os.kill(pids(pipeline)[0], signal.SIGKILL)
+        pipeline._session.thread.join(HANG_SECONDS)  # type: ignore[union-attr]
 
 
 def test_a_block_left_by_another_error_still_tells_of_the_failure() -> None:
