@@ -57,8 +57,8 @@ class Pipeline(LaunchedPipeline):
         profile_path: of the file that gets rank 0's view of one clip by torch.profiler.
         output_folder: where this host puts its clips, whatever their requests say; for ranks that
             a launcher has started, each host its own.
-        history_clips: how many of the latest clips `trace` and `failures` reach back to. Give a
-            number to a pipeline that runs for days; None keeps the whole run, for its summary.
+        history_clips: how many of the latest clips `trace` keeps, and how many of the latest
+            losses `failures`. A pipeline that runs for days needs a number; None keeps all.
         fault: deliberate damage, to test that it is noticed.
         start_method: `forkserver` or `spawn`.
 
@@ -122,7 +122,7 @@ class Pipeline(LaunchedPipeline):
         return self._clips.failures
 
     @property
-    def failure(self) -> BaseException | None:
+    def run_error(self) -> BaseException | None:
         """What ended the run before its last clip; None while it goes on, and if it went well."""
         return None if self._session is None else self._session.failure
 
@@ -189,7 +189,7 @@ class Pipeline(LaunchedPipeline):
         handles = self._submit(requests, records, for_results=False)
         errors = [error for handle in handles if (error := handle.exception()) is not None]
         if errors:
-            raise errors[0] if self.failure is None else reraisable(self.failure)
+            raise errors[0] if self.run_error is None else reraisable(self.run_error)
         results = [handle.result() for handle in handles]
         return results[0] if isinstance(requests, ClipRequest) else results
 

@@ -68,7 +68,7 @@ def test_closing_at_once_drops_what_is_not_finished(stuck: Pipeline) -> None:
                 each.result(HANG_SECONDS)
     stuck.close(drain=False)
     stuck.close()
-    assert stuck.failure is None
+    assert stuck.run_error is None
     with pytest.raises(ClosedError, match="the pipeline is closed"):
         stuck.submit(clips(3))
 
@@ -131,7 +131,7 @@ def test_every_thread_that_closes_hears_of_a_failure() -> None:
     with ThreadPoolExecutor(3) as threads:
         errors = [each.exception() for each in [threads.submit(pipeline.close) for _ in range(3)]]
     assert any(isinstance(error, RankError) for error in errors)
-    assert {str(error) for error in errors if error} == {str(pipeline.failure)}
+    assert {str(error) for error in errors if error} == {str(pipeline.run_error)}
     pipeline.close()  # it was raised, and once is enough
 
 
@@ -156,7 +156,7 @@ def test_an_observer_that_never_returns_cannot_keep_the_ranks(
     assert isinstance(handle.exception(HANG_SECONDS), ClosedError)
     release.set()
     pipeline._session.thread.join(HANG_SECONDS)  # type: ignore[union-attr]
-    assert pipeline.failure is None
+    assert pipeline.run_error is None
 
 
 def test_closing_while_the_ranks_start(tmp_path: Path) -> None:

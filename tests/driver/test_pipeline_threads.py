@@ -99,7 +99,7 @@ def test_a_failure_is_raised_by_whoever_waits(tmp_path: Path) -> None:
                 assert not waiting[1].done()
             os.kill(pids(pipeline)[1], signal.SIGKILL)
             errors = [each.exception(HANG_SECONDS) for each in waiting]
-        assert {str(error) for error in errors} == {str(pipeline.failure)}
+        assert {str(error) for error in errors} == {str(pipeline.run_error)}
         assert len({id(error) for error in errors}) == len(waits)
         with pytest.raises(RankError, match="rank 1"):
             pipeline.submit(clips(3))
