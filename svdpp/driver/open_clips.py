@@ -93,19 +93,17 @@ class OpenClips:
                 self._awaited.update(handle.clip for handle in handles)
         return handles
 
-    def finish(self, clip: int, record: dict[str, Any]) -> ClipHandle | None:
-        """Gives `clip` its result; None where it was finished or lost before."""
+    def finish(self, clip: int, record: dict[str, Any]) -> None:
+        """Gives `clip` its result, unless it was finished or lost before."""
         handle = self._settle(clip)
         if handle is not None:
             handle.set_result(ClipResult(clip, handle.request, record))
-        return handle
 
-    def lose(self, clip: int, error: SvdppError) -> ClipHandle | None:
-        """Gives `clip` the reason why it is lost; None where it was finished or lost before."""
+    def lose(self, clip: int, error: SvdppError) -> None:
+        """Gives `clip` the reason why it is lost, unless it was finished or lost before."""
         handle = self._settle(clip, error)
         if handle is not None:
             handle.set_exception(error)
-        return handle
 
     def end(self, error: BaseException) -> None:
         """Gives every clip that is not finished `error`, and takes no more; the first call counts.

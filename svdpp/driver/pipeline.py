@@ -103,8 +103,9 @@ class Pipeline(LaunchedPipeline):
         self._files = LeftoverFiles(latents_folder)
         # Of the whole run, for its forecast.
         self._requests: list[ClipRequest] = []
-        # Held while clips get their indices and go to the ranks, in one order for all ranks.
-        self._submitting = threading.Lock()
+        # Held while clips get their indices and go to the ranks, in one order for all ranks. A
+        # signal's handler may close the pipeline in the middle of that.
+        self._submitting = threading.RLock()
         self._is_entered = False
         self._supervisor: Supervisor | None = None
         self._session: RankSession | None = None
@@ -226,6 +227,7 @@ class Pipeline(LaunchedPipeline):
             )
             with session.all_or_nothing():
                 handles = self._clips.add(asked, for_results=for_results)
+                assert not handles or handles[0].clip == first, "submit was called within submit"
                 for rank, message in messages.items():
                     self._entered.send(rank, message)
             if self._history_clips is None:
@@ -336,7 +338,8 @@ class Pipeline(LaunchedPipeline):
         if session is None:
             return
         if not drain:
-            session.drop(None)
+            if (failure := session.drop(None)) is not None:
+                raise reraisable(failure)
             return
         self._clips.check_may_wait()
         with self._submitting:

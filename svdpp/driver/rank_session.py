@@ -47,7 +47,7 @@ class RankSession:
         self._is_launched = is_launched
         self._has_begun = threading.Event()
         self._has_ended = threading.Event()
-        self._cleaning = threading.Lock()
+        self._cleaning = threading.RLock()  # a signal's handler may close in the middle of a close
         self._is_closed = False
         self._dropped = ClosedError("the pipeline was closed before the clip was finished")
         self.is_closing = False
@@ -106,12 +106,12 @@ class RankSession:
             error: the reason, for ranks on other hosts; None: the caller needs no more results.
 
         Returns:
-            What had ended the session before.
+            What had ended the session instead; None where it has been closed before.
         """
         self.is_closing = True
         self._supervisor.abort(self._dropped)
         if threading.current_thread() is self.thread or self._is_closed:
-            return self.failure
+            return None
         if not self._has_ended.wait(_DROP_SECONDS):
             self._end(self._dropped)  # an observer blocks the thread: nobody waits for it
         failure = self.failure
@@ -158,7 +158,8 @@ class RankSession:
 
     def _finish(self, reason: BaseException | None) -> None:
         with self._cleaning:
-            if not self._is_closed:
-                self._supervisor.kill(reason)
-                self._clean_up()
-                self._is_closed = True
+            if self._is_closed:
+                return
+            self._supervisor.kill(reason)
+            self._is_closed = True
+            self._clean_up()

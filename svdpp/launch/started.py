@@ -238,12 +238,9 @@ class _Start:
 
 def _started_main(rank: int, start: _Start, connections: Sequence[Connection]) -> None:
     """A started rank, from its first line to its last."""
-    starter: Any = multiprocessing.parent_process()
-    if os.getppid() != starter.pid:
-        # The kernel's parent is the fork server, and ranks are of no use without it. Under spawn it
-        # is the starter: the kernel would kill its ranks when the thread that started them ends.
-        process_lifetime.end_with_parent()
-    _die_with(starter, start.folder)
+    # Under forkserver the parent is the server: ranks are of no use without it.
+    process_lifetime.end_with_parent()
+    _die_with(multiprocessing.parent_process(), start.folder)
     # A rank that gets a signal for itself ends by it, and the parent sees a rank that died.
     process_lifetime.exit_on_signals(process_lifetime.exit_by_signal)
     _redirect_output(_output_file(start.folder, rank))

@@ -50,6 +50,15 @@ def test_a_pipeline_cannot_be_used_after_its_block_nor_entered_twice() -> None:
     pipeline.close()
 
 
+def test_only_a_launchers_rank_0_enters_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    pipeline = Pipeline(config())
+    assert pipeline.is_member
+    with pytest.raises(ClosedError, match=r"only rank 0 enters the block: .* call serve"):
+        pipeline.__enter__()
+
+
 def test_a_pipeline_that_was_not_entered_closes_without_a_word() -> None:
     Pipeline(config()).close()
     Pipeline(config()).close(drain=False)

@@ -207,9 +207,8 @@ def test_handles_can_be_awaited() -> None:
         assert list(pipeline.results()) == []
 
 
-@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
-def test_a_pipeline_outlives_the_thread_that_entered_it(start_method: str) -> None:
-    pipeline = Pipeline(config(), start_method=start_method)
+def test_a_pipeline_outlives_the_thread_that_entered_it() -> None:
+    pipeline = Pipeline(config())
     entering = threading.Thread(target=pipeline.__enter__)
     entering.start()
     entering.join()
