@@ -1,8 +1,8 @@
-"""Owns every error a user can meet, each with its exit code; imports no other package.
+"""Owns every error a user can meet, each with its exit code; knows no other room.
 
-An error is one sentence for the person at the terminal plus, where there is one, a hint at the fix.
-It is built of plain strings so that it can cross a process boundary as a record and be raised again
-on the other side as the same type.
+An error is one sentence for the person at the terminal plus, where there is one, the mend. It is
+built of plain strings so that it can cross a process boundary as a record and be raised again on
+the other side as the same type.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any, ClassVar
 
 
 class SvdppError(Exception):
-    """Base of all errors that a command reports with a sentence instead of a traceback.
+    """Base of all errors that are answered with a sentence instead of a traceback.
 
     Args:
         message: one sentence that says what is wrong, with the values that matter.
-        hint: the fix, usually the next command to type; empty where there is none.
+        hint: the mend, usually the next command to type; empty where there is none.
     """
 
     exit_code: ClassVar[int] = 1
@@ -47,7 +47,7 @@ class VerificationError(SvdppError):
 
 
 class OutOfMemoryError(SvdppError, MemoryError):
-    """Too little memory: the message says how much was needed and free, the hint which option."""
+    """Too little memory: the message says what was asked for and free, the hint which knob."""
 
     exit_code = 4
     meaning = "out of memory"
@@ -69,7 +69,7 @@ class RankError(SvdppError):
 
     Args:
         message: which rank, clip and step, and the cause.
-        hint: the fix.
+        hint: the mend.
         picture: the rank x time grid with the place marked; empty where nothing had been done.
         details: the rank's own traceback or last words, for `--debug` and the log.
     """
@@ -104,17 +104,14 @@ class OutputError(SvdppError):
 
 
 class ClosedError(SvdppError, RuntimeError):
-    """A pipeline was used while it had no ranks, or was closed before a clip was finished.
-
-    Programs meet it, users of the commands do not.
-    """
+    """From Python: a pipeline was used outside its block, or closed with clips unfinished."""
 
 
 class Interrupted(BaseException):
-    """A signal ended the run; the exit code is 128 plus its number, as in a shell.
+    """The run was ended by a signal; the exit code is 128 plus its number, as in a shell.
 
-    It is no Exception, like KeyboardInterrupt: it is raised wherever the program happens to be, and
-    an `except Exception` in a library, such as the log's around its file, would swallow it.
+    Like KeyboardInterrupt no Exception: it is raised wherever the program happens to be, and a
+    library's `except Exception` there, such as the log's around its file, would swallow it.
     """
 
     def __init__(self, signal_number: int) -> None:
