@@ -7,6 +7,7 @@ the other side as the same type.
 
 from __future__ import annotations
 
+import copy
 import signal
 from typing import Any, ClassVar
 
@@ -106,6 +107,10 @@ class OutputError(SvdppError):
     meaning = "an output cannot be written"
 
 
+class ClosedError(SvdppError, RuntimeError):
+    """From Python: a pipeline was used outside its block, or closed with clips unfinished."""
+
+
 class Interrupted(BaseException):
     """The run was ended by a signal; the exit code is 128 plus its number, as in a shell.
 
@@ -135,6 +140,7 @@ _TYPES: dict[str, type[SvdppError]] = {
         TransportError,
         InputError,
         OutputError,
+        ClosedError,
     )
 }
 
@@ -152,6 +158,19 @@ def error_to_dict(error: BaseException) -> dict[str, Any]:
         return {"type": type(error).__name__, "message": error.message, "hint": error.hint}
     kind = Interrupted.__name__ if isinstance(error, Interrupted) else ""
     return {"type": kind, "message": f"{type(error).__name__}: {error}", "hint": ""}
+
+
+def reraisable(error: BaseException) -> BaseException:
+    """A copy of `error` with `error` as its cause, for one more thread to raise.
+
+    Each raise of one object adds to its traceback, and would keep the frames of all its callers.
+    """
+    try:
+        copied = copy.copy(error)
+    except Exception:  # an exception class whose constructor takes other arguments
+        return error
+    copied.__cause__ = error
+    return copied
 
 
 def error_from_dict(record: dict[str, Any]) -> SvdppError:

@@ -9,6 +9,7 @@ import pytest
 
 from svdpp import errors
 from svdpp.errors import (
+    ClosedError,
     InputError,
     Interrupted,
     ModelError,
@@ -23,6 +24,7 @@ from svdpp.errors import (
     error_from_dict,
     error_to_dict,
     exit_code_of,
+    reraisable,
 )
 
 EXIT_CODES = {
@@ -36,6 +38,7 @@ EXIT_CODES = {
     TransportError: 6,
     InputError: 7,
     OutputError: 8,
+    ClosedError: 1,
 }
 
 
@@ -57,7 +60,8 @@ def test_exit_codes(cls: type[SvdppError]) -> None:
 
 
 def test_exit_codes_are_distinct_but_for_kinds_of_one_another() -> None:
-    codes = [cls.exit_code for cls in EXIT_CODES if cls not in (TransportError, NotFiniteError)]
+    kinds = (TransportError, NotFiniteError, ClosedError)
+    codes = [cls.exit_code for cls in EXIT_CODES if cls not in kinds]
 
     assert sorted(codes) == [1, 2, 3, 4, 5, 6, 7, 8]
 
@@ -109,7 +113,8 @@ def test_a_rank_error_keeps_picture_and_details() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cls", "builtin"), [(RequestError, ValueError), (OutOfMemoryError, MemoryError)]
+    ("cls", "builtin"),
+    [(RequestError, ValueError), (OutOfMemoryError, MemoryError), (ClosedError, RuntimeError)],
 )
 def test_library_users_may_catch_builtins(cls: type[SvdppError], builtin: type[Exception]) -> None:
     assert issubclass(cls, builtin)
@@ -119,7 +124,35 @@ def test_library_users_may_catch_builtins(cls: type[SvdppError], builtin: type[E
 def test_each_meaning_is_in_the_help(cls: type[SvdppError]) -> None:
     from svdpp.cli.app import app
 
-    if cls is SvdppError:
+    if cls.exit_code == 1:
         assert "1 unexpected;" in str(app.info.epilog)
     else:
         assert f"{cls.exit_code} {cls.meaning}" in str(app.info.epilog)
+
+
+@pytest.mark.parametrize(
+    "error", [RankError("no", "h", picture="rank 0 |"), OSError(28, "full"), AssertionError("x")]
+)
+def test_a_copy_for_another_thread_says_the_same(error: Exception) -> None:
+    copied = reraisable(error)
+
+    assert copied is not error
+    assert (type(copied), str(copied), copied.__cause__) == (type(error), str(error), error)
+    assert vars(copied) == vars(error)
+
+
+def test_raising_copies_leaves_the_traceback_of_the_first_alone() -> None:
+    error = RankError("no")
+    for _ in range(3):
+        with pytest.raises(RankError):
+            raise reraisable(error)
+    assert error.__traceback__ is None
+
+
+def test_an_error_that_cannot_be_copied_is_raised_itself() -> None:
+    class OfTwo(Exception):
+        def __init__(self, first: str, second: str) -> None:
+            super().__init__(first + second)
+
+    error = OfTwo("a", "b")
+    assert reraisable(error) is error

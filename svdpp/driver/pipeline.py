@@ -1,96 +1,70 @@
-"""Owns the parent's view: ranks started once, clips given as they come, results as they finish."""
+"""Owns the Python API of a run: ranks started once, clips submitted at any time, results."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
-from typing import Any
+from typing import Any, overload
 
 from svdpp.config import ClipRequest, PipelineConfig
+from svdpp.driver.clip_events import ClipEvents
+from svdpp.driver.clip_handle import ClipFailure, ClipHandle, ClipResult
+from svdpp.driver.clip_work import check_records, check_requests, schedule_clips, work_messages
 from svdpp.driver.device_check import DeviceCheck
-from svdpp.driver.liveness import Liveness
+from svdpp.driver.launched_pipeline import LaunchedPipeline
+from svdpp.driver.leftover_files import LeftoverFiles
+from svdpp.driver.open_clips import OpenClips
 from svdpp.driver.rank_launcher import RankLauncher
-from svdpp.driver.shared_settings import silence_limit
-from svdpp.driver.supervisor import Observer, Supervisor
+from svdpp.driver.rank_session import RankSession
+from svdpp.driver.shared_settings import new_liveness
+from svdpp.driver.supervisor import Supervisor
 from svdpp.driver.trace import Trace
-from svdpp.errors import InputError, Interrupted, SvdppError, error_from_dict
+from svdpp.errors import ClosedError, Interrupted, RequestError, reraisable
 from svdpp.launch import process_group
 from svdpp.launch.world import find_world
-from svdpp.media import output_files
-from svdpp.media.image import read_bytes
 from svdpp.models.checkpoint import Checkpoint, find_checkpoint
-from svdpp.plan.actions import Kind
-from svdpp.plan.draft import check_draft_schedule
 from svdpp.plan.forecast import Forecast, Span, replay, summarise
-from svdpp.plan.schedule import Schedule, build_schedule, check_schedule
+from svdpp.plan.schedule import Schedule
 from svdpp.worker.fault_injection import InjectedFault
-from svdpp.worker.latent_checkpoints import prune
-from svdpp.worker.messages import (
-    Cancel,
-    ClipDone,
-    ClipFailed,
-    ClipJob,
-    Event,
-    PhotoWanted,
-    StoredTensor,
-    Work,
-)
+from svdpp.worker.messages import Event
 from svdpp.worker.rank import RankSetup
-from svdpp.worker.tensor_store import TensorStore
+
+#: What each clip's JSON says of its request, one for each clip; empty for nothing.
+Records = Sequence[Mapping[str, Any]]
+_NOT_ENTERED = "the pipeline has no ranks yet", "use it inside `with Pipeline(...) as pipeline:`"
 
 
-@dataclass(frozen=True)
-class ClipResult:
-    """A finished clip.
-
-    Args:
-        clip: index, counted from the first one submitted.
-        request: what was asked for.
-        record: the clip's JSON: parameters, hashes, times.
-    """
-
-    clip: int
-    request: ClipRequest
-    record: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class ClipFailure:
-    """A clip that is lost, for a reason of its own.
-
-    Args:
-        clip: index, counted from the first one submitted.
-        request: what was asked for.
-        error: why there is no clip.
-    """
-
-    clip: int
-    request: ClipRequest
-    error: SvdppError
-
-
-class Pipeline:
+class Pipeline(LaunchedPipeline):
     """Ranks that share the steps of every clip. A context manager: ranks live inside the block.
+
+    Inside the block any thread may call any method. A thread of the pipeline's own takes the ranks'
+    events from entry to exit, so clips are made whether somebody waits for them or not. A failure
+    that ends the run is raised by `submit`, `run`, `results` and `close`, by every handle whose
+    clip is unfinished, and at the end of the block.
+
+    Leaving the block waits for all submitted clips; leaving it by an exception drops those that
+    are not finished. A pipeline can be entered once.
 
     Under torchrun or srun the ranks are joined instead of started. There only rank 0 enters the
     block; the others call `serve`.
 
     Args:
         config: what to run; frame count and decode chunk are resolved against the model here.
-        tensor_folder: where each hand-over's latent and the frames are kept, for verification.
-        latents folder: where each hand-over's packet is kept until its clip is finished, for
-            clips with a `latents_key`; read for clips with `done_steps`.
+        tensor_folder: where the latent of each transfer and the frames are kept, for verification.
+        latents_folder: where latent checkpoints are kept until their clip is finished, for requests
+            with a `latents_key`; read for requests with `done_steps`.
         profile_path: of the file that gets rank 0's view of one clip by torch.profiler.
         output_folder: where this host puts its clips, whatever their requests say; for ranks that
-            others have started, each host its own.
-        fault: planted damage, to see that it is noticed.
+            a launcher has started, each host its own.
+        history_clips: how many of the latest clips `trace` keeps, and how many of the latest
+            losses `failures`. A pipeline that runs for days needs a number; None keeps all.
+        fault: deliberate damage, to test that it is noticed.
 
     Raises:
         RequestError: devices or backend are not there, or do not fit the request.
-        ModelError: the model cannot be found, or is not whole.
+        ModelError: the model cannot be found, or is incomplete.
     """
 
     def __init__(
@@ -101,17 +75,16 @@ class Pipeline:
         latents_folder: str | None = None,
         profile_path: str | None = None,
         output_folder: str | None = None,
+        history_clips: int | None = None,
         fault: InjectedFault | None = None,
     ) -> None:
         world = find_world()
         self.backend = process_group.choose_backend(config.device, config.world_size)
         on_this_host = config.world_size if world is None else world.local_size
         process_group.check_devices(config.device, on_this_host, launched=world is not None)
+        if history_clips is not None and history_clips < 1:
+            raise RequestError(f"history_clips must be 1 or more, got {history_clips}")
         self.config, self.checkpoint = resolve(config)
-        self._devices = DeviceCheck(
-            config.world_size, self.backend, allow_mixed=config.allow_mixed_devices
-        )
-        self._observers: list[Observer] = [self._devices, self._collect]
         self._setup = RankSetup(
             config=self.config,
             checkpoint=self.checkpoint,
@@ -123,103 +96,211 @@ class Pipeline:
             output_folder=None if world is None else output_folder,
             fault=fault,
         )
-        self._launcher = RankLauncher(self._setup, self.backend)
-        self._supervisor: Supervisor | None = None
+        super().__init__(RankLauncher(self._setup, self.backend))
+        self._devices = DeviceCheck(
+            config.world_size, self.backend, allow_mixed=config.allow_mixed_devices
+        )
+        self._history_clips = history_clips
+        self._clips = OpenClips(max_failures=history_clips)
+        self._files = LeftoverFiles(latents_folder)
+        # Of the whole run, for its forecast.
         self._requests: list[ClipRequest] = []
-        self._finished: list[ClipResult] = []
-        # An accepted draft may settle a clip whose exact path comes to harm meanwhile.
-        self._settled: set[int] = set()
-        self._num_returned = 0
-        self.failures: list[ClipFailure] = []
-        """Clips that were lost, each for a reason of its own, in the order in which that showed."""
+        # Held while clips get their indices and go to the ranks, in one order for all ranks. A
+        # signal's handler may close the pipeline in the middle of that.
+        self._submitting = threading.RLock()
+        self._is_entered = False
+        self._supervisor: Supervisor | None = None
+        self._session: RankSession | None = None
+        self._events = ClipEvents(
+            self._clips,
+            self._files,
+            tensor_folder=tensor_folder,
+            world_size=config.world_size,
+            send=lambda rank, message: self._entered.send(rank, message),
+        )
 
     @property
-    def is_member(self) -> bool:
-        """Whether this process is a rank other than 0 of a launcher's world, and is to `serve`."""
-        return self._launcher.world is not None and self._launcher.world.is_member
+    def failures(self) -> list[ClipFailure]:
+        """Clips that were lost while the run went on, in the order of their failures."""
+        return self._clips.failures
 
     @property
-    def spans_hosts(self) -> bool:
-        """Whether ranks are on other hosts than this one."""
-        return self._launcher.world is not None and self._launcher.world.spans_hosts
+    def run_error(self) -> BaseException | None:
+        """What ended the run before its last clip; None while it goes on, and if it went well."""
+        return None if self._session is None else self._session.failure
 
     @property
     def trace(self) -> Trace:
         """What has been measured so far, inside the block or after it."""
         return self._entered.trace
 
-    def observe(self, observer: Observer) -> None:
-        """Has `observer` called with (rank, event) for all that ranks report; before the block."""
-        self._observers.append(observer)
+    # --- clips ----------------------------------------------------------------------------------
 
-    def serve(
+    @overload
+    def submit(self, requests: ClipRequest, records: Records = ()) -> ClipHandle: ...
+
+    @overload
+    def submit(
+        self, requests: Iterable[ClipRequest], records: Records = ()
+    ) -> list[ClipHandle]: ...
+
+    def submit(
+        self, requests: ClipRequest | Iterable[ClipRequest], records: Records = ()
+    ) -> ClipHandle | list[ClipHandle]:
+        """Gives the ranks further clips, to be made after those they have. Does not wait.
+
+        Args:
+            requests: one, or one for each clip.
+            records: what each clip's JSON says of its request; empty for nothing.
+
+        Returns:
+            A handle for each request, in their order; for a single request its handle.
+
+        Raises:
+            TypeError: something in `requests` is no `ClipRequest`.
+            RequestError: the ranks could not make one of the clips; none is submitted.
+            ClosedError: the pipeline has not been entered, or is closed.
+            SvdppError: what ended the run.
+        """
+        handles = self._submit(requests, records, for_results=True)
+        return handles[0] if isinstance(requests, ClipRequest) else handles
+
+    @overload
+    def run(self, requests: ClipRequest, records: Records = ()) -> ClipResult: ...
+
+    @overload
+    def run(self, requests: Iterable[ClipRequest], records: Records = ()) -> list[ClipResult]: ...
+
+    def run(
+        self, requests: ClipRequest | Iterable[ClipRequest], records: Records = ()
+    ) -> ClipResult | list[ClipResult]:
+        """Submits `requests` and waits for all of them, and for no others.
+
+        Args:
+            requests: as for `submit`.
+            records: as for `submit`.
+
+        Returns:
+            Their results, in the order of the requests; `results` does not yield them.
+
+        Raises:
+            SvdppError: what ended the run, or why the first of these clips was lost; the others are
+                made before.
+            TypeError, RequestError, ClosedError: as for `submit`.
+        """
+        self._clips.check_may_wait()
+        handles = self._submit(requests, records, for_results=False)
+        errors = [error for handle in handles if (error := handle.exception()) is not None]
+        if errors:
+            raise errors[0] if self.run_error is None else reraisable(self.run_error)
+        results = [handle.result() for handle in handles]
+        return results[0] if isinstance(requests, ClipRequest) else results
+
+    def results(self) -> Iterator[ClipResult]:
+        """Yields the results of submitted clips as they finish, until none is left.
+
+        Each result is yielded once, by one of the threads that iterate, and not at all if its
+        handle's `result` has returned it before. Lost clips are left out: their handles and
+        `failures` have the reason.
+
+        Raises:
+            ClosedError: the pipeline has not been entered, or is closed.
+            SvdppError: what ended the run, where that left clips unfinished; after all results.
+        """
+        self._check_open()
+        return self._clips.results()
+
+    def _submit(
         self,
+        requests: ClipRequest | Iterable[ClipRequest],
+        records: Records,
         *,
-        say: Callable[[str, bool], None],
-        answer: Callable[[bytes], bytes] = lambda _: b"",
-    ) -> None:
-        """Works as a member of a launcher's world until rank 0 says that all is done.
+        for_results: bool,
+    ) -> list[ClipHandle]:
+        self._check_open()
+        keeps_latents = self._setup.latents_folder is not None
+        asked = check_requests(requests, self.config, keeps_latents=keeps_latents)
+        about = [self._marked(each) for each in check_records(records, len(asked))]
+        with self._submitting:
+            session = self._check_open()
+            first = self._clips.num_added
+            messages = work_messages(
+                self.config, asked, about, first=first, keeps_latents=keeps_latents
+            )
+            with session.all_or_nothing():
+                handles = self._clips.add(asked, for_results=for_results)
+                assert not handles or handles[0].clip == first, "submit was called within submit"
+                for rank, message in messages.items():
+                    self._entered.send(rank, message)
+            if self._history_clips is None:
+                self._requests += asked
+        return handles
 
-        Observers hear of this rank's events alone. Where the run does not end well, the process
-        ends here.
+    def _marked(self, record: dict[str, Any]) -> dict[str, Any]:
+        """A clip's metadata; not called exact if the ranks' devices differ."""
+        return {**record, "exact": "unproven"} if self._devices.is_mixed else record
 
-        Args:
-            say: takes the sentence with which it does, and whether nobody else will say it.
-            answer: answers what rank 0 wants to know of this host before the work begins.
+    # --- plan and forecast ----------------------------------------------------------------------
 
-        Raises:
-            SvdppError: the work could not begin.
-        """
-        self._launcher.serve(self._observers[2:], answer, say)
-
-    def ask(self, question: bytes) -> dict[str, bytes]:
-        """What one rank of each other host answers to `question`, by host; before the block.
-
-        Raises:
-            SvdppError: a rank is not there, or was started in another way.
-        """
-        return self._launcher.join().ask(question)
-
-    def gather(self) -> None:
-        """Has a launcher's other ranks wait for this pipeline's work; before the block.
-
-        From then on they end with rank 0 and know why, whatever it does meanwhile.
-
-        Raises:
-            SvdppError: a rank is not there, or was started in another way.
-        """
-        self._launcher.join()
-
-    def check_gathered(self) -> None:
-        """Looks whether those that `gather` has found are still there; before the block.
-
-        Raises:
-            RankError: one of them is not.
-        """
-        self._launcher.join().check_connected()
-
-    def dismiss(self, error: BaseException | None = None) -> None:
-        """Sends a launcher's other ranks away; instead of the block.
+    def schedule(self, requests: Sequence[ClipRequest], *, first: int = 0) -> Schedule:
+        """Each rank's actions: what `submit` sends, and what a forecast replays.
 
         Args:
-            error: why; None: there is nothing to do.
+            requests: those with `done_steps` continue from their latent checkpoints.
+            first: index of the first clip.
+        """
+        return schedule_clips(self.config, requests, first)
+
+    def forecast(self) -> Forecast:
+        """What the plan promises for the clips submitted.
+
+        At the mean costs measured so far; where the dummy model sleeps, at the costs it was given.
 
         Raises:
-            SvdppError: a rank is not there, or was started in another way.
+            RuntimeError: the pipeline does not keep its whole run.
         """
-        self._launcher.dismiss(error)
+        return summarise(self.replayed(), self.config.world_size)
+
+    def replayed(self) -> list[Span]:
+        """When each rank would do what, by the same plan and costs as the forecast.
+
+        Raises:
+            RuntimeError: the pipeline does not keep its whole run.
+        """
+        if self._history_clips is not None:
+            raise RuntimeError("a pipeline with history_clips keeps no whole run to forecast")
+        costs = self.config.costs if self.config.model.dummy_sleeps else self.trace.costs()
+        return replay(self.schedule(self._requests), costs)
+
+    # --- entry and exit -------------------------------------------------------------------------
 
     def __enter__(self) -> Pipeline:
-        self._supervisor = Supervisor(
+        if self.is_member:
+            raise ClosedError("only rank 0 enters the block: the other ranks call serve()")
+        with self._submitting:
+            if self._is_entered:
+                raise ClosedError("a pipeline can be entered once: create another one")
+            self._is_entered = True
+        supervisor = self._supervisor = Supervisor(
             self._launcher.open(),
             new_liveness(self.config),
             device=self.config.device,
-            observers=tuple(self._observers),
+            observers=(self._hear,),
+            trace=Trace(self.config.world_size, self._history_clips),
         )
+        self._session = RankSession(
+            supervisor,
+            timeout=self.config.timeout_seconds,
+            is_idle=lambda: self._clips.is_idle,
+            on_end=self._clips.end,
+            clean_up=lambda: self._files.remove(self._clips.unfinished),
+            is_launched=self._launcher.world is not None,
+        )
+        self._clips.finished_by(self._session.thread)
         try:
-            self._supervisor.wait_joined()
+            self._session.start()
         except BaseException as error:
-            self._supervisor.kill(error)
+            self._session.drop(error)
             raise
         return self
 
@@ -229,185 +310,74 @@ class Pipeline:
         error: BaseException | None,
         where: TracebackType | None,
     ) -> None:
-        reason = error
+        if error is not None:
+            self._leave_by(error)
+            return
         try:
-            if kind is None:
-                self._entered.stop(self.config.timeout_seconds)
-            elif isinstance(error, Interrupted) and self._launcher.world is not None:
-                self._entered.explain()  # a launcher ends rank 0 as well when another rank has died
-        except BaseException as failure:
-            reason = failure
+            self.close()
+        except BaseException as interruption:  # a signal: a failure has closed the pipeline
+            self._leave_by(interruption)
             raise
-        finally:
-            self._entered.kill(reason)
-            self._tidy()
 
-    def submit(
-        self, requests: Iterable[ClipRequest], records: Sequence[dict[str, Any]] = ()
-    ) -> None:
-        """Gives the ranks further clips, to be done after those they have.
+    def _leave_by(self, error: BaseException) -> None:
+        """Drops what is unfinished, because of `error`."""
+        assert self._session is not None
+        failure = self._session.drop(error)
+        if failure is None or failure in (error, error.__cause__):
+            return
+        if isinstance(error, Interrupted) and self._launcher.world is not None:
+            raise reraisable(failure)  # a launcher ends rank 0 as well when another rank has died
+        error.add_note(f"The run had failed before: {failure}")
 
-        Args:
-            requests: one for each clip.
-            records: what each clip's JSON is to say of the request; empty for nothing.
-        """
-        requests = list(requests)
-        first = len(self._requests)
-        self._requests += requests
-        jobs = tuple(
-            ClipJob(
-                clip=first + index,
-                request=request,
-                record=self._marked(records[index]) if records else {},
-            )
-            for index, request in enumerate(requests)
-        )
-        schedule = self.schedule(requests, first=first)
-        check = check_schedule if self.config.draft is None else check_draft_schedule
-        check(schedule, self.config.sampling.num_inference_steps)
-        for rank, actions in enumerate(schedule):
-            # Ranks between need no request, and many clips' records would weigh on the start.
-            needed = {a.clip for a in actions if a.kind in (Kind.ENCODE, Kind.FINISH)}
-            work = Work(
-                actions=tuple(map(str, actions)),
-                jobs=tuple(job for job in jobs if job.clip in needed),
-                latents_keys=self._latents_keys({action.clip for action in actions}),
-            )
-            self._entered.send(rank, work)
-
-    def _marked(self, record: dict[str, Any]) -> dict[str, Any]:
-        """A clip's metadata; not called exact if the ranks' devices differ."""
-        return {**record, "exact": "unproven"} if self._devices.is_mixed else record
-
-    def schedule(self, requests: Sequence[ClipRequest], *, first: int = 0) -> Schedule:
-        """Each rank's actions: what `submit` sends, and what a forecast replays.
+    def close(self, *, drain: bool = True) -> None:
+        """Ends the ranks, as leaving the block does; does nothing once the pipeline is closed.
 
         Args:
-            requests: clips that an earlier run has begun go on where it stood.
-            first: index of the first one.
-        """
-        clips = range(first, first + len(requests))
-        if self.config.draft is not None:
-            return self.config.draft_plan.schedule(clips)
-        routes = [
-            route.resumed(request.done_steps) if request.done_steps else route
-            for route, request in zip(self.config.layout.routes(clips), requests, strict=True)
-        ]
-        return build_schedule(routes, self.config.world_size)
-
-    def forecast(self) -> Forecast:
-        """What the plan promises for the clips submitted.
-
-        At the mean costs measured so far; where the dummy sleeps, at those it was given.
-        """
-        return summarise(self.replayed(), self.config.world_size)
-
-    def replayed(self) -> list[Span]:
-        """When each rank would do what, by the same plan and costs as the forecast."""
-        costs = self.config.costs if self.config.model.dummy_sleeps else self.trace.costs()
-        return replay(self.schedule(self._requests), costs)
-
-    def results(self) -> Iterator[ClipResult]:
-        """Yields every submitted clip not yet returned, as it finishes.
-
-        Clips that are lost for a reason of their own are not among them but in `failures`.
+            drain: whether to wait for all submitted clips first, for as long as they take. False
+                drops the unfinished ones at once: their handles raise `ClosedError`.
 
         Raises:
-            SvdppError: what ended the run, after all clips that were finished before.
+            SvdppError: what ended the run before all clips were finished.
+            RuntimeError: an observer or a callback asks to wait.
         """
-        ended: SvdppError | None = None
-        while self._num_returned + len(self.failures) < len(self._requests):
-            while self._num_returned < len(self._finished):
-                self._num_returned += 1
-                yield self._finished[self._num_returned - 1]
-            if ended is not None:
-                raise ended
-            if self._num_returned + len(self.failures) < len(self._requests):
-                try:
-                    self._entered.step()
-                except SvdppError as error:
-                    ended = error  # what was finished in the same breath comes first
+        session = self._session
+        if session is None:
+            return
+        if not drain:
+            if (failure := session.drop(None)) is not None:
+                raise reraisable(failure)
+            return
+        self._clips.check_may_wait()
+        with self._submitting:
+            session.is_closing = True
+        session.close()
 
-    def run(
-        self, requests: Iterable[ClipRequest], records: Sequence[dict[str, Any]] = ()
-    ) -> list[ClipResult]:
-        """Submits `requests` and waits for all of them; in the order of the requests.
+    def _check_open(self) -> RankSession:
+        """The ranks, where they take work.
 
         Raises:
-            SvdppError: what ended the run, or after all other clips the first one's that was lost.
+            ClosedError: they do not.
         """
-        self.submit(requests, records)
-        results = sorted(self.results(), key=lambda result: result.clip)
-        if self.failures:
-            raise self.failures[0].error
-        return results
+        if self._session is None:
+            raise ClosedError(*_NOT_ENTERED)
+        if self._session.is_closing:
+            raise ClosedError("the pipeline is closed: it takes no more clips")
+        return self._session
 
     @property
     def _entered(self) -> Supervisor:
         if self._supervisor is None:
-            raise RuntimeError("the pipeline has no ranks: use it inside a with block")
+            raise ClosedError(*_NOT_ENTERED)
         return self._supervisor
 
-    def _collect(self, rank: int, event: Event) -> None:
-        if isinstance(event, StoredTensor):
-            assert self._setup.tensor_folder is not None
-            TensorStore(Path(self._setup.tensor_folder)).put(event.name, event.data)
-        if isinstance(event, PhotoWanted):
-            self._entered.send_file(rank, _bytes_of(self._requests[event.clip]))
-        if not isinstance(event, ClipDone | ClipFailed) or event.clip in self._settled:
-            return
-        self._settled.add(event.clip)
-        request = self._requests[event.clip]
-        if isinstance(event, ClipFailed):
-            self.failures.append(ClipFailure(event.clip, request, error_from_dict(event.error)))
-            return
-        self._finished.append(ClipResult(event.clip, request, event.record))
-        self._prune(request)
-        if event.record.get("exact") is False:
-            for other in range(self.config.world_size):
-                self._entered.send(other, Cancel(clip=event.clip))
-
-    def _latents_keys(self, clips: set[int]) -> dict[int, str]:
-        """The keys of those of `clips` that have one, where packets are kept at all."""
-        if self._setup.latents_folder is None:
-            return {}
-        keys = ((clip, self._requests[clip].latents_key) for clip in sorted(clips))
-        return {clip: key for clip, key in keys if key is not None}
-
-    def _tidy(self) -> None:
-        """Removes what ranks that are gone were still writing, or kept too late to be pruned."""
-        for result in self._finished:
-            self._prune(result.request)
-        folders = {Path(r.output.path).parent for r in self._requests if r.output}
-        if self._setup.latents_folder is not None:
-            folders.add(Path(self._setup.latents_folder))
-        for folder in folders:
-            output_files.remove_abandoned(folder)
-
-    def _prune(self, request: ClipRequest) -> None:
-        """Removes the packets of a clip that is finished."""
-        if self._setup.latents_folder is not None and request.latents_key is not None:
-            prune(Path(self._setup.latents_folder), request.latents_key)
-
-
-def _bytes_of(request: ClipRequest) -> bytes:
-    """A clip's photograph, for a rank on another host; nothing where it cannot be read any more."""
-    assert request.image is not None
-    try:
-        return read_bytes(Path(request.image))
-    except InputError:
-        return b""
-
-
-def new_liveness(config: PipelineConfig) -> Liveness:
-    """A watch with the config's deadlines, begun now."""
-    return Liveness(
-        config.world_size,
-        time.monotonic(),
-        start_timeout=config.start_timeout_seconds,
-        heartbeat_timeout=silence_limit(config),
-        timeout=config.timeout_seconds,
-    )
+    def _hear(self, rank: int, event: Event) -> None:
+        """Takes each event, in the session's thread."""
+        try:
+            self._devices(rank, event)
+            for observer in self._observers:
+                observer(rank, event)
+        finally:  # afterwards: whoever has a result can rely on what the observers made of it
+            self._events(rank, event)
 
 
 def resolve(

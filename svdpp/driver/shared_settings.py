@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import fields
 
 from svdpp.config import ModelConfig, PipelineConfig, SamplingConfig
+from svdpp.driver.liveness import Liveness
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.worker.clip_metadata import versions
 
@@ -16,8 +18,19 @@ _SHARED_FIELDS = frozenset(
 
 
 def silence_limit(config: PipelineConfig) -> float:
-    """Seconds after which a rank that is not heard of is given up: sooner than one that is slow."""
+    """Seconds without a heartbeat after which a rank counts as lost: fewer than for a slow one."""
     return min(config.heartbeat_timeout_seconds, 0.8 * config.timeout_seconds)
+
+
+def new_liveness(config: PipelineConfig) -> Liveness:
+    """The liveness of all ranks, with the deadlines of `config`, from now on."""
+    return Liveness(
+        config.world_size,
+        time.monotonic(),
+        start_timeout=config.start_timeout_seconds,
+        heartbeat_timeout=silence_limit(config),
+        timeout=config.timeout_seconds,
+    )
 
 
 def shared_settings(config: PipelineConfig, checkpoint: Checkpoint | None) -> dict[str, str]:

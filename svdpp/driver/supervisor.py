@@ -1,4 +1,4 @@
-"""Owns watching over ranks from the parent: their events, their failures, their orderly end."""
+"""Owns the parent's view of the ranks: their events, why a run failed, their orderly end."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from collections.abc import Callable
 from svdpp.driver.liveness import Liveness
 from svdpp.driver.trace import Trace
 from svdpp.errors import Interrupted, RankError, SvdppError, TransportError, error_from_dict
-from svdpp.launch.connections import FILE
 from svdpp.launch.group import Group
 from svdpp.plan.actions import Action
 from svdpp.plan.grid import draw_grid
-from svdpp.worker.messages import Command, Event, Failed, Stop, parse_event
+from svdpp.worker.messages import Event, Failed, Stop, parse_event
 
-_POLL_SECONDS = 0.2
-# After the first sign of a failure, time for the others' reports: the cause is often not the first.
+_POLL_SECONDS = 0.1
+# After the first sign of a failure, time for the other ranks' reports: the cause often comes later.
 _REPORT_SECONDS = 0.5
 _END_SECONDS = 30.0
 # With the rank's name before it and the remark behind, a line of 80 columns.
@@ -28,32 +27,42 @@ Observer = Callable[[int, Event], None]
 
 
 class Supervisor:
-    """Hears ranks, keeps their trace, and raises what ends a run.
+    """Reads the ranks' events, keeps their trace, and raises what ends a run.
+
+    For one thread, except `send` and `abort`.
 
     Args:
         group: the ranks, started or joined.
-        liveness: judges who stands still.
+        liveness: finds ranks that stall.
         device: as the user named it, for messages.
         observers: called in turn with every event.
+        trace: takes the events' times; None: a new one.
     """
 
     def __init__(
-        self, group: Group, liveness: Liveness, *, device: str, observers: tuple[Observer, ...] = ()
+        self,
+        group: Group,
+        liveness: Liveness,
+        *,
+        device: str,
+        observers: tuple[Observer, ...] = (),
+        trace: Trace | None = None,
     ) -> None:
         self._group = group
         self._liveness = liveness
         self._device = device
         self._observers = observers
         self._failures: dict[int, Failed] = {}
-        self.trace = Trace(group.world_size)
+        self._aborted: BaseException | None = None
+        self.trace = Trace(group.world_size) if trace is None else trace
 
-    def send(self, rank: int, command: Command) -> None:
-        """Sends a command to `rank`."""
-        self._group.send(rank, command.to_bytes())
+    def send(self, rank: int, message: bytes) -> None:
+        """Sends a message to `rank`, from any thread; a rank that has ended does not matter."""
+        self._group.send(rank, message)
 
-    def send_file(self, rank: int, data: bytes) -> None:
-        """Sends what `rank`, on another host, has asked for."""
-        self._group.send(rank, FILE + data)
+    def abort(self, error: BaseException) -> None:
+        """Has the `step` under way, or the next one, raise `error`; from any thread."""
+        self._aborted = error
 
     def wait_joined(self) -> None:
         """Waits until every rank is ready for work.
@@ -65,13 +74,15 @@ class Supervisor:
             self.step()
 
     def step(self) -> None:
-        """Takes what the ranks have to say, waiting a moment for it.
+        """Takes the events that have come, after a short wait for the first one.
 
         Raises:
             SvdppError: what ended the run.
         """
         self._listen(_POLL_SECONDS)
-        if self._failures or self._group.exited():
+        if self._aborted is not None:
+            raise self._aborted
+        if self._failures or self._ended_badly():
             self._raise_cause()
         self._raise_stall()
 
@@ -82,31 +93,26 @@ class Supervisor:
             SvdppError: one of them does not.
         """
         for rank in range(self._group.world_size):
-            self.send(rank, Stop())
+            self.send(rank, Stop().to_bytes())
         deadline = time.monotonic() + timeout
         while not self._liveness.all_finished:
-            self._listen(_POLL_SECONDS)
-            if self._failures or self._ended_badly():
-                self._raise_cause()
-            self._raise_stall()
+            self.step()
             if time.monotonic() > deadline:
                 raise RankError("ranks did not end after their last clip")
         if not self._group.end(_END_SECONDS):
-            raise RankError("ranks said they were done but did not end without an error")
+            raise RankError("ranks said that they were done, but did not exit with code 0")
 
     def kill(self, error: BaseException | None = None) -> None:
         """Ends every rank at once, and tells those on other hosts why; harmless after `stop`."""
         self._group.kill(error)
 
     def explain(self) -> None:
-        """Raises what has happened to the ranks, if anything has: a launcher ends the others too.
+        """Raises what ended a rank, if one has ended: a launcher then signals the others as well.
 
         Raises:
-            SvdppError: what ended the run, rather than the signal that came after it.
+            SvdppError: what ended the run, rather than the signal that followed.
         """
-        deadline = time.monotonic() + _REPORT_SECONDS
-        while time.monotonic() < deadline:
-            self._listen(0.05)
+        self._collect_reports()
         if (cause := self._cause()) is not None:
             raise cause
 
@@ -120,6 +126,11 @@ class Supervisor:
             for observer in self._observers:
                 observer(rank, event)
 
+    def _collect_reports(self) -> None:
+        deadline = time.monotonic() + _REPORT_SECONDS
+        while time.monotonic() < deadline:
+            self._listen(0.05)
+
     def _raise_stall(self) -> None:
         stall = self._liveness.stall(time.monotonic())
         if stall is not None:
@@ -130,25 +141,23 @@ class Supervisor:
             raise self._rank_error(stall.rank, reason, hint, "stands here")
 
     def _ended_badly(self) -> bool:
-        return any(
-            code or (code is None and not self._liveness.is_finished(rank))
-            for rank, code in self._group.exited().items()
-        )
+        exited = self._group.exited()
+        if any(not self._liveness.is_finished(rank) for rank in exited):
+            self._listen(0)  # what a rank said last may still be on its way
+        return any(code or not self._liveness.is_finished(rank) for rank, code in exited.items())
 
     def _raise_cause(self) -> None:
         """Waits a moment for all reports, then raises the one that explains the others."""
-        deadline = time.monotonic() + _REPORT_SECONDS
-        while time.monotonic() < deadline:
-            self._listen(0.05)
+        self._collect_reports()
         if (cause := self._cause()) is not None:
             raise cause
         rank = next(rank for rank, event in self._failures.items() if _is_interrupt(event))
         raise self._failed(rank, error_from_dict(self._failures[rank].error))
 
     def _cause(self) -> SvdppError | None:
-        """What explains all else; None where ranks were ended from outside, each by its own word.
+        """The failure that explains the others; None where all that ended say that a signal did it.
 
-        Their neighbours' links break then, which is no cause either.
+        A broken link to a neighbour is a consequence, never the cause while there is another one.
         """
         exited = self._group.exited()
         failed = {rank: error_from_dict(event.error) for rank, event in self._failures.items()}
@@ -175,7 +184,7 @@ class Supervisor:
     def _failed(self, rank: int, error: SvdppError) -> SvdppError:
         event = self._failures[rank]
         if type(error) is not SvdppError and not isinstance(error, RankError):
-            return error  # input, output, model, memory: it says all there is to say
+            return error  # input, output, model, memory: its own sentence is complete
         where = describe_position(event.action, event.step)
         return RankError(
             f"{self._name(rank)} failed{where}: {error.message}",
@@ -186,10 +195,10 @@ class Supervisor:
 
     def _died(self, rank: int, code: int | None) -> RankError:
         if code is None:
-            hint = f"what its launcher says on {self._group.location(rank).host} tells how it ended"
+            hint = f"its launcher's output on {self._group.location(rank).host} says how it ended"
             return self._rank_error(rank, "is gone", hint, "was lost here")
         if code >= 0:
-            cause = f"ended with exit code {code} and no word"
+            cause = f"ended with exit code {code} and no report"
             return self._rank_error(rank, cause, "", "died here")
         hint = ""
         if -code == signal.SIGKILL:
@@ -223,12 +232,12 @@ class Supervisor:
 
 
 def _is_interrupt(event: Failed) -> bool:
-    """Whether the rank was ended from outside, which explains nothing."""
+    """Whether a signal ended the rank, which explains nothing about the others."""
     return bool(event.error["type"] == Interrupted.__name__)
 
 
 def describe_position(action: str, step: int) -> str:
-    """Where a rank stood, in words; empty outside of actions."""
+    """A rank's position in words; empty outside of actions."""
     if not action:
         return ""
     parsed = Action.parse(action)

@@ -1,4 +1,4 @@
-"""Owns what was measured: spans, steps, waits and transfers of every rank, and their sums."""
+"""Owns a run's measurements: spans, steps, waits and transfers of every rank, and their sums."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class StepSpan(NamedTuple):
 
 
 class WaitSpan(NamedTuple):
-    """When one rank waited for a packet, or for a slow neighbour."""
+    """When one rank waited for a packet, or for a slow neighbour, before one action."""
 
     rank: int
     start: float
@@ -60,10 +60,9 @@ class TransferSpan(NamedTuple):
 
 
 class MeanCosts:
-    """Running means of each kind of work over all ranks, in the same memory however long the run.
+    """Running means of each kind of work over all ranks, in constant memory.
 
-    A sender's transfer includes the wait for a receiver; the receiver's is the wire's alone and
-    counts.
+    Transfers are counted at the receiver: a sender's time includes the wait for the receiver.
     """
 
     def __init__(self) -> None:
@@ -71,7 +70,7 @@ class MeanCosts:
         self._counts: dict[str, int] = defaultdict(int)
 
     def add(self, event: Event) -> None:
-        """Takes note of an event; those without a time are passed over."""
+        """Counts an event; those without a time are ignored."""
         match event:
             case StepDone():
                 self._count("step", event.seconds)
@@ -109,52 +108,82 @@ class MeanCosts:
 
 
 class Trace:
-    """Collects the events of a run. All times are of the monotonic clock of rank 0's machine.
+    """Collects the events of a run. All times are on the monotonic clock of rank 0's machine.
+
+    One thread adds events; any thread may read meanwhile, and sees lists that grow.
 
     Args:
         world_size: number of ranks.
+        last_clips: how many of the newest clips spans, steps, waits and transfers are kept for, so
+            that a pipeline can run for days in constant memory; `summary` and `rank_stats` are then
+            about these clips alone, `costs` still about all. None keeps all clips.
     """
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, last_clips: int | None = None) -> None:
         self.world_size = world_size
         self.spans: list[Span] = []
         self.steps: list[StepSpan] = []
         self.waits: list[WaitSpan] = []
         self.transfers: list[TransferSpan] = []
         self.devices: dict[int, str] = {}
+        self._last_clips = last_clips
+        self._newest_clip = -1
         self._means = MeanCosts()
         self._clock_ahead: dict[int, float] = defaultdict(float)
         self._unplaced: dict[int, list[StepDone]] = defaultdict(list)
 
     def add(self, rank: int, event: Event) -> None:
-        """Takes note of an event; those without a time are passed over."""
+        """Adds an event; those without a time are ignored."""
         self._means.add(event)
         match event:
             case Joined():
                 self.devices[rank] = event.device
                 self._clock_ahead[rank] = event.clock_ahead
             case StepDone():
-                self._unplaced[rank].append(event)
+                steps = self._unplaced[rank]
+                if steps and steps[-1].clip != event.clip:
+                    steps.clear()  # of an action that a bad clip broke off
+                steps.append(event)
             case ActionDone():
-                ahead = self._clock_ahead[rank]
-                times = {"start": event.start - ahead, "end": event.end - ahead}
-                self._add_action(rank, event.model_copy(update=times))
-            case TransferDone():
+                self._add_action(rank, event, Action.parse(event.action))
+            case TransferDone() if self._keeps(event.clip):
                 transfer = event.direction, event.clip, event.next_step, event.peer, event.num_bytes
                 end = event.end - self._clock_ahead[rank]
                 self.transfers.append(TransferSpan(rank, *transfer, end - event.seconds, end))
             case _:
                 pass
 
-    def _add_action(self, rank: int, done: ActionDone) -> None:
-        self.spans.append(Span(rank, Action.parse(done.action), done.start, done.end))
+    def _add_action(self, rank: int, done: ActionDone, action: Action) -> None:
+        steps = [step for step in self._unplaced.pop(rank, []) if step.clip == action.clip]
+        if not self._keeps(action.clip):
+            return
+        ahead = self._clock_ahead[rank]
+        start, end = done.start - ahead, done.end - ahead
+        self.spans.append(Span(rank, action, start, end))
         if done.waited > 0:
             # It may be two waits, for a send and then a receive, with next to nothing between.
-            self.waits.append(WaitSpan(rank, done.start - done.waited, done.start))
-        self.steps += _placed(rank, done, self._unplaced.pop(rank, []))
+            self.waits.append(WaitSpan(rank, start - done.waited, start))
+        self.steps += _placed(rank, steps, start, end)
+
+    def _keeps(self, clip: int) -> bool:
+        """Whether `clip` is one of the newest; drops those that its arrival makes too old."""
+        if self._last_clips is None:
+            return True
+        if clip > self._newest_clip:
+            self._newest_clip = clip
+            self._drop_before(clip - self._last_clips + 1)
+        return clip > self._newest_clip - self._last_clips
+
+    def _drop_before(self, first: int) -> None:
+        """Drops all clips before `first`, in new lists: another thread may be reading the old."""
+        self.spans = [span for span in self.spans if span.action.clip >= first]
+        self.steps = [step for step in self.steps if step.clip >= first]
+        self.transfers = [transfer for transfer in self.transfers if transfer.clip >= first]
+        starts = {(span.rank, span.start) for span in self.spans}
+        self.waits = [wait for wait in self.waits if (wait.rank, wait.end) in starts]
 
     def summary(self) -> Forecast:
-        """Makespan, first clip, time per clip and bubble, in the forecast's own shared_settings.
+        """Makespan, first clip, time per clip and bubble, in the terms of a forecast.
 
         Raises:
             ValueError: nothing has been done yet.
@@ -179,7 +208,7 @@ class Trace:
             steps_done=len(steps),
             compute_seconds=compute,
             wait_seconds=sum(wait.end - wait.start for wait in self.waits if wait.rank == rank),
-            # A sender's time includes the wait for a receiver; the receiver's is the wire's alone.
+            # A sender's time includes the wait for the receiver, a receiver's does not.
             transfer_seconds=sum(
                 transfer.end - transfer.start
                 for transfer in self.transfers
@@ -195,14 +224,13 @@ class Trace:
         return [asdict(stats) for stats in self.rank_stats()]
 
 
-def _placed(rank: int, done: ActionDone, steps: list[StepDone]) -> list[StepSpan]:
-    """The steps of one action, in order: they are back to back, and the last ends with it."""
+def _placed(rank: int, steps: list[StepDone], start: float, end: float) -> list[StepSpan]:
+    """The steps of one action from `start` to `end`: back to back, the last ends with it."""
     spans = []
-    end = done.end
     for step in reversed(steps):
-        start = max(done.start, end - step.seconds)
-        spans.append(StepSpan(rank, step.clip, step.step, start, end))
-        end = start
+        begun = max(start, end - step.seconds)
+        spans.append(StepSpan(rank, step.clip, step.step, begun, end))
+        end = begun
     return spans[::-1]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import threading
 from collections.abc import Mapping
@@ -12,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from svdpp.errors import RankError, RequestError
+from svdpp.errors import RankError, RequestError, TransportError
 from svdpp.launch import network
 from svdpp.launch.world import World, store_address
 
@@ -20,6 +21,9 @@ from svdpp.launch.world import World, store_address
 # gloo would also close the connection to a rank that computes for longer than the timeout.
 GROUP_TIMEOUT = timedelta(days=7)
 LEAVE_SECONDS = 30.0
+
+# Where in its C++ sources torch raised an error, as its messages begin or go on.
+_SOURCE_LINE = re.compile(r"\[\S+\.(?:cc|cpp|h):\d+\] ?")
 
 #: Open stores by world, host and port.
 _stores: dict[tuple[World, str, int], dist.Store] = {}
@@ -137,14 +141,23 @@ def join_store(world: World, backend: str, store: dist.Store, token: str) -> Non
 
 
 def _join(world: World, backend: str, store: dist.Store) -> None:
-    # Headers are CPU tensors under both backends: one group, each tensor by its own device.
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo",
-        store=store,
-        rank=world.rank,
-        world_size=world.size,
-        timeout=GROUP_TIMEOUT,
-    )
+    """Joins the process group.
+
+    Raises:
+        TransportError: another rank cannot be reached; usually it has ended, and is the cause.
+    """
+    try:
+        # Headers are CPU tensors under both backends: one group, each tensor by its own device.
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo",
+            store=store,
+            rank=world.rank,
+            world_size=world.size,
+            timeout=GROUP_TIMEOUT,
+        )
+    except RuntimeError as error:
+        reason = _SOURCE_LINE.sub("", str(error).partition("\n")[0])
+        raise TransportError(f"could not connect to the other ranks: {reason}") from error
 
 
 def destroy(timeout: float) -> None:

@@ -108,6 +108,8 @@ class _Inbox:
 
     def next(self) -> Work | Stop:
         """The next piece of work, or the end of all."""
+        # Everything earlier is done, and what is cancelled is always under way at all ranks.
+        self._cancelled.clear()
         while not self._waiting:
             self._look(_COMMAND_POLL_SECONDS)
         return self._waiting.popleft()
@@ -159,6 +161,8 @@ def _prepare(
     with out_of_memory_named(None):
         model = load_model(config, setup.checkpoint, str(device), setup.roles[rank], rank)
         load_seconds = time.monotonic() - begun
+        if setup.fault:
+            setup.fault.reach(rank, -1, "join")
         reporter.phase("joining the other ranks")
         context.join()
         transport = _connected(context, setup, device, reporter)

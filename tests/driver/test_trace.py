@@ -10,6 +10,11 @@ from svdpp.worker.messages import ActionDone, Joined, StepDone, TransferDone
 
 def _trace() -> Trace:
     trace = Trace(2)
+    _add_clip(trace)
+    return trace
+
+
+def _add_clip(trace: Trace) -> None:
     trace.add(0, Joined(device="cpu", load_seconds=0.5))
     trace.add(0, ActionDone(action="ENCODE c0 @0", start=10.0, end=11.0, waited=0.0))
     _add_steps(trace, 0, 1.5, 2.5)
@@ -20,7 +25,6 @@ def _trace() -> Trace:
     transfer = {"clip": 0, "next_step": 2, "num_bytes": 8}
     trace.add(0, TransferDone(direction="send", peer=1, seconds=4.0, end=15.5, **transfer))
     trace.add(1, TransferDone(direction="recv", peer=0, seconds=0.25, end=15.5, **transfer))
-    return trace
 
 
 def _add_steps(trace: Trace, rank: int, *seconds: float) -> None:
@@ -66,3 +70,50 @@ def test_rank_statistics_add_up() -> None:
 def test_a_run_without_spans_has_no_summary() -> None:
     with pytest.raises(ValueError, match="nothing was done"):
         Trace(2).summary()
+
+
+def test_steps_of_an_action_that_was_broken_off_are_in_no_other() -> None:
+    trace = Trace(1)
+    trace.add(0, StepDone(clip=0, step=0, seconds=1.0))
+    trace.add(0, ActionDone(action="ENCODE c1 @0", start=2.0, end=3.0, waited=0.0))
+    trace.add(0, StepDone(clip=1, step=0, seconds=1.0))  # not finite, as before
+    trace.add(0, StepDone(clip=2, step=0, seconds=1.5))
+    trace.add(0, ActionDone(action="DENOISE c2 0:1", start=5.0, end=6.5, waited=0.0))
+    assert trace.steps == [StepSpan(0, 2, 0, 5.0, 6.5)]
+
+
+def _bounded(last_clips: int, num_clips: int) -> Trace:
+    """One rank and two steps a clip; clip n takes n + 1 seconds a step."""
+    trace = Trace(1, last_clips)
+    end = 0.0
+    for clip in range(num_clips):
+        start, end = end + 0.5, end + 0.5 + 2 * (clip + 1)
+        for step in range(2):
+            trace.add(0, StepDone(clip=clip, step=step, seconds=clip + 1))
+        trace.add(0, ActionDone(action=f"DENOISE c{clip} 0:2", start=start, end=end, waited=0.5))
+        transfer = {"clip": clip, "next_step": 2, "num_bytes": 8, "peer": 0}
+        trace.add(0, TransferDone(direction="recv", seconds=0.25, end=end, **transfer))
+    return trace
+
+
+def test_a_bounded_trace_keeps_the_last_clips_and_the_means_of_all() -> None:
+    trace, whole = _bounded(3, 10), _bounded(10, 10)
+    assert {span.action.clip for span in trace.spans} == {7, 8, 9}
+    assert {step.clip for step in trace.steps} == {7, 8, 9}
+    assert {transfer.clip for transfer in trace.transfers} == {7, 8, 9}
+    assert trace.waits == [WaitSpan(0, span.start - 0.5, span.start) for span in trace.spans]
+    assert (trace.spans, trace.steps) == (whole.spans[7:], whole.steps[14:])
+    assert trace.costs() == whole.costs()
+    assert trace.costs().step_seconds == pytest.approx(5.5)
+    (stats,) = trace.rank_stats()
+    assert (stats.steps_done, stats.mean_step_seconds, stats.wait_seconds) == (6, 9.0, 1.5)
+    assert trace.summary().clips == 3
+
+
+def test_an_old_clip_that_comes_late_is_not_kept() -> None:
+    trace = _bounded(2, 10)
+    kept = list(trace.spans)
+    trace.add(0, StepDone(clip=3, step=2, seconds=1.0))
+    trace.add(0, ActionDone(action="DENOISE c3 2:3", start=200.0, end=201.0, waited=0.0))
+    assert trace.spans == kept
+    assert {step.clip for step in trace.steps} == {8, 9}

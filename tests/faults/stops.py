@@ -16,9 +16,10 @@ class InjectedStop(InjectedFault):
 
     Args:
         kind: what it does when it may go on: `raise` an exception, or, after a `hang`, its work.
-        clip: counted for nothing at `start` and `load`, which come before all clips.
-        place: `start` (before the rank says a word), `load` (of the model), `step<k>` of the clip,
-            or another action of it by its name: `encode`, `recv`, `send`, `decode`, `deliver`.
+        clip: ignored at `start`, `load` and `join`, which come before all clips.
+        place: `start` (before the rank's first report), `load` (of the model), `join` (before it
+            connects to the other ranks), `step<k>` of the clip, or another action of it by its
+            name: `encode`, `recv`, `send`, `decode`, `deliver`.
         until: path of a file; the rank goes on when there is one. Empty: never.
     """
 
@@ -32,7 +33,7 @@ class InjectedStop(InjectedFault):
 
     def reach(self, rank: int, clip: int, place: str) -> None:
         """See `InjectedFault.reach`."""
-        own_clip = clip if place in ("start", "load") else self.clip
+        own_clip = clip if place in ("start", "load", "join") else self.clip
         if (rank, clip, place) != (self.rank, own_clip, self.place):
             return
         while not (self.until and Path(self.until).exists()):

@@ -6,6 +6,7 @@ commands use, and what it raises is what they end with.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -113,7 +114,8 @@ class Faulty:
     def _see(self, rank: int, event: Event) -> None:
         if isinstance(event, ClipDone):
             self.finished.append(event.clip)
-        if self._fault is None and self._when(rank, event):
+        happens = self._when(rank, event)
+        if self._fault is None and happens:
             here = Path(tempfile.gettempdir())
             wait_until(lambda: len(ranks_below(here)) == WORLD_SIZE, 60, "ranks")
             self._pids = ranks_below(here)
@@ -165,6 +167,45 @@ def test_a_killed_rank(rank: int, place: str) -> None:
         assert f"at clip 1, step {rank} (DENOISE c1 {rank}:{rank + 1})" in error.message
     if place == "decode":
         assert "at clip 1 (DECODE c1 @3)" in error.message
+
+
+@pytest.mark.parametrize("victim", [FIRST, MIDDLE])
+def test_a_rank_killed_while_the_ranks_connect(victim: int, temporary_files: Path) -> None:
+    """Named even when the parent hears first of a neighbour that could not connect to it."""
+    for attempt in range(12):
+        gate = temporary_files / "gate"
+        gate.unlink(missing_ok=True)
+        error, failed = _killed_while_connecting(victim, gate)
+        assert re.match(rf"rank {victim} \(cpu of .*\) was killed by SIGKILL", error.message)
+        if failed:
+            return
+        print(f"attempt {attempt}: by gloo's order of ports both neighbours waited for the victim")
+    pytest.fail("no neighbour ever failed to connect")
+
+
+def _killed_while_connecting(victim: int, gate: Path) -> tuple[RankError, list[int]]:
+    """Kills a rank that the others know the address of; what ends the run, and who failed too."""
+    late = InjectedStop("hang", LAST, 0, place="join", until=str(gate))
+    failed: list[int] = []
+
+    def others_have_published(rank: int, event: Event) -> bool:
+        if event.kind == "failed":
+            failed.append(rank)
+        stores = [store.read_bytes() for store in gate.parent.glob("svdpp-*/store")]
+        is_published = bool(stores) and stores[0].count(b"/cpu/") == WORLD_SIZE - 1
+        return is_published and rank == LAST and isinstance(event, Heartbeat)
+
+    def kill_and_let_the_last_connect(pids: dict[int, int]) -> None:
+        """Returns when a neighbour has ended, or waits for the victim's connection in vain."""
+        killed = pids.pop(victim)
+        os.kill(killed, signal.SIGKILL)
+        wait_until(lambda: not is_there(killed), 30, "end of the victim")
+        gate.touch()
+        with contextlib.suppress(AssertionError):
+            wait_until(lambda: not all(map(is_there, pids.values())), 8, "end of a neighbour")
+
+    faulty = Faulty(DUMMY, late, others_have_published, kill_and_let_the_last_connect)
+    return faulty.run(_clips())[0], failed
 
 
 @pytest.mark.parametrize("rank", [FIRST, MIDDLE, LAST])

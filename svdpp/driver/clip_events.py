@@ -1,0 +1,80 @@
+"""Owns the parent's answers to the ranks' events about clips: results, losses, files for ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from svdpp.driver.leftover_files import LeftoverFiles
+from svdpp.driver.open_clips import OpenClips
+from svdpp.errors import InputError, error_from_dict
+from svdpp.launch.connections import FILE
+from svdpp.media.image import read_bytes
+from svdpp.worker.messages import Cancel, ClipDone, ClipFailed, Event, PhotoWanted, StoredTensor
+from svdpp.worker.tensor_store import TensorStore
+
+
+class ClipEvents:
+    """An observer that finishes clips; for one thread.
+
+    Args:
+        clips: those that are to be finished.
+        files: removes what finished clips leave behind.
+        tensor_folder: where tensors from other hosts are kept; None where ranks send none.
+        world_size: number of ranks.
+        send: sends a rank a message.
+    """
+
+    def __init__(
+        self,
+        clips: OpenClips,
+        files: LeftoverFiles,
+        *,
+        tensor_folder: str | None,
+        world_size: int,
+        send: Callable[[int, bytes], None],
+    ) -> None:
+        self._clips = clips
+        self._files = files
+        self._tensor_folder = tensor_folder
+        self._world_size = world_size
+        self._send = send
+
+    def __call__(self, rank: int, event: Event) -> None:
+        """Takes one event of `rank`."""
+        match event:
+            case StoredTensor():
+                assert self._tensor_folder is not None
+                TensorStore(Path(self._tensor_folder)).put(event.name, event.data)
+            case PhotoWanted():
+                self._send(rank, FILE + self._image_bytes(event.clip))
+            case ClipDone():
+                self._finish(event)
+            case ClipFailed():
+                request = self._clips.request(event.clip)
+                if request is not None:
+                    self._files.settled(request, is_finished=False)
+                    self._clips.lose(event.clip, error_from_dict(event.error))
+            case _:
+                pass
+
+    def _finish(self, done: ClipDone) -> None:
+        request = self._clips.request(done.clip)
+        if request is None:
+            return  # it was lost before
+        if done.record.get("exact") is False:
+            # An accepted draft: what the ranks still do for the exact clip is not needed.
+            for rank in range(self._world_size):
+                self._send(rank, Cancel(clip=done.clip).to_bytes())
+        self._files.settled(request, is_finished=True)
+        self._clips.finish(done.clip, done.record)
+
+    def _image_bytes(self, clip: int) -> bytes:
+        """The image of `clip`, for a rank on another host; empty where it can no longer be read."""
+        request = self._clips.request(clip)
+        if request is None or request.image is None:
+            return b""
+        try:
+            return read_bytes(Path(request.image))
+        except InputError:
+            return b""

@@ -1,0 +1,101 @@
+"""Owns what a caller holds of one clip: its handle, and the result or the failure behind it."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from svdpp.config import ClipRequest
+from svdpp.errors import SvdppError
+
+
+@dataclass(frozen=True)
+class ClipResult:
+    """A finished clip.
+
+    Args:
+        clip: index, counted from the first one submitted.
+        request: what was asked for.
+        record: the clip's JSON: parameters, hashes, times.
+    """
+
+    clip: int
+    request: ClipRequest
+    record: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ClipFailure:
+    """A clip that was lost while the run went on: its image, its numbers or its file were bad.
+
+    Args:
+        clip: index, counted from the first one submitted.
+        request: what was asked for.
+        error: why there is no clip.
+    """
+
+    clip: int
+    request: ClipRequest
+    error: SvdppError
+
+
+class HandleOwner(Protocol):
+    """Whoever finishes the clips that handles stand for."""
+
+    def check_may_wait(self) -> None:
+        """Raises RuntimeError in the thread that finishes clips: it would wait for itself."""
+
+    def take(self, handle: ClipHandle) -> None:
+        """Notes that a caller has the result of `handle`."""
+
+
+class ClipHandle(Future[ClipResult]):
+    """One submitted clip: a `concurrent.futures.Future` of its `ClipResult`.
+
+    `asyncio.wrap_future(handle)` makes it awaitable. A submitted clip cannot be cancelled:
+    `cancel()` returns False and changes nothing.
+
+    Args:
+        clip: index, counted from the first one submitted.
+        request: what was asked for.
+        owner: finishes the clip.
+    """
+
+    def __init__(self, clip: int, request: ClipRequest, owner: HandleOwner) -> None:
+        super().__init__()
+        self.clip = clip
+        self.request = request
+        self._owner = owner
+        self.set_running_or_notify_cancel()  # `cancel` is refused from here on
+
+    def result(self, timeout: float | None = None) -> ClipResult:
+        """Waits for the clip. `Pipeline.results` does not yield it again.
+
+        Args:
+            timeout: seconds to wait; None waits until the clip or the run has ended.
+
+        Raises:
+            SvdppError: why the clip was lost, or what ended the run.
+            ClosedError: the pipeline was closed before the clip was finished.
+            TimeoutError: the clip is not finished in time.
+            RuntimeError: called by an observer or a callback while the clip is unfinished.
+        """
+        self._check_may_wait()
+        result = super().result(timeout)
+        self._owner.take(self)
+        return result
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Waits for the clip; what `result` would raise, or None.
+
+        Raises:
+            TimeoutError: the clip is not finished in time.
+            RuntimeError: called by an observer or a callback while the clip is unfinished.
+        """
+        self._check_may_wait()
+        return super().exception(timeout)
+
+    def _check_may_wait(self) -> None:
+        if not self.done():
+            self._owner.check_may_wait()

@@ -1,0 +1,156 @@
+"""Owns what the ranks are sent for new clips: checked requests, each rank's actions and jobs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from pydantic import ValidationError
+
+from svdpp.config import ClipRequest, PipelineConfig
+from svdpp.errors import RequestError
+from svdpp.plan.actions import Kind
+from svdpp.plan.draft import check_draft_schedule
+from svdpp.plan.schedule import Schedule, build_schedule, check_schedule
+from svdpp.worker.messages import ClipJob, Work
+
+_LATENTS_KEY = re.compile("[0-9a-f]{64}")
+
+
+def schedule_clips(config: PipelineConfig, requests: Sequence[ClipRequest], first: int) -> Schedule:
+    """Each rank's actions for `requests`, the first of which has the index `first`."""
+    clips = range(first, first + len(requests))
+    if config.draft is not None:
+        return config.draft_plan.schedule(clips)
+    routes = [
+        route.resumed(request.done_steps) if request.done_steps else route
+        for route, request in zip(config.layout.routes(clips), requests, strict=True)
+    ]
+    return build_schedule(routes, config.world_size)
+
+
+def check_requests(
+    requests: ClipRequest | Iterable[ClipRequest], config: PipelineConfig, *, keeps_latents: bool
+) -> list[ClipRequest]:
+    """`requests` as a list, where ranks of `config` can make every clip of it.
+
+    Args:
+        requests: one or several.
+        config: of the pipeline.
+        keeps_latents: whether the pipeline has a folder of latent checkpoints.
+
+    Raises:
+        TypeError: something in it is no `ClipRequest`.
+        RequestError: a clip needs an image or a latent checkpoint that it does not have.
+    """
+    if isinstance(requests, ClipRequest):
+        _check_request("the clip", requests, config, keeps_latents)
+        return [requests]
+    found = _as_list(requests, "requests")
+    for index, request in enumerate(found):
+        if not isinstance(request, ClipRequest):
+            raise TypeError(f"clip {index} of the list is {_kind(request)}, not a ClipRequest")
+        _check_request(f"clip {index} of the list", request, config, keeps_latents)
+    return found
+
+
+def check_records(records: Iterable[Mapping[str, Any]], count: int) -> list[dict[str, Any]]:
+    """`records` as a list with one for each of `count` clips; none means empty ones.
+
+    Raises:
+        TypeError: something in it is no mapping.
+        RequestError: there is another number of them.
+    """
+    found = _as_list(records, "records")
+    for index, record in enumerate(found):
+        if not isinstance(record, Mapping):
+            raise TypeError(f"record {index} of the list is {_kind(record)}, not a dictionary")
+    if found and len(found) != count:
+        raise RequestError(f"there are {len(found)} records for {count} clips: give one for each")
+    return [dict(record) for record in found] or [{} for _ in range(count)]
+
+
+def work_messages(
+    config: PipelineConfig,
+    requests: Sequence[ClipRequest],
+    records: Sequence[dict[str, Any]],
+    *,
+    first: int,
+    keeps_latents: bool,
+) -> dict[int, bytes]:
+    """The message for each rank that has something to do, by rank.
+
+    Args:
+        config: of the pipeline.
+        requests: checked.
+        records: one for each request.
+        first: index of the first clip.
+        keeps_latents: whether the pipeline has a folder of latent checkpoints.
+
+    Raises:
+        RequestError: a value in a request or a record cannot be sent to a rank.
+    """
+    pairs = zip(requests, records, strict=True)
+    jobs = [_job(first, index, *pair) for index, pair in enumerate(pairs)]
+    keys = {job.clip: job.request.latents_key for job in jobs} if keeps_latents else {}
+    schedule = schedule_clips(config, requests, first)
+    check = check_schedule if config.draft is None else check_draft_schedule
+    check(schedule, config.sampling.num_inference_steps)
+    messages = {}
+    for rank, actions in enumerate(schedule):
+        # Other ranks need no request, and the records of many clips would slow down the start.
+        needed = {action.clip for action in actions if action.kind in (Kind.ENCODE, Kind.FINISH)}
+        clips = sorted({action.clip for action in actions})
+        work = Work(
+            actions=tuple(map(str, actions)),
+            jobs=tuple(job for job in jobs if job.clip in needed),
+            latents_keys={clip: key for clip in clips if (key := keys.get(clip)) is not None},
+        )
+        if actions:
+            messages[rank] = work.to_bytes()
+    return messages
+
+
+def _check_request(
+    name: str, request: ClipRequest, config: PipelineConfig, keeps_latents: bool
+) -> None:
+    is_resumed = bool(request.done_steps) and config.draft is None
+    if request.image is None and not config.model.is_dummy and not is_resumed:
+        raise RequestError(
+            f"{name} has no image, and the model {config.model.name} starts from one",
+            "give its ClipRequest the path of an image file, as image=...",
+        )
+    if is_resumed and not keeps_latents:
+        raise RequestError(
+            f"{name} has done_steps={request.done_steps}, but there are no latent checkpoints",
+            "give the Pipeline the folder of the earlier run, as latents_folder=...",
+        )
+    num_steps = config.sampling.num_inference_steps
+    if is_resumed and not 0 < request.done_steps <= num_steps:
+        raise RequestError(f"{name}: done_steps must be 0 to {num_steps}, got {request.done_steps}")
+    if request.latents_key is not None and not _LATENTS_KEY.fullmatch(request.latents_key):
+        raise RequestError(f"{name}: latents_key must be 64 hex digits, got {request.latents_key}")
+
+
+def _job(first: int, index: int, request: ClipRequest, record: dict[str, Any]) -> ClipJob:
+    """A clip as its ranks will read it: what only they would stumble over would end the run."""
+    try:
+        job = ClipJob(clip=first + index, request=request, record=record)
+        return ClipJob.model_validate(job.model_dump(mode="json", warnings=False))
+    except ValidationError as error:
+        problem = error.errors()[0]
+        reason = f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}"
+    except (TypeError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+    raise RequestError(f"clip {index} of the list cannot be sent to the ranks: {reason}")
+
+
+def _as_list(values: object, name: str) -> list[Any]:
+    if not isinstance(values, Iterable):
+        raise TypeError(f"{name} must be a list, got {_kind(values)}")
+    return list(values)
+
+
+def _kind(value: object) -> str:
+    return f"a value of type {type(value).__name__}"

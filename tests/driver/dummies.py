@@ -1,0 +1,33 @@
+"""Small pipelines of real ranks with the dummy model, which the tests of the API share."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SamplingConfig
+from svdpp.driver.pipeline import Pipeline
+
+#: Far longer than any of these tests takes; a wait that ends here is a hang.
+HANG_SECONDS = 120
+
+
+def config(world_size: int = 2, *, steps: int = 4, **changes: Any) -> PipelineConfig:
+    """The dummy model over `world_size` ranks, a millisecond a step."""
+    plain = PipelineConfig(
+        world_size=world_size,
+        model=ModelConfig(name="dummy", dummy_latent_shape=(1, 4, 2, 8, 8)),
+        sampling=SamplingConfig(num_inference_steps=steps),
+    )
+    return replace(plain, **changes)
+
+
+def clips(*seeds: int) -> list[ClipRequest]:
+    """One clip for each seed."""
+    return [ClipRequest(seed=seed) for seed in seeds]
+
+
+def pids(pipeline: Pipeline) -> list[int]:
+    """Process ids of the ranks, by rank."""
+    found: list[int] = pipeline._supervisor._group.pids  # type: ignore[union-attr, attr-defined]
+    return found

@@ -1,0 +1,40 @@
+"""The programs in docs/api.md run as they stand and print what the page says."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PAGE = Path(__file__).parents[2] / "docs" / "api.md"
+_PROGRAM = re.compile(r"^```python\n(.*?)^```\n\n^```text\n(.*?)^```\n", re.DOTALL | re.MULTILINE)
+
+
+def _programs() -> dict[str, tuple[str, str]]:
+    """Program and output, by the heading above."""
+    found = {}
+    for section in PAGE.read_text().split("\n## ")[1:]:
+        for program, output in _PROGRAM.findall(section):
+            assert section.partition("\n")[0] not in found, "one program a section"
+            found[section.partition("\n")[0]] = program, output
+    return found
+
+
+def test_every_program_of_the_page_is_run() -> None:
+    assert len(_programs()) == PAGE.read_text().count("```python\n") == 8
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("heading", _programs())
+def test_a_program_prints_what_the_page_says(heading: str, tmp_path: Path) -> None:
+    program, output = _programs()[heading]
+    path = tmp_path / "example.py"
+    path.write_text(program)
+    done = subprocess.run(
+        [sys.executable, str(path)], cwd=tmp_path, capture_output=True, text=True, timeout=240
+    )
+    assert (done.returncode, done.stdout) == (0, output), done.stderr
+    assert done.stderr == ""

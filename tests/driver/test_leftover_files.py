@@ -1,0 +1,68 @@
+"""What clips leave on the disk is removed when its clip is finished, and again at the very end."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from svdpp.comm.transport import Packet
+from svdpp.config import ClipRequest, OutputConfig
+from svdpp.driver.leftover_files import LeftoverFiles
+from svdpp.worker.latent_checkpoints import LatentCheckpoints, saved_steps
+
+_DIES_WHILE_WRITING = """
+import os, sys
+from svdpp.media.output_files import atomic_output
+with atomic_output(sys.argv[1], ".part") as temporary:
+    temporary.write_text("half")
+    os._exit(1)
+"""
+
+
+def _request(seed: int, output: Path | None = None) -> ClipRequest:
+    key = hashlib.sha256(bytes([seed])).hexdigest()
+    config = None if output is None else OutputConfig(path=str(output))
+    return ClipRequest(seed=seed, latents_key=key, output=config)
+
+
+def _keep(folder: Path, request: ClipRequest) -> None:
+    assert request.latents_key is not None
+    packet = Packet(request.seed, 7, 0.0, {"latents": torch.zeros(2)})
+    LatentCheckpoints(folder, {}).keep(request.latents_key, packet)
+
+
+def _is_kept(folder: Path, request: ClipRequest) -> bool:
+    assert request.latents_key is not None
+    return bool(saved_steps(folder, request.latents_key))
+
+
+def test_checkpoints_of_finished_clips_go_however_late_they_come(tmp_path: Path) -> None:
+    finished, lost, unfinished = map(_request, range(3))
+    files = LeftoverFiles(str(tmp_path))
+    for request in (finished, lost, unfinished):
+        _keep(tmp_path, request)
+    files.settled(finished, is_finished=True)
+    files.settled(lost, is_finished=False)
+    assert not _is_kept(tmp_path, finished)
+    _keep(tmp_path, finished)  # by a rank with a slow disk
+    files.remove([unfinished])
+    assert not _is_kept(tmp_path, finished)
+    assert _is_kept(tmp_path, lost)
+    assert _is_kept(tmp_path, unfinished)
+
+
+def test_half_written_files_go_from_the_folders_of_all_clips(tmp_path: Path) -> None:
+    places = [tmp_path / name / "clip.mp4" for name in ("finished", "lost", "unfinished")]
+    for place in places:
+        subprocess.run([sys.executable, "-c", _DIES_WHILE_WRITING, str(place)], check=False)
+        assert len(list(place.parent.iterdir())) == 1
+    finished, lost, unfinished = (_request(seed, place) for seed, place in enumerate(places))
+    files = LeftoverFiles(None)
+    files.settled(finished, is_finished=True)
+    files.settled(lost, is_finished=False)
+    files.remove([unfinished])
+    assert [list(place.parent.iterdir()) for place in places] == [[], [], []]

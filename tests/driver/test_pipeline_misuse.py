@@ -1,0 +1,204 @@
+"""What a caller can do wrong is refused at once, by a plain sentence, and harms no other clip."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from svdpp.config import ClipRequest, ModelConfig, OutputConfig, PipelineConfig, SamplingConfig
+from svdpp.driver.pipeline import Pipeline
+from svdpp.errors import ClosedError, InputError, NotFiniteError, RequestError
+from svdpp.media.examples import example_photos
+from svdpp.worker.fault_injection import InjectedFault
+from tests.driver.dummies import HANG_SECONDS, clips, config
+
+KEY = hashlib.sha256(b"clip").hexdigest()
+
+Use = Callable[[Pipeline], object]
+USES: dict[str, Use] = {
+    "submit": lambda pipeline: pipeline.submit(clips(0)),
+    "run": lambda pipeline: pipeline.run(clips(0)),
+    "results": lambda pipeline: pipeline.results(),
+    "enter": lambda pipeline: pipeline.__enter__(),
+}
+
+
+@pytest.mark.parametrize("name", ["submit", "run", "results"])
+def test_a_pipeline_cannot_be_used_before_its_block(name: str) -> None:
+    with pytest.raises(ClosedError, match="the pipeline has no ranks yet") as caught:
+        USES[name](Pipeline(config()))
+    assert "with Pipeline" in caught.value.hint
+
+
+@pytest.mark.processes
+def test_a_pipeline_cannot_be_used_after_its_block_nor_entered_twice() -> None:
+    with Pipeline(config()) as pipeline:
+        with pytest.raises(ClosedError, match="can be entered once: create another one"):
+            pipeline.__enter__()
+        (handle,) = pipeline.submit(clips(0))
+    for name, use in USES.items():
+        words = "can be entered once" if name == "enter" else "the pipeline is closed"
+        with pytest.raises(ClosedError, match=words):
+            use(pipeline)
+    assert handle.result(0).clip == 0
+    assert len(pipeline.trace.steps) == 4
+    pipeline.close()
+
+
+def test_only_a_launchers_rank_0_enters_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    pipeline = Pipeline(config())
+    assert pipeline.is_member
+    with pytest.raises(ClosedError, match=r"only rank 0 enters the block: .* call serve"):
+        pipeline.__enter__()
+
+
+def test_a_pipeline_that_was_not_entered_closes_without_a_word() -> None:
+    Pipeline(config()).close()
+    Pipeline(config()).close(drain=False)
+
+
+@pytest.mark.parametrize("number", [0, -1])
+def test_a_history_has_a_clip(number: int) -> None:
+    with pytest.raises(RequestError, match=f"history_clips must be 1 or more, got {number}"):
+        Pipeline(config(), history_clips=number)
+
+
+@pytest.mark.processes
+def test_a_pipeline_with_a_bounded_history_forecasts_nothing() -> None:
+    with Pipeline(config(), history_clips=1) as pipeline:
+        pipeline.run(clips(0))
+        with pytest.raises(RuntimeError, match="keeps no whole run"):
+            pipeline.forecast()
+
+
+# --- requests ------------------------------------------------------------------------------------
+
+
+REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
+    "text": ("photo.jpg", TypeError, "clip 0 of the list is a value of type str"),
+    "none": (None, TypeError, "requests must be a list, got a value of type NoneType"),
+    "number": (7, TypeError, "requests must be a list, got a value of type int"),
+    "dictionary": ({"seed": 0}, TypeError, "clip 0 of the list is a value of type str"),
+    "list in a list": ([clips(0)], TypeError, "clip 0 of the list is a value of type list"),
+    "second of two": ([*clips(0), 7], TypeError, "clip 1 of the list is a value of type int"),
+    "fraction": (
+        [*clips(0), ClipRequest(seed=1.5)],  # type: ignore[arg-type]
+        RequestError,
+        r"clip 1 of the list cannot be sent to the ranks: request.seed: .* integer",
+    ),
+    "array": (
+        [ClipRequest(seed=np.int64(3))],  # type: ignore[arg-type]
+        RequestError,
+        "clip 0 of the list cannot be sent to the ranks: .*int64",
+    ),
+    "no checkpoints": (
+        ClipRequest(seed=0, latents_key=KEY, done_steps=2),
+        RequestError,
+        "the clip has done_steps=2, but there are no latent checkpoints",
+    ),
+    "no key": (
+        ClipRequest(seed=0, latents_key="../elsewhere"),
+        RequestError,
+        "the clip: latents_key must be 64 hex digits, got ../elsewhere",
+    ),
+}
+REFUSED_RECORDS: dict[str, tuple[Any, type[Exception], str]] = {
+    "too few": ([{}], RequestError, "there are 1 records for 2 clips: give one for each"),
+    "too many": ([{}] * 3, RequestError, "there are 3 records for 2 clips"),
+    "no dictionaries": (["a", "b"], TypeError, "record 0 of the list is a value of type str"),
+    "one dictionary": ({"output": "a"}, TypeError, "record 0 of the list is a value of type str"),
+    "an object": ([{}, {"input": object()}], RequestError, "clip 1 of the list cannot be sent"),
+}
+
+
+@pytest.mark.processes
+def test_what_is_no_clip_is_refused_and_nothing_of_it_is_sent(tmp_path: Path) -> None:
+    with Pipeline(config()) as pipeline:
+        for requests, error, words in REFUSED.values():
+            for submit in (pipeline.submit, pipeline.run):
+                with pytest.raises(error, match=words):
+                    submit(requests)
+        for records, error, words in REFUSED_RECORDS.values():
+            with pytest.raises(error, match=words):
+                pipeline.submit(clips(0, 1), records)
+        assert pipeline.submit([]) == pipeline.run([]) == list(pipeline.results()) == []
+        (result,) = pipeline.run(clips(8))
+        with pytest.raises(InputError, match="does not exist"):
+            pipeline.run(ClipRequest(seed=8, image=tmp_path / "a photo"))  # type: ignore[arg-type]
+    assert result.clip == 0, "an index was taken by a clip that was refused"
+    assert {span.action.clip for span in pipeline.trace.spans} == {0}
+
+
+@pytest.mark.processes
+def test_steps_beyond_the_last_are_refused(tmp_path: Path) -> None:
+    with Pipeline(config(steps=4), latents_folder=str(tmp_path)) as pipeline:
+        for done_steps in (5, -1):
+            request = ClipRequest(seed=0, latents_key=KEY, done_steps=done_steps)
+            with pytest.raises(RequestError, match=f"must be 0 to 4, got {done_steps}"):
+                pipeline.submit(request)
+
+
+@pytest.mark.processes
+def test_a_single_request_gives_a_single_handle_and_result() -> None:
+    with Pipeline(config()) as pipeline:
+        handle = pipeline.submit(ClipRequest(seed=0), [{"note": "first"}])
+        assert (handle.clip, handle.request) == (0, ClipRequest(seed=0))
+        assert handle.result(HANG_SECONDS).record["note"] == "first"
+        assert (handle.done(), handle.exception()) == (True, None)
+        assert pipeline.run(ClipRequest(seed=1)).request.seed == 1
+        assert [each.clip for each in pipeline.submit(each for each in clips(2, 3))] == [2, 3]
+
+
+@pytest.mark.processes
+def test_a_clip_without_an_image_is_refused_where_the_model_starts_from_one() -> None:
+    sampling = SamplingConfig(
+        num_inference_steps=2, height=64, width=64, num_frames=2, max_guidance_scale=1.0
+    )
+    demo = PipelineConfig(world_size=2, model=ModelConfig(name="demo"), sampling=sampling)
+    good = ClipRequest(seed=0, image=str(example_photos()[0]))
+    with Pipeline(demo) as pipeline:
+        with pytest.raises(RequestError, match="clip 1 of the list has no image") as caught:
+            pipeline.submit([good, ClipRequest(seed=1)])
+        assert "image=" in caught.value.hint
+        with pytest.raises(RequestError, match="the clip has no image"):
+            pipeline.submit(ClipRequest(seed=1))
+        assert pipeline.run(good).clip == 0
+
+
+# --- clips that are lost -------------------------------------------------------------------------
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("history_clips", [None, 1])
+def test_each_run_is_about_its_own_clips(history_clips: int | None) -> None:
+    fault = InjectedFault("nan", 1, 0)
+    with Pipeline(config(), fault=fault, history_clips=history_clips) as pipeline:
+        with pytest.raises(NotFiniteError):
+            pipeline.run(clips(0, 1))
+        (later,) = pipeline.submit(clips(2))
+        assert [result.clip for result in pipeline.run(clips(3, 4))] == [3, 4]
+        assert [result.clip for result in pipeline.results()] == [2]
+        assert later.result().request.seed == 2
+        assert [failure.clip for failure in pipeline.failures] == [0]
+
+
+@pytest.mark.processes
+def test_a_lost_clip_is_told_by_its_own_handle(tmp_path: Path) -> None:
+    fault = InjectedFault("nan", 0, 1)
+    with Pipeline(config(), fault=fault) as pipeline:
+        output = OutputConfig(path=str(tmp_path / "no\0folder" / "clip.mp4"))
+        handles = pipeline.submit([ClipRequest(seed=seed, output=output) for seed in range(3)])
+        errors = [handle.exception(HANG_SECONDS) for handle in handles]
+        with pytest.raises(NotFiniteError, match="not finite after step 0"):
+            handles[1].result()
+    assert [type(error) for error in errors] == [type(None), NotFiniteError, type(None)]
+    (failure,) = pipeline.failures
+    assert (failure.clip, failure.request, failure.error) == (1, handles[1].request, errors[1])
+    assert list(tmp_path.iterdir()) == []

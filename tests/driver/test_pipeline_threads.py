@@ -1,0 +1,216 @@
+"""One pipeline, several threads: every clip is made once, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from svdpp.config import ClipRequest
+from svdpp.driver.clip_handle import ClipHandle
+from svdpp.driver.pipeline import Pipeline
+from svdpp.errors import ClosedError, RankError
+from svdpp.worker.fault_injection import InjectedFault
+from svdpp.worker.messages import ClipDone, Event, StepDone
+from tests.driver.dummies import HANG_SECONDS, clips, config, pids
+from tests.faults.stops import InjectedStop
+
+pytestmark = pytest.mark.processes
+
+
+def test_clips_of_threads_that_submit_at_once_are_all_made() -> None:
+    num_threads, num_seeds = 4, 20
+    together = threading.Barrier(num_threads)
+
+    def submit(pipeline: Pipeline) -> list[tuple[int, str]]:
+        together.wait()
+        handles = [pipeline.submit(ClipRequest(seed=seed)) for seed in range(num_seeds)]
+        results = [handle.result(HANG_SECONDS) for handle in handles]
+        return [(result.request.seed, result.record["latents_sha256"]) for result in results]
+
+    with Pipeline(config(3, steps=6)) as pipeline, ThreadPoolExecutor(num_threads) as threads:
+        made = list(threads.map(submit, [pipeline] * num_threads))
+        alone = pipeline.run(clips(*range(num_seeds)))
+    expected = [(each.request.seed, each.record["latents_sha256"]) for each in alone]
+    assert made == [expected] * num_threads
+    assert len(set(expected)) == num_seeds
+
+
+def test_threads_that_iterate_share_the_results() -> None:
+    with Pipeline(config()) as pipeline, ThreadPoolExecutor(3) as threads:
+        pipeline.submit(clips(*range(60)))
+        shares = [threads.submit(lambda: list(pipeline.results())) for _ in range(3)]
+        found = [result.clip for share in shares for result in share.result(HANG_SECONDS)]
+        assert list(pipeline.results()) == []
+    assert sorted(found) == list(range(60))
+
+
+def test_clips_are_made_while_nobody_looks() -> None:
+    """Far more than the ranks' pipes hold events for."""
+    all_done, done = threading.Event(), []
+
+    def count(rank: int, event: Event) -> None:  # noqa: ARG001
+        if isinstance(event, ClipDone):
+            done.append(event.clip)
+            if len(done) == 300:
+                all_done.set()
+
+    pipeline = Pipeline(config())
+    pipeline.observe(count)
+    with pipeline:
+        handles = pipeline.submit(clips(*range(300)))
+        assert all_done.wait(HANG_SECONDS)
+        assert handles[-1].result(HANG_SECONDS).clip == 299
+    assert sorted(done) == list(range(300))
+
+
+def test_a_result_is_given_once() -> None:
+    with Pipeline(config()) as pipeline:
+        first, *_ = pipeline.submit(clips(0, 1, 2))
+        assert first.result(HANG_SECONDS).clip == 0
+        assert [result.clip for result in pipeline.run(clips(3, 4))] == [3, 4]
+        assert sorted(result.clip for result in pipeline.results()) == [1, 2]
+        assert list(pipeline.results()) == []
+        assert first.result().clip == 0  # a handle keeps what it has
+
+
+def test_a_failure_is_raised_by_whoever_waits(tmp_path: Path) -> None:
+    stop = InjectedStop("hang", 1, 1, place="step2", until=str(tmp_path / "never"))
+    pipeline = Pipeline(config(), fault=stop)
+    reached = threading.Event()
+    pipeline.observe(lambda _, event: reached.set() if isinstance(event, ClipDone) else None)
+    with pytest.raises(RankError, match=r"rank 1 .* was killed by SIGKILL"), pipeline:
+        handle = pipeline.submit(clips(0, 1))[1]
+        assert reached.wait(HANG_SECONDS)
+        waits: list[Callable[[], object]] = [
+            handle.result,
+            lambda: pipeline.run(clips(2)),
+            lambda: list(pipeline.results()),
+        ]
+        with ThreadPoolExecutor(len(waits)) as threads:
+            waiting = [threads.submit(wait) for wait in waits]
+            while pipeline._clips.num_added < 3:  # the run is under way
+                assert not waiting[1].done()
+            os.kill(pids(pipeline)[1], signal.SIGKILL)
+            errors = [each.exception(HANG_SECONDS) for each in waiting]
+        assert {str(error) for error in errors} == {str(pipeline.run_error)}
+        assert len({id(error) for error in errors}) == len(waits)
+        with pytest.raises(RankError, match="rank 1"):
+            pipeline.submit(clips(3))
+        assert handle.exception(0) is not None
+
+
+def test_a_failure_while_nobody_waits_is_raised_at_the_end() -> None:
+    with (
+        pytest.raises(RankError, match=r"rank 0 .* was killed by SIGKILL"),
+        Pipeline(config()) as pipeline,
+    ):
+        pipeline.run(clips(0))
+        os.kill(pids(pipeline)[0], signal.SIGKILL)
+        pipeline._session.thread.join(HANG_SECONDS)  # type: ignore[union-attr]
+
+
+def test_a_block_left_by_another_error_still_tells_of_the_failure() -> None:
+    pipeline = Pipeline(config(), fault=InjectedFault("raise", 1, 0))
+    with pytest.raises(KeyError) as caught, pipeline:
+        handle = pipeline.submit(ClipRequest(seed=0))
+        assert isinstance(handle.exception(HANG_SECONDS), RankError)
+        raise KeyError("of the caller's own")
+    assert "The run had failed before: rank 1 " in caught.value.__notes__[0]
+
+
+def test_an_observers_exception_ends_the_run() -> None:
+    def object_to(rank: int, event: Event) -> None:  # noqa: ARG001
+        if isinstance(event, StepDone) and event.clip == 1:
+            raise ZeroDivisionError("of the observer's own")
+
+    pipeline = Pipeline(config())
+    pipeline.observe(object_to)
+    with pytest.raises(ZeroDivisionError, match="of the observer's own"), pipeline:
+        pipeline.submit(clips(0, 1))
+        assert [result.clip for result in pipeline.results()] == [0]
+
+
+def test_observers_have_heard_of_a_clip_before_its_result_is_there() -> None:
+    heard: list[int] = []
+    pipeline = Pipeline(config())
+    pipeline.observe(
+        lambda _, event: heard.append(event.clip) if isinstance(event, ClipDone) else None
+    )
+    with pipeline:
+        for seed in range(20):
+            assert pipeline.submit(ClipRequest(seed=seed)).result(HANG_SECONDS).clip == heard[-1]
+
+
+def test_callbacks_may_submit_and_must_not_wait() -> None:
+    refused: list[BaseException] = []
+    followers: list[ClipHandle] = []
+    called = threading.Event()
+
+    with Pipeline(config()) as pipeline:
+
+        def follow(_: object) -> None:
+            followers.append(pipeline.submit(ClipRequest(seed=1)))
+            waits: list[Callable[[], object]] = [
+                followers[0].result,
+                followers[0].exception,
+                lambda: pipeline.run(clips(2)),
+                lambda: list(pipeline.results()),
+                pipeline.close,
+            ]
+            for wait in waits:
+                try:
+                    wait()
+                except RuntimeError as error:
+                    refused.append(error)
+            called.set()
+
+        pipeline.submit(ClipRequest(seed=0)).add_done_callback(follow)
+        assert called.wait(HANG_SECONDS)
+        assert followers[0].result(HANG_SECONDS).clip == 1
+    assert [str(error).partition(":")[0] for error in refused] == [
+        "observers and callbacks must not wait for the pipeline"
+    ] * 5
+
+
+def test_an_observer_may_close_the_pipeline() -> None:
+    pipeline = Pipeline(config(), fault=InjectedFault("hang", 1, 1))
+
+    def close(rank: int, event: Event) -> None:  # noqa: ARG001
+        if isinstance(event, ClipDone):
+            pipeline.close(drain=False)
+
+    pipeline.observe(close)
+    with pipeline:
+        first, second = pipeline.submit(clips(0, 1))
+        assert first.result(HANG_SECONDS).clip == 0
+        assert isinstance(second.exception(HANG_SECONDS), ClosedError)
+
+
+def test_handles_can_be_awaited() -> None:
+    async def serve(pipeline: Pipeline) -> list[int]:
+        impatient = pipeline.submit(ClipRequest(seed=0))
+        with pytest.raises(TimeoutError):  # as when a client goes away; the clip goes on
+            await asyncio.wait_for(asyncio.wrap_future(impatient), 0)
+        handles = pipeline.submit(clips(1, 2))
+        results = await asyncio.gather(*map(asyncio.wrap_future, [impatient, *handles]))
+        return [result.clip for result in results]
+
+    with Pipeline(config()) as pipeline:
+        assert asyncio.run(serve(pipeline)) == [0, 1, 2]
+        assert list(pipeline.results()) == []
+
+
+def test_a_pipeline_outlives_the_thread_that_entered_it() -> None:
+    pipeline = Pipeline(config())
+    entering = threading.Thread(target=pipeline.__enter__)
+    entering.start()
+    entering.join()
+    assert pipeline.run(ClipRequest(seed=0)).clip == 0
+    pipeline.close()
