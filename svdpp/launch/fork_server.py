@@ -1,13 +1,15 @@
 """Owns the fork server: what it imports, once for all ranks, and its start. Knows no torch.
 
-The seconds that torch and diffusers take to import are the longest part of a start. They pass in
-the server, beside what the command itself has to do, where it is started first thing.
+Importing torch and diffusers takes most of the time of a start. A command that starts the server
+first goes on while the server imports them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
 from multiprocessing import forkserver, resource_tracker
 
 from svdpp.launch.process_lifetime import signals_held
@@ -27,13 +29,10 @@ def start(preload: Sequence[str]) -> None:
     Args:
         preload: modules that it imports; without effect where it runs already.
     """
-    quiet_libraries()
     resource_tracker.ensure_running()  # it would let signals through again
     forkserver.set_forkserver_preload([_BOND[0], *preload, _BOND[1]])
-    os.environ[STARTER] = str(os.getpid())
-    with signals_held():
+    with child_environment({STARTER: str(os.getpid())}), signals_held():
         forkserver.ensure_running()
-    del os.environ[STARTER]
 
 
 def start_early(*, svd: bool) -> None:
@@ -49,9 +48,35 @@ def start_early(*, svd: bool) -> None:
 
 
 def quiet_libraries() -> None:
-    """Keeps the libraries' chatter out of processes that are started after this, unless asked for.
+    """Keeps libraries from printing, and from creating a folder, while they are imported.
 
-    By the environment, since they speak while they are imported.
+    By variables of the environment that are not set yet; for this process and those it starts.
     """
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
+    for name, value in _quiet_variables().items():
+        os.environ.setdefault(name, value)
+
+
+@contextlib.contextmanager
+def child_environment(more: dict[str, str] | None = None) -> Iterator[None]:
+    """Sets what `quiet_libraries` sets, and `more`, for processes that are started in the block.
+
+    This process gets its own environment back: it may be the user's, who compiles or logs.
+    """
+    wanted = {**_quiet_variables(), **(more or {})}
+    added = {name: value for name, value in wanted.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]
+
+
+def _quiet_variables() -> dict[str, str]:
+    return {
+        "TRANSFORMERS_VERBOSITY": "error",
+        "DIFFUSERS_VERBOSITY": "error",
+        # Transformers imports torch._dynamo, which creates Inductor's cache folder at once. Nothing
+        # here compiles, so a folder that exists will do.
+        "TORCHINDUCTOR_CACHE_DIR": tempfile.gettempdir(),
+    }

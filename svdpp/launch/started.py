@@ -271,11 +271,10 @@ def _run_to_exit(entry: Entry, context: RankContext, argument: Any) -> None:
 
 @contextlib.contextmanager
 def _ready_to_start(start_method: str, preload: Sequence[str]) -> Iterator[None]:
-    """Sees to it that whatever is executed anew for the ranks does not answer Ctrl-C by itself."""
+    """Keeps the new processes from answering Ctrl-C by themselves while they import."""
     if start_method == "spawn":
-        fork_server.quiet_libraries()
         resource_tracker.ensure_running()  # it would let signals through again
-        with process_lifetime.signals_held():
+        with fork_server.child_environment(), process_lifetime.signals_held():
             yield
         return
     fork_server.start(preload)

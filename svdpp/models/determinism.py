@@ -1,4 +1,4 @@
-"""Owns the settings on which bits depend; the ranks and the reference both take them from here."""
+"""Owns the settings on which the bits depend, for ranks and reference alike."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def make_deterministic(*, num_threads: int, device: str) -> None:
-    """Makes equal inputs give equal bits in this process. Call before any work on the device.
+    """Makes equal inputs give equal bits in this process. Call it before any work on the device.
 
     Args:
         num_threads: intra-op threads; another number changes sums by rounding.
@@ -17,8 +17,10 @@ def make_deterministic(*, num_threads: int, device: str) -> None:
             instead of differing (https://docs.pytorch.org/docs/stable/notes/randomness.html).
     """
     torch.set_num_threads(num_threads)
-    torch.use_deterministic_algorithms(True)
-    # Fresh memory would else be filled with NaN, at the price of a write; nothing reads it unset.
+    # As `use_deterministic_algorithms(True)`, which also imports Inductor: seconds in each rank,
+    # and a folder among the temporary files.
+    torch.set_deterministic_debug_mode("error")
+    # Fresh memory would otherwise be filled with NaN, at the price of a write.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if device.startswith("cuda"):
         # cuBLAS picks its workspace when it is first used; two of 4 MiB and eight of 16 KiB streams
@@ -31,7 +33,7 @@ def make_deterministic(*, num_threads: int, device: str) -> None:
 
 
 def conditions(device: str, *, channels_last: bool = False) -> dict[str, Any]:
-    """What bits depend on beside the request itself, to be recorded with every hash."""
+    """What the bits depend on besides the request; recorded with every hash."""
     record: dict[str, Any] = {
         "memory_format": "channels_last" if channels_last else "contiguous",
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),

@@ -115,9 +115,7 @@ def live(folder: Path, clips: int, chance: random.Random, between: float, tally:
     tally.faults[what or "left alone"] += 1
     seconds = time.monotonic() - fault_at
     tally.orphans += _wait_for_none_left(folder.name)
-    # torch's own cache of kernels is made by importing it, and is nobody's litter.
-    made = {path.name for path in (folder / "tmp").iterdir()}
-    tally.litter |= {name for name in made if not name.startswith("torchinductor_")}
+    tally.litter |= {path.name for path in (folder / "tmp").iterdir()}
     new = sorted(set((folder / "done").iterdir()) - before, key=lambda path: path.stat().st_mtime)
     tally.growth += _growth(new)
     last_words = (folder / "errors.txt").read_text().strip().splitlines()
