@@ -64,7 +64,9 @@ def test_a_process_that_ends_does_not_report_what_it_kills(
     tmp_path: Path, end: str, code: int
 ) -> None:
     said = tmp_path / "said"
-    done = subprocess.run([sys.executable, "-c", _WRITER, str(said), end], timeout=60, check=False)
+    command = [sys.executable, "-c", _WRITER, str(said), end]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}  # its folders are its starter's to remove
+    done = subprocess.run(command, env=environment, timeout=60, check=False)
     assert done.returncode == code
     assert not said.exists(), said.read_text()
 
