@@ -79,4 +79,7 @@ def _quiet_variables() -> dict[str, str]:
         # Transformers imports torch._dynamo, which creates Inductor's cache folder at once. Nothing
         # here compiles, so a folder that exists will do.
         "TORCHINDUCTOR_CACHE_DIR": tempfile.gettempdir(),
+        # By default libgomp's threads spin for milliseconds at the end of every parallel region.
+        # Where ranks have more threads than there are cores free, that is most of the time.
+        "OMP_WAIT_POLICY": "passive",
     }

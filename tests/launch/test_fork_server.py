@@ -53,15 +53,21 @@ if __name__ == "__main__":
 
 @pytest.mark.processes
 @pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
-def test_ranks_started_from_python_leave_no_temporary_files(
-    tmp_path: Path, start_method: str
-) -> None:
+def test_ranks_started_from_python(tmp_path: Path, start_method: str) -> None:
+    """They leave no temporary files, and their threads do not spin while they wait."""
     script, temporary = tmp_path / "script.py", tmp_path / "t"
     script.write_text(_START_RANKS)
     temporary.mkdir()
     environment = {**os.environ, "TMPDIR": str(temporary), "PYTHONPATH": os.getcwd()}
     environment.pop("TORCHINDUCTOR_CACHE_DIR", None)  # set once this process has imported diffusers
-    subprocess.run(
-        [sys.executable, str(script), start_method], env=environment, timeout=100, check=True
+    environment |= {"OMP_DISPLAY_ENV": "verbose"}  # libgomp prints its settings as it is loaded
+    done = subprocess.run(
+        [sys.executable, str(script), start_method],
+        env=environment,
+        timeout=250,
+        check=True,
+        capture_output=True,
+        text=True,
     )
     assert not os.listdir(temporary)
+    assert "GOMP_SPINCOUNT = '0'" in done.stderr, done.stderr
