@@ -22,6 +22,7 @@ from svdpp.media import output_files
 from svdpp.media.image import read_bytes
 from svdpp.models.checkpoint import Checkpoint, find_checkpoint
 from svdpp.plan.actions import Kind
+from svdpp.plan.costs import Costs
 from svdpp.plan.draft import check_draft_schedule
 from svdpp.plan.forecast import Forecast, Span, replay, summarise
 from svdpp.plan.schedule import Schedule, build_schedule, check_schedule
@@ -286,16 +287,16 @@ class Pipeline:
         return build_schedule(routes, self.config.world_size)
 
     def forecast(self) -> Forecast:
-        """What the plan promises for the clips submitted.
-
-        At the mean costs measured so far; where the dummy sleeps, at those it was given.
-        """
+        """What the plan promises for the clips submitted, at `forecast_costs`."""
         return summarise(self.replayed(), self.config.world_size)
+
+    def forecast_costs(self) -> Costs:
+        """The mean costs measured so far; if the dummy model sleeps, those that it was given."""
+        return self.config.costs if self.config.model.dummy_sleeps else self.trace.costs()
 
     def replayed(self) -> list[Span]:
         """When each rank would do what, by the same plan and costs as the forecast."""
-        costs = self.config.costs if self.config.model.dummy_sleeps else self.trace.costs()
-        return replay(self.schedule(self._requests), costs)
+        return replay(self.schedule(self._requests), self.forecast_costs())
 
     def results(self) -> Iterator[ClipResult]:
         """Yields every submitted clip not yet returned, as it finishes.
@@ -413,7 +414,7 @@ def resolve(
         ModelError: the model cannot be found, or is not whole.
     """
     if config.model.is_dummy:
-        frames = config.model.dummy_latent_shape[2]
+        frames = config.model.dummy_latent.shape[2]
         return replace(config, sampling=config.sampling.resolved(model_frames=frames)), None
     checkpoint = find_checkpoint(config.model, weights=weights)
     sampling = config.sampling.resolved(model_frames=checkpoint.num_frames)

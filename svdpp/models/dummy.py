@@ -1,6 +1,6 @@
 """Owns the dummy model: a small Conv3d network with the denoiser's contract.
 
-It stands in for SVD where the engine is what matters: rehearsals on a laptop, tests of the wires.
+It stands in for SVD in rehearsals on a laptop, and in tests of everything but the model.
 """
 
 from __future__ import annotations
@@ -58,7 +58,10 @@ class DummyUNet(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class SleepTimes:
-    """Seconds that each part takes at least, so that the dummy can stand for another device."""
+    """Seconds that each part takes at least, so that the dummy can stand for another device.
+
+    Where its own computation takes longer, so does the part.
+    """
 
     step_seconds: float = 0.0
     encode_seconds: float = 0.0
@@ -66,7 +69,7 @@ class SleepTimes:
 
 
 class SleepingDenoiser:
-    """A denoiser that takes its time.
+    """A denoiser whose steps take a minimum time.
 
     Args:
         denoiser: does the work.
@@ -100,7 +103,7 @@ class DummyModel:
         spec: of the latent, B C F H W.
         num_steps: of each clip.
         device: where it computes.
-        pace: how slow it is to be.
+        sleep_times: what it takes at least.
     """
 
     def __init__(
@@ -108,10 +111,10 @@ class DummyModel:
         spec: LatentSpec,
         num_steps: int,
         device: torch.device,
-        pace: SleepTimes = SleepTimes(),
+        sleep_times: SleepTimes = SleepTimes(),
     ) -> None:
         self.device = device
-        self._phase_step = pace
+        self._sleep_times = sleep_times
         self._spec = spec
         self._dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[
             spec.dtype
@@ -124,20 +127,20 @@ class DummyModel:
         return {LATENTS: TensorSpec(self._spec.shape, self._spec.dtype)}
 
     def encode(self, image: Image.Image | None, seed: int) -> Tensors:  # noqa: ARG002
-        """Noise drawn on the CPU, so that every device starts from the same latent."""
-        with _at_least(self._phase_step.encode_seconds):
+        """Noise, drawn on the CPU: every device starts from the same latent."""
+        with _at_least(self._sleep_times.encode_seconds):
             generator = torch.Generator().manual_seed(seed)
             noise = torch.randn(self._spec.shape, generator=generator)
             return {LATENTS: noise.to(self.device, self._dtype)}
 
     def denoiser(self, tensors: Tensors, start: int) -> Denoiser:  # noqa: ARG002
         """The network itself: it carries nothing from step to step."""
-        seconds = self._phase_step.step_seconds
+        seconds = self._sleep_times.step_seconds
         return SleepingDenoiser(self._unet, seconds) if seconds else self._unet
 
     def decode(self, latent: torch.Tensor) -> Frames:  # noqa: ARG002
         """Black frames, one for each of the latent's, in the time of a decode."""
-        with _at_least(self._phase_step.decode_seconds):
+        with _at_least(self._sleep_times.decode_seconds):
             return np.zeros(self.frames_shape, np.uint8)
 
     @property

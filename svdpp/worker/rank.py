@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from svdpp.comm.transport import Transport
-from svdpp.config import LatentSpec, PipelineConfig
+from svdpp.config import PipelineConfig
 from svdpp.errors import InputError
 from svdpp.launch import process_group
 from svdpp.launch.channel import Channel
@@ -248,13 +248,11 @@ def load_model(
     roles: Roles,
     rank: int = 0,
 ) -> VideoModel:
-    """The model's parts that `roles` ask for, on `device`; the dummy at the pace of `rank`."""
+    """The model's parts that `roles` ask for, on `device`; the dummy sleeps as `rank` does."""
     if checkpoint is None:
-        spec = LatentSpec(
-            shape=config.model.dummy_latent_shape, dtype=config.model.dtype, dims="BCFHW"
-        )
-        pace = _phase_step(config, rank) if config.model.dummy_sleeps else SleepTimes()
-        return DummyModel(spec, config.sampling.num_inference_steps, torch.device(device), pace)
+        latent, num_steps = config.model.dummy_latent, config.sampling.num_inference_steps
+        sleeps = _sleep_times(config, rank) if config.model.dummy_sleeps else SleepTimes()
+        return DummyModel(latent, num_steps, torch.device(device), sleeps)
     from svdpp.models.svd.model import load_svd  # diffusers: seconds that the dummy need not pay
 
     return load_svd(
@@ -268,7 +266,7 @@ def load_model(
     )
 
 
-def _phase_step(config: PipelineConfig, rank: int) -> SleepTimes:
+def _sleep_times(config: PipelineConfig, rank: int) -> SleepTimes:
     costs = config.costs
     return SleepTimes(
         step_seconds=costs.step_on(rank),

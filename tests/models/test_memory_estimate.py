@@ -78,7 +78,7 @@ def test_activations_are_those_that_torchs_allocator_counts(part: str, threads: 
 
 def test_the_dummys_activations_are_those_that_torchs_allocator_counts() -> None:
     model = ModelConfig(name="dummy", dummy_latent_shape=(1, 4, 8, 32, 32))
-    unet, latent = DummyUNet(), torch.zeros(model.dummy_latent_shape)
+    unet, latent = DummyUNet(), torch.zeros(model.dummy_latent.shape)
 
     told = estimate(None, model, SAMPLING, device="cpu").denoise.activation_bytes
 

@@ -174,7 +174,7 @@ def _growth(results: list[Path]) -> list[float]:
 def wrong_clips(folder: Path) -> list[int]:
     """Finished clips whose latent is not that of a plain loop in this process."""
     determinism.make_deterministic(num_threads=CONFIG.num_threads, device="cpu")
-    shape, steps = CONFIG.model.dummy_latent_shape, CONFIG.sampling.num_inference_steps
+    shape, steps = CONFIG.model.dummy_latent.shape, CONFIG.sampling.num_inference_steps
     model = DummyModel(LatentSpec(shape=shape, dims="BCFHW"), steps, torch.device("cpu"))
     wrong = []
     for path in (folder / "done").iterdir():

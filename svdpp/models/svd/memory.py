@@ -173,8 +173,8 @@ def _decode(walk: _Walk, checkpoint: Checkpoint, sampling: SamplingConfig) -> Pa
 
 
 def _dummy(walk: _Walk, model: ModelConfig) -> PartMemory:
-    unet = DummyUNet(model.dummy_latent_shape[1]).to(walk.dtype)
-    latent = torch.zeros(model.dummy_latent_shape, dtype=walk.dtype)
+    latent = torch.zeros(model.dummy_latent.shape, dtype=walk.dtype)
+    unet = DummyUNet(latent.shape[1]).to(walk.dtype)
     return walk.measure([unet], lambda: unet(latent, 0))
 
 
