@@ -13,8 +13,9 @@ from svdpp.plan.forecast import Forecast
 
 Interval = tuple[float, float]
 
-#: A run that takes this many times its forecast needs an explanation.
+#: A run that takes this many times its forecast, and a second longer, needs an explanation.
 OVERRUN = 1.2
+_OVERRUN_SECONDS = 1.0
 
 _NAMES = {Kind.ENCODE: "an encode", Kind.DENOISE: "a step", Kind.DECODE: "a decode"}
 
@@ -80,7 +81,7 @@ def _breakdown_of(trace: Trace, rank: int, begin: float, end: float) -> TimeBrea
 
 
 def overrun(trace: Trace, forecast: Forecast, costs: Costs) -> str:
-    """Why a run took longer than its forecast, in a sentence; empty within `OVERRUN`.
+    """Why a run took longer than its forecast, in a sentence; empty if it did not, by `OVERRUN`.
 
     Args:
         trace: of the run.
@@ -88,7 +89,7 @@ def overrun(trace: Trace, forecast: Forecast, costs: Costs) -> str:
         costs: that the forecast counts with.
     """
     makespan = trace.summary().makespan
-    if makespan <= OVERRUN * forecast.makespan:
+    if makespan <= max(OVERRUN * forecast.makespan, forecast.makespan + _OVERRUN_SECONDS):
         return ""
     reason = _slowest_work(trace, costs, enough=(makespan - forecast.makespan) / 2)
     return (

@@ -73,7 +73,7 @@ def _forecast(makespan: float) -> Forecast:
 
 def test_a_run_near_its_forecast_needs_no_explanation() -> None:
     costs = Costs(step_seconds=0.1)
-    assert overrun(_trace(), _forecast(9.0), costs) == ""
+    assert overrun(_trace(), _forecast(8.4), costs) == ""
     assert overrun(_trace(), _forecast(8.3), costs) != ""
 
 
