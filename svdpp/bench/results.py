@@ -88,8 +88,9 @@ class Results:
 def span_records(done: Round) -> Iterator[dict[str, Any]]:
     """One for each rank, clip and action, in seconds from the round's first one, by their start.
 
-    Compute moves no bytes; a send starts when the sender is ready, a receive with the header. Steps
-    are left out, since they lie within their DENOISE, and waits, since they belong to no clip.
+    Compute moves no bytes; a transfer starts with its header, and a sender has waited before that
+    until the receiver was there. Steps are left out, since they lie within their DENOISE, and other
+    waits, since they belong to no clip.
     """
     trace = done.trace
     begin = min(span.start for span in trace.spans)
@@ -101,7 +102,7 @@ def span_records(done: Round) -> Iterator[dict[str, Any]]:
                 "action": span.action.kind.value,
             },
             **{"first_step": span.action.start, "end_step": span.action.end, "peer": None},
-            **{"start": span.start - begin, "end": span.end - begin, "bytes": 0},
+            **{"start": span.start - begin, "end": span.end - begin, "bytes": 0, "waited": 0.0},
         }
         for span in trace.spans
     ] + [
@@ -120,6 +121,7 @@ def span_records(done: Round) -> Iterator[dict[str, Any]]:
                 "start": transfer.start - begin,
                 "end": transfer.end - begin,
                 "bytes": transfer.num_bytes,
+                "waited": transfer.waited,
             },
         }
         for transfer in trace.transfers

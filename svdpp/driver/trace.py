@@ -47,7 +47,7 @@ class WaitSpan(NamedTuple):
 
 
 class TransferSpan(NamedTuple):
-    """When one rank received or sent one packet."""
+    """When one packet was on the wire, as one of its two ends saw it."""
 
     rank: int
     direction: Literal["recv", "send"]
@@ -57,13 +57,14 @@ class TransferSpan(NamedTuple):
     num_bytes: int
     start: float
     end: float
+    waited: float = 0.0
+    """Of a send: seconds before `start`, until the receiver was there."""
 
 
 class MeanCosts:
-    """Running means of each kind of work over all ranks, in the same memory however long the run.
+    """Running means of each kind of work over all ranks, in constant memory.
 
-    A sender's transfer includes the wait for a receiver; the receiver's is the wire's alone and
-    counts.
+    A transfer counts once, as its receiver saw it.
     """
 
     def __init__(self) -> None:
@@ -71,7 +72,7 @@ class MeanCosts:
         self._counts: dict[str, int] = defaultdict(int)
 
     def add(self, event: Event) -> None:
-        """Takes note of an event; those without a time are passed over."""
+        """Records an event; those without a time are ignored."""
         match event:
             case StepDone():
                 self._count("step", event.seconds)
@@ -127,7 +128,7 @@ class Trace:
         self._unplaced: dict[int, list[StepDone]] = defaultdict(list)
 
     def add(self, rank: int, event: Event) -> None:
-        """Takes note of an event; those without a time are passed over."""
+        """Records an event; those without a time are ignored."""
         self._means.add(event)
         match event:
             case Joined():
@@ -142,19 +143,20 @@ class Trace:
             case TransferDone():
                 transfer = event.direction, event.clip, event.next_step, event.peer, event.num_bytes
                 end = event.end - self._clock_ahead[rank]
-                self.transfers.append(TransferSpan(rank, *transfer, end - event.seconds, end))
+                start = end - event.seconds
+                self.transfers.append(TransferSpan(rank, *transfer, start, end, event.waited))
             case _:
                 pass
 
     def _add_action(self, rank: int, done: ActionDone) -> None:
         self.spans.append(Span(rank, Action.parse(done.action), done.start, done.end))
         if done.waited > 0:
-            # It may be two waits, for a send and then a receive, with next to nothing between.
+            # It may be two waits, for a send and then for a receive, right after each other.
             self.waits.append(WaitSpan(rank, done.start - done.waited, done.start))
         self.steps += _placed(rank, done, self._unplaced.pop(rank, []))
 
     def summary(self) -> Forecast:
-        """Makespan, first clip, time per clip and bubble, in the forecast's own shared_settings.
+        """Makespan, first clip, time per clip and bubble, in the forecast's own terms.
 
         Raises:
             ValueError: nothing has been done yet.
@@ -179,7 +181,7 @@ class Trace:
             steps_done=len(steps),
             compute_seconds=compute,
             wait_seconds=sum(wait.end - wait.start for wait in self.waits if wait.rank == rank),
-            # A sender's time includes the wait for a receiver; the receiver's is the wire's alone.
+            # A transfer counts once, at its receiver.
             transfer_seconds=sum(
                 transfer.end - transfer.start
                 for transfer in self.transfers

@@ -157,7 +157,7 @@ def test_files_of_a_run(tmp_path: Path) -> None:
     spans = [json.loads(line) for line in (kept.folder / "spans.jsonl").open()]
     assert spans[0] == {
         **{"case": "pipeline", "round": 0, "rank": 0, "clip": 0, "action": "DENOISE", "peer": None},
-        **{"first_step": 0, "end_step": 2, "start": 0.0, "end": 1.0, "bytes": 0},
+        **{"first_step": 0, "end_step": 2, "start": 0.0, "end": 1.0, "bytes": 0, "waited": 0.0},
     }
     with (kept.folder / "summary.csv").open() as file:
         rows = list(csv.DictReader(file))
