@@ -6,6 +6,7 @@ import io
 import sys
 
 from svdpp.cli.app import app, end_at_once
+from svdpp.launch import environment
 from svdpp.launch.process_lifetime import exit_process
 from svdpp.launch.world import was_launched
 
@@ -13,12 +14,13 @@ from svdpp.launch.world import was_launched
 def main() -> None:
     """Runs the command line."""
     _take_any_name()
+    environment.set_defaults()  # before libraries are imported
     try:
         app()
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 0
         if was_launched():
-            # Threads that wait for other ranks would keep the process, and its launcher, for ever.
+            # Threads that wait for other ranks would keep the process and its launcher alive.
             exit_process(code)
         if code > 128:
             # By a signal: Python would take a second or more to take torch apart.

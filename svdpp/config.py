@@ -108,8 +108,9 @@ class ModelConfig:
     """Feed-forward chunking in the UNet: less memory, slower, and other bits."""
     channels_last: bool = False
     """Weights of UNet and VAE in the memory format of that name: other bits."""
-    dummy_latent_shape: tuple[int, ...] = (1, 4, 14, 64, 64)
-    """Latent shape of the dummy model, B C F H W."""
+    dummy_latent_shape: tuple[int, ...] | None = None
+    """Latent of the dummy model, B C F H W. None: that of SVD at 512 pixels, or a tiny one where
+    the dummy sleeps, since it also computes and must be done with that in the time of its sleep."""
     dummy_sleeps: bool = False
     """Whether the dummy model takes the time that the pipeline's costs say, and so decodes too."""
 
@@ -118,7 +119,15 @@ class ModelConfig:
         _require(
             bool(self.name.strip()), "the model name is empty", "--model demo needs no download"
         )
-        LatentSpec(shape=self.dummy_latent_shape, dims="BCFHW")
+        self.dummy_latent  # noqa: B018  it checks the shape
+
+    @property
+    def dummy_latent(self) -> LatentSpec:
+        """The dummy model's latent."""
+        shape = self.dummy_latent_shape
+        if shape is None:
+            shape = (1, 4, 2, 8, 8) if self.dummy_sleeps else (1, 4, 14, 64, 64)
+        return LatentSpec(shape=shape, dtype=self.dtype, dims="BCFHW")
 
     @property
     def is_dummy(self) -> bool:

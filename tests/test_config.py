@@ -275,3 +275,13 @@ def test_values_are_frozen(value: Any) -> None:
     name = dataclasses.fields(value)[0].name
     with pytest.raises(dataclasses.FrozenInstanceError):
         setattr(value, name, getattr(value, name))
+
+
+def test_a_dummy_that_sleeps_computes_next_to_nothing() -> None:
+    """Its computation is part of the time that it is to take."""
+    latents = [
+        ModelConfig(name="dummy", dummy_sleeps=sleeps, dummy_latent_shape=shape).dummy_latent.shape
+        for sleeps in (False, True)
+        for shape in (None, (1, 4, 3, 5, 7))
+    ]
+    assert latents == [(1, 4, 14, 64, 64), (1, 4, 3, 5, 7), (1, 4, 2, 8, 8), (1, 4, 3, 5, 7)]

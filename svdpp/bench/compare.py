@@ -53,7 +53,7 @@ def _with_a_pipeline(cases: dict[str, _Case]) -> dict[str, _Case]:
 class Summary(BaseModel):
     """What a comparison needs of `summary.json`."""
 
-    schema_version: Literal[1]
+    schema_version: Literal[1, 2]
     run_id: str
     config_sha256: str
     config: dict[str, Any]

@@ -30,12 +30,12 @@ from svdpp.errors import OutputError
 from svdpp.media import output_files
 from svdpp.plan.forecast import percentile
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 _GIB = 2**30
 
 
 class Results:
-    """One run's folder: what was asked and where at once, spans as they come, sums at the end.
+    """One run's folder: configuration and environment at once, spans per round, then the summary.
 
     Args:
         root: above all experiments.
@@ -67,7 +67,7 @@ class Results:
             raise OutputError(f"{SPANS} cannot be written: {error.strerror}") from error
 
     def finish(self) -> dict[str, Any]:
-        """Writes the sums and the costs; returns what `summary.json` holds.
+        """Writes summary, table and costs; returns what `summary.json` holds.
 
         Raises:
             OutputError: they cannot be written.
@@ -88,9 +88,9 @@ class Results:
 def span_records(done: Round) -> Iterator[dict[str, Any]]:
     """One for each rank, clip and action, in seconds from the round's first one, by their start.
 
-    Compute moves no bytes over a wire; a send begins when the sender is ready, a receive with the
-    header. Steps and waits are not among them: the first lie within their DENOISE, the second
-    belong to no clip.
+    Compute moves no bytes; a transfer starts with its header, and a sender has waited before that
+    until the receiver was there. Steps are left out, since they lie within their DENOISE, and other
+    waits, since they belong to no clip.
     """
     trace = done.trace
     begin = min(span.start for span in trace.spans)
@@ -102,7 +102,7 @@ def span_records(done: Round) -> Iterator[dict[str, Any]]:
                 "action": span.action.kind.value,
             },
             **{"first_step": span.action.start, "end_step": span.action.end, "peer": None},
-            **{"start": span.start - begin, "end": span.end - begin, "bytes": 0},
+            **{"start": span.start - begin, "end": span.end - begin, "bytes": 0, "waited": 0.0},
         }
         for span in trace.spans
     ] + [
@@ -121,6 +121,7 @@ def span_records(done: Round) -> Iterator[dict[str, Any]]:
                 "start": transfer.start - begin,
                 "end": transfer.end - begin,
                 "bytes": transfer.num_bytes,
+                "waited": transfer.waited,
             },
         }
         for transfer in trace.transfers
@@ -155,15 +156,27 @@ def _case(bench: Bench, case: str, rounds: list[dict[str, Any]]) -> dict[str, An
         "world": config.world_size,
         "error": None if error is None else error.message,
         "rounds": rounds,
-        "median": {name: _median(rounds, name) for name in rounds[0] if name != "ranks"}
+        "over_rounds": {name: _over_rounds(name, rounds) for name in rounds[0] if name != "ranks"}
         if rounds
         else {},
     }
 
 
-def _median(rounds: list[dict[str, Any]], name: str) -> float | None:
+def _over_rounds(name: str, rounds: list[dict[str, Any]]) -> float | None:
+    """One number for a figure of all rounds; None if no round has it.
+
+    The geometric mean, as in `compare`: its ratio between two cases is the mean of the rounds'
+    ratios, and it is what the interval around a ratio is of. Of shares of a whole the arithmetic
+    mean, so that they still add up; of memory the largest.
+    """
     values = [each[name] for each in rounds if each[name] is not None]
-    return statistics.median(values) if values else None
+    if not values:
+        return None
+    if name.startswith("peak_"):
+        return float(max(values))
+    if name.endswith("_share") or name == "bubble":
+        return statistics.fmean(values)
+    return statistics.geometric_mean(values) if all(values) else 0.0
 
 
 def _figures(done: Round) -> dict[str, Any]:
@@ -215,7 +228,7 @@ def _speedups(cases: Mapping[str, Any]) -> dict[str, Any]:
             for each in about["rounds"]
         ]
         if case != PIPELINE and ratios:
-            result[case] = {"rounds": ratios, "median": statistics.median(ratios)}
+            result[case] = {"rounds": ratios, "over_rounds": statistics.geometric_mean(ratios)}
     return result
 
 

@@ -139,9 +139,7 @@ def _points(names: list[str], overrides: list[str]) -> list[BenchConfig]:
 
 def _benches(points: list[BenchConfig], *, is_member: bool) -> list[Bench]:
     """All points, checked before the first of them is measured."""
-    from svdpp.launch import environment
 
-    environment.set_defaults()  # before the libraries are imported
     from svdpp.bench.runner import Bench
     from svdpp.driver.pipeline import Pipeline
 

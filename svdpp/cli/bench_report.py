@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 def show_summary(console: Console, found: dict[str, Any]) -> None:
     """A row for each case, the speed-ups, where the time went, and whether the bits agree."""
-    columns = ("case", "clips/min", "of rounds", "first s", "step ms", "bubble", "start s", "GiB")
+    columns = ("case", "clips/min", "rounds", "first s", "step ms", "bubble", "start s", "GiB")
+    console.result("over rounds: geometric means; of shares the mean, of GiB the largest")
     console.table(columns, [_row(case, about) for case, about in found["cases"].items()])
     for case, about in found["cases"].items():
         if about["error"]:
@@ -22,10 +23,10 @@ def show_summary(console: Console, found: dict[str, Any]) -> None:
     for case, speedup in found["speedups"].items():
         ratios = speedup["rounds"]
         console.result(
-            f"pipeline over {case}: {speedup['median']:.3f} times the clips a minute "
-            f"({min(ratios):.3f} to {max(ratios):.3f})"
+            f"pipeline over {case}: {speedup['over_rounds']:.3f} times the clips a minute "
+            f"(rounds: {min(ratios):.3f} to {max(ratios):.3f})"
         )
-    drafted = found["cases"]["pipeline"]["median"]["draft_seconds"]
+    drafted = found["cases"]["pipeline"]["over_rounds"]["draft_seconds"]
     if drafted is not None:
         console.result(f"a clip's draft is there {drafted:.2f} s after its encode began")
     console.result(_accounted(found))
@@ -36,26 +37,26 @@ def show_summary(console: Console, found: dict[str, Any]) -> None:
 def _row(case: str, about: dict[str, Any]) -> tuple[str, ...]:
     if not about["rounds"]:
         return (case, *["-"] * 7)
-    median = about["median"]
+    figures = about["over_rounds"]
     rates = [each["steady_clips_per_minute"] for each in about["rounds"]]
-    gib = median["peak_allocated_gib"] or median["peak_reserved_gib"]
+    gib = figures["peak_allocated_gib"] or figures["peak_reserved_gib"]
     return (
         case,
-        f"{median['steady_clips_per_minute']:.3g}",
+        f"{figures['steady_clips_per_minute']:.3g}",
         f"{min(rates):.3g}-{max(rates):.3g}",
-        f"{median['first_clip_seconds']:.2f}",
-        f"{median['step_p50_seconds'] * 1000:.1f}",
-        f"{median['bubble']:.0%}",
-        f"{median['start_seconds']:.1f}",
+        f"{figures['first_clip_seconds']:.2f}",
+        f"{figures['step_p50_seconds'] * 1000:.1f}",
+        f"{figures['bubble']:.0%}",
+        f"{figures['start_seconds']:.1f}",
         f"{gib:.2f}",
     )
 
 
 def _accounted(found: dict[str, Any]) -> str:
     """Where the pipeline's time went, and what no part of it explains."""
-    median = found["cases"]["pipeline"]["median"]
+    figures = found["cases"]["pipeline"]["over_rounds"]
     parts = ", ".join(
-        f"{name} {median[f'{name}_share']:.1%}"
+        f"{name} {figures[f'{name}_share']:.1%}"
         for name in ("compute", "wait", "transfer", "idle", "unaccounted")
     )
     return f"the pipeline's ranks: {parts}"
@@ -72,6 +73,7 @@ def show_comparison(console: Console, a: Path, b: Path, found: Comparison) -> No
         for line in lines:
             console.result(f"{what} differs: {line}")
     console.result()
+    console.result("A, B: geometric means over rounds")
     columns = ("figure", "A", "B", "B / A", "99.9% within", "")
     console.table(columns, [_ratio_row(ratio) for ratio in found.ratios])
     console.result()

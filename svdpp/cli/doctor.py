@@ -53,9 +53,6 @@ def doctor(
     Nothing is downloaded. The exit code is that of the first check that failed.
     """
     from svdpp.cli import request
-    from svdpp.launch import environment
-
-    environment.set_defaults()  # before the libraries are imported
     from svdpp.diagnostics.doctor import Examination, examine
 
     chosen = device or request.default_device()

@@ -121,9 +121,9 @@ class EventLog:
             case TransferDone():
                 arrow = "from" if event.direction == "recv" else "to"
                 log.info(
-                    "{} clip {} at step {} {} rank {}: {} bytes in {:.4f} s",
+                    "{} clip {} at step {} {} rank {}: {} bytes in {:.4f} s, waited {:.4f} s",
                     *(event.direction, event.clip, event.next_step, arrow, event.peer),
-                    *(event.num_bytes, event.seconds),
+                    *(event.num_bytes, event.seconds, event.waited),
                 )
             case StepDone():
                 log.debug("clip {} step {}: {:.4f} s", event.clip, event.step, event.seconds)

@@ -226,9 +226,6 @@ def _costs(name: str | None, **seconds: float | None) -> Costs:
 def _with_memory(costs: Costs, model: ModelConfig, device: str, steps: int, **sizes: Any) -> Costs:
     """`costs` with the memory that the model's parts will take, whatever was known of it before."""
     from svdpp.cli import request
-    from svdpp.launch import environment
-
-    environment.set_defaults()  # before the libraries are imported
     from svdpp.driver.pipeline import resolve
     from svdpp.models.svd.memory import estimate
 

@@ -117,7 +117,6 @@ def profile(
     costs hold for this number of ranks and threads. Plans take them by --costs.
     """
     from svdpp.cli import launched, log, request
-    from svdpp.launch import environment
     from svdpp.media import output_files
 
     DraftChoice(draft=draft, start_steps=start_steps)
@@ -130,7 +129,6 @@ def profile(
         )
     if repeats < 1:
         raise RequestError(f"--repeats must be 1 or more, got {repeats}")
-    environment.set_defaults()  # before the libraries are imported
     from svdpp.diagnostics.cost_profile import measured_config
     from svdpp.diagnostics.cost_profile import profile as measure
     from svdpp.driver.pipeline import Pipeline

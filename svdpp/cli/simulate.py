@@ -37,11 +37,13 @@ def simulate(
         ),
     ] = DUMMY_MODEL,
     latent_shape: Annotated[
-        tuple[int, int, int, int, int],
+        tuple[int, int, int, int, int] | None,
         typer.Option(
-            metavar="B C F H W", help="Latent of the dummy model: five sizes, each 1 or more."
+            metavar="B C F H W",
+            help="Latent of the dummy model: five sizes, each 1 or more. Default: 1 4 14 64 64; "
+            "1 4 2 8 8 with --time-scale.",
         ),
-    ] = (1, 4, 14, 64, 64),
+    ] = None,
     device: Annotated[
         str, typer.Option(metavar="cpu|cuda:N|cuda", help="cpu, or cuda:0 shared by all ranks.")
     ] = "cpu",
@@ -86,6 +88,7 @@ def simulate(
     from svdpp.cli.plan_choice import PlanChoice
     from svdpp.cli.progress import Progress
     from svdpp.cli.trace_outputs import TraceOutputs
+    from svdpp.diagnostics.time_breakdown import overrun
     from svdpp.driver.pipeline import Pipeline
 
     plan = PlanChoice(
@@ -140,8 +143,10 @@ def simulate(
             error.hint = _MEMORY_HINT  # the engine's names options that only run and verify have
             raise
     measured, forecast = pipeline.trace.summary(), pipeline.forecast()
+    if reason := overrun(pipeline.trace, forecast, pipeline.forecast_costs()):
+        console.info(f"warning: {reason}")
     if as_json:
-        console.json(_to_json(pipeline, measured, forecast))
+        console.json({**_to_json(pipeline, measured, forecast), "overrun": reason or None})
     else:
         _print(console, pipeline, measured, forecast)
 

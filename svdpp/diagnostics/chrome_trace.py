@@ -102,7 +102,7 @@ def _transfer_events(
 ) -> Iterator[_TraceEvent]:
     """Each transfer at both of its ends, and an arrow from one to the other."""
     arrows: dict[tuple[int, ...], int] = {}
-    # In a draft two words on one step may pass one link: each side sees them in their order.
+    # In a draft two packets of one step may use one link: each end sees them in the same order.
     alike: Counter[tuple[int, ...]] = Counter()
     for transfer in transfers:
         track = tracks[transfer.rank, transfer.direction, transfer.peer]
@@ -112,13 +112,16 @@ def _transfer_events(
         ends = (transfer.rank, transfer.peer) if is_send else (transfer.peer, transfer.rank)
         name = f"{transfer.direction} clip {transfer.clip}"
         yield _complete(transfer.rank, track, name, "transfer", start, end, args)
+        if transfer.waited > 0:
+            waiting = start - transfer.waited, start
+            yield _complete(transfer.rank, track, "wait for receiver", "wait", *waiting, {})
         which = transfer.clip, transfer.next_step, *ends
         yield {
             "ph": "s" if is_send else "f",
             **({} if is_send else {"bp": "e"}),
             "id": arrows.setdefault((*which, alike[is_send, *which]), len(arrows)),
             **{"pid": transfer.rank, "tid": track, "name": "hand-over", "cat": "transfer"},
-            "ts": _microseconds(start),
+            "ts": _microseconds(start - transfer.waited),  # when its sender was ready
         }
         alike[is_send, *which] += 1
 

@@ -114,7 +114,7 @@ class Profile:
     def _name(self) -> str:
         model, sampling = self.config.model, self.config.sampling
         if model.is_dummy:
-            return f"dummy {'x'.join(map(str, model.dummy_latent_shape))} {model.dtype}"
+            return f"dummy {'x'.join(map(str, model.dummy_latent.shape))} {model.dtype}"
         size = f"{sampling.frames} frames of {sampling.width}x{sampling.height}"
         chunk = f"decoded by {sampling.decode_chunk_size}"
         return f"{model.name} {model.dtype}, {size}, {chunk}"

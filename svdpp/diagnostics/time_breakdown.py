@@ -1,21 +1,31 @@
-"""Owns where each rank's time went: compute, wait, transfer and idle, held against the wall."""
+"""Owns where each rank's time went: its parts against the wall, and a run against its forecast."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from svdpp.driver.trace import Trace
+from svdpp.plan.actions import Kind
+from svdpp.plan.costs import Costs
+from svdpp.plan.forecast import Forecast
 
 Interval = tuple[float, float]
+
+#: A run that takes this many times its forecast, and a second longer, needs an explanation.
+OVERRUN = 1.2
+_OVERRUN_SECONDS = 1.0
+
+_NAMES = {Kind.ENCODE: "an encode", Kind.DENOISE: "a step", Kind.DECODE: "a decode"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class TimeBreakdown:
     """One rank's seconds between the first and the last moment of any rank's work.
 
-    The parts are measured each for itself, so that their sum need not be `wall`: what is missing,
-    `unaccounted`, is the engine's own bookkeeping between actions, or a fault of the measuring.
+    Each part is measured by itself, so their sum may differ from `wall`. The difference,
+    `unaccounted`, is the engine's bookkeeping between actions, or an error of measurement.
     """
 
     rank: int
@@ -36,7 +46,7 @@ class TimeBreakdown:
 
 
 def time_breakdown(trace: Trace) -> list[TimeBreakdown]:
-    """Each rank's account, by rank.
+    """The time breakdown of each rank, by rank.
 
     Raises:
         ValueError: no rank has done anything.
@@ -67,6 +77,44 @@ def _breakdown_of(trace: Trace, rank: int, begin: float, end: float) -> TimeBrea
         wait=_length(waits) - transfer,
         transfer=transfer,
         idle=head + tail,
+    )
+
+
+def overrun(trace: Trace, forecast: Forecast, costs: Costs) -> str:
+    """Why a run took longer than its forecast, in a sentence; empty if it did not, by `OVERRUN`.
+
+    Args:
+        trace: of the run.
+        forecast: of the same clips.
+        costs: that the forecast counts with.
+    """
+    makespan = trace.summary().makespan
+    if makespan <= max(OVERRUN * forecast.makespan, forecast.makespan + _OVERRUN_SECONDS):
+        return ""
+    reason = _slowest_work(trace, costs, enough=(makespan - forecast.makespan) / 2)
+    return (
+        f"the run took {makespan:.2f} s, {makespan / forecast.makespan:.1f} times the forecast: "
+        + (reason or "the ranks waited for each other, or for this machine's cores")
+    )
+
+
+def _slowest_work(trace: Trace, costs: Costs, *, enough: float) -> str:
+    """The work of one rank that took `enough` seconds longer than its costs; empty if none did."""
+    measured: defaultdict[tuple[int, Kind], float] = defaultdict(float)
+    expected: defaultdict[tuple[int, Kind], float] = defaultdict(float)
+    units: defaultdict[tuple[int, Kind], int] = defaultdict(int)
+    for span in trace.spans:
+        which = span.rank, span.action.kind
+        measured[which] += span.end - span.start
+        expected[which] += costs.of(span.action, span.rank)
+        units[which] += max(1, span.action.end - span.action.start)
+    which = max(measured, key=lambda each: measured[each] - expected[each])
+    if measured[which] - expected[which] < enough:
+        return ""
+    rank, kind = which
+    took, counted = measured[which] / units[which], expected[which] / units[which]
+    return (
+        f"{_NAMES[kind]} takes {took:.3g} s on rank {rank}, and the forecast counts {counted:.3g} s"
     )
 
 

@@ -25,6 +25,7 @@ from svdpp.errors import ClosedError, Interrupted, RequestError, reraisable
 from svdpp.launch import process_group
 from svdpp.launch.world import find_world
 from svdpp.models.checkpoint import Checkpoint, find_checkpoint
+from svdpp.plan.costs import Costs
 from svdpp.plan.forecast import Forecast, Span, replay, summarise
 from svdpp.plan.schedule import Schedule
 from svdpp.worker.fault_injection import InjectedFault
@@ -252,14 +253,16 @@ class Pipeline(LaunchedPipeline):
         return schedule_clips(self.config, requests, first)
 
     def forecast(self) -> Forecast:
-        """What the plan promises for the clips submitted.
-
-        At the mean costs measured so far; where the dummy model sleeps, at the costs it was given.
+        """What the plan promises for the clips submitted, at `forecast_costs`.
 
         Raises:
             RuntimeError: the pipeline does not keep its whole run.
         """
         return summarise(self.replayed(), self.config.world_size)
+
+    def forecast_costs(self) -> Costs:
+        """The mean costs measured so far; if the dummy model sleeps, those that it was given."""
+        return self.config.costs if self.config.model.dummy_sleeps else self.trace.costs()
 
     def replayed(self) -> list[Span]:
         """When each rank would do what, by the same plan and costs as the forecast.
@@ -269,8 +272,7 @@ class Pipeline(LaunchedPipeline):
         """
         if self._history_clips is not None:
             raise RuntimeError("a pipeline with history_clips keeps no whole run to forecast")
-        costs = self.config.costs if self.config.model.dummy_sleeps else self.trace.costs()
-        return replay(self.schedule(self._requests), costs)
+        return replay(self.schedule(self._requests), self.forecast_costs())
 
     # --- entry and exit -------------------------------------------------------------------------
 
@@ -393,7 +395,7 @@ def resolve(
         ModelError: the model cannot be found, or is not whole.
     """
     if config.model.is_dummy:
-        frames = config.model.dummy_latent_shape[2]
+        frames = config.model.dummy_latent.shape[2]
         return replace(config, sampling=config.sampling.resolved(model_frames=frames)), None
     checkpoint = find_checkpoint(config.model, weights=weights)
     sampling = config.sampling.resolved(model_frames=checkpoint.num_frames)

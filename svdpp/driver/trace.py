@@ -47,7 +47,7 @@ class WaitSpan(NamedTuple):
 
 
 class TransferSpan(NamedTuple):
-    """When one rank received or sent one packet."""
+    """When one packet was on the wire, as one of its two ends saw it."""
 
     rank: int
     direction: Literal["recv", "send"]
@@ -57,12 +57,14 @@ class TransferSpan(NamedTuple):
     num_bytes: int
     start: float
     end: float
+    waited: float = 0.0
+    """Of a send: seconds before `start`, until the receiver was there."""
 
 
 class MeanCosts:
     """Running means of each kind of work over all ranks, in constant memory.
 
-    Transfers are counted at the receiver: a sender's time includes the wait for the receiver.
+    A transfer counts once, as its receiver saw it.
     """
 
     def __init__(self) -> None:
@@ -70,7 +72,7 @@ class MeanCosts:
         self._counts: dict[str, int] = defaultdict(int)
 
     def add(self, event: Event) -> None:
-        """Counts an event; those without a time are ignored."""
+        """Records an event; those without a time are ignored."""
         match event:
             case StepDone():
                 self._count("step", event.seconds)
@@ -133,7 +135,7 @@ class Trace:
         self._unplaced: dict[int, list[StepDone]] = defaultdict(list)
 
     def add(self, rank: int, event: Event) -> None:
-        """Adds an event; those without a time are ignored."""
+        """Records an event; those without a time are ignored."""
         self._means.add(event)
         match event:
             case Joined():
@@ -149,7 +151,8 @@ class Trace:
             case TransferDone() if self._keeps(event.clip):
                 transfer = event.direction, event.clip, event.next_step, event.peer, event.num_bytes
                 end = event.end - self._clock_ahead[rank]
-                self.transfers.append(TransferSpan(rank, *transfer, end - event.seconds, end))
+                start = end - event.seconds
+                self.transfers.append(TransferSpan(rank, *transfer, start, end, event.waited))
             case _:
                 pass
 
@@ -208,7 +211,7 @@ class Trace:
             steps_done=len(steps),
             compute_seconds=compute,
             wait_seconds=sum(wait.end - wait.start for wait in self.waits if wait.rank == rank),
-            # A sender's time includes the wait for the receiver, a receiver's does not.
+            # A transfer counts once, at its receiver.
             transfer_seconds=sum(
                 transfer.end - transfer.start
                 for transfer in self.transfers

@@ -2,25 +2,51 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import MutableMapping
-
-_DEFAULTS = {
-    # Transformers and diffusers print messages while they are imported.
-    "TRANSFORMERS_VERBOSITY": "error",
-    "DIFFUSERS_VERBOSITY": "error",
-    # Reduces fragmentation: the tensors of a clip have many sizes.
-    "PYTORCH_ALLOC_CONF": "expandable_segments:True",
-    # The parent monitors the ranks and names the one that fails. NCCL's watchdog would first abort
-    # the neighbours of that rank, or a rank that holds the GIL for long.
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-    "TORCH_NCCL_ENABLE_MONITORING": "0",
-}
+import tempfile
+from collections.abc import Iterator, Mapping, MutableMapping
 
 
 def set_defaults(environment: MutableMapping[str, str] = os.environ) -> None:
     """Sets each variable that the user has not set, for this process and its later children."""
-    if "PYTORCH_CUDA_ALLOC_CONF" in environment:  # the older name of PYTORCH_ALLOC_CONF
-        environment.setdefault("PYTORCH_ALLOC_CONF", environment["PYTORCH_CUDA_ALLOC_CONF"])
-    for name, value in _DEFAULTS.items():
-        environment.setdefault(name, value)
+    environment.update(_missing(environment))
+
+
+@contextlib.contextmanager
+def for_children(more: Mapping[str, str] | None = None) -> Iterator[None]:
+    """Sets the defaults and `more` for processes that are started within the block.
+
+    This process gets its own environment back: in a user's program it may compile or log.
+    """
+    added = {**_missing(os.environ), **(more or {})}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]
+
+
+def _missing(environment: Mapping[str, str]) -> dict[str, str]:
+    defaults = {
+        # Transformers and diffusers print messages while they are imported.
+        "TRANSFORMERS_VERBOSITY": "error",
+        "DIFFUSERS_VERBOSITY": "error",
+        # Transformers imports torch._dynamo, which creates Inductor's cache folder at once. Nothing
+        # here compiles, so a folder that exists will do.
+        "TORCHINDUCTOR_CACHE_DIR": tempfile.gettempdir(),
+        # By default libgomp's threads spin for milliseconds at the end of every parallel region.
+        # Where ranks have more threads than there are free cores, that is most of the time.
+        "OMP_WAIT_POLICY": "passive",
+        # Reduces fragmentation: the tensors of a clip have many sizes. The name before torch 2.9 is
+        # PYTORCH_CUDA_ALLOC_CONF.
+        "PYTORCH_ALLOC_CONF": environment.get(
+            "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"
+        ),
+        # The parent monitors the ranks and names the one that fails. NCCL's watchdog would first
+        # abort the neighbours of that rank, or a rank that holds the GIL for long.
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+        "TORCH_NCCL_ENABLE_MONITORING": "0",
+    }
+    return {name: value for name, value in defaults.items() if name not in environment}

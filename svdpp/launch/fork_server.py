@@ -31,14 +31,14 @@ def start(preload: Sequence[str]) -> None:
     Args:
         preload: modules for the server to import; ignored if it is running.
     """
-    environment.set_defaults()
     resource_tracker.ensure_running()  # first, because starting it unblocks the signals
     forkserver.set_forkserver_preload([fork_server_preload.__name__])
-    os.environ[fork_server_preload.STARTER] = str(os.getpid())
-    os.environ[fork_server_preload.MODULES] = ",".join(preload)
-    with signals_blocked():
+    modules = {
+        fork_server_preload.STARTER: str(os.getpid()),
+        fork_server_preload.MODULES: ",".join(preload),
+    }
+    with environment.for_children(modules), signals_blocked():
         forkserver.ensure_running()
-    del os.environ[fork_server_preload.STARTER], os.environ[fork_server_preload.MODULES]
 
 
 def start_early(*, svd: bool, device: str) -> None:
@@ -48,6 +48,5 @@ def start_early(*, svd: bool, device: str) -> None:
         svd: whether the ranks run SVD; otherwise the dummy model.
         device: of the ranks.
     """
-    environment.set_defaults()
     if find_world() is None and start_method(device) == "forkserver":
         start([RANK_MODULE, SVD_MODULE] if svd else [RANK_MODULE])

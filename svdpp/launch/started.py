@@ -206,9 +206,8 @@ def _run_to_exit(entry: Entry, context: RankContext, argument: Any) -> None:
 def _ready_to_start(start_method: str, preload: Sequence[str]) -> Iterator[None]:
     """Protects processes that are still importing from Ctrl-C, while the ranks start."""
     if start_method == "spawn":
-        environment.set_defaults()
         resource_tracker.ensure_running()  # first, because starting it unblocks the signals
-        with process_lifetime.signals_blocked():
+        with environment.for_children(), process_lifetime.signals_blocked():
             yield
         return
     fork_server.start(preload)

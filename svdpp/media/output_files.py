@@ -1,8 +1,7 @@
-"""Owns getting a file or a folder whole into its place; knows nothing of what is in it.
+"""Owns writing a file or a folder completely or not at all; knows nothing of its contents.
 
-Nothing is seen half written: it grows under a hidden name beside its place until it is whole. Its
-writer holds a lock on it meanwhile, so that what a killed one left behind is told from what is
-being written, by another run too.
+A file is written under a hidden name beside its place and renamed when it is complete. Its writer
+holds a lock on it, so that any run can tell what a killed writer left from what is being written.
 """
 
 from __future__ import annotations
@@ -15,27 +14,25 @@ import re
 import secrets
 import shutil
 import socket
+import stat
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from svdpp.errors import OutputError, SvdppError
 
-# Runs that begin together with one new folder make and remove it under each other's hands.
-_MAX_PROBES = 5
-
 
 @contextlib.contextmanager
 def atomic_output(name: str, suffix: str, files: re.Pattern[str] | None = None) -> Iterator[Path]:
-    """An empty file, or folder, to fill: it takes the place of `name` if the block ends well.
+    """An empty file or folder to fill; it replaces `name` if the block ends without an error.
 
     Folders above `name` are created.
 
     Args:
-        name: the place; links are followed, what lies there stays until the end.
-        suffix: of the temporary name, for those who judge a file by it.
-        files: None for a file. For a folder the names of its files: one that holds others is
-            not replaced.
+        name: the final path; links are followed. What lies there stays until the block ends.
+        suffix: of the temporary name, for writers that choose the format by it.
+        files: None for a file. For a folder, the names of its files: a folder that holds others
+            is not replaced.
 
     Raises:
         OutputError: an OSError, ValueError, RuntimeError or SvdppError, here or in the block.
@@ -57,27 +54,27 @@ def atomic_output(name: str, suffix: str, files: re.Pattern[str] | None = None) 
         raise OutputError(f"{name!r} cannot be written: {reason(error)}", hint) from error
     finally:
         if temporary is not None:
-            _remove(temporary)
+            remove(temporary)
         if lock >= 0:
             os.close(lock)
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Removes what writers that were killed left half written in `folder`.
+    """Removes the unfinished files that killed writers on this host left in `folder`.
 
-    Only what was left on this host: on a file system between hosts locks may not reach across.
+    Those of other hosts stay: on a shared file system a lock may not be visible between hosts.
     """
     for path in folder.glob(f".svdpp-{_host()}-*"):
-        with contextlib.suppress(OSError):  # it has a living writer, or is not ours to remove
+        with contextlib.suppress(OSError):  # its writer lives, or it is not ours to remove
             _remove_if_abandoned(path)
 
 
 def write_json(path: Path, record: Mapping[str, object]) -> None:
-    """Writes `record` as indented JSON, whole or not at all.
+    """Writes `record` as indented JSON, completely or not at all.
 
     Raises:
         OutputError: the file cannot be written.
-        ValueError: a number in it is not finite; TypeError: a value is no JSON.
+        ValueError: a number in it is not finite; TypeError: a value is not JSON.
     """
     text = json.dumps(dict(record), indent=2, allow_nan=False) + "\n"
     with atomic_output(str(path), ".json") as temporary:
@@ -85,26 +82,25 @@ def write_json(path: Path, record: Mapping[str, object]) -> None:
 
 
 def remove(path: Path) -> None:
-    """Removes the file, or the folder and all in it; one that is not there is no matter."""
-    _remove(path)
+    """Removes a file, or a folder with its contents, as far as possible; a missing one is fine."""
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):  # the failure that led here is the one to report
+            path.unlink()
 
 
 def check_writable(folder: Path) -> None:
-    """Proves that `folder` is there, or can be made, and takes a file; leaves nothing behind.
+    """Proves that `folder` takes a file, or can be created; leaves nothing behind.
 
-    What killed writers left in it goes as well.
+    It does not create `folder`: another run that starts with the same one would find it, and then
+    lose it. What killed writers left in it is removed.
 
     Raises:
         OutputError: it cannot be created, is no folder, or takes no file.
     """
     try:
-        for tries_left in reversed(range(_MAX_PROBES)):
-            try:
-                _probe(folder)
-                break
-            except (FileNotFoundError, FileExistsError):  # another run's probe took it away
-                if not tries_left:
-                    raise
+        _probe(Path(os.path.realpath(folder)))
         remove_abandoned(folder)
     except (FileExistsError, NotADirectoryError) as error:
         what = f"cannot write into {str(folder)!r}: a file is in its place, or above it"
@@ -114,10 +110,11 @@ def check_writable(folder: Path) -> None:
 
 
 def check_free(name: str, files: re.Pattern[str] | None = None) -> None:
-    """Makes sure that what lies at `name`, if anything, may be replaced; as `atomic_output` will.
+    """Checks that `atomic_output` may replace what lies at `name`, if anything.
 
     Raises:
-        OutputError: it is something else than what would take its place.
+        OutputError: a folder lies where a file would go, a file where a folder would, or a folder
+            with other files.
     """
     try:
         _check_place(Path(os.path.realpath(name)), files)
@@ -135,22 +132,27 @@ def sync(path: Path) -> None:
 
 
 def reason(error: Exception) -> str:
-    """What went wrong, in as few words as the error has."""
+    """The shortest text that the error has."""
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
 def _probe(folder: Path) -> None:
-    """Puts a file into `folder` and takes it away again, with what had to be made for it."""
+    """Writes and removes a file in `folder`, or in the nearest folder above it that exists."""
+    while True:
+        try:
+            is_folder = stat.S_ISDIR(folder.stat().st_mode)
+            break
+        except FileNotFoundError:
+            folder = folder.parent
+    if not is_folder:
+        raise NotADirectoryError
     probe = folder / _hidden_name()
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
+    lock = _make_locked(probe, is_folder=False)
     try:
         probe.write_bytes(b"svdpp")
     finally:
-        probe.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # another run needs it, or was quicker to remove it
-            for path in missing:
-                path.rmdir()
+        remove(probe)
+        os.close(lock)
 
 
 def _check_place(path: Path, files: re.Pattern[str] | None) -> None:
@@ -166,8 +168,8 @@ def _move(temporary: Path, path: Path) -> None:
     if not path.is_dir():
         os.replace(temporary, path)
         return
-    # A folder that is not empty cannot be replaced in one go. Between the two renames it is the
-    # only one that is whole, so it has no name that `remove_abandoned` would take.
+    # A folder that is not empty cannot be replaced by one rename. Between the two renames the old
+    # one is the only complete one, so its name is not one that `remove_abandoned` looks for.
     old = path.with_name(f".svdpp-old-{secrets.token_hex(4)}")
     os.rename(path, old)
     try:
@@ -175,30 +177,28 @@ def _move(temporary: Path, path: Path) -> None:
     except OSError:
         os.rename(old, path)
         raise
-    _remove(old)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        with contextlib.suppress(OSError):  # the failure that led here is the one to report
-            path.unlink()
+    remove(old)
 
 
 def _make_locked(path: Path, *, is_folder: bool) -> int:
-    """Makes an empty file or folder; a descriptor whose lock ends with this process."""
+    """Creates an empty file or folder; a descriptor whose lock ends with this process.
+
+    Another run's `remove_abandoned` can remove it as long as it is not locked: then once more.
+    """
     while True:
         if is_folder:
             path.mkdir()
         else:
             path.open("xb").close()
-        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            descriptor = os.open(path, os.O_RDONLY)
+        except FileNotFoundError:
+            continue
         with contextlib.suppress(OSError):  # without locks nobody takes it for abandoned either
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         if path.exists():
             return descriptor
-        os.close(descriptor)  # another run's `remove_abandoned` came before the lock
+        os.close(descriptor)
 
 
 def _remove_if_abandoned(path: Path) -> None:
@@ -206,7 +206,7 @@ def _remove_if_abandoned(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        _remove(path)
+        remove(path)
     finally:
         os.close(descriptor)
 
@@ -216,5 +216,5 @@ def _hidden_name() -> str:
 
 
 def _host() -> str:
-    """This host in eight letters: its name can be long, and hold anything."""
+    """This host in eight characters: its name can be long and hold any character."""
     return f"{zlib.crc32(os.fsencode(socket.gethostname())):08x}"

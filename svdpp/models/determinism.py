@@ -25,7 +25,9 @@ def apply_settings(*, num_threads: int, device: str, deterministic: bool = False
     torch.set_num_threads(num_threads)
     if not deterministic:
         return
-    torch.use_deterministic_algorithms(True)
+    # As `use_deterministic_algorithms(True)`, which also imports Inductor: seconds in each rank,
+    # and a folder among the temporary files.
+    torch.set_deterministic_debug_mode("error")
     # Strict mode would fill fresh memory with NaN, at the price of a write; nothing reads it unset.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if device.startswith("cuda"):

@@ -131,7 +131,9 @@ class TransferDone(_Message):
     peer: int
     num_bytes: int
     seconds: float
+    """From the header to the last byte, as this end saw it."""
     waited: float = 0.0
+    """Of a send: seconds before that, until the receiver took the header."""
     end: float
 
 

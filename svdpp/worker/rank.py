@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from svdpp.comm.transport import Transport
-from svdpp.config import LatentSpec, PipelineConfig
+from svdpp.config import PipelineConfig
 from svdpp.errors import InputError
 from svdpp.launch.channel import Channel
 from svdpp.launch.group import RankContext
@@ -275,13 +275,11 @@ def load_model(
     roles: Roles,
     rank: int = 0,
 ) -> VideoModel:
-    """The model's parts for `roles`, on `device`; a sleeping dummy takes the times of `rank`."""
+    """The model's parts that `roles` ask for, on `device`; the dummy sleeps as `rank` does."""
     if checkpoint is None:
-        spec = LatentSpec(
-            shape=config.model.dummy_latent_shape, dtype=config.model.dtype, dims="BCFHW"
-        )
-        sleep = _sleep_times(config, rank) if config.model.dummy_sleeps else SleepTimes()
-        return DummyModel(spec, config.sampling.num_inference_steps, torch.device(device), sleep)
+        latent, num_steps = config.model.dummy_latent, config.sampling.num_inference_steps
+        sleeps = _sleep_times(config, rank) if config.model.dummy_sleeps else SleepTimes()
+        return DummyModel(latent, num_steps, torch.device(device), sleeps)
     from svdpp.models.svd.model import load_svd  # diffusers: seconds that the dummy need not pay
 
     return load_svd(

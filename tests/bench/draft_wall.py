@@ -1,7 +1,10 @@
-"""How soon is a draft? Two ranks that draft one clip, against one rank that makes it, in turn.
+"""How soon is a draft? Ranks that draft one clip, against ranks that make one clip each, in turn.
 
-Each rank computes with one thread, so that a rank is to a core what it would be to a GPU. Times are
-from the start of the clip's encode to the end of its last step, and to the end of its decode.
+Each rank computes with one thread, so that a rank is to a core what it would be to a GPU. Cores
+share caches, memory and often arithmetic units, so one rank on an idle machine is faster than each
+of two: a clip `apart` is therefore made while all other ranks make one, too. Times are from the
+start of the clip's encode to the end of its last step, to the end of its decode, and until its file
+is in its place.
 
     python tests/bench/draft_wall.py [--rounds 3] [--draft-starts 0,14] [--steps 28]
 """
@@ -10,12 +13,16 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from typing import NamedTuple
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from svdpp.config import (
     ClipRequest,
     DraftConfig,
     ModelConfig,
+    OutputConfig,
     PipelineConfig,
     SamplingConfig,
     sampling_defaults,
@@ -23,44 +30,66 @@ from svdpp.config import (
 from svdpp.driver.pipeline import Pipeline
 from svdpp.media.examples import example_photos
 from svdpp.plan.actions import Kind
+from svdpp.plan.forecast import Span
+from svdpp.worker.messages import ClipDone, DraftDone, Event
 
 
 class Times(NamedTuple):
-    """Seconds from the start of a clip's encode."""
+    """Seconds from the start of a clip's encode, for one result of it."""
 
     steps: float
-    """To the end of the last step of the rank that is first to have it."""
-    clip: float
-    """To the end of that rank's decode."""
-    exact_steps: float
-    """To the end of rank 0's last step."""
-    exact: float
-    """To the end of rank 0's decode."""
+    """To the end of the last step."""
+    frames: float
+    """To the end of the decode."""
+    file: float
+    """Until the file is in its place."""
 
 
-def measure(start_steps: tuple[int, ...], num_steps: int) -> Times:
-    """One clip: drafted from `starts`, or by one rank where there is but one."""
+def measure_draft(start_steps: tuple[int, ...], num_steps: int) -> tuple[Times, Times]:
+    """One clip: its draft, and its exact result."""
+    spans, written = _run(
+        num_steps, 1, len(start_steps), draft=DraftConfig(start_steps=start_steps)
+    )
+    last = len(start_steps) - 1
+    return _times(spans, last, written[DraftDone, 0]), _times(spans, 0, written[ClipDone, 0])
+
+
+def measure_apart(num_clips: int, num_steps: int) -> Times:
+    """One of as many clips as there are ranks, each made by one of them."""
+    spans, written = _run(num_steps, num_clips, num_clips, replicas=num_clips)
+    return _times(spans, 0, written[ClipDone, 0])
+
+
+def _run(
+    num_steps: int, num_clips: int, world_size: int, **layout: Any
+) -> tuple[list[Span], dict[tuple[type, int], float]]:
+    """The spans of a run, and when each of its files was in its place."""
     config = PipelineConfig(
-        world_size=len(start_steps),
+        world_size=world_size,
         model=ModelConfig(name="demo"),
         sampling=SamplingConfig(num_inference_steps=num_steps, **sampling_defaults("demo")),
-        draft=DraftConfig(start_steps=start_steps) if len(start_steps) > 1 else None,
+        **layout,
     )
-    with Pipeline(config) as pipeline:
-        pipeline.run([ClipRequest(seed=0, image=str(example_photos()[0]))])
-    spans, fastest = pipeline.trace.spans, len(start_steps) - 1
+    written: dict[tuple[type, int], float] = {}
+
+    def note(_rank: int, event: Event) -> None:
+        if isinstance(event, ClipDone | DraftDone):
+            written[type(event), event.clip] = time.monotonic()
+
+    image = str(example_photos()[0])
+    with tempfile.TemporaryDirectory() as name:
+        outputs = [OutputConfig(path=str(Path(name, f"{clip}.mp4"))) for clip in range(num_clips)]
+        pipeline = Pipeline(config)
+        pipeline.observe(note)
+        with pipeline:
+            pipeline.run([ClipRequest(seed=0, image=image, output=each) for each in outputs])
+    return pipeline.trace.spans, written
+
+
+def _times(spans: list[Span], rank: int, file: float) -> Times:
     begun = min(span.start for span in spans)
-
-    def last(kind: Kind, rank: int) -> float:
-        ends = [each.end for each in spans if (each.rank, each.action.kind) == (rank, kind)]
-        return max(ends) - begun
-
-    return Times(
-        last(Kind.DENOISE, fastest),
-        last(Kind.DECODE, fastest),
-        last(Kind.DENOISE, 0),
-        last(Kind.DECODE, 0),
-    )
+    ends = {each.action.kind: each.end - begun for each in spans if each.rank == rank}
+    return Times(ends[Kind.DENOISE], ends[Kind.DECODE], file - begun)
 
 
 def main() -> None:
@@ -70,29 +99,27 @@ def main() -> None:
     parser.add_argument("--draft-starts", default="0,14")
     parser.add_argument("--steps", type=int, default=28)
     options = parser.parse_args()
-    start_steps = tuple(map(int, options.start_steps.split(",")))
+    start_steps = tuple(map(int, options.draft_starts.split(",")))
     rounds = len(start_steps) - 1 + options.steps - start_steps[-1]
     ideal = rounds / options.steps
-    print(f"starts {options.start_steps}, {options.steps} steps: ideal ratio of steps {ideal:.3f}")
-    columns = (
-        *("alone, steps", "with decode", "draft, steps", "with decode"),
-        *("steps/alone", "steps/rank 0", "clip/alone", "exact/alone"),
-    )
-    print("".join(f"{column:>14}" for column in columns))
+    print(f"starts {options.draft_starts}, {options.steps} steps: {ideal:.3f} of the steps")
+    print("seconds to steps, frames, file; ratios draft/apart, exact/apart")
     ratios = []
     for _ in range(options.rounds):
-        alone, draft = measure((0,), options.steps), measure(start_steps, options.steps)
+        apart = measure_apart(len(start_steps), options.steps)
+        draft, exact = measure_draft(start_steps, options.steps)
+        for name, row in (("apart", apart), ("draft", draft), ("exact", exact)):
+            print(f"{name} " + " ".join(f"{each:6.2f}" for each in row), end="   ")
         ratios.append(
-            (
-                *(draft.steps / alone.steps, draft.steps / draft.exact_steps),
-                *(draft.clip / alone.clip, draft.exact / alone.exact),
-            )
+            [
+                ours / theirs
+                for each in (draft, exact)
+                for ours, theirs in zip(each, apart, strict=True)
+            ]
         )
-        seconds = alone.steps, alone.clip, draft.steps, draft.clip
-        row = [*(f"{each:.2f}" for each in seconds), *(f"{each:.3f}" for each in ratios[-1])]
-        print("".join(f"{cell:>14}" for cell in row), flush=True)
+        print(" ".join(f"{each:.3f}" for each in ratios[-1]), flush=True)
     medians = [statistics.median(column) for column in zip(*ratios, strict=True)]
-    print(f"{'medians':>56}" + "".join(f"{each:14.3f}" for each in medians))
+    print("medians " + " ".join(f"{each:.3f}" for each in medians))
 
 
 if __name__ == "__main__":

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from svdpp.bench import runner as module
+from svdpp.bench.compare import compare
 from svdpp.bench.config import read_grid
 from svdpp.bench.ranks import Ranks
 from svdpp.bench.results import Results, summary
@@ -21,6 +23,8 @@ from svdpp.bench.runner import (
     cases_of,
     differing,
 )
+from svdpp.cli.bench_report import show_summary
+from svdpp.cli.console import Console
 from svdpp.config import DraftConfig, ModelConfig, PipelineConfig, SamplingConfig
 from svdpp.driver.trace import Trace
 from svdpp.errors import InputError, OutOfMemoryError
@@ -153,7 +157,7 @@ def test_files_of_a_run(tmp_path: Path) -> None:
     spans = [json.loads(line) for line in (kept.folder / "spans.jsonl").open()]
     assert spans[0] == {
         **{"case": "pipeline", "round": 0, "rank": 0, "clip": 0, "action": "DENOISE", "peer": None},
-        **{"first_step": 0, "end_step": 2, "start": 0.0, "end": 1.0, "bytes": 0},
+        **{"first_step": 0, "end_step": 2, "start": 0.0, "end": 1.0, "bytes": 0, "waited": 0.0},
     }
     with (kept.folder / "summary.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -161,8 +165,35 @@ def test_files_of_a_run(tmp_path: Path) -> None:
         *(("pipeline", "0", "60.0"), ("pipeline", "1", "30.0")),
         *(("diffusers", "0", "15.0"), ("diffusers", "1", "15.0")),
     ]
-    assert found["speedups"][ONE_DEVICE] == {"rounds": [4.0, 2.0], "median": 3.0}
-    median = found["cases"][PIPELINE]["median"]
-    assert (median["start_seconds"], median["load_seconds"]) == (3.0, 2.0)
-    assert (median["peak_allocated_gib"], median["peak_reserved_gib"]) == (None, 1.0)
-    assert median["step_p50_seconds"] == pytest.approx(0.75)  # of 0.5 and 1.0
+    speedup = found["speedups"][ONE_DEVICE]
+    assert speedup["rounds"] == [4.0, 2.0]
+    assert speedup["over_rounds"] == pytest.approx(8**0.5)
+    figures = found["cases"][PIPELINE]["over_rounds"]
+    assert figures["start_seconds"] == pytest.approx(3.0)
+    assert figures["load_seconds"] == pytest.approx(2.0)
+    assert (figures["peak_allocated_gib"], figures["peak_reserved_gib"]) == (None, 1.0)
+    assert figures["step_p50_seconds"] == pytest.approx((0.5 * 1.0) ** 0.5)
+    parts = ("compute", "wait", "transfer", "idle", "unaccounted")
+    assert sum(figures[f"{part}_share"] for part in parts) == pytest.approx(1.0, abs=1e-3)
+
+
+def test_a_bench_prints_the_figures_that_its_comparison_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rounds of 60, 60 and 7.5 clips a minute: the median is 60, the geometric mean 30."""
+    one = _bench()
+    kept = Results(tmp_path, one)
+    for number, seconds in enumerate((1.0, 1.0, 8.0)):
+        one.rounds += [_round(PIPELINE, number, seconds=seconds), _round(ONE_DEVICE, number)]
+    found = kept.finish()
+    for ratio in compare(kept.folder, kept.folder).ratios:
+        case, _, figure = ratio.name.partition(": ")
+        if case == f"{PIPELINE} / {ONE_DEVICE}":
+            assert found["speedups"][ONE_DEVICE]["over_rounds"] == pytest.approx(ratio.a)
+        if figure == "clips/min":
+            over_rounds = found["cases"][case]["over_rounds"]
+            assert over_rounds["steady_clips_per_minute"] == pytest.approx(ratio.a)
+    show_summary(Console(), found)
+    printed = capsys.readouterr().out
+    assert "over rounds: geometric means" in printed
+    assert re.search(r"pipeline +30 +7.5-60 ", printed), printed

@@ -23,7 +23,7 @@ TINY = ("--steps", "2", "--frames", "2", "--height", "32", "--width", "32", "--t
 
 _UNSET = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PIPELINE_BACKEND"),
-    "SLURM_STEP_ID",
+    *("SLURM_STEP_ID", "TORCHINDUCTOR_CACHE_DIR"),
     *("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "TERMINAL_WIDTH", "LINES"),
 )
 _SET = {"COLUMNS": "80", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TERM": "dumb"}

@@ -207,6 +207,7 @@ def test_simulate_json() -> None:
         "backend": "gloo",
         "num_threads": result["num_threads"],
         "clips": 3,
+        "overrun": None,
     }
     for times in (measured, forecast):
         assert times.keys() == {

@@ -152,11 +152,12 @@ def test_verify_catches_a_planted_fault_with_exit_code_3() -> None:
     assert "clip 1, the final latent, done by rank 1: first at index [0, 2, 0, 0, 0]" in done.stderr
 
 
-def test_torchrun_joins_its_world() -> None:
+def test_torchrun_joins_its_world(tmp_path: Path) -> None:
     done = subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=4"),
             *("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"),
+            *("--log-dir", str(tmp_path)),
             *("-m", "svdpp", "simulate", "--total-steps", "28", "--device", "cpu"),
             *("--dtype", "fp32", "--latent-shape", "1", "4", "2", "8", "8", "--json"),
         ],

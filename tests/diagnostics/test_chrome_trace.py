@@ -62,7 +62,9 @@ def _trace() -> Trace:
     trace.add(0, StepDone(clip=0, step=1, seconds=2.0))
     trace.add(0, ActionDone(action="DENOISE c0 0:2", start=101.0, end=105.0, waited=0.0))
     trace.add(1, TransferDone(direction="recv", peer=0, seconds=0.25, end=105.5, **transfer))
-    trace.add(0, TransferDone(direction="send", peer=1, seconds=0.5, end=105.5, **transfer))
+    trace.add(
+        0, TransferDone(direction="send", peer=1, seconds=0.25, waited=0.25, end=105.5, **transfer)
+    )
     trace.add(1, StepDone(clip=0, step=2, seconds=1.0))
     trace.add(1, ActionDone(action="DENOISE c0 2:3", start=105.5, end=106.5, waited=5.5))
     return trace
@@ -82,8 +84,9 @@ def test_every_event_is_where_it_was_measured() -> None:
         (0, 0, "denoise clip 0", 1.0, 4.0),
         (0, 0, "step 0", 1.5, 1.5),
         (0, 0, "step 1", 3.0, 2.0),
-        (0, 1, "send clip 0", 5.0, 0.5),
+        (0, 1, "wait for receiver", 5.0, 0.25),
         (1, 1, "recv clip 0", 5.25, 0.25),
+        (0, 1, "send clip 0", 5.25, 0.25),
         (1, 0, "denoise clip 0", 5.5, 1.0),
         (1, 0, "step 2", 5.5, 1.0),
     ]

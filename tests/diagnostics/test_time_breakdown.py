@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SamplingConfig
-from svdpp.diagnostics.time_breakdown import time_breakdown
+from svdpp.diagnostics.time_breakdown import overrun, time_breakdown
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.trace import Trace
 from svdpp.plan.costs import Costs
+from svdpp.plan.forecast import Forecast, Latency
 from svdpp.worker.messages import ActionDone, TransferDone
 
 
@@ -56,6 +57,39 @@ def test_a_rank_that_did_nothing_was_idle() -> None:
     assert [each.idle for each in time_breakdown(trace)] == [0.0, 2.0]
     with pytest.raises(ValueError, match="nothing was done"):
         time_breakdown(Trace(1))
+
+
+def _forecast(makespan: float) -> Forecast:
+    return Forecast(
+        clips=1,
+        makespan=makespan,
+        first_clip=makespan,
+        seconds_per_clip=makespan,
+        jitter=0.0,
+        latency=Latency(makespan, makespan, makespan, makespan),
+        bubble=0.0,
+    )
+
+
+def test_a_run_near_its_forecast_needs_no_explanation() -> None:
+    costs = Costs(step_seconds=0.1)
+    assert overrun(_trace(), _forecast(8.4), costs) == ""
+    assert overrun(_trace(), _forecast(8.3), costs) != ""
+
+
+def test_an_overrun_is_explained_by_the_work_that_took_longest() -> None:
+    costs = Costs(step_seconds=0.125, encode_seconds=1.0, decode_seconds=1.5)
+    assert overrun(_trace(), _forecast(5.0), costs) == (
+        "the run took 10.00 s, 2.0 times the forecast: "
+        "a step takes 1.5 s on rank 0, and the forecast counts 0.125 s"
+    )
+    costs = Costs(step_seconds=1.5, encode_seconds=1.0)
+    assert "a decode takes 1.5 s on rank 1" in overrun(_trace(), _forecast(8.0), costs)
+
+
+def test_an_overrun_without_slower_work_is_waiting() -> None:
+    costs = Costs(step_seconds=1.5, encode_seconds=1.0, decode_seconds=1.5)
+    assert "2.0 times the forecast: the ranks waited" in overrun(_trace(), _forecast(5.0), costs)
 
 
 @pytest.mark.processes

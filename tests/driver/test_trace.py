@@ -23,7 +23,9 @@ def _add_clip(trace: Trace) -> None:
     trace.add(1, ActionDone(action="DENOISE c0 2:4", start=15.5, end=19.0, waited=5.0))
     trace.add(1, ActionDone(action="DECODE c0 @4", start=19.0, end=20.0, waited=0.0))
     transfer = {"clip": 0, "next_step": 2, "num_bytes": 8}
-    trace.add(0, TransferDone(direction="send", peer=1, seconds=4.0, end=15.5, **transfer))
+    trace.add(
+        0, TransferDone(direction="send", peer=1, seconds=0.25, waited=3.75, end=15.5, **transfer)
+    )
     trace.add(1, TransferDone(direction="recv", peer=0, seconds=0.25, end=15.5, **transfer))
 
 
@@ -43,6 +45,12 @@ def test_steps_are_placed_back_to_back_before_their_actions_end() -> None:
 
 def test_waits_end_where_the_action_begins() -> None:
     assert _trace().waits == [WaitSpan(0, 10.5, 11.0), WaitSpan(1, 10.5, 15.5)]
+
+
+def test_a_sender_that_waits_is_not_yet_sending() -> None:
+    send, recv = _trace().transfers
+    assert (send.start, send.end, send.waited) == (15.25, 15.5, 3.75)
+    assert (recv.start, recv.end, recv.waited) == (15.25, 15.5, 0.0)
 
 
 def test_costs_are_the_means_and_the_hop_is_the_receivers() -> None:

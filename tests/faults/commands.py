@@ -50,8 +50,9 @@ class Command:
     """One command in a session of its own, with its own temporary folder.
 
     Args:
-        arguments: of `svdpp`; or of `python`, with `{plan}` where the plan's file is named.
-        home: folder for its temporary files, short, since sockets lie in it.
+        arguments: of `svdpp`; or of `python`, with `{plan}` for the plan's file and `{home}`.
+        home: folder for this test's files; short, since sockets lie in it. The command gets a new
+            folder in it for its temporary files.
         out: where it writes clips, if it does.
         plan: of `tests.faults.planted`, beside `events`; None runs `svdpp` as it is.
     """
@@ -70,13 +71,15 @@ class Command:
             plan_file = home / f"{self.mark}.json"
             plan_file.write_text(json.dumps({"events": str(self._events), **plan}))
             program = ["-m", "tests.faults.planted", str(plan_file)]
-            arguments = tuple(word.format(plan=plan_file) for word in arguments)
+            arguments = tuple(word.format(plan=plan_file, home=home) for word in arguments)
         environment = {
             **os.environ,
             **{"PYTHONPATH": str(ROOT), "TMPDIR": str(self.home), MARK: self.mark},
-            "TORCHINDUCTOR_CACHE_DIR": str(home / "torch"),  # else made among temporary files
             **{"COLUMNS": "80", "TERM": "dumb", "HF_HUB_OFFLINE": "1"},
         }
+        # The test's own import of diffusers sets it, and a folder that the command creates is to
+        # be seen.
+        environment.pop("TORCHINDUCTOR_CACHE_DIR", None)
         with self._stderr.open("wb") as stderr:
             self.process = subprocess.Popen(
                 [sys.executable, *(() if "-m" in arguments else program), *arguments],
@@ -160,8 +163,7 @@ class Command:
         orphans = self._seen - {self.process.pid}
         wait_until(lambda: collected(orphans), seconds, lambda: described(orphans))
         assert not marked(self.mark)
-        # torchrun keeps a folder for its own logs.
-        left = [name for name in os.listdir(self.home) if not name.startswith("torchelastic_")]
+        left = os.listdir(self.home)
         assert not left, left
         if self.out is not None and self.out.exists():
             left = [name for name in os.listdir(self.out) if name.startswith(".")]

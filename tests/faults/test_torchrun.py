@@ -18,6 +18,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.long]
 
 TORCHRUN = (
     *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORLD_SIZE)),
+    *("--log-dir", "{home}"),  # by default a folder among the temporary files, which stays
     *("--no-python", sys.executable, "-m", "tests.faults.planted"),
 )
 

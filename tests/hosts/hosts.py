@@ -113,6 +113,7 @@ class Hosts:
             launcher = (
                 *("-m", "torch.distributed.run", "--nnodes", str(len(self.all))),
                 *("--nproc-per-node", str(per_host), "--node-rank", str(host.index)),
+                *("--log-dir", str(host.home)),  # else a folder among the temporary files
                 *("--master-addr", self[0].name, "--master-port", str(_STORE_PORT)),
                 *(*options, "-m", module),
             )

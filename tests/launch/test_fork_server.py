@@ -1,7 +1,8 @@
-"""The fork server ends with its starter, also while it imports modules."""
+"""The fork server ends with its starter; libraries that it imports leave nothing behind."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -31,3 +32,44 @@ def test_a_server_ends_if_its_starter_ended_before_its_first_import(tmp_path: Pa
             subprocess.run([sys.executable, "-c", _START_AND_END], stdout=file, check=True)
         pid = int(output.read_text())
         wait_until(lambda pid=pid: not is_there(pid), 30, f"server {pid} has ended")
+
+
+_START_RANKS = """
+import os, sys
+from svdpp.config import ModelConfig, PipelineConfig, SamplingConfig
+from svdpp.driver.pipeline import Pipeline
+from svdpp.launch import fork_server
+
+if __name__ == "__main__":
+    before = dict(os.environ)
+    config = PipelineConfig(
+        world_size=1,
+        model=ModelConfig(name="demo"),
+        sampling=SamplingConfig(num_inference_steps=1, num_frames=2, height=32, width=32),
+    )
+    fork_server.start_method = lambda device: sys.argv[1]
+    with Pipeline(config):
+        assert dict(os.environ) == before
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
+def test_ranks_started_from_python(tmp_path: Path, start_method: str) -> None:
+    """They leave no temporary files, and their threads do not spin while they wait."""
+    script, temporary = tmp_path / "script.py", tmp_path / "t"
+    script.write_text(_START_RANKS)
+    temporary.mkdir()
+    environment = {**os.environ, "TMPDIR": str(temporary), "PYTHONPATH": os.getcwd()}
+    environment.pop("TORCHINDUCTOR_CACHE_DIR", None)  # set once this process has imported diffusers
+    environment |= {"OMP_DISPLAY_ENV": "verbose"}  # libgomp prints its settings as it is loaded
+    done = subprocess.run(
+        [sys.executable, str(script), start_method],
+        env=environment,
+        timeout=250,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert not os.listdir(temporary)
+    assert "GOMP_SPINCOUNT = '0'" in done.stderr, done.stderr

@@ -65,7 +65,8 @@ def test_a_process_that_ends_does_not_report_what_it_kills(
 ) -> None:
     report = tmp_path / "report"
     command = [sys.executable, "-c", _WRITER, str(report), end]
-    done = subprocess.run(command, timeout=60, check=False)
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}  # its folders are its starter's to remove
+    done = subprocess.run(command, env=environment, timeout=60, check=False)
     assert done.returncode == code
     assert not report.exists(), report.read_text()
 

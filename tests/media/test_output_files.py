@@ -106,24 +106,15 @@ def test_runs_that_begin_together_do_not_fail_each_other(tmp_path: Path) -> None
                 both.result()
 
 
-@pytest.mark.parametrize("is_needed", [True, False])
-def test_a_new_folder_that_another_run_takes_into_use_or_away(
-    is_needed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What two processes meet once in a while, brought about."""
-    folder, write = tmp_path / "new", Path.write_bytes
-
-    def write_late(path: Path, data: bytes) -> int:
-        monkeypatch.undo()
-        if is_needed:
-            (folder / "clip.mp4").touch()
-        else:
-            folder.rmdir()
-        return write(path, data)
-
-    monkeypatch.setattr(Path, "write_bytes", write_late)
-    check_writable(folder)
-    assert folder.exists() == is_needed
+def test_a_check_does_not_take_the_folder_of_a_run_that_writes(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        for round_ in range(300):
+            folder = tmp_path / str(round_) / "new"
+            checks = [pool.submit(check_writable, folder) for _ in range(2)]
+            put(folder / "x", "a", FILE)
+            for check in checks:
+                check.result()
+            assert os.listdir(folder) == ["x"]
 
 
 @pytest.mark.parametrize("files", [FILE, FOLDER])

@@ -80,7 +80,7 @@ def test_activation_bytes_match_torchs_allocator(part: str, threads: int) -> Non
 
 def test_activation_bytes_of_the_dummy_match_torchs_allocator() -> None:
     model = ModelConfig(name="dummy", dummy_latent_shape=(1, 4, 8, 32, 32))
-    unet, latent = DummyUNet(), torch.zeros(model.dummy_latent_shape)
+    unet, latent = DummyUNet(), torch.zeros(model.dummy_latent.shape)
 
     estimated = estimate(None, model, SAMPLING, device="cpu").denoise.activation_bytes
 

@@ -115,9 +115,7 @@ def live(folder: Path, clips: int, chance: random.Random, between: float, tally:
     tally.faults[what or "left alone"] += 1
     seconds = time.monotonic() - fault_at
     tally.orphans += _wait_for_none_left(folder.name)
-    # torch's own cache of kernels is made by importing it, and is nobody's litter.
-    made = {path.name for path in (folder / "tmp").iterdir()}
-    tally.litter |= {name for name in made if not name.startswith("torchinductor_")}
+    tally.litter |= {path.name for path in (folder / "tmp").iterdir()}
     new = sorted(set((folder / "done").iterdir()) - before, key=lambda path: path.stat().st_mtime)
     tally.growth += _growth(new)
     last_words = (folder / "errors.txt").read_text().strip().splitlines()
@@ -176,7 +174,7 @@ def _growth(results: list[Path]) -> list[float]:
 def wrong_clips(folder: Path) -> list[int]:
     """Finished clips whose latent is not that of a plain loop in this process."""
     determinism.apply_settings(num_threads=CONFIG.num_threads, device="cpu")
-    shape, steps = CONFIG.model.dummy_latent_shape, CONFIG.sampling.num_inference_steps
+    shape, steps = CONFIG.model.dummy_latent.shape, CONFIG.sampling.num_inference_steps
     model = DummyModel(LatentSpec(shape=shape, dims="BCFHW"), steps, torch.device("cpu"))
     wrong = []
     for path in (folder / "done").iterdir():

@@ -173,8 +173,8 @@ def _decode(fake_run: _FakeRun, checkpoint: Checkpoint, sampling: SamplingConfig
 
 
 def _dummy(fake_run: _FakeRun, model: ModelConfig) -> PartMemory:
-    unet = DummyUNet(model.dummy_latent_shape[1]).to(fake_run.dtype)
-    latent = torch.zeros(model.dummy_latent_shape, dtype=fake_run.dtype)
+    latent = torch.zeros(model.dummy_latent.shape, dtype=fake_run.dtype)
+    unet = DummyUNet(latent.shape[1]).to(fake_run.dtype)
     return fake_run.measure([unet], lambda: unet(latent, 0))
 
 

@@ -1,0 +1,52 @@
+"""Gives a session of tests its own folder for temporary files, which must be empty at the end."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from multiprocessing import util
+
+import pytest
+
+# Processes that have just been killed may still be removing their folders.
+_GRACE_SECONDS = 10.0
+
+_found_after: dict[str, str] = {}
+
+
+def pytest_configure() -> None:
+    # pytest keeps the folders of failed tests, which are to outlive the session.
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+    folder = tempfile.tempdir = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="svdpp-")
+    # Importing diffusers into this process creates the folder that this variable names.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", folder)
+    util.get_temp_dir()  # multiprocessing's own folder, which lasts as long as this process
+    # By a finalizer of lower priority than the one that removes that folder.
+    util.Finalize(None, shutil.rmtree, [folder], {"ignore_errors": True}, exitpriority=-200)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _temporary_files() -> Iterator[None]:
+    """Fails the session if anything is left."""
+    yield
+    deadline = time.monotonic() + _GRACE_SECONDS
+    while _left() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    left = {name: _found_after.get(name, "the last test") for name in _left()}
+    assert not left, "left among the temporary files, and first seen after: " + str(left)
+
+
+@pytest.fixture(autouse=True)
+def _temporary_files_of_a_test(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    for name in _left():
+        _found_after.setdefault(name, request.node.nodeid)
+
+
+def _left() -> list[str]:
+    """What lies in the session's folder, beside that of this process's own fork server."""
+    own = os.path.basename(util.get_temp_dir())
+    return [name for name in os.listdir(os.environ["TMPDIR"]) if name != own]
