@@ -23,6 +23,7 @@ from svdpp.errors import (
     error_from_dict,
     error_to_dict,
     exit_code_of,
+    highest_code,
 )
 
 EXIT_CODES = {
@@ -31,11 +32,11 @@ EXIT_CODES = {
     VerificationError: 3,
     OutOfMemoryError: 4,
     ModelError: 5,
-    NotFiniteError: 5,
     RankError: 6,
     TransportError: 6,
     InputError: 7,
     OutputError: 8,
+    NotFiniteError: 9,
 }
 
 
@@ -57,9 +58,9 @@ def test_exit_codes(cls: type[SvdppError]) -> None:
 
 
 def test_exit_codes_are_distinct_but_for_kinds_of_one_another() -> None:
-    codes = [cls.exit_code for cls in EXIT_CODES if cls not in (TransportError, NotFiniteError)]
+    codes = [cls.exit_code for cls in EXIT_CODES if cls is not TransportError]
 
-    assert sorted(codes) == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert sorted(codes) == [1, 2, 3, 4, 5, 6, 7, 8, 9]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -123,3 +124,10 @@ def test_each_meaning_is_in_the_help(cls: type[SvdppError]) -> None:
         assert "1 unexpected;" in str(app.info.epilog)
     else:
         assert f"{cls.exit_code} {cls.meaning}" in str(app.info.epilog)
+
+
+def test_several_errors_end_with_the_highest_code() -> None:
+    first = InputError("a photograph")
+    several = [ModelError("m"), first, InputError("another"), RequestError("r")]
+    assert highest_code(several) is first
+    assert highest_code([*several, NotFiniteError("n")]).exit_code == 9

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from svdpp.cli.console import Console
 from svdpp.config import OutputConfig, PipelineConfig
-from svdpp.errors import error_from_dict, error_to_dict, exit_code_of
+from svdpp.errors import error_from_dict, error_to_dict, highest_code
 
 if TYPE_CHECKING:
     from svdpp.driver.jobs import ClipPlan, OutputPolicy
@@ -61,10 +61,9 @@ def announce(console: Console, config: PipelineConfig, clips: ClipPlan) -> None:
 
 
 def raise_worst(lost: Sequence[Record], num_clips: int) -> None:
-    """Ends the command as the worst of its lost clips asks for; nothing where none is lost."""
+    """Ends the command with the highest exit code of its lost clips; returns if none is lost."""
     if lost:
-        errors = [error_from_dict(clip["error"]) for clip in lost]
-        worst = max(errors, key=exit_code_of)
+        worst = highest_code(error_from_dict(clip["error"]) for clip in lost)
         record = {**error_to_dict(worst), "message": f"{len(lost)} of {num_clips} lost: {worst}"}
         raise error_from_dict(record)
 
