@@ -21,9 +21,9 @@ from svdpp.config import (
     PipelineConfig,
     SamplingConfig,
     TensorSpec,
+    limits,
     sampling_defaults,
 )
-from svdpp.config import limits
 from svdpp.errors import RequestError, exit_code_of
 from svdpp.plan.costs import Costs
 
@@ -184,7 +184,7 @@ def test_threads_go_by_the_cores_of_this_machine(monkeypatch: pytest.MonkeyPatch
 
 def test_the_dummys_latent_has_a_limit() -> None:
     LatentSpec(shape=(1, 4, 2**12, 2**7, 2**7))
-    with pytest.raises(RequestError, match="latent shape .* has more than 268435456 elements"):
+    with pytest.raises(RequestError, match=r"latent shape .* has more than 268435456 elements"):
         LatentSpec(shape=(1, 4, 2**12, 2**7, 2**8))
     with pytest.raises(RequestError, match="needs 5 positive sizes"):
         LatentSpec(shape=(1, 4, True, 8, 8))
@@ -192,7 +192,7 @@ def test_the_dummys_latent_has_a_limit() -> None:
 
 @pytest.mark.parametrize("number", [0, -1, 100_001, True, "8"])
 def test_the_number_of_clips_has_limits(number: Any) -> None:
-    with pytest.raises(RequestError, match="--clips must be .*1 to 100000, got"):
+    with pytest.raises(RequestError, match=r"--clips must be .*1 to 100000, got"):
         limits.check_num_clips(number)
     limits.check_num_clips(100_000)
 

@@ -114,8 +114,8 @@ def run(
         bool,
         typer.Option(
             "--keep-going",
-            help="If some images cannot be read, make the other clips; the command then ends with the "
-            "highest exit code of all lost clips.",
+            help="If some images cannot be read, make the other clips; the command then ends with "
+            "the highest exit code of all lost clips.",
             rich_help_panel=_OUTPUTS,
         ),
     ] = False,

@@ -20,6 +20,7 @@ from svdpp.config import (
     ModelConfig,
     PipelineConfig,
 )
+from svdpp.config.limits import check_num_clips
 from svdpp.errors import RequestError, VerificationError
 from svdpp.launch import temp_folders
 
@@ -203,8 +204,8 @@ def _requests(model: str, inputs: Sequence[str], clips: int | None, seed: int) -
     from svdpp.driver.jobs import read_inputs
     from svdpp.media.examples import example_photos
 
-    if clips is not None and clips < 1:
-        raise RequestError(f"--clips must be 1 or more, got {clips}")
+    if clips is not None:
+        check_num_clips(clips)
     if model == DUMMY_MODEL:
         if inputs:
             raise RequestError("the dummy model takes no images", "use --model demo")

@@ -59,7 +59,7 @@ class ClipRequest:
     latents_key: str | None = None
     """sha256, in hex, of all that the latent's bits depend on: names the latent checkpoints."""
     done_steps: int = 0
-    """Steps that an earlier run has done, from whose latent checkpoint this one goes on; 0: none."""
+    """Steps that an earlier run has done and left as a latent checkpoint; 0: none."""
 
     def __post_init__(self) -> None:
         is_whole = isinstance(self.seed, int) and not isinstance(self.seed, bool)

@@ -133,7 +133,7 @@ class SamplingConfig:
         return replace(self, num_frames=frames, decode_chunk_size=self.decode_chunk_size or frames)
 
 
-def _check_side(name: str, value: object) -> None:
+def _check_side(name: str, value: Any) -> None:
     is_whole = isinstance(value, int) and not isinstance(value, bool)
     require(
         is_whole and 0 < value <= MAX_SIDE and value % _SIDE_UNIT == 0,

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from svdpp.config import ClipRequest, DraftConfig, OutputConfig, PipelineConfig, VideoFormat
+from svdpp.config.limits import check_num_clips
 from svdpp.driver.existing_outputs import clip_as_asked, taken_places
 from svdpp.driver.run_manifest import NAME, RunManifest, how_made
 from svdpp.errors import InputError, RequestError
@@ -92,6 +93,7 @@ def check_outputs(
     """
     if policy.overwrite and policy.resume:
         raise RequestError("--overwrite and --resume contradict each other")
+    check_num_clips(len(found) * len(seeds), "images x seeds")
     owners: dict[Path, Path] = {}
     places: list[OutputConfig] = []
     existing: list[Path] = []

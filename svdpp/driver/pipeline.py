@@ -11,6 +11,7 @@ from typing import Any
 
 from svdpp.config import ClipRequest, PipelineConfig
 from svdpp.driver.liveness import Liveness
+from svdpp.driver.memory_check import check_memory
 from svdpp.driver.rank_launcher import RankLauncher
 from svdpp.driver.shared_settings import silence_limit
 from svdpp.driver.supervisor import Observer, Supervisor
@@ -208,6 +209,9 @@ class Pipeline:
         self._launcher.dismiss(error)
 
     def __enter__(self) -> Pipeline:
+        world = self._launcher.world
+        on_this_host = self.config.world_size if world is None else world.local_size
+        check_memory(self.config, self.checkpoint, self._setup.roles[:on_this_host])
         self._supervisor = Supervisor(
             self._launcher.open(),
             new_liveness(self.config),

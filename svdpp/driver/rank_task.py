@@ -1,4 +1,4 @@
-"""Owns errands: ranks that are started for one piece of work, report on it, and end."""
+"""Owns rank tasks: ranks that are started for one piece of work, report on it, and end."""
 
 from __future__ import annotations
 
@@ -29,19 +29,21 @@ def run_rank_task(
     observers: Sequence[Observer] = (),
     preload: Sequence[str] = (),
 ) -> None:
-    """Starts the ranks of `config`, has each do the task, and ends them.
+    """Starts the ranks of `config`, has each perform the task, and ends them.
 
     Args:
-        task: a function of a module, so that it can be found from another process.
-        config: its world, device, threads and deadlines hold.
-        argument: of the errand; anything that can be pickled.
-        until: whether all has been reported that there is to be; asked after each report.
+        task: a module-level function, so that another process can import it.
+        config: gives the number of ranks, their device and threads, and the deadlines.
+        argument: passed to the task; anything that can be pickled.
+        until: says whether the task is complete; called after each report.
         observers: called in turn with every rank and event.
         preload: modules that the fork server imports once for all ranks.
 
     Raises:
+        RequestError: the device is not there.
         SvdppError: what a rank could not do.
     """
+    process_group.check_devices(config.device, config.world_size)
     group = StartedGroup(
         _main,
         (task, config, argument),

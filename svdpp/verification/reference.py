@@ -16,6 +16,7 @@ import torch
 from PIL import Image
 
 from svdpp.config import ClipRequest, PipelineConfig
+from svdpp.driver.memory_check import check_memory
 from svdpp.driver.pipeline import resolve
 from svdpp.driver.rank_task import run_rank_task
 from svdpp.driver.supervisor import Observer
@@ -67,6 +68,7 @@ def run_reference(
         SvdppError: the oracle could not be run.
     """
     alone, checkpoint = resolve(config.alone())
+    check_memory(alone, checkpoint, alone.plan.roles)
     setup = _Setup(
         config=alone,
         checkpoint=checkpoint,
