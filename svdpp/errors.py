@@ -99,7 +99,7 @@ class OutputError(SvdppError):
 
 
 class NotFiniteError(SvdppError):
-    """NaN or infinity appeared in a clip's latent or frames: that clip is lost, the others are not."""
+    """A clip's latent or frames became NaN or infinite: that clip is lost, the others are not."""
 
     exit_code = 9
     meaning = "a latent is not finite"
