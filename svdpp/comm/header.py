@@ -6,6 +6,7 @@ said and checked before its bytes are taken.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -14,17 +15,18 @@ from itertools import accumulate
 from svdpp.config import TensorSpec
 from svdpp.errors import TransportError
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 HEADER_BYTES = 1024
 MAX_TENSORS = 8
 MAX_DIMS = 8
 _MAGIC = b"SVDPPKT\0"
 _DTYPE_CODES = {"fp32": 1, "fp16": 2, "bf16": 3, "uint8": 4}
 _DTYPE_NAMES = {code: name for name, code in _DTYPE_CODES.items()}
-# Begun is the unix time of the clip's begin, crc the payload's crc32, count the number of tensors.
+# Begun is the unix time at which the clip began, compute the seconds that ranks have computed for
+# it, crc the payload's crc32, count the number of tensors.
 _HEAD_FORMATS = {
     **{"magic": "8s", "version": "H", "flags": "H", "clip": "Q", "step": "I", "sequence": "Q"},
-    **{"begun": "d", "bytes": "Q", "crc": "I", "count": "H"},
+    **{"begun": "d", "compute": "d", "bytes": "Q", "crc": "I", "count": "H"},
 }
 _TENSOR_FORMATS = {"name": "32s", "dtype": "B", "dims": "B", "shape": f"{MAX_DIMS}Q"}
 _HEAD, _TENSOR = (
@@ -55,6 +57,7 @@ class Header:
         tensors: name, shape and dtype of each tensor, in the order of the payload.
         tombstone: the clip has failed on its way: no payload follows.
         crc: crc32 of the payload; None where none was taken.
+        compute_seconds: that ranks have computed for this clip so far.
     """
 
     clip: int
@@ -64,6 +67,7 @@ class Header:
     tensors: tuple[tuple[str, TensorSpec], ...]
     tombstone: bool = False
     crc: int | None = None
+    compute_seconds: float = 0.0
 
     @property
     def num_bytes(self) -> int:
@@ -82,6 +86,7 @@ class Header:
             self.next_step,
             self.sequence,
             self.begun_at,
+            self.compute_seconds,
             self.num_bytes,
             self.crc or 0,
             len(self.tensors),
@@ -99,7 +104,7 @@ class Header:
         if len(data) != HEADER_BYTES:
             raise TransportError(f"a header has {HEADER_BYTES} bytes, got {len(data)}")
         magic, version, flags, *fields = _HEAD.unpack_from(data)
-        clip, next_step, sequence, begun_at, num_bytes, crc, num_tensors = fields
+        clip, next_step, sequence, begun_at, compute, num_bytes, crc, num_tensors = fields
         if magic != _MAGIC:
             raise TransportError("the header does not begin as a packet's does")
         if version != PROTOCOL_VERSION:
@@ -107,6 +112,8 @@ class Header:
                 f"the sender speaks packet protocol {version}, this rank {PROTOCOL_VERSION}",
                 "install the same svdpp version for every rank",
             )
+        if not (math.isfinite(begun_at) and math.isfinite(compute)):
+            raise TransportError(f"the header carries times that are none: {begun_at}, {compute}")
         if flags & ~(_TOMBSTONE | _CHECKSUM):
             raise TransportError(f"the header carries unknown flags {flags:#06x}")
         if num_tensors > MAX_TENSORS:
@@ -117,6 +124,7 @@ class Header:
             *(clip, next_step, sequence, begun_at, tensors),
             tombstone=bool(flags & _TOMBSTONE),
             crc=crc if flags & _CHECKSUM else None,
+            compute_seconds=compute,
         )
         if header.num_bytes != num_bytes:
             raise TransportError(

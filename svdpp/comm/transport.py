@@ -48,8 +48,9 @@ class Packet:
         begun_at: unix time in seconds at which the clip's encode began.
         tensors: by name, contiguous or not, all on the rank's device; none where it is tombstone.
         tombstone: the clip has failed at an earlier rank. It still travels, since every list after
-        that
-            rank's expects it, but nobody works on it.
+            that rank's expects it, but nobody works on it.
+        compute_seconds: that ranks have computed for the clip so far, in encode, steps and decode;
+            of a resumed clip, those of the steps before as well.
     """
 
     clip: int
@@ -57,6 +58,7 @@ class Packet:
     begun_at: float
     tensors: dict[str, torch.Tensor]
     tombstone: bool = False
+    compute_seconds: float = 0.0
 
 
 class Transfer(NamedTuple):
@@ -187,6 +189,7 @@ class Transport:
                 tuple((name, tensor_spec(tensor)) for name, tensor in packet.tensors.items()),
                 tombstone=packet.tombstone,
                 crc=_crc32(staged) if self._checksum and not packet.tombstone else None,
+                compute_seconds=packet.compute_seconds,
             )
             data = header.pack()
             if self._tamper is not None:
@@ -254,7 +257,10 @@ class PendingPacket:
         self._wire.hand_over(payload)
         tensors = dict(_unpack(payload, header.tensors))
         begun_at = header.begun_at + self._wall_ahead
-        return Packet(header.clip, header.next_step, begun_at, tensors, header.tombstone)
+        return Packet(
+            *(header.clip, header.next_step, begun_at, tensors, header.tombstone),
+            compute_seconds=header.compute_seconds,
+        )
 
 
 class _Link:

@@ -1,4 +1,4 @@
-"""Owns the last yards of a clip: hashes, file and JSON, in a thread beside the denoising."""
+"""Owns finishing a clip: hashes, file and JSON, in a thread beside the denoising."""
 
 from __future__ import annotations
 
@@ -31,14 +31,16 @@ class FinishedClip:
         latent: final.
         frames: None where there are none to write.
         begun_at: unix time in seconds at which the clip's encode began.
-        is_draft: it is not the clip's last word.
-        replaces: the place of an approximation, which goes when this one is in its place.
+        compute_seconds: that ranks have computed for it, in encode, steps and decode.
+        is_draft: whether the exact clip may still follow.
+        replaces: the draft that is removed once this clip is in its place.
     """
 
     job: ClipJob
     latent: torch.Tensor
     frames: Frames | None
     begun_at: float
+    compute_seconds: float = 0.0
     is_draft: bool = False
     replaces: OutputConfig | None = None
 
@@ -121,13 +123,17 @@ class ClipWriter:
             "conditions": self._conditions,
             "latents_sha256": tensor_sha256(finished.latent),
             "frames_sha256": None if frames is None else video.frames_sha256(frames),
-            "seconds": round(time.time() - finished.begun_at, 3),
+            "compute_seconds": round(finished.compute_seconds, 3),
+            "wall_seconds": round(time.time() - finished.begun_at, 3),
+            "resumed_from_step": job.request.done_steps,
             **({"host": self._host} if self._host else {}),
         }
         output = self._here(job.request.output)
         if output is not None and frames is not None:
-            # The JSON says that the clip is whole, so it comes second.
-            video.write_clip(frames, output, fps=self._fps, metadata=record)
+            # The JSON says that the clip is whole, so it comes second. It alone holds the file's
+            # own hash, which the file cannot.
+            sha256 = video.write_clip(frames, output, fps=self._fps, metadata=record)
+            record = {**record, "file_sha256": sha256}
             if finished.is_draft:
                 self._drafts.add(output.path)
             output_files.write_json(Path(output.json_path), record)

@@ -27,12 +27,14 @@ class Result:
         latent: final.
         frames: None where results are not decoded.
         seconds: from the clip's encode until this result was at the last rank.
+        compute_seconds: that ranks computed on this result's own path, from the encode on.
     """
 
     rank: int
     latent: torch.Tensor
     frames: Frames | None
     seconds: float
+    compute_seconds: float = 0.0
 
 
 class DraftResults:
@@ -137,6 +139,7 @@ class DraftResults:
                 latent=result.latent,
                 frames=result.frames,
                 begun_at=self._begun_at,
+                compute_seconds=result.compute_seconds,
                 is_draft=is_draft,
                 replaces=replaces,
             )
@@ -147,7 +150,7 @@ class DraftResults:
             "rank": result.rank,
             "rounds": self._draft_plan.rounds(result.rank),
             "num_steps": self._draft_plan.num_steps,
-            "seconds": round(result.seconds, 3),
+            "wall_seconds": round(result.seconds, 3),
         }
 
 

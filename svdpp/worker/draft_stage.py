@@ -138,7 +138,11 @@ class DraftStage(PipelineStage):
         self, action: Action, packet: Packet, tensors: dict[str, torch.Tensor]
     ) -> None:
         """Sends `tensors` of the packet's clip; a tombstone where there are none."""
-        sent = Packet(action.clip, action.end, packet.begun_at, tensors, tombstone=not tensors)
+        sent = Packet(
+            *(action.clip, action.end, packet.begun_at, tensors),
+            tombstone=not tensors,
+            compute_seconds=packet.compute_seconds,
+        )
         with self._waiting(action):
             self._transport.send(sent, action.peer)
 
@@ -198,7 +202,13 @@ class DraftStage(PipelineStage):
     def _add_result(self, action: Action, rank: int, packet: Packet, frames: Frames | None) -> None:
         seconds = time.time() - packet.begun_at
         latent = packet.tensors[LATENTS]
-        result = Result(rank=rank, latent=latent, frames=frames, seconds=seconds)
+        result = Result(
+            rank=rank,
+            latent=latent,
+            frames=frames,
+            seconds=seconds,
+            compute_seconds=packet.compute_seconds,
+        )
         with self._waiting(action):
             self._results_of_clip[action.clip].add(result)
 

@@ -20,7 +20,7 @@ from svdpp.errors import InputError
 from svdpp.media import output_files
 from svdpp.worker.bounded_executor import BoundedExecutor
 
-_SCHEMA_VERSION = 1
+_SCHEMA_VERSION = 2
 _KEY = re.compile(r"[0-9a-f]{64}")
 _NAME = re.compile(r"([0-9a-f]{64})_step(\d{1,6})\.safetensors", re.ASCII)
 
@@ -51,6 +51,7 @@ class LatentCheckpoints:
             "schema_version": _SCHEMA_VERSION,
             "next_step": packet.next_step,
             "begun_at": packet.begun_at,
+            "compute_seconds": packet.compute_seconds,
             "conditions": self._conditions,
             "sha256": _sha256(tensors),
         }
@@ -93,7 +94,10 @@ class LatentCheckpoints:
                     f"delete {path.name!r}, and the clip is made anew",
                 )
         in_order = {name: tensors[name].to(device) for name in expected}
-        return Packet(clip, step, float(said["begun_at"]), in_order)
+        return Packet(
+            *(clip, step, float(said["begun_at"]), in_order),
+            compute_seconds=float(said["compute_seconds"]),
+        )
 
     def _path(self, key: str, step: int) -> Path:
         assert _KEY.fullmatch(key), f"not a key: {key!r}"

@@ -239,6 +239,7 @@ class PipelineStage:
                         latent=packet.tensors[LATENTS],
                         frames=self._frames.pop(action.clip, None),
                         begun_at=packet.begun_at,
+                        compute_seconds=packet.compute_seconds,
                     )
                 )
         self._forget(action.clip)
@@ -273,10 +274,11 @@ class PipelineStage:
 
     @contextmanager
     def _timed(self, action: Action) -> Iterator[None]:
-        """Reports the time of a compute action, and the wait before it."""
+        """Reports the time of a compute action, and the wait before it; counts it as the clip's."""
         start = time.monotonic()
         yield
         end = time.monotonic()
+        self._packets[action.clip].compute_seconds += end - start
         self._reporter.send(
             ActionDone(action=str(action), start=start, end=end, waited=self._waited)
         )
