@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -91,7 +92,7 @@ def print_clips(
     exact = [record for record in records if record["exact"] and not _elsewhere(record)]
     if exact:
         output = OutputConfig(path=str(out / exact[0]["output"]), format=exact[0]["format"])
-        console.info(f"to prove one: svdpp verify {output.json_path}")
+        console.info(f"to prove one: svdpp verify {shlex.quote(output.path)}")
 
 
 def _elsewhere(record: Record) -> str:

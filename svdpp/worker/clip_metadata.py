@@ -170,18 +170,26 @@ class _ClipMetadata(BaseModel):
 
 
 def read_clip_metadata(path: Path) -> dict[str, Any]:
-    """A clip's JSON, with whatever else it says.
+    """A clip's JSON, checked, with whatever else it says.
 
     Raises:
         InputError: it is no such file.
     """
+    return checked_clip_metadata(parse_clip_json(path), f"{str(path)!r} is no clip's JSON")
+
+
+def parse_clip_json(path: Path) -> Any:
+    """The value in a clip's JSON, not checked yet.
+
+    Raises:
+        InputError: the file cannot be read, or is no JSON.
+    """
     data = read_small_file(path, "clip's JSON")
     try:
         # Not read by pydantic, which refuses the escapes in names that are not UTF-8.
-        values = json.loads(data)
+        return json.loads(data)
     except (ValueError, RecursionError) as error:
         raise InputError(f"{str(path)!r} is no clip's JSON: {error}") from error
-    return checked_clip_metadata(values, f"{str(path)!r} is no clip's JSON")
 
 
 def checked_clip_metadata(values: object, fault: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Owns what a run leaves behind for comparison: hashes, and latents and frames kept in a folder."""
+"""Owns what a run keeps for comparison: hashes of tensors, and a folder of latents and frames."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class TensorStore:
 
     Args:
         folder: exists; one process writes a given clip and step.
-        send: takes each file's name and content instead of the folder, for another process that
-            puts it into its own; None: the folder does.
+        send: called with each file's name and content, which another process then passes to `put`;
+            None: files are written to `folder`.
     """
 
     def __init__(self, folder: Path, send: Callable[[str, bytes], None] | None = None) -> None:
@@ -39,37 +39,41 @@ class TensorStore:
     def put(self, name: str, data: bytes) -> None:
         """Keeps a file that another process has sent."""
         if not _NAME.fullmatch(name):
-            raise ValueError(f"no tensor_store is called {name!r}")
+            raise ValueError(f"no file of a tensor store is called {name!r}")
         (self._folder / name).write_bytes(data)
 
     def keep_latent(
         self, clip: int, step: int, latent: torch.Tensor, *, draft_rank: int | None = None
     ) -> None:
-        """Keeps the latent of `clip` with `step` steps done; of a draft, that which a rank has."""
+        """Keeps the latent of `clip` after `step` steps; in a draft, the latent of one rank."""
         data = save({LATENTS: latent.detach().cpu().contiguous()})
         self._keep(self._path(clip, draft_rank, f"step{step}.safetensors").name, data)
 
     def has_latent(self, clip: int, step: int, *, draft_rank: int | None = None) -> bool:
-        """Whether that latent was kept."""
+        """Whether that latent is there."""
         return self._path(clip, draft_rank, f"step{step}.safetensors").exists()
 
     def latent(self, clip: int, step: int, *, draft_rank: int | None = None) -> torch.Tensor:
-        """The kept latent; FileNotFoundError where there is none."""
+        """The kept latent; FileNotFoundError if there is none."""
         path = self._path(clip, draft_rank, f"step{step}.safetensors")
         latent: torch.Tensor = load_file(path)[LATENTS]
         return latent
 
     def keep_frames(self, clip: int, frames: Frames, *, draft_rank: int | None = None) -> None:
-        """Keeps the frames of `clip`; of a draft, those that a rank came to."""
+        """Keeps the frames of `clip`; in a draft, the frames of one rank."""
         buffer = io.BytesIO()
         np.save(buffer, frames, allow_pickle=False)
         self._keep(self._path(clip, draft_rank, "frames.npy").name, buffer.getvalue())
 
     def frames(self, clip: int, *, draft_rank: int | None = None) -> Frames:
-        """The kept frames; FileNotFoundError where there are none."""
+        """The kept frames; FileNotFoundError if there are none."""
         path = self._path(clip, draft_rank, "frames.npy")
         frames: Frames = np.load(path, allow_pickle=False)
         return frames
+
+    def forget_frames(self, clip: int) -> None:
+        """Removes the kept frames of `clip`, if there are any."""
+        self._path(clip, None, "frames.npy").unlink(missing_ok=True)
 
     def _path(self, clip: int, draft_rank: int | None, what: str) -> Path:
         whose = "" if draft_rank is None else f"_rank{draft_rank}"
