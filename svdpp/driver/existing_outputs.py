@@ -49,7 +49,7 @@ def clip_as_asked(
     accepted = _whole(output.draft, record)
     if accepted is None or draft.accept_psnr_db is None:
         return None
-    about = accepted["draft"] or {}
+    about = accepted.get("draft") or {}
     return accepted if about.get("accept_psnr_db", 0) >= draft.accept_psnr_db else None
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,7 +76,7 @@ def find_clips(inputs: Iterable[str]) -> tuple[list[Path], list[Path]]:
         matches = _expand(text)
         is_single = matches == [Path(text)]
         for path in matches:
-            if path.is_dir() and not _is_frames_folder(path):
+            if os.path.isdir(path) and not _is_frames_folder(path):
                 clips, others = _clips_in(path)
                 if not clips and is_single:
                     raise InputError(f"there is no clip in the folder {text!r}")
@@ -99,7 +100,7 @@ def read_clip(path: Path) -> ClipOnDisk:
     """
     if path.suffix == ".json":
         return _of_json(path)
-    if path.name == MANIFEST or not path.exists():
+    if path.name == MANIFEST or not os.path.exists(path):
         raise InputError(f"{str(path)!r} does not exist")
     raw = video.read_metadata(path)
     metadata = checked_clip_metadata(raw, f"the metadata in {str(path)!r} is no clip's")
@@ -122,19 +123,18 @@ def find_photo(clip: ClipOnDisk, image: Path | None) -> Path:
     if image is None:
         candidates = [recorded, folder / recorded.name, *_images_in(folder)]
     else:
-        candidates = list(_images_in(image)) if image.is_dir() else [image]
+        candidates = list(_images_in(image)) if os.path.isdir(image) else [image]
     for path in dict.fromkeys(candidates):
         if _sha256(path) == wanted:
             return path
-    where = recorded if image is None else image
-    raise InputError(
-        f"{str(where)!r} is not the photograph that {clip.path.name!r} was made from"
-        if where.exists() and not where.is_dir()
-        else f"{str(where)!r}, the photograph of {clip.path.name!r}, is not there"
-        if image is None
-        else f"there is no photograph of {clip.path.name!r} at {str(where)!r}",
-        f"--image PATH names it; its sha256 is {wanted}",
-    )
+    where, name = recorded if image is None else image, clip.path.name
+    if os.path.isfile(where):
+        what = f"{str(where)!r} is not the photograph that {name!r} was made from"
+    elif image is None:
+        what = f"{str(where)!r}, the photograph of {name!r}, is not there"
+    else:
+        what = f"there is no photograph of {name!r} at {str(where)!r}"
+    raise InputError(what, f"--image PATH names it; its sha256 is {wanted}")
 
 
 def _of_json(path: Path) -> ClipOnDisk:
@@ -156,7 +156,7 @@ def _names_clips(text: str) -> bool:
 
 
 def _is_clip_or_holds_one(path: Path) -> bool:
-    if not path.is_dir() or _is_frames_folder(path):
+    if not os.path.isdir(path) or _is_frames_folder(path):
         return _is_clip(path)
     return (path / MANIFEST).exists() or bool(_clips_in(path)[0])
 
@@ -164,7 +164,7 @@ def _is_clip_or_holds_one(path: Path) -> bool:
 def _is_clip(path: Path) -> bool:
     """Whether it is a clip's JSON, however damaged, or a file with a clip's metadata."""
     if path.suffix != ".json":
-        return (path.suffix in _VIDEOS or path.is_dir()) and _carries_metadata(path)
+        return (path.suffix in _VIDEOS or os.path.isdir(path)) and _carries_metadata(path)
     if path.name == MANIFEST:
         return False
     if path.with_suffix("").suffix in _VIDEOS or _is_frames_folder(path.with_suffix("")):
@@ -212,7 +212,7 @@ def _is_about(json_path: Path, path: Path) -> bool:
 def _expand(text: str, *, must_match: bool = True) -> list[Path]:
     """The path itself, or those that its pattern matches."""
     path = Path(text)
-    if path.exists() or not any(char in text for char in "*?["):
+    if os.path.exists(text) or not any(char in text for char in "*?["):
         return [path]
     matches = [Path(name) for name in sorted(glob.glob(text, recursive=True))]
     if not matches and must_match:
@@ -221,7 +221,7 @@ def _expand(text: str, *, must_match: bool = True) -> list[Path]:
 
 
 def _is_frames_folder(path: Path) -> bool:
-    return (path / _FIRST_FRAME).is_file()
+    return os.path.isfile(path / _FIRST_FRAME)  # unlike pathlib, False for names that are too long
 
 
 def _carries_metadata(path: Path) -> bool:
@@ -233,7 +233,7 @@ def _carries_metadata(path: Path) -> bool:
 
 def _images_in(folder: Path) -> Iterator[Path]:
     """A folder's images, by name."""
-    names = sorted(folder.iterdir()) if folder.is_dir() else []
+    names = sorted(folder.iterdir()) if os.path.isdir(folder) else []
     yield from (path for path in names if path.suffix.lower() in photos.SUFFIXES)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from svdpp.config import ClipRequest, ModelConfig, PipelineConfig
+from svdpp.config import DUMMY_MODEL, ClipRequest, ModelConfig, PipelineConfig
 from svdpp.driver.supervisor import Observer
 from svdpp.errors import (
     ModelError,
@@ -224,6 +224,8 @@ def _new_task(path: Path, settings: Settings) -> ClipTask:
 
 def _config(clip: ClipOnDisk, settings: Settings) -> PipelineConfig:
     metadata = clip.metadata
+    if metadata["model"] == DUMMY_MODEL:
+        raise RequestError(f"{clip.path.name!r} says 'dummy', and the dummy model makes no clips")
     return PipelineConfig(
         world_size=1,
         model=ModelConfig(

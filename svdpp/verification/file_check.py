@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -56,7 +57,7 @@ def check_file(clip: ClipOnDisk, frames: Frames) -> ClipCheck:
         frames: recomputed, uint8, shape (F, H, W, 3).
     """
     recorded, found = clip.metadata["file_sha256"], None
-    if not clip.path.exists():
+    if not os.path.exists(clip.path):
         missing = f"there is no {clip.path.name!r}"
         return ClipCheck(what="file", equal=False, recorded=recorded, found=None, detail=missing)
     try:

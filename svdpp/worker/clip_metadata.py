@@ -203,7 +203,8 @@ def checked_clip_metadata(values: object, fault: str) -> dict[str, Any]:
         InputError: naming the first field that is wrong.
     """
     try:
-        return _ClipMetadata.model_validate(values).model_dump()
+        found = _ClipMetadata.model_validate(values)
+        return found.model_dump(exclude={"draft"} - found.model_fields_set)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the file"
@@ -221,7 +222,7 @@ def read_draft(output: OutputConfig) -> dict[str, Any] | None:
         there = read_clip_metadata(Path(output.json_path))
     except InputError:
         return None
-    return None if there["exact"] else there["draft"]
+    return None if there["exact"] else there.get("draft")
 
 
 def recorded_sampling(record: dict[str, Any]) -> SamplingConfig:

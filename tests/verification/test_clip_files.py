@@ -174,7 +174,7 @@ def test_a_pipe_beside_a_clip_is_not_waited_for(out: Path) -> None:
     record = json.loads((out / "a.mp4.json").read_text())
     (out / "a.mp4.json").write_text(json.dumps({**record, "input": "pipe.jpg"}))
     os.mkfifo(out / "pipe.jpg")
-    with pytest.raises(InputError, match=r"pipe.jpg' is not the photograph"):
+    with pytest.raises(InputError, match=r"pipe.jpg', the photograph of .a.mp4."):
         find_photo(read_clip(out / "a.mp4.json"), None)
     os.mkfifo(out / "b.mp4.json")
     with pytest.raises(InputError, match="is not a regular file"):
