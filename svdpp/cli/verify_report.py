@@ -25,15 +25,12 @@ def print_verdict(console: Console, verdict: VerificationResult) -> None:
             str(check.step),
             str(check.rank),
             "equal" if check.bitwise else ("within" if check.equal else "DIFFERENT"),
-            f"{check.max_abs_diff:.3g}",
-            str(check.max_ulp),
+            "0" if check.bitwise else check.distance,
             check.sha256[:12],
         )
         for check in verdict.checks
     ]
-    console.table(
-        ("clip", "what", "step", "rank", "verdict", "max diff", "max ulp", "sha256"), rows
-    )
+    console.table(("clip", "what", "step", "rank", "verdict", "max difference", "sha256"), rows)
     if verdict.bitwise:
         clips = len({check.clip for check in verdict.checks})
         console.result(

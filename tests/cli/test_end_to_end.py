@@ -150,7 +150,8 @@ def test_verify_catches_a_planted_fault_with_exit_code_3() -> None:
     assert (report["equal"], report["bitwise"]) == (False, False)
     bad = [check for check in report["checks"] if not check["equal"]]
     assert [(check["clip"], check["step"], check["rank"]) for check in bad] == [(1, 4, 1)]
-    assert "clip 1, the final latent, done by rank 1: first at index [0, 2, 0, 0, 0]" in done.stderr
+    where = "first at frame 0, channel 2, row 0, column 0 (index [0, 2, 0, 0, 0])"
+    assert f"clip 1, the final latent, done by rank 1: {where}, max difference" in done.stderr
 
 
 def test_torchrun_joins_its_world() -> None:
