@@ -131,25 +131,22 @@ def _map(strength: npt.NDArray[np.float64]) -> Pixels:
         return picture
     size = _factor(strength.shape)
     corners = np.unique(places // size * size, axis=0)
+    outline = np.zeros(grey.shape, bool)
     if len(corners) > _MAX_OUTLINES:
-        _outline(picture, places.min(axis=0), places.max(axis=0) + 1)
+        _outline(outline, places.min(axis=0), places.max(axis=0) + 1)
     else:
         for corner in corners:
-            _outline(picture, corner, corner + size)
+            _outline(outline, corner, corner + size)
+    picture[outline & (grey == 0)] = _OUTLINE
     return picture
 
 
-def _outline(picture: Pixels, start: npt.NDArray[Any], end: npt.NDArray[Any]) -> None:
-    """Draws a box around rows and columns `start` to `end`, as far as it lies in the picture."""
-    (top, left), (bottom, right) = start - _MARGIN, end + _MARGIN - 1
-    rows = slice(max(top, 0), bottom + 1)
-    columns = slice(max(left, 0), right + 1)
-    for row in (top, bottom):
-        if 0 <= row < picture.shape[0]:
-            picture[row, columns] = _OUTLINE
-    for column in (left, right):
-        if 0 <= column < picture.shape[1]:
-            picture[rows, column] = _OUTLINE
+def _outline(mask: npt.NDArray[np.bool_], start: Any, end: Any) -> None:
+    """Draws a box around rows and columns `start` to `end`, clipped to the picture."""
+    top, left = np.maximum(start - _MARGIN, 0)
+    bottom, right = np.minimum(end + _MARGIN, mask.shape) - 1
+    mask[[top, bottom], left : right + 1] = True
+    mask[top : bottom + 1, [left, right]] = True
 
 
 def _factor(shape: Sequence[int]) -> int:

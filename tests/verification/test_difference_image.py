@@ -78,6 +78,15 @@ def test_one_pixel_is_not_lost_where_pictures_are_made_smaller() -> None:
     assert _outlined(difference) == [True]
 
 
+def test_an_outline_follows_the_edge_of_the_picture() -> None:
+    ours = np.zeros((1, 1, 16, 16), np.float32)
+    theirs = ours.copy()
+    theirs[0, 0, 0, 15] = 1
+    (picture,) = latent_difference(ours, theirs).maps
+    box = np.argwhere((picture == OUTLINE).all(-1))
+    assert (box.min(0).tolist(), box.max(0).tolist()) == ([0, 235], [20, 255])
+
+
 def test_many_differences_share_an_outline() -> None:
     ours = np.zeros((1, 256, 256, 3), np.uint8)
     theirs = ours.copy()
