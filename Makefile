@@ -29,7 +29,7 @@ help: ## Show these targets
 demo: $(STAMP) ## Animate four photographs on two CPU ranks, then prove one clip bitwise
 	$(BIN)/svdpp run svdpp/assets/photos/*.jpg --device cpu --world 2 --model demo \
 	  --out $(DEMO) --overwrite
-	$(BIN)/svdpp verify $(DEMO)/astronaut_0.json
+	$(BIN)/svdpp verify $(DEMO)/astronaut_0.mp4
 	@echo "The clips:"
 	@ls -1 $(DEMO)/*.mp4
 

@@ -1,23 +1,23 @@
-"""Owns every error a user can meet, each with its exit code; knows no other room.
+"""Owns every error a user can meet, each with its exit code; imports no other package.
 
-An error is one sentence for the person at the terminal plus, where there is one, the mend. It is
-built of plain strings so that it can cross a process boundary as a record and be raised again on
-the other side as the same type.
+An error is one sentence for the person at the terminal and, if there is one, a hint with the fix.
+It holds plain strings only, so that another process can raise it again as the same type.
 """
 
 from __future__ import annotations
 
 import copy
 import signal
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 
 class SvdppError(Exception):
-    """Base of all errors that are answered with a sentence instead of a traceback.
+    """Base of all errors that the user sees as a sentence instead of a traceback.
 
     Args:
         message: one sentence that says what is wrong, with the values that matter.
-        hint: the mend, usually the next command to type; empty where there is none.
+        hint: the fix, usually the next command to type; empty if there is none.
     """
 
     exit_code: ClassVar[int] = 1
@@ -60,18 +60,14 @@ class ModelError(SvdppError):
     meaning = "model missing, gated, incomplete or not safetensors"
 
 
-class NotFiniteError(ModelError):
-    """A clip's numbers became NaN or infinite: the clip is lost, the others are not."""
-
-
 class RankError(SvdppError):
     """A rank died, raised, stalled or never started.
 
     Args:
         message: which rank, clip and step, and the cause.
-        hint: the mend.
-        picture: the rank x time grid with the place marked; empty where nothing had been done.
-        details: the rank's own traceback or last words, for `--debug` and the log.
+        hint: the fix.
+        picture: the rank x time grid with the failed action marked; empty if no action had run.
+        details: the rank's own traceback or last output, for `--debug` and the log.
     """
 
     exit_code = 6
@@ -90,7 +86,7 @@ class DeviceError(RankError):
 
 
 class TransportError(RankError):
-    """A packet between two ranks was not the one expected, or the wire between them broke."""
+    """A packet between two ranks was not the expected one, or the connection broke."""
 
 
 class InputError(SvdppError):
@@ -111,11 +107,18 @@ class ClosedError(SvdppError, RuntimeError):
     """From Python: a pipeline was used outside its block, or closed with clips unfinished."""
 
 
-class Interrupted(BaseException):
-    """The run was ended by a signal; the exit code is 128 plus its number, as in a shell.
+class NotFiniteError(SvdppError):
+    """A clip's latent or frames became NaN or infinite: that clip is lost, the others are not."""
 
-    Like KeyboardInterrupt no Exception: it is raised wherever the program happens to be, and a
-    library's `except Exception` there, such as the log's around its file, would swallow it.
+    exit_code = 9
+    meaning = "a latent is not finite"
+
+
+class Interrupted(BaseException):
+    """A signal ended the run; the exit code is 128 plus the signal's number, as in a shell.
+
+    Not an Exception, like KeyboardInterrupt: it can be raised at any point of the program, where a
+    library's `except Exception` would swallow it.
     """
 
     def __init__(self, signal_number: int) -> None:
@@ -134,26 +137,33 @@ _TYPES: dict[str, type[SvdppError]] = {
         VerificationError,
         OutOfMemoryError,
         ModelError,
-        NotFiniteError,
         RankError,
         DeviceError,
         TransportError,
         InputError,
         OutputError,
         ClosedError,
+        NotFiniteError,
     )
 }
 
 
 def exit_code_of(error: BaseException) -> int:
-    """The process exit code that `error` ends the command with; 1 where it is no `SvdppError`."""
+    """The process exit code for `error`; 1 for everything that is not an `SvdppError`."""
     if isinstance(error, Interrupted):
         return 128 + error.signal_number
     return error.exit_code if isinstance(error, SvdppError) else 1
 
 
+def highest_code(errors: Iterable[SvdppError]) -> SvdppError:
+    """The error that ends a command in which several clips or points failed, each by its own error:
+    the one with the highest exit code, of equal ones the first.
+    """
+    return max(errors, key=exit_code_of)
+
+
 def error_to_dict(error: BaseException) -> dict[str, Any]:
-    """`error` as plain strings, to be sent to another process."""
+    """`error` as plain strings, to send to another process."""
     if isinstance(error, SvdppError):
         return {"type": type(error).__name__, "message": error.message, "hint": error.hint}
     kind = Interrupted.__name__ if isinstance(error, Interrupted) else ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,12 +21,14 @@ from svdpp.config import (
     PipelineConfig,
     SamplingConfig,
     TensorSpec,
+    limits,
     sampling_defaults,
 )
 from svdpp.errors import RequestError, exit_code_of
 from svdpp.plan.costs import Costs
 
 INF, NAN = math.inf, math.nan
+THREADS = limits.max_threads()
 
 
 def pipeline(**given: Any) -> PipelineConfig:
@@ -45,22 +48,30 @@ REFUSED = [
     (ModelConfig, {"dtype": "float64"}, "dtype 'float64' is none of fp32, fp16, bf16"),
     (ModelConfig, {"name": ""}, "the model name is empty"),
     (ModelConfig, {"name": "  "}, "the model name is empty"),
-    (SamplingConfig, {"num_inference_steps": 0}, "steps must be 1 or more, got 0"),
-    (SamplingConfig, {"num_inference_steps": -28}, "steps must be 1 or more, got -28"),
+    (SamplingConfig, {"num_inference_steps": 0}, "--steps must be 1 to 1000, got 0"),
+    (SamplingConfig, {"num_inference_steps": -28}, "--steps must be 1 to 1000, got -28"),
     *[
-        (SamplingConfig, {side: value}, f"--{side} must be a positive multiple of 8, got {value}")
+        (
+            SamplingConfig,
+            {side: value},
+            f"--{side} must be a multiple of 8 from 8 to 4096, got {value}",
+        )
         for side in ("height", "width")
         for value in (0, -8, 7, 100, 577)
     ],
-    (SamplingConfig, {"num_frames": 0}, "--frames must be 1 or more, got 0"),
-    (SamplingConfig, {"num_frames": -1}, "--frames must be 1 or more, got -1"),
-    (SamplingConfig, {"decode_chunk_size": 0}, "--decode-chunk-size must be 1 or more, got 0"),
+    (SamplingConfig, {"num_frames": 0}, "--frames must be 1 to 1024, got 0"),
+    (SamplingConfig, {"num_frames": -1}, "--frames must be 1 to 1024, got -1"),
+    (SamplingConfig, {"decode_chunk_size": 0}, "--decode-chunk-size must be 1 to 1024, got 0"),
     (SamplingConfig, {"fps": 0}, "--fps must be 1 to 240 frames a second, got 0"),
     (SamplingConfig, {"fps": 241}, "--fps must be 1 to 240 frames a second, got 241"),
     (SamplingConfig, {"motion_bucket_id": -1}, "--motion-bucket-id must be 0 to 1023, got -1"),
     (SamplingConfig, {"motion_bucket_id": 1024}, "--motion-bucket-id must be 0 to 1023"),
     *[
-        (SamplingConfig, {name: value}, f"--{name.replace('_', '-')} must be a finite number, 0 or")
+        (
+            SamplingConfig,
+            {name: value},
+            f"--{name.replace('_', '-')} must be a finite number, 0 to 1",
+        )
         for name in ("noise_aug_strength", "min_guidance_scale", "max_guidance_scale")
         for value in (-0.1, INF, -INF, NAN)
     ],
@@ -71,32 +82,43 @@ REFUSED = [
     ),
     (SamplingConfig, {"num_frames": 1}, "one frame takes the minimum guidance alone"),
     (SamplingConfig, {"fit": "zoom"}, "--fit must be crop, pad or stretch, got 'zoom'"),
-    (pipeline, {"world_size": 0}, "the number of ranks must be 1 or more, got 0"),
+    (pipeline, {"world_size": 0}, "--world must be 1 to 65536, got 0"),
     (pipeline, {"world_size": 29}, "29 ranks are more than 28 steps"),
     (pipeline, {"world_size": 3}, "28 steps cannot be split evenly over 3 ranks"),
-    (pipeline, {"num_threads": 0}, "--threads must be 1 to 1024, got 0"),
-    (pipeline, {"num_threads": 1025}, "--threads must be 1 to 1024, got 1025"),
+    (pipeline, {"num_threads": 0}, f"--threads must be 1 to {THREADS} on this machine, got 0"),
+    (pipeline, {"num_threads": THREADS + 1}, f"must be 1 to {THREADS} on this machine, got"),
     (pipeline, {"max_guidance_scale": 1 + 2**-24}, "rounds to 1 in fp32"),
     (pipeline, {"max_guidance_scale": 1 + 2**-11, "dtype": "fp16"}, "rounds to 1 in fp16"),
     (pipeline, {"max_guidance_scale": 1 + 2**-8, "dtype": "bf16"}, "rounds to 1 in bf16"),
     *[
         (pipeline, {"device": device}, f"--device must be cpu, cuda or cuda:N, got {device!r}")
-        for device in ("", "tpu", "CPU", "cuda:", "cuda:x", "cuda:-1", "cuda:0:1", "cpu:0", "cuda0")
+        for device in (
+            "",
+            "tpu",
+            "CPU",
+            "cuda:",
+            "cuda:x",
+            "cuda:-1",
+            "cuda:0:1",
+            "cpu:0",
+            "cuda0",
+            "cuda:1024",
+        )
     ],
     *[
-        (pipeline, {name: value}, f"{option} must be above 0, got {value}")
+        (pipeline, {name: value}, f"{option} must be above 0, 604800 s at most, got {value!r}")
         for name, option in (
             ("timeout_seconds", "--timeout"),
             ("start_timeout_seconds", "--start-timeout"),
             ("heartbeat_timeout_seconds", "--heartbeat-timeout"),
         )
-        for value in (0.0, -1.0, INF, NAN)
+        for value in (0.0, -1.0, 604801, INF, NAN, True, "9")
     ],
     (OutputConfig, {"path": "x", "format": "avi"}, "--format must be one of mp4, gif, webp, frame"),
-    (OutputConfig, {"path": "x", "crf": -1}, "--crf must be 0 (lossless) to 51, got -1"),
-    (OutputConfig, {"path": "x", "crf": 52}, "--crf must be 0 (lossless) to 51, got 52"),
-    (ClipRequest, {"seed": -1}, "seed must be 0 to 2^63 - 1, got -1"),
-    (ClipRequest, {"seed": 2**63}, f"seed must be 0 to 2^63 - 1, got {2**63}"),
+    (OutputConfig, {"path": "x", "crf": -1}, "--crf must be 0 to 51, got -1"),
+    (OutputConfig, {"path": "x", "crf": 52}, "--crf must be 0 to 51, got 52"),
+    (ClipRequest, {"seed": -1}, "a seed must be 0 to 2^63 - 1, got -1"),
+    (ClipRequest, {"seed": 2**63}, f"a seed must be 0 to 2^63 - 1, got {2**63}"),
 ]
 
 
@@ -116,6 +138,65 @@ def test_what_cannot_be_done_is_refused(make: Any, given: dict[str, Any], words:
     assert len(caught.value.hint.splitlines()) <= 1
 
 
+_KNOBS = ("num_inference_steps", "height", "width", "num_frames", "fps", "motion_bucket_id")
+_SCALES = ("noise_aug_strength", "min_guidance_scale", "max_guidance_scale")
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        *((SamplingConfig, name) for name in (*_KNOBS, *_SCALES, "decode_chunk_size", "fit")),
+        *((pipeline, name) for name in ("world_size", "num_threads", "device", "timeout_seconds")),
+        *((ModelConfig, name) for name in ("name", "dtype", "memory_opt", "channels_last")),
+        *((partial(OutputConfig, path="x"), name) for name in ("format", "crf")),
+        (ClipRequest, "seed"),
+    ],
+    ids=_name,
+)
+def test_a_value_of_another_type_or_beyond_any_limit_is_refused(make: Any, name: str) -> None:
+    """As a clip's JSON or an HTTP request can hold it; never a TypeError or an OverflowError."""
+    hostile: list[Any] = [10**400, -(10**5000), -1, 1e300, NAN, b"7", [7], {}]
+    if name not in ("memory_opt", "channels_last"):
+        hostile.append(True)
+    if name != "name":
+        hostile.append("7" * 5000)
+    for value in hostile:
+        with pytest.raises(RequestError) as caught:
+            make(**{name: value})
+        assert len(caught.value.message) < 300
+
+
+def test_a_clip_has_a_limit_of_pixels_whatever_its_frames() -> None:
+    SamplingConfig(height=2304, width=4096, num_frames=25)
+    with pytest.raises(RequestError, match="29 frames of 2304 x 4096 are 273678336 pixels, more"):
+        SamplingConfig(height=2304, width=4096, num_frames=29)
+    unresolved = SamplingConfig(height=4096, width=4096)
+    with pytest.raises(RequestError, match="25 frames of 4096 x 4096 are"):
+        unresolved.resolved(model_frames=25)
+
+
+def test_threads_go_by_the_cores_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    pipeline(num_threads=64)
+    with pytest.raises(RequestError, match="--threads must be 1 to 64 on this machine, got 65"):
+        pipeline(num_threads=65)
+
+
+def test_the_dummys_latent_has_a_limit() -> None:
+    LatentSpec(shape=(1, 4, 2**12, 2**7, 2**7))
+    with pytest.raises(RequestError, match=r"latent shape .* has more than 268435456 elements"):
+        LatentSpec(shape=(1, 4, 2**12, 2**7, 2**8))
+    with pytest.raises(RequestError, match="needs 5 positive sizes"):
+        LatentSpec(shape=(1, 4, True, 8, 8))
+
+
+@pytest.mark.parametrize("number", [0, -1, 100_001, True, "8"])
+def test_the_number_of_clips_has_limits(number: Any) -> None:
+    with pytest.raises(RequestError, match=r"--clips must be .*1 to 100000, got"):
+        limits.check_num_clips(number)
+    limits.check_num_clips(100_000)
+
+
 ACCEPTED = [
     (LatentSpec, {"shape": (1, 14, 4, 64, 64)}),
     (SamplingConfig, {"height": 8, "width": 8}),
@@ -130,7 +211,7 @@ ACCEPTED = [
     (pipeline, {"max_guidance_scale": 1 + 2**-23}),
     (pipeline, {"max_guidance_scale": 1 + 2**-10, "dtype": "fp16"}),
     (pipeline, {"max_guidance_scale": 1 + 2**-7, "dtype": "bf16"}),
-    (pipeline, {"device": "cuda:17", "num_threads": 1024}),
+    (pipeline, {"device": "cuda:17", "num_threads": THREADS}),
     (OutputConfig, {"path": "x", "crf": 0}),
     (OutputConfig, {"path": "x", "crf": 51}),
     (ClipRequest, {"seed": 0}),
@@ -247,9 +328,9 @@ def test_decodes(name: str, decode: bool, decodes: bool) -> None:
 @pytest.mark.parametrize(
     ("path", "kind", "record"),
     [
-        ("/o/a_0.mp4", "mp4", "/o/a_0.json"),
-        ("/o/a_0.webp", "webp", "/o/a_0.json"),
-        ("/o/a.mp4_0.gif", "gif", "/o/a.mp4_0.json"),
+        ("/o/a_0.mp4", "mp4", "/o/a_0.mp4.json"),
+        ("/o/a_0.webp", "webp", "/o/a_0.webp.json"),
+        ("/o/a.mp4_0.gif", "gif", "/o/a.mp4_0.gif.json"),
         ("/o/a_0", "frames", "/o/a_0.json"),
         ("/o/a.b_0", "frames", "/o/a.b_0.json"),
     ],

@@ -24,6 +24,7 @@ from svdpp.errors import (
     error_from_dict,
     error_to_dict,
     exit_code_of,
+    highest_code,
     reraisable,
 )
 
@@ -33,12 +34,12 @@ EXIT_CODES = {
     VerificationError: 3,
     OutOfMemoryError: 4,
     ModelError: 5,
-    NotFiniteError: 5,
     RankError: 6,
     TransportError: 6,
     InputError: 7,
     OutputError: 8,
     ClosedError: 1,
+    NotFiniteError: 9,
 }
 
 
@@ -63,7 +64,7 @@ def test_exit_codes_are_distinct_but_for_kinds_of_one_another() -> None:
     kinds = (TransportError, NotFiniteError, ClosedError)
     codes = [cls.exit_code for cls in EXIT_CODES if cls not in kinds]
 
-    assert sorted(codes) == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert sorted(codes) == [1, 2, 3, 4, 5, 6, 7, 8, 9]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -156,3 +157,10 @@ def test_an_error_that_cannot_be_copied_is_raised_itself() -> None:
 
     error = OfTwo("a", "b")
     assert reraisable(error) is error
+
+
+def test_several_errors_end_with_the_highest_code() -> None:
+    first = InputError("a photograph")
+    several = [ModelError("m"), first, InputError("another"), RequestError("r")]
+    assert highest_code(several) is first
+    assert highest_code([*several, NotFiniteError("n")]).exit_code == 9

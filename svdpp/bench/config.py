@@ -12,25 +12,40 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
 from svdpp.config import DEFAULT_MODEL, DEFAULT_NUM_STEPS, Fit, PipelineConfig
+from svdpp.config.limits import MAX_CLIPS
 from svdpp.errors import InputError, RequestError
 from svdpp.plan.layout import Split
+from svdpp.plan.small_file import read_small_file
 from svdpp.redaction import recorded_name, redact_all
 
 _SHIPPED = Path(__file__).resolve().parent.parent / "assets" / "bench"
-_MAX_BYTES = 1_000_000
 _MAX_GRID = 1000
+_MAX_ROUNDS = 1000
 
-# Strict, since `true` would else be 1.
-Positive = Annotated[int, Field(ge=1, strict=True)]
 
-Seed = Annotated[int, Field(ge=0, lt=2**63, strict=True)]
+def _no_truth_value(value: object) -> object:
+    if isinstance(value, bool):
+        raise ValueError("a truth value is no number")
+    return value
+
+
+#: Not strict, since YAML 1.1 reads 1e3 as a text.
+Number = Annotated[float, BeforeValidator(_no_truth_value), Field(strict=False)]
+Positive = Annotated[int, Field(ge=1)]
+
+#: Clips of a round, in all.
+NumClips = Annotated[int, Field(ge=1, le=MAX_CLIPS)]
+
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    """Strict, since `true` would otherwise be 1, and "1" too."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
 
 
 class Model(_Section):
@@ -63,14 +78,14 @@ class Ranks(_Section):
     threads: Positive | None = None
     """CPU threads of each rank, in every case; None: cores // ranks, on CUDA 1."""
     checksum: bool = False
-    timeout: float = 600.0
-    start_timeout: float = 600.0
+    timeout: Number = 600.0
+    start_timeout: Number = 600.0
 
 
 class Workload(_Section):
     """Which clips are made."""
 
-    clips: Positive = 8
+    clips: NumClips = 8
     """Measured in each round, beside those that warm up."""
     images: list[str] = []
     """Files; clip i takes the i-th, round and round. None: the four that come with svdpp."""
@@ -80,9 +95,9 @@ class Workload(_Section):
     frames: Positive | None = None
     fps: Positive | None = None
     motion_bucket_id: int | None = None
-    noise_aug_strength: float | None = None
-    min_guidance_scale: float | None = None
-    max_guidance_scale: float | None = None
+    noise_aug_strength: Number | None = None
+    min_guidance_scale: Number | None = None
+    max_guidance_scale: Number | None = None
     decode_chunk_size: Positive | None = None
     fit: Fit = "stretch"
 
@@ -90,9 +105,9 @@ class Workload(_Section):
 class Measure(_Section):
     """How often, and from which seeds."""
 
-    warmups: Annotated[int, Field(ge=0, strict=True)] = 1
+    warmups: Annotated[int, Field(ge=0, le=_MAX_ROUNDS)] = 1
     """Clips through every rank before those that count, in each round."""
-    repeats: Positive = 3
+    repeats: Annotated[int, Field(ge=1, le=_MAX_ROUNDS)] = 3
     """Rounds; each starts every case anew."""
     seeds: list[Seed] = Field(default=[0], min_length=1)
     """Once each image has had the first, all have the second, and so on, round and round."""
@@ -190,13 +205,7 @@ def _find(name: str) -> Path:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        with path.open("rb") as file:
-            text = file.read(_MAX_BYTES + 1)
-        if len(text) > _MAX_BYTES:
-            raise InputError(f"{str(path)!r} is larger than any configuration")
-        content = yaml.safe_load(text)
-    except OSError as error:
-        raise InputError(f"{str(path)!r} cannot be read: {error.strerror}") from error
+        content = _parsed(read_small_file(path, "configuration"))
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         words = " ".join(str(error).split())
         raise InputError(f"{str(path)!r} is no YAML: {words}") from error
@@ -204,6 +213,18 @@ def _read(path: Path) -> dict[str, Any]:
         raise InputError(f"{str(path)!r} holds no sections, such as 'workload:'")
     # A section whose every line is commented out is none.
     return {key: value for key, value in (content or {}).items() if value is not None}
+
+
+def _parsed(text: str | bytes) -> Any:
+    """A YAML value; aliases are refused, since a few nested ones stand for any number of values.
+
+    Raises:
+        yaml.YAMLError: it is none.
+    """
+    for token in yaml.scan(text):
+        if isinstance(token, yaml.AliasToken):
+            raise yaml.YAMLError(f"alias *{token.value}: write the value out")
+    return yaml.safe_load(text)
 
 
 def _override(content: dict[str, Any], text: str) -> None:
@@ -220,7 +241,7 @@ def _override(content: dict[str, Any], text: str) -> None:
         if not isinstance(place, dict):
             raise RequestError(f"{text!r}: {section!r} is no section")
     try:
-        place[field] = yaml.safe_load(value)
+        place[field] = _parsed(value)
     except yaml.YAMLError as error:
         raise RequestError(f"{text!r}: the value is no YAML") from error
 

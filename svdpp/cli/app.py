@@ -31,7 +31,8 @@ _EPILOG = (
     "Exit codes: 0 done; 1 unexpected; 2 wrong request; 3 verify found a difference; "
     "4 out of memory; 5 model missing, gated, incomplete or not safetensors; "
     "6 a rank died or stalled; 7 unreadable or hostile input; 8 an output cannot be written; "
-    "128 + n ended by signal n."
+    "9 a latent is not finite; 128 + n ended by signal n. If several clips fail, each by its own "
+    "error, the highest of their codes."
 )
 
 app = typer.Typer(

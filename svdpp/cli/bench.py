@@ -13,7 +13,7 @@ from svdpp.cli import bench_report, options
 from svdpp.cli.console import Console
 from svdpp.cli.draft_choice import DraftChoice
 from svdpp.config import DEMO_MODEL, DUMMY_MODEL, ModelConfig, PipelineConfig
-from svdpp.errors import RequestError, SvdppError, VerificationError, error_to_dict, exit_code_of
+from svdpp.errors import RequestError, SvdppError, VerificationError, error_to_dict, highest_code
 
 if TYPE_CHECKING:
     from svdpp.bench.config import BenchConfig
@@ -307,10 +307,10 @@ def _differences(one: Bench) -> list[VerificationError]:
 
 
 def _raise_worst(failures: list[SvdppError], num_points: int) -> None:
-    """Ends the command as the worst of its points asks for; nothing where none has failed."""
+    """Ends the command with the highest exit code of its points; returns if none has failed."""
     if not failures:
         return
-    worst = max(failures, key=exit_code_of)
+    worst = highest_code(failures)
     if num_points > 1:
         worst.message = f"{len(failures)} of {num_points} points failed: {worst.message}"
     raise worst

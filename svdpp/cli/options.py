@@ -156,7 +156,7 @@ Threads = Annotated[
     typer.Option(
         "--threads",
         metavar="T",
-        help="CPU intra-op threads of each rank, 1 to 1024; bits depend on it. "
+        help="CPU intra-op threads of each rank, 1 to 16 for each core; bits depend on it. "
         "Default: cores // ranks, at least 1; on CUDA 1.",
         rich_help_panel=_RANKS,
     ),

@@ -25,12 +25,12 @@ from svdpp.plan.choose import choose_layout, compare_layouts
 from svdpp.plan.costs import Costs
 from svdpp.plan.large_forecast import MAX_VISITS, poisson_arrivals
 from svdpp.plan.layout import Layout
+from svdpp.plan.limits import MAX_RANKS
 from svdpp.plan.presets import find_costs
 
 _DEFAULT_WORLD = 4
 _DEFAULT_DEVICE = "cuda"
 _MEMORY = "Memory"
-_MAX_WORLD = 65_536
 _CLIPS_PER_RANK = 2
 # So many that the edges of the run weigh little beside its steady part.
 _CLIPS_PER_RANK_TO_COMPARE = 16
@@ -257,10 +257,10 @@ def _num_clips(clips: int | None, world_size: int, *, compare: bool) -> int:
     num_clips = max(1, per_rank * world_size) if clips is None else clips
     if num_clips < 1:
         raise RequestError(f"--clips must be 1 or more, got {num_clips}")
-    if num_clips > MAX_VISITS or world_size > _MAX_WORLD:
+    if num_clips > MAX_VISITS or world_size > MAX_RANKS:
         raise RequestError(
             f"{num_clips} clips on {world_size} ranks are too many to plan",
-            f"--clips {MAX_VISITS} and --world {_MAX_WORLD} are the most",
+            f"--clips {MAX_VISITS} and --world {MAX_RANKS} are the most",
         )
     return num_clips
 

@@ -141,7 +141,7 @@ class Progress:
         draft, record = done.record["draft"], done.record
         name = record.get("output") or f"clip {done.clip}"
         self._console.info(
-            f"{self._title}: draft after {record['seconds']:.1f} s, {draft['rounds']} of "
+            f"{self._title}: draft after {record['wall_seconds']:.1f} s, {draft['rounds']} of "
             f"{draft['num_steps']} rounds: {name}"
         )
 

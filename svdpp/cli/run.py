@@ -114,7 +114,8 @@ def run(
         bool,
         typer.Option(
             "--keep-going",
-            help="Make the other clips where some images cannot be read; still ends with code 7.",
+            help="If some images cannot be read, make the other clips; the command then ends with "
+            "the highest exit code of all lost clips.",
             rich_help_panel=_OUTPUTS,
         ),
     ] = False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from svdpp.cli.console import Console
 from svdpp.config import OutputConfig, PipelineConfig
-from svdpp.errors import error_from_dict, error_to_dict, exit_code_of
+from svdpp.errors import error_from_dict, error_to_dict, highest_code
 
 if TYPE_CHECKING:
     from svdpp.driver.jobs import ClipPlan, OutputPolicy
@@ -61,10 +62,9 @@ def announce(console: Console, config: PipelineConfig, clips: ClipPlan) -> None:
 
 
 def raise_worst(lost: Sequence[Record], num_clips: int) -> None:
-    """Ends the command as the worst of its lost clips asks for; nothing where none is lost."""
+    """Ends the command with the highest exit code of its lost clips; returns if none is lost."""
     if lost:
-        errors = [error_from_dict(clip["error"]) for clip in lost]
-        worst = max(errors, key=exit_code_of)
+        worst = highest_code(error_from_dict(clip["error"]) for clip in lost)
         record = {**error_to_dict(worst), "message": f"{len(lost)} of {num_clips} lost: {worst}"}
         raise error_from_dict(record)
 
@@ -92,7 +92,7 @@ def print_clips(
     exact = [record for record in records if record["exact"] and not _elsewhere(record)]
     if exact:
         output = OutputConfig(path=str(out / exact[0]["output"]), format=exact[0]["format"])
-        console.info(f"to prove one: svdpp verify {output.json_path}")
+        console.info(f"to prove one: svdpp verify {shlex.quote(output.path)}")
 
 
 def _elsewhere(record: Record) -> str:
@@ -113,9 +113,9 @@ def _of_draft(record: Record) -> str:
     if not draft["results"]:
         return "exact; no draft of it came"
     first = draft["results"][0]
+    seconds, sooner = record["wall_seconds"], first["wall_seconds"]
     return (
-        f"exact, after {record['seconds']:.1f} s; its draft, after {first['seconds']:.1f} s, was "
-        f"{_psnr(first)} from it"
+        f"exact, after {seconds:.1f} s; its draft, after {sooner:.1f} s, was {_psnr(first)} from it"
     )
 
 

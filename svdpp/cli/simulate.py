@@ -11,6 +11,7 @@ from svdpp.cli import options
 from svdpp.cli.console import Console
 from svdpp.cli.draft_choice import DraftChoice
 from svdpp.config import DEFAULT_NUM_STEPS, DUMMY_MODEL, ClipRequest, ModelConfig, PipelineConfig
+from svdpp.config.limits import check_num_clips
 from svdpp.errors import OutOfMemoryError, RequestError
 
 if TYPE_CHECKING:
@@ -102,8 +103,7 @@ def simulate(
         default_world=_DEFAULT_WORLD,
     )
     num_clips = max(1, 2 * plan.world_size()) if clips is None else clips
-    if num_clips < 1:
-        raise RequestError(f"--clips must be 1 or more, got {num_clips}")
+    check_num_clips(num_clips)
     decodes = model != DUMMY_MODEL or pace is not None
     shape, why = plan.settings(num_clips=num_clips, decodes=decodes)
     if pace is not None:

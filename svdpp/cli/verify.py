@@ -20,6 +20,7 @@ from svdpp.config import (
     ModelConfig,
     PipelineConfig,
 )
+from svdpp.config.limits import check_num_clips
 from svdpp.errors import RequestError, VerificationError
 from svdpp.launch import temp_folders
 
@@ -29,9 +30,9 @@ def verify(
     inputs: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[INPUT...|CLIP.json...]",
-            help="Image files, folders or globs; or finished clips' JSON, to recompute them. "
-            "Default: a photograph that comes with svdpp.",
+            metavar="[INPUT...|CLIP...]",
+            help="Image files, folders or globs; or finished clips, to recompute them: their JSON, "
+            "their files, or a folder of them. Default: a photograph that comes with svdpp.",
         ),
     ] = None,
     world: options.World = None,
@@ -98,6 +99,14 @@ def verify(
             rich_help_panel="Outputs",
         ),
     ] = None,
+    image: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PATH",
+            help="With finished clips: their photograph, or a folder that holds it. Default: where "
+            "the clip's metadata says, or beside the clip.",
+        ),
+    ] = None,
     draft: options.Draft = False,
     start_steps: options.Starts = None,
     split: options.SplitOption = None,
@@ -117,22 +126,27 @@ def verify(
     """Prove that the pipeline's clips are diffusers' own, bit for bit.
 
     Runs clips through the ranks, then diffusers' unmodified pipeline in one process, and compares
-    the latent at every hand-over, the final latent and the frames. Finished clips are computed anew
-    from their JSON, and their hashes compared. Exit code 3 where anything differs.
+    the latent at every transfer, the final latent and the frames. Finished clips are recomputed
+    from their metadata: latent, frames and file have to be as recorded. Exit code 3 if anything
+    differs, or a clip's file is missing.
     """
     from svdpp.cli import log, request, trace_outputs
     from svdpp.cli.layout_choice import LayoutChoice
     from svdpp.cli.plan_choice import PlanChoice
+    from svdpp.verification.clip_files import are_clips
 
     if not tolerance >= 0:
         raise RequestError(f"--tolerance must be 0 or more, got {tolerance}")
     console = Console(as_json=as_json, quiet=quiet)
     log.open_log(verbosity=verbose, log_file=log_file, write=console.err.print)
     trace_outputs.check_target("--report", report, ".html")
-    if verify_clips.are_clips(inputs or []):
+    if are_clips(inputs or []):
+        from svdpp.verification.clip_proof import Settings
+
         verify_clips.refuse_without_effect(context)
-        settings = verify_clips.Settings(
+        settings = Settings(
             threads=threads,
+            image=image,
             local_files_only=local_files_only,
             timeout=timeout,
             start_timeout=start_timeout,
@@ -140,6 +154,8 @@ def verify(
         if not request.is_joined_member():  # one device is enough for it
             verify_clips.verify_clips(console, inputs or [], settings)
         return
+    if image is not None:
+        raise RequestError("--image is for finished clips", "give the photograph as INPUT")
     chosen_device = request.default_device() if device is None else device
     first_seed = request.parse_seeds(seed, None)[0]
     is_member = request.is_joined_member()
@@ -203,8 +219,8 @@ def _requests(model: str, inputs: Sequence[str], clips: int | None, seed: int) -
     from svdpp.driver.jobs import read_inputs
     from svdpp.media.examples import example_photos
 
-    if clips is not None and clips < 1:
-        raise RequestError(f"--clips must be 1 or more, got {clips}")
+    if clips is not None:
+        check_num_clips(clips)
     if model == DUMMY_MODEL:
         if inputs:
             raise RequestError("the dummy model takes no images", "use --model demo")
@@ -276,5 +292,7 @@ def _compare(
         print_verdict(console, verdict)
         if verdict.drafts:
             print_drafts(console, verdict, num_steps)
+    if report is not None:
+        console.info(f"report: {report}")
     if not verdict.equal:
         raise VerificationError(difference(verdict))

@@ -1,51 +1,23 @@
-"""Owns what `svdpp verify` prints: checks, verdict, how far drafts are, and clips proved anew."""
+"""Owns what `svdpp verify` prints: checks, verdicts, and how far drafts are from the exact clip."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from svdpp.cli.console import Console
-from svdpp.errors import SvdppError, VerificationError, error_from_dict, error_to_dict, exit_code_of
+from svdpp.errors import VerificationError, error_from_dict, error_to_dict, highest_code
 
 if TYPE_CHECKING:
+    from svdpp.verification.clip_proof import ClipProof
     from svdpp.verification.result import VerificationResult
 
 
-_CONDITIONS = "same machine, library versions and threads? the JSON names those it was made with"
-
-
-@dataclass(kw_only=True)
-class ClipProof:
-    """What came of one clip: its hashes beside the recorded ones, or what kept it from that."""
-
-    path: Path
-    checks: list[dict[str, str]] = field(default_factory=list)
-    error: SvdppError | None = None
-
-    @property
-    def different(self) -> list[str]:
-        """Names of the hashes that differ."""
-        return [each["what"] for each in self.checks if each["recorded"] != each["recomputed"]]
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values; `equal` is null where that is not known."""
-        if self.error is not None:
-            return {"equal": None, "error": error_to_dict(self.error)}
-        return {"equal": not self.different, "checks": self.checks}
-
-    def __str__(self) -> str:
-        if self.error is not None:
-            return f"not verified: {self.path}: {self.error}"
-        if self.different:
-            return f"DIFFERENT: {self.path}: {', '.join(self.different)}"
-        return f"bitwise equal: {self.path}"
+_CONDITIONS = "same machine and library versions? the metadata names those it was made with"
 
 
 def print_verdict(console: Console, verdict: VerificationResult) -> None:
-    """Prints all checks, and the verdict in one line where it is a good one."""
+    """Prints all checks, and the verdict in one line if they hold."""
     rows = [
         (
             str(check.clip),
@@ -53,15 +25,12 @@ def print_verdict(console: Console, verdict: VerificationResult) -> None:
             str(check.step),
             str(check.rank),
             "equal" if check.bitwise else ("within" if check.equal else "DIFFERENT"),
-            f"{check.max_abs_diff:.3g}",
-            str(check.max_ulp),
+            "0" if check.bitwise else check.distance,
             check.sha256[:12],
         )
         for check in verdict.checks
     ]
-    console.table(
-        ("clip", "what", "step", "rank", "verdict", "max diff", "max ulp", "sha256"), rows
-    )
+    console.table(("clip", "what", "step", "rank", "verdict", "max difference", "sha256"), rows)
     if verdict.bitwise:
         clips = len({check.clip for check in verdict.checks})
         console.result(
@@ -73,7 +42,7 @@ def print_verdict(console: Console, verdict: VerificationResult) -> None:
 
 
 def print_drafts(console: Console, verdict: VerificationResult, num_steps: int) -> None:
-    """The other ranks' results, by how much sooner and how far from the exact one they are."""
+    """Prints the other ranks' results: how much sooner, and how far from the exact one."""
     rows = [
         (
             str(each.clip),
@@ -99,51 +68,63 @@ def difference(verdict: VerificationResult) -> str:
 
 
 def end_one(console: Console, proof: ClipProof) -> None:
-    """Says what came of the only clip.
+    """Prints the verdicts on the only clip.
 
     Raises:
-        SvdppError: it differs, or could not be computed anew.
+        VerificationError: a verdict fails.
+        SvdppError: the clip could not be verified.
     """
     if proof.error is not None:
         raise proof.error
     if console.as_json:
-        console.json({"schema_version": 1, **proof.to_json()})
-    if proof.different:
-        raise VerificationError(
-            f"{proof.path.name!r} is not what diffusers computes here: "
-            f"{', '.join(proof.different)} differ",
-            _CONDITIONS,
-        )
+        console.json({"schema_version": 2, **proof.to_json()})
+    for check in proof.checks:
+        word = "equal" if check.equal else "DIFFERENT"
+        sha256 = (check.found or check.recorded or "")[:12]
+        console.result(f"{check.what:<7}{word:<10} {sha256:<13} {check.detail}".rstrip())
     name = proof.path.name
-    console.result(f"bitwise equal: {name} is what diffusers computes, latent and frames")
+    if proof.different:
+        raise VerificationError(_difference(proof), _CONDITIONS if _is_recomputed(proof) else "")
+    console.result(f"bitwise equal: {name} is what diffusers computes, and its file is whole")
 
 
 def end_several(console: Console, proofs: Sequence[ClipProof]) -> None:
-    """Sums up what came of several clips, whose lines have been printed.
+    """Prints the verdicts on several clips, a line for each, and their sum.
 
     Raises:
-        SvdppError: one differs, or else the worst of what kept clips from being computed anew.
+        VerificationError: a verdict fails.
+        SvdppError: none does, but clips could not be verified: the error with the highest code.
     """
     different = [proof for proof in proofs if proof.different]
     errors = [proof.error for proof in proofs if proof.error is not None]
     if console.as_json:
-        clips = [{"json": str(proof.path), **proof.to_json()} for proof in proofs]
+        clips = [proof.to_json() for proof in proofs]
         equal = not different and not errors
-        console.json({"schema_version": 1, "equal": equal, "clips": clips})
+        console.json({"schema_version": 2, "equal": equal, "clips": clips})
     counts = {
         "bitwise equal": len(proofs) - len(different) - len(errors),
         "different": len(different),
         "not verified": len(errors),
     }
+    for proof in proofs:
+        console.result(str(proof))
     summary = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
     console.result(f"{len(proofs)} clips: {summary}")
     if different:
         raise VerificationError(
-            f"{len(different)} of {len(proofs)} clips differ from what diffusers computes here, "
-            f"the first is {different[0].path.name!r}",
-            _CONDITIONS,
+            f"{len(different)} of {len(proofs)} clips differ: {_difference(different[0])}",
+            _CONDITIONS if any(map(_is_recomputed, different)) else "",
         )
     if errors:
-        worst = max(errors, key=exit_code_of)
-        message = f"{len(errors)} of {len(proofs)} clips not verified: {worst}"
-        raise error_from_dict({**error_to_dict(worst), "message": message})
+        highest = highest_code(errors)
+        message = f"{len(errors)} of {len(proofs)} clips not verified: {highest}"
+        raise error_from_dict({**error_to_dict(highest), "message": message})
+
+
+def _difference(proof: ClipProof) -> str:
+    return f"{proof.path.name!r} is not as recorded: {proof.differences}"
+
+
+def _is_recomputed(proof: ClipProof) -> bool:
+    """Whether more differs than the file."""
+    return any(check.what != "file" for check in proof.different)

@@ -6,6 +6,7 @@ packet, and the receiver checks it before it reads the payload.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -21,10 +22,11 @@ MAX_DIMS = 8
 _MAGIC = b"SVDPPKT\0"
 _DTYPE_CODES = {"fp32": 1, "fp16": 2, "bf16": 3, "uint8": 4}
 _DTYPE_NAMES = {code: name for name, code in _DTYPE_CODES.items()}
-# begun: unix time at which the clip's encode began; crc: of the payload; count: of tensors.
+# begun: unix time at which the clip's encode began; compute: seconds that ranks have computed for
+# the clip; crc: of the payload; count: of tensors.
 _HEAD_FORMATS = {
     **{"magic": "8s", "version": "H", "flags": "H", "clip": "Q", "step": "I", "sequence": "Q"},
-    **{"begun": "d", "bytes": "Q", "crc": "I", "count": "H"},
+    **{"begun": "d", "compute": "d", "bytes": "Q", "crc": "I", "count": "H"},
 }
 _TENSOR_FORMATS = {"name": "32s", "dtype": "B", "dims": "B", "shape": f"{MAX_DIMS}Q"}
 _HEAD, _TENSOR = (
@@ -56,6 +58,7 @@ class Header:
         tombstone: the clip is lost: no payload follows.
         memory_pressure: see `Packet`.
         crc: crc32 of the payload; None where none was taken.
+        compute_seconds: that ranks have computed for this clip so far.
     """
 
     clip: int
@@ -66,6 +69,7 @@ class Header:
     tombstone: bool = False
     memory_pressure: bool = False
     crc: int | None = None
+    compute_seconds: float = 0.0
 
     @property
     def num_bytes(self) -> int:
@@ -92,6 +96,7 @@ class Header:
             self.next_step,
             self.sequence,
             self.begun_at,
+            self.compute_seconds,
             self.num_bytes,
             self.crc or 0,
             len(self.tensors),
@@ -109,7 +114,7 @@ class Header:
         if len(data) != HEADER_BYTES:
             raise TransportError(f"a header has {HEADER_BYTES} bytes, got {len(data)}")
         magic, version, flags, *fields = _HEAD.unpack_from(data)
-        clip, next_step, sequence, begun_at, num_bytes, crc, num_tensors = fields
+        clip, next_step, sequence, begun_at, compute, num_bytes, crc, num_tensors = fields
         if magic != _MAGIC:
             raise TransportError("the header does not begin as a packet's does")
         if version != PROTOCOL_VERSION:
@@ -117,6 +122,8 @@ class Header:
                 f"the sender speaks packet protocol {version}, this rank {PROTOCOL_VERSION}",
                 "install the same svdpp version for every rank",
             )
+        if not (math.isfinite(begun_at) and math.isfinite(compute)):
+            raise TransportError(f"the header's times are not finite: {begun_at}, {compute}")
         if flags & ~(_TOMBSTONE | _CHECKSUM | _MEMORY_PRESSURE):
             raise TransportError(f"the header carries unknown flags {flags:#06x}")
         if num_tensors > MAX_TENSORS:
@@ -128,6 +135,7 @@ class Header:
             tombstone=bool(flags & _TOMBSTONE),
             memory_pressure=bool(flags & _MEMORY_PRESSURE),
             crc=crc if flags & _CHECKSUM else None,
+            compute_seconds=compute,
         )
         if header.num_bytes != num_bytes:
             raise TransportError(

@@ -31,6 +31,8 @@ class Packet:
             lists of the ranks behind expect it, but no rank works on it.
         memory_pressure: the CUDA allocator of a rank had to free its cache for this clip, or ran
             out of memory; cuDNN may have used another kernel then, with other bits.
+        compute_seconds: that ranks have computed for the clip so far, in encode, steps and decode;
+            of a resumed clip, those of the steps before as well.
     """
 
     clip: int
@@ -39,6 +41,7 @@ class Packet:
     tensors: dict[str, torch.Tensor]
     tombstone: bool = False
     memory_pressure: bool = False
+    compute_seconds: float = 0.0
 
     def make_tombstone(self) -> None:
         """Drops the tensors: the clip is lost, or not wanted any more."""

@@ -275,6 +275,7 @@ class PendingPacket:
             dict(unflatten(payload, header.tensors)),
             header.tombstone,
             header.memory_pressure,
+            header.compute_seconds,
         )
 
 

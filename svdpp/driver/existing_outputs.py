@@ -1,4 +1,4 @@
-"""Owns what earlier runs have left in the places of clips: finished ones, drafts, other things."""
+"""Owns what earlier runs left in the places of clips: finished clips, drafts, files of others."""
 
 from __future__ import annotations
 
@@ -7,31 +7,41 @@ from typing import Any
 
 from svdpp.config import DraftConfig, OutputConfig
 from svdpp.errors import InputError, RequestError
-from svdpp.media import video
-from svdpp.worker.clip_metadata import IDENTITY, parameters_sha256, read_clip_metadata, read_draft
+from svdpp.media import output_files, video
+from svdpp.worker.clip_metadata import (
+    IDENTITY,
+    checked_clip_metadata,
+    parameters_sha256,
+    read_clip_metadata,
+    read_draft,
+)
 
 
 def taken_places(output: OutputConfig, draft: DraftConfig | None) -> list[Path]:
-    """Where something lies that a clip replaces only if the user says so.
+    """The files that a clip would replace, and so replaces only with `--overwrite`.
 
-    A draft that nobody has accepted, of a run that was killed, may go.
+    The clip's file and its JSON; with a draft, the draft's as well. A draft that was not accepted,
+    left by a run that was killed, does not count.
     """
-    taken = [Path(output.path)]
+    places = [output]
     if draft is not None and not _is_leftover(output.draft):
-        taken.append(Path(output.draft.path))
-    return [path for path in taken if path.exists()]
+        places.append(output.draft)
+    paths = [Path(name) for place in places for name in (place.path, place.json_path)]
+    return [path for path in paths if path.exists()]
 
 
 def clip_as_asked(
     output: OutputConfig, record: dict[str, Any], draft: DraftConfig | None
 ) -> dict[str, Any] | None:
-    """The record of a clip that is there, whole and as asked for; None where there is none.
+    """The JSON of a clip that is there, whole and as asked for; None where it has to be made.
 
-    An approximation counts where one as good would be accepted again.
+    A draft counts if one of the same quality would be accepted again. A run that is killed between
+    a file and its JSON leaves a clip without JSON: it is written now.
 
     Raises:
-        RequestError: one was made with other parameters.
-        InputError: what is beside it is no clip's JSON.
+        RequestError: what is there is another clip, or was changed since svdpp wrote it.
+        InputError: the JSON there is no clip's.
+        OutputError: a JSON cannot be written.
     """
     exact = _whole(output, record)
     if exact is not None or draft is None or _is_leftover(output.draft):
@@ -44,27 +54,72 @@ def clip_as_asked(
 
 
 def _is_leftover(output: OutputConfig) -> bool:
-    """Whether it is an approximation that nobody has accepted."""
+    """Whether it is a draft that was not accepted."""
     about = read_draft(output)
     return about is not None and "accept_psnr_db" not in about
 
 
 def _whole(output: OutputConfig, record: dict[str, Any]) -> dict[str, Any] | None:
-    """The record beside `output`, where both are there and whole."""
+    """The JSON of `output`, if file and JSON are there, whole, and of this clip."""
     path, json_path = Path(output.path), Path(output.json_path)
-    if not (path.exists() and json_path.exists()):
+    if json_path.exists():
+        there = read_clip_metadata(json_path)
+        _check_same(path, there, record)
+        return there if path.exists() and _is_whole(path, output, there) else None
+    if not path.exists():
         return None
-    there = read_clip_metadata(json_path)
-    if parameters_sha256(there) != record["parameters_sha256"]:
-        name = next(name for name in IDENTITY if there[name] != record[name])
-        # On the CPU their default goes by the number of ranks.
-        same = f"--threads {there[name]} keeps it; " if name == "num_threads" else ""
-        raise RequestError(
-            f"{path.name!r} exists with another {name}: {there[name]!r}, now {record[name]!r}",
-            same + "--overwrite makes it anew; another --out folder keeps both",
-        )
+    there = _embedded(path)
+    _check_same(path, there, record)
+    if not _is_whole(path, output, there):
+        return None
+    there["file_sha256"] = video.file_sha256(path)
+    output_files.write_json(json_path, there)
+    return there
+
+
+def _check_same(path: Path, there: dict[str, Any], record: dict[str, Any]) -> None:
+    if parameters_sha256(there) == record["parameters_sha256"]:
+        return
+    name = next(name for name in IDENTITY if there[name] != record[name])
+    # The default number of threads depends on the number of ranks.
+    same = f"--threads {there[name]} keeps it; " if name == "num_threads" else ""
+    raise RequestError(
+        f"{path.name!r} exists with another {name}: {there[name]!r}, now {record[name]!r}",
+        same + "--overwrite replaces it; another --out folder keeps both",
+    )
+
+
+def _embedded(path: Path) -> dict[str, Any]:
+    """The metadata inside a file that has no JSON.
+
+    Raises:
+        RequestError: it is no clip's.
+    """
     try:
-        frames = video.read_frames(path, output.format)
+        return checked_clip_metadata(video.read_metadata(path), f"{path.name!r} is no clip")
+    except InputError as error:
+        raise RequestError(
+            f"{path.name!r} exists, without a JSON, and is no clip of svdpp's",
+            "--overwrite replaces it; another --out folder keeps both",
+        ) from error
+
+
+def _is_whole(path: Path, output: OutputConfig, there: dict[str, Any]) -> bool:
+    """Whether the file is the one that its JSON is about; False if it is damaged.
+
+    Raises:
+        RequestError: it can be played, but is not the file that was written.
+    """
+    recorded = there["file_sha256"]
+    try:
+        if recorded is not None and video.file_sha256(path) == recorded:
+            return True
+        is_readable = bool(len(video.read_frames(path, output.format)) == there["num_frames"])
     except InputError:
-        return None
-    return there if len(frames) == record["num_frames"] else None
+        return False
+    if recorded is not None and is_readable:
+        raise RequestError(
+            f"{path.name!r} is not the file that its JSON describes: it was changed or replaced",
+            "--overwrite replaces it; another --out folder keeps both",
+        )
+    return is_readable

@@ -69,7 +69,7 @@ def _look(question: Question, policy: OutputPolicy, draft: DraftConfig | None) -
     existing, finished = [], {}
     for name in outputs:  # an accepted draft has another name
         output = OutputConfig(path=str(policy.folder / name), format=policy.format, crf=policy.crf)
-        existing += [path.name for path in taken_places(output, draft)]
+        existing += [path.name for path in taken_places(output, draft)[:1]]
         if (record := finished_clip(output, outputs[name], draft, policy)) is not None:
             finished[name] = record
     folder, probe = policy.latents_folder, question.probe

@@ -1,4 +1,4 @@
-"""Owns turning inputs x seeds into clips with outputs and records, checked before any work."""
+"""Owns turning inputs x seeds into clips with outputs and metadata, checked before any work."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from svdpp.config import ClipRequest, DraftConfig, OutputConfig, PipelineConfig, VideoFormat
+from svdpp.config.limits import check_num_clips
+from svdpp.driver import run_manifest
 from svdpp.driver.existing_outputs import clip_as_asked, taken_places
 from svdpp.driver.run_manifest import NAME, RunManifest, how_made
 from svdpp.errors import InputError, RequestError
@@ -22,11 +24,11 @@ from svdpp.worker.clip_metadata import clip_metadata, latents_key
 
 @dataclass(frozen=True, kw_only=True)
 class OutputPolicy:
-    """Where clips go, and what becomes of files that are there already.
+    """Where clips go, and what happens to files that are there already.
 
-    With `resume` finished clips are left alone, and begun ones go on from `latents_folder`. So it
-    is when a launcher has started the same run again: what `overwrite` has made by then is kept,
-    and what was there before with other parameters is still made anew.
+    With `resume` finished clips are kept, and clips in `latents_folder` go on from there. The same
+    holds when a launcher has started the run again (`is_restarted`): what the run has made so far
+    is kept, and with `overwrite` clips with other parameters are still replaced.
     """
 
     folder: Path
@@ -51,7 +53,7 @@ class ClipPlan:
     records: list[dict[str, Any]] = field(default_factory=list)
     skipped: list[dict[str, Any]] = field(default_factory=list)
     other_threads: int | None = None
-    """With which an earlier run has begun clips that must be begun anew with those asked for."""
+    """The number of threads of an earlier run, whose latent checkpoints do not fit this one's."""
 
 
 def read_inputs(
@@ -75,23 +77,24 @@ def check_outputs(
     policy: OutputPolicy,
     draft: DraftConfig | None = None,
 ) -> int:
-    """Checks places and tools for the outputs, before a model is looked for.
+    """Checks the outputs' places and the encoder, before the model is looked for.
 
     Args:
         found, seeds: what will be made.
-        policy: where, and what of things that are there.
-        draft: whether approximations need places as well.
+        policy: where, and what happens to files that are there.
+        draft: not None if drafts need places as well.
 
     Returns:
         How many of the outputs are there already.
 
     Raises:
-        RequestError: two inputs would have one output, or an output exists and nothing says what
-            to do with it.
+        RequestError: two inputs have the same output; or a file of it exists, and neither
+            `overwrite` nor `resume` is given.
         OutputError: the folder cannot be written, or there is no ffmpeg.
     """
     if policy.overwrite and policy.resume:
         raise RequestError("--overwrite and --resume contradict each other")
+    check_num_clips(len(found) * len(seeds), "images x seeds")
     owners: dict[Path, Path] = {}
     places: list[OutputConfig] = []
     existing: list[Path] = []
@@ -112,10 +115,13 @@ def check_outputs(
         raise RequestError(
             f"{len(existing)} of {len(owners)} outputs exist already, the first is "
             f"{str(existing[0])!r}",
-            "--resume keeps those that are finished, --overwrite makes them anew",
+            "--resume keeps those that are finished, --overwrite replaces them",
         )
     for each in places:
         video.check_output(each)
+        output_files.check_free(each.json_path)
+    if not policy.overwrite:
+        run_manifest.check_replaceable(policy.folder / NAME)
     output_files.check_writable(policy.folder)
     if policy.latents_folder is not None:
         output_files.check_writable(policy.latents_folder)
@@ -137,8 +143,8 @@ def plan_clips(
         config: resolved.
 
     Raises:
-        RequestError: an output that was to be left alone was made with other parameters.
-        OutputError: those still to be made will not fit on the disk.
+        RequestError: an output that `resume` keeps is not the clip asked for.
+        OutputError: the clips still to be made do not fit on the disk.
     """
     plan = ClipPlan()
     folder = policy.latents_folder
@@ -218,7 +224,7 @@ def _done_steps(folder: Path | None, key: str | None) -> int:
 
 
 def _other_threads(plan: ClipPlan, folder: Path, checkpoint: Checkpoint) -> int | None:
-    """The number of threads with which packets of clips in `plan` were kept, if not with theirs."""
+    """The other number of threads with which latent checkpoints of `plan`'s clips were kept."""
     others = latent_checkpoints.saved_keys(folder) - {
         request.latents_key for request in plan.requests
     }
@@ -244,13 +250,11 @@ def finished_clip(
     draft: DraftConfig | None,
     policy: OutputPolicy,
 ) -> dict[str, Any] | None:
-    """The record of a clip that is there, whole and as asked for; None where it must be made.
-
-    An approximation counts where one as good would be accepted again.
+    """The JSON of a clip that `policy` keeps; None where it has to be made.
 
     Raises:
-        RequestError: one that `policy` keeps was made with other parameters.
-        InputError: what is beside it is no clip's JSON.
+        RequestError: what is there is another clip, or was changed since svdpp wrote it.
+        InputError: the JSON there is no clip's.
     """
     if not policy.keeps_finished:
         return None

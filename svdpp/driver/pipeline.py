@@ -15,6 +15,7 @@ from svdpp.driver.clip_work import check_records, check_requests, schedule_clips
 from svdpp.driver.device_check import DeviceCheck
 from svdpp.driver.launched_pipeline import LaunchedPipeline
 from svdpp.driver.leftover_files import LeftoverFiles
+from svdpp.driver.memory_check import check_memory
 from svdpp.driver.open_clips import OpenClips
 from svdpp.driver.rank_launcher import RankLauncher
 from svdpp.driver.rank_session import RankSession
@@ -283,6 +284,9 @@ class Pipeline(LaunchedPipeline):
             if self._is_entered:
                 raise ClosedError("a pipeline can be entered once: create another one")
             self._is_entered = True
+        world = self._launcher.world
+        on_this_host = self.config.world_size if world is None else world.local_size
+        check_memory(self.config, self.checkpoint, self._setup.roles[:on_this_host])
         supervisor = self._supervisor = Supervisor(
             self._launcher.open(),
             new_liveness(self.config),

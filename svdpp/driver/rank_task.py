@@ -30,19 +30,21 @@ def run_rank_task(
     observers: Sequence[Observer] = (),
     preload: Sequence[str] = (),
 ) -> None:
-    """Starts the ranks of `config`, runs the task in each, and ends them.
+    """Starts the ranks of `config`, has each perform the task, and ends them.
 
     Args:
-        task: a function of a module, so that it can be found from another process.
-        config: its world, device, threads and deadlines apply.
-        argument: of the task; anything that can be pickled.
-        until: whether everything has been reported; asked after each report.
+        task: a module-level function, so that another process can import it.
+        config: gives the number of ranks, their device and threads, and the deadlines.
+        argument: passed to the task; anything that can be pickled.
+        until: says whether the task is complete; called after each report.
         observers: called in turn with every rank and event.
         preload: modules that the fork server imports once for all ranks.
 
     Raises:
+        RequestError: the device is not there.
         SvdppError: what a rank could not do.
     """
+    process_group.check_devices(config.device, config.world_size)
     group = StartedGroup(
         _main,
         (task, config, argument),

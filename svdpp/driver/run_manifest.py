@@ -1,4 +1,4 @@
-"""Owns `run.json`: what became of each clip of a run, true on disk at every moment."""
+"""Owns the run manifest, `run.json`: the state of each clip of a run, current on disk."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-from svdpp.errors import OutputError
+from svdpp.errors import OutputError, RequestError
 from svdpp.media import output_files
 from svdpp.plan.actions import Action, Kind
 from svdpp.redaction import redact_all
@@ -22,16 +22,37 @@ NAME = "run.json"
 
 # Often enough to see where a run stands, seldom enough for a folder on a network.
 _WRITE_SECONDS = 1.0
+# What a manifest says of its run, before its list of clips.
+_HEAD_BYTES = 4096
 _SETTLED = ("done", "failed")
 _BEGINNINGS = (Kind.ENCODE, Kind.LOAD)
+
+
+def check_replaceable(path: Path) -> None:
+    """Refuses to replace a `run.json` that no run of svdpp has written.
+
+    Raises:
+        RequestError: it is something else.
+    """
+    if not path.exists():
+        return
+    try:
+        with path.open("rb") as file:
+            is_ours = b'"clips": ' in file.read(_HEAD_BYTES)
+    except OSError:
+        is_ours = False
+    if not is_ours:
+        raise RequestError(
+            f"{str(path)!r} exists and is no run's manifest",
+            "--overwrite replaces it; another --out folder keeps it",
+        )
 
 
 class RunManifest:
     """A context manager that is also an observer of a pipeline's events.
 
-    A run that is killed leaves its last manifest behind: what was running then still says so. A
-    manifest that cannot be written, on a full disk, ends no run that could go on: it is tried
-    again.
+    A run that is killed leaves its last manifest behind, in which clips are still `running`. If the
+    manifest cannot be written during the run, as on a full disk, the run goes on and tries again.
 
     Args:
         path: of the file, replaced whole each time.

@@ -14,8 +14,8 @@ def set_defaults(environment: MutableMapping[str, str] = os.environ) -> None:
 
 
 @contextlib.contextmanager
-def for_children(more: Mapping[str, str] | None = None) -> Iterator[None]:
-    """Sets the defaults and `more` for processes that are started within the block.
+def defaults(more: Mapping[str, str] | None = None) -> Iterator[None]:
+    """Sets the defaults and `more` for libraries imported and processes started within the block.
 
     This process gets its own environment back: in a user's program it may compile or log.
     """
@@ -29,7 +29,7 @@ def for_children(more: Mapping[str, str] | None = None) -> Iterator[None]:
 
 
 def _missing(environment: Mapping[str, str]) -> dict[str, str]:
-    defaults = {
+    values = {
         # Transformers and diffusers print messages while they are imported.
         "TRANSFORMERS_VERBOSITY": "error",
         "DIFFUSERS_VERBOSITY": "error",
@@ -49,4 +49,4 @@ def _missing(environment: Mapping[str, str]) -> dict[str, str]:
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
         "TORCH_NCCL_ENABLE_MONITORING": "0",
     }
-    return {name: value for name, value in defaults.items() if name not in environment}
+    return {name: value for name, value in values.items() if name not in environment}

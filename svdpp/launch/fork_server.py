@@ -37,7 +37,7 @@ def start(preload: Sequence[str]) -> None:
         fork_server_preload.STARTER: str(os.getpid()),
         fork_server_preload.MODULES: ",".join(preload),
     }
-    with environment.for_children(modules), signals_blocked():
+    with environment.defaults(modules), signals_blocked():
         forkserver.ensure_running()
 
 

@@ -207,7 +207,7 @@ def _ready_to_start(start_method: str, preload: Sequence[str]) -> Iterator[None]
     """Protects processes that are still importing from Ctrl-C, while the ranks start."""
     if start_method == "spawn":
         resource_tracker.ensure_running()  # first, because starting it unblocks the signals
-        with environment.for_children(), process_lifetime.signals_blocked():
+        with environment.defaults(), process_lifetime.signals_blocked():
             yield
         return
     fork_server.start(preload)

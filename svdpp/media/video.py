@@ -15,6 +15,7 @@ import os
 import re
 import shutil
 import signal
+import stat
 import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -25,6 +26,7 @@ import numpy.typing as npt
 from PIL import ExifTags, Image, ImageSequence, PngImagePlugin
 
 from svdpp.config import OutputConfig, VideoFormat
+from svdpp.config.limits import MAX_CLIP_PIXELS, MAX_FRAMES
 from svdpp.errors import InputError, OutputError, SvdppError
 from svdpp.media.output_files import atomic_output, check_free, reason, sync
 
@@ -37,7 +39,6 @@ _KEY = "svdpp"
 _FRAME_NAME = re.compile(r"\d{5,}\.png")
 _READ_SECONDS = 600.0
 _WRITE_SECONDS = 60.0  # and one more for each frame
-_MAX_FRAMES = 10_000
 # Exact rounding; without it swscale shifts every colour by one or two steps.
 _SCALE = "scale=flags=accurate_rnd+full_chroma_int+full_chroma_inp"
 _BT709 = "setparams=range=tv:colorspace=bt709:color_primaries=bt709:color_trc=bt709"
@@ -49,7 +50,7 @@ class _MediaFailure(RuntimeError):
 
 def write_clip(
     frames: Frames, output: OutputConfig, *, fps: int, metadata: Mapping[str, object]
-) -> None:
+) -> str:
     """Writes one clip whole or not at all; what was there before stays until then.
 
     Args:
@@ -59,6 +60,9 @@ def write_clip(
             00000.png and so on, which replaces an existing one only if that holds nothing else.
         fps: frames a second.
         metadata: JSON values, carried inside the file and given back by `read_metadata`.
+
+    Returns:
+        `file_sha256` of what was written.
 
     Raises:
         OutputError: the clip cannot be encoded, written, or read back whole.
@@ -76,6 +80,7 @@ def write_clip(
         else:
             temporary.write_bytes(_encode_animation(frames, output.format, fps, text))
         _check_whole(temporary, output.format, frames, fps)
+        return file_sha256(temporary)
 
 
 def check_output(output: OutputConfig) -> None:
@@ -94,7 +99,8 @@ def read_frames(path: Path, format: VideoFormat) -> Frames:
     says against the clip's shortest common time; a clip of equal frames alone comes back as one.
 
     Raises:
-        InputError: the file is missing, damaged, or in another format.
+        InputError: the file is missing, damaged, in another format, or has more pixels than any
+            clip that can be made.
     """
     with _reading(path, format):
         if format == "mp4":
@@ -104,8 +110,7 @@ def read_frames(path: Path, format: VideoFormat) -> Frames:
         images, times = _read_animation(path, format)
         unit = math.gcd(*times) or 1
         counts = [max(1, time // unit) for time in times]
-        if sum(counts) > _MAX_FRAMES:
-            raise _MediaFailure(f"it has more than {_MAX_FRAMES} frames")
+        _check_size(sum(counts), *images.shape[1:3])
         return np.repeat(images, counts, axis=0)
 
 
@@ -150,6 +155,27 @@ def find_ffmpeg() -> str:
     if executable is None:
         raise OutputError("there is no ffmpeg to make mp4 with", "pip install imageio-ffmpeg")
     return executable
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a clip's file as it lies on disk; of a folder, of its files' names and hashes.
+
+    Raises:
+        InputError: it is missing, or holds something else than regular files.
+    """
+    with _reading(path, "a clip"):
+        if not path.is_dir():
+            return _sha256_of(path)
+        lines = (f"{_sha256_of(file)}  {file.name}\n" for file in sorted(path.iterdir()))
+        return hashlib.sha256("".join(lines).encode(errors="surrogateescape")).hexdigest()
+
+
+def _sha256_of(path: Path) -> str:
+    # Non-blocking, since opening a pipe would wait for its writer.
+    with open(path, "rb", opener=lambda p, flags: os.open(p, flags | os.O_NONBLOCK)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise _MediaFailure(f"{path.name!r} is not a regular file")
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def frames_sha256(frames: Frames) -> str:
@@ -242,13 +268,16 @@ def _encode_mp4(path: Path, frames: Frames, fps: int, crf: int, text: str) -> No
 def _decode_mp4(path: Path) -> Frames:
     # As PPM, because each picture then says its own size.
     output = ["-map", "0:v:0", "-vf", _SCALE, "-fps_mode", "passthrough", "-pix_fmt", "rgb24"]
-    output += ["-c:v", "ppm", "-f", "image2pipe", "pipe:1"]
+    # One frame more than a clip may have, and a few bytes of header for each.
+    bounds = ["-frames:v", str(MAX_FRAMES + 1), "-fs", str(3 * MAX_CLIP_PIXELS + 32 * MAX_FRAMES)]
+    output += [*bounds, "-c:v", "ppm", "-f", "image2pipe", "pipe:1"]
     data = _ffmpeg([*_source(path), *output], seconds=_READ_SECONDS)
     header = re.match(rb"P6\n(\d+) (\d+)\n255\n", data)
     if header is None:
         raise _MediaFailure("it holds no frames")
     width, height = int(header[1]), int(header[2])
     pictures = np.frombuffer(data, np.uint8).reshape(-1, header.end() + height * width * 3)
+    _check_size(len(pictures), height, width)
     return pictures[:, header.end() :].reshape(-1, height, width, 3)
 
 
@@ -277,9 +306,11 @@ def _encode_animation(frames: Frames, format: VideoFormat, fps: int, text: str) 
 
 def _read_animation(path: Path, format: VideoFormat) -> tuple[Frames, list[int]]:
     """The stored frames, uint8 (F, H, W, 3), and how long each is shown, in milliseconds."""
-    images, times = [], []
+    images: list[Frames] = []
+    times: list[int] = []
     with Image.open(path, formats=[format]) as animation:
         for image in ImageSequence.Iterator(animation):
+            _check_size(len(images) + 1, image.height, image.width)
             images.append(np.asarray(image.convert("RGB")))
             times.append(int(image.info.get("duration", 0)))
     return np.stack(images), times
@@ -297,12 +328,20 @@ def _write_folder(folder: Path, frames: Frames, text: str) -> None:
 
 
 def _read_folder(folder: Path) -> Frames:
-    images = []
+    images: list[Frames] = []
     for path in sorted(folder.iterdir()):
         if _FRAME_NAME.fullmatch(path.name):
             with Image.open(path, formats=["PNG"]) as image:
+                _check_size(len(images) + 1, image.height, image.width)
                 images.append(np.asarray(image.convert("RGB")))
     return np.stack(images)
+
+
+def _check_size(num_frames: int, height: int, width: int) -> None:
+    """A stranger's file could otherwise fill the memory."""
+    if num_frames > MAX_FRAMES or num_frames * height * width > MAX_CLIP_PIXELS:
+        limits = f"{MAX_FRAMES} frames, or {MAX_CLIP_PIXELS} pixels"
+        raise _MediaFailure(f"it has more than {limits}: too much for a clip")
 
 
 def _metadata_text(path: Path) -> str | None:

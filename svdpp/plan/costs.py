@@ -11,6 +11,7 @@ from typing import Any
 
 from svdpp.errors import InputError, RequestError
 from svdpp.plan.actions import Action, Kind
+from svdpp.plan.small_file import is_version, read_small_file
 
 SCHEMA_VERSION = 1
 
@@ -211,7 +212,7 @@ class Costs:
             raise RequestError(f"{where}: costs are a JSON object, not {type(content).__name__}")
         values = dict(content)
         version = values.pop("schema_version", None)
-        if version != SCHEMA_VERSION:
+        if not is_version(version, SCHEMA_VERSION):
             raise RequestError(f"{where}: schema_version must be {SCHEMA_VERSION}, got {version!r}")
         known = [field.name for field in fields(Costs)]
         if unknown := sorted(values.keys() - set(known)):
@@ -233,9 +234,7 @@ class Costs:
             RequestError: naming the key that is unknown, missing or no such number.
         """
         try:
-            content = json.loads(Path(path).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise InputError(f"costs {str(path)!r} cannot be read: {error.strerror}") from error
+            content = json.loads(read_small_file(Path(path), "costs"))
         except (ValueError, RecursionError) as error:
             raise InputError(f"costs {str(path)!r} is no JSON: {error}") from error
         return Costs.from_json(content, str(path))

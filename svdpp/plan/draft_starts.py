@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os.path
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from svdpp.errors import InputError, RequestError
+from svdpp.plan.small_file import is_version, read_small_file
 
 SCHEMA_VERSION = 1
 
@@ -113,16 +115,14 @@ class DraftProfile:
             InputError: the file cannot be read, or is none.
         """
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-            if content.pop("schema_version") != SCHEMA_VERSION:
+            content = json.loads(read_small_file(path, "starts"))
+            if not is_version(content.pop("schema_version"), SCHEMA_VERSION):
                 raise ValueError(f"schema_version must be {SCHEMA_VERSION}")
             choices = tuple(_choice(each) for each in content.pop("choices"))
             if not choices:
                 raise ValueError("it holds no choices")
             photographs = tuple(map(str, content.pop("photographs")))
             return DraftProfile(choices=choices, photographs=photographs, **content)
-        except OSError as error:
-            raise InputError(f"starts {str(path)!r} cannot be read: {error.strerror}") from error
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise InputError(
                 f"starts {str(path)!r} are no profile of a draft: {error}",
@@ -156,7 +156,7 @@ def parse_start_steps(text: str, num_steps: int, world_size: int | None) -> tupl
         RequestError: the text is neither; InputError: the file cannot be read.
     """
     parts = text.split(",")
-    if all(part.strip().isdecimal() and part.isascii() for part in parts):
+    if all(re.fullmatch(r"\s*[0-9]{1,9}\s*", part) for part in parts):
         return tuple(int(part) for part in parts)
     if not (text.endswith(".json") or os.path.isfile(text)):
         raise RequestError(

@@ -16,6 +16,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from svdpp.errors import RequestError
+from svdpp.plan.limits import MAX_PLANNED_STEPS, MAX_RANKS
 
 #: Cut positions of one clip: 0, the steps done after each stage, and so the number of steps last.
 Cuts = tuple[int, ...]
@@ -101,15 +102,17 @@ def split_steps(num_steps: int, world_size: int) -> tuple[StepRange, ...]:
 
 
 def check_counts(num_steps: int, world_size: int) -> None:
-    """Refuses counts that are not positive.
+    """Refuses counts that are not positive, or beyond the limits of a plan.
 
     Raises:
         RequestError: naming the count.
     """
-    if num_steps < 1:
-        raise RequestError(f"the number of steps must be 1 or more, got {num_steps}")
-    if world_size < 1:
-        raise RequestError(f"the number of ranks must be 1 or more, got {world_size}")
+    counts = (("steps", num_steps, MAX_PLANNED_STEPS), ("ranks", world_size, MAX_RANKS))
+    for name, count, most in counts:
+        if count < 1:
+            raise RequestError(f"the number of {name} must be 1 or more, got {count}")
+        if count > most:
+            raise RequestError(f"the number of {name} must be {most} or less, got {count}")
 
 
 def largest_world(num_steps: int, at_most: int) -> int:

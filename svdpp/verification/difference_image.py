@@ -1,7 +1,12 @@
-"""Owns two sides beside each other: a few of their pictures, and where they differ, amplified."""
+"""Owns the pictures of a difference: some planes of two sides, and maps of where they differ.
+
+A difference of one ULP in one element is invisible in the pictures themselves. In its map every
+element that differs is bright on black, and outlined.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,43 +17,57 @@ from svdpp.media.video import Frames
 
 Pixels = npt.NDArray[np.uint8]
 
-_MAX_SIDE = 512
+#: The longest side of a picture: smaller ones are enlarged, larger ones made smaller.
+_SIDE = 256
+# The darkest an element that differs can be.
+_DIMMEST = 110
+_OUTLINE = (255, 82, 82)
+_MARGIN = 5
+# Up to so many pixels of a map have an outline each; more have one around them all.
+_MAX_OUTLINES = 24
 
 
 @dataclass(frozen=True, kw_only=True)
 class DifferenceImage:
-    """The first, middle and last picture of two sides, and the one that differs most.
+    """Some planes of two sides of one shape (..., H, W), with maps of their differences.
 
     Args:
-        indices: of the pictures, rising.
-        ours: one for each index, shape (H, W) or (H, W, 3).
+        indices: of the planes shown, in the axes before H and W: the first, middle and last one,
+            and the one that differs most.
+        ours: one picture for each index, shape (h, w) or (h, w, 3), no side above 256 pixels.
         theirs: the same of the other side.
-        differences: shape (H, W), each pixel's largest difference; white is `largest`.
-        largest: difference over all pictures, shown ones or not, in the pictures' own numbers.
-        factor: by which the differences are amplified; 0 where there is none.
+        maps: shape (h, w, 3): black where all is equal; the brighter, the larger the difference.
+        num_different: elements that differ, in all planes.
+        num_elements: in all.
+        largest: difference of two elements, in their own numbers.
+        largest_at: index of these elements, in all axes; None if nothing differs.
     """
 
-    indices: list[int]
+    indices: list[tuple[int, ...]]
     ours: list[Pixels]
     theirs: list[Pixels]
-    differences: list[Pixels]
+    maps: list[Pixels]
+    num_different: int
+    num_elements: int
     largest: float
-    factor: float
+    largest_at: tuple[int, ...] | None
 
 
 def frame_difference(ours: Frames, theirs: Frames) -> DifferenceImage:
-    """Two clips' frames, uint8, shape (F, H, W, 3)."""
-    difference = np.abs(ours.astype(np.int16) - theirs.astype(np.int16)).max(axis=-1)
-    return _difference_image(ours, theirs, difference.astype(np.float64), white=255.0)
+    """Of two clips' frames, uint8, shape (F, H, W, 3); a plane is a frame."""
+    difference = np.abs(ours.astype(np.int16) - theirs.astype(np.int16)).astype(np.float64)
+    return _difference_image(ours, theirs, difference, difference > 0, num_plane_axes=3)
 
 
 def latent_difference(ours: npt.NDArray[Any], theirs: npt.NDArray[Any]) -> DifferenceImage:
-    """Two latents, floating-point, shape (..., H, W): each plane in grey, zero in the middle."""
+    """Of two latents, floating-point, shape (..., H, W): grey, with zero in the middle."""
+    bits = np.dtype(f"u{ours.itemsize}")
+    differs = np.ascontiguousarray(ours).view(bits) != np.ascontiguousarray(theirs).view(bits)
     # What is not a number is as far from every number as can be shown: at the largest there is.
-    one, other = (_finite(side.reshape(-1, *side.shape[-2:])) for side in (ours, theirs))
+    one, other = _finite(ours), _finite(theirs)
     scale = max(float(np.abs(one).max()), float(np.abs(other).max())) or 1.0
     return _difference_image(
-        _grey(one, scale), _grey(other, scale), np.abs(one - other), white=2 * scale
+        _grey(one, scale), _grey(other, scale), np.abs(one - other), differs, num_plane_axes=2
     )
 
 
@@ -64,28 +83,87 @@ def _finite(side: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
 
 
 def _difference_image(
-    ours: Pixels, theirs: Pixels, difference: npt.NDArray[np.float64], white: float
+    ours: Pixels,
+    theirs: Pixels,
+    difference: npt.NDArray[np.float64],
+    differs: npt.NDArray[np.bool_],
+    *,
+    num_plane_axes: int,
 ) -> DifferenceImage:
+    """Planes are the last `num_plane_axes` axes: height, width, and colours if there are any."""
+    axes = ours.shape[:-num_plane_axes]
+    planes = [side.reshape(-1, *side.shape[-num_plane_axes:]) for side in (ours, theirs)]
+    # Where bits differ and numbers do not, as those of 0 and -0, the first place counts.
+    weight = np.where(differs, difference + np.finfo(np.float64).tiny, 0.0)
+    place = np.unravel_index(int(weight.argmax()), weight.shape) if differs.any() else None
+    shown = _shown(len(planes[0]), place, axes)
     largest = float(difference.max())
-    count = len(difference)
-    chosen = {0, count // 2, count - 1}
-    if largest > 0:
-        chosen.add(int(difference.max(axis=(1, 2)).argmax()))
-    indices = sorted(chosen)
-    maps = [np.ceil(difference[i] / (largest or 1.0) * 255).astype(np.uint8) for i in indices]
+    strength = np.where(differs, _DIMMEST + (255 - _DIMMEST) * difference / (largest or 1.0), 0.0)
+    strength = strength.reshape(planes[0].shape)
+    if num_plane_axes == 3:
+        strength = strength.max(axis=-1)
     return DifferenceImage(
-        indices=indices,
-        ours=[_smaller(ours[index]) for index in indices],
-        theirs=[_smaller(theirs[index]) for index in indices],
-        differences=[_smaller(each, brightest=True) for each in maps],
+        indices=[tuple(int(i) for i in np.unravel_index(plane, axes)) for plane in shown],
+        ours=[_scaled(planes[0][plane]) for plane in shown],
+        theirs=[_scaled(planes[1][plane]) for plane in shown],
+        maps=[_map(strength[plane]) for plane in shown],
+        num_different=int(differs.sum()),
+        num_elements=differs.size,
         largest=largest,
-        factor=white / largest if largest else 0.0,
+        largest_at=None if place is None else tuple(int(i) for i in place),
     )
 
 
-def _smaller(pixels: Pixels, *, brightest: bool = False) -> Pixels:
-    """`pixels` with no side above 512: each block's mean, or its brightest, lest one be lost."""
-    block = -(-max(pixels.shape[:2]) // _MAX_SIDE)
+def _shown(count: int, place: Sequence[Any] | None, axes: tuple[int, ...]) -> list[int]:
+    """Numbers of the planes to show, rising."""
+    chosen = {0, count // 2, count - 1}
+    if place is not None:
+        chosen.add(int(np.ravel_multi_index(tuple(place[: len(axes)]), axes)))
+    return sorted(chosen)
+
+
+def _map(strength: npt.NDArray[np.float64]) -> Pixels:
+    """A plane's map in colour, with outlines around what differs."""
+    grey = _scaled(np.ceil(strength).astype(np.uint8), brightest=True)
+    picture = np.repeat(grey[:, :, None], 3, axis=2)
+    places = np.argwhere(grey > 0)
+    if not len(places):
+        return picture
+    size = _factor(strength.shape)
+    corners = np.unique(places // size * size, axis=0)
+    outline = np.zeros(grey.shape, bool)
+    if len(corners) > _MAX_OUTLINES:
+        _outline(outline, places.min(axis=0), places.max(axis=0) + 1)
+    else:
+        for corner in corners:
+            _outline(outline, corner, corner + size)
+    picture[outline & (grey == 0)] = _OUTLINE
+    return picture
+
+
+def _outline(mask: npt.NDArray[np.bool_], start: Any, end: Any) -> None:
+    """Draws a box around rows and columns `start` to `end`, clipped to the picture."""
+    top, left = np.maximum(start - _MARGIN, 0)
+    bottom, right = np.minimum(end + _MARGIN, mask.shape) - 1
+    mask[[top, bottom], left : right + 1] = True
+    mask[top : bottom + 1, [left, right]] = True
+
+
+def _factor(shape: Sequence[int]) -> int:
+    """By which a picture of this height and width is enlarged."""
+    return max(1, _SIDE // max(shape[:2]))
+
+
+def _scaled(pixels: Pixels, *, brightest: bool = False) -> Pixels:
+    """`pixels` with a longest side near 256, enlarged or made smaller by a whole number.
+
+    Made smaller, a pixel is the mean of its block, or with `brightest` the maximum, so that no
+    difference is lost.
+    """
+    factor = _factor(pixels.shape)
+    if factor > 1:
+        return pixels.repeat(factor, axis=0).repeat(factor, axis=1)
+    block = -(-max(pixels.shape[:2]) // _SIDE)
     rest = [(0, -side % block) for side in pixels.shape[:2]]
     whole = np.pad(pixels, [*rest, *[(0, 0)] * (pixels.ndim - 2)], mode="edge")
     height, width = (side // block for side in whole.shape[:2])

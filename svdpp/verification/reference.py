@@ -1,7 +1,7 @@
-"""Owns the sequential oracle: diffusers' unmodified pipeline, one clip at a time, on one device.
+"""Owns the reference: diffusers' unmodified pipeline, one clip at a time, on one device.
 
-It runs in a process of its own, under the settings that the ranks have, and reports its times as
-a rank does. For the dummy model the oracle is the plain loop over the same network.
+It runs in a process of its own, under the ranks' settings, and reports its times as a rank does.
+For the dummy model it is a plain loop over the same network.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from PIL import Image
 
 from svdpp.config import ClipRequest, PipelineConfig
+from svdpp.driver.memory_check import check_memory
 from svdpp.driver.pipeline import resolve
 from svdpp.driver.rank_task import run_rank_task
 from svdpp.driver.supervisor import Observer
@@ -54,19 +55,21 @@ def run_reference(
     """Computes each clip sequentially and keeps its latents after `steps`, and its frames.
 
     Args:
-        config: of the pipelined run; its world size does not matter here, its threads do.
+        config: of the pipelined run; the reference takes all but its number of ranks and layout.
         requests: outputs in them are not written.
         steps: numbers of steps done at which the latent is kept.
-        tensor_folder: receives latents and frames; None keeps neither.
-        observers: called with (0, event) as the oracle works.
+        tensor_folder: where latents and frames are kept; None keeps neither.
+        observers: called with (0, event) as the reference works.
 
     Returns:
         For each clip its `latents_sha256` and `frames_sha256` (None for the dummy model).
 
     Raises:
-        SvdppError: the oracle could not be run.
+        OutOfMemoryError: it needs more memory than is free.
+        SvdppError: the reference could not be run.
     """
     alone, checkpoint = resolve(config.alone())
+    check_memory(alone, checkpoint, alone.plan.roles)
     setup = _Setup(
         config=alone,
         checkpoint=checkpoint,
@@ -99,12 +102,12 @@ def _compute_all(
 ) -> None:
     begun = time.monotonic()
     with out_of_memory_named(None):
-        oracle = _Dummy(setup, device) if setup.checkpoint is None else _Svd(setup, device)
+        model = _Dummy(setup, device) if setup.checkpoint is None else _Svd(setup, device)
     reporter.send(Joined(device=device, load_seconds=time.monotonic() - begun))
     tensor_store = TensorStore(Path(setup.tensor_folder)) if setup.tensor_folder else None
     for clip, request in enumerate(setup.requests):
         with out_of_memory_named("reference"):
-            latent, frames = oracle.compute(
+            latent, frames = model.compute(
                 clip, request, tensor_store, _Clock(clip, setup, device, reporter)
             )
         if tensor_store is not None and frames is not None:
@@ -117,7 +120,7 @@ def _compute_all(
 
 
 class _Clock:
-    """Times one clip, begun now, and reports it as a rank would."""
+    """Measures one clip's times from now on, and reports them as a rank does."""
 
     def __init__(self, clip: int, setup: _Setup, device: str, reporter: Reporter) -> None:
         self._clip = clip
@@ -128,7 +131,7 @@ class _Clock:
         self._denoising = False
 
     def before_step(self, *_: object) -> None:
-        """Call before each step: what lies before the first one is the encode."""
+        """Called before each step; all the time before the first one is the encode's."""
         if not self._denoising:
             self._denoising = True
             self._report(actions.encode(self._clip), self._now())
@@ -149,7 +152,7 @@ class _Clock:
         self._begun = self._mark = now
 
     def _now(self) -> float:
-        """When the device has done all it was given, as it has where a rank looks."""
+        """The time once the device has finished its work, as a rank takes it."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.monotonic()
@@ -200,7 +203,7 @@ class _Svd:
             last[LATENTS] = tensors[LATENTS]
             return {}
 
-        hook = self._pipe.unet.register_forward_pre_hook(clock.before_step)  # looks on, no more
+        hook = self._pipe.unet.register_forward_pre_hook(clock.before_step)  # it only measures
         images = self._pipe(
             self._read(request),
             height=sampling.height,

@@ -1,15 +1,23 @@
-"""Owns the proof as a page: verdict, checks, pictures of both sides, and the conditions."""
+"""Owns the proof as an HTML page: verdict, checks, pictures of both sides, and the conditions."""
 
 from __future__ import annotations
 
+import base64
+import io
 import platform
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from PIL import Image
 
 from svdpp.config import ClipRequest, PipelineConfig
 from svdpp.launch import gpus
+from svdpp.media import output_files
 from svdpp.models import determinism
 from svdpp.models.base import Frames
 from svdpp.verification.difference_image import (
@@ -18,13 +26,34 @@ from svdpp.verification.difference_image import (
     frame_difference,
     latent_difference,
 )
-from svdpp.verification.html import Html, picture, table, tag, write_page
-from svdpp.verification.result import Check, VerificationResult
-from svdpp.verification.verify import both_sides, our_frames
+from svdpp.verification.result import Check, DraftResult, VerificationResult, describe_index
+from svdpp.verification.verify import both_sides, latent_axes, our_frames
 from svdpp.worker.clip_metadata import versions
+from svdpp.worker.tensor_store import TensorStore
 
+_TEMPLATE = "report.html.j2"
+_FRAME_AXES = "FHWC"
 # A page of a few MB; the table has every clip.
 _MAX_CLIPS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Strip:
+    """Pictures of some planes, a column each: one side, the other, and their difference."""
+
+    columns: list[str]
+    rows: list[tuple[str, list[str]]]
+    """Name of the side, and its pictures as data URLs."""
+    note: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Section:
+    """Everything that is shown of one clip, under headings."""
+
+    title: str
+    strips: list[tuple[str, _Strip | None]]
+    """Heading, empty for none; None: there is nothing to show."""
 
 
 def write_report(
@@ -35,125 +64,69 @@ def write_report(
     folder: Path,
     asked: Mapping[str, str],
 ) -> None:
-    """Writes one self-contained HTML page. No path of this machine is in it, but files' names.
+    """Writes one self-contained HTML page; it names files without their folders.
 
     Args:
-        path: replaced where it exists.
+        path: replaced if it exists.
         verdict: of all clips.
         config: of the pipelined side.
         requests: by clip.
         folder: what `run_pipelined` and `run_sequential` kept.
-        asked: what else the user asked of the proof, by name.
+        asked: further options of the proof, by name.
 
     Raises:
         OutputError: the page cannot be written.
     """
-    content = [
-        tag("h1", "svdpp verify: pipelined against sequential"),
-        _verdict(verdict, "a plain loop's" if config.model.is_dummy else "diffusers' own"),
-        tag("h2", "Checks"),
-        tag("div", _checks(verdict), class_="scroll"),
-        *_drafts(verdict, config),
-        *_pictures(verdict, config, requests, folder),
-        tag("h2", "Conditions"),
-        table((), _conditions(config, requests, asked)),
-    ]
-    write_page(path, f"svdpp verify: {_word(verdict)[1]}", content)
-
-
-def _word(verdict: VerificationResult | Check) -> tuple[str, str]:
-    """The colour of a verdict, and the word for it."""
-    if verdict.bitwise:
-        return "good", "bitwise equal"
-    return ("fair", "equal within tolerance") if verdict.equal else ("bad", "different")
-
-
-def _verdict(verdict: VerificationResult, oracle: str) -> Html:
-    colour, word = _word(verdict)
-    clips = len({check.clip for check in verdict.checks})
-    sentence = (
-        f"{clips} clip{'s' if clips > 1 else ''}, {len(verdict.checks)} comparisons of the "
-        f"pipeline's result with {oracle}, on one device."
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
-    different = next((check for check in verdict.checks if not check.bitwise), None)
-    if different is not None:
-        sentence += f" First difference: {different}."
-    headline = tag("b", word[0].upper() + word[1:])
-    return tag("div", headline, tag("p", sentence), class_=f"verdict {colour}")
+    page = environment.get_template(_TEMPLATE).render(
+        verdict=verdict,
+        colours={"bitwise equal": "good", "equal within tolerance": "fair", "different": "bad"},
+        word=_word,
+        oracle="a plain loop" if config.model.is_dummy else "diffusers' own pipeline",
+        num_clips=len(requests),
+        different=next((check for check in verdict.checks if not check.bitwise), None),
+        num_steps=config.sampling.num_inference_steps,
+        sections=list(_sections(verdict, config, requests, folder)),
+        num_left_out=max(0, len(requests) - _MAX_CLIPS),
+        conditions=list(_conditions(config, requests, asked)),
+    )
+    with output_files.atomic_output(str(path), ".html") as temporary:
+        temporary.write_text(page, encoding="utf-8", errors="replace")
 
 
-def _checks(verdict: VerificationResult) -> Html:
-    rows = []
-    for check in verdict.checks:
-        colour, word = _word(check)
-        rows.append(
-            (
-                str(check.clip),
-                check.what.replace("_", " "),
-                str(check.step),
-                str(check.rank),
-                tag("span", word, class_=colour),
-                f"{check.max_abs_diff:.3g}",
-                str(check.max_ulp),
-                str(list(check.first_index)) if check.first_index else "",
-                tag("code", check.sha256[:16], title=check.sha256),
-            )
-        )
-    columns = ("clip", "what", "steps done", "rank", "verdict", "max difference", "max ULP")
-    return table((*columns, "first at", "sha256, pipelined"), rows)
+def _word(verdict: VerificationResult | Check) -> str:
+    if verdict.bitwise:
+        return "bitwise equal"
+    return "equal within tolerance" if verdict.equal else "different"
 
 
-def _drafts(verdict: VerificationResult, config: PipelineConfig) -> Iterator[Html]:
-    """What each rank of a draft came to, beside the exact result."""
-    if not verdict.drafts:
-        return
-    num_steps = config.sampling.num_inference_steps
-    yield tag("h2", "Drafts")
-    yield tag("p", "Approximations, by their distance from the sequential result.", class_="faint")
-    columns = ("clip", "rank", "start", "rounds", "sooner", "latent, max difference")
-    rows = [
-        (
-            *map(str, (each.clip, each.rank, each.start, each.rounds)),
-            f"{num_steps / each.rounds:.2f}x",
-            "lost" if each.latent_max_abs_diff is None else f"{each.latent_max_abs_diff:.3g}",
-            "" if each.frames is None else str(each.frames.whole),
-        )
-        for each in verdict.drafts
-    ]
-    yield table((*columns, "frames"), rows)
-
-
-def _pictures(
+def _sections(
     verdict: VerificationResult,
     config: PipelineConfig,
     requests: Sequence[ClipRequest],
     folder: Path,
-) -> Iterator[Html]:
-    """The clips that differ before the others."""
+) -> Iterator[_Section]:
+    """The first clips; those that differ come before the others."""
     different = {check.clip for check in verdict.checks if not check.bitwise}
     clips = sorted(range(len(requests)), key=lambda clip: clip not in different)
-    num_steps = config.sampling.num_inference_steps
     ours, theirs = both_sides(folder)
     for clip in clips[:_MAX_CLIPS]:
-        yield tag("h2", f"Clip {clip}: {_input(requests[clip])}")
+        strips: list[tuple[str, _Strip | None]] = []
+        if not config.decodes or clip in different:
+            strips.append(("Final latent", _latents_strip(config, clip, ours, theirs)))
         if config.decodes:
             sequential = theirs.frames(clip)
-            yield _frames_strip("pipelined", our_frames(config, ours, clip), sequential)
-            for draft in (each for each in verdict.drafts if each.clip == clip):
-                if draft.is_lost:
-                    yield tag("h3", f"Draft by rank {draft.rank}: lost, its walk came to harm")
-                    continue
-                yield tag("h3", f"Draft by rank {draft.rank}, after {draft.rounds} rounds")
-                walked = ours.frames(clip, draft_rank=draft.rank)
-                yield _frames_strip(f"rank {draft.rank}", walked, sequential)
-        if not config.decodes or clip in different:
-            latents = [side.latent(clip, num_steps).float().numpy() for side in (ours, theirs)]
-            contrast = latent_difference(*latents)
-            largest = f"{contrast.largest:.3g}"
-            yield _strip("pipelined", "final latent, plane", contrast, largest)
-    if len(clips) > _MAX_CLIPS:
-        left_out = f"{len(clips) - _MAX_CLIPS} further clips are in the table of checks alone."
-        yield tag("p", left_out, class_="faint")
+            frames = our_frames(config, ours, clip)
+            strips.append(("Frames", _frames_strip("pipelined", frames, sequential)))
+            drafts = (each for each in verdict.drafts if each.clip == clip)
+            strips += [_draft_strip(draft, ours, sequential) for draft in drafts]
+        yield _Section(title=f"Clip {clip}: {_input(requests[clip])}", strips=strips)
 
 
 def _input(request: ClipRequest) -> str:
@@ -161,43 +134,73 @@ def _input(request: ClipRequest) -> str:
     return f"{name}seed {request.seed}"
 
 
-def _frames_strip(side: str, ours: Frames, sequential: Frames) -> Html:
-    contrast = frame_difference(ours, sequential)
-    return _strip(side, "frame", contrast, f"{contrast.largest:.0f} of 255 levels")
+def _latents_strip(
+    config: PipelineConfig, clip: int, ours: TensorStore, theirs: TensorStore
+) -> _Strip:
+    num_steps, axes = config.sampling.num_inference_steps, latent_axes(config)
+    one, other = (side.latent(clip, num_steps).float().numpy() for side in (ours, theirs))
+    difference = latent_difference(one, other)
+    values, place = "", difference.largest_at
+    if place is not None:
+        values = f": {one[place]:.9g} against {other[place]:.9g}"
+    return _strip("pipelined", difference, axes, f"{difference.largest:.3g}", values)
 
 
-def _strip(ours: str, what: str, contrast: DifferenceImage, largest: str) -> Html:
-    """Three rows of pictures: ours, theirs, and the difference."""
-    names = [f"{what} {index}" for index in contrast.indices]
+def _frames_strip(side: str, ours: Frames, sequential: Frames) -> _Strip:
+    difference = frame_difference(ours, sequential)
+    return _strip(side, difference, _FRAME_AXES, f"{difference.largest:.0f} of 255 levels", "")
 
-    def row(side: str, pictures: Sequence[Pixels]) -> list[str]:
-        texts = (f"{side}, {name}" for name in names)
-        return [tag("b", side), *map(picture, pictures, texts)]
 
-    rows = [
-        row(ours, contrast.ours),
-        row("sequential", contrast.theirs),
-        row("difference", contrast.differences),
-    ]
-    note = "No difference: the maps are black."
-    if contrast.largest:
-        note = f"Differences are amplified x{contrast.factor:.3g}: white is {largest}, the largest."
-    return tag("div", table(("", *names), rows, class_="strip"), tag("p", note, class_="faint"))
+def _draft_strip(
+    draft: DraftResult, ours: TensorStore, sequential: Frames
+) -> tuple[str, _Strip | None]:
+    if draft.is_lost:
+        return f"Draft by rank {draft.rank}: lost", None
+    frames = ours.frames(draft.clip, draft_rank=draft.rank)
+    heading = f"Draft by rank {draft.rank}, after {draft.rounds} rounds"
+    return heading, _frames_strip(f"rank {draft.rank}", frames, sequential)
+
+
+def _strip(side: str, difference: DifferenceImage, axes: str, largest: str, values: str) -> _Strip:
+    note = "No element differs: the maps are black."
+    if difference.largest_at is not None:
+        note = (
+            f"{difference.num_different:,} of {difference.num_elements:,} elements differ; in the "
+            "maps they are bright on black, the larger the brighter, and outlined. "
+            f"Largest difference: {largest}, at {describe_index(difference.largest_at, axes)} "
+            f"(index {list(difference.largest_at)}){values}."
+        )
+    rows = ((side, difference.ours), ("sequential", difference.theirs))
+    return _Strip(
+        columns=[describe_index(index, axes) for index in difference.indices],
+        rows=[
+            (name, [_data_url(pixels) for pixels in pictures])
+            for name, pictures in (*rows, ("difference", difference.maps))
+        ],
+        note=note,
+    )
+
+
+def _data_url(pixels: Pixels) -> str:
+    """A PNG inside the page."""
+    buffer = io.BytesIO()
+    Image.fromarray(np.ascontiguousarray(pixels)).save(buffer, format="PNG", optimize=True)
+    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
 def _conditions(
     config: PipelineConfig, requests: Sequence[ClipRequest], asked: Mapping[str, str]
 ) -> Iterator[tuple[str, str]]:
     model = config.model
-    # A local checkpoint's folder would say whose machine this is.
+    # The folder of a local checkpoint would tell whose machine this is.
     is_local = Path(model.name).exists()
     yield "model", Path(model.name).name if is_local else model.name
     yield "dtype", model.dtype
     yield "device", config.device
     yield "ranks", str(config.world_size)
-    yield "threads a rank", str(config.num_threads)
+    yield "threads of each rank", str(config.num_threads)
     yield "clips", str(len(requests))
-    knobs = asdict(config.sampling)
+    knobs: dict[str, Any] = asdict(config.sampling)
     for name in ["num_inference_steps"] if model.is_dummy else knobs:
         if knobs[name] is not None:
             yield name.replace("_", " "), str(knobs[name])

@@ -1,7 +1,8 @@
-"""Owns what a comparison comes to: bits and distances of latents and frames, and the verdict."""
+"""Owns the result of a comparison: bits and distances of latents and frames, and the verdict."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -14,6 +15,21 @@ from svdpp.models.base import Frames
 from svdpp.worker.tensor_store import tensor_sha256
 
 _INTEGERS = {2: torch.int16, 4: torch.int32}
+_LEVELS = 255
+_AXES = {"F": "frame", "C": "channel", "H": "row", "W": "column"}
+_FRAME_AXES = "FHWC"
+_SVD_AXES = "BFCHW"
+
+
+def describe_index(index: Sequence[int], axes: str) -> str:
+    """An index in words, such as `frame 7, channel 0, row 22, column 40`.
+
+    Args:
+        index: one number for each of the first letters of `axes`.
+        axes: B, F, C, H, W in the tensor's order; B is left out, since it is always 0.
+    """
+    numbers = dict(zip(axes, index, strict=False))
+    return ", ".join(f"{word} {numbers[axis]}" for axis, word in _AXES.items() if axis in numbers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,15 +38,17 @@ class Check:
 
     Args:
         clip: index of the clip.
-        what: `latent` at a hand-over, `final_latent`, or `frames`.
+        what: `latent` where it leaves a rank, `final_latent`, or `frames`.
         step: number of steps done.
-        rank: the one whose work it is.
-        equal: bitwise, or within the tolerance where one was given.
-        bitwise: every bit the same.
-        max_abs_diff: largest difference; infinite where one side is not a number.
-        max_ulp: largest distance, in numbers of the dtype; for frames, in 8-bit levels.
-        first_index: where they first differ, in row-major order of the tensor; None where nowhere.
+        rank: the one that computed it.
+        equal: bitwise, or within the tolerance if there is one.
+        bitwise: every bit is the same.
+        max_abs_diff: largest difference; infinite if one side is not a number there. Of frames, as
+            colours from 0 to 1.
+        max_ulp: largest distance, in numbers of the dtype; of frames, in 8-bit levels.
+        first_index: the first that differs, in row-major order of the tensor; None if none does.
         sha256: of the pipelined side.
+        axes: the tensor's axes, a letter each.
     """
 
     clip: int
@@ -43,6 +61,19 @@ class Check:
     max_ulp: int
     first_index: tuple[int, ...] | None
     sha256: str
+    axes: str = _SVD_AXES
+
+    @property
+    def distance(self) -> str:
+        """The largest difference with its unit: `1.19e-07 (1 ULP)`, or `3 of 255 levels`."""
+        if self.what == "frames":
+            return f"{self.max_ulp} of {_LEVELS} levels"
+        return f"{self.max_abs_diff:.3g} ({self.max_ulp} ULP)"
+
+    @property
+    def first_place(self) -> str:
+        """Where the first difference is, in words; empty if there is none."""
+        return "" if self.first_index is None else describe_index(self.first_index, self.axes)
 
     def __str__(self) -> str:
         """Where and by how much the two sides differ, in words."""
@@ -52,9 +83,8 @@ class Check:
             "frames": "the frames",
         }[self.what]
         return (
-            f"clip {self.clip}, {what}, done by rank {self.rank}: first at index "
-            f"{list(self.first_index or ())}, max difference {self.max_abs_diff:.3g}, "
-            f"{self.max_ulp} {'levels' if self.what == 'frames' else 'ULP'}"
+            f"clip {self.clip}, {what}, done by rank {self.rank}: first at {self.first_place} "
+            f"(index {list(self.first_index or ())}), max difference {self.distance}"
         )
 
 
@@ -67,8 +97,8 @@ class DraftResult:
         rank: whose result; never rank 0, whose result has to be equal.
         start: the step at which the rank started.
         rounds: until it was done.
-        latent_max_abs_diff: largest difference of the final latents; None where the walk was lost.
-        frames: of the frames; None where there are none.
+        latent_max_abs_diff: largest difference of the final latents; None if the result was lost.
+        frames: distance of the frames; None if there are none.
     """
 
     clip: int
@@ -80,7 +110,7 @@ class DraftResult:
 
     @property
     def is_lost(self) -> bool:
-        """Whether the walk came to harm, and so to no result."""
+        """Whether the rank lost the clip, and has no result."""
         return self.latent_max_abs_diff is None
 
     def to_json(self) -> dict[str, Any]:
@@ -91,7 +121,7 @@ class DraftResult:
 
 @dataclass(frozen=True)
 class VerificationResult:
-    """All checks, in the order in which a clip meets them.
+    """All checks: by clip, then in the order of the steps.
 
     Args:
         checks: at least one.
@@ -118,7 +148,7 @@ class VerificationResult:
 
     @property
     def first_difference(self) -> Check | None:
-        """The first check that does not hold: by clip, then in the order of the steps."""
+        """The first check that does not hold."""
         return next((check for check in self.checks if not check.equal), None)
 
     def to_json(self) -> dict[str, Any]:
@@ -142,6 +172,7 @@ def compare_latents(
     rank: int,
     final: bool,
     tolerance: float = 0.0,
+    axes: str = _SVD_AXES,
 ) -> Check:
     """Compares two latents of one shape and dtype.
 
@@ -167,6 +198,7 @@ def compare_latents(
         max_ulp=int((_ordered(ours) - _ordered(theirs)).abs().max()),
         first_index=None if bitwise else tuple(int(i) for i in differs.nonzero()[0]),
         sha256=tensor_sha256(ours),
+        axes=axes,
     )
 
 
@@ -187,12 +219,13 @@ def compare_frames(
         what="frames",
         step=step,
         rank=rank,
-        equal=largest / 255 <= tolerance,
+        equal=largest / _LEVELS <= tolerance,
         bitwise=largest == 0,
-        max_abs_diff=largest / 255,
+        max_abs_diff=largest / _LEVELS,
         max_ulp=largest,
         first_index=tuple(int(i) for i in np.argwhere(difference)[0]) if largest else None,
         sha256=video.frames_sha256(ours),
+        axes=_FRAME_AXES,
     )
 
 

@@ -1,4 +1,4 @@
-"""Owns the proof: pipelined against sequential, transfer by transfer, bit for bit."""
+"""Owns the proof: pipelined against sequential, range of steps by range, bit for bit."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _PIPELINED, _SEQUENTIAL, _SETTINGS = "pipelined", "sequential", "settings.json"
 def verify(
     config: PipelineConfig, requests: Sequence[ClipRequest], *, tolerance: float = 0.0
 ) -> VerificationResult:
-    """Runs `requests` through the ranks, then sequentially, and compares all hand-overs.
+    """Runs `requests` through the ranks, then sequentially, and compares the latents.
 
     Args:
-        config: of the pipelined run; the reference takes model, knobs and threads from it.
+        config: of the pipelined run; the reference has the same model, knobs and threads.
         requests: outputs in them are not written.
         tolerance: largest difference that counts as equal; 0 asks for equal bits.
 
@@ -56,7 +56,7 @@ def run_pipelined(
     fault: InjectedFault | None = None,
     observers: Sequence[Observer] = (),
 ) -> None:
-    """Runs `requests` through the ranks and keeps every hand-over under `folder`.
+    """Runs `requests` through the ranks and keeps each latent that leaves one under `folder`.
 
     Raises:
         SvdppError: the ranks could not run them.
@@ -76,10 +76,10 @@ def run_sequential(
     *,
     observers: Sequence[Observer] = (),
 ) -> None:
-    """Runs `requests` through the oracle and keeps the same latents under `folder`.
+    """Runs `requests` through the reference and keeps the same latents under `folder`.
 
     Raises:
-        SvdppError: the oracle could not run them.
+        SvdppError: the reference could not run them.
     """
     kept = new_side(folder / _SEQUENTIAL, config)
     steps = {end for clip in range(len(requests)) for _, end in _parts(config, clip)}
@@ -92,8 +92,8 @@ def compare(
     """Compares what `run_pipelined` and `run_sequential` kept under `folder`.
 
     Raises:
-        RequestError: the two were computed under settings that give other bits by themselves, which
-            is no difference for a tolerance to pass.
+        RequestError: the two sides were computed under different settings, which give different
+            bits by themselves: no tolerance is meant to accept that.
     """
     _check_settings(folder)
     sides, clips = both_sides(folder), range(num_clips)
@@ -152,6 +152,7 @@ def _compare_all(
                     rank=rank,
                     final=end == num_steps,
                     tolerance=tolerance,
+                    axes=latent_axes(config),
                 )
             )
         if config.decodes:
@@ -163,13 +164,18 @@ def _compare_all(
     return checks
 
 
+def latent_axes(config: PipelineConfig) -> str:
+    """The axes of the model's latents, a letter each: B, F (frames), C (channels), H, W."""
+    return "BCFHW" if config.model.is_dummy else "BFCHW"
+
+
 def our_frames(config: PipelineConfig, ours: TensorStore, clip: int) -> Frames:
-    """The frames that the ranks made of `clip`; of a draft, those of the exact path."""
+    """The frames of `clip` from the ranks; in a draft, those of rank 0, which are exact."""
     return ours.frames(clip, draft_rank=None if config.draft is None else 0)
 
 
 def _parts(config: PipelineConfig, clip: int) -> list[tuple[int, int]]:
-    """(rank, steps done) wherever a stretch of the exact path ends."""
+    """(rank, steps done) at the end of each range of steps; in a draft, of rank 0's."""
     if config.draft is not None:
         exact = config.draft_plan.schedule([clip])[0]
         return [(0, action.end) for action in exact if action.kind is Kind.DENOISE]
@@ -180,13 +186,13 @@ def _parts(config: PipelineConfig, clip: int) -> list[tuple[int, int]]:
 def _compare_drafts(
     draft_plan: DraftPlan, clips: Iterable[int], ours: TensorStore, theirs: TensorStore
 ) -> Iterator[DraftResult]:
-    """The ranks' results in the order in which they come, the fastest first."""
+    """The ranks' results in the order in which they are ready, the fastest first."""
     num_steps = draft_plan.num_steps
     for clip in clips:
         exact = theirs.latent(clip, num_steps)
         for rank in range(draft_plan.world_size - 1, 0, -1):
             apart, frames = None, None
-            if ours.has_latent(clip, num_steps, draft_rank=rank):  # else the walk came to harm
+            if ours.has_latent(clip, num_steps, draft_rank=rank):  # else the rank lost the clip
                 latent = ours.latent(clip, num_steps, draft_rank=rank)
                 apart = float((latent.double() - exact.double()).abs().max())
                 if draft_plan.decodes:

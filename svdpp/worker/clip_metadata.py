@@ -1,4 +1,4 @@
-"""Owns a clip's JSON: what it says of the request, what its bits depend on, and reading it back."""
+"""Owns a clip's metadata: what its JSON says of the request, and reading that back."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from svdpp import __version__
 from svdpp.config import Fit, OutputConfig, PipelineConfig, SamplingConfig, VideoFormat
 from svdpp.errors import InputError
 from svdpp.media import image as photos
 from svdpp.models.checkpoint import Checkpoint
+from svdpp.plan.small_file import read_small_file
 from svdpp.redaction import recorded_name, recorded_path
 
-SCHEMA_VERSION = 1
+#: 1 had `seconds` in place of compute_seconds and wall_seconds, and no file_sha256.
+SCHEMA_VERSION = 2
 
 _LIBRARIES = ("torch", "diffusers", "transformers", "numpy", "pillow", "imageio-ffmpeg")
 
@@ -36,7 +38,7 @@ _SAMPLING_FIELDS = (
     "fit",
 )
 
-#: What a latent's bits depend on. World and split are not among them: no bit depends on them.
+#: What a latent's bits depend on. Number of ranks and split are not among them.
 _LATENT_IDENTITY = (
     "input_sha256",
     "seed",
@@ -49,9 +51,10 @@ _LATENT_IDENTITY = (
     "channels_last",
     "device",
     "num_threads",
+    "deterministic",
     *_SAMPLING_FIELDS,
 )
-#: What makes a clip the clip it is.
+#: What tells two clips apart: two with the same values are the same clip.
 IDENTITY = (*_LATENT_IDENTITY, "format", "crf")
 
 
@@ -62,10 +65,10 @@ def clip_metadata(
     config: PipelineConfig,
     checkpoint: Checkpoint,
 ) -> dict[str, Any]:
-    """What a clip's JSON says of the request; the hashes and times are added where they arise.
+    """What a clip's JSON says of the request; the clip writer adds hashes and times.
 
-    Paths are relative to the JSON's own folder, or to the user's home, so that it says nothing of
-    whose machine it was.
+    Paths are relative to the JSON's own folder, or to the user's home, so that the JSON does not
+    tell whose machine it was.
     """
     folder = Path(output.path).parent
     record = {
@@ -87,6 +90,7 @@ def clip_metadata(
         "replicas": config.replicas,
         "decoders": config.decoders,
         "num_threads": config.num_threads,
+        "deterministic": config.deterministic,
         **{name: getattr(config.sampling, name) for name in _SAMPLING_FIELDS},
         "format": output.format,
         "crf": output.crf,
@@ -97,13 +101,13 @@ def clip_metadata(
 
 
 def _model_name(checkpoint: Checkpoint) -> str:
-    """A folder as it is found from anywhere on this machine, all else as it was typed."""
+    """A folder by its absolute path (or `~/...`), a hub id or `demo` as it was typed."""
     is_folder = checkpoint.fingerprint is not None
     return recorded_name(str(checkpoint.folder) if is_folder else checkpoint.name)
 
 
 def parameters_sha256(record: Mapping[str, Any]) -> str:
-    """Of all that makes a clip the clip it is: equal where the clips are."""
+    """Hash of the values in `IDENTITY`: equal for equal clips."""
     return _sha256({name: record[name] for name in IDENTITY})
 
 
@@ -112,25 +116,33 @@ def versions() -> dict[str, str]:
     return {"svdpp": __version__, **{name: metadata.version(name) for name in _LIBRARIES}}
 
 
+_Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
 class _ClipMetadata(BaseModel):
-    """What a clip's JSON must hold to be recomputed or recognised; strict, since it is a file."""
+    """What a clip's JSON must hold; strict, since anybody can have written the file.
+
+    Ranges are checked by `svdpp.config`, when a configuration is made of the values.
+    """
 
     model_config = ConfigDict(strict=True, extra="allow")
 
-    schema_version: Literal[1]
+    # Not Literal[1, 2], which takes true and 1.0 for 1.
+    schema_version: Annotated[int, Field(ge=1, le=SCHEMA_VERSION)]
     input: str
-    input_sha256: str
+    input_sha256: _Sha256
     output: str
     seed: Annotated[int, Field(ge=0, lt=2**63)]
     model: str
     revision: str | None
-    weights_fingerprint: str | None = None  # as in the next ones without: records of 0.2.0
+    weights_fingerprint: str | None = None  # files of svdpp 0.2 lack fields that have a default
     variant: str | None
     dtype: Literal["fp32", "fp16", "bf16"]
     memory_opt: bool
     channels_last: bool = False
     device: Literal["cpu", "cuda"]
     num_threads: int
+    deterministic: bool = False
     num_inference_steps: int
     height: int
     width: int
@@ -144,54 +156,92 @@ class _ClipMetadata(BaseModel):
     fit: Fit
     format: VideoFormat
     crf: int
-    latents_sha256: str
-    frames_sha256: str
+    versions: dict[str, str] = Field(default_factory=dict)
+    conditions: dict[str, Any] = Field(default_factory=dict)
+    exact: bool | Literal["unproven"] = True
+    draft: dict[str, Any] | None = None
+    latents_sha256: _Sha256
+    frames_sha256: _Sha256
+    file_sha256: _Sha256 | None = None
+
+    @field_validator("output")
+    @classmethod
+    def _is_a_name(cls, name: str) -> str:
+        if name in ("", ".", "..") or "/" in name or "\0" in name:
+            raise ValueError("not a file's name")
+        return name
 
 
 def read_clip_metadata(path: Path) -> dict[str, Any]:
-    """A clip's JSON, with whatever else it says.
+    """A clip's JSON, checked, with whatever else it says.
 
     Raises:
         InputError: it is no such file.
     """
+    return checked_clip_metadata(parse_clip_json(path), f"{str(path)!r} is no clip's JSON")
+
+
+def parse_clip_json(path: Path) -> Any:
+    """The value in a clip's JSON, not checked yet.
+
+    Raises:
+        InputError: the file cannot be read, or is no JSON.
+    """
+    data = read_small_file(path, "clip's JSON")
     try:
         # Not read by pydantic, which refuses the escapes in names that are not UTF-8.
-        return _ClipMetadata.model_validate(json.loads(path.read_bytes())).model_dump()
-    except OSError as error:
-        raise InputError(f"{str(path)!r} cannot be read: {error.strerror}") from error
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "the file"
-        what = f"{str(path)!r} is no clip's JSON: {where}: {first['msg']}"
-        raise InputError(what.replace("\n", " ")) from error
+        return json.loads(data)
     except (ValueError, RecursionError) as error:
         raise InputError(f"{str(path)!r} is no clip's JSON: {error}") from error
 
 
+def checked_clip_metadata(values: object, fault: str) -> dict[str, Any]:
+    """`values` as a clip's metadata, whose types are right; fields that are missing get defaults.
+
+    Args:
+        values: as JSON was parsed.
+        fault: how the message of the error begins.
+
+    Raises:
+        InputError: naming the first field that is wrong.
+    """
+    try:
+        found = _ClipMetadata.model_validate(values)
+        return found.model_dump(exclude={"draft"} - found.model_fields_set)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the file"
+        raise InputError(f"{fault}: {where}: {first['msg']}".replace("\n", " ")) from error
+
+
+def embedded_part(record: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a clip's JSON its file holds too: all but the hash of the file itself."""
+    return {name: value for name, value in record.items() if name != "file_sha256"}
+
+
 def read_draft(output: OutputConfig) -> dict[str, Any] | None:
-    """What the JSON beside `output` says of an approximation; None where there is none."""
+    """What the JSON beside `output` says of a draft; None where there is none."""
     try:
         there = read_clip_metadata(Path(output.json_path))
     except InputError:
         return None
-    about = there.get("draft")
-    return about if there.get("exact") is False and isinstance(about, dict) else None
+    return None if there["exact"] else there.get("draft")
 
 
 def recorded_sampling(record: dict[str, Any]) -> SamplingConfig:
-    """The knobs that a clip's JSON names.
+    """The sampler's knobs in a clip's JSON.
 
     Raises:
-        RequestError: they are none that could have been run.
+        RequestError: no run can have had them.
     """
     return SamplingConfig(**{name: record[name] for name in _SAMPLING_FIELDS})
 
 
 def latents_key(record: Mapping[str, Any], checkpoint: Checkpoint) -> str:
-    """Names the packets of a clip whose latent has these bits.
+    """The key of a clip's latent checkpoints: equal where the latent's bits are.
 
-    A hash of the parameters, the libraries and the weights: a hub model's by its commit, a
-    folder's by the size and age of its files, since its name stays when its files are replaced.
+    A hash of the parameters, the libraries and the weights. The weights of a hub model go by its
+    commit, those of a folder by the size and age of its files, since files can be replaced.
     """
     return _sha256(
         {

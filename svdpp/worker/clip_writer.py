@@ -1,4 +1,4 @@
-"""Owns the end of a clip: hashes, file and JSON, in a thread beside the denoising."""
+"""Owns finishing a clip: hashes, file and JSON, in a thread beside the denoising."""
 
 from __future__ import annotations
 
@@ -36,6 +36,9 @@ class FinishedClip:
         memory_pressure: see `Packet`.
         is_draft: the exact clip follows.
         replaces: the draft that is removed when this clip is in place.
+        compute_seconds: that ranks have computed for it, in encode, steps and decode.
+        is_draft: whether the exact clip may still follow.
+        replaces: the draft that is removed once this clip is in its place.
     """
 
     job: ClipJob
@@ -44,6 +47,7 @@ class FinishedClip:
     ready: Mark
     begun_at: float
     memory_pressure: bool = False
+    compute_seconds: float = 0.0
     is_draft: bool = False
     replaces: OutputConfig | None = None
 
@@ -140,12 +144,17 @@ class ClipWriter:
             "frames_sha256": None if frames is None else video.frames_sha256(frames),
             "seconds": round(time.time() - finished.begun_at, 3),
             **({"memory_pressure": True} if finished.memory_pressure else {}),
+            "compute_seconds": round(finished.compute_seconds, 3),
+            "wall_seconds": round(time.time() - finished.begun_at, 3),
+            "resumed_from_step": job.request.done_steps,
             **({"host": self._host} if self._host else {}),
         }
         output = self._on_this_host(job.request.output)
         if output is not None and frames is not None:
-            # The JSON says that the clip is whole, so it comes second.
-            video.write_clip(frames, output, fps=self._fps, metadata=record)
+            # The JSON says that the clip is whole, so it comes second. It alone holds the file's
+            # own hash, which the file cannot.
+            sha256 = video.write_clip(frames, output, fps=self._fps, metadata=record)
+            record = {**record, "file_sha256": sha256}
             if finished.is_draft:
                 self._drafts.add(output.path)
             output_files.write_json(Path(output.json_path), record)

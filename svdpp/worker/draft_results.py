@@ -27,12 +27,16 @@ class Result:
         latent: final.
         frames: (F, H, W, 3) uint8; None if results are not decoded.
         seconds: from the clip's encode until this result reached the last rank.
+        frames: None where results are not decoded.
+        seconds: from the clip's encode until this result was at the last rank.
+        compute_seconds: that ranks computed on this result's own path, from the encode on.
     """
 
     rank: int
     latent: torch.Tensor
     frames: torch.Tensor | None
     seconds: float
+    compute_seconds: float = 0.0
 
     @property
     def pixels(self) -> Frames | None:
@@ -144,6 +148,7 @@ class DraftResults:
                 frames=result.frames,
                 ready=None,
                 begun_at=self._begun_at,
+                compute_seconds=result.compute_seconds,
                 is_draft=is_draft,
                 replaces=replaces,
             )
@@ -154,7 +159,7 @@ class DraftResults:
             "rank": result.rank,
             "rounds": self._draft_plan.rounds(result.rank),
             "num_steps": self._draft_plan.num_steps,
-            "seconds": round(result.seconds, 3),
+            "wall_seconds": round(result.seconds, 3),
         }
 
 

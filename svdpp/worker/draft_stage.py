@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 
@@ -139,7 +140,7 @@ class DraftStage(PipelineStage):
         self, action: Action, packet: Packet, tensors: dict[str, torch.Tensor]
     ) -> None:
         """Sends `tensors` of the packet's clip; a tombstone where there are none."""
-        sent = Packet(action.clip, action.end, packet.begun_at, tensors, tombstone=not tensors)
+        sent = replace(packet, next_step=action.end, tensors=tensors, tombstone=not tensors)
         with self._waiting(action):
             self._transport.send(sent, action.peer)
 
@@ -204,6 +205,7 @@ class DraftStage(PipelineStage):
                 latent=self._on_host(packet.tensors[LATENTS]),
                 frames=None if frames is None else self._on_host(frames),
                 seconds=seconds,
+                compute_seconds=packet.compute_seconds,
             )
             self._results_of_clip[action.clip].add(result)
 

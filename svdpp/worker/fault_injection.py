@@ -16,9 +16,9 @@ Kind = Literal["ulp", "skip", "nan", "raise", "hang", "header"]
 
 _PATTERN = re.compile(rf"({'|'.join(get_args(Kind))})(?:-([a-z]+))?@rank(\d+)\.clip(\d+)", re.ASCII)
 
-#: Where each field of a packet's header begins that receivers check: all but the clip's begin.
+#: Where each field of a packet's header begins that receivers check: all but the clip's times.
 HEADER_FIELDS: Mapping[str, int] = {
-    name: position for name, position in FIELDS.items() if name != "begun"
+    name: position for name, position in FIELDS.items() if name not in ("begun", "compute")
 }
 
 

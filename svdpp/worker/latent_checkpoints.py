@@ -22,7 +22,7 @@ from svdpp.errors import InputError
 from svdpp.media import output_files
 from svdpp.worker.bounded_executor import BoundedExecutor
 
-_SCHEMA_VERSION = 1
+_SCHEMA_VERSION = 2
 _KEY = re.compile(r"[0-9a-f]{64}")
 _NAME = re.compile(r"([0-9a-f]{64})_step(\d{1,6})\.safetensors", re.ASCII)
 
@@ -53,6 +53,8 @@ class LatentCheckpoints:
             "schema_version": _SCHEMA_VERSION,
             "next_step": packet.next_step,
             "begun_at": packet.begun_at,
+            "compute_seconds": packet.compute_seconds,
+            "memory_pressure": packet.memory_pressure,
             "conditions": self._conditions,
             "sha256": _sha256(packet.tensors),
         }
@@ -99,7 +101,14 @@ class LatentCheckpoints:
                     hint,
                 )
         in_order = {name: tensors[name].to(device) for name in expected}
-        return Packet(clip, step, float(metadata["begun_at"]), in_order)
+        return Packet(
+            clip,
+            step,
+            float(metadata["begun_at"]),
+            in_order,
+            memory_pressure=bool(metadata["memory_pressure"]),
+            compute_seconds=float(metadata["compute_seconds"]),
+        )
 
     def _path(self, key: str, step: int) -> Path:
         assert _KEY.fullmatch(key), f"not a key: {key!r}"

@@ -253,6 +253,7 @@ class PipelineStage:
                         ready=streams.mark(self._device),
                         begun_at=packet.begun_at,
                         memory_pressure=packet.memory_pressure,
+                        compute_seconds=packet.compute_seconds,
                     )
                 )
         self._forget(action.clip)
@@ -291,10 +292,11 @@ class PipelineStage:
 
     @contextmanager
     def _timed(self, action: Action) -> Iterator[None]:
-        """Reports the time of a compute action, and the wait before it."""
+        """Reports the time of a compute action, and the wait before it; counts it as the clip's."""
         start = time.monotonic()
         yield
         end = time.monotonic()
+        self._packets[action.clip].compute_seconds += end - start
         self._reporter.send(
             ActionDone(action=str(action), start=start, end=end, waited=self._waited)
         )

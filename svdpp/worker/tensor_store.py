@@ -1,4 +1,4 @@
-"""Owns what a verification compares: hashes, and latents and frames kept in a folder."""
+"""Owns what a run keeps for comparison: hashes of tensors, and a folder of latents and frames."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class TensorStore:
 
     Args:
         folder: exists; one process writes a given clip and step.
-        send: sends each file's name and content to the process that has the folder; None: this
-            process writes it.
+        send: called with each file's name and content, which another process then passes to `put`;
+            None: files are written to `folder`.
     """
 
     def __init__(self, folder: Path, send: Callable[[str, bytes], None] | None = None) -> None:
@@ -39,7 +39,7 @@ class TensorStore:
     def put(self, name: str, data: bytes) -> None:
         """Writes a file that another process has sent."""
         if not _NAME.fullmatch(name):
-            raise ValueError(f"no stored tensor is called {name!r}")
+            raise ValueError(f"no file of a tensor store is called {name!r}")
         (self._folder / name).write_bytes(data)
 
     def keep_latent(
@@ -70,6 +70,10 @@ class TensorStore:
         path = self._path(clip, draft_rank, "frames.npy")
         frames: Frames = np.load(path, allow_pickle=False)
         return frames
+
+    def forget_frames(self, clip: int) -> None:
+        """Removes the kept frames of `clip`, if there are any."""
+        self._path(clip, None, "frames.npy").unlink(missing_ok=True)
 
     def _path(self, clip: int, draft_rank: int | None, what: str) -> Path:
         whose = "" if draft_rank is None else f"_rank{draft_rank}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
 
 import pytest
@@ -135,3 +137,38 @@ def test_a_configuration_shows_no_home(tmp_path: Path, monkeypatch: pytest.Monke
     text = point.to_yaml()
     assert str(tmp_path) not in text
     assert yaml.safe_load(text)["model"]["name"] == "~/weights"
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("workload.clips=100001", "workload.clips: Input should be less than or equal to 100000"),
+        ("measure.repeats=1001", "measure.repeats: Input should be less than or equal to 1000"),
+        ("measure.warmups=1001", "measure.warmups: Input should be less than or equal to 1000"),
+        ("pipeline.timeout=true", "pipeline.timeout: a truth value is no number, got True"),
+        ("profile='yes'", "profile: Input should be a valid boolean, got 'yes'"),
+    ],
+)
+def test_the_limits_of_a_request_hold(override: str, words: str) -> None:
+    with pytest.raises(RequestError, match=re.escape(words)):
+        read_grid("smoke", [override])
+
+
+def test_aliases_that_stand_for_a_billion_values_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "bomb.yaml"
+    lines = ["a0: &a0 [1,1,1,1,1,1,1,1,1,1]"]
+    lines += [f"a{n}: &a{n} [{','.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 10)]
+    path.write_text("\n".join(lines))
+    with pytest.raises(InputError, match=r"is no YAML: alias \*a0: write the value out"):
+        read_grid(str(path), [])
+    with pytest.raises(RequestError, match="the value is no YAML"):
+        read_grid("smoke", ["workload.clips=[&a 1, *a]"])
+
+
+def test_a_pipe_or_a_file_without_end_is_no_configuration(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.yaml")
+    with pytest.raises(InputError, match="is not a regular file"):
+        read_grid(str(tmp_path / "pipe.yaml"), [])
+    (tmp_path / "large.yaml").write_bytes(b"#" * 1_000_001)
+    with pytest.raises(InputError, match="is larger than 1000000 bytes"):
+        read_grid(str(tmp_path / "large.yaml"), [])

@@ -133,7 +133,7 @@ def test_run_says_what_came_when(tmp_path: Path) -> None:
     assert " was " in answer.err.splitlines()[-3]
     assert "dB" in answer.err.splitlines()[-3]
     assert sorted(path.name for path in out.iterdir()) == [
-        *("rocket_0.json", "rocket_0.mp4", "run.json")
+        *("rocket_0.mp4", "rocket_0.mp4.json", "run.json")
     ]
     (clip,) = json.loads((out / "run.json").read_text())["clips"]
     assert clip["state"] == "done"
@@ -152,19 +152,19 @@ def test_an_accepted_draft_is_kept_resumed_and_never_verified(tmp_path: Path) ->
     assert "approximate: rank 1's result" in answer.err
     assert "to prove one" not in answer.err
     assert len(read_frames(out / "rocket_0.draft.mp4", "mp4")) == 2
-    record = json.loads((out / "rocket_0.draft.json").read_text())
+    record = json.loads((out / "rocket_0.draft.mp4.json").read_text())
     assert record["exact"] is False
     (clip,) = json.loads((out / "run.json").read_text())["clips"]
     assert (clip["state"], clip["exact"], clip["output"]) == ("done", False, "rocket_0.draft.mp4")
 
-    refused = svdpp_here("verify", str(out / "rocket_0.draft.json"))
-    assert_error(refused, 2, "by its own word is not exact", "without --draft-psnr")
+    refused = svdpp_here("verify", str(out / "rocket_0.draft.mp4.json"))
+    assert_error(refused, 2, "says itself that it is not exact", "without --draft-psnr")
     again = svdpp_here(*drafting, "--draft-psnr", "10dB", "--resume")
     assert again.out == f"{out}/rocket_0.draft.mp4  (was finished)\n"
     better = svdpp_alone(*drafting, "--resume")
     assert better.out == f"{out}/rocket_0.mp4\n", better.err
     assert not (out / "rocket_0.draft.mp4").exists()
-    assert json.loads((out / "rocket_0.json").read_text())["exact"] is True
+    assert json.loads((out / "rocket_0.mp4.json").read_text())["exact"] is True
 
 
 @pytest.mark.processes

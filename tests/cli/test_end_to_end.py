@@ -16,7 +16,7 @@ from diffusers import StableVideoDiffusionPipeline
 from PIL import Image
 
 from svdpp.media.examples import example_photos
-from svdpp.media.video import read_frames, read_metadata
+from svdpp.media.video import file_sha256, read_frames, read_metadata
 from svdpp.models.svd.decode import stack_frames
 from tests.cli.shell import assert_error, svdpp_here
 from tests.models.builders import save_tiny_checkpoint
@@ -82,15 +82,16 @@ def test_run_makes_clips_that_are_diffusers_own(tiny: Path, tmp_path: Path) -> N
         clip = out / f"{stem}_{seed}.mp4"
         frames = read_frames(clip, "mp4")
         assert frames.shape == (3, 64, 64, 3)
-        assert json.loads(clip.with_suffix(".json").read_text()) == record
-        assert read_metadata(clip) == record
+        assert json.loads(clip.with_suffix(".mp4.json").read_text()) == record
+        assert {**read_metadata(clip), "file_sha256": file_sha256(clip)} == record
         photo = next(p for p in photos if p.stem == stem)
         assert record["input_sha256"] == hashlib.sha256(photo.read_bytes()).hexdigest()
         assert (record["seed"], record["world_size"], record["num_threads"]) == (seed, 2, 1)
         latents, pixels = _diffusers_sha256(tiny, photo, seed)
         assert record["latents_sha256"] == latents
         assert record["frames_sha256"] == pixels
-    clip_files = [f"{stem}_{seed}.{suffix}" for stem, seed in names for suffix in ("mp4", "json")]
+    suffixes = ("mp4", "mp4.json")
+    clip_files = [f"{stem}_{seed}.{suffix}" for stem, seed in names for suffix in suffixes]
     assert sorted(p.name for p in out.iterdir()) == sorted([*clip_files, "run.json"])
     manifest = json.loads((out / "run.json").read_text())
     assert [clip["output"] for clip in manifest["clips"]] == clip_files[::2]
@@ -107,17 +108,17 @@ def test_run_makes_clips_that_are_diffusers_own(tiny: Path, tmp_path: Path) -> N
     assert skipping.stdout.count("was finished") == 3
     assert np.array_equal(read_frames(missing, "mp4").shape, (3, 64, 64, 3))
     for path, content in before.items():
-        if path.stem not in (missing.stem, "run"):
+        if path.name.partition(".")[0] not in (missing.stem, "run"):
             assert path.read_bytes() == content, path
     assert_error(svdpp_here(*whole, "--resume", "--crf", "30"), 2, "another crf: 18, now 30")
 
     # A clip's JSON that was tampered with proves nothing.
-    record_path = out / f"{photos[1].stem}_3.json"
+    record_path = out / f"{photos[1].stem}_3.mp4.json"
     record = json.loads(record_path.read_text())
     record_path.write_text(json.dumps({**record, "latents_sha256": "0" * 64}))
     proof = _svdpp("verify", record_path)
     assert proof.returncode == 3
-    assert "latents_sha256" in proof.stderr
+    assert "is not as recorded: latent, file (the metadata inside says latents" in proof.stderr
     assert "Traceback" not in proof.stderr
 
 
@@ -149,7 +150,8 @@ def test_verify_catches_a_planted_fault_with_exit_code_3() -> None:
     assert (report["equal"], report["bitwise"]) == (False, False)
     bad = [check for check in report["checks"] if not check["equal"]]
     assert [(check["clip"], check["step"], check["rank"]) for check in bad] == [(1, 4, 1)]
-    assert "clip 1, the final latent, done by rank 1: first at index [0, 2, 0, 0, 0]" in done.stderr
+    where = "first at frame 0, channel 2, row 0, column 0 (index [0, 2, 0, 0, 0])"
+    assert f"clip 1, the final latent, done by rank 1: {where}, max difference" in done.stderr
 
 
 def test_torchrun_joins_its_world(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def test_a_disk_that_fills_up_keeps_the_clips_that_are_whole(tmp_path: Path) -> 
         )
         with process:
             try:
-                _wait_for(disk / "rocket_2.json", process)
+                _wait_for(disk / "rocket_2.mp4.json", process)
                 _fill(disk / "filler")
                 out, err = process.communicate(timeout=60)
             finally:

@@ -16,20 +16,20 @@ from svdpp.driver.jobs import OutputPolicy
 
 
 @pytest.mark.parametrize(
-    ("output", "format", "json_name"),
+    ("output", "format", "named"),
     [
-        ("cat.v2_0", "frames", "cat.v2_0.json"),
-        ("cat.v2_0.mp4", "mp4", "cat.v2_0.json"),
-        ("cat_0.gif", "gif", "cat_0.json"),
+        ("cat.v2_0", "frames", "out/cat.v2_0"),
+        ("cat.v2_0.mp4", "mp4", "out/cat.v2_0.mp4"),
+        ("my cat_0.gif", "gif", "'out/my cat_0.gif'"),
     ],
 )
-def test_the_command_that_proves_a_clip_names_its_json(
-    output: str, format: VideoFormat, json_name: str
+def test_the_command_that_proves_a_clip_names_it(
+    output: str, format: VideoFormat, named: str
 ) -> None:
     console, heard = Console(), io.StringIO()
     console.err = RichConsole(file=heard, width=80)
     print_clips(console, Path("out"), [], [{"output": output, "format": format, "exact": True}], [])
-    assert f"svdpp verify out/{json_name}\n" in heard.getvalue()
+    assert f"svdpp verify {named}\n" in heard.getvalue()
 
 
 @pytest.mark.parametrize(

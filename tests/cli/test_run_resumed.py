@@ -11,9 +11,12 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from svdpp.media.examples import example_photos
 from svdpp.media.video import read_frames
+from tests.models.builders import save_tiny_checkpoint
 
 pytestmark = [pytest.mark.processes, pytest.mark.long]
 
@@ -85,3 +88,19 @@ def test_unreadable_images_lose_no_other_with_keep_going(tmp_path: Path) -> None
     assert sorted(clip["state"] for clip in manifest) == ["done", "failed", "failed"]
     nothing = _run(*inputs[1:], "--world", 1, "--out", out, "--keep-going")
     assert nothing.returncode == 7
+
+
+def test_what_is_lost_ends_with_the_highest_code(tmp_path: Path) -> None:
+    """A photograph that cannot be read (7), beside latents that are not finite (9)."""
+    model = save_tiny_checkpoint(tmp_path / "model")
+    weights = model / "unet/diffusion_pytorch_model.safetensors"
+    tensors = load_file(weights)
+    tensors["conv_in.bias"][0] = torch.nan
+    save_file(tensors, weights, metadata={"format": "pt"})
+    (tmp_path / "torn.png").write_bytes(b"\x89PNG\r\n")
+    inputs, out = (PHOTOS[0], tmp_path / "torn.png"), tmp_path / "out"
+    command = [*_command(*inputs, "--world", 1, "--out", out, "--keep-going"), "--model", model]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 9, done.stderr
+    assert "error: 2 of 2 lost: the latent is not finite after step 0" in done.stderr
+    assert done.stdout.count("(lost: ") == 2

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from svdpp.comm.header import HEADER_BYTES, Header
+from svdpp.comm.header import FIELDS, HEADER_BYTES, Header
 from svdpp.config import TensorSpec
 from svdpp.errors import TransportError
 
@@ -28,6 +28,7 @@ HEADERS = st.builds(
     st.lists(st.tuples(NAMES, SPECS), max_size=8, unique_by=lambda pair: pair[0])
     .map(tuple)
     .filter(lambda tensors: sum(spec.num_bytes for _, spec in tensors) < 2**64),
+    compute_seconds=st.floats(0, 1e12),
 )
 HEADER = Header(3, 8, 5, 1.5, (("latents", TensorSpec((1, 14, 4, 16, 16), "fp16")),))
 EXPECTED = {"latents": TensorSpec((1, 14, 4, 16, 16), "fp16")}
@@ -97,8 +98,18 @@ def test_another_protocol_version_is_named_with_the_mend() -> None:
 
 def test_a_byte_count_that_does_not_fit_the_tensors_is_refused() -> None:
     data = bytearray(HEADER.pack())
-    struct.pack_into("<Q", data, struct.calcsize("<8sHHQIQd"), 12)
+    struct.pack_into("<Q", data, struct.calcsize("<8sHHQIQdd"), 12)
     with pytest.raises(TransportError, match="announces 12 bytes"):
+        Header.unpack(bytes(data))
+
+
+@pytest.mark.parametrize("field", ["begun", "compute"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_time_that_is_none_is_refused(field: str, value: float) -> None:
+    """It would end in the clip's JSON."""
+    data = bytearray(HEADER.pack())
+    struct.pack_into("<d", data, FIELDS[field], value)
+    with pytest.raises(TransportError, match="times that are none"):
         Header.unpack(bytes(data))
 
 

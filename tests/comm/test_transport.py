@@ -57,10 +57,12 @@ def _relay(context: RankContext, clips: int) -> dict[str, Any]:
     for clip in range(clips):
         expected = _tensors(clip)
         if rank == 0:
-            packet = Packet(clip, 4, 100.0 + clip, expected)
+            packet = Packet(clip, 4, 100.0 + clip, expected, compute_seconds=0.5)
         else:
             packet = transport.post_receive(clip, 4, rank - 1, _spec(expected)).wait()
             assert (packet.clip, packet.next_step, packet.begun_at) == (clip, 4, 100.0 + clip)
+            assert packet.compute_seconds == rank - 0.5
+            packet.compute_seconds += 1
         if rank < last:
             transport.send(packet, rank + 1)
         equal += all(

@@ -100,7 +100,7 @@ def test_run_records_what_auto_chose(tmp_path: Path) -> None:
 
     assert answer.code == 0, answer
     assert "decode: 2 of 2 frames at a time: one takes " in answer.err
-    record = json.loads((tmp_path / "out/rocket_0.json").read_text())
+    record = json.loads((tmp_path / "out/rocket_0.mp4.json").read_text())
     assert record["decode_chunk_size"] == 2
 
 

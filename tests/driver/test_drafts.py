@@ -194,16 +194,16 @@ def test_the_draft_comes_first_and_the_exact_clip_takes_its_place(tmp_path: Path
     with pipeline:
         result = pipeline.run([request], [record])[0].record
 
-    assert seen["files"] == ["astronaut_0.draft.json", "astronaut_0.draft.mp4"]
+    assert seen["files"] == ["astronaut_0.draft.mp4", "astronaut_0.draft.mp4.json"]
     assert seen["record"]["exact"] is False
     assert len(seen["frames"]) == 2
     about = seen["record"]["draft"]
     assert (about["rank"], about["rounds"], about["start_steps"]) == (1, 4, [0, 9])
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "astronaut_0.json",
         "astronaut_0.mp4",
+        "astronaut_0.mp4.json",
     ]
-    written = json.loads((tmp_path / "astronaut_0.json").read_text())
+    written = json.loads((tmp_path / "astronaut_0.mp4.json").read_text())
     assert written == result
     assert written["exact"] is True
     (draft,) = written["draft"]["results"]
@@ -247,8 +247,8 @@ def test_an_accepted_draft_ends_the_clip_and_never_calls_itself_exact(tmp_path: 
         assert about["agreement"]["with_rank"] == 3
         assert about["agreement"]["max_levels"] >= 0
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        *("astronaut_0.draft.json", "astronaut_0.draft.mp4"),
-        *("chelsea_0.draft.json", "chelsea_0.draft.mp4"),
+        *("astronaut_0.draft.mp4", "astronaut_0.draft.mp4.json"),
+        *("chelsea_0.draft.mp4", "chelsea_0.draft.mp4.json"),
     ]
     done = Counter(step.rank for step in pipeline.trace.steps)
     assert done[0] < 2 * 40  # of whose rounds the agreement takes 8
@@ -318,7 +318,7 @@ def test_requests_that_are_no_draft() -> None:
 def test_a_drafts_files_are_named_for_what_they_are() -> None:
     output = OutputConfig(path="out/a.b_0.mp4")
     assert output.draft.path == "out/a.b_0.draft.mp4"
-    assert output.draft.json_path == "out/a.b_0.draft.json"
+    assert output.draft.json_path == "out/a.b_0.draft.mp4.json"
     assert OutputConfig(path="out/a_0", format="frames").draft.path == "out/a_0.draft"
 
 

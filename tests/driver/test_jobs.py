@@ -12,9 +12,17 @@ import numpy as np
 import pytest
 
 from svdpp.cli.request import sampling_config
-from svdpp.config import DraftConfig, ModelConfig, OutputConfig, PipelineConfig, SamplingConfig
+from svdpp.config import (
+    DraftConfig,
+    ModelConfig,
+    OutputConfig,
+    PipelineConfig,
+    SamplingConfig,
+    VideoFormat,
+)
 from svdpp.driver.existing_outputs import taken_places
 from svdpp.driver.jobs import ClipPlan, OutputPolicy, check_outputs, plan_clips
+from svdpp.driver.run_manifest import RunManifest
 from svdpp.errors import OutputError, RequestError
 from svdpp.media import output_files, video
 from svdpp.media.image import Photo, read_photo
@@ -35,13 +43,17 @@ def photo() -> Photo:
     return read_photo(Path(PHOTO))[1]
 
 
-def _finish(photo: Photo, output: OutputConfig, config: PipelineConfig, **more: Any) -> None:
-    """Puts a clip in its place, as a run would."""
+def _finish(
+    photo: Photo, output: OutputConfig, config: PipelineConfig = CONFIG, **more: Any
+) -> dict[str, Any]:
+    """Puts a clip in its place, as a run would; its JSON."""
     record = clip_metadata(photo, 0, output, config, find_checkpoint(config.model))
     record |= {"latents_sha256": "0" * 64, "frames_sha256": "0" * 64, **more}
     Path(output.path).parent.mkdir(exist_ok=True)
-    video.write_clip(np.zeros((2, 32, 32, 3), np.uint8), output, fps=7, metadata=record)
+    frames = np.random.default_rng(0).integers(0, 256, (2, 32, 32, 3), np.uint8)
+    record["file_sha256"] = video.write_clip(frames, output, fps=7, metadata=record)
     output_files.write_json(Path(output.json_path), record)
+    return record
 
 
 def _plan(photo: Photo, policy: OutputPolicy, config: PipelineConfig = CONFIG) -> ClipPlan:
@@ -97,6 +109,101 @@ def test_hand_overs_kept_with_other_threads_are_told(photo: Photo, tmp_path: Pat
     assert _plan(photo, replace(policy, resume=False), here).other_threads is None
 
 
+# --- what is there is not replaced unasked ------------------------------------------------------
+
+FORMATS: list[VideoFormat] = ["mp4", "gif", "webp", "frames"]
+
+
+def _clip(folder: Path, format: VideoFormat = "mp4") -> OutputConfig:
+    suffix = video.SUFFIXES[format]
+    return OutputConfig(path=str(folder / f"rocket_0{suffix}"), format=format)
+
+
+def test_each_format_has_a_json_of_its_own(photo: Photo, tmp_path: Path) -> None:
+    records = {kind: _finish(photo, _clip(tmp_path, kind)) for kind in FORMATS}
+    names = [f"rocket_0{video.SUFFIXES[kind]}" for kind in FORMATS]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        [*names, *(f"{name}.json" for name in names)]
+    )
+    for kind, record in records.items():
+        policy = OutputPolicy(folder=tmp_path, format=kind, resume=True)
+        (kept,) = _plan(photo, policy).skipped
+        assert (kept["file_sha256"], kept["format"]) == (record["file_sha256"], kind)
+
+
+@pytest.mark.parametrize("gone", ["json", "file"])
+def test_half_a_clip_is_not_replaced_unasked(photo: Photo, gone: str, tmp_path: Path) -> None:
+    output = _clip(tmp_path)
+    _finish(photo, output)
+    Path(output.json_path if gone == "json" else output.path).unlink()
+    left = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(RequestError, match="1 of 1 outputs exist already"):
+        _plan(photo, OutputPolicy(folder=tmp_path))
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == left
+    other = replace(CONFIG, sampling=replace(CONFIG.sampling, num_inference_steps=4))
+    with pytest.raises(RequestError, match="exists with another num_inference_steps: 2, now 4"):
+        _plan(photo, OutputPolicy(folder=tmp_path, resume=True), other)
+    assert len(_plan(photo, OutputPolicy(folder=tmp_path, overwrite=True)).requests) == 1
+
+
+def test_a_clip_whose_run_was_killed_before_its_json_gets_it(photo: Photo, tmp_path: Path) -> None:
+    output = _clip(tmp_path)
+    record = _finish(photo, output)
+    Path(output.json_path).unlink()
+    (kept,) = _plan(photo, OutputPolicy(folder=tmp_path, resume=True)).skipped
+    assert kept["file_sha256"] == record["file_sha256"]
+    assert json.loads(Path(output.json_path).read_text()) == kept
+
+
+def test_a_clip_of_somebody_elses_is_not_replaced_by_resume(photo: Photo, tmp_path: Path) -> None:
+    frames = np.zeros((2, 32, 32, 3), np.uint8)
+    output = _clip(tmp_path)
+    for metadata in ({}, {"seed": 1}):
+        video.write_clip(frames, output, fps=7, metadata=metadata)
+        before = Path(output.path).read_bytes()
+        with pytest.raises(RequestError, match="without a JSON, and is no clip of svdpp's"):
+            _plan(photo, OutputPolicy(folder=tmp_path, resume=True))
+        assert Path(output.path).read_bytes() == before
+    assert len(_plan(photo, OutputPolicy(folder=tmp_path, overwrite=True)).requests) == 1
+
+
+def test_a_file_that_was_changed_is_not_replaced_by_resume(photo: Photo, tmp_path: Path) -> None:
+    """Another video in its place may be somebody's work; what cannot be played is made again."""
+    output, policy = _clip(tmp_path), OutputPolicy(folder=tmp_path, resume=True)
+    _finish(photo, output)
+    whole = Path(output.path).read_bytes()
+    Path(output.path).write_bytes(whole + b"junk")
+    with pytest.raises(RequestError, match="is not the file that its JSON describes"):
+        _plan(photo, policy)
+    Path(output.path).write_bytes(whole[:-200])
+    assert len(_plan(photo, policy).requests) == 1
+    Path(output.path).write_bytes(whole)
+    assert len(_plan(photo, policy).skipped) == 1
+
+
+def test_a_run_json_of_somebody_elses_is_not_replaced(photo: Photo, tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text('{"scripts": {"dev": "next dev"}}')
+    for policy in (OutputPolicy(folder=tmp_path), OutputPolicy(folder=tmp_path, resume=True)):
+        with pytest.raises(RequestError, match=r"run\.json' exists and is no run's manifest"):
+            _plan(photo, policy)
+    _plan(photo, OutputPolicy(folder=tmp_path, overwrite=True))
+    with RunManifest(tmp_path / "run.json", {"model": "demo"}, []):
+        pass
+    _plan(photo, OutputPolicy(folder=tmp_path))
+
+
+def test_a_clip_of_version_0_3_is_kept(photo: Photo, tmp_path: Path) -> None:
+    """Its JSON had another name, and no hash of the file."""
+    output = _clip(tmp_path)
+    record = {**_finish(photo, output), "schema_version": 1}
+    del record["file_sha256"]
+    frames = np.zeros((2, 32, 32, 3), np.uint8)
+    video.write_clip(frames, output, fps=7, metadata=record)
+    Path(output.json_path).rename(tmp_path / "rocket_0.json")
+    (kept,) = _plan(photo, OutputPolicy(folder=tmp_path, resume=True)).skipped
+    assert kept["file_sha256"] == video.file_sha256(Path(output.path))
+
+
 # --- drafts -------------------------------------------------------------------------------------
 
 DRAFT = DraftConfig(start_steps=(0, 1, 2), accept_psnr_db=30.0)
@@ -140,7 +247,8 @@ def test_an_accepted_draft_is_an_output_and_one_that_a_kill_left_is_none(
             _check(photo, policy)
     else:
         _check(photo, policy)
-    assert taken_places(output, DRAFTING.draft) == [Path(output.draft.path)] * is_taken
+    taken = [Path(output.draft.path), Path(output.draft.json_path)]
+    assert taken_places(output, DRAFTING.draft) == (taken if is_taken else [])
     _check(photo, replace(policy, overwrite=True))
     resuming = replace(policy, resume=True)
     assert len(_plan(photo, resuming, DRAFTING).skipped) == is_taken

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from svdpp.comm.transport import Packet
+from svdpp.comm.packet import Packet
 from svdpp.config import ClipRequest, OutputConfig
 from svdpp.driver.leftover_files import LeftoverFiles
 from svdpp.worker.latent_checkpoints import LatentCheckpoints, saved_steps
@@ -32,7 +32,7 @@ def _request(seed: int, output: Path | None = None) -> ClipRequest:
 def _keep(folder: Path, request: ClipRequest) -> None:
     assert request.latents_key is not None
     packet = Packet(request.seed, 7, 0.0, {"latents": torch.zeros(2)})
-    LatentCheckpoints(folder, {}).keep(request.latents_key, packet)
+    LatentCheckpoints(folder, {}).save(request.latents_key, packet)
 
 
 def _is_kept(folder: Path, request: ClipRequest) -> bool:

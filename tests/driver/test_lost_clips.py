@@ -94,7 +94,7 @@ def test_inputs_and_outputs_that_go_wrong_lose_their_own_clip(tmp_path: Path) ->
     for seed in (0, 3):
         assert len(read_frames(tmp_path / f"clip_{seed}.mp4", "mp4")) == 2
     left = sorted(path.name for path in tmp_path.iterdir())
-    assert left == ["clip_0.json", "clip_0.mp4", "clip_2.mp4", "clip_3.json", "clip_3.mp4"]
+    assert left == ["clip_0.mp4", "clip_0.mp4.json", "clip_2.mp4", "clip_3.mp4", "clip_3.mp4.json"]
 
 
 @pytest.mark.processes

@@ -118,6 +118,27 @@ def test_steps_done_before_are_not_done_again(tmp_path: Path, uninterrupted: lis
     )
 
 
+@pytest.mark.processes
+def test_a_resumed_clip_tells_its_work_from_its_pause(tmp_path: Path) -> None:
+    """Its steps before the pause count as work, the pause does not; the wall counts both."""
+    checkpoints = LatentCheckpoints(tmp_path, {"memory_format": "contiguous", **_here()})
+    begun_an_hour_ago = Packet(
+        *(0, 14, time.time() - 3600, {"latents": _latent_after(14, 0)}), compute_seconds=700.0
+    )
+    checkpoints.keep(KEYS[0], begun_an_hour_ago)
+    resumed, fresh = _requests()
+    begun = time.time()
+    with Pipeline(_config(4), latents_folder=str(tmp_path)) as pipeline:
+        results = pipeline.run([replace(resumed, done_steps=14), fresh])
+    taken = time.time() - begun
+    old, new = (result.record for result in results)
+    assert (old["resumed_from_step"], new["resumed_from_step"]) == (14, 0)
+    assert 3600 <= old["wall_seconds"] <= 3600 + taken + 0.1
+    assert 700 < old["compute_seconds"] <= 700 + taken
+    assert 0 < new["compute_seconds"] <= new["wall_seconds"] + 0.01
+    assert new["wall_seconds"] <= taken
+
+
 def _here() -> dict[str, Any]:
     return determinism.conditions("cpu")
 
@@ -140,7 +161,8 @@ def _latent_after(steps: int, seed: int) -> torch.Tensor:
 
 
 def _packet(step: int = 7) -> Packet:
-    return Packet(3, step, 12.5, {"latents": torch.randn(2, 3), "ids": torch.ones(1).bfloat16()})
+    tensors = {"latents": torch.randn(2, 3), "ids": torch.ones(1).bfloat16()}
+    return Packet(3, step, 12.5, tensors, compute_seconds=4.25)
 
 
 SPEC = {"latents": TensorSpec((2, 3), "fp32"), "ids": TensorSpec((1,), "bf16")}
@@ -156,6 +178,7 @@ def test_a_packet_comes_back_as_another_runs_clip(tmp_path: Path) -> None:
     checkpoints.save(KEYS[0], packet)
     back = _load(checkpoints)
     assert (back.clip, back.next_step, back.begun_at, back.tombstone) == (9, 7, 12.5, False)
+    assert back.compute_seconds == 4.25
     assert list(back.tensors) == list(packet.tensors)
     assert all(torch.equal(back.tensors[name], packet.tensors[name]) for name in packet.tensors)
 

@@ -170,7 +170,7 @@ class Command:
             assert not left, left
             for clip in self.out.glob("*.mp4"):
                 assert len(read_frames(clip, "mp4")) == NUM_FRAMES
-                assert clip.with_suffix(".json").exists()
+                assert clip.with_suffix(".mp4.json").exists()
 
     def discard(self) -> None:
         """Ends whatever a failed test has left."""

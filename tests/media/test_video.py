@@ -21,6 +21,7 @@ from svdpp.media.output_files import write_json
 from svdpp.media.video import (
     check_output,
     clip_path,
+    file_sha256,
     find_ffmpeg,
     frames_sha256,
     read_frames,
@@ -441,8 +442,63 @@ def test_a_gif_of_very_many_frames_is_refused(tmp_path: Path) -> None:
     first, *rest = (Image.fromarray(frame) for frame in smooth(3))
     times = [10, 600_000, 10]
     first.save(tmp_path / "x.gif", save_all=True, append_images=rest, duration=times)
-    with pytest.raises(InputError, match="more than 10000 frames"):
+    with pytest.raises(InputError, match="more than 1024 frames"):
         read_frames(tmp_path / "x.gif", "gif")
+
+
+def test_a_video_of_very_many_frames_is_refused(tmp_path: Path) -> None:
+    source = ["-f", "lavfi", "-i", "color=size=16x16:rate=100:duration=11", "-c:v", "libx264"]
+    for kind, frames in (("x.mp4", []), ("whole.mp4", ["-frames:v", "1024"])):
+        arguments = [*source, *frames, "-pix_fmt", "yuv420p", str(tmp_path / kind)]
+        subprocess.run([find_ffmpeg(), "-v", "error", *arguments], check=True)
+    with pytest.raises(InputError, match="more than 1024 frames"):
+        read_frames(tmp_path / "x.mp4", "mp4")
+    assert read_frames(tmp_path / "whole.mp4", "mp4").shape == (1024, 16, 16, 3)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_clip_of_very_many_pixels_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: VideoFormat
+) -> None:
+    path = tmp_path / f"x{video.SUFFIXES[format]}"
+    write(path, format, smooth(6))
+    assert len(read_frames(path, format)) == 6
+    monkeypatch.setattr(video, "MAX_CLIP_PIXELS", 5 * 48 * 64)
+    monkeypatch.setattr(video, "MAX_FRAMES", 8)
+    with pytest.raises(InputError, match="or 15360 pixels: too much for a clip"):
+        read_frames(path, format)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_file_sha256_is_of_what_lies_on_disk(tmp_path: Path, format: VideoFormat) -> None:
+    path = tmp_path / f"x{video.SUFFIXES[format]}"
+    output = OutputConfig(path=str(path), format=format)
+    written = write_clip(smooth(3), output, fps=7, metadata=METADATA)
+    assert file_sha256(path) == written
+    by_hand = subprocess.run(
+        ["sh", "-c", "sha256sum x.*" if path.is_file() else "cd x && sha256sum * | sha256sum"],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=tmp_path,
+        env={**os.environ, "LC_ALL": "C"},
+    )
+    assert by_hand.stdout.split()[0] == written
+    with (path / "00001.png" if path.is_dir() else path).open("ab") as file:
+        file.write(b"junk")
+    assert file_sha256(path) != written
+    with pytest.raises(InputError):
+        file_sha256(tmp_path / "absent")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(InputError, match="is not a regular file"):
+        file_sha256(tmp_path / "pipe")
+
+
+def test_a_file_more_in_a_folder_is_another_folder(tmp_path: Path) -> None:
+    write(tmp_path / "x", "frames", smooth(2))
+    before = file_sha256(tmp_path / "x")
+    (tmp_path / "x" / "00002.png").write_bytes((tmp_path / "x" / "00001.png").read_bytes())
+    assert file_sha256(tmp_path / "x") != before
 
 
 def test_clips_of_others_carry_no_metadata(tmp_path: Path) -> None:

@@ -159,6 +159,20 @@ def test_a_folder_is_no_file(tmp_path: Path) -> None:
         find_costs(str(tmp_path))
 
 
+def test_a_file_without_end_is_no_costs(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="costs '/dev/zero' is not a regular file"):
+        Costs.load("/dev/zero")
+    (tmp_path / "large.json").write_bytes(b" " * 1_000_001)
+    with pytest.raises(InputError, match="is larger than 1000000 bytes"):
+        Costs.load(tmp_path / "large.json")
+
+
+@pytest.mark.parametrize("version", [True, 1.0, "1", None])
+def test_a_version_is_a_whole_number(version: Any) -> None:
+    with pytest.raises(RequestError, match="schema_version must be 1, got"):
+        Costs.from_json({**GOOD, "schema_version": version}, "f")
+
+
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
     lambda inner: st.lists(inner, max_size=3),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from svdpp.cli.console import Console
 from svdpp.cli.verify_report import print_drafts
@@ -47,26 +50,38 @@ def _page(
 
 def _rows(page: str) -> list[list[str]]:
     """The texts of all cells, by row."""
-    rows = re.findall(r"<tr>(.*?)</tr>", page)
+    rows = re.findall(r"<tr>(.*?)</tr>", page, re.DOTALL)
     cells = (re.findall(r"<td[^>]*>(.*?)</td>", row) for row in rows)
     return [[re.sub(r"<[^>]*>", "", cell) for cell in row] for row in cells]
+
+
+OUTLINE = np.array([255, 82, 82])
+
+
+def _pictures(page: str) -> list[np.ndarray]:
+    """All pictures of the page, as RGB."""
+    found = re.findall(r'src="data:image/png;base64,([^"]*)"', page)
+    images = (Image.open(io.BytesIO(base64.b64decode(data))) for data in found)
+    return [np.asarray(image.convert("RGB")) for image in images]
 
 
 def test_equal_sides(tmp_path: Path) -> None:
     _keep(DUMMY, tmp_path, 2)
     verdict, page = _page(DUMMY, tmp_path, [ClipRequest(seed=3), ClipRequest(seed=4)])
 
-    assert '<div class="verdict good"><b>Bitwise equal</b>' in page
+    assert '<div class="verdict good"><b>bitwise equal</b>' in page
     assert "2 clips, 4 comparisons" in page
+    assert page.startswith("<!DOCTYPE html>")
+    assert not re.search(r"<script|<link|@import|url\(|https?:", page), "nothing beside itself"
     rows = _rows(page)
     for check in verdict.checks:
         what = check.what.replace("_", " ")
         row = [str(check.clip), what, str(check.step), str(check.rank), "bitwise equal"]
-        assert [*row, "0", "0", "", check.sha256[:16]] in rows
+        assert [*row, "0", "", check.sha256[:16]] in rows
     assert page.count("<img ") == 2 * 3 * 3
-    assert page.count("No difference") == 2
+    assert page.count("No element differs") == 2
     for condition in (
-        ["threads a rank", "1"],
+        ["threads of each rank", "1"],
         ["dtype", "fp32"],
         ["planted fault", "&lt;none&gt;"],
     ):
@@ -81,11 +96,21 @@ def test_one_ulp_is_named_and_its_clip_comes_first(tmp_path: Path) -> None:
     TensorStore(tmp_path / "pipelined").keep_latent(1, 2, latent)
     _, page = _page(DUMMY, tmp_path, [ClipRequest(seed=3), ClipRequest(seed=4)])
 
-    assert '<div class="verdict bad"><b>Different</b>' in page
-    assert "clip 1, the final latent, done by rank 1: first at index [0, 3, 1, 0, 2]" in page
+    place = "frame 1, channel 3, row 0, column 2"
+    assert '<div class="verdict bad"><b>different</b>' in page
+    assert (
+        f"clip 1, the final latent, done by rank 1: first at {place} (index [0, 3, 1, 0, 2])"
+        in page
+    )
     assert re.findall(r"<h2>(Clip [^<]*)", page) == ["Clip 1: seed 4", "Clip 0: seed 3"]
-    assert "amplified x2.52e+07: white is 1.19e-07, the largest" in page
-    assert "plane 7" in page
+    assert "1 of 512 elements differ" in page
+    assert f"Largest difference: 1.19e-07, at {place} (index [0, 3, 1, 0, 2])" in page
+    assert "1.50000012 against 1.5." in page
+    assert "<th>frame 1, channel 3</th>" in page
+    (row,) = (row for row in _rows(page) if row[:3] == ["1", "final latent", "2"])
+    assert row[4:7] == ["different", "1.19e-07 (1 ULP)", place]
+    outlined = [picture for picture in _pictures(page)[:12] if (picture == OUTLINE).all(-1).any()]
+    assert len(outlined) == 1, "in the map of its plane alone"
 
 
 @pytest.fixture
@@ -121,7 +146,10 @@ def test_frames_are_shown_and_many_clips_are_left_to_the_table(
     shown = re.findall(r"<h2>Clip (\d)", page)
     assert shown == ["5", "0", "1", "2"]
     assert "2 further clips" in page
-    assert "amplified x85: white is 3 of 255 levels, the largest" in page
+    place = "frame 1, channel 0, row 2, column 3"
+    assert f"Largest difference: 3 of 255 levels, at {place} (index [1, 2, 3, 0])" in page
+    (row,) = (row for row in _rows(page) if row[:2] == ["5", "frames"])
+    assert row[4:7] == ["different", "3 of 255 levels", place]
     assert sum(row[:2] == ["4", "frames"] for row in _rows(page)) == 1
 
 
@@ -151,3 +179,13 @@ def test_a_lost_walk_has_a_row_and_no_pictures(
     assert page.count("<img ") == 2 * 3 * 2  # the exact clip's and rank 1's, of two frames
     print_drafts(Console(), verdict, 4)
     assert "lost" in capsys.readouterr().out
+
+
+def test_text_of_strangers_is_escaped_and_shown_as_far_as_it_is_text(
+    local: PipelineConfig, tmp_path: Path
+) -> None:
+    _keep(local, tmp_path, 1)
+    request = ClipRequest(seed=5, image=str(tmp_path / "<script>caf\udce9.jpg"))
+    _, page = _page(local, tmp_path, [request])
+    assert "Clip 0: &lt;script&gt;caf?.jpg, seed 5" in page
+    assert "<script>" not in page

@@ -93,7 +93,7 @@ def test_verify_finds_the_folder_and_notices_other_weights(
     monkeypatch.chdir(tmp_path)
     record = _record("ckpt", tmp_path)
     path = tmp_path / "rocket_0.json"
-    path.write_text(json.dumps({**record, "latents_sha256": "", "frames_sha256": ""}))
+    path.write_text(json.dumps({**record, "latents_sha256": "0" * 64, "frames_sha256": "0" * 64}))
     _replace_weights(folder)
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()

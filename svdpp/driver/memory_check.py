@@ -1,0 +1,108 @@
+"""Owns the check of a run's memory, before its processes start, against what is free."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from svdpp.config import PipelineConfig
+from svdpp.errors import OutOfMemoryError
+from svdpp.launch import environment
+from svdpp.models.checkpoint import Checkpoint
+from svdpp.models.free_memory import available_bytes
+from svdpp.models.memory_bound import activation_bound, weight_bytes
+from svdpp.plan.layout import Roles
+
+#: What each rank has of its own beside the model: Python, torch's and diffusers' state (measured:
+#: 110 to 200 MiB dirty pages of a rank that is forked and idle).
+_RANK_BYTES = 128 * 2**20
+_KNOBS = {
+    "encode": "a smaller --height and --width lower it",
+    "denoise": "fewer --frames, a smaller --height and --width, or --memory-opt lower it",
+    "decode": "a smaller --decode-chunk-size, or auto, lowers it",
+    "weights": "a smaller --world, or --dtype bf16, lowers it",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Need:
+    """Bytes that ranks take together, and what lowers the largest share of it."""
+
+    num_bytes: int
+    knob: str
+
+
+def check_memory(
+    config: PipelineConfig, checkpoint: Checkpoint | None, ranks: Sequence[Roles]
+) -> None:
+    """Refuses ranks that need more memory than this machine has free.
+
+    Ranks on the CPU are looked at. Each rank's peak counts, since all may work at the same time.
+
+    Args:
+        config: resolved.
+        checkpoint: found and checked; None for the dummy model.
+        ranks: what each rank of this machine does.
+
+    Raises:
+        OutOfMemoryError: with what they need, what is free, and the option that lowers it.
+        ModelError: the model's files are not whole.
+    """
+    if config.device != "cpu":
+        return
+    free = available_bytes()
+    if _upper_bound(config, checkpoint, len(ranks)) <= free:
+        return
+    need = _estimate(config, checkpoint, ranks)
+    if need.num_bytes > free:
+        noun = "rank needs" if len(ranks) == 1 else "ranks need"
+        raise OutOfMemoryError(
+            f"out of memory before the run: {len(ranks)} CPU {noun} about "
+            f"{_gib(need.num_bytes)}, {_gib(free)} free",
+            need.knob,
+        )
+
+
+def _upper_bound(config: PipelineConfig, checkpoint: Checkpoint | None, num_ranks: int) -> int:
+    """Far above what is needed, but known without importing diffusers."""
+    each = activation_bound(checkpoint, config.model, config.sampling) + 2 * _RANK_BYTES
+    if checkpoint is not None:
+        each += weight_bytes(checkpoint, config.model)[0]
+    return num_ranks * each
+
+
+def _estimate(
+    config: PipelineConfig, checkpoint: Checkpoint | None, ranks: Sequence[Roles]
+) -> _Need:
+    """Told from the model's configs: takes seconds."""
+    with environment.defaults():
+        from svdpp.models.svd.memory import estimate
+
+    parts = estimate(
+        checkpoint,
+        config.model,
+        config.sampling,
+        device=config.device,
+        num_threads=config.num_threads,
+    )
+    activations = dict.fromkeys(_KNOBS, 0)
+    weights: dict[str, int] = {}
+    are_shared = checkpoint is not None and weight_bytes(checkpoint, config.model)[1]
+    for rank, roles in enumerate(ranks):
+        held = {
+            name: part
+            for name in ("encode", "denoise", "decode")
+            if getattr(roles, name) and (part := getattr(parts, name)) is not None
+        }
+        for name, part in held.items():
+            weights[name if are_shared else f"{name} of rank {rank}"] = part.weight_bytes
+        if held:
+            hungriest = max(held, key=lambda name: held[name].activation_bytes)
+            activations[hungriest] += held[hungriest].activation_bytes
+    activations["weights"] = sum(weights.values()) + len(ranks) * _RANK_BYTES
+    largest = max(activations, key=lambda name: activations[name])
+    return _Need(num_bytes=sum(activations.values()), knob=_KNOBS[largest])
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB"

@@ -1,0 +1,75 @@
+"""Owns an upper bound of the memory that a model takes, by arithmetic alone: no torch, no weights.
+
+`models.svd.memory` tells the memory exactly, but takes seconds and imports diffusers. Most runs fit
+many times over, and this bound says so at once. Its factors lie above what the exact estimate gives
+for the demo model and for SVD-XT (tests/models/test_memory_bound.py compares them).
+"""
+
+from __future__ import annotations
+
+import math
+
+from svdpp.config import DTYPE_BYTES, ModelConfig, SamplingConfig
+from svdpp.models.checkpoint import Checkpoint
+from svdpp.models.safetensors_header import WEIGHT_STEMS, read_json, weight_headers
+
+# Live bytes for each position and channel of a part's widest tensor, in elements. Convolutions that
+# unfold their input take 9 (two dimensions) or 27 (three) of them.
+_DECODE_FACTOR = 16
+_DENOISE_FACTOR = 40
+_ENCODE_FACTOR = 16
+_DUMMY_ELEMENTS, _DUMMY_ELEMENTS_PER_CHANNEL = 600, 40
+# CLIP, and tensors whose size does not go by the clip's.
+_FIXED_BYTES = 256 * 2**20
+_MAX_CHANNELS = 16384
+_DTYPES = {"F32": "fp32", "F16": "fp16", "BF16": "bf16"}
+
+
+def activation_bound(
+    checkpoint: Checkpoint | None, model: ModelConfig, sampling: SamplingConfig
+) -> int:
+    """Bytes above the weights that no part of the model exceeds.
+
+    Args:
+        checkpoint: None for the dummy model.
+        model: its dtype is that of weights and latents.
+        sampling: resolved.
+    """
+    size = DTYPE_BYTES[model.dtype]
+    if checkpoint is None:
+        batch, channels, *sides = model.dummy_latent.shape
+        per_position = _DUMMY_ELEMENTS + _DUMMY_ELEMENTS_PER_CHANNEL * channels
+        return batch * math.prod(sides) * per_position * size
+    unet, vae = (_widest(checkpoint, part) for part in ("unet", "vae"))
+    pixels = sampling.height * sampling.width
+    chunk = min(sampling.decode_chunk_size or sampling.frames, sampling.frames)
+    frames = sampling.frames * pixels * 3 * 4  # fp32 RGB
+    cells = 2 * sampling.frames * pixels // checkpoint.vae_scale_factor**2
+    return _FIXED_BYTES + max(
+        chunk * pixels * vae * size * _DECODE_FACTOR + 3 * frames,
+        cells * unet * size * _DENOISE_FACTOR,
+        pixels * vae * 4 * _ENCODE_FACTOR,
+    )
+
+
+def weight_bytes(checkpoint: Checkpoint, model: ModelConfig) -> tuple[int, bool]:
+    """Bytes of all weights in the model's dtype, and whether ranks share them.
+
+    Files that have the dtype already are mapped, once for all processes of a machine; others are
+    copied by each rank.
+
+    Raises:
+        ModelError: the files are not whole.
+    """
+    num_elements, dtypes = 0, set()
+    for part in WEIGHT_STEMS:
+        for header in weight_headers(checkpoint.folder, part, checkpoint.variant).values():
+            for dtype, shape in header.values():
+                num_elements += math.prod(shape)
+                dtypes.add(_DTYPES.get(dtype, dtype))
+    return num_elements * DTYPE_BYTES[model.dtype], dtypes == {model.dtype}
+
+
+def _widest(checkpoint: Checkpoint, part: str) -> int:
+    config = read_json(checkpoint.folder / part / "config.json", f"{part}/config.json")
+    return config.counts("block_out_channels", _MAX_CHANNELS)[0]

@@ -1,0 +1,244 @@
+"""Owns finding finished clips on disk: the files an input names, their metadata, their photographs.
+
+A clip is named by its JSON, by its file (a video, or a folder of frames), or by a folder that
+holds several. Files come from anybody: everything read here is bounded and checked.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from svdpp.driver.run_manifest import NAME as MANIFEST
+from svdpp.errors import InputError, RequestError
+from svdpp.media import image as photos
+from svdpp.media import video
+from svdpp.plan.small_file import read_small_file
+from svdpp.redaction import located_path
+from svdpp.worker.clip_metadata import checked_clip_metadata, parse_clip_json
+
+_FIRST_FRAME = "00000.png"
+_VIDEOS = (".mp4", ".gif", ".webp")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClipOnDisk:
+    """A clip, and what is said of it.
+
+    Args:
+        path: of the video or folder of frames; it need not exist.
+        json_path: of its JSON; None: there is none, and the metadata is the file's own.
+        raw: the metadata as it was parsed.
+        metadata: the same, checked, with defaults for missing fields.
+    """
+
+    path: Path
+    json_path: Path | None
+    raw: Mapping[str, Any]
+    metadata: Mapping[str, Any]
+
+
+def are_clips(inputs: Sequence[str]) -> bool:
+    """Whether `inputs` are finished clips; False where they are photographs.
+
+    Raises:
+        RequestError: they are some of both.
+    """
+    kinds = {text: _names_clips(text) for text in inputs}
+    clips = [text for text, is_clip in kinds.items() if is_clip]
+    others = [text for text, is_clip in kinds.items() if not is_clip]
+    if clips and others:
+        raise RequestError(
+            f"{clips[0]!r} is a finished clip, {others[0]!r} is not: they are verified in "
+            "different ways",
+            "verify them by two commands",
+        )
+    return bool(clips)
+
+
+def find_clips(inputs: Iterable[str]) -> tuple[list[Path], list[Path]]:
+    """The clips that `inputs` name, each by its JSON or else by its file, each once.
+
+    Returns:
+        The clips, and JSON and video files that are passed over because they are no clips.
+
+    Raises:
+        InputError: a pattern or folder that holds no clip.
+    """
+    found: dict[Path, None] = {}
+    passed_over: list[Path] = []
+    for text in inputs:
+        matches = _expand(text)
+        is_single = matches == [Path(text)]
+        for path in matches:
+            if os.path.isdir(path) and not _is_frames_folder(path):
+                clips, others = _clips_in(path)
+                if not clips and is_single:
+                    raise InputError(f"there is no clip in the folder {text!r}")
+            elif is_single or _is_clip(path):
+                clips, others = [path], []
+            else:
+                clips, others = [], [path]
+            found.update((_preferred(clip), None) for clip in clips)
+            passed_over += others
+    if not found:
+        what = "a run's manifest, and no clip" if passed_over[0].name == MANIFEST else "no clip"
+        raise InputError(f"{str(passed_over[0])!r} is {what}")
+    return list(found), passed_over
+
+
+def read_clip(path: Path) -> ClipOnDisk:
+    """The clip whose JSON, or file, is at `path`.
+
+    Raises:
+        InputError: it is no clip, or carries no metadata.
+    """
+    if path.suffix == ".json":
+        return _of_json(path)
+    if path.name == MANIFEST or not os.path.exists(path):
+        raise InputError(f"{str(path)!r} does not exist")
+    raw = video.read_metadata(path)
+    metadata = checked_clip_metadata(raw, f"the metadata in {str(path)!r} is no clip's")
+    return ClipOnDisk(path=path, json_path=None, raw=raw, metadata=metadata)
+
+
+def find_photo(clip: ClipOnDisk, image: Path | None) -> Path:
+    """The photograph that a clip was made from, recognised by its sha256.
+
+    Args:
+        clip: whose metadata says where the photograph was, and its hash.
+        image: the photograph, or a folder that holds it; None: it is looked for at the recorded
+            place, then among the images beside the clip.
+
+    Raises:
+        InputError: none of them is that photograph.
+    """
+    wanted, folder = clip.metadata["input_sha256"], clip.path.parent
+    recorded = located_path(clip.metadata["input"], folder)
+    if image is None:
+        candidates = [recorded, folder / recorded.name, *_images_in(folder)]
+    else:
+        candidates = list(_images_in(image)) if os.path.isdir(image) else [image]
+    for path in dict.fromkeys(candidates):
+        if _sha256(path) == wanted:
+            return path
+    where, name = recorded if image is None else image, clip.path.name
+    if os.path.isfile(where):
+        what = f"{str(where)!r} is not the photograph that {name!r} was made from"
+    elif image is None:
+        what = f"{str(where)!r}, the photograph of {name!r}, is not there"
+    else:
+        what = f"there is no photograph of {name!r} at {str(where)!r}"
+    raise InputError(what, f"--image PATH names it; its sha256 is {wanted}")
+
+
+def _of_json(path: Path) -> ClipOnDisk:
+    raw = parse_clip_json(path)
+    metadata = checked_clip_metadata(raw, f"{str(path)!r} is no clip's JSON")
+    # By the JSON's own name, so that it cannot vouch for another file than the one it lies beside.
+    # Up to svdpp 0.3 the name did not tell the format.
+    named, suffix = path.with_suffix(""), video.SUFFIXES[metadata["format"]]
+    is_named = named.suffix == suffix if suffix else named.exists()
+    file = named if is_named else path.with_name(metadata["output"])
+    return ClipOnDisk(path=file, json_path=path, raw=raw, metadata=metadata)
+
+
+def _names_clips(text: str) -> bool:
+    path = Path(text)
+    if path.suffix in (".json", ".mp4"):
+        return True
+    return any(map(_is_clip_or_holds_one, _expand(text, must_match=False)))
+
+
+def _is_clip_or_holds_one(path: Path) -> bool:
+    if not os.path.isdir(path) or _is_frames_folder(path):
+        return _is_clip(path)
+    return (path / MANIFEST).exists() or bool(_clips_in(path)[0])
+
+
+def _is_clip(path: Path) -> bool:
+    """Whether it is a clip's JSON, however damaged, or a file with a clip's metadata."""
+    if path.suffix != ".json":
+        return (path.suffix in _VIDEOS or os.path.isdir(path)) and _carries_metadata(path)
+    if path.name == MANIFEST:
+        return False
+    if path.with_suffix("").suffix in _VIDEOS or _is_frames_folder(path.with_suffix("")):
+        return True
+    try:
+        return b'"latents_sha256"' in read_small_file(path, "clip's JSON")
+    except InputError:
+        return False
+
+
+def _clips_in(folder: Path) -> tuple[list[Path], list[Path]]:
+    """The clips of one folder, by JSON or file, and the JSON and videos that are none."""
+    try:
+        names = sorted(folder.iterdir())
+    except OSError as error:
+        raise InputError(f"{str(folder)!r} cannot be read: {error.strerror}") from error
+    entries = [
+        path
+        for path in names
+        if path.suffix == ".json" or path.suffix in _VIDEOS or _is_frames_folder(path)
+    ]
+    clips = [path for path in entries if _is_clip(path)]
+    others = [path for path in entries if path not in clips and path.suffix in (".json", ".mp4")]
+    return clips, [path for path in others if path.name != MANIFEST]
+
+
+def _preferred(path: Path) -> Path:
+    """A clip's JSON where it has one, so that file and JSON are one clip; else its file."""
+    if path.suffix == ".json":
+        return path
+    json_path = path.with_name(f"{path.name}.json")
+    old_path = path.with_suffix(".json")  # up to svdpp 0.3
+    if not json_path.exists() and old_path.exists() and _is_about(old_path, path):
+        return old_path
+    return json_path if json_path.exists() else path
+
+
+def _is_about(json_path: Path, path: Path) -> bool:
+    try:
+        return _of_json(json_path).path == path
+    except InputError:
+        return False
+
+
+def _expand(text: str, *, must_match: bool = True) -> list[Path]:
+    """The path itself, or those that its pattern matches."""
+    path = Path(text)
+    if os.path.exists(text) or not any(char in text for char in "*?["):
+        return [path]
+    matches = [Path(name) for name in sorted(glob.glob(text, recursive=True))]
+    if not matches and must_match:
+        raise InputError(f"{text!r} matches no files")
+    return matches
+
+
+def _is_frames_folder(path: Path) -> bool:
+    return os.path.isfile(path / _FIRST_FRAME)  # unlike pathlib, False for names that are too long
+
+
+def _carries_metadata(path: Path) -> bool:
+    try:
+        return "latents_sha256" in video.read_metadata(path)
+    except InputError:
+        return False
+
+
+def _images_in(folder: Path) -> Iterator[Path]:
+    """A folder's images, by name."""
+    names = sorted(folder.iterdir()) if os.path.isdir(folder) else []
+    yield from (path for path in names if path.suffix.lower() in photos.SUFFIXES)
+
+
+def _sha256(path: Path) -> str:
+    try:
+        return hashlib.sha256(photos.read_bytes(path)).hexdigest()
+    except InputError:
+        return ""

@@ -1,0 +1,267 @@
+"""Owns the proof of finished clips: each is recomputed on one device and compared, file included.
+
+Three verdicts are kept apart: whether diffusers computes the recorded latent, whether it computes
+the recorded frames, and whether the file on disk is the clip that the metadata describes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from svdpp.config import DUMMY_MODEL, ClipRequest, ModelConfig, PipelineConfig
+from svdpp.driver.supervisor import Observer
+from svdpp.errors import (
+    ModelError,
+    OutOfMemoryError,
+    RequestError,
+    SvdppError,
+    error_to_dict,
+)
+from svdpp.launch import process_group, temp_folders
+from svdpp.models.checkpoint import find_checkpoint
+from svdpp.models.hub import show_name
+from svdpp.verification import reference
+from svdpp.verification.clip_files import ClipOnDisk, find_photo, read_clip
+from svdpp.verification.file_check import ClipCheck, check_file
+from svdpp.worker.clip_metadata import recorded_sampling
+from svdpp.worker.messages import ClipDone, Event
+from svdpp.worker.tensor_store import TensorStore
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What the user may say of the proof; the clip's metadata says the rest."""
+
+    threads: int | None = None
+    """As a check: it has to be the clip's own number."""
+    image: Path | None = None
+    """The photograph, or a folder that holds it; None: it is looked for."""
+    local_files_only: bool = False
+    timeout: float = 600.0
+    start_timeout: float = 600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClipTask:
+    """One finished clip, and how it is recomputed."""
+
+    clip: ClipOnDisk
+    config: PipelineConfig
+    request: ClipRequest
+
+
+@dataclass(kw_only=True)
+class ClipProof:
+    """The verdicts on one clip, or the error that prevented them.
+
+    Args:
+        path: of the clip's file, or of the input that is no clip.
+        checks: latent, frames, file; empty if there is an error.
+        error: why the clip was not verified.
+    """
+
+    path: Path
+    checks: list[ClipCheck] = field(default_factory=list)
+    error: SvdppError | None = None
+
+    @property
+    def different(self) -> list[ClipCheck]:
+        """The checks that fail."""
+        return [check for check in self.checks if not check.equal]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; `equal` is null where that is not known."""
+        if self.error is not None:
+            return {"clip": str(self.path), "equal": None, "error": error_to_dict(self.error)}
+        checks = [check.to_json() for check in self.checks]
+        return {"clip": str(self.path), "equal": not self.different, "checks": checks}
+
+    def __str__(self) -> str:
+        """In one line."""
+        if self.error is not None:
+            return f"not verified: {self.path}: {self.error}"
+        if self.different:
+            return f"DIFFERENT: {self.path}: {self.differences}"
+        return f"bitwise equal: {self.path}"
+
+    @property
+    def differences(self) -> str:
+        """The failed verdicts, in words."""
+        return ", ".join(
+            f"{check.what} ({check.detail})" if check.detail else check.what
+            for check in self.different
+        )
+
+
+def plan_proofs(
+    paths: Iterable[Path], settings: Settings
+) -> tuple[list[list[ClipTask]], list[ClipProof]]:
+    """Reads clips and checks them before any work.
+
+    Args:
+        paths: of clips' JSON or files, as `clip_files.find_clips` gives them.
+        settings: hold for all.
+
+    Returns:
+        Tasks, in groups of one configuration, for which the model is loaded once; and proofs of
+        the clips that cannot be recomputed, with the error.
+    """
+    groups: dict[PipelineConfig, list[ClipTask]] = {}
+    failed = []
+    for path in paths:
+        try:
+            task = _new_task(path, settings)
+        except SvdppError as error:
+            failed.append(ClipProof(path=path, error=error))
+        else:
+            groups.setdefault(task.config, []).append(task)
+    return list(groups.values()), failed
+
+
+def prove(tasks: Sequence[ClipTask], observers: Sequence[Observer] = ()) -> list[ClipProof]:
+    """Recomputes clips of one configuration, one after the other, and compares each.
+
+    Args:
+        tasks: one or more, with equal `config`.
+        observers: called with (0, event) as the clips are recomputed.
+
+    Returns:
+        A proof for each task; what ends the work is the error of all that are left.
+    """
+    proofs = [ClipProof(path=task.clip.path) for task in tasks]
+    files: dict[int, Future[ClipCheck]] = {}
+    with (
+        temp_folders.folder("svdpp-verify-") as folder,
+        # Beside the recomputing, whose supervisor has heartbeats to hear.
+        ThreadPoolExecutor(max_workers=1) as executor,
+    ):
+
+        def compare(rank: int, event: Event) -> None:  # noqa: ARG001
+            if isinstance(event, ClipDone):
+                index = event.clip
+                proofs[index].checks = list(_compare_hashes(tasks[index].clip, event.record))
+                files[index] = executor.submit(_check_file, tasks[index].clip, folder, index)
+
+        try:
+            reference.run_reference(
+                tasks[0].config,
+                [task.request for task in tasks],
+                tensor_folder=folder,
+                observers=(compare, *observers),
+            )
+        except SvdppError as error:
+            _explain(error)
+            for proof in proofs:
+                proof.error = None if proof.checks else error
+        for index, check in files.items():
+            try:
+                proofs[index].checks.append(check.result())
+            except SvdppError as error:  # such as a machine without ffmpeg
+                proofs[index].error = error
+    return proofs
+
+
+def _compare_hashes(clip: ClipOnDisk, recomputed: dict[str, Any]) -> Iterator[ClipCheck]:
+    for what, name in (("latent", "latents_sha256"), ("frames", "frames_sha256")):
+        recorded, found = clip.metadata[name], recomputed[name]
+        yield ClipCheck(
+            what=what,  # type: ignore[arg-type]
+            equal=recorded == found,
+            recorded=recorded,
+            found=found,
+        )
+
+
+def _check_file(clip: ClipOnDisk, folder: Path, index: int) -> ClipCheck:
+    """`check_file` with the frames that the reference kept, which are removed then."""
+    store = TensorStore(folder)
+    try:
+        return check_file(clip, store.frames(index))
+    finally:
+        store.forget_frames(index)
+
+
+def _explain(error: SvdppError) -> None:
+    if isinstance(error, OutOfMemoryError):
+        error.hint = "the clip's size and frames are given: verify it on a machine with more memory"
+
+
+def _new_task(path: Path, settings: Settings) -> ClipTask:
+    """How the clip at `path` is recomputed.
+
+    Raises:
+        RequestError: the clip is not exact; or this machine or `settings` do not fit it.
+        ModelError: the folder of its weights is gone, or holds others now.
+        InputError: it is no clip, or its photograph is not found.
+    """
+    clip = read_clip(path)
+    metadata, name = clip.metadata, clip.path.name
+    if not metadata["exact"]:
+        raise RequestError(
+            f"{name!r} is a draft: it says itself that it is not exact",
+            "svdpp run without --draft-psnr makes the exact clip; "
+            "verify --draft shows the distance",
+        )
+    if settings.threads not in (None, metadata["num_threads"]):
+        raise RequestError(
+            f"{name!r} was made with --threads {metadata['num_threads']}: with "
+            f"{settings.threads} sums are rounded in another order, and the bits differ",
+            "leave --threads out, and the clip's own number is used",
+        )
+    config = _config(clip, settings)
+    _check_device(clip, config)
+    photo = find_photo(clip, settings.image)
+    _check_weights(clip, config)
+    request = ClipRequest(
+        seed=metadata["seed"], image=str(photo), image_sha256=metadata["input_sha256"]
+    )
+    return ClipTask(clip=clip, config=config, request=request)
+
+
+def _config(clip: ClipOnDisk, settings: Settings) -> PipelineConfig:
+    metadata = clip.metadata
+    if metadata["model"] == DUMMY_MODEL:
+        raise RequestError(f"{clip.path.name!r} says 'dummy', and the dummy model makes no clips")
+    return PipelineConfig(
+        world_size=1,
+        model=ModelConfig(
+            name=metadata["model"],
+            revision=metadata["revision"],
+            variant=metadata["variant"],
+            local_files_only=settings.local_files_only,
+            dtype=metadata["dtype"],
+            memory_opt=metadata["memory_opt"],
+            channels_last=metadata["channels_last"],
+        ),
+        sampling=recorded_sampling(dict(metadata)),
+        device="cuda:0" if metadata["device"] == "cuda" else "cpu",
+        num_threads=metadata["num_threads"],
+        deterministic=metadata["deterministic"],
+        timeout_seconds=settings.timeout,
+        start_timeout_seconds=settings.start_timeout,
+    )
+
+
+def _check_device(clip: ClipOnDisk, config: PipelineConfig) -> None:
+    try:
+        process_group.check_devices(config.device, config.world_size)
+    except RequestError as error:
+        raise RequestError(
+            f"{clip.path.name!r} was made on a CUDA device, and this machine has none",
+            "another kind of device gives other bits: verify it on a machine with one",
+        ) from error
+
+
+def _check_weights(clip: ClipOnDisk, config: PipelineConfig) -> None:
+    """Notices weights that were replaced in the folder of the recorded name."""
+    recorded = clip.metadata["weights_fingerprint"]
+    if recorded is not None and find_checkpoint(config.model).fingerprint != recorded:
+        raise ModelError(
+            f"model {show_name(clip.metadata['model'])} holds other weights now than "
+            f"{clip.path.name!r} was made with",
+            "put those back, or make the clip again: svdpp run --overwrite",
+        )

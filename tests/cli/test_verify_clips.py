@@ -1,0 +1,270 @@
+"""`svdpp verify CLIP...` as a user types it: nobody fools it, and it says what it has looked at."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from svdpp.config import OutputConfig
+from svdpp.config.limits import max_threads
+from svdpp.driver import rank_task
+from svdpp.media import video
+from svdpp.media.video import write_clip
+from svdpp.verification import reference
+from tests.cli.shell import DEMO, PHOTO, TINY, assert_error, svdpp_alone, svdpp_here
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a photograph and, in `out`, three real clips: two videos, one of frames."""
+    folder = tmp_path_factory.mktemp("made")
+    shutil.copy(PHOTO, folder / "rocket.jpg")
+    run = ("run", "rocket.jpg", *DEMO, *TINY, "--world", "1", "-q")
+    for more in (("--seeds", "0-1"), ("--format", "frames")):
+        answer = svdpp_alone(*run, *more, cwd=folder)
+        assert answer.code == 0, answer
+    return folder
+
+
+@pytest.fixture
+def out(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of it to do harm to; the folder that it lies in is the working folder."""
+    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "out"
+
+
+@pytest.fixture
+def no_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_reference(*_: object, **__: object) -> None:
+        raise AssertionError("it was taken for a clip's metadata")
+
+    monkeypatch.setattr(reference, "run_reference", run_reference)
+
+
+def _edit(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_every_harm_to_a_clip_is_named(out: Path) -> None:
+    """One folder with a clip for each, one command, one process that recomputes."""
+    for name in ("deleted", "junk", "swapped", "forged", "edited"):
+        for end in (".mp4", ".mp4.json"):
+            shutil.copy(out / f"rocket_0{end}", out / f"{name}{end}")
+    (out / "deleted.mp4").unlink()
+    with (out / "junk.mp4").open("ab") as file:
+        file.write(b"junk")
+    shutil.copy(out / "rocket_1.mp4", out / "swapped.mp4")
+    _forge(out / "forged.mp4", pixels_of=out / "rocket_1.mp4")
+    _edit(out / "edited.mp4.json", latents_sha256="0" * 64)
+
+    answer = svdpp_here("verify", "out", "--json", "-q")
+    assert answer.code == 3
+    proofs = json.loads(answer.out)
+    assert (proofs["schema_version"], proofs["equal"]) == (2, False)
+    verdicts = {
+        Path(proof["clip"]).name: {check["what"]: check["equal"] for check in proof["checks"]}
+        for proof in proofs["clips"]
+    }
+    whole = {"latent": True, "frames": True, "file": True}
+    bad_file = {**whole, "file": False}
+    assert verdicts == {
+        "rocket_0": whole,
+        "rocket_0.mp4": whole,
+        "rocket_1.mp4": whole,
+        "deleted.mp4": bad_file,
+        "junk.mp4": bad_file,
+        "swapped.mp4": bad_file,
+        "forged.mp4": bad_file,
+        "edited.mp4": {"latent": False, "frames": True, "file": False},
+    }
+    details = {Path(proof["clip"]).name: proof["checks"][2]["detail"] for proof in proofs["clips"]}
+    assert details["deleted.mp4"] == "there is no 'deleted.mp4'"
+    assert "changed, or replaced" in details["junk.mp4"]
+    assert "the metadata inside says" in details["swapped.mp4"]
+    assert "mp4 is lossy: its pixels against those of the recomputed" in details["forged.mp4"]
+    assert "the metadata inside says latents_sha256" in details["edited.mp4"]
+    assert "5 of 8 clips differ: 'deleted.mp4' is not as recorded: file (there is no" in answer.err
+
+
+def _forge(path: Path, *, pixels_of: Path) -> None:
+    """Another video, with the metadata inside and beside it made to fit."""
+    record = json.loads(path.with_name(f"{path.name}.json").read_text())
+    embedded = {name: value for name, value in record.items() if name != "file_sha256"}
+    frames = video.read_frames(pixels_of, "mp4")
+    output = OutputConfig(path=str(path))
+    sha256 = write_clip(frames, output, fps=record["fps"], metadata=embedded)
+    _edit(Path(output.json_path), file_sha256=sha256)
+
+
+def test_one_clip_in_words(out: Path) -> None:
+    answer = svdpp_here("verify", "out/rocket_0", "-q")
+    assert answer.code == 0, answer
+    lines = answer.out.splitlines()
+    assert [line.split()[:2] for line in lines[:3]] == [
+        [what, "equal"] for what in ("latent", "frames", "file")
+    ]
+    assert lines[2].endswith("lossless: its pixels are the recorded frames, bit for bit")
+    assert lines[3] == "bitwise equal: rocket_0 is what diffusers computes, and its file is whole"
+    (out / "rocket_1.mp4").unlink()
+    gone = svdpp_here("verify", "out/rocket_1.mp4", "-q")
+    assert gone.code == 3
+    assert "file   DIFFERENT" in gone.out
+    said = "'rocket_1.mp4' is not as recorded: file (there is no 'rocket_1.mp4')"
+    assert gone.err == f"error: {said}\n"
+
+
+def test_several_clips_are_loaded_once(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line for each, those of one configuration by one process; what is no clip passed over."""
+    run, computed = reference.run_reference, []
+
+    def run_reference(config: Any, requests: list[Any], **more: Any) -> object:
+        computed.append(len(requests))
+        return run(config, requests, **more)
+
+    monkeypatch.setattr(reference, "run_reference", run_reference)
+    _edit(out / "rocket_1.mp4.json", input="gone.jpg", input_sha256="0" * 64)
+    answer = svdpp_here("verify", "out/*.mp4", "out/*.json")
+    assert (answer.code, computed) == (7, [2])
+    lines = answer.out.splitlines()
+    assert lines[0] == "bitwise equal: out/rocket_0"
+    assert lines[1] == "bitwise equal: out/rocket_0.mp4"
+    assert lines[2].startswith("not verified: out/rocket_1.mp4.json: 'out/gone.jpg', the photo")
+    assert lines[3] == "3 clips: 2 bitwise equal, 1 not verified"
+    assert "out/run.json is passed over: it is no clip" in answer.err
+    assert "error: 1 of 3 clips not verified: 'out/gone.jpg', the photograph of" in answer.err
+
+
+def test_a_moved_clip_and_its_photograph(out: Path) -> None:
+    """Beside it under another name, or named by --image; without it no proof."""
+    elsewhere = out.parent / "elsewhere" / "deep"
+    elsewhere.mkdir(parents=True)
+    shutil.copy(out / "rocket_0.mp4", elsewhere / "mine.mp4")
+    (out.parent / "rocket.jpg").rename(out.parent / "moved.jpg")
+    lost = svdpp_here("verify", str(elsewhere / "mine.mp4"), "-q")
+    assert_error(lost, 7, "rocket.jpg', the photograph of 'mine.mp4', is not there", "--image PATH")
+    named = svdpp_here("verify", str(elsewhere / "mine.mp4"), "--image", "moved.jpg", "-q")
+    assert named.code == 0, named
+    assert "no sha256 of the file is recorded" in named.out
+    shutil.copy(out.parent / "moved.jpg", elsewhere / "whatever.jpg")
+    assert svdpp_here("verify", str(elsewhere / "mine.mp4"), "-q").code == 0
+    refused = svdpp_here("verify", "moved.jpg", *DEMO, "--image", "moved.jpg")
+    assert_error(refused, 2, "--image is for finished clips")
+
+
+# --- metadata of strangers ----------------------------------------------------------------------
+
+BEYOND: dict[str, tuple[Any, ...]] = {
+    "num_inference_steps": (0, 1001, 10**6, 10**9, 10**30),
+    "num_frames": (0, 10**5, 10**9),
+    "height": (33, 99992, 10**9),
+    "width": (4104, 10**18),
+    "num_threads": (0, max_threads() + 1, 1024 * 1024),
+    "min_guidance_scale": (-1.0, 1e300),
+    "max_guidance_scale": (100.5, 1e300),
+    "noise_aug_strength": (10.5, 1e300),
+    "fps": (0, 10**9),
+    "motion_bucket_id": (-1, 10**9),
+    "decode_chunk_size": (0, 10**9),
+    "device": ("cuda",),
+    "model": ("", "dummy"),
+}
+
+
+@pytest.mark.usefixtures("no_reference")
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name, values in BEYOND.items() for value in values]
+)
+def test_metadata_beyond_the_limits_is_refused_before_any_work(
+    out: Path, name: str, value: Any
+) -> None:
+    _edit(out / "rocket_0.mp4.json", **{name: value})
+    answer = svdpp_here("verify", "out/rocket_0.mp4")
+    if (name, value) == ("model", "dummy"):
+        assert_error(answer, 2, "says 'dummy', and the dummy model makes no clips")
+    else:
+        assert_error(answer, 2)
+
+
+def test_more_memory_than_there_is_ends_before_any_process(
+    out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(*_: object, **__: object) -> None:
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(rank_task, "StartedGroup", start)
+    sizes = {"height": 4096, "width": 4096, "num_frames": 16, "decode_chunk_size": 16}
+    _edit(out / "rocket_0.mp4.json", **sizes)
+    answer = svdpp_here("verify", "out/rocket_0.mp4", "-q")
+    assert_error(answer, 4, "out of memory before the run: 1 CPU rank needs", "with more memory")
+
+
+def damaged_records(record: dict[str, Any]) -> dict[str, str]:
+    """Texts that are no metadata of a clip, by what is wrong with them."""
+    texts = {
+        "empty": "",
+        "cut short": json.dumps(record)[:-9],
+        "no object": "[1]",
+        "null": "null",
+        "deep": "[" * 100_000,
+        "not UTF-8": "\udcff",
+        "large": json.dumps({**record, "remark": "x" * 1_000_000}),
+    }
+    for name in (
+        *("input", "input_sha256", "latents_sha256", "frames_sha256", "seed", "model", "height"),
+        *("dtype", "device", "num_threads", "fps", "format"),
+    ):
+        texts[f"without {name}"] = json.dumps({n: v for n, v in record.items() if n != name})
+    for name, values in {
+        "schema_version": (True, 1.0, 2.0, "2", 3, 0, None),
+        "exact": ("false", "true", 0, 1, None, [], {}),
+        "input": (7, None, ["a"]),
+        "input_sha256": ("", "0" * 63, "0" * 64 + "\n", "G" * 64, 7),
+        "file_sha256": ("", 7, ["0" * 64]),
+        "output": ("../x.mp4", "", 7, None),
+        "seed": ("0", -1, None, 0.5, True, 2**63),
+        "height": ("32", None, 32.5, True),
+        "num_inference_steps": ("2", 2.0),
+        "fps": (None, "7"),
+        "max_guidance_scale": ("1", None, True),
+        "num_threads": ("1", None, True),
+        "memory_opt": (0, "no", None),
+        "dtype": ("int8", 7),
+        "device": (7, None, "cuda:0"),
+        "model": (7, None),
+        "fit": (7, "zoom"),
+        "versions": ([], {"torch": 2}),
+        "conditions": ([], "none"),
+        "draft": ([], 7),
+    }.items():
+        for value in values:
+            texts[f"{name}={value!r}"] = json.dumps({**record, name: value})
+    return texts
+
+
+@pytest.mark.usefixtures("no_reference")
+def test_verify_refuses_what_is_no_metadata(out: Path) -> None:
+    """Whatever a JSON file holds: a sentence and exit code 7, nothing "unexpected"."""
+    bad = []
+    record = json.loads((out / "rocket_0.mp4.json").read_text())
+    for what, text in damaged_records(record).items():
+        Path("damaged.json").write_text(text, encoding="utf-8", errors="surrogateescape")
+        result = svdpp_here("verify", "damaged.json")
+        if result.code != 7 or result.out or len(result.err.splitlines()) > 2:
+            bad.append(f"{what}: exit {result.code}: {result.err.splitlines()[0]}")
+    assert not bad, "\n".join(bad)
+
+
+@pytest.mark.usefixtures("no_reference")
+def test_photographs_of_strangers_names(out: Path) -> None:
+    for value in ("\0", "/dev/zero", "x" * 5000, "~/no.jpg"):
+        _edit(out / "rocket_0.mp4.json", input=value, input_sha256="0" * 64)
+        answer = svdpp_here("verify", "out/rocket_0.mp4")
+        assert answer.code == 7, (value, answer)
+        assert "unexpected" not in answer.err

@@ -1,0 +1,100 @@
+"""A run that this machine cannot hold is refused before any of its processes starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SamplingConfig
+from svdpp.driver import memory_check, rank_launcher, rank_task
+from svdpp.driver.memory_check import check_memory
+from svdpp.driver.pipeline import Pipeline, resolve
+from svdpp.errors import OutOfMemoryError
+from svdpp.plan.layout import Roles
+from svdpp.verification.reference import run_reference
+from tests.cli.shell import DEMO, PHOTO, Answer, assert_error, svdpp_here
+
+ALL = Roles(encode=True, denoise=True, decode=True)
+DENOISE = Roles(encode=False, denoise=True, decode=False)
+
+
+def _config(world_size: int = 2, **sampling: int) -> PipelineConfig:
+    sizes = {"height": 256, "width": 256, "num_frames": 14, "num_inference_steps": 4, **sampling}
+    return PipelineConfig(
+        world_size=world_size, model=ModelConfig(name="demo"), sampling=SamplingConfig(**sizes)
+    )
+
+
+@pytest.fixture
+def one_gib(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_check, "available_bytes", lambda: 2**30)
+
+
+@pytest.fixture
+def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(*_: object, **__: object) -> None:
+        raise AssertionError("a process was started")
+
+    for module in (rank_launcher, rank_task):
+        monkeypatch.setattr(module, "StartedGroup", start)
+
+
+@pytest.mark.usefixtures("one_gib")
+@pytest.mark.parametrize(
+    ("config", "ranks", "words", "knob"),
+    [
+        (_config(), (DENOISE, ALL), "2 CPU ranks need about 1.4 GiB, 1.0 GiB free", "decode-chunk"),
+        (_config(1), (ALL,), "1 CPU rank needs about 1.1 GiB, 1.0 GiB free", "decode-chunk"),
+        (_config(decode_chunk_size=1, num_frames=100), (DENOISE, ALL), "CPU ranks", "--frames"),
+        (_config(height=32, width=32, num_frames=2), (ALL,) * 16, "16 CPU", "--world"),
+    ],
+)
+def test_ranks_that_need_more_than_is_free_are_refused(
+    config: PipelineConfig, ranks: tuple[Roles, ...], words: str, knob: str
+) -> None:
+    resolved, checkpoint = resolve(config)
+    with pytest.raises(OutOfMemoryError) as caught:
+        check_memory(resolved, checkpoint, ranks)
+    assert words in caught.value.message
+    assert knob in caught.value.hint
+
+
+@pytest.mark.usefixtures("one_gib")
+def test_what_fits_by_the_exact_estimate_alone_is_run() -> None:
+    """The quick bound is beyond what is free; the estimate is not."""
+    resolved, checkpoint = resolve(_config(decode_chunk_size=1))
+    assert memory_check._upper_bound(resolved, checkpoint, 2) > 2**30
+    check_memory(resolved, checkpoint, (DENOISE, ALL))
+
+
+@pytest.mark.usefixtures("one_gib", "no_processes")
+def test_no_process_is_started(tmp_path: Path) -> None:
+    request = ClipRequest(seed=0, image=PHOTO)
+    with pytest.raises(OutOfMemoryError), Pipeline(_config()):
+        pytest.fail("the ranks were started")
+    with pytest.raises(OutOfMemoryError):
+        run_reference(_config(), [request], tensor_folder=tmp_path)
+
+
+@pytest.mark.usefixtures("one_gib", "no_processes")
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("run", PHOTO, *DEMO, "--out"),
+        ("verify", PHOTO, *DEMO, "--report"),
+        ("profile", *DEMO, "--out"),
+        ("bench", "smoke", "--model.name=demo", "--results"),
+    ],
+    ids=lambda command: command[0],
+)
+def test_each_command_ends_with_code_4(command: tuple[str, ...], tmp_path: Path) -> None:
+    sizes = ("--height", "512", "--width", "512", "--frames", "14")
+    if command[0] == "bench":
+        sizes = ("--workload.height=512", "--workload.width=512", "--workload.frames=14")
+    target = {"run": "out", "verify": "page.html", "profile": "costs.json", "bench": "results"}
+    path = tmp_path / target[command[0]]
+    answer = svdpp_here(*command, str(path), *sizes)
+    said = [line for line in answer.err.splitlines() if line.startswith(("error", "hint"))]
+    ended = Answer(answer.code, answer.out, "\n".join(said))
+    assert_error(ended, 4, "out of memory before the run", "GiB free", "lower")
