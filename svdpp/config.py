@@ -9,12 +9,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from svdpp.errors import RequestError
 from svdpp.plan.costs import Costs
-from svdpp.plan.draft import DraftPlan
 from svdpp.plan.layout import Layout, Split
+
+if TYPE_CHECKING:
+    from svdpp.plan.draft import DraftPlan
 
 Fit = Literal["crop", "pad", "stretch"]
 VideoFormat = Literal["mp4", "gif", "webp", "frames"]
@@ -327,6 +329,8 @@ class PipelineConfig:
     def draft_plan(self) -> DraftPlan:
         """Where each rank starts in a clip's steps, where that is what was asked for."""
         assert self.draft is not None
+        from svdpp.plan.draft import DraftPlan  # few commands need it, and all of them start
+
         return DraftPlan(
             num_steps=self.sampling.num_inference_steps,
             start_steps=self.draft.start_steps,

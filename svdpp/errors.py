@@ -1,13 +1,14 @@
-"""Owns every error a user can meet, each with its exit code; knows no other room.
+"""Owns every error a user can meet, each with its exit code; knows no other package.
 
-An error is one sentence for the person at the terminal plus, where there is one, the mend. It is
-built of plain strings so that it can cross a process boundary as a record and be raised again on
-the other side as the same type.
+An error is one sentence for the person at the terminal plus, where there is one, what to do. It is
+built of plain values so that it can cross a process boundary as a record and be raised again on the
+other side as the same type.
 """
 
 from __future__ import annotations
 
 import signal
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 
@@ -16,16 +17,20 @@ class SvdppError(Exception):
 
     Args:
         message: one sentence that says what is wrong, with the values that matter.
-        hint: the mend, usually the next command to type; empty where there is none.
+        hint: what to do, usually the next command to type; empty where there is nothing.
+        details: the values in the message, for programs, such as `asked` and `free`; plain JSON.
     """
 
     exit_code: ClassVar[int] = 1
     meaning: ClassVar[str] = "unexpected error"
 
-    def __init__(self, message: str, hint: str = "") -> None:
+    def __init__(
+        self, message: str, hint: str = "", *, details: Mapping[str, Any] | None = None
+    ) -> None:
         super().__init__(message, hint)
         self.message = message
         self.hint = hint
+        self.details = dict(details or {})
 
     def __str__(self) -> str:
         return self.message
@@ -68,20 +73,27 @@ class RankError(SvdppError):
 
     Args:
         message: which rank, clip and step, and the cause.
-        hint: the mend.
+        hint: what to do.
         picture: the rank x time grid with the place marked; empty where nothing had been done.
-        details: the rank's own traceback or last words, for `--debug` and the log.
+        trace: the rank's own traceback or last output, for `--debug` and the log.
+        details: as in `SvdppError`.
     """
 
     exit_code = 6
     meaning = "a rank died or stalled"
 
     def __init__(
-        self, message: str, hint: str = "", *, picture: str = "", details: str = ""
+        self,
+        message: str,
+        hint: str = "",
+        *,
+        picture: str = "",
+        trace: str = "",
+        details: Mapping[str, Any] | None = None,
     ) -> None:
-        super().__init__(message, hint)
+        super().__init__(message, hint, details=details)
         self.picture = picture
-        self.details = details
+        self.trace = trace
 
 
 class TransportError(RankError):
@@ -142,13 +154,15 @@ def exit_code_of(error: BaseException) -> int:
 
 
 def error_to_dict(error: BaseException) -> dict[str, Any]:
-    """`error` as plain strings, to be sent to another process."""
+    """`error` as plain values, to be sent to another process; `details` where it has some."""
     if isinstance(error, SvdppError):
-        return {"type": type(error).__name__, "message": error.message, "hint": error.hint}
+        more = {"details": error.details} if error.details else {}
+        return {"type": type(error).__name__, "message": error.message, "hint": error.hint, **more}
     kind = Interrupted.__name__ if isinstance(error, Interrupted) else ""
     return {"type": kind, "message": f"{type(error).__name__}: {error}", "hint": ""}
 
 
 def error_from_dict(record: dict[str, Any]) -> SvdppError:
     """The error that `error_to_dict` wrote; an unexpected exception comes back as `SvdppError`."""
-    return _TYPES.get(record["type"], SvdppError)(record["message"], record["hint"])
+    kind = _TYPES.get(record["type"], SvdppError)
+    return kind(record["message"], record["hint"], details=record.get("details"))

@@ -1,6 +1,6 @@
-"""Owns printing: results to stdout, talk to stderr. Nothing else in the program prints.
+"""Owns printing: results to stdout, remarks to stderr. Nothing else in the program prints.
 
-All but the lines of results, which name files as the user did, shows no secret and no home.
+Everything but the lines of results, which name files as the user did, is redacted.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rich.console import Console as RichConsole
 from rich.table import Table
 from rich.text import Text
 
-from svdpp.errors import Interrupted, RankError, SvdppError
+from svdpp.errors import Interrupted, RankError, SvdppError, error_to_dict, exit_code_of
 from svdpp.redaction import redact, redact_all
 
 _CLIP_COLOURS = ("cyan", "yellow", "green", "magenta", "blue", "red", "white")
@@ -32,6 +32,7 @@ class Console:
     def __init__(self, *, as_json: bool = False, quiet: bool = False) -> None:
         self.as_json = as_json
         self.quiet = quiet
+        self._answered = False
         self.out = RichConsole(highlight=False, soft_wrap=True)
         self.err = RichConsole(stderr=True, highlight=False, soft_wrap=True)
 
@@ -42,12 +43,18 @@ class Console:
 
     def json(self, value: Any) -> None:
         """The whole result as JSON; call once, under `--json`."""
+        self._answered = True
         sys.stdout.write(json.dumps(redact_all(value), indent=2) + "\n")
 
     def info(self, text: str) -> None:
         """A remark on what is going on."""
         if not self.quiet:
             self.err.print(redact(text), markup=False)
+
+    def infos(self, texts: Iterable[str]) -> None:
+        """Several remarks."""
+        for text in texts:
+            self.info(text)
 
     def table(self, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         """A table of the result; the first column is aligned left, numbers right."""
@@ -64,26 +71,42 @@ class Console:
             self.result(coloured_grid_line(line))
 
     def error(self, error: BaseException, *, debug: bool = False) -> None:
-        """One sentence, its mend, the picture where there is one; the traceback with `debug`."""
+        """One sentence, a hint, the picture where there is one; the traceback with `debug`.
+
+        Under `--json` stdout gets the error as well, unless it has a result already: that says
+        itself what failed.
+        """
         if isinstance(error, RankError) and error.picture:
             for line in error.picture.splitlines():
                 self.err.print(coloured_grid_line(line))
         if debug:
-            details = error.details if isinstance(error, RankError) else ""
-            text = "".join(traceback.format_exception(error)) + details
+            trace = error.trace if isinstance(error, RankError) else ""
+            text = "".join(traceback.format_exception(error)) + trace
             self.err.print(redact(text), markup=False)
         if isinstance(error, (SvdppError, Interrupted)):
-            self._sentence(error.message, error.hint)
+            message, hint = error.message, error.hint
         else:
-            self._sentence(
-                f"unexpected {type(error).__name__}: {error}",
-                "" if debug else "run again with --debug and report what it shows",
-            )
+            message = f"unexpected {type(error).__name__}: {error}"
+            hint = "" if debug else "run again with --debug and report what it shows"
+        self._sentence(message, hint)
+        if self.as_json and not self._answered:
+            self.json({"schema_version": 1, "error": _record(error, message, hint)})
 
     def _sentence(self, message: str, hint: str) -> None:
         self.err.print(Text.assemble(("error: ", "bold red"), redact(message)))
         if hint:
             self.err.print(Text.assemble(("hint: ", "bold"), redact(hint)))
+
+
+def _record(error: BaseException, message: str, hint: str) -> dict[str, Any]:
+    """An error as the answer of a command."""
+    return {
+        "type": error_to_dict(error)["type"] or type(error).__name__,
+        "exit_code": exit_code_of(error),
+        "message": message,
+        "hint": hint,
+        "details": error.details if isinstance(error, SvdppError) else {},
+    }
 
 
 def coloured_grid_line(line: str) -> Text:

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from svdpp.cli import options
+from svdpp.cli.command import command
 from svdpp.cli.console import Console
+from svdpp.cli.options.talk import AnswerOptions
 
 
-def env(
-    as_json: options.AsJson = False,
-    debug: options.Debug = False,  # noqa: ARG001  read by the guard around every command
-) -> None:
+@command(examples=("svdpp env", "svdpp env --json"))
+def env(console: Console, answer: AnswerOptions) -> None:
     """Show versions, devices, ffmpeg and settings, ready to be pasted into a report.
 
-    The home shows as ~; environment variables come from a list of harmless names, so no token does.
+    The home shows as ~. Environment variables come from a list of harmless names, so no token does.
     """
     from svdpp.diagnostics.environment import environment
 
     facts = environment()
-    console = Console(as_json=as_json)
-    if as_json:
+    if answer.as_json:
         console.json(facts)
     else:
         _print(console, facts)

@@ -31,7 +31,7 @@ def profile_draft(
         inputs: photographs; none: those that come with svdpp.
         out: the file.
         seed: of every clip.
-        start steps: one choice to measure; None: all that are worth it.
+        start_steps: one choice to measure; None: all that are worth it.
 
     Raises:
         SvdppError: what is wrong with the request, or kept it from being measured.
@@ -46,8 +46,6 @@ def profile_draft(
     num_steps = config.sampling.num_inference_steps
     given = () if start_steps is None else (parse_start_steps(start_steps, num_steps, None),)
     found, _ = read_inputs(list(inputs) or [str(path) for path in example_photos()])
-    output_files.check_free(str(out))
-    output_files.check_writable(out.absolute().parent)
     names = [photo.path.name for photo in found]
     console.info(f"{num_steps} steps, {len(names)} photographs: {', '.join(names)}")
     paths = [photo.path for photo in found]

@@ -8,195 +8,155 @@ from typing import Annotated
 
 import typer
 
-from svdpp.cli import options, verify_clips
+from svdpp.cli import verify_clips
+from svdpp.cli.command import command
 from svdpp.cli.console import Console
-from svdpp.cli.draft_choice import DraftChoice
+from svdpp.cli.options.declare import DIAGNOSTICS, VIDEO, option
+from svdpp.cli.options.draft import DraftOptions
+from svdpp.cli.options.layout import LayoutOptions
+from svdpp.cli.options.model import ModelOptions
+from svdpp.cli.options.ranks import RankOptions
+from svdpp.cli.options.sampling import SamplingOptions, with_fitting_chunk
+from svdpp.cli.options.talk import LogOptions
 from svdpp.cli.verify_report import difference, print_drafts, print_verdict
-from svdpp.config import (
-    DEFAULT_NUM_STEPS,
-    DEMO_MODEL,
-    DUMMY_MODEL,
-    ClipRequest,
-    ModelConfig,
-    PipelineConfig,
-)
+from svdpp.config import DEMO_MODEL, DUMMY_MODEL, ClipRequest, PipelineConfig
 from svdpp.errors import RequestError, VerificationError
 from svdpp.launch import temp_folders
 
 
+@command(
+    examples=(
+        "svdpp verify",
+        "svdpp verify out/photo_0.json",
+        "svdpp verify photo.jpg --gpus 4 --split dithered --report proof.html",
+    ),
+    common=("world", "model", "clips", "steps", "split", "num_frames", "report", "as_json"),
+    without=("checksum", "draft_psnr"),
+    defaults={"world": "all GPUs, if they divide the steps; on the CPU 2"},
+)
 def verify(
     context: typer.Context,
+    console: Console,
+    sampling: SamplingOptions,
+    layout: LayoutOptions,
+    draft: DraftOptions,
+    ranks: RankOptions,
+    log: LogOptions,
+    model: ModelOptions = ModelOptions(model=DEMO_MODEL),
     inputs: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="[INPUT...|CLIP.json...]",
-            help="Image files, folders or globs; or finished clips' JSON, to recompute them. "
-            "Default: a photograph that comes with svdpp.",
+            help="Image files, folders or globs; or finished clips' JSON, to recompute them.",
+            show_default="a photograph that comes with svdpp",
         ),
     ] = None,
-    world: options.World = None,
-    steps: options.Steps = DEFAULT_NUM_STEPS,
     clips: Annotated[
         int | None,
-        typer.Option(
+        option(
+            "--clips",
+            panel=VIDEO,
             metavar="M",
-            help="Clips to run through the ranks, 1 or more; inputs are taken in turn, each time "
-            "with the next seed. Default: one for each input, at least 2.",
+            help="Clips to run through the ranks; inputs are taken in turn, each time with the "
+            "next seed.",
+            default="one for each input, at least 2",
         ),
     ] = None,
-    seed: options.Seed = None,
-    model: options.Model = DEMO_MODEL,
-    revision: options.Revision = None,
-    variant: options.Variant = None,
-    local_files_only: options.LocalFilesOnly = False,
-    device: Annotated[
-        str | None,
-        typer.Option(
-            metavar="cpu|cuda|cuda:N",
-            help="Default: cuda where there is one, else cpu.",
-            rich_help_panel="Ranks",
-        ),
-    ] = None,
-    dtype: options.Dtype = None,
-    height: options.Height = None,
-    width: options.Width = None,
-    frames: options.NumFrames = None,
-    fps: options.Fps = None,
-    motion_bucket_id: options.MotionBucketId = None,
-    noise_aug_strength: options.NoiseAugStrength = None,
-    min_guidance_scale: options.MinGuidanceScale = None,
-    max_guidance_scale: options.MaxGuidanceScale = None,
-    decode_chunk_size: options.DecodeChunkSize = None,
-    memory_opt: options.MemoryOpt = False,
-    fit: options.FitOption = "stretch",
-    latent_shape: Annotated[
-        tuple[int, int, int, int, int],
-        typer.Option(metavar="B C F H W", help="Latent of the dummy model, --model dummy."),
-    ] = (1, 4, 14, 64, 64),
     tolerance: Annotated[
         float,
-        typer.Option(
+        option(
+            "--tolerance",
+            panel=DIAGNOSTICS,
             metavar="ATOL",
-            help="Largest difference that counts as equal, 0 or more; 0 asks for equal bits.",
+            help="Largest difference that counts as equal; 0 asks for equal bits.",
         ),
     ] = 0.0,
     inject_fault: Annotated[
         str | None,
-        typer.Option(
+        option(
+            "--inject-fault",
+            panel=DIAGNOSTICS,
             metavar="FAULT",
             help="Damage the pipelined run on purpose, to see that it is caught: "
-            "ulp@rank1.clip0 moves one number by one ULP, skip@rank1.clip0 leaves a step out.",
+            "ulp@rank1.clip0 changes one number by one ULP, skip@rank1.clip0 leaves a step out.",
         ),
     ] = None,
     report: Annotated[
         Path | None,
-        typer.Option(
+        option(
             "--report",
+            panel=DIAGNOSTICS,
             metavar="FILE.html",
-            help="Write verdict, checks, frames of both sides and their difference as one page. "
-            "Default: none.",
-            rich_help_panel="Outputs",
+            help="Write verdict, checks, frames of both sides and their difference as one page.",
         ),
     ] = None,
-    draft: options.Draft = False,
-    start_steps: options.Starts = None,
-    split: options.SplitOption = None,
-    replicas: options.Replicas = None,
-    decoders: options.Decoders = None,
-    layout: options.LayoutOption = None,
-    costs: options.CostsOption = None,
-    threads: options.Threads = None,
-    timeout: options.Timeout = 600.0,
-    start_timeout: options.StartTimeout = 600.0,
-    as_json: options.AsJson = False,
-    verbose: options.Verbose = 0,
-    quiet: options.Quiet = False,
-    debug: options.Debug = False,  # noqa: ARG001  read by the guard around every command
-    log_file: options.LogFile = None,
 ) -> None:
     """Prove that the pipeline's clips are diffusers' own, bit for bit.
 
     Runs clips through the ranks, then diffusers' unmodified pipeline in one process, and compares
-    the latent at every hand-over, the final latent and the frames. Finished clips are computed anew
+    the latent at every transfer, the final latent and the frames. Finished clips are computed again
     from their JSON, and their hashes compared. Exit code 3 where anything differs.
     """
-    from svdpp.cli import log, request, trace_outputs
-    from svdpp.cli.layout_choice import LayoutChoice
-    from svdpp.cli.plan_choice import PlanChoice
+    from svdpp.cli import request, trace_outputs
 
     if not tolerance >= 0:
         raise RequestError(f"--tolerance must be 0 or more, got {tolerance}")
-    console = Console(as_json=as_json, quiet=quiet)
-    log.open_log(verbosity=verbose, log_file=log_file, write=console.err.print)
+    log.open(console)
     trace_outputs.check_target("--report", report, ".html")
     if verify_clips.are_clips(inputs or []):
         verify_clips.refuse_without_effect(context)
         settings = verify_clips.Settings(
-            threads=threads,
-            local_files_only=local_files_only,
-            timeout=timeout,
-            start_timeout=start_timeout,
+            threads=ranks.threads,
+            local_files_only=model.local_files_only,
+            timeout=ranks.timeout,
+            start_timeout=ranks.start_timeout,
         )
         if not request.is_joined_member():  # one device is enough for it
             verify_clips.verify_clips(console, inputs or [], settings)
         return
-    chosen_device = request.default_device() if device is None else device
-    first_seed = request.parse_seeds(seed, None)[0]
     is_member = request.is_joined_member()
-    requests = [] if is_member else _requests(model, inputs or [], clips, first_seed)
-    plan = PlanChoice(
-        draft=DraftChoice(draft=draft, start_steps=start_steps),
-        layout=LayoutChoice(
-            split=split, replicas=replicas, decoders=decoders, layout=layout, costs=costs
-        ),
-        world=world,
-        steps=steps,
-        device=chosen_device,
-        no_draft={"costs": costs},
-    )
-    shape, why = plan.settings(
-        num_clips=None if request.joined_world(None) is not None else len(requests),
-        decodes=model != DUMMY_MODEL,
-    )
-    config = request.pipeline_config(
-        model=ModelConfig(
-            name=model,
-            revision=revision,
-            variant=variant,
-            local_files_only=local_files_only,
-            dtype=request.parse_dtype(dtype, chosen_device),
-            memory_opt=memory_opt,
-            dummy_latent_shape=latent_shape,
-        ),
-        sampling=request.sampling_config(
-            model,
-            steps,
-            memory_opt=memory_opt,
-            height=height,
-            width=width,
-            num_frames=frames,
-            fps=fps,
-            motion_bucket_id=motion_bucket_id,
-            noise_aug_strength=noise_aug_strength,
-            min_guidance_scale=min_guidance_scale,
-            max_guidance_scale=max_guidance_scale,
-            decode_chunk_size=request.parse_decode_chunk(decode_chunk_size),
-            fit=fit,
-        ),
-        device=chosen_device,
-        threads=threads,
-        timeout=timeout,
-        start_timeout=start_timeout,
-        plan=shape,
-    )
+    requests = []
+    if not is_member:
+        requests = _requests(model.model, inputs or [], clips, sampling.one_seed())
+    config, why = _config(ranks, model, sampling, layout, draft, len(requests))
     if is_member:
         _serve(console, config, inject_fault)
         return
     if why:
         console.info(why)
-    if decode_chunk_size == request.AUTO:
-        config = request.with_fitting_chunk(console, config)
+    if sampling.measures_chunk:
+        config, measured = with_fitting_chunk(config)
+        console.info(measured)
     _compare(console, config, requests, tolerance, inject_fault, report)
+
+
+def _config(
+    ranks: RankOptions,
+    model: ModelOptions,
+    sampling: SamplingOptions,
+    layout: LayoutOptions,
+    draft: DraftOptions,
+    num_clips: int,
+) -> tuple[PipelineConfig, str]:
+    """The configuration, and a remark on the choice of the layout; "" for none."""
+    from svdpp.cli import request
+    from svdpp.cli.plan_choice import PlanChoice
+
+    # A proof may be of any model on a CPU, at whatever size is given.
+    device = ranks.device_for(DEMO_MODEL)
+    plan = PlanChoice(
+        draft=draft,
+        layout=layout,
+        world=ranks.world,
+        steps=sampling.steps,
+        device=device,
+        no_draft={"costs": layout.costs},
+    )
+    shape, why = plan.settings(
+        num_clips=None if request.is_joined() else num_clips, decodes=not model.is_dummy
+    )
+    config = request.pipeline_config(ranks, model, sampling, device=device, plan=shape)
+    return config, why
 
 
 def _requests(model: str, inputs: Sequence[str], clips: int | None, seed: int) -> list[ClipRequest]:

@@ -183,7 +183,7 @@ class Supervisor:
             f"{self._name(rank)} failed{where}: {error.message}",
             error.hint or "--debug shows its traceback",
             picture=self._picture(rank, "failed here"),
-            details=event.traceback,
+            trace=event.traceback,
         )
 
     def _died(self, rank: int, code: int | None) -> RankError:
@@ -205,7 +205,7 @@ class Supervisor:
             f"{self._name(rank)} {cause}{describe_position(heartbeat.action, heartbeat.step)}",
             hint,
             picture=self._picture(rank, remark),
-            details=self._group.last_words(rank),
+            trace=self._group.last_words(rank),
         )
 
     def _name(self, rank: int) -> str:

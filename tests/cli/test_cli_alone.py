@@ -142,12 +142,12 @@ def test_debug_alone_shows_the_traceback() -> None:
 
 
 def test_what_was_not_foreseen_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    import svdpp.cli.plan as command
+    from svdpp.plan import layout
 
     def broken(**_: object) -> None:
         raise ZeroDivisionError("division by zero")
 
-    monkeypatch.setattr(command, "Layout", broken)
+    monkeypatch.setattr(layout, "Layout", broken)
     answer = svdpp_here("plan")
 
     assert (answer.code, answer.out) == (1, "")
@@ -165,7 +165,7 @@ def test_help_names_every_exit_code_and_command() -> None:
     for code in ("0 done", "2 wrong request", "8 an output cannot be written", "128 + n"):
         assert code in words
     for command in ("plan", "simulate", "run", "verify"):
-        assert re.search(rf"│ {command} ", answer.out)
+        assert re.search(rf"\n  {command} +[A-Z]", answer.out)
     assert max(map(len, answer.out.splitlines())) <= 80
 
 
@@ -400,7 +400,7 @@ def test_verify_proves_several_clips_and_loads_once(
     [
         (("a.json", "b.jpg"), ("'a.json' is a clip's JSON, 'b.jpg' is not", "two commands")),
         (("a.json", "--inject-fault", "ulp@rank1.clip0"), ("--inject-fault would have no effect",)),
-        (("a.json", "b.json", "--gpus", "2", "--fps", "7"), ("--world/--gpus, --fps would have",)),
+        (("a.json", "b.json", "--gpus", "2", "--fps", "7"), ("--gpus/--world, --fps would have",)),
         (("a.json", "--draft"), ("--draft would have no effect", "svdpp verify PHOTO")),
     ],
 )

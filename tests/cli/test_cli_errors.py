@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from svdpp.cli.request import parse_dtype, parse_seeds
+from svdpp.cli.options.model import parse_dtype
+from svdpp.cli.options.sampling import parse_seeds
 from svdpp.errors import RequestError
 from tests.cli.shell import DEMO, PHOTO, TINY, assert_error, svdpp_here
 
@@ -247,7 +248,7 @@ TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
         (("simulate",), {**TORCHRUN, "WORLD_SIZE": "3"}, "28 steps cannot be split evenly over 3"),
         (("verify", "--world", "4"), TORCHRUN, "--world 4 disagrees with torchrun's"),
         (("verify",), TORCHRUN, "MASTER_ADDR is not set"),
-        (("profile", "--draft"), TORCHRUN, "profile --draft walks drafts in processes of its own"),
+        (("profile", "--draft"), TORCHRUN, "profile --draft runs drafts in processes of its own"),
         (("run", PHOTO, *DEMO), {"RANK": "0"}, "this is no torchrun world"),
         (("run", PHOTO, *DEMO), {**TORCHRUN, "RANK": "x"}, "not a torchrun world"),
         (("run", PHOTO, *DEMO), {**TORCHRUN, "RANK": "2"}, "not a torchrun world"),
@@ -318,9 +319,9 @@ def test_a_log_file_that_cannot_be_written(command: tuple[str, ...]) -> None:
     ("seed", "seeds", "expected"),
     [
         (None, None, [0]),
-        (7, None, [7]),
-        (0, None, [0]),
-        (2**63 - 1, None, [2**63 - 1]),
+        ("7", None, [7]),
+        ("0", None, [0]),
+        (str(2**63 - 1), None, [2**63 - 1]),
         (None, "5", [5]),
         (None, "1-3", [1, 2, 3]),
         (None, "1,3,5-7", [1, 3, 5, 6, 7]),
@@ -331,7 +332,7 @@ def test_a_log_file_that_cannot_be_written(command: tuple[str, ...]) -> None:
         (None, str(2**63 - 1), [2**63 - 1]),
     ],
 )
-def test_seeds(seed: int | None, seeds: str | None, expected: list[int]) -> None:
+def test_seeds(seed: str | None, seeds: str | None, expected: list[int]) -> None:
     assert parse_seeds(seed, seeds) == expected
 
 

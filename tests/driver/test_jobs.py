@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from svdpp.cli.request import sampling_config
+from svdpp.cli.options.sampling import sampling_config
 from svdpp.config import DraftConfig, ModelConfig, OutputConfig, PipelineConfig, SamplingConfig
 from svdpp.driver.existing_outputs import taken_places
 from svdpp.driver.jobs import ClipPlan, OutputPolicy, check_outputs, plan_clips

@@ -1,0 +1,128 @@
+"""Owns what `svdpp run` is asked for: its option groups, put together step by step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
+
+from svdpp.cli.options.draft import DraftOptions
+from svdpp.cli.options.inputs import InputOptions
+from svdpp.cli.options.layout import LayoutOptions
+from svdpp.cli.options.model import ModelOptions
+from svdpp.cli.options.outputs import OutputOptions
+from svdpp.cli.options.ranks import RankOptions
+from svdpp.cli.options.sampling import SamplingOptions, parse_seeds
+from svdpp.cli.plan_choice import PlanChoice
+from svdpp.cli.request import is_joined, is_joined_member, pipeline_config
+from svdpp.config import ModelConfig, PipelineConfig, SamplingConfig
+from svdpp.errors import InputError
+
+if TYPE_CHECKING:
+    from svdpp.driver.pipeline import Pipeline
+    from svdpp.media.image import Photo
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRequest:
+    """All that the options of a run say."""
+
+    inputs: InputOptions
+    output: OutputOptions
+    sampling: SamplingOptions
+    model: ModelOptions
+    ranks: RankOptions
+    layout: LayoutOptions
+    draft: DraftOptions
+
+    @cached_property
+    def seeds(self) -> list[int]:
+        """Of each photograph's clips."""
+        return parse_seeds(self.sampling.seed, self.inputs.seeds)
+
+    def check(self) -> None:
+        """Checks what needs neither torch nor a look into files: quick answers to quick mistakes.
+
+        Raises:
+            RequestError: options that contradict each other or cannot be done.
+            InputError: a photograph that is not there.
+        """
+        self.sampling.to_config(self.model.model, memory_opt=self.model.memory_opt)
+        self.draft.refuse_beside({**self.layout.given, **self._no_draft})
+        self.output.check()
+        assert self.seeds
+        if not is_joined_member() and not self.inputs.keep_going:
+            self._check_names()
+
+    def _check_names(self) -> None:
+        from svdpp.media.image import check_inputs, find_images
+
+        try:
+            find_images(self.inputs.inputs)
+        except InputError:
+            check_inputs(self.inputs.inputs)  # one error that names what is unreadable as well
+            raise
+
+    def photographs(self) -> tuple[list[Photo], list[InputError]]:
+        """Every photograph, read whole, and what is wrong with the others; rank 0 alone has them.
+
+        Raises:
+            InputError: naming all that are missing, unreadable or hostile at once.
+        """
+        from svdpp.driver.jobs import read_inputs
+
+        if is_joined_member():
+            return [], []
+        return read_inputs(self.inputs.inputs, keep_going=self.inputs.keep_going)
+
+    def config(self, num_clips: int) -> tuple[PipelineConfig, str]:
+        """The configuration, and a remark on the choice of the layout; "" for none.
+
+        Raises:
+            RequestError: options that contradict each other or the machine.
+        """
+        device = self.ranks.device_for(self.model.model)
+        plan = PlanChoice(
+            draft=self.draft,
+            layout=self.layout,
+            world=self.ranks.world,
+            steps=self.sampling.steps,
+            device=device,
+            no_draft=self._no_draft,
+        )
+        weights = self.model.to_config(device)
+        sampling = self.sampling.to_config(self.model.model, memory_opt=self.model.memory_opt)
+        shape, why = plan.settings(
+            num_clips=None if is_joined() else num_clips,
+            decodes=True,
+            memory=partial(_memory_of_devices, weights, sampling, device, plan.world_size()),
+        )
+        config = pipeline_config(self.ranks, self.model, self.sampling, device=device, plan=shape)
+        return config, why
+
+    def pipeline(self, config: PipelineConfig, profile_path: str | None = None) -> Pipeline:
+        """The pipeline of `config`, with the folders that were asked for."""
+        from svdpp.driver.pipeline import Pipeline
+
+        latents = self.output.latents_dir
+        return Pipeline(
+            config,
+            latents_folder=None if latents is None else str(latents.absolute()),
+            output_folder=str(self.output.out.absolute()),
+            profile_path=profile_path,
+        )
+
+    @property
+    def _no_draft(self) -> dict[str, Any]:
+        return {"costs": self.layout.costs, "latents-dir": self.output.latents_dir}
+
+
+def _memory_of_devices(
+    weights: ModelConfig, sampling: SamplingConfig, device: str, world_size: int
+) -> tuple[dict[str, float], tuple[float, ...]]:
+    """What the model needs and CUDA devices have; asked for by `--layout auto` alone."""
+    if device == "cpu":
+        return {}, ()
+    from svdpp.diagnostics.memory_estimate import memory_of_devices  # diffusers: seconds
+
+    return memory_of_devices(weights, sampling, device, world_size)
