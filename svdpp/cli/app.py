@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping, Sequence
 from importlib import import_module
 from typing import Annotated, Any
@@ -9,10 +10,13 @@ from typing import Annotated, Any
 import typer
 
 from svdpp import __version__
+from svdpp.cli.console import Console
+from svdpp.cli.defaults import load_defaults
 from svdpp.cli.failures import wrong_usage
 from svdpp.cli.help import show_overview
 from svdpp.cli.options.declare import flag
 from svdpp.cli.values import convert_without_typer
+from svdpp.errors import SvdppError
 
 #: The first sentence of each command's help. A command's module is imported only to run it.
 COMMANDS: Mapping[str, str] = {
@@ -40,11 +44,21 @@ hostile input; 8 an output cannot be written; 128 + n ended by signal n.
 def run_command_line(arguments: Sequence[str]) -> int:
     """Runs the command that `arguments` name; the exit code."""
     try:
-        return build_app(arguments)(args=list(arguments), standalone_mode=False) or 0
+        app = build_app(_completed() or arguments)
+        return app(args=list(arguments), standalone_mode=False) or 0
+    except SvdppError as error:
+        Console(as_json="--json" in arguments).error(error)
+        return error.exit_code
     except typer.TyperException as error:
         return wrong_usage(error, arguments)
     except typer.Abort:
         return 1
+
+
+def _completed() -> list[str]:
+    """The words of the command line that a shell asks to complete; empty where none does."""
+    words = os.environ.get("_TYPER_COMPLETE_ARGS") or os.environ.get("COMP_WORDS") or ""
+    return words.split() if "_SVDPP_COMPLETE" in os.environ else []
 
 
 def build_app(arguments: Collection[str] | None = None) -> typer.Typer:
@@ -52,6 +66,9 @@ def build_app(arguments: Collection[str] | None = None) -> typer.Typer:
 
     Args:
         arguments: of the command line; only commands named there can be run. None: all of them.
+
+    Raises:
+        SvdppError: a file or variable that sets defaults cannot be used.
     """
     app = typer.Typer(
         name="svdpp",
@@ -62,7 +79,7 @@ def build_app(arguments: Collection[str] | None = None) -> typer.Typer:
     for name, summary in COMMANDS.items():
         if arguments is None or name in arguments:
             module = import_module(f"svdpp.cli.{name}")
-            getattr(module, name).register(app, {})
+            getattr(module, name).register(app, load_defaults())
         else:
             app.command(name, help=summary)(_not_imported)
     return app

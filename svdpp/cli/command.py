@@ -11,6 +11,7 @@ from typing import Annotated, Any, get_args, get_type_hints
 import typer
 
 from svdpp.cli.console import Console
+from svdpp.cli.defaults import Default
 from svdpp.cli.failures import answered
 from svdpp.cli.help import Page, show_page
 from svdpp.cli.options.declare import flag
@@ -47,12 +48,12 @@ class Command:
         """As it is typed."""
         return self.function.__name__
 
-    def register(self, app: typer.Typer, defaults: Mapping[str, Any]) -> None:
+    def register(self, app: typer.Typer, defaults: Mapping[str, Default]) -> None:
         """Adds the command to `app`.
 
         Args:
             app: gets it.
-            defaults: values from files and variables, by parameter, for those it has.
+            defaults: that the user has set, by parameter; those that it has not are left alone.
         """
         parameters, groups = self._flat()
 
@@ -60,7 +61,11 @@ class Command:
             context = values.pop("context")
             for name in _HELP:
                 values.pop(name, None)
-            console = Console(as_json=values["as_json"], quiet=values.get("quiet", False))
+            console = Console(
+                as_json=values["as_json"],
+                quiet=values.get("quiet", False),
+                set_elsewhere=_set_elsewhere(context, defaults),
+            )
             with answered(console, debug=values["debug"]):
                 for name, group in groups.items():
                     names = [each.name for each in self._offered(group)]
@@ -71,7 +76,7 @@ class Command:
         call.__doc__ = self.function.__doc__
         call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         call.__annotations__ = {each.name: each.annotation for each in parameters}
-        known = {name: defaults[name] for name in call.__annotations__ if name in defaults}
+        known = {name: defaults[name].value for name in call.__annotations__ if name in defaults}
         settings = {**self.settings, "help_option_names": [], "default_map": known}
         app.command(self.name, context_settings=settings)(call)
 
@@ -151,6 +156,16 @@ def is_given(context: typer.Context, name: str) -> bool:
     """Whether the command's parameter `name` was given on the command line."""
     source = context.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
+
+
+def _set_elsewhere(context: typer.Context, defaults: Mapping[str, Default]) -> dict[str, str]:
+    """Where the options that are not given on the command line are set, by all their names."""
+    return {
+        name: defaults[parameter.name].source
+        for parameter in context.command.params
+        if parameter.name in defaults and not is_given(context, parameter.name)
+        for name in parameter.opts
+    }
 
 
 def _parameter(name: str, hint: Any, default: Any = inspect.Parameter.empty) -> inspect.Parameter:

@@ -6,9 +6,10 @@ Everything but the lines of results, which name files as the user did, is redact
 from __future__ import annotations
 
 import json
+import re
 import sys
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console as RichConsole
@@ -27,12 +28,20 @@ class Console:
     Args:
         as_json: stdout gets JSON alone.
         quiet: stderr gets errors alone.
+        set_elsewhere: what sets an option that is not on the command line, by the option's name.
     """
 
-    def __init__(self, *, as_json: bool = False, quiet: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        as_json: bool = False,
+        quiet: bool = False,
+        set_elsewhere: Mapping[str, str] | None = None,
+    ) -> None:
         self.as_json = as_json
         self.quiet = quiet
         self._answered = False
+        self._set_elsewhere = set_elsewhere or {}
         self.out = RichConsole(highlight=False, soft_wrap=True)
         self.err = RichConsole(stderr=True, highlight=False, soft_wrap=True)
 
@@ -88,9 +97,16 @@ class Console:
         else:
             message = f"unexpected {type(error).__name__}: {error}"
             hint = "" if debug else "run again with --debug and report what it shows"
+        hint = "; ".join(filter(None, [hint, *self._origins(f"{message} {hint}")]))
         self._sentence(message, hint)
         if self.as_json and not self._answered:
             self.json({"schema_version": 1, "error": _record(error, message, hint)})
+
+    def _origins(self, text: str) -> list[str]:
+        """For each option in `text` that is not on the command line, what sets it."""
+        options = dict.fromkeys(re.findall(r"--[a-z-]+", text))
+        where = self._set_elsewhere
+        return [f"{name} is set by {where[name]}" for name in options if name in where]
 
     def _sentence(self, message: str, hint: str) -> None:
         self.err.print(Text.assemble(("error: ", "bold red"), redact(message)))

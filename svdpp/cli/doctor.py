@@ -32,7 +32,7 @@ _COLOURS = {"ok": "green", "failed": "bold red", "skipped": "dim"}
         *("seed", "fit", "fps", "motion_bucket_id", "noise_aug_strength", "min_guidance_scale"),
         "max_guidance_scale",
     ),
-    defaults={"world": "as svdpp run: all GPUs, or 2 CPU ranks"},
+    defaults={"world": "all GPUs, if they divide the steps; on the CPU 2"},
     meanings={
         "out": "Folder that the clips would go to.",
         "device": "cuda: rank r on GPU r, over NCCL. cpu, or one GPU shared by all ranks such as "
@@ -49,9 +49,9 @@ def doctor(
     answer: AnswerOptions,
     model: ModelOptions = ModelOptions(model=DEMO_MODEL),
 ) -> None:
-    """Try what a run needs, in seconds: devices, transfers, ffmpeg, model, memory, determinism.
+    """Try what a run needs, in seconds.
 
-    Nothing is downloaded. The exit code is that of the first check that failed.
+    That is devices, transfers, ffmpeg, model, memory and determinism. Nothing is downloaded. The exit code is that of the first check that failed.
     """
     from svdpp.launch.fork_server import quiet_libraries
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from svdpp.cli.command import command
 from svdpp.cli.console import Console
+from svdpp.cli.defaults import load_defaults
 from svdpp.cli.options.talk import AnswerOptions
 
 
@@ -13,11 +14,17 @@ from svdpp.cli.options.talk import AnswerOptions
 def env(console: Console, answer: AnswerOptions) -> None:
     """Show versions, devices, ffmpeg and settings, ready to be pasted into a report.
 
-    The home shows as ~. Environment variables come from a list of harmless names, so no token does.
+    Settings are the defaults of options that svdpp.toml, [tool.svdpp] of pyproject.toml or a
+    variable such as SVDPP_MODEL sets. The home shows as ~. Other variables come from a list of
+    harmless names, so no token does.
     """
     from svdpp.diagnostics.environment import environment
 
-    facts = environment()
+    defaults = [
+        {"option": each.option, "value": each.value, "source": each.source}
+        for each in load_defaults().values()
+    ]
+    facts = {**environment(), "defaults": defaults}
     if answer.as_json:
         console.json(facts)
     else:
@@ -41,6 +48,7 @@ def _print(console: Console, facts: dict[str, Any]) -> None:
         ("hub cache", facts["hub_cache"]["path"]),
         ("svd models", ", ".join(facts["hub_cache"]["svd_models"]) or "none in the cache"),
         *((name, value) for name, value in facts["variables"].items()),
+        *((each["option"], f"{each['value']}, by {each['source']}") for each in facts["defaults"]),
     ]
     width = max(len(name) for name, _ in lines)
     for name, value in lines:

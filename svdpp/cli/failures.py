@@ -12,6 +12,7 @@ from typing import NoReturn
 import typer
 
 from svdpp.cli.console import Console
+from svdpp.cli.defaults import load_defaults
 from svdpp.cli.launched import is_told_elsewhere
 from svdpp.cli.options.declare import HIDDEN_NAMES
 from svdpp.errors import Interrupted, RequestError, exit_code_of
@@ -50,7 +51,9 @@ def wrong_usage(error: typer.TyperException, arguments: Sequence[str]) -> int:
     context = getattr(error, "ctx", None)
     path = context.command_path if context is not None else "svdpp"
     refused = RequestError(sentence, f"{path} --help shows what there is")
-    Console(as_json="--json" in arguments).error(refused)
+    defaults = load_defaults().values()
+    elsewhere = {each.option: each.source for each in defaults if each.option not in arguments}
+    Console(as_json="--json" in arguments, set_elsewhere=elsewhere).error(refused)
     return exit_code_of(refused)
 
 

@@ -42,7 +42,7 @@ _OF_DRAFT = {"inputs": "photographs are", "steps": "--steps is", "seed": "--seed
         *("checksum", "fit", "fps", "motion_bucket_id", "noise_aug_strength", "draft_psnr"),
         *("min_guidance_scale", "max_guidance_scale"),
     ),
-    defaults={"world": "as svdpp run: all GPUs, or 2 CPU ranks"},
+    defaults={"world": "all GPUs, if they divide the steps of svdpp run; on the CPU 2"},
     meanings={
         "draft": "Measure not costs but how far drafts of 2 to W ranks are from the exact clip, by "
         "where their ranks start, and keep the best trade-offs, for --draft-starts.",

@@ -57,7 +57,10 @@ def svdpp_alone(
 
 
 def python(
-    *arguments: str | bytes, env: Mapping[str, str] | None = None, cwd: Path | None = None
+    *arguments: str | bytes,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    stdin: str = "",
 ) -> Answer:
     """Runs this Python with the checkout importable."""
     settings = {name: value for name, value in os.environ.items() if name not in _UNSET}
@@ -69,7 +72,7 @@ def python(
         env=settings,
         encoding="utf-8",
         errors="surrogateescape",
-        stdin=subprocess.DEVNULL,
+        input=stdin,
         timeout=120,
         check=False,
     )

@@ -400,7 +400,7 @@ def test_verify_proves_several_clips_and_loads_once(
     [
         (("a.json", "b.jpg"), ("'a.json' is a clip's JSON, 'b.jpg' is not", "two commands")),
         (("a.json", "--inject-fault", "ulp@rank1.clip0"), ("--inject-fault would have no effect",)),
-        (("a.json", "b.json", "--gpus", "2", "--fps", "7"), ("--gpus/--world, --fps would have",)),
+        (("a.json", "b.json", "--gpus", "2", "--fps", "7"), ("--fps, --gpus/--world would have",)),
         (("a.json", "--draft"), ("--draft would have no effect", "svdpp verify PHOTO")),
     ],
 )

@@ -33,7 +33,7 @@ def option(
     choices: Sequence[str] | Callable[..., list[str]] = (),
     **more: Any,
 ) -> Any:
-    """An option with a value, for `Annotated`.
+    """An option with a value, for `Annotated`; its `names` stay with it.
 
     Args:
         names: as they are typed; the first long one is its name in the help.
@@ -49,7 +49,7 @@ def option(
         complete = choices
     elif choices:
         complete = lambda: list(choices)  # noqa: E731
-    return typer.Option(
+    made = typer.Option(
         *names,
         metavar=metavar,
         help=help,
@@ -58,6 +58,8 @@ def option(
         autocompletion=complete,
         **more,
     )
+    made.names = names
+    return made
 
 
 def flag(*names: str, panel: str, help: str, **more: Any) -> Any:
