@@ -14,8 +14,8 @@ from svdpp.config import ClipRequest, PipelineConfig
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.trace import Trace
 from svdpp.errors import OutOfMemoryError
-from svdpp.media import image as photos
 from svdpp.media.examples import example_photos
+from svdpp.media.inputs import check_inputs
 from svdpp.plan.actions import Action
 from svdpp.verification.reference import run_reference
 from svdpp.worker.messages import (
@@ -210,7 +210,7 @@ def _requests(asked: BenchConfig, config: PipelineConfig) -> list[ClipRequest]:
     seeds, count = asked.measure.seeds, asked.workload.clips
     if config.model.is_dummy:
         return [ClipRequest(seed=seeds[clip % len(seeds)]) for clip in range(count)]
-    found = photos.check_inputs(asked.workload.images or [str(p) for p in example_photos()])
+    found = check_inputs(asked.workload.images or [str(p) for p in example_photos()])
     return [
         ClipRequest(
             seed=seeds[clip // len(found) % len(seeds)],

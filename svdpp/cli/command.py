@@ -160,12 +160,15 @@ def is_given(context: typer.Context, name: str) -> bool:
 
 def _set_elsewhere(context: typer.Context, defaults: Mapping[str, Default]) -> dict[str, str]:
     """Where the options that are not given on the command line are set, by all their names."""
-    return {
-        name: defaults[parameter.name].source
-        for parameter in context.command.params
-        if parameter.name in defaults and not is_given(context, parameter.name)
-        for name in parameter.opts
-    }
+    found = {}
+    for parameter in context.command.params:
+        source = context.get_parameter_source(str(parameter.name))
+        if source is not None and source.name == "DEFAULT_MAP":
+            default = defaults.get(str(parameter.name))
+            repeated = context.params.get("repeat")  # comes before all others
+            where = str(repeated) if repeated else default.source if default else ""
+            found.update(dict.fromkeys(parameter.opts, where))
+    return found
 
 
 def _parameter(name: str, hint: Any, default: Any = inspect.Parameter.empty) -> inspect.Parameter:

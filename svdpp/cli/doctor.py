@@ -51,7 +51,8 @@ def doctor(
 ) -> None:
     """Try what a run needs, in seconds.
 
-    That is devices, transfers, ffmpeg, model, memory and determinism. Nothing is downloaded. The exit code is that of the first check that failed.
+    That is devices, transfers, ffmpeg, model, memory and determinism. Nothing is downloaded. The
+    exit code is that of the first check that failed.
     """
     from svdpp.launch.fork_server import quiet_libraries
 

@@ -37,15 +37,15 @@ def profile_draft(
         SvdppError: what is wrong with the request, or kept it from being measured.
     """
     from svdpp.diagnostics.draft_sweep import measure_start_steps
-    from svdpp.driver.jobs import read_inputs
     from svdpp.media import output_files
     from svdpp.media.examples import example_photos
+    from svdpp.media.inputs import check_inputs
 
     if config.world_size < 2:
         raise RequestError("a draft needs 2 ranks or more", "use --world 2 or more")
     num_steps = config.sampling.num_inference_steps
     given = () if start_steps is None else (parse_start_steps(start_steps, num_steps, None),)
-    found, _ = read_inputs(list(inputs) or [str(path) for path in example_photos()])
+    found = check_inputs(list(inputs) or [str(path) for path in example_photos()])
     names = [photo.path.name for photo in found]
     console.info(f"{num_steps} steps, {len(names)} photographs: {', '.join(names)}")
     paths = [photo.path for photo in found]

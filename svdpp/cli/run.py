@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import typer
 
 from svdpp.cli.command import command
 from svdpp.cli.console import Console
@@ -16,8 +17,9 @@ from svdpp.cli.options.outputs import OutputOptions, TraceOptions
 from svdpp.cli.options.ranks import RankOptions
 from svdpp.cli.options.sampling import SamplingOptions, with_fitting_chunk
 from svdpp.cli.options.talk import LogOptions
+from svdpp.cli.repeated_run import given_options
 from svdpp.cli.run_report import announce, announce_look, print_clips, raise_worst
-from svdpp.cli.run_request import RunRequest
+from svdpp.cli.run_request import RunRequest, without_other_seeds
 from svdpp.errors import Interrupted, RankError, error_to_dict
 
 if TYPE_CHECKING:
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     from svdpp.config import PipelineConfig
     from svdpp.driver.jobs import ClipPlan
     from svdpp.driver.pipeline import Pipeline
+    from svdpp.driver.run_manifest import RunManifest
+    from svdpp.errors import InputError
     from svdpp.media.image import Photo
 
 
@@ -44,6 +48,7 @@ if TYPE_CHECKING:
     defaults={"world": "all GPUs, if they divide the steps; on the CPU 2"},
 )
 def run(
+    context: typer.Context,
     console: Console,
     inputs: InputOptions,
     output: OutputOptions,
@@ -63,6 +68,7 @@ def run(
     from svdpp.cli.request import is_joined_member
     from svdpp.launch import fork_server
 
+    inputs, sampling = without_other_seeds(context, inputs, sampling)
     asked = RunRequest(
         inputs=inputs,
         output=output,
@@ -73,28 +79,27 @@ def run(
         draft=draft,
     )
     asked.check()
-    fork_server.start_early(svd=True)  # it imports torch while this does
+    if output.dry_run:
+        fork_server.quiet_libraries()  # they print while they are imported
+    else:
+        fork_server.start_early(svd=True)  # it imports torch while this does
     found, unreadable = asked.photographs()
     config, why = asked.config(len(found) * len(asked.seeds))
     log.open(console)
     if is_joined_member():
         _serve(console, asked, config)
         return
+    remarks = [*asked.remarks(found), *([why] if why else [])]
+    if output.dry_run:
+        from svdpp.cli.dry_run import show_dry_run
+
+        show_dry_run(console, asked, config, found, remarks)
+        return
     outputs = traces.checked()
-    if why:
-        console.info(why)
     pipeline, clips = _planned(console, asked, config, found, outputs)
-    lost = [{"output": None, "error": error_to_dict(error)} for error in unreadable]
-    records = _perform(console, pipeline, clips, lost, output.out, outputs)
-    lost += [
-        {"output": clips.records[failure.clip]["output"], "error": error_to_dict(failure.error)}
-        for failure in pipeline.failures
-    ]
-    if log.as_json:
-        console.json([*clips.skipped, *records, *lost])
-    else:
-        print_clips(console, output.out, clips.skipped, records, lost)
-    raise_worst(lost, len(clips.skipped) + len(records) + len(lost))
+    console.infos(remarks)
+    options = given_options(context, output.place().folder)
+    _make(console, asked, pipeline, clips, unreadable, outputs, options)
 
 
 def _serve(console: Console, asked: RunRequest, config: PipelineConfig) -> None:
@@ -104,6 +109,33 @@ def _serve(console: Console, asked: RunRequest, config: PipelineConfig) -> None:
 
     answer = partial(hosts.answer, policy=asked.output.policy(), draft=config.draft)
     launched.serve(asked.pipeline(config), console, answer)
+
+
+def _make(
+    console: Console,
+    asked: RunRequest,
+    pipeline: Pipeline,
+    clips: ClipPlan,
+    unreadable: Sequence[InputError],
+    outputs: TraceOutputs,
+    options: dict[str, Any],
+) -> None:
+    """Makes the clips, and says what became of each."""
+    from svdpp.driver.jobs import open_manifest
+
+    policy = asked.output.policy()
+    lost = [{"output": None, "error": error_to_dict(error)} for error in unreadable]
+    manifest = open_manifest(policy.manifest, pipeline.config, clips, lost, options)
+    records = _perform(console, pipeline, clips, manifest, outputs)
+    lost += [
+        {"output": clips.records[failure.clip]["output"], "error": error_to_dict(failure.error)}
+        for failure in pipeline.failures
+    ]
+    if console.as_json:
+        console.json([*clips.skipped, *records, *lost])
+    else:
+        print_clips(console, policy.folder, clips.skipped, records, lost)
+    raise_worst(lost, len(clips.skipped) + len(records) + len(lost))
 
 
 def _planned(
@@ -135,16 +167,13 @@ def _perform(
     console: Console,
     pipeline: Pipeline,
     clips: ClipPlan,
-    lost: list[dict[str, Any]],
-    out: Path,
+    manifest: RunManifest,
     trace_outputs: TraceOutputs,
 ) -> list[dict[str, Any]]:
     """Runs what is to be made; the records of what was made, in the order of the request."""
     from svdpp.cli.log import EventLog
     from svdpp.cli.progress import Progress
-    from svdpp.driver.jobs import open_manifest
 
-    manifest = open_manifest(out, pipeline.config, clips, lost)
     if not clips.requests:
         pipeline.dismiss()
         with manifest:  # a run that was killed just behind its last clip has left another

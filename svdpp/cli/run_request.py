@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
+import typer
+
+from svdpp.cli.command import is_given
 from svdpp.cli.options.draft import DraftOptions
 from svdpp.cli.options.inputs import InputOptions
 from svdpp.cli.options.layout import LayoutOptions
 from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.outputs import OutputOptions
 from svdpp.cli.options.ranks import RankOptions
-from svdpp.cli.options.sampling import SamplingOptions, parse_seeds
+from svdpp.cli.options.sampling import RANDOM_SEED, SamplingOptions, parse_seeds
 from svdpp.cli.plan_choice import PlanChoice
 from svdpp.cli.request import is_joined, is_joined_member, pipeline_config
-from svdpp.config import ModelConfig, PipelineConfig, SamplingConfig
-from svdpp.errors import InputError
+from svdpp.config import DEMO_MODEL, ModelConfig, PipelineConfig, SamplingConfig
+from svdpp.errors import InputError, RequestError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from svdpp.driver.pipeline import Pipeline
     from svdpp.media.image import Photo
+
+# Ratio of two aspect ratios that nobody tells apart.
+_SAME_SHAPE = 1.05
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,16 +59,20 @@ class RunRequest:
         self.draft.refuse_beside({**self.layout.given, **self._no_draft})
         self.output.check()
         assert self.seeds
+        if self.output.dry_run and is_joined():
+            raise RequestError("--dry-run starts no ranks", "start it without torchrun or srun")
+        if not self.inputs.inputs:
+            raise RequestError("which photographs? INPUT is missing", "svdpp run photo.jpg")
         if not is_joined_member() and not self.inputs.keep_going:
-            self._check_names()
+            self._check_names(self.inputs.inputs)
 
-    def _check_names(self) -> None:
-        from svdpp.media.image import check_inputs, find_images
+    def _check_names(self, inputs: Sequence[str]) -> None:
+        from svdpp.media.inputs import find_images
 
         try:
-            find_images(self.inputs.inputs)
+            find_images(inputs, recursive=self.inputs.recursive)
         except InputError:
-            check_inputs(self.inputs.inputs)  # one error that names what is unreadable as well
+            self.photographs()  # one error that names what is unreadable as well
             raise
 
     def photographs(self) -> tuple[list[Photo], list[InputError]]:
@@ -69,11 +81,15 @@ class RunRequest:
         Raises:
             InputError: naming all that are missing, unreadable or hostile at once.
         """
-        from svdpp.driver.jobs import read_inputs
+        from svdpp.media.inputs import raise_all, sift_inputs
 
         if is_joined_member():
             return [], []
-        return read_inputs(self.inputs.inputs, keep_going=self.inputs.keep_going)
+        inputs = self.inputs.inputs or []
+        found, problems = sift_inputs(inputs, recursive=self.inputs.recursive)
+        if problems and not self.inputs.keep_going:
+            raise_all(problems, "--keep-going makes the clips of the others" if found else "")
+        return found, problems
 
     def config(self, num_clips: int) -> tuple[PipelineConfig, str]:
         """The configuration, and a remark on the choice of the layout; "" for none.
@@ -98,7 +114,33 @@ class RunRequest:
             memory=partial(_memory_of_devices, weights, sampling, device, plan.world_size()),
         )
         config = pipeline_config(self.ranks, self.model, self.sampling, device=device, plan=shape)
+        if num_clips and config.draft is None:
+            is_real = self.model.model != DEMO_MODEL
+            why = why or self.layout.remark(config.layout, num_clips, is_real=is_real)
         return config, why
+
+    def remarks(self, found: Sequence[Photo]) -> list[str]:
+        """What the user may not expect: a seed that was drawn, photographs that are stretched."""
+        remarks = []
+        if RANDOM_SEED in (self.sampling.seed, self.inputs.seeds):
+            remarks.append(f"seed: drawn, and again by --seed {self.seeds[0]}")
+        config = self.sampling.to_config(self.model.model)
+        shape = config.width / config.height
+        stretched = [
+            photo
+            for photo in found
+            if not 1 / _SAME_SHAPE <= photo.width / photo.height / shape <= _SAME_SHAPE
+        ]
+        if stretched and config.fit == "stretch":
+            first = stretched[0]
+            name = f"{first.path.name!r} ({first.width}x{first.height})"
+            more = f"{name} and {len(stretched) - 1} more are"
+            what = f"{name} is" if len(stretched) == 1 else more
+            remarks.append(
+                f"fit: {what} stretched to {config.width}x{config.height}; "
+                "--fit crop keeps proportions"
+            )
+        return remarks
 
     def pipeline(self, config: PipelineConfig, profile_path: str | None = None) -> Pipeline:
         """The pipeline of `config`, with the folders that were asked for."""
@@ -108,13 +150,24 @@ class RunRequest:
         return Pipeline(
             config,
             latents_folder=None if latents is None else str(latents.absolute()),
-            output_folder=str(self.output.out.absolute()),
+            output_folder=str(self.output.place().folder.absolute()),
             profile_path=profile_path,
         )
 
     @property
     def _no_draft(self) -> dict[str, Any]:
         return {"costs": self.layout.costs, "latents-dir": self.output.latents_dir}
+
+
+def without_other_seeds(
+    context: typer.Context, inputs: InputOptions, sampling: SamplingOptions
+) -> tuple[InputOptions, SamplingOptions]:
+    """The groups where a default of `--seeds` gives way to `--seed`, or the other way round."""
+    if is_given(context, "seed") and not is_given(context, "seeds"):
+        inputs = replace(inputs, seeds=None)
+    if is_given(context, "seeds") and not is_given(context, "seed"):
+        sampling = replace(sampling, seed=None)
+    return inputs, sampling
 
 
 def _memory_of_devices(

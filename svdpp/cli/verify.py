@@ -160,8 +160,8 @@ def _config(
 
 
 def _requests(model: str, inputs: Sequence[str], clips: int | None, seed: int) -> list[ClipRequest]:
-    from svdpp.driver.jobs import read_inputs
     from svdpp.media.examples import example_photos
+    from svdpp.media.inputs import check_inputs
 
     if clips is not None and clips < 1:
         raise RequestError(f"--clips must be 1 or more, got {clips}")
@@ -169,7 +169,7 @@ def _requests(model: str, inputs: Sequence[str], clips: int | None, seed: int) -
         if inputs:
             raise RequestError("the dummy model takes no images", "use --model demo")
         return [ClipRequest(seed=seed + clip) for clip in range(clips or 2)]
-    found, _ = read_inputs(inputs or [str(example_photos()[0])])
+    found = check_inputs(inputs or [str(example_photos()[0])])
     num_clips = clips or max(2, len(found))
     return [
         ClipRequest(

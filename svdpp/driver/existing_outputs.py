@@ -14,9 +14,12 @@ from svdpp.worker.clip_metadata import IDENTITY, parameters_sha256, read_clip_me
 def taken_places(output: OutputConfig, draft: DraftConfig | None) -> list[Path]:
     """Where something lies that a clip replaces only if the user says so.
 
-    A draft that nobody has accepted, of a run that was killed, may go.
+    A draft that nobody has accepted, of a run that was killed, may go; so may the JSON of a clip
+    that is gone, but no other JSON.
     """
     taken = [Path(output.path)]
+    if not _is_clip_metadata(Path(output.json_path)):
+        taken.append(Path(output.json_path))
     if draft is not None and not _is_leftover(output.draft):
         taken.append(Path(output.draft.path))
     return [path for path in taken if path.exists()]
@@ -47,6 +50,14 @@ def _is_leftover(output: OutputConfig) -> bool:
     """Whether it is an approximation that nobody has accepted."""
     about = read_draft(output)
     return about is not None and "accept_psnr_db" not in about
+
+
+def _is_clip_metadata(path: Path) -> bool:
+    try:
+        read_clip_metadata(path)
+    except InputError:
+        return False
+    return True
 
 
 def _whole(output: OutputConfig, record: dict[str, Any]) -> dict[str, Any] | None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-from svdpp.errors import OutputError
+from svdpp.errors import InputError, OutputError
 from svdpp.media import output_files
 from svdpp.plan.actions import Action, Kind
 from svdpp.redaction import redact_all
@@ -24,6 +25,42 @@ NAME = "run.json"
 _WRITE_SECONDS = 1.0
 _SETTLED = ("done", "failed")
 _BEGINNINGS = (Kind.ENCODE, Kind.LOAD)
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """A run's manifest.
+
+    Raises:
+        InputError: the file cannot be read, or is none.
+    """
+    try:
+        content = json.loads(path.read_bytes())
+    except OSError as error:
+        raise InputError(f"{str(path)!r} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{str(path)!r} is no run's manifest: {error}") from error
+    if not (isinstance(content, dict) and {"schema_version", "clips"} <= content.keys()):
+        raise InputError(f"{str(path)!r} is no run's manifest")
+    if content["schema_version"] != SCHEMA_VERSION:
+        raise InputError(f"{str(path)!r}: schema_version must be {SCHEMA_VERSION}")
+    return content
+
+
+def check_replaceable(path: Path) -> None:
+    """Makes sure that a run does not replace a file of that name which is something else.
+
+    Raises:
+        OutputError: it would.
+    """
+    if not path.exists():
+        return
+    try:
+        read_manifest(path)
+    except InputError as error:
+        raise OutputError(
+            f"the run's manifest would replace {str(path)!r}, which is something else",
+            "name another folder with --out",
+        ) from error
 
 
 class RunManifest:

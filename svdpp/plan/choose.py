@@ -109,6 +109,31 @@ def choose_layout(
     return Choice(layout=layout, reason=f"{layout}: {'; '.join(remarks)}")
 
 
+def faster_layout(layout: Layout, num_clips: int, *, by: float) -> tuple[Layout, float] | None:
+    """The layout that finishes `num_clips` clips first, and how many times as fast it is.
+
+    Args:
+        layout: that it is compared with; its ranks, steps and costs are taken.
+        num_clips: M.
+        by: how much faster it has to be, such as 1.05.
+
+    Returns:
+        None where no other is so much faster, or the costs do not tell.
+    """
+    try:
+        best = choose_layout(
+            num_steps=layout.num_steps,
+            world_size=layout.world_size,
+            num_clips=num_clips,
+            costs=layout.costs,
+            decodes=layout.decodes,
+        ).layout
+        times = _makespan(layout, num_clips) / _makespan(best, num_clips)
+    except RequestError:
+        return None
+    return (best, times) if times > by else None
+
+
 def _reason(num_clips: int, seconds: float, rivals: Sequence[tuple[float, str]]) -> str:
     if not rivals:
         return "there is no other to take"

@@ -174,7 +174,6 @@ def test_two_bad_images_are_reported_at_once() -> None:
 
 
 def test_a_missing_file_does_not_hide_a_bad_image() -> None:
-    """`read_inputs`: "naming all that are missing, unreadable or hostile at once"."""
     Path("text.png").write_text("hello")
     answer = svdpp_here("run", "text.png", "nope.png", *DEMO)
 
@@ -272,7 +271,7 @@ def test_an_output_that_exists_is_left_alone(kind: str, more: tuple[str, ...]) -
     before = file.stat()
     answer = svdpp_here("run", PHOTO, *DEMO, *TINY, "--format", kind, *more)
 
-    assert_error(answer, 2, "1 of 1 outputs exist already", there.name, "--resume")
+    assert_error(answer, 2, "1 output exists already", there.name, "--resume")
     assert file.read_bytes() == b"mine"
     assert (file.stat().st_mtime_ns, file.stat().st_ino) == (before.st_mtime_ns, before.st_ino)
     assert os.listdir("out") == [there.name]

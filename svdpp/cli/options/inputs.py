@@ -1,6 +1,7 @@
-"""Owns the options about what clips are made of: photographs and seeds."""
+"""Owns the options about what clips are made of: photographs and seeds, or those of another run."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -8,14 +9,23 @@ import typer
 from svdpp.cli.options.declare import RECOVERY, VIDEO, flag, option
 
 
+def _take_from(context: typer.Context, path: Path | None) -> Path | None:
+    """Has the options of an earlier run hold where none are given."""
+    if path is not None:
+        from svdpp.cli.repeated_run import recorded_options
+
+        context.default_map = {**(context.default_map or {}), **recorded_options(path)}
+    return path
+
+
 @dataclass(frozen=True, kw_only=True)
 class InputOptions:
     """Photographs and seeds: a clip of each photograph for each seed."""
 
     inputs: Annotated[
-        list[str],
+        list[str] | None,
         typer.Argument(metavar="INPUT...", help="Image files, folders of images, or quoted globs."),
-    ]
+    ] = None
     seeds: Annotated[
         str | None,
         option(
@@ -26,6 +36,10 @@ class InputOptions:
             default="--seed alone",
         ),
     ] = None
+    recursive: Annotated[
+        bool,
+        flag("--recursive", "-r", panel=VIDEO, help="Take images of subfolders, too."),
+    ] = False
     keep_going: Annotated[
         bool,
         flag(
@@ -35,3 +49,16 @@ class InputOptions:
             "still 7.",
         ),
     ] = False
+    repeat: Annotated[
+        Path | None,
+        option(
+            "--from",
+            panel=RECOVERY,
+            metavar="RUN.json",
+            help="Repeat the run of this manifest: its photographs, seeds and options, where no "
+            "others are given.",
+            default="none",
+            is_eager=True,
+            callback=_take_from,
+        ),
+    ] = None

@@ -14,6 +14,9 @@ from svdpp.plan.presets import PRESETS, find_costs
 #: The costs where none are given: what counts is how much a decode weighs beside a step.
 ASSUMED_COSTS = "svd-xt-a100"
 
+# Layouts that are faster by less than this are not worth a line.
+_WORTH_A_REMARK = 1.05
+
 _LAYOUTS = ("auto", "pipeline", "data-parallel")
 
 #: What the model's parts need, as fields of `Costs`, and what each rank's device has, in GiB.
@@ -121,6 +124,29 @@ class LayoutOptions:
     def fields(self, world_size: int) -> dict[str, Any]:
         """The layout as fields of a `PipelineConfig`, where the choice is not left to `auto`."""
         return {"replicas": world_size} if self.layout == "data-parallel" else self.refined
+
+    def remark(self, layout: Layout, num_clips: int, *, is_real: bool) -> str:
+        """Says which option would be faster, where the user has left the layout to the default.
+
+        Args:
+            layout: that is taken.
+            num_clips: to be made.
+            is_real: whether the model is one that the assumed costs are like.
+        """
+        if self.given or (self.costs is None and not is_real):
+            return ""
+        from svdpp.plan.choose import faster_layout
+
+        faster = faster_layout(layout, num_clips, by=_WORTH_A_REMARK)
+        if faster is None:
+            return ""
+        other, times = faster
+        whose = f"the costs of {ASSUMED_COSTS}" if self.costs is None else "these costs"
+        fits = ", if each device has room for the whole model" if other.replica_size == 1 else ""
+        return (
+            f"layout: by {whose} {options_for(other)} would be {times:.2f} times as fast for "
+            f"{num_clips} clip{'s' if num_clips > 1 else ''}{fits}"
+        )
 
     def assumed_costs(self, *, decodes: bool = True) -> Costs:
         """The costs asked for; without any, published ones.
