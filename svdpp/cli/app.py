@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from svdpp import __version__
+from svdpp.cli.command_line import remember
 from svdpp.cli.console import Console
 from svdpp.cli.defaults import load_defaults
 from svdpp.cli.failures import wrong_usage
@@ -43,6 +44,7 @@ hostile input; 8 an output cannot be written; 128 + n ended by signal n.
 
 def run_command_line(arguments: Sequence[str]) -> int:
     """Runs the command that `arguments` name; the exit code."""
+    remember(arguments)
     try:
         app = build_app(_completed() or arguments)
         return app(args=list(arguments), standalone_mode=False) or 0

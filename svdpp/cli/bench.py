@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shlex
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -271,9 +272,11 @@ def _run(
     from svdpp.bench.names import COSTS, PROFILE
     from svdpp.bench.results import Results
     from svdpp.cli.bench_report import show_summary
+    from svdpp.cli.progress import Progress
 
     kept = Results(root, one)
     one.profile_path = (kept.folder / PROFILE).absolute()
+    one.watch = partial(Progress, console, costs=one.config.costs, ranks=False)
     console.info(_headline(one))
     one.run(console.info, kept.add, ranks)
     found = kept.finish()
@@ -281,8 +284,9 @@ def _run(
         _write_trace(one, trace)
     show_summary(console, found)
     console.result(f"{kept.folder}")
-    console.info(f"compare it with another: svdpp bench --compare OTHER {kept.folder}")
-    world, costs = one.config.world_size, shlex.quote(str(kept.folder / COSTS))
+    folder, costs = (shlex.quote(str(each)) for each in (kept.folder, kept.folder / COSTS))
+    world = one.config.world_size
+    console.info(f"compare it with another: svdpp bench --compare OTHER {folder}")
     console.info(f"plan by it: svdpp plan --world {world} --costs {costs} --compare")
     return {**found, "folder": str(kept.folder)}
 

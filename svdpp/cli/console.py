@@ -56,9 +56,10 @@ class Console:
         sys.stdout.write(json.dumps(redact_all(value), indent=2) + "\n")
 
     def info(self, text: str) -> None:
-        """A remark on what is going on."""
+        """A remark on what is going on; folded for people, unless it names a command to copy."""
         if not self.quiet:
-            self.err.print(redact(text), markup=False)
+            folds = self.err.is_terminal and "svdpp " not in text
+            self.err.print(redact(text), markup=False, soft_wrap=not folds)
 
     def infos(self, texts: Iterable[str]) -> None:
         """Several remarks."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from svdpp.cli.console import Console
 from svdpp.cli.run_request import RunRequest
-from svdpp.config import DEMO_MODEL, PipelineConfig
+from svdpp.config import PipelineConfig
 
 if TYPE_CHECKING:
     from svdpp.diagnostics.memory_estimate import RankMemory
@@ -50,9 +50,7 @@ def show_dry_run(
     check_outputs(found, asked.seeds, policy, config.draft)
     clips = plan_clips(found, asked.seeds, policy, config, checkpoint)
     num_clips = len(clips.requests)
-    # Of the demo model nobody has published costs.
-    is_known = asked.layout.costs is not None or config.model.name != DEMO_MODEL
-    forecast = _forecast(config, num_clips) if num_clips and is_known else None
+    forecast = _forecast(config, num_clips) if num_clips and asked.knows_costs else None
     memory = estimate_ranks(config, _schedule(config, 2 * config.world_size), weights=False)
     disk = _disk(asked, config, num_clips)
     console.infos(remarks)

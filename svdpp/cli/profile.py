@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from svdpp.cli.command import command, is_given
+from svdpp.cli.command_line import typed
 from svdpp.cli.console import Console
 from svdpp.cli.options.declare import COSTS, option
 from svdpp.cli.options.draft import DraftOptions
@@ -127,9 +128,9 @@ def _check_asked(context: typer.Context, draft: DraftOptions, repeats: int) -> N
     """
     from svdpp.cli.request import is_joined
 
-    for name, typed in _OF_DRAFT.items():
+    for name, what in _OF_DRAFT.items():
         if not draft.draft and is_given(context, name):
-            raise RequestError(f"{typed} what drafts are measured with", "add --draft")
+            raise RequestError(f"{what} what drafts are measured with", "add --draft")
     if draft.draft and is_joined():
         raise RequestError(
             "profile --draft runs drafts in processes of its own, on one host",
@@ -186,11 +187,13 @@ def _check_free(path: Path, *, overwrite: bool) -> None:
 def _measure(
     console: Console, config: PipelineConfig, path: Path, *, repeats: int, as_json: bool
 ) -> None:
+    from svdpp.cli.progress import Progress
     from svdpp.diagnostics.cost_profile import profile as measure
     from svdpp.media import output_files
 
-    profiled = measure(config, repeats=repeats, talk=console.info)
-    costs = profiled.costs(redact(shlex.join(["svdpp", *sys.argv[1:]])))
+    watch = partial(Progress, console, costs=config.costs)
+    profiled = measure(config, repeats=repeats, talk=console.info, watch=watch)
+    costs = profiled.costs(redact(typed()))
     output_files.write_json(path, costs.to_json())
     if as_json:
         console.json(costs.to_json())

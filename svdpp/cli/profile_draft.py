@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from svdpp.cli.command_line import typed
 from svdpp.cli.console import Console
 from svdpp.config import DEFAULT_MODEL, PipelineConfig
 from svdpp.errors import RequestError
@@ -54,7 +54,7 @@ def profile_draft(
         model=recorded_name(config.model.name),
         num_steps=num_steps,
         photographs=tuple(names),
-        source=f"measured by: {redact(shlex.join(['svdpp', *sys.argv[1:]]))}",
+        source=f"measured by: {redact(typed())}",
         choices=best_trades(measured),
     )
     output_files.write_json(out, profile.to_json())

@@ -18,7 +18,7 @@ from svdpp.cli.options.ranks import RankOptions
 from svdpp.cli.options.sampling import SamplingOptions, with_fitting_chunk
 from svdpp.cli.options.talk import LogOptions
 from svdpp.cli.repeated_run import given_options
-from svdpp.cli.run_report import announce, announce_look, print_clips, raise_worst
+from svdpp.cli.run_report import announce, announce_look, labels, print_clips, raise_worst
 from svdpp.cli.run_request import RunRequest, without_other_seeds
 from svdpp.errors import Interrupted, RankError, error_to_dict
 
@@ -126,7 +126,12 @@ def _make(
     policy = asked.output.policy()
     lost = [{"output": None, "error": error_to_dict(error)} for error in unreadable]
     manifest = open_manifest(policy.manifest, pipeline.config, clips, lost, options)
-    records = _perform(console, pipeline, clips, manifest, outputs)
+    if clips.requests:
+        records = _perform(console, asked, pipeline, clips, manifest, outputs)
+    else:
+        pipeline.dismiss()
+        with manifest:  # a run that was killed just behind its last clip has left another
+            records = []
     lost += [
         {"output": clips.records[failure.clip]["output"], "error": error_to_dict(failure.error)}
         for failure in pipeline.failures
@@ -136,6 +141,43 @@ def _make(
     else:
         print_clips(console, policy.folder, clips.skipped, records, lost)
     raise_worst(lost, len(clips.skipped) + len(records) + len(lost))
+
+
+def _perform(
+    console: Console,
+    asked: RunRequest,
+    pipeline: Pipeline,
+    clips: ClipPlan,
+    manifest: RunManifest,
+    outputs: TraceOutputs,
+) -> list[dict[str, Any]]:
+    """Runs what is to be made; the records of what was made, in the order of the request."""
+    from svdpp.cli.log import EventLog
+    from svdpp.cli.progress import Progress
+
+    announce(console, pipeline.config, clips)
+    progress = Progress(
+        console,
+        "run",
+        pipeline.schedule(clips.requests),
+        labels=labels(clips),
+        costs=pipeline.config.costs,
+        forecasts=asked.knows_costs,
+    )
+    with progress, manifest:
+        for observer in (progress, EventLog(pipeline.config.plan), manifest):
+            pipeline.observe(observer)
+        try:
+            with outputs.of(pipeline), pipeline:
+                pipeline.submit(clips.requests, clips.records)
+                results = sorted(pipeline.results(), key=lambda result: result.clip)
+        except (Interrupted, RankError) as error:
+            finished = f"{progress.num_done} of {progress.num_clips} clips are finished"
+            hint = f"{finished}; to go on: {asked.command_to_go_on}"
+            error.hint = "; ".join(filter(None, [error.hint, hint]))
+            raise
+    console.info(", wrote ".join([progress.closing, *outputs.paths]))
+    return [result.record for result in results]
 
 
 def _planned(
@@ -161,32 +203,3 @@ def _planned(
     if pipeline.spans_hosts:
         clips = hosts.without_those_elsewhere(clips, policy, pipeline)
     return pipeline, clips
-
-
-def _perform(
-    console: Console,
-    pipeline: Pipeline,
-    clips: ClipPlan,
-    manifest: RunManifest,
-    trace_outputs: TraceOutputs,
-) -> list[dict[str, Any]]:
-    """Runs what is to be made; the records of what was made, in the order of the request."""
-    from svdpp.cli.log import EventLog
-    from svdpp.cli.progress import Progress
-
-    if not clips.requests:
-        pipeline.dismiss()
-        with manifest:  # a run that was killed just behind its last clip has left another
-            return []
-    announce(console, pipeline.config, clips)
-    with Progress(console, "run", pipeline.schedule(clips.requests)) as progress, manifest:
-        for observer in (progress, EventLog(pipeline.config.plan), manifest):
-            pipeline.observe(observer)
-        try:
-            with trace_outputs.of(pipeline), pipeline:
-                pipeline.submit(clips.requests, clips.records)
-                results = sorted(pipeline.results(), key=lambda result: result.clip)
-        except (Interrupted, RankError) as error:
-            error.hint = error.hint or "finished clips are kept: --resume makes the others"
-            raise
-    return [result.record for result in results]

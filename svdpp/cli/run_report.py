@@ -60,12 +60,24 @@ def announce(console: Console, config: PipelineConfig, clips: ClipPlan) -> None:
         )
 
 
+def labels(clips: ClipPlan) -> list[str]:
+    """What people call each clip that is to be made: its photograph, and the seed if several."""
+    seeds = {request.seed for request in clips.requests}
+    names = [Path(request.image or "").name for request in clips.requests]
+    if len(seeds) == 1:
+        return names
+    return [
+        f"{name} seed {request.seed}" for name, request in zip(names, clips.requests, strict=True)
+    ]
+
+
 def raise_worst(lost: Sequence[Record], num_clips: int) -> None:
     """Ends the command as the worst of its lost clips asks for; nothing where none is lost."""
     if lost:
         errors = [error_from_dict(clip["error"]) for clip in lost]
         worst = max(errors, key=exit_code_of)
-        record = {**error_to_dict(worst), "message": f"{len(lost)} of {num_clips} lost: {worst}"}
+        count = f"{len(lost)} of {num_clips} clip{'s' if num_clips > 1 else ''}"
+        record = {**error_to_dict(worst), "message": f"{count} lost: {worst}"}
         raise error_from_dict(record)
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from svdpp.cli.command import is_given
+from svdpp.cli.command_line import to_go_on
 from svdpp.cli.options.draft import DraftOptions
 from svdpp.cli.options.inputs import InputOptions
 from svdpp.cli.options.layout import LayoutOptions
@@ -118,6 +119,17 @@ class RunRequest:
             is_real = self.model.model != DEMO_MODEL
             why = why or self.layout.remark(config.layout, num_clips, is_real=is_real)
         return config, why
+
+    @property
+    def knows_costs(self) -> bool:
+        """Whether the costs are of a model like the one that is asked for."""
+        return self.layout.costs is not None or self.model.model != DEMO_MODEL
+
+    @property
+    def command_to_go_on(self) -> str:
+        """What to type after the run was interrupted."""
+        drawn = RANDOM_SEED in (self.sampling.seed, self.inputs.seeds)
+        return to_go_on(self.seeds[0] if drawn else None)
 
     def remarks(self, found: Sequence[Photo]) -> list[str]:
         """What the user may not expect: a seed that was drawn, photographs that are stretched."""

@@ -156,15 +156,19 @@ def _perform(
     from svdpp.cli.log import EventLog
     from svdpp.cli.progress import Progress
 
-    with Progress(console, "simulate", pipeline.schedule(requests)) as progress:
+    config = pipeline.config
+    schedule, sleeps = pipeline.schedule(requests), config.model.dummy_sleeps
+    progress = Progress(console, "simulate", schedule, costs=config.costs, forecasts=sleeps)
+    with progress:
         pipeline.observe(progress)
-        pipeline.observe(EventLog(pipeline.config.plan))
+        pipeline.observe(EventLog(config.plan))
         try:
             with outputs.of(pipeline), pipeline:
                 pipeline.run(requests)
         except OutOfMemoryError as error:
             error.hint = _MEMORY_HINT  # the engine's names options that only run and verify have
             raise
+    console.info(", wrote ".join([progress.closing, *outputs.paths]))
 
 
 def _requests(config: PipelineConfig, num_clips: int, seed: int) -> list[ClipRequest]:

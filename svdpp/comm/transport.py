@@ -62,8 +62,8 @@ class Packet:
 class Transfer(NamedTuple):
     """One transfer, as one of its two ends saw it.
 
-    `seconds` counts from the header to the last byte; a sender's includes the wait for a receiver.
-    `end` is of the machine's monotonic clock.
+    `seconds` counts from the header to the last byte; a sender's includes the wait for a receiver,
+    which is `waited`. `end` is of the machine's monotonic clock.
     """
 
     kind: Literal["recv", "send"]
@@ -73,6 +73,7 @@ class Transfer(NamedTuple):
     num_bytes: int
     seconds: float
     end: float
+    waited: float = 0.0
 
 
 def tensor_spec(tensor: torch.Tensor) -> TensorSpec:
@@ -192,9 +193,10 @@ class Transport:
             if self._tamper is not None:
                 data = self._tamper(packet.clip, data)
             dist.send(_header_tensor(data), peer)
+            taken = time.monotonic()
             if not packet.tombstone:
                 self._wire.send(staged, peer)
-        self._report("send", header, peer, begun)
+        self._report("send", header, peer, begun, waited=taken - begun)
 
     def _receive_now(
         self, peer: int, clip: int, next_step: int, expected: Mapping[str, TensorSpec]
@@ -220,12 +222,19 @@ class Transport:
         return header, payload
 
     def _report(
-        self, kind: Literal["recv", "send"], header: Header, peer: int, begun: float
+        self,
+        kind: Literal["recv", "send"],
+        header: Header,
+        peer: int,
+        begun: float,
+        *,
+        waited: float = 0.0,
     ) -> None:
         if header.clip != _HELLO_CLIP:
             end = time.monotonic()
             what = header.clip, header.next_step, peer, header.num_bytes
-            self._on_transfer(Transfer(kind, *what, seconds=end - begun, end=end))
+            seconds = end - begun
+            self._on_transfer(Transfer(kind, *what, seconds=seconds, end=end, waited=waited))
 
 
 class PendingPacket:

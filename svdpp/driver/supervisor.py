@@ -6,6 +6,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 from svdpp.driver.liveness import Liveness
 from svdpp.driver.trace import Trace
@@ -15,6 +16,7 @@ from svdpp.launch.connections import FILE
 from svdpp.launch.started import Group
 from svdpp.plan.actions import Action
 from svdpp.plan.grid import draw_grid
+from svdpp.plan.schedule import Schedule
 from svdpp.worker.messages import Command, Event, Failed, Stop, parse_event
 
 _POLL_SECONDS = 0.2
@@ -26,6 +28,13 @@ _PICTURE_WIDTH = 44
 
 #: Called with (rank, event) for everything that ranks report.
 Observer = Callable[[int, Event], None]
+#: Makes an observer of ranks that perform a schedule, for as long as a block lasts; by its title.
+Watch = Callable[[str, Schedule], AbstractContextManager[Observer]]
+
+
+def unwatched(title: str, schedule: Schedule) -> AbstractContextManager[Observer]:  # noqa: ARG001
+    """A `Watch` that looks at nothing."""
+    return nullcontext(lambda _rank, _event: None)
 
 
 class Supervisor:

@@ -117,6 +117,8 @@ class TransferDone(_Message):
     num_bytes: int
     seconds: float
     end: float
+    waited: float = 0.0
+    """Of `seconds`, how long a sender waited until the receiver took the header."""
 
 
 class ClipDone(_Message):

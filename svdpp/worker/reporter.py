@@ -66,6 +66,7 @@ class Reporter:
                 num_bytes=transfer.num_bytes,
                 seconds=transfer.seconds,
                 end=transfer.end,
+                waited=transfer.waited,
             )
         )
 
