@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from svdpp.config import DEMO_MODEL, ModelConfig
+from svdpp.config import DEFAULT_MODEL, DEMO_MODEL, ModelConfig
 from svdpp.errors import ModelError, RequestError
 from svdpp.models import hub
 from svdpp.models.fingerprint import fingerprint
@@ -56,7 +56,7 @@ def find_checkpoint(model: ModelConfig, *, weights: bool = True) -> Checkpoint:
     """Finds the weights `model` names, downloading what is missing of a hub model, and checks them.
 
     Reads configs and safetensors headers only; without `weights` configs alone, and downloads no
-    more than those. A folder is used where it lies; a name that is
+    more than those; of the default model they come with svdpp. A folder is used where it lies; a name that is
     neither `demo` nor a folder is a hub id, for which the hub library's own settings
     (HF_HOME, HF_HUB_OFFLINE, a login) hold.
 
@@ -73,6 +73,8 @@ def find_checkpoint(model: ModelConfig, *, weights: bool = True) -> Checkpoint:
     local = _local_folder(model.name)
     if local is not None and model.revision is not None:
         raise RequestError(f"--revision is for hub models; {hub.show_name(model.name)} is a folder")
+    if not weights and (model.name, model.revision) == (DEFAULT_MODEL, None):
+        local = _ASSETS / "svd-xt"  # as published, and there without a network
     wanted = (_INDEX_FILE, *_CONFIG_FILES.values())
     folder = local or hub.download(model, wanted, weights=weights)
     try:
@@ -89,7 +91,7 @@ def find_checkpoint(model: ModelConfig, *, weights: bool = True) -> Checkpoint:
 def _local_folder(name: str) -> Path | None:
     """The folder `name` means; None for what can only be a hub id."""
     if name == DEMO_MODEL:
-        return Path(__file__).resolve().parents[1] / "assets" / "demo-model"
+        return _ASSETS / "demo-model"
     path = os.path.expanduser(name)
     if os.path.isdir(path):
         return Path(path).resolve()
@@ -253,6 +255,7 @@ def _check_sizes(unet: JsonFile, vae: JsonFile, image_encoder: JsonFile) -> dict
     }
 
 
+_ASSETS = Path(__file__).resolve().parents[1] / "assets"
 _INDEX_FILE = "model_index.json"
 _NO_CODE = "and svdpp runs no code from a checkpoint"
 
