@@ -166,3 +166,42 @@ def error_from_dict(record: dict[str, Any]) -> SvdppError:
     """The error that `error_to_dict` wrote; an unexpected exception comes back as `SvdppError`."""
     kind = _TYPES.get(record["type"], SvdppError)
     return kind(record["message"], record["hint"], details=record.get("details"))
+
+
+def describe_fault(fault: Mapping[str, Any]) -> str:
+    """What is wrong with a value in a file, in plain words; one entry of pydantic's `errors()`.
+
+    Pydantic's own words are for those who write the program.
+    """
+    kind, about, given = fault["type"], fault.get("ctx", {}), f", got {fault.get('input')!r}"
+    for beginning, wanted in _WANTED.items():
+        if kind.startswith(beginning):
+            return wanted.format(**about) + given
+    if kind == "missing":
+        return "is missing"
+    if kind == "extra_forbidden":
+        return "is unknown"
+    reason = str(fault["msg"]).removeprefix("Value error, ")
+    return f"is refused: {reason}" if kind == "value_error" else reason + given
+
+
+#: By the beginning of the kind of fault; braces name what pydantic says beside it.
+_WANTED = {
+    "literal_error": "must be {expected}",
+    "int_": "must be a whole number",
+    "float_": "must be a number",
+    "finite_number": "must be a finite number",
+    "bool_": "must be true or false",
+    "string_type": "must be a text",
+    "string_pattern": "must match {pattern}",
+    "list_type": "must be a list",
+    "dict_type": "must be a section",
+    "model_type": "must be a section",
+    "model_attributes_type": "must be a section",
+    "greater_than_equal": "must be {ge} or more",
+    "greater_than": "must be above {gt}",
+    "less_than_equal": "must be {le} or less",
+    "less_than": "must be below {lt}",
+    "too_short": "needs {min_length} or more values",
+    "too_long": "takes {max_length} values at most",
+}

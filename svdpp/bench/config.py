@@ -15,7 +15,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from svdpp.config import DEFAULT_MODEL, DEFAULT_NUM_STEPS, Fit, PipelineConfig
-from svdpp.errors import InputError, RequestError
+from svdpp.errors import InputError, RequestError, describe_fault
 from svdpp.plan.layout import Split
 from svdpp.redaction import recorded_name, redact_all
 
@@ -276,9 +276,7 @@ def _validated(content: dict[str, Any], name: str) -> BenchConfig:
         where = ".".join(map(str, first["loc"]))
         if first["type"] == "extra_forbidden":
             raise RequestError(f"{name}: no field {where!r}", _known(where)) from error
-        reason = first["msg"].removeprefix("Value error, ")
-        given = "" if first["type"] == "missing" else f", got {first['input']!r}"
-        raise RequestError(f"{name}: {where}: {reason}{given}") from error
+        raise RequestError(f"{name}: {where} {describe_fault(first)}") from error
 
 
 def _known(where: str) -> str:

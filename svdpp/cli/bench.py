@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from svdpp.cli import bench_fields
 from svdpp.cli.command import command
 from svdpp.cli.console import Console
 from svdpp.cli.options.declare import DIAGNOSTICS, LAYOUT, flag, option
 from svdpp.cli.options.outputs import TraceOptions
 from svdpp.cli.options.talk import TalkOptions
-from svdpp.config import DEMO_MODEL, DUMMY_MODEL, PipelineConfig
+from svdpp.config import DEMO_MODEL, DUMMY_MODEL
 from svdpp.errors import RequestError, SvdppError, VerificationError, error_to_dict, exit_code_of
 
 if TYPE_CHECKING:
@@ -159,64 +160,12 @@ def _benches(points: list[BenchConfig], *, is_member: bool) -> list[Bench]:
     from svdpp.bench.runner import Bench
     from svdpp.driver.pipeline import Pipeline
 
-    configs = [_pipeline_config(point) for point in points]
-    return [
-        Bench(point, Pipeline(config).config, is_member=is_member)
-        for point, config in zip(points, configs, strict=True)
-    ]
-
-
-def _pipeline_config(point: BenchConfig) -> PipelineConfig:
-    """As `svdpp run` would make it of the same options."""
-    from svdpp.cli import request
-    from svdpp.cli.options.model import ModelOptions
-    from svdpp.cli.options.ranks import RankOptions
-    from svdpp.cli.options.sampling import SamplingOptions
-
-    ranks, workload, about = point.pipeline, point.workload, point.model.model_dump()
-    knobs = workload.model_dump(exclude={"clips", "images", "frames", "decode_chunk_size"})
-    chunk = workload.decode_chunk_size
-    shared = {"device", "threads", "timeout", "start_timeout", "checksum"}
-    return request.pipeline_config(
-        RankOptions(**ranks.model_dump(include=shared)),
-        ModelOptions(
-            model=about.pop("name"),
-            dtype=point.precision,
-            latent_shape=tuple(about.pop("latent_shape")),
-            **about,
-        ),
-        SamplingOptions(
-            num_frames=workload.frames,
-            decode_chunk_size=None if chunk is None else str(chunk),
-            **knobs,
-        ),
-        device=ranks.device,
-        plan=_plan(point),
-        channels_last=point.channels_last,
-    )
-
-
-def _plan(point: BenchConfig) -> dict[str, Any]:
-    """Number of ranks, and how they share the work."""
-    from svdpp.cli import request
-    from svdpp.cli.options.draft import DraftOptions
-    from svdpp.cli.options.layout import LayoutOptions
-    from svdpp.cli.plan_choice import PlanChoice
-
-    ranks = point.pipeline
-    if ranks.start_steps is not None and not ranks.draft:
-        raise RequestError("pipeline.start_steps is about a draft", "add --pipeline.draft=true")
-    shared = {"split", "replicas", "decoders", "costs"}
-    plan = PlanChoice(
-        draft=DraftOptions(draft=ranks.draft, draft_starts=ranks.start_steps),
-        layout=LayoutOptions(**ranks.model_dump(include=shared, exclude_defaults=True)),
-        world=request.joined_world(ranks.world, "pipeline.world", "give --pipeline.world=null"),
-        steps=point.workload.steps,
-        device=ranks.device,
-        no_draft={"costs": ranks.costs},
-    )
-    decodes = point.model.name != DUMMY_MODEL
-    return plan.settings(num_clips=point.workload.clips, decodes=decodes)[0]
+    with bench_fields.named():
+        configs = [bench_fields.pipeline_config(point) for point in points]
+        return [
+            Bench(point, Pipeline(config).config, is_member=is_member)
+            for point, config in zip(points, configs, strict=True)
+        ]
 
 
 def _serve(console: Console, benches: list[Bench]) -> None:
@@ -278,7 +227,8 @@ def _run(
     one.profile_path = (kept.folder / PROFILE).absolute()
     one.watch = partial(Progress, console, costs=one.config.costs, ranks=False)
     console.info(_headline(one))
-    one.run(console.info, kept.add, ranks)
+    with bench_fields.named():
+        one.run(console.info, kept.add, ranks)
     found = kept.finish()
     if trace is not None:
         _write_trace(one, trace)

@@ -18,6 +18,7 @@ from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.ranks import RankOptions
 from svdpp.cli.options.sampling import SamplingOptions
 from svdpp.cli.options.talk import TalkOptions
+from svdpp.cli.request import without_world
 from svdpp.errors import RequestError
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ _OF_MEMORY = {
     **{name: name.replace("_", "-") for name in ("model", "revision", "local_files_only", "dtype")},
     **{"device": "device", "height": "height", "width": "width", "num_frames": "frames"},
     "decode_chunk_size": "decode-chunk-size",
+    "memory_opt": "memory-opt",
 }
 
 
@@ -38,12 +40,12 @@ _OF_MEMORY = {
     examples=(
         "svdpp plan --gpus 7 --split dithered",
         "svdpp plan --gpus 8 --clips 100 --compare",
-        "svdpp plan --gpus 4 --memory --device-memory 80",
+        "svdpp plan --hosts 2x4 --split dithered --inter-host-transfer-seconds 0.002",
     ),
     common=("world", "clips", "steps", "layout", "split", "costs", "compare", "memory", "as_json"),
     without=(
-        *("threads", "timeout", "start_timeout", "checksum", "variant", "memory_opt"),
-        *("latent_shape", "seed", "fit", "fps", "motion_bucket_id", "noise_aug_strength"),
+        *("threads", "timeout", "start_timeout", "checksum", "variant", "latent_shape"),
+        *("seed", "fit", "fps", "motion_bucket_id", "noise_aug_strength"),
         *("min_guidance_scale", "max_guidance_scale", "draft_psnr"),
     ),
     defaults={"world": str(_DEFAULT_WORLD)},
@@ -85,10 +87,13 @@ def plan(
         return
     counts = {"num_steps": sampling.steps, "world_size": world_size, "costs": costs}
     limits = {"num_clips": num_clips, "memory_gib": forecast.limits(world_size)}
-    if forecast.compare:
-        _show_comparison(console, layout, request, counts, limits)
-    else:
-        _show_layout(console, layout, request, counts, limits)
+    show = _show_comparison if forecast.compare else _show_layout
+    try:
+        show(console, layout, request, counts, limits)
+    except RequestError as error:
+        if forecast.hosts is not None:
+            error.hint = without_world(error.hint)
+        raise
 
 
 def _show_draft(
@@ -143,7 +148,7 @@ def _show_layout(
     if limits["memory_gib"]:
         raise RequestError(
             "--device-memory is what --layout auto and --compare go by",
-            "add one of them, or leave it out",
+            "add --layout auto or --compare, or leave it out",
         )
     show_layout(console, request, Layout(**counts, **layout.fields(counts["world_size"])))
 
@@ -181,11 +186,13 @@ def _with_memory(
     from svdpp.models.svd.memory import estimate
 
     if sampling.measures_chunk:
-        raise RequestError("--decode-chunk-size auto is measured on a device", "give a number")
+        raise RequestError(
+            "--decode-chunk-size auto is measured on a device", "such as --decode-chunk-size 4"
+        )
     asked = PipelineConfig(
         world_size=1,
         model=model.to_config(device),
-        sampling=sampling.to_config(model.model),
+        sampling=sampling.to_config(model.model, memory_opt=model.memory_opt),
         device=device,
     )
     config, checkpoint = resolve(asked, weights=False)

@@ -150,7 +150,9 @@ def _measured(
 
     quiet_libraries()  # they print while they are imported
     if sampling.measures_chunk:
-        raise RequestError("--decode-chunk-size auto is for svdpp run", "give a number")
+        raise RequestError(
+            "--decode-chunk-size auto is for svdpp run", "such as --decode-chunk-size 4"
+        )
     device = ranks.device_for(model.model)
     world_size = request.joined_world(ranks.world)
     if world_size is None and draft.draft:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,16 +35,26 @@ def pipeline_config(
     Raises:
         RequestError: they contradict each other.
     """
-    return PipelineConfig(
-        model=model.to_config(device, **of_model),
-        sampling=sampling.to_config(model.model, memory_opt=model.memory_opt),
-        device=device,
-        num_threads=ranks.threads_on(device, plan["world_size"]),
-        timeout_seconds=ranks.timeout,
-        start_timeout_seconds=ranks.start_timeout,
-        checksum=ranks.checksum,
-        **plan,
-    )
+    try:
+        return PipelineConfig(
+            model=model.to_config(device, **of_model),
+            sampling=sampling.to_config(model.model, memory_opt=model.memory_opt),
+            device=device,
+            num_threads=ranks.threads_on(device, plan["world_size"]),
+            timeout_seconds=ranks.timeout,
+            start_timeout_seconds=ranks.start_timeout,
+            checksum=ranks.checksum,
+            **plan,
+        )
+    except RequestError as error:
+        if is_joined():
+            error.hint = without_world(error.hint)
+        raise
+
+
+def without_world(hint: str) -> str:
+    """`hint` without its advice on `--world`, where the number of ranks is given otherwise."""
+    return re.sub(r",? or --world \d+(?: or fewer)?", "", hint)
 
 
 def default_world(device: str, num_steps: int, *, on_cpu: int, divide: bool = True) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -45,11 +46,11 @@ def announce(console: Console, config: PipelineConfig, clips: ClipPlan) -> None:
         f"{num_clips} clip{'s' if num_clips > 1 else ''} of {config.sampling.frames} frames, "
         f"{config.sampling.width}x{config.sampling.height}, on {config.world_size} "
         f"{config.device} ranks with {config.model.name}"
-        + (f"; {begun} of them from where an earlier run stood" if begun else "")
+        + (f"; {begun} of them go on from an earlier run" if begun else "")
     )
     if clips.other_threads is not None:
         console.info(
-            f"some are begun anew although --latents-dir has them: with --threads "
+            f"some start from the photograph although --latents-dir has them: with --threads "
             f"{clips.other_threads} they would go on"
         )
     if config.draft is not None:
@@ -98,13 +99,13 @@ def print_clips(
     for clip in lost:
         name = out / clip["output"] if clip["output"] else "(no clip)"
         console.result(f"{name}  (lost: {clip['error']['message']})")
-    made = f"{len(records)} clips made" if len(records) != 1 else "1 clip made"
-    was = f", {len(skipped)} left as they were" if skipped else ""
-    console.info(made + was)
+    if skipped:
+        count = "1 clip was" if len(skipped) == 1 else f"{len(skipped)} clips were"
+        console.info(f"{count} finished before")
     exact = [record for record in records if record["exact"] and not _elsewhere(record)]
     if exact:
         output = OutputConfig(path=str(out / exact[0]["output"]), format=exact[0]["format"])
-        console.info(f"to prove one: svdpp verify {output.json_path}")
+        console.info(f"to prove one: svdpp verify {shlex.quote(output.json_path)}")
 
 
 def _elsewhere(record: Record) -> str:

@@ -406,7 +406,8 @@ def _wire_errors(what: str) -> Iterator[None]:
     try:
         yield
     except TransportError as error:
-        raise TransportError(f"could not {what}: {error.message}", error.hint) from error
+        message = f"could not {what}: {error.message}"
+        raise TransportError(message, error.hint, details=error.details) from error
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else "no reason given"
         raise TransportError(f"could not {what}: {reason}") from error

@@ -193,6 +193,7 @@ class Supervisor:
             error.hint or "--debug shows its traceback",
             picture=self._picture(rank, "failed here"),
             trace=event.traceback,
+            details={"rank": rank, **error.details},
         )
 
     def _died(self, rank: int, code: int | None) -> RankError:
@@ -200,7 +201,7 @@ class Supervisor:
             hint = f"what its launcher says on {self._group.location(rank).host} tells how it ended"
             return self._rank_error(rank, "is gone", hint, "was lost here")
         if code >= 0:
-            cause = f"ended with exit code {code} and no word"
+            cause = f"ended with exit code {code} without a report"
             return self._rank_error(rank, cause, "", "died here")
         hint = ""
         if -code == signal.SIGKILL:
@@ -215,6 +216,7 @@ class Supervisor:
             hint,
             picture=self._picture(rank, remark),
             trace=self._group.last_words(rank),
+            details={"rank": rank},
         )
 
     def _name(self, rank: int) -> str:

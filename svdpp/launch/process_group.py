@@ -160,4 +160,5 @@ def check_devices(device: str, world_size: int) -> None:
             "use --device cpu --model demo to try the tool without a GPU"
             if count == 0
             else f"use --gpus {count} or fewer, or --device cuda:0 to share one",
+            details={"asked": needed, "found": count},
         )

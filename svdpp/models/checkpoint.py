@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from svdpp.config import DEFAULT_MODEL, DEMO_MODEL, ModelConfig
+from svdpp.config import DEFAULT_MODEL, DEMO_MODEL, DUMMY_MODEL, ModelConfig
 from svdpp.errors import ModelError, RequestError
 from svdpp.models import hub
 from svdpp.models.fingerprint import fingerprint
@@ -56,8 +57,8 @@ def find_checkpoint(model: ModelConfig, *, weights: bool = True) -> Checkpoint:
     """Finds the weights `model` names, downloading what is missing of a hub model, and checks them.
 
     Reads configs and safetensors headers only; without `weights` configs alone, and downloads no
-    more than those; of the default model they come with svdpp. A folder is used where it lies; a name that is
-    neither `demo` nor a folder is a hub id, for which the hub library's own settings
+    more than those; the default model's come with svdpp. A folder is used where it lies; a name
+    that is neither `demo` nor a folder is a hub id, for which the hub library's own settings
     (HF_HOME, HF_HUB_OFFLINE, a login) hold.
 
     Raises:
@@ -93,6 +94,8 @@ def _local_folder(name: str) -> Path | None:
     if name == DEMO_MODEL:
         return _ASSETS / "demo-model"
     path = os.path.expanduser(name)
+    if name.lower() in (DEMO_MODEL, DUMMY_MODEL) and not os.path.exists(path):
+        raise ModelError(f"there is no model {hub.show_name(name)}", f"--model {name.lower()}")
     if os.path.isdir(path):
         return Path(path).resolve()
     if os.path.isfile(path):
@@ -108,7 +111,7 @@ def _fix_hint(model: ModelConfig, local: Path | None) -> str:
     if model.name == DEMO_MODEL:
         return "install svdpp again: the demo model is part of it"
     if local is None:
-        return f"hf download {redact_tokens(model.name)} --force-download"
+        return f"hf download {shlex.quote(redact_tokens(model.name))} --force-download"
     return "copy or download the folder again, or --model demo"
 
 

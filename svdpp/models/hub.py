@@ -6,6 +6,7 @@ What lies in the snapshot is for others to check; knows no torch.
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -98,4 +99,5 @@ def _cause(error: Exception) -> str:
 
 
 def _download_hint(model: ModelConfig) -> str:
-    return f"hf download {redact_tokens(model.name)} where there is a network, or --model demo"
+    name = shlex.quote(redact_tokens(model.name))
+    return f"hf download {name} where there is a network, or --model demo"

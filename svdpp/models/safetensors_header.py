@@ -10,6 +10,7 @@ import json
 import math
 import re
 import reprlib
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -170,8 +171,9 @@ def _missing_weights(single: Path, stem: str, variant: str | None) -> ModelError
     variants = sorted({match[1] or "" for match in matches} - {variant or ""}, reverse=True)
     if variants:
         there = ", ".join(each or "those without a variant" for each in variants)
-        mend = f"--variant {variants[0]}" if variants[0] else "leave --variant out"
-        return ModelError(f"{_label(single)} is missing; the weights there are: {there}", mend)
+        named = f"--variant {shlex.quote(variants[0])}"
+        hint = named if variants[0] else "leave --variant out"
+        return ModelError(f"{_label(single)} is missing; the weights there are: {there}", hint)
     pickles = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt", ".pkl"))]
     if pickles:
         return ModelError(

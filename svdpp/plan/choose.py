@@ -88,7 +88,9 @@ def choose_layout(
         raise RequestError(
             f"no layout of {world_size} ranks fits in {min(memory_gib):.4g} GiB a rank: "
             f"the most modest one needs {least:.4g}",
-            "fewer frames, a smaller size or --memory-opt need less",
+            "a smaller --decode-chunk-size, fewer --frames, a smaller --height and --width or "
+            "--memory-opt need less",
+            details={"asked": least, "free": min(memory_gib)},
         )
     # Where the costs tell of none, its forecast says what they lack.
     fitting = [layout for layout in in_memory if _is_told(layout)] or in_memory[:1]

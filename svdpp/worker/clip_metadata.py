@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from svdpp import __version__
 from svdpp.config import Fit, OutputConfig, PipelineConfig, SamplingConfig, VideoFormat
-from svdpp.errors import InputError
+from svdpp.errors import InputError, describe_fault
 from svdpp.media import image as photos
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.redaction import recorded_name, recorded_path
@@ -162,8 +162,8 @@ def read_clip_metadata(path: Path) -> dict[str, Any]:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the file"
-        what = f"{str(path)!r} is no clip's JSON: {where}: {first['msg']}"
-        raise InputError(what.replace("\n", " ")) from error
+        what = f"{str(path)!r} is no clip's JSON: {where} {describe_fault(first)}"
+        raise InputError(what) from error
     except (ValueError, RecursionError) as error:
         raise InputError(f"{str(path)!r} is no clip's JSON: {error}") from error
 
