@@ -6,14 +6,12 @@ import contextlib
 import shlex
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from svdpp.cli import bench_fields
 from svdpp.cli.command import command
 from svdpp.cli.console import Console
-from svdpp.cli.options.declare import DIAGNOSTICS, LAYOUT, flag, option
+from svdpp.cli.options.bench import BenchOptions
 from svdpp.cli.options.outputs import TraceOptions
 from svdpp.cli.options.talk import TalkOptions
 from svdpp.config import DEMO_MODEL, DUMMY_MODEL
@@ -37,52 +35,9 @@ if TYPE_CHECKING:
 )
 def bench(
     console: Console,
+    asked: BenchOptions,
     traces: TraceOptions,
     talk: TalkOptions,  # noqa: ARG001  read where every command is called
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="CONFIG [--SECTION.FIELD=VALUE]...",
-            help="A YAML file, or the name of one that comes with svdpp: smoke (CPU, a minute or "
-            "two), svd-xt (all GPUs). A list for a field measures each value.",
-            show_default=False,
-        ),
-    ] = None,
-    settings: Annotated[
-        list[str] | None,
-        option(
-            "--set",
-            panel=LAYOUT,
-            metavar="SECTION.FIELD=VALUE",
-            help="Override a field, as --SECTION.FIELD=VALUE does; the value is YAML. Repeatable.",
-        ),
-    ] = None,
-    compare: Annotated[
-        tuple[Path, Path] | None,
-        option(
-            "--compare",
-            panel=DIAGNOSTICS,
-            metavar="A B",
-            help="Instead of measuring, compare the results in folder B with those in folder A.",
-        ),
-    ] = None,
-    results: Annotated[
-        Path,
-        option(
-            "--results",
-            panel=DIAGNOSTICS,
-            metavar="DIR",
-            help="Results go to DIR/EXPERIMENT/RUN/.",
-        ),
-    ] = Path("results"),
-    profile: Annotated[
-        bool,
-        flag(
-            "--profile",
-            panel=DIAGNOSTICS,
-            help="As profile=true: afterwards look at one clip on rank 0 with torch.profiler.",
-        ),
-    ] = False,
 ) -> None:
     """Measure a pipeline beside data parallel, and diffusers on one device.
 
@@ -91,14 +46,14 @@ def bench(
     """
     from svdpp.cli.request import is_joined_member
 
-    names, overrides = _sorted_out(words or [])
-    if compare is not None:
-        if names or overrides or settings:
+    names, overrides = _sorted_out(asked.words or [])
+    if asked.compare is not None:
+        if names or overrides or asked.settings:
             raise RequestError("--compare takes two folders, and no configuration beside them")
         if not is_joined_member():
-            _compare(console, *compare)
+            _compare(console, *asked.compare)
         return
-    overrides = [*(settings or []), *overrides, *(["profile=true"] if profile else [])]
+    overrides = [*(asked.settings or []), *overrides, *(["profile=true"] if asked.profile else [])]
     points = _points(names, overrides)
     if traces.trace is not None and len(points) > 1:
         raise RequestError(
@@ -112,7 +67,7 @@ def bench(
 
     traces.checked()
     fork_server.start_early(svd=any(point.model.name != DUMMY_MODEL for point in points))
-    _measure(console, _benches(points, is_member=False), results, traces.trace)
+    _measure(console, _benches(points, is_member=False), asked.results, traces.trace)
 
 
 def _compare(console: Console, a: Path, b: Path) -> None:

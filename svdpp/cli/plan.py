@@ -48,7 +48,7 @@ _OF_MEMORY = {
         *("seed", "fit", "fps", "motion_bucket_id", "noise_aug_strength"),
         *("min_guidance_scale", "max_guidance_scale", "draft_psnr"),
     ),
-    defaults={"world": str(_DEFAULT_WORLD)},
+    defaults={"world": str(_DEFAULT_WORLD), "clips": "2 for each rank; with --compare 16"},
 )
 def plan(
     context: typer.Context,

@@ -6,17 +6,16 @@ import shlex
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from svdpp.cli.command import command, is_given
 from svdpp.cli.command_line import typed
 from svdpp.cli.console import Console
-from svdpp.cli.options.declare import COSTS, option
 from svdpp.cli.options.draft import DraftOptions
+from svdpp.cli.options.measure import MeasureOptions
 from svdpp.cli.options.model import ModelOptions
-from svdpp.cli.options.outputs import OverwriteOptions
 from svdpp.cli.options.ranks import RankOptions
 from svdpp.cli.options.sampling import SamplingOptions
 from svdpp.cli.options.talk import TalkOptions
@@ -61,35 +60,8 @@ def profile(
     model: ModelOptions,
     sampling: SamplingOptions,
     draft: DraftOptions,
-    overwrite: OverwriteOptions,
+    asked: MeasureOptions,
     talk: TalkOptions,
-    inputs: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[PHOTO...]",
-            help="With --draft: what to measure on.",
-            show_default="the photographs that come with svdpp",
-        ),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        option(
-            *("--out", "-o"),
-            panel=COSTS,
-            metavar="FILE",
-            help="Where the result goes.",
-            default="costs.json; with --draft draft.json",
-        ),
-    ] = None,
-    repeats: Annotated[
-        int,
-        option(
-            "--repeats",
-            panel=COSTS,
-            metavar="N",
-            help="Clips measured after those that warm up; medians are taken.",
-        ),
-    ] = 3,
 ) -> None:
     """Measure the costs that plans are made with.
 
@@ -100,7 +72,7 @@ def profile(
     from svdpp.cli import launched, log
     from svdpp.cli.request import is_joined_member
 
-    _check_asked(context, draft, repeats)
+    _check_asked(context, draft)
     config = _measured(ranks, model, sampling, draft)
     if is_joined_member():
         from svdpp.diagnostics.cost_profile import measured_config
@@ -109,18 +81,18 @@ def profile(
         log.open_log(verbosity=0, log_file=None)
         launched.serve(Pipeline(measured_config(config)), console)
         return
-    path = out or Path("draft.json" if draft.draft else "costs.json")
-    _check_free(path, overwrite=overwrite.overwrite)
+    path = asked.out or Path("draft.json" if draft.draft else "costs.json")
+    _check_free(path, overwrite=asked.overwrite)
     if draft.draft:
         from svdpp.cli.profile_draft import profile_draft
 
         seed, starts = sampling.one_seed(), draft.draft_starts
-        profile_draft(console, config, inputs or [], path, seed=seed, start_steps=starts)
+        profile_draft(console, config, asked.inputs or [], path, seed=seed, start_steps=starts)
         return
-    _measure(console, config, path, repeats=repeats, as_json=talk.as_json)
+    _measure(console, config, path, repeats=asked.repeats, as_json=talk.as_json)
 
 
-def _check_asked(context: typer.Context, draft: DraftOptions, repeats: int) -> None:
+def _check_asked(context: typer.Context, draft: DraftOptions) -> None:
     """Refuses options without an effect.
 
     Raises:
@@ -136,8 +108,6 @@ def _check_asked(context: typer.Context, draft: DraftOptions, repeats: int) -> N
             "profile --draft runs drafts in processes of its own, on one host",
             "start it by itself; --draft-starts takes its file under a launcher too",
         )
-    if repeats < 1:
-        raise RequestError(f"--repeats must be 1 or more, got {repeats}")
 
 
 def _measured(

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from svdpp.cli.command import command
 from svdpp.cli.console import Console
-from svdpp.cli.options.declare import COSTS, LAYOUT, option
+from svdpp.cli.options.declare import COSTS, option
 from svdpp.cli.options.draft import DraftOptions
+from svdpp.cli.options.inputs import ClipOptions
 from svdpp.cli.options.layout import LayoutOptions
 from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.outputs import TraceOptions
@@ -53,6 +54,7 @@ _MEMORY_HINT = "smaller sizes in --latent-shape, --dtype fp16 or a smaller --wor
 )
 def simulate(
     console: Console,
+    clips: ClipOptions,
     sampling: SamplingOptions,
     layout: LayoutOptions,
     draft: DraftOptions,
@@ -60,12 +62,6 @@ def simulate(
     log: LogOptions,
     ranks: RankOptions = RankOptions(device="cpu"),
     model: ModelOptions = ModelOptions(model=DUMMY_MODEL),
-    clips: Annotated[
-        int | None,
-        option(
-            "--clips", panel=LAYOUT, metavar="M", help="Clips to run.", default="2 for each rank"
-        ),
-    ] = None,
     time_scale: Annotated[
         float | None,
         option(
@@ -112,7 +108,7 @@ def _asked(
     sampling: SamplingOptions,
     layout: LayoutOptions,
     draft: DraftOptions,
-    clips: int | None,
+    clips: ClipOptions,
     time_scale: float | None,
 ) -> tuple[int, PipelineConfig, str]:
     """The number of clips, the configuration, and a remark on the choice of the layout."""
@@ -128,9 +124,7 @@ def _asked(
         device=device,
         default_world=_DEFAULT_WORLD,
     )
-    num_clips = max(1, 2 * plan.world_size()) if clips is None else clips
-    if num_clips < 1:
-        raise RequestError(f"--clips must be 1 or more, got {num_clips}")
+    num_clips = clips.at_least_one(2 * plan.world_size())
     decodes = not model.is_dummy or time_scale is not None
     shape, why = plan.settings(num_clips=num_clips, decodes=decodes)
     if time_scale is not None:
@@ -238,9 +232,10 @@ def _print(console: Console, pipeline: Pipeline, measured: Forecast, forecast: F
     width = max(20, console.out.width - len(f"rank {world_size - 1} ||"))
     console.grid(draw_grid(pipeline.trace.spans, world_size, width=width))
     console.result()
+    clips = f"{measured.clips} clip{'' if measured.clips == 1 else 's'}"
     for name, times in (("measured", measured), ("forecast", forecast)):
         console.result(
-            f"{name}: {times.clips} clips in {times.makespan:.2f} s, first after "
+            f"{name}: {clips} in {times.makespan:.2f} s, first after "
             f"{times.first_clip:.2f} s, then one every {times.seconds_per_clip:.2f} s; "
             f"bubble {times.bubble:.0%}"
         )

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Annotated
 
 import typer
 
 from svdpp.cli import verify_clips
 from svdpp.cli.command import command
 from svdpp.cli.console import Console
-from svdpp.cli.options.declare import DIAGNOSTICS, VIDEO, option
 from svdpp.cli.options.draft import DraftOptions
 from svdpp.cli.options.layout import LayoutOptions
 from svdpp.cli.options.model import ModelOptions
+from svdpp.cli.options.proof import ProofOptions
 from svdpp.cli.options.ranks import RankOptions
 from svdpp.cli.options.sampling import SamplingOptions, with_fitting_chunk
 from svdpp.cli.options.talk import LogOptions
@@ -32,64 +30,25 @@ from svdpp.launch import temp_folders
     ),
     common=("world", "model", "clips", "steps", "split", "num_frames", "report", "as_json"),
     without=("checksum", "draft_psnr"),
-    defaults={"world": "all GPUs, if they divide the steps; on the CPU 2"},
+    defaults={
+        "world": "all GPUs, if they divide the steps; on the CPU 2",
+        "clips": "one for each input, at least 2",
+    },
+    meanings={
+        "clips": "Clips that go through the ranks; inputs are taken in turn, each time with the "
+        "next seed.",
+    },
 )
 def verify(
     context: typer.Context,
     console: Console,
+    proof: ProofOptions,
     sampling: SamplingOptions,
     layout: LayoutOptions,
     draft: DraftOptions,
     ranks: RankOptions,
     log: LogOptions,
     model: ModelOptions = ModelOptions(model=DEMO_MODEL),
-    inputs: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[INPUT...|CLIP.json...]",
-            help="Image files, folders or globs; or finished clips' JSON, to recompute them.",
-            show_default="a photograph that comes with svdpp",
-        ),
-    ] = None,
-    clips: Annotated[
-        int | None,
-        option(
-            "--clips",
-            panel=VIDEO,
-            metavar="M",
-            help="Clips to run through the ranks; inputs are taken in turn, each time with the "
-            "next seed.",
-            default="one for each input, at least 2",
-        ),
-    ] = None,
-    tolerance: Annotated[
-        float,
-        option(
-            "--tolerance",
-            panel=DIAGNOSTICS,
-            metavar="ATOL",
-            help="Largest difference that counts as equal; 0 asks for equal bits.",
-        ),
-    ] = 0.0,
-    inject_fault: Annotated[
-        str | None,
-        option(
-            "--inject-fault",
-            panel=DIAGNOSTICS,
-            metavar="FAULT",
-            help="Damage the pipelined run on purpose, to see that it is caught: "
-            "ulp@rank1.clip0 changes one number by one ULP, skip@rank1.clip0 leaves a step out.",
-        ),
-    ] = None,
-    report: Annotated[
-        Path | None,
-        option(
-            "--report",
-            panel=DIAGNOSTICS,
-            metavar="FILE.html",
-            help="Write verdict, checks, frames of both sides and their difference as one page.",
-        ),
-    ] = None,
 ) -> None:
     """Prove that the pipeline's clips are diffusers' own, bit for bit.
 
@@ -99,11 +58,10 @@ def verify(
     """
     from svdpp.cli import request, trace_outputs
 
-    if not tolerance >= 0:
-        raise RequestError(f"--tolerance must be 0 or more, got {tolerance}")
     log.open(console)
-    trace_outputs.check_target("--report", report, ".html")
-    if verify_clips.are_clips(inputs or []):
+    trace_outputs.check_target("--report", proof.report, ".html")
+    inputs = proof.inputs or []
+    if verify_clips.are_clips(inputs):
         verify_clips.refuse_without_effect(context)
         settings = verify_clips.Settings(
             threads=ranks.threads,
@@ -112,22 +70,22 @@ def verify(
             start_timeout=ranks.start_timeout,
         )
         if not request.is_joined_member():  # one device is enough for it
-            verify_clips.verify_clips(console, inputs or [], settings)
+            verify_clips.verify_clips(console, inputs, settings)
         return
     is_member = request.is_joined_member()
     requests = []
     if not is_member:
-        requests = _requests(model.model, inputs or [], clips, sampling.one_seed())
+        requests = _requests(model.model, inputs, proof, sampling.one_seed())
     config, why = _config(ranks, model, sampling, layout, draft, len(requests))
     if is_member:
-        _serve(console, config, inject_fault)
+        _serve(console, config, proof.inject_fault)
         return
     if why:
         console.info(why)
     if sampling.measures_chunk:
         config, measured = with_fitting_chunk(config)
         console.info(measured)
-    _compare(console, config, requests, tolerance, inject_fault, report)
+    _compare(console, config, requests, proof)
 
 
 def _config(
@@ -159,18 +117,18 @@ def _config(
     return config, why
 
 
-def _requests(model: str, inputs: Sequence[str], clips: int | None, seed: int) -> list[ClipRequest]:
+def _requests(
+    model: str, inputs: Sequence[str], proof: ProofOptions, seed: int
+) -> list[ClipRequest]:
     from svdpp.media.examples import example_photos
     from svdpp.media.inputs import check_inputs
 
-    if clips is not None and clips < 1:
-        raise RequestError(f"--clips must be 1 or more, got {clips}")
     if model == DUMMY_MODEL:
         if inputs:
             raise RequestError("the dummy model takes no images", "use --model demo")
-        return [ClipRequest(seed=seed + clip) for clip in range(clips or 2)]
+        return [ClipRequest(seed=seed + clip) for clip in range(proof.at_least_one(2))]
     found = check_inputs(inputs or [str(example_photos()[0])])
-    num_clips = clips or max(2, len(found))
+    num_clips = proof.at_least_one(max(2, len(found)))
     return [
         ClipRequest(
             seed=seed + clip // len(found),
@@ -195,9 +153,7 @@ def _compare(
     console: Console,
     config: PipelineConfig,
     requests: list[ClipRequest],
-    tolerance: float,
-    inject_fault: str | None,
-    report: Path | None,
+    asked: ProofOptions,
 ) -> None:
     from svdpp.cli.log import EventLog
     from svdpp.cli.progress import Progress
@@ -207,7 +163,7 @@ def _compare(
     from svdpp.worker.fault_injection import InjectedFault
 
     num_steps, clips = config.sampling.num_inference_steps, range(len(requests))
-    fault = None if inject_fault is None else InjectedFault.parse(inject_fault)
+    fault = None if asked.inject_fault is None else InjectedFault.parse(asked.inject_fault)
     if fault is not None:
         fault.check(world_size=config.world_size, num_clips=len(requests))
         if config.draft is not None and fault.kind == "skip":
@@ -226,10 +182,13 @@ def _compare(
             proof.run_pipelined(config, requests, folder, fault=fault, observers=observers)
         with Progress(console, "sequential", theirs) as progress:
             proof.run_sequential(config, requests, folder, observers=(progress,))
-        verdict = proof.compare(config, len(requests), folder, tolerance=tolerance)
-        if report is not None:
-            asked = {"tolerance": f"{tolerance:g}", "planted fault": inject_fault or "none"}
-            write_report(report, verdict, config, requests, folder, asked)
+        verdict = proof.compare(config, len(requests), folder, tolerance=asked.tolerance)
+        if asked.report is not None:
+            about = {
+                "tolerance": f"{asked.tolerance:g}",
+                "injected fault": asked.inject_fault or "none",
+            }
+            write_report(asked.report, verdict, config, requests, folder, about)
     if console.as_json:
         console.json(verdict.to_json())
     else:

@@ -557,6 +557,8 @@ def test_a_full_disk_loses_the_clip(tmp_path: Path) -> None:
 
     assert limited.stdout.startswith("out/rocket_0.webp  (lost: ")
     answer = Answer(limited.returncode, "", limited.stderr)
-    assert_error(answer, 8, "1 of 1 clip lost: ", "rocket_0.webp' cannot be written: File too large")
+    assert_error(
+        answer, 8, "1 of 1 clip lost: ", "rocket_0.webp' cannot be written: File too large"
+    )
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["run.json"]
     assert json.loads((tmp_path / "out/run.json").read_text())["clips"][0]["state"] == "failed"

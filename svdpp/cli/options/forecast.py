@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from svdpp.cli.options.declare import LAYOUT, MEMORY, flag, option
+from svdpp.cli.options.inputs import ClipOptions
 from svdpp.errors import RequestError
 
 _MAX_WORLD = 65_536
@@ -14,19 +15,9 @@ _CLIPS_PER_RANK_TO_COMPARE = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class ForecastOptions:
+class ForecastOptions(ClipOptions):
     """What is forecast."""
 
-    clips: Annotated[
-        int | None,
-        option(
-            "--clips",
-            panel=LAYOUT,
-            metavar="M",
-            help="Clips to run.",
-            default="2 for each rank; with --compare 16",
-        ),
-    ] = None
     compare: Annotated[
         bool,
         flag(
@@ -94,9 +85,7 @@ class ForecastOptions:
         from svdpp.plan.large_forecast import MAX_VISITS
 
         per_rank = _CLIPS_PER_RANK_TO_COMPARE if self.compare else _CLIPS_PER_RANK
-        num_clips = max(1, per_rank * world_size) if self.clips is None else self.clips
-        if num_clips < 1:
-            raise RequestError(f"--clips must be 1 or more, got {num_clips}")
+        num_clips = self.at_least_one(per_rank * world_size)
         if num_clips > MAX_VISITS or world_size > _MAX_WORLD:
             raise RequestError(
                 f"{num_clips} clips on {world_size} ranks are too many to plan",

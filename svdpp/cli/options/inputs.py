@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from svdpp.cli.options.declare import RECOVERY, VIDEO, flag, option
+from svdpp.cli.options.declare import LAYOUT, RECOVERY, VIDEO, flag, option
+from svdpp.errors import RequestError
 
 
 def _take_from(context: typer.Context, path: Path | None) -> Path | None:
@@ -16,6 +17,33 @@ def _take_from(context: typer.Context, path: Path | None) -> Path | None:
 
         context.default_map = {**(context.default_map or {}), **recorded_options(path)}
     return path
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClipOptions:
+    """How many clips there are, where photographs and seeds do not say."""
+
+    clips: Annotated[
+        int | None,
+        option(
+            "--clips",
+            panel=LAYOUT,
+            metavar="M",
+            help="Clips that go through the ranks.",
+            default="2 for each rank",
+        ),
+    ] = None
+
+    def at_least_one(self, default: int) -> int:
+        """Their number.
+
+        Raises:
+            RequestError: fewer than one.
+        """
+        clips = max(1, default) if self.clips is None else self.clips
+        if clips < 1:
+            raise RequestError(f"--clips must be 1 or more, got {clips}")
+        return clips
 
 
 @dataclass(frozen=True, kw_only=True)
