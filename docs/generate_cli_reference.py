@@ -11,14 +11,17 @@ import difflib
 import inspect
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import typer
 
 from svdpp import errors
-from svdpp.cli.app import app
+from svdpp.cli.app import COMMANDS, build_app
+from svdpp.cli.command import Command
+from svdpp.cli.help import described, panels_of, shown_names
 
 TARGET = Path(__file__).resolve().parent / "cli.md"
 
@@ -42,77 +45,42 @@ def main() -> int:
         return 0
     lines = found.splitlines(keepends=True), wanted.splitlines(keepends=True)
     sys.stderr.writelines(difflib.unified_diff(*lines, "docs/cli.md", "what make docs writes"))
-    print(
-        f"docs/{TARGET.name} is heartbeat_timeout: run `make docs` and commit it", file=sys.stderr
-    )
+    print(f"docs/{TARGET.name} is stale: run `make docs` and commit it", file=sys.stderr)
     return 1
 
 
 def reference() -> str:
     """The whole page in Markdown."""
-    root = typer.main.get_command(app)
+    root = typer.main.get_command(build_app())
     context = typer.Context(root, info_name="svdpp", **root.context_settings)
-    blocks = [_HEAD, *_command(root, context, level=1), *_exit_codes()]
-    return "\n\n".join(blocks) + "\n"
+    blocks = [_HEAD, "# `svdpp`", _escaped(inspect.cleandoc(root.help or ""))]
+    blocks.append("```console\n$ svdpp COMMAND ...\n```")
+    blocks.append(_list("Options", ((shown_names(one), one.help) for one in root.params)))
+    links = (f"- [`{name}`](#svdpp-{name}): {_escaped(text)}" for name, text in COMMANDS.items())
+    blocks.append("**Commands**\n\n" + "\n".join(links))
+    for name in COMMANDS:
+        command = root.get_command(context, name)  # type: ignore[attr-defined]
+        blocks += _command(command, getattr(import_module(f"svdpp.cli.{name}"), name))
+    return "\n\n".join([*blocks, *_exit_codes()]) + "\n"
 
 
-def _command(command: Any, context: typer.Context, *, level: int) -> Iterator[str]:
-    """One command's section, then those of its subcommands."""
-    yield f"{'#' * level} `{context.command_path}`"
-    if command.help:
-        yield _escaped(inspect.cleandoc(command.help))
-    parameters = command.get_params(context)
-    arguments = [one for one in parameters if one.param_type_name == "argument"]
-    options = [one for one in parameters if one.param_type_name == "option" and not one.hidden]
-    names = command.list_commands(context) if hasattr(command, "list_commands") else []
-    children = [child for name in names if not (child := command.get_command(context, name)).hidden]
-    words = [context.command_path, "[OPTIONS]", *map(_usage, arguments)]
-    words += ["COMMAND [ARGS]..."] if children else []
+def _command(command: Any, spec: Command) -> Iterator[str]:
+    """One command's section."""
+    yield f"## `svdpp {spec.name}`"
+    yield _escaped(inspect.cleandoc(command.help))
+    arguments = [one for one in command.params if one.param_type_name == "argument"]
+    words = ["svdpp", spec.name, "[OPTIONS]", *(one.metavar for one in arguments)]
     yield f"```console\n$ {' '.join(words)}\n```"
+    yield "For example:\n\n```sh\n" + "\n".join(spec.examples) + "\n```"
     if arguments:
-        lines = [
-            f"- `{one.metavar or one.name.upper()}`: {_help(one, context)}" for one in arguments
-        ]
-        yield "**Arguments**\n\n" + "\n".join(lines)
-    yield from _panels(options, context)
-    if children:
-        lines = [
-            f"- [`{child.name}`](#{_anchor(context, child)}): {_first_sentence(child.help or '')}"
-            for child in children
-        ]
-        yield "**Commands**\n\n" + "\n".join(lines)
-    for child in children:
-        below = typer.Context(child, info_name=child.name, parent=context, **child.context_settings)
-        yield from _command(child, below, level=level + 1)
+        yield _list("Arguments", ((one.metavar, described(one)) for one in arguments))
+    for title, options in panels_of(command.params, spec.common).items():
+        yield _list(title, ((shown_names(one), described(one)) for one in options))
 
 
-def _panels(options: list[Any], context: typer.Context) -> Iterator[str]:
-    """The options, under the titles that `--help` has them under."""
-    panels: dict[str, list[str]] = {"Options": []}
-    for option in options:
-        # Short names first; Typer keeps those of --help in a set, without an order.
-        flags = ", ".join(sorted(option.opts, key=lambda flag: flag.startswith("--")))
-        name = f"{flags} {option.metavar or ''}".rstrip()
-        title = getattr(option, "rich_help_panel", None) or "Options"
-        panels.setdefault(title, []).append(f"- `{name}`: {_help(option, context)}")
-    for title, lines in panels.items():
-        if lines:
-            yield f"**{title}**\n\n" + "\n".join(lines)
-
-
-def _help(parameter: Any, context: typer.Context) -> str:
-    """A parameter's help with its default, as Typer words them."""
-    record = parameter.get_help_record(context)
-    return _escaped(re.sub(r" +(?=\[)", " ", record[1] if record else parameter.help or ""))
-
-
-def _usage(argument: Any) -> str:
-    name = argument.metavar or argument.name.upper()
-    return name if argument.required or name.startswith("[") else f"[{name}]"
-
-
-def _anchor(context: typer.Context, child: Any) -> str:
-    return f"{context.command_path} {child.name}".replace(" ", "-")
+def _list(title: str, rows: Iterable[tuple[str, str]]) -> str:
+    lines = [f"- `{left}`: {_escaped(right)}" for left, right in rows]
+    return f"**{title}**\n\n" + "\n".join(lines)
 
 
 def _first_sentence(text: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 
@@ -23,10 +23,13 @@ class SvdppError(Exception):
     exit_code: ClassVar[int] = 1
     meaning: ClassVar[str] = "unexpected error"
 
-    def __init__(self, message: str, hint: str = "") -> None:
+    def __init__(
+        self, message: str, hint: str = "", *, details: Mapping[str, Any] | None = None
+    ) -> None:
         super().__init__(message, hint)
         self.message = message
         self.hint = hint
+        self.details = dict(details or {})
 
     def __str__(self) -> str:
         return self.message
@@ -65,20 +68,27 @@ class RankError(SvdppError):
 
     Args:
         message: which rank, clip and step, and the cause.
-        hint: the fix.
-        picture: the rank x time grid with the failed action marked; empty if no action had run.
-        details: the rank's own traceback or last output, for `--debug` and the log.
+        hint: what to do.
+        picture: the rank x time grid with the place marked; empty where nothing had been done.
+        trace: the rank's own traceback or last output, for `--debug` and the log.
+        details: as in `SvdppError`.
     """
 
     exit_code = 6
     meaning = "a rank died or stalled"
 
     def __init__(
-        self, message: str, hint: str = "", *, picture: str = "", details: str = ""
+        self,
+        message: str,
+        hint: str = "",
+        *,
+        picture: str = "",
+        trace: str = "",
+        details: Mapping[str, Any] | None = None,
     ) -> None:
-        super().__init__(message, hint)
+        super().__init__(message, hint, details=details)
         self.picture = picture
-        self.details = details
+        self.trace = trace
 
 
 class DeviceError(RankError):
@@ -165,7 +175,8 @@ def highest_code(errors: Iterable[SvdppError]) -> SvdppError:
 def error_to_dict(error: BaseException) -> dict[str, Any]:
     """`error` as plain strings, to send to another process."""
     if isinstance(error, SvdppError):
-        return {"type": type(error).__name__, "message": error.message, "hint": error.hint}
+        more = {"details": error.details} if error.details else {}
+        return {"type": type(error).__name__, "message": error.message, "hint": error.hint, **more}
     kind = Interrupted.__name__ if isinstance(error, Interrupted) else ""
     return {"type": kind, "message": f"{type(error).__name__}: {error}", "hint": ""}
 
@@ -185,4 +196,44 @@ def reraisable(error: BaseException) -> BaseException:
 
 def error_from_dict(record: dict[str, Any]) -> SvdppError:
     """The error that `error_to_dict` wrote; an unexpected exception comes back as `SvdppError`."""
-    return _TYPES.get(record["type"], SvdppError)(record["message"], record["hint"])
+    kind = _TYPES.get(record["type"], SvdppError)
+    return kind(record["message"], record["hint"], details=record.get("details"))
+
+
+def describe_fault(fault: Mapping[str, Any]) -> str:
+    """What is wrong with a value in a file, in plain words; one entry of pydantic's `errors()`.
+
+    Pydantic's own words are for those who write the program.
+    """
+    kind, about, given = fault["type"], fault.get("ctx", {}), f", got {fault.get('input')!r}"
+    for beginning, wanted in _WANTED.items():
+        if kind.startswith(beginning):
+            return wanted.format(**about) + given
+    if kind == "missing":
+        return "is missing"
+    if kind == "extra_forbidden":
+        return "is unknown"
+    reason = str(fault["msg"]).removeprefix("Value error, ")
+    return f"is refused: {reason}" if kind == "value_error" else reason + given
+
+
+#: By the beginning of the kind of fault; braces name what pydantic says beside it.
+_WANTED = {
+    "literal_error": "must be {expected}",
+    "int_": "must be a whole number",
+    "float_": "must be a number",
+    "finite_number": "must be a finite number",
+    "bool_": "must be true or false",
+    "string_type": "must be a text",
+    "string_pattern": "must match {pattern}",
+    "list_type": "must be a list",
+    "dict_type": "must be a section",
+    "model_type": "must be a section",
+    "model_attributes_type": "must be a section",
+    "greater_than_equal": "must be {ge} or more",
+    "greater_than": "must be above {gt}",
+    "less_than_equal": "must be {le} or less",
+    "less_than": "must be below {lt}",
+    "too_short": "needs {min_length} or more values",
+    "too_long": "takes {max_length} values at most",
+}

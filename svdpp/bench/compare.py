@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, Field, ValidationError
 
 from svdpp.bench.names import DATA_PARALLEL, ENVIRONMENT, ONE_DEVICE, PIPELINE, SUMMARY
-from svdpp.errors import InputError
+from svdpp.errors import InputError, describe_fault
 
 #: Student's t that 99.9% of differences between equals do not exceed, by degrees of freedom; where
 #: these lie between two of them the smaller one's, which errs on the side of noise. So strict since
@@ -267,7 +267,8 @@ def _read_summary(folder: Path) -> Summary:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        raise InputError(f"{str(path)!r} is no bench's: {where}: {first['msg']}") from error
+        what = f"{str(path)!r} is no bench's: {where} {describe_fault(first)}"
+        raise InputError(what) from error
     except (KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{str(path)!r} is no bench's: config: {error!r}") from error
     return found

@@ -16,7 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from svdpp.config import DEFAULT_MODEL, DEFAULT_NUM_STEPS, Fit, PipelineConfig
 from svdpp.config.limits import MAX_CLIPS
-from svdpp.errors import InputError, RequestError
+from svdpp.errors import InputError, RequestError, describe_fault
 from svdpp.plan.layout import Split
 from svdpp.plan.small_file import read_small_file
 from svdpp.redaction import recorded_name, redact_all
@@ -297,9 +297,7 @@ def _validated(content: dict[str, Any], name: str) -> BenchConfig:
         where = ".".join(map(str, first["loc"]))
         if first["type"] == "extra_forbidden":
             raise RequestError(f"{name}: no field {where!r}", _known(where)) from error
-        reason = first["msg"].removeprefix("Value error, ")
-        given = "" if first["type"] == "missing" else f", got {first['input']!r}"
-        raise RequestError(f"{name}: {where}: {reason}{given}") from error
+        raise RequestError(f"{name}: {where} {describe_fault(first)}") from error
 
 
 def _known(where: str) -> str:

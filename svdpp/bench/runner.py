@@ -12,11 +12,13 @@ from svdpp.bench.names import DATA_PARALLEL, ONE_DEVICE, PIPELINE
 from svdpp.bench.ranks import Ranks, StartedRanks
 from svdpp.config import ClipRequest, PipelineConfig
 from svdpp.driver.pipeline import Pipeline
+from svdpp.driver.supervisor import Watch, unwatched
 from svdpp.driver.trace import Trace
 from svdpp.errors import OutOfMemoryError
-from svdpp.media import image as photos
 from svdpp.media.examples import example_photos
+from svdpp.media.inputs import check_inputs
 from svdpp.plan.actions import Action
+from svdpp.plan.schedule import Schedule, build_schedule
 from svdpp.verification.reference import run_reference
 from svdpp.worker.messages import (
     ActionDone,
@@ -81,6 +83,8 @@ class Bench:
         """Cases beside the pipeline that the devices cannot hold."""
         self.profile_path: Path | None = None
         """Of what torch.profiler sees; to be set before the measuring is over."""
+        self.watch: Watch = unwatched
+        """Observes each round of each case; to be set before the measuring."""
         self.requests = [] if is_member else _requests(asked, config)
 
     def turns(self) -> Iterator[tuple[int, str]]:
@@ -123,7 +127,7 @@ class Bench:
         """
         ranks = ranks or StartedRanks(self.pipelines())
         for number, case in self.turns():
-            place = f"round {number + 1} of {self.asked.measure.repeats}, {case}"
+            place = self._place(case, number)
             try:
                 done = self._measure(case, number, ranks)
             except OutOfMemoryError as error:
@@ -148,15 +152,27 @@ class Bench:
         warmups = [self.requests[i % len(self.requests)] for i in range(num_warmups)]
         done = Round(case, number, num_warmups, Trace(config.world_size))
         listener = _Listener(done)
-        if case == ONE_DEVICE:
-            clips = [*warmups, *self.requests]
-            run_reference(config, clips, observers=(listener, ranks.look))
-            return done
-        with ranks.at_work(listener) as pipeline:
-            if warmups:
-                pipeline.run(warmups)
-            pipeline.run(self.requests)
+        clips = [*warmups, *self.requests]
+        with self.watch(self._place(case, number), _schedule(config, len(clips))) as progress:
+            if case == ONE_DEVICE:
+                run_reference(config, clips, observers=(listener, progress, ranks.look))
+                return done
+            with ranks.at_work(listener, progress) as pipeline:
+                if warmups:
+                    pipeline.run(warmups)
+                pipeline.run(self.requests)
         return done
+
+    def _place(self, case: str, number: int) -> str:
+        return f"round {number + 1} of {self.asked.measure.repeats}, {case}"
+
+
+def _schedule(config: PipelineConfig, num_clips: int) -> Schedule:
+    """What the ranks of a case do, warming up included."""
+    clips = range(num_clips)
+    if config.draft is not None:
+        return config.draft_plan.schedule(clips)
+    return build_schedule(config.layout.routes(clips), config.world_size)
 
 
 def cases_of(config: PipelineConfig) -> dict[str, PipelineConfig]:
@@ -210,7 +226,7 @@ def _requests(asked: BenchConfig, config: PipelineConfig) -> list[ClipRequest]:
     seeds, count = asked.measure.seeds, asked.workload.clips
     if config.model.is_dummy:
         return [ClipRequest(seed=seeds[clip % len(seeds)]) for clip in range(count)]
-    found = photos.check_inputs(asked.workload.images or [str(p) for p in example_photos()])
+    found = check_inputs(asked.workload.images or [str(p) for p in example_photos()])
     return [
         ClipRequest(
             seed=seeds[clip // len(found) % len(seeds)],

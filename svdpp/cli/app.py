@@ -1,91 +1,95 @@
-"""Owns the command line as a whole: which commands there are, and what becomes of their errors."""
+"""Owns the command line as a whole: which commands there are, and how one of them is run."""
 
 from __future__ import annotations
 
-import functools
 import os
-import signal
-from collections.abc import Callable
-from types import FrameType
-from typing import Annotated, Any, NoReturn
+from collections.abc import Collection, Mapping, Sequence
+from importlib import import_module
+from typing import Annotated, Any
 
 import typer
 
 from svdpp import __version__
-from svdpp.cli import bench as bench_command
+from svdpp.cli.command_line import remember
 from svdpp.cli.console import Console
-from svdpp.cli.doctor import doctor
-from svdpp.cli.env import env
-from svdpp.cli.launched import is_told_elsewhere
-from svdpp.cli.plan import plan
-from svdpp.cli.profile import profile
-from svdpp.cli.run import run
-from svdpp.cli.simulate import simulate
-from svdpp.cli.verify import verify
-from svdpp.errors import Interrupted, exit_code_of
-from svdpp.launch import temp_folders
+from svdpp.cli.defaults import load_defaults
+from svdpp.cli.failures import wrong_usage
+from svdpp.cli.help import show_overview
+from svdpp.cli.options.declare import flag
+from svdpp.cli.values import convert_without_typer
+from svdpp.errors import SvdppError
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+#: The first sentence of each command's help. A command's module is imported only to run it.
+COMMANDS: Mapping[str, str] = {
+    "run": "Animate photographs: each becomes a clip.",
+    "plan": "Show who does which steps, the picture over time, and how long it takes.",
+    "simulate": "Rehearse a run with real processes, without weights or GPUs.",
+    "verify": "Prove that the pipeline's clips are diffusers' own, bit for bit.",
+    "profile": "Measure the costs that plans are made with.",
+    "bench": "Measure a pipeline beside data parallel, and diffusers on one device.",
+    "doctor": "Try what a run needs, in seconds.",
+    "env": "Show versions, devices, ffmpeg and settings, ready to be pasted into a report.",
+}
 
-_EPILOG = (
-    "Exit codes: 0 done; 1 unexpected; 2 wrong request; 3 verify found a difference; "
-    "4 out of memory; 5 model missing, gated, incomplete or not safetensors; "
-    "6 a rank died or stalled; 7 unreadable or hostile input; 8 an output cannot be written; "
-    "9 a latent is not finite; 128 + n ended by signal n. If several clips fail, each by its own "
-    "error, the highest of their codes."
-)
+#: Paragraphs at the end of the help.
+EPILOG = """
+Options also have defaults in svdpp.toml, or [tool.svdpp] of pyproject.toml, in the working
+folder, and in variables such as SVDPP_MODEL; svdpp env shows them.
 
-app = typer.Typer(
-    name="svdpp",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-    epilog=_EPILOG,
-)
-
-
-def guarded(command: Callable[..., None]) -> Callable[..., None]:
-    """`command` with its signals and errors answered: one sentence, and the error's exit code."""
-
-    @functools.wraps(command)
-    def wrapper(**options: Any) -> None:
-        previous = {number: signal.signal(number, _interrupt) for number in _SIGNALS}
-        try:
-            command(**options)
-        except typer.Exit:
-            raise
-        except Interrupted as error:
-            previous = {}  # a second signal must meet `end_at_once` until the very end
-            _say(error, debug=options.get("debug", False))
-            raise typer.Exit(exit_code_of(error)) from error
-        except Exception as error:
-            _say(error, debug=options.get("debug", False))
-            raise typer.Exit(exit_code_of(error)) from error
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
-
-    return wrapper
+Exit codes: 0 done; 1 unexpected; 2 wrong request; 3 verify found a difference; 4 out of memory;
+5 model missing, gated, incomplete or not safetensors; 6 a rank died or stalled; 7 unreadable or
+hostile input; 8 an output cannot be written; 9 a latent is not finite; 128 + n ended by signal
+n. If several clips fail, the highest of their codes.
+"""
 
 
-def _say(error: BaseException, *, debug: bool) -> None:
-    """Once in a run, by rank 0 where there are several processes."""
-    if debug or not is_told_elsewhere(error):
-        Console().error(error, debug=debug)
+def run_command_line(arguments: Sequence[str]) -> int:
+    """Runs the command that `arguments` name; the exit code."""
+    remember(arguments)
+    try:
+        app = build_app(_completed() or arguments)
+        return app(args=list(arguments), standalone_mode=False) or 0
+    except SvdppError as error:
+        Console(as_json="--json" in arguments).error(error)
+        return error.exit_code
+    except typer.TyperException as error:
+        return wrong_usage(error, arguments)
+    except typer.Abort:
+        return 1
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
-    """The first signal ends the run in order; a second one at once."""
-    for other in _SIGNALS:
-        signal.signal(other, end_at_once)
-    raise Interrupted(number)
+def _completed() -> list[str]:
+    """The words of the command line that a shell asks to complete; empty where none does."""
+    words = os.environ.get("_TYPER_COMPLETE_ARGS") or os.environ.get("COMP_WORDS") or ""
+    return words.split() if "_SVDPP_COMPLETE" in os.environ else []
 
 
-def end_at_once(number: int, frame: FrameType | None = None) -> NoReturn:  # noqa: ARG001
-    """Ends the process as by signal `number`, without a word; ranks end with it by themselves."""
-    temp_folders.remove_all()
-    temp_folders.remove_multiprocessing_folder()
-    os._exit(128 + number)
+def build_app(arguments: Collection[str] | None = None) -> typer.Typer:
+    """The command line for Typer.
+
+    Args:
+        arguments: of the command line; only commands named there can be run. None: all of them.
+
+    Raises:
+        SvdppError: a file or variable that sets defaults cannot be used.
+    """
+    app = typer.Typer(
+        name="svdpp",
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": []},
+    )
+    app.callback(invoke_without_command=True)(_main)
+    for name, summary in COMMANDS.items():
+        if arguments is None or name in arguments:
+            module = import_module(f"svdpp.cli.{name}")
+            getattr(module, name).register(app, load_defaults())
+        else:
+            app.command(name, help=summary)(_not_imported)
+    return app
+
+
+def _not_imported() -> None:
+    raise AssertionError("a command that the arguments do not name")
 
 
 def _show_version(wanted: bool) -> None:
@@ -94,22 +98,31 @@ def _show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
+def _show_help(context: typer.Context, wanted: bool) -> None:
+    convert_without_typer(context, {})
+    if wanted:
+        show_overview(context, COMMANDS, EPILOG)
+        raise typer.Exit
+
+
+def _eager(*names: str, **about: Any) -> Any:
+    return flag(*names, panel="", is_eager=True, **about)
+
+
 def _main(
-    version: Annotated[
-        bool,
-        typer.Option(
-            "--version", is_eager=True, callback=_show_version, help="Show the version and exit."
-        ),
+    context: typer.Context,
+    help: Annotated[  # noqa: ARG001  its callback answers it, as that of the next
+        bool, _eager("-h", "--help", help="Show this.", callback=_show_help)
+    ] = False,
+    version: Annotated[  # noqa: ARG001
+        bool, _eager("--version", help="Show the version.", callback=_show_version)
     ] = False,
 ) -> None:
     """Stable Video Diffusion on several devices by splitting the denoising steps.
 
-    The clips are bit for bit those of diffusers on one device, and `verify` proves it. A pipeline
-    of steps finishes more clips an hour; it makes no single clip faster.
+    The clips are bit for bit those of diffusers on one device, and `svdpp verify` proves it. A
+    pipeline of steps finishes more clips an hour; it makes no single clip faster.
     """
-
-
-for _command in (plan, simulate, run, verify, profile, doctor, env):
-    app.command()(guarded(_command))
-app.command(context_settings=bench_command.CONTEXT)(guarded(bench_command.bench))
+    if context.invoked_subcommand is None:
+        show_overview(context, COMMANDS, EPILOG)
+        raise typer.Exit(2)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import shlex
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from svdpp.cli import bench_report, options
+from svdpp.cli import bench_fields
+from svdpp.cli.command import command
 from svdpp.cli.console import Console
-from svdpp.cli.draft_choice import DraftChoice
-from svdpp.config import DEMO_MODEL, DUMMY_MODEL, ModelConfig, PipelineConfig
+from svdpp.cli.options.bench import BenchOptions
+from svdpp.cli.options.outputs import TraceOptions
+from svdpp.cli.options.talk import TalkOptions
+from svdpp.config import DEMO_MODEL, DUMMY_MODEL
 from svdpp.errors import RequestError, SvdppError, VerificationError, error_to_dict, highest_code
 
 if TYPE_CHECKING:
@@ -20,91 +22,62 @@ if TYPE_CHECKING:
     from svdpp.bench.ranks import Ranks
     from svdpp.bench.runner import Bench
 
-#: Options of the form --section.field=value are the configuration's, not this command's.
-CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
 
-
+@command(
+    examples=(
+        "svdpp bench smoke",
+        "svdpp bench smoke --workload.clips=4 --measure.repeats=2",
+        "svdpp bench --compare results/smoke/A results/smoke/B",
+    ),
+    without=("timeline", "profile"),
+    # Options of the form --section.field=value are the configuration's, not this command's.
+    settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
 def bench(
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="CONFIG [--SECTION.FIELD=VALUE]...",
-            help="A YAML file, or the name of one that comes with svdpp: smoke (CPU, a minute or "
-            "two), svd-xt (all GPUs). A list for a field measures each value.",
-            show_default=False,
-        ),
-    ] = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="SECTION.FIELD=VALUE",
-            help="Override a field, as --SECTION.FIELD=VALUE does; the value is YAML. Repeatable.",
-            show_default=False,
-        ),
-    ] = None,
-    compare: Annotated[
-        tuple[Path, Path] | None,
-        typer.Option(
-            metavar="A B",
-            help="Instead of measuring, hold the results in folder B against those in folder A.",
-            show_default=False,
-        ),
-    ] = None,
-    results: Annotated[
-        Path,
-        typer.Option(metavar="DIR", help="Results go to DIR/EXPERIMENT/RUN/.", show_default=True),
-    ] = Path("results"),
-    profile: Annotated[
-        bool,
-        typer.Option(
-            "--profile",
-            help="As profile=true: afterwards look at one clip on rank 0 with torch.profiler.",
-        ),
-    ] = False,
-    trace: options.Trace = None,
-    as_json: options.AsJson = False,
-    quiet: options.Quiet = False,
-    debug: options.Debug = False,  # noqa: ARG001  read by the guard around every command
+    console: Console,
+    asked: BenchOptions,
+    traces: TraceOptions,
+    talk: TalkOptions,  # noqa: ARG001  read where every command is called
 ) -> None:
     """Measure a pipeline beside data parallel, and diffusers on one device.
 
-    Each round starts, warms up and measures each of them, on the same devices. Clips
-    whose bits are not diffusers' own end the command with code 3, results and all.
+    Each round starts, warms up and measures each of them, on the same devices. Clips whose bits are
+    not diffusers' own end the command with code 3, results and all.
     """
-    from svdpp.cli import request
+    from svdpp.cli.request import is_joined_member
 
-    console = Console(as_json=as_json, quiet=quiet)
-    names, overrides = _sorted_out(words or [])
-    is_member = request.is_joined_member()
-    if compare is not None:
-        if names or overrides or settings:
+    names, overrides = _sorted_out(asked.words or [])
+    if asked.compare is not None:
+        if names or overrides or asked.settings:
             raise RequestError("--compare takes two folders, and no configuration beside them")
-        if is_member:
-            return
-        from svdpp.bench.compare import compare as held_against
-
-        bench_report.show_comparison(console, *compare, held_against(*compare))
+        if not is_joined_member():
+            _compare(console, *asked.compare)
         return
-    overrides = [*(settings or []), *overrides, *(["profile=true"] if profile else [])]
+    overrides = [*(asked.settings or []), *overrides, *(["profile=true"] if asked.profile else [])]
     points = _points(names, overrides)
-    if trace is not None and len(points) > 1:
+    if traces.trace is not None and len(points) > 1:
         raise RequestError(
             f"--trace is of one point, and the lists span {len(points)}",
             "leave it out, or measure the point that it is to show alone",
         )
-    if is_member:
+    if is_joined_member():
         _serve(console, _benches(points, is_member=True))
         return
-    from svdpp.cli.trace_outputs import check_target
     from svdpp.launch import fork_server
 
-    check_target("--trace", trace, ".json")
+    traces.checked()
     fork_server.start_early(
         svd=any(point.model.name != DUMMY_MODEL for point in points),
         device=points[0].pipeline.device,
     )
-    _measure(console, _benches(points, is_member=False), results, trace)
+    _measure(console, _benches(points, is_member=False), asked.results, traces.trace)
+
+
+def _compare(console: Console, a: Path, b: Path) -> None:
+    from svdpp.bench.compare import compare
+    from svdpp.cli.bench_report import show_comparison
+
+    show_comparison(console, a, b, compare(a, b))
 
 
 def _sorted_out(words: list[str]) -> tuple[list[str], list[str]]:
@@ -143,59 +116,12 @@ def _benches(points: list[BenchConfig], *, is_member: bool) -> list[Bench]:
     from svdpp.bench.runner import Bench
     from svdpp.driver.pipeline import Pipeline
 
-    configs = [_pipeline_config(point) for point in points]
-    return [
-        Bench(point, Pipeline(config).config, is_member=is_member)
-        for point, config in zip(points, configs, strict=True)
-    ]
-
-
-def _pipeline_config(point: BenchConfig) -> PipelineConfig:
-    """As `svdpp run` would make it of the same options."""
-    from svdpp.cli import request
-    from svdpp.cli.layout_choice import LayoutChoice
-    from svdpp.cli.plan_choice import PlanChoice
-
-    ranks, workload = point.pipeline, point.workload
-    if ranks.start_steps is not None and not ranks.draft:
-        raise RequestError("pipeline.start_steps is about a draft", "add --pipeline.draft=true")
-    plan = PlanChoice(
-        draft=DraftChoice(draft=ranks.draft, start_steps=ranks.start_steps),
-        layout=LayoutChoice(
-            **ranks.model_dump(
-                include={"split", "replicas", "decoders", "costs"}, exclude_defaults=True
-            )
-        ),
-        world=request.joined_world(ranks.world, "pipeline.world", "give --pipeline.world=null"),
-        steps=workload.steps,
-        device=ranks.device,
-        no_draft={"costs": ranks.costs},
-    )
-    decodes = point.model.name != DUMMY_MODEL
-    shape, _ = plan.settings(num_clips=workload.clips, decodes=decodes)
-    model = point.model.model_dump(exclude={"latent_shape"})
-    knobs = workload.model_dump(exclude={"clips", "images", "steps", "frames"})
-    return request.pipeline_config(
-        model=ModelConfig(
-            **model,
-            dtype=request.parse_dtype(point.precision, ranks.device),
-            channels_last=point.channels_last,
-            dummy_latent_shape=tuple(point.model.latent_shape),
-        ),
-        sampling=request.sampling_config(
-            point.model.name,
-            workload.steps,
-            memory_opt=point.model.memory_opt,
-            num_frames=workload.frames,
-            **knobs,
-        ),
-        device=ranks.device,
-        threads=ranks.threads,
-        timeout=ranks.timeout,
-        start_timeout=ranks.start_timeout,
-        checksum=ranks.checksum,
-        plan=shape,
-    )
+    with bench_fields.named():
+        configs = [bench_fields.pipeline_config(point) for point in points]
+        return [
+            Bench(point, Pipeline(config).config, is_member=is_member)
+            for point, config in zip(points, configs, strict=True)
+        ]
 
 
 def _serve(console: Console, benches: list[Bench]) -> None:
@@ -250,18 +176,23 @@ def _run(
     """Measures one point, writes its results and prints them."""
     from svdpp.bench.names import COSTS, PROFILE
     from svdpp.bench.results import Results
+    from svdpp.cli.bench_report import show_summary
+    from svdpp.cli.progress import Progress
 
     kept = Results(root, one)
     one.profile_path = (kept.folder / PROFILE).absolute()
+    one.watch = partial(Progress, console, costs=one.config.costs, ranks=False)
     console.info(_headline(one))
-    one.run(console.info, kept.add, ranks)
+    with bench_fields.named():
+        one.run(console.info, kept.add, ranks)
     found = kept.finish()
     if trace is not None:
         _write_trace(one, trace)
-    bench_report.show_summary(console, found)
+    show_summary(console, found)
     console.result(f"{kept.folder}")
-    console.info(f"compare it with another: svdpp bench --compare OTHER {kept.folder}")
-    world, costs = one.config.world_size, shlex.quote(str(kept.folder / COSTS))
+    folder, costs = (shlex.quote(str(each)) for each in (kept.folder, kept.folder / COSTS))
+    world = one.config.world_size
+    console.info(f"compare it with another: svdpp bench --compare OTHER {folder}")
     console.info(f"plan by it: svdpp plan --world {world} --costs {costs} --compare")
     return {**found, "folder": str(kept.folder)}
 

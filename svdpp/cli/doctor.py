@@ -1,18 +1,22 @@
-"""Owns `svdpp doctor`: tries what a run will need, and names the mend of what fails."""
+"""Owns `svdpp doctor`: tries what a run needs, and says how to fix what fails."""
 
 from __future__ import annotations
 
 import textwrap
-from dataclasses import asdict
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING
 
 import typer
 from rich.text import Text
 
-from svdpp.cli import options
+from svdpp.cli.command import command, is_given
 from svdpp.cli.console import Console
-from svdpp.config import DEFAULT_MODEL, DEFAULT_NUM_STEPS, DEMO_MODEL, ModelConfig
+from svdpp.cli.options.model import ModelOptions
+from svdpp.cli.options.outputs import FolderOptions
+from svdpp.cli.options.ranks import RankOptions
+from svdpp.cli.options.sampling import SamplingOptions
+from svdpp.cli.options.talk import AnswerOptions
+from svdpp.config import DEFAULT_MODEL, DEFAULT_NUM_STEPS, DEMO_MODEL, PipelineConfig
 from svdpp.redaction import redact, redact_all
 
 if TYPE_CHECKING:
@@ -21,88 +25,77 @@ if TYPE_CHECKING:
 _COLOURS = {"ok": "green", "failed": "bold red", "skipped": "dim"}
 
 
+@command(
+    examples=("svdpp doctor", "svdpp doctor --gpus 8 --out clips"),
+    without=(
+        *("timeout", "start_timeout", "checksum", "local_files_only", "latent_shape", "steps"),
+        *("seed", "fit", "fps", "motion_bucket_id", "noise_aug_strength", "min_guidance_scale"),
+        "max_guidance_scale",
+    ),
+    defaults={"world": "all GPUs, if they divide the steps; on the CPU 2"},
+    meanings={
+        "out": "Folder that the clips would go to.",
+        "device": "cuda: rank r on GPU r, over NCCL. cpu, or one GPU shared by all ranks such as "
+        "cuda:0: over gloo. auto: GPUs if there are any, else the CPU.",
+        "decode_chunk_size": "Frames decoded at a time; memory depends on it.",
+    },
+)
 def doctor(
     context: typer.Context,
-    world: options.World = None,
-    out: Annotated[
-        Path, typer.Option("--out", "-o", metavar="DIR", help="Folder the clips would go to.")
-    ] = Path("out"),
-    model: options.Model = DEMO_MODEL,
-    revision: options.Revision = None,
-    variant: options.Variant = None,
-    device: Annotated[
-        str | None,
-        typer.Option(
-            metavar="cpu|cuda|cuda:N",
-            help="Default: cuda where there is one, else cpu.",
-            rich_help_panel="Ranks",
-        ),
-    ] = None,
-    dtype: options.Dtype = None,
-    height: options.Height = None,
-    width: options.Width = None,
-    frames: options.NumFrames = None,
-    decode_chunk_size: options.NumDecodedAtOnce = None,
-    memory_opt: options.MemoryOpt = False,
-    threads: options.Threads = None,
-    as_json: options.AsJson = False,
-    debug: options.Debug = False,  # noqa: ARG001  read by the guard around every command
+    console: Console,
+    folder: FolderOptions,
+    sampling: SamplingOptions,
+    ranks: RankOptions,
+    answer: AnswerOptions,
+    model: ModelOptions = ModelOptions(model=DEMO_MODEL),
 ) -> None:
-    """Try what a run will need, in seconds: devices, transfers, ffmpeg, model, memory, determinism.
+    """Try what a run needs, in seconds.
 
-    Nothing is downloaded. The exit code is that of the first check that failed.
+    That is devices, transfers, ffmpeg, model, memory and determinism. Nothing is downloaded. The
+    exit code is that of the first check that failed.
     """
-    from svdpp.cli import request
     from svdpp.diagnostics.doctor import Examination, examine
 
-    chosen = device or request.default_device()
-    default_world = request.default_world(chosen, DEFAULT_NUM_STEPS, on_cpu=2)
-    world_size = default_world if world is None else world
-    config = request.pipeline_config(
-        model=ModelConfig(
-            name=model,
-            revision=revision,
-            variant=variant,
-            dtype=request.parse_dtype(dtype, chosen),
-            memory_opt=memory_opt,
-        ),
-        sampling=request.sampling_config(
-            model,
-            world_size,
-            memory_opt=memory_opt,
-            height=height,
-            width=width,
-            num_frames=frames,
-            decode_chunk_size=decode_chunk_size,
-        ),
-        plan={"world_size": world_size},
-        device=chosen,
-        threads=threads,
-        timeout=120.0,
-        start_timeout=120.0,
-    )
-    console = Console(as_json=as_json)
+    config = _examined(ranks, model, sampling)
     checks = []
-    for check in examine(Examination(config, out)):
+    for check in examine(Examination(config, folder.out)):
         checks.append(check)
         _print(console, check)
     failed = [check for check in checks if check.verdict == "failed"]
-    if as_json:
+    if answer.as_json:
         listed = redact_all([asdict(check) for check in checks])
-        examined = {"model": model, "device": chosen, "world_size": world_size}
-        about = {"schema_version": 1, "healthy": not failed, "examined": redact_all(examined)}
-        console.json({**about, "checks": listed})
+        examined = {name: getattr(config, name) for name in ("device", "world_size")}
+        about = {"schema_version": 1, "healthy": not failed}
+        examined = redact_all({"model": model.model, **examined})
+        console.json({**about, "examined": examined, "checks": listed})
     if failed:
         console.info(f"{len(failed)} of {len(checks)} checks failed")
         raise typer.Exit(failed[0].exit_code)
-    ranks = f"{world_size} {chosen} rank{'s' if world_size > 1 else ''}"
-    console.info(f"a run of {model} on {ranks} will find what it needs")
-    of_run = {} if options.is_given(context, "model") else {"model": DEFAULT_MODEL}
-    of_run |= {} if device is not None or chosen == "cuda" else {"device": "cuda"}
-    if of_run:
-        wanted = " ".join(f"--{name} {value}" for name, value in of_run.items())
-        names = " and ".join(of_run)
-        console.info(f"svdpp run takes another {names} by default: to examine that add {wanted}")
+    plural = "s" if config.world_size > 1 else ""
+    ranks_examined = f"{config.world_size} {config.device} rank{plural}"
+    console.info(f"a run of {model.model} on {ranks_examined} will find what it needs")
+    if not is_given(context, "model"):
+        console.info(
+            f"svdpp run takes another model by default: to examine that add --model {DEFAULT_MODEL}"
+        )
+
+
+def _examined(ranks: RankOptions, model: ModelOptions, sampling: SamplingOptions) -> PipelineConfig:
+    """The run that is examined: one step for each rank."""
+    from svdpp.cli import request
+
+    # A machine is examined for whatever it has: no model is too large for its CPU.
+    device = ranks.device_for(DEMO_MODEL)
+    world_size = ranks.world
+    if world_size is None:
+        world_size = request.default_world(device, DEFAULT_NUM_STEPS, on_cpu=2)
+    return request.pipeline_config(
+        replace(ranks, timeout=120.0, start_timeout=120.0),
+        model,
+        replace(sampling, steps=world_size),
+        device=device,
+        plan={"world_size": world_size},
+    )
 
 
 def _print(console: Console, check: Check) -> None:

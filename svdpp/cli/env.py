@@ -4,23 +4,28 @@ from __future__ import annotations
 
 from typing import Any
 
-from svdpp.cli import options
+from svdpp.cli.command import command
 from svdpp.cli.console import Console
+from svdpp.cli.defaults import load_defaults
+from svdpp.cli.options.talk import AnswerOptions
 
 
-def env(
-    as_json: options.AsJson = False,
-    debug: options.Debug = False,  # noqa: ARG001  read by the guard around every command
-) -> None:
+@command(examples=("svdpp env", "svdpp env --json"))
+def env(console: Console, answer: AnswerOptions) -> None:
     """Show versions, devices, ffmpeg and settings, ready to be pasted into a report.
 
-    The home shows as ~; environment variables come from a list of harmless names, so no token does.
+    Settings are the defaults of options that svdpp.toml, [tool.svdpp] of pyproject.toml or a
+    variable such as SVDPP_MODEL sets. The home shows as ~. Other variables come from a list of
+    harmless names, so no token does.
     """
     from svdpp.diagnostics.environment import environment
 
-    facts = environment()
-    console = Console(as_json=as_json)
-    if as_json:
+    defaults = [
+        {"option": each.option, "value": each.value, "source": each.source}
+        for each in load_defaults().values()
+    ]
+    facts = {**environment(), "defaults": defaults}
+    if answer.as_json:
         console.json(facts)
     else:
         _print(console, facts)
@@ -43,6 +48,7 @@ def _print(console: Console, facts: dict[str, Any]) -> None:
         ("hub cache", facts["hub_cache"]["path"]),
         ("svd models", ", ".join(facts["hub_cache"]["svd_models"]) or "none in the cache"),
         *((name, value) for name, value in facts["variables"].items()),
+        *((each["option"], f"{each['value']}, by {each['source']}") for each in facts["defaults"]),
     ]
     width = max(len(name) for name, _ in lines)
     for name, value in lines:

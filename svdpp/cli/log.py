@@ -120,10 +120,12 @@ class EventLog:
                 )
             case TransferDone():
                 arrow = "from" if event.direction == "recv" else "to"
+                # A rank that is behind makes its neighbour wait; that says nothing of the link.
+                waited = f", waited {event.waited:.4f} s" if event.direction == "send" else ""
                 log.info(
-                    "{} clip {} at step {} {} rank {}: {} bytes in {:.4f} s, waited {:.4f} s",
+                    "{} clip {} at step {} {} rank {}: {} bytes in {:.4f} s{}",
                     *(event.direction, event.clip, event.next_step, arrow, event.peer),
-                    *(event.num_bytes, event.seconds, event.waited),
+                    *(event.num_bytes, event.seconds, waited),
                 )
             case StepDone():
                 log.debug("clip {} step {}: {:.4f} s", event.clip, event.step, event.seconds)

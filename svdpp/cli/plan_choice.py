@@ -1,4 +1,4 @@
-"""Owns how many ranks a command takes, and whether they share a layout or walk a draft."""
+"""Owns how many ranks a command takes, and whether they share clips or draft one at a time."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from svdpp.cli.draft_choice import DraftChoice
-from svdpp.cli.layout_choice import LayoutChoice, Memory
-from svdpp.cli.request import default_draft_world, joined_world, launcher_name
+from svdpp.cli.options.draft import DraftOptions
+from svdpp.cli.options.layout import LayoutOptions, Memory
+from svdpp.cli.request import default_draft_world, default_world, joined_world, launcher_name
 from svdpp.errors import RequestError
 from svdpp.launch.world import find_world
 
@@ -18,20 +18,20 @@ class PlanChoice:
     """What the options say of the ranks, and of how they share the work.
 
     Args:
-        draft: whether all ranks walk the same clip, and from where.
+        draft: whether all ranks draft the same clip, and from where.
         layout: how they share the clips, where they do not.
         world: number of ranks; None where the user names none.
         steps: of each clip.
         device: as a `PipelineConfig` has it.
         default_world: ranks where nobody names a number; None: by device and plan.
-        no_draft: other options that a draft leaves no room for, by name.
+        no_draft: other options without an effect on a draft, by name.
 
     Raises:
         RequestError: options contradict each other.
     """
 
-    draft: DraftChoice
-    layout: LayoutChoice
+    draft: DraftOptions
+    layout: LayoutOptions
     world: int | None
     steps: int
     device: str
@@ -39,8 +39,7 @@ class PlanChoice:
     no_draft: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.draft.refuse_beside({**self.layout.chosen, "layout": self.layout.layout})
-        self.draft.refuse_beside(self.no_draft)
+        self.draft.refuse_beside({**self.layout.given, **self.no_draft})
 
     def world_size(self) -> int:
         """The launcher's number of ranks, the user's, the starts' or the default.
@@ -58,7 +57,7 @@ class PlanChoice:
             return self.default_world
         if self.draft.draft:
             return default_draft_world(self.device, self.steps)
-        return self.layout.world(self.device, self.steps)
+        return default_world(self.device, self.steps, on_cpu=2, divide=self.layout.must_divide)
 
     def settings(
         self, *, num_clips: int | None, decodes: bool, memory: Memory | None = None
@@ -71,7 +70,7 @@ class PlanChoice:
             memory: asked by `auto` what fits; None: everything does.
 
         Raises:
-            RequestError: as `LayoutChoice.settings` and `DraftChoice.settings` have it; or the
+            RequestError: as `LayoutOptions.settings` and `DraftOptions.settings` have it; or the
                 launcher's ranks are not those that the starts name.
         """
         world_size = self.world_size()
@@ -97,4 +96,5 @@ def _check_joined(num_start_steps: int) -> None:
             f"{launcher_name(world)} has {world.size}",
             f"name {world.size} start steps, or have {launcher_name(world)} start "
             f"{num_start_steps} ranks",
+            details={"asked": num_start_steps, "found": world.size},
         )

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from svdpp.cli.console import Console
-from svdpp.cli.plan_report import Request, facts, gib, talk, times
+from svdpp.cli.plan_report import SCHEMA_VERSION, Request, facts, gib, num_idle_ranks, times
 from svdpp.plan.choose import Row
 
 
@@ -21,34 +21,38 @@ def show_comparison(
         counts: `num_steps` and `world_size` of them all.
         rows: one for each.
     """
+    console.infos(request.remarks)
     if console.as_json:
         console.json(_comparison_json(counts, request, rows))
         return
-    every = "min" if request.unit == "second" else "100 steps"
-    counted = "first clip", "mean clip", "look", "jitter", "GiB", "idle"
-    columns = (f"clips/{every}", *counted)
-    console.table(("layout", *columns), (_compared(row, request.unit) for row in rows))
+    columns = ("total", "per min", "first", "mean", "look", "jitter", "GiB", "idle")
+    console.table(("layout", *columns), map(_compared, rows))
     console.result()
-    clips = f"{request.num_clips} clips on {counts['world_size']} ranks"
-    console.result(f"{clips}, times in {request.unit}s")
+    console.result(f"total: {request.clips} on {counts['world_size']} ranks")
+    console.result("per min: clips of a long queue; all others in seconds, of these clips;")
+    console.result("look: until there is something of a clip to see, jitter: between finished ones")
     for row in rows:
         if row.note:
             console.result(f"{row.name}: {row.note}")
-    talk(console, request)
+        if row.layout is not None and (num_idle := num_idle_ranks(row.layout)):
+            console.info(
+                f"warning: {row.name}: {num_idle} of {counts['world_size']} ranks "
+                "have nothing to do"
+            )
 
 
-def _compared(row: Row, unit: str) -> tuple[str, ...]:
+def _compared(row: Row) -> tuple[str, ...]:
     forecast = row.forecast
     if forecast is None:
-        return (row.name, *"-------")
-    span = 60 if unit == "second" else 100
+        return (row.name, *"--------")
     return (
         row.name,
-        f"{span / forecast.seconds_per_clip:.2f}" if forecast.seconds_per_clip else "-",
-        f"{forecast.first_clip:.2f}",
-        f"{forecast.latency.mean:.2f}",
-        f"{row.preview_seconds:.2f}",
-        f"{forecast.jitter:.2f}",
+        f"{forecast.makespan:.1f}",
+        f"{60 / row.seconds_per_clip:.2f}" if row.seconds_per_clip else "-",
+        f"{forecast.first_clip:.1f}",
+        f"{forecast.latency.mean:.1f}",
+        f"{row.preview_seconds:.1f}",
+        f"{forecast.jitter:.1f}",
         gib(row.peak_gib),
         f"{forecast.bubble:.0%}",
     )
@@ -58,10 +62,9 @@ def _comparison_json(
     counts: Mapping[str, Any], request: Request, rows: Sequence[Row]
 ) -> dict[str, Any]:
     return {
-        "schema_version": 1,
+        "schema_version": SCHEMA_VERSION,
         "num_steps": counts["num_steps"],
         "world_size": counts["world_size"],
-        "unit": request.unit,
         "clips": request.num_clips,
         "layouts": [_row_json(row) for row in rows],
     }
@@ -81,7 +84,7 @@ def _row_json(row: Row) -> dict[str, Any]:
         "note": row.note or None,
         "layout": what | {"peak_gib": row.peak_gib},
         "forecast": {
-            **times(forecast),
+            **times(forecast, row.seconds_per_clip),
             "bubble": forecast.bubble,
             "jitter_seconds": forecast.jitter,
             "latency_seconds": forecast.latency._asdict(),

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from svdpp.cli.console import Console
-from svdpp.cli.plan_report import Request, gib
+from svdpp.cli.plan_report import SCHEMA_VERSION, Request, gib
 from svdpp.plan.costs import Costs
 from svdpp.plan.draft import DraftPlan
 from svdpp.plan.sigmas import karras_sigmas
 
-_NOT_STARTED, _STEP, _MENDED = ".", "o", "+"
+_NOT_STARTED, _STEP, _CORRECTED = ".", "o", "+"
 
 
 def show_draft_plan(
@@ -20,13 +20,14 @@ def show_draft_plan(
 
     Args:
         console: where to.
-        request: the unit of times; its clips come one after the other.
-        draft plan: what to show.
+        request: its remarks.
+        draft_plan: what to show.
         costs: of each kind of work.
     """
     ready = draft_plan.ready_at(costs)
+    console.infos(request.remarks)
     if console.as_json:
-        console.json(_to_json(draft_plan, request, ready))
+        console.json(_to_json(draft_plan, ready))
         return
     sigmas = karras_sigmas(draft_plan.num_steps)
     peaks = draft_plan.peak_gib(costs)
@@ -43,16 +44,16 @@ def show_draft_plan(
         )
         for rank, start in enumerate(draft_plan.start_steps)
     ]
-    columns = ("rank", "start", "sigma", "rounds", "sooner", "mended")
+    columns = ("rank", "start", "sigma", "rounds", "sooner", "corrected")
     console.table((*columns, *(["GiB"] if known else [])), rows)
     console.result()
     console.grid(draw_draft_plan(draft_plan))
-    console.result("one step a round ->   o a step, + a step and a mend, . not begun or done")
+    console.result("one step a round ->   o a step, + a step and a correction, . not begun or done")
     console.result()
     draft, exact = ready[-1], ready[0]
     console.result(
-        f"draft after {request.show(draft)}, exact clip after {request.show(exact)}: the draft "
-        f"comes {exact / draft:.2f}x sooner"
+        f"draft after {draft:.4g} s, exact clip after {exact:.4g} s: the draft comes "
+        f"{exact / draft:.2f}x sooner"
     )
     console.result(
         f"a clip takes {draft_plan.num_evaluations} steps on all ranks, where one takes "
@@ -62,13 +63,13 @@ def show_draft_plan(
 
 
 def draw_draft_plan(draft_plan: DraftPlan) -> list[str]:
-    """One line a rank, a column a round: begins later, ends sooner, is mended in between."""
+    """One line a rank, a column a round: begins later, ends sooner, is corrected in between."""
     digits = len(str(draft_plan.world_size - 1))
     lines = []
     for rank in range(draft_plan.world_size):
-        mended = {correction.at for correction in draft_plan.corrections(rank)}
+        corrected = {correction.at for correction in draft_plan.corrections(rank)}
         steps = range(draft_plan.start_steps[rank], draft_plan.num_steps)
-        row = "".join(_MENDED if step + 1 in mended else _STEP for step in steps)
+        row = "".join(_CORRECTED if step + 1 in corrected else _STEP for step in steps)
         row = _NOT_STARTED * rank + row
         what = (
             "exact" if rank == 0 else ("draft" if rank == draft_plan.world_size - 1 else "nearer")
@@ -80,13 +81,12 @@ def draw_draft_plan(draft_plan: DraftPlan) -> list[str]:
     return lines
 
 
-def _to_json(draft_plan: DraftPlan, request: Request, ready: list[float]) -> dict[str, Any]:
+def _to_json(draft_plan: DraftPlan, ready: list[float]) -> dict[str, Any]:
     return {
-        "schema_version": 1,
+        "schema_version": SCHEMA_VERSION,
         "num_steps": draft_plan.num_steps,
         "world_size": draft_plan.world_size,
         "start_steps": list(draft_plan.start_steps),
-        "unit": request.unit,
         "evaluations": draft_plan.num_evaluations,
         "messages": draft_plan.num_messages,
         "ranks": [
@@ -94,12 +94,12 @@ def _to_json(draft_plan: DraftPlan, request: Request, ready: list[float]) -> dic
                 "rank": rank,
                 "start": start,
                 "rounds": draft_plan.rounds(rank),
-                "mended_at": [correction.at for correction in draft_plan.corrections(rank)],
-                "ready": ready[rank],
+                "corrected_at": [correction.at for correction in draft_plan.corrections(rank)],
+                "ready_seconds": ready[rank],
             }
             for rank, start in enumerate(draft_plan.start_steps)
         ],
-        "draft": ready[-1],
-        "exact": ready[0],
+        "draft_seconds": ready[-1],
+        "exact_seconds": ready[0],
         "schedule": [[str(action) for action in actions] for actions in draft_plan.schedule([0])],
     }

@@ -9,10 +9,13 @@ from typing import Any
 from svdpp.cli.console import Console
 from svdpp.plan.forecast import Forecast, replay
 from svdpp.plan.grid import draw_grid
-from svdpp.plan.large_forecast import forecast_layout
+from svdpp.plan.large_forecast import forecast_layout, steady_seconds_per_clip
 from svdpp.plan.layout import Layout, StepShare
 from svdpp.plan.schedule import build_schedule
 from svdpp.plan.sigmas import karras_sigmas
+
+#: Of the JSON of `svdpp plan`.
+SCHEMA_VERSION = 2
 
 # Rows and picture lines that a terminal can still show.
 _MAX_ROWS = 100
@@ -29,17 +32,17 @@ class Request:
     Args:
         num_clips: M.
         arrivals: when each clip comes; empty: all are there from the start.
-        unit: what times are in, `step` or `second`.
+        remarks: what is to be known before the figures are read.
     """
 
     num_clips: int
     arrivals: Sequence[float] = field(default=())
-    unit: str = "second"
+    remarks: Sequence[str] = ()
 
-    def show(self, value: float) -> str:
-        """A time with its unit."""
-        text = f"{value:.4g}"
-        return f"{text} {self.unit}{'' if text == '1' else 's'}"
+    @property
+    def clips(self) -> str:
+        """Their number in words."""
+        return f"{self.num_clips} clip{'' if self.num_clips == 1 else 's'}"
 
 
 def show_layout(console: Console, request: Request, layout: Layout, reason: str = "") -> None:
@@ -52,10 +55,10 @@ def show_layout(console: Console, request: Request, layout: Layout, reason: str 
         reason: why it was chosen; empty where it was given.
     """
     forecast = forecast_layout(layout, request.num_clips, request.arrivals)
-    others = replace(layout, split="uniform", replicas=layout.world_size, decoders=1)
-    data_parallel = forecast_layout(others, request.num_clips, request.arrivals)
+    data_parallel = forecast_layout(_as_data_parallel(layout), request.num_clips, request.arrivals)
+    console.infos(request.remarks)
     if console.as_json:
-        console.json(_layout_json(layout, request, forecast, data_parallel, reason))
+        console.json(_layout_json(layout, forecast, data_parallel, reason))
         return
     _print_ranks(console, layout)
     _print_cuts(console, layout, request.num_clips)
@@ -64,7 +67,8 @@ def show_layout(console: Console, request: Request, layout: Layout, reason: str 
     console.result()
     for line in _forecast_lines(layout, request, forecast, data_parallel, reason):
         console.result(line)
-    talk(console, request)
+    if num_idle := num_idle_ranks(layout):
+        console.info(f"warning: {num_idle} of {layout.world_size} ranks have nothing to do")
 
 
 def _print_ranks(console: Console, layout: Layout) -> None:
@@ -150,38 +154,50 @@ def _forecast_lines(
 ) -> Iterator[str]:
     if reason:
         yield f"auto picks {reason}"
-    yield f"{forecast.clips} clips on {layout.world_size} ranks: {request.show(forecast.makespan)}"
-    yield _steady(forecast, request)
+    yield _total(forecast, f"{request.clips} on {layout.world_size} ranks")
+    yield _steady(layout)
     if request.arrivals or layout.split != "uniform" or reason:
-        since = "from its pending" if request.arrivals else "from its encode"
+        since = "from its arrival" if request.arrivals else "from its encode"
         latency = forecast.latency
         yield (
-            f"a clip takes {request.show(latency.mean)} {since}: "
+            f"a clip takes {latency.mean:.4g} s {since}: "
             f"p50 {latency.p50:.4g}, p90 {latency.p90:.4g}, p99 {latency.p99:.4g}"
         )
     if layout.replica_size > 1:
-        time = request.show(data_parallel.makespan)
-        yield f"data parallel on the same {layout.world_size} devices: {time}"
-        yield _steady(data_parallel, request)
+        yield _total(data_parallel, f"data parallel on {layout.world_size} ranks")
+        yield _steady(_as_data_parallel(layout))
 
 
-def _steady(forecast: Forecast, request: Request) -> str:
+def _total(forecast: Forecast, what: str) -> str:
     return (
-        f"first clip after {request.show(forecast.first_clip)}, "
-        f"then one every {request.show(forecast.seconds_per_clip)}; bubble {forecast.bubble:.0%}"
+        f"{what}: {forecast.makespan:.4g} s, first after {forecast.first_clip:.4g} s, "
+        f"bubble {forecast.bubble:.0%}"
     )
 
 
+def _steady(layout: Layout) -> str:
+    seconds = steady_seconds_per_clip(layout)
+    return f"  of a long queue, one clip every {seconds:.4g} s"
+
+
+def _as_data_parallel(layout: Layout) -> Layout:
+    return replace(layout, split="uniform", replicas=layout.world_size, decoders=1)
+
+
+def num_idle_ranks(layout: Layout) -> int:
+    """Ranks that never do anything for a clip."""
+    return sum(not (role.encode or role.denoise or role.decode) for role in layout.roles)
+
+
 def _layout_json(
-    layout: Layout, request: Request, forecast: Forecast, data_parallel: Forecast, reason: str
+    layout: Layout, forecast: Forecast, data_parallel: Forecast, reason: str
 ) -> dict[str, Any]:
     shares = [share for replica in range(layout.replicas) for share in layout.shares(replica)]
     return {
-        "schema_version": 1,
+        "schema_version": SCHEMA_VERSION,
         "num_steps": layout.num_steps,
         "world_size": layout.world_size,
         "split": layout.split,
-        "unit": request.unit,
         "layout": facts(layout) | {"reason": reason or None},
         "ranks": [
             vars(share) | vars(layout.roles[share.rank]) | {"peak_gib": layout.peak_gib[share.rank]}
@@ -190,11 +206,13 @@ def _layout_json(
         "costs": layout.costs.to_json(),
         "forecast": {
             "clips": forecast.clips,
-            **times(forecast),
+            **times(forecast, steady_seconds_per_clip(layout)),
             "bubble": forecast.bubble,
             "jitter_seconds": forecast.jitter,
             "latency_seconds": forecast.latency._asdict(),
-            "data_parallel": times(data_parallel),
+            "data_parallel": times(
+                data_parallel, steady_seconds_per_clip(_as_data_parallel(layout))
+            ),
         },
     }
 
@@ -209,12 +227,12 @@ def facts(layout: Layout) -> dict[str, Any]:
     }
 
 
-def times(forecast: Forecast) -> dict[str, float]:
-    """A forecast's times, for JSON."""
+def times(forecast: Forecast, seconds_per_clip: float) -> dict[str, float]:
+    """A forecast's times, for JSON; `seconds_per_clip` is that of a long queue."""
     return {
         "makespan_seconds": forecast.makespan,
         "first_clip_seconds": forecast.first_clip,
-        "seconds_per_clip": forecast.seconds_per_clip,
+        "seconds_per_clip": seconds_per_clip,
     }
 
 
@@ -226,12 +244,3 @@ def gib(peaks: Iterable[float | None]) -> str:
         return "-"
     texts = dict.fromkeys(f"{value:.1f}" for value in (values[0], values[-1]))
     return "..".join(texts)
-
-
-def talk(console: Console, request: Request) -> None:
-    """Remarks on what the units leave out."""
-    if request.unit == "step":
-        console.info(
-            "in units of one step, decoding not counted;\n"
-            "--costs, or --step-seconds and --decode-seconds, give times"
-        )

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import shlex
-import sys
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from svdpp.cli import options
+from svdpp.cli.command import command, is_given
+from svdpp.cli.command_line import typed
 from svdpp.cli.console import Console
-from svdpp.cli.draft_choice import DraftChoice
-from svdpp.cli.profile_draft import profile_draft
-from svdpp.config import DEFAULT_MODEL, DEFAULT_NUM_STEPS, ModelConfig
+from svdpp.cli.options.draft import DraftOptions
+from svdpp.cli.options.measure import MeasureOptions
+from svdpp.cli.options.model import ModelOptions
+from svdpp.cli.options.ranks import RankOptions
+from svdpp.cli.options.sampling import SamplingOptions
+from svdpp.cli.options.talk import TalkOptions
+from svdpp.config import PipelineConfig
 from svdpp.errors import RequestError
 from svdpp.redaction import redact
 
@@ -21,170 +27,150 @@ if TYPE_CHECKING:
     from svdpp.diagnostics.cost_profile import Profile
     from svdpp.plan.costs import Costs
 
+# Parameters that only a draft's measurement reads, in words.
+_OF_DRAFT = {"inputs": "photographs are", "steps": "--steps is", "seed": "--seed is"}
 
+
+@command(
+    examples=(
+        "svdpp profile --model demo --device cpu --frames 4",
+        "svdpp profile --gpus 8 --out a100.json",
+        "svdpp profile --draft --model demo --device cpu --steps 14 --gpus 2",
+    ),
+    common=("out", "world", "model", "num_frames", "repeats", "draft", "overwrite", "as_json"),
+    without=(
+        *("checksum", "fit", "fps", "motion_bucket_id", "noise_aug_strength", "draft_psnr"),
+        *("min_guidance_scale", "max_guidance_scale"),
+    ),
+    defaults={"world": "all GPUs, if they divide the steps of svdpp run; on the CPU 2"},
+    meanings={
+        "draft": "Measure not costs but how far drafts of 2 to W ranks are from the exact clip, by "
+        "where their ranks start, and keep the best trade-offs, for --draft-starts.",
+        "draft_starts": "With --draft: measure these starts alone, such as 0,8,12,17.",
+        "steps": "With --draft: denoising steps of each clip; distances are of this number.",
+        "seed": "With --draft: seed of every clip.",
+        "decode_chunk_size": "Frames decoded at a time; memory depends on it.",
+        "overwrite": "Replace the file if it exists.",
+    },
+)
 def profile(
-    inputs: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[PHOTO...]",
-            help="With --draft: what to measure on. Default: the photographs that come with svdpp.",
-        ),
-    ] = None,
-    world: options.World = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out",
-            "-o",
-            metavar="FILE",
-            help="Where the result goes. Default: costs.json; with --draft draft.json.",
-        ),
-    ] = None,
-    draft: Annotated[
-        bool,
-        typer.Option(
-            "--draft",
-            help="Measure not costs but how far drafts of 2 to W ranks are from the exact clip, by "
-            "their starts, and keep the best trade-offs, for --draft-starts.",
-            rich_help_panel=options.DRAFT_PANEL,
-        ),
-    ] = False,
-    start_steps: Annotated[
-        str | None,
-        typer.Option(
-            metavar="LIST",
-            help="With --draft: measure these starts alone, such as 0,8,12,17. Default: all that "
-            "are worth it.",
-            rich_help_panel=options.DRAFT_PANEL,
-        ),
-    ] = None,
-    steps: Annotated[
-        int,
-        typer.Option(
-            metavar="N",
-            help="With --draft: denoising steps of each clip; distances are of this number.",
-            rich_help_panel=options.DRAFT_PANEL,
-        ),
-    ] = DEFAULT_NUM_STEPS,
-    seed: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="With --draft: of every clip. Default: 0.",
-            rich_help_panel=options.DRAFT_PANEL,
-        ),
-    ] = None,
-    repeats: Annotated[
-        int,
-        typer.Option(
-            metavar="N",
-            help="Clips measured after those that warm up, 1 or more; medians are taken.",
-        ),
-    ] = 3,
-    model: options.Model = DEFAULT_MODEL,
-    revision: options.Revision = None,
-    variant: options.Variant = None,
-    local_files_only: options.LocalFilesOnly = False,
-    device: Annotated[
-        str,
-        typer.Option(
-            metavar="cuda|cpu|cuda:N", help="As for run: what is measured is what run would use."
-        ),
-    ] = "cuda",
-    dtype: options.Dtype = None,
-    height: options.Height = None,
-    width: options.Width = None,
-    frames: options.NumFrames = None,
-    decode_chunk_size: options.NumDecodedAtOnce = None,
-    memory_opt: options.MemoryOpt = False,
-    latent_shape: Annotated[
-        tuple[int, int, int, int, int],
-        typer.Option(
-            metavar="B C F H W", help="Latent of the dummy model: five sizes, each 1 or more."
-        ),
-    ] = (1, 4, 14, 64, 64),
-    threads: options.Threads = None,
-    timeout: options.Timeout = 600.0,
-    start_timeout: options.StartTimeout = 600.0,
-    as_json: options.AsJson = False,
-    quiet: options.Quiet = False,
-    debug: options.Debug = False,  # noqa: ARG001  read by the guard around every command
+    context: typer.Context,
+    console: Console,
+    ranks: RankOptions,
+    model: ModelOptions,
+    sampling: SamplingOptions,
+    draft: DraftOptions,
+    asked: MeasureOptions,
+    talk: TalkOptions,
 ) -> None:
-    """Measure encode, step, decode, transfer and write, and each part's memory; write them as
-    costs.
+    """Measure the costs that plans are made with.
 
-    All ranks are at work at once, as they are in a run: on the CPU they share its cores, so the
-    costs hold for this number of ranks and threads. Plans take them by --costs.
+    That is encode, step, decode, transfer and write, and the memory of each part. All ranks are at
+    work at once, as they are in a run: on the CPU they share its cores, so the costs hold for this
+    number of ranks and threads. Plans take them by --costs.
     """
-    from svdpp.cli import launched, log, request
-    from svdpp.media import output_files
+    from svdpp.cli import launched, log
+    from svdpp.cli.request import is_joined_member
 
-    DraftChoice(draft=draft, start_steps=start_steps)
-    if inputs and not draft:
-        raise RequestError("photographs are what drafts are measured on", "add --draft")
-    if draft and request.joined_world(None) is not None:
-        raise RequestError(
-            "profile --draft walks drafts in processes of its own, on one host",
-            "start it by itself; --draft-starts takes its file under a launcher too",
-        )
-    if repeats < 1:
-        raise RequestError(f"--repeats must be 1 or more, got {repeats}")
-    from svdpp.diagnostics.cost_profile import measured_config
-    from svdpp.diagnostics.cost_profile import profile as measure
-    from svdpp.driver.pipeline import Pipeline
+    _check_asked(context, draft)
+    config = _measured(ranks, model, sampling, draft)
+    if is_joined_member():
+        from svdpp.diagnostics.cost_profile import measured_config
+        from svdpp.driver.pipeline import Pipeline
 
-    world_size = request.joined_world(world)
-    if world_size is None and draft:
-        world_size = request.default_draft_world(device, steps)
-    elif world_size is None:
-        world_size = request.default_world(device, DEFAULT_NUM_STEPS, on_cpu=2)
-    config = request.pipeline_config(
-        model=ModelConfig(
-            name=model,
-            revision=revision,
-            variant=variant,
-            local_files_only=local_files_only,
-            dtype=request.parse_dtype(dtype, device),
-            memory_opt=memory_opt,
-            dummy_latent_shape=latent_shape,
-        ),
-        sampling=request.sampling_config(
-            model,
-            steps if draft else world_size,
-            memory_opt=memory_opt,
-            height=height,
-            width=width,
-            num_frames=frames,
-            decode_chunk_size=decode_chunk_size,
-        ),
-        device=device,
-        threads=threads,
-        timeout=timeout,
-        start_timeout=start_timeout,
-        # Dithered cuts take any W and N; for a draft no layout is run.
-        plan={"world_size": world_size, **({"split": "dithered"} if draft else {})},
-    )
-    console = Console(as_json=as_json, quiet=quiet)
-    if request.is_joined_member():
         log.open_log(verbosity=0, log_file=None)
         launched.serve(Pipeline(measured_config(config)), console)
         return
-    if draft:
-        seed = request.parse_seeds(seed, None)[0]
-        path = Path("draft.json") if out is None else out
-        profile_draft(console, config, inputs or [], path, seed=seed, start_steps=start_steps)
+    path = asked.out or Path("draft.json" if draft.draft else "costs.json")
+    _check_free(path, overwrite=asked.overwrite)
+    if draft.draft:
+        from svdpp.cli.profile_draft import profile_draft
+
+        seed, starts = sampling.one_seed(), draft.draft_starts
+        profile_draft(console, config, asked.inputs or [], path, seed=seed, start_steps=starts)
         return
-    out = Path("costs.json") if out is None else out
-    output_files.check_free(str(out))
-    output_files.check_writable(out.absolute().parent)
-    profiled = measure(config, repeats=repeats, talk=console.info)
-    costs = profiled.costs(redact(shlex.join(["svdpp", *sys.argv[1:]])))
-    output_files.write_json(out, costs.to_json())
+    _measure(console, config, path, repeats=asked.repeats, as_json=talk.as_json)
+
+
+def _check_asked(context: typer.Context, draft: DraftOptions) -> None:
+    """Refuses options without an effect.
+
+    Raises:
+        RequestError: naming one.
+    """
+    from svdpp.cli.request import is_joined
+
+    for name, what in _OF_DRAFT.items():
+        if not draft.draft and is_given(context, name):
+            raise RequestError(f"{what} what drafts are measured with", "add --draft")
+    if draft.draft and is_joined():
+        raise RequestError(
+            "profile --draft runs drafts in processes of its own, on one host",
+            "start it by itself; --draft-starts takes its file under a launcher too",
+        )
+
+
+def _measured(
+    ranks: RankOptions, model: ModelOptions, sampling: SamplingOptions, draft: DraftOptions
+) -> PipelineConfig:
+    """What is measured: one step for each rank; for drafts as many steps as their clips have."""
+    from svdpp.cli import request
+    from svdpp.config import DEFAULT_NUM_STEPS
+
+    if sampling.measures_chunk:
+        raise RequestError(
+            "--decode-chunk-size auto is for svdpp run", "such as --decode-chunk-size 4"
+        )
+    device = ranks.device_for(model.model)
+    world_size = request.joined_world(ranks.world)
+    if world_size is None and draft.draft:
+        world_size = request.default_draft_world(device, sampling.steps)
+    elif world_size is None:
+        world_size = request.default_world(device, DEFAULT_NUM_STEPS, on_cpu=2)
+    steps = sampling.steps if draft.draft else world_size
+    return request.pipeline_config(
+        ranks,
+        model,
+        replace(sampling, steps=steps),
+        device=device,
+        # Dithered cuts take any number of ranks and steps; for a draft no layout is run.
+        plan={"world_size": world_size, **({"split": "dithered"} if draft.draft else {})},
+    )
+
+
+def _check_free(path: Path, *, overwrite: bool) -> None:
+    """Makes sure, before a long measurement, that its file can be written at the end.
+
+    Raises:
+        RequestError: there is a file already; OutputError: the place takes none.
+    """
+    from svdpp.media import output_files
+
+    if path.is_file() and not overwrite:
+        raise RequestError(
+            f"{str(path)!r} exists already", "--overwrite replaces it, --out names another file"
+        )
+    output_files.check_free(str(path))
+    output_files.check_writable(path.absolute().parent)
+
+
+def _measure(
+    console: Console, config: PipelineConfig, path: Path, *, repeats: int, as_json: bool
+) -> None:
+    from svdpp.cli.progress import Progress
+    from svdpp.diagnostics.cost_profile import profile as measure
+    from svdpp.media import output_files
+
+    watch = partial(Progress, console, costs=config.costs)
+    profiled = measure(config, repeats=repeats, talk=console.info, watch=watch)
+    costs = profiled.costs(redact(typed()))
+    output_files.write_json(path, costs.to_json())
     if as_json:
         console.json(costs.to_json())
     else:
         _print(console, profiled, costs)
-    console.info(f"next: svdpp plan --costs {shlex.quote(str(out))} --compare")
+    world = f"--world {config.world_size}"
+    console.info(f"next: svdpp plan {world} --costs {shlex.quote(str(path))} --compare")
 
 
 def _print(console: Console, profiled: Profile, costs: Costs) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from svdpp.cli.command_line import typed
 from svdpp.cli.console import Console
 from svdpp.config import DEFAULT_MODEL, PipelineConfig
 from svdpp.errors import RequestError
@@ -31,23 +31,21 @@ def profile_draft(
         inputs: photographs; none: those that come with svdpp.
         out: the file.
         seed: of every clip.
-        start steps: one choice to measure; None: all that are worth it.
+        start_steps: one choice to measure; None: all that are worth it.
 
     Raises:
         SvdppError: what is wrong with the request, or kept it from being measured.
     """
     from svdpp.diagnostics.draft_sweep import measure_start_steps
-    from svdpp.driver.jobs import read_inputs
     from svdpp.media import output_files
     from svdpp.media.examples import example_photos
+    from svdpp.media.inputs import check_inputs
 
     if config.world_size < 2:
         raise RequestError("a draft needs 2 ranks or more", "use --world 2 or more")
     num_steps = config.sampling.num_inference_steps
     given = () if start_steps is None else (parse_start_steps(start_steps, num_steps, None),)
-    found, _ = read_inputs(list(inputs) or [str(path) for path in example_photos()])
-    output_files.check_free(str(out))
-    output_files.check_writable(out.absolute().parent)
+    found = check_inputs(list(inputs) or [str(path) for path in example_photos()])
     names = [photo.path.name for photo in found]
     console.info(f"{num_steps} steps, {len(names)} photographs: {', '.join(names)}")
     paths = [photo.path for photo in found]
@@ -56,7 +54,7 @@ def profile_draft(
         model=recorded_name(config.model.name),
         num_steps=num_steps,
         photographs=tuple(names),
-        source=f"measured by: {redact(shlex.join(['svdpp', *sys.argv[1:]]))}",
+        source=f"measured by: {redact(typed())}",
         choices=best_trades(measured),
     )
     output_files.write_json(out, profile.to_json())

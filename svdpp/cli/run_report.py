@@ -46,11 +46,11 @@ def announce(console: Console, config: PipelineConfig, clips: ClipPlan) -> None:
         f"{num_clips} clip{'s' if num_clips > 1 else ''} of {config.sampling.frames} frames, "
         f"{config.sampling.width}x{config.sampling.height}, on {config.world_size} "
         f"{config.device} ranks with {config.model.name}"
-        + (f"; {begun} of them from where an earlier run stood" if begun else "")
+        + (f"; {begun} of them go on from an earlier run" if begun else "")
     )
     if clips.other_threads is not None:
         console.info(
-            f"some are begun anew although --latents-dir has them: with --threads "
+            f"some start from the photograph although --latents-dir has them: with --threads "
             f"{clips.other_threads} they would go on"
         )
     if config.draft is not None:
@@ -61,11 +61,23 @@ def announce(console: Console, config: PipelineConfig, clips: ClipPlan) -> None:
         )
 
 
+def labels(clips: ClipPlan) -> list[str]:
+    """What people call each clip that is to be made: its photograph, and the seed if several."""
+    seeds = {request.seed for request in clips.requests}
+    names = [Path(request.image or "").name for request in clips.requests]
+    if len(seeds) == 1:
+        return names
+    return [
+        f"{name} seed {request.seed}" for name, request in zip(names, clips.requests, strict=True)
+    ]
+
+
 def raise_worst(lost: Sequence[Record], num_clips: int) -> None:
     """Ends the command with the highest exit code of its lost clips; returns if none is lost."""
     if lost:
         worst = highest_code(error_from_dict(clip["error"]) for clip in lost)
-        record = {**error_to_dict(worst), "message": f"{len(lost)} of {num_clips} lost: {worst}"}
+        count = f"{len(lost)} of {num_clips} clip{'s' if num_clips > 1 else ''}"
+        record = {**error_to_dict(worst), "message": f"{count} lost: {worst}"}
         raise error_from_dict(record)
 
 
@@ -86,9 +98,9 @@ def print_clips(
     for clip in lost:
         name = out / clip["output"] if clip["output"] else "(no clip)"
         console.result(f"{name}  (lost: {clip['error']['message']})")
-    made = f"{len(records)} clips made" if len(records) != 1 else "1 clip made"
-    was = f", {len(skipped)} left as they were" if skipped else ""
-    console.info(made + was)
+    if skipped:
+        count = "1 clip was" if len(skipped) == 1 else f"{len(skipped)} clips were"
+        console.info(f"{count} finished before")
     exact = [record for record in records if record["exact"] and not _elsewhere(record)]
     if exact:
         output = OutputConfig(path=str(out / exact[0]["output"]), format=exact[0]["format"])

@@ -5,16 +5,22 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
-from svdpp.cli import options
+from svdpp.cli.command import command
 from svdpp.cli.console import Console
-from svdpp.cli.draft_choice import DraftChoice
-from svdpp.config import DEFAULT_NUM_STEPS, DUMMY_MODEL, ClipRequest, ModelConfig, PipelineConfig
-from svdpp.config.limits import check_num_clips
+from svdpp.cli.options.declare import COSTS, option
+from svdpp.cli.options.draft import DraftOptions
+from svdpp.cli.options.inputs import ClipOptions
+from svdpp.cli.options.layout import LayoutOptions
+from svdpp.cli.options.model import ModelOptions
+from svdpp.cli.options.outputs import TraceOptions
+from svdpp.cli.options.ranks import RankOptions
+from svdpp.cli.options.sampling import SamplingOptions
+from svdpp.cli.options.talk import LogOptions
+from svdpp.config import DUMMY_MODEL, ClipRequest, PipelineConfig
 from svdpp.errors import OutOfMemoryError, RequestError
 
 if TYPE_CHECKING:
+    from svdpp.cli.trace_outputs import TraceOutputs
     from svdpp.driver.pipeline import Pipeline
     from svdpp.plan.costs import Costs
     from svdpp.plan.forecast import Forecast
@@ -23,141 +29,144 @@ _DEFAULT_WORLD = 4
 _MEMORY_HINT = "smaller sizes in --latent-shape, --dtype fp16 or a smaller --world lower it"
 
 
+@command(
+    examples=(
+        "svdpp simulate --gpus 2 --steps 8",
+        "svdpp simulate --gpus 4 --split dithered --time-scale 0.01 --trace trace.json",
+    ),
+    common=(
+        *("world", "clips", "steps", "model", "latent_shape", "layout", "split", "time_scale"),
+        "as_json",
+    ),
+    without=(
+        *("revision", "variant", "local_files_only", "memory_opt", "num_frames", "height"),
+        *("decode_chunk_size", "width", "fit", "fps", "motion_bucket_id", "noise_aug_strength"),
+        *("min_guidance_scale", "max_guidance_scale", "draft_psnr"),
+    ),
+    meanings={
+        "model": "dummy: a small Conv3d network without weights; or demo, a diffusers folder or a "
+        "hub id.",
+    },
+    defaults={
+        "world": str(_DEFAULT_WORLD),
+        "costs": "for --time-scale svd-xt-a100; else a step is 1, all else 0",
+    },
+)
 def simulate(
-    world: options.World = None,
-    steps: options.Steps = DEFAULT_NUM_STEPS,
-    clips: Annotated[
-        int | None,
-        typer.Option(metavar="M", help="Clips to run, 1 or more. Default: 2 for each rank."),
-    ] = None,
-    model: Annotated[
-        str,
-        typer.Option(
-            metavar="MODEL",
-            help="'dummy' (a small Conv3d network), 'demo', a diffusers folder or a hub id.",
-        ),
-    ] = DUMMY_MODEL,
-    latent_shape: Annotated[
-        tuple[int, int, int, int, int] | None,
-        typer.Option(
-            metavar="B C F H W",
-            help="Latent of the dummy model: five sizes, each 1 or more. Default: 1 4 14 64 64; "
-            "1 4 2 8 8 with --time-scale.",
-        ),
-    ] = None,
-    device: Annotated[
-        str, typer.Option(metavar="cpu|cuda:N|cuda", help="cpu, or cuda:0 shared by all ranks.")
-    ] = "cpu",
-    dtype: options.Dtype = None,
-    seed: options.Seed = None,
-    draft: options.Draft = False,
-    start_steps: options.Starts = None,
-    split: options.SplitOption = None,
-    replicas: options.Replicas = None,
-    decoders: options.Decoders = None,
-    layout: options.LayoutOption = None,
-    costs: options.CostsOption = None,
-    pace: Annotated[
+    console: Console,
+    clips: ClipOptions,
+    sampling: SamplingOptions,
+    layout: LayoutOptions,
+    draft: DraftOptions,
+    traces: TraceOptions,
+    log: LogOptions,
+    ranks: RankOptions = RankOptions(device="cpu"),
+    model: ModelOptions = ModelOptions(model=DUMMY_MODEL),
+    time_scale: Annotated[
         float | None,
-        typer.Option(
+        option(
+            "--time-scale",
+            panel=COSTS,
             metavar="X",
-            help="Have the dummy model sleep for the time of --costs times this, above 0: other "
-            "devices scaled on this one. Default: as fast as it goes.",
-            rich_help_panel="Costs",
+            help="Have the dummy model sleep for the time of --costs times this: other devices, "
+            "scaled, on this one.",
+            default="as fast as it goes",
         ),
     ] = None,
-    checksum: options.Checksum = False,
-    threads: options.Threads = None,
-    timeout: options.Timeout = 600.0,
-    start_timeout: options.StartTimeout = 600.0,
-    trace: options.Trace = None,
-    timeline: options.Timeline = None,
-    profile: options.Profile = None,
-    as_json: options.AsJson = False,
-    verbose: options.Verbose = 0,
-    quiet: options.Quiet = False,
-    debug: options.Debug = False,  # noqa: ARG001  read by the guard around every command
-    log_file: options.LogFile = None,
 ) -> None:
-    """Rehearse a run: real processes, real hand-overs, the same engine as `run`.
+    """Rehearse a run with real processes, without weights or GPUs.
 
-    The ranks share this machine's cores, so its times are the rehearsal's, not a GPU box's; the
-    forecast beside them replays the same plan with the mean costs that were measured.
+    Transfers, processes and files are those of `svdpp run`. The ranks share this machine's cores,
+    so its times are the rehearsal's; the forecast beside them replays the same plan at the mean
+    costs that were measured.
     """
-    from svdpp.cli import launched, log, request
-    from svdpp.cli.layout_choice import LayoutChoice
-    from svdpp.cli.plan_choice import PlanChoice
-    from svdpp.cli.progress import Progress
-    from svdpp.cli.trace_outputs import TraceOutputs
+    from svdpp.cli import launched
+    from svdpp.cli.log import open_log
     from svdpp.diagnostics.time_breakdown import overrun
     from svdpp.driver.pipeline import Pipeline
 
-    plan = PlanChoice(
-        draft=DraftChoice(draft=draft, start_steps=start_steps),
-        layout=LayoutChoice(
-            split=split, replicas=replicas, decoders=decoders, layout=layout, costs=costs
-        ),
-        world=world,
-        steps=steps,
-        device=device,
-        default_world=_DEFAULT_WORLD,
-    )
-    num_clips = max(1, 2 * plan.world_size()) if clips is None else clips
-    check_num_clips(num_clips)
-    decodes = model != DUMMY_MODEL or pace is not None
-    shape, why = plan.settings(num_clips=num_clips, decodes=decodes)
-    if pace is not None:
-        shape["costs"] = _paced(shape["costs"], pace, model)
-    config = request.pipeline_config(
-        model=ModelConfig(
-            name=model,
-            dtype=request.parse_dtype(dtype, device),
-            dummy_latent_shape=latent_shape,
-            dummy_sleeps=pace is not None,
-        ),
-        sampling=request.sampling_config(model, steps),
-        device=device,
-        threads=threads,
-        timeout=timeout,
-        start_timeout=start_timeout,
-        checksum=checksum,
-        plan=shape,
-    )
-    console = Console(as_json=as_json, quiet=quiet)
-    log.open_log(verbosity=verbose, log_file=log_file, write=console.err.print)
+    outputs = traces.checked()
+    num_clips, config, why = _asked(ranks, model, sampling, layout, draft, clips, time_scale)
+    open_log(verbosity=log.verbose, log_file=log.log_file, write=console.err.print)
     if why:
         console.info(why)
-    trace_outputs = TraceOutputs(trace=trace, timeline=timeline, profile=profile)
-    pipeline = Pipeline(config, profile_path=trace_outputs.profile_path)
+    pipeline = Pipeline(config, profile_path=outputs.profile_path)
     if pipeline.is_member:
         launched.serve(pipeline, console)
         return
-    requests = _requests(config, num_clips, request.parse_seeds(seed, None)[0])
-    with Progress(console, "simulate", pipeline.schedule(requests)) as progress:
-        pipeline.observe(progress)
-        pipeline.observe(log.EventLog(config.plan))
-        try:
-            with trace_outputs.of(pipeline), pipeline:
-                pipeline.run(requests)
-        except OutOfMemoryError as error:
-            error.hint = _MEMORY_HINT  # the engine's names options that only run and verify have
-            raise
+    requests = _requests(config, num_clips, sampling.one_seed())
+    _perform(console, pipeline, requests, outputs)
     measured, forecast = pipeline.trace.summary(), pipeline.forecast()
-    if reason := overrun(pipeline.trace, forecast, pipeline.forecast_costs()):
+    reason = overrun(pipeline.trace, forecast, pipeline.forecast_costs())
+    if reason:
         console.info(f"warning: {reason}")
-    if as_json:
+    if log.as_json:
         console.json({**_to_json(pipeline, measured, forecast), "overrun": reason or None})
     else:
         _print(console, pipeline, measured, forecast)
 
 
-def _paced(costs: Costs, pace: float, model: str) -> Costs:
+def _asked(
+    ranks: RankOptions,
+    model: ModelOptions,
+    sampling: SamplingOptions,
+    layout: LayoutOptions,
+    draft: DraftOptions,
+    clips: ClipOptions,
+    time_scale: float | None,
+) -> tuple[int, PipelineConfig, str]:
+    """The number of clips, the configuration, and a remark on the choice of the layout."""
+    from svdpp.cli import request
+    from svdpp.cli.plan_choice import PlanChoice
+
+    device = ranks.device_for(model.model)
+    plan = PlanChoice(
+        draft=draft,
+        layout=layout,
+        world=ranks.world,
+        steps=sampling.steps,
+        device=device,
+        default_world=_DEFAULT_WORLD,
+    )
+    num_clips = clips.at_least_one(2 * plan.world_size())
+    decodes = not model.is_dummy or time_scale is not None
+    shape, why = plan.settings(num_clips=num_clips, decodes=decodes)
+    if time_scale is not None:
+        shape["costs"] = _scaled(shape["costs"], time_scale, model)
+    config = request.pipeline_config(
+        ranks, model, sampling, device=device, plan=shape, dummy_sleeps=time_scale is not None
+    )
+    return num_clips, config, why
+
+
+def _scaled(costs: Costs, time_scale: float, model: ModelOptions) -> Costs:
     """`costs` at the rehearsal's time scale; transfers and files take their real time."""
-    if model != DUMMY_MODEL:
+    if not model.is_dummy:
         raise RequestError("--time-scale has the dummy model sleep", "leave --model out")
-    if not (math.isfinite(pace) and pace > 0):
-        raise RequestError(f"--time-scale must be a finite number above 0, got {pace}")
-    return costs.scaled(pace)
+    if not (math.isfinite(time_scale) and time_scale > 0):
+        raise RequestError(f"--time-scale must be a finite number above 0, got {time_scale}")
+    return costs.scaled(time_scale)
+
+
+def _perform(
+    console: Console, pipeline: Pipeline, requests: list[ClipRequest], outputs: TraceOutputs
+) -> None:
+    from svdpp.cli.log import EventLog
+    from svdpp.cli.progress import Progress
+
+    config = pipeline.config
+    schedule, sleeps = pipeline.schedule(requests), config.model.dummy_sleeps
+    progress = Progress(console, "simulate", schedule, costs=config.costs, forecasts=sleeps)
+    with progress:
+        pipeline.observe(progress)
+        pipeline.observe(EventLog(config.plan))
+        try:
+            with outputs.of(pipeline), pipeline:
+                pipeline.run(requests)
+        except OutOfMemoryError as error:
+            error.hint = _MEMORY_HINT  # the engine's names options that only run and verify have
+            raise
+    console.info(", wrote ".join([progress.closing, *outputs.paths]))
 
 
 def _requests(config: PipelineConfig, num_clips: int, seed: int) -> list[ClipRequest]:
@@ -227,9 +236,10 @@ def _print(console: Console, pipeline: Pipeline, measured: Forecast, forecast: F
     width = max(20, console.out.width - len(f"rank {world_size - 1} ||"))
     console.grid(draw_grid(pipeline.trace.spans, world_size, width=width))
     console.result()
+    clips = f"{measured.clips} clip{'' if measured.clips == 1 else 's'}"
     for name, times in (("measured", measured), ("forecast", forecast)):
         console.result(
-            f"{name}: {times.clips} clips in {times.makespan:.2f} s, first after "
+            f"{name}: {clips} in {times.makespan:.2f} s, first after "
             f"{times.first_clip:.2f} s, then one every {times.seconds_per_clip:.2f} s; "
             f"bubble {times.bubble:.0%}"
         )

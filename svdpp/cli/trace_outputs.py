@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,12 @@ class TraceOutputs:
         check_target("--timeline", self.timeline, ".svg", ".png")
         if self.timeline is not None:
             check_can_draw()
+
+    @property
+    def paths(self) -> list[str]:
+        """The files that were asked for, quoted for a shell."""
+        found = (self.trace, self.timeline, self.profile)
+        return [shlex.quote(str(path)) for path in found if path is not None]
 
     @property
     def profile_path(self) -> str | None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from svdpp.cli import options
+from svdpp.cli.command import is_given
 from svdpp.cli.console import Console
 from svdpp.cli.verify_report import end_one, end_several
 from svdpp.errors import RequestError
@@ -33,7 +33,7 @@ def refuse_without_effect(context: typer.Context) -> None:
     given = {
         str(parameter.name): "/".join(name for name in parameter.opts if name.startswith("--"))
         for parameter in context.command.params
-        if options.is_given(context, str(parameter.name)) and parameter.name not in _EFFECTIVE
+        if is_given(context, str(parameter.name)) and parameter.name not in _EFFECTIVE
     }
     if "report" in given:
         raise RequestError(

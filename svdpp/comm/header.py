@@ -170,7 +170,10 @@ class Header:
         pairs += [(name, str(spec), str(tensors.get(name))) for name, spec in self.tensors]
         for what, sent, expected in pairs:
             if sent != expected:
-                raise TransportError(f"{what}: sent {sent}, expected {expected}")
+                raise TransportError(
+                    f"{what}: sent {sent}, expected {expected}",
+                    details={"what": what, "got": sent, "expected": expected},
+                )
 
 
 def _pack_tensor(name: str, spec: TensorSpec) -> bytes:

@@ -16,6 +16,7 @@ from svdpp.config import ClipRequest, OutputConfig, PipelineConfig
 from svdpp.diagnostics import rank_probe
 from svdpp.diagnostics.environment import cpu_model
 from svdpp.driver.pipeline import Pipeline, resolve
+from svdpp.driver.supervisor import Watch, unwatched
 from svdpp.launch import gpus
 from svdpp.launch.world import find_world
 from svdpp.media import image as photos
@@ -120,7 +121,9 @@ class Profile:
         return f"{model.name} {model.dtype}, {size}, {chunk}"
 
 
-def profile(config: PipelineConfig, *, repeats: int, talk: Callable[[str], None]) -> Profile:
+def profile(
+    config: PipelineConfig, *, repeats: int, talk: Callable[[str], None], watch: Watch = unwatched
+) -> Profile:
     """Measures the parts of a run on the devices of `config`, with all its ranks at work at once.
 
     On the CPU ranks share cores and memory bandwidth, so a rank alone would be faster than in the
@@ -130,6 +133,7 @@ def profile(config: PipelineConfig, *, repeats: int, talk: Callable[[str], None]
         config: its number of steps does not matter; frame count and chunk may be open.
         repeats: clips through each rank besides the first, which warms up and does not count.
         talk: told what comes next.
+        watch: observes the clips that are measured.
 
     Raises:
         SvdppError: whatever would keep a run from working.
@@ -139,7 +143,7 @@ def profile(config: PipelineConfig, *, repeats: int, talk: Callable[[str], None]
     # The ranks before the last work alone until the first clip has come to the end.
     num_clips = config.world_size + repeats
     talk(f"{num_clips} clips through {config.world_size} ranks for the times")
-    _measure_times(result, num_clips)
+    _measure_times(result, num_clips, watch)
     if config.decodes:
         _measure_write(result, repeats)
     if find_world() is None:  # else the packets of the run itself were measured
@@ -156,7 +160,7 @@ def measured_config(config: PipelineConfig) -> PipelineConfig:
     return replace(config, sampling=replace(config.sampling, num_inference_steps=steps))
 
 
-def _measure_times(result: Profile, num_clips: int) -> None:
+def _measure_times(result: Profile, num_clips: int, watch: Watch) -> None:
     config = result.config
     image = None if config.model.is_dummy else str(example_photos()[0])
     requests = [ClipRequest(seed=seed, image=image) for seed in range(num_clips)]
@@ -165,8 +169,10 @@ def _measure_times(result: Profile, num_clips: int) -> None:
     measured = _Measured(Costs(ranks_per_host=result.ranks_per_host).host_of)
     pipeline = Pipeline(config)
     pipeline.observe(measured)
-    with pipeline:
-        pipeline.run(requests)
+    with watch("profile", pipeline.schedule(requests)) as progress:
+        pipeline.observe(progress)
+        with pipeline:
+            pipeline.run(requests)
     ranks = range(config.world_size)
     result.step_seconds = [statistics.median(measured.steps[rank]) for rank in ranks]
     result.encode_seconds = _median(measured.actions[Kind.ENCODE])

@@ -130,8 +130,8 @@ def _wait(group: StartedGroup, seconds: float) -> dict[str, Any]:
         if ended:
             if ended[0] == -9:
                 raise OutOfMemoryError(f"{what} was killed: mostly, memory is out", _HINT)
-            raise RankError(f"{what} ended with {ended[0]}", details=group.output_tail(0))
-    raise RankError(f"{what} did not end within {seconds:.0f} s", "--timeout SECONDS")
+            raise RankError(f"{what} ended with {ended[0]}", trace=group.output_tail(0))
+    raise RankError(f"{what} did not end within {seconds:.0f} s", "a longer --timeout")
 
 
 def _measure_main(context: RankContext, setup: _Setup) -> None:

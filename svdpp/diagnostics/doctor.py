@@ -192,7 +192,9 @@ def _enough(device: str, needed: int, free: int) -> str:
     text = f"{needed / _GIB:.2f} GiB estimated for {device}, {free / _GIB:.2f} GiB free"
     if needed > free:
         raise OutOfMemoryError(
-            text, "--decode-chunk-size 2, --memory-opt, --dtype fp16, or fewer ranks lower it"
+            text,
+            "--decode-chunk-size 2, --memory-opt, --dtype fp16, or fewer ranks lower it",
+            details={"asked": needed, "free": free},
         )
     return text
 

@@ -36,7 +36,9 @@ class RankMemory:
         return self.weight_bytes + self.activation_bytes + self.process_bytes
 
 
-def estimate_ranks(config: PipelineConfig, schedule: Schedule) -> list[RankMemory]:
+def estimate_ranks(
+    config: PipelineConfig, schedule: Schedule, *, weights: bool = True
+) -> list[RankMemory]:
     """What each rank will take for its actions, from the model's configs alone.
 
     CPU ranks each count the weights that they map; where the files have the asked dtype already,
@@ -45,11 +47,12 @@ def estimate_ranks(config: PipelineConfig, schedule: Schedule) -> list[RankMemor
     Args:
         config: of the run.
         schedule: for some clips more than there are ranks, so that every rank shows what it does.
+        weights: whether they have to be there, too; else the model's configs are enough.
 
     Raises:
         ModelError: the model cannot be found, or is not whole.
     """
-    config, checkpoint = resolve(config)
+    config, checkpoint = resolve(config, weights=weights)
     estimate_of_parts = estimate(
         checkpoint,
         config.model,

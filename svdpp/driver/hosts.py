@@ -129,10 +129,12 @@ def _check(host: str, said: Answer, policy: OutputPolicy) -> None:
         error.message = f"on {host}: {error.message}"
         raise error
     if said.existing and not (policy.overwrite or policy.keeps_finished):
+        count = (
+            "1 output exists" if len(said.existing) == 1 else f"{len(said.existing)} outputs exist"
+        )
         raise RequestError(
-            f"{len(said.existing)} outputs exist already on {host}, the first is "
-            f"{said.existing[0]!r}",
-            "--resume keeps those that are finished, --overwrite makes them anew",
+            f"{count} already on {host}, the first is {said.existing[0]!r}",
+            "--resume keeps what is finished, --overwrite replaces it",
         )
     if not said.sees_probe:
         raise RequestError(

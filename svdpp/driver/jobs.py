@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Mapping, Sequence
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -11,9 +13,8 @@ from typing import Any
 
 from svdpp.config import ClipRequest, DraftConfig, OutputConfig, PipelineConfig, VideoFormat
 from svdpp.config.limits import check_num_clips
-from svdpp.driver import run_manifest
 from svdpp.driver.existing_outputs import clip_as_asked, taken_places
-from svdpp.driver.run_manifest import NAME, RunManifest, how_made
+from svdpp.driver.run_manifest import NAME, RunManifest, check_replaceable, how_made
 from svdpp.errors import InputError, RequestError
 from svdpp.media import disk_space, output_files, video
 from svdpp.media import image as photos
@@ -32,6 +33,8 @@ class OutputPolicy:
     """
 
     folder: Path
+    template: str = video.CLIP_NAME
+    """Of clips' names, without the suffix; see `media.video.clip_path`."""
     format: VideoFormat = "mp4"
     crf: int = 18
     overwrite: bool = False
@@ -44,6 +47,12 @@ class OutputPolicy:
         """Whether clips that are there as asked for are left alone."""
         return self.resume or self.is_restarted
 
+    @property
+    def manifest(self) -> Path:
+        """The run's manifest: of a folder of clips, or of the only clip that is asked for."""
+        name = NAME if "{" in self.template else f"{self.template}.{NAME}"
+        return self.folder / name
+
 
 @dataclass
 class ClipPlan:
@@ -54,21 +63,6 @@ class ClipPlan:
     skipped: list[dict[str, Any]] = field(default_factory=list)
     other_threads: int | None = None
     """The number of threads of an earlier run, whose latent checkpoints do not fit this one's."""
-
-
-def read_inputs(
-    inputs: Sequence[str], *, keep_going: bool = False
-) -> tuple[list[photos.Photo], list[InputError]]:
-    """Every photograph that `inputs` name, read whole; and what is wrong with the others.
-
-    Args:
-        inputs: files, folders, patterns.
-        keep_going: whether those that can be read are enough.
-
-    Raises:
-        InputError: naming all that are missing, unreadable or hostile at once.
-    """
-    return photos.sift_inputs(inputs) if keep_going else (photos.check_inputs(inputs), [])
 
 
 def check_outputs(
@@ -95,33 +89,28 @@ def check_outputs(
     if policy.overwrite and policy.resume:
         raise RequestError("--overwrite and --resume contradict each other")
     check_num_clips(len(found) * len(seeds), "images x seeds")
-    owners: dict[Path, Path] = {}
+    owners: dict[str, str] = {}
     places: list[OutputConfig] = []
     existing: list[Path] = []
-    for photo in found:
-        for seed in seeds:
-            output = _output(photo, seed, policy)
-            path = Path(output.path)
-            if path in owners:
-                raise RequestError(
-                    f"{str(owners[path])!r} and {str(photo.path)!r} would both become "
-                    f"{path.name!r}",
-                    "rename one of them, or run them with different --out folders",
-                )
-            owners[path] = photo.path
-            existing += taken_places(output, draft)[:1]
-            places += [output] if draft is None else [output, output.draft]
+    for photo, seed, output in _outputs(found, seeds, policy):
+        owner = f"{str(photo.path)!r} with seed {seed}"
+        if output.path in owners:
+            raise _one_name(owners[output.path], owner, output, policy)
+        owners[output.path] = owner
+        existing += taken_places(output, draft)[:1]
+        places += [output] if draft is None else [output, output.draft]
     if existing and not (policy.overwrite or policy.keeps_finished):
+        count = "1 output exists" if len(existing) == 1 else f"{len(existing)} outputs exist"
         raise RequestError(
-            f"{len(existing)} of {len(owners)} outputs exist already, the first is "
-            f"{str(existing[0])!r}",
-            "--resume keeps those that are finished, --overwrite replaces them",
+            f"{count} already, the first is {str(existing[0])!r}",
+            "--resume keeps what is finished, --overwrite replaces it",
+            details={"existing": len(existing), "asked": len(owners)},
         )
     for each in places:
         video.check_output(each)
         output_files.check_free(each.json_path)
     if not policy.overwrite:
-        run_manifest.check_replaceable(policy.folder / NAME)
+        check_replaceable(policy.manifest)
     output_files.check_writable(policy.folder)
     if policy.latents_folder is not None:
         output_files.check_writable(policy.latents_folder)
@@ -148,28 +137,26 @@ def plan_clips(
     """
     plan = ClipPlan()
     folder = policy.latents_folder
-    for photo in found:
-        for seed in seeds:
-            output = _output(photo, seed, policy)
-            record = clip_metadata(photo, seed, output, config, checkpoint)
-            key = None if folder is None else latents_key(record, checkpoint)
-            finished = finished_clip(output, record, config.draft, policy)
-            if finished is not None:
-                plan.skipped.append(finished)
-                if folder is not None and key is not None:
-                    latent_checkpoints.prune(folder, key)  # of a run that was killed right after
-                continue
-            plan.records.append(record)
-            plan.requests.append(
-                ClipRequest(
-                    seed=seed,
-                    image=str(photo.path),
-                    image_sha256=photo.sha256,
-                    output=output,
-                    latents_key=key,
-                    done_steps=_done_steps(folder, key) if policy.keeps_finished else 0,
-                )
+    for photo, seed, output in _outputs(found, seeds, policy):
+        record = clip_metadata(photo, seed, output, config, checkpoint)
+        key = None if folder is None else latents_key(record, checkpoint)
+        finished = finished_clip(output, record, config.draft, policy)
+        if finished is not None:
+            plan.skipped.append(finished)
+            if folder is not None and key is not None:
+                latent_checkpoints.prune(folder, key)  # of a run that was killed right after
+            continue
+        plan.records.append(record)
+        plan.requests.append(
+            ClipRequest(
+                seed=seed,
+                image=str(photo.path),
+                image_sha256=photo.sha256,
+                output=output,
+                latents_key=key,
+                done_steps=_done_steps(folder, key) if policy.keeps_finished else 0,
             )
+        )
     if folder is not None and policy.keeps_finished:
         plan.other_threads = _other_threads(plan, folder, checkpoint)
     sampling = config.sampling
@@ -186,15 +173,20 @@ def plan_clips(
 
 
 def open_manifest(
-    folder: Path, config: PipelineConfig, clips: ClipPlan, lost: Sequence[Mapping[str, Any]]
+    path: Path,
+    config: PipelineConfig,
+    clips: ClipPlan,
+    lost: Sequence[Mapping[str, Any]],
+    options: Mapping[str, Any] | None = None,
 ) -> RunManifest:
-    """The manifest of a run into `folder`, with what is known before it begins.
+    """The manifest of a run, with what is known before it begins.
 
     Args:
-        folder: of the clips.
+        path: of the file.
         config: resolved.
         clips: to be made, and finished before.
         lost: entries of inputs that could not be read.
+        options: that were given beside photographs and seeds, for `--from`.
     """
     about = {
         "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -202,6 +194,7 @@ def open_manifest(
         "world_size": config.world_size,
         "device": config.device,
         "num_inference_steps": config.sampling.num_inference_steps,
+        "options": dict(options or {}),
     }
     before = [{**_entry(record), **how_made(record), "state": "done"} for record in clips.skipped]
     before += [{**entry, "state": "failed"} for entry in lost]
@@ -209,7 +202,7 @@ def open_manifest(
         {**_entry(record), "from_step": request.done_steps}
         for record, request in zip(clips.records, clips.requests, strict=True)
     ]
-    return RunManifest(folder / NAME, about, begun, before)
+    return RunManifest(path, about, begun, before)
 
 
 def _entry(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -239,9 +232,25 @@ def _other_threads(plan: ClipPlan, folder: Path, checkpoint: Checkpoint) -> int 
     return None
 
 
-def _output(photo: photos.Photo, seed: int, policy: OutputPolicy) -> OutputConfig:
-    path = video.clip_path(policy.folder.absolute(), photo.path.stem, seed, policy.format)
-    return OutputConfig(path=str(path), format=policy.format, crf=policy.crf)
+def _outputs(
+    found: Sequence[photos.Photo], seeds: Sequence[int], policy: OutputPolicy
+) -> Iterator[tuple[photos.Photo, int, OutputConfig]]:
+    """Every clip that is asked for, in order: photograph, seed, and where it goes."""
+    folder = policy.folder.absolute()
+    for index, (photo, seed) in enumerate(itertools.product(found, seeds), start=1):
+        stem, template = photo.path.stem, policy.template
+        path = video.clip_path(folder, stem, seed, policy.format, template=template, index=index)
+        yield photo, seed, OutputConfig(path=str(path), format=policy.format, crf=policy.crf)
+
+
+def _one_name(one: str, other: str, output: OutputConfig, policy: OutputPolicy) -> RequestError:
+    """The error of two clips with one output."""
+    name = Path(output.path).name
+    numbered = f"{policy.folder / 'NAME_{index}'}{video.SUFFIXES[policy.format]}"
+    numbered = shlex.quote(numbered.replace("NAME", "{name}"))
+    return RequestError(
+        f"{one} and {other} would both become {name!r}", f"--out {numbered} numbers them"
+    )
 
 
 def finished_clip(

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-from svdpp.errors import OutputError, RequestError
+from svdpp.errors import InputError, OutputError, RequestError
 from svdpp.media import output_files
 from svdpp.plan.actions import Action, Kind
+from svdpp.plan.small_file import is_version, read_small_file
 from svdpp.redaction import redact_all
 from svdpp.worker.messages import ActionDone, ClipDone, ClipFailed, DraftDone, Event, Heartbeat
 
@@ -22,14 +24,32 @@ NAME = "run.json"
 
 # Often enough to see where a run stands, seldom enough for a folder on a network.
 _WRITE_SECONDS = 1.0
-# What a manifest says of its run, before its list of clips.
-_HEAD_BYTES = 4096
+# Far above a manifest of as many clips as a run may have.
+_MAX_BYTES = 2**30
 _SETTLED = ("done", "failed")
 _BEGINNINGS = (Kind.ENCODE, Kind.LOAD)
 
 
+def read_manifest(path: Path) -> dict[str, Any]:
+    """A run's manifest.
+
+    Raises:
+        InputError: the file cannot be read, or is none.
+    """
+    data = read_small_file(path, "run's manifest", _MAX_BYTES)
+    try:
+        content = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{str(path)!r} is no run's manifest: {error}") from error
+    if not (isinstance(content, dict) and {"schema_version", "clips"} <= content.keys()):
+        raise InputError(f"{str(path)!r} is no run's manifest")
+    if not is_version(content["schema_version"], SCHEMA_VERSION):
+        raise InputError(f"{str(path)!r}: schema_version must be {SCHEMA_VERSION}")
+    return content
+
+
 def check_replaceable(path: Path) -> None:
-    """Refuses to replace a `run.json` that no run of svdpp has written.
+    """Refuses to replace a file that is no run's manifest.
 
     Raises:
         RequestError: it is something else.
@@ -37,15 +57,12 @@ def check_replaceable(path: Path) -> None:
     if not path.exists():
         return
     try:
-        with path.open("rb") as file:
-            is_ours = b'"clips": ' in file.read(_HEAD_BYTES)
-    except OSError:
-        is_ours = False
-    if not is_ours:
+        read_manifest(path)
+    except InputError as error:
         raise RequestError(
             f"{str(path)!r} exists and is no run's manifest",
             "--overwrite replaces it; another --out folder keeps it",
-        )
+        ) from error
 
 
 class RunManifest:

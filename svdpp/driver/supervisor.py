@@ -6,6 +6,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 from svdpp.driver.liveness import Liveness
 from svdpp.driver.trace import Trace
@@ -13,6 +14,7 @@ from svdpp.errors import Interrupted, RankError, SvdppError, TransportError, err
 from svdpp.launch.group import Group
 from svdpp.plan.actions import Action
 from svdpp.plan.grid import draw_grid
+from svdpp.plan.schedule import Schedule
 from svdpp.worker.messages import Event, Failed, Stop, parse_event
 
 _POLL_SECONDS = 0.1
@@ -24,6 +26,13 @@ _PICTURE_WIDTH = 44
 
 #: Called with (rank, event) for everything that ranks report.
 Observer = Callable[[int, Event], None]
+#: Makes an observer of ranks that perform a schedule, for as long as a block lasts; by its title.
+Watch = Callable[[str, Schedule], AbstractContextManager[Observer]]
+
+
+def unwatched(title: str, schedule: Schedule) -> AbstractContextManager[Observer]:  # noqa: ARG001
+    """A `Watch` that looks at nothing."""
+    return nullcontext(lambda _rank, _event: None)
 
 
 class Supervisor:
@@ -190,7 +199,8 @@ class Supervisor:
             f"{self._name(rank)} failed{where}: {error.message}",
             error.hint or "--debug shows its traceback",
             picture=self._picture(rank, "failed here"),
-            details=event.traceback,
+            trace=event.traceback,
+            details={"rank": rank, **error.details},
         )
 
     def _died(self, rank: int, code: int | None) -> RankError:
@@ -198,7 +208,7 @@ class Supervisor:
             hint = f"its launcher's output on {self._group.location(rank).host} says how it ended"
             return self._rank_error(rank, "is gone", hint, "was lost here")
         if code >= 0:
-            cause = f"ended with exit code {code} and no report"
+            cause = f"ended with exit code {code} without a report"
             return self._rank_error(rank, cause, "", "died here")
         hint = ""
         if -code == signal.SIGKILL:
@@ -212,7 +222,8 @@ class Supervisor:
             f"{self._name(rank)} {cause}{describe_position(heartbeat.action, heartbeat.step)}",
             hint,
             picture=self._picture(rank, remark),
-            details=self._group.output_tail(rank),
+            trace=self._group.output_tail(rank),
+            details={"rank": rank},
         )
 
     def _name(self, rank: int) -> str:

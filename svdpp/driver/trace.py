@@ -84,9 +84,9 @@ class MeanCosts:
                 pass
 
     @property
-    def has_denoised(self) -> bool:
-        """Whether a DENOISE has been measured as a whole."""
-        return self._counts[Kind.DENOISE] > 0
+    def has_stepped(self) -> bool:
+        """Whether a step has been measured."""
+        return self._counts["step"] > 0
 
     def costs(self) -> Costs:
         """What a forecast of this run needs.
@@ -99,6 +99,23 @@ class MeanCosts:
             encode_seconds=self._mean(Kind.ENCODE),
             decode_seconds=self._mean(Kind.DECODE),
             transfer_seconds=self._mean("transfer"),
+        )
+
+    def costs_like(self, assumed: Costs) -> Costs:
+        """What is measured; what is not yet, as it weighs beside a step in `assumed`."""
+        if not self.has_stepped:
+            return assumed
+        scale = self._mean("step") / assumed.step_on(0)
+
+        def known(what: str, seconds: float) -> float:
+            return self._mean(what) if self._counts[what] else scale * seconds
+
+        transfer = self._mean("transfer") if self._counts["transfer"] else 0.0
+        return Costs(
+            step_seconds=self._mean("step"),
+            encode_seconds=known(Kind.ENCODE, assumed.encode_on(0)),
+            decode_seconds=known(Kind.DECODE, assumed.decode_on(0)),
+            transfer_seconds=transfer,
         )
 
     def _count(self, what: str, seconds: float) -> None:

@@ -210,4 +210,5 @@ def check_devices(device: str, local_size: int, *, launched: bool = False) -> No
             "use --device cpu --model demo to try svdpp without a GPU"
             if count == 0
             else f"use --gpus {count} or fewer, or --device cuda:0 to share one",
+            details={"asked": needed, "found": count},
         )

@@ -80,13 +80,15 @@ def check_space(
     clips = f"{num_clips} clip{'s' if num_clips > 1 else ''}"
     raise OutputError(
         f"{clips} of {num_frames} frames, {width}x{height}, as {format} need about "
-        f"{_size(num_clips * one)} in {str(folder)!r}, where {_size(free)} are free",
+        f"{size(num_clips * one)} in {str(folder)!r}, where {size(free)} are free",
         "name a folder on another disk with --out, or ask for fewer clips",
+        details={"asked": num_clips * one, "free": free},
     )
 
 
-def _size(num_bytes: int) -> str:
-    for unit, size in (("GB", 10**9), ("MB", 10**6)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:.1f} {unit}"
+def size(num_bytes: int) -> str:
+    """Bytes in words."""
+    for unit, each in (("GB", 10**9), ("MB", 10**6)):
+        if num_bytes >= each:
+            return f"{num_bytes / each:.1f} {unit}"
     return f"{num_bytes / 1000:.1f} kB"

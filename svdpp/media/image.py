@@ -1,4 +1,4 @@
-"""Owns photographs from strangers: finds them, reads them safely, cuts them to a shape.
+"""Owns one photograph from a stranger: reads it safely, cuts it to a shape.
 
 Knows Pillow; knows no torch and no model. A file is read once: what is hashed is what is decoded.
 """
@@ -6,14 +6,13 @@ Knows Pillow; knows no torch and no model. A file is read once: what is hashed i
 from __future__ import annotations
 
 import contextlib
-import glob
 import hashlib
 import io
 import os
 import stat
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +25,6 @@ from svdpp.errors import InputError
 
 #: The only decoders that are ever tried. Others (EPS) start programs of their own.
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF")
-SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif")
 MAX_FILE_BYTES = 256 * 2**20
 MAX_PIXELS = 50_000_000
 MIN_SIDE = 16
@@ -62,60 +60,6 @@ class Photo:
     """Of the file's bytes."""
     width: int
     height: int
-
-
-def find_images(inputs: Sequence[str]) -> list[Path]:
-    """The image files that `inputs` name, in their order, each once.
-
-    Args:
-        inputs: each a file (taken whatever its suffix), a folder (its own files with one of
-            `SUFFIXES`, by name, hidden ones skipped) or, where nothing of that literal name exists,
-            a glob pattern with `*`, `?`, `[]` or `**` (files with one of `SUFFIXES`, by name).
-
-    Raises:
-        InputError: a missing path, a folder or pattern without images, something that is not a
-            regular file; one error that lists them all.
-    """
-    problems: list[InputError] = []
-    found = _find(inputs, problems)
-    _raise_all(problems)
-    return found
-
-
-def check_photos(paths: Sequence[Path]) -> list[Photo]:
-    """Reads each photograph to its last pixel, and keeps none of them.
-
-    Raises:
-        InputError: one error that lists every photograph `read_photo` refuses.
-    """
-    problems: list[InputError] = []
-    photos = _check(paths, problems)
-    _raise_all(problems)
-    return photos
-
-
-def check_inputs(inputs: Sequence[str]) -> list[Photo]:
-    """`find_images` and `check_photos` in one, so that no problem hides another.
-
-    Raises:
-        InputError: one error that lists all that is missing, unreadable or hostile.
-    """
-    photos, problems = sift_inputs(inputs)
-    _raise_all(problems)
-    return photos
-
-
-def sift_inputs(inputs: Sequence[str]) -> tuple[list[Photo], list[InputError]]:
-    """What `check_inputs` gives, and apart from it an error for each input that it refuses.
-
-    Raises:
-        InputError: not one of them can be read.
-    """
-    problems: list[InputError] = []
-    photos = _check(_find(inputs, problems), problems)
-    if not photos:
-        _raise_all(problems)
-    return photos, problems
 
 
 def read_photo(path: Path) -> tuple[Image.Image, Photo]:
@@ -196,30 +140,7 @@ def fit_photo(image: Image.Image, width: int, height: int, fit: Fit) -> Image.Im
     return canvas
 
 
-def _expand(text: str) -> Iterator[Path]:
-    """The files that one input names, not yet checked; InputError where it names none."""
-    path = Path(text)
-    if not text:
-        raise InputError("'' is an empty name")
-    if os.path.isdir(text):
-        try:
-            matches = sorted(entry.name for entry in os.scandir(text))
-        except OSError as error:
-            raise InputError(f"{text!r} cannot be read: {error.strerror}") from None
-        files = [path / name for name in matches if not name.startswith(".")]
-    elif not os.path.lexists(text) and "\0" not in text and any(char in text for char in "*?["):
-        files = [Path(match) for match in sorted(glob.glob(text, recursive=True))]
-    else:
-        yield path
-        return
-    images = [file for file in files if file.suffix.lower() in SUFFIXES and not file.is_dir()]
-    if not images:
-        what = "is a folder without" if os.path.isdir(text) else "matches no"
-        raise InputError(f"{text!r} {what} images ({' '.join(SUFFIXES)})")
-    yield from images
-
-
-def _problem(path: Path) -> str:
+def file_problem(path: Path) -> str:
     """What keeps `path` from being read as a file, to follow its name; empty where nothing does."""
     try:
         mode = os.stat(path).st_mode
@@ -234,7 +155,7 @@ def _problem(path: Path) -> str:
 
 def read_bytes(path: Path) -> bytes:
     """The file's content, as far as `read_photo` would take it; InputError where it would not."""
-    if problem := _problem(path):
+    if problem := file_problem(path):
         raise InputError(f"{_name(path)} {problem}")
     try:
         # Non-blocking, so that a fifo put in the file's place since the check cannot hang the run.
@@ -335,39 +256,3 @@ def _grey_to_8_bits(image: Image.Image) -> npt.NDArray[np.uint8]:
 
 def _name(path: Path) -> str:
     return repr(str(path))
-
-
-def _find(inputs: Sequence[str], problems: list[InputError]) -> list[Path]:
-    found: dict[str, Path] = {}
-    for text in inputs:
-        try:
-            for path in _expand(text):
-                if problem := _problem(path):
-                    problems.append(InputError(f"{_name(path)} {problem}"))
-                else:
-                    found.setdefault(os.path.realpath(path), path)
-        except InputError as error:
-            problems.append(error)
-    return list(found.values())
-
-
-def _check(paths: Sequence[Path], problems: list[InputError]) -> list[Photo]:
-    photos: list[Photo] = []
-    for path in paths:
-        try:
-            photos.append(read_photo(path)[1])
-        except InputError as error:
-            problems.append(error)
-    return photos
-
-
-def _raise_all(problems: list[InputError]) -> None:
-    """Raises the only one of `problems` as it is, several as one error that lists them."""
-    if len(problems) == 1:
-        raise problems[0]
-    if problems:
-        lines = [
-            f"{len(problems)} inputs cannot be used:",
-            *(problem.message for problem in problems),
-        ]
-        raise InputError("\n  ".join(lines))

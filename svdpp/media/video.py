@@ -34,6 +34,8 @@ Frames = npt.NDArray[np.uint8]
 
 SUFFIXES: Mapping[VideoFormat, str] = {"mp4": ".mp4", "gif": ".gif", "webp": ".webp", "frames": ""}
 MAX_NAME_BYTES = 200
+#: Template of a clip's name, without its suffix.
+CLIP_NAME = "{name}_{seed}"
 
 _KEY = "svdpp"
 _FRAME_NAME = re.compile(r"\d{5,}\.png")
@@ -127,17 +129,36 @@ def read_metadata(path: Path) -> dict[str, object]:
     return record
 
 
-def clip_path(out: Path, stem: str, seed: int, format: VideoFormat) -> Path:
+def clip_path(
+    out: Path,
+    stem: str,
+    seed: int,
+    format: VideoFormat,
+    *,
+    template: str = CLIP_NAME,
+    index: int = 1,
+) -> Path:
     """`<out>/<stem>_<seed>.<format>`, without a suffix for `frames`; a valid name for any stem.
 
     Separators, NUL and line breaks become `_`, and the stem is cut so that the name takes at most
-    `MAX_NAME_BYTES` in UTF-8. Two stems can so meet in one path: the hello checks.
+    `MAX_NAME_BYTES` in UTF-8. Two stems can so become one path, for the caller to notice.
+
+    Args:
+        out: folder.
+        stem: of the photograph's name.
+        seed: of the clip.
+        format: of the clip.
+        template: of the name without its suffix; its fields are name, seed and index.
+        index: of the clip among all that are asked for, from 1.
     """
-    tail = f"_{seed}{SUFFIXES[format]}"
+
+    def named(stem: str) -> str:
+        return template.format(name=stem, seed=seed, index=index) + SUFFIXES[format]
+
     stem = re.sub(r"[/\0\n\r]", "_", stem)
-    while len((stem + tail).encode("utf-8", "surrogatepass")) > MAX_NAME_BYTES:
+    while stem and len(named(stem).encode("utf-8", "surrogatepass")) > MAX_NAME_BYTES:
         stem = stem[:-1]
-    return out / (stem + tail)
+    return out / named(stem)
 
 
 def find_ffmpeg() -> str:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from svdpp.config import DEMO_MODEL, ModelConfig
+from svdpp.config import DEFAULT_MODEL, DEMO_MODEL, DUMMY_MODEL, ModelConfig
 from svdpp.errors import ModelError, RequestError
 from svdpp.models import hub
 from svdpp.models.fingerprint import fingerprint
@@ -82,8 +83,10 @@ def find_checkpoint(model: ModelConfig, *, weights: bool = True) -> Checkpoint:
     local = _local_folder(model.name)
     if local is not None and model.revision is not None:
         raise RequestError(f"--revision is for hub models; {hub.show_name(model.name)} is a folder")
-    files = (_INDEX_FILE, *_CONFIG_FILES.values())
-    folder = local or hub.download(model, files, weights=weights)
+    if not weights and (model.name, model.revision) == (DEFAULT_MODEL, None):
+        local = _ASSETS / "svd-xt"  # as published, and there without a network
+    wanted = (_INDEX_FILE, *_CONFIG_FILES.values())
+    folder = local or hub.download(model, wanted, weights=weights)
     try:
         checkpoint = _check_configs(model, folder, None if local else hub.commit_of(folder))
         return _check_weight_headers(checkpoint) if weights else checkpoint
@@ -98,8 +101,10 @@ def find_checkpoint(model: ModelConfig, *, weights: bool = True) -> Checkpoint:
 def _local_folder(name: str) -> Path | None:
     """The folder that `name` refers to; None if it can only be a hub id."""
     if name == DEMO_MODEL:
-        return Path(__file__).resolve().parents[1] / "assets" / "demo-model"
+        return _ASSETS / "demo-model"
     path = os.path.expanduser(name)
+    if name.lower() in (DEMO_MODEL, DUMMY_MODEL) and not os.path.exists(path):
+        raise ModelError(f"there is no model {hub.show_name(name)}", f"--model {name.lower()}")
     if os.path.isdir(path):
         return Path(path).resolve()
     if os.path.isfile(path):
@@ -115,8 +120,8 @@ def _hint(model: ModelConfig, local: Path | None) -> str:
     if model.name == DEMO_MODEL:
         return "reinstall svdpp, which includes the demo model"
     if local is None:
-        return f"hf download {redact_tokens(model.name)} --force-download"
-    return "copy or download the folder again, or use --model demo"
+        return f"hf download {shlex.quote(redact_tokens(model.name))} --force-download"
+    return "copy or download the folder again, or --model demo"
 
 
 # 2. Check its contents.
@@ -264,6 +269,7 @@ def _check_sizes(unet: JsonFile, vae: JsonFile, image_encoder: JsonFile) -> dict
     }
 
 
+_ASSETS = Path(__file__).resolve().parents[1] / "assets"
 _INDEX_FILE = "model_index.json"
 _NO_CODE = "svdpp runs no code from a checkpoint"
 

@@ -6,6 +6,7 @@ No message contains a token, or a URL that may contain one. `checkpoint` checks 
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -101,5 +102,5 @@ def _cause(error: Exception) -> str:
 
 
 def _download_hint(model: ModelConfig) -> str:
-    name = redact_tokens(model.name)
-    return f"run hf download {name} with a network connection, or use --model demo"
+    name = shlex.quote(redact_tokens(model.name))
+    return f"hf download {name} where there is a network, or --model demo"

@@ -12,8 +12,8 @@ from svdpp.errors import RequestError
 from svdpp.plan.costs import Costs, PerRank
 from svdpp.plan.draft import DraftPlan
 from svdpp.plan.draft_starts import default_start_steps
-from svdpp.plan.forecast import Forecast, replay, summarise
-from svdpp.plan.large_forecast import forecast_layout
+from svdpp.plan.forecast import Forecast, replay, sum_up, summarise
+from svdpp.plan.large_forecast import forecast_layout, steady_seconds_per_clip
 from svdpp.plan.layout import SPLITS, Layout, divisors
 from svdpp.plan.split import check_counts
 
@@ -24,8 +24,8 @@ _MAX_REPLICA_SIZE = 64
 # world.
 _SAMPLE_PER_RANK = 16
 _LARGE_SAMPLE = 65_536
-# A draft's clips come one after the other: more of them tell nothing new.
-_DRAFTED_CLIPS = 64
+# Clips of a queue of drafts that counts as long: each takes as long as the one before.
+_QUEUED_DRAFTS = 8
 # Forecasts that differ by less count as equal, and the simplest layout is taken.
 _EQUAL = 1.001
 
@@ -50,6 +50,8 @@ class Row:
     draft_plan: DraftPlan | None = None
     """In place of a layout, where all ranks draft one clip at a time."""
     forecast: Forecast | None = None
+    seconds_per_clip: float = 0.0
+    """Mean time between finished clips of a long queue."""
     preview_seconds: float = 0.0
     """Until there is something of a clip to see: on average, as the forecast counts latency."""
     peak_gib: tuple[float | None, ...] = ()
@@ -86,7 +88,9 @@ def choose_layout(
         raise RequestError(
             f"no layout of {world_size} ranks fits in {min(memory_gib):.4g} GiB a rank: "
             f"the most modest one needs {least:.4g}",
-            "fewer frames, a smaller size or --memory-opt need less",
+            "a smaller --decode-chunk-size, fewer --frames, a smaller --height and --width or "
+            "--memory-opt need less",
+            details={"asked": least, "free": min(memory_gib)},
         )
     # Where the costs tell of none, its forecast says what they lack.
     fitting = [layout for layout in in_memory if _is_told(layout)] or in_memory[:1]
@@ -105,6 +109,31 @@ def choose_layout(
     if memory_gib and None in layout.peak_gib:
         remarks.append("the costs do not tell its memory")
     return Choice(layout=layout, reason=f"{layout}: {'; '.join(remarks)}")
+
+
+def faster_layout(layout: Layout, num_clips: int, *, by: float) -> tuple[Layout, float] | None:
+    """The layout that finishes `num_clips` clips first, and how many times as fast it is.
+
+    Args:
+        layout: that it is compared with; its ranks, steps and costs are taken.
+        num_clips: M.
+        by: how much faster it has to be, such as 1.05.
+
+    Returns:
+        None where no other is so much faster, or the costs do not tell.
+    """
+    try:
+        best = choose_layout(
+            num_steps=layout.num_steps,
+            world_size=layout.world_size,
+            num_clips=num_clips,
+            costs=layout.costs,
+            decodes=layout.decodes,
+        ).layout
+        times = _makespan(layout, num_clips) / _makespan(best, num_clips)
+    except RequestError:
+        return None
+    return (best, times) if times > by else None
 
 
 def _reason(num_clips: int, seconds: float, rivals: Sequence[tuple[float, str]]) -> str:
@@ -151,6 +180,7 @@ def compare_layouts(
             name=name,
             layout=choice.layout,
             forecast=forecast,
+            seconds_per_clip=steady_seconds_per_clip(choice.layout),
             preview_seconds=forecast.latency.mean,
             peak_gib=choice.layout.peak_gib,
             note=choice.reason,
@@ -169,7 +199,7 @@ def compare_layouts(
         row(f"{decoders} decoders", partial(build, split="dithered", decoders=decoders)),
         row("auto", auto),
         row("data parallel", partial(build, replicas=world_size)),
-        _draft_row(num_steps, world_size, min(num_clips, _DRAFTED_CLIPS), costs, arrivals),
+        _draft_row(num_steps, world_size, num_clips, costs, arrivals),
     ]
 
 
@@ -177,25 +207,42 @@ def _draft_row(
     num_steps: int, world_size: int, num_clips: int, costs: Costs, arrivals: Sequence[float]
 ) -> Row:
     """One clip after the other, each by all ranks."""
-    given = dict(enumerate(arrivals[:num_clips]))
     try:
         draft_plan = DraftPlan(
             num_steps=num_steps, start_steps=default_start_steps(num_steps, world_size)
         )
-        spans = replay(draft_plan.schedule(range(num_clips)), costs, given)
+        spans = replay(draft_plan.schedule(range(_QUEUED_DRAFTS)), costs)
     except RequestError as error:
         return Row(name="draft", note=error.message)
-    forecast = summarise(spans, world_size, given)
+    queue = summarise(spans, world_size)
     ready = draft_plan.ready_at(costs)
     sooner = ready[0] - ready[-1]
+    forecast = sum_up(
+        list(_one_by_one(num_clips, queue.seconds_per_clip, ready[0], arrivals)),
+        busy=num_clips * sum(span.end - span.start for span in spans) / _QUEUED_DRAFTS,
+        world_size=world_size,
+        num_finishers=1,
+    )
     return Row(
         name="draft",
         draft_plan=draft_plan,
         forecast=forecast,
+        seconds_per_clip=queue.seconds_per_clip,
         preview_seconds=forecast.latency.mean - sooner,
         peak_gib=draft_plan.peak_gib(costs),
-        note=f"first an approximation, {sooner:.4g} before the exact clip; {draft_plan}",
+        note=f"an approximation {sooner:.4g} s before the exact clip; {draft_plan}",
     )
+
+
+def _one_by_one(
+    num_clips: int, seconds_per_clip: float, latency: float, arrivals: Sequence[float]
+) -> Iterator[tuple[float, float]]:
+    """When each of a draft's clips begins, or arrives, and ends."""
+    free = 0.0
+    for clip in range(num_clips):
+        begun = max(free, arrivals[clip]) if arrivals else free
+        yield (arrivals[clip] if arrivals else begun), begun + latency
+        free = begun + seconds_per_clip
 
 
 def _candidates(num_steps: int, world_size: int, costs: Costs, decodes: bool) -> Iterator[Layout]:

@@ -16,6 +16,9 @@ from svdpp.plan.split import Cuts
 #: Visits of clips at ranks that one forecast walks: some seconds.
 MAX_VISITS = 5_000_000
 
+# Clips for each rank of a queue that counts as long.
+_QUEUED_PER_RANK = 16
+
 #: One clip's way: each rank it comes by, and the seconds of its work there.
 Way = tuple[tuple[int, float], ...]
 
@@ -54,6 +57,13 @@ def forecast_layout(layout: Layout, num_clips: int, arrivals: Sequence[float] = 
         world_size=layout.world_size,
         num_finishers=min(layout.replicas * layout.decoders, num_clips),
     )
+
+
+def steady_seconds_per_clip(layout: Layout) -> float:
+    """Mean time between finished clips of a queue so long that its ends weigh little."""
+    most = max(layout.replicas, MAX_VISITS // layout.num_stages // 10)
+    num_clips = min(_QUEUED_PER_RANK * layout.world_size, most)
+    return forecast_layout(layout, num_clips).seconds_per_clip
 
 
 def _check_size(layout: Layout, num_clips: int, *, walks_all: bool) -> None:

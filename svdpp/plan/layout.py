@@ -107,7 +107,8 @@ class Layout:
         try:
             split_steps(self.num_steps, self.num_stages)
         except RequestError as error:
-            raise RequestError(error.message, f"{error.hint}, or --split dithered") from None
+            hint = f"{error.hint}, or --split dithered"
+            raise RequestError(error.message, hint, details=error.details) from None
 
     def __str__(self) -> str:
         if self.replica_size == 1:

@@ -8,18 +8,19 @@ from pathlib import Path
 
 from svdpp.errors import InputError
 
-#: No such file is as large.
+#: The default limit.
 MAX_BYTES = 1_000_000
 
 
-def read_small_file(path: Path, what: str) -> bytes:
-    """The content of a regular file of at most `MAX_BYTES`.
+def read_small_file(path: Path, what: str, max_bytes: int = MAX_BYTES) -> bytes:
+    """The content of a regular file of at most `max_bytes`.
 
     A pipe or device in its place is refused instead of waited for.
 
     Args:
         path: of the file.
         what: the kind of file, for messages, such as `costs`.
+        max_bytes: no such file is larger.
 
     Raises:
         InputError: it cannot be read, is no regular file, or is larger.
@@ -28,12 +29,12 @@ def read_small_file(path: Path, what: str) -> bytes:
         with open(path, "rb", opener=lambda p, flags: os.open(p, flags | os.O_NONBLOCK)) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise InputError(f"{what} {str(path)!r} is not a regular file")
-            data = file.read(MAX_BYTES + 1)
+            data = file.read(max_bytes + 1)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise InputError(f"{what} {str(path)!r} cannot be read: {reason}") from error
-    if len(data) > MAX_BYTES:
-        raise InputError(f"{what} {str(path)!r} is larger than {MAX_BYTES} bytes")
+    if len(data) > max_bytes:
+        raise InputError(f"{what} {str(path)!r} is larger than {max_bytes} bytes")
     return data
 
 

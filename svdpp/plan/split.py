@@ -88,14 +88,17 @@ def split_steps(num_steps: int, world_size: int) -> tuple[StepRange, ...]:
         raise RequestError(
             f"{world_size} ranks are more than {num_steps} steps: a rank would have nothing to do",
             f"use --steps {world_size} or more, or --world {num_steps} or fewer",
+            details={"steps": num_steps, "ranks": world_size},
         )
     if num_steps % world_size:
         below = num_steps // world_size * world_size
+        nearest = [below, below + world_size]
         raise RequestError(
             f"{num_steps} steps cannot be split evenly over {world_size} ranks; "
             f"the nearest step counts that can are {below} and {below + world_size}",
             f"use --steps {below} or --steps {below + world_size}, "
             f"or --world {largest_world(num_steps, world_size)}",
+            details={"steps": num_steps, "ranks": world_size, "nearest": nearest},
         )
     count = num_steps // world_size
     return tuple(StepRange(rank, rank * count, (rank + 1) * count) for rank in range(world_size))

@@ -18,6 +18,7 @@ from svdpp.driver.run_manifest import NAME as MANIFEST
 from svdpp.errors import InputError, RequestError
 from svdpp.media import image as photos
 from svdpp.media import video
+from svdpp.media.inputs import SUFFIXES
 from svdpp.plan.small_file import read_small_file
 from svdpp.redaction import located_path
 from svdpp.worker.clip_metadata import checked_clip_metadata, parse_clip_json
@@ -234,7 +235,7 @@ def _carries_metadata(path: Path) -> bool:
 def _images_in(folder: Path) -> Iterator[Path]:
     """A folder's images, by name."""
     names = sorted(folder.iterdir()) if os.path.isdir(folder) else []
-    yield from (path for path in names if path.suffix.lower() in photos.SUFFIXES)
+    yield from (path for path in names if path.suffix.lower() in SUFFIXES)
 
 
 def _sha256(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""Owns the translation of the allocators' words into an error that names the part and the knob."""
+"""Owns turning the allocators' messages into an error that names the part and the option."""
 
 from __future__ import annotations
 
@@ -53,7 +53,9 @@ def out_of_memory_named(
         part, knob = _part(doing, decode_chunk_size)
         asked, free = sizes
         raise OutOfMemoryError(
-            f"out of memory while {part}: {asked} asked for, {free} free", knob
+            f"out of memory while {part}: {asked} asked for, {free} free",
+            knob,
+            details={"asked": asked, "free": free},
         ) from error
 
 

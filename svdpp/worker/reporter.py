@@ -74,8 +74,8 @@ class Reporter:
                 peer=transfer.peer,
                 num_bytes=transfer.num_bytes,
                 seconds=transfer.seconds,
-                waited=transfer.waited,
                 end=transfer.end,
+                waited=transfer.waited,
             )
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 from typer.testing import CliRunner
 
 import svdpp
-from svdpp.cli.app import app
+from svdpp.cli.app import run_command_line
 
 ROOT = Path(svdpp.__file__).parent.parent
 PHOTO = str(ROOT / "svdpp/assets/photos/rocket.jpg")
@@ -41,9 +42,11 @@ class Answer:
 def svdpp_here(*arguments: str, env: Mapping[str, str | None] | None = None) -> Answer:
     """Runs a command in this process: quick, for what ends before ranks are started."""
     settings = {**dict.fromkeys(_UNSET), **_SET, **(env or {})}
-    # The name in usage lines; otherwise that of the function in the callback.
-    result = CliRunner().invoke(app, list(arguments), env=settings, prog_name="svdpp")
-    return Answer(result.exit_code, result.stdout, result.stderr)
+    with CliRunner().isolation(env=settings) as (out, err, _):
+        code = run_command_line(arguments)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        return Answer(code, out.getvalue().decode(), err.getvalue().decode())
 
 
 def svdpp_alone(
@@ -54,7 +57,10 @@ def svdpp_alone(
 
 
 def python(
-    *arguments: str | bytes, env: Mapping[str, str] | None = None, cwd: Path | None = None
+    *arguments: str | bytes,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    stdin: str = "",
 ) -> Answer:
     """Runs this Python with the checkout importable."""
     settings = {name: value for name, value in os.environ.items() if name not in _UNSET}
@@ -66,7 +72,7 @@ def python(
         env=settings,
         encoding="utf-8",
         errors="surrogateescape",
-        stdin=subprocess.DEVNULL,
+        input=stdin,
         timeout=120,
         check=False,
     )
@@ -74,9 +80,13 @@ def python(
 
 
 def assert_error(answer: Answer, code: int, *words: str) -> None:
-    """One sentence on stderr, its mend in a second line at most; nothing on stdout."""
+    """One sentence on stderr, a hint in a second line at most; on stdout only the same as JSON."""
     assert answer.code == code, answer
-    assert answer.out == ""
+    if answer.out:
+        record = json.loads(answer.out)
+        assert record.keys() == {"schema_version", "error"}
+        assert record["error"]["exit_code"] == code
+        assert f"error: {record['error']['message']}\n" in answer.err
     for word in words:
         assert word in answer.err
     lines = answer.err.splitlines()

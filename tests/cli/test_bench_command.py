@@ -44,7 +44,11 @@ def test_overrides_stand_anywhere() -> None:
             2,
             ("pipeline.start_steps is", "--pipeline.draft=true"),
         ),
-        (("smoke", "--pipeline.draft=true", "--pipeline.replicas=2"), 2, ("out --replicas",)),
+        (
+            ("smoke", "--pipeline.draft=true", "--pipeline.replicas=2"),
+            2,
+            ("out --pipeline.replicas",),
+        ),
         (("smoke", "--workload.height=65"), 2, ("multiple of 8, got 65",)),
         (("smoke", "--precision=amp"), 2, ("torch.autocast",)),
         (("smoke", "--model.name=/absent"), 5, ("/absent",)),

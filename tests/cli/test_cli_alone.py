@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from svdpp import __version__
+from svdpp.cli.app import COMMANDS
 from svdpp.media.video import file_sha256
 from tests.cli.shell import (
     DEMO,
@@ -28,11 +29,12 @@ from tests.cli.shell import (
 
 # --- light at the door --------------------------------------------------------------------------
 
-# Not pydantic: Typer itself reads numbers with it.
 HEAVY = {
     *("torch", "diffusers", "transformers", "accelerate", "safetensors", "huggingface_hub"),
-    *("numpy", "PIL", "imageio_ffmpeg", "tqdm", "loguru"),
+    *("numpy", "PIL", "imageio_ffmpeg", "tqdm", "loguru", "pydantic", "yaml"),
 }
+#: Of the program, what one command needs and others do not.
+COMMAND_MODULES = {f"svdpp.cli.{name}" for name in COMMANDS}
 
 LIST_MODULES = """
 import sys
@@ -40,7 +42,7 @@ from svdpp.__main__ import main
 try:
     main()
 finally:
-    print("MODULES", *{name.partition(".")[0] for name in sys.modules}, file=sys.stderr)
+    print("MODULES", *sys.modules, file=sys.stderr)
 """
 
 
@@ -53,6 +55,7 @@ finally:
         (("verify", "--help"), "Usage:"),
         (("plan",), "bubble"),
         (("plan", "--world", "4", "--clips", "3", "--json"), '"bubble"'),
+        (("run", "--help-all"), "--log-file"),
     ],
     ids=str,
 )
@@ -63,7 +66,10 @@ def test_light_commands_import_nothing_heavy(arguments: tuple[str, ...], word: s
     assert answer.code == 0
     assert word in answer.out
     assert "svdpp" in loaded
-    assert loaded & HEAVY == set()
+    assert {name.partition(".")[0] for name in loaded} & HEAVY == set()
+    assert loaded & COMMAND_MODULES == {
+        f"svdpp.cli.{name}" for name in COMMANDS.keys() & {arguments[0]}
+    }
 
 
 def test_pure_rooms_import_the_standard_library_alone() -> None:
@@ -119,6 +125,64 @@ def test_a_name_of_bytes_that_are_no_text(tmp_path: Path) -> None:
     assert_error(svdpp_alone("run", *DEMO, b"\xff\n.png", cwd=tmp_path), 7, r"'\udcff\n.png'")
 
 
+def test_errors_as_json() -> None:
+    wrong = svdpp_alone("plan", "--world", "7", "--steps", "25", "--json")
+    usage = svdpp_alone("plan", "--wrold", "7", "--json")
+    lost = svdpp_here("run", "nope.png", *DEMO, "--json")
+
+    assert (wrong.code, usage.code, lost.code) == (2, 2, 7)
+    assert json.loads(wrong.out) == {
+        "schema_version": 1,
+        "error": {
+            "type": "RequestError",
+            "exit_code": 2,
+            "message": "25 steps cannot be split evenly over 7 ranks; the nearest step counts that "
+            "can are 21 and 28",
+            "hint": "use --steps 21 or --steps 28, or --world 5, or --split dithered",
+            "details": {"steps": 25, "ranks": 7, "nearest": [21, 28]},
+        },
+    }
+    for answer, words in ((usage, "no such option: --wrold"), (lost, "'nope.png' does not exist")):
+        assert_error(answer, answer.code, words)
+        assert words in json.loads(answer.out)["error"]["message"]
+
+
+def test_an_unexpected_error_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    from svdpp.plan import layout
+
+    monkeypatch.delattr(layout, "Layout")
+    answer = svdpp_here("plan", "--json")
+
+    error = json.loads(answer.out)["error"]
+    assert (answer.code, error["type"], error["exit_code"]) == (1, "ImportError", 1)
+    assert error["message"].startswith("unexpected ImportError: cannot import name")
+
+
+INTERRUPTED_WHILE = """
+import os, signal, sys
+
+class Interrupter:
+    at = sys.argv.pop(1)
+
+    def find_spec(self, name, *_):
+        if name == self.at:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupter())
+from svdpp.__main__ import main
+main()
+"""
+
+
+@pytest.mark.parametrize("module", ["svdpp.cli.app", "typer", "svdpp.cli.plan", "svdpp.plan.grid"])
+def test_an_interrupt_while_modules_are_imported(module: str) -> None:
+    """The first quarter of a second, in which Python answers Ctrl-C with a traceback."""
+    answer = python("-c", INTERRUPTED_WHILE, module, "plan")
+
+    assert answer.code == 130
+    assert answer.err in ("", "error: ended by SIGINT\n")
+
+
 @pytest.mark.parametrize("arguments", [(), ("bogus",), ("plan", "--bogus"), ("run",)], ids=str)
 def test_usage_errors_are_wrong_requests(arguments: tuple[str, ...]) -> None:
     answer = svdpp_alone(*arguments)
@@ -138,12 +202,12 @@ def test_debug_alone_shows_the_traceback() -> None:
 
 
 def test_what_was_not_foreseen_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    import svdpp.cli.plan as command
+    from svdpp.plan import layout
 
     def broken(**_: object) -> None:
         raise ZeroDivisionError("division by zero")
 
-    monkeypatch.setattr(command, "Layout", broken)
+    monkeypatch.setattr(layout, "Layout", broken)
     answer = svdpp_here("plan")
 
     assert (answer.code, answer.out) == (1, "")
@@ -161,7 +225,7 @@ def test_help_names_every_exit_code_and_command() -> None:
     for code in ("0 done", "2 wrong request", "8 an output cannot be written", "128 + n"):
         assert code in words
     for command in ("plan", "simulate", "run", "verify"):
-        assert re.search(rf"│ {command} ", answer.out)
+        assert re.search(rf"\n  {command} +[A-Z]", answer.out)
     assert max(map(len, answer.out.splitlines())) <= 80
 
 
@@ -329,7 +393,7 @@ def test_verify_recomputes_a_clip(made: tuple[Path, Answer]) -> None:
     [
         (("a.json", "b.jpg"), ("'a.json' is a finished clip, 'b.jpg' is not", "two commands")),
         (("a.json", "--inject-fault", "ulp@rank1.clip0"), ("--inject-fault would have no effect",)),
-        (("a.json", "b.json", "--gpus", "2", "--fps", "7"), ("--world/--gpus, --fps would have",)),
+        (("a.json", "b.json", "--gpus", "2", "--fps", "7"), ("--fps, --gpus/--world would have",)),
         (("a.json", "--draft"), ("--draft would have no effect", "svdpp verify PHOTO")),
     ],
 )
@@ -364,6 +428,8 @@ def test_a_full_disk_loses_the_clip(tmp_path: Path) -> None:
 
     assert limited.stdout.startswith("out/rocket_0.webp  (lost: ")
     answer = Answer(limited.returncode, "", limited.stderr)
-    assert_error(answer, 8, "1 of 1 lost: ", "rocket_0.webp' cannot be written: File too large")
+    assert_error(
+        answer, 8, "1 of 1 clip lost: ", "rocket_0.webp' cannot be written: File too large"
+    )
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["run.json"]
     assert json.loads((tmp_path / "out/run.json").read_text())["clips"][0]["state"] == "failed"

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from svdpp.cli.request import parse_dtype, parse_seeds
+from svdpp.cli.options.model import parse_dtype
+from svdpp.cli.options.sampling import parse_seeds
 from svdpp.errors import RequestError
 from tests.cli.shell import DEMO, PHOTO, TINY, assert_error, svdpp_here
 
@@ -173,7 +174,6 @@ def test_two_bad_images_are_reported_at_once() -> None:
 
 
 def test_a_missing_file_does_not_hide_a_bad_image() -> None:
-    """`read_inputs`: "naming all that are missing, unreadable or hostile at once"."""
     Path("text.png").write_text("hello")
     answer = svdpp_here("run", "text.png", "nope.png", *DEMO)
 
@@ -271,7 +271,7 @@ def test_an_output_that_exists_is_left_alone(kind: str, more: tuple[str, ...]) -
     before = file.stat()
     answer = svdpp_here("run", PHOTO, *DEMO, *TINY, "--format", kind, *more)
 
-    assert_error(answer, 2, "1 of 1 outputs exist already", there.name, "--resume")
+    assert_error(answer, 2, "1 output exists already", there.name, "--resume")
     assert file.read_bytes() == b"mine"
     assert (file.stat().st_mtime_ns, file.stat().st_ino) == (before.st_mtime_ns, before.st_ino)
     assert os.listdir("out") == [there.name]
@@ -318,9 +318,9 @@ def test_a_log_file_that_cannot_be_written(command: tuple[str, ...]) -> None:
     ("seed", "seeds", "expected"),
     [
         (None, None, [0]),
-        (7, None, [7]),
-        (0, None, [0]),
-        (2**63 - 1, None, [2**63 - 1]),
+        ("7", None, [7]),
+        ("0", None, [0]),
+        (str(2**63 - 1), None, [2**63 - 1]),
         (None, "5", [5]),
         (None, "1-3", [1, 2, 3]),
         (None, "1,3,5-7", [1, 3, 5, 6, 7]),
@@ -331,7 +331,7 @@ def test_a_log_file_that_cannot_be_written(command: tuple[str, ...]) -> None:
         (None, str(2**63 - 1), [2**63 - 1]),
     ],
 )
-def test_seeds(seed: int | None, seeds: str | None, expected: list[int]) -> None:
+def test_seeds(seed: str | None, seeds: str | None, expected: list[int]) -> None:
     assert parse_seeds(seed, seeds) == expected
 
 

@@ -13,6 +13,10 @@ from svdpp.plan.costs import Costs
 from svdpp.plan.presets import PRESETS
 from tests.cli.shell import ROOT, Answer, assert_error, svdpp_here
 
+A100_COSTS = PRESETS["svd-xt-a100"]
+#: A step is a second, and nothing else takes time.
+STEPS_ALONE = ("--step-seconds", "1", "--encode-seconds", "0", "--decode-seconds", "0")
+
 
 def strict_json(text: str) -> dict:  # type: ignore[type-arg]
     """As RFC 8259 has it: Python alone would read NaN and Infinity."""
@@ -24,16 +28,15 @@ def strict_json(text: str) -> dict:  # type: ignore[type-arg]
 
 
 def test_json_is_that_of_the_issue() -> None:
-    answer = svdpp_here("plan", "--steps", "28", "--world", "7", "--json")
+    answer = svdpp_here("plan", "--steps", "28", "--world", "7", *STEPS_ALONE, "--json")
 
     assert (answer.code, answer.err) == (0, "")
     plan = strict_json(answer.out)
     assert plan == {
-        "schema_version": 1,
+        "schema_version": 2,
         "num_steps": 28,
         "world_size": 7,
         "split": "uniform",
-        "unit": "step",
         "layout": {
             "description": "1 replica of 7 ranks, uniform",
             "split": "uniform",
@@ -54,7 +57,8 @@ def test_json_is_that_of_the_issue() -> None:
             }
             for rank in range(7)
         ],
-        "costs": Costs().to_json(),
+        "costs": PRESETS["svd-xt-a100"].to_json()
+        | {"step_seconds": 1.0, "encode_seconds": 0.0, "decode_seconds": 0.0},
         "forecast": {
             "clips": 14,
             "makespan_seconds": (14 + 7 - 1) * 4,
@@ -66,7 +70,6 @@ def test_json_is_that_of_the_issue() -> None:
             "data_parallel": {
                 "makespan_seconds": 56,
                 "first_clip_seconds": 28,
-                # Two waves of seven: those of the second are 28 after those of the first.
                 "seconds_per_clip": 28 / 7,
             },
         },
@@ -81,7 +84,6 @@ def test_json_with_costs() -> None:
     )
 
     plan = strict_json(answer.out)
-    assert plan["unit"] == "second"
     first = 1 + 28 * 0.5 + 2 + 3 * 0.25
     assert plan["forecast"] == {
         "clips": 6,
@@ -96,17 +98,16 @@ def test_json_with_costs() -> None:
         "data_parallel": {
             "makespan_seconds": 2 * 17,
             "first_clip_seconds": 17,
-            # Whole waves of four: the two clips of the second one are no faster for being two.
             "seconds_per_clip": 17 / 4,
         },
     }
 
 
 def test_text_says_what_the_json_says() -> None:
-    answer = svdpp_here("plan", "--world", "4")
+    answer = svdpp_here("plan", "--world", "4", *STEPS_ALONE)
     lines = answer.out.splitlines()
 
-    assert answer.code == 0
+    assert (answer.code, answer.err) == (0, "")
     assert lines[0].split() == ["rank", "start", "end", "steps", "sigma"]
     assert [line.split() for line in lines[1:5]] == [
         ["0", "0", "7", "7", "700", "->", "125.8"],
@@ -116,18 +117,16 @@ def test_text_says_what_the_json_says() -> None:
     ]
     assert [line[:8] for line in lines[6:10]] == [f"rank {rank} |" for rank in range(4)]
     words = " ".join(" ".join(lines[10:]).split())
-    assert "8 clips on 4 ranks: 77 steps" in words
-    assert "first clip after 28 steps" in words
-    assert "one every 7 steps; bubble 27%" in words
-    assert "data parallel on the same 4 devices: 56 steps" in words
-    assert "in units of one step, decoding not counted" in answer.err
+    assert "8 clips on 4 ranks: 77 s, first after 28 s, bubble 27%" in words
+    assert "of a long queue, one clip every 7 s" in words
+    assert "data parallel on 4 ranks: 56 s" in words
 
 
-def test_with_costs_times_are_seconds() -> None:
-    answer = svdpp_here("plan", "--world", "4", "--step-seconds", "0.5")
+def test_the_assumed_costs_are_named() -> None:
+    answer = svdpp_here("plan", "--step-seconds", "2")
 
-    assert "8 clips on 4 ranks: 38.5 seconds" in answer.out
-    assert answer.err == ""
+    assert "with the costs of svd-xt-a100 (A100 80GB SXM)" in answer.err
+    assert strict_json(svdpp_here("plan", "--json").out)["costs"] == A100_COSTS.to_json()
 
 
 @pytest.mark.parametrize(
@@ -151,7 +150,7 @@ def test_what_is_printed_fits_the_terminal(options: tuple[str, ...], width: int)
 
 def test_the_picture_uses_a_wider_terminal() -> None:
     narrow, wide = (
-        svdpp_here("plan", "--world", "4", env={"COLUMNS": str(width)}).out for width in (80, 120)
+        svdpp_here("plan", *STEPS_ALONE, env={"COLUMNS": str(width)}).out for width in (80, 120)
     )
 
     def rank_0(text: str) -> str:
@@ -203,7 +202,7 @@ def test_the_published_costs_make_decode_a_rank_of_its_own() -> None:
         "clip 2 is cut at 4 8 13 17 21 25",
         "clip 3 is cut at 4 8 12 16 21 25",
     ]
-    assert "a clip takes 33.38 seconds from its encode" in answer.out
+    assert "a clip takes 33.38 s from its encode" in answer.out
 
 
 def test_given_seconds_replace_those_of_the_costs() -> None:
@@ -211,8 +210,7 @@ def test_given_seconds_replace_those_of_the_costs() -> None:
         svdpp_here("plan", *A100, "--world", "5", "--decode-seconds", "9", "--json").out
     )
 
-    assert plan["costs"] == PRESETS["svd-xt-a100"].to_json() | {"decode_seconds": 9}
-    assert plan["unit"] == "second"
+    assert plan["costs"] == A100_COSTS.to_json() | {"decode_seconds": 9}
 
 
 def test_costs_from_a_file(tmp_path: Path) -> None:
@@ -246,11 +244,11 @@ def test_replicas_are_shown_once() -> None:
 
 
 def test_of_many_clips_the_first_are_drawn() -> None:
-    answer = svdpp_here("plan", "--clips", "50000")
+    answer = svdpp_here("plan", "--clips", "50000", *STEPS_ALONE)
 
     assert "the first 16 clips:" in answer.out
     assert sum(line.startswith("rank") for line in answer.out.splitlines()) == 1 + 4
-    assert "50000 clips on 4 ranks: 3.5e+05 steps" in answer.out
+    assert "50000 clips on 4 ranks: 3.5e+05 s" in answer.out
 
 
 def test_of_many_ranks_the_first_are_listed() -> None:
@@ -303,7 +301,7 @@ def test_comparison_is_golden() -> None:
 def test_comparison_in_json_says_the_same() -> None:
     result = strict_json(svdpp_here("plan", *A100, "--world", "8", "--compare", "--json").out)
 
-    assert (result["schema_version"], result["clips"], result["unit"]) == (1, 128, "second")
+    assert (result["schema_version"], result["clips"]) == (2, 128)
     rows = {row["name"]: row for row in result["layouts"]}
     layouts = ["uniform", "balanced", "dithered", "2 decoders", "auto", "data parallel"]
     assert list(rows) == [*layouts, "draft"]
@@ -315,12 +313,37 @@ def test_comparison_in_json_says_the_same() -> None:
     )
 
 
-def test_without_costs_a_comparison_counts_steps() -> None:
-    answer = svdpp_here("plan", "--compare")
+def test_totals_and_rates_of_a_comparison_agree() -> None:
+    """Fewer clips than ranks: the total is of those, the rate of a long queue."""
+    options = ("plan", "--clips", "3", "--world", "4", "--compare")
+    result = strict_json(svdpp_here(*options, "--json").out)
+    rows = {row["name"]: row["forecast"] for row in result["layouts"]}
+    clip = A100_COSTS.encode_seconds + 28 * A100_COSTS.step_seconds + A100_COSTS.decode_seconds
 
-    assert "clips/100 steps" in answer.out
-    assert "64 clips on 4 ranks, times in steps" in answer.out
-    assert "in units of one step" in answer.err
+    assert rows["data parallel"]["makespan_seconds"] == pytest.approx(clip)
+    assert rows["data parallel"]["seconds_per_clip"] == pytest.approx(clip / 4)
+    assert rows["draft"]["makespan_seconds"] == pytest.approx(3 * clip)
+    assert rows["draft"]["seconds_per_clip"] == pytest.approx(clip, rel=0.01)
+    for name in ("uniform", "balanced", "dithered", "2 decoders"):
+        assert rows[name]["makespan_seconds"] > clip
+        assert rows[name]["seconds_per_clip"] >= clip / 4 * 0.999
+    lines = svdpp_here(*options).out.splitlines()
+    assert lines[0].split()[:4] == ["layout", "total", "per", "min"]
+    assert lines[6].split()[2:4] == [f"{clip:.1f}", f"{4 * 60 / clip:.2f}"]
+
+
+def test_ranks_without_work_are_a_warning() -> None:
+    answer = svdpp_here("plan", "--world", "64", "--split", "balanced")
+
+    assert answer.code == 0
+    assert "warning: 34 of 64 ranks have nothing to do\n" in answer.err
+    assert "warning" not in svdpp_here("plan", "--world", "4", "--split", "balanced").err
+
+
+def test_device_memory_says_that_costs_lack_memory() -> None:
+    answer = svdpp_here("plan", "--layout", "auto", "--device-memory", "9")
+
+    assert answer.err.startswith("--device-memory leaves nothing out: these costs do not say")
 
 
 def test_arrivals_give_percentiles() -> None:
@@ -332,10 +355,10 @@ def test_arrivals_give_percentiles() -> None:
     )
 
     assert one == other
-    assert re.search(r"a clip takes .* seconds from its pending: p50 .*, p90 .*, p99", answer.out)
+    assert re.search(r"a clip takes .* s from its arrival: p50 .*, p90 .*, p99", answer.out)
     latency = one["latency_seconds"]
     assert 32.15 < latency["p50"] < latency["p90"] < latency["p99"]
-    assert one["seconds_per_clip"] == pytest.approx(10, rel=0.1)
+    assert one["seconds_per_clip"] == pytest.approx(32.15 / 4, rel=0.01)  # when none is waited for
 
 
 @pytest.mark.parametrize("more", [(), ("--arrivals", "100/s")], ids=str)
@@ -354,7 +377,7 @@ REFUSED = [
     (("--replicas", "3"), "4 ranks cannot form 3 replicas of one length"),
     (("--decoders", "5"), "--decoders must be 1 to 4, the ranks of a replica, got 5"),
     (("--split", "fair"), "--split must be one of uniform, balanced, dithered, got 'fair'"),
-    (("--layout", "best"), "--layout must be auto, got 'best'"),
+    (("--layout", "best"), "--layout must be auto, pipeline or data-parallel, got 'best'"),
     (
         ("--layout", "auto", "--decoders", "2"),
         "--layout auto picks for itself: leave out --decoders",

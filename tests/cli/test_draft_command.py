@@ -15,31 +15,33 @@ from tests.cli.shell import DEMO, PHOTO, assert_error, svdpp_alone, svdpp_here
 from tests.plan.test_draft_plan import PLAN
 
 SMALL = ("--height", "64", "--width", "64", "--frames", "2", "--threads", "1", "--steps", "14")
+#: A step is a second, and nothing else takes time.
+STEPS_ALONE = ("--step-seconds", "1", "--encode-seconds", "0", "--decode-seconds", "0")
 STARTS = ("--draft-starts", "0,3,5", "--steps", "8")
 
 
-def test_plan_shows_the_wave() -> None:
-    answer = svdpp_here("plan", "--draft", *STARTS)
+def test_plan_shows_the_draft_plan() -> None:
+    answer = svdpp_here("plan", "--draft", *STARTS, *STEPS_ALONE)
     assert answer.code == 0
     lines = answer.out.splitlines()
     assert lines[:4] == [
-        "rank  start  sigma  rounds  sooner  mended",
-        "0         0    700  8 of 8   1.00x       0",
-        "1         3  30.99  6 of 8   1.33x       1",
-        "2         5  1.168  5 of 8   1.60x       1",
+        "rank  start  sigma  rounds  sooner  corrected",
+        "0         0    700  8 of 8   1.00x          0",
+        "1         3  30.99  6 of 8   1.33x          1",
+        "2         5  1.168  5 of 8   1.60x          1",
     ]
     assert lines[5:8] == [
         "rank 0 |oooooooo| exact after 8",
         "rank 1 |.oo+oo..| nearer after 6",
         "rank 2 |..o+o...| draft after 5",
     ]
-    assert "draft after 5 steps, exact clip after 8 steps" in answer.out
+    assert "draft after 5 s, exact clip after 8 s" in answer.out
 
 
 def test_plan_as_json_is_the_schedule() -> None:
-    content = json.loads(svdpp_here("plan", "--draft", *STARTS, "--json").out)
+    content = json.loads(svdpp_here("plan", "--draft", *STARTS, *STEPS_ALONE, "--json").out)
     assert content["schedule"] == [list(map(str, rank)) for rank in PLAN.schedule([0])]
-    assert (content["draft"], content["exact"]) == (5, 8)
+    assert (content["draft_seconds"], content["exact_seconds"]) == (5, 8)
     assert (content["evaluations"], content["messages"]) == (PLAN.num_evaluations, 6)
 
 
@@ -50,8 +52,8 @@ def test_plan_counts_decode_and_compares_with_layouts() -> None:
     (draft,) = [row for row in rows if row["name"] == "draft"]
     (parallel,) = [row for row in rows if row["name"] == "data parallel"]
     assert draft["layout"]["start_steps"] == alone["start_steps"]
-    assert draft["forecast"]["preview_seconds"] == pytest.approx(alone["draft"])
-    assert draft["forecast"]["latency_seconds"]["mean"] == pytest.approx(alone["exact"])
+    assert draft["forecast"]["preview_seconds"] == pytest.approx(alone["draft_seconds"])
+    assert draft["forecast"]["latency_seconds"]["mean"] == pytest.approx(alone["exact_seconds"])
     # Sooner to be seen, and fewer of them.
     assert draft["forecast"]["preview_seconds"] < parallel["forecast"]["preview_seconds"]
     assert draft["forecast"]["seconds_per_clip"] > 3 * parallel["forecast"]["seconds_per_clip"]
@@ -102,7 +104,7 @@ def test_a_file_of_starts_that_is_none(tmp_path: Path) -> None:
 
 def test_photographs_are_for_drafts_alone() -> None:
     answer = svdpp_here("profile", PHOTO, "--model", "demo", "--device", "cpu")
-    assert_error(answer, 2, "photographs are what drafts are measured on", "add --draft")
+    assert_error(answer, 2, "photographs are what drafts are measured with", "add --draft")
 
 
 def test_profile_names_the_run_that_it_is_for() -> None:

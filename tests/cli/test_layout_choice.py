@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from svdpp.cli.layout_choice import LayoutChoice
+from svdpp.cli.options.layout import LayoutOptions
+from svdpp.cli.request import default_world
 from svdpp.config import ModelConfig, PipelineConfig, SamplingConfig, sampling_defaults
 from svdpp.diagnostics.memory_estimate import memory_of_devices
 from svdpp.errors import RequestError
@@ -25,18 +26,18 @@ NEEDS = {
 
 
 def test_what_is_given_is_taken_and_the_rest_left_to_the_default() -> None:
-    given = LayoutChoice(split="dithered", decoders=2)
+    given = LayoutOptions(split="dithered", decoders=2)
     shape, why = given.settings(**COUNTS)
     assert shape == {"split": "dithered", "decoders": 2, "costs": PRESETS["svd-xt-a100"]}
     assert why == ""
     config = PipelineConfig(world_size=4, sampling=SamplingConfig(num_inference_steps=25), **shape)
     assert str(config.layout) == "1 replica of 4 ranks, dithered, 2 decoders"
-    steps, _ = LayoutChoice().settings(**{**COUNTS, "decodes": False})
+    steps, _ = LayoutOptions().settings(**{**COUNTS, "decodes": False})
     assert steps == {"costs": Costs()}
 
 
 def test_auto_says_why_and_whose_costs_it_took() -> None:
-    shape, why = LayoutChoice(layout="auto").settings(**COUNTS)
+    shape, why = LayoutOptions(layout="auto").settings(**COUNTS)
     assert shape["replicas"] == 4
     assert why.startswith("layout: data parallel: ")
     assert "with the costs of svd-xt-a100" in why
@@ -45,32 +46,50 @@ def test_auto_says_why_and_whose_costs_it_took() -> None:
 def test_auto_heeds_the_memory_of_devices() -> None:
     """Whole clips would need 14.2 GiB a rank; steps with encode or with decode 9 or 12.2."""
     small: tuple[dict[str, float], tuple[float, ...]] = (NEEDS, (13.0,) * 4)
-    shape, why = LayoutChoice(layout="auto").settings(**COUNTS, memory=lambda: small)
+    shape, why = LayoutOptions(layout="auto").settings(**COUNTS, memory=lambda: small)
     assert shape["replicas"] == 2
     assert "need more memory" in why
     with pytest.raises(RequestError, match="no layout of 4 ranks fits in 5 GiB a rank"):
-        LayoutChoice(layout="auto").settings(**COUNTS, memory=lambda: (NEEDS, (5.0,) * 4))
+        LayoutOptions(layout="auto").settings(**COUNTS, memory=lambda: (NEEDS, (5.0,) * 4))
 
 
 @pytest.mark.parametrize(
     ("choice", "counts", "words"),
     [
-        (LayoutChoice(layout="best"), {}, "--layout must be auto, got 'best'"),
-        (LayoutChoice(layout="auto", replicas=2), {}, "leave out --replicas"),
-        (LayoutChoice(layout="auto"), {"num_clips": None}, "rank 0 alone knows them"),
-        (LayoutChoice(costs="a-card"), {}, "neither a file nor a preset"),
+        (LayoutOptions(layout="auto"), {"num_clips": None}, "rank 0 alone knows them"),
+        (LayoutOptions(costs="a-card"), {}, "neither a file nor a preset"),
     ],
-    ids=["unknown", "beside a choice", "under torchrun", "no costs"],
+    ids=["under torchrun", "no costs"],
 )
-def test_what_cannot_be_chosen(choice: LayoutChoice, counts: dict[str, Any], words: str) -> None:
+def test_what_cannot_be_chosen(choice: LayoutOptions, counts: dict[str, Any], words: str) -> None:
     with pytest.raises(RequestError, match=words):
         choice.settings(**{**COUNTS, **counts})
 
 
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"layout": "best"}, "--layout must be auto, pipeline or data-parallel, got 'best'"),
+        ({"layout": "auto", "replicas": 2}, "--layout auto picks for itself: leave out --replicas"),
+        ({"layout": "data-parallel", "split": "uniform"}, "leave out --split"),
+    ],
+)
+def test_layouts_that_contradict_themselves(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(RequestError, match=words):
+        LayoutOptions(**given)
+
+
 def test_all_ranks_may_be_used_where_nothing_must_divide() -> None:
-    assert LayoutChoice().world("cpu", 25) == 1
-    assert LayoutChoice(split="dithered").world("cpu", 25) == 2
-    assert LayoutChoice(layout="auto").world("cpu", 25) == 2
+    def world(**given: Any) -> int:
+        return default_world("cpu", 25, on_cpu=2, divide=LayoutOptions(**given).must_divide)
+
+    assert world() == world(layout="pipeline") == 1
+    assert world(split="dithered") == world(layout="auto") == world(layout="data-parallel") == 2
+
+
+def test_data_parallel_is_as_many_replicas_as_ranks() -> None:
+    shape, why = LayoutOptions(layout="data-parallel").settings(**COUNTS)
+    assert (shape["replicas"], why) == (4, "")
 
 
 def test_what_devices_have_and_the_model_needs() -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from svdpp.cli.draft_choice import DraftChoice
-from svdpp.cli.layout_choice import LayoutChoice
+from svdpp.cli.options.draft import DraftOptions
+from svdpp.cli.options.layout import LayoutOptions
 from svdpp.cli.plan_choice import PlanChoice
 from svdpp.errors import RequestError
 from svdpp.plan.draft_starts import DraftProfile, MeasuredStartSteps
@@ -25,8 +25,8 @@ def _choice(
     draft: bool = True,
 ) -> PlanChoice:
     return PlanChoice(
-        draft=DraftChoice(draft=draft, start_steps=start_steps),
-        layout=LayoutChoice(),
+        draft=DraftOptions(draft=draft, draft_starts=start_steps),
+        layout=LayoutOptions(),
         world=world,
         steps=steps,
         device=device,

@@ -15,6 +15,7 @@ import sys
 import termios
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console as RichConsole
@@ -22,8 +23,9 @@ from rich.console import Console as RichConsole
 from svdpp.cli.console import Console
 from svdpp.cli.progress import Progress
 from svdpp.errors import Interrupted
+from svdpp.plan.costs import Costs
+from svdpp.plan.layout import Layout
 from svdpp.plan.schedule import build_schedule
-from svdpp.plan.split import split_steps
 from svdpp.worker.messages import (
     ActionDone,
     ClipDone,
@@ -35,7 +37,6 @@ from svdpp.worker.messages import (
     StepDone,
 )
 from tests.cli.shell import ROOT
-from tests.plan.plans import pipeline_routes
 
 _SHOW_CURSOR = "\x1b[?25h"
 
@@ -53,9 +54,17 @@ def _console(*, terminal: bool, quiet: bool = False, width: int = 80, height: in
     return console
 
 
-def _progress(console: Console, world_size: int = 2, num_clips: int = 2) -> Progress:
-    routes = pipeline_routes(split_steps(28, world_size), range(num_clips))
-    return Progress(console, "run", build_schedule(routes, world_size))
+def _progress(
+    console: Console,
+    world_size: int = 2,
+    num_clips: int = 2,
+    *,
+    decodes: bool = False,
+    **about: Any,
+) -> Progress:
+    layout = Layout(num_steps=28, world_size=world_size, decodes=decodes)
+    schedule = build_schedule(layout.routes(range(num_clips)), world_size)
+    return Progress(console, "run", schedule, **about)
 
 
 def _written(console: Console) -> str:
@@ -83,11 +92,11 @@ def test_a_settled_clip_is_counted_once() -> None:
         progress(1, DraftLost(clip=0, error=lost))
         progress(1, ClipDone(clip=0, record={"output": "a.draft.mp4"}))
         progress(0, ClipFailed(clip=0, error=lost))
-        progress(0, ClipDone(clip=1, record={"output": "b.mp4"}))
+        progress(0, ClipDone(clip=1, record={"output": "b.mp4", "seconds": 3.21}))
     assert _written(console).splitlines() == [
-        "run: no draft of clip 0 by rank 1: it cannot be written",
-        "run: 1 of 2 clips done, a.draft.mp4",
-        "run: 2 of 2 clips done, b.mp4",
+        "run: no draft of clip 1 by rank 1: it cannot be written",
+        "run: 1 of 2 clips: clip 1 -> a.draft.mp4",
+        "run: 2 of 2 clips: clip 2 -> b.mp4, 3.2 s",
     ]
 
 
@@ -109,9 +118,10 @@ def test_a_terminal_shows_a_line_a_rank() -> None:
             progress(rank, event)
     lines = _picture(_written(console))[-3:]
 
-    assert re.fullmatch(r"rank 0 +━+ +2/28 +clip 0 +step 1 +2.00 s/step", lines[0])
-    assert re.fullmatch(r"rank 1 +0/28 +clip 0 +waiting", lines[1])
-    assert re.fullmatch("run: 0 of 2 clips, 0:00 elapsed", lines[2])
+    assert re.fullmatch(r"rank 0 +[━╸]+ +2/28 +clip 1 +step 2 +2.00 s/step", lines[0])
+    assert re.fullmatch(r"rank 1 +0/28 +clip 1 +waiting", lines[1])
+    # Two clips through two halves of 14 steps, two of which have taken 2 s each.
+    assert lines[2] == "run: 0 of 2 clips, 0:00 elapsed, about 1:24 left"
     assert max(map(len, lines)) < 80
 
 
@@ -126,13 +136,85 @@ def test_the_time_left_is_the_forecasts() -> None:
     assert "about 1:24 left" in _picture(_written(console))[-1]
 
 
+def test_what_is_not_measured_yet_weighs_as_it_does_in_the_assumed_costs() -> None:
+    """A decode of four steps, at the end of both clips: 3 x 28 s, and twice 8 s, overlapping."""
+    console = _console(terminal=True)
+    costs = Costs(step_seconds=0.5, decode_seconds=2.0)
+    with _progress(console, decodes=True, costs=costs) as progress:
+        for rank, event in EVENTS:
+            progress(rank, event)
+
+    assert "about 1:40 left" in _picture(_written(console))[-1]
+
+
+def test_known_costs_tell_the_time_before_the_first_step() -> None:
+    console = _console(terminal=True)
+    with _progress(console, costs=Costs(step_seconds=2.0), forecasts=True) as progress:
+        progress(0, Joined(device="cpu", load_seconds=0.1))
+
+    last = _picture(_written(console))[-1]
+    assert last == "run: 0 of 2 clips, starting, 1 of 2 ranks ready, 0:00, about 1:24 left"
+
+
+def test_photographs_are_named_and_long_names_cut() -> None:
+    console = _console(terminal=True)
+    labels = ["a-very-long-name-of-a-photograph.jpg", "b.jpg"]
+    with _progress(console, labels=labels) as progress:
+        for rank, event in EVENTS:
+            progress(rank, event)
+        progress(1, ClipDone(clip=1, record={"output": "b_0.mp4", "seconds": 9.96}))
+
+    assert "a-very-long-name-of…" in _picture(_written(console))[-3]
+    assert "run: 1 of 2 clips: b.jpg -> b_0.mp4, 10.0 s" in _written(console)
+
+
+def test_the_closing_line_counts() -> None:
+    console = _console(terminal=False)
+    lost = {"type": "OutputError", "message": "it cannot be written", "hint": ""}
+    with _progress(console) as progress:
+        for rank, event in EVENTS:
+            progress(rank, event)
+        progress(0, ClipFailed(clip=0, error=lost))
+        progress(1, ClipDone(clip=1, record={}))
+
+    assert re.fullmatch(r"run: 1 clip in 0:00, [\d.e+]+ a minute, 1 lost", progress.closing)
+    assert "run: clip 1 is lost: it cannot be written\n" in _written(console)
+
+
+def test_a_dumb_terminal_gets_plain_lines() -> None:
+    console = _console(terminal=True)
+    console.err = RichConsole(
+        file=io.StringIO(), force_terminal=True, width=80, _environ={"TERM": "dumb"}
+    )
+    with _progress(console) as progress:
+        for rank, event in EVENTS:
+            progress(rank, event)
+        progress(1, ClipDone(clip=1, record={"output": "b.mp4"}))
+
+    assert _written(console).splitlines()[1:] == ["run: 1 of 2 clips: clip 2 -> b.mp4"]
+    assert "\x1b" not in _written(console)
+
+
+def test_a_watch_without_ranks_is_one_line() -> None:
+    """As a bench has it, where drawing must not take cores from what is measured."""
+    console = _console(terminal=True)
+    with _progress(console, ranks=False) as progress:
+        for rank, event in EVENTS:
+            progress(rank, event)
+        progress(1, ClipDone(clip=1, record={"output": "b.mp4"}))
+
+    assert _picture(_written(console))[-1].startswith("run: 1 of 2 clips, 0:00 elapsed")
+    assert "rank" not in _written(console)
+
+
 def test_a_single_rank_needs_no_actions_to_tell_what_is_left() -> None:
     console = _console(terminal=True)
     with _progress(console, world_size=1, num_clips=1) as progress:
         for step in range(27):
             progress(0, StepDone(clip=0, step=step, seconds=0.1))
 
-    assert "about 0:00 left" in _picture(_written(console))[-1]
+    # 28 steps, and next to nothing of their time has gone by.
+    assert "about 0:03 left" in _picture(_written(console))[-1]
 
 
 def test_ranks_without_a_line_are_counted_by_what_they_do() -> None:
@@ -177,9 +259,11 @@ def test_elsewhere_every_clip_is_a_plain_line() -> None:
         progress(1, ClipDone(clip=1, record={"output": "cat_1.mp4"}))
         progress(1, ClipDone(clip=0, record={}))
 
-    assert (
-        _written(console) == "run: 1 of 2 clips done, cat_1.mp4\nrun: 2 of 2 clips done, clip 0\n"
-    )
+    assert re.sub(r"\d+\.\d s", "N s", _written(console)).splitlines() == [
+        "run: 2 ranks are ready after N s",
+        "run: 1 of 2 clips: clip 2 -> cat_1.mp4",
+        "run: 2 of 2 clips: clip 1",
+    ]
 
 
 @pytest.mark.parametrize("terminal", [True, False])

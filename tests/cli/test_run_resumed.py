@@ -83,7 +83,7 @@ def test_unreadable_images_lose_no_other_with_keep_going(tmp_path: Path) -> None
     made, *lost = json.loads(done.stdout)
     assert len(read_frames(out / made["output"], "mp4")) == 2
     assert [clip["error"]["type"] for clip in lost] == ["InputError"] * 2
-    assert "error: 2 of 3 lost: " in done.stderr
+    assert "error: 2 of 3 clips lost: " in done.stderr
     manifest = json.loads((out / "run.json").read_text())["clips"]
     assert sorted(clip["state"] for clip in manifest) == ["done", "failed", "failed"]
     nothing = _run(*inputs[1:], "--world", 1, "--out", out, "--keep-going")

@@ -15,7 +15,6 @@ from svdpp.plan.costs import Costs
 from tests.cli.shell import svdpp_alone, svdpp_here
 
 NO_FFMPEG = {"IMAGEIO_FFMPEG_EXE": "/nowhere/ffmpeg"}
-TAKEN_BY_RUN = f"--model {DEFAULT_MODEL} --device cuda"
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
 
@@ -56,9 +55,8 @@ def test_a_healthy_machine(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "remark"),
     [
-        ((), f"model and device by default: to examine that add {TAKEN_BY_RUN}"),
-        (("--model", "demo"), "device by default: to examine that add --device cuda"),
-        (("--model", "demo", "--device", "cpu"), ""),
+        ((), f"model by default: to examine that add --model {DEFAULT_MODEL}"),
+        (("--model", "demo"), ""),
     ],
 )
 def test_doctor_says_what_it_has_examined(

@@ -105,7 +105,7 @@ def test_run_records_what_auto_chose(tmp_path: Path) -> None:
 
 
 def test_auto_needs_ranks_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    from svdpp.cli.request import parse_decode_chunk
+    from svdpp.cli.options.sampling import parse_decode_chunk
 
     assert parse_decode_chunk("auto") is None
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):

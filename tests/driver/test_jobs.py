@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from svdpp.cli.request import sampling_config
+from svdpp.cli.options.sampling import sampling_config
 from svdpp.config import (
     DraftConfig,
     ModelConfig,
@@ -226,7 +226,7 @@ def test_a_folder_of_somebody_elses_in_the_drafts_place_is_refused(
     policy = OutputPolicy(folder=tmp_path, format="frames")
     (tmp_path / "rocket_0.draft").mkdir()
     (tmp_path / "rocket_0.draft" / "notes.txt").touch()
-    with pytest.raises(RequestError, match=r"1 of 1 outputs exist already.*rocket_0\.draft'"):
+    with pytest.raises(RequestError, match=r"1 output exists already.*rocket_0\.draft'"):
         _check(photo, policy)
     with pytest.raises(OutputError, match="holds other files"):
         _check(photo, replace(policy, overwrite=True))
@@ -243,7 +243,7 @@ def test_an_accepted_draft_is_an_output_and_one_that_a_kill_left_is_none(
     _finish(photo, output.draft, DRAFTING, exact=False, draft=about)
     policy = OutputPolicy(folder=tmp_path)
     if is_taken:
-        with pytest.raises(RequestError, match=r"1 of 1 outputs exist already.*draft\.mp4'"):
+        with pytest.raises(RequestError, match=r"1 output exists already.*draft\.mp4'"):
             _check(photo, policy)
     else:
         _check(photo, policy)
@@ -281,7 +281,7 @@ def test_run_json_says_so(
     sampling = sampling_config("demo", 2, height=32, width=32, num_frames=2)
     config = replace(CONFIG, sampling=sampling.resolved(model_frames=14))
     _finish(photo, OutputConfig(path=str(tmp_path / "rocket_0.mp4")), config, **more)
-    (tmp_path / "run.json").write_text('{"clips": [{"state": "running"}]}')
+    (tmp_path / "run.json").write_text('{"schema_version": 1, "clips": [{"state": "running"}]}')
     answer = svdpp_here(
         *("run", PHOTO, *DEMO, *TINY, "--world", "2", "--out", str(tmp_path), "--resume")
     )

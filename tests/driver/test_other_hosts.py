@@ -142,7 +142,7 @@ def test_an_output_in_the_way_on_another_host_is_refused(tmp_path: Path) -> None
     plan = _plan(policy.folder)
     _finish(plan.records[0], policy.folder)
     host1 = _Host1(policy)
-    with pytest.raises(RequestError, match="1 outputs exist already on host1") as refusal:
+    with pytest.raises(RequestError, match="1 output exists already on host1") as refusal:
         hosts.without_those_elsewhere(plan, policy, host1)
     assert host1.sent_away == [refusal.value], "they need not find out for themselves"
     over = replace(policy, overwrite=True)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 #: In the environment of a command under test, and so of all that it starts.
-MARK = "SVDPP_TEST_RUN"
+MARK = "TEST_RUN_OF_SVDPP"
 
 
 def _process_ids() -> Iterator[int]:

@@ -232,7 +232,7 @@ def test_a_rank_that_raises(temporary_files: Path) -> None:
     assert seconds <= allowing_for_others(6)
     assert re.match(r"rank 1 \(cpu of .*\) failed at clip 1, step 3 \(DENOISE c1", error.message)
     assert "a planted fault" in error.message
-    assert "in reach" in error.details, "the rank's own traceback"
+    assert "in reach" in error.trace, "the rank's own traceback"
     assert "<-- rank 1 failed here" in error.picture
     assert faulty.finished == [0]
 

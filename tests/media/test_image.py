@@ -22,7 +22,8 @@ from PIL import ExifTags, Image, ImageFile
 
 from svdpp.errors import InputError
 from svdpp.media import image as media
-from svdpp.media.image import check_photos, find_images, fit_photo, read_photo
+from svdpp.media.image import fit_photo, read_photo
+from svdpp.media.inputs import check_photos, find_images
 from tests.media.pictures import encoded, gradient, png
 
 ODD_NAMES = ["a b.png", "a\nb.png", "é你.png", "-y.png", "[x].png", "%03d.png", "concat:x.png"]

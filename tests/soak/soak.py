@@ -32,7 +32,7 @@ from svdpp.models.dummy import DummyModel
 from svdpp.worker.tensor_store import tensor_sha256
 from tests.soak.worker import CONFIG, missing
 
-MARK = "SVDPP_SOAK"
+MARK = "SOAK_OF_SVDPP"
 # From a fault to the end of the command: the limit for a frozen rank, and what ending takes.
 END_SECONDS = CONFIG.heartbeat_timeout_seconds + 10.0
 FAULTS = {

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import typer
 
-from svdpp.cli.app import guarded
+from svdpp.cli.console import Console
+from svdpp.cli.failures import answered
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SamplingConfig
 from svdpp.driver.pipeline import Pipeline
 from svdpp.media import output_files
@@ -75,6 +76,7 @@ def _rss_bytes() -> int:
 
 if __name__ == "__main__":
     try:
-        guarded(work)(folder=Path(sys.argv[1]), num_clips=int(sys.argv[2]))
+        with answered(Console(), debug=False):
+            work(folder=Path(sys.argv[1]), num_clips=int(sys.argv[2]))
     except typer.Exit as ended:
         sys.exit(ended.exit_code)

@@ -1,0 +1,176 @@
+"""Owns what a command is: a function of option groups, and the flat options that Typer parses."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from typing import Annotated, Any, get_args, get_type_hints
+
+import typer
+
+from svdpp.cli.console import Console
+from svdpp.cli.defaults import Default
+from svdpp.cli.failures import answered
+from svdpp.cli.help import Page, show_page
+from svdpp.cli.options.declare import flag
+from svdpp.cli.values import convert_without_typer
+
+# Parameters of every command that end it before it begins.
+_HELP = ("help", "help_all")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """One command of the program.
+
+    Its function takes Typer's arguments, option groups (frozen dataclasses whose fields are
+    annotated with an option), `Console` and `typer.Context`, each by its annotation.
+    """
+
+    function: Callable[..., None]
+    examples: Sequence[str] = ()
+    """Command lines that run, for the help."""
+    common: Sequence[str] = ()
+    """Parameters in the panel Common, in its order; empty: the help shows all options at once."""
+    without: Sequence[str] = ()
+    """Fields of its groups that the command does not offer; they keep their defaults."""
+    defaults: Mapping[str, str] = field(default_factory=dict)
+    """What holds where a parameter is not given, by name, where this command has its own."""
+    meanings: Mapping[str, str] = field(default_factory=dict)
+    """Help of a parameter, by name, where it means something of its own to this command."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Typer's context settings."""
+
+    @property
+    def name(self) -> str:
+        """As it is typed."""
+        return self.function.__name__
+
+    def register(self, app: typer.Typer, defaults: Mapping[str, Default]) -> None:
+        """Adds the command to `app`.
+
+        Args:
+            app: gets it.
+            defaults: that the user has set, by parameter; those that it has not are left alone.
+        """
+        parameters, groups = self._flat()
+
+        def call(**values: Any) -> None:
+            context = values.pop("context")
+            for name in _HELP:
+                values.pop(name, None)
+            console = Console(
+                as_json=values["as_json"],
+                quiet=values.get("quiet", False),
+                set_elsewhere=_set_elsewhere(context, defaults),
+            )
+            with answered(console, debug=values["debug"]):
+                for name, group in groups.items():
+                    names = [each.name for each in self._offered(group)]
+                    values[name] = group(**{each: values.pop(each) for each in names})
+                self.function(**values, **self._given(console, context))
+
+        call.__name__ = self.name
+        call.__doc__ = self.function.__doc__
+        call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        call.__annotations__ = {each.name: each.annotation for each in parameters}
+        known = {name: defaults[name].value for name in call.__annotations__ if name in defaults}
+        settings = {**self.settings, "help_option_names": [], "default_map": known}
+        app.command(self.name, context_settings=settings)(call)
+
+    def _flat(self) -> tuple[list[inspect.Parameter], dict[str, Any]]:
+        """All parameters side by side, and the group that each group's parameter is made from."""
+        hints = get_type_hints(self.function, include_extras=True)
+        flat = [_parameter("context", typer.Context)]
+        groups: dict[str, Any] = {}
+        for name, parameter in inspect.signature(self.function).parameters.items():
+            hint, default = hints[name], parameter.default
+            if hint in (Console, typer.Context):
+                continue
+            if not is_dataclass(hint):
+                flat.append(_parameter(name, self._worded(name, hint), default))
+                continue
+            groups[name] = hint
+            for each in self._offered(hint):
+                value = each.default if default is parameter.empty else getattr(default, each.name)
+                value = parameter.empty if value is MISSING else value
+                flat.append(_parameter(each.name, self._worded(each.name, each.type), value))
+        kinds = {each.name: get_args(each.annotation)[0] for each in flat[1:]}
+        return [*flat, *self._help_options(kinds)], groups
+
+    def _offered(self, group: Any) -> list[Field[Any]]:
+        return [each for each in fields(group) if each.name not in self.without]
+
+    def _worded(self, name: str, hint: Any) -> Any:
+        """The annotation with help and default in this command's words."""
+        if name not in {**self.defaults, **self.meanings}:
+            return hint
+        kind, option = get_args(hint)
+        option = copy.copy(option)
+        option.show_default = self.defaults.get(name, option.show_default)
+        option.help = self.meanings.get(name, option.help)
+        return Annotated[kind, option]
+
+    def _given(self, console: Console, context: typer.Context) -> dict[str, Any]:
+        """What the function takes beside options."""
+        hints = get_type_hints(self.function)
+        kinds = {Console: console, typer.Context: context}
+        return {name: kinds[hint] for name, hint in hints.items() if hint in kinds}
+
+    def _help_options(self, kinds: dict[str, Any]) -> list[inspect.Parameter]:
+        """Eager options, so that their callbacks come before any other option is looked at."""
+
+        def show(context: typer.Context, *, whole: bool) -> None:
+            page = Page(examples=self.examples, common=self.common)
+            show_page(context, page, whole=whole)
+            raise typer.Exit
+
+        def short(context: typer.Context, wanted: bool) -> None:
+            if wanted:
+                show(context, whole=not self.common)
+            convert_without_typer(context, kinds)
+
+        def long(context: typer.Context, wanted: bool) -> None:
+            if wanted:
+                show(context, whole=True)
+
+        about: dict[str, Any] = {"panel": "", "is_eager": True, "expose_value": False}
+        options = [
+            flag("-h", "--help", help="Show this.", callback=short, **about),
+            flag("--help-all", help="Show all options.", callback=long, **about),
+        ]
+        return [
+            _parameter(name, Annotated[bool, option], False)
+            for name, option in zip(_HELP, options, strict=True)
+        ]
+
+
+def command(**about: Any) -> Callable[[Callable[..., None]], Command]:
+    """Makes a function a `Command`; arguments are its fields."""
+    return lambda function: Command(function=function, **about)
+
+
+def is_given(context: typer.Context, name: str) -> bool:
+    """Whether the command's parameter `name` was given on the command line."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _set_elsewhere(context: typer.Context, defaults: Mapping[str, Default]) -> dict[str, str]:
+    """Where the options that are not given on the command line are set, by all their names."""
+    found = {}
+    for parameter in context.command.params:
+        source = context.get_parameter_source(str(parameter.name))
+        if source is not None and source.name == "DEFAULT_MAP":
+            default = defaults.get(str(parameter.name))
+            repeated = context.params.get("repeat")  # comes before all others
+            where = str(repeated) if repeated else default.source if default else ""
+            found.update(dict.fromkeys(parameter.opts, where))
+    return found
+
+
+def _parameter(name: str, hint: Any, default: Any = inspect.Parameter.empty) -> inspect.Parameter:
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(name, kind, annotation=hint, default=default)

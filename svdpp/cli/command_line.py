@@ -1,0 +1,36 @@
+"""Owns the command line as it was typed, for records of it and for hints that repeat it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from contextvars import ContextVar
+
+_arguments: ContextVar[tuple[str, ...]] = ContextVar("arguments", default=())
+
+
+def remember(arguments: Sequence[str]) -> None:
+    """Notes what was typed after the program's name."""
+    _arguments.set(tuple(arguments))
+
+
+def typed() -> str:
+    """The whole command, quoted for a shell."""
+    return shlex.join(["svdpp", *_arguments.get()])
+
+
+def to_go_on(drawn_seed: int | None) -> str:
+    """The command that goes on with the run that was typed.
+
+    Args:
+        drawn_seed: that `random` stood for; None where it was not asked for.
+    """
+    words = [word for word in _arguments.get() if word not in ("--overwrite", "--resume")]
+    if drawn_seed is not None:
+        words = [
+            word.removesuffix("random") + str(drawn_seed)
+            if word in ("random", "--seed=random", "--seeds=random")
+            else word
+            for word in words
+        ]
+    return shlex.join(["svdpp", *words, "--resume"])

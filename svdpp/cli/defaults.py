@@ -1,0 +1,156 @@
+"""Owns the defaults that a user has set: svdpp.toml, [tool.svdpp], and SVDPP_* variables."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, get_args
+
+from svdpp.errors import InputError, RequestError
+
+_PREFIX = "SVDPP_"
+# Set by svdpp itself, and by Kubernetes for a service that is named svdpp.
+_NOT_OURS = re.compile(r"FORK_SERVER_STARTER|SERVICE_(HOST|PORT)\w*|PORT(_\w+)?")
+_SWITCHES = {
+    **dict.fromkeys(("1", "true", "yes", "on"), True),
+    **dict.fromkeys(("0", "false", "no", "off"), False),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Default:
+    """What holds where an option is not given on the command line."""
+
+    option: str
+    """As it is typed, such as `--frames`."""
+    parameter: str
+    """Name of the parameter that gets it."""
+    value: Any
+    source: str
+    """The file or variable that sets it."""
+
+
+def load_defaults(
+    folder: Path | None = None, environment: Mapping[str, str] = os.environ
+) -> dict[str, Default]:
+    """The defaults that are set, by parameter: variables before the file.
+
+    Args:
+        folder: of the file; None: the working folder.
+        environment: of the variables.
+
+    Raises:
+        InputError: the file cannot be read, or is no TOML.
+        RequestError: a key that is no option, a value that fits none, or one option by two names.
+    """
+    folder = folder or Path()
+    # Most often there is neither, and then nothing more is imported.
+    variables = sorted(name for name in environment if name.startswith(_PREFIX))
+    files = list(_file_settings(folder))
+    if not (variables or files):
+        return {}
+    known = _known_options()
+    found: dict[str, Default] = {}
+    for key, value, source in files:
+        default = _default(known, key, value, source)
+        if default.parameter in found:
+            other = found[default.parameter].option
+            raise RequestError(f"{source} sets {default.option} and {other}, which are one option")
+        found[default.parameter] = default
+    for name in variables:
+        key = name.removeprefix(_PREFIX)
+        if environment[name] and not _NOT_OURS.fullmatch(key):
+            default = _default(known, key.lower(), environment[name], name)
+            found[default.parameter] = default
+    return found
+
+
+def _file_settings(folder: Path) -> Iterator[tuple[str, Any, str]]:
+    """Key, value and file of each setting."""
+    own, shared = folder / "svdpp.toml", folder / "pyproject.toml"
+    if own.is_file():
+        path, settings = own, _read(own)
+    elif shared.is_file() and b"tool.svdpp" in shared.read_bytes():
+        path, settings = shared, _read(shared).get("tool", {}).get("svdpp", {})
+    else:
+        return
+    for key, value in settings.items():
+        yield key, value, path.name
+
+
+def _read(path: Path) -> dict[str, Any]:
+    import tomllib
+
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"{path.name!r} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise InputError(f"{path.name!r} is no TOML: {error}") from error
+
+
+def _default(known: Mapping[str, tuple[str, Any]], key: str, value: Any, source: str) -> Default:
+    name = key.replace("_", "-")
+    if name not in known:
+        raise RequestError(
+            f"{source} sets {key!r}, which is no option"
+            if source != _PREFIX + key.upper()
+            else f"{source} names no option",
+            _nearest(name, known),
+        )
+    parameter, kind = known[name]
+    return Default(
+        option=f"--{name}", parameter=parameter, value=_value(kind, value, name), source=source
+    )
+
+
+def _value(kind: Any, value: Any, name: str) -> Any:
+    """As a command line would have it: texts, true or false, or a list of texts."""
+    if kind is bool:
+        if isinstance(value, str):
+            value = _SWITCHES.get(value.lower(), value)
+        if not isinstance(value, bool):
+            raise RequestError(f"{name} must be true or false, got {value!r}")
+        return value
+    if isinstance(value, list):
+        return tuple(map(str, value))
+    if isinstance(value, bool | dict):
+        raise RequestError(f"{name} must be a text or a number, got {value!r}")
+    return str(value)
+
+
+def _known_options() -> dict[str, tuple[str, Any]]:
+    """Parameter and type of each shared option, by its long names."""
+    from svdpp.cli.options.costs import SecondsOptions
+    from svdpp.cli.options.draft import DraftOptions
+    from svdpp.cli.options.forecast import ForecastOptions
+    from svdpp.cli.options.inputs import InputOptions
+    from svdpp.cli.options.layout import LayoutOptions
+    from svdpp.cli.options.model import ModelOptions
+    from svdpp.cli.options.outputs import OutputOptions, TraceOptions
+    from svdpp.cli.options.ranks import RankOptions
+    from svdpp.cli.options.sampling import SamplingOptions
+    from svdpp.cli.options.talk import LogOptions
+
+    groups: tuple[Any, ...] = (
+        *(SecondsOptions, DraftOptions, ForecastOptions, InputOptions, LayoutOptions),
+        *(ModelOptions, OutputOptions, TraceOptions, RankOptions, SamplingOptions, LogOptions),
+    )
+    known = {}
+    for group in groups:
+        for each in fields(group):
+            kind, option = get_args(each.type)[:2]
+            for name in getattr(option, "names", ()):
+                if name.startswith("--"):
+                    known[name[2:]] = each.name, kind
+    return known
+
+
+def _nearest(name: str, known: Mapping[str, Any]) -> str:
+    from difflib import get_close_matches
+
+    matches = get_close_matches(name, known, n=1)
+    return f"did you mean {matches[0]}?" if matches else "svdpp run --help-all lists the options"

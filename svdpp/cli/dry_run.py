@@ -1,0 +1,179 @@
+"""Owns `svdpp run --dry-run`: what a run would make, in which time, memory and space."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from svdpp.cli.console import Console
+from svdpp.cli.run_request import RunRequest
+from svdpp.config import PipelineConfig
+
+if TYPE_CHECKING:
+    from svdpp.diagnostics.memory_estimate import RankMemory
+    from svdpp.driver.jobs import ClipPlan
+    from svdpp.media.image import Photo
+    from svdpp.plan.forecast import Forecast
+
+_MAX_NAMES = 20
+# A draft's clips come one after the other: more of them only take as much longer.
+_MAX_DRAFTS = 64
+_GIB = 2**30
+
+
+def show_dry_run(
+    console: Console,
+    asked: RunRequest,
+    config: PipelineConfig,
+    found: Sequence[Photo],
+    remarks: Sequence[str],
+) -> None:
+    """Checks a run to its end, and prints what it would make instead of making it.
+
+    Args:
+        console: where to.
+        asked: what is asked for.
+        config: of the run.
+        found: photographs.
+        remarks: what is to be said of them.
+
+    Raises:
+        SvdppError: whatever would keep the run from beginning, missing weights apart.
+    """
+    from svdpp.diagnostics.memory_estimate import estimate_ranks
+    from svdpp.driver.jobs import check_outputs, plan_clips
+    from svdpp.driver.pipeline import resolve
+
+    policy = asked.output.policy()
+    config, checkpoint = resolve(config, weights=False)
+    assert checkpoint is not None
+    check_outputs(found, asked.seeds, policy, config.draft)
+    clips = plan_clips(found, asked.seeds, policy, config, checkpoint)
+    num_clips = len(clips.requests)
+    forecast = _forecast(config, num_clips) if num_clips and asked.knows_costs else None
+    memory = estimate_ranks(config, _schedule(config, 2 * config.world_size), weights=False)
+    disk = _disk(asked, config, num_clips)
+    console.infos(remarks)
+    if console.as_json:
+        console.json(_to_json(config, clips, forecast, memory, disk))
+    else:
+        _print(console, asked, config, clips, forecast, memory, disk)
+
+
+def _schedule(config: PipelineConfig, num_clips: int) -> Any:
+    from svdpp.plan.schedule import build_schedule
+
+    clips = range(num_clips)
+    if config.draft is not None:
+        return config.draft_plan.schedule(clips)
+    return build_schedule(config.layout.routes(clips), config.world_size)
+
+
+def _forecast(config: PipelineConfig, num_clips: int) -> Forecast:
+    """Of clips that are all made from the start, at the costs that the layout goes by."""
+    from dataclasses import replace
+
+    from svdpp.plan.forecast import replay, summarise
+    from svdpp.plan.large_forecast import forecast_layout
+
+    if config.draft is None:
+        return forecast_layout(config.layout, num_clips)
+    drafted = min(num_clips, _MAX_DRAFTS)
+    forecast = summarise(replay(_schedule(config, drafted), config.costs), config.world_size)
+    makespan = forecast.makespan + (num_clips - drafted) * forecast.seconds_per_clip
+    return replace(forecast, clips=num_clips, makespan=makespan)
+
+
+def _disk(asked: RunRequest, config: PipelineConfig, num_clips: int) -> dict[str, int]:
+    from svdpp.media.disk_space import estimated_bytes, free_bytes
+
+    policy, sampling = asked.output.policy(), config.sampling
+    sizes = {"height": sampling.height, "width": sampling.width}
+    one = estimated_bytes(policy.format, policy.crf, num_frames=sampling.frames, **sizes)
+    return {"needed_bytes": num_clips * one, "free_bytes": free_bytes(policy.folder)}
+
+
+def _print(
+    console: Console,
+    asked: RunRequest,
+    config: PipelineConfig,
+    clips: ClipPlan,
+    forecast: Forecast | None,
+    memory: Sequence[RankMemory],
+    disk: dict[str, int],
+) -> None:
+    from svdpp.media.disk_space import size
+
+    folder = asked.output.policy().folder
+    names = [record["output"] for record in clips.records]
+    for name in names[:_MAX_NAMES]:
+        console.result(str(folder / name))
+    if len(names) > _MAX_NAMES:
+        console.result(f"... and {len(names) - _MAX_NAMES} more")
+    if clips.skipped:
+        console.result(f"{len(clips.skipped)} of those asked for are finished already")
+    console.result()
+    sampling = config.sampling
+    console.result(
+        f"{len(names)} to make: {sampling.frames} frames of {sampling.width}x{sampling.height}, "
+        f"{sampling.num_inference_steps} steps, {config.model.name} {config.model.dtype}"
+    )
+    console.result(f"{config.world_size} {config.device} ranks: {config.plan}")
+    if forecast is not None:
+        costs = config.costs
+        console.result(
+            f"forecast, by {costs.name or 'the given costs'} on {costs.device or 'one device'}: "
+            f"{forecast.makespan:.4g} s, first after {forecast.first_clip:.4g} s"
+        )
+    else:
+        console.result("forecast: none without --costs, which svdpp profile measures")
+    console.result(
+        f"disk: about {size(disk['needed_bytes'])} in {str(folder)!r}, where "
+        f"{size(disk['free_bytes'])} are free"
+    )
+    console.result()
+    rows = [(str(each.rank), *map(_gib, _parts(each).values())) for each in memory]
+    console.table(("rank", "weights GiB", "work GiB", "process GiB", "peak GiB"), rows)
+
+
+def _to_json(
+    config: PipelineConfig,
+    clips: ClipPlan,
+    forecast: Forecast | None,
+    memory: Sequence[RankMemory],
+    disk: dict[str, int],
+) -> dict[str, Any]:
+    times = None
+    if forecast is not None:
+        times = {
+            "makespan_seconds": forecast.makespan,
+            "first_clip_seconds": forecast.first_clip,
+            "costs": config.costs.name,
+        }
+    return {
+        "schema_version": 1,
+        "clips": [
+            {"output": record["output"], "input": record["input"], "seed": record["seed"]}
+            for record in clips.records
+        ],
+        "finished": [record["output"] for record in clips.skipped],
+        "layout": str(config.plan),
+        "world_size": config.world_size,
+        "device": config.device,
+        "forecast": times,
+        "ranks": [{"rank": each.rank, **_parts(each)} for each in memory],
+        "disk": disk,
+    }
+
+
+def _parts(memory: RankMemory) -> dict[str, int]:
+    return {
+        "weight_bytes": memory.weight_bytes,
+        "work_bytes": memory.activation_bytes,
+        "process_bytes": memory.process_bytes,
+        "peak_bytes": memory.total_bytes,
+    }
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / _GIB:.2f}"

@@ -1,0 +1,86 @@
+"""Owns what becomes of errors and signals: a sentence or JSON, and the exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from types import FrameType
+from typing import NoReturn
+
+import typer
+
+from svdpp.cli.console import Console
+from svdpp.cli.defaults import load_defaults
+from svdpp.cli.launched import is_told_elsewhere
+from svdpp.cli.options.declare import HIDDEN_NAMES
+from svdpp.errors import Interrupted, RequestError, exit_code_of
+from svdpp.launch import temp_folders
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@contextlib.contextmanager
+def answered(console: Console, *, debug: bool) -> Iterator[None]:
+    """Answers the block's signals and errors: one sentence, and the error's exit code.
+
+    Raises:
+        typer.Exit: with that code.
+    """
+    previous = {number: signal.signal(number, _interrupt) for number in _SIGNALS}
+    try:
+        yield
+    except typer.Exit:
+        raise
+    except Interrupted as error:
+        previous = {}  # a second signal must meet `end_at_once` until the very end
+        _say(console, error, debug=debug)
+        raise typer.Exit(exit_code_of(error)) from error
+    except Exception as error:
+        _say(console, error, debug=debug)
+        raise typer.Exit(exit_code_of(error)) from error
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def wrong_usage(error: typer.TyperException, arguments: Sequence[str]) -> int:
+    """Answers a command line that Typer refuses; the exit code."""
+    sentence = _usage_sentence(error)
+    context = getattr(error, "ctx", None)
+    path = context.command_path if context is not None else "svdpp"
+    refused = RequestError(sentence, f"{path} --help shows what there is")
+    defaults = load_defaults().values()
+    elsewhere = {each.option: each.source for each in defaults if each.option not in arguments}
+    Console(as_json="--json" in arguments, set_elsewhere=elsewhere).error(refused)
+    return exit_code_of(refused)
+
+
+def _usage_sentence(error: typer.TyperException) -> str:
+    option = getattr(error, "param", None)
+    if isinstance(error, typer.BadParameter) and option is not None and error.message:
+        long = [name for name in option.opts if name.startswith("--") and name not in HIDDEN_NAMES]
+        return f"{'/'.join(long) or option.metavar or option.name} {error.message}"
+    sentence = error.format_message().strip().rstrip(".")
+    return sentence[:1].lower() + sentence[1:]
+
+
+def _say(console: Console, error: BaseException, *, debug: bool) -> None:
+    """Once in a run, by rank 0 where there are several processes."""
+    if debug or not is_told_elsewhere(error):
+        console.error(error, debug=debug)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
+    """The first signal ends the run in order; a second one at once."""
+    for other in _SIGNALS:
+        signal.signal(other, end_at_once)
+    raise Interrupted(number)
+
+
+def end_at_once(number: int, frame: FrameType | None = None) -> NoReturn:  # noqa: ARG001
+    """Ends the process as by signal `number`, silently; ranks end with it by themselves."""
+    temp_folders.remove_all()
+    temp_folders.remove_multiprocessing_folder()
+    os._exit(128 + number)

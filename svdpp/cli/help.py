@@ -1,0 +1,162 @@
+"""Owns the help of the program and of a command: what is asked for often first, the rest named.
+
+Typer's own help has no room for this at 80 columns: it gives half of them to borders and types.
+"""
+
+from __future__ import annotations
+
+import inspect
+import shutil
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import typer
+
+from svdpp.cli.options.declare import HIDDEN_NAMES, PANELS
+
+_LEFT = 24
+_MAX_WIDTH = 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class Page:
+    """What the help of one command holds beside its options.
+
+    Args:
+        examples: command lines.
+        common: parameters of the first panel, in its order.
+    """
+
+    examples: Sequence[str] = ()
+    common: Sequence[str] = ()
+
+
+def show_page(context: typer.Context, page: Page, *, whole: bool) -> None:
+    """Prints the help of the context's command to stdout.
+
+    Args:
+        context: of the command.
+        page: what is not in the context.
+        whole: whether all options are described; else those that are not common are only named.
+    """
+    width = min(shutil.get_terminal_size().columns, _MAX_WIDTH)
+    for line in _page_lines(context, page, width, whole=whole):
+        typer.echo(line)
+
+
+def show_overview(context: typer.Context, commands: Mapping[str, str], epilog: str) -> None:
+    """Prints the help of the program itself to stdout.
+
+    Args:
+        context: of the program.
+        commands: summary of each, by name.
+        epilog: paragraphs that follow.
+    """
+    width = min(shutil.get_terminal_size().columns, _MAX_WIDTH)
+    lines = [*_usage(context, "COMMAND ..."), *_prose(context.command.help or "", width)]
+    lines += _section("Commands", commands.items(), width)
+    lines += _section("Options", map(_row, _options(context)), width)
+    for line in [*lines, *_prose(epilog, width)]:
+        typer.echo(line)
+
+
+def panels_of(parameters: Sequence[Any], common: Sequence[str]) -> dict[str, list[Any]]:
+    """The options among `parameters`, by the panel that shows them, in the order of the help."""
+    options = {one.name: one for one in parameters if one.param_type_name == "option"}
+    panels: dict[str, list[Any]] = {"Common": [options[name] for name in common]}
+    panels |= {panel: [] for panel in PANELS}
+    for name, option in options.items():
+        if name not in common:
+            panels.setdefault(option.rich_help_panel or "Options", []).append(option)
+    return {title: members for title, members in panels.items() if members}
+
+
+def shown_names(option: Any) -> str:
+    """An option as it is typed, with what stands for its value: `-o, --out DIR`."""
+    names = [name for name in option.opts if name not in HIDDEN_NAMES]
+    names.sort(key=lambda name: name.startswith("--"))
+    return f"{', '.join(names)} {option.metavar or ''}".rstrip()
+
+
+def described(parameter: Any) -> str:
+    """A parameter's help with its default."""
+    default, shown = parameter.default, parameter.show_default
+    if isinstance(shown, str):
+        text = shown
+    elif default is None or isinstance(default, bool) or getattr(parameter, "count", False):
+        text = ""
+    else:
+        text = " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
+    return f"{parameter.help} [default: {text}]" if text else parameter.help or ""
+
+
+def _page_lines(context: typer.Context, page: Page, width: int, *, whole: bool) -> Iterator[str]:
+    arguments = [one for one in context.command.params if one.param_type_name == "argument"]
+    usage = " ".join(["[OPTIONS]", *(argument.metavar or "" for argument in arguments)])
+    yield from _usage(context, usage)
+    yield from _prose(context.command.help or "", width)
+    rows = [(argument.metavar or "", described(argument)) for argument in arguments]
+    yield from _section("Arguments", rows, width)
+    panels = panels_of(context.command.params, page.common)
+    help_options = panels.pop("Options", [])
+    shown = panels if whole else {"Common": panels.pop("Common")}
+    shown.get("Common", list(shown.values())[-1]).extend(help_options)
+    for title, members in shown.items():
+        yield from _section(title, map(_row, members), width)
+    if not whole:
+        named = [
+            (title, " ".join(_long(each) for each in members)) for title, members in panels.items()
+        ]
+        yield from _section("More, described by --help-all", named, width)
+    if page.examples:
+        yield from ("", typer.style("Examples", bold=True), *(f"  {one}" for one in page.examples))
+
+
+def _options(context: typer.Context) -> list[Any]:
+    return [one for one in context.command.params if one.param_type_name == "option"]
+
+
+def _long(option: Any) -> str:
+    return str(next(name for name in option.opts if name.startswith("--")))
+
+
+def _row(option: Any) -> tuple[str, str]:
+    names = shown_names(option)
+    # Long names of options line up, whether there is a short one before them or not.
+    return (names if not names.startswith("--") else f"    {names}"), described(option)
+
+
+def _usage(context: typer.Context, rest: str) -> Iterator[str]:
+    yield typer.style("Usage: ", bold=True) + f"{context.command_path} {rest}"
+
+
+def _prose(text: str, width: int) -> Iterator[str]:
+    for paragraph in inspect.cleandoc(text).split("\n\n"):
+        yield ""
+        yield from textwrap.wrap(" ".join(paragraph.split()), width, break_on_hyphens=False)
+
+
+def _section(title: str, rows: Iterator[tuple[str, str]] | Any, width: int) -> Iterator[str]:
+    rows = list(rows)
+    if not rows:
+        return
+    yield ""
+    yield typer.style(title, bold=True)
+    for left, right in rows:
+        yield from _entry(left, right, width)
+
+
+def _entry(left: str, right: str, width: int) -> Iterator[str]:
+    """`left`, and `right` folded beside it; beneath it where `left` is too long for its column."""
+    lines = textwrap.wrap(
+        right, width - _LEFT - 4, break_on_hyphens=False, break_long_words=False
+    ) or [""]
+    if len(left) <= _LEFT:
+        head = typer.style(left, fg="cyan") + " " * (_LEFT - len(left))
+        yield f"  {head}  {lines.pop(0)}".rstrip()
+    else:
+        yield f"  {typer.style(left, fg='cyan')}"
+    for line in lines:
+        yield " " * (_LEFT + 4) + line

@@ -1,0 +1,75 @@
+"""Owns the options that replace single costs of a plan."""
+
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+from svdpp.cli.options.declare import COSTS, option
+from svdpp.plan.costs import Costs
+
+
+@dataclass(frozen=True, kw_only=True)
+class SecondsOptions:
+    """Seconds in place of those of `--costs`; None leaves theirs."""
+
+    step_seconds: Annotated[
+        float | None,
+        option(
+            "--step-seconds",
+            panel=COSTS,
+            metavar="SECONDS",
+            help="Time of one step, above 0.",
+            default="that of --costs",
+        ),
+    ] = None
+    encode_seconds: Annotated[
+        float | None,
+        option(
+            "--encode-seconds",
+            panel=COSTS,
+            metavar="SECONDS",
+            help="Time of one clip's encode.",
+            default="that of --costs",
+        ),
+    ] = None
+    decode_seconds: Annotated[
+        float | None,
+        option(
+            "--decode-seconds",
+            panel=COSTS,
+            metavar="SECONDS",
+            help="Time of one clip's decode.",
+            default="that of --costs",
+        ),
+    ] = None
+    transfer_seconds: Annotated[
+        float | None,
+        option(
+            "--transfer-seconds",
+            panel=COSTS,
+            metavar="SECONDS",
+            help="Latency of one transfer from rank to rank.",
+            default="that of --costs",
+        ),
+    ] = None
+    inter_host_transfer_seconds: Annotated[
+        float | None,
+        option(
+            "--inter-host-transfer-seconds",
+            panel=COSTS,
+            metavar="SECONDS",
+            help="Latency of one transfer to a rank on another host. Where the costs lack it, a "
+            "plan that needs it is refused.",
+            default="that of --costs",
+        ),
+    ] = None
+
+    def applied(self, costs: Costs, *, ranks_per_host: int | None) -> Costs:
+        """`costs` with what is given in place of theirs, and for hosts of so many ranks if any.
+
+        Raises:
+            RequestError: a value that is no finite number of 0 or more.
+        """
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        if ranks_per_host is not None:
+            given["ranks_per_host"] = ranks_per_host
+        return replace(costs, **given)

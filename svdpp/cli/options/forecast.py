@@ -1,0 +1,107 @@
+"""Owns the options about what a plan is forecast for: clips, hosts, arrivals, memory."""
+
+import math
+from dataclasses import dataclass
+from typing import Annotated
+
+from svdpp.cli.options.declare import LAYOUT, MEMORY, flag, option
+from svdpp.cli.options.inputs import ClipOptions
+from svdpp.errors import RequestError
+
+_CLIPS_PER_RANK = 2
+# So many that the edges of the run weigh little beside its steady part.
+_CLIPS_PER_RANK_TO_COMPARE = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForecastOptions(ClipOptions):
+    """What is forecast."""
+
+    compare: Annotated[
+        bool,
+        flag(
+            "--compare",
+            panel=LAYOUT,
+            help="Show every split, auto, data parallel and a draft side by side.",
+        ),
+    ] = False
+    hosts: Annotated[
+        str | None,
+        option(
+            "--hosts",
+            panel=LAYOUT,
+            metavar="HxG",
+            help="Hosts, and ranks on each, such as 2x4: transfers between hosts take longer.",
+            default="all ranks are on one host",
+        ),
+    ] = None
+    arrivals: Annotated[
+        str | None,
+        option(
+            "--arrivals",
+            panel=LAYOUT,
+            metavar="RATE",
+            help="Clips arrive at random, so many on average: 2/s, 90/min or 500/h.",
+            default="all are there from the start",
+        ),
+    ] = None
+    memory: Annotated[
+        bool,
+        flag(
+            "--memory",
+            panel=MEMORY,
+            help="Estimate each rank's peak memory from the configuration of --model; no weights "
+            "are downloaded. Takes seconds, since it imports torch.",
+        ),
+    ] = False
+    device_memory: Annotated[
+        float | None,
+        option(
+            "--device-memory",
+            panel=MEMORY,
+            metavar="GIB",
+            help="Memory of each device: --layout auto and --compare leave out layouts that need "
+            "more.",
+        ),
+    ] = None
+
+    @property
+    def of_queues(self) -> dict[str, object]:
+        """What is given and says nothing of a single clip, by option."""
+        return {
+            "compare": self.compare,
+            "clips": self.clips,
+            "arrivals": self.arrivals,
+            "device-memory": self.device_memory,
+        }
+
+    def num_clips(self, world_size: int) -> int:
+        """Clips to plan for.
+
+        Raises:
+            RequestError: fewer than one, or too many.
+        """
+        from svdpp.plan.large_forecast import MAX_VISITS
+        from svdpp.plan.limits import MAX_RANKS
+
+        per_rank = _CLIPS_PER_RANK_TO_COMPARE if self.compare else _CLIPS_PER_RANK
+        num_clips = self.at_least_one(per_rank * world_size)
+        if num_clips > MAX_VISITS or world_size > MAX_RANKS:
+            raise RequestError(
+                f"{num_clips} clips on {world_size} ranks are too many to plan",
+                f"--clips {MAX_VISITS} and --world {MAX_RANKS} are the most",
+            )
+        return num_clips
+
+    def limits(self, world_size: int) -> tuple[float, ...]:
+        """What each rank's device has, in GiB; empty where that is not asked about.
+
+        Raises:
+            RequestError: not a finite number above 0.
+        """
+        gib = self.device_memory
+        if gib is None:
+            return ()
+        if not (math.isfinite(gib) and gib > 0):
+            raise RequestError(f"--device-memory must be a finite number above 0, got {gib}")
+        return (gib,) * world_size

@@ -1,0 +1,91 @@
+"""Owns the options about what clips are made of: photographs and seeds, or those of another run."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from svdpp.cli.options.declare import LAYOUT, RECOVERY, VIDEO, flag, option
+from svdpp.config.limits import check_num_clips
+
+
+def _take_from(context: typer.Context, path: Path | None) -> Path | None:
+    """Has the options of an earlier run hold where none are given."""
+    if path is not None:
+        from svdpp.cli.repeated_run import recorded_options
+
+        context.default_map = {**(context.default_map or {}), **recorded_options(path)}
+    return path
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClipOptions:
+    """How many clips there are, where photographs and seeds do not say."""
+
+    clips: Annotated[
+        int | None,
+        option(
+            "--clips",
+            panel=LAYOUT,
+            metavar="M",
+            help="Clips that go through the ranks.",
+            default="2 for each rank",
+        ),
+    ] = None
+
+    def at_least_one(self, default: int) -> int:
+        """Their number.
+
+        Raises:
+            RequestError: fewer than one.
+        """
+        clips = max(1, default) if self.clips is None else self.clips
+        check_num_clips(clips)
+        return clips
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputOptions:
+    """Photographs and seeds: a clip of each photograph for each seed."""
+
+    inputs: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="INPUT...", help="Image files, folders of images, or quoted globs."),
+    ] = None
+    seeds: Annotated[
+        str | None,
+        option(
+            "--seeds",
+            panel=VIDEO,
+            metavar="LIST",
+            help="Several seeds for each photograph, such as 1-8 or 1,3,5-7.",
+            default="--seed alone",
+        ),
+    ] = None
+    recursive: Annotated[
+        bool,
+        flag("--recursive", "-r", panel=VIDEO, help="Take images of subfolders, too."),
+    ] = False
+    keep_going: Annotated[
+        bool,
+        flag(
+            "--keep-going",
+            panel=RECOVERY,
+            help="Make the other clips where some photographs cannot be read; the exit code is "
+            "still 7.",
+        ),
+    ] = False
+    repeat: Annotated[
+        Path | None,
+        option(
+            "--from",
+            panel=RECOVERY,
+            metavar="RUN.json",
+            help="Repeat the run of this manifest: its photographs, seeds and options, where no "
+            "others are given.",
+            default="none",
+            is_eager=True,
+            callback=_take_from,
+        ),
+    ] = None

@@ -1,0 +1,52 @@
+"""Owns the options of `svdpp profile`: what is measured on, how often, and where that goes."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from svdpp.cli.options.declare import COSTS, option
+from svdpp.cli.options.outputs import OverwriteOptions
+from svdpp.errors import RequestError
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasureOptions(OverwriteOptions):
+    """What is measured on, how often, and where the result goes.
+
+    Raises:
+        RequestError: fewer than one repeat.
+    """
+
+    inputs: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[PHOTO...]",
+            help="With --draft: what to measure on.",
+            show_default="the photographs that come with svdpp",
+        ),
+    ] = None
+    out: Annotated[
+        Path | None,
+        option(
+            *("--out", "-o"),
+            panel=COSTS,
+            metavar="FILE",
+            help="Where the result goes.",
+            default="costs.json; with --draft draft.json",
+        ),
+    ] = None
+    repeats: Annotated[
+        int,
+        option(
+            "--repeats",
+            panel=COSTS,
+            metavar="N",
+            help="Clips measured after those that warm up; medians are taken.",
+        ),
+    ] = 3
+
+    def __post_init__(self) -> None:
+        if self.repeats < 1:
+            raise RequestError(f"--repeats must be 1 or more, got {self.repeats}")

@@ -1,0 +1,143 @@
+"""Owns the options about the model: which weights, from where, and in which precision."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+
+from svdpp.cli.options.declare import MODEL, flag, option
+from svdpp.config import (
+    DEFAULT_MODEL,
+    DEMO_MODEL,
+    DTYPE_BYTES,
+    DUMMY_MODEL,
+    Dtype,
+    ModelConfig,
+)
+from svdpp.errors import RequestError
+
+_DTYPES: dict[str, Dtype] = {
+    "fp32": "fp32",
+    "float32": "fp32",
+    "fp16": "fp16",
+    "float16": "fp16",
+    "bf16": "bf16",
+    "bfloat16": "bf16",
+}
+
+
+def _known_models(context: typer.Context) -> list[str]:
+    """What a shell offers: the dummy where a command takes the shape of its latent."""
+    takes_dummy = any(each.name == "latent_shape" for each in context.command.params)
+    return [DEMO_MODEL, *([DUMMY_MODEL] if takes_dummy else []), DEFAULT_MODEL]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """Which weights, in which precision."""
+
+    model: Annotated[
+        str,
+        option(
+            "--model",
+            panel=MODEL,
+            metavar="MODEL",
+            choices=_known_models,
+            help="A hub id, a diffusers folder, or demo: a small built-in stand-in for trying the "
+            "tool, not Stable Video Diffusion.",
+        ),
+    ] = DEFAULT_MODEL
+    revision: Annotated[
+        str | None,
+        option(
+            "--revision",
+            panel=MODEL,
+            metavar="REV",
+            help="Branch, tag or commit of a hub model.",
+            default="its main branch",
+        ),
+    ] = None
+    variant: Annotated[
+        str | None,
+        option(
+            "--variant", panel=MODEL, metavar="NAME", help="Variant of the weights, such as fp16."
+        ),
+    ] = None
+    local_files_only: Annotated[
+        bool,
+        flag("--local-files-only", panel=MODEL, help="Never download: use what the hub cache has."),
+    ] = False
+    dtype: Annotated[
+        str | None,
+        option(
+            "--dtype",
+            panel=MODEL,
+            metavar="fp32|fp16|bf16",
+            choices=tuple(DTYPE_BYTES),
+            help="Precision of weights and latents.",
+            default="fp16 on CUDA, fp32 on the CPU",
+        ),
+    ] = None
+    memory_opt: Annotated[
+        bool,
+        flag(
+            "--memory-opt",
+            panel=MODEL,
+            help="Less memory, slower: feed-forward in chunks, and 2 frames decoded at a time.",
+        ),
+    ] = False
+    channels_last: Annotated[
+        bool,
+        flag(
+            "--channels-last",
+            panel=MODEL,
+            help="Weights of UNet and VAE in the memory format channels_last: other bits.",
+        ),
+    ] = False
+    deterministic: Annotated[
+        bool,
+        flag(
+            "--deterministic",
+            panel=MODEL,
+            help="torch's strict mode in ranks and proof, without TF32. By default torch has its "
+            "own settings, so that a clip is what a plain diffusers script gives on that device.",
+        ),
+    ] = False
+    latent_shape: Annotated[
+        tuple[int, int, int, int, int] | None,
+        option(
+            "--latent-shape",
+            panel=MODEL,
+            metavar="B C F H W",
+            help="Shape of the dummy model's latent: five sizes, each 1 or more.",
+            default="1 4 14 64 64; 1 4 2 8 8 with --time-scale",
+        ),
+    ] = None
+
+    @property
+    def is_dummy(self) -> bool:
+        """Whether it is the stand-in without weights."""
+        return self.model == DUMMY_MODEL
+
+    def to_config(self, device: str, **more: bool) -> ModelConfig:
+        """The configuration on `device`; `more` are further fields of it."""
+        return ModelConfig(
+            name=self.model,
+            revision=self.revision,
+            variant=self.variant,
+            local_files_only=self.local_files_only,
+            dtype=parse_dtype(self.dtype, device),
+            memory_opt=self.memory_opt,
+            channels_last=self.channels_last,
+            dummy_latent_shape=self.latent_shape,
+            **more,
+        )
+
+
+def parse_dtype(text: str | None, device: str) -> Dtype:
+    """The precision asked for; by default half on CUDA, single on the CPU."""
+    if text is None:
+        return "fp16" if device.startswith("cuda") else "fp32"
+    if text not in _DTYPES:
+        raise RequestError(f"--dtype must be one of {', '.join(DTYPE_BYTES)}, got {text!r}")
+    return _DTYPES[text]

@@ -1,0 +1,241 @@
+"""Owns the options about what is written: clips, what becomes of earlier ones, and pictures."""
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from string import Formatter
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
+
+from svdpp.cli.options.declare import DIAGNOSTICS, RECOVERY, VIDEO, flag, option
+from svdpp.config import OutputConfig
+from svdpp.errors import RequestError
+
+if TYPE_CHECKING:
+    from svdpp.cli.trace_outputs import TraceOutputs
+    from svdpp.driver.jobs import OutputPolicy
+
+_FORMATS = ("mp4", "gif", "webp", "frames")
+_OTHER_VIDEOS = (".avi", ".m4v", ".mkv", ".mov", ".mpg", ".mpeg", ".webm")
+#: What a clip's name can be made of.
+_FIELDS = ("name", "seed", "index")
+_EVERY_CLIP = "{name}_{seed}"
+
+
+class Place(NamedTuple):
+    """Where clips go: a folder, and their names in it without the suffix."""
+
+    folder: Path
+    template: str
+    format: Literal["mp4", "gif", "webp"] | None
+    """That the names end in; None where they do not say."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FolderOptions:
+    """Where clips go."""
+
+    out: Annotated[
+        Path,
+        option(
+            *("--out", "-o"),
+            panel=VIDEO,
+            metavar="PATH",
+            help="Folder for the clips; file of a single one, such as sea.mp4; or a template of "
+            "their names, such as 'clips/{name}_{index}.mp4', from name, seed and index.",
+        ),
+    ] = Path("out")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverwriteOptions:
+    """Whether files that are there already are replaced."""
+
+    overwrite: Annotated[
+        bool, flag("--overwrite", panel=RECOVERY, help="Replace clips that exist.")
+    ] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputOptions(OverwriteOptions, FolderOptions):
+    """Where clips go, how they are encoded, and what becomes of files that are there already."""
+
+    format: Annotated[
+        str | None,
+        option(
+            "--format",
+            panel=VIDEO,
+            metavar="mp4|gif|webp|frames",
+            choices=_FORMATS,
+            help="Kind of output; frames: a folder of PNG files.",
+            default="as --out ends, else mp4",
+        ),
+    ] = None
+    crf: Annotated[
+        int,
+        option(
+            "--crf",
+            panel=VIDEO,
+            metavar="Q",
+            help="H.264 quality of mp4, 0 (lossless) to 51 (worst).",
+        ),
+    ] = 18
+    resume: Annotated[
+        bool,
+        flag(
+            *("--resume", "--skip-existing"),
+            panel=RECOVERY,
+            help="Go on with an interrupted run: keep finished clips, go on with begun ones from "
+            "--latents-dir, make the others.",
+        ),
+    ] = False
+    latents_dir: Annotated[
+        Path | None,
+        option(
+            "--latents-dir",
+            panel=RECOVERY,
+            metavar="DIR",
+            help="Keep each latent that goes from rank to rank here until its clip is finished, so "
+            "that --resume can go on from it, with any number of ranks of as many --threads.",
+            default="keep none",
+        ),
+    ] = None
+    dry_run: Annotated[
+        bool,
+        flag(
+            "--dry-run",
+            panel=DIAGNOSTICS,
+            help="Make nothing: show the clips, the forecast, each rank's memory and the disk "
+            "space.",
+        ),
+    ] = False
+
+    def place(self) -> Place:
+        """Where clips go.
+
+        Raises:
+            RequestError: a template of unknown fields, or a name of another kind of video.
+        """
+        suffix = self.out.suffix.lower()
+        if self.out.is_dir():
+            return Place(self.out, _EVERY_CLIP, None)
+        if suffix in _OTHER_VIDEOS:
+            raise RequestError(
+                f"--out {shlex.quote(str(self.out))}: clips are mp4, gif or webp",
+                f"--out {shlex.quote(str(self.out.with_suffix('.mp4')))}",
+            )
+        formats: dict[str, Literal["mp4", "gif", "webp"]] = {
+            ".mp4": "mp4",
+            ".gif": "gif",
+            ".webp": "webp",
+        }
+        has_fields = _has_fields(self.out.name)
+        if _has_fields(str(self.out.parent)):
+            raise RequestError("--out: fields such as {name} belong into the last part of the path")
+        if not (has_fields or suffix in formats):
+            return Place(self.out, _EVERY_CLIP, None)
+        name = self.out.name[: -len(suffix)] if suffix in formats else self.out.name
+        if not has_fields:
+            name = name.replace("{", "{{").replace("}", "}}")
+        return Place(self.out.parent, name, formats.get(suffix))
+
+    def check(self) -> OutputConfig:
+        """Format and quality, checked.
+
+        Raises:
+            RequestError: there is no such format or quality, or `--out` has another.
+        """
+        ending = self.place().format
+        if ending is not None and self.format not in (None, ending):
+            raise RequestError(
+                f"--out {shlex.quote(str(self.out))} is {ending}, --format says {self.format}",
+                "leave --format out",
+            )
+        chosen = self.format or ending or "mp4"
+        return OutputConfig(path=str(self.out), format=chosen, crf=self.crf)  # type: ignore[arg-type]
+
+    def policy(self) -> "OutputPolicy":
+        """Where clips go, and what becomes of files that are there.
+
+        Raises:
+            RequestError: there is no such format or quality.
+        """
+        from svdpp.cli.request import is_restarted
+        from svdpp.driver.jobs import OutputPolicy
+
+        checked, place = self.check(), self.place()
+        return OutputPolicy(
+            folder=place.folder,
+            template=place.template,
+            format=checked.format,
+            crf=checked.crf,
+            overwrite=self.overwrite,
+            resume=self.resume,
+            is_restarted=is_restarted(),
+            latents_folder=self.latents_dir,
+        )
+
+
+def _has_fields(text: str) -> bool:
+    """Whether `text` is a template of names.
+
+    Raises:
+        RequestError: it has fields that are none, or none that can be filled.
+    """
+    try:
+        parts = [part for part in Formatter().parse(text) if part[1] is not None]
+        unknown = [name for _, name, _, other in parts if name not in _FIELDS or other]
+        if not unknown:
+            text.format(name="photo", seed=0, index=1)
+    except ValueError as error:
+        raise RequestError(f"--out {text!r} is no template: {error}") from None
+    for name in unknown:
+        raise RequestError(
+            f"--out: there is no field {{{name}}}", "fields are {name}, {seed} and {index}"
+        )
+    return bool(parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceOptions:
+    """Pictures and traces of a run."""
+
+    trace: Annotated[
+        Path | None,
+        option(
+            "--trace",
+            panel=DIAGNOSTICS,
+            metavar="FILE.json",
+            help="Write every action, step and transfer in Chrome's trace format, for "
+            "ui.perfetto.dev.",
+        ),
+    ] = None
+    timeline: Annotated[
+        Path | None,
+        option(
+            "--timeline",
+            panel=DIAGNOSTICS,
+            metavar="FILE.svg|png",
+            help="Draw ranks and time, measured and forecast. Needs matplotlib.",
+        ),
+    ] = None
+    profile: Annotated[
+        Path | None,
+        option(
+            "--profile",
+            panel=DIAGNOSTICS,
+            metavar="FILE.json",
+            help="Look at one clip on rank 0 with torch.profiler, which slows it down, and write "
+            "every kernel in Chrome's trace format.",
+        ),
+    ] = None
+
+    def checked(self) -> "TraceOutputs":
+        """The files, checked before any work.
+
+        Raises:
+            RequestError: a name is of no known format, or matplotlib is not installed.
+            OutputError: one of them cannot be written.
+        """
+        from svdpp.cli.trace_outputs import TraceOutputs
+
+        return TraceOutputs(trace=self.trace, timeline=self.timeline, profile=self.profile)

@@ -1,0 +1,271 @@
+"""Owns the options about the clip itself: steps, seeds, size, motion, guidance."""
+
+import re
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
+
+from svdpp.cli.options.declare import VIDEO, option
+from svdpp.config import (
+    DEFAULT_NUM_STEPS,
+    PipelineConfig,
+    SamplingConfig,
+    sampling_defaults,
+)
+from svdpp.errors import RequestError
+from svdpp.launch.world import find_world
+
+#: The value of --decode-chunk-size that is measured.
+AUTO_CHUNK = "auto"
+#: The value of --seed that is drawn.
+RANDOM_SEED = "random"
+
+_MAX_SEEDS = 100_000
+# What --memory-opt decodes at a time: diffusers' own low-memory recipe for SVD.
+_LOW_MEMORY_CHUNK = 2
+# Of a drawn seed: short enough to be typed again.
+_DRAWN_BITS = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """The arguments of diffusers' `__call__`; None leaves one to the model's default."""
+
+    steps: Annotated[
+        int,
+        option(
+            *("--steps", "--num-inference-steps", "--total-steps"),
+            panel=VIDEO,
+            metavar="N",
+            help="Denoising steps of each clip.",
+        ),
+    ] = DEFAULT_NUM_STEPS
+    num_frames: Annotated[
+        int | None,
+        option(
+            *("--frames", "--num-frames"),
+            panel=VIDEO,
+            metavar="F",
+            help="Frames of each clip.",
+            default="the model's own, 14 or 25",
+        ),
+    ] = None
+    decode_chunk_size: Annotated[
+        str | None,
+        option(
+            "--decode-chunk-size",
+            panel=VIDEO,
+            metavar="F|auto",
+            help="Frames decoded at a time; bits and memory depend on it. auto measures how many "
+            "fit.",
+            default="all",
+        ),
+    ] = None
+    seed: Annotated[
+        str | None,
+        option(
+            "--seed",
+            panel=VIDEO,
+            metavar="N|random",
+            help="Seed of every clip, 0 to 2^63 - 1; random draws one and says which.",
+            default="0",
+        ),
+    ] = None
+    height: Annotated[
+        int | None,
+        option(
+            "--height",
+            panel=VIDEO,
+            metavar="PIXELS",
+            help="Frame height, a multiple of 8.",
+            default="576; demo 128",
+        ),
+    ] = None
+    width: Annotated[
+        int | None,
+        option(
+            "--width",
+            panel=VIDEO,
+            metavar="PIXELS",
+            help="Frame width, a multiple of 8.",
+            default="1024; demo 128",
+        ),
+    ] = None
+    fit: Annotated[
+        str,
+        option(
+            "--fit",
+            panel=VIDEO,
+            metavar="stretch|crop|pad",
+            choices=("stretch", "crop", "pad"),
+            help="How a photograph of another shape is fitted to the frame; diffusers stretches.",
+        ),
+    ] = "stretch"
+    fps: Annotated[
+        int | None,
+        option(
+            "--fps",
+            panel=VIDEO,
+            metavar="FPS",
+            help="Frames a second, 1 to 240; the model gets fps - 1.",
+            default="7",
+        ),
+    ] = None
+    motion_bucket_id: Annotated[
+        int | None,
+        option(
+            "--motion-bucket-id",
+            panel=VIDEO,
+            metavar="N",
+            help="Amount of motion, 0 to 1023.",
+            default="127; demo 40",
+        ),
+    ] = None
+    noise_aug_strength: Annotated[
+        float | None,
+        option(
+            "--noise-aug-strength",
+            panel=VIDEO,
+            metavar="X",
+            help="Noise added to the photograph.",
+            default="0.02",
+        ),
+    ] = None
+    min_guidance_scale: Annotated[
+        float | None,
+        option(
+            "--min-guidance-scale",
+            panel=VIDEO,
+            metavar="X",
+            help="Guidance of the first frame.",
+            default="1.0",
+        ),
+    ] = None
+    max_guidance_scale: Annotated[
+        float | None,
+        option(
+            "--max-guidance-scale",
+            panel=VIDEO,
+            metavar="X",
+            help="Guidance of the last frame; 1 or less switches guidance off.",
+            default="3.0; demo 1.1",
+        ),
+    ] = None
+
+    @property
+    def measures_chunk(self) -> bool:
+        """Whether the number of frames decoded at a time is to be measured."""
+        return self.decode_chunk_size == AUTO_CHUNK
+
+    def one_seed(self) -> int:
+        """The seed of every clip.
+
+        Raises:
+            RequestError: it is out of range.
+        """
+        return parse_seeds(self.seed, None)[0]
+
+    def to_config(self, model: str, *, memory_opt: bool = False) -> SamplingConfig:
+        """diffusers' defaults, changed by the model's own, changed by what was given.
+
+        Raises:
+            RequestError: a value that cannot be sampled with.
+        """
+        chunk = parse_decode_chunk(self.decode_chunk_size)
+        return sampling_config(
+            model,
+            self.steps,
+            memory_opt=memory_opt,
+            decode_chunk_size=chunk,
+            **{name: value for name, value in vars(self).items() if name not in _HANDLED},
+        )
+
+
+_HANDLED = frozenset({"steps", "seed", "decode_chunk_size"})
+
+
+def sampling_config(
+    model: str, num_steps: int, *, memory_opt: bool = False, **given: Any
+) -> SamplingConfig:
+    """As `SamplingOptions.to_config`, of fields of a `SamplingConfig`; None is not given."""
+    chosen = {name: value for name, value in given.items() if value is not None}
+    if memory_opt:
+        chosen.setdefault("decode_chunk_size", _LOW_MEMORY_CHUNK)
+    return SamplingConfig(num_inference_steps=num_steps, **{**sampling_defaults(model), **chosen})
+
+
+def parse_seeds(seed: str | None, seeds: str | None) -> list[int]:
+    """`--seed 7`, or `--seeds 1-8`, `1,3,5-7`; one drawn for `random`; 0 where neither is given.
+
+    Raises:
+        RequestError: both are given, or the text is no list of seeds.
+    """
+    if seed is not None and seeds is not None:
+        raise RequestError("--seed and --seeds contradict each other")
+    if RANDOM_SEED in (seed, seeds):
+        import secrets
+
+        return [secrets.randbits(_DRAWN_BITS)]
+    if seeds is None:
+        return [_one_seed(seed or "0")]
+    result: dict[int, None] = {}  # a set that keeps its order
+    for part in seeds.split(","):
+        match = re.fullmatch(r"\s*(\d{1,19})(?:-(\d{1,19}))?\s*", part, re.ASCII)
+        if match is None:
+            raise RequestError(
+                f"--seeds takes numbers and ranges such as 1-8 or 1,3,5-7, got {seeds!r}"
+            )
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last < first or last - first >= _MAX_SEEDS or len(result) >= _MAX_SEEDS:
+            raise RequestError(
+                f"--seeds {part.strip()}: smaller to larger, {_MAX_SEEDS} seeds at most"
+            )
+        _check_seed(last)
+        result.update(dict.fromkeys(range(first, last + 1)))
+    return list(result)
+
+
+def _one_seed(text: str) -> int:
+    if not re.fullmatch(r"-?\d{1,20}", text, re.ASCII):
+        raise RequestError(f"--seed must be a whole number or random, got {text!r}")
+    _check_seed(int(text))
+    return int(text)
+
+
+def _check_seed(seed: int) -> None:
+    if not 0 <= seed < 2**63:
+        raise RequestError(f"a seed must be 0 to 2^63 - 1, got {seed}")
+
+
+def parse_decode_chunk(text: str | None) -> int | None:
+    """The number of frames; None where it is the default's, or is to be measured.
+
+    Raises:
+        RequestError: neither a number nor `auto`; or `auto` under torchrun, where the decoding rank
+            may be on another machine.
+    """
+    if text == AUTO_CHUNK and find_world() is not None:
+        raise RequestError(
+            "--decode-chunk-size auto measures before ranks are started; torchrun's are there",
+            "give a number of frames",
+        )
+    if text is None or text == AUTO_CHUNK:
+        return None
+    if not re.fullmatch(r"-?\d{1,9}", text, re.ASCII):
+        raise RequestError(f"--decode-chunk-size must be a number or auto, got {text!r}")
+    return int(text)
+
+
+def with_fitting_chunk(config: PipelineConfig) -> tuple[PipelineConfig, str]:
+    """`config` with as many frames decoded at a time as fit, measured now, and what was found.
+
+    Raises:
+        OutOfMemoryError: not even one does.
+    """
+    from svdpp.diagnostics.decode_chunk import measure_decode
+
+    if not config.decodes:
+        return config, ""
+    memory = measure_decode(config)
+    chunk = memory.largest_chunk()
+    sampling = replace(config.sampling, decode_chunk_size=chunk)
+    return replace(config, sampling=sampling), f"decode: {memory}"

@@ -1,0 +1,64 @@
+"""Owns what a run's manifest says of its options, and taking them up again: `svdpp run --from`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from svdpp.errors import InputError
+from svdpp.redaction import located_path, recorded_path
+
+# Parameters of `svdpp run` that say nothing of its clips, or that the manifest's clips answer.
+_LEFT_OUT = frozenset(
+    {
+        *("inputs", "seeds", "seed", "recursive", "keep_going", "repeat", "overwrite", "resume"),
+        *("dry_run", "trace", "timeline", "profile", "as_json", "debug", "quiet", "verbose"),
+        *("log_file", "help", "help_all"),
+    }
+)
+
+
+def given_options(context: typer.Context, folder: Path) -> dict[str, Any]:
+    """What is to be recorded of the options in a manifest in `folder`: all that have been set.
+
+    Paths are recorded as an object, relative to the folder, so that the manifest can be moved with
+    what it names.
+    """
+    given = {}
+    for name, value in context.params.items():
+        source = context.get_parameter_source(name)
+        if name not in _LEFT_OUT and source is not None and source.name != "DEFAULT":
+            is_path = isinstance(value, Path) or (isinstance(value, str) and os.path.exists(value))
+            given[name] = {"path": recorded_path(value, folder)} if is_path else value
+    return given
+
+
+def recorded_options(path: Path) -> dict[str, Any]:
+    """What the manifest at `path` says of its run's photographs, seeds and options, by parameter.
+
+    Raises:
+        InputError: the file is no manifest, or of a version that recorded no options.
+    """
+    from svdpp.driver.run_manifest import read_manifest
+
+    content = read_manifest(path)
+    folder = path.parent
+    try:
+        options = {name: _text(value, folder) for name, value in content["options"].items()}
+        clips = [clip for clip in content["clips"] if "input" in clip]
+        inputs = dict.fromkeys(str(located_path(clip["input"], folder)) for clip in clips)
+        seeds = dict.fromkeys(str(clip["seed"]) for clip in clips)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"{str(path)!r} does not say how its clips were made") from error
+    return {"out": str(folder), **options, "inputs": tuple(inputs), "seeds": ",".join(seeds)}
+
+
+def _text(value: Any, folder: Path) -> Any:
+    """A recorded value as a command line has it."""
+    if isinstance(value, Mapping):
+        return str(located_path(value["path"], folder))
+    return value if isinstance(value, bool) else str(value)

@@ -1,0 +1,193 @@
+"""Owns what `svdpp run` is asked for: its option groups, put together step by step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from svdpp.cli.command import is_given
+from svdpp.cli.command_line import to_go_on
+from svdpp.cli.options.draft import DraftOptions
+from svdpp.cli.options.inputs import InputOptions
+from svdpp.cli.options.layout import LayoutOptions
+from svdpp.cli.options.model import ModelOptions
+from svdpp.cli.options.outputs import OutputOptions
+from svdpp.cli.options.ranks import RankOptions
+from svdpp.cli.options.sampling import RANDOM_SEED, SamplingOptions, parse_seeds
+from svdpp.cli.plan_choice import PlanChoice
+from svdpp.cli.request import is_joined, is_joined_member, pipeline_config
+from svdpp.config import DEMO_MODEL, ModelConfig, PipelineConfig, SamplingConfig
+from svdpp.errors import InputError, RequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from svdpp.driver.pipeline import Pipeline
+    from svdpp.media.image import Photo
+
+# Ratio of two aspect ratios that nobody tells apart.
+_SAME_SHAPE = 1.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRequest:
+    """All that the options of a run say."""
+
+    inputs: InputOptions
+    output: OutputOptions
+    sampling: SamplingOptions
+    model: ModelOptions
+    ranks: RankOptions
+    layout: LayoutOptions
+    draft: DraftOptions
+
+    @cached_property
+    def seeds(self) -> list[int]:
+        """Of each photograph's clips."""
+        return parse_seeds(self.sampling.seed, self.inputs.seeds)
+
+    def check(self) -> None:
+        """Checks what needs neither torch nor a look into files: quick answers to quick mistakes.
+
+        Raises:
+            RequestError: options that contradict each other or cannot be done.
+            InputError: a photograph that is not there.
+        """
+        self.sampling.to_config(self.model.model, memory_opt=self.model.memory_opt)
+        self.draft.refuse_beside({**self.layout.given, **self._no_draft})
+        self.output.check()
+        assert self.seeds
+        if self.output.dry_run and is_joined():
+            raise RequestError("--dry-run starts no ranks", "start it without torchrun or srun")
+        if not self.inputs.inputs:
+            raise RequestError("which photographs? INPUT is missing", "svdpp run photo.jpg")
+        if not is_joined_member() and not self.inputs.keep_going:
+            self._check_names(self.inputs.inputs)
+
+    def _check_names(self, inputs: Sequence[str]) -> None:
+        from svdpp.media.inputs import find_images
+
+        try:
+            find_images(inputs, recursive=self.inputs.recursive)
+        except InputError:
+            self.photographs()  # one error that names what is unreadable as well
+            raise
+
+    def photographs(self) -> tuple[list[Photo], list[InputError]]:
+        """Every photograph, read whole, and what is wrong with the others; rank 0 alone has them.
+
+        Raises:
+            InputError: naming all that are missing, unreadable or hostile at once.
+        """
+        from svdpp.media.inputs import raise_all, sift_inputs
+
+        if is_joined_member():
+            return [], []
+        inputs = self.inputs.inputs or []
+        found, problems = sift_inputs(inputs, recursive=self.inputs.recursive)
+        if problems and not self.inputs.keep_going:
+            raise_all(problems, "--keep-going makes the clips of the others" if found else "")
+        return found, problems
+
+    def config(self, num_clips: int) -> tuple[PipelineConfig, str]:
+        """The configuration, and a remark on the choice of the layout; "" for none.
+
+        Raises:
+            RequestError: options that contradict each other or the machine.
+        """
+        device = self.ranks.device_for(self.model.model)
+        plan = PlanChoice(
+            draft=self.draft,
+            layout=self.layout,
+            world=self.ranks.world,
+            steps=self.sampling.steps,
+            device=device,
+            no_draft=self._no_draft,
+        )
+        weights = self.model.to_config(device)
+        sampling = self.sampling.to_config(self.model.model, memory_opt=self.model.memory_opt)
+        shape, why = plan.settings(
+            num_clips=None if is_joined() else num_clips,
+            decodes=True,
+            memory=partial(_memory_of_devices, weights, sampling, device, plan.world_size()),
+        )
+        config = pipeline_config(self.ranks, self.model, self.sampling, device=device, plan=shape)
+        if num_clips and config.draft is None:
+            is_real = self.model.model != DEMO_MODEL
+            why = why or self.layout.remark(config.layout, num_clips, is_real=is_real)
+        return config, why
+
+    @property
+    def knows_costs(self) -> bool:
+        """Whether the costs are of a model like the one that is asked for."""
+        return self.layout.costs is not None or self.model.model != DEMO_MODEL
+
+    @property
+    def command_to_go_on(self) -> str:
+        """What to type after the run was interrupted."""
+        drawn = RANDOM_SEED in (self.sampling.seed, self.inputs.seeds)
+        return to_go_on(self.seeds[0] if drawn else None)
+
+    def remarks(self, found: Sequence[Photo]) -> list[str]:
+        """What the user may not expect: a seed that was drawn, photographs that are stretched."""
+        remarks = []
+        if RANDOM_SEED in (self.sampling.seed, self.inputs.seeds):
+            remarks.append(f"seed: drawn, and again by --seed {self.seeds[0]}")
+        config = self.sampling.to_config(self.model.model)
+        shape = config.width / config.height
+        stretched = [
+            photo
+            for photo in found
+            if not 1 / _SAME_SHAPE <= photo.width / photo.height / shape <= _SAME_SHAPE
+        ]
+        if stretched and config.fit == "stretch":
+            first = stretched[0]
+            name = f"{first.path.name!r} ({first.width}x{first.height})"
+            more = f"{name} and {len(stretched) - 1} more are"
+            what = f"{name} is" if len(stretched) == 1 else more
+            remarks.append(
+                f"fit: {what} stretched to {config.width}x{config.height}; "
+                "--fit crop keeps proportions"
+            )
+        return remarks
+
+    def pipeline(self, config: PipelineConfig, profile_path: str | None = None) -> Pipeline:
+        """The pipeline of `config`, with the folders that were asked for."""
+        from svdpp.driver.pipeline import Pipeline
+
+        latents = self.output.latents_dir
+        return Pipeline(
+            config,
+            latents_folder=None if latents is None else str(latents.absolute()),
+            output_folder=str(self.output.place().folder.absolute()),
+            profile_path=profile_path,
+        )
+
+    @property
+    def _no_draft(self) -> dict[str, Any]:
+        return {"costs": self.layout.costs, "latents-dir": self.output.latents_dir}
+
+
+def without_other_seeds(
+    context: typer.Context, inputs: InputOptions, sampling: SamplingOptions
+) -> tuple[InputOptions, SamplingOptions]:
+    """The groups where a default of `--seeds` gives way to `--seed`, or the other way round."""
+    if is_given(context, "seed") and not is_given(context, "seeds"):
+        inputs = replace(inputs, seeds=None)
+    if is_given(context, "seeds") and not is_given(context, "seed"):
+        sampling = replace(sampling, seed=None)
+    return inputs, sampling
+
+
+def _memory_of_devices(
+    weights: ModelConfig, sampling: SamplingConfig, device: str, world_size: int
+) -> tuple[dict[str, float], tuple[float, ...]]:
+    """What the model needs and CUDA devices have; asked for by `--layout auto` alone."""
+    if device == "cpu":
+        return {}, ()
+    from svdpp.diagnostics.memory_estimate import memory_of_devices  # diffusers: seconds
+
+    return memory_of_devices(weights, sampling, device, world_size)

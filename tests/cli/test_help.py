@@ -1,0 +1,169 @@
+"""What a user reads before the first run: help, examples, and what a shell completes."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+import shlex
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+import pytest
+import typer
+
+from svdpp.cli.app import COMMANDS
+from svdpp.cli.command import Command
+from svdpp.cli.options.declare import HIDDEN_NAMES, PANELS
+from tests.cli.shell import PHOTO, assert_error, python, svdpp_here
+
+
+def spec_of(name: str) -> Command:
+    """A command as it is declared."""
+    found: Command = getattr(import_module(f"svdpp.cli.{name}"), name)
+    return found
+
+
+def parsed(line: str) -> dict[str, Any]:
+    """What a command line comes to: the arguments of its command's function, which is not called.
+
+    Raises:
+        typer.TyperException: it is no command line of svdpp's.
+        SvdppError: its option groups contradict themselves.
+    """
+    program, name, *arguments = shlex.split(line)
+    assert program == "svdpp"
+    spec, calls = spec_of(name), []
+
+    @functools.wraps(spec.function)
+    def note(**values: Any) -> None:
+        calls.append(values)
+
+    app = typer.Typer(pretty_exceptions_enable=False)
+    replace(spec, function=note).register(app, {})
+    app(args=arguments, standalone_mode=False)
+    (values,) = calls
+    return values
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_fits_a_terminal(name: str) -> None:
+    short, whole = svdpp_here(name, "--help"), svdpp_here(name, "--help-all")
+
+    assert (short.code, whole.code) == (0, 0)
+    assert svdpp_here(name, "-h") == short
+    assert len(short.out.splitlines()) <= 60
+    for text in (short.out, whole.out):
+        assert max(map(len, text.splitlines())) <= 80
+        assert "<bool>" not in text
+        assert "…" not in text
+        assert not [name for name in HIDDEN_NAMES if name in text]
+        assert COMMANDS[name].split(":")[0] in " ".join(text.split())
+    for paragraph in short.out.partition("\n\n")[2].split("\n\n"):
+        lines = paragraph.splitlines()
+        if not lines[0].startswith(("Arguments", "Common", "More", "Examples", *PANELS)):
+            # Prose is filled: no line breaks off while there is room for the next word.
+            for line, after in itertools.pairwise(lines):
+                assert len(line) + 1 + len(after.split()[0]) > 80
+
+
+def test_help_of_run_shows_what_is_common_and_names_the_rest() -> None:
+    short, whole = svdpp_here("run", "--help").out, svdpp_here("run", "--help-all").out
+
+    common = short.partition("\nCommon\n")[2].partition("\n\n")[0]
+    assert re.findall(r"^ {2,6}(?:-\w, )?(--[a-z-]+)", common, re.M) == [
+        *("--out", "--gpus", "--model", "--seeds", "--layout", "--resume", "--overwrite"),
+        *("--steps", "--frames", "--decode-chunk-size", "--help", "--help-all"),
+    ]
+    titles = ["Video", "Model and precision", "Layout", "Draft", "Recovery", "Diagnostics"]
+    more = short.partition("described by --help-all\n")[2].partition("\n\n")[0]
+    assert re.findall(r"^ {2}(\w[\w ]*?) {2,}--", more, re.M) == titles
+    assert [title for title in whole.split("\n") if title in titles] == titles
+    shown = re.findall(r"^ {2,6}(?:-\w, )?(--[a-z-]+)", whole, re.M)
+    assert len(shown) == len(set(shown)) > 45
+    assert set(re.findall(r"--[a-z-]+", more)) < set(shown)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_documents_its_own_defaults(name: str) -> None:
+    text = " ".join(svdpp_here(name, "--help-all").out.split())
+    defaults = re.findall(r"\[default: ([^]]*)\]", text)
+
+    assert "Default:" not in text
+    assert len(defaults) == text.count("[default: ") > 0 or name == "env"
+    others = [other for other in COMMANDS if other not in (name, "run")]
+    assert not [d for d in defaults for other in others if f"svdpp {other}" in d]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_examples_are_command_lines(name: str) -> None:
+    spec = spec_of(name)
+
+    assert 2 <= len(spec.examples) <= 3
+    for example in spec.examples:
+        assert example.split()[1] == name
+        assert f"\n  {example}\n" in svdpp_here(name, "--help").out
+        parsed(example)
+
+
+@pytest.mark.parametrize("example", [*spec_of("plan").examples[:2], *spec_of("env").examples])
+def test_quick_examples_run(example: str) -> None:
+    answer = svdpp_here(*example.split()[1:])
+
+    assert answer.code == 0, answer
+    assert answer.out
+
+
+def test_diffusers_spellings_are_taken() -> None:
+    values = parsed("svdpp run photo.jpg --num-inference-steps 25 --num-frames 14")
+
+    assert (values["sampling"].steps, values["sampling"].num_frames) == (25, 14)
+
+
+def test_a_real_model_takes_a_cpu_only_where_it_is_told_to() -> None:
+    answer = svdpp_here("run", PHOTO)
+
+    assert_error(answer, 2, "there is no GPU", "--device cpu", "--model demo")
+
+
+COMPLETE = """
+import os, sys
+from svdpp.cli.app import run_command_line
+sys.argv = ["svdpp"]
+os.environ["_SVDPP_COMPLETE"] = "complete_zsh"
+for line in sys.stdin.read().splitlines():
+    os.environ["_TYPER_COMPLETE_ARGS"] = line
+    try:
+        run_command_line([])
+    except SystemExit:
+        pass
+    print("END", flush=True)
+"""
+
+COMPLETED = {
+    "svdpp run --split ": "uniform balanced dithered",
+    "svdpp run --layout ": "auto pipeline data-parallel",
+    "svdpp run --format ": "mp4 gif webp frames",
+    "svdpp run --device ": "auto cuda cpu cuda:0",
+    "svdpp run --dtype ": "fp32 fp16 bf16",
+    "svdpp run --fit ": "stretch crop pad",
+    "svdpp plan --costs ": "svd-xt-a100 svd-xt-a100-pcie svd-xt-h100-pcie",
+    "svdpp run --model d": "demo",
+    "svdpp verify --model d": "demo dummy",
+    "svdpp profile --model d": "demo dummy",
+    "svdpp simulate --split d": "dithered",
+    "svdpp do": "doctor",
+}
+
+
+def test_a_shell_completes_choices() -> None:
+    answer = python("-c", COMPLETE, stdin="\n".join(COMPLETED))
+
+    assert answer.code == 0, answer
+    given = [re.findall(r'^[^"]*"([^"]+)"', block, re.M) for block in answer.out.split("END\n")]
+    found = {
+        line: " ".join(each.replace("\\\\:", ":") for each in words)
+        for line, words in zip(COMPLETED, given, strict=False)
+    }
+    assert found == COMPLETED

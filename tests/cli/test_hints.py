@@ -1,0 +1,177 @@
+"""Hints lead somewhere: the options that one names are the command's own, and taking them helps."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from svdpp.cli import command_line
+from tests.cli.shell import DEMO, PHOTO, TINY, assert_error, svdpp_here
+from tests.cli.test_help import parsed
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+# Stand for a value that only the user knows.
+_VALUES = {"SECONDS": "0.01", "FILE": "costs.json"}
+
+
+def hinted(error: str) -> list[list[str]]:
+    """The options that a hint names, each with its value, if it has one."""
+    hint = error.partition("\nhint: ")[2].partition("; to go on")[0]
+    found = re.findall(
+        r"(--[a-z][a-z-]*)(?: (\d[\w.:]*(?:,\d+)*|auto|dithered|balanced|demo|cpu|[A-Z]+\b))?", hint
+    )
+    return [[name, _VALUES.get(value, value)] if value else [name] for name, value in found]
+
+
+def with_option(arguments: list[str], option: list[str]) -> list[str]:
+    """`arguments` with one option in place of an earlier value of it."""
+    if option[0] in arguments and len(option) > 1:
+        at = arguments.index(option[0])
+        arguments = arguments[:at] + arguments[at + 2 :]
+    return [*arguments, *option]
+
+
+FOLLOWED = [
+    "plan --hosts 2x4",
+    "plan --hosts 2x2",
+    "plan --hosts 3x3 --steps 25",
+    "plan --world 7 --steps 25",
+    "plan --world 29",
+    "plan --world 9 --replicas 2",
+    "plan --replicas 3",
+    "plan --draft-starts 0,8,12,17",
+    "plan --model demo",
+    "plan --frames 4 --model demo --memory --decode-chunk-size auto",
+    "plan --costs two.json",
+    "plan --device-memory 9",
+    "simulate --world 3",
+    f"run {shlex.quote(PHOTO)} --model demo --device cpu --world 5 --dry-run",
+    f"run {shlex.quote(PHOTO)} --model Demo --device cpu --dry-run",
+    f"run {shlex.quote(PHOTO)} --draft-psnr 60dB --model demo --device cpu --dry-run",
+    f"run {shlex.quote(PHOTO)} --dry-run --frames 2 --height 64 --width 64",
+]
+
+
+@pytest.mark.parametrize("line", FOLLOWED)
+def test_each_option_that_a_hint_names_leads_on(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is accepted, and the command then works or fails for another reason."""
+    from svdpp.driver import pipeline
+
+    def go_on(*_: object) -> None:
+        raise AssertionError("ranks would have been started")
+
+    monkeypatch.setattr(pipeline.Pipeline, "__enter__", go_on)
+    Path("two.json").write_text(json.dumps({"schema_version": 1, "step_seconds": [1.0, 2.0]}))
+    arguments = shlex.split(line)
+    refused = svdpp_here(*arguments)
+
+    assert refused.code in (2, 5), refused
+    options = hinted(refused.err)
+    assert options, refused.err
+    for option in options:
+        answer = svdpp_here(*with_option(arguments, option))
+        assert "no such option" not in answer.err, (option, answer.err)
+        assert "must be a" not in answer.err, (option, answer.err)
+        assert answer.err.splitlines()[:1] != refused.err.splitlines()[:1], (option, answer.err)
+
+
+def test_a_plan_of_hosts_names_no_other_number_of_ranks() -> None:
+    answer = svdpp_here("plan", "--hosts", "2x4")
+
+    assert_error(answer, 2, "over 8 ranks", "use --steps 24 or --steps 32, or --split dithered")
+    assert "--world" not in answer.err
+
+
+def test_a_launched_run_names_no_other_number_of_ranks() -> None:
+    env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "3"}
+    answer = svdpp_here("run", PHOTO, *DEMO, "--steps", "28", env=env)
+
+    assert_error(
+        answer, 2, "28 steps cannot be split evenly over 3", "use --steps 27 or --steps 30"
+    )
+    assert "--world" not in answer.err
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        (("svd-xt",), "hint: svdpp bench smoke needs none"),
+        (("smoke", "--pipeline.world=3", "--workload.steps=28"), "use --workload.steps=27 or"),
+        (("smoke", "--pipeline.world=3", "--workload.steps=28"), "or --pipeline.split=dithered"),
+        (("smoke", "--pipeline.replicas=3"), "use --pipeline.replicas=1 or"),
+    ],
+)
+def test_a_bench_is_advised_by_its_fields(fields: tuple[str, ...], words: str) -> None:
+    assert_error(svdpp_here("bench", *fields), 2, words)
+
+
+def test_a_model_in_capitals_is_told_the_spelling() -> None:
+    answer = svdpp_here("run", PHOTO, "--device", "cpu", "--model", "Demo")
+
+    assert_error(answer, 5, "there is no model 'Demo'\nhint: --model demo\n")
+
+
+NASTY = "$(touch x); 'a' b.jpg"
+
+
+@pytest.mark.parametrize(
+    ("typed", "drawn", "to_go_on"),
+    [
+        (["run", "a.jpg"], None, "svdpp run a.jpg --resume"),
+        (["run", "a.jpg", "--overwrite", "-o", "x y"], None, "svdpp run a.jpg -o 'x y' --resume"),
+        (["run", "a.jpg", "--resume"], None, "svdpp run a.jpg --resume"),
+        (["run", "a.jpg", "--seed", "random"], 7, "svdpp run a.jpg --seed 7 --resume"),
+        (["run", "a.jpg", "--seed=random"], 7, "svdpp run a.jpg --seed=7 --resume"),
+    ],
+)
+def test_the_command_that_goes_on(typed: list[str], drawn: int | None, to_go_on: str) -> None:
+    command_line.remember(typed)
+
+    assert command_line.to_go_on(drawn) == to_go_on
+    parsed(to_go_on)
+
+
+def test_suggested_commands_quote_what_the_user_has_named() -> None:
+    command_line.remember(["run", NASTY])
+    assert shlex.split(command_line.to_go_on(None)) == ["svdpp", "run", NASTY, "--resume"]
+
+    Path("in").mkdir()
+    for folder in ("in", "."):
+        Path(folder, NASTY).write_bytes(Path(PHOTO).read_bytes())
+    answer = svdpp_here("run", NASTY, f"in/{NASTY}", *DEMO, *TINY, "-o", "$(touch x)/{name}.mp4")
+    assert answer.code == 2
+    (_, option, value, *_) = shlex.split(answer.err.splitlines()[-1])
+    assert (option, value) == ("--out", "$(touch x)/{name}_{index}.mp4")
+
+
+@pytest.mark.processes
+def test_what_profile_and_run_suggest_next() -> None:
+    costs = "my costs.json"
+    profiled = svdpp_here(
+        *("profile", "--model", "dummy", "--latent-shape", "1", "4", "2", "8", "8"),
+        *("--device", "cpu", "--world", "1", "--repeats", "1", "--out", costs),
+    )
+    assert profiled.code == 0, profiled
+    line = profiled.err.splitlines()[-1]
+    assert line == "next: svdpp plan --world 1 --costs 'my costs.json' --compare"
+    assert svdpp_here(*shlex.split(line)[2:]).code == 0
+    again = svdpp_here("profile", "--model", "dummy", "--device", "cpu", "--out", costs)
+    assert_error(again, 2, "'my costs.json' exists already", "--overwrite replaces it")
+
+    Path(NASTY).write_bytes(Path(PHOTO).read_bytes())
+    made = svdpp_here("run", NASTY, *DEMO, *TINY, "--fit", "crop")
+    assert made.code == 0, made
+    line = made.err.splitlines()[-1]
+    assert shlex.split(line.removeprefix("to prove one: ")) == [
+        *("svdpp", "verify", "out/$(touch x); 'a' b_0.json"),
+    ]
+    assert not Path("x").exists()

@@ -1,0 +1,287 @@
+"""What the options of `run` come to before ranks are started: names, layout, remarks."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from svdpp.cli.run_request import RunRequest
+from svdpp.config import PipelineConfig
+from svdpp.diagnostics import memory_estimate
+from svdpp.plan.large_forecast import forecast_layout
+from tests.cli.shell import DEMO, PHOTO, TINY, assert_error, python, svdpp_here
+from tests.cli.test_help import parsed
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def _without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves a dry run's estimate of memory out: a second each time, and one test's matter."""
+    monkeypatch.setattr(memory_estimate, "estimate_ranks", lambda *_, **__: [])
+
+
+QUICK = pytest.mark.usefixtures("_without_memory")
+
+
+def photograph(name: str) -> str:
+    """A copy of a photograph under that name."""
+    Path(name).parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy(PHOTO, name)
+    return name
+
+
+def dry_run(*options: str) -> dict[str, Any]:
+    answer = svdpp_here("run", *options, *DEMO, *TINY, "--dry-run", "--json", "-q")
+    assert answer.code == 0, answer
+    result: dict[str, Any] = json.loads(answer.out)
+    return result
+
+
+def names(*options: str) -> list[str]:
+    """Of the clips that a run would make."""
+    return [clip["output"] for clip in dry_run(*options)["clips"]]
+
+
+# --- what plan prints is what run does ----------------------------------------------------------
+
+
+def config_of(options: str, num_clips: int) -> PipelineConfig:
+    """That of `svdpp run` with these options."""
+    values = parsed(f"svdpp run photo.jpg --model demo --device cpu {options}")
+    groups = ("inputs", "output", "sampling", "model", "ranks", "layout", "draft")
+    return RunRequest(**{name: values[name] for name in groups}).config(num_clips)[0]
+
+
+SHAPES = [
+    "--gpus 7",
+    "--gpus 7 --split balanced",
+    "--gpus 7 --split dithered",
+    "--gpus 8 --split dithered --decoders 2",
+    "--gpus 8 --replicas 2",
+    "--gpus 4 --layout pipeline",
+    "--gpus 8 --layout data-parallel",
+    "--gpus 8 --layout auto",
+    "--gpus 5 --split balanced --costs svd-xt-h100-pcie",
+]
+
+
+@pytest.mark.parametrize("options", SHAPES)
+def test_what_plan_prints_is_what_run_does(options: str) -> None:
+    printed = json.loads(svdpp_here("plan", *options.split(), "--clips", "20", "--json").out)
+    layout = config_of(options, num_clips=20).layout
+
+    assert printed["costs"] == layout.costs.to_json()
+    assert printed["layout"]["description"] == str(layout)
+    shares = [share for replica in range(layout.replicas) for share in layout.shares(replica)]
+    assert [(rank["rank"], rank["start"], rank["end"]) for rank in printed["ranks"]] == [
+        (share.rank, share.start, share.end) for share in shares
+    ]
+    forecast = forecast_layout(layout, 20)
+    assert printed["forecast"]["makespan_seconds"] == forecast.makespan
+    assert printed["forecast"]["latency_seconds"] == forecast.latency._asdict()
+
+
+# --- what is said before a run ------------------------------------------------------------------
+
+
+@QUICK
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--costs", "svd-xt-a100"), "--layout data-parallel would be 1.34 times as fast"),
+        ((), ""),  # nobody has published the demo's costs
+        (("--costs", "svd-xt-a100", "--layout", "pipeline"), ""),  # the user has decided
+        (("--costs", "svd-xt-a100", "--split", "dithered"), ""),
+        (("--costs", "mixed.json", "--steps", "24"), "--split balanced would be"),
+    ],
+)
+def test_a_much_faster_layout_is_named(options: tuple[str, ...], said: str) -> None:
+    costs = {"schema_version": 1, "step_seconds": [1.0, 4.0], "decode_seconds": [4.0, 16.0]}
+    Path("mixed.json").write_text(json.dumps(costs))
+    answer = svdpp_here(
+        *("run", PHOTO, *DEMO, "--world", "2", "--seeds", "1-4", "--dry-run", "--fit", "crop"),
+        *options,
+    )
+
+    assert answer.code == 0, answer
+    lines = [line for line in answer.err.splitlines() if line.startswith("layout:")]
+    assert len(lines) == (1 if said else 0), answer.err
+    assert said in "".join(lines)
+
+
+@QUICK
+def test_photographs_that_are_stretched_are_named_once() -> None:
+    options = ("run", PHOTO, photograph("other.jpg"), *DEMO, *TINY, "--dry-run")
+    stretched, cropped = svdpp_here(*options), svdpp_here(*options, "--fit", "crop")
+
+    said = "fit: 'rocket.jpg' (640x427) and 1 more are stretched to 32x32; --fit crop keeps"
+    assert stretched.err.count("fit:") == 1
+    assert said in stretched.err
+    assert "fit:" not in cropped.err
+    assert "fit:" not in svdpp_here(*options, "--width", "48").err  # of the photographs' own shape
+
+
+@QUICK
+def test_a_drawn_seed_is_printed_and_kept() -> None:
+    answer = svdpp_here("run", PHOTO, *DEMO, *TINY, "--seed", "random", "--dry-run", "--json")
+
+    (clip,) = json.loads(answer.out)["clips"]
+    assert f"seed: drawn, and again by --seed {clip['seed']}\n" in answer.err
+    assert clip["output"] == f"rocket_{clip['seed']}.mp4"
+
+
+def test_a_dry_run_shows_everything_and_makes_nothing() -> None:
+    answer = svdpp_here("run", PHOTO, *DEMO, *TINY, "--costs", "svd-xt-a100", "--dry-run")
+    result = dry_run(PHOTO, "--seeds", "1-2", "--costs", "svd-xt-a100")
+
+    assert answer.code == 0
+    for words in ("out/rocket_0.mp4\n", "1 to make: 2 frames of 32x32, 2 steps", "disk: about"):
+        assert words in answer.out
+    assert list(Path().iterdir()) == []
+    assert [clip["seed"] for clip in result["clips"]] == [1, 2]
+    assert (result["layout"], result["world_size"]) == ("1 replica of 2 ranks, uniform", 2)
+    assert result["forecast"]["makespan_seconds"] > result["forecast"]["first_clip_seconds"] > 0
+    assert [rank["rank"] for rank in result["ranks"]] == [0, 1]
+    for rank in result["ranks"]:
+        parts = (rank["weight_bytes"], rank["work_bytes"], rank["process_bytes"])
+        assert rank["peak_bytes"] == sum(parts) > 10**8
+    assert 0 < result["disk"]["needed_bytes"] < result["disk"]["free_bytes"]
+
+
+# --- inputs -------------------------------------------------------------------------------------
+
+
+@QUICK
+def test_subfolders_are_taken_where_that_is_asked_for() -> None:
+    for name in ("photos/a/b/deep.jpg", "photos/a/one.jpg", "photos/.hidden/no.jpg"):
+        photograph(name)
+    Path("photos/a/text.txt").write_text("x")
+    Path("photos/link").symlink_to("a")
+    refused = svdpp_here("run", "photos", *DEMO, *TINY)
+
+    assert_error(refused, 7, "'photos' is a folder without images", "--recursive takes them")
+    assert names("photos", "--recursive") == ["one_0.mp4", "deep_0.mp4"]
+    Path("empty/below").mkdir(parents=True)
+    assert "--recursive" not in svdpp_here("run", "empty", *DEMO, *TINY).err
+
+
+@QUICK
+def test_one_unreadable_photograph_names_the_option_that_leaves_it_out() -> None:
+    photograph("photos/one.jpg")
+    Path("photos/bad.png").write_text("x")
+    answer = svdpp_here("run", "photos", *DEMO, *TINY)
+
+    assert_error(answer, 7, "'photos/bad.png' is not an image", "--keep-going makes the clips of")
+    assert names("photos", "--keep-going") == ["one_0.mp4"]
+    assert "--keep-going" not in svdpp_here("run", "photos/bad.png", *DEMO, *TINY).err
+    assert "--keep-going" not in svdpp_here("verify", "photos", *DEMO, *TINY).err
+
+
+MODULES = """
+import sys
+from svdpp.cli.app import run_command_line
+code = run_command_line(sys.argv[1:])
+print(code, *sorted({"torch", "diffusers"} & set(sys.modules)))
+"""
+
+
+def test_a_misspelt_photograph_is_refused_before_torch_is_imported() -> None:
+    answer = python("-c", MODULES, "run", "roket.jpg", *DEMO)
+
+    assert answer.out == "7\n", answer
+    assert "'roket.jpg' does not exist" in answer.err
+
+
+# --- outputs ------------------------------------------------------------------------------------
+
+
+@QUICK
+def test_names_of_clips() -> None:
+    two = (PHOTO, photograph("b c.jpg"))
+    assert names(*two) == ["rocket_0.mp4", "b c_0.mp4"]
+    assert names(PHOTO, "-o", "sea.mp4") == ["sea.mp4"]
+    assert names(PHOTO, "-o", "deep/sea.GIF") == ["sea.gif"]
+    assert names(PHOTO, "-o", "{{sea}}.mp4") == ["{{sea}}.mp4"]  # no fields, no template
+    template = "clips/{index:02}-{name}-{seed}.webp"
+    assert names(*two, "--seeds", "7,8", "-o", template) == [
+        *("01-rocket-7.webp", "02-rocket-8.webp", "03-b c-7.webp", "04-b c-8.webp"),
+    ]
+    assert names(*two, "-o", "{name}", "--format", "frames") == ["rocket", "b c"]
+    Path("folder.mp4").mkdir()
+    assert names(PHOTO, "-o", "folder.mp4") == ["rocket_0.mp4"]
+
+
+@pytest.mark.parametrize(
+    ("out", "more", "words"),
+    [
+        ("a.avi", (), ("clips are mp4, gif or webp", "--out a.mp4")),
+        ("a b.mov", (), ("--out 'a b.mp4'",)),
+        ("{nam}.mp4", (), ("there is no field {nam}", "{name}, {seed} and {index}")),
+        ("{}.mp4", (), ("there is no field {}",)),
+        ("{name!r}.mp4", (), ("there is no field {name}",)),
+        ("{name.mp4", (), ("'{name.mp4' is no template",)),
+        ("{seed:x y}.mp4", (), ("is no template",)),
+        ("{name}/{seed}.mp4", (), ("belong into the last part",)),
+        ("a.mp4", ("--format", "gif"), ("--out a.mp4 is mp4, --format says gif",)),
+        ("a.mp4", ("--seeds", "1-2"), ("would both become 'a.mp4'", "--out '{name}_{index}.mp4'")),
+    ],
+)
+def test_names_that_cannot_be(out: str, more: tuple[str, ...], words: tuple[str, ...]) -> None:
+    assert_error(svdpp_here("run", PHOTO, *DEMO, *TINY, "-o", out, *more), 2, *words)
+    assert list(Path().iterdir()) == []
+
+
+@QUICK
+def test_two_photographs_of_one_name_are_numbered_by_a_template() -> None:
+    two = (photograph("rocket.jpg"), photograph("rocket.jpeg"))
+    refused = svdpp_here("run", *two, *DEMO, *TINY)
+
+    assert_error(refused, 2, "would both become 'rocket_0.mp4'", "out/{name}_{index}.mp4")
+    hint = refused.err.splitlines()[-1].split("'")[1]
+    assert names(*two, "--out", hint) == ["rocket_1.mp4", "rocket_2.mp4"]
+
+
+@pytest.mark.parametrize("name", ["sea.json", "sea.run.json"])
+def test_a_file_that_is_something_else_is_not_replaced(name: str) -> None:
+    Path(name).write_text('{"mine": 1}')
+    answer = svdpp_here("run", PHOTO, *DEMO, *TINY, "-o", "sea.mp4")
+
+    assert answer.code in (2, 8)
+    assert_error(answer, answer.code, name)
+    assert Path(name).read_text() == '{"mine": 1}'
+
+
+@QUICK
+@pytest.mark.processes
+def test_a_run_is_repeated_from_its_manifest() -> None:
+    photo = photograph("in/a photo.jpg")
+    common = ("--steps", "2", "--frames", "2", "--height", "32", "--width", "32", "--threads", "1")
+    first = svdpp_here(
+        *("run", photo, *DEMO, *common, "--seed", "random", "-o", "made/one.mp4", "--json", "-q")
+    )
+    assert first.code == 0, first
+    assert sorted(path.name for path in Path("made").iterdir()) == [
+        *("one.json", "one.mp4", "one.run.json"),
+    ]
+    shutil.move("made", "moved")  # a folder beside the photographs', as before
+    again = ("run", "--from", "moved/one.run.json")
+
+    assert_error(svdpp_here(*again), 2, "1 output exists already", "moved/one.mp4", "--overwrite")
+    second = svdpp_here(*again, "-o", "again.mp4", "--json", "-q")
+    assert second.code == 0, second
+    (one,), (other,) = json.loads(first.out), json.loads(second.out)
+    assert one["latents_sha256"] == other["latents_sha256"]
+    assert one["parameters_sha256"] == other["parameters_sha256"]
+    assert (one["output"], other["output"]) == ("one.mp4", "again.mp4")
+    changed = svdpp_here(*again, "--seed", "3", "-o", "{name}.gif", "--dry-run", "--json", "-q")
+    (clip,) = json.loads(changed.out)["clips"]
+    assert (clip["seed"], clip["output"]) == (3, "a photo.gif")
+    assert_error(svdpp_here("run", "--from", "moved/one.json"), 7, "is no run's manifest")
