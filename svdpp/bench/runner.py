@@ -202,10 +202,10 @@ class _Listener:
                 self._round.peaks[rank] = event
             case ClipDone() if event.clip >= self._first:
                 clip = event.clip - self._first
-                self._round.latents_sha256[clip] = event.record["latents_sha256"]
-                self._round.frames_sha256[clip] = event.record["frames_sha256"]
+                self._round.latents_sha256[clip] = event.metadata["latents_sha256"]
+                self._round.frames_sha256[clip] = event.metadata["frames_sha256"]
             case DraftDone() if event.clip >= self._first:
-                self._round.draft_seconds[event.clip - self._first] = event.record["wall_seconds"]
+                self._round.draft_seconds[event.clip - self._first] = event.metadata["wall_seconds"]
             case StepDone() | TransferDone() if event.clip >= self._first:
                 self._round.trace.add(rank, event)
             case ActionDone() if Action.parse(event.action).clip >= self._first:

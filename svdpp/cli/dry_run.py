@@ -105,7 +105,7 @@ def _print(
     from svdpp.media.disk_space import size
 
     folder = asked.output.policy().folder
-    names = [record["output"] for record in clips.records]
+    names = [metadata["output"] for metadata in clips.metadata]
     for name in names[:_MAX_NAMES]:
         console.result(str(folder / name))
     if len(names) > _MAX_NAMES:
@@ -153,10 +153,10 @@ def _to_json(
     return {
         "schema_version": 1,
         "clips": [
-            {"output": record["output"], "input": record["input"], "seed": record["seed"]}
-            for record in clips.records
+            {"output": metadata["output"], "input": metadata["input"], "seed": metadata["seed"]}
+            for metadata in clips.metadata
         ],
-        "finished": [record["output"] for record in clips.skipped],
+        "finished": [metadata["output"] for metadata in clips.skipped],
         "layout": str(config.plan),
         "world_size": config.world_size,
         "device": config.device,

@@ -135,7 +135,7 @@ class EventLog:
             case ClipDone():
                 log.info("clip {} is finished", event.clip)
             case DraftDone():
-                rank_of = event.record["draft"]["rank"]
+                rank_of = event.metadata["draft"]["rank"]
                 log.info("clip {} has a draft, by rank {}", event.clip, rank_of)
             case DraftLost():
                 log.warning("no draft of clip {} from here: {}", event.clip, event.error["message"])

@@ -155,19 +155,19 @@ class Progress:
         self.num_done += 1
         if self._table is None:
             return
-        record = event.record
-        name = f" -> {record['output']}" if record.get("output") else ""
-        took = f", {record['seconds']:.1f} s" if "seconds" in record else ""
+        metadata = event.metadata
+        name = f" -> {metadata['output']}" if metadata.get("output") else ""
+        took = f", {metadata['wall_seconds']:.1f} s" if "wall_seconds" in metadata else ""
         self._say(f"{self._counted}: {label}{name}{took}")
 
     def _say(self, text: str) -> None:
         self._console.info(f"{self._title}: {text}")
 
     def _of_draft(self, done: DraftDone) -> str:
-        draft, record = done.record["draft"], done.record
-        name = f" -> {record['output']}" if record.get("output") else ""
+        draft, metadata = done.metadata["draft"], done.metadata
+        name = f" -> {metadata['output']}" if metadata.get("output") else ""
         return (
-            f"draft of {self._labels[done.clip]} after {record['seconds']:.1f} s, "
+            f"draft of {self._labels[done.clip]} after {metadata['wall_seconds']:.1f} s, "
             f"{draft['rounds']} of {draft['num_steps']} rounds{name}"
         )
 

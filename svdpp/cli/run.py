@@ -125,20 +125,20 @@ def _make(
     lost = [{"output": None, "error": error_to_dict(error)} for error in unreadable]
     manifest = open_manifest(policy.manifest, pipeline.config, clips, lost, options)
     if clips.requests:
-        records = _perform(console, asked, pipeline, clips, manifest, outputs)
+        made = _perform(console, asked, pipeline, clips, manifest, outputs)
     else:
         pipeline.dismiss()
         with manifest:  # a run that was killed just behind its last clip has left another
-            records = []
+            made = []
     lost += [
-        {"output": clips.records[failure.clip]["output"], "error": error_to_dict(failure.error)}
+        {"output": clips.metadata[failure.clip]["output"], "error": error_to_dict(failure.error)}
         for failure in pipeline.failures
     ]
     if console.as_json:
-        console.json([*clips.skipped, *records, *lost])
+        console.json([*clips.skipped, *made, *lost])
     else:
-        print_clips(console, policy.folder, clips.skipped, records, lost)
-    raise_worst(lost, len(clips.skipped) + len(records) + len(lost))
+        print_clips(console, policy.folder, clips.skipped, made, lost)
+    raise_worst(lost, len(clips.skipped) + len(made) + len(lost))
 
 
 def _perform(
@@ -149,7 +149,7 @@ def _perform(
     manifest: RunManifest,
     outputs: TraceOutputs,
 ) -> list[dict[str, Any]]:
-    """Runs what is to be made; the records of what was made, in the order of the request."""
+    """Runs what is to be made; the metadata of what was made, in the order of the request."""
     from svdpp.cli.log import EventLog
     from svdpp.cli.progress import Progress
 
@@ -167,7 +167,7 @@ def _perform(
             pipeline.observe(observer)
         try:
             with outputs.of(pipeline), pipeline:
-                pipeline.submit(clips.requests, clips.records)
+                pipeline.submit(clips.requests, clips.metadata)
                 results = sorted(pipeline.results(), key=lambda result: result.clip)
         except (Interrupted, RankError) as error:
             finished = f"{progress.num_done} of {progress.num_clips} clips are finished"
@@ -175,7 +175,7 @@ def _perform(
             error.hint = "; ".join(filter(None, [error.hint, hint]))
             raise
     console.info(", wrote ".join([progress.closing, *outputs.paths]))
-    return [result.record for result in results]
+    return [result.metadata for result in results]
 
 
 def _planned(

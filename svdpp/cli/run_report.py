@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 # Those are looked at in a second or two.
 _FEW_CLIPS = 8
 
-Record = Mapping[str, Any]
+Metadata = Mapping[str, Any]
 
 
 def announce_look(
@@ -72,7 +72,7 @@ def labels(clips: ClipPlan) -> list[str]:
     ]
 
 
-def raise_worst(lost: Sequence[Record], num_clips: int) -> None:
+def raise_worst(lost: Sequence[Metadata], num_clips: int) -> None:
     """Ends the command with the highest exit code of its lost clips; returns if none is lost."""
     if lost:
         worst = highest_code(error_from_dict(clip["error"]) for clip in lost)
@@ -84,39 +84,39 @@ def raise_worst(lost: Sequence[Record], num_clips: int) -> None:
 def print_clips(
     console: Console,
     out: Path,
-    skipped: Sequence[Record],
-    records: Sequence[Record],
-    lost: Sequence[Record],
+    skipped: Sequence[Metadata],
+    made: Sequence[Metadata],
+    lost: Sequence[Metadata],
 ) -> None:
     """Prints a line for each clip, by what became of it."""
-    for record in skipped:
-        console.result(f"{out / record['output']}{_elsewhere(record)}  (was finished)")
-    for record in records:
-        console.result(f"{out / record['output']}{_elsewhere(record)}")
-        if "draft" in record:
-            console.info(f"  {_of_draft(record)}")
+    for metadata in skipped:
+        console.result(f"{out / metadata['output']}{_elsewhere(metadata)}  (was finished)")
+    for metadata in made:
+        console.result(f"{out / metadata['output']}{_elsewhere(metadata)}")
+        if "draft" in metadata:
+            console.info(f"  {_of_draft(metadata)}")
     for clip in lost:
         name = out / clip["output"] if clip["output"] else "(no clip)"
         console.result(f"{name}  (lost: {clip['error']['message']})")
     if skipped:
         count = "1 clip was" if len(skipped) == 1 else f"{len(skipped)} clips were"
         console.info(f"{count} finished before")
-    exact = [record for record in records if record["exact"] and not _elsewhere(record)]
+    exact = [each for each in made if each["exact"] and not _elsewhere(each)]
     if exact:
         output = OutputConfig(path=str(out / exact[0]["output"]), format=exact[0]["format"])
         console.info(f"to prove one: svdpp verify {shlex.quote(output.path)}")
 
 
-def _elsewhere(record: Record) -> str:
+def _elsewhere(metadata: Metadata) -> str:
     """The host that holds the clip, where it is another one, whose --out may be another, too."""
-    host = record.get("host", socket.gethostname())
+    host = metadata.get("host", socket.gethostname())
     return "" if host == socket.gethostname() else f"  (on {host})"
 
 
-def _of_draft(record: Record) -> str:
+def _of_draft(metadata: Metadata) -> str:
     """What came of a clip's draft, in one line."""
-    draft = record["draft"]
-    if not record["exact"]:
+    draft = metadata["draft"]
+    if not metadata["exact"]:
         agreement = draft["agreement"]
         return (
             f"approximate: rank {draft['rank']}'s result, {_psnr(agreement)} from that of rank "
@@ -125,7 +125,7 @@ def _of_draft(record: Record) -> str:
     if not draft["results"]:
         return "exact; no draft of it came"
     first = draft["results"][0]
-    seconds, sooner = record["wall_seconds"], first["wall_seconds"]
+    seconds, sooner = metadata["wall_seconds"], first["wall_seconds"]
     return (
         f"exact, after {seconds:.1f} s; its draft, after {sooner:.1f} s, was {_psnr(first)} from it"
     )

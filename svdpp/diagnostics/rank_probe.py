@@ -73,7 +73,7 @@ def ask_ranks(
 
     def collect(rank: int, event: Event) -> None:
         if isinstance(event, ClipDone):
-            answers[rank] = event.record
+            answers[rank] = event.metadata
 
     run_rank_task(
         _answer,
@@ -138,8 +138,8 @@ def _answer(
     question, argument = asked
     reporter.send(Joined(device=device, load_seconds=0.0))
     with out_of_memory_named(None):
-        record = question(context, config, argument)
-    reporter.send(ClipDone(clip=context.world.rank, record=record))
+        metadata = question(context, config, argument)
+    reporter.send(ClipDone(clip=context.world.rank, metadata=metadata))
 
 
 def _device(context: RankContext, config: PipelineConfig) -> torch.device:

@@ -62,12 +62,12 @@ class ClipEvents:
         request = self._clips.request(done.clip)
         if request is None:
             return  # it was lost before
-        if done.record.get("exact") is False:
+        if done.metadata.get("exact") is False:
             # An accepted draft: what the ranks still do for the exact clip is not needed.
             for rank in range(self._world_size):
                 self._send(rank, Cancel(clip=done.clip).to_bytes())
         self._files.settled(request, is_finished=True)
-        self._clips.finish(done.clip, done.record)
+        self._clips.finish(done.clip, done.metadata)
 
     def _image_bytes(self, clip: int) -> bytes:
         """The image of `clip`, for a rank on another host; empty where it can no longer be read."""

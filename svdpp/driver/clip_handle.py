@@ -17,12 +17,12 @@ class ClipResult:
     Args:
         clip: index, counted from the first one submitted.
         request: what was asked for.
-        record: the clip's JSON: parameters, hashes, times.
+        metadata: the clip's JSON: parameters, hashes, times.
     """
 
     clip: int
     request: ClipRequest
-    record: dict[str, Any]
+    metadata: dict[str, Any]
 
 
 @dataclass(frozen=True)

@@ -55,26 +55,26 @@ def check_requests(
     return found
 
 
-def check_records(records: Iterable[Mapping[str, Any]], count: int) -> list[dict[str, Any]]:
-    """`records` as a list with one for each of `count` clips; none means empty ones.
+def check_metadata(metadata: Iterable[Mapping[str, Any]], count: int) -> list[dict[str, Any]]:
+    """`metadata` as a list with one dictionary for each of `count` clips; none means empty ones.
 
     Raises:
         TypeError: something in it is no mapping.
         RequestError: there is another number of them.
     """
-    found = _as_list(records, "records")
-    for index, record in enumerate(found):
-        if not isinstance(record, Mapping):
-            raise TypeError(f"record {index} of the list is {_kind(record)}, not a dictionary")
+    found = _as_list(metadata, "metadata")
+    for index, each in enumerate(found):
+        if not isinstance(each, Mapping):
+            raise TypeError(f"metadata {index} of the list is {_kind(each)}, not a dictionary")
     if found and len(found) != count:
-        raise RequestError(f"there are {len(found)} records for {count} clips: give one for each")
-    return [dict(record) for record in found] or [{} for _ in range(count)]
+        raise RequestError(f"there are {len(found)} metadata for {count} clips: give one each")
+    return [dict(each) for each in found] or [{} for _ in range(count)]
 
 
 def work_messages(
     config: PipelineConfig,
     requests: Sequence[ClipRequest],
-    records: Sequence[dict[str, Any]],
+    metadata: Sequence[dict[str, Any]],
     *,
     first: int,
     keeps_latents: bool,
@@ -84,14 +84,14 @@ def work_messages(
     Args:
         config: of the pipeline.
         requests: checked.
-        records: one for each request.
+        metadata: one for each request.
         first: index of the first clip.
         keeps_latents: whether the pipeline has a folder of latent checkpoints.
 
     Raises:
-        RequestError: a value in a request or a record cannot be sent to a rank.
+        RequestError: a value in a request or its metadata cannot be sent to a rank.
     """
-    pairs = zip(requests, records, strict=True)
+    pairs = zip(requests, metadata, strict=True)
     jobs = [_job(first, index, *pair) for index, pair in enumerate(pairs)]
     keys = {job.clip: job.request.latents_key for job in jobs} if keeps_latents else {}
     schedule = schedule_clips(config, requests, first)
@@ -99,7 +99,7 @@ def work_messages(
     check(schedule, config.sampling.num_inference_steps)
     messages = {}
     for rank, actions in enumerate(schedule):
-        # Other ranks need no request, and the records of many clips would slow down the start.
+        # Other ranks need no request, and the metadata of many clips would slow down the start.
         needed = {action.clip for action in actions if action.kind in (Kind.ENCODE, Kind.FINISH)}
         clips = sorted({action.clip for action in actions})
         work = Work(
@@ -133,10 +133,10 @@ def _check_request(
         raise RequestError(f"{name}: latents_key must be 64 hex digits, got {request.latents_key}")
 
 
-def _job(first: int, index: int, request: ClipRequest, record: dict[str, Any]) -> ClipJob:
+def _job(first: int, index: int, request: ClipRequest, metadata: dict[str, Any]) -> ClipJob:
     """A clip as its ranks will read it: what only they would stumble over would end the run."""
     try:
-        job = ClipJob(clip=first + index, request=request, record=record)
+        job = ClipJob(clip=first + index, request=request, metadata=metadata)
         return ClipJob.model_validate(job.model_dump(mode="json", warnings=False))
     except ValidationError as error:
         problem = error.errors()[0]

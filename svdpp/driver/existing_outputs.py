@@ -31,7 +31,7 @@ def taken_places(output: OutputConfig, draft: DraftConfig | None) -> list[Path]:
 
 
 def clip_as_asked(
-    output: OutputConfig, record: dict[str, Any], draft: DraftConfig | None
+    output: OutputConfig, metadata: dict[str, Any], draft: DraftConfig | None
 ) -> dict[str, Any] | None:
     """The JSON of a clip that is there, whole and as asked for; None where it has to be made.
 
@@ -43,10 +43,10 @@ def clip_as_asked(
         InputError: the JSON there is no clip's.
         OutputError: a JSON cannot be written.
     """
-    exact = _whole(output, record)
+    exact = _whole(output, metadata)
     if exact is not None or draft is None or _is_leftover(output.draft):
         return exact
-    accepted = _whole(output.draft, record)
+    accepted = _whole(output.draft, metadata)
     if accepted is None or draft.accept_psnr_db is None:
         return None
     about = accepted.get("draft") or {}
@@ -59,17 +59,17 @@ def _is_leftover(output: OutputConfig) -> bool:
     return about is not None and "accept_psnr_db" not in about
 
 
-def _whole(output: OutputConfig, record: dict[str, Any]) -> dict[str, Any] | None:
+def _whole(output: OutputConfig, metadata: dict[str, Any]) -> dict[str, Any] | None:
     """The JSON of `output`, if file and JSON are there, whole, and of this clip."""
     path, json_path = Path(output.path), Path(output.json_path)
     if json_path.exists():
         there = read_clip_metadata(json_path)
-        _check_same(path, there, record)
+        _check_same(path, there, metadata)
         return there if path.exists() and _is_whole(path, output, there) else None
     if not path.exists():
         return None
     there = _embedded(path)
-    _check_same(path, there, record)
+    _check_same(path, there, metadata)
     if not _is_whole(path, output, there):
         return None
     there["file_sha256"] = video.file_sha256(path)
@@ -77,14 +77,14 @@ def _whole(output: OutputConfig, record: dict[str, Any]) -> dict[str, Any] | Non
     return there
 
 
-def _check_same(path: Path, there: dict[str, Any], record: dict[str, Any]) -> None:
-    if parameters_sha256(there) == record["parameters_sha256"]:
+def _check_same(path: Path, there: dict[str, Any], metadata: dict[str, Any]) -> None:
+    if parameters_sha256(there) == metadata["parameters_sha256"]:
         return
-    name = next(name for name in IDENTITY if there[name] != record[name])
+    name = next(name for name in IDENTITY if there[name] != metadata[name])
     # The default number of threads depends on the number of ranks.
     same = f"--threads {there[name]} keeps it; " if name == "num_threads" else ""
     raise RequestError(
-        f"{path.name!r} exists with another {name}: {there[name]!r}, now {record[name]!r}",
+        f"{path.name!r} exists with another {name}: {there[name]!r}, now {metadata[name]!r}",
         same + "--overwrite replaces it; another --out folder keeps both",
     )
 

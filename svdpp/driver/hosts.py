@@ -35,7 +35,7 @@ class Question(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    records: tuple[dict[str, Any], ...]
+    metadata: tuple[dict[str, Any], ...]
     probe: str | None = None
     """Name of a file that rank 0 has put into its folder of hand-overs."""
 
@@ -48,10 +48,10 @@ class Answer(BaseModel):
     existing: tuple[str, ...] = ()
     """Outputs of the clips asked for that are there, finished or not; accepted drafts as well."""
     finished: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    """By output, the records of those that are whole and as asked for."""
+    """By output, the metadata of those that are whole and as asked for."""
     sees_probe: bool = True
     error: dict[str, Any] | None = None
-    """What is wrong there, as a record."""
+    """What is wrong there; see `error_to_dict`."""
 
 
 def answer(question: bytes, policy: OutputPolicy, draft: DraftConfig | None) -> bytes:
@@ -65,13 +65,13 @@ def answer(question: bytes, policy: OutputPolicy, draft: DraftConfig | None) -> 
 
 def _look(question: Question, policy: OutputPolicy, draft: DraftConfig | None) -> Answer:
     output_files.check_writable(policy.folder)
-    outputs = {record["output"]: record for record in question.records}
+    outputs = {metadata["output"]: metadata for metadata in question.metadata}
     existing, finished = [], {}
     for name in outputs:  # an accepted draft has another name
         output = OutputConfig(path=str(policy.folder / name), format=policy.format, crf=policy.crf)
         existing += [path.name for path in taken_places(output, draft)[:1]]
-        if (record := finished_clip(output, outputs[name], draft, policy)) is not None:
-            finished[name] = record
+        if (metadata := finished_clip(output, outputs[name], draft, policy)) is not None:
+            finished[name] = metadata
     folder, probe = policy.latents_folder, question.probe
     sees = probe is None or (folder is not None and (folder / probe).exists())
     return Answer(existing=tuple(existing), finished=finished, sees_probe=sees)
@@ -89,7 +89,7 @@ def without_those_elsewhere(clips: ClipPlan, policy: OutputPolicy, others: Other
     """
     try:
         with _probe_in(policy.latents_folder) as probe:
-            asked = Question(records=tuple(clips.records), probe=probe)
+            asked = Question(metadata=tuple(clips.metadata), probe=probe)
             answers = {
                 host: Answer.model_validate(json.loads(text))
                 for host, text in others.ask(_to_bytes(asked)).items()
@@ -100,19 +100,19 @@ def without_those_elsewhere(clips: ClipPlan, policy: OutputPolicy, others: Other
         others.dismiss(error)
         raise
     finished = {
-        name: {**record, "host": record.get("host", host)}
+        name: {**metadata, "host": metadata.get("host", host)}
         for host, said in answers.items()
-        for name, record in said.finished.items()
+        for name, metadata in said.finished.items()
     }
-    both = list(zip(clips.records, clips.requests, strict=True))
+    both = list(zip(clips.metadata, clips.requests, strict=True))
     left = [pair for pair in both if pair[0]["output"] not in finished]
-    for record, request in both:
+    for metadata, request in both:
         folder, key = policy.latents_folder, request.latents_key
-        if record["output"] in finished and folder is not None and key is not None:
+        if metadata["output"] in finished and folder is not None and key is not None:
             latent_checkpoints.prune(folder, key)  # of a run that ended before it heard of the clip
     return replace(
         clips,
-        records=[record for record, _ in left],
+        metadata=[metadata for metadata, _ in left],
         requests=[request for _, request in left],
         skipped=[*clips.skipped, *finished.values()],
     )

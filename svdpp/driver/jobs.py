@@ -59,7 +59,7 @@ class ClipPlan:
     """Clips still to be made, in order, and those that are finished already."""
 
     requests: list[ClipRequest] = field(default_factory=list)
-    records: list[dict[str, Any]] = field(default_factory=list)
+    metadata: list[dict[str, Any]] = field(default_factory=list)
     skipped: list[dict[str, Any]] = field(default_factory=list)
     other_threads: int | None = None
     """The number of threads of an earlier run, whose latent checkpoints do not fit this one's."""
@@ -138,15 +138,15 @@ def plan_clips(
     plan = ClipPlan()
     folder = policy.latents_folder
     for photo, seed, output in _outputs(found, seeds, policy):
-        record = clip_metadata(photo, seed, output, config, checkpoint)
-        key = None if folder is None else latents_key(record, checkpoint)
-        finished = finished_clip(output, record, config.draft, policy)
+        metadata = clip_metadata(photo, seed, output, config, checkpoint)
+        key = None if folder is None else latents_key(metadata, checkpoint)
+        finished = finished_clip(output, metadata, config.draft, policy)
         if finished is not None:
             plan.skipped.append(finished)
             if folder is not None and key is not None:
                 latent_checkpoints.prune(folder, key)  # of a run that was killed right after
             continue
-        plan.records.append(record)
+        plan.metadata.append(metadata)
         plan.requests.append(
             ClipRequest(
                 seed=seed,
@@ -196,17 +196,19 @@ def open_manifest(
         "num_inference_steps": config.sampling.num_inference_steps,
         "options": dict(options or {}),
     }
-    before = [{**_entry(record), **how_made(record), "state": "done"} for record in clips.skipped]
+    before = [
+        {**_entry(metadata), **how_made(metadata), "state": "done"} for metadata in clips.skipped
+    ]
     before += [{**entry, "state": "failed"} for entry in lost]
     begun = [
-        {**_entry(record), "from_step": request.done_steps}
-        for record, request in zip(clips.records, clips.requests, strict=True)
+        {**_entry(metadata), "from_step": request.done_steps}
+        for metadata, request in zip(clips.metadata, clips.requests, strict=True)
     ]
     return RunManifest(path, about, begun, before)
 
 
-def _entry(record: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: record[name] for name in ("output", "input", "seed", "parameters_sha256")}
+def _entry(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: metadata[name] for name in ("output", "input", "seed", "parameters_sha256")}
 
 
 def _done_steps(folder: Path | None, key: str | None) -> int:
@@ -223,11 +225,11 @@ def _other_threads(plan: ClipPlan, folder: Path, checkpoint: Checkpoint) -> int 
     }
     if not others:
         return None
-    for record, request in zip(plan.records, plan.requests, strict=True):
+    for metadata, request in zip(plan.metadata, plan.requests, strict=True):
         if request.done_steps:
             continue
         for threads in range(1, (os.cpu_count() or 1) + 1):
-            if latents_key({**record, "num_threads": threads}, checkpoint) in others:
+            if latents_key({**metadata, "num_threads": threads}, checkpoint) in others:
                 return threads
     return None
 
@@ -255,7 +257,7 @@ def _one_name(one: str, other: str, output: OutputConfig, policy: OutputPolicy) 
 
 def finished_clip(
     output: OutputConfig,
-    record: dict[str, Any],
+    metadata: dict[str, Any],
     draft: DraftConfig | None,
     policy: OutputPolicy,
 ) -> dict[str, Any] | None:
@@ -268,7 +270,7 @@ def finished_clip(
     if not policy.keeps_finished:
         return None
     try:
-        return clip_as_asked(output, record, draft)
+        return clip_as_asked(output, metadata, draft)
     except (RequestError, InputError):
         if policy.overwrite:
             return None

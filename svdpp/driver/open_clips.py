@@ -93,11 +93,11 @@ class OpenClips:
                 self._awaited.update(handle.clip for handle in handles)
         return handles
 
-    def finish(self, clip: int, record: dict[str, Any]) -> None:
+    def finish(self, clip: int, metadata: dict[str, Any]) -> None:
         """Gives `clip` its result, unless it was finished or lost before."""
         handle = self._settle(clip)
         if handle is not None:
-            handle.set_result(ClipResult(clip, handle.request, record))
+            handle.set_result(ClipResult(clip, handle.request, metadata))
 
     def lose(self, clip: int, error: SvdppError) -> None:
         """Gives `clip` the reason why it is lost, unless it was finished or lost before."""

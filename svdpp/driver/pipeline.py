@@ -11,7 +11,7 @@ from typing import Any, overload
 from svdpp.config import ClipRequest, PipelineConfig
 from svdpp.driver.clip_events import ClipEvents
 from svdpp.driver.clip_handle import ClipFailure, ClipHandle, ClipResult
-from svdpp.driver.clip_work import check_records, check_requests, schedule_clips, work_messages
+from svdpp.driver.clip_work import check_metadata, check_requests, schedule_clips, work_messages
 from svdpp.driver.device_check import DeviceCheck
 from svdpp.driver.launched_pipeline import LaunchedPipeline
 from svdpp.driver.leftover_files import LeftoverFiles
@@ -34,7 +34,7 @@ from svdpp.worker.messages import Event
 from svdpp.worker.rank import RankSetup
 
 #: What each clip's JSON says of its request, one for each clip; empty for nothing.
-Records = Sequence[Mapping[str, Any]]
+Metadata = Sequence[Mapping[str, Any]]
 _NOT_ENTERED = "the pipeline has no ranks yet", "use it inside `with Pipeline(...) as pipeline:`"
 
 
@@ -139,21 +139,21 @@ class Pipeline(LaunchedPipeline):
     # --- clips ----------------------------------------------------------------------------------
 
     @overload
-    def submit(self, requests: ClipRequest, records: Records = ()) -> ClipHandle: ...
+    def submit(self, requests: ClipRequest, metadata: Metadata = ()) -> ClipHandle: ...
 
     @overload
     def submit(
-        self, requests: Iterable[ClipRequest], records: Records = ()
+        self, requests: Iterable[ClipRequest], metadata: Metadata = ()
     ) -> list[ClipHandle]: ...
 
     def submit(
-        self, requests: ClipRequest | Iterable[ClipRequest], records: Records = ()
+        self, requests: ClipRequest | Iterable[ClipRequest], metadata: Metadata = ()
     ) -> ClipHandle | list[ClipHandle]:
         """Gives the ranks further clips, to be made after those they have. Does not wait.
 
         Args:
             requests: one, or one for each clip.
-            records: what each clip's JSON says of its request; empty for nothing.
+            metadata: what each clip's JSON says of its request; empty for nothing.
 
         Returns:
             A handle for each request, in their order; for a single request its handle.
@@ -164,23 +164,23 @@ class Pipeline(LaunchedPipeline):
             ClosedError: the pipeline has not been entered, or is closed.
             SvdppError: what ended the run.
         """
-        handles = self._submit(requests, records, for_results=True)
+        handles = self._submit(requests, metadata, for_results=True)
         return handles[0] if isinstance(requests, ClipRequest) else handles
 
     @overload
-    def run(self, requests: ClipRequest, records: Records = ()) -> ClipResult: ...
+    def run(self, requests: ClipRequest, metadata: Metadata = ()) -> ClipResult: ...
 
     @overload
-    def run(self, requests: Iterable[ClipRequest], records: Records = ()) -> list[ClipResult]: ...
+    def run(self, requests: Iterable[ClipRequest], metadata: Metadata = ()) -> list[ClipResult]: ...
 
     def run(
-        self, requests: ClipRequest | Iterable[ClipRequest], records: Records = ()
+        self, requests: ClipRequest | Iterable[ClipRequest], metadata: Metadata = ()
     ) -> ClipResult | list[ClipResult]:
         """Submits `requests` and waits for all of them, and for no others.
 
         Args:
             requests: as for `submit`.
-            records: as for `submit`.
+            metadata: as for `submit`.
 
         Returns:
             Their results, in the order of the requests; `results` does not yield them.
@@ -191,7 +191,7 @@ class Pipeline(LaunchedPipeline):
             TypeError, RequestError, ClosedError: as for `submit`.
         """
         self._clips.check_may_wait()
-        handles = self._submit(requests, records, for_results=False)
+        handles = self._submit(requests, metadata, for_results=False)
         errors = [error for handle in handles if (error := handle.exception()) is not None]
         if errors:
             raise errors[0] if self.run_error is None else reraisable(self.run_error)
@@ -215,14 +215,14 @@ class Pipeline(LaunchedPipeline):
     def _submit(
         self,
         requests: ClipRequest | Iterable[ClipRequest],
-        records: Records,
+        metadata: Metadata,
         *,
         for_results: bool,
     ) -> list[ClipHandle]:
         self._check_open()
         keeps_latents = self._setup.latents_folder is not None
         asked = check_requests(requests, self.config, keeps_latents=keeps_latents)
-        about = [self._marked(each) for each in check_records(records, len(asked))]
+        about = [self._marked(each) for each in check_metadata(metadata, len(asked))]
         with self._submitting:
             session = self._check_open()
             first = self._clips.num_added
@@ -238,9 +238,9 @@ class Pipeline(LaunchedPipeline):
                 self._requests += asked
         return handles
 
-    def _marked(self, record: dict[str, Any]) -> dict[str, Any]:
+    def _marked(self, metadata: dict[str, Any]) -> dict[str, Any]:
         """A clip's metadata; not called exact if the ranks' devices differ."""
-        return {**record, "exact": "unproven"} if self._devices.is_mixed else record
+        return {**metadata, "exact": "unproven"} if self._devices.is_mixed else metadata
 
     # --- plan and forecast ----------------------------------------------------------------------
 

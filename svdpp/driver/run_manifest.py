@@ -118,9 +118,9 @@ class RunManifest:
             case ActionDone():
                 self._see_action(Action.parse(event.action))
             case DraftDone():
-                self._set(event.clip, "running", draft=event.record["output"])
+                self._set(event.clip, "running", draft=event.metadata["output"])
             case ClipDone():
-                self._set(event.clip, "done", **how_made(event.record))
+                self._set(event.clip, "done", **how_made(event.metadata))
             case ClipFailed():
                 self._set(event.clip, "failed", error=event.error)
             case _:
@@ -146,14 +146,14 @@ class RunManifest:
     def _write(self) -> None:
         self._written_at = time.monotonic()
         clips = [*self._before, *self._clips]
-        record = {"schema_version": SCHEMA_VERSION, **self._about, "clips": clips}
-        output_files.write_json(self._path, redact_all(record))
+        content = {"schema_version": SCHEMA_VERSION, **self._about, "clips": clips}
+        output_files.write_json(self._path, redact_all(content))
         self._changed = False
 
 
-def how_made(record: Mapping[str, Any]) -> dict[str, Any]:
-    """What a finished clip's own record adds: the host that has it, and that it is no exact one."""
-    host = {"host": record["host"]} if record.get("host") else {}
-    if record.get("exact", True):
+def how_made(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """What a finished clip's metadata adds: the host that has it, and that it is a draft."""
+    host = {"host": metadata["host"]} if metadata.get("host") else {}
+    if metadata.get("exact", True):
         return host
-    return {**host, "exact": False, "output": record["output"]}
+    return {**host, "exact": False, "output": metadata["output"]}

@@ -143,7 +143,7 @@ def prove(tasks: Sequence[ClipTask], observers: Sequence[Observer] = ()) -> list
         def compare(rank: int, event: Event) -> None:  # noqa: ARG001
             if isinstance(event, ClipDone):
                 index = event.clip
-                proofs[index].checks = list(_compare_hashes(tasks[index].clip, event.record))
+                proofs[index].checks = list(_compare_hashes(tasks[index].clip, event.metadata))
                 files[index] = executor.submit(_check_file, tasks[index].clip, folder, index)
 
         try:

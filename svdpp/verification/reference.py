@@ -81,7 +81,7 @@ def run_reference(
 
     def collect(rank: int, event: object) -> None:  # noqa: ARG001
         if isinstance(event, ClipDone):
-            hashes[event.clip] = event.record
+            hashes[event.clip] = event.metadata
 
     run_rank_task(
         _compute_all,
@@ -112,11 +112,11 @@ def _compute_all(
             )
         if tensor_store is not None and frames is not None:
             tensor_store.keep_frames(clip, frames)
-        record = {
+        metadata = {
             "latents_sha256": tensor_sha256(latent),
             "frames_sha256": None if frames is None else video.frames_sha256(frames),
         }
-        reporter.send(ClipDone(clip=clip, record=record))
+        reporter.send(ClipDone(clip=clip, metadata=metadata))
 
 
 class _Clock:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from importlib import metadata
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -71,7 +71,7 @@ def clip_metadata(
     tell whose machine it was.
     """
     folder = Path(output.path).parent
-    record = {
+    metadata = {
         "schema_version": SCHEMA_VERSION,
         "input": recorded_path(photo.path, folder),
         "input_sha256": photo.sha256,
@@ -97,7 +97,7 @@ def clip_metadata(
         "versions": versions(),
         "exact": True,
     }
-    return {**record, "parameters_sha256": parameters_sha256(record)}
+    return {**metadata, "parameters_sha256": parameters_sha256(metadata)}
 
 
 def _model_name(checkpoint: Checkpoint) -> str:
@@ -106,14 +106,14 @@ def _model_name(checkpoint: Checkpoint) -> str:
     return recorded_name(str(checkpoint.folder) if is_folder else checkpoint.name)
 
 
-def parameters_sha256(record: Mapping[str, Any]) -> str:
+def parameters_sha256(metadata: Mapping[str, Any]) -> str:
     """Hash of the values in `IDENTITY`: equal for equal clips."""
-    return _sha256({name: record[name] for name in IDENTITY})
+    return _sha256({name: metadata[name] for name in IDENTITY})
 
 
 def versions() -> dict[str, str]:
     """Versions of svdpp and of the libraries that a clip's bits depend on."""
-    return {"svdpp": __version__, **{name: metadata.version(name) for name in _LIBRARIES}}
+    return {"svdpp": __version__, **{name: version(name) for name in _LIBRARIES}}
 
 
 _Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -214,9 +214,9 @@ def checked_clip_metadata(values: object, fault: str) -> dict[str, Any]:
         raise InputError(f"{fault}: {where}: {first['msg']}".replace("\n", " ")) from error
 
 
-def embedded_part(record: Mapping[str, Any]) -> dict[str, Any]:
+def embedded_part(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """What of a clip's JSON its file holds too: all but the hash of the file itself."""
-    return {name: value for name, value in record.items() if name != "file_sha256"}
+    return {name: value for name, value in metadata.items() if name != "file_sha256"}
 
 
 def read_draft(output: OutputConfig) -> dict[str, Any] | None:
@@ -228,16 +228,16 @@ def read_draft(output: OutputConfig) -> dict[str, Any] | None:
     return None if there["exact"] else there.get("draft")
 
 
-def recorded_sampling(record: dict[str, Any]) -> SamplingConfig:
+def recorded_sampling(metadata: dict[str, Any]) -> SamplingConfig:
     """The sampler's knobs in a clip's JSON.
 
     Raises:
         RequestError: no run can have had them.
     """
-    return SamplingConfig(**{name: record[name] for name in _SAMPLING_FIELDS})
+    return SamplingConfig(**{name: metadata[name] for name in _SAMPLING_FIELDS})
 
 
-def latents_key(record: Mapping[str, Any], checkpoint: Checkpoint) -> str:
+def latents_key(metadata: Mapping[str, Any], checkpoint: Checkpoint) -> str:
     """The key of a clip's latent checkpoints: equal where the latent's bits are.
 
     A hash of the parameters, the libraries and the weights. The weights of a hub model go by its
@@ -245,8 +245,8 @@ def latents_key(record: Mapping[str, Any], checkpoint: Checkpoint) -> str:
     """
     return _sha256(
         {
-            **{name: record[name] for name in _LATENT_IDENTITY},
-            "versions": {name: record["versions"][name] for name in _LIBRARIES},
+            **{name: metadata[name] for name in _LATENT_IDENTITY},
+            "versions": {name: metadata["versions"][name] for name in _LIBRARIES},
             "weights": checkpoint.revision or _age_of_weights(checkpoint.folder),
         }
     )

@@ -123,7 +123,7 @@ class ClipWriter:
         try:
             self._write(finished)
         except OutputError as error:
-            is_exact = finished.job.record.get("exact", True)
+            is_exact = finished.job.metadata.get("exact", True)
             lost = self._events.lost if is_exact else self._events.draft_lost
             lost(finished.job.clip, error)
             return False
@@ -137,8 +137,8 @@ class ClipWriter:
         if self._tensor_store is not None and frames is not None:
             self._tensor_store.keep_frames(job.clip, frames)
         latent = self._stream.to_host(finished.latent.contiguous(), finished.ready)
-        record = {
-            **job.record,
+        metadata = {
+            **job.metadata,
             "conditions": self._conditions,
             "latents_sha256": tensor_sha256(latent),
             "frames_sha256": None if frames is None else video.frames_sha256(frames),
@@ -153,14 +153,14 @@ class ClipWriter:
         if output is not None and frames is not None:
             # The JSON says that the clip is whole, so it comes second. It alone holds the file's
             # own hash, which the file cannot.
-            sha256 = video.write_clip(frames, output, fps=self._fps, metadata=record)
-            record = {**record, "file_sha256": sha256}
+            sha256 = video.write_clip(frames, output, fps=self._fps, metadata=metadata)
+            metadata = {**metadata, "file_sha256": sha256}
             if finished.is_draft:
                 self._drafts.add(output.path)
-            output_files.write_json(Path(output.json_path), record)
+            output_files.write_json(Path(output.json_path), metadata)
             self._remove_draft(self._on_this_host(finished.replaces))
         done = DraftDone if finished.is_draft else ClipDone
-        self._events.done(done(clip=job.clip, record=record))
+        self._events.done(done(clip=job.clip, metadata=metadata))
 
     def _frames_on_host(self, finished: FinishedClip) -> Frames | None:
         if finished.frames is None:

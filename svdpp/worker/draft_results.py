@@ -114,13 +114,13 @@ class DraftResults:
         """Writes a draft under its own name; it ends the clip if it is accepted."""
         starts = list(self._draft_plan.start_steps)
         draft = {"start_steps": starts, **self._describe(result), **agreement}
-        record = {**self._job.record, "exact": False, "draft": draft}
+        metadata = {**self._job.metadata, "exact": False, "draft": draft}
         request = self._job.request
         if request.output is not None:
             output = request.output.draft
             request = replace(request, output=output)
-            record["output"] = Path(output.path).name
-        job = ClipJob(clip=self._job.clip, request=request, record=record)
+            metadata["output"] = Path(output.path).name
+        job = ClipJob(clip=self._job.clip, request=request, metadata=metadata)
         return self._put(job, result, is_draft=is_draft)
 
     def _write_exact(self, exact: Result) -> None:
@@ -128,9 +128,9 @@ class DraftResults:
         others = self._results[:-1]
         results = [{**self._describe(each), **_distances(each, exact)} for each in others]
         draft = {"start_steps": list(self._draft_plan.start_steps), "results": results}
-        record = {"exact": True, **self._job.record, "draft": draft}
+        metadata = {"exact": True, **self._job.metadata, "draft": draft}
         request = self._job.request
-        job = ClipJob(clip=self._job.clip, request=request, record=record)
+        job = ClipJob(clip=self._job.clip, request=request, metadata=metadata)
         self._put(job, exact, replaces=request.output and request.output.draft)
 
     def _put(

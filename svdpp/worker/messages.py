@@ -28,7 +28,7 @@ class ClipJob(_Message):
 
     clip: int
     request: ClipRequest
-    record: dict[str, Any] = Field(default_factory=dict)
+    metadata: dict[str, Any] = Field(default_factory=dict)
     """What the clip's JSON says of the request; the decoding rank adds hashes and times."""
 
 
@@ -142,7 +142,7 @@ class ClipDone(_Message):
 
     kind: Literal["clip"] = "clip"
     clip: int
-    record: dict[str, Any]
+    metadata: dict[str, Any]
 
 
 class DraftDone(_Message):
@@ -150,7 +150,7 @@ class DraftDone(_Message):
 
     kind: Literal["draft"] = "draft"
     clip: int
-    record: dict[str, Any]
+    metadata: dict[str, Any]
 
 
 class DraftLost(_Message):

@@ -90,9 +90,9 @@ def test_a_settled_clip_is_counted_once() -> None:
     lost = {"type": "OutputError", "message": "it cannot be written", "hint": ""}
     with _progress(console) as progress:
         progress(1, DraftLost(clip=0, error=lost))
-        progress(1, ClipDone(clip=0, record={"output": "a.draft.mp4"}))
+        progress(1, ClipDone(clip=0, metadata={"output": "a.draft.mp4"}))
         progress(0, ClipFailed(clip=0, error=lost))
-        progress(0, ClipDone(clip=1, record={"output": "b.mp4", "seconds": 3.21}))
+        progress(0, ClipDone(clip=1, metadata={"output": "b.mp4", "wall_seconds": 3.21}))
     assert _written(console).splitlines() == [
         "run: no draft of clip 1 by rank 1: it cannot be written",
         "run: 1 of 2 clips: clip 1 -> a.draft.mp4",
@@ -162,7 +162,7 @@ def test_photographs_are_named_and_long_names_cut() -> None:
     with _progress(console, labels=labels) as progress:
         for rank, event in EVENTS:
             progress(rank, event)
-        progress(1, ClipDone(clip=1, record={"output": "b_0.mp4", "seconds": 9.96}))
+        progress(1, ClipDone(clip=1, metadata={"output": "b_0.mp4", "wall_seconds": 9.96}))
 
     assert "a-very-long-name-of…" in _picture(_written(console))[-3]
     assert "run: 1 of 2 clips: b.jpg -> b_0.mp4, 10.0 s" in _written(console)
@@ -175,7 +175,7 @@ def test_the_closing_line_counts() -> None:
         for rank, event in EVENTS:
             progress(rank, event)
         progress(0, ClipFailed(clip=0, error=lost))
-        progress(1, ClipDone(clip=1, record={}))
+        progress(1, ClipDone(clip=1, metadata={}))
 
     assert re.fullmatch(r"run: 1 clip in 0:00, [\d.e+]+ a minute, 1 lost", progress.closing)
     assert "run: clip 1 is lost: it cannot be written\n" in _written(console)
@@ -189,7 +189,7 @@ def test_a_dumb_terminal_gets_plain_lines() -> None:
     with _progress(console) as progress:
         for rank, event in EVENTS:
             progress(rank, event)
-        progress(1, ClipDone(clip=1, record={"output": "b.mp4"}))
+        progress(1, ClipDone(clip=1, metadata={"output": "b.mp4"}))
 
     assert _written(console).splitlines()[1:] == ["run: 1 of 2 clips: clip 2 -> b.mp4"]
     assert "\x1b" not in _written(console)
@@ -201,7 +201,7 @@ def test_a_watch_without_ranks_is_one_line() -> None:
     with _progress(console, ranks=False) as progress:
         for rank, event in EVENTS:
             progress(rank, event)
-        progress(1, ClipDone(clip=1, record={"output": "b.mp4"}))
+        progress(1, ClipDone(clip=1, metadata={"output": "b.mp4"}))
 
     assert _picture(_written(console))[-1].startswith("run: 1 of 2 clips, 0:00 elapsed")
     assert "rank" not in _written(console)
@@ -256,8 +256,8 @@ def test_elsewhere_every_clip_is_a_plain_line() -> None:
     with _progress(console) as progress:
         for rank, event in EVENTS:
             progress(rank, event)
-        progress(1, ClipDone(clip=1, record={"output": "cat_1.mp4"}))
-        progress(1, ClipDone(clip=0, record={}))
+        progress(1, ClipDone(clip=1, metadata={"output": "cat_1.mp4"}))
+        progress(1, ClipDone(clip=0, metadata={}))
 
     assert re.sub(r"\d+\.\d s", "N s", _written(console)).splitlines() == [
         "run: 2 ranks are ready after N s",
@@ -272,7 +272,7 @@ def test_quiet_shows_nothing(terminal: bool) -> None:
     with _progress(console) as progress:
         for rank, event in EVENTS:
             progress(rank, event)
-        progress(1, ClipDone(clip=1, record={}))
+        progress(1, ClipDone(clip=1, metadata={}))
 
     assert _written(console) == ""
 

@@ -73,7 +73,7 @@ def test_clips_of_mixed_devices_are_not_called_exact() -> None:
     pipeline.observe(as_if_mixed)
     with pipeline:
         (result,) = pipeline.run([ClipRequest(seed=0)], [{"exact": True}])
-    assert result.record["exact"] == "unproven"
+    assert result.metadata["exact"] == "unproven"
     assert [each["cpu_capability"] for each in conditions] == [
-        result.record["conditions"]["cpu_capability"]
+        result.metadata["conditions"]["cpu_capability"]
     ] * 2

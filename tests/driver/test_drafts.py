@@ -105,7 +105,7 @@ def test_ranks_do_what_the_plan_counts(world_size: int, tmp_path: Path) -> None:
         for rank in range(world_size):
             alone = lab.latent(draft_plan.start_steps[: rank + 1])
             assert torch.equal(kept.latent(clip, draft_plan.num_steps, draft_rank=rank), alone)
-        record = results[clip].record
+        record = results[clip].metadata
         assert record["exact"] is True
         assert record["latents_sha256"] == tensor_sha256(lab.latent((0,)))
         assert [each["rank"] for each in record["draft"]["results"]] == list(
@@ -183,8 +183,8 @@ def test_the_draft_comes_first_and_the_exact_clip_takes_its_place(tmp_path: Path
 
     def look(rank: int, event: Event) -> None:  # noqa: ARG001
         if isinstance(event, DraftDone):
-            seen["record"] = event.record
-            seen["frames"] = read_frames(tmp_path / event.record["output"], "mp4")
+            seen["record"] = event.metadata
+            seen["frames"] = read_frames(tmp_path / event.metadata["output"], "mp4")
             names = (path.name for path in tmp_path.iterdir())
             seen["files"] = sorted(name for name in names if not name.startswith("."))
 
@@ -192,7 +192,7 @@ def test_the_draft_comes_first_and_the_exact_clip_takes_its_place(tmp_path: Path
     pipeline.observe(look)
     record = {"output": "astronaut_0.mp4"}
     with pipeline:
-        result = pipeline.run([request], [record])[0].record
+        result = pipeline.run([request], [record])[0].metadata
 
     assert seen["files"] == ["astronaut_0.draft.mp4", "astronaut_0.draft.mp4.json"]
     assert seen["record"]["exact"] is False
@@ -218,7 +218,7 @@ def test_the_draft_comes_first_and_the_exact_clip_takes_its_place(tmp_path: Path
 def test_distances_in_the_record_are_those_of_the_frames(tmp_path: Path) -> None:
     config = _svd("demo", (0, 3, 5), 8)
     with Pipeline(config, tensor_folder=str(tmp_path)) as pipeline:
-        record = pipeline.run([_request()])[0].record
+        record = pipeline.run([_request()])[0].metadata
     kept = TensorStore(tmp_path)
     exact = kept.frames(0, draft_rank=0)
     assert frames_sha256(exact) == record["frames_sha256"]
@@ -241,8 +241,8 @@ def test_an_accepted_draft_ends_the_clip_and_never_calls_itself_exact(tmp_path: 
     with Pipeline(config) as pipeline:
         results = pipeline.run(requests, records)
     for result in results:
-        assert result.record["exact"] is False
-        about = result.record["draft"]
+        assert result.metadata["exact"] is False
+        about = result.metadata["draft"]
         assert (about["rank"], about["accept_psnr_db"]) == (2, 1.0)
         assert about["agreement"]["with_rank"] == 3
         assert about["agreement"]["max_levels"] >= 0
@@ -259,7 +259,7 @@ def test_an_accepted_draft_ends_the_clip_and_never_calls_itself_exact(tmp_path: 
 def test_no_agreement_ends_in_the_exact_clip() -> None:
     config = _svd("demo", (0, 3, 5), 8, accept_psnr_db=200.0)
     with Pipeline(config) as pipeline:
-        record = pipeline.run([_request()])[0].record
+        record = pipeline.run([_request()])[0].metadata
     assert record["exact"] is True
 
 
@@ -272,8 +272,8 @@ def test_a_walk_that_comes_to_harm_costs_drafts_and_not_the_clip(victim: int) ->
     with pipeline:
         results = pipeline.run([ClipRequest(seed=0), ClipRequest(seed=1)])
 
-    assert results[0].record["latents_sha256"] == tensor_sha256(_lab(config, 0).latent((0,)))
-    ranks = [[each["rank"] for each in r.record["draft"]["results"]] for r in results]
+    assert results[0].metadata["latents_sha256"] == tensor_sha256(_lab(config, 0).latent((0,)))
+    ranks = [[each["rank"] for each in r.metadata["draft"]["results"]] for r in results]
     # Those behind it hear from it, or of it; those before it do not.
     assert ranks == [list(range(victim - 1, 0, -1)), [3, 2, 1]]
     (lost,) = heard.of(DraftLost)

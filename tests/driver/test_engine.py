@@ -65,7 +65,7 @@ def _one_thread() -> Iterable[None]:
 def test_every_world_gives_the_plain_loops_bits(world_size: int) -> None:
     with Pipeline(_config(world_size)) as pipeline:
         results = pipeline.run([ClipRequest(seed=seed) for seed in range(3)])
-    hashes = [result.record["latents_sha256"] for result in results]
+    hashes = [result.metadata["latents_sha256"] for result in results]
     assert hashes == _plain_loop(28, range(3))
     assert len(set(hashes)) == 3
 
@@ -109,7 +109,7 @@ def test_ranks_are_started_once_and_clips_given_as_they_come() -> None:
         rest = list(pipeline.results())
         assert list(pipeline.results()) == []
     assert [first.clip, *(result.clip for result in rest)] == [0, 1, 2, 3]
-    hashes = [r.record["latents_sha256"] for r in (first, *rest)]
+    hashes = [r.metadata["latents_sha256"] for r in (first, *rest)]
     assert hashes == _plain_loop(4, (5, 6, 7, 8))
 
 
@@ -188,7 +188,7 @@ def test_spawned_ranks_do_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fork_server, "start_method", lambda device: "spawn")  # noqa: ARG005
     with Pipeline(_config(2, steps=4)) as pipeline:
         results = pipeline.run([ClipRequest(seed=1)])
-    assert [r.record["latents_sha256"] for r in results] == _plain_loop(4, (1,))
+    assert [r.metadata["latents_sha256"] for r in results] == _plain_loop(4, (1,))
 
 
 def test_a_run_leaves_no_process_and_no_folder_behind() -> None:
@@ -231,4 +231,4 @@ def test_more_work_can_be_given_to_ranks_that_are_busy(tmp_path: Path) -> None:
         results = list(pipeline.results())
     assert is_given
     assert [result.clip for result in results] == [0, 1]
-    assert results[1].record["pad"] == pad["pad"]
+    assert results[1].metadata["pad"] == pad["pad"]

@@ -43,7 +43,7 @@ def alone() -> list[str]:
 def _hashes(config: PipelineConfig) -> list[str]:
     with Pipeline(config) as pipeline:
         results = pipeline.run([ClipRequest(seed=seed) for seed in range(5)])
-    return [result.record["latents_sha256"] for result in results]
+    return [result.metadata["latents_sha256"] for result in results]
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

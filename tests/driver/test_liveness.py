@@ -88,7 +88,7 @@ def test_a_rank_that_writes_clip_after_clip_is_left_alone() -> None:
         for rank, heartbeat in enumerate((Heartbeat(), Heartbeat(), IDLE_BUT_WRITING)):
             liveness.heard(rank, heartbeat, float(second))
         if second % 90 == 0:
-            liveness.heard(2, ClipDone(clip=second, record={}), float(second))
+            liveness.heard(2, ClipDone(clip=second, metadata={}), float(second))
         assert liveness.stall(float(second)) is None
 
 

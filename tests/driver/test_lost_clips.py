@@ -61,8 +61,8 @@ def test_latents_that_turn_nan_stop_that_clip_alone(victim: int, checksum: bool)
     assert failure.error.message == what
     with Pipeline(_dummy()) as pipeline:
         others = pipeline.run([requests[clip] for clip in (0, 2, 3)])
-    assert [r.record["latents_sha256"] for r in results] == [
-        r.record["latents_sha256"] for r in others
+    assert [r.metadata["latents_sha256"] for r in results] == [
+        r.metadata["latents_sha256"] for r in others
     ]
 
 
@@ -148,7 +148,7 @@ def test_the_journal_follows_each_clip(tmp_path: Path) -> None:
         manifest(1, Heartbeat(action="LOAD c1 @7"))
         manifest(0, Heartbeat(action="ENCODE c2 @0"))
         manifest(1, Heartbeat(action="DECODE c3 @28"))
-        manifest(1, ClipDone(clip=0, record={}))
+        manifest(1, ClipDone(clip=0, metadata={}))
         manifest(1, ClipFailed(clip=1, error=error))
     assert _states(path) == ["failed", "done", "failed", "running", "pending"]
     record = json.loads(path.read_text())
@@ -161,10 +161,10 @@ def test_the_journal_keeps_a_settled_clips_word_and_its_host(tmp_path: Path) -> 
     error = error_to_dict(NotFiniteError("not finite"))
     accepted = {"exact": False, "output": "a.draft.mp4", "host": "host1"}
     with RunManifest(path, {}, [{"output": "a.mp4"}, {"output": "b.mp4"}]) as manifest:
-        manifest(1, ClipDone(clip=0, record=accepted))
+        manifest(1, ClipDone(clip=0, metadata=accepted))
         manifest(0, ClipFailed(clip=0, error=error))
         manifest(1, ClipFailed(clip=1, error=error))
-        manifest(1, ClipDone(clip=1, record={"host": "host1"}))
+        manifest(1, ClipDone(clip=1, metadata={"host": "host1"}))
     assert json.loads(path.read_text())["clips"] == [
         {"output": "a.draft.mp4", "state": "done", "exact": False, "host": "host1"},
         {"output": "b.mp4", "state": "failed", "error": error},
@@ -182,7 +182,7 @@ def test_a_journal_that_cannot_be_written_is_an_error_before_and_after_the_run(
         path.unlink()
         path.mkdir()
         manifest._written_at = 0.0
-        manifest(0, ClipDone(clip=0, record={}))  # tried, and not a reason to end the run
+        manifest(0, ClipDone(clip=0, metadata={}))  # tried, and not a reason to end the run
 
 
 def test_a_journal_hides_no_other_error(tmp_path: Path) -> None:
@@ -190,5 +190,5 @@ def test_a_journal_hides_no_other_error(tmp_path: Path) -> None:
     with pytest.raises(KeyError), RunManifest(path, {}, [{}]) as manifest:
         path.unlink()
         path.mkdir()
-        manifest(0, ClipDone(clip=0, record={}))
+        manifest(0, ClipDone(clip=0, metadata={}))
         raise KeyError("the run's own")

@@ -47,7 +47,7 @@ def _plan(folder: Path, seeds: tuple[int, ...] = (1, 2), key: str | None = None)
             ClipRequest(seed=seed, output=output, latents_key=key)
             for seed, output in zip(seeds, outputs, strict=True)
         ],
-        records=[
+        metadata=[
             clip_metadata(photo, seed, output, config, checkpoint)
             for seed, output in zip(seeds, outputs, strict=True)
         ],
@@ -83,10 +83,10 @@ def test_a_clip_that_another_host_holds_is_not_made_again(tmp_path: Path) -> Non
     here = OutputPolicy(folder=tmp_path / "here", resume=True)
     there = OutputPolicy(folder=tmp_path / "there", resume=True)
     plan = _plan(here.folder)
-    _finish(plan.records[1], there.folder)
+    _finish(plan.metadata[1], there.folder)
     left = hosts.without_those_elsewhere(plan, here, _Host1(there))
     assert [request.seed for request in left.requests] == [1]
-    assert [record["seed"] for record in left.records] == [1]
+    assert [record["seed"] for record in left.metadata] == [1]
     assert [(r["output"], r["host"]) for r in left.skipped] == [("rocket_2.mp4", "host1")]
 
 
@@ -99,7 +99,7 @@ def test_an_accepted_draft_that_another_host_holds_is_as_good_as_what_is_asked(
     here = OutputPolicy(folder=tmp_path / "here", resume=True)
     there = OutputPolicy(folder=tmp_path / "there", resume=True)
     plan = _plan(here.folder, (1,))
-    record = {**plan.records[0], "output": "rocket_1.draft.mp4", "draft": {"accept_psnr_db": 40.0}}
+    record = {**plan.metadata[0], "output": "rocket_1.draft.mp4", "draft": {"accept_psnr_db": 40.0}}
     _finish(record, there.folder)
     host1 = _Host1(there, DraftConfig(start_steps=(0, 1), accept_psnr_db=accept_psnr_db))
     left = hosts.without_those_elsewhere(plan, here, host1)
@@ -111,8 +111,8 @@ def test_names_that_are_not_utf_8_reach_the_other_host(tmp_path: Path) -> None:
     here = OutputPolicy(folder=tmp_path / "here", resume=True)
     there = OutputPolicy(folder=tmp_path / "there", resume=True)
     plan = _plan(here.folder, (1,))
-    plan.records[0] |= {"output": os.fsdecode(b"caf\xe9.mp4"), "input": os.fsdecode(b"\xe9.jpg")}
-    _finish(plan.records[0], there.folder)
+    plan.metadata[0] |= {"output": os.fsdecode(b"caf\xe9.mp4"), "input": os.fsdecode(b"\xe9.jpg")}
+    _finish(plan.metadata[0], there.folder)
     (skipped,) = hosts.without_those_elsewhere(plan, here, _Host1(there)).skipped
     assert (skipped["output"], skipped["input"]) == ("caf\udce9.mp4", "\udce9.jpg")
 
@@ -121,7 +121,7 @@ def test_its_kept_packets_go(tmp_path: Path) -> None:
     key, kept = "a" * 64, tmp_path / "saved"
     here = OutputPolicy(folder=tmp_path / "here", resume=True, latents_folder=kept)
     plan = _plan(here.folder, (1,), key)
-    _finish(plan.records[0], tmp_path / "there")
+    _finish(plan.metadata[0], tmp_path / "there")
     kept.mkdir()
     (kept / f"{key}_step1.safetensors").touch()
     hosts.without_those_elsewhere(plan, here, _Host1(replace(here, folder=tmp_path / "there")))
@@ -132,7 +132,7 @@ def test_a_clip_with_other_parameters_is_refused_by_its_host(tmp_path: Path) -> 
     here = OutputPolicy(folder=tmp_path / "here", resume=True)
     there = OutputPolicy(folder=tmp_path / "there", resume=True)
     plan = _plan(here.folder)
-    _finish(plan.records[0], there.folder, fps=8)
+    _finish(plan.metadata[0], there.folder, fps=8)
     with pytest.raises(RequestError, match=r"on host1: 'rocket_1.mp4' exists with another fps"):
         hosts.without_those_elsewhere(plan, here, _Host1(there))
 
@@ -140,7 +140,7 @@ def test_a_clip_with_other_parameters_is_refused_by_its_host(tmp_path: Path) -> 
 def test_an_output_in_the_way_on_another_host_is_refused(tmp_path: Path) -> None:
     policy = OutputPolicy(folder=tmp_path / "out")
     plan = _plan(policy.folder)
-    _finish(plan.records[0], policy.folder)
+    _finish(plan.metadata[0], policy.folder)
     host1 = _Host1(policy)
     with pytest.raises(RequestError, match="1 output exists already on host1") as refusal:
         hosts.without_those_elsewhere(plan, policy, host1)
@@ -153,7 +153,7 @@ def test_an_accepted_draft_in_the_way_on_another_host_is_refused(tmp_path: Path)
     here, there = (OutputPolicy(folder=tmp_path / name) for name in ("here", "there"))
     plan = _plan(here.folder, (1,))
     about = {"exact": False, "draft": {"accept_psnr_db": 40.0}}
-    _finish({**plan.records[0], "output": "rocket_1.draft.mp4", **about}, there.folder)
+    _finish({**plan.metadata[0], "output": "rocket_1.draft.mp4", **about}, there.folder)
     host1 = _Host1(there, DraftConfig(start_steps=(0, 1)))
     with pytest.raises(RequestError, match=r"exist already on host1.*'rocket_1\.draft\.mp4'"):
         hosts.without_those_elsewhere(plan, here, host1)

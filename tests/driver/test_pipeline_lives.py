@@ -95,7 +95,7 @@ class Life:
     def _take(self) -> None:
         while True:
             for result in self._pipeline.results():
-                assert result.record["latents_sha256"]
+                assert result.metadata["latents_sha256"]
             time.sleep(0.01)  # leaves the processor to the ranks
 
 

@@ -32,12 +32,12 @@ def test_clips_of_threads_that_submit_at_once_are_all_made() -> None:
         together.wait()
         handles = [pipeline.submit(ClipRequest(seed=seed)) for seed in range(num_seeds)]
         results = [handle.result(HANG_SECONDS) for handle in handles]
-        return [(result.request.seed, result.record["latents_sha256"]) for result in results]
+        return [(result.request.seed, result.metadata["latents_sha256"]) for result in results]
 
     with Pipeline(config(3, steps=6)) as pipeline, ThreadPoolExecutor(num_threads) as threads:
         made = list(threads.map(submit, [pipeline] * num_threads))
         alone = pipeline.run(clips(*range(num_seeds)))
-    expected = [(each.request.seed, each.record["latents_sha256"]) for each in alone]
+    expected = [(each.request.seed, each.metadata["latents_sha256"]) for each in alone]
     assert made == [expected] * num_threads
     assert len(set(expected)) == num_seeds
 

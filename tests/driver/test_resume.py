@@ -49,7 +49,7 @@ def _requests(folder: Path | None = None) -> list[ClipRequest]:
 def _hashes(world_size: int, requests: list[ClipRequest], folder: Path | None) -> list[str]:
     pipeline = Pipeline(_config(world_size), latents_folder=str(folder) if folder else None)
     with pipeline:
-        return [result.record["latents_sha256"] for result in pipeline.run(requests)]
+        return [result.metadata["latents_sha256"] for result in pipeline.run(requests)]
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +112,7 @@ def test_steps_done_before_are_not_done_again(tmp_path: Path, uninterrupted: lis
     )
     with pipeline:
         results = pipeline.run(requests)
-    assert [result.record["latents_sha256"] for result in results] == uninterrupted
+    assert [result.metadata["latents_sha256"] for result in results] == uninterrupted
     assert sorted(steps) == sorted(
         (rank, f"DENOISE c{clip} {rank * 7}:{rank * 7 + 7}") for rank in (2, 3) for clip in (0, 1)
     )
@@ -125,13 +125,13 @@ def test_a_resumed_clip_tells_its_work_from_its_pause(tmp_path: Path) -> None:
     begun_an_hour_ago = Packet(
         *(0, 14, time.time() - 3600, {"latents": _latent_after(14, 0)}), compute_seconds=700.0
     )
-    checkpoints.keep(KEYS[0], begun_an_hour_ago)
+    checkpoints.save(KEYS[0], begun_an_hour_ago)
     resumed, fresh = _requests()
     begun = time.time()
     with Pipeline(_config(4), latents_folder=str(tmp_path)) as pipeline:
         results = pipeline.run([replace(resumed, done_steps=14), fresh])
     taken = time.time() - begun
-    old, new = (result.record for result in results)
+    old, new = (result.metadata for result in results)
     assert (old["resumed_from_step"], new["resumed_from_step"]) == (14, 0)
     assert 3600 <= old["wall_seconds"] <= 3600 + taken + 0.1
     assert 700 < old["compute_seconds"] <= 700 + taken

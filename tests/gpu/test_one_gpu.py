@@ -91,8 +91,8 @@ def test_a_clip_goes_on_from_a_latent_checkpoint_with_other_ranks(
     other = machine.config(2, checksum=True)
     with Pipeline(other, latents_folder=str(tmp_path)) as pipeline:
         (result,) = pipeline.run([resumed])
-    assert result.record["latents_sha256"] == whole.record["latents_sha256"]
-    assert result.record["frames_sha256"] == whole.record["frames_sha256"]
+    assert result.metadata["latents_sha256"] == whole.metadata["latents_sha256"]
+    assert result.metadata["frames_sha256"] == whole.metadata["frames_sha256"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])

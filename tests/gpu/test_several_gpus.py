@@ -118,7 +118,7 @@ def test_twenty_runs_of_the_demo_have_the_same_bits(machine: Machine, report: Re
     for _ in range(2 if machine.is_rehearsal else 20):
         with Pipeline(_config(machine, split="dithered")) as pipeline:
             results = pipeline.run(_requests(machine.world_size + 1))
-        found.add(tuple(result.record["latents_sha256"] for result in results))
+        found.add(tuple(result.metadata["latents_sha256"] for result in results))
     report.add("demo model twenty times over", different_results=len(found))
     assert len(found) == 1
 

@@ -65,7 +65,10 @@ def work(folder: Path, num_clips: int) -> None:
         _say(ready=group.pids, resumed=resumed)  # type: ignore[attr-defined]
         pipeline.submit(todo)
         for result in pipeline.results():
-            record = {"latents_sha256": result.record["latents_sha256"], "rss_bytes": _rss_bytes()}
+            record = {
+                "latents_sha256": result.metadata["latents_sha256"],
+                "rss_bytes": _rss_bytes(),
+            }
             output_files.write_json(folder / "done" / f"{clips[result.clip]}.json", record)
 
 

@@ -37,7 +37,7 @@ class _Told:
 
     @property
     def words(self) -> list[tuple[str, bool]]:
-        return [(event.kind, event.record["exact"]) for event in self.events]
+        return [(event.kind, event.metadata["exact"]) for event in self.events]
 
 
 def _review_all(output: OutputConfig, accept_psnr_db: float | None = None) -> _Told:
