@@ -79,7 +79,10 @@ def plan(
     request = plan_report.Request(
         num_clips=num_clips,
         arrivals=_arrivals(forecast.arrivals, num_clips),
-        remarks=_remarks(forecast, layout, seconds, costs, ranks.device),
+        remarks=[
+            *_remarks(forecast, layout, seconds, costs, ranks.device),
+            *filter(None, [draft.remark(sampling.steps)]),
+        ],
     )
     if draft.draft:
         draft.refuse_beside({**layout.given, **forecast.of_queues})

@@ -71,11 +71,11 @@ def default_world(device: str, num_steps: int, *, on_cpu: int, divide: bool = Tr
 
 
 def default_draft_world(device: str, num_steps: int) -> int:
-    """Ranks of a draft where the user names none: nothing must divide, and more than so many have
-    no starts of their own."""
-    from svdpp.plan.draft_starts import MOST_RANKS
+    """Ranks of a draft if the user names none: as many as have default start steps."""
+    from svdpp.plan.draft_starts import most_ranks
 
-    return min(default_world(device, num_steps, on_cpu=2, divide=False), MOST_RANKS)
+    count = default_world(device, num_steps, on_cpu=2, divide=False)
+    return max(2, min(count, most_ranks(num_steps)))
 
 
 def joined_world(

@@ -136,6 +136,8 @@ class RunRequest:
         remarks = []
         if RANDOM_SEED in (self.sampling.seed, self.inputs.seeds):
             remarks.append(f"seed: drawn, and again by --seed {self.seeds[0]}")
+        if scaled := self.draft.remark(self.sampling.steps):
+            remarks.append(scaled)
         config = self.sampling.to_config(self.model.model)
         shape = config.width / config.height
         stretched = [

@@ -1,4 +1,4 @@
-"""Owns which starts a draft takes where nobody names them, and the file of measured ones."""
+"""Owns the default start steps of a draft, and the file of measured ones."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from svdpp.plan.small_file import is_version, read_small_file
 
 SCHEMA_VERSION = 1
 
-#: Ranks of the longest wave that has default starts.
+#: The most ranks, and the fewest steps, with default start steps.
 MOST_RANKS = 8
+LEAST_STEPS = 4
 
-# How far starts lie apart, from rank 1 on, in a wave of 3, 4 ... 8 ranks whose draft is there after
-# half the rounds: by number of steps, what was nearest of all gaps on the demo model (64 x 64, 4
-# frames, one photograph; docs/draft.md). 39, 41 to 44, 46, 47 and 49 steps take their neighbours'.
+# Steps between the starts of neighbours, from rank 1 on, for 3, 4 ... 8 ranks and drafts that take
+# half the rounds: for each number of steps the gap whose draft was nearest to the exact clip on the
+# demo model (64 x 64, 4 frames, one photograph; docs/draft.md). 39, 41 to 44, 46, 47 and 49 steps
+# have the gaps of a neighbour.
 _GAPS: Mapping[int, tuple[int, ...]] = {
     14: (3, 2, 2, 2, 1, 1),
     15: (3, 2, 2, 2, 2, 1),
@@ -64,13 +66,13 @@ _GAPS: Mapping[int, tuple[int, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredStartSteps:
-    """One choice of starts, and what it was measured to give.
+    """One choice of start steps, and how near its draft came to the exact clip.
 
     Args:
-        start steps: by rank.
-        rounds: until the draft's steps are done, of as many as the clip has.
-        psnr_db: of the draft's frames against the exact clip's, of the worst photograph; None
-            where they were equal.
+        start_steps: by rank.
+        rounds: until the steps of the draft are done; the exact clip takes N rounds.
+        psnr_db: of the draft's frames against the exact clip's, for the worst photograph; None if
+            they are equal.
         max_levels: the largest difference of one colour, in 8-bit levels.
     """
 
@@ -94,7 +96,7 @@ class DraftProfile:
         num_steps: N.
         photographs: names of the files.
         source: how they were measured.
-        choices: those that no other heartbeats in both, by number of ranks, then of rounds.
+        choices: those that no other one beats in both, by number of ranks, then of rounds.
     """
 
     model: str
@@ -130,7 +132,7 @@ class DraftProfile:
             ) from error
 
     def best(self, num_steps: int, world_size: int) -> tuple[int, ...]:
-        """The nearest draft that is there after half the rounds, or else the soonest.
+        """The start steps of the nearest draft within half the rounds; without one, of the soonest.
 
         Raises:
             RequestError: it was measured for other counts.
@@ -170,33 +172,55 @@ def parse_start_steps(text: str, num_steps: int, world_size: int | None) -> tupl
 
 
 def default_rounds(num_steps: int) -> int:
-    """When a draft is to be there: after about half the steps, with one more for its start."""
+    """The rounds of a draft by default: half the steps, and one more for its start."""
     return num_steps // 2 + 1
 
 
-def default_start_steps(num_steps: int, world_size: int) -> tuple[int, ...]:
-    """Starts whose draft is there after half the rounds, as near to the exact clip as is known.
+def most_ranks(num_steps: int) -> int:
+    """The most ranks with default start steps: all start below N and end after half the rounds."""
+    return min(MOST_RANKS, default_rounds(num_steps))
 
-    The last rank's start follows from the rounds, the others' from the gap between them, which is
-    measured.
+
+def measured_steps(num_steps: int) -> int:
+    """The number of steps nearest to `num_steps` whose default start steps were measured."""
+    return min(max(num_steps, min(_GAPS)), max(_GAPS))
+
+
+def default_start_steps(num_steps: int, world_size: int) -> tuple[int, ...]:
+    """Start steps of a draft that takes half the rounds, as near to the exact clip as is known.
+
+    The start of the last rank follows from the rounds, the others from the gap between them. Gaps
+    were measured for 14 to 50 steps; for other numbers they are scaled.
 
     Raises:
-        RequestError: nothing was measured for these counts.
+        RequestError: too few steps or ranks, or too many ranks.
     """
-    if num_steps not in _GAPS or not 2 <= world_size <= MOST_RANKS:
+    most = most_ranks(num_steps)
+    if num_steps < LEAST_STEPS or not 2 <= world_size <= most:
         raise RequestError(
-            f"no starts are known by which {world_size} ranks draft {num_steps} steps",
-            f"2 to {MOST_RANKS} ranks and 14 to 50 steps have some; --draft-starts names others",
+            f"a draft of {num_steps} steps by {world_size} ranks has no default start steps",
+            f"use --world 2 to {most}, or name the steps by --draft-starts"
+            if num_steps >= LEAST_STEPS
+            else f"use --steps {LEAST_STEPS} or more",
         )
     last = _last_start(num_steps, world_size, default_rounds(num_steps))
-    return _spaced(last, 0 if world_size == 2 else _GAPS[num_steps][world_size - 3], world_size)
+    return _spaced(last, _gap(num_steps, world_size, last), world_size)
+
+
+def _gap(num_steps: int, world_size: int, last: int) -> int:
+    """Steps between the starts of neighbours, from rank 1 on."""
+    if world_size == 2:
+        return 0
+    measured = measured_steps(num_steps)
+    scaled = round(_GAPS[measured][world_size - 3] * num_steps / measured)
+    return max(1, min(scaled, (last - 1) // (world_size - 2)))
 
 
 def candidates(num_steps: int, world_size: int) -> Iterator[tuple[int, ...]]:
-    """Starts worth measuring: drafts from somewhat before to well after half the rounds.
+    """Start steps worth measuring: drafts that take somewhat less than half the rounds, or more.
 
-    From rank 1 on they lie evenly apart: of those tried, 2 to 4 ranks with N = 28, no uneven ones
-    were better.
+    From rank 1 on they have equal gaps: in a trial with 2 to 4 ranks and N = 28 no others were
+    better.
     """
     half = default_rounds(num_steps)
     for rounds in sorted({half - half // 7, half, half + half // 5}):
@@ -209,7 +233,7 @@ def candidates(num_steps: int, world_size: int) -> Iterator[tuple[int, ...]]:
 
 
 def best_trades(measured: list[MeasuredStartSteps]) -> tuple[MeasuredStartSteps, ...]:
-    """Those that no other of as many ranks heartbeats in rounds and distance both."""
+    """Those that no other one with as many ranks beats in rounds and in distance."""
     kept = [
         each
         for each in measured
@@ -226,7 +250,7 @@ def _beats(one: MeasuredStartSteps, other: MeasuredStartSteps) -> bool:
 
 
 def _last_start(num_steps: int, world_size: int, rounds: int) -> int:
-    """Where the last rank starts, to be done after so many rounds."""
+    """The step at which the last rank starts, to finish after `rounds`."""
     return world_size - 1 + num_steps - rounds
 
 

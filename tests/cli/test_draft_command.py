@@ -73,8 +73,10 @@ def test_plan_counts_decode_and_compares_with_layouts() -> None:
             ("--draft", "--draft-starts", "a"),
             ("--draft-starts must be steps", "--draft-starts 0,14"),
         ),
-        (("--draft", "--world", "1"), ("no starts are known", "--draft-starts names others")),
-        (("--draft", "--world", "9"), ("2 to 8 ranks and 14 to 50 steps",)),
+        (("--draft", "--world", "1"), ("has no default start steps", "use --world 2 to 8")),
+        (("--draft", "--world", "9"), ("use --world 2 to 8, or name the steps",)),
+        (("--draft", "--world", "8", "--steps", "12"), ("use --world 2 to 7, or name the steps",)),
+        (("--draft", "--world", "2", "--steps", "3"), ("use --steps 4 or more",)),
         (("--draft", "--world", "2", "--draft-psnr", "60"), ("use --world 3 or more",)),
         (
             ("--draft", "--draft-starts", "0,14", "--draft-psnr", "60"),
@@ -131,7 +133,7 @@ def test_run_says_what_came_when(tmp_path: Path) -> None:
     assert answer.code == 0, answer.err
     assert answer.out == f"{out}/rocket_0.mp4\n"
     assert "each clip's draft after 8 rounds of 14, starts 0," in answer.err
-    assert "8 of 14 rounds: rocket_0.draft.mp4" in answer.err
+    assert "8 of 14 rounds -> rocket_0.draft.mp4" in answer.err
     assert " was " in answer.err.splitlines()[-3]
     assert "dB" in answer.err.splitlines()[-3]
     assert sorted(path.name for path in out.iterdir()) == [

@@ -15,13 +15,16 @@ from svdpp.plan.draft_starts import (
     best_trades,
     candidates,
     default_start_steps,
+    most_ranks,
     parse_start_steps,
 )
 
 
 @pytest.mark.parametrize("world_size", range(2, 9))
 def test_default_drafts_come_after_half_the_rounds(world_size: int) -> None:
-    for num_steps in range(14, 51):
+    for num_steps in [*range(4, 81), 1000]:
+        if world_size > most_ranks(num_steps):
+            continue
         draft_plan = DraftPlan(
             num_steps=num_steps, start_steps=default_start_steps(num_steps, world_size)
         )
@@ -29,10 +32,32 @@ def test_default_drafts_come_after_half_the_rounds(world_size: int) -> None:
         assert draft_plan.rounds(world_size - 1) == num_steps // 2 + 1
 
 
-@pytest.mark.parametrize(("num_steps", "world_size"), [(28, 1), (14, 9), (2, 3)])
+@pytest.mark.parametrize(("num_steps", "world_size"), [(28, 1), (14, 9), (3, 2), (12, 8)])
 def test_counts_without_default_starts(num_steps: int, world_size: int) -> None:
-    with pytest.raises(RequestError, match="no starts are known"):
+    with pytest.raises(RequestError, match="has no default start steps"):
         default_start_steps(num_steps, world_size)
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "world_size", "start_steps"),
+    [
+        (4, 2, (0, 2)),
+        (4, 3, (0, 2, 3)),
+        (12, 4, (0, 4, 6, 8)),
+        (14, 4, (0, 5, 7, 9)),
+        (50, 4, (0, 13, 20, 27)),
+        (100, 4, (0, 24, 38, 52)),
+    ],
+)
+def test_gaps_are_scaled_where_they_were_not_measured(
+    num_steps: int, world_size: int, start_steps: tuple[int, ...]
+) -> None:
+    assert default_start_steps(num_steps, world_size) == start_steps
+
+
+@pytest.mark.parametrize(("num_steps", "ranks"), [(2, 2), (4, 3), (12, 7), (14, 8), (50, 8)])
+def test_more_ranks_would_have_no_step_to_start_from(num_steps: int, ranks: int) -> None:
+    assert most_ranks(num_steps) == ranks
 
 
 def test_candidates_are_waves_around_half_the_rounds() -> None:

@@ -96,6 +96,18 @@ class DraftOptions:
         psnr = _decibel(self.draft_psnr)
         return {"draft": DraftConfig(start_steps=start_steps, accept_psnr_db=psnr)}
 
+    def remark(self, num_steps: int) -> str:
+        """A sentence on default start steps that were not measured; "" for none."""
+        from svdpp.plan.draft_starts import measured_steps
+
+        measured = measured_steps(num_steps)
+        if not self.draft or self.draft_starts is not None or measured == num_steps:
+            return ""
+        return (
+            f"start steps: scaled from those measured for {measured} steps; svdpp profile --draft "
+            f"--steps {num_steps} measures them"
+        )
+
 
 def _decibel(text: str | None) -> float | None:
     if text is None:
