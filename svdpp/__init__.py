@@ -1,3 +1,36 @@
-"""svdpp: Stable Video Diffusion over several devices by splitting the denoising steps."""
+"""svdpp: Stable Video Diffusion over several devices by splitting the denoising steps.
+
+The public names are imported when they are first used, so that `import svdpp` and light commands do
+not import torch. Their types are in `__init__.pyi`.
+"""
+
+import importlib
+from typing import Any
 
 __version__ = "0.3.0"
+
+_MODULES = {
+    "svdpp.config": (
+        *("ClipRequest", "DraftConfig", "ModelConfig", "OutputConfig"),
+        *("PipelineConfig", "SamplingConfig"),
+    ),
+    "svdpp.driver.clip_handle": ("ClipFailure", "ClipHandle", "ClipResult"),
+    "svdpp.driver.pipeline": ("Pipeline",),
+    "svdpp.errors": ("SvdppError",),
+    "svdpp.verification.result": ("VerificationResult",),
+    "svdpp.verification.verify": ("verify",),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+
+__all__ = ["__version__", *_MODULE_OF]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_MODULE_OF[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -167,6 +167,7 @@ class Transport:
                 specs(packet.tensors),
                 tombstone=packet.tombstone,
                 memory_pressure=packet.memory_pressure,
+                compute_seconds=packet.compute_seconds,
                 crc=_crc32(link.stream.to_host(staged, after)) if checked else None,
             )
             begun = time.monotonic()

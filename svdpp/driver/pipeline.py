@@ -67,6 +67,18 @@ class Pipeline(LaunchedPipeline):
     Raises:
         RequestError: devices or backend are not there, or do not fit the request.
         ModelError: the model cannot be found, or is incomplete.
+
+    Example:
+        >>> from svdpp import ClipRequest, ModelConfig, Pipeline, PipelineConfig, SamplingConfig
+        >>> config = PipelineConfig(
+        ...     world_size=2,
+        ...     model=ModelConfig(name="dummy", dummy_latent_shape=(1, 4, 2, 8, 8)),
+        ...     sampling=SamplingConfig(num_inference_steps=4),
+        ... )
+        >>> with Pipeline(config) as pipeline:
+        ...     results = pipeline.run([ClipRequest(seed=seed) for seed in range(3)])
+        >>> [result.clip for result in results]
+        [0, 1, 2]
     """
 
     def __init__(

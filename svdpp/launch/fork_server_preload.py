@@ -21,6 +21,7 @@ MODULES = "SVDPP_FORK_SERVER_MODULES"
 
 def _preload(starter: int, modules: str) -> None:
     end_with_parent(starter)
+    os.chdir("/")  # MKL ends a process whose working folder has been deleted; each rank has its own
     for module in filter(None, modules.split(",")):
         importlib.import_module(module)
     outlive_parent()

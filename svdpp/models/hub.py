@@ -103,4 +103,4 @@ def _cause(error: Exception) -> str:
 
 def _download_hint(model: ModelConfig) -> str:
     name = shlex.quote(redact_tokens(model.name))
-    return f"hf download {name} where there is a network, or --model demo"
+    return f"run hf download {name} with a network connection, or use --model demo"

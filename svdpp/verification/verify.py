@@ -41,6 +41,16 @@ def verify(
 
     Raises:
         SvdppError: one of the two sides could not be run.
+
+    Example:
+        >>> from svdpp import ClipRequest, ModelConfig, PipelineConfig, SamplingConfig, verify
+        >>> config = PipelineConfig(
+        ...     world_size=2,
+        ...     model=ModelConfig(name="dummy", dummy_latent_shape=(1, 4, 2, 8, 8)),
+        ...     sampling=SamplingConfig(num_inference_steps=4),
+        ... )
+        >>> verify(config, [ClipRequest(seed=0)]).bitwise
+        True
     """
     with temp_folders.folder("svdpp-verify-") as folder:
         run_pipelined(config, requests, folder)

@@ -109,7 +109,7 @@ def test_a_time_that_is_none_is_refused(field: str, value: float) -> None:
     """It would end in the clip's JSON."""
     data = bytearray(HEADER.pack())
     struct.pack_into("<d", data, FIELDS[field], value)
-    with pytest.raises(TransportError, match="times that are none"):
+    with pytest.raises(TransportError, match="times are not finite"):
         Header.unpack(bytes(data))
 
 

@@ -128,7 +128,7 @@ def test_a_rank_that_raises_is_named_with_clip_and_step() -> None:
     assert error.exit_code == 6
     assert re.match(r"rank 1 \(cpu of .*\) failed at clip 2, step 2 \(DENOISE c2 2:4\)", str(error))
     assert "an injected fault" in str(error)
-    assert "Traceback" in error.details
+    assert "Traceback" in error.trace
     assert "<-- rank 1 failed here" in error.picture.splitlines()[1]
     assert finished == [0, 1]
     _assert_nothing_is_left(pipeline)

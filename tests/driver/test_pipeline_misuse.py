@@ -120,7 +120,7 @@ def test_what_is_no_clip_is_refused_and_nothing_of_it_is_sent(tmp_path: Path) ->
         assert pipeline.submit([]) == pipeline.run([]) == list(pipeline.results()) == []
         (result,) = pipeline.run(clips(8))
         with pytest.raises(InputError, match="does not exist"):
-            pipeline.run(ClipRequest(seed=8, image=tmp_path / "a photo"))  # type: ignore[arg-type]
+            pipeline.run(ClipRequest(seed=8, image=str(tmp_path / "a photo")))
     assert result.clip == 0, "an index was taken by a clip that was refused"
     assert {span.action.clip for span in pipeline.trace.spans} == {0}
 
@@ -128,10 +128,9 @@ def test_what_is_no_clip_is_refused_and_nothing_of_it_is_sent(tmp_path: Path) ->
 @pytest.mark.processes
 def test_steps_beyond_the_last_are_refused(tmp_path: Path) -> None:
     with Pipeline(config(steps=4), latents_folder=str(tmp_path)) as pipeline:
-        for done_steps in (5, -1):
-            request = ClipRequest(seed=0, latents_key=KEY, done_steps=done_steps)
-            with pytest.raises(RequestError, match=f"must be 0 to 4, got {done_steps}"):
-                pipeline.submit(request)
+        request = ClipRequest(seed=0, latents_key=KEY, done_steps=5)
+        with pytest.raises(RequestError, match="must be 0 to 4, got 5"):
+            pipeline.submit(request)
 
 
 @pytest.mark.processes

@@ -34,6 +34,37 @@ def test_a_server_ends_if_its_starter_ended_before_its_first_import(tmp_path: Pa
         wait_until(lambda pid=pid: not is_there(pid), 30, f"server {pid} has ended")
 
 
+_START_IN_A_FOLDER_THAT_GOES = """
+import os
+from svdpp import ClipRequest, ModelConfig, Pipeline, PipelineConfig, SamplingConfig
+from svdpp.launch import fork_server
+
+if __name__ == "__main__":
+    os.mkdir("gone")
+    os.chdir("gone")
+    fork_server.start([fork_server.RANK_MODULE])
+    os.chdir("..")
+    os.rmdir("gone")
+    config = PipelineConfig(
+        world_size=1,
+        model=ModelConfig(name="dummy", dummy_latent_shape=(1, 4, 2, 8, 8)),
+        sampling=SamplingConfig(num_inference_steps=1),
+    )
+    with Pipeline(config) as pipeline:
+        pipeline.run(ClipRequest(seed=0))
+"""
+
+
+@pytest.mark.processes
+def test_a_server_outlives_the_folder_it_was_started_in(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(_START_IN_A_FOLDER_THAT_GOES)
+    environment = {**os.environ, "PYTHONPATH": os.getcwd(), "TMPDIR": str(tmp_path)}
+    subprocess.run(
+        [sys.executable, str(script)], cwd=tmp_path, env=environment, timeout=250, check=True
+    )
+
+
 _START_RANKS = """
 import os, sys
 from svdpp.config import ModelConfig, PipelineConfig, SamplingConfig

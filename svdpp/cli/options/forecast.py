@@ -6,7 +6,9 @@ from typing import Annotated
 
 from svdpp.cli.options.declare import LAYOUT, MEMORY, flag, option
 from svdpp.cli.options.inputs import ClipOptions
+from svdpp.config.limits import check_whole
 from svdpp.errors import RequestError
+from svdpp.plan.limits import MAX_RANKS
 
 _CLIPS_PER_RANK = 2
 # So many that the edges of the run weigh little beside its steady part.
@@ -79,19 +81,13 @@ class ForecastOptions(ClipOptions):
         """Clips to plan for.
 
         Raises:
-            RequestError: fewer than one, or too many.
+            RequestError: fewer than one, or too many; or of the ranks.
         """
         from svdpp.plan.large_forecast import MAX_VISITS
-        from svdpp.plan.limits import MAX_RANKS
 
         per_rank = _CLIPS_PER_RANK_TO_COMPARE if self.compare else _CLIPS_PER_RANK
-        num_clips = self.at_least_one(per_rank * world_size)
-        if num_clips > MAX_VISITS or world_size > MAX_RANKS:
-            raise RequestError(
-                f"{num_clips} clips on {world_size} ranks are too many to plan",
-                f"--clips {MAX_VISITS} and --world {MAX_RANKS} are the most",
-            )
-        return num_clips
+        check_whole("--world", world_size, 1, MAX_RANKS)
+        return self.at_least_one(per_rank * world_size, MAX_VISITS)
 
     def limits(self, world_size: int) -> tuple[float, ...]:
         """What each rank's device has, in GiB; empty where that is not asked about.

@@ -1,0 +1,15 @@
+from svdpp.config import ClipRequest as ClipRequest
+from svdpp.config import DraftConfig as DraftConfig
+from svdpp.config import ModelConfig as ModelConfig
+from svdpp.config import OutputConfig as OutputConfig
+from svdpp.config import PipelineConfig as PipelineConfig
+from svdpp.config import SamplingConfig as SamplingConfig
+from svdpp.driver.clip_handle import ClipFailure as ClipFailure
+from svdpp.driver.clip_handle import ClipHandle as ClipHandle
+from svdpp.driver.clip_handle import ClipResult as ClipResult
+from svdpp.driver.pipeline import Pipeline as Pipeline
+from svdpp.errors import SvdppError as SvdppError
+from svdpp.verification.result import VerificationResult as VerificationResult
+from svdpp.verification.verify import verify as verify
+
+__version__: str

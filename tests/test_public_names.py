@@ -1,0 +1,56 @@
+"""`import svdpp` is light, and its public names and their types agree."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import svdpp
+from svdpp.driver import pipeline
+from svdpp.verification import verify
+
+_NAMES = [name for name in svdpp.__all__ if name != "__version__"]
+
+
+def test_importing_svdpp_imports_no_torch() -> None:
+    program = "import sys, svdpp; assert not {'torch', 'pydantic', 'PIL'} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("name", _NAMES)
+def test_each_public_name_is_there(name: str) -> None:
+    assert getattr(svdpp, name).__module__.startswith("svdpp.")
+    assert name in dir(svdpp)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="'svdpp' has no attribute 'Pipelines'"):
+        svdpp.Pipelines  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_the_stub_names_the_same() -> None:
+    stub = Path(svdpp.__file__).with_suffix(".pyi").read_text()
+    imported = {
+        alias.asname: f"{node.module}.{alias.name}"
+        for node in ast.parse(stub).body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert sorted(map(str, imported)) == sorted(_NAMES)
+    for name, path in imported.items():
+        value = getattr(svdpp, str(name))
+        module, _, original = path.rpartition(".")
+        assert getattr(sys.modules[module], original) is value
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("module", [pipeline, verify], ids=lambda module: module.__name__)
+def test_examples_in_docstrings_run(module: object) -> None:
+    found = doctest.testmod(module)  # type: ignore[arg-type]
+    assert found.attempted > 0
+    assert found.failed == 0
