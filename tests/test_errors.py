@@ -10,6 +10,7 @@ import pytest
 from svdpp import errors
 from svdpp.errors import (
     ClosedError,
+    DeviceError,
     InputError,
     Interrupted,
     ModelError,
@@ -35,6 +36,7 @@ EXIT_CODES = {
     OutOfMemoryError: 4,
     ModelError: 5,
     RankError: 6,
+    DeviceError: 6,
     TransportError: 6,
     InputError: 7,
     OutputError: 8,
@@ -61,7 +63,7 @@ def test_exit_codes(cls: type[SvdppError]) -> None:
 
 
 def test_exit_codes_are_distinct_but_for_kinds_of_one_another() -> None:
-    kinds = (TransportError, NotFiniteError, ClosedError)
+    kinds = (DeviceError, TransportError, ClosedError)
     codes = [cls.exit_code for cls in EXIT_CODES if cls not in kinds]
 
     assert sorted(codes) == [1, 2, 3, 4, 5, 6, 7, 8, 9]

@@ -167,7 +167,7 @@ def test_a_rank_between_needs_the_unet_alone(tiny: Path) -> None:
 def test_steps_out_of_order_are_a_programmers_error(tiny: Path) -> None:
     ours = _ours(ModelConfig(name=str(tiny)), SMALL)
     tensors = ours.encode(ours.prepare(_photo()), 1)
-    with pytest.raises(AssertionError, match="step 3 asked for, 2 is next"):
+    with pytest.raises(AssertionError, match="expected step 2, got 3"):
         ours.denoiser(tensors, 2).forward(tensors[LATENTS], 3)
 
 
