@@ -131,7 +131,7 @@ def test_run_says_what_came_when(tmp_path: Path) -> None:
     assert answer.code == 0, answer.err
     assert answer.out == f"{out}/rocket_0.mp4\n"
     assert "each clip's draft after 8 rounds of 14, starts 0," in answer.err
-    assert "8 of 14 rounds: rocket_0.draft.mp4" in answer.err
+    assert "8 of 14 rounds -> rocket_0.draft.mp4" in answer.err
     assert " was " in answer.err.splitlines()[-3]
     assert "dB" in answer.err.splitlines()[-3]
     assert sorted(path.name for path in out.iterdir()) == [

@@ -50,7 +50,7 @@ def test_reports_that_cannot_be_are_refused(tmp_path: Path) -> None:
     ):
         assert_error(svdpp_here("verify", "--report", path), code, words)
     answer = svdpp_here("verify", "clip.json", "--report", str(tmp_path / "report.html"))
-    assert_error(answer, 2, "has their hash alone", "svdpp verify PHOTO --report FILE.html")
+    assert_error(answer, 2, "has only their hash", "svdpp verify PHOTO --report FILE.html")
 
 
 @pytest.mark.processes
@@ -83,7 +83,7 @@ def test_a_run_that_fails_leaves_what_was_measured_until_then(tmp_path: Path) ->
     )
     pipeline = Pipeline(config, fault=InjectedFault.parse("raise@rank1.clip1"))
     trace_outputs = TraceOutputs(trace=tmp_path / "trace.json")
-    with pytest.raises(RankError, match="a planted fault"), trace_outputs.of(pipeline), pipeline:
+    with pytest.raises(RankError, match="an injected fault"), trace_outputs.of(pipeline), pipeline:
         pipeline.run([ClipRequest(seed=seed) for seed in range(2)])
 
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
