@@ -226,9 +226,10 @@ def _values(summary: Summary, case: str, name: str) -> list[float]:
 
 def _baseline(config: Mapping[str, Any]) -> dict[str, Any]:
     """All that diffusers on one device depends on, but for how many clips there are."""
-    ranks = {name: config["pipeline"][name] for name in ("device", "threads")}
+    names = ("device", "threads", "deterministic")
+    ranks = {name: config["pipeline"].get(name) for name in names}
     workload = {name: value for name, value in config["workload"].items() if name != "clips"}
-    same = {name: config[name] for name in ("model", "precision", "channels_last")}
+    same = {name: config[name] for name in ("model", "precision")}
     return {**same, "workload": workload, "ranks": ranks}
 
 

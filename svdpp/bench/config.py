@@ -56,6 +56,7 @@ class Model(_Section):
     variant: str | None = None
     local_files_only: bool = False
     memory_opt: bool = False
+    channels_last: bool = False
     latent_shape: list[Positive] = Field(default=[1, 4, 14, 64, 64], min_length=5, max_length=5)
     """Of the dummy model, B C F H W."""
 
@@ -77,6 +78,9 @@ class Ranks(_Section):
     """Of a draft, such as "0,14"; None: the default ones."""
     threads: Positive | None = None
     """CPU threads of each rank, in every case; None: cores // ranks, on CUDA 1."""
+    deterministic: bool = False
+    """torch's strict mode, in every case."""
+    allow_mixed_devices: bool = False
     checksum: bool = False
     timeout: Number = 600.0
     start_timeout: Number = 600.0
@@ -123,7 +127,6 @@ class BenchConfig(_Section):
     workload: Workload = Workload()
     precision: Literal["fp32", "bf16", "fp16"] | None = None
     """None: fp16 on CUDA, fp32 on the CPU."""
-    channels_last: bool = False
     measure: Measure = Measure()
     profile: bool = False
     """Whether torch.profiler looks at one clip on rank 0, in a run of its own at the end."""

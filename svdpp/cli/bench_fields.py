@@ -33,8 +33,13 @@ _FIELDS = {
     **{"max-guidance-scale": "workload.max_guidance_scale", "model": "model.name"},
     **{"noise-aug-strength": "workload.noise_aug_strength", "variant": "model.variant"},
     **{"latent-shape": "model.latent_shape", "revision": "model.revision"},
+    **{"channels-last": "model.channels_last", "deterministic": "pipeline.deterministic"},
+    **{"allow-mixed-devices": "pipeline.allow_mixed_devices"},
 }
-_SWITCHES = ("pipeline.draft", "pipeline.checksum", "model.memory_opt")
+_SWITCHES = (
+    *("pipeline.draft", "pipeline.checksum", "pipeline.deterministic"),
+    *("pipeline.allow_mixed_devices", "model.memory_opt", "model.channels_last"),
+)
 
 
 def pipeline_config(point: BenchConfig) -> PipelineConfig:
@@ -42,13 +47,14 @@ def pipeline_config(point: BenchConfig) -> PipelineConfig:
     ranks, workload, about = point.pipeline, point.workload, point.model.model_dump()
     knobs = workload.model_dump(exclude={"clips", "images", "frames", "decode_chunk_size"})
     chunk = workload.decode_chunk_size
-    shared = {"device", "threads", "timeout", "start_timeout", "checksum"}
+    shared = {"device", "threads", "timeout", "start_timeout", "checksum", "allow_mixed_devices"}
     return request.pipeline_config(
         RankOptions(**ranks.model_dump(include=shared)),
         ModelOptions(
             model=about.pop("name"),
             dtype=point.precision,
             latent_shape=tuple(about.pop("latent_shape")),
+            deterministic=ranks.deterministic,
             **about,
         ),
         SamplingOptions(
@@ -58,7 +64,6 @@ def pipeline_config(point: BenchConfig) -> PipelineConfig:
         ),
         device=ranks.device,
         plan=_plan(point),
-        channels_last=point.channels_last,
     )
 
 

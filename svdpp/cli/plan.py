@@ -46,7 +46,8 @@ _OF_MEMORY = {
     without=(
         *("threads", "timeout", "start_timeout", "checksum", "variant", "latent_shape"),
         *("seed", "fit", "fps", "motion_bucket_id", "noise_aug_strength"),
-        *("min_guidance_scale", "max_guidance_scale", "draft_psnr"),
+        *("min_guidance_scale", "max_guidance_scale", "draft_psnr", "channels_last"),
+        *("deterministic", "allow_mixed_devices"),
     ),
     defaults={"world": str(_DEFAULT_WORLD), "clips": "2 for each rank; with --compare 16"},
 )

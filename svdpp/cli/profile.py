@@ -105,8 +105,8 @@ def _check_asked(context: typer.Context, draft: DraftOptions) -> None:
             raise RequestError(f"{what} what drafts are measured with", "add --draft")
     if draft.draft and is_joined():
         raise RequestError(
-            "profile --draft runs drafts in processes of its own, on one host",
-            "start it by itself; --draft-starts takes its file under a launcher too",
+            "profile --draft starts processes itself, on one host",
+            "start it without torchrun or srun; --draft-starts takes its file there, too",
         )
 
 

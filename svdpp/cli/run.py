@@ -18,7 +18,14 @@ from svdpp.cli.options.ranks import RankOptions
 from svdpp.cli.options.sampling import SamplingOptions, with_fitting_chunk
 from svdpp.cli.options.talk import LogOptions
 from svdpp.cli.repeated_run import given_options
-from svdpp.cli.run_report import announce, announce_look, labels, print_clips, raise_worst
+from svdpp.cli.run_report import (
+    announce,
+    announce_look,
+    labels,
+    print_clips,
+    raise_worst,
+    warn_of_memory_pressure,
+)
 from svdpp.cli.run_request import RunRequest, without_other_seeds
 from svdpp.errors import Interrupted, RankError, error_to_dict
 
@@ -138,6 +145,7 @@ def _make(
         console.json([*clips.skipped, *made, *lost])
     else:
         print_clips(console, policy.folder, clips.skipped, made, lost)
+    warn_of_memory_pressure(console, made)
     raise_worst(lost, len(clips.skipped) + len(made) + len(lost))
 
 

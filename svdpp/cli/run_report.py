@@ -81,6 +81,15 @@ def raise_worst(lost: Sequence[Metadata], num_clips: int) -> None:
         raise error_from_dict(record)
 
 
+def warn_of_memory_pressure(console: Console, made: Sequence[Metadata]) -> None:
+    """Warns once if a GPU's memory ran short while clips were made."""
+    if any(metadata.get("memory_pressure") for metadata in made):
+        console.info(
+            "warning: GPU memory ran short, so cuDNN may have used another kernel and the bits may "
+            "differ; a smaller --decode-chunk-size or fewer --gpus on the card lower memory"
+        )
+
+
 def print_clips(
     console: Console,
     out: Path,

@@ -41,7 +41,7 @@ _MEMORY_HINT = "smaller sizes in --latent-shape, --dtype fp16 or a smaller --wor
     without=(
         *("revision", "variant", "local_files_only", "memory_opt", "num_frames", "height"),
         *("decode_chunk_size", "width", "fit", "fps", "motion_bucket_id", "noise_aug_strength"),
-        *("min_guidance_scale", "max_guidance_scale", "draft_psnr"),
+        *("min_guidance_scale", "max_guidance_scale", "draft_psnr", "channels_last"),
     ),
     meanings={
         "model": "dummy: a small Conv3d network without weights; or demo, a diffusers folder or a "

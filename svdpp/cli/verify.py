@@ -186,7 +186,9 @@ def _compare(
     with temp_folders.folder("svdpp-verify-") as folder:
         with Progress(console, "pipelined", ours) as progress:
             observers = (progress, EventLog(config.plan))
-            proof.run_pipelined(config, requests, folder, fault=fault, observers=observers)
+            conditions = proof.run_pipelined(
+                config, requests, folder, fault=fault, observers=observers
+            )
         with Progress(console, "sequential", theirs) as progress:
             proof.run_sequential(config, requests, folder, observers=(progress,))
         verdict = proof.compare(config, len(requests), folder, tolerance=asked.tolerance)
@@ -195,7 +197,7 @@ def _compare(
                 "tolerance": f"{asked.tolerance:g}",
                 "injected fault": asked.inject_fault or "none",
             }
-            write_report(asked.report, verdict, config, requests, folder, about)
+            write_report(asked.report, verdict, config, requests, folder, about, conditions)
     if console.as_json:
         console.json(verdict.to_json())
     else:

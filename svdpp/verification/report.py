@@ -16,9 +16,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from PIL import Image
 
 from svdpp.config import ClipRequest, PipelineConfig
-from svdpp.launch import gpus
 from svdpp.media import output_files
-from svdpp.models import determinism
 from svdpp.models.base import Frames
 from svdpp.verification.difference_image import (
     DifferenceImage,
@@ -63,6 +61,7 @@ def write_report(
     requests: Sequence[ClipRequest],
     folder: Path,
     asked: Mapping[str, str],
+    conditions: Mapping[str, Any],
 ) -> None:
     """Writes one self-contained HTML page; it names files without their folders.
 
@@ -73,6 +72,7 @@ def write_report(
         requests: by clip.
         folder: what `run_pipelined` and `run_sequential` kept.
         asked: further options of the proof, by name.
+        conditions: what `run_pipelined` returned.
 
     Raises:
         OutputError: the page cannot be written.
@@ -94,7 +94,7 @@ def write_report(
         num_steps=config.sampling.num_inference_steps,
         sections=list(_sections(verdict, config, requests, folder)),
         num_left_out=max(0, len(requests) - _MAX_CLIPS),
-        conditions=list(_conditions(config, requests, asked)),
+        conditions=list(_conditions(config, requests, {**asked, **conditions})),
     )
     with output_files.atomic_output(str(path), ".html") as temporary:
         temporary.write_text(page, encoding="utf-8", errors="replace")
@@ -189,7 +189,7 @@ def _data_url(pixels: Pixels) -> str:
 
 
 def _conditions(
-    config: PipelineConfig, requests: Sequence[ClipRequest], asked: Mapping[str, str]
+    config: PipelineConfig, requests: Sequence[ClipRequest], others: Mapping[str, Any]
 ) -> Iterator[tuple[str, str]]:
     model = config.model
     # The folder of a local checkpoint would tell whose machine this is.
@@ -204,12 +204,8 @@ def _conditions(
     for name in ["num_inference_steps"] if model.is_dummy else knobs:
         if knobs[name] is not None:
             yield name.replace("_", " "), str(knobs[name])
-    yield from asked.items()
-    if config.device == "cpu":
-        for name, value in determinism.conditions("cpu").items():
-            yield name.replace("_", " "), str(value)
-    else:
-        yield "gpus", ", ".join(gpu.name for gpu in gpus.visible_gpus())
+    for name, value in others.items():
+        yield name.replace("_", " "), str(value)
     yield "machine", f"{platform.system()} {platform.machine()}, Python {platform.python_version()}"
     yield "versions", ", ".join(f"{name} {version}" for name, version in versions().items())
     yield "written", f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from svdpp.config import ClipRequest, PipelineConfig
 from svdpp.driver.pipeline import Pipeline
@@ -65,8 +66,11 @@ def run_pipelined(
     *,
     fault: InjectedFault | None = None,
     observers: Sequence[Observer] = (),
-) -> None:
+) -> dict[str, Any]:
     """Runs `requests` through the ranks and keeps each latent that leaves one under `folder`.
+
+    Returns:
+        The conditions in the first clip's metadata, see `worker.conditions`.
 
     Raises:
         SvdppError: the ranks could not run them.
@@ -76,7 +80,9 @@ def run_pipelined(
     for observer in observers:
         pipeline.observe(observer)
     with pipeline:
-        pipeline.run(requests)
+        results = pipeline.run(requests)
+    conditions: dict[str, Any] = results[0].metadata["conditions"]
+    return conditions
 
 
 def run_sequential(

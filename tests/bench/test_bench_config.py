@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from svdpp.bench.config import BenchConfig, read_grid, shipped
+from svdpp.cli.bench_fields import pipeline_config
 from svdpp.config import ModelConfig, PipelineConfig, SamplingConfig
 from svdpp.errors import InputError, RequestError
 
@@ -40,7 +41,7 @@ def test_an_empty_file_has_every_default_and_the_files_name(tmp_path: Path) -> N
         ("world", "did you mean 'pipeline.world'?"),
         ("workload.seeds", "did you mean 'measure.seeds'?"),
         ("measure.zzz", "known: measure.warmups, measure.repeats, measure.seeds"),
-        ("zzz", "known: channels_last, experiment, measure, model, pipeline, precision, profile"),
+        ("zzz", "known: experiment, measure, model, pipeline, precision, profile"),
     ],
 )
 def test_an_unknown_key_names_the_nearest_known_one(key: str, hint: str) -> None:
@@ -105,6 +106,19 @@ def test_the_last_override_holds_and_the_file_is_beneath_all(tmp_path: Path) -> 
     assert point.pipeline.timeout == 10.0
 
 
+def test_fields_are_those_of_a_run() -> None:
+    (plain,) = read_grid("smoke", [])
+    fields = ("model.channels_last", "pipeline.deterministic", "pipeline.allow_mixed_devices")
+    (point,) = read_grid("smoke", [f"{field}=true" for field in fields])
+
+    config = pipeline_config(point)
+    assert (config.model.channels_last, config.deterministic) == (True, True)
+    assert config.allow_mixed_devices
+    config = pipeline_config(plain)
+    assert (config.model.channels_last, config.deterministic) == (False, False)
+    assert not config.allow_mixed_devices
+
+
 def test_a_grid_has_an_end() -> None:
     many = ", ".join(map(str, range(1, 41)))
     with pytest.raises(RequestError, match="more than 1000 points"):
@@ -142,9 +156,9 @@ def test_a_configuration_shows_no_home(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("workload.clips=100001", "workload.clips must be 100000 or less"),
-        ("measure.repeats=1001", "measure.repeats must be 1000 or less"),
-        ("measure.warmups=1001", "measure.warmups must be 1000 or less"),
+        ("workload.clips=100001", "workload.clips must be 100000 or less, got 100001"),
+        ("measure.repeats=1001", "measure.repeats must be 1000 or less, got 1001"),
+        ("measure.warmups=1001", "measure.warmups must be 1000 or less, got 1001"),
         ("pipeline.timeout=true", "pipeline.timeout is refused: a truth value is no number"),
         ("profile='yes'", "profile must be true or false, got 'yes'"),
     ],

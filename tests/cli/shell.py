@@ -24,8 +24,15 @@ TINY = ("--steps", "2", "--frames", "2", "--height", "32", "--width", "32", "--t
 
 _UNSET = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PIPELINE_BACKEND"),
-    *("SLURM_STEP_ID", "TORCHINDUCTOR_CACHE_DIR"),
-    *("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "TERMINAL_WIDTH", "LINES"),
+    *(
+        "SLURM_STEP_ID",
+        "FORCE_COLOR",
+        "NO_COLOR",
+        "TTY_COMPATIBLE",
+        "TTY_INTERACTIVE",
+        "TERMINAL_WIDTH",
+        "LINES",
+    ),
 )
 _SET = {"COLUMNS": "80", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TERM": "dumb"}
 
@@ -63,7 +70,9 @@ def python(
     stdin: str = "",
 ) -> Answer:
     """Runs this Python with the checkout importable."""
-    settings = {name: value for name, value in os.environ.items() if name not in _UNSET}
+    # The program sets the variable itself; this process needs its own value (conftest.py).
+    unset = {*_UNSET, "TORCHINDUCTOR_CACHE_DIR"}
+    settings = {name: value for name, value in os.environ.items() if name not in unset}
     settings |= {**_SET, "PYTHONPATH": str(ROOT), **(env or {})}
     done = subprocess.run(
         [sys.executable, *arguments],

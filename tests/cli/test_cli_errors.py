@@ -247,7 +247,7 @@ TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
         (("simulate",), {**TORCHRUN, "WORLD_SIZE": "3"}, "28 steps cannot be split evenly over 3"),
         (("verify", "--world", "4"), TORCHRUN, "--world 4 disagrees with torchrun's"),
         (("verify",), TORCHRUN, "MASTER_ADDR is not set"),
-        (("profile", "--draft"), TORCHRUN, "profile --draft runs drafts in processes of its own"),
+        (("profile", "--draft"), TORCHRUN, "profile --draft starts processes"),
         (("run", PHOTO, *DEMO), {"RANK": "0"}, "incomplete torchrun environment"),
         (("run", PHOTO, *DEMO), {**TORCHRUN, "RANK": "x"}, "invalid torchrun environment"),
         (("run", PHOTO, *DEMO), {**TORCHRUN, "RANK": "2"}, "invalid torchrun environment"),

@@ -96,6 +96,24 @@ def test_a_command_documents_its_own_defaults(name: str) -> None:
     assert not [d for d in defaults for other in others if f"svdpp {other}" in d]
 
 
+OF_BITS = {"--channels-last", "--deterministic", "--allow-mixed-devices"}
+
+
+@pytest.mark.parametrize(
+    ("name", "left_out"),
+    [
+        *((name, set()) for name in ("run", "verify", "profile")),
+        ("simulate", {"--channels-last"}),
+        ("doctor", {"--allow-mixed-devices"}),
+        *((name, OF_BITS) for name in ("plan", "bench", "env")),
+    ],
+)
+def test_a_command_offers_only_the_options_that_it_uses(name: str, left_out: set[str]) -> None:
+    text = svdpp_here(name, "--help-all").out
+
+    assert {option for option in OF_BITS if option not in text} == left_out
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_examples_are_command_lines(name: str) -> None:
     spec = spec_of(name)

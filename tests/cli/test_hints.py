@@ -172,6 +172,6 @@ def test_what_profile_and_run_suggest_next() -> None:
     assert made.code == 0, made
     line = made.err.splitlines()[-1]
     assert shlex.split(line.removeprefix("to prove one: ")) == [
-        *("svdpp", "verify", "out/$(touch x); 'a' b_0.json"),
+        *("svdpp", "verify", "out/$(touch x); 'a' b_0.mp4"),
     ]
     assert not Path("x").exists()

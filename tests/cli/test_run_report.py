@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,9 @@ from svdpp.cli.console import Console
 from svdpp.cli.run_report import announce_look, print_clips
 from svdpp.config import ModelConfig, PipelineConfig, SamplingConfig, VideoFormat
 from svdpp.driver.jobs import OutputPolicy
+from svdpp.launch import fork_server
+from svdpp.worker.peak_memory import MemoryPressure
+from tests.cli.shell import DEMO, PHOTO, TINY, svdpp_here
 
 
 @pytest.mark.parametrize(
@@ -30,6 +34,24 @@ def test_the_command_that_proves_a_clip_names_it(
     console.err = RichConsole(file=heard, width=80)
     print_clips(console, Path("out"), [], [{"output": output, "format": format, "exact": True}], [])
     assert f"svdpp verify {named}\n" in heard.getvalue()
+
+
+@pytest.mark.processes
+def test_a_gpu_that_ran_short_of_memory_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The ranks are forked, so that they have the planted pressure."""
+    monkeypatch.setattr(MemoryPressure, "rose", lambda self: True)  # noqa: ARG005
+    monkeypatch.setattr(fork_server, "start_method", lambda device: "fork")  # noqa: ARG005
+    answer = svdpp_here("run", PHOTO, *DEMO, *TINY, "--seeds", "1,2", "--out", str(tmp_path))
+
+    assert answer.code == 0, answer
+    metadata = json.loads((tmp_path / "rocket_1.mp4.json").read_text())
+    assert metadata["memory_pressure"] is True
+    (warning,) = [line for line in answer.err.splitlines() if "warning" in line]
+    assert "bits may differ" in warning
+    assert "--decode-chunk-size" in warning
+    assert "--gpus" in warning
 
 
 @pytest.mark.parametrize(

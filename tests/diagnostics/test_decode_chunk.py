@@ -14,9 +14,18 @@ import torch
 
 from svdpp.config import DEMO_SAMPLING, ModelConfig, PipelineConfig, SamplingConfig
 from svdpp.diagnostics import decode_chunk
-from svdpp.diagnostics.decode_chunk import DecodeMemory, _peak, measure_decode
+from svdpp.diagnostics.decode_chunk import (
+    DecodeMemory,
+    _peak,
+    _weights_of_others,
+    measure_decode,
+)
+from svdpp.diagnostics.memory_estimate import CUDA_PROCESS_BYTES
+from svdpp.driver.pipeline import resolve
 from svdpp.errors import OutOfMemoryError, RequestError
 from svdpp.launch import fork_server
+from svdpp.models.svd.memory import estimate
+from svdpp.plan.layout import Roles
 from tests.cli.shell import DEMO, PHOTO, TINY, svdpp_alone
 
 MEMORY = DecodeMemory(num_frames=25, one_frame=100, each_in_chunk=50, each_kept=1, free=0)
@@ -65,6 +74,24 @@ def test_measured_memory_grows_with_the_frames_and_their_size() -> None:
     # A frame of 128x128 holds 64 channels at its full size, and several such tensors at a time.
     assert large.one_frame > 2 * 64 * 256 * 256 * 4
     assert large.needed(14) > 1.5 * small.needed(14)
+
+
+def test_the_other_ranks_of_a_shared_gpu_take_weights_and_a_process() -> None:
+    config = PipelineConfig(world_size=3, model=ModelConfig(name="demo"), device="cuda:0")
+    config, checkpoint = resolve(config)
+    assert checkpoint is not None
+    parts = estimate(checkpoint, config.model, config.sampling, device="cuda:0")
+    unet, vae = parts.denoise.weight_bytes, parts.decode.weight_bytes
+    encoder = parts.encode.weight_bytes
+    decoding = Roles(encode=False, denoise=True, decode=True)
+
+    others = _weights_of_others(config, checkpoint, decoding)
+    # One rank encodes and denoises, the next one denoises.
+    assert others == 2 * unet + encoder + 2 * CUDA_PROCESS_BYTES
+    everything = Roles(encode=True, denoise=True, decode=True)
+    alone = replace(config, world_size=1)
+    assert _weights_of_others(alone, checkpoint, everything) == 0
+    assert unet > 0 < vae
 
 
 def be_killed(*_: object) -> None:

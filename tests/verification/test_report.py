@@ -44,7 +44,8 @@ def _page(
 ) -> tuple[VerificationResult, str]:
     verdict = compare(config, len(requests), folder)
     path = folder / "report.html"
-    write_report(path, verdict, config, requests, folder, {"planted fault": "<none>"})
+    asked, conditions = {"planted fault": "<none>"}, {"cudnn_tf32": "as the ranks have it"}
+    write_report(path, verdict, config, requests, folder, asked, conditions)
     return verdict, path.read_text()
 
 
@@ -84,6 +85,7 @@ def test_equal_sides(tmp_path: Path) -> None:
         ["threads of each rank", "1"],
         ["dtype", "fp32"],
         ["planted fault", "&lt;none&gt;"],
+        ["cudnn tf32", "as the ranks have it"],
     ):
         assert condition in rows
     assert any(row[:1] == ["versions"] and f"torch {torch.__version__}" in row[1] for row in rows)

@@ -6,9 +6,8 @@ from typing import Annotated
 
 from svdpp.cli.options.declare import LAYOUT, MEMORY, flag, option
 from svdpp.cli.options.inputs import ClipOptions
-from svdpp.config.limits import check_whole
+from svdpp.config.limits import MAX_CLIPS
 from svdpp.errors import RequestError
-from svdpp.plan.limits import MAX_RANKS
 
 _CLIPS_PER_RANK = 2
 # So many that the edges of the run weigh little beside its steady part.
@@ -81,13 +80,14 @@ class ForecastOptions(ClipOptions):
         """Clips to plan for.
 
         Raises:
-            RequestError: fewer than one, or too many; or of the ranks.
+            RequestError: too few or too many clips, or too many ranks.
         """
-        from svdpp.plan.large_forecast import MAX_VISITS
+        from svdpp.plan.limits import MAX_RANKS
 
+        if world_size > MAX_RANKS:
+            raise RequestError(f"a plan has at most {MAX_RANKS} ranks, got {world_size}")
         per_rank = _CLIPS_PER_RANK_TO_COMPARE if self.compare else _CLIPS_PER_RANK
-        check_whole("--world", world_size, 1, MAX_RANKS)
-        return self.at_least_one(per_rank * world_size, MAX_VISITS)
+        return self.at_least_one(min(per_rank * world_size, MAX_CLIPS))
 
     def limits(self, world_size: int) -> tuple[float, ...]:
         """What each rank's device has, in GiB; empty where that is not asked about.

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from svdpp.cli.options.declare import LAYOUT, RECOVERY, VIDEO, flag, option
-from svdpp.config.limits import MAX_CLIPS, check_whole
+from svdpp.config.limits import check_num_clips
 
 
 def _take_from(context: typer.Context, path: Path | None) -> Path | None:
@@ -34,14 +34,14 @@ class ClipOptions:
         ),
     ] = None
 
-    def at_least_one(self, default: int, most: int = MAX_CLIPS) -> int:
+    def at_least_one(self, default: int) -> int:
         """Their number.
 
         Raises:
-            RequestError: it is not 1 to `most`.
+            RequestError: fewer than one.
         """
         clips = max(1, default) if self.clips is None else self.clips
-        check_whole("--clips", clips, 1, most)
+        check_num_clips(clips)
         return clips
 
 
