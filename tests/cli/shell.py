@@ -24,15 +24,8 @@ TINY = ("--steps", "2", "--frames", "2", "--height", "32", "--width", "32", "--t
 
 _UNSET = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PIPELINE_BACKEND"),
-    *(
-        "SLURM_STEP_ID",
-        "FORCE_COLOR",
-        "NO_COLOR",
-        "TTY_COMPATIBLE",
-        "TTY_INTERACTIVE",
-        "TERMINAL_WIDTH",
-        "LINES",
-    ),
+    *("SLURM_STEP_ID", "FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"),
+    *("TERMINAL_WIDTH", "LINES"),
 )
 _SET = {"COLUMNS": "80", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TERM": "dumb"}
 
@@ -82,7 +75,7 @@ def python(
         encoding="utf-8",
         errors="surrogateescape",
         input=stdin,
-        timeout=120,
+        timeout=280,
         check=False,
     )
     return Answer(done.returncode, done.stdout, done.stderr)

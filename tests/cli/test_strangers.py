@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from tests.cli.shell import DEMO, PHOTO, TINY, assert_error, svdpp_alone
 from tests.media.pictures import encoded, gradient, png
 from tests.models.builders import edit_json, save_tiny_checkpoint
 
-MAX_SECONDS = 5
+MAX_CPU_SECONDS = 5
 MAX_BYTES = 300 * 2**20
 HTML = b"<!DOCTYPE html><html><title>Sign in</title></html>"
 SVG = b'<?xml version="1.0"?><svg xmlns="http://www.w3.org/2000/svg" width="64" height="64"/>'
@@ -71,7 +70,7 @@ def put(path: Path, content: Content) -> None:
 
 
 def assert_quick_and_small(outcome: Outcome, base: Outcome) -> None:
-    assert outcome.seconds < MAX_SECONDS
+    assert outcome.cpu_seconds < MAX_CPU_SECONDS
     assert outcome.peak_bytes - base.peak_bytes < MAX_BYTES
 
 
@@ -225,9 +224,7 @@ def test_weights_of_another_model(
     save_file(weights, model / UNET, metadata={"format": "pt"})
     run = ("run", PHOTO, "--device", "cpu", "--model", "./model", "-q", "--log-file", str(log))
     answer = svdpp_alone(*run, *TINY, "--world", "2", cwd=tmp_path)
-    ended = time.time()
 
     assert_error(answer, 5, "'./model'", UNET, words)
     found = json.loads(log.read_text().splitlines()[0])["record"]
     assert "failed at start" in found["message"]
-    assert ended - found["time"]["timestamp"] < MAX_SECONDS
