@@ -61,7 +61,7 @@ def test_a_killed_run_goes_on_from_its_hand_overs(tmp_path: Path) -> None:
     assert set(states) <= {"pending", "running", "done"}
     resumed = _run(*PHOTOS, "--world", 2, *keeping, "--resume", "-v")
     assert resumed.returncode == 0, resumed.stderr
-    assert "of them from where an earlier run stood" in resumed.stderr
+    assert "of them go on from an earlier run" in resumed.stderr
     assert _latents(out) == _latents(whole)
     assert list(kept.iterdir()) == []
     manifest = json.loads((out / "run.json").read_text())
@@ -102,5 +102,5 @@ def test_what_is_lost_ends_with_the_highest_code(tmp_path: Path) -> None:
     command = [*_command(*inputs, "--world", 1, "--out", out, "--keep-going"), "--model", model]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 9, done.stderr
-    assert "error: 2 of 2 lost: the latent is not finite after step 0" in done.stderr
+    assert "error: 2 of 2 clips lost: the latent is not finite after step 0" in done.stderr
     assert done.stdout.count("(lost: ") == 2

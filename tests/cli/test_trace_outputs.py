@@ -113,6 +113,6 @@ def test_a_verify_that_finds_a_difference_writes_its_report(tmp_path: Path) -> N
     assert answer.code == 3
     assert json.loads(answer.out)["equal"] is False
     page = (tmp_path / "report.html").read_text()
-    assert "<b>Different</b>" in page
+    assert "<b>different</b>" in page
     assert "clip 1, the latent after step 0, done by rank 0" in page
     assert "ulp@rank0.clip1" in page
