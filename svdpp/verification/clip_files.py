@@ -140,7 +140,7 @@ def find_photo(clip: ClipOnDisk, image: Path | None) -> Path:
 
 def _of_json(path: Path) -> ClipOnDisk:
     raw = parse_clip_json(path)
-    metadata = checked_clip_metadata(raw, f"{str(path)!r} is no clip's JSON")
+    metadata = checked_clip_metadata(raw, f"{str(path)!r} is not a clip's JSON")
     # By the JSON's own name, so that it cannot vouch for another file than the one it lies beside.
     # Up to svdpp 0.3 the name did not tell the format.
     named, suffix = path.with_suffix(""), video.SUFFIXES[metadata["format"]]

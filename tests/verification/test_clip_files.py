@@ -76,7 +76,7 @@ def test_what_is_no_clip_is_passed_over_and_what_is_damaged_is_not(out: Path) ->
     found, passed_over = _found("out")
     assert sorted(found) == sorted([*ALL, "out/b.mp4.json"])
     assert passed_over == ["out/costs.json", "out/holiday.mp4"]
-    with pytest.raises(InputError, match=r"b\.mp4\.json' is no clip's JSON"):
+    with pytest.raises(InputError, match=r"b\.mp4\.json' is not a clip's JSON"):
         read_clip(out / "b.mp4.json")
 
 
@@ -132,7 +132,7 @@ def test_a_json_vouches_for_the_file_beside_it_alone(out: Path) -> None:
 def test_a_json_names_no_file_outside_its_folder(output: str, out: Path) -> None:
     record = json.loads((out / "a.mp4.json").read_text())
     (out / "x.json").write_text(json.dumps({**record, "output": output}))
-    with pytest.raises(InputError, match=r"output: Value error, not a file's name"):
+    with pytest.raises(InputError, match=r"output: Value error, not a file name"):
         read_clip(out / "x.json")
 
 

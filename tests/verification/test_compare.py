@@ -130,5 +130,5 @@ def test_evidence_comes_back_as_it_was_kept(tmp_path: Path) -> None:
 def test_faults_are_read_from_text() -> None:
     assert InjectedFault.parse("ulp@rank1.clip0") == InjectedFault("ulp", 1, 0)
     for text in ("ulp@1.0", "melt@rank1.clip0", "ulp@rank1.clip0 ", ""):
-        with pytest.raises(ValueError, match="is no fault"):
+        with pytest.raises(ValueError, match="is not a fault"):
             InjectedFault.parse(text)

@@ -75,7 +75,7 @@ def test_a_photograph_that_went_bad_spoils_no_other(paths: list[Path]) -> None:
     assert reader.take(0)
     with pytest.raises(InputError, match=r"20\.png"):
         reader.take(1)
-    with pytest.raises(InputError, match="was changed after the run had begun"):
+    with pytest.raises(InputError, match="has changed since the run began"):
         reader.take(2)
     assert reader.take(3)
     reader.close()
