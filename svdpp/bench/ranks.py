@@ -22,7 +22,7 @@ class Ranks(Protocol):
     def at_work(self, *observers: Observer) -> contextlib.AbstractContextManager[Pipeline]:
         """The next pipeline, entered."""
 
-    def look(self, rank: int, event: Event) -> None:
+    def check_alive(self, rank: int, event: Event) -> None:
         """Observes what is measured without them, so as to see that they are still there."""
 
 
@@ -59,7 +59,7 @@ class StartedRanks:
         with pipeline:
             yield pipeline
 
-    def look(self, rank: int, event: Event) -> None:
+    def check_alive(self, rank: int, event: Event) -> None:
         """There are none between two pipelines."""
 
 
@@ -105,7 +105,7 @@ class JoinedRanks:
             yield pipeline
         self._gather()
 
-    def look(self, rank: int, event: Event) -> None:  # noqa: ARG002
+    def check_alive(self, rank: int, event: Event) -> None:  # noqa: ARG002
         """See `Ranks`.
 
         Raises:

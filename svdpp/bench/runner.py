@@ -12,7 +12,7 @@ from svdpp.bench.names import DATA_PARALLEL, ONE_DEVICE, PIPELINE
 from svdpp.bench.ranks import Ranks, StartedRanks
 from svdpp.config import ClipRequest, PipelineConfig
 from svdpp.driver.pipeline import Pipeline
-from svdpp.driver.supervisor import Watch, unwatched
+from svdpp.driver.supervisor import OpenObserver, no_observer
 from svdpp.driver.trace import Trace
 from svdpp.errors import OutOfMemoryError
 from svdpp.media.examples import example_photos
@@ -83,7 +83,7 @@ class Bench:
         """Cases beside the pipeline that the devices cannot hold."""
         self.profile_path: Path | None = None
         """Of what torch.profiler sees; to be set before the measuring is over."""
-        self.watch: Watch = unwatched
+        self.open_observer: OpenObserver = no_observer
         """Observes each round of each case; to be set before the measuring."""
         self.requests = [] if is_member else _requests(asked, config)
 
@@ -110,7 +110,7 @@ class Bench:
 
     def run(
         self,
-        talk: Callable[[str], None],
+        log: Callable[[str], None],
         each: Callable[[Round], None],
         ranks: Ranks | None = None,
     ) -> None:
@@ -134,13 +134,13 @@ class Bench:
                 if case == PIPELINE or (case != ONE_DEVICE and ranks.end_together):
                     raise
                 self.out_of_memory[case] = error
-                talk(f"{place}: {error.message}")
+                log(f"{place}: {error.message}")
                 continue
             self.rounds.append(done)
             each(done)
-            talk(f"{place}: {_words(done.trace)}")
+            log(f"{place}: {_words(done.trace)}")
         if self.asked.profile:
-            talk("one clip under torch.profiler, in a run of its own")
+            log("one clip under torch.profiler, in a run of its own")
             with ranks.at_work() as pipeline:
                 pipeline.run(self.requests[:2])
 
@@ -153,9 +153,11 @@ class Bench:
         done = Round(case, number, num_warmups, Trace(config.world_size))
         listener = _Listener(done)
         clips = [*warmups, *self.requests]
-        with self.watch(self._place(case, number), _schedule(config, len(clips))) as progress:
+        with self.open_observer(
+            self._place(case, number), _schedule(config, len(clips))
+        ) as progress:
             if case == ONE_DEVICE:
-                run_reference(config, clips, observers=(listener, progress, ranks.look))
+                run_reference(config, clips, observers=(listener, progress, ranks.check_alive))
                 return done
             with ranks.at_work(listener, progress) as pipeline:
                 if warmups:

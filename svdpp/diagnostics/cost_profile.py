@@ -16,7 +16,7 @@ from svdpp.config import ClipRequest, OutputConfig, PipelineConfig
 from svdpp.diagnostics import rank_probe
 from svdpp.diagnostics.environment import cpu_model
 from svdpp.driver.pipeline import Pipeline, resolve
-from svdpp.driver.supervisor import Watch, unwatched
+from svdpp.driver.supervisor import OpenObserver, no_observer
 from svdpp.launch import gpus
 from svdpp.launch.world import find_world
 from svdpp.media import image as photos
@@ -122,7 +122,11 @@ class Profile:
 
 
 def profile(
-    config: PipelineConfig, *, repeats: int, talk: Callable[[str], None], watch: Watch = unwatched
+    config: PipelineConfig,
+    *,
+    repeats: int,
+    log: Callable[[str], None],
+    open_observer: OpenObserver = no_observer,
 ) -> Profile:
     """Measures the parts of a run on the devices of `config`, with all its ranks at work at once.
 
@@ -133,7 +137,7 @@ def profile(
         config: its number of steps does not matter; frame count and chunk may be open.
         repeats: clips through each rank besides the first, which warms up and does not count.
         talk: told what comes next.
-        watch: observes the clips that are measured.
+        open_observer: observes the clips that are measured.
 
     Raises:
         SvdppError: whatever would keep a run from working.
@@ -142,14 +146,14 @@ def profile(
     result = Profile(config)
     # The ranks before the last work alone until the first clip has come to the end.
     num_clips = config.world_size + repeats
-    talk(f"{num_clips} clips through {config.world_size} ranks for the times")
-    _measure_times(result, num_clips, watch)
+    log(f"{num_clips} clips through {config.world_size} ranks for the times")
+    _measure_times(result, num_clips, open_observer)
     if config.decodes:
         _measure_write(result, repeats)
     if find_world() is None:  # else the packets of the run itself were measured
-        talk("packets between neighbours")
+        log("packets between neighbours")
         result.transfers = rank_probe.measure_transfers(config)
-    talk("memory of each part")
+    log("memory of each part")
     _measure_memory(result, checkpoint)
     return result
 
@@ -160,7 +164,7 @@ def measured_config(config: PipelineConfig) -> PipelineConfig:
     return replace(config, sampling=replace(config.sampling, num_inference_steps=steps))
 
 
-def _measure_times(result: Profile, num_clips: int, watch: Watch) -> None:
+def _measure_times(result: Profile, num_clips: int, open_observer: OpenObserver) -> None:
     config = result.config
     image = None if config.model.is_dummy else str(example_photos()[0])
     requests = [ClipRequest(seed=seed, image=image) for seed in range(num_clips)]
@@ -169,7 +173,7 @@ def _measure_times(result: Profile, num_clips: int, watch: Watch) -> None:
     measured = _Measured(Costs(ranks_per_host=result.ranks_per_host).host_of)
     pipeline = Pipeline(config)
     pipeline.observe(measured)
-    with watch("profile", pipeline.schedule(requests)) as progress:
+    with open_observer("profile", pipeline.schedule(requests)) as progress:
         pipeline.observe(progress)
         with pipeline:
             pipeline.run(requests)

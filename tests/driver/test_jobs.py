@@ -161,7 +161,7 @@ def test_a_clip_of_somebody_elses_is_not_replaced_by_resume(photo: Photo, tmp_pa
     for metadata in ({}, {"seed": 1}):
         video.write_clip(frames, output, fps=7, metadata=metadata)
         before = Path(output.path).read_bytes()
-        with pytest.raises(RequestError, match="without a JSON, and is no clip of svdpp's"):
+        with pytest.raises(RequestError, match="without a JSON, and svdpp did not write it"):
             _plan(photo, OutputPolicy(folder=tmp_path, resume=True))
         assert Path(output.path).read_bytes() == before
     assert len(_plan(photo, OutputPolicy(folder=tmp_path, overwrite=True)).requests) == 1
@@ -184,7 +184,7 @@ def test_a_file_that_was_changed_is_not_replaced_by_resume(photo: Photo, tmp_pat
 def test_a_run_json_of_somebody_elses_is_not_replaced(photo: Photo, tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text('{"scripts": {"dev": "next dev"}}')
     for policy in (OutputPolicy(folder=tmp_path), OutputPolicy(folder=tmp_path, resume=True)):
-        with pytest.raises(RequestError, match=r"run\.json' exists and is no run's manifest"):
+        with pytest.raises(RequestError, match=r"run\.json' exists and is not a run's manifest"):
             _plan(photo, policy)
     _plan(photo, OutputPolicy(folder=tmp_path, overwrite=True))
     with RunManifest(tmp_path / "run.json", {"model": "demo"}, []):

@@ -120,7 +120,7 @@ def test_a_signal_in_the_middle_of_a_submit_ends_the_run(
     monkeypatch.setattr(stuck._entered, "send", interrupt)
     with pytest.raises(KeyboardInterrupt):
         stuck.submit(clips(2))
-    with pytest.raises(SvdppError, match="given to some of the ranks only: KeyboardInterrupt"):
+    with pytest.raises(SvdppError, match="only some of the ranks got the clips: KeyboardInterrupt"):
         stuck.close()
 
 

@@ -99,8 +99,8 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     ),
 }
 REFUSED_METADATA: dict[str, tuple[Any, type[Exception], str]] = {
-    "too few": ([{}], RequestError, "there are 1 metadata for 2 clips: give one each"),
-    "too many": ([{}] * 3, RequestError, "there are 3 metadata for 2 clips"),
+    "too few": ([{}], RequestError, "got 1 metadata for 2 clips: give one for each clip"),
+    "too many": ([{}] * 3, RequestError, "got 3 metadata for 2 clips"),
     "no dictionaries": (["a", "b"], TypeError, "metadata 0 of the list is a value of type str"),
     "one dictionary": ({"output": "a"}, TypeError, "metadata 0 of the list is a value of type str"),
     "an object": ([{}, {"input": object()}], RequestError, "clip 1 of the list cannot be sent"),
