@@ -201,5 +201,7 @@ def test_a_summary_without_what_is_compared_is_refused(
     content = json.loads((b / "summary.json").read_text())
     (b / "summary.json").write_text(json.dumps({**content, **damage}))
     for one, other in ((a, b), (b, a)):
-        with pytest.raises(InputError, match=r"summary\.json' is no bench's: (cases|config)"):
+        with pytest.raises(
+            InputError, match=r"summary\.json' is not a bench's summary: (cases|config)"
+        ):
             compare(one, other)

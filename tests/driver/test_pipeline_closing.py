@@ -211,4 +211,4 @@ def test_a_clip_that_is_being_written_leaves_nothing_behind(tmp_path: Path) -> N
     assert len(finished) < 30
     assert not [name for name in names if name.startswith(".")]
     for clip in finished:
-        assert {f"clip_{clip}.mp4", f"clip_{clip}.json"} <= names
+        assert {f"clip_{clip}.mp4", f"clip_{clip}.mp4.json"} <= names

@@ -98,7 +98,7 @@ def test_folders_of_photographs_are_none(tmp_path: Path, out: Path) -> None:
 def test_what_is_not_there_is_an_error(out: Path) -> None:
     for text, words in (
         ("out/*.mov", "matches no files"),
-        ("out/run.json", "is a run's manifest, and no clip"),
+        ("out/run.json", "is a run's manifest, not a clip"),
     ):
         with pytest.raises(InputError, match=words):
             find_clips([text] if "*" in text else ["out/run.jso[n]"])
@@ -110,7 +110,7 @@ def test_what_is_not_there_is_an_error(out: Path) -> None:
         with pytest.raises(InputError):
             read_clip(out / name)
     video.write_clip(frames_of(1), _plain(out), fps=7, metadata={"seed": 1})
-    with pytest.raises(InputError, match=r"the metadata in .*plain.mp4' is no clip's"):
+    with pytest.raises(InputError, match=r"the metadata in .*plain.mp4' is not a clip's"):
         read_clip(out / "plain.mp4")
 
 
@@ -149,7 +149,7 @@ def test_the_photograph_is_found_where_it_was_then_beside_the_clip(out: Path) ->
     record = json.loads((moved / "a.mp4.json").read_text())
     (moved / "a.mp4.json").write_text(json.dumps({**record, "input": "photos/rocket.jpg"}))
     clip = read_clip(moved / "a.mp4.json")
-    with pytest.raises(InputError, match=r"photos/rocket.jpg', the photograph of 'a.mp4', is not"):
+    with pytest.raises(InputError, match="the photograph of 'a.mp4', is missing"):
         find_photo(clip, None)
     Image.open(PHOTO).save(moved / "another.png")
     shutil.copy(PHOTO, moved / "renamed.jpeg")

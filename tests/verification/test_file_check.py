@@ -60,7 +60,7 @@ def test_a_file_with_something_appended(format: VideoFormat, tmp_path: Path) -> 
         file.write(b"junk")
     check = _check(path.with_name(f"{path.name}.json"))
     assert not check.equal
-    assert "its sha256 is not the recorded one: it was changed, or replaced" in check.detail
+    assert "its sha256 is not the recorded one: it was changed or replaced" in check.detail
 
 
 @pytest.mark.parametrize("format", [*LOSSY, "frames"])
@@ -105,7 +105,7 @@ def test_a_frame_too_few(format: VideoFormat, tmp_path: Path) -> None:
     check = _check(tmp_path / f"a{video.SUFFIXES[format]}.json")
     assert not check.equal
     if format != "frames":
-        assert "it holds 2 frames of 48x32, where there should be 3 frames of 48x32" in check.detail
+        assert "it holds 2 frames of 48x32 instead of 3 frames of 48x32" in check.detail
 
 
 def test_a_json_that_was_edited(tmp_path: Path) -> None:

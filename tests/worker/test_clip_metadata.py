@@ -99,6 +99,6 @@ def test_verify_finds_the_folder_and_notices_other_weights(
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
     answer = svdpp_here("verify", str(path))
-    assert_error(answer, 5, "holds other weights now than 'rocket_0.json'", "--overwrite")
+    assert_error(answer, 5, "have changed since 'rocket_0.mp4' was made", "--overwrite")
     shutil.rmtree(folder)
     assert_error(svdpp_here("verify", str(path)), 5, "there is no folder")
