@@ -149,7 +149,7 @@ def test_the_photograph_is_found_where_it_was_then_beside_the_clip(out: Path) ->
     record = json.loads((moved / "a.mp4.json").read_text())
     (moved / "a.mp4.json").write_text(json.dumps({**record, "input": "photos/rocket.jpg"}))
     clip = read_clip(moved / "a.mp4.json")
-    with pytest.raises(InputError, match="the photograph of 'a.mp4', is missing"):
+    with pytest.raises(InputError, match=r"the photograph of 'a\.mp4', is missing"):
         find_photo(clip, None)
     Image.open(PHOTO).save(moved / "another.png")
     shutil.copy(PHOTO, moved / "renamed.jpeg")
