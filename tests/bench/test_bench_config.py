@@ -1,4 +1,4 @@
-"""What a bench is asked: YAML, overrides, grids, and words for what nobody knows."""
+"""A bench's configuration: YAML, overrides, grids, and errors for unknown keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a caller can do wrong is refused at once, by a plain sentence, and harms no other clip."""
+"""Misuse is refused at once with a plain sentence, and affects no other clip."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clips are found by JSON, by file and by folder; their photographs by their hash."""
+"""Clips are found by JSON, file and folder, and their photographs by hash."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.verification.clips import frames_of, put_clip
 
 @pytest.fixture
 def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder as `run` leaves it, with a clip of each format."""
+    """A folder as `run` writes it, with a clip of each format."""
     folder = tmp_path / "out"
     folder.mkdir()
     for format in ("mp4", "gif", "webp", "frames"):
@@ -121,7 +121,7 @@ def _plain(folder: Path) -> Any:
 
 
 def test_a_json_vouches_for_the_file_beside_it_alone(out: Path) -> None:
-    """Copied beside another video, it does not lead back to its own."""
+    """A JSON copied beside another video does not lead back to its own video."""
     shutil.copy(out / "a.mp4.json", out / "b.mp4.json")
     assert read_clip(out / "b.mp4.json").path == out / "b.mp4"
     renamed = [(out / f"a.mp4{end}").rename(out / f"c.mp4{end}") for end in ("", ".json")]

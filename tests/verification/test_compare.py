@@ -1,4 +1,4 @@
-"""The comparison itself: nothing that differs by a bit passes, and what differs is measured."""
+"""The comparison: a difference of one bit is found, and its size is measured."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_one_ulp_is_found_and_placed(dtype: torch.dtype) -> None:
     check = _compare(one_ulp_off(latent), latent)
     assert not check.equal
     assert check.max_ulp == 1
-    # The middle of 72 elements, index 36, is where the fault is planted.
+    # The fault is injected in the middle of 72 elements, at index 36.
     assert check.first_index == (0, 1, 0, 0, 0)
     assert 0 < check.max_abs_diff < 0.1
 
