@@ -155,7 +155,7 @@ def test_an_accepted_draft_in_the_way_on_another_host_is_refused(tmp_path: Path)
     about = {"exact": False, "draft": {"accept_psnr_db": 40.0}}
     _finish({**plan.metadata[0], "output": "rocket_1.draft.mp4", **about}, there.folder)
     host1 = _Host1(there, DraftConfig(start_steps=(0, 1)))
-    with pytest.raises(RequestError, match=r"exist already on host1.*'rocket_1\.draft\.mp4'"):
+    with pytest.raises(RequestError, match=r"exists already on host1.*'rocket_1\.draft\.mp4'"):
         hosts.without_those_elsewhere(plan, here, host1)
     assert hosts.without_those_elsewhere(plan, here, _Host1(there)).requests == plan.requests
 
@@ -181,10 +181,10 @@ def test_a_folder_that_takes_no_file_is_named_with_its_host(tmp_path: Path) -> N
 def test_whatever_goes_wrong_on_another_host_is_told_by_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def look(*_: object) -> None:
+    def fail(*_: object) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(hosts, "_look", look)
+    monkeypatch.setattr(hosts, "_answer", fail)
     policy = OutputPolicy(folder=tmp_path)
     host1 = _Host1(policy)
     with pytest.raises(SvdppError, match=r"on host1: OSError: .*Input/output error") as refusal:

@@ -1,4 +1,4 @@
-"""Row: verify under different threads is explained and refused, never passed by tolerance."""
+"""Row: verify with different numbers of threads is refused and explained; no tolerance helps."""
 
 from __future__ import annotations
 
