@@ -1,4 +1,4 @@
-# From a fresh clone to a clip and to green tests: needs Python 3.11 or later, git and make.
+# From a fresh clone to a clip and to green tests. Needs Python 3.11 or later, git and make.
 #   make demo                   make PYTHON=python3.12 test ARGS="-k transport"
 
 PYTHON ?= python3
@@ -12,10 +12,10 @@ FOR ?= 3.12
 # pip shows its progress on a terminal; in a log, only its errors.
 QUIET := $(if $(MAKE_TERMOUT),,-qq)
 
-# import-linter cannot forbid a module inside an external package, so ruff holds this contract.
+# import-linter cannot forbid a module inside an external package, so ruff checks this contract.
 NO_RANKS := lint.flake8-tidy-imports.banned-api={ \
-  "torch.distributed".msg = "models and media know no ranks", \
-  "torch.multiprocessing".msg = "models and media know no ranks" }
+  "torch.distributed".msg = "models and media must not depend on ranks", \
+  "torch.multiprocessing".msg = "models and media must not depend on ranks" }
 
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
@@ -23,8 +23,8 @@ NO_RANKS := lint.flake8-tidy-imports.banned-api={ \
   lint format types imports docs check-docs clean
 
 help: ## Show these targets
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | \
-	  while IFS='|' read -r target what; do printf '%-20s%s\n' "  $$target" "$$what"; done
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1|\2/p' $(MAKEFILE_LIST) | \
+	  while IFS='|' read -r target what; do printf '%-23s%s\n' "  $$target" "$$what"; done
 
 demo: $(STAMP) ## Animate four photographs on two CPU ranks, then prove one clip bitwise
 	$(BIN)/svdpp run svdpp/assets/photos/*.jpg --device cpu --world 2 --model demo \
@@ -33,16 +33,16 @@ demo: $(STAMP) ## Animate four photographs on two CPU ranks, then prove one clip
 	@echo "The clips:"
 	@ls -1 $(DEMO)/*.mp4
 
-test: $(STAMP) ## Run the tests (ARGS="-k name" for some)
+test: $(STAMP) ## Run the tests; ARGS="-k name" selects some
 	$(BIN)/python -m pytest $(ARGS)
 
-test-long: $(STAMP) ## Run the fault table, and other tests that take long
+test-long: $(STAMP) ## Run the fault table and other long tests
 	$(BIN)/python -m pytest -m "long and not full" $(ARGS)
 
-test-full: $(STAMP) ## Run what CI leaves out: whole grids of tests
+test-full: $(STAMP) ## Run the full test grids, which CI leaves out
 	$(BIN)/python -m pytest -m full $(ARGS)
 
-test-gpu: $(STAMP) ## Run the GPU tests (docs/gpu.md); BUNDLE=FOLDER without a network
+test-gpu: $(STAMP) ## Run the GPU tests (docs/gpu.md); BUNDLE=FOLDER needs no network
 	$(BIN)/python -m pytest -m gpu tests/gpu $(ARGS)
 
 rehearse-gpu: $(STAMP) ## Run the code of the GPU tests on the CPU, with small models
@@ -51,29 +51,29 @@ rehearse-gpu: $(STAMP) ## Run the code of the GPU tests on the CPU, with small m
 offline-bundle: $(STAMP) ## Collect the wheels that the GPU tests need: FOR=3.12 [ONLY=name,name]
 	$(BIN)/python -m tests.gpu.offline_bundle --python $(FOR) $(if $(ONLY),--only $(ONLY)) bundle
 
-soak: $(STAMP) ## Kill and resume a run again and again, for half an hour
+soak: $(STAMP) ## Kill and resume a run repeatedly for half an hour
 	$(BIN)/python -m tests.soak.soak $(ARGS)
 
 lint: $(STAMP) ## Check style and formatting
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-format: $(STAMP) ## Mend style and formatting
+format: $(STAMP) ## Fix style and formatting
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 types: $(STAMP) ## Check the types
 	$(BIN)/mypy
 
-imports: $(STAMP) ## Check which room imports which
+imports: $(STAMP) ## Check which package imports which
 	$(BIN)/lint-imports
-	@echo "Models and media know no torch.distributed:"
+	@echo "Models and media import no torch.distributed:"
 	@$(BIN)/ruff check --isolated --select TID251 --config '$(NO_RANKS)' svdpp/models svdpp/media
 
-docs: $(STAMP) ## Write docs/cli.md anew
+docs: $(STAMP) ## Generate docs/cli.md
 	$(BIN)/python docs/generate_cli_reference.py
 
-check-docs: $(STAMP) ## Check that docs/cli.md is what `make docs` writes
+check-docs: $(STAMP) ## Check that docs/cli.md is up to date
 	$(BIN)/python docs/generate_cli_reference.py --check
 
 clean: ## Remove caches, builds and the demo's clips; the virtual environment stays
@@ -81,8 +81,8 @@ clean: ## Remove caches, builds and the demo's clips; the virtual environment st
 	find . -path ./$(VENV) -prune -o -path ./.git -prune -o \
 	  -type d -name __pycache__ -exec rm -rf {} +
 
-# The environment is made once, and updated when what it is made from changes. With BUNDLE it takes
-# the packages of PYTHON's own environment, torch among them, and the wheels in that folder.
+# The environment is created once, and updated when a prerequisite changes. With BUNDLE it takes the
+# packages of PYTHON's environment, including torch, and the wheels in that folder.
 ifdef BUNDLE
 $(STAMP): $(BUNDLE)
 	$(PYTHON) -m venv --clear $(VENV)
@@ -99,7 +99,7 @@ $(STAMP): pyproject.toml constraints.txt
 	      "$$($(PYTHON) --version 2>&1 || true) - name another: make PYTHON=python3.11" >&2; \
 	    exit 1; }; \
 	  $(PYTHON) -m venv --clear $(VENV); }
-	@echo "Installing the tested set into $(VENV): PyTorch is large, the first time takes minutes."
+	@echo "Installing the tested versions into $(VENV): PyTorch is large, this may take minutes."
 	@$(BIN)/python -m pip install $(QUIET) --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 endif

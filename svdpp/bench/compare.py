@@ -1,4 +1,4 @@
-"""Owns holding two benches against each other: ratios, and whether they are more than noise."""
+"""Owns the comparison of two benches: ratios, and whether they are more than noise."""
 
 from __future__ import annotations
 
@@ -15,17 +15,30 @@ from pydantic import AfterValidator, BaseModel, Field, ValidationError
 from svdpp.bench.names import DATA_PARALLEL, ENVIRONMENT, ONE_DEVICE, PIPELINE, SUMMARY
 from svdpp.errors import InputError, describe_fault
 
-#: Student's t that 99.9% of differences between equals do not exceed, by degrees of freedom; where
-#: these lie between two of them the smaller one's, which errs on the side of noise. So strict since
-#: ten figures are compared: at 99% each, every tenth pair of equals would be called different.
+#: Two-sided 99.9% quantiles of Student's t, by degrees of freedom; between two entries the smaller
+#: one applies, which errs towards noise. The level is strict because ten figures are compared: at
+#: 99% each, every tenth pair of equal benches would be called different.
 _T999 = {
-    **{1: 636.62, 2: 31.599, 3: 12.924, 4: 8.610, 5: 6.869, 6: 5.959, 7: 5.408, 8: 5.041, 9: 4.781},
-    **{10: 4.587, 15: 4.073, 20: 3.850, 30: 3.646, 60: 3.460, 120: 3.373},
+    1: 636.62,
+    2: 31.599,
+    3: 12.924,
+    4: 8.610,
+    5: 6.869,
+    6: 5.959,
+    7: 5.408,
+    8: 5.041,
+    9: 4.781,
+    10: 4.587,
+    15: 4.073,
+    20: 3.850,
+    30: 3.646,
+    60: 3.460,
+    120: 3.373,
 }
 
 _ENOUGH_ROUNDS = 4
 
-#: Ratios closer to 1 than this are never called different, as small as their spread may be.
+#: Ratios closer to 1 than this are never called different, however small their spread.
 _NEGLIGIBLE = 0.01
 
 
@@ -44,14 +57,14 @@ class _Speedup(BaseModel):
 
 
 def _with_a_pipeline(cases: dict[str, _Case]) -> dict[str, _Case]:
-    """All but the pipeline may have been too large for the devices."""
+    """Checks that the pipeline has a round; the other cases may be too large for the devices."""
     if PIPELINE not in cases or not cases[PIPELINE].rounds:
         raise ValueError("no round of the pipeline")
     return cases
 
 
 class Summary(BaseModel):
-    """What a comparison needs of `summary.json`."""
+    """The part of `summary.json` that a comparison needs."""
 
     schema_version: Literal[1, 2]
     run_id: str
@@ -64,10 +77,10 @@ class Summary(BaseModel):
 
 @dataclass(frozen=True, kw_only=True)
 class Ratio:
-    """One figure of B over A's.
+    """The ratio of one figure, B over A.
 
-    `low` and `high` hold the true ratio in 999 of 1000 cases, as far as the rounds' own spread
-    can tell; both are None where one of the two had a single round.
+    `low` and `high` bound the true ratio with 99.9% confidence, by the spread of the rounds; both
+    are None if A or B has a single round.
     """
 
     name: str
@@ -77,13 +90,13 @@ class Ratio:
     low: float | None
     high: float | None
     is_apart: bool = False
-    """Whether A's and B's rounds lie farther from each other than any two of the same."""
+    """Whether the gap between A's and B's rounds exceeds the spread of either."""
     is_baseline: bool = False
-    """Whether it is the same work of the same libraries on the same machine, by definition."""
+    """Whether A and B are the same work with the same libraries on the same machine."""
 
     @property
     def is_noise(self) -> bool | None:
-        """Whether equals may well differ by so much; None where nobody knows."""
+        """Whether the difference is within noise; None if unknown."""
         if self.is_baseline or abs(math.log(self.value)) < _NEGLIGIBLE:
             return True
         if self.low is None or self.high is None:
@@ -99,31 +112,31 @@ class Comparison:
     b: Summary
     ratios: list[Ratio]
     settings: list[str]
-    """What differs in what was asked: `pipeline.world: 2, 4`."""
+    """The configuration fields that differ, such as `pipeline.world: 2, 4`."""
     machines: list[str]
-    """What differs in where it ran."""
+    """The facts about the machines that differ."""
     same_bits: bool | None
-    """Whether the clips have the same latents; None where they are other clips."""
+    """Whether the clips have the same latents; None if they are different clips."""
 
     @property
     def is_equal(self) -> bool | None:
-        """Whether every difference is within noise; None where nobody knows."""
+        """Whether every difference is within noise; None if unknown."""
         verdicts = [ratio.is_noise for ratio in self.ratios]
         return False if False in verdicts else None if None in verdicts else True
 
     @property
     def verdict(self) -> str:
-        """In a sentence."""
+        """The verdict in a sentence."""
         if self.is_equal is False:
             beyond = [ratio.name for ratio in self.ratios if ratio.is_noise is False]
             return f"different: {', '.join(beyond)}"
         if self.is_equal is None:
-            return "unknown: a single round has no spread; --measure.repeats=3 or more has"
+            return "unknown: a single round has no spread; use --measure.repeats=3 or more"
         return "equal: every difference is within noise"
 
 
 def compare(a: Path, b: Path) -> Comparison:
-    """Holds the bench in folder `b` against that in folder `a`.
+    """Compares the bench in folder `b` with that in folder `a`.
 
     Raises:
         InputError: a folder holds no finished bench.
@@ -153,14 +166,14 @@ def ratio(
     drift: float = 0.0,
     is_baseline: bool = False,
 ) -> Ratio:
-    """B over A: geometric means of each round's figure, and Welch's interval around their ratio.
+    """B over A: the ratio of geometric means over the rounds, with Welch's interval.
 
     Args:
         name: of the figure.
-        a: one for each round, above 0.
-        b: the same.
-        drift: by how much the machine itself differed, as a logarithm: added to the margin.
-        is_baseline: whether the figure is what `drift` is taken from.
+        a: one value for each round of A, above 0.
+        b: the same for B.
+        drift: the logarithm of the change of the machine itself; added to the margin.
+        is_baseline: whether `drift` was computed from this figure.
     """
     logs = [[math.log(value) for value in values] for values in (a, b)]
     means = [statistics.fmean(each) for each in logs]
@@ -182,11 +195,11 @@ def ratio(
 
 
 def _are_apart(a: list[float], b: list[float], drift: float) -> bool:
-    """Whether the gap between two sets is wider than either, with what the machine drifted.
+    """Whether the gap between two sets, less the drift of the machine, is wider than either set.
 
-    Needs no distribution: one round that met other work makes Welch's interval as wide as a barn
-    door, but not this. Of equals with 4 values each it is true in 6 of 10,000 cases (by simulation,
-    normal, exponential and Student's t with 2 degrees of freedom); with fewer it is more.
+    It assumes no distribution: a single disturbed round widens Welch's interval far more than this
+    one. For two equal sets of 4 values it is true in 6 of 10,000 cases (by simulation: normal,
+    exponential and Student's t with 2 degrees of freedom); with fewer values it is more often true.
     """
     gap = max(min(b) - max(a), min(a) - max(b)) - drift
     widest = max(max(values) - min(values) for values in (a, b))
@@ -194,20 +207,20 @@ def _are_apart(a: list[float], b: list[float], drift: float) -> bool:
 
 
 def _t999(errors: list[float], counts: list[int]) -> float:
-    """By Welch's and Satterthwaite's degrees of freedom."""
+    """The quantile of Student's t for the Welch-Satterthwaite degrees of freedom."""
     below = sum(error**2 / (n - 1) for error, n in zip(errors, counts, strict=True))
     freedom = sum(errors) ** 2 / below if below else 1.0
     return _T999[max(each for each in _T999 if each <= max(1.0, freedom + 1e-6))]
 
 
 def _ratios(a: Summary, b: Summary, *, same_baseline: bool) -> Iterator[Ratio]:
-    """Against the other cases of the same rounds first: those know nothing of a slower hour."""
+    """Ratios to other cases of the same rounds come first: machine drift cancels out in them."""
     for case in (ONE_DEVICE, DATA_PARALLEL):
         if case in a.speedups and case in b.speedups:
             yield ratio(f"{PIPELINE} / {case}", a.speedups[case].rounds, b.speedups[case].rounds)
     for name, words in _FIGURES.items():
         alone = _values(a, ONE_DEVICE, name), _values(b, ONE_DEVICE, name)
-        # Where it did not fit nobody knows how the machine drifted.
+        # If diffusers did not fit on the device, the drift of the machine is unknown.
         drift = math.log(ratio("", *alone).value) if same_baseline and all(alone) else 0.0
         for case in (PIPELINE, DATA_PARALLEL, ONE_DEVICE):
             values = _values(a, case, name), _values(b, case, name)
@@ -225,7 +238,7 @@ def _values(summary: Summary, case: str, name: str) -> list[float]:
 
 
 def _baseline(config: Mapping[str, Any]) -> dict[str, Any]:
-    """All that diffusers on one device depends on, but for how many clips there are."""
+    """All fields that diffusers on one device depends on, except the number of clips."""
     names = ("device", "threads", "deterministic")
     ranks = {name: config["pipeline"].get(name) for name in names}
     workload = {name: value for name, value in config["workload"].items() if name != "clips"}
@@ -234,23 +247,23 @@ def _baseline(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _clips(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What else makes the clips those they are."""
+    """The other fields that the clips depend on."""
     return {"clips": config["workload"]["clips"], "seeds": config["measure"]["seeds"]}
 
 
 def _machine(folder: Path) -> dict[str, Any]:
-    """Libraries and hardware; svdpp itself and its commit may be what is compared."""
+    """Libraries and hardware; without svdpp and its commit, which the comparison may be about."""
     facts = _read(folder / ENVIRONMENT)
     try:
         versions = {k: v for k, v in facts["versions"].items() if k != "svdpp"}
         host = {name: facts["host"][name] for name in ("cpu", "cpu_capability", "usable_cores")}
         return {"versions": versions, "host": host, "gpus": facts["devices"]["gpus"]}
     except (KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"{str(folder / ENVIRONMENT)!r} is no environment of a bench") from error
+        raise InputError(f"{str(folder / ENVIRONMENT)!r} is not a bench's environment") from error
 
 
 def _differences(a: object, b: object, name: str = "") -> list[str]:
-    """Each field of two nested mappings that is not the same in both."""
+    """The fields that differ between two nested mappings."""
     if isinstance(a, dict) and isinstance(b, dict):
         return [
             line
@@ -268,10 +281,10 @@ def _read_summary(folder: Path) -> Summary:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        what = f"{str(path)!r} is no bench's: {where} {describe_fault(first)}"
+        what = f"{str(path)!r} is not a bench's summary: {where} {describe_fault(first)}"
         raise InputError(what) from error
     except (KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"{str(path)!r} is no bench's: config: {error!r}") from error
+        raise InputError(f"{str(path)!r} is not a bench's summary: config: {error!r}") from error
     return found
 
 
@@ -284,7 +297,7 @@ def _read(path: Path) -> Any:
             "--compare takes the folders of two finished benches, results/EXPERIMENT/RUN",
         ) from error
     except ValueError as error:
-        raise InputError(f"{str(path)!r} is no JSON: {error}") from error
+        raise InputError(f"{str(path)!r} is not JSON: {error}") from error
 
 
 _FIGURES = {

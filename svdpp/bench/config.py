@@ -1,4 +1,4 @@
-"""Owns what a bench is asked to do: YAML, overrides and grids, checked before any of it runs."""
+"""Owns a bench's configuration: YAML, overrides and grids, all checked before anything runs."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ _MAX_ROUNDS = 1000
 
 def _no_truth_value(value: object) -> object:
     if isinstance(value, bool):
-        raise ValueError("a truth value is no number")
+        raise ValueError("true and false are not numbers")
     return value
 
 
-#: Not strict, since YAML 1.1 reads 1e3 as a text.
+#: Not strict, because YAML 1.1 reads 1e3 as text.
 Number = Annotated[float, BeforeValidator(_no_truth_value), Field(strict=False)]
 Positive = Annotated[int, Field(ge=1)]
 
-#: Clips of a round, in all.
+#: Number of clips in a round.
 NumClips = Annotated[int, Field(ge=1, le=MAX_CLIPS)]
 
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class _Section(BaseModel):
-    """Strict, since `true` would otherwise be 1, and "1" too."""
+    """Strict: otherwise `true` and "1" would count as 1."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
 
 
 class Model(_Section):
-    """Which weights; as `svdpp run` has them."""
+    """The weights; the fields are options of `svdpp run`."""
 
     name: str = DEFAULT_MODEL
     revision: str | None = None
@@ -58,11 +58,11 @@ class Model(_Section):
     memory_opt: bool = False
     channels_last: bool = False
     latent_shape: list[Positive] = Field(default=[1, 4, 14, 64, 64], min_length=5, max_length=5)
-    """Of the dummy model, B C F H W."""
+    """Of the dummy model: B, C, F, H, W."""
 
 
 class Ranks(_Section):
-    """How they share the work; as `svdpp run` has it."""
+    """How the ranks share the work; the fields are options of `svdpp run`."""
 
     world: Positive | None = None
     """Number of ranks W; None: every GPU, or 2 on the CPU."""
@@ -71,11 +71,11 @@ class Ranks(_Section):
     replicas: Positive = 1
     decoders: Positive = 1
     costs: str | None = None
-    """File or preset that splits go by; None: svd-xt-a100."""
+    """Costs file or preset for the split; None: svd-xt-a100."""
     draft: bool = False
-    """All ranks draft one clip at a time; then split, replicas and decoders are left out."""
+    """Whether all ranks draft one clip at a time, without split, replicas and decoders."""
     start_steps: str | None = None
-    """Of a draft, such as "0,14"; None: the default ones."""
+    """Start steps of a draft, such as "0,14"; None: the default ones."""
     threads: Positive | None = None
     """CPU threads of each rank, in every case; None: cores // ranks, on CUDA 1."""
     deterministic: bool = False
@@ -87,12 +87,12 @@ class Ranks(_Section):
 
 
 class Workload(_Section):
-    """Which clips are made."""
+    """The clips to be made."""
 
     clips: NumClips = 8
-    """Measured in each round, beside those that warm up."""
+    """Measured clips of each round, without the warm-up."""
     images: list[str] = []
-    """Files; clip i takes the i-th, round and round. None: the four that come with svdpp."""
+    """Files, which the clips take in turn; empty: the four that come with svdpp."""
     steps: Positive = DEFAULT_NUM_STEPS
     height: Positive | None = None
     width: Positive | None = None
@@ -107,21 +107,21 @@ class Workload(_Section):
 
 
 class Measure(_Section):
-    """How often, and from which seeds."""
+    """The number of rounds, the warm-up, and the seeds."""
 
     warmups: Annotated[int, Field(ge=0, le=_MAX_ROUNDS)] = 1
-    """Clips through every rank before those that count, in each round."""
+    """Clips through every rank before the measured ones, in each round."""
     repeats: Annotated[int, Field(ge=1, le=_MAX_ROUNDS)] = 3
-    """Rounds; each starts every case anew."""
+    """Rounds; each starts the processes of every case again."""
     seeds: list[Seed] = Field(default=[0], min_length=1)
-    """Once each image has had the first, all have the second, and so on, round and round."""
+    """All images take the first seed, then all take the second, and so on, in a cycle."""
 
 
 class BenchConfig(_Section):
-    """One point of a bench, every field a plain value."""
+    """One point of a bench's grid; every field has one value."""
 
     experiment: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$")]
-    """Folder of its results."""
+    """Name of the folder for its results."""
     model: Model = Model()
     pipeline: Ranks = Ranks()
     workload: Workload = Workload()
@@ -129,20 +129,20 @@ class BenchConfig(_Section):
     """None: fp16 on CUDA, fp32 on the CPU."""
     measure: Measure = Measure()
     profile: bool = False
-    """Whether torch.profiler looks at one clip on rank 0, in a run of its own at the end."""
+    """Whether torch.profiler profiles one clip on rank 0, in a separate run at the end."""
 
     @field_validator("precision", mode="before")
     @classmethod
     def _no_autocast(cls, value: object) -> object:
         if value == "amp":
             raise ValueError(
-                "amp would be torch.autocast, which chooses a dtype for each kernel: neither the "
-                "ranks nor the proof run that; bf16 and fp16 hold for weights and latents alike"
+                "amp means torch.autocast, which chooses a dtype for each kernel: neither the "
+                "ranks nor the proof support it; bf16 and fp16 apply to weights and latents"
             )
         return value
 
     def resolved(self, config: PipelineConfig) -> BenchConfig:
-        """With the numbers that were left to the machine, the model and its defaults."""
+        """A copy with the values that depend on the machine, the model and its defaults."""
         sampling, model = config.sampling, config.model
         names = set(Workload.model_fields) & {field.name for field in fields(sampling)}
         chosen = {name: getattr(sampling, name) for name in names} | {"frames": sampling.num_frames}
@@ -157,32 +157,32 @@ class BenchConfig(_Section):
 
     @property
     def sha256(self) -> str:
-        """Of everything but the experiment's name: equal where the same was measured."""
+        """The hash of all fields but the experiment's name; equal for equal measurements."""
         values = self.model_dump(exclude={"experiment"})
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
     def to_yaml(self) -> str:
-        """All fields, as `read_grid` takes them again."""
+        """All fields, in the form that `read_grid` reads."""
         values = self.model_dump()
         values["model"]["name"] = recorded_name(self.model.name)
         return str(yaml.safe_dump(redact_all(values), sort_keys=False))
 
 
 def shipped() -> list[str]:
-    """Names of the configurations that come with svdpp."""
+    """The names of the configurations that come with svdpp."""
     return sorted(path.stem for path in _SHIPPED.glob("*.yaml"))
 
 
 def read_grid(name: str, overrides: Sequence[str]) -> list[BenchConfig]:
-    """Every point of the grid that a file and its overrides span, in the order of its lists.
+    """All points of the grid that a file and its overrides span, in the order of its lists.
 
     Args:
-        name: a path, or a shipped configuration's name.
-        overrides: `section.field=value`, the value as YAML has it; later ones hold.
+        name: a path, or the name of a configuration that comes with svdpp.
+        overrides: `section.field=value`, the value in YAML; later ones win.
 
     Raises:
-        InputError: the file cannot be read, or is no YAML.
-        RequestError: a key nobody knows, a value that does not fit, or too many points.
+        InputError: the file cannot be read, or is not YAML.
+        RequestError: an unknown key, a wrong value, or too many points.
     """
     path = _find(name)
     content = _read(path)
@@ -211,18 +211,18 @@ def _read(path: Path) -> dict[str, Any]:
         content = _parsed(read_small_file(path, "configuration"))
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         words = " ".join(str(error).split())
-        raise InputError(f"{str(path)!r} is no YAML: {words}") from error
+        raise InputError(f"{str(path)!r} is not YAML: {words}") from error
     if content is not None and not isinstance(content, dict):
         raise InputError(f"{str(path)!r} holds no sections, such as 'workload:'")
-    # A section whose every line is commented out is none.
+    # A section whose lines are all commented out is null: it takes its defaults.
     return {key: value for key, value in (content or {}).items() if value is not None}
 
 
 def _parsed(text: str | bytes) -> Any:
-    """A YAML value; aliases are refused, since a few nested ones stand for any number of values.
+    """A YAML value; aliases are refused, because a few nested ones can exhaust the memory.
 
     Raises:
-        yaml.YAMLError: it is none.
+        yaml.YAMLError: the text is not YAML, or has an alias.
     """
     for token in yaml.scan(text):
         if isinstance(token, yaml.AliasToken):
@@ -231,7 +231,7 @@ def _parsed(text: str | bytes) -> Any:
 
 
 def _override(content: dict[str, Any], text: str) -> None:
-    """Sets one field; a section that is not there yet is made."""
+    """Sets one field; creates missing sections."""
     dotted, equals, value = text.partition("=")
     if not equals or not dotted:
         raise RequestError(f"an override is section.field=value, got {text!r}")
@@ -242,11 +242,11 @@ def _override(content: dict[str, Any], text: str) -> None:
             place[section] = {}
         place = place[section]
         if not isinstance(place, dict):
-            raise RequestError(f"{text!r}: {section!r} is no section")
+            raise RequestError(f"{text!r}: {section!r} is not a section")
     try:
         place[field] = _parsed(value)
     except yaml.YAMLError as error:
-        raise RequestError(f"{text!r}: the value is no YAML") from error
+        raise RequestError(f"{text!r}: the value is not YAML") from error
 
 
 def _points(content: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -269,7 +269,7 @@ def _leaves(content: dict[str, Any], above: tuple[str, ...] = ()) -> Iterator[An
 
 
 def _is_sweep(place: tuple[str, ...], value: object) -> bool:
-    """A list for a field that is none itself; an empty one is left to be refused."""
+    """Whether `value` is a list for a field of single values; validation refuses an empty one."""
     return isinstance(value, list) and bool(value) and ".".join(place) not in _LISTS
 
 
@@ -280,7 +280,7 @@ def _set(content: dict[str, Any], place: tuple[str, ...], value: object) -> None
 
 
 def _fields(model: type[BaseModel], above: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted name and annotation of every field."""
+    """The dotted name and annotation of every field."""
     for name, field in model.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             yield from _fields(field.annotation, f"{above}{name}.")
@@ -304,7 +304,7 @@ def _validated(content: dict[str, Any], name: str) -> BenchConfig:
 
 
 def _known(where: str) -> str:
-    """The nearest known key: the same word elsewhere, a word like it, else its neighbours."""
+    """A hint: a key of the same name elsewhere, a similar key, or all keys of the section."""
     section, _, last = where.rpartition(".")
     elsewhere = [name for name in _ALL if name.rpartition(".")[2] == last]
     if elsewhere:

@@ -1,4 +1,4 @@
-"""Owns what a bench's pipeline tells of the costs that a plan is made with."""
+"""Owns the costs file of a bench: the costs for a plan, from the measured rounds."""
 
 from __future__ import annotations
 
@@ -17,26 +17,24 @@ from svdpp.plan.costs import Costs
 
 
 def costs_of(bench: Bench, run_id: str) -> Costs:
-    """Medians of all rounds of the pipeline; memory and writing are not measured by a bench.
+    """The medians of all rounds of the pipeline. A bench does not measure memory and writing.
 
     Args:
-        bench: measured.
+        bench: a finished bench.
         run_id: of its results.
     """
     traces = [each.trace for each in bench.rounds if each.case == PIPELINE]
     others = [each.trace for each in bench.rounds if each.case == DATA_PARALLEL]
     world = find_world()
     ranks_per_host = None if world is None else world.ranks_per_host
-    hand_overs = [
-        transfer for trace in traces for transfer in _transfers_by_pair(trace, bench.config)
-    ]
-    transfers = _by_hosts(hand_overs, ranks_per_host)
+    packets = [transfer for trace in traces for transfer in _packets(trace, bench.config)]
+    transfers = _by_hosts(packets, ranks_per_host)
     profile = Profile(
         bench.config,
         step_seconds=_steps(traces, others, bench.config.world_size),
         encode_seconds=_median(_actions(traces, Kind.ENCODE)),
         decode_seconds=_median(_actions(traces, Kind.DECODE)),
-        packet_bytes=max((transfer.num_bytes for transfer in hand_overs), default=0),
+        packet_bytes=max((transfer.num_bytes for transfer in packets), default=0),
         ranks_per_host=ranks_per_host,
         transfer_seconds=_median(transfers[False]),
         inter_host_transfer_seconds=_median(transfers[True]) if transfers[True] else None,
@@ -45,10 +43,10 @@ def costs_of(bench: Bench, run_id: str) -> Costs:
 
 
 def _steps(traces: list[Trace], others: list[Trace], world_size: int) -> list[float]:
-    """The median of each rank, by rank.
+    """The median step of each rank, by rank.
 
-    One that only decodes in the pipeline has done whole clips in data parallel; where that did not
-    fit either it is taken to be as fast as the others.
+    A rank that only decodes in the pipeline has its steps from data parallel. If that did not fit
+    in memory, the rank counts as fast as the others.
     """
     found, elsewhere = _steps_by_rank(traces), _steps_by_rank(others)
     own = {
@@ -72,11 +70,11 @@ def _actions(traces: list[Trace], kind: Kind) -> list[float]:
     return [span.end - span.start for span in spans]
 
 
-def _transfers_by_pair(trace: Trace, config: PipelineConfig) -> list[TransferSpan]:
-    """Whole packets, as their receivers saw them.
+def _packets(trace: Trace, config: PipelineConfig) -> list[TransferSpan]:
+    """Transfers of whole packets, measured at their receivers.
 
-    In a draft that is what a clip's SEND_START brings, the first from a neighbour; the words after
-    it and the results are smaller, or larger.
+    In a draft a clip's SEND_START carries one, the first transfer from a neighbour; later states
+    and results have other sizes.
     """
     received = [transfer for transfer in trace.transfers if transfer.direction == "recv"]
     if config.draft is None:
@@ -89,7 +87,7 @@ def _transfers_by_pair(trace: Trace, config: PipelineConfig) -> list[TransferSpa
 
 
 def _by_hosts(transfers: list[TransferSpan], ranks_per_host: int | None) -> dict[bool, list[float]]:
-    """Their seconds, by whether they went from host to host."""
+    """The seconds of the transfers, by whether they crossed hosts."""
     host_of = Costs(ranks_per_host=ranks_per_host).host_of
     found: dict[bool, list[float]] = {False: [], True: []}
     for transfer in transfers:

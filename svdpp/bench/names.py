@@ -1,14 +1,14 @@
-"""Owns the names by which a bench is read again: its cases and its files. Imports nothing.
-
-So that holding two benches against each other needs no torch.
-"""
+"""Owns the names of a bench's cases and files. Imports nothing: `bench.compare` needs no torch."""
 
 from __future__ import annotations
 
-#: What is measured, and the two things beside which it is.
+#: The case that is measured, and its two baselines.
 PIPELINE, DATA_PARALLEL, ONE_DEVICE = "pipeline", "data parallel", "diffusers"
 
-SUMMARY, CONFIG, ENVIRONMENT, SPANS, TABLE, PROFILE, COSTS = (
-    *("summary.json", "config.yaml", "env.json", "spans.jsonl", "summary.csv"),
-    *("profile.json", "costs.json"),
-)
+SUMMARY = "summary.json"
+CONFIG = "config.yaml"
+ENVIRONMENT = "env.json"
+SPANS = "spans.jsonl"
+TABLE = "summary.csv"
+PROFILE = "profile.json"
+COSTS = "costs.json"

@@ -1,4 +1,4 @@
-"""Owns whose ranks a bench's pipelines run on: started anew for each, or a launcher's, in turn."""
+"""Owns the ranks of a bench's pipelines: started for each pipeline, or joined from a launcher."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from svdpp.worker.messages import Event
 
 
 class Ranks(Protocol):
-    """Who runs a bench's pipelines, one after the other."""
+    """Runs a bench's pipelines, one after the other."""
 
     end_together: bool
-    """Whether what ends one pipeline ends all that were to follow."""
+    """Whether an error that ends one pipeline also ends all later ones."""
 
     def at_work(self, *observers: Observer) -> contextlib.AbstractContextManager[Pipeline]:
-        """The next pipeline, entered."""
+        """Enters the next pipeline for a block."""
 
-    def look(self, rank: int, event: Event) -> None:
-        """Observes what is measured without them, so as to see that they are still there."""
+    def check_alive(self, rank: int, event: Event) -> None:
+        """Checks, as an observer of other work, that the ranks are still alive."""
 
 
 def serve_all(pipelines: Iterable[Pipeline], serve: Callable[[Pipeline], None]) -> None:
-    """Takes part in `pipelines` as a launcher's rank other than 0; the process ends in the last.
+    """Serves `pipelines` as a launched rank other than 0; the process ends in the last one.
 
     Args:
-        pipelines: as rank 0 gives them to its `JoinedRanks`.
-        serve: works as a member of one.
+        pipelines: the same as those of rank 0's `JoinedRanks`.
+        serve: serves one pipeline.
     """
     for pipeline in pipelines:
         serve(pipeline)
@@ -39,10 +39,10 @@ def serve_all(pipelines: Iterable[Pipeline], serve: Callable[[Pipeline], None]) 
 
 
 class StartedRanks:
-    """Ranks that are started for each pipeline, and end with it.
+    """Ranks that start for each pipeline, and end with it.
 
     Args:
-        pipelines: made when they are asked for.
+        pipelines: creates each pipeline when it is its turn.
     """
 
     end_together = False
@@ -59,19 +59,19 @@ class StartedRanks:
         with pipeline:
             yield pipeline
 
-    def look(self, rank: int, event: Event) -> None:
-        """There are none between two pipelines."""
+    def check_alive(self, rank: int, event: Event) -> None:
+        """Does nothing: there are no ranks between two pipelines."""
 
 
 class JoinedRanks:
-    """A launcher's ranks, seen from its rank 0; the others `serve` the same pipelines.
+    """Launched ranks, from rank 0's view; the others call `serve_all` on the same pipelines.
 
-    Whatever rank 0 does between two pipelines, such as measuring diffusers alone, the others wait
-    at its line for the next one: so they end with rank 0, by its code. A context manager.
+    Between two pipelines rank 0 may do other work, such as measuring diffusers. Meanwhile the
+    others wait for the next pipeline, connected to rank 0, and end if it ends. A context manager.
 
     Args:
-        pipelines: in the order that all ranks know, made when their turn is next. In the last one
-            the others wait for the end of the block, and no more.
+        pipelines: in the same order on all ranks; creates each one when it is next. The last one
+            does no work: the others wait in it for the end of the block.
     """
 
     end_together = True
@@ -90,8 +90,7 @@ class JoinedRanks:
         error: BaseException | None,
         where: TracebackType | None,
     ) -> None:
-        # Where a pipeline has failed it has ended the others itself.
-        if self._next is not None:
+        if self._next is not None:  # else a pipeline has failed and has ended the others
             self._next.dismiss(error)
 
     @contextlib.contextmanager
@@ -105,11 +104,11 @@ class JoinedRanks:
             yield pipeline
         self._gather()
 
-    def look(self, rank: int, event: Event) -> None:  # noqa: ARG002
+    def check_alive(self, rank: int, event: Event) -> None:  # noqa: ARG002
         """See `Ranks`.
 
         Raises:
-            RankError: one of them is not.
+            RankError: a rank has ended.
         """
         assert self._next is not None, "an earlier pipeline has failed"
         self._next.check_gathered()

@@ -1,4 +1,4 @@
-"""Owns the files of a bench: results/<experiment>/<run_id>/, written by the parent alone."""
+"""Owns the result files of a bench, results/<experiment>/<run_id>/; only the parent writes them."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ _GIB = 2**30
 
 
 class Results:
-    """One run's folder: configuration and environment at once, spans per round, then the summary.
+    """One run's folder: configuration and environment at the start, then spans, then the summary.
 
     Args:
-        root: above all experiments.
-        bench: about to be run.
+        root: the folder of all experiments.
+        bench: not run yet.
 
     Raises:
         OutputError: the folder cannot be written.
@@ -86,43 +86,41 @@ class Results:
 
 
 def span_records(done: Round) -> Iterator[dict[str, Any]]:
-    """One for each rank, clip and action, in seconds from the round's first one, by their start.
+    """One record for each rank, clip and action, sorted by start, in seconds from the first start.
 
-    Compute moves no bytes; a transfer starts with its header, and a sender has waited before that
-    until the receiver was there. Steps are left out, since they lie within their DENOISE, and other
-    waits, since they belong to no clip.
+    `bytes` is 0 for compute. A transfer starts with its header; `waited` is the sender's wait for
+    the receiver before that. Steps are omitted, because they lie within their DENOISE, and so are
+    other waits, because they belong to no clip.
     """
     trace = done.trace
     begin = min(span.start for span in trace.spans)
-    records = [
+    records: list[dict[str, Any]] = [
         {
-            **{
-                "rank": span.rank,
-                "clip": span.action.clip - done.num_warmups,
-                "action": span.action.kind.value,
-            },
-            **{"first_step": span.action.start, "end_step": span.action.end, "peer": None},
-            **{"start": span.start - begin, "end": span.end - begin, "bytes": 0, "waited": 0.0},
+            "rank": span.rank,
+            "clip": span.action.clip - done.num_warmups,
+            "action": span.action.kind.value,
+            "first_step": span.action.start,
+            "end_step": span.action.end,
+            "peer": None,
+            "start": span.start - begin,
+            "end": span.end - begin,
+            "bytes": 0,
+            "waited": 0.0,
         }
         for span in trace.spans
-    ] + [
+    ]
+    records += [
         {
-            **{
-                "rank": transfer.rank,
-                "clip": transfer.clip - done.num_warmups,
-                "action": transfer.direction.upper(),
-            },
-            **{
-                "first_step": transfer.next_step,
-                "end_step": transfer.next_step,
-                "peer": transfer.peer,
-            },
-            **{
-                "start": transfer.start - begin,
-                "end": transfer.end - begin,
-                "bytes": transfer.num_bytes,
-                "waited": transfer.waited,
-            },
+            "rank": transfer.rank,
+            "clip": transfer.clip - done.num_warmups,
+            "action": transfer.direction.upper(),
+            "first_step": transfer.next_step,
+            "end_step": transfer.next_step,
+            "peer": transfer.peer,
+            "start": transfer.start - begin,
+            "end": transfer.end - begin,
+            "bytes": transfer.num_bytes,
+            "waited": transfer.waited,
         }
         for transfer in trace.transfers
     ]
@@ -131,7 +129,7 @@ def span_records(done: Round) -> Iterator[dict[str, Any]]:
 
 
 def summary(bench: Bench, run_id: str) -> dict[str, Any]:
-    """All that `summary.json` holds."""
+    """The content of `summary.json`."""
     cases = {
         case: _case(bench, case, [_figures(each) for each in bench.rounds if each.case == case])
         for case in bench.cases
@@ -165,9 +163,9 @@ def _case(bench: Bench, case: str, rounds: list[dict[str, Any]]) -> dict[str, An
 def _over_rounds(name: str, rounds: list[dict[str, Any]]) -> float | None:
     """One number for a figure of all rounds; None if no round has it.
 
-    The geometric mean, as in `compare`: its ratio between two cases is the mean of the rounds'
-    ratios, and it is what the interval around a ratio is of. Of shares of a whole the arithmetic
-    mean, so that they still add up; of memory the largest.
+    It is the geometric mean, as in `compare`, so that the ratio of two cases is the mean of the
+    rounds' ratios. For shares it is the arithmetic mean, so that they still add up to 1; for memory
+    it is the maximum.
     """
     values = [each[name] for each in rounds if each[name] is not None]
     if not values:
@@ -180,19 +178,19 @@ def _over_rounds(name: str, rounds: list[dict[str, Any]]) -> float | None:
 
 
 def _figures(done: Round) -> dict[str, Any]:
-    """A round's figures: plain numbers, and those of each rank beneath `ranks`."""
+    """A round's figures: plain numbers, with those of each rank under `ranks`."""
     times = done.trace.summary()
     steps = [step.end - step.start for step in done.trace.steps]
     drafts = done.draft_seconds.values()
     ranks = [
         {
-            **{name: round(value, 6) for name, value in asdict(account).items()},
-            "unaccounted": round(account.unaccounted, 6),
-            "load_seconds": round(done.load_seconds[account.rank], 3),
-            "peak_allocated_gib": _gib(done.peaks[account.rank].allocated_bytes),
-            "peak_reserved_gib": _gib(done.peaks[account.rank].reserved_bytes),
+            **{name: round(value, 6) for name, value in asdict(times_of_rank).items()},
+            "unaccounted": round(times_of_rank.unaccounted, 6),
+            "load_seconds": round(done.load_seconds[times_of_rank.rank], 3),
+            "peak_allocated_gib": _gib(done.peaks[times_of_rank.rank].allocated_bytes),
+            "peak_reserved_gib": _gib(done.peaks[times_of_rank.rank].reserved_bytes),
         }
-        for account in time_breakdown(done.trace)
+        for times_of_rank in time_breakdown(done.trace)
     ]
     wall = sum(rank["wall"] for rank in ranks)
     return {
@@ -219,7 +217,7 @@ def _figures(done: Round) -> dict[str, Any]:
 
 
 def _speedups(cases: Mapping[str, Any]) -> dict[str, Any]:
-    """The pipeline's clips a minute over each other case's of the same round."""
+    """The pipeline's clips per minute over those of each other case in the same round."""
     ours = {each["round"]: each["steady_clips_per_minute"] for each in cases[PIPELINE]["rounds"]}
     result = {}
     for case, about in cases.items():
@@ -233,7 +231,7 @@ def _speedups(cases: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _hashes(bench: Bench) -> list[str]:
-    """Of each clip of the pipeline's first round."""
+    """The latents' hashes of the pipeline's first round, by clip."""
     first = next(each for each in bench.rounds if each.case == PIPELINE)
     return [sha256 for _, sha256 in sorted(first.latents_sha256.items())]
 
@@ -254,7 +252,7 @@ def _gib(num_bytes: int | None) -> float | None:
 
 
 def _new_folder(above: Path, sha256: str) -> Path:
-    """A folder that nobody has yet, by time and configuration."""
+    """Creates a new folder, named by time and configuration."""
     name = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{sha256[:8]}"
     for number in range(1, 1000):
         folder = above / (name if number == 1 else f"{name}-{number}")
@@ -263,6 +261,6 @@ def _new_folder(above: Path, sha256: str) -> Path:
         except FileExistsError:
             continue
         except OSError as error:
-            raise OutputError(f"{str(folder)!r} cannot be made: {error.strerror}") from error
+            raise OutputError(f"{str(folder)!r} cannot be created: {error.strerror}") from error
         return folder
     raise OutputError(f"{str(above / name)!r} and 998 more exist already")

@@ -1,4 +1,4 @@
-"""Owns measuring a bench: the pipeline, and beside it what it has to be better than, in turns."""
+"""Owns the measurement of a bench: the pipeline and its baselines, in turns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from svdpp.bench.names import DATA_PARALLEL, ONE_DEVICE, PIPELINE
 from svdpp.bench.ranks import Ranks, StartedRanks
 from svdpp.config import ClipRequest, PipelineConfig
 from svdpp.driver.pipeline import Pipeline
-from svdpp.driver.supervisor import Watch, unwatched
+from svdpp.driver.supervisor import OpenObserver, no_observer
 from svdpp.driver.trace import Trace
 from svdpp.errors import OutOfMemoryError
 from svdpp.media.examples import example_photos
@@ -34,13 +34,13 @@ from svdpp.worker.messages import (
 
 @dataclass
 class Round:
-    """One case, started, warmed up, measured and ended; times are of the machine's monotonic clock.
+    """One measured case of one round; times are by the machine's monotonic clock.
 
     Args:
-        case: which.
+        case: its name.
         number: of the round, from 0.
-        num_warmups: clips before the measured ones, and so the index of the first of these.
-        trace: of the measured clips alone.
+        num_warmups: clips before the measured ones, which is the index of the first measured one.
+        trace: of the measured clips only.
     """
 
     case: str
@@ -48,25 +48,25 @@ class Round:
     num_warmups: int
     trace: Trace
     start_seconds: float = 0.0
-    """Until every rank was ready, its model loaded."""
+    """Until every rank was ready, with its model loaded."""
     load_seconds: dict[int, float] = field(default_factory=dict)
-    """Of that for the model, by rank."""
+    """The part of that for loading the model, by rank."""
     latents_sha256: dict[int, str] = field(default_factory=dict)
     """By clip, counted from the first measured one."""
     frames_sha256: dict[int, str | None] = field(default_factory=dict)
     draft_seconds: dict[int, float] = field(default_factory=dict)
-    """By clip, of a draft: from its encode until the approximation was in its place."""
+    """By clip, in a draft: from its encode until the draft was written."""
     peaks: dict[int, Finished] = field(default_factory=dict)
-    """By rank; loading and warm-up included."""
+    """By rank; includes loading and warm-up."""
 
 
 class Bench:
-    """One point of a grid: its cases, and what has been measured of them.
+    """One point of a grid: its cases, and their measured rounds.
 
     Args:
-        asked: every field a plain value.
-        config: what the pipeline case runs, resolved.
-        is_member: whether another rank measures, and this one has a part in it.
+        asked: the point.
+        config: of the pipeline case, resolved.
+        is_member: whether this is a launched rank other than 0, which measures nothing.
 
     Raises:
         InputError: an image cannot be read.
@@ -80,17 +80,17 @@ class Bench:
         self.cases = cases_of(config)
         self.rounds: list[Round] = []
         self.out_of_memory: dict[str, OutOfMemoryError] = {}
-        """Cases beside the pipeline that the devices cannot hold."""
+        """The baselines that do not fit on the devices."""
         self.profile_path: Path | None = None
-        """Of what torch.profiler sees; to be set before the measuring is over."""
-        self.watch: Watch = unwatched
-        """Observes each round of each case; to be set before the measuring."""
+        """Of the torch.profiler trace; set it before the rounds end."""
+        self.open_observer: OpenObserver = no_observer
+        """Opens an observer for each round of each case; set it before `run`."""
         self.requests = [] if is_member else _requests(asked, config)
 
     def turns(self) -> Iterator[tuple[int, str]]:
-        """Round and case, in the order in which they are measured: each round begins with another.
+        """Round and case, in the order of measurement; each round begins with another case.
 
-        Cases that the devices cannot hold are left out from then on.
+        A case that has run out of memory is left out of later rounds.
         """
         names = list(self.cases)
         for number in range(self.asked.measure.repeats):
@@ -100,7 +100,7 @@ class Bench:
                     yield number, case
 
     def pipelines(self) -> Iterator[Pipeline]:
-        """The pipelines of all turns, and that of the profile, each as it is asked for."""
+        """Creates the pipelines of all turns, and that of the profile, one at a time."""
         for _, case in self.turns():
             if case != ONE_DEVICE:
                 yield Pipeline(self.cases[case])
@@ -110,20 +110,19 @@ class Bench:
 
     def run(
         self,
-        talk: Callable[[str], None],
+        log: Callable[[str], None],
         each: Callable[[Round], None],
         ranks: Ranks | None = None,
     ) -> None:
-        """Measures every case once a round, and profiles the pipeline afterwards if that was asked.
+        """Measures every case once in each round, then profiles the pipeline if requested.
 
         Args:
-            talk: told what was measured.
-            each: given every round of an case as it ends.
-            ranks: take `pipelines` one after the other; None: they are started for each.
+            log: takes a line for each measurement.
+            each: takes every measured round of a case.
+            ranks: of `pipelines`; None starts ranks for each pipeline.
 
         Raises:
-            SvdppError: what keeps an case from running; of those beside the pipeline, all but a
-                lack of memory, which is itself a result.
+            SvdppError: a case failed; for a baseline, a lack of memory is a result instead.
         """
         ranks = ranks or StartedRanks(self.pipelines())
         for number, case in self.turns():
@@ -134,28 +133,30 @@ class Bench:
                 if case == PIPELINE or (case != ONE_DEVICE and ranks.end_together):
                     raise
                 self.out_of_memory[case] = error
-                talk(f"{place}: {error.message}")
+                log(f"{place}: {error.message}")
                 continue
             self.rounds.append(done)
             each(done)
-            talk(f"{place}: {_words(done.trace)}")
+            log(f"{place}: {_words(done.trace)}")
         if self.asked.profile:
-            talk("one clip under torch.profiler, in a run of its own")
+            log("one clip under torch.profiler, in a separate run")
             with ranks.at_work() as pipeline:
                 pipeline.run(self.requests[:2])
 
     def _measure(self, case: str, number: int, ranks: Ranks) -> Round:
         config = self.cases[case]
-        # So many clips go through every rank: each replica's, each of its decoders'.
-        visits = 1 if case == ONE_DEVICE else config.replicas * config.decoders
-        num_warmups = self.asked.measure.warmups * visits
+        # This many clips reach every rank: all replicas, and all decoders of each.
+        num_routes = 1 if case == ONE_DEVICE else config.replicas * config.decoders
+        num_warmups = self.asked.measure.warmups * num_routes
         warmups = [self.requests[i % len(self.requests)] for i in range(num_warmups)]
         done = Round(case, number, num_warmups, Trace(config.world_size))
         listener = _Listener(done)
         clips = [*warmups, *self.requests]
-        with self.watch(self._place(case, number), _schedule(config, len(clips))) as progress:
+        with self.open_observer(
+            self._place(case, number), _schedule(config, len(clips))
+        ) as progress:
             if case == ONE_DEVICE:
-                run_reference(config, clips, observers=(listener, progress, ranks.look))
+                run_reference(config, clips, observers=(listener, progress, ranks.check_alive))
                 return done
             with ranks.at_work(listener, progress) as pipeline:
                 if warmups:
@@ -168,7 +169,7 @@ class Bench:
 
 
 def _schedule(config: PipelineConfig, num_clips: int) -> Schedule:
-    """What the ranks of a case do, warming up included."""
+    """What the ranks of a case do, including the warm-up."""
     clips = range(num_clips)
     if config.draft is not None:
         return config.draft_plan.schedule(clips)
@@ -176,7 +177,7 @@ def _schedule(config: PipelineConfig, num_clips: int) -> Schedule:
 
 
 def cases_of(config: PipelineConfig) -> dict[str, PipelineConfig]:
-    """What is measured beside each other; data parallel and one rank are their own baselines."""
+    """The pipeline and its baselines; a pipeline that is data parallel itself has only one."""
     cases = {PIPELINE: config}
     if config.draft is not None or config.layout.replica_size > 1:
         alike = replace(config, split="uniform", replicas=config.world_size, decoders=1, draft=None)
@@ -185,7 +186,7 @@ def cases_of(config: PipelineConfig) -> dict[str, PipelineConfig]:
 
 
 class _Listener:
-    """Files what ranks report under its round, without the clips that warm up."""
+    """Records the ranks' events in a round, without the warm-up clips."""
 
     def __init__(self, done: Round) -> None:
         self._round = done
@@ -215,7 +216,7 @@ class _Listener:
 
 
 def pipelines_of(benches: Sequence[Bench]) -> Iterator[Pipeline]:
-    """Those of all points, for a launcher's ranks; and one at whose line they hear of the end."""
+    """The pipelines of all points for launched ranks, and a last one in which they wait to end."""
     for one in benches:
         yield from one.pipelines()
     yield Pipeline(benches[-1].config)
@@ -244,7 +245,7 @@ def _words(trace: Trace) -> str:
 
 
 def differing(rounds: Sequence[Round]) -> list[str]:
-    """Which cases, in which round, made a clip whose bits differ from the others'; empty: none."""
+    """The cases, rounds and clips whose bits differ from the others'; empty if none do."""
     first = next((each for each in rounds if each.case == ONE_DEVICE), rounds[0])
     return [
         f"{each.case}, round {each.number + 1}, clip {clip}"

@@ -181,7 +181,7 @@ def _run(
 
     kept = Results(root, one)
     one.profile_path = (kept.folder / PROFILE).absolute()
-    one.watch = partial(Progress, console, costs=one.config.costs, ranks=False)
+    one.open_observer = partial(Progress, console, costs=one.config.costs, ranks=False)
     console.info(_headline(one))
     with bench_fields.named():
         one.run(console.info, kept.add, ranks)

@@ -106,6 +106,6 @@ def _print(console: Console, check: Check) -> None:
     for line in lines or [""]:
         console.result(Text.assemble((head, _COLOURS[check.verdict]), line))
         head = " " * len(head)
-    mend = f"mend: {redact(check.mend)}" if check.mend else ""
-    for line in textwrap.wrap(mend, width - len(head)):
+    fix = f"fix: {redact(check.fix)}" if check.fix else ""
+    for line in textwrap.wrap(fix, width - len(head)):
         console.result(head + line)

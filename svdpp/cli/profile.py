@@ -161,8 +161,8 @@ def _measure(
     from svdpp.diagnostics.cost_profile import profile as measure
     from svdpp.media import output_files
 
-    watch = partial(Progress, console, costs=config.costs)
-    profiled = measure(config, repeats=repeats, talk=console.info, watch=watch)
+    open_observer = partial(Progress, console, costs=config.costs)
+    profiled = measure(config, repeats=repeats, log=console.info, open_observer=open_observer)
     costs = profiled.costs(redact(typed()))
     output_files.write_json(path, costs.to_json())
     if as_json:

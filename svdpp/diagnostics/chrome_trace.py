@@ -1,8 +1,8 @@
-"""Owns the trace file: what was measured, in Chrome's trace event format, for Perfetto to show.
+"""Owns the trace file: a run's measurements in Chrome's trace event format, for Perfetto.
 
-One process for each rank; in it a track for what its device did, steps beneath their actions, and a
-track for each link. The format: "Trace Event Format", Google, 2016, linked from
-https://perfetto.dev/docs/faq (JSON trace format).
+Each rank is a process, with a track for compute (steps within their actions) and a track for each
+link. The format is "Trace Event Format", Google, 2016, linked from https://perfetto.dev/docs/faq
+(JSON trace format).
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _TraceEvent = dict[str, Any]
 
 
 def write_chrome_trace(trace: Trace, path: Path, about: Mapping[str, Any]) -> None:
-    """Writes `trace` as JSON, one event a line.
+    """Writes `trace` as JSON, one event per line.
 
     Args:
         trace: of a run, finished or not.
-        path: replaced where it exists.
-        about: plain values that say what was run; shown by viewers as the trace's metadata.
+        path: of the file; replaced if it exists.
+        about: plain values that describe the run; viewers show them as the trace's metadata.
 
     Raises:
         OutputError: the file cannot be written.
@@ -41,14 +41,14 @@ def write_chrome_trace(trace: Trace, path: Path, about: Mapping[str, Any]) -> No
 
 
 def trace_events(trace: Trace) -> list[_TraceEvent]:
-    """The names of all tracks, then every event by its time, from the first one on."""
+    """The names of all tracks, then all events by their start; time 0 is the first start."""
     tracks = _link_tracks(trace.transfers)
-    start_steps = [span.start for span in trace.spans] + [
-        transfer.start for transfer in trace.transfers
-    ]
-    begin = min([*start_steps, *(wait.start for wait in trace.waits)], default=0.0)
+    starts = [span.start for span in trace.spans]
+    starts += [transfer.start for transfer in trace.transfers]
+    starts += [wait.start for wait in trace.waits]
+    begin = min(starts, default=0.0)
     events = [*_compute_events(trace, begin), *_transfer_events(trace.transfers, tracks, begin)]
-    # Of two that begin at once the longer one holds the other.
+    # Of two events with the same start the longer one contains the other, and must come first.
     events.sort(key=lambda event: (event["ts"], -event.get("dur", 0)))
     return [*_names(trace, tracks), *events]
 
@@ -70,7 +70,7 @@ def _metadata(rank: int, track: int, what: str, **values: Any) -> _TraceEvent:
 
 
 def _link_tracks(transfers: Iterable[TransferSpan]) -> dict[tuple[int, str, int], int]:
-    """A track for each (rank, direction, peer): transfers of one link follow each other."""
+    """The track of each (rank, direction, peer); transfers of one link never overlap."""
     tracks: dict[tuple[int, str, int], int] = {}
     for rank, direction, peer in sorted(
         {(transfer.rank, transfer.direction, transfer.peer) for transfer in transfers}
@@ -100,10 +100,10 @@ def _action(action: Action) -> tuple[str, dict[str, Any]]:
 def _transfer_events(
     transfers: Iterable[TransferSpan], tracks: Mapping[tuple[int, str, int], int], begin: float
 ) -> Iterator[_TraceEvent]:
-    """Each transfer at both of its ends, and an arrow from one to the other."""
+    """Each transfer at both of its ends, and an arrow between them."""
     arrows: dict[tuple[int, ...], int] = {}
-    # In a draft two packets of one step may use one link: each end sees them in the same order.
-    alike: Counter[tuple[int, ...]] = Counter()
+    # In a draft two packets of one step may use one link; both ends see them in the same order.
+    seen: Counter[tuple[int, ...]] = Counter()
     for transfer in transfers:
         track = tracks[transfer.rank, transfer.direction, transfer.peer]
         args = {"clip": transfer.clip, "step": transfer.next_step, "bytes": transfer.num_bytes}
@@ -113,17 +113,20 @@ def _transfer_events(
         name = f"{transfer.direction} clip {transfer.clip}"
         yield _complete(transfer.rank, track, name, "transfer", start, end, args)
         if transfer.waited > 0:
-            waiting = start - transfer.waited, start
-            yield _complete(transfer.rank, track, "wait for receiver", "wait", *waiting, {})
+            ready = start - transfer.waited
+            yield _complete(transfer.rank, track, "wait for receiver", "wait", ready, start, {})
         which = transfer.clip, transfer.next_step, *ends
         yield {
             "ph": "s" if is_send else "f",
             **({} if is_send else {"bp": "e"}),
-            "id": arrows.setdefault((*which, alike[is_send, *which]), len(arrows)),
-            **{"pid": transfer.rank, "tid": track, "name": "hand-over", "cat": "transfer"},
-            "ts": _microseconds(start - transfer.waited),  # when its sender was ready
+            "id": arrows.setdefault((*which, seen[is_send, *which]), len(arrows)),
+            "pid": transfer.rank,
+            "tid": track,
+            "name": "transfer",
+            "cat": "transfer",
+            "ts": _microseconds(start - transfer.waited),  # when the sender was ready
         }
-        alike[is_send, *which] += 1
+        seen[is_send, *which] += 1
 
 
 def _complete(
@@ -135,15 +138,20 @@ def _complete(
     end: float,
     args: Mapping[str, Any],
 ) -> _TraceEvent:
-    """A complete event: both ends rounded before the duration is taken, so that nesting holds."""
+    """A complete event; its ends are rounded before the subtraction, so that slices nest."""
     ts = _microseconds(start)
     return {
-        **{"ph": "X", "pid": rank, "tid": track, "name": name, "cat": category},
-        **{"ts": ts, "dur": _microseconds(end) - ts, "args": dict(args)},
+        "ph": "X",
+        "pid": rank,
+        "tid": track,
+        "name": name,
+        "cat": category,
+        "ts": ts,
+        "dur": _microseconds(end) - ts,
+        "args": dict(args),
     }
 
 
 def _microseconds(seconds: float) -> int:
-    """Whole ones: viewers add start and duration, and with fractions a slice would by rounding end
-    after the next one's start, or its own parent's end."""
+    """Whole microseconds: viewers add start and duration, and fractions would round to overlaps."""
     return round(seconds * 1e6)

@@ -1,4 +1,4 @@
-"""Owns measuring what a forecast needs: seconds and memory of each kind of work, on real ranks."""
+"""Owns the measurement of costs: seconds and memory of each kind of work, on real ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from svdpp.config import ClipRequest, OutputConfig, PipelineConfig
 from svdpp.diagnostics import rank_probe
 from svdpp.diagnostics.environment import cpu_model
 from svdpp.driver.pipeline import Pipeline, resolve
-from svdpp.driver.supervisor import Watch, unwatched
+from svdpp.driver.supervisor import OpenObserver, no_observer
 from svdpp.launch import gpus
 from svdpp.launch.world import find_world
 from svdpp.media import image as photos
@@ -31,13 +31,13 @@ from svdpp.worker.messages import ActionDone, Event, StepDone, TransferDone
 
 _GIB = 2**30
 _STEPS_PER_RANK = 2
-#: GPUs whose steps differ by more than this are told apart in the costs.
+#: GPUs whose step times differ by more than this factor get separate costs.
 _SAME_SPEED = 1.1
 
 
 @dataclass
 class Profile:
-    """What was measured, and the costs that it comes to.
+    """The measurements, and the costs computed from them.
 
     Args:
         config: resolved.
@@ -45,7 +45,7 @@ class Profile:
 
     config: PipelineConfig
     step_seconds: list[float] = field(default_factory=list)
-    """Median of each rank, by rank."""
+    """The median of each rank, by rank."""
     encode_seconds: float = 0.0
     decode_seconds: float = 0.0
     write_seconds: float = 0.0
@@ -53,7 +53,7 @@ class Profile:
     transfers: list[rank_probe.LinkSpeed] = field(default_factory=list)
     ranks_per_host: int | None = None
     transfer_seconds: float | None = None
-    """Of a whole packet, where a launcher's ranks have measured it instead of `transfers`."""
+    """Of a whole packet; measured by launched ranks instead of `transfers`."""
     inter_host_transfer_seconds: float | None = None
     weight_bytes: dict[str, int] = field(default_factory=dict)
     """By part."""
@@ -61,10 +61,10 @@ class Profile:
     """By part: the peak above its weights."""
 
     def costs(self, command: str) -> Costs:
-        """The measurements as a plan takes them.
+        """The costs for a plan.
 
         Args:
-            command: what the user typed, for the record.
+            command: what the user typed, to be recorded as the source.
         """
         slowest = max(self.transfers, key=lambda transfer: transfer.latency_seconds, default=None)
         memory = {
@@ -91,11 +91,11 @@ class Profile:
 
     @property
     def device(self) -> str:
-        """What it was measured on, in words."""
+        """The devices of the measurement, in words."""
         world_size, threads = self.config.world_size, self.config.num_threads
         if (world := find_world()) is not None and world.spans_hosts:
             own = cpu_model() if self.config.device == "cpu" else gpus.visible_gpus()[0].name
-            return f"{world_size} ranks on {world.num_hosts} hosts, that of rank 0: {own}"
+            return f"{world_size} ranks on {world.num_hosts} hosts, rank 0 on: {own}"
         if self.config.device == "cpu":
             return f"{world_size} ranks x {threads} threads on one {cpu_model()}"
         visible = gpus.visible_gpus()
@@ -105,7 +105,7 @@ class Profile:
         return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
 
     def _step_costs(self) -> float | tuple[float, ...]:
-        """One number, unless GPUs or hosts differ: on one CPU differences are chance."""
+        """One number, unless GPUs or hosts differ; on one CPU, differences are noise."""
         differ = max(self.step_seconds) > _SAME_SPEED * min(self.step_seconds)
         own_devices = self.config.device == "cuda" or self.ranks_per_host is not None
         if own_devices and differ:
@@ -122,45 +122,49 @@ class Profile:
 
 
 def profile(
-    config: PipelineConfig, *, repeats: int, talk: Callable[[str], None], watch: Watch = unwatched
+    config: PipelineConfig,
+    *,
+    repeats: int,
+    log: Callable[[str], None],
+    open_observer: OpenObserver = no_observer,
 ) -> Profile:
-    """Measures the parts of a run on the devices of `config`, with all its ranks at work at once.
+    """Measures the parts of a run on the devices of `config`, with all ranks working at once.
 
-    On the CPU ranks share cores and memory bandwidth, so a rank alone would be faster than in the
-    run that the costs are for. Memory and transfers are measured apart, one after the other.
+    CPU ranks share cores and memory bandwidth, so a rank alone would be faster than in a run.
+    Memory and transfers are measured separately, one after the other.
 
     Args:
-        config: its number of steps does not matter; frame count and chunk may be open.
-        repeats: clips through each rank besides the first, which warms up and does not count.
-        talk: told what comes next.
-        watch: observes the clips that are measured.
+        config: of the run; its number of steps does not matter, and it need not be resolved.
+        repeats: measured clips through each rank, after one that warms up.
+        log: takes a line before each measurement.
+        open_observer: observes the measured clips.
 
     Raises:
-        SvdppError: whatever would keep a run from working.
+        SvdppError: a run would fail, too.
     """
     config, checkpoint = resolve(measured_config(config))
     result = Profile(config)
-    # The ranks before the last work alone until the first clip has come to the end.
+    # The world size is added because ranks work without their successors until clips reach these.
     num_clips = config.world_size + repeats
-    talk(f"{num_clips} clips through {config.world_size} ranks for the times")
-    _measure_times(result, num_clips, watch)
+    log(f"{num_clips} clips through {config.world_size} ranks for the times")
+    _measure_times(result, num_clips, open_observer)
     if config.decodes:
         _measure_write(result, repeats)
-    if find_world() is None:  # else the packets of the run itself were measured
-        talk("packets between neighbours")
+    if find_world() is None:  # launched ranks have measured the packets of the run itself
+        log("packets between neighbours")
         result.transfers = rank_probe.measure_transfers(config)
-    talk("memory of each part")
+    log("memory of each part")
     _measure_memory(result, checkpoint)
     return result
 
 
 def measured_config(config: PipelineConfig) -> PipelineConfig:
-    """`config` as its ranks run it to be measured: a few steps each."""
+    """`config` with the steps of the measurement: a few for each rank."""
     steps = _STEPS_PER_RANK * config.world_size
     return replace(config, sampling=replace(config.sampling, num_inference_steps=steps))
 
 
-def _measure_times(result: Profile, num_clips: int, watch: Watch) -> None:
+def _measure_times(result: Profile, num_clips: int, open_observer: OpenObserver) -> None:
     config = result.config
     image = None if config.model.is_dummy else str(example_photos()[0])
     requests = [ClipRequest(seed=seed, image=image) for seed in range(num_clips)]
@@ -169,7 +173,7 @@ def _measure_times(result: Profile, num_clips: int, watch: Watch) -> None:
     measured = _Measured(Costs(ranks_per_host=result.ranks_per_host).host_of)
     pipeline = Pipeline(config)
     pipeline.observe(measured)
-    with watch("profile", pipeline.schedule(requests)) as progress:
+    with open_observer("profile", pipeline.schedule(requests)) as progress:
         pipeline.observe(progress)
         with pipeline:
             pipeline.run(requests)
@@ -188,13 +192,13 @@ class _Measured:
     """Collects the seconds of all clips but the first.
 
     Args:
-        host_of: the host that a rank is on.
+        host_of: returns the host of a rank.
     """
 
     def __init__(self, host_of: Callable[[int], int]) -> None:
         self._host_of = host_of
         self.transfers: dict[bool, list[float]] = defaultdict(list)
-        """Of whole packets, by whether they went from host to host."""
+        """Of whole packets, by whether they crossed hosts."""
         self.steps: dict[int, list[float]] = defaultdict(list)
         self.actions: dict[Kind, list[float]] = defaultdict(list)
         self.packet_bytes = 0
@@ -228,7 +232,7 @@ def _measure_write(result: Profile, repeats: int) -> None:
 
 
 def _moving_photo(config: PipelineConfig) -> Frames:
-    """A photograph that drifts to the right: about as hard to encode as a clip is."""
+    """A photograph that moves to the right, which is about as hard to encode as a clip."""
     sampling = config.sampling
     photo, _ = photos.read_photo(example_photos()[0])
     fitted = photos.fit_photo(photo, sampling.width, sampling.height, "crop")
@@ -237,7 +241,7 @@ def _moving_photo(config: PipelineConfig) -> Frames:
 
 
 def _measure_memory(result: Profile, checkpoint: Checkpoint | None) -> None:
-    """Weights as the model's configs have them; work as it is measured, on rank 0's device."""
+    """Takes the weights from the model's configs, and measures the work on rank 0's device."""
     config = result.config
     alone = replace(
         config, world_size=1, device="cuda:0" if config.device == "cuda" else config.device

@@ -1,9 +1,8 @@
-"""Owns `--decode-chunk-size auto`: how many frames fit when they are decoded at a time.
+"""Owns `--decode-chunk-size auto`: how many frames can be decoded at a time.
 
-Bits depend on the chunk, so it is chosen once, before any clip is begun, and recorded as a number.
-A process of its own loads what the decoding rank will hold and decodes one and two frames; memory
-grows in proportion from there (the decoder's attention is within a frame, all else are
-convolutions).
+Bits depend on the chunk, so it is chosen once, before the first clip, and recorded as a number. A
+separate process loads what the decoding rank will hold and decodes one and two frames. From there
+memory grows linearly: the decoder's attention stays within a frame, and the rest is convolutions.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from svdpp.worker.device import take_device
 from svdpp.worker.out_of_memory import out_of_memory_named
 from svdpp.worker.peak_memory import peak_in_use, reset_peak_of
 
-#: Left over is room for what the law does not know: fragments, other programs, libraries' caches.
+#: The rest is for what the estimate leaves out: fragmentation, other programs, libraries' caches.
 _SHARE_OF_FREE = 0.8
 _M_MMAP_THRESHOLD = -3  # <malloc.h>
 _HINT = "a smaller --height and --width, or --dtype fp16, lower it"
@@ -42,13 +41,13 @@ _HINT = "a smaller --height and --width, or --dtype fp16, lower it"
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeMemory:
-    """What decoding takes beside the loaded model, and what there is, in bytes.
+    """The bytes that decoding needs besides the loaded model, and the free bytes.
 
     Args:
         num_frames: of a clip.
-        one_frame: at the peak of decoding one frame alone.
-        each_in_chunk: more for each further frame in a chunk.
-        each_kept: more for each further frame of the clip, decoded before.
+        one_frame: peak of decoding a single frame.
+        each_in_chunk: added by each further frame in a chunk.
+        each_kept: added by each frame of the clip that is already decoded.
         free: on the device, for this rank, with the model loaded.
     """
 
@@ -59,15 +58,15 @@ class DecodeMemory:
     free: int
 
     def needed(self, chunk: int) -> int:
-        """At the peak of decoding a clip by `chunk` frames, in bytes."""
+        """The peak of decoding a clip `chunk` frames at a time, in bytes."""
         kept = self.each_kept * (self.num_frames - 1)
         return self.one_frame + kept + self.each_in_chunk * (chunk - 1)
 
     def largest_chunk(self) -> int:
-        """The most frames at a time that fit into 80% of what is free; at least 1.
+        """The most frames at a time that fit into 80% of the free memory; at least 1.
 
         Raises:
-            OutOfMemoryError: one frame at a time does not fit into all that is free.
+            OutOfMemoryError: even one frame at a time exceeds the free memory.
         """
         if self.needed(1) > self.free:
             raise OutOfMemoryError(
@@ -75,8 +74,8 @@ class DecodeMemory:
                 f"{_gib(self.needed(1))}, {_gib(self.free)} free",
                 _HINT,
             )
-        room = int(self.free * _SHARE_OF_FREE)
-        fitting = (n for n in range(self.num_frames, 0, -1) if self.needed(n) <= room)
+        limit = int(self.free * _SHARE_OF_FREE)
+        fitting = (n for n in range(self.num_frames, 0, -1) if self.needed(n) <= limit)
         return next(fitting, 1)
 
     def __str__(self) -> str:
@@ -88,12 +87,13 @@ class DecodeMemory:
 
 
 def measure_decode(config: PipelineConfig) -> DecodeMemory:
-    """Measures in a process of its own, on the decoding rank's device, at the request's size.
+    """Measures in a separate process, on the decoding rank's device, at the run's frame size.
 
     Raises:
-        OutOfMemoryError: two frames do not fit at all.
-        ModelError, RequestError: as for the run itself.
-        RankError: the process ended, or took longer than ranks may take to start.
+        OutOfMemoryError: two frames do not fit.
+        ModelError: as for the run.
+        RequestError: as for the run.
+        RankError: the process died, or exceeded the deadlines of `config`.
     """
     process_group.check_devices(config.device, config.world_size)
     setup = _Setup(*resolve(config))
@@ -121,7 +121,7 @@ class _Setup:
 
 
 def _wait(group: StartedGroup, seconds: float) -> dict[str, Any]:
-    what, deadline = "the process that measures what decoding takes", time.monotonic() + seconds
+    what, deadline = "the process that measures the decoding", time.monotonic() + seconds
     while time.monotonic() < deadline:
         ended = group.exited()
         for _, message in group.poll(0.2):
@@ -129,9 +129,9 @@ def _wait(group: StartedGroup, seconds: float) -> dict[str, Any]:
             return answer
         if ended:
             if ended[0] == -9:
-                raise OutOfMemoryError(f"{what} was killed: mostly, memory is out", _HINT)
+                raise OutOfMemoryError(f"{what} was killed, probably for lack of memory", _HINT)
             raise RankError(f"{what} ended with {ended[0]}", trace=group.output_tail(0))
-    raise RankError(f"{what} did not end within {seconds:.0f} s", "a longer --timeout")
+    raise RankError(f"{what} did not end within {seconds:.0f} s", "raise --timeout")
 
 
 def _measure_main(context: RankContext, setup: _Setup) -> None:
@@ -145,7 +145,7 @@ def _measure_main(context: RankContext, setup: _Setup) -> None:
 
 def _measure(setup: _Setup) -> DecodeMemory:
     from svdpp.models.svd.load import torch_dtype
-    from svdpp.models.svd.model import load_svd  # diffusers: only this process needs it
+    from svdpp.models.svd.model import load_svd  # imports diffusers, for this process only
 
     config, checkpoint = setup.config, setup.checkpoint
     assert checkpoint is not None, "the dummy model decodes nothing"
@@ -159,17 +159,17 @@ def _measure(setup: _Setup) -> DecodeMemory:
     )
     model = load_svd(checkpoint, config.model, config.sampling, str(device), **asdict(roles))
 
-    # Guidance is no matter of decoding, and a clip of one frame can have none.
-    knobs = replace(config.sampling, min_guidance_scale=1.0, max_guidance_scale=1.0)
+    # Decoding does not depend on guidance, which a clip of one frame cannot have.
+    sampling = replace(config.sampling, min_guidance_scale=1.0, max_guidance_scale=1.0)
 
     def peak(frames: int, chunk: int) -> int:
-        part = model.with_sampling(replace(knobs, num_frames=frames, decode_chunk_size=chunk))
+        part = model.with_sampling(replace(sampling, num_frames=frames, decode_chunk_size=chunk))
         shape = part.packet_spec()[LATENTS].shape
         latent = torch.zeros(shape, dtype=dtype, device=model.device)
         with out_of_memory_named(decode(0, 0), chunk):
             return _peak(model.device, lambda: part.decode(latent))
 
-    peak(1, 1)  # maps the weights in, picks kernels, makes the libraries' workspaces
+    peak(1, 1)  # warm-up: reads the mapped weights, selects kernels, allocates workspaces
     if model.device.type == "cuda":
         torch.cuda.empty_cache()
     free = _free_for_each(config, checkpoint, model.device, roles)
@@ -177,7 +177,7 @@ def _measure(setup: _Setup) -> DecodeMemory:
     return DecodeMemory(
         num_frames=config.sampling.frames,
         one_frame=one,
-        # Not less than two frames take each: resident memory is no exact measure.
+        # At least half of two frames' peak, because resident memory is not exact.
         each_in_chunk=max(both // 2, both - kept),
         each_kept=max(0, kept - one),
         free=free,
@@ -185,7 +185,7 @@ def _measure(setup: _Setup) -> DecodeMemory:
 
 
 def _as_last_rank(config: PipelineConfig) -> World:
-    """The place of the run's last rank, which decodes, so that its device is measured."""
+    """The world of the run's last rank, which decodes, so that its device is measured."""
     size = config.world_size
     return World(rank=size - 1, local_rank=size - 1, size=size, local_size=size)
 
@@ -193,7 +193,7 @@ def _as_last_rank(config: PipelineConfig) -> World:
 def _free_for_each(
     config: PipelineConfig, checkpoint: Checkpoint, device: torch.device, loaded: Roles
 ) -> int:
-    """Bytes that each rank may use on `device` when all have loaded; `loaded` already is."""
+    """Bytes that each rank may use on `device` once all are loaded; `loaded` already is."""
     free = free_bytes(device)
     if config.device == "cuda":
         return free
@@ -203,7 +203,7 @@ def _free_for_each(
 
 
 def _weights_of_others(config: PipelineConfig, checkpoint: Checkpoint, loaded: Roles) -> int:
-    """Bytes that the run's other ranks will take on a shared GPU before they work."""
+    """Bytes that the run's other ranks will need on a shared GPU once they are loaded."""
     from svdpp.models.svd.memory import estimate
 
     parts = estimate(checkpoint, config.model, config.sampling, device=config.device)
@@ -214,10 +214,10 @@ def _weights_of_others(config: PipelineConfig, checkpoint: Checkpoint, loaded: R
 
 
 def _peak(device: torch.device, work: Callable[[], object]) -> int:
-    """Bytes that `work` takes at its peak, beyond those in use before it."""
+    """The peak of bytes that `work` adds to those in use."""
     if device.type == "cpu":
-        # Every tensor by itself from the kernel and back to it (mallopt(3)): else memory that was
-        # freed before, and kept by malloc, hides what is taken anew.
+        # Every tensor gets its own mapping (mallopt(3)): otherwise malloc reuses memory that was
+        # freed before, and the peak would not show it.
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 64 * 1024)
     before = reset_peak_of(device)
     work()

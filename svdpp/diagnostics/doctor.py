@@ -1,4 +1,4 @@
-"""Owns the examination of a machine before a run: each thing that a run needs is tried for real."""
+"""Owns the checks of a machine before a run: everything that a run needs is actually tried."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ from svdpp.models.free_memory import available_bytes
 from svdpp.plan.schedule import build_schedule
 
 _GIB = 2**30
-#: Some hundred clips, and the log.
+#: Enough for about a hundred clips and the log.
 _MIN_FREE_BYTES = 2**28
-_TMPDIR_FIX = "set TMPDIR to a folder of a local disk that is writable"
-# Enough for libx264 to have something to do, and quick.
+_TMPDIR_FIX = "set TMPDIR to a writable folder on a local disk"
+# Small and quick, but real work for libx264.
 _TRIAL_FRAMES, _TRIAL_SIDE = 4, 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """What came of trying one thing."""
+    """The result of one check; `fix` is a hint if it failed."""
 
     name: str
     verdict: Literal["ok", "failed", "skipped"]
     detail: str
-    mend: str = ""
+    fix: str = ""
     exit_code: int = 0
 
 
 @dataclass
 class Examination:
-    """What is examined; filled in as checks find things out.
+    """The state of an examination; checks fill it in.
 
     Args:
-        config: of the run that is intended.
+        config: of the intended run.
         out: folder for its clips.
     """
 
@@ -54,15 +54,15 @@ class Examination:
     out: Path
     checkpoint: Checkpoint | None = None
     healthy: set[str] = field(default_factory=set)
-    """Names of the checks that were ok, for those that build on them."""
+    """Names of the passed checks, for checks that depend on them."""
 
 
 class _Skipped(Exception):
-    """There is nothing to try, or no ground to try it on; the text says which."""
+    """The check does not apply, or depends on a failed one; the text says which."""
 
 
 def examine(examination: Examination) -> Iterator[Check]:
-    """Tries one thing after the other, and yields each as it is known."""
+    """Runs the checks one after the other, and yields each result."""
     for name, attempt in _CHECKS.items():
         try:
             detail = attempt(examination)
@@ -73,7 +73,7 @@ def examine(examination: Examination) -> Iterator[Check]:
                 name=name,
                 verdict="failed",
                 detail=error.message,
-                mend=error.hint or _FIXES[name],
+                fix=error.hint or _FIXES[name],
                 exit_code=error.exit_code,
             )
         else:
@@ -97,7 +97,7 @@ def _devices(examination: Examination) -> str:
 
 
 def _temporary_folder(examination: Examination) -> str:  # noqa: ARG001
-    """Ranks meet in a folder there, which nobody else may open."""
+    """Ranks meet in a temporary folder, which other users must not open."""
     try:
         folder = Path(tempfile.mkdtemp(prefix="svdpp-doctor-"))
         try:
@@ -106,11 +106,11 @@ def _temporary_folder(examination: Examination) -> str:  # noqa: ARG001
             folder.rmdir()
     except OSError as error:
         raise OutputError(
-            f"no folder can be made in it: {output_files.reason(error)}", _TMPDIR_FIX
+            f"no folder can be created in it: {output_files.reason(error)}", _TMPDIR_FIX
         ) from error
     if mode != 0o700:
         raise OutputError(
-            f"folders in {folder.parent} come with mode {mode:03o}, not 700", _TMPDIR_FIX
+            f"folders in {folder.parent} are created with mode {mode:03o}, not 700", _TMPDIR_FIX
         )
     return f"{folder.parent}, private folders"
 
@@ -129,7 +129,7 @@ def _transfers(examination: Examination) -> str:
 
 
 def _ffmpeg(examination: Examination) -> str:  # noqa: ARG001
-    """Encodes some frames, which reads them back and counts them."""
+    """Encodes some frames; the writer reads them back and counts them."""
     video.find_ffmpeg()
     frames = np.zeros((_TRIAL_FRAMES, _TRIAL_SIDE, _TRIAL_SIDE, 3), np.uint8)
     frames[:, :, :, 0] = np.arange(_TRIAL_SIDE)
@@ -143,12 +143,12 @@ def _ffmpeg(examination: Examination) -> str:  # noqa: ARG001
 def _output(examination: Examination) -> str:
     folder = examination.out
     output_files.check_writable(folder)
-    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    free = shutil.disk_usage(there).free
+    paths = (folder.absolute(), *folder.absolute().parents)
+    free = shutil.disk_usage(next(path for path in paths if path.exists())).free
     if free < _MIN_FREE_BYTES:
         raise OutputError(
             f"{str(folder)!r} has {free / 2**20:.0f} MiB free",
-            "make room, or name another folder by --out",
+            "free some space, or name another folder with --out",
         )
     return f"{str(folder)!r} can be written, {free / _GIB:.1f} GiB free"
 
@@ -156,18 +156,18 @@ def _output(examination: Examination) -> str:
 def _model(examination: Examination) -> str:
     if examination.config.model.is_dummy:
         raise _Skipped("the dummy model has no files")
-    # What is not here yet is for `run` to download, not for a check of some seconds.
+    # A check of a few seconds must not download; `run` does.
     local = replace(examination.config.model, local_files_only=True)
     examination.config, examination.checkpoint = resolve(replace(examination.config, model=local))
     assert examination.checkpoint is not None
     from svdpp.models.svd.load import check_weights
 
     num_weights = check_weights(examination.checkpoint)
-    return f"{local.name}: {num_weights} weights whole, safetensors, no code, no pickle"
+    return f"{local.name}: {num_weights} weights complete, safetensors, no code, no pickle"
 
 
 def _memory(examination: Examination) -> str:
-    """The plan's estimate for each rank, against what its device has free."""
+    """The plan's estimate for each rank, against the free memory of its device."""
     _needs(examination, "devices")
     if not examination.config.model.is_dummy:
         _needs(examination, "model")
@@ -200,7 +200,7 @@ def _enough(device: str, needed: int, free: int) -> str:
 
 
 def _determinism(examination: Examination) -> str:
-    """On the demo model, which is quick to load, but with the run's device, dtype and threads."""
+    """Uses the demo model, which loads quickly, with the run's device, dtype and threads."""
     _needs(examination, "devices")
     _needs(examination, "temporary folder")
     config = examination.config
@@ -217,16 +217,16 @@ def _determinism(examination: Examination) -> str:
     return f"one step of the {config.model.name} model twice, bitwise equal ({config.model.dtype})"
 
 
-#: Where the error itself names none.
+#: Hints by check, for errors without one.
 _FIXES = {
     "devices": "svdpp env shows the devices; --device cpu --model demo needs none",
     "temporary folder": _TMPDIR_FIX,
     "ffmpeg": "pip install --force-reinstall imageio-ffmpeg",
-    "output folder": "name another folder by --out",
+    "output folder": "name another folder with --out",
     "model": "copy or download the model again, or --model demo",
     "memory": "fewer ranks, or a smaller clip",
-    "transfers": "on GPUs try PIPELINE_BACKEND=gloo; svdpp env shows what a report needs",
-    "determinism": "svdpp env shows the libraries; report it with that",
+    "transfers": "on GPUs try PIPELINE_BACKEND=gloo; report it with the output of svdpp env",
+    "determinism": "report it with the output of svdpp env",
 }
 
 _CHECKS: dict[str, Callable[[Examination], str]] = {

@@ -1,4 +1,4 @@
-"""Owns computing drafts in one process: the result of each rank for many choices of start steps."""
+"""Owns the simulation of drafts in one process: each rank's result for many start steps."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class _Sampled:
 
 
 class DraftSimulator:
-    """The ranks of many draft plans over one clip; each rank is computed once.
+    """The ranks of many draft plans for one clip; each rank is computed once.
 
-    The result of a rank depends on its own start step and those before it alone, so plans that
-    share their first start steps share the ranks.
+    A rank's result depends only on its own start step and those of the ranks before it, so plans
+    with the same first start steps share these ranks.
 
     Args:
         model: with all its parts.
-        tensors: of the clip, as `encode` made them.
-        num_steps: N.
+        tensors: of the clip, from `encode`.
+        num_steps: number of denoising steps.
     """
 
     def __init__(
@@ -50,20 +50,19 @@ class DraftSimulator:
         return self._rank(start_steps).latent
 
     def frames(self, start_steps: tuple[int, ...]) -> Frames:
-        """The same, decoded."""
+        """The decoded frames of `latent(start_steps)`."""
         latent = self.latent(start_steps)
         frames = self._model.decode(latent)
         pixels: Frames = self._copies.to_host(frames, mark(self._model.device)).numpy()
         return pixels
 
     def forget(self, depth: int) -> None:
-        """Drops what is known of ranks from `depth` on, which fills memory."""
+        """Frees the memory of the ranks from `depth` on."""
         deeper = [start_steps for start_steps in self._sampled if len(start_steps) > depth]
         for start_steps in deeper:
             del self._sampled[start_steps]
 
     def _rank(self, start_steps: tuple[int, ...]) -> _Sampled:
-        """The last rank with these start steps."""
         if start_steps not in self._sampled:
             self._sampled[start_steps] = self._sample(start_steps)
         return self._sampled[start_steps]

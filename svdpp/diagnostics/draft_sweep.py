@@ -1,4 +1,4 @@
-"""Owns the search for a draft's start steps: how far each choice's draft is from the exact clip."""
+"""Owns the sweep over a draft's start steps: the distance of each draft from the exact clip."""
 
 from __future__ import annotations
 
@@ -34,17 +34,18 @@ def measure_start_steps(
     seed: int = 0,
     start_steps: Sequence[tuple[int, ...]] = (),
 ) -> list[MeasuredStartSteps]:
-    """Walks every wave worth measuring for 2 to W ranks, each photograph in one process.
+    """Measures every candidate draft plan for 2 to W ranks, each photograph in one process.
 
     Args:
-        config: its world is the number of processes, and the largest number of ranks; its steps
-            are those of the clips.
-        photographs: one or more, shared out among the processes.
+        config: its world size is the number of processes, and the largest number of ranks; its
+            steps are those of the clips.
+        photographs: one or more, distributed over the processes.
         seed: of every clip.
-        start steps: measured in place of those worth it, where given.
+        start_steps: measured instead of the candidates, if given.
 
     Raises:
-        SvdppError: a process could not be run; RequestError: no wave fits between the steps.
+        RequestError: no draft plan fits into the steps.
+        SvdppError: a process failed.
     """
     num_steps = config.sampling.num_inference_steps
     asked = list(start_steps) or [
@@ -54,7 +55,7 @@ def measure_start_steps(
         raise RequestError(
             f"no draft of 2 ranks or more fits into {num_steps} steps", "give more --steps"
         )
-    waves = [DraftPlan(num_steps=num_steps, start_steps=each) for each in asked]
+    plans = [DraftPlan(num_steps=num_steps, start_steps=each) for each in asked]
     processes = min(config.world_size, len(photographs))
     one = replace(config, world_size=processes, split="uniform", replicas=processes)
     resolved, checkpoint = resolve(one)
@@ -64,7 +65,7 @@ def measure_start_steps(
     for answer in answers:
         for index, (psnr_db, max_levels) in answer["distances"]:
             distances[index].append((psnr_db, max_levels))
-    return [_worst(draft_plan, distances[index]) for index, draft_plan in enumerate(waves)]
+    return [_worst(draft_plan, distances[index]) for index, draft_plan in enumerate(plans)]
 
 
 def _worst(
@@ -77,9 +78,6 @@ def _worst(
         psnr_db=min(known, default=None),
         max_levels=max(levels for _, levels in distances),
     )
-
-
-# In the process.
 
 
 def _measure(context: RankContext, config: PipelineConfig, asked: _Asked) -> dict[str, Any]:
@@ -97,6 +95,6 @@ def _measure(context: RankContext, config: PipelineConfig, asked: _Asked) -> dic
         for index, start_steps in enumerate(all_start_steps):
             whole = distance(drafts.frames(tuple(start_steps)), exact).whole.to_json()
             found.append((index, (whole["psnr_db"], whole["max_levels"])))
-            # Draft plans come in the order of their ranks: they share the first ranks.
+            # Plans are sorted by their start steps, so neighbours share their first ranks.
             drafts.forget(depth=2)
     return {"distances": found}

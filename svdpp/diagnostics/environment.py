@@ -1,4 +1,4 @@
-"""Owns what is known of the machine and the libraries: plain values, none of them a secret."""
+"""Owns the facts about the machine and the libraries: plain values, no secrets."""
 
 from __future__ import annotations
 
@@ -23,33 +23,69 @@ from svdpp.redaction import redact_all
 SCHEMA_VERSION = 1
 
 _LIBRARIES = (
-    *("torch", "diffusers", "transformers", "accelerate", "safetensors", "huggingface-hub"),
-    *("numpy", "pillow", "imageio-ffmpeg"),
+    "torch",
+    "diffusers",
+    "transformers",
+    "accelerate",
+    "safetensors",
+    "huggingface-hub",
+    "numpy",
+    "pillow",
+    "imageio-ffmpeg",
 )
 
-#: Shown where they are set; every other variable stays unseen, whatever its name.
+#: Shown if they are set; no other variable is ever shown.
 _VARIABLES = (
-    *("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "CUDA_LAUNCH_BLOCKING"),
-    *("CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE", "PYTORCH_CUDA_ALLOC_CONF"),
-    *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_PROC_BIND", "KMP_AFFINITY", "MKL_CBWR"),
-    *("NCCL_DEBUG", "NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE"),
-    *("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "GLOO_SOCKET_IFNAME", "GLOO_DEVICE_TRANSPORT"),
-    *("PIPELINE_BACKEND", "RANK", "LOCAL_RANK", "WORLD_SIZE"),
-    *("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "IMAGEIO_FFMPEG_EXE", "TMPDIR"),
+    "CUDA_VISIBLE_DEVICES",
+    "CUDA_DEVICE_ORDER",
+    "CUDA_LAUNCH_BLOCKING",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "NVIDIA_TF32_OVERRIDE",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "OMP_PROC_BIND",
+    "KMP_AFFINITY",
+    "MKL_CBWR",
+    "NCCL_DEBUG",
+    "NCCL_P2P_DISABLE",
+    "NCCL_P2P_LEVEL",
+    "NCCL_SHM_DISABLE",
+    "NCCL_IB_DISABLE",
+    "NCCL_SOCKET_IFNAME",
+    "NCCL_IB_HCA",
+    "GLOO_SOCKET_IFNAME",
+    "GLOO_DEVICE_TRANSPORT",
+    "PIPELINE_BACKEND",
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "HF_HOME",
+    "HF_HUB_CACHE",
+    "HF_HUB_OFFLINE",
+    "IMAGEIO_FFMPEG_EXE",
+    "TMPDIR",
 )
-#: Of nvidia-smi; the driver counts all GPUs, CUDA_VISIBLE_DEVICES or not.
+#: Fields of nvidia-smi; it lists all GPUs, whatever CUDA_VISIBLE_DEVICES says.
 _GPU_SETTINGS = (
-    *("index", "name", "clocks.sm", "clocks.max.sm", "clocks.mem", "clocks.max.mem"),
-    *("power.limit", "power.default_limit", "persistence_mode"),
+    "index",
+    "name",
+    "clocks.sm",
+    "clocks.max.sm",
+    "clocks.mem",
+    "clocks.max.mem",
+    "power.limit",
+    "power.default_limit",
+    "persistence_mode",
 )
 _COMMAND_SECONDS = 10.0
 
 
 def environment() -> dict[str, Any]:
-    """Everything a result depends on that is not in its request, for people and for `env.json`.
+    """Everything that a result depends on besides its request, for `svdpp env` and `env.json`.
 
-    The home shows as `~`; environment variables come from a list of harmless names alone. What is
-    not there, or cannot be found out, is None.
+    The user's home is shown as `~`; only variables of a fixed list are shown. A fact that is
+    missing or unknown is None.
     """
     facts = {
         "schema_version": SCHEMA_VERSION,
@@ -67,7 +103,7 @@ def environment() -> dict[str, Any]:
 
 
 def cpu_model() -> str:
-    """What the processor calls itself."""
+    """The processor's name."""
     for line in _read("/proc/cpuinfo").splitlines():
         name, _, value = line.partition(":")
         if name.strip() == "model name":
@@ -95,7 +131,7 @@ def _installed(name: str) -> str | None:
 
 
 def _dotted(version: int | None) -> str | None:
-    """cuDNN's number as it is written: 90100 is 9.1.0, and 8902 was 8.9.2."""
+    """cuDNN's version number with dots: 90100 is 9.1.0, and 8902 was 8.9.2."""
     if version is None:
         return None
     major, rest = divmod(version, 10_000 if version >= 10_000 else 1000)
@@ -109,7 +145,7 @@ def _nccl() -> str | None:
 
 
 def _git() -> dict[str, Any] | None:
-    """Commit and state of the checkout that svdpp runs from; None where it is installed."""
+    """Commit and state of the checkout that svdpp runs from; None if it is installed."""
     root = Path(svdpp.__file__).resolve().parents[1]
     if not (root / ".git").exists():
         return None
@@ -134,7 +170,7 @@ def _host() -> dict[str, Any]:
 
 
 def _devices() -> dict[str, Any]:
-    """Each GPU, and which of them reach each other's memory (row: who reads, column: whose)."""
+    """The GPUs, and their peer access (the row's GPU reads the column's memory)."""
     return {
         "gpus": [
             {"name": gpu.name, "memory_bytes": gpu.total_bytes, "capability": gpu.capability}
@@ -147,14 +183,14 @@ def _devices() -> dict[str, Any]:
 
 
 def _gpu_settings() -> list[dict[str, str]]:
-    """Clocks and power cap of each GPU that the driver knows, in the driver's words and units."""
+    """Clocks and power limits of all GPUs, as nvidia-smi prints them."""
     rows = _output("nvidia-smi", f"--query-gpu={','.join(_GPU_SETTINGS)}", "--format=csv,noheader")
     values = [line.split(", ") for line in (rows or "").splitlines()]
     return [dict(zip(_GPU_SETTINGS, row, strict=False)) for row in values]
 
 
 def _determinism() -> dict[str, bool]:
-    """torch's switches as they stand in this process; ranks set their own."""
+    """torch's switches in this process; ranks set their own."""
     return {
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
         "cudnn_benchmark": torch.backends.cudnn.benchmark,
@@ -175,7 +211,7 @@ def _ffmpeg() -> dict[str, Any] | None:
 
 
 def _hub_cache() -> dict[str, Any]:
-    """Where hub models are kept, and the video models among them."""
+    """The hub cache's path, and the SVD models in it."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     found = Path(HF_HUB_CACHE).glob("models--*/snapshots/*/model_index.json")
@@ -199,7 +235,7 @@ def _read(path: str | Path) -> str:
 
 
 def _output(*command: str) -> str | None:
-    """What a command prints, without the last line break; None where it fails."""
+    """The output of a command, stripped; None if it fails."""
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=_COMMAND_SECONDS, check=True

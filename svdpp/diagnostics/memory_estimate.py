@@ -1,4 +1,4 @@
-"""Owns the estimate of each rank's memory, before any rank is started."""
+"""Owns the estimate of each rank's memory, before any rank starts."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from svdpp.models.svd.memory import bare_process_bytes, estimate
 from svdpp.plan.actions import Action, Kind
 from svdpp.plan.schedule import Schedule
 
-# What a process takes on a GPU beside torch's allocator: about 0.5 GB for the context and 0.1 GB
-# for the handles of cuBLAS and cuDNN; NCCL's buffers take about 0.1 GB for each pair of ranks.
+# A process's GPU memory outside torch's allocator: about 0.5 GB for the context and 0.1 GB for the
+# handles of cuBLAS and cuDNN. NCCL's buffers add about 0.1 GB for each pair of ranks.
 CUDA_PROCESS_BYTES = 600_000_000
 _NCCL_PAIR_BYTES = 100_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """Bytes on one rank's device; on the host for a CPU rank."""
+    """Bytes on one rank's device; for a CPU rank, on the host."""
 
     rank: int
     weight_bytes: int
     activation_bytes: int
-    """Above the weights, in the part that needs most."""
+    """Above the weights, in the part with the largest need."""
     process_bytes: int
-    """On the CPU Python and the libraries; on a GPU context, library handles and NCCL's buffers."""
+    """On the CPU: Python and libraries. On a GPU: context, library handles and NCCL's buffers."""
 
     @property
     def total_bytes(self) -> int:
@@ -39,18 +39,18 @@ class RankMemory:
 def estimate_ranks(
     config: PipelineConfig, schedule: Schedule, *, weights: bool = True
 ) -> list[RankMemory]:
-    """What each rank will take for its actions, from the model's configs alone.
+    """The memory that each rank needs for its actions, from the model's configs.
 
-    CPU ranks each count the weights that they map; where the files have the asked dtype already,
-    the ranks of one machine share them.
+    Each CPU rank counts the weights that it maps, although the ranks of one machine share them if
+    the files already have the requested dtype.
 
     Args:
         config: of the run.
-        schedule: for some clips more than there are ranks, so that every rank shows what it does.
-        weights: whether they have to be there, too; else the model's configs are enough.
+        schedule: of enough clips that every rank has all its kinds of actions.
+        weights: whether the weights must be present; if not, the model's configs are enough.
 
     Raises:
-        ModelError: the model cannot be found, or is not whole.
+        ModelError: the model is missing or incomplete.
     """
     config, checkpoint = resolve(config, weights=weights)
     estimate_of_parts = estimate(
@@ -62,7 +62,7 @@ def estimate_ranks(
     )
     result = []
     for rank, actions in enumerate(schedule):
-        encode, denoise, decode = _duties(actions)
+        encode, denoise, decode = _roles(actions)
         memory = estimate_of_parts.of_rank(encode=encode, denoise=denoise, decode=decode)
         result.append(
             RankMemory(
@@ -82,22 +82,22 @@ def memory_of_devices(
     world_size: int,
     free_bytes: Callable[[str], int] = free_bytes,
 ) -> tuple[dict[str, float], tuple[float, ...]]:
-    """What a layout is chosen by: what the model's parts need, and what each rank's device has.
+    """The memory figures for the choice of a layout: the parts' needs, and each device's memory.
 
-    Nothing of both for CPU ranks: they share the host's memory, and weights in it.
+    Both are empty for CPU ranks, which share the host's memory and the weights in it.
 
     Args:
-        model: its parts are judged by their configuration alone.
-        sampling: not yet resolved.
-        device: as the user named it; a shared one is shared out.
+        model: its configs are enough.
+        sampling: not resolved yet.
+        device: as the user named it; ranks on one device get equal shares of it.
         world_size: number of ranks.
-        free_bytes: of a device.
+        free_bytes: returns the free bytes of a device.
 
     Returns:
-        Fields of `plan.costs.Costs`, GiB, and GiB by rank.
+        Fields of `plan.costs.Costs` in GiB, and the usable GiB of each rank.
 
     Raises:
-        ModelError: the model cannot be found, or is not whole.
+        ModelError: the model is missing or incomplete.
     """
     if device == "cpu":
         return {}, ()
@@ -113,7 +113,7 @@ def memory_of_devices(
 
 
 def _process_bytes(config: PipelineConfig, rank: int) -> int:
-    """What the process of `rank` takes beside the model."""
+    """The bytes of the process of `rank` besides the model."""
     if config.device == "cpu":
         return bare_process_bytes()
     backend = process_group.choose_backend(config.device, config.world_size)
@@ -121,6 +121,6 @@ def _process_bytes(config: PipelineConfig, rank: int) -> int:
     return CUDA_PROCESS_BYTES + pairs * _NCCL_PAIR_BYTES
 
 
-def _duties(actions: Iterable[Action]) -> tuple[bool, bool, bool]:
+def _roles(actions: Iterable[Action]) -> tuple[bool, bool, bool]:
     kinds = {action.kind for action in actions}
     return Kind.ENCODE in kinds, Kind.DENOISE in kinds, Kind.DECODE in kinds

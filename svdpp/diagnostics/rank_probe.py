@@ -1,4 +1,4 @@
-"""Owns questions to real ranks: how far a neighbour is, what a part takes, whether bits repeat."""
+"""Owns small measurements on real ranks: speed of links, memory of parts, repeatability of bits."""
 
 from __future__ import annotations
 
@@ -32,42 +32,42 @@ from svdpp.worker.tensor_store import tensor_sha256
 _SMALL_BYTES = 1024
 _LARGE_BYTES = 2**24
 _SMALL_TRIPS, _LARGE_TRIPS = 21, 5
-#: The model's own parts, each of which can be asked about alone.
+#: The model's parts, each of which can be measured alone.
 PARTS = {
     "encode": Roles(encode=True, denoise=False, decode=False),
     "denoise": Roles(encode=False, denoise=True, decode=False),
     "decode": Roles(encode=False, denoise=False, decode=True),
 }
 
-#: Asked in a rank: its side of the group, the configuration and what else the question needs.
+#: A function that runs in a rank, with the rank's context, the configuration and an argument.
 Question = Callable[[RankContext, PipelineConfig, Any], dict[str, Any]]
 
 
 class LinkSpeed(NamedTuple):
-    """What the wire from one rank to the next was measured to do."""
+    """The measured speed of the link from one rank to the next."""
 
     source: int
     target: int
     latency_seconds: float
-    """One way, for a packet of 1 KiB: threads, header and check included."""
+    """One way, for a packet of 1 KiB, with threads, header and check."""
     bytes_per_second: float
 
 
 def ask_ranks(
     question: Question, config: PipelineConfig, argument: Any = None
 ) -> list[dict[str, Any]]:
-    """Starts the ranks of `config`, asks each the same, and ends them.
+    """Starts the ranks of `config`, asks each the same question, and ends them.
 
     Args:
-        question: a function of a module, so that it can be found from another process.
-        config: its world, device, threads and deadlines hold.
+        question: a module-level function, so that another process can import it.
+        config: its world size, device, threads and deadlines apply.
         argument: of the question; anything that can be pickled.
 
     Returns:
         The answers, JSON values, by rank.
 
     Raises:
-        SvdppError: what a rank could not do.
+        SvdppError: a rank failed.
     """
     answers: dict[int, dict[str, Any]] = {}
 
@@ -87,10 +87,10 @@ def ask_ranks(
 
 
 def measure_transfers(config: PipelineConfig) -> list[LinkSpeed]:
-    """Latency and bandwidth between neighbours, one pair after the other; none for one rank.
+    """Latency and bandwidth between neighbours, one pair after the other; empty for one rank.
 
     Raises:
-        SvdppError: a rank, or the wire between two, failed.
+        SvdppError: a rank or a link failed.
     """
     if config.world_size == 1:
         return []
@@ -99,10 +99,10 @@ def measure_transfers(config: PipelineConfig) -> list[LinkSpeed]:
 
 
 def measure_work(config: PipelineConfig, checkpoint: Checkpoint | None, part: str) -> int:
-    """Bytes that `part` of the model takes above its weights while it works, at the peak.
+    """The peak of bytes that `part` of the model needs above its weights.
 
-    Measured in a process of its own, in which the part has worked once before. On CUDA that is
-    what torch allocates; on the CPU growth of the resident set, what the allocator keeps included.
+    It is measured in a separate process, after a warm-up. On CUDA it is what torch allocates; on
+    the CPU it is the growth of the resident set, including memory that the allocator keeps.
 
     Args:
         config: resolved.
@@ -112,20 +112,17 @@ def measure_work(config: PipelineConfig, checkpoint: Checkpoint | None, part: st
     Raises:
         SvdppError: the part cannot be loaded, or does not fit.
     """
-    return int(ask_ranks(_watch_memory, config, (checkpoint, part))[0]["bytes"])
+    return int(ask_ranks(_measure_work, config, (checkpoint, part))[0]["bytes"])
 
 
 def repeats_bits(config: PipelineConfig, checkpoint: Checkpoint | None) -> bool:
-    """Whether one denoising step done twice gives the same bits.
+    """Whether one denoising step, done twice, gives the same bits.
 
     Raises:
-        SvdppError: the step cannot be done at all.
+        SvdppError: the step failed.
     """
     first, second = ask_ranks(_step_twice, config, checkpoint)[0]["sha256"]
     return bool(first == second)
-
-
-# In the rank.
 
 
 def _answer(
@@ -153,33 +150,33 @@ def _ping_neighbours(context: RankContext, config: PipelineConfig, _: Any) -> di
     context.join()
     rank = context.world.rank
     device = _device(context, config)
-    transport = Transport(rank, device, context.backend, _pass_over)
+    transport = Transport(rank, device, context.backend, _ignore)
     pairs = [(first, first + 1) for first in range(config.world_size - 1)]
     transport.connect(connect_rounds([link for a, b in pairs for link in ((a, b), (b, a))]))
     result: dict[str, Any] = {}
     for first, second in pairs:
         if rank == first:
-            wire = _Pinger(transport, second, device)
-            small = wire.round_trip(_SMALL_BYTES, _SMALL_TRIPS) / 2
-            large = wire.round_trip(_LARGE_BYTES, _LARGE_TRIPS) / 2
-            spread = (_LARGE_BYTES - _SMALL_BYTES) / max(large - small, 1e-9)
-            result = {"latency_seconds": small, "bytes_per_second": spread}
+            pinger = _Pinger(transport, second, device)
+            small = pinger.round_trip(_SMALL_BYTES, _SMALL_TRIPS) / 2
+            large = pinger.round_trip(_LARGE_BYTES, _LARGE_TRIPS) / 2
+            bandwidth = (_LARGE_BYTES - _SMALL_BYTES) / max(large - small, 1e-9)
+            result = {"latency_seconds": small, "bytes_per_second": bandwidth}
         elif rank == second:
-            wire = _Pinger(transport, first, device)
-            wire.answer(_SMALL_BYTES, _SMALL_TRIPS)
-            wire.answer(_LARGE_BYTES, _LARGE_TRIPS)
+            pinger = _Pinger(transport, first, device)
+            pinger.answer(_SMALL_BYTES, _SMALL_TRIPS)
+            pinger.answer(_LARGE_BYTES, _LARGE_TRIPS)
     transport.drain()
     transport.close()
     return result
 
 
-def _pass_over(transfer: Transfer) -> None:
-    """The pinger has a clock of its own."""
+def _ignore(transfer: Transfer) -> None:
+    """Ignores a transfer's report: the pinger measures by its own clock."""
 
 
 @dataclass
 class _Pinger:
-    """One end of a wire on which packets of a size go there and come back."""
+    """One end of a link on which packets travel back and forth."""
 
     transport: Transport
     peer: int
@@ -187,7 +184,7 @@ class _Pinger:
     sent: int = 0
 
     def round_trip(self, num_bytes: int, times: int) -> float:
-        """Median seconds there and back, the first time discarded."""
+        """The median seconds of a round trip, without the first one."""
         spec, seconds = _blob(num_bytes), []
         tensor = torch.zeros(spec.shape, device=self.device)
         for _ in range(times + 1):
@@ -200,7 +197,7 @@ class _Pinger:
         return statistics.median(seconds[1:])
 
     def answer(self, num_bytes: int, times: int) -> None:
-        """Sends back what comes."""
+        """Sends every received packet back."""
         for _ in range(times + 1):
             expected = {"blob": _blob(num_bytes)}
             packet = self.transport.post_receive(self.sent, 0, self.peer, expected).wait()
@@ -212,7 +209,7 @@ def _blob(num_bytes: int) -> TensorSpec:
     return TensorSpec((num_bytes // 4,), "fp32")
 
 
-def _watch_memory(
+def _measure_work(
     context: RankContext, config: PipelineConfig, asked: tuple[Checkpoint | None, str]
 ) -> dict[str, Any]:
     checkpoint, part = asked
@@ -250,7 +247,7 @@ def _step_twice(
 
 
 def _random_packet(model: VideoModel) -> Tensors:
-    """What travels with a clip, filled with noise."""
+    """The tensors of a clip's packet, filled with noise."""
     generator = torch.Generator().manual_seed(0)
     return {
         name: torch.randn(spec.shape, generator=generator).to(

@@ -1,4 +1,4 @@
-"""Owns where each rank's time went: its parts against the wall, and a run against its forecast."""
+"""Owns the breakdown of each rank's time, and the comparison of a run with its forecast."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from svdpp.plan.forecast import Forecast
 
 Interval = tuple[float, float]
 
-#: A run that takes this many times its forecast, and a second longer, needs an explanation.
+#: A run that takes this many times its forecast, and a second longer, gets an explanation.
 OVERRUN = 1.2
 _OVERRUN_SECONDS = 1.0
 
@@ -22,10 +22,10 @@ _NAMES = {Kind.ENCODE: "an encode", Kind.DENOISE: "a step", Kind.DECODE: "a deco
 
 @dataclass(frozen=True, kw_only=True)
 class TimeBreakdown:
-    """One rank's seconds between the first and the last moment of any rank's work.
+    """One rank's seconds, from the first start to the last end of any rank's work.
 
-    Each part is measured by itself, so their sum may differ from `wall`. The difference,
-    `unaccounted`, is the engine's bookkeeping between actions, or an error of measurement.
+    Each part is measured on its own, so their sum may differ from `wall`. The difference,
+    `unaccounted`, is the engine's bookkeeping between actions, or a measurement error.
     """
 
     rank: int
@@ -33,15 +33,15 @@ class TimeBreakdown:
     compute: float
     """In ENCODE, DENOISE and DECODE."""
     wait: float
-    """Blocked with nothing on the wire: the neighbour is not ready, or a photograph or file."""
+    """Blocked without a transfer: by a neighbour, a photograph or a file that is not ready."""
     transfer: float
-    """Blocked while a packet was arriving; transfers beneath the denoising cost nothing."""
+    """Blocked while a packet was arriving; transfers during the denoising do not count."""
     idle: float
     """Before the rank's first wait or work, and after its last."""
 
     @property
     def unaccounted(self) -> float:
-        """What the four parts leave of the wall, in seconds."""
+        """The wall time that is in none of the four parts, in seconds."""
         return self.wall - self.compute - self.wait - self.transfer - self.idle
 
 
@@ -49,10 +49,10 @@ def time_breakdown(trace: Trace) -> list[TimeBreakdown]:
     """The time breakdown of each rank, by rank.
 
     Raises:
-        ValueError: no rank has done anything.
+        ValueError: no rank has done an action.
     """
     if not trace.spans:
-        raise ValueError("nothing was done: there is nothing to account for")
+        raise ValueError("the trace has no actions")
     begin = min([span.start for span in trace.spans] + [wait.start for wait in trace.waits])
     end = max(span.end for span in trace.spans)
     return [_breakdown_of(trace, rank, begin, end) for rank in range(trace.world_size)]
@@ -81,12 +81,12 @@ def _breakdown_of(trace: Trace, rank: int, begin: float, end: float) -> TimeBrea
 
 
 def overrun(trace: Trace, forecast: Forecast, costs: Costs) -> str:
-    """Why a run took longer than its forecast, in a sentence; empty if it did not, by `OVERRUN`.
+    """A sentence why a run took longer than its forecast; empty if it is within `OVERRUN`.
 
     Args:
         trace: of the run.
         forecast: of the same clips.
-        costs: that the forecast counts with.
+        costs: of the forecast.
     """
     makespan = trace.summary().makespan
     if makespan <= max(OVERRUN * forecast.makespan, forecast.makespan + _OVERRUN_SECONDS):
@@ -114,7 +114,8 @@ def _slowest_work(trace: Trace, costs: Costs, *, enough: float) -> str:
     rank, kind = which
     took, counted = measured[which] / units[which], expected[which] / units[which]
     return (
-        f"{_NAMES[kind]} takes {took:.3g} s on rank {rank}, and the forecast counts {counted:.3g} s"
+        f"{_NAMES[kind]} takes {took:.3g} s on rank {rank}, "
+        f"and the forecast assumes {counted:.3g} s"
     )
 
 
@@ -123,7 +124,7 @@ def _length(intervals: Iterable[Interval]) -> float:
 
 
 def _overlap(waits: Iterable[Interval], transfers: Iterable[Interval]) -> float:
-    """Seconds of `waits` in which one of `transfers` was under way; two at once count once."""
+    """Seconds of `waits` that overlap with any of `transfers`; two at once count once."""
     total, reached = 0.0, float("-inf")
     joined = []
     for start, end in sorted(transfers):

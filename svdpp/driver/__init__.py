@@ -1,1 +1,1 @@
-"""The parent process: pipeline, supervision, trace, jobs and the run manifest."""
+"""The parent process: pipeline, supervisor, trace, jobs and the run manifest."""

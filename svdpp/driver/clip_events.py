@@ -1,4 +1,4 @@
-"""Owns the parent's answers to the ranks' events about clips: results, losses, files for ranks."""
+"""Owns how the parent handles events about clips: results, losses, files that ranks request."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from svdpp.worker.tensor_store import TensorStore
 
 
 class ClipEvents:
-    """An observer that finishes clips; for one thread.
+    """An observer that finishes clips; one thread calls it.
 
     Args:
-        clips: those that are to be finished.
-        files: removes what finished clips leave behind.
-        tensor_folder: where tensors from other hosts are kept; None where ranks send none.
+        clips: the unfinished clips.
+        files: removes files that finished clips leave behind.
+        tensor_folder: for tensors from other hosts; None if ranks send none.
         world_size: number of ranks.
-        send: sends a rank a message.
+        send: sends a message to a rank.
     """
 
     def __init__(
@@ -61,16 +61,16 @@ class ClipEvents:
     def _finish(self, done: ClipDone) -> None:
         request = self._clips.request(done.clip)
         if request is None:
-            return  # it was lost before
+            return  # already lost
         if done.metadata.get("exact") is False:
-            # An accepted draft: what the ranks still do for the exact clip is not needed.
+            # An accepted draft: the rest of the exact clip is not needed.
             for rank in range(self._world_size):
                 self._send(rank, Cancel(clip=done.clip).to_bytes())
         self._files.settled(request, is_finished=True)
         self._clips.finish(done.clip, done.metadata)
 
     def _image_bytes(self, clip: int) -> bytes:
-        """The image of `clip`, for a rank on another host; empty where it can no longer be read."""
+        """The image of `clip`, for a rank on another host; empty if it can no longer be read."""
         request = self._clips.request(clip)
         if request is None or request.image is None:
             return b""

@@ -1,4 +1,4 @@
-"""Owns what a caller holds of one clip: its handle, and the result or the failure behind it."""
+"""Owns a caller's view of one clip: its handle, its result or its failure."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class ClipResult:
     """A finished clip.
 
     Args:
-        clip: index, counted from the first one submitted.
-        request: what was asked for.
+        clip: index, in the order of submission.
+        request: the clip's request.
         metadata: the clip's JSON: parameters, hashes, times.
     """
 
@@ -27,12 +27,12 @@ class ClipResult:
 
 @dataclass(frozen=True)
 class ClipFailure:
-    """A clip that was lost while the run went on: its image, its numbers or its file were bad.
+    """A clip that was lost while the run went on: its image, its latent or its file was bad.
 
     Args:
-        clip: index, counted from the first one submitted.
-        request: what was asked for.
-        error: why there is no clip.
+        clip: index, in the order of submission.
+        request: the clip's request.
+        error: why the clip was lost.
     """
 
     clip: int
@@ -41,13 +41,13 @@ class ClipFailure:
 
 
 class HandleOwner(Protocol):
-    """Whoever finishes the clips that handles stand for."""
+    """The object that finishes the clips of handles."""
 
     def check_may_wait(self) -> None:
-        """Raises RuntimeError in the thread that finishes clips: it would wait for itself."""
+        """Raises RuntimeError in the thread that finishes clips, which would wait for itself."""
 
     def take(self, handle: ClipHandle) -> None:
-        """Notes that a caller has the result of `handle`."""
+        """Notes that a caller has taken the result of `handle`."""
 
 
 class ClipHandle(Future[ClipResult]):
@@ -57,8 +57,8 @@ class ClipHandle(Future[ClipResult]):
     `cancel()` returns False and changes nothing.
 
     Args:
-        clip: index, counted from the first one submitted.
-        request: what was asked for.
+        clip: index, in the order of submission.
+        request: the clip's request.
         owner: finishes the clip.
     """
 
@@ -67,18 +67,18 @@ class ClipHandle(Future[ClipResult]):
         self.clip = clip
         self.request = request
         self._owner = owner
-        self.set_running_or_notify_cancel()  # `cancel` is refused from here on
+        self.set_running_or_notify_cancel()  # from here on `cancel` returns False
 
     def result(self, timeout: float | None = None) -> ClipResult:
         """Waits for the clip. `Pipeline.results` does not yield it again.
 
         Args:
-            timeout: seconds to wait; None waits until the clip or the run has ended.
+            timeout: seconds to wait; None waits until the clip or the run ends.
 
         Raises:
             SvdppError: why the clip was lost, or what ended the run.
             ClosedError: the pipeline was closed before the clip was finished.
-            TimeoutError: the clip is not finished in time.
+            TimeoutError: the clip was not finished in time.
             RuntimeError: called by an observer or a callback while the clip is unfinished.
         """
         self._check_may_wait()
@@ -87,10 +87,10 @@ class ClipHandle(Future[ClipResult]):
         return result
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Waits for the clip; what `result` would raise, or None.
+        """Waits for the clip and returns the error that `result` would raise, or None.
 
         Raises:
-            TimeoutError: the clip is not finished in time.
+            TimeoutError: the clip was not finished in time.
             RuntimeError: called by an observer or a callback while the clip is unfinished.
         """
         self._check_may_wait()

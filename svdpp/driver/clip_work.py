@@ -1,4 +1,4 @@
-"""Owns what the ranks are sent for new clips: checked requests, each rank's actions and jobs."""
+"""Owns the work messages for new clips: checked requests, each rank's actions and jobs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LATENTS_KEY = re.compile("[0-9a-f]{64}")
 
 
 def schedule_clips(config: PipelineConfig, requests: Sequence[ClipRequest], first: int) -> Schedule:
-    """Each rank's actions for `requests`, the first of which has the index `first`."""
+    """Each rank's actions for `requests`, whose clips are numbered from `first`."""
     clips = range(first, first + len(requests))
     if config.draft is not None:
         return config.draft_plan.schedule(clips)
@@ -33,7 +33,7 @@ def schedule_clips(config: PipelineConfig, requests: Sequence[ClipRequest], firs
 def check_requests(
     requests: ClipRequest | Iterable[ClipRequest], config: PipelineConfig, *, keeps_latents: bool
 ) -> list[ClipRequest]:
-    """`requests` as a list, where ranks of `config` can make every clip of it.
+    """`requests` as a list, checked: the ranks of `config` can make every clip.
 
     Args:
         requests: one or several.
@@ -41,8 +41,8 @@ def check_requests(
         keeps_latents: whether the pipeline has a folder of latent checkpoints.
 
     Raises:
-        TypeError: something in it is no `ClipRequest`.
-        RequestError: a clip needs an image or a latent checkpoint that it does not have.
+        TypeError: an element is not a `ClipRequest`.
+        RequestError: a clip lacks an image or a latent checkpoint that it needs.
     """
     if isinstance(requests, ClipRequest):
         _check_request("the clip", requests, config, keeps_latents)
@@ -56,18 +56,18 @@ def check_requests(
 
 
 def check_metadata(metadata: Iterable[Mapping[str, Any]], count: int) -> list[dict[str, Any]]:
-    """`metadata` as a list with one dictionary for each of `count` clips; none means empty ones.
+    """`metadata` as a list of one dictionary for each of `count` clips; empty means empty ones.
 
     Raises:
-        TypeError: something in it is no mapping.
-        RequestError: there is another number of them.
+        TypeError: an element is not a mapping.
+        RequestError: the number of elements is not `count`.
     """
     found = _as_list(metadata, "metadata")
     for index, each in enumerate(found):
         if not isinstance(each, Mapping):
             raise TypeError(f"metadata {index} of the list is {_kind(each)}, not a dictionary")
     if found and len(found) != count:
-        raise RequestError(f"there are {len(found)} metadata for {count} clips: give one each")
+        raise RequestError(f"got {len(found)} metadata for {count} clips: give one for each clip")
     return [dict(each) for each in found] or [{} for _ in range(count)]
 
 
@@ -79,7 +79,7 @@ def work_messages(
     first: int,
     keeps_latents: bool,
 ) -> dict[int, bytes]:
-    """The message for each rank that has something to do, by rank.
+    """The message for each rank that has actions, by rank.
 
     Args:
         config: of the pipeline.
@@ -99,7 +99,7 @@ def work_messages(
     check(schedule, config.sampling.num_inference_steps)
     messages = {}
     for rank, actions in enumerate(schedule):
-        # Other ranks need no request, and the metadata of many clips would slow down the start.
+        # Only these ranks need the requests, and the metadata of many clips would slow the start.
         needed = {action.clip for action in actions if action.kind in (Kind.ENCODE, Kind.FINISH)}
         clips = sorted({action.clip for action in actions})
         work = Work(
@@ -118,7 +118,7 @@ def _check_request(
     is_resumed = bool(request.done_steps) and config.draft is None
     if request.image is None and not config.model.is_dummy and not is_resumed:
         raise RequestError(
-            f"{name} has no image, and the model {config.model.name} starts from one",
+            f"{name} has no image, which the model {config.model.name} needs",
             "give its ClipRequest the path of an image file, as image=...",
         )
     if is_resumed and not keeps_latents:
@@ -134,7 +134,7 @@ def _check_request(
 
 
 def _job(first: int, index: int, request: ClipRequest, metadata: dict[str, Any]) -> ClipJob:
-    """A clip as its ranks will read it: what only they would stumble over would end the run."""
+    """A clip's job, parsed as the ranks parse it: an error there would end the run."""
     try:
         job = ClipJob(clip=first + index, request=request, metadata=metadata)
         return ClipJob.model_validate(job.model_dump(mode="json", warnings=False))

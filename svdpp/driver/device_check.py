@@ -1,4 +1,4 @@
-"""Owns the comparison of the ranks' devices at their start: bits need equal ones."""
+"""Owns the comparison of the ranks' devices at their start: equal bits need equal devices."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from svdpp.worker.messages import Event, Started
 
 
 class DeviceCheck:
-    """An observer that hears of each rank's device, and compares them when all have started.
+    """An observer that collects the ranks' devices and compares them when all have started.
 
     Args:
         world_size: number of ranks.
-        backend: of the latents' transfers; NCCL takes no two ranks on one GPU.
+        backend: of the transfers; NCCL does not allow two ranks on one GPU.
         allow_mixed: whether ranks may differ in what bits depend on.
     """
 
@@ -29,7 +29,7 @@ class DeviceCheck:
         """Takes one event.
 
         Raises:
-            RequestError: the ranks have started, and their devices do not fit together.
+            RequestError: the ranks' devices do not fit together.
         """
         if not isinstance(event, Started):
             return
@@ -45,7 +45,7 @@ class DeviceCheck:
                 continue
             if (other := owners.setdefault(started.uuid, rank)) != rank:
                 raise RequestError(
-                    f"ranks {other} and {rank} have the same GPU ({started.uuid}), and NCCL takes "
+                    f"ranks {other} and {rank} have the same GPU ({started.uuid}), and NCCL allows "
                     "one rank per GPU",
                     "give each task its own GPU, or use --device cuda:0 to share one over gloo",
                 )

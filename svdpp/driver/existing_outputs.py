@@ -1,4 +1,4 @@
-"""Owns what earlier runs left in the places of clips: finished clips, drafts, files of others."""
+"""Owns the check of existing outputs: finished clips, drafts, and files of other programs."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from svdpp.worker.clip_metadata import (
 
 
 def taken_places(output: OutputConfig, draft: DraftConfig | None) -> list[Path]:
-    """The files that a clip would replace, and so replaces only with `--overwrite`.
+    """The existing files that a clip would replace, which needs `--overwrite`.
 
-    The clip's file and its JSON; with a draft, the draft's as well. A draft that was not accepted,
-    left by a run that was killed, does not count.
+    These are the clip's file and its JSON; with a draft, also the draft's. A draft that was not
+    accepted, left by a killed run, does not count.
     """
     places = [output]
     if draft is not None and not _is_leftover(output.draft):
@@ -33,14 +33,14 @@ def taken_places(output: OutputConfig, draft: DraftConfig | None) -> list[Path]:
 def clip_as_asked(
     output: OutputConfig, metadata: dict[str, Any], draft: DraftConfig | None
 ) -> dict[str, Any] | None:
-    """The JSON of a clip that is there, whole and as asked for; None where it has to be made.
+    """The JSON of an existing clip that is complete and as requested; None if it must be made.
 
-    A draft counts if one of the same quality would be accepted again. A run that is killed between
-    a file and its JSON leaves a clip without JSON: it is written now.
+    A draft counts if `draft` would accept one of its quality again. A run that is killed between a
+    file and its JSON leaves a clip without JSON; this function writes the JSON.
 
     Raises:
-        RequestError: what is there is another clip, or was changed since svdpp wrote it.
-        InputError: the JSON there is no clip's.
+        RequestError: the file is another clip, or has changed since svdpp wrote it.
+        InputError: the JSON is not a clip's.
         OutputError: a JSON cannot be written.
     """
     exact = _whole(output, metadata)
@@ -54,37 +54,37 @@ def clip_as_asked(
 
 
 def _is_leftover(output: OutputConfig) -> bool:
-    """Whether it is a draft that was not accepted."""
+    """Whether `output` is a draft that was not accepted."""
     about = read_draft(output)
     return about is not None and "accept_psnr_db" not in about
 
 
 def _whole(output: OutputConfig, metadata: dict[str, Any]) -> dict[str, Any] | None:
-    """The JSON of `output`, if file and JSON are there, whole, and of this clip."""
+    """The JSON of `output`, if file and JSON exist, are complete, and are of this clip."""
     path, json_path = Path(output.path), Path(output.json_path)
     if json_path.exists():
-        there = read_clip_metadata(json_path)
-        _check_same(path, there, metadata)
-        return there if path.exists() and _is_whole(path, output, there) else None
+        existing = read_clip_metadata(json_path)
+        _check_same(path, existing, metadata)
+        return existing if path.exists() and _is_whole(path, output, existing) else None
     if not path.exists():
         return None
-    there = _embedded(path)
-    _check_same(path, there, metadata)
-    if not _is_whole(path, output, there):
+    existing = _embedded(path)
+    _check_same(path, existing, metadata)
+    if not _is_whole(path, output, existing):
         return None
-    there["file_sha256"] = video.file_sha256(path)
-    output_files.write_json(json_path, there)
-    return there
+    existing["file_sha256"] = video.file_sha256(path)
+    output_files.write_json(json_path, existing)
+    return existing
 
 
-def _check_same(path: Path, there: dict[str, Any], metadata: dict[str, Any]) -> None:
-    if parameters_sha256(there) == metadata["parameters_sha256"]:
+def _check_same(path: Path, existing: dict[str, Any], metadata: dict[str, Any]) -> None:
+    if parameters_sha256(existing) == metadata["parameters_sha256"]:
         return
-    name = next(name for name in IDENTITY if there[name] != metadata[name])
+    name = next(name for name in IDENTITY if existing[name] != metadata[name])
     # The default number of threads depends on the number of ranks.
-    same = f"--threads {there[name]} keeps it; " if name == "num_threads" else ""
+    same = f"--threads {existing[name]} keeps it; " if name == "num_threads" else ""
     raise RequestError(
-        f"{path.name!r} exists with another {name}: {there[name]!r}, now {metadata[name]!r}",
+        f"{path.name!r} exists with another {name}: {existing[name]!r}, now {metadata[name]!r}",
         same + "--overwrite replaces it; another --out folder keeps both",
     )
 
@@ -93,28 +93,28 @@ def _embedded(path: Path) -> dict[str, Any]:
     """The metadata inside a file that has no JSON.
 
     Raises:
-        RequestError: it is no clip's.
+        RequestError: the file is not a clip.
     """
     try:
-        return checked_clip_metadata(video.read_metadata(path), f"{path.name!r} is no clip")
+        return checked_clip_metadata(video.read_metadata(path), f"{path.name!r} is not a clip")
     except InputError as error:
         raise RequestError(
-            f"{path.name!r} exists, without a JSON, and is no clip of svdpp's",
+            f"{path.name!r} exists without a JSON, and svdpp did not write it",
             "--overwrite replaces it; another --out folder keeps both",
         ) from error
 
 
-def _is_whole(path: Path, output: OutputConfig, there: dict[str, Any]) -> bool:
-    """Whether the file is the one that its JSON is about; False if it is damaged.
+def _is_whole(path: Path, output: OutputConfig, existing: dict[str, Any]) -> bool:
+    """Whether the file is the one that its JSON describes; False if it is damaged.
 
     Raises:
-        RequestError: it can be played, but is not the file that was written.
+        RequestError: it is readable, but not the file that svdpp wrote.
     """
-    recorded = there["file_sha256"]
+    recorded = existing["file_sha256"]
     try:
         if recorded is not None and video.file_sha256(path) == recorded:
             return True
-        is_readable = bool(len(video.read_frames(path, output.format)) == there["num_frames"])
+        is_readable = bool(len(video.read_frames(path, output.format)) == existing["num_frames"])
     except InputError:
         return False
     if recorded is not None and is_readable:

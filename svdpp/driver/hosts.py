@@ -1,4 +1,4 @@
-"""Owns what rank 0 asks of the other hosts before the work begins: what lies in their folders."""
+"""Owns what rank 0 asks the other hosts before the work begins: the outputs in their folders."""
 
 from __future__ import annotations
 
@@ -21,49 +21,49 @@ from svdpp.worker import latent_checkpoints
 
 
 class Others(Protocol):
-    """The ranks on other hosts, before the work begins; a `Pipeline` knows them."""
+    """The ranks on other hosts, before the work begins; `Pipeline` implements it."""
 
     def ask(self, question: bytes) -> Mapping[str, bytes]:
-        """Puts a question to one rank of each; the answers, by host."""
+        """Asks one rank of each other host; returns the answers, by host."""
 
     def dismiss(self, error: BaseException | None = None) -> None:
-        """Sends them away, and says why."""
+        """Ends them because of `error`."""
 
 
 class Question(BaseModel):
-    """Which clips are to be made, and what lies in the folder of hand-overs."""
+    """The clips to be made, and a file in the folder of latent checkpoints."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     metadata: tuple[dict[str, Any], ...]
     probe: str | None = None
-    """Name of a file that rank 0 has put into its folder of hand-overs."""
+    """Name of a file that rank 0 has written to its folder of latent checkpoints."""
 
 
 class Answer(BaseModel):
-    """What one host finds in its own folders."""
+    """What one host finds in its folders."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     existing: tuple[str, ...] = ()
-    """Outputs of the clips asked for that are there, finished or not; accepted drafts as well."""
+    """Existing outputs of the requested clips, finished or not, and accepted drafts."""
     finished: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    """By output, the metadata of those that are whole and as asked for."""
+    """By output, the metadata of those that are complete and as requested."""
     sees_probe: bool = True
     error: dict[str, Any] | None = None
-    """What is wrong there; see `error_to_dict`."""
+    """What is wrong on that host; see `error_to_dict`."""
 
 
 def answer(question: bytes, policy: OutputPolicy, draft: DraftConfig | None) -> bytes:
-    """What this host finds, in the folders that its own command names, or what kept it from it."""
+    """What this host finds in the folders that its command names, or the error that prevents it."""
     try:
-        found = _look(Question.model_validate(json.loads(question)), policy, draft)
+        found = _answer(Question.model_validate(json.loads(question)), policy, draft)
     except Exception as error:
         found = Answer(error=error_to_dict(error))
     return _to_bytes(found)
 
 
-def _look(question: Question, policy: OutputPolicy, draft: DraftConfig | None) -> Answer:
+def _answer(question: Question, policy: OutputPolicy, draft: DraftConfig | None) -> Answer:
     output_files.check_writable(policy.folder)
     outputs = {metadata["output"]: metadata for metadata in question.metadata}
     existing, finished = [], {}
@@ -78,13 +78,13 @@ def _look(question: Question, policy: OutputPolicy, draft: DraftConfig | None) -
 
 
 def without_those_elsewhere(clips: ClipPlan, policy: OutputPolicy, others: Others) -> ClipPlan:
-    """`clips` without those that another host holds finished, as `resume` has it.
+    """`clips` without those that are finished on another host and that `resume` keeps.
 
-    Where something stands against the run, the others are sent away.
+    If the run cannot begin, this function dismisses the other hosts' ranks.
 
     Raises:
-        RequestError: an output is there on another host and nothing says what to do with it, or
-            the folder of hand-overs is not one for all hosts.
+        RequestError: an output exists on another host, and neither `overwrite` nor `resume` is
+            set; or the hosts do not share the folder of latent checkpoints.
         SvdppError: what is wrong with another host's folders.
     """
     try:
@@ -109,7 +109,7 @@ def without_those_elsewhere(clips: ClipPlan, policy: OutputPolicy, others: Other
     for metadata, request in both:
         folder, key = policy.latents_folder, request.latents_key
         if metadata["output"] in finished and folder is not None and key is not None:
-            latent_checkpoints.prune(folder, key)  # of a run that ended before it heard of the clip
+            latent_checkpoints.prune(folder, key)  # of a run killed before it removed them
     return replace(
         clips,
         metadata=[metadata for metadata, _ in left],
@@ -119,7 +119,7 @@ def without_those_elsewhere(clips: ClipPlan, policy: OutputPolicy, others: Other
 
 
 def _to_bytes(message: BaseModel) -> bytes:
-    """As JSON in ASCII: names of files need not be UTF-8, see `messages`."""
+    """The message as JSON in ASCII; see `worker.messages`."""
     return json.dumps(message.model_dump(mode="json")).encode()
 
 
@@ -138,15 +138,15 @@ def _check(host: str, said: Answer, policy: OutputPolicy) -> None:
         )
     if not said.sees_probe:
         raise RequestError(
-            f"the --latents-dir of {host} is not the folder that rank 0's host has: another "
-            "host may have to go on with a clip",
-            "give every host a folder that they share",
+            f"the --latents-dir of {host} is not the folder of rank 0's host, but any host may "
+            "have to resume a clip",
+            "give every host one shared folder",
         )
 
 
 @contextlib.contextmanager
 def _probe_in(folder: Path | None) -> Any:
-    """The name of a file in `folder` for as long as the block lasts; None without a folder."""
+    """Creates a file in `folder` for the block and yields its name; None without a folder."""
     if folder is None:
         yield None
         return
@@ -155,7 +155,8 @@ def _probe_in(folder: Path | None) -> Any:
         folder.mkdir(parents=True, exist_ok=True)
         probe.touch()
     except OSError as error:
-        raise InputError(f"{str(folder)!r} takes no file: {output_files.reason(error)}") from error
+        reason = output_files.reason(error)
+        raise InputError(f"{str(folder)!r} cannot be written: {reason}") from error
     try:
         yield probe.name
     finally:

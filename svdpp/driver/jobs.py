@@ -1,4 +1,4 @@
-"""Owns turning inputs x seeds into clips with outputs and metadata, checked before any work."""
+"""Owns the jobs of a run: inputs x seeds as clips with outputs and metadata, all checked first."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from svdpp.worker.clip_metadata import clip_metadata, latents_key
 
 @dataclass(frozen=True, kw_only=True)
 class OutputPolicy:
-    """Where clips go, and what happens to files that are there already.
+    """Where clips are written, and what happens to existing files.
 
-    With `resume` finished clips are kept, and clips in `latents_folder` go on from there. The same
-    holds when a launcher has started the run again (`is_restarted`): what the run has made so far
-    is kept, and with `overwrite` clips with other parameters are still replaced.
+    `resume` keeps finished clips and resumes others from `latents_folder`. So does a run that a
+    launcher has restarted (`is_restarted`); with `overwrite` it still replaces clips with other
+    parameters.
     """
 
     folder: Path
     template: str = video.CLIP_NAME
-    """Of clips' names, without the suffix; see `media.video.clip_path`."""
+    """Template of the clips' names, without the suffix; see `media.video.clip_path`."""
     format: VideoFormat = "mp4"
     crf: int = 18
     overwrite: bool = False
@@ -44,25 +44,25 @@ class OutputPolicy:
 
     @property
     def keeps_finished(self) -> bool:
-        """Whether clips that are there as asked for are left alone."""
+        """Whether existing clips that are as requested are kept."""
         return self.resume or self.is_restarted
 
     @property
     def manifest(self) -> Path:
-        """The run's manifest: of a folder of clips, or of the only clip that is asked for."""
+        """The path of the run's manifest: one for a folder of clips, or for a single clip."""
         name = NAME if "{" in self.template else f"{self.template}.{NAME}"
         return self.folder / name
 
 
 @dataclass
 class ClipPlan:
-    """Clips still to be made, in order, and those that are finished already."""
+    """The clips still to be made, in order, and those that are finished already."""
 
     requests: list[ClipRequest] = field(default_factory=list)
     metadata: list[dict[str, Any]] = field(default_factory=list)
     skipped: list[dict[str, Any]] = field(default_factory=list)
     other_threads: int | None = None
-    """The number of threads of an earlier run, whose latent checkpoints do not fit this one's."""
+    """The number of threads of an earlier run, if its latent checkpoints do not fit this run."""
 
 
 def check_outputs(
@@ -71,20 +71,21 @@ def check_outputs(
     policy: OutputPolicy,
     draft: DraftConfig | None = None,
 ) -> int:
-    """Checks the outputs' places and the encoder, before the model is looked for.
+    """Checks the output paths and the encoder, before the model is searched for.
 
     Args:
-        found, seeds: what will be made.
-        policy: where, and what happens to files that are there.
-        draft: not None if drafts need places as well.
+        found: photographs, each combined with each seed.
+        seeds: of the noise.
+        policy: where clips go, and what happens to existing files.
+        draft: not None if drafts need output paths as well.
 
     Returns:
-        How many of the outputs are there already.
+        How many of the outputs exist already.
 
     Raises:
-        RequestError: two inputs have the same output; or a file of it exists, and neither
-            `overwrite` nor `resume` is given.
-        OutputError: the folder cannot be written, or there is no ffmpeg.
+        RequestError: two inputs have the same output; or an output exists, and neither
+            `overwrite` nor `resume` is set.
+        OutputError: the folder cannot be written, or ffmpeg is missing.
     """
     if policy.overwrite and policy.resume:
         raise RequestError("--overwrite and --resume contradict each other")
@@ -126,13 +127,17 @@ def plan_clips(
     config: PipelineConfig,
     checkpoint: Checkpoint,
 ) -> ClipPlan:
-    """One clip for each photograph and seed, without those that `resume` finds finished.
+    """One clip for each photograph and seed, without the finished ones that `resume` keeps.
 
     Args:
+        found: photographs, each combined with each seed.
+        seeds: of the noise.
+        policy: where clips go, and what happens to existing files.
         config: resolved.
+        checkpoint: of the model.
 
     Raises:
-        RequestError: an output that `resume` keeps is not the clip asked for.
+        RequestError: an existing output is not the requested clip.
         OutputError: the clips still to be made do not fit on the disk.
     """
     plan = ClipPlan()
@@ -144,7 +149,7 @@ def plan_clips(
         if finished is not None:
             plan.skipped.append(finished)
             if folder is not None and key is not None:
-                latent_checkpoints.prune(folder, key)  # of a run that was killed right after
+                latent_checkpoints.prune(folder, key)  # of a run killed before it removed them
             continue
         plan.metadata.append(metadata)
         plan.requests.append(
@@ -179,14 +184,14 @@ def open_manifest(
     lost: Sequence[Mapping[str, Any]],
     options: Mapping[str, Any] | None = None,
 ) -> RunManifest:
-    """The manifest of a run, with what is known before it begins.
+    """The manifest of a run that is about to begin.
 
     Args:
         path: of the file.
         config: resolved.
-        clips: to be made, and finished before.
+        clips: the clips to be made, and those finished before.
         lost: entries of inputs that could not be read.
-        options: that were given beside photographs and seeds, for `--from`.
+        options: the user's options besides photographs and seeds, for `--from`.
     """
     about = {
         "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -212,14 +217,14 @@ def _entry(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _done_steps(folder: Path | None, key: str | None) -> int:
-    """The step at which a clip can be taken up; 0 where it must be begun."""
+    """The step to resume a clip from; 0 if it starts from the beginning."""
     if folder is None or key is None:
         return 0
     return max(latent_checkpoints.saved_steps(folder, key), default=0)
 
 
 def _other_threads(plan: ClipPlan, folder: Path, checkpoint: Checkpoint) -> int | None:
-    """The other number of threads with which latent checkpoints of `plan`'s clips were kept."""
+    """Another number of threads, with which latent checkpoints of `plan`'s clips were written."""
     others = latent_checkpoints.saved_keys(folder) - {
         request.latents_key for request in plan.requests
     }
@@ -237,7 +242,7 @@ def _other_threads(plan: ClipPlan, folder: Path, checkpoint: Checkpoint) -> int 
 def _outputs(
     found: Sequence[photos.Photo], seeds: Sequence[int], policy: OutputPolicy
 ) -> Iterator[tuple[photos.Photo, int, OutputConfig]]:
-    """Every clip that is asked for, in order: photograph, seed, and where it goes."""
+    """Every requested clip, in order: photograph, seed, and output."""
     folder = policy.folder.absolute()
     for index, (photo, seed) in enumerate(itertools.product(found, seeds), start=1):
         stem, template = photo.path.stem, policy.template
@@ -246,7 +251,7 @@ def _outputs(
 
 
 def _one_name(one: str, other: str, output: OutputConfig, policy: OutputPolicy) -> RequestError:
-    """The error of two clips with one output."""
+    """The error for two clips with the same output."""
     name = Path(output.path).name
     numbered = f"{policy.folder / 'NAME_{index}'}{video.SUFFIXES[policy.format]}"
     numbered = shlex.quote(numbered.replace("NAME", "{name}"))
@@ -261,11 +266,11 @@ def finished_clip(
     draft: DraftConfig | None,
     policy: OutputPolicy,
 ) -> dict[str, Any] | None:
-    """The JSON of a clip that `policy` keeps; None where it has to be made.
+    """The JSON of an existing clip that `policy` keeps; None if the clip must be made.
 
     Raises:
-        RequestError: what is there is another clip, or was changed since svdpp wrote it.
-        InputError: the JSON there is no clip's.
+        RequestError: the file is another clip, or has changed since svdpp wrote it.
+        InputError: the JSON is not a clip's.
     """
     if not policy.keeps_finished:
         return None

@@ -1,4 +1,4 @@
-"""Owns a pipeline's part under a launcher: rank 0 joins the other ranks, and they serve it."""
+"""Owns the part of a pipeline for launched ranks: rank 0 joins the others, and they serve it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from svdpp.driver.supervisor import Observer
 
 
 class LaunchedPipeline:
-    """What `Pipeline` does with ranks that torchrun or srun have started.
+    """The methods of `Pipeline` for ranks that torchrun or srun has started.
 
     Args:
-        launcher: of the pipeline's ranks.
+        launcher: starts or joins the pipeline's ranks.
     """
 
     def __init__(self, launcher: RankLauncher) -> None:
@@ -21,19 +21,19 @@ class LaunchedPipeline:
 
     @property
     def is_member(self) -> bool:
-        """Whether this process is a rank other than 0 of a launcher's world, and has to `serve`."""
+        """Whether this process is a launched rank other than 0, and must call `serve`."""
         return self._launcher.world is not None and self._launcher.world.is_member
 
     @property
     def spans_hosts(self) -> bool:
-        """Whether ranks are on other hosts than this one."""
+        """Whether the ranks are on several hosts."""
         return self._launcher.world is not None and self._launcher.world.spans_hosts
 
     def observe(self, observer: Observer) -> None:
-        """Has `observer` called with (rank, event) for every later event of the ranks.
+        """Calls `observer` with (rank, event) for every later event of the ranks.
 
-        It runs in the pipeline's own thread: it must be quick, and an exception in it ends the run.
-        It may submit clips, but not wait for any.
+        It runs in the pipeline's thread: it must be quick, and an exception in it ends the run. It
+        may submit clips, but must not wait for any.
         """
         self._observers = (*self._observers, observer)
 
@@ -43,13 +43,14 @@ class LaunchedPipeline:
         say: Callable[[str, bool], None],
         answer: Callable[[bytes], bytes] = lambda _: b"",
     ) -> None:
-        """Works as a rank other than 0 until rank 0 says that the work is done.
+        """Works as a rank other than 0 until rank 0 ends the work.
 
-        Observers hear the events of this rank alone. If the run fails, the process ends here.
+        Observers get the events of this rank only. If the run fails, the process ends here.
 
         Args:
-            say: takes the last sentence of a process that ends, and whether it alone reports it.
-            answer: answers what rank 0 asks about this host before the work begins.
+            say: takes the last message of a process that ends, and whether no other process
+                reports it.
+            answer: answers rank 0's question about this host before the work begins.
 
         Raises:
             SvdppError: the work could not begin.
@@ -57,7 +58,7 @@ class LaunchedPipeline:
         self._launcher.serve(self._observers, answer, say)
 
     def ask(self, question: bytes) -> dict[str, bytes]:
-        """What one rank of each other host answers to `question`, by host; before the block.
+        """Asks one rank of each other host; returns the answers, by host. Call it before the block.
 
         Raises:
             SvdppError: a rank is missing, or was started with other settings.
@@ -65,9 +66,9 @@ class LaunchedPipeline:
         return self._launcher.join().ask(question)
 
     def gather(self) -> None:
-        """Has a launcher's other ranks wait for this pipeline's work; before the block.
+        """Joins the other launched ranks, which then wait for work. Call it before the block.
 
-        From then on they end when rank 0 does, and know why.
+        From then on they end when rank 0 ends, and learn why.
 
         Raises:
             SvdppError: a rank is missing, or was started with other settings.
@@ -75,18 +76,18 @@ class LaunchedPipeline:
         self._launcher.join()
 
     def check_gathered(self) -> None:
-        """Checks that the ranks that `gather` found are still there; before the block.
+        """Checks that the ranks that `gather` joined are still alive. Call it before the block.
 
         Raises:
-            RankError: one of them is not.
+            RankError: a rank has ended.
         """
         self._launcher.join().check_connected()
 
     def dismiss(self, error: BaseException | None = None) -> None:
-        """Ends a launcher's other ranks; instead of the block.
+        """Ends the other launched ranks. Call it instead of the block.
 
         Args:
-            error: the reason; None: there is nothing to do.
+            error: the reason; None: there is no work.
 
         Raises:
             SvdppError: a rank is missing, or was started with other settings.

@@ -1,4 +1,4 @@
-"""Owns the removal of files that clips leave behind: latent checkpoints, half-written outputs."""
+"""Owns the removal of leftover files: latent checkpoints and partly written outputs."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from svdpp.config import ClipRequest
 from svdpp.media import output_files
 from svdpp.worker.latent_checkpoints import prune
 
-# A rank writes at most three checkpoints late, so none of an older clip is still to come.
+# At most three checkpoints of a rank are queued, so an older clip than this gets no more of them.
 _NUM_RECENT = 1000
 
 
 class LeftoverFiles:
-    """Follows the clips of a pipeline, in bounded memory.
+    """Removes the leftover files of a pipeline's clips; uses bounded memory.
 
     Args:
-        latents_folder: of the latent checkpoints; None: there are none.
+        latents_folder: of the latent checkpoints; None if none are written.
     """
 
     def __init__(self, latents_folder: str | None) -> None:
         self._latents_folder = None if latents_folder is None else Path(latents_folder)
-        # Of the latest clips: what was asked for, and whether the clip was finished.
+        # Of the latest clips: the request, and whether the clip was finished.
         self._recent: deque[tuple[ClipRequest, bool]] = deque(maxlen=_NUM_RECENT)
 
     def settled(self, request: ClipRequest, *, is_finished: bool) -> None:
-        """Removes the checkpoints of a finished clip; those of a lost one stay, to resume it."""
+        """Removes the checkpoints of a finished clip; keeps those of a lost one, to resume it."""
         if request.output is not None or request.latents_key is not None:
             self._recent.append((request, is_finished))
         if is_finished:
             self._prune(request)
 
     def remove(self, unfinished: Iterable[ClipRequest]) -> None:
-        """Removes what the ranks, which have ended, left half written or wrote too late.
+        """Removes partly written and late files, after all ranks have ended.
 
         Args:
             unfinished: requests of the clips that were neither finished nor lost.
@@ -48,7 +48,7 @@ class LeftoverFiles:
         if self._latents_folder is not None:
             folders.add(self._latents_folder)
         for folder in folders:
-            with contextlib.suppress(OSError, ValueError):  # nothing was written where none can be
+            with contextlib.suppress(OSError, ValueError):  # a folder that cannot be used has none
                 output_files.remove_abandoned(folder)
 
     def _prune(self, request: ClipRequest) -> None:

@@ -1,4 +1,4 @@
-"""Owns the decision which rank has stalled, from the events of each and their times. No clock."""
+"""Owns the decision which rank has stalled, from the ranks' events and their times. No clock."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from dataclasses import dataclass, field
 from svdpp.plan.actions import Action
 from svdpp.worker.messages import Event, Finished, Heartbeat, Joined, StepDone
 
-# The parent looks several times a second; if it has not for so long, it was itself stopped.
+# The parent polls several times a second; a longer pause means that it was stopped itself.
 _PAUSE_SECONDS = 3.0
 _SLOW_DISK = "raise --start-timeout for a slow disk"
 _LINK = (
     "on GPUs try NCCL_P2P_DISABLE=1, a larger /dev/shm (docker run --shm-size=8g), or "
-    "PIPELINE_BACKEND=gloo; between hosts look at the firewall"
+    "PIPELINE_BACKEND=gloo; between hosts check the firewall"
 )
 
 
 @dataclass
 class _Seen:
     heard: float
-    """When the last message came."""
+    """Time of the last message."""
     progressed: float
-    """When the last message came that was no heartbeat."""
+    """Time of the last message that was not a heartbeat."""
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     started: bool = False
     joined: bool = False
@@ -30,24 +30,24 @@ class _Seen:
 
 @dataclass(frozen=True)
 class Stall:
-    """The rank to name, and what is wrong with it."""
+    """A stalled rank, and what is wrong with it."""
 
     rank: int
     reason: str
     hint: str
     silent: bool = False
-    """Whether the rank sends nothing at all."""
+    """Whether the rank sends no messages."""
 
 
 class Liveness:
-    """Tells a slow rank from a stalled one, and a stalled one from those that wait for it.
+    """Distinguishes a stalled rank from a slow one and from those that wait for it.
 
     Args:
         world_size: number of ranks.
-        now: seconds, on the clock that all later times are of.
+        now: seconds, on the same clock as all later times.
         start_timeout: seconds for all ranks to join.
-        heartbeat_timeout: seconds without a heartbeat after which a rank is stalled; it counts
-            once the rank has joined.
+        heartbeat_timeout: seconds without a heartbeat after which a rank that has joined is
+            stalled.
         timeout: seconds without progress after which a computing rank is stalled.
     """
 
@@ -60,7 +60,7 @@ class Liveness:
         heartbeat_timeout: float,
         timeout: float,
     ) -> None:
-        self._begun = self._looked = now
+        self._begun = self._polled = now
         self._start_timeout = start_timeout
         self._heartbeat_timeout = heartbeat_timeout
         self._timeout = timeout
@@ -68,12 +68,12 @@ class Liveness:
 
     def heard(self, rank: int, event: Event, now: float) -> None:
         """Takes one event."""
-        self._look(now)
+        self._discount_pause(now)
         seen = self._seen[rank]
         seen.started = True
         seen.heard = now
         if isinstance(event, Heartbeat):
-            # A rank that idles between batches has no progress to make.
+            # An idle rank makes no progress, and is not stalled.
             if not event.action and not event.writing:
                 seen.progressed = now
             seen.heartbeat = event
@@ -85,11 +85,11 @@ class Liveness:
         seen.finished = seen.finished or isinstance(event, Finished)
 
     def position(self, rank: int) -> Heartbeat:
-        """What `rank` was doing by its last event."""
+        """What `rank` was doing at its last event."""
         return self._seen[rank].heartbeat
 
     def is_finished(self, rank: int) -> bool:
-        """Whether `rank` has reported that it is done."""
+        """Whether `rank` has reported the end of its work."""
         return self._seen[rank].finished
 
     @property
@@ -99,27 +99,27 @@ class Liveness:
 
     @property
     def all_finished(self) -> bool:
-        """Whether every rank has reported that it is done."""
+        """Whether every rank has reported the end of its work."""
         return all(seen.finished for seen in self._seen)
 
     def stall(self, now: float) -> Stall | None:
-        """The rank to blame at time `now`; None while all is well."""
-        self._look(now)
+        """The stalled rank at time `now`; None if there is none."""
+        self._discount_pause(now)
         running = [rank for rank, seen in enumerate(self._seen) if not seen.finished]
         for rank in running:
             seen = self._seen[rank]
-            # Before a rank has joined, a library may hold Python's lock for long, such as CUDA's
-            # initialisation with many cards.
+            # Before a rank has joined, a library may hold the GIL for long, such as CUDA's
+            # initialisation with many GPUs.
             if seen.joined and now - seen.heard > self._heartbeat_timeout:
                 reason = f"has sent no heartbeat for {now - seen.heard:.0f} s"
-                hint = "is it stopped, or its machine out of memory?"
+                hint = "check whether it is stopped, or its machine is out of memory"
                 return Stall(rank, reason, hint, silent=True)
         if not self.all_joined and now - self._begun > self._start_timeout:
             return self._late(running)
         return self._without_progress(running, now)
 
     def _late(self, running: list[int]) -> Stall:
-        """The rank that keeps the others from starting: rather one that is not yet connecting."""
+        """The rank that delays the start; a rank that is not yet connecting comes first."""
 
         def progress(rank: int) -> tuple[bool, bool, bool]:
             seen = self._seen[rank]
@@ -134,12 +134,12 @@ class Liveness:
         doing = f" ({seen.heartbeat.phase})" if seen.heartbeat.phase else ""
         return Stall(rank, f"did not get ready {within}{doing}", _SLOW_DISK)
 
-    def _look(self, now: float) -> None:
-        """Discounts the time in which this process was stopped, and perhaps the ranks with it.
+    def _discount_pause(self, now: float) -> None:
+        """Subtracts the time for which this process, and perhaps the ranks, were stopped.
 
-        By Ctrl-Z, which reaches the whole terminal group, or by a suspended machine.
+        Ctrl-Z stops the whole terminal group; a suspended machine stops everything.
         """
-        pause, self._looked = now - self._looked, now
+        pause, self._polled = now - self._polled, now
         if pause > _PAUSE_SECONDS:
             self._begun += pause
             for seen in self._seen:
@@ -151,24 +151,24 @@ class Liveness:
             return None
         slow = [r for r in running if now - self._seen[r].progressed > self._timeout]
         heartbeats = {rank: self._seen[rank].heartbeat for rank in running}
-        # A rank that waits is slow because of another, unless all busy ranks wait; or because of
-        # itself, if it has had something to write for all that time.
-        guilty = [rank for rank in slow if heartbeats[rank].writing or not heartbeats[rank].waiting]
-        if not guilty and all(rank in slow for rank in running if heartbeats[rank].action):
-            guilty = slow
-        if not guilty:
+        # A waiting rank is slow because of another rank, unless all busy ranks wait, or unless it
+        # has had something to write for all that time.
+        causes = [rank for rank in slow if heartbeats[rank].writing or not heartbeats[rank].waiting]
+        if not causes and all(rank in slow for rank in running if heartbeats[rank].action):
+            causes = slow
+        if not causes:
             return None
-        rank = min(guilty, key=lambda rank: self._seen[rank].progressed)
+        rank = min(causes, key=lambda rank: self._seen[rank].progressed)
         waited = now - self._seen[rank].progressed
         if heartbeats[rank].writing and (heartbeats[rank].waiting or not heartbeats[rank].action):
             reason = f"has waited for its disk for {waited:.0f} s"
-            return Stall(rank, reason, "does the folder that it writes to still answer?")
+            return Stall(rank, reason, "check that the folder it writes to still responds")
         reason = f"has made no progress for {waited:.0f} s"
         return Stall(rank, reason, "raise --timeout if a single step takes that long")
 
 
 def _at_next_step(heartbeat: Heartbeat, done: StepDone) -> Heartbeat:
-    """The position after a step: the next step of the same action, or the same if it was last."""
+    """The position after a step: the next step of the same action, or the same after the last."""
     if not heartbeat.action:
         return heartbeat
     last = Action.parse(heartbeat.action).end - 1

@@ -1,4 +1,4 @@
-"""Owns the check of a run's memory, before its processes start, against what is free."""
+"""Owns the check of a run's memory against the free memory, before its processes start."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from svdpp.models.free_memory import available_bytes
 from svdpp.models.memory_bound import activation_bound, weight_bytes
 from svdpp.plan.layout import Roles
 
-#: What each rank has of its own beside the model: Python, torch's and diffusers' state (measured:
-#: 110 to 200 MiB dirty pages of a rank that is forked and idle).
+#: Private memory of each rank without the model: Python, torch's and diffusers' state (measured:
+#: 110 to 200 MiB of dirty pages in a rank that is forked and idle).
 _RANK_BYTES = 128 * 2**20
 _KNOBS = {
     "encode": "a smaller --height and --width lower it",
@@ -26,7 +26,7 @@ _KNOBS = {
 
 @dataclass(frozen=True, kw_only=True)
 class _Need:
-    """Bytes that ranks take together, and what lowers the largest share of it."""
+    """The bytes that all ranks need together, and the option that lowers the largest share."""
 
     num_bytes: int
     knob: str
@@ -35,18 +35,18 @@ class _Need:
 def check_memory(
     config: PipelineConfig, checkpoint: Checkpoint | None, ranks: Sequence[Roles]
 ) -> None:
-    """Refuses ranks that need more memory than this machine has free.
+    """Refuses CPU ranks that need more memory than this machine has free.
 
-    Ranks on the CPU are looked at. Each rank's peak counts, since all may work at the same time.
+    The peaks of all ranks are added, because they may occur at the same time.
 
     Args:
         config: resolved.
         checkpoint: found and checked; None for the dummy model.
-        ranks: what each rank of this machine does.
+        ranks: the roles of each rank of this machine.
 
     Raises:
-        OutOfMemoryError: with what they need, what is free, and the option that lowers it.
-        ModelError: the model's files are not whole.
+        OutOfMemoryError: the message says what they need, what is free, and which option helps.
+        ModelError: the model's files are incomplete.
     """
     if config.device != "cpu":
         return
@@ -64,7 +64,7 @@ def check_memory(
 
 
 def _upper_bound(config: PipelineConfig, checkpoint: Checkpoint | None, num_ranks: int) -> int:
-    """Far above what is needed, but known without importing diffusers."""
+    """An upper bound, far too high but fast: it does not import diffusers."""
     each = activation_bound(checkpoint, config.model, config.sampling) + 2 * _RANK_BYTES
     if checkpoint is not None:
         each += weight_bytes(checkpoint, config.model)[0]
@@ -74,7 +74,7 @@ def _upper_bound(config: PipelineConfig, checkpoint: Checkpoint | None, num_rank
 def _estimate(
     config: PipelineConfig, checkpoint: Checkpoint | None, ranks: Sequence[Roles]
 ) -> _Need:
-    """Told from the model's configs: takes seconds."""
+    """An estimate from the model's configs; takes seconds."""
     with environment.defaults():
         from svdpp.models.svd.memory import estimate
 
@@ -97,8 +97,8 @@ def _estimate(
         for name, part in held.items():
             weights[name if are_shared else f"{name} of rank {rank}"] = part.weight_bytes
         if held:
-            hungriest = max(held, key=lambda name: held[name].activation_bytes)
-            activations[hungriest] += held[hungriest].activation_bytes
+            largest_part = max(held, key=lambda name: held[name].activation_bytes)
+            activations[largest_part] += held[largest_part].activation_bytes
     activations["weights"] = sum(weights.values()) + len(ranks) * _RANK_BYTES
     largest = max(activations, key=lambda name: activations[name])
     return _Need(num_bytes=sum(activations.values()), knob=_KNOBS[largest])

@@ -1,4 +1,4 @@
-"""Owns the clips that are submitted and not finished, and the results that nobody has taken yet."""
+"""Owns the clips that are submitted and unfinished, and the results not yet taken."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from svdpp.errors import SvdppError, reraisable
 
 
 class OpenClips:
-    """Handles of clips, from `add` until somebody has their result; for any number of threads.
+    """The handles of clips, from `add` until a caller has their result.
 
     One thread finishes the clips; any thread may add clips and wait for them.
 
     Args:
-        max_failures: how many of the latest lost clips `failures` keeps; None: all.
+        max_failures: how many of the latest lost clips `failures` keeps; None keeps all.
     """
 
     def __init__(self, max_failures: int | None = None) -> None:
         self._changed = threading.Condition()
         self._num_added = 0
         self._open: dict[int, ClipHandle] = {}
-        # Of clips that `results` yields: those to come, and those that can be taken.
+        # The clips that `results` yields: unfinished, and finished but not taken.
         self._awaited: set[int] = set()
         self._finished: dict[int, ClipHandle] = {}
         self._end: BaseException | None = None
@@ -35,7 +35,7 @@ class OpenClips:
 
     @property
     def num_added(self) -> int:
-        """How many clips were added so far: the index of the next one."""
+        """How many clips have been added, which is the index of the next one."""
         return self._num_added
 
     @property
@@ -45,33 +45,33 @@ class OpenClips:
 
     @property
     def failures(self) -> list[ClipFailure]:
-        """Clips that were lost while the run went on, in the order of their failures."""
+        """The lost clips, in the order of their failures."""
         with self._changed:
             return list(self._failures)
 
     @property
     def unfinished(self) -> list[ClipRequest]:
-        """What was asked for of the clips that `end` found unfinished."""
+        """The requests of the clips that were unfinished when the run ended."""
         return [handle.request for handle in self._unfinished]
 
     def request(self, clip: int) -> ClipRequest | None:
-        """What was asked for, while `clip` is not finished."""
+        """The request of `clip`; None once the clip is finished or lost."""
         handle = self._open.get(clip)
         return None if handle is None else handle.request
 
     def finished_by(self, thread: threading.Thread) -> None:
-        """Says which thread finishes clips; a wait for a clip in that thread is refused."""
+        """Sets the thread that finishes clips; waiting for a clip in it raises RuntimeError."""
         self._finisher = thread
 
     def check_may_wait(self) -> None:
         """See `HandleOwner`."""
         if threading.current_thread() is self._finisher:
             raise RuntimeError(
-                "observers and callbacks must not wait for the pipeline: they run in its own thread"
+                "observers and callbacks must not wait for the pipeline: they run in its thread"
             )
 
     def add(self, requests: Sequence[ClipRequest], *, for_results: bool) -> list[ClipHandle]:
-        """New clips, with the next indices.
+        """Adds clips, with the next indices.
 
         Args:
             requests: one for each clip.
@@ -94,19 +94,19 @@ class OpenClips:
         return handles
 
     def finish(self, clip: int, metadata: dict[str, Any]) -> None:
-        """Gives `clip` its result, unless it was finished or lost before."""
+        """Sets the result of `clip`, unless it is already finished or lost."""
         handle = self._settle(clip)
         if handle is not None:
             handle.set_result(ClipResult(clip, handle.request, metadata))
 
     def lose(self, clip: int, error: SvdppError) -> None:
-        """Gives `clip` the reason why it is lost, unless it was finished or lost before."""
+        """Sets the error of `clip`, unless it is already finished or lost."""
         handle = self._settle(clip, error)
         if handle is not None:
             handle.set_exception(error)
 
     def end(self, error: BaseException) -> None:
-        """Gives every clip that is not finished `error`, and takes no more; the first call counts.
+        """Sets `error` for every unfinished clip, and refuses further ones; the first call counts.
 
         Args:
             error: what ended the run.
@@ -127,10 +127,10 @@ class OpenClips:
             self._finished.pop(handle.clip, None)
 
     def results(self) -> Iterator[ClipResult]:
-        """Yields each result that nobody has taken, as clips finish, until none is left.
+        """Yields each result that has not been taken, as clips finish, until none is left.
 
         Raises:
-            SvdppError: what ended the run, where it left clips unfinished; after all results.
+            SvdppError: what ended the run, if clips are unfinished; after all results.
         """
         while (handle := self._take_next()) is not None:
             yield handle.result()
@@ -148,7 +148,7 @@ class OpenClips:
             return None
 
     def _settle(self, clip: int, error: SvdppError | None = None) -> ClipHandle | None:
-        """Moves `clip` out of the open ones; its handle is set afterwards, without the lock."""
+        """Removes `clip` from the open clips; the caller sets its handle, without the lock."""
         with self._changed:
             handle = self._open.pop(clip, None)
             if handle is None:

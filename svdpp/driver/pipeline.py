@@ -1,4 +1,4 @@
-"""Owns the Python API of a run: ranks started once, clips submitted at any time, results."""
+"""Owns the Python API: a pipeline's ranks start once, clips are submitted at any time."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from svdpp.worker.fault_injection import InjectedFault
 from svdpp.worker.messages import Event
 from svdpp.worker.rank import RankSetup
 
-#: What each clip's JSON says of its request, one for each clip; empty for nothing.
+#: What each clip's JSON records of its request, one mapping for each clip; empty for nothing.
 Metadata = Sequence[Mapping[str, Any]]
 _NOT_ENTERED = "the pipeline has no ranks yet", "use it inside `with Pipeline(...) as pipeline:`"
 
@@ -41,32 +41,32 @@ _NOT_ENTERED = "the pipeline has no ranks yet", "use it inside `with Pipeline(..
 class Pipeline(LaunchedPipeline):
     """Ranks that share the steps of every clip. A context manager: ranks live inside the block.
 
-    Inside the block any thread may call any method. A thread of the pipeline's own takes the ranks'
-    events from entry to exit, so clips are made whether somebody waits for them or not. A failure
-    that ends the run is raised by `submit`, `run`, `results` and `close`, by every handle whose
-    clip is unfinished, and at the end of the block.
+    Inside the block any thread may call any method. The pipeline's own thread takes the ranks'
+    events from entry to exit, so clips are made even if no thread waits for them. A failure that
+    ends the run is raised by `submit`, `run`, `results` and `close`, by every handle whose clip is
+    unfinished, and at the end of the block.
 
-    Leaving the block waits for all submitted clips; leaving it by an exception drops those that
-    are not finished. A pipeline can be entered once.
+    Leaving the block waits for all submitted clips; leaving it by an exception drops the
+    unfinished ones. A pipeline can be entered once.
 
     Under torchrun or srun the ranks are joined instead of started. There only rank 0 enters the
     block; the others call `serve`.
 
     Args:
         config: what to run; frame count and decode chunk are resolved against the model here.
-        tensor_folder: where the latent of each transfer and the frames are kept, for verification.
-        latents_folder: where latent checkpoints are kept until their clip is finished, for requests
-            with a `latents_key`; read for requests with `done_steps`.
-        profile_path: of the file that gets rank 0's view of one clip by torch.profiler.
-        output_folder: where this host puts its clips, whatever their requests say; for ranks that
-            a launcher has started, each host its own.
+        tensor_folder: keeps the latent of each transfer and the frames, for verification.
+        latents_folder: keeps the latent checkpoints of requests with a `latents_key` until their
+            clip is finished; requests with `done_steps` resume from it.
+        profile_path: of the torch.profiler trace of one clip on rank 0.
+        output_folder: where this host writes its clips, whatever their requests say; only for
+            ranks that a launcher has started.
         history_clips: how many of the latest clips `trace` keeps, and how many of the latest
-            losses `failures`. A pipeline that runs for days needs a number; None keeps all.
-        fault: deliberate damage, to test that it is noticed.
+            losses `failures` keeps. A pipeline that runs for days needs a limit; None keeps all.
+        fault: the fault to inject, to test that it is detected.
 
     Raises:
-        RequestError: devices or backend are not there, or do not fit the request.
-        ModelError: the model cannot be found, or is incomplete.
+        RequestError: devices or backend are missing, or do not fit the request.
+        ModelError: the model is missing or incomplete.
 
     Example:
         >>> from svdpp import ClipRequest, ModelConfig, Pipeline, PipelineConfig, SamplingConfig
@@ -119,8 +119,8 @@ class Pipeline(LaunchedPipeline):
         self._files = LeftoverFiles(latents_folder)
         # Of the whole run, for its forecast.
         self._requests: list[ClipRequest] = []
-        # Held while clips get their indices and go to the ranks, in one order for all ranks. A
-        # signal's handler may close the pipeline in the middle of that.
+        # Held while clips get their indices and go to the ranks, in the same order for all ranks.
+        # Reentrant: a signal handler may close the pipeline meanwhile.
         self._submitting = threading.RLock()
         self._is_entered = False
         self._supervisor: Supervisor | None = None
@@ -135,17 +135,17 @@ class Pipeline(LaunchedPipeline):
 
     @property
     def failures(self) -> list[ClipFailure]:
-        """Clips that were lost while the run went on, in the order of their failures."""
+        """The lost clips, in the order of their failures."""
         return self._clips.failures
 
     @property
     def run_error(self) -> BaseException | None:
-        """What ended the run before its last clip; None while it goes on, and if it went well."""
+        """What ended the run before its last clip; None while it goes on, or if it succeeded."""
         return None if self._session is None else self._session.failure
 
     @property
     def trace(self) -> Trace:
-        """What has been measured so far, inside the block or after it."""
+        """The measurements so far, inside the block or after it."""
         return self._entered.trace
 
     # --- clips ----------------------------------------------------------------------------------
@@ -161,18 +161,18 @@ class Pipeline(LaunchedPipeline):
     def submit(
         self, requests: ClipRequest | Iterable[ClipRequest], metadata: Metadata = ()
     ) -> ClipHandle | list[ClipHandle]:
-        """Gives the ranks further clips, to be made after those they have. Does not wait.
+        """Submits further clips, to be made after those submitted before. Does not wait.
 
         Args:
             requests: one, or one for each clip.
-            metadata: what each clip's JSON says of its request; empty for nothing.
+            metadata: what each clip's JSON records of its request; empty for nothing.
 
         Returns:
             A handle for each request, in their order; for a single request its handle.
 
         Raises:
-            TypeError: something in `requests` is no `ClipRequest`.
-            RequestError: the ranks could not make one of the clips; none is submitted.
+            TypeError: an element of `requests` is not a `ClipRequest`.
+            RequestError: the ranks cannot make one of the clips; none is submitted.
             ClosedError: the pipeline has not been entered, or is closed.
             SvdppError: what ended the run.
         """
@@ -188,7 +188,7 @@ class Pipeline(LaunchedPipeline):
     def run(
         self, requests: ClipRequest | Iterable[ClipRequest], metadata: Metadata = ()
     ) -> ClipResult | list[ClipResult]:
-        """Submits `requests` and waits for all of them, and for no others.
+        """Submits `requests` and waits for their clips only.
 
         Args:
             requests: as for `submit`.
@@ -198,8 +198,8 @@ class Pipeline(LaunchedPipeline):
             Their results, in the order of the requests; `results` does not yield them.
 
         Raises:
-            SvdppError: what ended the run, or why the first of these clips was lost; the others are
-                made before.
+            SvdppError: what ended the run, or why the first of these clips was lost; raised once
+                all others are made.
             TypeError, RequestError, ClosedError: as for `submit`.
         """
         self._clips.check_may_wait()
@@ -213,13 +213,13 @@ class Pipeline(LaunchedPipeline):
     def results(self) -> Iterator[ClipResult]:
         """Yields the results of submitted clips as they finish, until none is left.
 
-        Each result is yielded once, by one of the threads that iterate, and not at all if its
-        handle's `result` has returned it before. Lost clips are left out: their handles and
-        `failures` have the reason.
+        Each result is yielded once, in one of the iterating threads; results that a handle's
+        `result` has returned are left out. So are lost clips: their handles and `failures` have
+        the reason.
 
         Raises:
             ClosedError: the pipeline has not been entered, or is closed.
-            SvdppError: what ended the run, where that left clips unfinished; after all results.
+            SvdppError: what ended the run, if clips are unfinished; after all results.
         """
         self._check_open()
         return self._clips.results()
@@ -251,7 +251,7 @@ class Pipeline(LaunchedPipeline):
         return handles
 
     def _marked(self, metadata: dict[str, Any]) -> dict[str, Any]:
-        """A clip's metadata; not called exact if the ranks' devices differ."""
+        """A clip's metadata; marked unproven if the ranks' devices differ."""
         return {**metadata, "exact": "unproven"} if self._devices.is_mixed else metadata
 
     # --- plan and forecast ----------------------------------------------------------------------
@@ -260,13 +260,13 @@ class Pipeline(LaunchedPipeline):
         """Each rank's actions: what `submit` sends, and what a forecast replays.
 
         Args:
-            requests: those with `done_steps` continue from their latent checkpoints.
+            requests: of the clips; those with `done_steps` resume from their latent checkpoints.
             first: index of the first clip.
         """
         return schedule_clips(self.config, requests, first)
 
     def forecast(self) -> Forecast:
-        """What the plan promises for the clips submitted, at `forecast_costs`.
+        """The forecast for the submitted clips, at `forecast_costs`.
 
         Raises:
             RuntimeError: the pipeline does not keep its whole run.
@@ -274,11 +274,11 @@ class Pipeline(LaunchedPipeline):
         return summarise(self.replayed(), self.config.world_size)
 
     def forecast_costs(self) -> Costs:
-        """The mean costs measured so far; if the dummy model sleeps, those that it was given."""
+        """The mean costs measured so far; if the dummy model sleeps, its configured costs."""
         return self.config.costs if self.config.model.dummy_sleeps else self.trace.costs()
 
     def replayed(self) -> list[Span]:
-        """When each rank would do what, by the same plan and costs as the forecast.
+        """The times of every rank's actions in the forecast.
 
         Raises:
             RuntimeError: the pipeline does not keep its whole run.
@@ -303,7 +303,7 @@ class Pipeline(LaunchedPipeline):
             self._launcher.open(),
             new_liveness(self.config),
             device=self.config.device,
-            observers=(self._hear,),
+            observers=(self._take_event,),
             trace=Trace(self.config.world_size, self._history_clips),
         )
         self._session = RankSession(
@@ -333,30 +333,30 @@ class Pipeline(LaunchedPipeline):
             return
         try:
             self.close()
-        except BaseException as interruption:  # a signal: a failure has closed the pipeline
+        except BaseException as interruption:  # a signal; after a failure there is nothing to drop
             self._leave_by(interruption)
             raise
 
     def _leave_by(self, error: BaseException) -> None:
-        """Drops what is unfinished, because of `error`."""
+        """Drops the unfinished clips because of `error`."""
         assert self._session is not None
         failure = self._session.drop(error)
         if failure is None or failure in (error, error.__cause__):
             return
         if isinstance(error, Interrupted) and self._launcher.world is not None:
-            raise reraisable(failure)  # a launcher ends rank 0 as well when another rank has died
+            raise reraisable(failure)  # a launcher also ends rank 0 when another rank has died
         error.add_note(f"The run had failed before: {failure}")
 
     def close(self, *, drain: bool = True) -> None:
         """Ends the ranks, as leaving the block does; does nothing once the pipeline is closed.
 
         Args:
-            drain: whether to wait for all submitted clips first, for as long as they take. False
-                drops the unfinished ones at once: their handles raise `ClosedError`.
+            drain: whether to wait for all submitted clips first. False drops the unfinished ones
+                at once: their handles raise `ClosedError`.
 
         Raises:
             SvdppError: what ended the run before all clips were finished.
-            RuntimeError: an observer or a callback asks to wait.
+            RuntimeError: an observer or a callback calls it with `drain`.
         """
         session = self._session
         if session is None:
@@ -371,10 +371,10 @@ class Pipeline(LaunchedPipeline):
         session.close()
 
     def _check_open(self) -> RankSession:
-        """The ranks, where they take work.
+        """The session, if it takes work.
 
         Raises:
-            ClosedError: they do not.
+            ClosedError: it does not.
         """
         if self._session is None:
             raise ClosedError(*_NOT_ENTERED)
@@ -388,27 +388,27 @@ class Pipeline(LaunchedPipeline):
             raise ClosedError(*_NOT_ENTERED)
         return self._supervisor
 
-    def _hear(self, rank: int, event: Event) -> None:
+    def _take_event(self, rank: int, event: Event) -> None:
         """Takes each event, in the session's thread."""
         try:
             self._devices(rank, event)
             for observer in self._observers:
                 observer(rank, event)
-        finally:  # afterwards: whoever has a result can rely on what the observers made of it
+        finally:  # last, so that observers have seen a clip's event before its result is available
             self._events(rank, event)
 
 
 def resolve(
     config: PipelineConfig, *, weights: bool = True
 ) -> tuple[PipelineConfig, Checkpoint | None]:
-    """`config` with frame count and decode chunk as numbers, and the checkpoint they are of.
+    """`config` with its frame count and decode chunk as numbers, and the model's checkpoint.
 
     Args:
         config: of the run.
-        weights: whether they have to be there, too; else the model's configs are enough.
+        weights: whether the weights must be present; if not, the model's configs are enough.
 
     Raises:
-        ModelError: the model cannot be found, or is not whole.
+        ModelError: the model is missing or incomplete.
     """
     if config.model.is_dummy:
         frames = config.model.dummy_latent.shape[2]

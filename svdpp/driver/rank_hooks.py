@@ -1,4 +1,4 @@
-"""Owns what a rank's own process, on whatever host, takes note of: its events, and its end."""
+"""Owns the hooks in a launched rank's process: for its own events, and for its end."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from svdpp.worker.messages import Failed, Heartbeat, parse_event
 
 
 class LaunchedRankHooks:
-    """See `svdpp.launch.joined_rank.RankHooks`.
+    """Implements `svdpp.launch.joined_rank.RankHooks`.
 
     Args:
         name: of the rank, for messages.
-        rank: which one.
+        rank: its number.
         observers: called with every event that the rank reports.
         answer: answers rank 0's question about this host.
-        say: takes the sentence with which the process ends; `loudly` where nobody else says it.
+        say: takes the last message of the process, and whether no other process reports it.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class LaunchedRankHooks:
         self._heartbeat = Heartbeat()
 
     def sent(self, message: bytes) -> None:
-        """Takes note of what the rank reports."""
+        """Passes an event of the rank to the observers."""
         event = parse_event(message)
         if isinstance(event, Heartbeat):
             self._heartbeat = event
@@ -44,7 +44,7 @@ class LaunchedRankHooks:
             observer(self._rank, event)
 
     def interrupted(self, number: int) -> bytes:
-        """What rank 0 is told when a signal ends this process."""
+        """The message to rank 0 when a signal ends this process."""
         error = error_to_dict(Interrupted(number))
         heartbeat = self._heartbeat
         return Failed(
@@ -52,11 +52,11 @@ class LaunchedRankHooks:
         ).to_bytes()
 
     def ended(self, error: dict[str, Any] | None) -> None:
-        """Notes why rank 0 has ended the run; rank 0 has said it to the user."""
+        """Reports why rank 0 has ended the run; rank 0 has told the user."""
         if error is not None:
             self._say(f"{self._name} ends with the run: {error['message']}", False)
 
     def lost(self, reason: str) -> None:
-        """Says that rank 0 is gone or out of reach, and where this rank stood."""
+        """Reports that rank 0 is gone or unreachable, and what this rank was doing."""
         where = describe_position(self._heartbeat.action, self._heartbeat.step)
         self._say(f"{reason}: {self._name} ends{where}", True)

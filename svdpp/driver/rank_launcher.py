@@ -1,4 +1,4 @@
-"""Owns how the ranks come together: started here, or joined where a launcher has started them."""
+"""Owns the start of the ranks: started by this process, or joined if a launcher started them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from svdpp.worker.rank import RankSetup, rank_main
 
 
 class RankLauncher:
-    """The ranks of one run, as seen from a process that is one of them or has to start them.
+    """Starts or joins the ranks of one run.
 
     Args:
-        setup: what every rank is told.
-        backend: of the latents' wire.
+        setup: what every rank gets before it starts.
+        backend: of the transfers.
     """
 
     def __init__(self, setup: RankSetup, backend: str) -> None:
@@ -32,10 +32,10 @@ class RankLauncher:
         self._joined: JoinedGroup | None = None
 
     def open(self) -> Group:
-        """All ranks, at work.
+        """All ranks, started.
 
         Raises:
-            SvdppError: a launcher's rank is not there, or was started in another way.
+            SvdppError: a launched rank is missing, or was started with other settings.
         """
         if self.world is not None:
             group = self.join()
@@ -55,10 +55,10 @@ class RankLauncher:
         )
 
     def join(self) -> JoinedGroup:
-        """A launcher's ranks, which wait for the work; for rank 0, once or more often.
+        """The launched ranks, waiting for work. Rank 0 calls it, once or more often.
 
         Raises:
-            SvdppError: a rank is not there, or was started in another way.
+            SvdppError: a rank is missing, or was started with other settings.
         """
         assert self.world is not None
         config = self._setup.config
@@ -73,9 +73,9 @@ class RankLauncher:
         return self._joined
 
     def dismiss(self, error: BaseException | None) -> None:
-        """Sends a launcher's other ranks away, where they have come already or there is no error.
+        """Ends the other launched ranks, if they have joined or if there is no error.
 
-        One that has not come yet sees that rank 0 is gone.
+        A rank that has not joined yet notices that rank 0 is gone.
         """
         if self._joined is not None or (self.world is not None and error is None):
             self.join().kill(error)
@@ -86,7 +86,7 @@ class RankLauncher:
         answer: Callable[[bytes], bytes],
         say: Callable[[str, bool], None],
     ) -> None:
-        """Works as one of a launcher's ranks other than 0; see `Pipeline.serve`.
+        """Works as a launched rank other than 0; see `LaunchedPipeline.serve`.
 
         Raises:
             SvdppError: the work could not begin.

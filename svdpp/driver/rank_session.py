@@ -9,23 +9,23 @@ from collections.abc import Callable, Iterator
 from svdpp.driver.supervisor import Supervisor
 from svdpp.errors import ClosedError, Interrupted, SvdppError, reraisable
 
-# A dropped session ends within one poll. Only an observer that blocks keeps its thread for longer.
+# A dropped session ends within one poll, unless an observer blocks its thread.
 _DROP_SECONDS = 5.0
 
 
 class RankSession:
-    """Supervises ranks in a thread of its own until all work is done, a rank fails, or `drop`.
+    """Supervises ranks in a thread until all work is done, a rank fails, or `drop` is called.
 
-    The thread takes the ranks' events from the start to the end, so that ranks never wait for a
-    reader. Any thread may call the methods.
+    The thread takes the ranks' events from start to end, so that ranks never wait for a reader.
+    Any thread may call the methods.
 
     Args:
         supervisor: of ranks that have been started.
         timeout: seconds for the ranks to end after their last clip.
-        is_idle: whether the ranks have no work left; asked by the thread after every poll.
-        on_end: called with what ended the session, a failure or `ClosedError`; the first call
+        is_idle: whether the ranks have no work left; the thread calls it after every poll.
+        on_end: called with the failure or `ClosedError` that ended the session; the first call
             counts.
-        clean_up: called once, when no rank is left.
+        clean_up: called once, when all ranks have ended.
         is_launched: whether a launcher has started the ranks.
     """
 
@@ -47,21 +47,21 @@ class RankSession:
         self._is_launched = is_launched
         self._has_begun = threading.Event()
         self._has_ended = threading.Event()
-        self._cleaning = threading.RLock()  # a signal's handler may close in the middle of a close
+        self._cleaning = threading.RLock()  # a signal handler may close during a close
         self._is_closed = False
         self._dropped = ClosedError("the pipeline was closed before the clip was finished")
         self.is_closing = False
         """Whether no more work may be sent."""
         self.failure: BaseException | None = None
-        """What ended the session, where it was neither the end of all work nor `drop`."""
-        # A daemon: a program that never leaves the block still ends, and its ranks with it.
+        """What ended the session early; None if that was `drop`."""
+        # A daemon, so that a program that never leaves the block still ends, and its ranks too.
         self.thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
 
     def start(self) -> None:
         """Starts the thread and waits until all ranks are ready for work.
 
         Raises:
-            SvdppError: one of them cannot get ready.
+            SvdppError: a rank cannot get ready.
             ClosedError: another thread has dropped the session.
         """
         self.thread.start()
@@ -75,20 +75,20 @@ class RankSession:
     def all_or_nothing(self) -> Iterator[None]:
         """Ends the session if an exception, such as a signal's, leaves the block.
 
-        For the block that gives work to the ranks: those that have it would wait for the others.
+        For the block that sends work to the ranks: ranks that got it would wait for the others.
         """
         try:
             yield
         except BaseException as error:
-            reason = f"clips were given to some of the ranks only: {type(error).__name__}"
+            reason = f"only some of the ranks got the clips: {type(error).__name__}"
             self._supervisor.abort(SvdppError(reason))
             raise
 
     def close(self) -> None:
-        """Waits until all work is done and the ranks have ended; `is_closing` was set before.
+        """Waits until all work is done and the ranks have ended; set `is_closing` first.
 
         Raises:
-            SvdppError: what ended the session instead; not where it has been closed before.
+            SvdppError: what ended the session early; not if it is closed already.
         """
         if self._is_closed:
             return
@@ -100,20 +100,20 @@ class RankSession:
     def drop(self, error: BaseException | None) -> BaseException | None:
         """Ends the ranks at once, whatever they are doing.
 
-        In the session's own thread, that is in an observer or a callback, it returns before that.
+        In the session's thread, that is in an observer or a callback, it returns before they end.
 
         Args:
             error: the reason, for ranks on other hosts; None: the caller needs no more results.
 
         Returns:
-            What had ended the session instead; None where it has been closed before.
+            What had already ended the session; None if it is closed already.
         """
         self.is_closing = True
         self._supervisor.abort(self._dropped)
         if threading.current_thread() is self.thread or self._is_closed:
             return None
         if not self._has_ended.wait(_DROP_SECONDS):
-            self._end(self._dropped)  # an observer blocks the thread: nobody waits for it
+            self._end(self._dropped)  # an observer blocks the thread: do not wait for it
         failure = self.failure
         if failure is None and self._is_launched and isinstance(error, Interrupted):
             failure = self._cause_of_signal()
@@ -121,7 +121,7 @@ class RankSession:
         return failure
 
     def _cause_of_signal(self) -> BaseException | None:
-        """What ended another rank, where a launcher has then sent this one a signal."""
+        """What ended another rank, if a launcher has then signalled this one."""
         try:
             self._supervisor.explain()
         except SvdppError as cause:
@@ -131,14 +131,14 @@ class RankSession:
     def _run(self) -> None:
         reason = self._supervise()
         try:
-            # Of a launcher's ranks `drop` still asks whether one of them has ended by itself.
+            # With launched ranks, `drop` still has to find out whether one of them has failed.
             if self.failure is not None or (reason is self._dropped and not self._is_launched):
                 self._supervisor.kill(self.failure)
         finally:
             self._end(reason)
 
     def _supervise(self) -> BaseException:
-        """Supervises the ranks to their end; what ended them."""
+        """Supervises the ranks to their end; returns what ended them."""
         try:
             self._supervisor.wait_joined()
             self._has_begun.set()

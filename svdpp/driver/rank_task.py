@@ -1,4 +1,4 @@
-"""Owns rank tasks: ranks that are started for one piece of work, report on it, and end."""
+"""Owns rank tasks: ranks that start for one function, report on it, and end."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from svdpp.worker.messages import Finished
 from svdpp.worker.peak_memory import peak_bytes
 from svdpp.worker.reporter import Reporter
 
-#: Runs in a rank, under a run's settings: its context, device, reporter, the configuration and an
-#: argument. It reports `Joined` when it is ready.
+#: Runs in a rank, under a run's settings. It takes the rank's context, device and reporter, the
+#: configuration, and an argument. It reports `Joined` when it is ready.
 RankTask = Callable[[RankContext, str, Reporter, PipelineConfig, Any], None]
 
 
@@ -36,13 +36,13 @@ def run_rank_task(
         task: a module-level function, so that another process can import it.
         config: gives the number of ranks, their device and threads, and the deadlines.
         argument: passed to the task; anything that can be pickled.
-        until: says whether the task is complete; called after each report.
+        until: whether the task is complete; called after each report.
         observers: called in turn with every rank and event.
         preload: modules that the fork server imports once for all ranks.
 
     Raises:
-        RequestError: the device is not there.
-        SvdppError: what a rank could not do.
+        RequestError: the device is missing.
+        SvdppError: a rank failed.
     """
     process_group.check_devices(config.device, config.world_size)
     group = StartedGroup(
@@ -76,7 +76,7 @@ def _main(context: RankContext, asked: tuple[RankTask, PipelineConfig, Any]) -> 
         reporter.failed(error)
         raise
     while context.channel.receive(1.0) is None:
-        pass  # the parent's Stop; when it is gone instead, this process ends with it
+        pass  # waits for the parent's Stop; if the parent dies, this process ends with it
     allocated, reserved = peak_bytes(device)
     reporter.send(Finished(allocated_bytes=allocated, reserved_bytes=reserved))
     reporter.stop()

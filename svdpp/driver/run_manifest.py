@@ -1,4 +1,4 @@
-"""Owns the run manifest, `run.json`: the state of each clip of a run, current on disk."""
+"""Owns the run manifest, `run.json`: the state of each clip of a run, kept current on disk."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ State = Literal["pending", "running", "done", "failed"]
 SCHEMA_VERSION = 1
 NAME = "run.json"
 
-# Often enough to see where a run stands, seldom enough for a folder on a network.
+# Often enough to follow a run, seldom enough for a network folder.
 _WRITE_SECONDS = 1.0
-# Far above a manifest of as many clips as a run may have.
+# Far above the size of a manifest with the largest allowed number of clips.
 _MAX_BYTES = 2**30
 _SETTLED = ("done", "failed")
 _BEGINNINGS = (Kind.ENCODE, Kind.LOAD)
@@ -34,22 +34,22 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """A run's manifest.
 
     Raises:
-        InputError: the file cannot be read, or is none.
+        InputError: the file cannot be read, or is not a manifest.
     """
     data = read_small_file(path, "run's manifest", _MAX_BYTES)
     try:
         content = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{str(path)!r} is no run's manifest: {error}") from error
+        raise InputError(f"{str(path)!r} is not a run's manifest: {error}") from error
     if not (isinstance(content, dict) and {"schema_version", "clips"} <= content.keys()):
-        raise InputError(f"{str(path)!r} is no run's manifest")
+        raise InputError(f"{str(path)!r} is not a run's manifest")
     if not is_version(content["schema_version"], SCHEMA_VERSION):
         raise InputError(f"{str(path)!r}: schema_version must be {SCHEMA_VERSION}")
     return content
 
 
 def check_replaceable(path: Path) -> None:
-    """Refuses to replace a file that is no run's manifest.
+    """Refuses to replace a file that is not a run's manifest.
 
     Raises:
         RequestError: it is something else.
@@ -60,7 +60,7 @@ def check_replaceable(path: Path) -> None:
         read_manifest(path)
     except InputError as error:
         raise RequestError(
-            f"{str(path)!r} exists and is no run's manifest",
+            f"{str(path)!r} exists and is not a run's manifest",
             "--overwrite replaces it; another --out folder keeps it",
         ) from error
 
@@ -68,17 +68,17 @@ def check_replaceable(path: Path) -> None:
 class RunManifest:
     """A context manager that is also an observer of a pipeline's events.
 
-    A run that is killed leaves its last manifest behind, in which clips are still `running`. If the
+    A killed run leaves its last manifest behind, in which clips are still `running`. If the
     manifest cannot be written during the run, as on a full disk, the run goes on and tries again.
 
     Args:
-        path: of the file, replaced whole each time.
-        about: what the file says of the run beside its clips.
-        clips: what the file says of each clip of the pipeline beside its state, by index.
-        before: what it says of clips that were finished, or lost, before the pipeline began.
+        path: of the file; each write replaces it atomically.
+        about: the manifest's fields about the run.
+        clips: the fields of each clip of the pipeline, without its state, by index.
+        before: the fields of clips that were finished or lost before the pipeline began.
 
     Raises:
-        OutputError: on entry or on leaving, where the file cannot be written.
+        OutputError: on entering or leaving, if the file cannot be written.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class RunManifest:
         if self._changed and kind is None:
             self._write()
         elif self._changed:
-            self._try_to_write()  # the error that ended the run is the one to hear of
+            self._try_to_write()  # an error here would hide the one that ended the run
 
     def __call__(self, rank: int, event: Event) -> None:  # noqa: ARG002
         """Takes one event of a rank."""
@@ -134,8 +134,8 @@ class RunManifest:
 
     def _set(self, clip: int, state: State, **more: Any) -> None:
         if self._clips[clip]["state"] in _SETTLED:
-            return  # such as the exact path of an accepted draft, come to harm meanwhile
-        self._clips[clip].pop("draft", None)  # it is there until the clip is
+            return  # such as a failure of the exact clip after its draft was accepted
+        self._clips[clip].pop("draft", None)  # the draft exists only until the clip does
         self._clips[clip].update(state=state, **more)
         self._changed = True
 
@@ -152,7 +152,7 @@ class RunManifest:
 
 
 def how_made(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """What a finished clip's metadata adds: the host that has it, and that it is a draft."""
+    """Fields from a finished clip's metadata: its host, and whether it is a draft."""
     host = {"host": metadata["host"]} if metadata.get("host") else {}
     if metadata.get("exact", True):
         return host

@@ -1,4 +1,4 @@
-"""Owns what ranks on several hosts must have in common, and how long they wait for each other."""
+"""Owns the settings that ranks on several hosts must share, and their deadlines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from svdpp.driver.liveness import Liveness
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.worker.clip_metadata import versions
 
-#: Fields of the configuration that ranks must agree on; what only one host can know is not there.
+#: Fields of the configuration that ranks must agree on: all but those that may differ by host.
 _SHARED_FIELDS = frozenset(
     {field.name for kind in (PipelineConfig, ModelConfig, SamplingConfig) for field in fields(kind)}
     - {"sampling", "local_files_only", "start_timeout_seconds"}
@@ -18,12 +18,12 @@ _SHARED_FIELDS = frozenset(
 
 
 def silence_limit(config: PipelineConfig) -> float:
-    """Seconds without a heartbeat after which a rank counts as lost: fewer than for a slow one."""
+    """Seconds without a heartbeat after which a rank is stalled; shorter than its `timeout`."""
     return min(config.heartbeat_timeout_seconds, 0.8 * config.timeout_seconds)
 
 
 def new_liveness(config: PipelineConfig) -> Liveness:
-    """The liveness of all ranks, with the deadlines of `config`, from now on."""
+    """A new `Liveness` with the deadlines of `config`, from now on."""
     return Liveness(
         config.world_size,
         time.monotonic(),
@@ -34,9 +34,9 @@ def new_liveness(config: PipelineConfig) -> Liveness:
 
 
 def shared_settings(config: PipelineConfig, checkpoint: Checkpoint | None) -> dict[str, str]:
-    """What must be the same on every rank, by name: options, versions, the model's weights.
+    """What must be equal on every rank, by name: options, versions, the model's weights.
 
-    Threads and all that bits depend on among them; each host reads its own command line.
+    Each host has its own command line, so the ranks compare these when they join.
     """
     parts = {**vars(config), **vars(config.sampling), **vars(config.model)}
     parts["model"] = parts.pop("name")
@@ -45,7 +45,7 @@ def shared_settings(config: PipelineConfig, checkpoint: Checkpoint | None) -> di
         for name, value in parts.items()
         if name in _SHARED_FIELDS
     }
-    # A hub's model by its commit, a folder's by what lies in it.
+    # A commit identifies the weights of a hub model, a fingerprint those of a folder.
     weights = (checkpoint.revision, checkpoint.fingerprint) if checkpoint else (None, None)
     options["revision"], options["weights fingerprint"] = map(str, weights)
     return {**options, **{name: str(version) for name, version in versions().items()}}

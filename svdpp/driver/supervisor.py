@@ -1,4 +1,4 @@
-"""Owns the parent's view of the ranks: their events, why a run failed, their orderly end."""
+"""Owns the parent's supervision of the ranks: their events, why a run failed, their end."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ from svdpp.plan.schedule import Schedule
 from svdpp.worker.messages import Event, Failed, Stop, parse_event
 
 _POLL_SECONDS = 0.1
-# After the first sign of a failure, time for the other ranks' reports: the cause often comes later.
+# After the first failure, time for the other ranks' reports: the cause often arrives later.
 _REPORT_SECONDS = 0.5
 _END_SECONDS = 30.0
-# With the rank's name before it and the remark behind, a line of 80 columns.
+# With the rank's name in front and the remark behind, a line has 80 columns.
 _PICTURE_WIDTH = 44
 
-#: Called with (rank, event) for everything that ranks report.
+#: Called with (rank, event) for every event of the ranks.
 Observer = Callable[[int, Event], None]
-#: Makes an observer of ranks that perform a schedule, for as long as a block lasts; by its title.
-Watch = Callable[[str, Schedule], AbstractContextManager[Observer]]
+#: Opens an observer for a block in which ranks perform a schedule, given a title and the schedule.
+OpenObserver = Callable[[str, Schedule], AbstractContextManager[Observer]]
 
 
-def unwatched(title: str, schedule: Schedule) -> AbstractContextManager[Observer]:  # noqa: ARG001
-    """A `Watch` that looks at nothing."""
+def no_observer(title: str, schedule: Schedule) -> AbstractContextManager[Observer]:  # noqa: ARG001
+    """An `OpenObserver` whose observer ignores every event."""
     return nullcontext(lambda _rank, _event: None)
 
 
 class Supervisor:
-    """Reads the ranks' events, keeps their trace, and raises what ends a run.
+    """Reads the ranks' events, keeps their trace, and raises the error that ends a run.
 
-    For one thread, except `send` and `abort`.
+    One thread uses it; `send` and `abort` may be called from any thread.
 
     Args:
         group: the ranks, started or joined.
-        liveness: finds ranks that stall.
+        liveness: finds stalled ranks.
         device: as the user named it, for messages.
         observers: called in turn with every event.
-        trace: takes the events' times; None: a new one.
+        trace: records the events; None: a new one.
     """
 
     def __init__(
@@ -66,24 +66,24 @@ class Supervisor:
         self.trace = Trace(group.world_size) if trace is None else trace
 
     def send(self, rank: int, message: bytes) -> None:
-        """Sends a message to `rank`, from any thread; a rank that has ended does not matter."""
+        """Sends a message to `rank`, from any thread; does nothing if the rank has ended."""
         self._group.send(rank, message)
 
     def abort(self, error: BaseException) -> None:
-        """Has the `step` under way, or the next one, raise `error`; from any thread."""
+        """Makes the current or next call of `step` raise `error`; from any thread."""
         self._aborted = error
 
     def wait_joined(self) -> None:
         """Waits until every rank is ready for work.
 
         Raises:
-            SvdppError: one of them cannot get ready.
+            SvdppError: a rank cannot get ready.
         """
         while not self._liveness.all_joined:
             self.step()
 
     def step(self) -> None:
-        """Takes the events that have come, after a short wait for the first one.
+        """Takes the available events, after a short wait for the first one.
 
         Raises:
             SvdppError: what ended the run.
@@ -96,10 +96,10 @@ class Supervisor:
         self._raise_stall()
 
     def stop(self, timeout: float) -> None:
-        """Ends the ranks in order: each says that it is done, and exits with 0.
+        """Ends the ranks in order: each reports that it is done, and exits with code 0.
 
         Raises:
-            SvdppError: one of them does not.
+            SvdppError: a rank does not.
         """
         for rank in range(self._group.world_size):
             self.send(rank, Stop().to_bytes())
@@ -109,17 +109,17 @@ class Supervisor:
             if time.monotonic() > deadline:
                 raise RankError("ranks did not end after their last clip")
         if not self._group.end(_END_SECONDS):
-            raise RankError("ranks said that they were done, but did not exit with code 0")
+            raise RankError("ranks reported the end of their work, but did not exit with code 0")
 
     def kill(self, error: BaseException | None = None) -> None:
-        """Ends every rank at once, and tells those on other hosts why; harmless after `stop`."""
+        """Ends every rank at once, and sends `error` to other hosts; harmless after `stop`."""
         self._group.kill(error)
 
     def explain(self) -> None:
-        """Raises what ended a rank, if one has ended: a launcher then signals the others as well.
+        """Raises the error of a rank that has ended, if any: a launcher then signals all others.
 
         Raises:
-            SvdppError: what ended the run, rather than the signal that followed.
+            SvdppError: what ended the run before the signal.
         """
         self._collect_reports()
         if (cause := self._cause()) is not None:
@@ -131,7 +131,7 @@ class Supervisor:
             self._liveness.heard(rank, event, time.monotonic())
             self.trace.add(rank, event)
             if isinstance(event, Failed):
-                self._failures.setdefault(rank, event)  # its end by a signal comes after
+                self._failures.setdefault(rank, event)  # a later report is about a signal
             for observer in self._observers:
                 observer(rank, event)
 
@@ -146,17 +146,17 @@ class Supervisor:
             reason, hint = stall.reason, stall.hint
             host = self._group.location(stall.rank).host
             if stall.silent and host != socket.gethostname():
-                hint = f"is {host} down, or the network to it? or is the rank stopped?"
-            raise self._rank_error(stall.rank, reason, hint, "stands here")
+                hint = f"check whether {host} or the network to it is down, or the rank stopped"
+            raise self._rank_error(stall.rank, reason, hint, "stalled here")
 
     def _ended_badly(self) -> bool:
         exited = self._group.exited()
         if any(not self._liveness.is_finished(rank) for rank in exited):
-            self._listen(0)  # what a rank said last may still be on its way
+            self._listen(0)  # a rank's last message may still be unread
         return any(code or not self._liveness.is_finished(rank) for rank, code in exited.items())
 
     def _raise_cause(self) -> None:
-        """Waits a moment for all reports, then raises the one that explains the others."""
+        """Waits a moment for all reports, then raises the failure that caused the others."""
         self._collect_reports()
         if (cause := self._cause()) is not None:
             raise cause
@@ -164,9 +164,9 @@ class Supervisor:
         raise self._failed(rank, error_from_dict(self._failures[rank].error))
 
     def _cause(self) -> SvdppError | None:
-        """The failure that explains the others; None where all that ended say that a signal did it.
+        """The failure that caused the others; None if only signals ended ranks.
 
-        A broken link to a neighbour is a consequence, never the cause while there is another one.
+        A broken link to a neighbour is the cause only if there is no other failure.
         """
         exited = self._group.exited()
         failed = {rank: error_from_dict(event.error) for rank, event in self._failures.items()}
@@ -193,11 +193,11 @@ class Supervisor:
     def _failed(self, rank: int, error: SvdppError) -> SvdppError:
         event = self._failures[rank]
         if type(error) is not SvdppError and not isinstance(error, RankError):
-            return error  # input, output, model, memory: its own sentence is complete
+            return error  # input, output, model or memory: its message is complete
         where = describe_position(event.action, event.step)
         return RankError(
             f"{self._name(rank)} failed{where}: {error.message}",
-            error.hint or "--debug shows its traceback",
+            error.hint or "--debug shows the traceback",
             picture=self._picture(rank, "failed here"),
             trace=event.traceback,
             details={"rank": rank, **error.details},
@@ -205,7 +205,7 @@ class Supervisor:
 
     def _died(self, rank: int, code: int | None) -> RankError:
         if code is None:
-            hint = f"its launcher's output on {self._group.location(rank).host} says how it ended"
+            hint = f"see the launcher's output on {self._group.location(rank).host}"
             return self._rank_error(rank, "is gone", hint, "was lost here")
         if code >= 0:
             cause = f"ended with exit code {code} without a report"
@@ -243,7 +243,7 @@ class Supervisor:
 
 
 def _is_interrupt(event: Failed) -> bool:
-    """Whether a signal ended the rank, which explains nothing about the others."""
+    """Whether a signal ended the rank, which is never the cause of other failures."""
     return bool(event.error["type"] == Interrupted.__name__)
 
 

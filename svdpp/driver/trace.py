@@ -1,4 +1,4 @@
-"""Owns a run's measurements: spans, steps, waits and transfers of every rank, and their sums."""
+"""Owns a run's measurements: the spans, steps, waits and transfers of every rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from svdpp.worker.messages import ActionDone, Event, Joined, StepDone, TransferD
 
 @dataclass(frozen=True, kw_only=True)
 class RankStats:
-    """One rank's times, in seconds; `bubble` is the share of the makespan it did not compute in."""
+    """One rank's times in seconds; `bubble` is the share of the makespan without computing."""
 
     rank: int
     device: str
@@ -39,7 +39,7 @@ class StepSpan(NamedTuple):
 
 
 class WaitSpan(NamedTuple):
-    """When one rank waited for a packet, or for a slow neighbour, before one action."""
+    """When one rank waited for a packet or a slow neighbour before an action."""
 
     rank: int
     start: float
@@ -47,7 +47,7 @@ class WaitSpan(NamedTuple):
 
 
 class TransferSpan(NamedTuple):
-    """When one packet was on the wire, as one of its two ends saw it."""
+    """When one packet was on the wire, measured at one of its two ends."""
 
     rank: int
     direction: Literal["recv", "send"]
@@ -58,13 +58,13 @@ class TransferSpan(NamedTuple):
     start: float
     end: float
     waited: float = 0.0
-    """Of a send: seconds before `start`, until the receiver was there."""
+    """For a send: seconds before `start`, until the receiver was ready."""
 
 
 class MeanCosts:
     """Running means of each kind of work over all ranks, in constant memory.
 
-    A transfer counts once, as its receiver saw it.
+    A transfer counts once, at its receiver.
     """
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class MeanCosts:
         self._counts: dict[str, int] = defaultdict(int)
 
     def add(self, event: Event) -> None:
-        """Records an event; those without a time are ignored."""
+        """Records an event; ignores those without a time."""
         match event:
             case StepDone():
                 self._count("step", event.seconds)
@@ -89,7 +89,7 @@ class MeanCosts:
         return self._counts["step"] > 0
 
     def costs(self) -> Costs:
-        """What a forecast of this run needs.
+        """The costs for a forecast of this run.
 
         Raises:
             RequestError: no step has been measured yet.
@@ -102,7 +102,7 @@ class MeanCosts:
         )
 
     def costs_like(self, assumed: Costs) -> Costs:
-        """What is measured; what is not yet, as it weighs beside a step in `assumed`."""
+        """The measured costs; those not measured yet are scaled from `assumed` by the step time."""
         if not self.has_stepped:
             return assumed
         scale = self._mean("step") / assumed.step_on(0)
@@ -127,15 +127,15 @@ class MeanCosts:
 
 
 class Trace:
-    """Collects the events of a run. All times are on the monotonic clock of rank 0's machine.
+    """Collects the events of a run. All times are by the monotonic clock of rank 0's machine.
 
-    One thread adds events; any thread may read meanwhile, and sees lists that grow.
+    One thread adds events; any thread may read meanwhile and sees lists that grow.
 
     Args:
         world_size: number of ranks.
-        last_clips: how many of the newest clips spans, steps, waits and transfers are kept for, so
-            that a pipeline can run for days in constant memory; `summary` and `rank_stats` are then
-            about these clips alone, `costs` still about all. None keeps all clips.
+        last_clips: number of newest clips to keep spans, steps, waits and transfers of, so that a
+            pipeline can run for days in constant memory; `summary` and `rank_stats` then cover
+            only these clips, `costs` still covers all. None keeps all clips.
     """
 
     def __init__(self, world_size: int, last_clips: int | None = None) -> None:
@@ -152,7 +152,7 @@ class Trace:
         self._unplaced: dict[int, list[StepDone]] = defaultdict(list)
 
     def add(self, rank: int, event: Event) -> None:
-        """Records an event; those without a time are ignored."""
+        """Records an event; ignores those without a time."""
         self._means.add(event)
         match event:
             case Joined():
@@ -161,15 +161,25 @@ class Trace:
             case StepDone():
                 steps = self._unplaced[rank]
                 if steps and steps[-1].clip != event.clip:
-                    steps.clear()  # of an action that a bad clip broke off
+                    steps.clear()  # of an action that a bad clip ended early
                 steps.append(event)
             case ActionDone():
                 self._add_action(rank, event, Action.parse(event.action))
             case TransferDone() if self._keeps(event.clip):
-                transfer = event.direction, event.clip, event.next_step, event.peer, event.num_bytes
                 end = event.end - self._clock_ahead[rank]
-                start = end - event.seconds
-                self.transfers.append(TransferSpan(rank, *transfer, start, end, event.waited))
+                self.transfers.append(
+                    TransferSpan(
+                        rank=rank,
+                        direction=event.direction,
+                        clip=event.clip,
+                        next_step=event.next_step,
+                        peer=event.peer,
+                        num_bytes=event.num_bytes,
+                        start=end - event.seconds,
+                        end=end,
+                        waited=event.waited,
+                    )
+                )
             case _:
                 pass
 
@@ -181,12 +191,12 @@ class Trace:
         start, end = done.start - ahead, done.end - ahead
         self.spans.append(Span(rank, action, start, end))
         if done.waited > 0:
-            # It may be two waits, for a send and then a receive, with next to nothing between.
+            # It may be two waits, for a send and then a receive, with almost nothing between.
             self.waits.append(WaitSpan(rank, start - done.waited, start))
         self.steps += _placed(rank, steps, start, end)
 
     def _keeps(self, clip: int) -> bool:
-        """Whether `clip` is one of the newest; drops those that its arrival makes too old."""
+        """Whether to keep the events of `clip`; a new clip drops the oldest one."""
         if self._last_clips is None:
             return True
         if clip > self._newest_clip:
@@ -195,7 +205,7 @@ class Trace:
         return clip > self._newest_clip - self._last_clips
 
     def _drop_before(self, first: int) -> None:
-        """Drops all clips before `first`, in new lists: another thread may be reading the old."""
+        """Drops all clips before `first`, by new lists: another thread may be reading the old."""
         self.spans = [span for span in self.spans if span.action.clip >= first]
         self.steps = [step for step in self.steps if step.clip >= first]
         self.transfers = [transfer for transfer in self.transfers if transfer.clip >= first]
@@ -203,15 +213,15 @@ class Trace:
         self.waits = [wait for wait in self.waits if (wait.rank, wait.end) in starts]
 
     def summary(self) -> Forecast:
-        """Makespan, first clip, time per clip and bubble, in the terms of a forecast.
+        """The measured makespan, first clip, time per clip and bubble, as in a forecast.
 
         Raises:
-            ValueError: nothing has been done yet.
+            ValueError: no action is done yet.
         """
         return summarise(self.spans, self.world_size)
 
     def costs(self) -> Costs:
-        """Mean seconds of each kind of work over all ranks: what a forecast of this run needs."""
+        """Mean seconds of each kind of work over all ranks, for a forecast of this run."""
         return self._means.costs()
 
     def rank_stats(self) -> list[RankStats]:
@@ -245,7 +255,7 @@ class Trace:
 
 
 def _placed(rank: int, steps: list[StepDone], start: float, end: float) -> list[StepSpan]:
-    """The steps of one action from `start` to `end`: back to back, the last ends with it."""
+    """The steps of one action from `start` to `end`, placed back to back up to `end`."""
     spans = []
     for step in reversed(steps):
         begun = max(start, end - step.seconds)

@@ -1,7 +1,7 @@
-"""Owns finding finished clips on disk: the files an input names, their metadata, their photographs.
+"""Owns the search for finished clips on disk: their files, metadata and photographs.
 
-A clip is named by its JSON, by its file (a video, or a folder of frames), or by a folder that
-holds several. Files come from anybody: everything read here is bounded and checked.
+An input names a clip by its JSON, by its file (a video or a folder of frames), or by a folder that
+holds several clips. The files are untrusted: everything read here is bounded and checked.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _VIDEOS = (".mp4", ".gif", ".webp")
 
 @dataclass(frozen=True, kw_only=True)
 class ClipOnDisk:
-    """A clip, and what is said of it.
+    """A clip and its metadata.
 
     Args:
         path: of the video or folder of frames; it need not exist.
-        json_path: of its JSON; None: there is none, and the metadata is the file's own.
-        raw: the metadata as it was parsed.
+        json_path: of its JSON; None if there is none, and the metadata comes from the file.
+        raw: the metadata as parsed.
         metadata: the same, checked, with defaults for missing fields.
     """
 
@@ -45,10 +45,10 @@ class ClipOnDisk:
 
 
 def are_clips(inputs: Sequence[str]) -> bool:
-    """Whether `inputs` are finished clips; False where they are photographs.
+    """Whether `inputs` are finished clips; False if they are photographs.
 
     Raises:
-        RequestError: they are some of both.
+        RequestError: some are clips and some are not.
     """
     kinds = {text: _names_clips(text) for text in inputs}
     clips = [text for text, is_clip in kinds.items() if is_clip]
@@ -57,19 +57,19 @@ def are_clips(inputs: Sequence[str]) -> bool:
         raise RequestError(
             f"{clips[0]!r} is a finished clip, {others[0]!r} is not: they are verified in "
             "different ways",
-            "verify them by two commands",
+            "verify them in two commands",
         )
     return bool(clips)
 
 
 def find_clips(inputs: Iterable[str]) -> tuple[list[Path], list[Path]]:
-    """The clips that `inputs` name, each by its JSON or else by its file, each once.
+    """The clips that `inputs` name, each once, by its JSON or else by its file.
 
     Returns:
-        The clips, and JSON and video files that are passed over because they are no clips.
+        The clips, and the JSON and video files that are passed over because they are not clips.
 
     Raises:
-        InputError: a pattern or folder that holds no clip.
+        InputError: a pattern or folder matches no clip.
     """
     found: dict[Path, None] = {}
     passed_over: list[Path] = []
@@ -88,33 +88,33 @@ def find_clips(inputs: Iterable[str]) -> tuple[list[Path], list[Path]]:
             found.update((_preferred(clip), None) for clip in clips)
             passed_over += others
     if not found:
-        what = "a run's manifest, and no clip" if passed_over[0].name == MANIFEST else "no clip"
-        raise InputError(f"{str(passed_over[0])!r} is {what}")
+        what = "a run's manifest, not" if passed_over[0].name == MANIFEST else "not"
+        raise InputError(f"{str(passed_over[0])!r} is {what} a clip")
     return list(found), passed_over
 
 
 def read_clip(path: Path) -> ClipOnDisk:
-    """The clip whose JSON, or file, is at `path`.
+    """The clip whose JSON or file is at `path`.
 
     Raises:
-        InputError: it is no clip, or carries no metadata.
+        InputError: it is not a clip, or holds no metadata.
     """
     if path.suffix == ".json":
         return _of_json(path)
     if path.name == MANIFEST or not os.path.exists(path):
         raise InputError(f"{str(path)!r} does not exist")
     raw = video.read_metadata(path)
-    metadata = checked_clip_metadata(raw, f"the metadata in {str(path)!r} is no clip's")
+    metadata = checked_clip_metadata(raw, f"the metadata in {str(path)!r} is not a clip's")
     return ClipOnDisk(path=path, json_path=None, raw=raw, metadata=metadata)
 
 
 def find_photo(clip: ClipOnDisk, image: Path | None) -> Path:
-    """The photograph that a clip was made from, recognised by its sha256.
+    """The photograph that a clip was made from, found by its sha256.
 
     Args:
-        clip: whose metadata says where the photograph was, and its hash.
-        image: the photograph, or a folder that holds it; None: it is looked for at the recorded
-            place, then among the images beside the clip.
+        clip: its metadata has the photograph's path and hash.
+        image: the photograph, or a folder that holds it; None searches the recorded path, then
+            the images beside the clip.
 
     Raises:
         InputError: none of them is that photograph.
@@ -132,7 +132,7 @@ def find_photo(clip: ClipOnDisk, image: Path | None) -> Path:
     if os.path.isfile(where):
         what = f"{str(where)!r} is not the photograph that {name!r} was made from"
     elif image is None:
-        what = f"{str(where)!r}, the photograph of {name!r}, is not there"
+        what = f"{str(where)!r}, the photograph of {name!r}, is missing"
     else:
         what = f"there is no photograph of {name!r} at {str(where)!r}"
     raise InputError(what, f"--image PATH names it; its sha256 is {wanted}")
@@ -140,9 +140,9 @@ def find_photo(clip: ClipOnDisk, image: Path | None) -> Path:
 
 def _of_json(path: Path) -> ClipOnDisk:
     raw = parse_clip_json(path)
-    metadata = checked_clip_metadata(raw, f"{str(path)!r} is no clip's JSON")
-    # By the JSON's own name, so that it cannot vouch for another file than the one it lies beside.
-    # Up to svdpp 0.3 the name did not tell the format.
+    metadata = checked_clip_metadata(raw, f"{str(path)!r} is not a clip's JSON")
+    # The JSON's own name decides, so that a JSON cannot stand for another file than its neighbour.
+    # Up to svdpp 0.3 the name did not include the format.
     named, suffix = path.with_suffix(""), video.SUFFIXES[metadata["format"]]
     is_named = named.suffix == suffix if suffix else named.exists()
     file = named if is_named else path.with_name(metadata["output"])
@@ -163,7 +163,7 @@ def _is_clip_or_holds_one(path: Path) -> bool:
 
 
 def _is_clip(path: Path) -> bool:
-    """Whether it is a clip's JSON, however damaged, or a file with a clip's metadata."""
+    """Whether `path` is a clip's JSON, even if damaged, or a file with a clip's metadata."""
     if path.suffix != ".json":
         return (path.suffix in _VIDEOS or os.path.isdir(path)) and _carries_metadata(path)
     if path.name == MANIFEST:
@@ -177,7 +177,7 @@ def _is_clip(path: Path) -> bool:
 
 
 def _clips_in(folder: Path) -> tuple[list[Path], list[Path]]:
-    """The clips of one folder, by JSON or file, and the JSON and videos that are none."""
+    """The clips of one folder, by JSON or file, and the other JSON and video files."""
     try:
         names = sorted(folder.iterdir())
     except OSError as error:
@@ -193,7 +193,7 @@ def _clips_in(folder: Path) -> tuple[list[Path], list[Path]]:
 
 
 def _preferred(path: Path) -> Path:
-    """A clip's JSON where it has one, so that file and JSON are one clip; else its file."""
+    """A clip's JSON if it has one, so that file and JSON count as one clip; else its file."""
     if path.suffix == ".json":
         return path
     json_path = path.with_name(f"{path.name}.json")
@@ -211,7 +211,7 @@ def _is_about(json_path: Path, path: Path) -> bool:
 
 
 def _expand(text: str, *, must_match: bool = True) -> list[Path]:
-    """The path itself, or those that its pattern matches."""
+    """The path itself, or the paths that its pattern matches."""
     path = Path(text)
     if os.path.exists(text) or not any(char in text for char in "*?["):
         return [path]
@@ -233,7 +233,7 @@ def _carries_metadata(path: Path) -> bool:
 
 
 def _images_in(folder: Path) -> Iterator[Path]:
-    """A folder's images, by name."""
+    """A folder's images, sorted by name."""
     names = sorted(folder.iterdir()) if os.path.isdir(folder) else []
     yield from (path for path in names if path.suffix.lower() in SUFFIXES)
 

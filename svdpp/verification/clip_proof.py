@@ -1,7 +1,7 @@
-"""Owns the proof of finished clips: each is recomputed on one device and compared, file included.
+"""Owns the proof of finished clips: each is recomputed on one device and compared.
 
-Three verdicts are kept apart: whether diffusers computes the recorded latent, whether it computes
-the recorded frames, and whether the file on disk is the clip that the metadata describes.
+There are three verdicts: whether diffusers computes the recorded latent, whether it computes the
+recorded frames, and whether the file on disk is the clip that the metadata describes.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from svdpp.worker.tensor_store import TensorStore
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What the user may say of the proof; the clip's metadata says the rest."""
+    """What the user may set for the proof; the clip's metadata sets the rest."""
 
     threads: int | None = None
-    """As a check: it has to be the clip's own number."""
+    """Must be the clip's own number, if given."""
     image: Path | None = None
-    """The photograph, or a folder that holds it; None: it is looked for."""
+    """The photograph, or a folder that holds it; None searches for it."""
     local_files_only: bool = False
     timeout: float = 600.0
     start_timeout: float = 600.0
@@ -47,7 +47,7 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class ClipTask:
-    """One finished clip, and how it is recomputed."""
+    """One finished clip, and the request that recomputes it."""
 
     clip: ClipOnDisk
     config: PipelineConfig
@@ -59,7 +59,7 @@ class ClipProof:
     """The verdicts on one clip, or the error that prevented them.
 
     Args:
-        path: of the clip's file, or of the input that is no clip.
+        path: of the clip's file, or of the input that is not a clip.
         checks: latent, frames, file; empty if there is an error.
         error: why the clip was not verified.
     """
@@ -70,18 +70,18 @@ class ClipProof:
 
     @property
     def different(self) -> list[ClipCheck]:
-        """The checks that fail."""
+        """The failed checks."""
         return [check for check in self.checks if not check.equal]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values; `equal` is null where that is not known."""
+        """Plain values; `equal` is null if it is unknown."""
         if self.error is not None:
             return {"clip": str(self.path), "equal": None, "error": error_to_dict(self.error)}
         checks = [check.to_json() for check in self.checks]
         return {"clip": str(self.path), "equal": not self.different, "checks": checks}
 
     def __str__(self) -> str:
-        """In one line."""
+        """The verdict in one line."""
         if self.error is not None:
             return f"not verified: {self.path}: {self.error}"
         if self.different:
@@ -90,7 +90,7 @@ class ClipProof:
 
     @property
     def differences(self) -> str:
-        """The failed verdicts, in words."""
+        """The failed checks, in words."""
         return ", ".join(
             f"{check.what} ({check.detail})" if check.detail else check.what
             for check in self.different
@@ -103,12 +103,12 @@ def plan_proofs(
     """Reads clips and checks them before any work.
 
     Args:
-        paths: of clips' JSON or files, as `clip_files.find_clips` gives them.
-        settings: hold for all.
+        paths: of clips' JSON or files, as `clip_files.find_clips` returns them.
+        settings: for all clips.
 
     Returns:
-        Tasks, in groups of one configuration, for which the model is loaded once; and proofs of
-        the clips that cannot be recomputed, with the error.
+        Tasks grouped by configuration, so that each group loads the model once; and failed proofs
+        of the clips that cannot be recomputed.
     """
     groups: dict[PipelineConfig, list[ClipTask]] = {}
     failed = []
@@ -127,16 +127,16 @@ def prove(tasks: Sequence[ClipTask], observers: Sequence[Observer] = ()) -> list
 
     Args:
         tasks: one or more, with equal `config`.
-        observers: called with (0, event) as the clips are recomputed.
+        observers: called with (0, event) for each event of the recomputation.
 
     Returns:
-        A proof for each task; what ends the work is the error of all that are left.
+        A proof for each task; an error that ends the work is the error of all remaining ones.
     """
     proofs = [ClipProof(path=task.clip.path) for task in tasks]
     files: dict[int, Future[ClipCheck]] = {}
     with (
         temp_folders.folder("svdpp-verify-") as folder,
-        # Beside the recomputing, whose supervisor has heartbeats to hear.
+        # In a thread, because the supervisor must go on reading heartbeats.
         ThreadPoolExecutor(max_workers=1) as executor,
     ):
 
@@ -177,7 +177,7 @@ def _compare_hashes(clip: ClipOnDisk, recomputed: dict[str, Any]) -> Iterator[Cl
 
 
 def _check_file(clip: ClipOnDisk, folder: Path, index: int) -> ClipCheck:
-    """`check_file` with the frames that the reference kept, which are removed then."""
+    """Calls `check_file` with the frames that the reference kept, and removes them."""
     store = TensorStore(folder)
     try:
         return check_file(clip, store.frames(index))
@@ -187,30 +187,30 @@ def _check_file(clip: ClipOnDisk, folder: Path, index: int) -> ClipCheck:
 
 def _explain(error: SvdppError) -> None:
     if isinstance(error, OutOfMemoryError):
-        error.hint = "the clip's size and frames are given: verify it on a machine with more memory"
+        error.hint = "the clip fixes its size and frames: verify it on a machine with more memory"
 
 
 def _new_task(path: Path, settings: Settings) -> ClipTask:
-    """How the clip at `path` is recomputed.
+    """The task of recomputing the clip at `path`.
 
     Raises:
-        RequestError: the clip is not exact; or this machine or `settings` do not fit it.
-        ModelError: the folder of its weights is gone, or holds others now.
-        InputError: it is no clip, or its photograph is not found.
+        RequestError: the clip is not exact, or does not fit this machine or `settings`.
+        ModelError: the folder of its weights is missing, or its weights have changed.
+        InputError: it is not a clip, or its photograph is not found.
     """
     clip = read_clip(path)
     metadata, name = clip.metadata, clip.path.name
     if not metadata["exact"]:
         raise RequestError(
-            f"{name!r} is a draft: it says itself that it is not exact",
+            f"{name!r} is a draft, marked as not exact",
             "svdpp run without --draft-psnr makes the exact clip; "
             "verify --draft shows the distance",
         )
     if settings.threads not in (None, metadata["num_threads"]):
         raise RequestError(
             f"{name!r} was made with --threads {metadata['num_threads']}: with "
-            f"{settings.threads} sums are rounded in another order, and the bits differ",
-            "leave --threads out, and the clip's own number is used",
+            f"{settings.threads} it would round differently, and the bits would differ",
+            "omit --threads to use the clip's own number",
         )
     config = _config(clip, settings)
     _check_device(clip, config)
@@ -225,7 +225,9 @@ def _new_task(path: Path, settings: Settings) -> ClipTask:
 def _config(clip: ClipOnDisk, settings: Settings) -> PipelineConfig:
     metadata = clip.metadata
     if metadata["model"] == DUMMY_MODEL:
-        raise RequestError(f"{clip.path.name!r} says 'dummy', and the dummy model makes no clips")
+        raise RequestError(
+            f"{clip.path.name!r} names the model 'dummy', which makes no clips",
+        )
     return PipelineConfig(
         world_size=1,
         model=ModelConfig(
@@ -252,16 +254,16 @@ def _check_device(clip: ClipOnDisk, config: PipelineConfig) -> None:
     except RequestError as error:
         raise RequestError(
             f"{clip.path.name!r} was made on a CUDA device, and this machine has none",
-            "another kind of device gives other bits: verify it on a machine with one",
+            "other devices give other bits: verify it on a machine with a CUDA device",
         ) from error
 
 
 def _check_weights(clip: ClipOnDisk, config: PipelineConfig) -> None:
-    """Notices weights that were replaced in the folder of the recorded name."""
+    """Detects weights that were replaced under the recorded name."""
     recorded = clip.metadata["weights_fingerprint"]
     if recorded is not None and find_checkpoint(config.model).fingerprint != recorded:
         raise ModelError(
-            f"model {show_name(clip.metadata['model'])} holds other weights now than "
-            f"{clip.path.name!r} was made with",
-            "put those back, or make the clip again: svdpp run --overwrite",
+            f"the weights of model {show_name(clip.metadata['model'])} have changed since "
+            f"{clip.path.name!r} was made",
+            "restore them, or make the clip again: svdpp run --overwrite",
         )

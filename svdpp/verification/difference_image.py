@@ -1,7 +1,7 @@
-"""Owns the pictures of a difference: some planes of two sides, and maps of where they differ.
+"""Owns the pictures of a difference: planes of both sides, and maps of where they differ.
 
-A difference of one ULP in one element is invisible in the pictures themselves. In its map every
-element that differs is bright on black, and outlined.
+A difference of one ULP in one element is invisible in the pictures themselves. The map shows every
+element that differs bright on black, and outlines it.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from svdpp.media.video import Frames
 
 Pixels = npt.NDArray[np.uint8]
 
-#: The longest side of a picture: smaller ones are enlarged, larger ones made smaller.
+#: The longest side of a picture in pixels; pictures are scaled to about this size.
 _SIDE = 256
-# The darkest an element that differs can be.
+# The brightness of the smallest difference.
 _DIMMEST = 110
 _OUTLINE = (255, 82, 82)
 _MARGIN = 5
-# Up to so many pixels of a map have an outline each; more have one around them all.
+# Up to this number of differing elements each has its own outline; more share one.
 _MAX_OUTLINES = 24
 
 
 @dataclass(frozen=True, kw_only=True)
 class DifferenceImage:
-    """Some planes of two sides of one shape (..., H, W), with maps of their differences.
+    """Planes of two tensors of one shape (..., H, W), with maps of their differences.
 
     Args:
-        indices: of the planes shown, in the axes before H and W: the first, middle and last one,
-            and the one that differs most.
+        indices: of the planes shown, in the axes before H and W: the first, middle and last plane,
+            and the one with the largest difference.
         ours: one picture for each index, shape (h, w) or (h, w, 3), no side above 256 pixels.
-        theirs: the same of the other side.
-        maps: shape (h, w, 3): black where all is equal; the brighter, the larger the difference.
-        num_different: elements that differ, in all planes.
-        num_elements: in all.
-        largest: difference of two elements, in their own numbers.
+        theirs: the same for the other side.
+        maps: shape (h, w, 3): black where both are equal, brighter for larger differences.
+        num_different: number of elements that differ, in all planes.
+        num_elements: number of elements, in all planes.
+        largest: the largest difference of two elements.
         largest_at: index of these elements, in all axes; None if nothing differs.
     """
 
@@ -54,16 +54,16 @@ class DifferenceImage:
 
 
 def frame_difference(ours: Frames, theirs: Frames) -> DifferenceImage:
-    """Of two clips' frames, uint8, shape (F, H, W, 3); a plane is a frame."""
+    """The difference of two clips' frames, uint8, shape (F, H, W, 3); a plane is a frame."""
     difference = np.abs(ours.astype(np.int16) - theirs.astype(np.int16)).astype(np.float64)
     return _difference_image(ours, theirs, difference, difference > 0, num_plane_axes=3)
 
 
 def latent_difference(ours: npt.NDArray[Any], theirs: npt.NDArray[Any]) -> DifferenceImage:
-    """Of two latents, floating-point, shape (..., H, W): grey, with zero in the middle."""
+    """The difference of two floating-point latents, shape (..., H, W); zero is middle grey."""
     bits = np.dtype(f"u{ours.itemsize}")
     differs = np.ascontiguousarray(ours).view(bits) != np.ascontiguousarray(theirs).view(bits)
-    # What is not a number is as far from every number as can be shown: at the largest there is.
+    # NaN and infinity are shown as the largest finite magnitude.
     one, other = _finite(ours), _finite(theirs)
     scale = max(float(np.abs(one).max()), float(np.abs(other).max())) or 1.0
     return _difference_image(
@@ -90,10 +90,10 @@ def _difference_image(
     *,
     num_plane_axes: int,
 ) -> DifferenceImage:
-    """Planes are the last `num_plane_axes` axes: height, width, and colours if there are any."""
+    """The last `num_plane_axes` axes form a plane: height, width, and colour for frames."""
     axes = ours.shape[:-num_plane_axes]
     planes = [side.reshape(-1, *side.shape[-num_plane_axes:]) for side in (ours, theirs)]
-    # Where bits differ and numbers do not, as those of 0 and -0, the first place counts.
+    # If bits differ but numbers do not, such as 0 and -0, the first such element is the largest.
     weight = np.where(differs, difference + np.finfo(np.float64).tiny, 0.0)
     place = np.unravel_index(int(weight.argmax()), weight.shape) if differs.any() else None
     shown = _shown(len(planes[0]), place, axes)
@@ -115,7 +115,7 @@ def _difference_image(
 
 
 def _shown(count: int, place: Sequence[Any] | None, axes: tuple[int, ...]) -> list[int]:
-    """Numbers of the planes to show, rising."""
+    """The numbers of the planes to show, ascending."""
     chosen = {0, count // 2, count - 1}
     if place is not None:
         chosen.add(int(np.ravel_multi_index(tuple(place[: len(axes)]), axes)))
@@ -123,7 +123,7 @@ def _shown(count: int, place: Sequence[Any] | None, axes: tuple[int, ...]) -> li
 
 
 def _map(strength: npt.NDArray[np.float64]) -> Pixels:
-    """A plane's map in colour, with outlines around what differs."""
+    """A plane's map in colour, with outlines around the elements that differ."""
     grey = _scaled(np.ceil(strength).astype(np.uint8), brightest=True)
     picture = np.repeat(grey[:, :, None], 3, axis=2)
     places = np.argwhere(grey > 0)
@@ -150,14 +150,14 @@ def _outline(mask: npt.NDArray[np.bool_], start: Any, end: Any) -> None:
 
 
 def _factor(shape: Sequence[int]) -> int:
-    """By which a picture of this height and width is enlarged."""
+    """The factor by which a picture of this height and width is enlarged."""
     return max(1, _SIDE // max(shape[:2]))
 
 
 def _scaled(pixels: Pixels, *, brightest: bool = False) -> Pixels:
-    """`pixels` with a longest side near 256, enlarged or made smaller by a whole number.
+    """`pixels` with a longest side near 256, enlarged or reduced by an integer factor.
 
-    Made smaller, a pixel is the mean of its block, or with `brightest` the maximum, so that no
+    A reduced pixel is the mean of its block, or with `brightest` the maximum, so that no
     difference is lost.
     """
     factor = _factor(pixels.shape)

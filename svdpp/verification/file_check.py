@@ -1,4 +1,4 @@
-"""Owns the check of a clip's file: whether it is the file that its metadata describes."""
+"""Owns the check whether a clip's file is the one that its metadata describes."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from svdpp.models.base import Frames
 from svdpp.verification.clip_files import ClipOnDisk
 from svdpp.worker.clip_metadata import embedded_part
 
-# Other versions of an encoder differ by less from each other (above 40 dB at every --crf up to 30);
-# other videos by far more.
+# Versions of an encoder agree better than this (above 40 dB at every --crf up to 30), and different
+# videos far worse.
 _SIMILAR_DB = 30.0
 
 
@@ -29,9 +29,9 @@ class ClipCheck:
     Args:
         what: the final latent, the frames, or the file on disk.
         equal: whether it is as recorded.
-        recorded: sha256 in the metadata; None if it holds none.
-        found: sha256 of what was recomputed, or of the file; None if there is none.
-        detail: what is wrong with it; or else what the check shows.
+        recorded: the sha256 in the metadata; None if it has none.
+        found: the sha256 of the recomputed tensor or of the file; None if there is no file.
+        detail: what is wrong; if nothing is, what the check shows.
     """
 
     what: Literal["latent", "frames", "file"]
@@ -48,12 +48,12 @@ class ClipCheck:
 def check_file(clip: ClipOnDisk, frames: Frames) -> ClipCheck:
     """Compares a clip's file with its metadata, and its pixels with the recomputed frames.
 
-    PNG frames are lossless, so their pixels have to be the recorded ones. The other formats are
-    lossy: their pixels are compared with those of the recomputed frames, encoded here by the same
-    settings. The same encoder gives equal pixels, another one pixels that are much alike.
+    PNG frames are lossless, so their pixels must be the recorded ones. The other formats are
+    lossy: their pixels are compared with the recomputed frames, encoded here with the same
+    settings. The same encoder gives equal pixels, another version similar ones.
 
     Args:
-        clip: whose file may be missing.
+        clip: the clip; its file may be missing.
         frames: recomputed, uint8, shape (F, H, W, 3).
     """
     recorded, found = clip.metadata["file_sha256"], None
@@ -77,7 +77,7 @@ def check_file(clip: ClipOnDisk, frames: Frames) -> ClipCheck:
 def _wrong_with_bytes(clip: ClipOnDisk, found: str) -> Iterator[str]:
     recorded = clip.metadata["file_sha256"]
     if recorded not in (None, found):
-        yield "its sha256 is not the recorded one: it was changed, or replaced"
+        yield "its sha256 is not the recorded one: it was changed or replaced"
 
 
 def _wrong_with_metadata(clip: ClipOnDisk) -> Iterator[str]:
@@ -99,10 +99,10 @@ def _short(values: Mapping[str, Any], name: str) -> str:
 
 
 def _compare_pixels(clip: ClipOnDisk, frames: Frames) -> tuple[str, bool]:
-    """What its pixels show, in words, and whether they are this clip's.
+    """A sentence about the file's pixels, and whether they are this clip's.
 
     Raises:
-        InputError: it cannot be decoded.
+        InputError: the file cannot be decoded.
     """
     kind = clip.metadata["format"]
     ours = video.read_frames(clip.path, kind)
@@ -115,14 +115,14 @@ def _compare_pixels(clip: ClipOnDisk, frames: Frames) -> tuple[str, bool]:
         )
     theirs = _encoded_again(clip, frames)
     if ours.shape != theirs.shape:
-        return f"it holds {_size(ours)}, where there should be {_size(theirs)}", False
+        return f"it holds {_size(ours)} instead of {_size(theirs)}", False
     apart = distance(ours, theirs).whole
     shown = f"{kind} is lossy: its pixels against those of the recomputed frames, encoded here"
     return f"{shown}: {apart}", apart.psnr_db >= _SIMILAR_DB
 
 
 def _encoded_again(clip: ClipOnDisk, frames: Frames) -> Frames:
-    """The pixels that the recomputed frames have once they are encoded as the clip was."""
+    """The pixels of the recomputed frames after encoding them with the clip's settings."""
     metadata = clip.metadata
     with temp_folders.folder("svdpp-verify-") as folder:
         suffix = video.SUFFIXES[metadata["format"]]

@@ -1,7 +1,7 @@
 """Owns the reference: diffusers' unmodified pipeline, one clip at a time, on one device.
 
-It runs in a process of its own, under the ranks' settings, and reports its times as a rank does.
-For the dummy model it is a plain loop over the same network.
+It runs in a separate process, with the ranks' settings, and reports its times as a rank does. For
+the dummy model it is a plain loop over the same network.
 """
 
 from __future__ import annotations
@@ -55,18 +55,18 @@ def run_reference(
     """Computes each clip sequentially and keeps its latents after `steps`, and its frames.
 
     Args:
-        config: of the pipelined run; the reference takes all but its number of ranks and layout.
-        requests: outputs in them are not written.
-        steps: numbers of steps done at which the latent is kept.
-        tensor_folder: where latents and frames are kept; None keeps neither.
-        observers: called with (0, event) as the reference works.
+        config: of the pipelined run; the reference ignores its number of ranks and layout.
+        requests: of the clips; their outputs are not written.
+        steps: numbers of steps done after which the latent is kept.
+        tensor_folder: for latents and frames; None keeps neither.
+        observers: called with (0, event) for each event of the reference.
 
     Returns:
         For each clip its `latents_sha256` and `frames_sha256` (None for the dummy model).
 
     Raises:
         OutOfMemoryError: it needs more memory than is free.
-        SvdppError: the reference could not be run.
+        SvdppError: the reference failed.
     """
     alone, checkpoint = resolve(config.alone())
     check_memory(alone, checkpoint, alone.plan.roles)
@@ -120,7 +120,7 @@ def _compute_all(
 
 
 class _Clock:
-    """Measures one clip's times from now on, and reports them as a rank does."""
+    """Measures one clip's times, and reports them as a rank does."""
 
     def __init__(self, clip: int, setup: _Setup, device: str, reporter: Reporter) -> None:
         self._clip = clip
@@ -131,7 +131,7 @@ class _Clock:
         self._denoising = False
 
     def before_step(self, *_: object) -> None:
-        """Called before each step; all the time before the first one is the encode's."""
+        """Called before each step; the time before the first one counts as the encode."""
         if not self._denoising:
             self._denoising = True
             self._report(actions.encode(self._clip), self._now())
@@ -152,7 +152,7 @@ class _Clock:
         self._begun = self._mark = now
 
     def _now(self) -> float:
-        """The time once the device has finished its work, as a rank takes it."""
+        """The time once the device has finished its work, as a rank measures it."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.monotonic()
@@ -162,7 +162,7 @@ class _Svd:
     """`StableVideoDiffusionPipeline.__call__`, as diffusers ships it."""
 
     def __init__(self, setup: _Setup, device: str) -> None:
-        from diffusers import StableVideoDiffusionPipeline  # seconds the dummy need not pay
+        from diffusers import StableVideoDiffusionPipeline  # takes seconds, which the dummy avoids
 
         from svdpp.models.svd.load import convert_to_channels_last, silence_libraries, torch_dtype
 
@@ -203,7 +203,7 @@ class _Svd:
             last[LATENTS] = tensors[LATENTS]
             return {}
 
-        hook = self._pipe.unet.register_forward_pre_hook(clock.before_step)  # it only measures
+        hook = self._pipe.unet.register_forward_pre_hook(clock.before_step)  # changes no tensor
         images = self._pipe(
             self._read(request),
             height=sampling.height,

@@ -1,4 +1,4 @@
-"""Owns the proof as an HTML page: verdict, checks, pictures of both sides, and the conditions."""
+"""Owns the proof's HTML report: verdict, checks, pictures of both sides, and conditions."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from svdpp.worker.tensor_store import TensorStore
 
 _TEMPLATE = "report.html.j2"
 _FRAME_AXES = "FHWC"
-# A page of a few MB; the table has every clip.
+# Keeps the page at a few MB; its table has every clip.
 _MAX_CLIPS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Strip:
-    """Pictures of some planes, a column each: one side, the other, and their difference."""
+    """Pictures of planes, one column each: both sides, and their difference."""
 
     columns: list[str]
     rows: list[tuple[str, list[str]]]
@@ -47,11 +47,11 @@ class _Strip:
 
 @dataclass(frozen=True, kw_only=True)
 class _Section:
-    """Everything that is shown of one clip, under headings."""
+    """The pictures of one clip, under headings."""
 
     title: str
     strips: list[tuple[str, _Strip | None]]
-    """Heading, empty for none; None: there is nothing to show."""
+    """Heading and pictures; None if there are no pictures."""
 
 
 def write_report(
@@ -63,14 +63,14 @@ def write_report(
     asked: Mapping[str, str],
     conditions: Mapping[str, Any],
 ) -> None:
-    """Writes one self-contained HTML page; it names files without their folders.
+    """Writes one self-contained HTML page, which names files without their folders.
 
     Args:
-        path: replaced if it exists.
+        path: of the page; replaced if it exists.
         verdict: of all clips.
         config: of the pipelined side.
         requests: by clip.
-        folder: what `run_pipelined` and `run_sequential` kept.
+        folder: of the tensors that `run_pipelined` and `run_sequential` kept.
         asked: further options of the proof, by name.
         conditions: what `run_pipelined` returned.
 
@@ -112,7 +112,7 @@ def _sections(
     requests: Sequence[ClipRequest],
     folder: Path,
 ) -> Iterator[_Section]:
-    """The first clips; those that differ come before the others."""
+    """The sections of the first clips; clips that differ come first."""
     different = {check.clip for check in verdict.checks if not check.bitwise}
     clips = sorted(range(len(requests)), key=lambda clip: clip not in different)
     ours, theirs = both_sides(folder)
@@ -182,7 +182,7 @@ def _strip(side: str, difference: DifferenceImage, axes: str, largest: str, valu
 
 
 def _data_url(pixels: Pixels) -> str:
-    """A PNG inside the page."""
+    """The picture as PNG in a data URL."""
     buffer = io.BytesIO()
     Image.fromarray(np.ascontiguousarray(pixels)).save(buffer, format="PNG", optimize=True)
     return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
@@ -192,7 +192,7 @@ def _conditions(
     config: PipelineConfig, requests: Sequence[ClipRequest], others: Mapping[str, Any]
 ) -> Iterator[tuple[str, str]]:
     model = config.model
-    # The folder of a local checkpoint would tell whose machine this is.
+    # The folder of a local checkpoint may reveal the user's name.
     is_local = Path(model.name).exists()
     yield "model", Path(model.name).name if is_local else model.name
     yield "dtype", model.dtype
@@ -200,10 +200,10 @@ def _conditions(
     yield "ranks", str(config.world_size)
     yield "threads of each rank", str(config.num_threads)
     yield "clips", str(len(requests))
-    knobs: dict[str, Any] = asdict(config.sampling)
-    for name in ["num_inference_steps"] if model.is_dummy else knobs:
-        if knobs[name] is not None:
-            yield name.replace("_", " "), str(knobs[name])
+    sampling: dict[str, Any] = asdict(config.sampling)
+    for name in ["num_inference_steps"] if model.is_dummy else sampling:
+        if sampling[name] is not None:
+            yield name.replace("_", " "), str(sampling[name])
     for name, value in others.items():
         yield name.replace("_", " "), str(value)
     yield "machine", f"{platform.system()} {platform.machine()}, Python {platform.python_version()}"

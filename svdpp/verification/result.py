@@ -1,4 +1,4 @@
-"""Owns the result of a comparison: bits and distances of latents and frames, and the verdict."""
+"""Owns the result of a verification: the comparison of latents and frames, and the verdict."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def describe_index(index: Sequence[int], axes: str) -> str:
 
     Args:
         index: one number for each of the first letters of `axes`.
-        axes: B, F, C, H, W in the tensor's order; B is left out, since it is always 0.
+        axes: B, F, C, H, W in the tensor's order; B is omitted, because it is always 0.
     """
     numbers = dict(zip(axes, index, strict=False))
     return ", ".join(f"{word} {numbers[axis]}" for axis, word in _AXES.items() if axis in numbers)
@@ -38,17 +38,17 @@ class Check:
 
     Args:
         clip: index of the clip.
-        what: `latent` where it leaves a rank, `final_latent`, or `frames`.
+        what: `latent` at a transfer, `final_latent`, or `frames`.
         step: number of steps done.
-        rank: the one that computed it.
+        rank: the rank that computed it.
         equal: bitwise, or within the tolerance if there is one.
-        bitwise: every bit is the same.
-        max_abs_diff: largest difference; infinite if one side is not a number there. Of frames, as
+        bitwise: whether every bit is equal.
+        max_abs_diff: the largest difference; infinite if one side has NaN there. For frames, in
             colours from 0 to 1.
-        max_ulp: largest distance, in numbers of the dtype; of frames, in 8-bit levels.
-        first_index: the first that differs, in row-major order of the tensor; None if none does.
+        max_ulp: the largest distance in ULPs of the dtype; for frames, in 8-bit levels.
+        first_index: of the first element that differs, in row-major order; None if none differs.
         sha256: of the pipelined side.
-        axes: the tensor's axes, a letter each.
+        axes: the tensor's axes, one letter each.
     """
 
     clip: int
@@ -72,11 +72,11 @@ class Check:
 
     @property
     def first_place(self) -> str:
-        """Where the first difference is, in words; empty if there is none."""
+        """The place of the first difference in words; empty if there is none."""
         return "" if self.first_index is None else describe_index(self.first_index, self.axes)
 
     def __str__(self) -> str:
-        """Where and by how much the two sides differ, in words."""
+        """The place and size of the difference, in words."""
         what = {
             "latent": f"the latent after step {self.step - 1}",
             "final_latent": "the final latent",
@@ -90,15 +90,15 @@ class Check:
 
 @dataclass(frozen=True, kw_only=True)
 class DraftResult:
-    """How far one rank's result of a draft is from the sequential one.
+    """The distance of one rank's draft result from the sequential one.
 
     Args:
         clip: index of the clip.
-        rank: whose result; never rank 0, whose result has to be equal.
+        rank: the rank, never 0, whose result must be equal.
         start: the step at which the rank started.
-        rounds: until it was done.
-        latent_max_abs_diff: largest difference of the final latents; None if the result was lost.
-        frames: distance of the frames; None if there are none.
+        rounds: number of rounds until its result.
+        latent_max_abs_diff: the largest difference of the final latents; None if the rank lost it.
+        frames: the distance of the frames; None if there are none.
     """
 
     clip: int
@@ -110,7 +110,7 @@ class DraftResult:
 
     @property
     def is_lost(self) -> bool:
-        """Whether the rank lost the clip, and has no result."""
+        """Whether the rank lost the clip and has no result."""
         return self.latent_max_abs_diff is None
 
     def to_json(self) -> dict[str, Any]:
@@ -125,7 +125,7 @@ class VerificationResult:
 
     Args:
         checks: at least one.
-        drafts: of a draft, the other ranks' results: no checks, since they need not be equal.
+        drafts: the draft results of ranks other than 0, which need not be equal.
     """
 
     checks: tuple[Check, ...]
@@ -133,12 +133,12 @@ class VerificationResult:
 
     @property
     def equal(self) -> bool:
-        """Whether every check holds."""
+        """Whether every check is equal."""
         return all(check.equal for check in self.checks)
 
     @property
     def bitwise(self) -> bool:
-        """Whether every bit is the same."""
+        """Whether every bit is equal."""
         return all(check.bitwise for check in self.checks)
 
     @property
@@ -148,7 +148,7 @@ class VerificationResult:
 
     @property
     def first_difference(self) -> Check | None:
-        """The first check that does not hold."""
+        """The first check that is not equal."""
         return next((check for check in self.checks if not check.equal), None)
 
     def to_json(self) -> dict[str, Any]:
@@ -183,7 +183,7 @@ def compare_latents(
         raise ValueError(f"{ours.dtype} {ours.shape} against {theirs.dtype} {theirs.shape}")
     differs = _bits(ours) != _bits(theirs)
     bitwise = not bool(differs.any())
-    # NaN against a number, or infinity against itself, has no difference to measure.
+    # Subtraction gives NaN for NaN and for two equal infinities.
     difference = (ours.double() - theirs.double()).abs()
     difference = torch.where(differs, difference.nan_to_num(nan=torch.inf), 0.0)
     max_abs_diff = float(difference.max())
@@ -205,7 +205,7 @@ def compare_latents(
 def compare_frames(
     ours: Frames, theirs: Frames, *, clip: int, step: int, rank: int, tolerance: float = 0.0
 ) -> Check:
-    """Compares two clips' frames (F, H, W, 3); a tolerance is of colours from 0 to 1.
+    """Compares two clips' frames (F, H, W, 3); the tolerance is in colours from 0 to 1.
 
     Raises:
         ValueError: shapes differ.
@@ -237,7 +237,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 def _ordered(tensor: torch.Tensor) -> torch.Tensor:
     """Integers in the order of the floating-point numbers, so that differences are ULPs.
 
-    Bruce Dawson, "Comparing Floating Point Numbers": negative numbers count down from zero.
+    See Bruce Dawson, "Comparing Floating Point Numbers": negative numbers count down from zero.
     """
     bits = _bits(tensor).long()
     lowest = -(2 ** (8 * tensor.element_size() - 1))

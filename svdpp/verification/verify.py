@@ -1,4 +1,4 @@
-"""Owns the proof: pipelined against sequential, range of steps by range, bit for bit."""
+"""Owns the proof: the pipelined run against the sequential one, bit for bit at every transfer."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def verify(
     """Runs `requests` through the ranks, then sequentially, and compares the latents.
 
     Args:
-        config: of the pipelined run; the reference has the same model, knobs and threads.
-        requests: outputs in them are not written.
-        tolerance: largest difference that counts as equal; 0 asks for equal bits.
+        config: of the pipelined run; the reference has the same model, options and threads.
+        requests: of the clips; their outputs are not written.
+        tolerance: the largest difference that counts as equal; 0 requires equal bits.
 
     Raises:
-        SvdppError: one of the two sides could not be run.
+        SvdppError: one of the two sides failed.
 
     Example:
         >>> from svdpp import ClipRequest, ModelConfig, PipelineConfig, SamplingConfig, verify
@@ -67,13 +67,13 @@ def run_pipelined(
     fault: InjectedFault | None = None,
     observers: Sequence[Observer] = (),
 ) -> dict[str, Any]:
-    """Runs `requests` through the ranks and keeps each latent that leaves one under `folder`.
+    """Runs `requests` through the ranks and keeps the latent after each range under `folder`.
 
     Returns:
         The conditions in the first clip's metadata, see `worker.conditions`.
 
     Raises:
-        SvdppError: the ranks could not run them.
+        SvdppError: the run failed.
     """
     kept = new_side(folder / _PIPELINED, config)
     pipeline = Pipeline(config, tensor_folder=str(kept), fault=fault)
@@ -95,7 +95,7 @@ def run_sequential(
     """Runs `requests` through the reference and keeps the same latents under `folder`.
 
     Raises:
-        SvdppError: the reference could not run them.
+        SvdppError: the reference failed.
     """
     kept = new_side(folder / _SEQUENTIAL, config)
     steps = {end for clip in range(len(requests)) for _, end in _parts(config, clip)}
@@ -108,8 +108,8 @@ def compare(
     """Compares what `run_pipelined` and `run_sequential` kept under `folder`.
 
     Raises:
-        RequestError: the two sides were computed under different settings, which give different
-            bits by themselves: no tolerance is meant to accept that.
+        RequestError: the two sides have different settings, which alone change the bits; a
+            tolerance does not allow for that.
     """
     _check_settings(folder)
     sides, clips = both_sides(folder), range(num_clips)
@@ -119,12 +119,12 @@ def compare(
 
 
 def both_sides(folder: Path) -> tuple[TensorStore, TensorStore]:
-    """What `run_pipelined` and `run_sequential` kept under `folder`."""
+    """The tensors that `run_pipelined` and `run_sequential` kept under `folder`."""
     return TensorStore(folder / _PIPELINED), TensorStore(folder / _SEQUENTIAL)
 
 
 def new_side(folder: Path, config: PipelineConfig) -> Path:
-    """A folder for one side of a comparison, with the settings that its bits depend on."""
+    """Creates a folder for one side, with a file of the settings that its bits depend on."""
     folder.mkdir()
     settings = {
         "CPU threads": config.num_threads,
@@ -142,9 +142,9 @@ def _check_settings(folder: Path) -> None:
     for name, value in ours.items():
         if value != theirs[name]:
             raise RequestError(
-                f"the ranks computed with {name} {value}, the reference with {theirs[name]}: sums "
-                "are rounded in another order, so their bits cannot agree",
-                "give both the same",
+                f"the ranks computed with {name} {value}, the reference with {theirs[name]}: they "
+                "round differently, so their bits cannot agree",
+                "use the same settings for both",
             )
 
 
@@ -172,26 +172,31 @@ def _compare_all(
                 )
             )
         if config.decodes:
-            last = 0 if config.draft else config.layout.route(clip).ranges[-1].rank
-            frames = our_frames(config, ours, clip), theirs.frames(clip)
             checks.append(
-                compare_frames(*frames, clip=clip, step=num_steps, rank=last, tolerance=tolerance)
+                compare_frames(
+                    our_frames(config, ours, clip),
+                    theirs.frames(clip),
+                    clip=clip,
+                    step=num_steps,
+                    rank=0 if config.draft else config.layout.route(clip).ranges[-1].rank,
+                    tolerance=tolerance,
+                )
             )
     return checks
 
 
 def latent_axes(config: PipelineConfig) -> str:
-    """The axes of the model's latents, a letter each: B, F (frames), C (channels), H, W."""
+    """The axes of the model's latents, one letter each: B, F (frames), C (channels), H, W."""
     return "BCFHW" if config.model.is_dummy else "BFCHW"
 
 
 def our_frames(config: PipelineConfig, ours: TensorStore, clip: int) -> Frames:
-    """The frames of `clip` from the ranks; in a draft, those of rank 0, which are exact."""
+    """The ranks' frames of `clip`; in a draft, those of rank 0, which are exact."""
     return ours.frames(clip, draft_rank=None if config.draft is None else 0)
 
 
 def _parts(config: PipelineConfig, clip: int) -> list[tuple[int, int]]:
-    """(rank, steps done) at the end of each range of steps; in a draft, of rank 0's."""
+    """(rank, steps done) at the end of each range of steps; in a draft, of rank 0's ranges."""
     if config.draft is not None:
         exact = config.draft_plan.schedule([clip])[0]
         return [(0, action.end) for action in exact if action.kind is Kind.DENOISE]
@@ -202,15 +207,15 @@ def _parts(config: PipelineConfig, clip: int) -> list[tuple[int, int]]:
 def _compare_drafts(
     draft_plan: DraftPlan, clips: Iterable[int], ours: TensorStore, theirs: TensorStore
 ) -> Iterator[DraftResult]:
-    """The ranks' results in the order in which they are ready, the fastest first."""
+    """The ranks' results in the order in which they finish, the fastest first."""
     num_steps = draft_plan.num_steps
     for clip in clips:
         exact = theirs.latent(clip, num_steps)
         for rank in range(draft_plan.world_size - 1, 0, -1):
-            apart, frames = None, None
+            max_abs_diff, frames = None, None
             if ours.has_latent(clip, num_steps, draft_rank=rank):  # else the rank lost the clip
                 latent = ours.latent(clip, num_steps, draft_rank=rank)
-                apart = float((latent.double() - exact.double()).abs().max())
+                max_abs_diff = float((latent.double() - exact.double()).abs().max())
                 if draft_plan.decodes:
                     frames = distance(ours.frames(clip, draft_rank=rank), theirs.frames(clip))
             yield DraftResult(
@@ -218,6 +223,6 @@ def _compare_drafts(
                 rank=rank,
                 start=draft_plan.start_steps[rank],
                 rounds=draft_plan.rounds(rank),
-                latent_max_abs_diff=apart,
+                latent_max_abs_diff=max_abs_diff,
                 frames=frames,
             )

@@ -1,1 +1,1 @@
-"""One rank: its main loop, its stages, and what runs in threads beside the denoising."""
+"""One rank: its main loop, its stages, and the threads that run beside the denoising."""

@@ -1,4 +1,4 @@
-"""Owns work that a thread does beside the denoising: in order, and with a bounded queue."""
+"""Owns the bounded executor: one thread beside the denoising, with a queue of limited length."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _MAX_WAITING = 2
 
 
 class BoundedExecutor(Generic[_P, _T]):
-    """Calls of one function, made in one thread.
+    """Calls one function in one thread, in order.
 
     Args:
-        work: the function; what it raises is raised again by whoever waits for that call.
+        work: the function; waiting for a call raises what the call raised.
         name: of the thread.
-        device: of the rank; the thread's current one.
+        device: of the rank; the thread makes it its current device.
     """
 
     def __init__(self, work: Callable[_P, _T], name: str, device: torch.device) -> None:
@@ -32,21 +32,21 @@ class BoundedExecutor(Generic[_P, _T]):
         self._waiting: list[Future[_T]] = []
 
     def put(self, *args: _P.args, **kwargs: _P.kwargs) -> Future[_T]:
-        """Queues one call and returns its future; blocks while two others wait."""
+        """Queues one call and returns its future; blocks while two others are queued."""
         while len(self._waiting) >= _MAX_WAITING:
             self._finish_first()
         self._waiting.append(self._thread.submit(self._work, *args, **kwargs))
         return self._waiting[-1]
 
     def finish(self) -> None:
-        """Waits until all calls are done."""
+        """Waits for all calls."""
         while self._waiting:
             self._finish_first()
 
     def is_busy(self) -> bool:
-        """Whether a call is not done yet; for any thread."""
+        """Whether a call is queued or running; any thread may ask."""
         return any(not future.done() for future in list(self._waiting))
 
     def _finish_first(self) -> None:
-        self._waiting[0].result()  # it counts as waiting until it is done
+        self._waiting[0].result()  # a running call counts as queued
         self._waiting.pop(0)

@@ -1,4 +1,4 @@
-"""Owns a clip's metadata: what its JSON says of the request, and reading that back."""
+"""Owns a clip's metadata: the request as its JSON records it, and the reading of that JSON."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _SAMPLING_FIELDS = (
     "fit",
 )
 
-#: What a latent's bits depend on. Number of ranks and split are not among them.
+#: What a latent's bits depend on. They do not depend on the number of ranks or the split.
 _LATENT_IDENTITY = (
     "input_sha256",
     "seed",
@@ -54,7 +54,7 @@ _LATENT_IDENTITY = (
     "deterministic",
     *_SAMPLING_FIELDS,
 )
-#: What tells two clips apart: two with the same values are the same clip.
+#: What identifies a clip: two clips with the same values are the same clip.
 IDENTITY = (*_LATENT_IDENTITY, "format", "crf")
 
 
@@ -65,10 +65,10 @@ def clip_metadata(
     config: PipelineConfig,
     checkpoint: Checkpoint,
 ) -> dict[str, Any]:
-    """What a clip's JSON says of the request; the clip writer adds hashes and times.
+    """The request as a clip's JSON records it; the clip writer adds hashes and times.
 
-    Paths are relative to the JSON's own folder, or to the user's home, so that the JSON does not
-    tell whose machine it was.
+    Paths are relative to the JSON's folder or to the user's home, so that the JSON does not reveal
+    the user's name.
     """
     folder = Path(output.path).parent
     metadata = {
@@ -101,18 +101,18 @@ def clip_metadata(
 
 
 def _model_name(checkpoint: Checkpoint) -> str:
-    """A folder by its absolute path (or `~/...`), a hub id or `demo` as it was typed."""
+    """The absolute path of a folder (or `~/...`); a hub id or `demo` as the user typed it."""
     is_folder = checkpoint.fingerprint is not None
     return recorded_name(str(checkpoint.folder) if is_folder else checkpoint.name)
 
 
 def parameters_sha256(metadata: Mapping[str, Any]) -> str:
-    """Hash of the values in `IDENTITY`: equal for equal clips."""
+    """The hash of the values in `IDENTITY`, equal for equal clips."""
     return _sha256({name: metadata[name] for name in IDENTITY})
 
 
 def versions() -> dict[str, str]:
-    """Versions of svdpp and of the libraries that a clip's bits depend on."""
+    """The versions of svdpp and of the libraries that a clip's bits depend on."""
     return {"svdpp": __version__, **{name: version(name) for name in _LIBRARIES}}
 
 
@@ -120,14 +120,14 @@ _Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 class _ClipMetadata(BaseModel):
-    """What a clip's JSON must hold; strict, since anybody can have written the file.
+    """What a clip's JSON must hold; strict, because the file is untrusted input.
 
-    Ranges are checked by `svdpp.config`, when a configuration is made of the values.
+    `svdpp.config` checks the ranges when it builds a configuration from the values.
     """
 
     model_config = ConfigDict(strict=True, extra="allow")
 
-    # Not Literal[1, 2], which takes true and 1.0 for 1.
+    # Not Literal[1, 2], which accepts true and 1.0 as 1.
     schema_version: Annotated[int, Field(ge=1, le=SCHEMA_VERSION)]
     input: str
     input_sha256: _Sha256
@@ -168,42 +168,42 @@ class _ClipMetadata(BaseModel):
     @classmethod
     def _is_a_name(cls, name: str) -> str:
         if name in ("", ".", "..") or "/" in name or "\0" in name:
-            raise ValueError("not a file's name")
+            raise ValueError("not a file name")
         return name
 
 
 def read_clip_metadata(path: Path) -> dict[str, Any]:
-    """A clip's JSON, checked, with whatever else it says.
+    """A clip's JSON, checked, with its unknown fields.
 
     Raises:
-        InputError: it is no such file.
+        InputError: the file cannot be read, or is not a clip's JSON.
     """
-    return checked_clip_metadata(parse_clip_json(path), f"{str(path)!r} is no clip's JSON")
+    return checked_clip_metadata(parse_clip_json(path), f"{str(path)!r} is not a clip's JSON")
 
 
 def parse_clip_json(path: Path) -> Any:
-    """The value in a clip's JSON, not checked yet.
+    """The value in a clip's JSON, unchecked.
 
     Raises:
-        InputError: the file cannot be read, or is no JSON.
+        InputError: the file cannot be read, or is not JSON.
     """
     data = read_small_file(path, "clip's JSON")
     try:
-        # Not read by pydantic, which refuses the escapes in names that are not UTF-8.
+        # pydantic's parser refuses the escapes in file names that are not UTF-8.
         return json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{str(path)!r} is no clip's JSON: {error}") from error
+        raise InputError(f"{str(path)!r} is not a clip's JSON: {error}") from error
 
 
 def checked_clip_metadata(values: object, fault: str) -> dict[str, Any]:
-    """`values` as a clip's metadata, whose types are right; fields that are missing get defaults.
+    """`values` as a clip's metadata, with types checked and defaults for missing fields.
 
     Args:
-        values: as JSON was parsed.
-        fault: how the message of the error begins.
+        values: parsed JSON.
+        fault: how the error message begins.
 
     Raises:
-        InputError: naming the first field that is wrong.
+        InputError: a field is wrong; the message names the first one.
     """
     try:
         found = _ClipMetadata.model_validate(values)
@@ -215,33 +215,34 @@ def checked_clip_metadata(values: object, fault: str) -> dict[str, Any]:
 
 
 def embedded_part(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a clip's JSON its file holds too: all but the hash of the file itself."""
+    """The part of a clip's JSON that its video file also holds: all but the file's own hash."""
     return {name: value for name, value in metadata.items() if name != "file_sha256"}
 
 
 def read_draft(output: OutputConfig) -> dict[str, Any] | None:
-    """What the JSON beside `output` says of a draft; None where there is none."""
+    """What the JSON beside `output` says about a draft; None if there is no draft."""
     try:
-        there = read_clip_metadata(Path(output.json_path))
+        metadata = read_clip_metadata(Path(output.json_path))
     except InputError:
         return None
-    return None if there["exact"] else there.get("draft")
+    return None if metadata["exact"] else metadata.get("draft")
 
 
 def recorded_sampling(metadata: dict[str, Any]) -> SamplingConfig:
-    """The sampler's knobs in a clip's JSON.
+    """The sampling options in a clip's JSON.
 
     Raises:
-        RequestError: no run can have had them.
+        RequestError: a value is out of range.
     """
     return SamplingConfig(**{name: metadata[name] for name in _SAMPLING_FIELDS})
 
 
 def latents_key(metadata: Mapping[str, Any], checkpoint: Checkpoint) -> str:
-    """The key of a clip's latent checkpoints: equal where the latent's bits are.
+    """The key of a clip's latent checkpoints: equal keys mean equal latents.
 
-    A hash of the parameters, the libraries and the weights. The weights of a hub model go by its
-    commit, those of a folder by the size and age of its files, since files can be replaced.
+    A hash of the parameters, the libraries' versions and the weights. A commit identifies the
+    weights of a hub model. The size and age of the files identify those of a folder, because files
+    can be replaced.
     """
     return _sha256(
         {

@@ -1,4 +1,4 @@
-"""Owns finishing a clip: hashes, file and JSON, in a thread beside the denoising."""
+"""Owns writing a finished clip: hashes, file and JSON, in a thread beside the denoising."""
 
 from __future__ import annotations
 
@@ -29,16 +29,14 @@ class FinishedClip:
 
     Args:
         job: the clip; its output says where files go.
-        latent: final.
+        latent: the final latent.
         frames: (F, H, W, 3) uint8; None if there are none to write.
-        ready: behind which both are complete.
+        ready: the point in the device's queue after which latent and frames are complete.
         begun_at: unix time in seconds at which the clip's encode began.
         memory_pressure: see `Packet`.
-        is_draft: the exact clip follows.
-        replaces: the draft that is removed when this clip is in place.
-        compute_seconds: that ranks have computed for it, in encode, steps and decode.
+        compute_seconds: the ranks' computing time for this clip: encode, steps and decode.
         is_draft: whether the exact clip may still follow.
-        replaces: the draft that is removed once this clip is in its place.
+        replaces: the draft to remove once this clip is written.
     """
 
     job: ClipJob
@@ -54,13 +52,13 @@ class FinishedClip:
 
 @dataclass(frozen=True, kw_only=True)
 class WriterEvents:
-    """What the writer's thread calls.
+    """The callbacks of a clip writer; its thread calls them.
 
     Args:
-        done: with a clip that is whole and in place.
-        lost: with a clip that could not be written, and why.
-        draft_lost: with a draft that could not be written; its clip may still come.
-        failed: with any other error.
+        done: takes a clip that is completely written.
+        lost: takes a clip that could not be written, and the error.
+        draft_lost: takes a draft that could not be written, and the error; its clip may follow.
+        failed: takes any other error.
     """
 
     done: Callable[[ClipDone | DraftDone], None]
@@ -70,15 +68,15 @@ class WriterEvents:
 
 
 class ClipWriter:
-    """Writes clips in the order in which they are given, one at a time.
+    """Writes clips one at a time, in the order of `put`.
 
     Args:
-        events: called from the thread.
-        conditions: what the bits depend on beside the request, for each clip's metadata.
+        events: called from the writer's thread.
+        conditions: what the bits depend on besides the request, for each clip's metadata.
         device: of the rank.
-        tensor_store: where frames are kept for verification; None keeps none.
-        fps: of the files, in frames a second.
-        host: this host's name in a run on several, for each clip's JSON.
+        tensor_store: keeps frames for verification; None keeps none.
+        fps: of the files, in frames per second.
+        host: this host's name if the run spans several hosts, for each clip's JSON.
         folder: where this host writes its clips; None: where the requests say.
     """
 
@@ -104,19 +102,19 @@ class ClipWriter:
         self._drafts: set[str] = set()
 
     def put(self, finished: FinishedClip) -> Future[bool]:
-        """Takes a finished clip; blocks while two others wait.
+        """Queues a finished clip; blocks while two others are queued.
 
         Returns:
-            Whether it is in place, as soon as that is known.
+            A future: whether the clip was written.
         """
         return self._executor.put(finished)
 
     def finish(self) -> None:
-        """Waits until every clip given is in place, or lost."""
+        """Waits until every queued clip is written or lost."""
         self._executor.finish()
 
     def is_busy(self) -> bool:
-        """Whether a clip given is neither in place nor lost; for any thread."""
+        """Whether a clip is still to be written; any thread may ask."""
         return self._executor.is_busy()
 
     def _work(self, finished: FinishedClip) -> bool:
@@ -151,8 +149,8 @@ class ClipWriter:
         }
         output = self._on_this_host(job.request.output)
         if output is not None and frames is not None:
-            # The JSON says that the clip is whole, so it comes second. It alone holds the file's
-            # own hash, which the file cannot.
+            # The JSON marks the clip as complete, so it is written last. Only the JSON can hold
+            # the hash of the video file.
             sha256 = video.write_clip(frames, output, fps=self._fps, metadata=metadata)
             metadata = {**metadata, "file_sha256": sha256}
             if finished.is_draft:
@@ -169,17 +167,17 @@ class ClipWriter:
         return frames
 
     def _remove_draft(self, draft: OutputConfig | None) -> None:
-        """Removes a draft of this run or an earlier one, and no other file of that name."""
+        """Removes a draft that svdpp wrote, and no other file of that name."""
         if draft is None or not (draft.path in self._drafts or read_draft(draft)):
             return
         self._drafts.discard(draft.path)
-        with contextlib.suppress(OutputError):  # a folder that holds somebody else's files
+        with contextlib.suppress(OutputError):  # a folder that holds files of other programs
             video.check_output(draft)
             output_files.remove(Path(draft.path))
             output_files.remove(Path(draft.json_path))
 
     def _on_this_host(self, output: OutputConfig | None) -> OutputConfig | None:
-        """`output` in this host's own folder, if it has one."""
+        """`output` in this host's folder, if the host has one."""
         if output is None or self._folder is None:
             return output
         return replace(output, path=str(self._folder / Path(output.path).name))

@@ -1,4 +1,4 @@
-"""Owns what this rank's bits depend on beside the request, and which GPU it has."""
+"""Owns what a rank's bits depend on besides the request, and the identity of its GPU."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from svdpp.models.checkpoint import Checkpoint
 def conditions_of(
     config: PipelineConfig, checkpoint: Checkpoint | None, device: str
 ) -> dict[str, Any]:
-    """What all ranks must have in common, and what is recorded with every hash.
+    """What a rank's bits depend on: must be equal on all ranks, and is recorded with every hash.
 
     Args:
         config: of the run.
         checkpoint: None for the dummy model.
-        device: this rank's, with CUDA initialised if it is a GPU.
+        device: of this rank; if it is a GPU, CUDA is initialised.
     """
     found = determinism.conditions(device, channels_last=config.model.channels_last)
     if device.startswith("cuda"):

@@ -1,4 +1,4 @@
-"""Owns how a rank takes its device: the first thing that its main thread does."""
+"""Owns how a rank takes its device, before its main thread does anything else."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def take_device(config: PipelineConfig, world: World) -> torch.device:
 
     Raises:
         RequestError: the device cannot be used.
-        OutOfMemoryError: it has no room for a CUDA context.
+        OutOfMemoryError: it has too little free memory for a CUDA context.
     """
     name = process_group.device_of_rank(config.device, world.local_rank, world.local_size)
     device = torch.device(name)
@@ -27,7 +27,7 @@ def take_device(config: PipelineConfig, world: World) -> torch.device:
         reason = (str(error).strip().splitlines() or ["no reason given"])[0]
         if "out of memory" in reason:
             raise OutOfMemoryError(
-                f"{name} has no room for a CUDA context (about 0.5 GB)",
+                f"{name} has too little free memory for a CUDA context (about 0.5 GB)",
                 "nvidia-smi shows which processes hold its memory",
             ) from error
         raise RequestError(

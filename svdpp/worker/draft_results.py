@@ -1,4 +1,4 @@
-"""Owns what the last rank makes of the results of one draft: the draft, agreement, exact clip."""
+"""Owns the comparison of one draft's results at the last rank, and the clips written from them."""
 
 from __future__ import annotations
 
@@ -24,12 +24,10 @@ class Result:
 
     Args:
         rank: 0 has the exact clip.
-        latent: final.
+        latent: the final latent.
         frames: (F, H, W, 3) uint8; None if results are not decoded.
         seconds: from the clip's encode until this result reached the last rank.
-        frames: None where results are not decoded.
-        seconds: from the clip's encode until this result was at the last rank.
-        compute_seconds: that ranks computed on this result's own path, from the encode on.
+        compute_seconds: the computing time behind this result, over all ranks, from the encode on.
     """
 
     rank: int
@@ -45,15 +43,15 @@ class Result:
 
 
 class DraftResults:
-    """Takes the results of one clip in the order of arrival, from the fastest rank's to the exact.
+    """Compares the results of one clip, which arrive from the fastest rank's to the exact one.
 
-    Only rank 0's result is called exact.
+    Only rank 0's result is exact.
 
     Args:
         job: the clip.
         begun_at: unix time in seconds at which its encode began.
-        draft_plan: which rank starts where.
-        draft: when a draft is accepted.
+        draft_plan: the start step of each rank.
+        draft: the condition for accepting a draft.
         clip_writer: writes the clips.
         tensor_store: keeps every result for verification; None keeps none.
     """
@@ -77,7 +75,7 @@ class DraftResults:
         self._accepted: Future[bool] | None = None
 
     def add(self, result: Result) -> None:
-        """Compares one rank's result with those before, and writes what follows from it."""
+        """Compares one rank's result with those before, and writes a draft or the exact clip."""
         before = self._results[-1] if self._results else None
         self._results.append(result)
         self._keep(result)
@@ -100,7 +98,7 @@ class DraftResults:
             self._tensor_store.keep_frames(clip, result.pixels, draft_rank=rank)
 
     def _agreement(self, result: Result, before: Result) -> dict[str, Any]:
-        """How well two successive results agree; empty if not well enough to accept the draft."""
+        """The agreement of two successive results; empty if too poor to accept the draft."""
         least = self._draft.accept_psnr_db
         between = None if least is None else _frame_distance(result, before)
         if least is None or between is None or between.whole.psnr_db < least:
@@ -111,7 +109,7 @@ class DraftResults:
     def _write_draft(
         self, result: Result, agreement: dict[str, Any], *, is_draft: bool
     ) -> Future[bool]:
-        """Writes a draft under its own name; it ends the clip if it is accepted."""
+        """Writes a draft under its own name; `is_draft` is False if it is accepted as the clip."""
         starts = list(self._draft_plan.start_steps)
         draft = {"start_steps": starts, **self._describe(result), **agreement}
         metadata = {**self._job.metadata, "exact": False, "draft": draft}
@@ -124,7 +122,7 @@ class DraftResults:
         return self._put(job, result, is_draft=is_draft)
 
     def _write_exact(self, exact: Result) -> None:
-        """Writes rank 0's result with the distance of all others from it; replaces the draft."""
+        """Writes rank 0's result and its distance from all others; replaces the draft."""
         others = self._results[:-1]
         results = [{**self._describe(each), **_distances(each, exact)} for each in others]
         draft = {"start_steps": list(self._draft_plan.start_steps), "results": results}
@@ -164,7 +162,7 @@ class DraftResults:
 
 
 def _distances(result: Result, exact: Result) -> dict[str, Any]:
-    """The distance of a result from the exact one: of latents, and of 8-bit frames."""
+    """The distance of a result from the exact one: in latents and in 8-bit frames."""
     latents = (result.latent.double() - exact.latent.double()).abs().max()
     frames = _frame_distance(result, exact)
     return {"latent_max_abs_diff": float(latents), **({} if frames is None else frames.to_json())}

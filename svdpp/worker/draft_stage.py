@@ -1,4 +1,4 @@
-"""Owns performing one rank's part in a draft: messages between ranks, and their results."""
+"""Owns one rank's part in a draft: the states and results that ranks send each other."""
 
 from __future__ import annotations
 
@@ -30,16 +30,15 @@ _FRAMES = "frames"
 class DraftStage(PipelineStage):
     """One rank of a draft plan: denoises every clip from its own start step.
 
-    If a rank loses a clip, it sends tombstone packets for it, and so do the ranks that depend on
-    it; the ranks before it do not. Rank 0 depends on no other rank, so only a failure of rank 0
-    loses the exact clip.
+    A rank that loses a clip sends tombstone packets for it, and so do the ranks that depend on
+    that rank. Rank 0 depends on no other rank, so only a failure at rank 0 loses the exact clip.
 
     Args:
         rank, model, transport, clip_writer, reporter, tensor_store, profiler, fault: see
             `PipelineStage`.
         config: resolved, with a draft.
-        results: keeps every rank's result, for verification; None keeps none.
-        is_cancelled: asked, between steps, whether a clip has been settled without this rank.
+        results: keeps every rank's result for verification; None keeps none.
+        is_cancelled: whether the parent needs nothing more of a clip; called between steps.
     """
 
     def __init__(
@@ -57,9 +56,13 @@ class DraftStage(PipelineStage):
         profiler: ClipProfiler | None = None,
         fault: InjectedFault | None = None,
     ) -> None:
-        sampling = config.sampling
         super().__init__(
-            *(rank, model, transport, clip_writer, reporter, sampling),
+            rank,
+            model,
+            transport,
+            clip_writer,
+            reporter,
+            config.sampling,
             tensor_store=tensor_store,
             profiler=profiler,
             fault=fault,
@@ -139,7 +142,7 @@ class DraftStage(PipelineStage):
     def _send_tensors(
         self, action: Action, packet: Packet, tensors: dict[str, torch.Tensor]
     ) -> None:
-        """Sends `tensors` of the packet's clip; a tombstone where there are none."""
+        """Sends `tensors` for the packet's clip; a tombstone packet if there are none."""
         sent = replace(packet, next_step=action.end, tensors=tensors, tombstone=not tensors)
         with self._waiting(action):
             self._transport.send(sent, action.peer)
@@ -159,7 +162,7 @@ class DraftStage(PipelineStage):
         self._posted[action.clip, action.start, action.peer] = pending
 
     def _received(self, action: Action) -> Packet:
-        """The state or result that `action` uses, waiting for it."""
+        """Waits for the state or result that `action` uses."""
         with self._waiting(action):
             return self._posted.pop((action.clip, action.start, action.peer)).wait()
 
@@ -174,7 +177,7 @@ class DraftStage(PipelineStage):
         packet.tensors[LATENTS] = sampler.corrected(latent, state, action.end)
 
     def _finish_clip(self, action: Action) -> None:
-        """Starts the comparison of the clip's results, with this rank's own if it has one."""
+        """Starts the comparison of the clip's results, with this rank's result if it has one."""
         packet = self._packet(action)
         self._results_of_clip[action.clip] = DraftResults(
             self._jobs[action.clip],

@@ -1,4 +1,4 @@
-"""Owns planted faults: deliberate damage with which a user or a test makes sure it is noticed."""
+"""Owns injected faults: deliberate damage, to prove that the program detects it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Kind = Literal["ulp", "skip", "nan", "raise", "hang", "header"]
 
 _PATTERN = re.compile(rf"({'|'.join(get_args(Kind))})(?:-([a-z]+))?@rank(\d+)\.clip(\d+)", re.ASCII)
 
-#: Where each field of a packet's header begins that receivers check: all but the clip's times.
+#: The offset of each header field that receivers check: all but the clip's times.
 HEADER_FIELDS: Mapping[str, int] = {
     name: position for name, position in FIELDS.items() if name not in ("begun", "compute")
 }
@@ -26,10 +26,10 @@ HEADER_FIELDS: Mapping[str, int] = {
 class InjectedFault:
     """One fault, at one rank and clip.
 
-    Kinds: `ulp` moves one element of the latent that leaves the rank to the next floating-point
-    number; `skip` leaves out the rank's first step of the clip; `raise` raises before that step;
-    `hang` stops there without an end; `nan` makes one element of the latent that enters the rank
-    not a number; `header-FIELD` changes one field of the header that the rank sends.
+    Kinds: `ulp` changes one element of the latent that leaves the rank to the next larger
+    floating-point number; `skip` omits the rank's first step of the clip; `raise` raises before
+    that step; `hang` hangs there; `nan` fills the latent that enters the rank with NaN;
+    `header-FIELD` changes one field of the header that the rank sends.
     """
 
     kind: Kind
@@ -42,34 +42,34 @@ class InjectedFault:
         """A fault from text such as `ulp@rank1.clip0`.
 
         Raises:
-            RequestError: the text is none.
+            RequestError: the text is not a fault.
         """
         match = _PATTERN.fullmatch(text)
         if match is None or not _has_field(match[1], match[2] or ""):
             raise RequestError(
-                f"{text!r} is no fault", "write one as ulp@rank1.clip0 or skip@rank1.clip0"
+                f"{text!r} is not a fault", "write one as ulp@rank1.clip0 or skip@rank1.clip0"
             )
         kind, field, rank, clip = match.groups(default="")
         return InjectedFault(kind, int(rank), int(clip), field)  # type: ignore[arg-type]
 
     def check(self, *, world_size: int, num_clips: int) -> None:
-        """Makes sure that there is such a rank and clip.
+        """Checks that the run has this rank and clip.
 
         Raises:
-            RequestError: the fault would strike nowhere.
+            RequestError: it does not.
         """
         if self.rank >= world_size or self.clip >= num_clips:
             raise RequestError(
-                f"{self.kind}@rank{self.rank}.clip{self.clip} would strike nowhere: there are "
+                f"{self.kind}@rank{self.rank}.clip{self.clip} is outside the run: it has "
                 f"{world_size} ranks and {num_clips} clips, counted from 0"
             )
 
     def strikes(self, kind: str, rank: int, clip: int) -> bool:
-        """Whether this is the place."""
+        """Whether this fault is of `kind`, at `rank` and `clip`."""
         return (self.kind, self.rank, self.clip) == (kind, rank, clip)
 
     def tamper(self, rank: int) -> Callable[[int, bytes], bytes] | None:
-        """What changes the headers that `rank` sends; None where it is to send them as they are."""
+        """The function that changes the headers `rank` sends; None if they stay as they are."""
         if self.kind != "header" or rank != self.rank:
             return None
         position = HEADER_FIELDS[self.field]
@@ -82,7 +82,7 @@ class InjectedFault:
         return change
 
     def reach(self, rank: int, clip: int, place: str) -> None:
-        """Called as `rank` comes to a place of its life, where the suite's faults stop it."""
+        """Called when `rank` reaches `place`, such as `load`; tests override it to stop a rank."""
 
 
 def _has_field(kind: str, field: str) -> bool:

@@ -1,4 +1,4 @@
-"""Owns latent checkpoints: packets on disk, written at each transfer, to resume a clip from."""
+"""Owns latent checkpoints: packets written to disk at each transfer, to resume a clip from."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ _NAME = re.compile(r"([0-9a-f]{64})_step(\d{1,6})\.safetensors", re.ASCII)
 
 
 class LatentCheckpoints:
-    """A folder of packets, each named by a key and by the number of steps done.
+    """A folder of packets, each named by a key and the number of steps done.
 
-    The key is a hash of all that the latent's bits depend on, so a packet of another request is
-    never taken for this one's.
+    The key is a hash of everything that the latent's bits depend on, so a request never gets the
+    packet of another one.
 
     Args:
-        folder: made when the first packet is written.
-        conditions: what bits depend on beside the request; a packet written under others is
-            refused.
+        folder: created with the first packet.
+        conditions: what bits depend on besides the request; `load` refuses a packet written under
+            other conditions.
     """
 
     def __init__(self, folder: Path, conditions: Mapping[str, Any]) -> None:
@@ -44,10 +44,10 @@ class LatentCheckpoints:
         self._conditions = dict(conditions)
 
     def save(self, key: str, packet: Packet) -> None:
-        """Writes `packet`, on the CPU, whole or not at all; removes those of earlier steps.
+        """Writes `packet`, whose tensors are on the CPU; removes those of earlier steps.
 
         Raises:
-            OutputError: it cannot be written.
+            OutputError: it cannot be written; no partial file is left.
         """
         metadata = {
             "schema_version": _SCHEMA_VERSION,
@@ -76,7 +76,7 @@ class LatentCheckpoints:
         """The packet written after `step` steps, as `clip` of this run, on `device`.
 
         Raises:
-            InputError: it is gone, damaged, or was written under other conditions.
+            InputError: it is missing, damaged, or was written under other conditions.
         """
         path = self._path(key, step)
         hint = f"delete {path.name!r}: the clip then starts again"
@@ -87,17 +87,17 @@ class LatentCheckpoints:
             raise InputError(
                 f"the latent checkpoint {path.name!r} cannot be read: {reason}", hint
             ) from error
-        found = {name: tensor_spec(tensor) for name, tensor in tensors.items()}
+        specs = {name: tensor_spec(tensor) for name, tensor in tensors.items()}
         pairs = {
             "conditions": (metadata["conditions"], self._conditions),
-            "tensors": (found, dict(expected)),
+            "tensors": (specs, dict(expected)),
             "sha256": (_sha256(tensors), metadata["sha256"]),
         }
-        for name, (there, here) in pairs.items():
-            if there != here:
+        for name, (found, needed) in pairs.items():
+            if found != needed:
                 raise InputError(
-                    f"the latent checkpoint {path.name!r} does not fit: its {name} are {there}, "
-                    f"not {here}",
+                    f"the latent checkpoint {path.name!r} does not fit: its {name} are {found}, "
+                    f"not {needed}",
                     hint,
                 )
         in_order = {name: tensors[name].to(device) for name in expected}
@@ -119,7 +119,7 @@ class LatentCheckpointWriter:
     """Writes latent checkpoints in a thread beside the denoising.
 
     Args:
-        checkpoints: where they go.
+        checkpoints: where it writes them.
         device: of the rank.
         on_failed: called from the thread with an error.
     """
@@ -137,15 +137,15 @@ class LatentCheckpointWriter:
         self._executor = BoundedExecutor(self._save, "checkpoints", device)
 
     def put(self, key: str, packet: Packet) -> None:
-        """Takes a packet, whose tensors must not change any more; blocks while two others wait.
+        """Queues a packet, whose tensors must not change from now on; blocks while two are queued.
 
         Raises:
-            OutputError: an earlier one could not be written.
+            OutputError: an earlier packet could not be written.
         """
         self._executor.put(key, packet, mark(self._device))
 
     def finish(self) -> None:
-        """Waits until every packet given is written.
+        """Waits until every queued packet is written.
 
         Raises:
             OutputError: a packet could not be written.
@@ -153,7 +153,7 @@ class LatentCheckpointWriter:
         self._executor.finish()
 
     def is_busy(self) -> bool:
-        """Whether a packet given is not written yet; for any thread."""
+        """Whether a packet is still to be written; any thread may ask."""
         return self._executor.is_busy()
 
     def _save(self, key: str, packet: Packet, ready: Mark) -> None:
@@ -177,7 +177,7 @@ def saved_keys(folder: Path) -> set[str]:
 
 
 def saved_steps(folder: Path, key: str) -> list[int]:
-    """Numbers of steps after which a packet of `key` was written to `folder`, rising."""
+    """The numbers of steps after which `folder` has a packet of `key`, ascending."""
     with contextlib.suppress(FileNotFoundError):
         matches = (_NAME.fullmatch(path.name) for path in folder.iterdir())
         return sorted(int(match[2]) for match in matches if match and match[1] == key)
@@ -185,13 +185,13 @@ def saved_steps(folder: Path, key: str) -> list[int]:
 
 
 def prune(folder: Path, key: str) -> None:
-    """Removes every packet of `key`: its clip is finished."""
+    """Removes every packet of `key`, whose clip is finished."""
     for step in saved_steps(folder, key):
         (folder / f"{key}_step{step}.safetensors").unlink(missing_ok=True)
 
 
 def _read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """The tensors in a file, in memory of their own, and its metadata."""
+    """The tensors in a file, copied out of its mapping, and its metadata."""
     with safe_open(path, framework="pt") as file:
         metadata = json.loads((file.metadata() or {})["svdpp"])
         if metadata["schema_version"] != _SCHEMA_VERSION:

@@ -1,4 +1,4 @@
-"""Owns what ranks and their parent say to each other: validated values, one JSON text each."""
+"""Owns the messages between ranks and their parent: validated values, one JSON text each."""
 
 from __future__ import annotations
 
@@ -15,31 +15,30 @@ class _Message(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     def to_bytes(self) -> bytes:
-        """The message as JSON.
+        """The message as JSON in ASCII.
 
-        In ASCII, and not by pydantic: a file's name need not be UTF-8, and what Python has for its
-        bytes goes over the wire as JSON's escapes alone.
+        pydantic's own encoder refuses file names that are not UTF-8; Python's escapes their bytes.
         """
         return json.dumps(self.model_dump(mode="json")).encode()
 
 
 class ClipJob(_Message):
-    """One clip, as the ranks need to know it."""
+    """What the ranks need to know of one clip."""
 
     clip: int
     request: ClipRequest
     metadata: dict[str, Any] = Field(default_factory=dict)
-    """What the clip's JSON says of the request; the decoding rank adds hashes and times."""
+    """The request as the clip's JSON records it; the decoding rank adds hashes and times."""
 
 
 class Work(_Message):
-    """Parent to rank: further actions, in the plan's own text, and clips to encode or deliver."""
+    """Parent to rank: further actions, as text, and the clips to encode or finish."""
 
     kind: Literal["work"] = "work"
     actions: tuple[str, ...]
     jobs: tuple[ClipJob, ...]
     latents_keys: dict[int, str] = Field(default_factory=dict)
-    """By clip, for those whose packets are kept or were kept by an earlier run."""
+    """By clip, for those with latent checkpoints to write or read."""
 
     def parsed(self) -> list[Action]:
         """The actions as values."""
@@ -47,13 +46,13 @@ class Work(_Message):
 
 
 class Stop(_Message):
-    """Parent to rank: there will be no more work."""
+    """Parent to rank: no more work follows."""
 
     kind: Literal["stop"] = "stop"
 
 
 class Cancel(_Message):
-    """Parent to rank: what is not done yet of a clip is not wanted any more."""
+    """Parent to rank: skip what is left of a clip."""
 
     kind: Literal["cancel"] = "cancel"
     clip: int
@@ -63,36 +62,36 @@ Command = Annotated[Work | Stop | Cancel, Field(discriminator="kind")]
 
 
 class Started(_Message):
-    """The rank has its device; sent before it loads anything."""
+    """The rank has its device; sent before it loads the model."""
 
     kind: Literal["started"] = "started"
     device: str
     uuid: str | None
     """Of the GPU; None on the CPU."""
     conditions: dict[str, Any]
-    """What bits depend on beside the request, see `worker.conditions`; the same on all ranks."""
+    """What bits depend on besides the request; see `worker.conditions`."""
 
 
 class Heartbeat(_Message):
-    """Sent every second by a thread of its own, whatever the rank is doing."""
+    """Sent every second by a separate thread, whatever the rank is doing."""
 
     kind: Literal["heartbeat"] = "heartbeat"
     action: str = ""
-    """The action under way; empty between actions."""
+    """The current action; empty between actions."""
     step: int = -1
-    """The step under way; -1 outside of DENOISE."""
+    """The current step; -1 outside of DENOISE."""
     waiting: bool = False
     """Whether the rank waits for a packet rather than computes."""
     writing: bool = False
-    """Whether a thread beside the work has a clip or a latent checkpoint to write."""
+    """Whether a writer thread has a clip or a latent checkpoint to write."""
     phase: str = ""
     """Before `Joined`: what the rank is doing."""
     peer: int = -1
-    """Before `Joined`: the rank to which it is opening a link; -1 if none."""
+    """Before `Joined`: the rank it is opening a link to; -1 if none."""
 
 
 class Joined(_Message):
-    """All ranks have met, and the rank is ready for work."""
+    """The rank's links are open, and it is ready for work."""
 
     kind: Literal["joined"] = "joined"
     device: str
@@ -102,7 +101,7 @@ class Joined(_Message):
 
 
 class StepDone(_Message):
-    """One denoising step is over."""
+    """One denoising step is done."""
 
     kind: Literal["step"] = "step"
     clip: int
@@ -111,14 +110,14 @@ class StepDone(_Message):
 
 
 class ActionDone(_Message):
-    """One ENCODE, DENOISE or DECODE is over. Times are of the machine's monotonic clock."""
+    """One ENCODE, DENOISE or DECODE is done. Times are by the machine's monotonic clock."""
 
     kind: Literal["action"] = "action"
     action: str
     start: float
     end: float
     waited: float
-    """Seconds spent waiting since the action before: for a packet, or for a slow neighbour."""
+    """Seconds of waiting since the previous action: for a packet, or for a slow neighbour."""
 
 
 class TransferDone(_Message):
@@ -131,14 +130,14 @@ class TransferDone(_Message):
     peer: int
     num_bytes: int
     seconds: float
-    """From the header to the last byte, as this end saw it."""
+    """From the header to the last byte, measured at this end."""
     waited: float = 0.0
-    """Of a send: seconds before that, until the receiver took the header."""
+    """For a send: seconds before that, until the receiver took the header."""
     end: float
 
 
 class ClipDone(_Message):
-    """A clip is finished; where a file was asked for it is in its place."""
+    """A clip is finished, and its file, if requested, is written."""
 
     kind: Literal["clip"] = "clip"
     clip: int
@@ -146,7 +145,7 @@ class ClipDone(_Message):
 
 
 class DraftDone(_Message):
-    """An approximation of a clip is in its place; the clip itself is still to come."""
+    """A draft of a clip is written; the exact clip follows."""
 
     kind: Literal["draft"] = "draft"
     clip: int
@@ -154,7 +153,7 @@ class DraftDone(_Message):
 
 
 class DraftLost(_Message):
-    """A rank other than the first lost its way, or a draft cannot be written; the clip goes on."""
+    """A rank other than 0 has no result for a draft, or cannot write it; the clip goes on."""
 
     kind: Literal["draft_lost"] = "draft_lost"
     clip: int
@@ -163,23 +162,23 @@ class DraftLost(_Message):
 
 
 class StoredTensor(_Message):
-    """TensorStore for a verification, from a rank that may be on another host than rank 0."""
+    """A tensor to keep for verification, from a rank that may be on another host than rank 0."""
 
     kind: Literal["stored_tensor"] = "stored_tensor"
     name: str
-    """Of the file."""
+    """Of the file in the tensor store."""
     data: Base64Bytes
 
 
 class PhotoWanted(_Message):
-    """The rank encodes a clip next whose photograph lies on rank 0's host, and this is another."""
+    """The rank encodes a clip next and needs its photograph from rank 0's host."""
 
     kind: Literal["photo_wanted"] = "photo_wanted"
     clip: int
 
 
 class ClipFailed(_Message):
-    """A clip is lost; the rank, and every other clip, goes on."""
+    """A clip is lost; the rank goes on with the others."""
 
     kind: Literal["clip_failed"] = "clip_failed"
     clip: int
@@ -188,7 +187,7 @@ class ClipFailed(_Message):
 
 
 class Failed(_Message):
-    """The rank cannot go on, and ends."""
+    """The rank cannot go on and ends."""
 
     kind: Literal["failed"] = "failed"
     error: dict[str, Any]
@@ -199,13 +198,13 @@ class Failed(_Message):
 
 
 class Finished(_Message):
-    """The rank was told to stop and has nothing left to do. Without it a run has failed."""
+    """The rank has done all its work after `Stop`. A rank that ends without it has failed."""
 
     kind: Literal["finished"] = "finished"
     allocated_bytes: int | None = None
-    """Peak of what tensors held; see `runtime.peak`."""
+    """Peak of the bytes in tensors; see `worker.peak_memory`."""
     reserved_bytes: int | None = None
-    """Peak in all."""
+    """Peak of all bytes."""
 
 
 Event = Annotated[
@@ -231,10 +230,10 @@ _EVENTS: TypeAdapter[Event] = TypeAdapter(Event)
 
 
 def parse_command(message: bytes) -> Command:
-    """A message from the parent; ValueError where it is none."""
+    """A message from the parent; ValueError if it is not valid."""
     return _COMMANDS.validate_python(json.loads(message))
 
 
 def parse_event(message: bytes) -> Event:
-    """A message from a rank; ValueError where it is none."""
+    """A message from a rank; ValueError if it is not valid."""
     return _EVENTS.validate_python(json.loads(message))

@@ -1,4 +1,4 @@
-"""Owns turning the allocators' messages into an error that names the part and the option."""
+"""Owns the translation of allocators' errors into one that names the part and the option."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ _REFERENCE = (
 def out_of_memory_named(
     doing: Action | Literal["reference"] | None, decode_chunk_size: int | None = None
 ) -> Iterator[None]:
-    """Raises `OutOfMemoryError` for whatever way torch or Python says that memory is out.
+    """Raises `OutOfMemoryError` for any error by which torch or Python reports a lack of memory.
 
     Args:
-        doing: what is under way; None while the model is loaded.
-        decode_chunk_size: frames at a time, where they are decoded.
+        doing: the current work; None while the model loads.
+        decode_chunk_size: frames that are decoded at a time, if they are decoded.
     """
     try:
         yield
@@ -62,7 +62,7 @@ def out_of_memory_named(
 def _part(
     doing: Action | Literal["reference"] | None, decode_chunk_size: int | None
 ) -> tuple[str, str]:
-    """What was being done, and which knob lowers what it takes."""
+    """The work in words, and the option that lowers its memory."""
     if doing is None or doing == "reference":
         return _LOADING if doing is None else _REFERENCE
     part, knob = _PARTS.get(doing.kind, (f"doing {doing}", "fewer ranks on this device lower it"))
@@ -72,7 +72,7 @@ def _part(
 
 
 def _asked_and_free(error: BaseException) -> tuple[str, str] | None:
-    """What was asked for and what was free; None where `error` is about something else."""
+    """The requested and the free memory; None if `error` is not about memory."""
     text = str(error)
     if isinstance(error, torch.OutOfMemoryError):
         asked, free = _CUDA_ASKED.search(text), _CUDA_FREE.search(text)

@@ -1,4 +1,4 @@
-"""Owns a process's memory figures: its peak, and whether CUDA's allocator ran short."""
+"""Owns a process's memory figures: its peak, and whether the CUDA allocator ran short."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 
 
 class MemoryPressure:
-    """Tells whether the CUDA allocator ran short of memory since it was last asked.
+    """Tells whether the CUDA allocator has run short of memory since the last call.
 
-    cuDNN then falls back to kernels with a smaller workspace, without an error, and bits change.
+    cuDNN then silently falls back to kernels with a smaller workspace, and the bits change.
 
     Args:
-        device: of the rank; the CPU never has such pressure.
+        device: of the rank; on the CPU there is no such pressure.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -24,7 +24,7 @@ class MemoryPressure:
         self._count = self._events()
 
     def rose(self) -> bool:
-        """Whether an allocation was retried, or failed, since the last call."""
+        """Whether an allocation was retried or failed since the last call."""
         before, self._count = self._count, self._events()
         return self._count > before
 
@@ -36,9 +36,9 @@ class MemoryPressure:
 
 
 def peak_bytes(device: str) -> tuple[int | None, int]:
-    """The peak of this process on `device`: bytes allocated by tensors, and bytes reserved.
+    """The peak of this process on `device`: bytes in tensors, and bytes reserved.
 
-    On the CPU the second is the resident set with libraries and mapped weights; the first is None.
+    On the CPU the first is None, and the second is the resident set with libraries and weights.
     """
     if device.startswith("cuda"):
         return (
@@ -49,33 +49,33 @@ def peak_bytes(device: str) -> tuple[int | None, int]:
 
 
 def reset_peak() -> None:
-    """Frees what an earlier run in this process has left, and resets the peak."""
+    """Frees the memory that an earlier run in this process left, and resets the peak."""
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
         for device in range(torch.cuda.device_count()):
             torch.cuda.reset_peak_memory_stats(device)
-    with contextlib.suppress(OSError):  # if the kernel refuses, the old peak stays
+    with contextlib.suppress(OSError):  # a kernel may refuse; the old peak then stays
         _reset_resident_peak()
 
 
 def reset_peak_of(device: torch.device) -> int:
-    """Resets the peak on `device` to what is in use now, and returns that, bytes.
+    """Resets the peak on `device` to the bytes in use now, and returns them.
 
     Raises:
-        OSError: the kernel refuses, see proc(5).
+        OSError: the kernel refuses; see proc(5).
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         return int(torch.cuda.memory_allocated(device))
-    ctypes.CDLL(None).malloc_trim(0)  # memory that malloc keeps would hide what is needed
+    ctypes.CDLL(None).malloc_trim(0)  # malloc reuses freed memory, which would hide a later need
     _reset_resident_peak()
     return status_bytes("VmRSS")
 
 
 def peak_in_use(device: torch.device) -> int:
-    """The most bytes in use on `device` since `reset_peak_of`."""
+    """The peak of bytes in use on `device` since `reset_peak_of`."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         return int(torch.cuda.max_memory_allocated(device))
@@ -87,7 +87,7 @@ def _reset_resident_peak() -> None:
 
 
 def status_bytes(name: str) -> int:
-    """A size out of /proc/self/status, see proc(5): VmRSS now, VmHWM at its peak."""
+    """A size from /proc/self/status in bytes; see proc(5): VmRSS is current, VmHWM the peak."""
     text = Path("/proc/self/status").read_text()
     line = next(line for line in text.splitlines() if line.startswith(f"{name}:"))
     return int(line.split()[1]) * 1024

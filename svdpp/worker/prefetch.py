@@ -1,4 +1,4 @@
-"""Owns reading and preparing photographs one clip ahead, in a thread beside the denoising."""
+"""Owns the prefetch of photographs: read and prepared one clip ahead, beside the denoising."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from svdpp.errors import InputError
 from svdpp.media import image as photos
 from svdpp.models.base import Tensors
 
-#: Gives the bytes of a clip's photograph, which lies at that path on rank 0's host.
+#: Returns the bytes of a clip's photograph, given its path on rank 0's host.
 ReadPhoto = Callable[[int, Path], bytes]
 
 
@@ -26,13 +26,13 @@ def from_disk(clip: int, path: Path) -> bytes:  # noqa: ARG001
 
 
 class PhotoReader:
-    """Photographs in the order in which they are asked for, at most one read ahead.
+    """Reads photographs in the order of `expect`, at most one ahead.
 
     Args:
         sampling: size and fit of the images.
-        prepare: the model's preparation of an image, done in the thread: CPU tensors.
+        prepare: the model's preparation of an image into CPU tensors; runs in the thread.
         device: of the rank.
-        read: gives the bytes of a clip's file.
+        read: returns the bytes of a clip's photograph.
     """
 
     def __init__(
@@ -50,15 +50,13 @@ class PhotoReader:
         self._thread = streams.one_thread("photos", device)
 
     def expect(self, requests: Iterable[tuple[int, ClipRequest]]) -> None:
-        """Adds clips that will be asked for, after those already known."""
+        """Adds clips that `take` will be called for, in order."""
         self._upcoming.extend(requests)
         if not self._ahead:
             self._read_next()
 
     def take(self, clip: int) -> Tensors:
-        """What the model made of the photograph of `clip`; empty if the clip has none.
-
-        The next photograph is then read.
+        """The prepared photograph of `clip`; empty if the clip has none. Starts reading the next.
 
         Raises:
             InputError: it cannot be read, or has changed since the request was checked.
@@ -84,7 +82,7 @@ class PhotoReader:
         path = Path(request.image)
         image, photo = photos.photo_of(self._read_bytes(clip, path), path)
         if request.image_sha256 not in (None, photo.sha256):
-            raise InputError(f"{request.image!r} was changed after the run had begun")
+            raise InputError(f"{request.image!r} has changed since the run began")
         sampling = self._sampling
         fitted = photos.fit_photo(image, sampling.width, sampling.height, sampling.fit)
         return self._prepare(fitted)

@@ -1,4 +1,4 @@
-"""Owns looking at one clip's work on one rank with torch.profiler, down to its kernels."""
+"""Owns the profile of one clip on one rank by torch.profiler, down to its kernels."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from torch.profiler import ProfilerActivity, profile
 from svdpp.media import output_files
 from svdpp.plan.actions import Action, Kind
 
-#: The rank that is looked at: the only one that under torchrun is surely on the parent's machine.
+#: The only rank that is on the parent's machine even under torchrun.
 PROFILED_RANK = 0
 
 
 class ClipProfiler:
-    """Profiles this rank's compute actions of one clip, and writes what it saw.
+    """Profiles this rank's compute actions of one clip, and writes the trace.
 
-    The clip is the second one that the rank denoises, since the first meets cold caches; the first
-    where there is no other. It is slowed down by being looked at.
+    It takes the second clip that the rank denoises, because the first meets cold caches; the first
+    if there is only one. The profiler slows this clip down.
 
     Args:
-        path: of the trace, Chrome's format as torch.profiler writes it; replaced.
+        path: of the trace, in Chrome's format as torch.profiler writes it; replaced if it exists.
         device: of the rank.
     """
 
@@ -36,7 +36,7 @@ class ClipProfiler:
         self._last: Action | None = None
 
     def expect(self, actions: Sequence[Action]) -> None:
-        """Chooses among the actions to come; once, later ones change nothing."""
+        """Chooses the clip among the coming actions; only the first choice counts."""
         clips = list(dict.fromkeys(a.clip for a in actions if a.kind is Kind.DENOISE))
         if self._first is None and clips:
             chosen = clips[min(1, len(clips) - 1)]
@@ -45,7 +45,7 @@ class ClipProfiler:
 
     @contextlib.contextmanager
     def over(self, action: Action) -> Iterator[None]:
-        """Looks on from the clip's first action to the end of its last.
+        """Profiles from the start of the clip's first action to the end of its last.
 
         Raises:
             OutputError: the trace cannot be written.

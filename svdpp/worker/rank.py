@@ -1,10 +1,11 @@
-"""Owns one rank's life: device, model, links, then work until it is told to stop."""
+"""Owns the life of one rank: device, model, links, then work until the parent says stop."""
 
 from __future__ import annotations
 
 import base64
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,18 +52,18 @@ _COMMAND_POLL_SECONDS = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class RankSetup:
-    """What every rank is given before it starts.
+    """What every rank gets before it starts.
 
     Args:
         config: resolved, so that the number of frames is known.
         checkpoint: found and checked; None for the dummy model.
         roles: by rank.
         links: pairs (from, to) of ranks that communicate.
-        tensor_folder: where latents and frames are kept for verification.
-        latents_folder: where latent checkpoints are written, to resume a clip from.
-        profile_path: where rank 0's torch.profiler trace goes; None: no profile.
+        tensor_folder: for latents and frames that are kept for verification; None keeps none.
+        latents_folder: for latent checkpoints, to resume clips from; None keeps none.
+        profile_path: of rank 0's torch.profiler trace; None: no profile.
         output_folder: where this host writes its clips; None: where the requests say.
-        fault: injected damage.
+        fault: the fault to inject.
     """
 
     config: PipelineConfig
@@ -77,7 +78,7 @@ class RankSetup:
 
 
 def rank_main(context: RankContext, setup: RankSetup) -> None:
-    """Runs a rank to its end. Every error is reported to the parent before it is raised."""
+    """Runs a rank to its end. Reports every error to the parent before it raises it."""
     if setup.fault:
         setup.fault.reach(context.world.rank, -1, "start")
     reporter = Reporter(context.channel)
@@ -95,11 +96,7 @@ def rank_main(context: RankContext, setup: RankSetup) -> None:
 
 
 class _Inbox:
-    """Commands from the parent, in order; a cancelled clip is known as soon as it is asked for.
-
-    Args:
-        channel: to the parent.
-    """
+    """Commands from the parent: work in order, cancellations at once."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -107,20 +104,20 @@ class _Inbox:
         self._cancelled: set[int] = set()
 
     def next(self) -> Work | Stop:
-        """The next piece of work, or the end of all."""
-        # Everything earlier is done, and what is cancelled is always under way at all ranks.
+        """Waits for the next command, work or stop."""
+        # All previous work is done, and the parent cancels only clips of work under way.
         self._cancelled.clear()
         while not self._waiting:
-            self._look(_COMMAND_POLL_SECONDS)
+            self._receive(_COMMAND_POLL_SECONDS)
         return self._waiting.popleft()
 
     def is_cancelled(self, clip: int) -> bool:
-        """Whether `clip` is not wanted any more; does not wait."""
-        while self._look(0):
+        """Whether the parent has cancelled `clip`; does not wait."""
+        while self._receive(0):
             pass
         return clip in self._cancelled
 
-    def _look(self, timeout: float) -> bool:
+    def _receive(self, timeout: float) -> bool:
         message = self._channel.receive(timeout)
         if message is None:
             return False
@@ -150,7 +147,7 @@ def _prepare(
     reporter: Reporter,
     inbox: _Inbox,
 ) -> PipelineStage:
-    """Everything before the first action; reports `Joined` when this rank's links are open."""
+    """Does everything before the first action; reports `Joined` when this rank's links are open."""
     config, rank = setup.config, context.world.rank
     conditions = conditions_of(config, setup.checkpoint, str(device))
     reporter.send(Started(device=str(device), uuid=gpu_uuid(str(device)), conditions=conditions))
@@ -175,7 +172,7 @@ def _prepare(
 def _connected(
     context: RankContext, setup: RankSetup, device: torch.device, reporter: Reporter
 ) -> Transport:
-    """The rank's links, open."""
+    """The transport, with all links of the rank open."""
     transport = Transport(
         context.world.rank,
         device,
@@ -209,17 +206,21 @@ def _new_stage(
         ),
         conditions,
         model.device,
-        # In a draft every rank has frames of the clip: the last rank keeps them, told apart.
+        # In a draft every rank has frames of the clip; the last rank keeps them, by rank.
         tensor_store if config.draft is None else None,
         fps=config.sampling.fps,
         host=context.host,
         folder=Path(setup.output_folder) if setup.output_folder else None,
     )
-    parts = rank, model, transport, clip_writer, reporter
     profiler = _profiler(setup, rank, str(model.device))
     if config.draft is not None:
         return DraftStage(
-            *(*parts, config),
+            rank,
+            model,
+            transport,
+            clip_writer,
+            reporter,
+            config,
             is_cancelled=inbox.is_cancelled,
             tensor_store=tensor_store if rank == 0 else None,
             results=tensor_store,
@@ -227,22 +228,26 @@ def _new_stage(
             fault=setup.fault,
         )
     return PipelineStage(
-        *(*parts, config.sampling),
+        rank,
+        model,
+        transport,
+        clip_writer,
+        reporter,
+        config.sampling,
         checkpoints=LatentCheckpoints(Path(folder), conditions) if folder else None,
         tensor_store=tensor_store,
         profiler=profiler,
         fault=setup.fault,
-        read_photo=_from_rank_0(context, reporter) if context.fetch else from_disk,
+        read_photo=_from_rank_0(context.fetch, reporter) if context.fetch else from_disk,
     )
 
 
-def _from_rank_0(context: RankContext, reporter: Reporter) -> ReadPhoto:
+def _from_rank_0(fetch: Callable[[], bytes], reporter: Reporter) -> ReadPhoto:
     """Reads photographs from rank 0's host, which may be another one."""
 
     def read(clip: int, path: Path) -> bytes:
         reporter.send(PhotoWanted(clip=clip))
-        assert context.fetch is not None
-        data = context.fetch()
+        data = fetch()
         if not data:
             raise InputError(f"{path.name!r} can no longer be read on rank 0's host")
         return data
@@ -251,7 +256,7 @@ def _from_rank_0(context: RankContext, reporter: Reporter) -> ReadPhoto:
 
 
 def _tensor_store(context: RankContext, setup: RankSetup, reporter: Reporter) -> TensorStore | None:
-    """Where results are kept for verification; a rank that may be on another host sends them."""
+    """Keeps results for verification; a rank that may be on another host sends them to rank 0."""
     if setup.tensor_folder is None:
         return None
     if not context.world.is_member:
@@ -275,12 +280,12 @@ def load_model(
     roles: Roles,
     rank: int = 0,
 ) -> VideoModel:
-    """The model's parts that `roles` ask for, on `device`; the dummy sleeps as `rank` does."""
+    """The model's parts that `roles` need, on `device`; the dummy sleeps by the costs of `rank`."""
     if checkpoint is None:
         latent, num_steps = config.model.dummy_latent, config.sampling.num_inference_steps
         sleeps = _sleep_times(config, rank) if config.model.dummy_sleeps else SleepTimes()
         return DummyModel(latent, num_steps, torch.device(device), sleeps)
-    from svdpp.models.svd.model import load_svd  # diffusers: seconds that the dummy need not pay
+    from svdpp.models.svd.model import load_svd  # imports diffusers: seconds the dummy avoids
 
     return load_svd(
         checkpoint,

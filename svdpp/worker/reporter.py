@@ -1,4 +1,4 @@
-"""Owns a rank's reports to the parent: heartbeats from a thread of their own, and events."""
+"""Owns a rank's reports to the parent: events, and heartbeats from a separate thread."""
 
 from __future__ import annotations
 
@@ -16,11 +16,7 @@ HEARTBEAT_SECONDS = 1.0
 
 
 class Reporter:
-    """Sends a rank's events; safe from several threads.
-
-    Args:
-        channel: to the parent.
-    """
+    """Sends a rank's events to the parent; any thread may call it."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -30,16 +26,16 @@ class Reporter:
         self._thread = threading.Thread(target=self._heartbeat, name="heartbeat", daemon=True)
 
     def start(self) -> None:
-        """Begins to send heartbeats."""
+        """Starts the heartbeats."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the heartbeats."""
+        """Stops the heartbeats."""
         self._stopped.set()
         self._thread.join()
 
     def add_writer(self, is_busy: Callable[[], bool]) -> None:
-        """Adds a thread beside the work whose pending writes heartbeats report."""
+        """Adds a writer thread; heartbeats report whether it is busy."""
         self._writers.append(is_busy)
 
     def send(self, event: Event) -> None:
@@ -47,25 +43,25 @@ class Reporter:
         self._channel.send(event.to_bytes())
 
     def at(self, action: Action | None, step: int = -1, *, waiting: bool = False) -> None:
-        """Sets what heartbeats say that the rank is doing; a new action is sent at once."""
+        """Sets what heartbeats report; sends one at once if the action or the waiting changes."""
         writing = self._is_writing()
         now = Heartbeat(action=str(action or ""), step=step, waiting=waiting, writing=writing)
-        is_news = (now.action, now.waiting) != (self._now.action, self._now.waiting)
+        changed = (now.action, now.waiting) != (self._now.action, self._now.waiting)
         self._now = now
-        if is_news:
+        if changed:
             self.send(now)
 
     def phase(self, phase: str, peer: int = -1) -> None:
-        """Sets what heartbeats say before the rank has joined."""
+        """Sets what heartbeats report before the rank has joined."""
         self._now = Heartbeat(phase=phase, peer=peer)
         self.send(self._now)
 
     def connecting(self, peer: int) -> None:
-        """Says that a link to or from `peer` is being opened."""
+        """Reports that a link to or from `peer` is being opened."""
         self.phase(f"opening its link with rank {peer}", peer)
 
     def transfer(self, transfer: Transfer) -> None:
-        """Reports a packet received or sent."""
+        """Reports a packet that was received or sent."""
         self.send(
             TransferDone(
                 direction=transfer.kind,
@@ -108,4 +104,4 @@ class Reporter:
                 if self._stopped.wait(HEARTBEAT_SECONDS):
                     return
         except OSError:
-            return  # the parent is gone, which ends this process
+            return  # the parent is gone, and this process ends with it

@@ -1,4 +1,4 @@
-"""Owns performing one rank's actions: the only module where a model meets its neighbours."""
+"""Owns the execution of one rank's actions; only here do the model and the transport meet."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ class NotWantedError(Exception):
 class PipelineStage:
     """One rank's share of every clip.
 
-    It does its actions in order and assumes nothing else: neither that its steps are one range,
-    nor that a step of a clip belongs to one rank.
+    It performs its actions in order and assumes nothing else: neither that its steps are one
+    range, nor that a step of a clip belongs to one rank.
 
     Args:
         rank: this rank.
         model: the parts that this rank's actions need.
-        transport: its links, connected.
-        clip_writer: takes the clips that end here.
+        transport: the rank's links, connected.
+        clip_writer: writes the clips that end here.
         reporter: sends events to the parent.
         sampling: size and fit of the images.
-        checkpoints: where latent checkpoints are written and read; None writes none.
-        tensor_store: keeps every latent that leaves a DENOISE, for verification; None keeps none.
-        profiler: profiles one clip; None none.
-        fault: injected damage.
-        read_photo: gives the bytes of photographs.
+        checkpoints: the folder of latent checkpoints; None writes and reads none.
+        tensor_store: keeps the latent after each DENOISE for verification; None keeps none.
+        profiler: profiles one clip; None profiles none.
+        fault: the fault to inject.
+        read_photo: returns the bytes of a photograph.
     """
 
     def __init__(
@@ -105,9 +105,9 @@ class PipelineStage:
         jobs: Mapping[int, ClipJob],
         latents_keys: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
-        """Does `actions` in order.
+        """Performs `actions` in order.
 
-        An error that concerns one clip alone is reported, and the clip travels on as a tombstone;
+        An error that concerns one clip is reported, and a tombstone packet takes the clip's place;
         other clips are not affected.
 
         Args:
@@ -116,9 +116,9 @@ class PipelineStage:
             latents_keys: of the clips whose latent checkpoints are written or read, by clip.
 
         Raises:
-            SvdppError: the first error that concerns the rank, which is of no use afterwards.
+            SvdppError: an error that concerns the rank, which cannot go on afterwards.
         """
-        self._waited = 0.0  # a wait after the last work of an earlier call is not this one's
+        self._waited = 0.0  # drops the wait after the last action of the previous call
         self._jobs.update(jobs)
         self._keys.update(latents_keys)
         actions = list(actions)
@@ -137,7 +137,7 @@ class PipelineStage:
         self._reporter.at(None)
 
     def finish(self) -> None:
-        """Waits until every packet has been received and every clip is in place."""
+        """Waits until every packet is received and every clip is written."""
         with self._waiting(None):
             self._transport.drain()
             self._clip_writer.finish()
@@ -174,7 +174,10 @@ class PipelineStage:
         with self._isolated(self._packets[action.clip]):
             self._packets[action.clip] = self._checkpoints.load(
                 self._keys[action.clip],
-                *(action.clip, action.start, self._model.packet_spec(), self._device),
+                action.clip,
+                action.start,
+                self._model.packet_spec(),
+                self._device,
             )
 
     def _recv(self, action: Action) -> None:
@@ -209,7 +212,7 @@ class PipelineStage:
         return latent
 
     def _sampler(self, packet: Packet, start: int) -> Sampler:
-        """Does the steps of a clip from `start` on."""
+        """The sampler of a clip's steps from `start` on."""
         return self._model.denoiser(packet.tensors, start)
 
     def _before_step(self, action: Action, step: int) -> None:
@@ -259,7 +262,7 @@ class PipelineStage:
         self._forget(action.clip)
 
     def _packet(self, action: Action) -> Packet:
-        """The clip's packet; waits for it if it is still on its way."""
+        """The clip's packet; waits for it if it has not arrived."""
         pending = self._pending.pop(action.clip, None)
         if pending is not None:
             with self._waiting(action):
@@ -272,12 +275,12 @@ class PipelineStage:
         self._keys.pop(clip, None)
 
     def _on_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy in host memory, complete."""
+        """A complete copy in host memory."""
         return self._copies.to_host(tensor.contiguous(), streams.mark(self._device))
 
     @contextmanager
     def _isolated(self, packet: Packet) -> Iterator[None]:
-        """Reports an error that concerns one clip alone, and makes its packet a tombstone."""
+        """Reports an error that concerns one clip, and makes its packet a tombstone."""
         try:
             yield
         except NotWantedError:
@@ -292,7 +295,7 @@ class PipelineStage:
 
     @contextmanager
     def _timed(self, action: Action) -> Iterator[None]:
-        """Reports the time of a compute action, and the wait before it; counts it as the clip's."""
+        """Reports the time of a compute action and the wait before it; adds it to the clip's."""
         start = time.monotonic()
         yield
         end = time.monotonic()
@@ -311,7 +314,7 @@ class PipelineStage:
         self._waited += time.monotonic() - start
 
     def _start_with_faults(self, action: Action) -> int:
-        """Performs a fault injected before the first step; the step to begin with."""
+        """Performs a fault injected before the first step; returns the step to begin with."""
         if self._fault is None:
             return action.start
         self._reporter.at(action, action.start)

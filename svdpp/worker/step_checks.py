@@ -1,4 +1,4 @@
-"""Owns the check after each denoising step: are the numbers finite, and how long did it take."""
+"""Owns the check after each denoising step: whether the latent is finite, and the step's time."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from svdpp.errors import NotFiniteError
 
 
 class StepChecks:
-    """Checks each step of one DENOISE; on CUDA one step late, so that the queue never runs dry.
+    """Checks each step of one DENOISE; on CUDA one step late, so that the device never idles.
 
     Args:
         device: of the rank.
-        rank: for the message of the error.
+        rank: for the error message.
         on_done: called with each step that passed, and its seconds on the device.
     """
 
@@ -30,10 +30,10 @@ class StepChecks:
         self._queued: deque[tuple[int, Readback, Readback]] = deque()
 
     def add(self, step: int, latent: torch.Tensor) -> None:
-        """Queues the check of the latent after `step`, and reads those that are due.
+        """Queues the check of the latent after `step`, and reads the checks that are due.
 
         Raises:
-            NotFiniteError: naming the first step whose latent is not finite.
+            NotFiniteError: a latent is not finite; the message names the first such step.
         """
         now = Readback(self._device, torch.isfinite(latent).all())
         self._queued.append((step, self._last, now))
@@ -41,7 +41,7 @@ class StepChecks:
         self._read(keep=1 if self._device.type == "cuda" else 0)
 
     def finish(self) -> None:
-        """Waits for all steps.
+        """Waits for all checks.
 
         Raises:
             NotFiniteError: as `add`.
@@ -54,6 +54,6 @@ class StepChecks:
             if not after.wait():
                 raise NotFiniteError(
                     f"the latent is not finite after step {step}, done by rank {self._rank}",
-                    "damaged weights, or too narrow a dtype? --dtype bf16 and fp32 reach further",
+                    "check the weights, or use --dtype bf16 or fp32, which have a larger range",
                 )
             self._on_done(step, after.seconds_since(before))

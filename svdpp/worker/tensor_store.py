@@ -1,4 +1,4 @@
-"""Owns what a run keeps for comparison: hashes of tensors, and a folder of latents and frames."""
+"""Owns the tensors that a run keeps for comparison: their hashes, and a folder of files."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _NAME = re.compile(r"clip\d+(_rank\d+)?_(step\d+\.safetensors|frames\.npy)", re.
 
 
 def tensor_sha256(tensor: torch.Tensor) -> str:
-    """sha256 of a CPU tensor's contiguous little-endian bytes, in its own dtype."""
+    """The sha256 of a CPU tensor's contiguous little-endian bytes, in its dtype."""
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
     return hashlib.sha256(flat.numpy().tobytes()).hexdigest()
 
 
 class TensorStore:
-    """A folder with the latents of each clip at chosen steps, and its frames.
+    """A folder with the latents of each clip at certain steps, and its frames.
 
     Args:
-        folder: exists; one process writes a given clip and step.
-        send: called with each file's name and content, which another process then passes to `put`;
+        folder: must exist; a given clip and step is written by one process.
+        send: called with each file's name and content, for another process to pass to `put`;
             None: files are written to `folder`.
     """
 
@@ -37,15 +37,15 @@ class TensorStore:
         self._keep = self.put if send is None else send
 
     def put(self, name: str, data: bytes) -> None:
-        """Writes a file that another process has sent."""
+        """Writes a file that another process has sent; ValueError if its name is not valid."""
         if not _NAME.fullmatch(name):
-            raise ValueError(f"no file of a tensor store is called {name!r}")
+            raise ValueError(f"{name!r} is not the name of a tensor store's file")
         (self._folder / name).write_bytes(data)
 
     def keep_latent(
         self, clip: int, step: int, latent: torch.Tensor, *, draft_rank: int | None = None
     ) -> None:
-        """Keeps the latent of `clip` after `step` steps, on the CPU; in a draft, that of a rank."""
+        """Keeps the CPU latent of `clip` after `step` steps; in a draft, that of one rank."""
         data = save({LATENTS: latent.detach().contiguous()})
         self._keep(self._path(clip, draft_rank, f"step{step}.safetensors").name, data)
 
@@ -54,19 +54,19 @@ class TensorStore:
         return self._path(clip, draft_rank, f"step{step}.safetensors").exists()
 
     def latent(self, clip: int, step: int, *, draft_rank: int | None = None) -> torch.Tensor:
-        """The latent kept; FileNotFoundError if there is none."""
+        """The kept latent; FileNotFoundError if there is none."""
         path = self._path(clip, draft_rank, f"step{step}.safetensors")
         latent: torch.Tensor = load_file(path)[LATENTS]
         return latent
 
     def keep_frames(self, clip: int, frames: Frames, *, draft_rank: int | None = None) -> None:
-        """Keeps the frames of `clip`; in a draft, those of a rank."""
+        """Keeps the frames of `clip`; in a draft, those of one rank."""
         buffer = io.BytesIO()
         np.save(buffer, frames, allow_pickle=False)
         self._keep(self._path(clip, draft_rank, "frames.npy").name, buffer.getvalue())
 
     def frames(self, clip: int, *, draft_rank: int | None = None) -> Frames:
-        """The frames kept; FileNotFoundError if there are none."""
+        """The kept frames; FileNotFoundError if there are none."""
         path = self._path(clip, draft_rank, "frames.npy")
         frames: Frames = np.load(path, allow_pickle=False)
         return frames

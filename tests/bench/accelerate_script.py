@@ -1,9 +1,9 @@
-"""What users of diffusers do today: a plain script over several processes, by accelerate.
+"""The usual way without svdpp: a plain diffusers script over several processes, by accelerate.
 
     torchrun --nproc-per-node=2 accelerate_script.py MODEL OUT SEEDS IMAGE...
 
-Nothing of svdpp is in it: diffusers' pipeline, `split_between_processes`, `export_to_video` (which
-needs the package imageio, as the extra `comparison` has it). `against_accelerate.py` runs it.
+It uses diffusers' pipeline, `split_between_processes` and `export_to_video` (which needs the
+package imageio, from the extra `comparison`). `against_accelerate.py` runs it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def main(model: str, out: Path, num_seeds: int, images: list[str]) -> None:
     """Animates each image with each seed, at the demo model's settings."""
     torch.set_num_threads(1)
     state = PartialState(cpu=True)
-    assert state.num_processes > 1, "one process is no comparison"
+    assert state.num_processes > 1, "needs two processes or more"
     pipe = StableVideoDiffusionPipeline.from_pretrained(model, dtype=torch.float32)
     pipe.set_progress_bar_config(disable=True)
     out.mkdir(parents=True, exist_ok=True)

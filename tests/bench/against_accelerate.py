@@ -1,7 +1,8 @@
-"""`svdpp run --layout auto` against a plain script of diffusers and accelerate, in one run.
+"""Compares `svdpp run --layout auto` with a plain script of diffusers and accelerate.
 
-Both make the same clips of the demo model from files to mp4s, in two processes of one thread each,
-and are timed from the start of the command to its end, in turn. Prints each round and the ratio.
+Both make the same clips with the demo model, from images to mp4 files, in two processes of one
+thread each. They run in turn, timed from the command's start to its end. Prints each round and the
+ratio.
 
     python tests/bench/against_accelerate.py [--repeats 3] [--seeds 4]
 """
@@ -35,8 +36,8 @@ def ours(photos: list[str], num_seeds: int, out: Path) -> list[str]:
 
 
 def theirs(photos: list[str], num_seeds: int, out: Path) -> list[str]:
-    """The command line of the script; by torchrun, since `accelerate launch` makes one CPU process
-    of two where there is no MPI."""
+    """The command line of the script; by torchrun, because without MPI `accelerate launch` starts
+    only one CPU process."""
     return [
         *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"),
         *("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", str(_SCRIPT), str(_MODEL)),
@@ -45,7 +46,7 @@ def theirs(photos: list[str], num_seeds: int, out: Path) -> list[str]:
 
 
 def seconds(command: list[str], out: Path, num_clips: int) -> float:
-    """Wall seconds of `command`, whose clips must then be there and whole."""
+    """The wall seconds of `command`; checks that its clips exist and are complete."""
     begun = time.monotonic()
     done = subprocess.run(
         command,
@@ -63,7 +64,7 @@ def seconds(command: list[str], out: Path, num_clips: int) -> float:
 
 
 def main() -> None:
-    """Times both in turn."""
+    """Times both commands in turn."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seeds", type=int, default=4)

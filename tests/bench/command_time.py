@@ -1,10 +1,10 @@
-"""What it costs to start the program: the CPU time of light commands against that of its libraries.
+"""Measures the start of the program: the CPU time of light commands against their libraries'.
 
     python tests/bench/command_time.py [--repeats 20]
 
-Each command, and `import typer, rich.console` for comparison, runs in turn, several times; of each
-the least CPU time counts, user and system, since whatever else the machine does only adds to it.
-Bytecode is cached, as it is for an installed program.
+Each command, and `import typer, rich.console` for comparison, runs several times, in turn. The
+smallest CPU time (user and system) of each counts, because other load only adds to it. Bytecode is
+cached, as for an installed program.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ COMMANDS = (
 
 
 def seconds(arguments: tuple[str, ...]) -> float:
-    """CPU time of Python with `arguments`, of this process's children."""
+    """The CPU time of Python with `arguments`."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     subprocess.run([sys.executable, *arguments], capture_output=True, check=True, env=environment)
@@ -34,7 +34,7 @@ def seconds(arguments: tuple[str, ...]) -> float:
 
 
 def main() -> None:
-    """Prints the least CPU time of each command, and its ratio to the libraries' imports."""
+    """Prints the smallest CPU time of each command, and its ratio to the libraries' imports."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=20)
     repeats = parser.parse_args().repeats

@@ -1,7 +1,7 @@
-"""How near is a draft? Each rank's frames against the exact clip's, over all example photographs.
+"""Measures drafts: each rank's frames against the exact clip's, over all example photographs.
 
-The demo model as `svdpp run` has it. For comparison the plain sampler that takes fewer steps, as
-many as the draft takes rounds: what one would do for a clip sooner without svdpp.
+It uses the demo model with the defaults of `svdpp run`. The baseline is the plain sampler with as
+many steps as the draft takes rounds, which is how to get a clip sooner without svdpp.
 
     python tests/bench/draft_distance.py [--steps 14,25,28,50] [--worlds 2,4,8] [--photos 4]
 """
@@ -30,7 +30,7 @@ from svdpp.plan.draft_starts import default_start_steps
 
 
 def load(num_steps: int) -> SvdModel:
-    """The demo model for clips of so many steps."""
+    """The demo model for clips of `num_steps` steps."""
     config = PipelineConfig(
         world_size=1,
         model=ModelConfig(name="demo"),
@@ -45,9 +45,9 @@ def load(num_steps: int) -> SvdModel:
 def measure(
     model: SvdModel, num_steps: int, waves: list[DraftPlan], num_photos: int
 ) -> dict[tuple[int, ...], list[Difference]]:
-    """By starts of a rank and those before it, its distance on each photograph.
+    """By start steps of a rank and those before it, its distance on each photograph.
 
-    The key (rounds,) is the plain sampler's with so many steps.
+    The key (rounds,) is that of the plain sampler with `rounds` steps.
     """
     found = defaultdict(list)
     sampling = SamplingConfig(num_inference_steps=num_steps, **sampling_defaults("demo"))
@@ -75,7 +75,7 @@ def measure(
 
 
 def words(differences: list[Difference]) -> str:
-    """Worst and median PSNR over the photographs, and the largest difference of all."""
+    """The worst and median PSNR over the photographs, and the largest difference."""
     psnr = [each.psnr_db for each in differences]
     most = max(each.max_levels for each in differences)
     if math.isinf(min(psnr)):

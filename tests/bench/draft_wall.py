@@ -1,10 +1,9 @@
-"""How soon is a draft? Ranks that draft one clip, against ranks that make one clip each, in turn.
+"""Measures a draft's time: ranks that draft one clip, against ranks that make one clip each.
 
-Each rank computes with one thread, so that a rank is to a core what it would be to a GPU. Cores
-share caches, memory and often arithmetic units, so one rank on an idle machine is faster than each
-of two: a clip `apart` is therefore made while all other ranks make one, too. Times are from the
-start of the clip's encode to the end of its last step, to the end of its decode, and until its file
-is in its place.
+Each rank has one thread, so a core stands for a GPU. Cores share caches, memory and often
+arithmetic units, so a single rank on an idle machine is faster than each of two. A clip `apart` is
+therefore made while all other ranks make one, too. Times are from the start of the clip's encode
+to the end of its last step, to the end of its decode, and until its file is written.
 
     python tests/bench/draft_wall.py [--rounds 3] [--draft-starts 0,14] [--steps 28]
 """
@@ -38,15 +37,15 @@ class Times(NamedTuple):
     """Seconds from the start of a clip's encode, for one result of it."""
 
     steps: float
-    """To the end of the last step."""
+    """Until the end of the last step."""
     frames: float
-    """To the end of the decode."""
+    """Until the end of the decode."""
     file: float
-    """Until the file is in its place."""
+    """Until the file is written."""
 
 
 def measure_draft(start_steps: tuple[int, ...], num_steps: int) -> tuple[Times, Times]:
-    """One clip: its draft, and its exact result."""
+    """One clip: its draft and its exact result."""
     spans, written = _run(
         num_steps, 1, len(start_steps), draft=DraftConfig(start_steps=start_steps)
     )
@@ -55,7 +54,7 @@ def measure_draft(start_steps: tuple[int, ...], num_steps: int) -> tuple[Times, 
 
 
 def measure_apart(num_clips: int, num_steps: int) -> Times:
-    """One of as many clips as there are ranks, each made by one of them."""
+    """One clip, while every other rank makes one, too."""
     spans, written = _run(num_steps, num_clips, num_clips, replicas=num_clips)
     return _times(spans, 0, written[ClipDone, 0])
 
@@ -63,7 +62,7 @@ def measure_apart(num_clips: int, num_steps: int) -> Times:
 def _run(
     num_steps: int, num_clips: int, world_size: int, **layout: Any
 ) -> tuple[list[Span], dict[tuple[type, int], float]]:
-    """The spans of a run, and when each of its files was in its place."""
+    """The spans of a run, and the time at which each file was written."""
     config = PipelineConfig(
         world_size=world_size,
         model=ModelConfig(name="demo"),

@@ -1,13 +1,12 @@
-"""Engine overhead: measured makespan of M clips on W ranks against the ideal, in one run.
+"""Measures the engine's overhead: the makespan of M clips on W ranks against the ideal.
 
 With T1 the time of one clip's denoising in one process, the ideal is `(M + W - 1) / W * T1`: the
-time of a pipeline whose hand-overs and bookkeeping cost nothing. Encode and decode are left out on
-both sides (`decode=False`; the encodes' own time is taken off), since they are not the engine's.
+time of a pipeline whose transfers and bookkeeping cost nothing. Encode and decode are left out on
+both sides (`decode=False`; the encodes' time is subtracted), because they are not overhead.
 
-T1 is measured twice: alone on the machine, and in W processes at once that know nothing of
-each other. Where cores share a memory bus or a clock the second is longer, and it is what W ranks
-that never wait would need: the ratio to it is the engine's own overhead, the ratio to the first
-contains the machine's.
+T1 is measured twice: alone on the machine, and in W independent processes at once. If cores share
+a memory bus or a clock, the second is longer: it is the time of W ranks that never wait. The ratio
+to it is the engine's own overhead; the ratio to the first includes the machine's.
 
     python tests/bench/engine_overhead.py [--world 2] [--clips 8] [--repeats 3]
 """
@@ -36,7 +35,7 @@ from svdpp.worker.rank import load_model
 
 
 def one_clip_seconds(config: PipelineConfig, repeats: int) -> list[float]:
-    """T1: all steps of one clip in this process, with the ranks' threads."""
+    """T1: all steps of one clip in this process, with as many threads as a rank."""
     apply_settings(num_threads=config.num_threads, device="cpu")
     config, checkpoint = resolve(config)
     roles = Roles(encode=True, denoise=True, decode=False)
@@ -56,7 +55,7 @@ def one_clip_seconds(config: PipelineConfig, repeats: int) -> list[float]:
 
 
 def seconds_at_once(config: PipelineConfig, processes: int) -> list[float]:
-    """T1 of so many processes that do the same beside each other."""
+    """T1 in several processes that do the same work at once."""
     context = multiprocessing.get_context("forkserver")
     with ProcessPoolExecutor(processes, mp_context=context) as pool:
         runs = [pool.submit(one_clip_seconds, config, 2) for _ in range(processes)]
@@ -64,14 +63,14 @@ def seconds_at_once(config: PipelineConfig, processes: int) -> list[float]:
 
 
 def makespan_seconds(config: PipelineConfig, num_clips: int) -> tuple[float, float, float]:
-    """From the first step's begin to the last step's end, the encodes' share of it, and the gaps.
+    """The time from the first step's start to the last step's end, the encodes in it, and the gaps.
 
     The gaps are the share of the time between the busiest rank's first and last step in which it
-    neither denoises nor encodes: what the engine costs, whatever the machine's speed does.
+    neither denoises nor encodes: the engine's cost, independent of the machine's speed.
     """
     photo = str(example_photos()[0])
     with Pipeline(config) as pipeline:
-        pipeline.run([ClipRequest(seed=999, image=photo)])  # warm-up: first use of every wire
+        pipeline.run([ClipRequest(seed=999, image=photo)])  # warm-up: first use of every link
         warm = len(pipeline.trace.spans)
         pipeline.run([ClipRequest(seed=seed, image=photo) for seed in range(num_clips)])
         spans = pipeline.trace.spans[warm:]

@@ -1,8 +1,8 @@
-"""Does a run keep its forecast? Measured makespan against the plan's, for every split.
+"""Compares runs with their forecasts: the measured makespan against the plan's, for every split.
 
-Seven ranks that sleep the published seconds of an A100, at a pace, are held against the forecast at
-those same seconds: nothing is fitted. Two ranks of the demo model are held against the forecast at
-the mean costs of the run itself, and of the run before it, since a shared machine drifts.
+Seven ranks that sleep the published times of an A100, scaled, are compared with the forecast at
+the same times, so nothing is fitted. Two ranks of the demo model are compared with the forecast at
+the mean costs of the run itself and of the run before it, because a shared machine drifts.
 
     python tests/bench/forecast_kept.py [--clips 28] [--time-scale 0.05] [--demo-clips 6]
 """
@@ -29,28 +29,28 @@ _SPLITS: dict[str, dict[str, Any]] = {
 
 
 def run(config: PipelineConfig, requests: list[ClipRequest]) -> Pipeline:
-    """A run from start to end; its pipeline, for what was measured."""
+    """Runs a pipeline to its end and returns it, for its measurements."""
     with Pipeline(config) as pipeline:
         pipeline.run(requests)
     return pipeline
 
 
 def forecast_seconds(pipeline: Pipeline, requests: list[ClipRequest], costs: Costs) -> float:
-    """The makespan that the plan promises at `costs`."""
+    """The makespan of the plan at `costs`."""
     schedule = pipeline.schedule(requests)
     return summarise(replay(schedule, costs), pipeline.config.world_size).makespan
 
 
-def sleeping_ranks(num_clips: int, pace: float) -> None:
-    """Seven ranks at the pace of published costs."""
-    costs = PRESETS["svd-xt-a100"].scaled(pace)
+def sleeping_ranks(num_clips: int, time_scale: float) -> None:
+    """Seven ranks that sleep the published costs times `time_scale`."""
+    costs = PRESETS["svd-xt-a100"].scaled(time_scale)
     config = PipelineConfig(
         world_size=7,
         model=ModelConfig(name="dummy", dummy_latent_shape=(1, 4, 2, 8, 8), dummy_sleeps=True),
         costs=costs,
     )
     requests = [ClipRequest(seed=seed) for seed in range(num_clips)]
-    print(f"7 ranks sleep svd-xt-a100 x {pace}, {num_clips} clips")
+    print(f"7 ranks sleep svd-xt-a100 x {time_scale}, {num_clips} clips")
     print(f"{'':24}{'measured':>10}{'forecast':>10}{'ratio':>8}")
     for name, split in {**_SPLITS, "data parallel": {"replicas": 7}}.items():
         pipeline = run(replace(config, **split), requests)
@@ -91,7 +91,7 @@ def main() -> None:
     parser.add_argument("--time-scale", type=float, default=0.05)
     parser.add_argument("--demo-clips", type=int, default=6)
     asked = parser.parse_args()
-    sleeping_ranks(asked.clips, asked.pace)
+    sleeping_ranks(asked.clips, asked.time_scale)
     if asked.demo_clips:
         demo_model(asked.demo_clips)
 

@@ -1,12 +1,12 @@
-"""Fuzzes what strangers' bytes reach first: the image reader and the two header parsers.
+"""Fuzzes the readers of untrusted bytes: the image reader and the two header parsers.
 
-Valid files of every allowed image format, packet headers and safetensors files are mutated (bits,
-bytes, lengths, pieces cut, doubled, swapped or taken from another sample; PNG checksums mended half
-of the time, or no mutation would get past them). Each input must be taken or be refused by the
-reader's own typed error, within 5 s and 900 MiB. Anything else is a crash: another exception, a
-signal, too long, too much. The inputs that crash are kept.
+It mutates valid files of every allowed image format, packet headers and safetensors files: bits,
+bytes and lengths change; pieces are cut, doubled, swapped or taken from another sample. Half of
+the time it corrects PNG checksums, because no mutation would pass them otherwise. The reader must
+accept each input or refuse it by its own typed error, within 5 s and 900 MiB. Anything else is a
+crash: another exception, a signal, too much time or memory. Inputs that crash are kept.
 
-The mutation is seeded, so a run of one worker can be repeated. No coverage guides it.
+The mutation is seeded, so a run with one worker is repeatable. It is not guided by coverage.
 
     nice python tests/bench/fuzz.py --seconds 600 [--target image] [--seed 0] [--keep crashes]
 """
@@ -43,19 +43,19 @@ from svdpp.media.image import read_photo
 from svdpp.models.safetensors_header import read_safetensors_header
 
 MAX_SECONDS = 5
-#: What the largest photograph may take, 50 megapixels: measured 240 (GIF) to 770 MiB (WebP, whose
-#: decoder holds the picture four times).
+#: The limit for the largest photograph, 50 megapixels: measured 240 (GIF) to 770 MiB (WebP, whose
+#: decoder holds four copies of the picture).
 MAX_BYTES = 900 * 2**20
 COUNTS = ("tried", "accepted", "crashes")
 
 
 @dataclass(frozen=True)
 class Target:
-    """One reader of strangers' bytes.
+    """One reader of untrusted bytes.
 
     Args:
-        samples: makes valid inputs.
-        read: takes a file with an input; raises on what it must not do with it.
+        samples: creates valid inputs.
+        read: reads an input from a file; raises if the reader misbehaves.
         refusal: the typed error that it may raise.
     """
 
@@ -68,7 +68,7 @@ class Target:
 
 
 def image_samples() -> list[bytes]:
-    """Valid images: every format, mode and compression that Pillow writes of those allowed."""
+    """Valid images in every allowed format, mode and compression that Pillow writes."""
     y, x = np.mgrid[:32, :48]
     pixels = np.stack([x * 5, y * 8, (x + y) * 3], -1).astype(np.uint8)
     rgb = Image.fromarray(pixels)
@@ -112,7 +112,7 @@ def _encoded(image: Image.Image, format: str, options: dict[str, Any]) -> bytes:
 
 
 def header_samples() -> list[bytes]:
-    """Packet headers of the kinds that are sent, and one of every size at its end."""
+    """Packet headers of the kinds that are sent, and one at the limit of every size."""
     latents = ("latents", TensorSpec((1, 14, 4, 16, 16), "fp16"))
     others = tuple((f"tensor_{index}", TensorSpec((2,) * index, "fp32")) for index in range(1, 8))
     tensors: list[tuple[tuple[str, TensorSpec], ...]] = [(latents,), (latents, *others), ()]
@@ -131,11 +131,11 @@ def weights_samples() -> list[bytes]:
     ]
 
 
-# --- what may be done with an input -------------------------------------------------------------
+# --- readers ------------------------------------------------------------------------------------
 
 
 def read_image(path: Path) -> None:
-    """Reads a photograph and looks at its last pixel."""
+    """Reads a photograph and its last pixel."""
     image, photo = read_photo(path)
     assert image.mode == "RGB", image.mode
     assert image.size == (photo.width, photo.height)
@@ -143,7 +143,7 @@ def read_image(path: Path) -> None:
 
 
 def read_header(path: Path) -> None:
-    """Reads a packet header, which then says the same again, or is refused by its receiver."""
+    """Reads a packet header, which must encode to the same bytes or be refused by its receiver."""
     data = path.read_bytes()
     header = Header.unpack(data)
     expected = Header.unpack(header_samples()[0])
@@ -176,7 +176,7 @@ def mutate(draw: random.Random, samples: list[bytes]) -> bytes:
 
 
 def _change(draw: random.Random, data: bytearray, samples: list[bytes]) -> None:
-    # Half of all changes strike the first 100 bytes, where sizes and counts are.
+    # Half of all changes hit the first 100 bytes, which hold sizes and counts.
     at = draw.randrange(min(len(data), draw.choice((100, len(data))))) if data else 0
     length = draw.choice((1, 2, 4, 16, 200))
     match draw.randrange(8):
@@ -203,7 +203,7 @@ def _change(draw: random.Random, data: bytearray, samples: list[bytes]) -> None:
 
 
 def _mended_png(data: bytes) -> bytes:
-    """A PNG with the checksums that its chunks ask for; other bytes as they are."""
+    """A PNG with correct checksums of its chunks; other bytes unchanged."""
     if not data.startswith(b"\x89PNG\r\n\x1a\n"):
         return data
     mended, at = bytearray(data[:8]), 8
@@ -221,10 +221,10 @@ def _mended_png(data: bytes) -> bytes:
 
 
 def work(name: str, seed: int, until: float, counts: SynchronizedArray, keep: Path) -> None:
-    """Tries inputs until `until`; a crash that ends this process leaves its input in `current`."""
+    """Tries inputs until the time `until`; a crash of the process leaves its input in `current`."""
     target, draw = TARGETS[name], random.Random(f"{name} {seed}")
     samples, current, base = target.samples(), keep / f"{name}.current", _peak_bytes()
-    for sample in samples:  # a sample that is refused as it is would be no start
+    for sample in samples:  # an invalid sample would be useless
         _try(target, sample, current, counts, base, accepted_only=name != "header")
     while time.monotonic() < until:
         _try(target, mutate(draw, samples), current, counts, base)
@@ -243,7 +243,7 @@ def _try(
     current.write_bytes(data)
     counts[0] += 1
     begun = time.monotonic()
-    signal.alarm(4 * MAX_SECONDS)  # whose default is to end the process
+    signal.alarm(4 * MAX_SECONDS)  # its default action ends the process
     try:
         target.read(current)
         counts[1] += 1
@@ -258,7 +258,7 @@ def _try(
         _keep(data, current, counts, f"took {seconds:.1f} s")
     if (peak := _peak_bytes()) > base + MAX_BYTES:
         _keep(data, current, counts, f"took {(peak - base) / 2**20:.0f} MiB")
-        Path("/proc/self/clear_refs").write_text("5")  # forget the peak: proc(5)
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak: proc(5)
 
 
 def _peak_bytes() -> int:
@@ -273,7 +273,7 @@ def _keep(data: bytes, current: Path, counts: SynchronizedArray, why: str) -> No
 
 
 def fuzz(names: list[str], seconds: float, seed: int, keep: Path) -> dict[str, dict[str, int]]:
-    """One worker for each target, begun anew where its process ends; the counts by target."""
+    """Runs one worker per target, restarted if its process ends; returns the counts by target."""
     context = multiprocessing.get_context("spawn")
     until = time.monotonic() + seconds
     counts: dict[str, Any] = {name: context.Array("Q", len(COUNTS)) for name in names}

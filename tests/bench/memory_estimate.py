@@ -3,12 +3,13 @@
 python tests/bench/memory_estimate.py                        the demo model at several sizes
 python tests/bench/memory_estimate.py --full-size FOLDER     a random UNet of SVD's size (3 GB)
 
-On the CPU, at one thread. All figures are of the whole process: libraries, weights, activations.
+It runs on the CPU with one thread. All figures are for the whole process: libraries, weights and
+activations.
 
-Two peaks are measured. `needed` is that of a process whose malloc gives freed blocks of 128 KiB and
-more back at once (MALLOC_MMAP_THRESHOLD_=131072): what lives at the same time, as the estimate has
-it. `held` is that of a process as ranks are: glibc's malloc keeps freed blocks for later, since
-pages fresh from the kernel cost time. How many it keeps differs between equal runs.
+Two peaks are measured. For `needed`, malloc returns freed blocks of 128 KiB and more at once
+(MALLOC_MMAP_THRESHOLD_=131072), so the peak is what is alive at the same time, as in the estimate.
+For `held`, malloc is as in ranks: glibc keeps freed blocks, because new pages from the kernel cost
+time. How many it keeps varies between equal runs.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def main() -> None:
 
 
 def compare(name: str, dtype: str, side: int, parts: tuple[str, ...], base: int) -> None:
-    """Estimate and measurement of 14 frames of `side` x `side`."""
+    """Prints estimate and measurement for 14 frames of `side` x `side`."""
     model = ModelConfig(name=name, dtype=dtype)  # type: ignore[arg-type]
     sampling = SamplingConfig(height=side, width=side, num_frames=14, decode_chunk_size=14)
     told = estimate(find_checkpoint(model), model, sampling, device="cpu")
@@ -87,7 +88,7 @@ def compare(name: str, dtype: str, side: int, parts: tuple[str, ...], base: int)
 
 
 def measure(name: str, dtype: str, side: int, part: str, **environment: str) -> int:
-    """Peak resident bytes of a fresh process that loads `part` and works twice."""
+    """The peak resident bytes of a fresh process that loads `part` and runs it twice."""
     asked = json.dumps([name, dtype, side, 14, part])
     done = subprocess.run(
         [sys.executable, "-c", MEASURE, asked],
@@ -100,7 +101,7 @@ def measure(name: str, dtype: str, side: int, part: str, **environment: str) -> 
 
 
 def save_full_size(folder: Path) -> None:
-    """A checkpoint whose UNet has SVD's own sizes (1.52 G parameters) and random weights."""
+    """A checkpoint whose UNet has SVD's size (1.52 G parameters) and random weights."""
     from diffusers import UNetSpatioTemporalConditionModel
 
     save_tiny_checkpoint(folder, num_frames=14, embedding_dim=1024, dtype=torch.bfloat16)

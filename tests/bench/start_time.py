@@ -1,14 +1,14 @@
-"""What it costs to have more ranks: seconds until they are ready, and memory.
+"""Measures the cost of more ranks: seconds until they are ready, and memory.
 
-Time: ranks of the demo model, by fork server and by spawn, each measured in a process of its own,
-so that the fork server's imports are paid every time. `ready` is from the group's start to the last
-rank's report that it has met the others.
+Time: ranks of the demo model, by fork server and by spawn, each in a separate process, so that the
+fork server's imports count every time. `ready` is the time from the group's start to the last
+rank's `Joined`.
 
-Memory: the proportional set size (/proc/<pid>/smaps_rollup, Pss: a page that n processes share
+Memory: the proportional set size (/proc/<pid>/smaps_rollup, Pss: a page shared by n processes
 counts 1/n in each) of all ranks and the fork server, with the demo model and with a checkpoint
-whose UNet has random weights, of full size or smaller. Ranks load weights as `run` does: mapped
-from the file where that has the asked dtype. Each rank has its roles: the first alone holds what
-encodes. One clip goes through all of them first, for pages that nobody has read count for nobody.
+whose UNet has random weights, at full size or smaller. Ranks load weights as `run` does: mapped
+from the file if it has the requested dtype. Each rank has its roles: only the first one encodes.
+One clip goes through all ranks first, because unread pages do not count.
 
     python tests/bench/start_time.py [--unet full|medium] [--worlds 1 2 4] [--repeats 3]
 """
@@ -29,7 +29,7 @@ import torch
 
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SamplingConfig
 
-#: Channels of the UNet's four levels; SVD's own are 320, 640, 1280, 1280 (1.52 G parameters).
+#: Channels of the UNet's four levels; SVD has 320, 640, 1280, 1280 (1.52 G parameters).
 UNETS = {"full": (320, 640, 1280, 1280), "medium": (96, 192, 384, 384)}
 
 
@@ -55,7 +55,7 @@ def measure(model: str, dtype: str, world_size: int, start_method: str) -> dict[
 
 
 def _descendants() -> list[int]:
-    """All processes below this one: ranks, fork server and multiprocessing's resource tracker."""
+    """All descendants of this process: ranks, fork server and resource tracker."""
     parents = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -77,7 +77,7 @@ def _pss_bytes(pid: int) -> int:
 
 
 def apart(model: str, dtype: str, world_size: int, start_method: str) -> dict[str, float]:
-    """`measure` in a process of its own."""
+    """Runs `measure` in a separate process."""
     arguments = ["--measure", model, dtype, str(world_size), start_method]
     done = subprocess.run(
         [sys.executable, __file__, *arguments], check=True, capture_output=True, text=True
@@ -87,7 +87,7 @@ def apart(model: str, dtype: str, world_size: int, start_method: str) -> dict[st
 
 
 def save_checkpoint(folder: Path, unet: str, dtype: torch.dtype) -> int:
-    """A checkpoint with a random UNet of that size; bytes of all its weight files."""
+    """Writes a checkpoint with a random UNet; returns the bytes of its weight files."""
     from diffusers import StableVideoDiffusionPipeline, UNetSpatioTemporalConditionModel
 
     from svdpp.models.checkpoint import find_checkpoint
@@ -116,7 +116,7 @@ def save_checkpoint(folder: Path, unet: str, dtype: torch.dtype) -> int:
 
 
 def print_times(worlds: tuple[int, ...], repeats: int) -> None:
-    """Both start methods in turn; the ratio of the medians to one rank's."""
+    """Prints both start methods, measured in turn, and the ratios to one rank's median."""
     for method in ("forkserver", "spawn"):
         medians = {}
         for world_size in worlds:
@@ -128,7 +128,7 @@ def print_times(worlds: tuple[int, ...], repeats: int) -> None:
 
 
 def print_memory(label: str, model: str, dtype: str, num_bytes: int, worlds: list[int]) -> None:
-    """Summed PSS by world, and what each further rank adds, as a share of the checkpoint."""
+    """Prints the summed PSS by world size, and each further rank's share of the checkpoint."""
     sums = {world: apart(model, dtype, world, "forkserver")["pss"] for world in worlds}
     print(f"{label}, {num_bytes / 1e9:.3f} GB of weights, ranks in {dtype}:")
     for world in worlds:
@@ -164,7 +164,7 @@ def main() -> None:
         num_bytes = save_checkpoint(folder, arguments.unet, torch.bfloat16)
         label = f"{arguments.unet} UNet saved in bf16"
         print_memory(label, str(folder), "bf16", num_bytes, arguments.worlds)
-        if arguments.unet != "full":  # each rank of it would have a copy of 6 GB
+        if arguments.unet != "full":  # each rank would have a copy of 6 GB
             print_memory(label, str(folder), "fp32", num_bytes, arguments.worlds)
 
 

@@ -1,4 +1,4 @@
-"""Two benches side by side: when a difference is one, and when it is noise."""
+"""The comparison of two benches: when a difference is real, and when it is noise."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _bench(
     sha256: str = "aa",
     **environment: Any,
 ) -> Path:
-    """A folder of results in which every figure follows from the clips a minute."""
+    """A folder of results in which every figure follows from the clips per minute."""
     folder.mkdir()
     (point,) = read_grid("smoke", list(overrides))
     rates = {"pipeline": pipeline, "diffusers": alone}
@@ -96,7 +96,7 @@ def test_a_pipeline_that_became_slower_is_different(tmp_path: Path) -> None:
 
 
 def test_a_machine_that_became_slower_is_no_difference(tmp_path: Path) -> None:
-    """Both cases lose a tenth: on one machine that is the machine's, on another one it counts."""
+    """Both cases lose a tenth: on one machine that is drift, on another one it is real."""
     a = _bench(tmp_path / "a")
     slow = tuple(0.9 * rate for rate in PIPELINE), tuple(0.9 * rate for rate in ALONE)
     assert compare(a, _bench(tmp_path / "b", *slow)).is_equal is True
@@ -137,14 +137,14 @@ def test_other_bits_of_the_same_clips_are_told(tmp_path: Path) -> None:
 def test_one_round_says_nothing_of_its_spread(tmp_path: Path) -> None:
     found = compare(_bench(tmp_path / "a", (100.0,), (50.0,)), _bench(tmp_path / "b"))
     assert found.ratios[1].low is None
-    assert found.is_equal is True  # as near as this no spread is needed
+    assert found.is_equal is True  # so close to 1 that no spread is needed
     found = compare(_bench(tmp_path / "c", (80.0,), (50.0,)), _bench(tmp_path / "d"))
     assert found.is_equal is None
     assert "--measure.repeats" in found.verdict
 
 
 def test_the_interval_is_welchs() -> None:
-    """By hand: variances 0.01 of 3 logarithms each, so 4 degrees of freedom, t = 8.610."""
+    """By hand: 3 logarithms each with variance 0.01, so 4 degrees of freedom, t = 8.610."""
     a = [math.exp(x) for x in (-0.1, 0.0, 0.1)]
     found = ratio("", a, [2 * x for x in a])
     assert found.value == pytest.approx(2.0)
@@ -154,16 +154,16 @@ def test_the_interval_is_welchs() -> None:
 
 
 def test_one_wild_round_does_not_hide_what_is_plain() -> None:
-    """Welch's interval holds 1 here, though every round of B is nearly ten times any of A."""
+    """Welch's interval contains 1, although every round of B is nearly ten times any of A."""
     a, b = [1.0, 1.01, 0.99, 1.0], [10.0, 10.5, 11.0, 60.0]
     found = ratio("", a, b)
     assert found.low is not None
     assert found.low < 1
     assert found.is_apart
     assert found.is_noise is False
-    assert not ratio("", a, b, drift=math.log(2)).is_apart  # most of it may be the machine's
-    assert not ratio("", a, [3.0, 4.0, 5.0, 18.0]).is_apart  # no farther than within B
-    assert not ratio("", a[:3], b[:3]).is_apart  # chance would do it too often
+    assert not ratio("", a, b, drift=math.log(2)).is_apart  # most of it may be drift
+    assert not ratio("", a, [3.0, 4.0, 5.0, 18.0]).is_apart  # no wider than the spread of B
+    assert not ratio("", a[:3], b[:3]).is_apart  # noise would do it too often
 
 
 @pytest.mark.parametrize("name", ["summary.json", "env.json"])
@@ -201,5 +201,7 @@ def test_a_summary_without_what_is_compared_is_refused(
     content = json.loads((b / "summary.json").read_text())
     (b / "summary.json").write_text(json.dumps({**content, **damage}))
     for one, other in ((a, b), (b, a)):
-        with pytest.raises(InputError, match=r"summary\.json' is no bench's: (cases|config)"):
+        with pytest.raises(
+            InputError, match=r"summary\.json' is not a bench's summary: (cases|config)"
+        ):
             compare(one, other)

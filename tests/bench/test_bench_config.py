@@ -1,4 +1,4 @@
-"""What a bench is asked: YAML, overrides, grids, and words for what nobody knows."""
+"""A bench's configuration: YAML, overrides, grids, and errors for unknown keys."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ def test_an_unknown_key_names_the_nearest_known_one(key: str, hint: str) -> None
         ("pipeline.world=true", "pipeline.world must be a whole number, got True"),
         ("pipeline.world=0", "pipeline.world must be 1 or more, got 0"),
         ("pipeline.world=[]", "pipeline.world must be a whole number, got []"),
-        ("precision=amp", "precision is refused: amp would be torch.autocast"),
+        ("precision=amp", "precision is refused: amp means torch.autocast"),
         ("precision=fp8", "precision must be 'fp32', 'bf16' or 'fp16', got 'fp8'"),
         ("experiment=../up", "experiment must match ^[A-Za-z0-9_]"),
         ("measure.seeds=[]", "measure.seeds needs 1 or more values, got []"),
         ("model=demo", "model must be a section, got 'demo'"),
-        ("model.name.x=1", "'name' is no section"),
+        ("model.name.x=1", "'name' is not a section"),
         ("pipeline.world", "an override is section.field=value, got 'pipeline.world'"),
-        ("pipeline.world=[1", "the value is no YAML"),
+        ("pipeline.world=[1", "the value is not YAML"),
     ],
 )
 def test_values_that_do_not_fit_are_refused(override: str, words: str) -> None:
@@ -159,7 +159,7 @@ def test_a_configuration_shows_no_home(tmp_path: Path, monkeypatch: pytest.Monke
         ("workload.clips=100001", "workload.clips must be 100000 or less, got 100001"),
         ("measure.repeats=1001", "measure.repeats must be 1000 or less, got 1001"),
         ("measure.warmups=1001", "measure.warmups must be 1000 or less, got 1001"),
-        ("pipeline.timeout=true", "pipeline.timeout is refused: a truth value is no number"),
+        ("pipeline.timeout=true", "pipeline.timeout is refused: true and false are not numbers"),
         ("profile='yes'", "profile must be true or false, got 'yes'"),
     ],
 )
@@ -173,9 +173,9 @@ def test_aliases_that_stand_for_a_billion_values_are_refused(tmp_path: Path) -> 
     lines = ["a0: &a0 [1,1,1,1,1,1,1,1,1,1]"]
     lines += [f"a{n}: &a{n} [{','.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 10)]
     path.write_text("\n".join(lines))
-    with pytest.raises(InputError, match=r"is no YAML: alias \*a0: write the value out"):
+    with pytest.raises(InputError, match=r"is not YAML: alias \*a0: write the value out"):
         read_grid(str(path), [])
-    with pytest.raises(RequestError, match="the value is no YAML"):
+    with pytest.raises(RequestError, match="the value is not YAML"):
         read_grid("smoke", ["workload.clips=[&a 1, *a]"])
 
 

@@ -1,4 +1,4 @@
-"""What a bench's pipeline tells of the costs that a plan is made with."""
+"""The costs that a bench computes from its rounds."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _bench(device: str, world_size: int) -> Bench:
 def _round(
     case: str, step_seconds: dict[int, float], transfers: dict[tuple[int, int], float]
 ) -> Round:
-    """A clip for which each rank does one step."""
+    """A clip in which each rank does one step."""
     trace = Trace(4)
     trace.add(0, ActionDone(action="ENCODE c0 @0", start=0.0, end=0.25, waited=0.0))
     for rank, seconds in step_seconds.items():
@@ -59,7 +59,7 @@ def test_a_rank_has_its_median_and_a_hop_the_receivers() -> None:
 
 
 def test_a_slow_host_gets_fewer_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks are told apart where they are on different hosts, and so are the transfers."""
+    """Ranks on different hosts get separate costs, and so do their transfers."""
     for name, value in WORLD.items():
         monkeypatch.setenv(name, value)
     one = _bench("cpu", 4)
@@ -89,7 +89,7 @@ def test_a_rank_that_only_decodes_is_as_fast_as_elsewhere(
 
 
 def test_of_a_draft_only_leaps_are_hand_overs() -> None:
-    """Words between walks are two latents, results are frames: neither is a pipeline's packet."""
+    """A draft's states are two latents, its results frames: neither is a pipeline's packet."""
     one = _bench("cpu", 3)
     one.config = replace(one.config, draft=DraftConfig(start_steps=(0, 1, 2)))
     done = _round(PIPELINE, {0: 1.0, 1: 1.0, 2: 1.0}, {(0, 1): 0.1, (1, 2): 0.1})

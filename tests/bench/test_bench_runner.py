@@ -1,4 +1,4 @@
-"""Which cases a bench measures, with which clips, and what becomes of them."""
+"""Which cases a bench measures, with which clips, and what it records."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def test_files_of_a_run(tmp_path: Path) -> None:
 def test_a_bench_prints_the_figures_that_its_comparison_has(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Rounds of 60, 60 and 7.5 clips a minute: the median is 60, the geometric mean 30."""
+    """Rounds of 60, 60 and 7.5 clips per minute: the median is 60, the geometric mean 30."""
     one = _bench()
     kept = Results(tmp_path, one)
     for number, seconds in enumerate((1.0, 1.0, 8.0)):

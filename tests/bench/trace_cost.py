@@ -1,15 +1,15 @@
-"""What tracing costs: the same clips with and without `--trace` and `--log-file`, in one run.
+"""Measures the cost of tracing: the same clips with and without `--trace` and `--log-file`.
 
-Ranks report every step, action and transfer in any case; the trace is kept by the parent and
-written after the last clip. So what the options add is the log's records, in the parent, and the
-file at the end. Three figures, since the first is no better than the machine is quiet:
+Ranks report every step, action and transfer in any case; the parent keeps the trace and writes it
+after the last clip. So the options add the log's records in the parent, and the file at the end.
+There are three figures, because the first is only as good as the machine is quiet:
 
-- the ratio of makespans, rounds in turn (without, with, with, without), with the spread of equal
-  rounds beside it;
+- the ratio of makespans, in alternating rounds (without, with, with, without), with the spread of
+  equal rounds;
 - the parent's processor time in the same rounds: the difference is what the options add to it;
-- the cost of one event's whole way, alone in this process: made and sent by the rank, read, traced
-  and logged by the parent. Times the number of events it bounds the share of the makespan from
-  above: it counts the parent's work as if it ran on the busiest rank's core.
+- the cost of one event's whole path, measured alone in this process: created and sent by the rank;
+  read, traced and logged by the parent. Multiplied by the number of events it is an upper bound of
+  the share of the makespan, as if the parent ran on the busiest rank's core.
 
     python tests/bench/trace_cost.py [--world 2] [--clips 4] [--repeats 3]
 """
@@ -38,16 +38,16 @@ _NUM_EVENTS = 20_000
 
 
 class Round(NamedTuple):
-    """What one run came to."""
+    """The figures of one run."""
 
     makespan: float
     parent_seconds: float
-    """Processor time of the parent, its start and the trace's file included."""
+    """Processor time of the parent, including its start and the trace's file."""
     num_events: int
 
 
 def run_once(config: PipelineConfig, num_clips: int, folder: Path | None) -> Round:
-    """One run with log and trace in `folder`, or without both."""
+    """One run with log and trace in `folder`, or without them."""
     num_events = 0
     begun = time.process_time()
 
@@ -68,7 +68,7 @@ def run_once(config: PipelineConfig, num_clips: int, folder: Path | None) -> Rou
 
 
 def seconds_an_event(config: PipelineConfig, folder: Path) -> Iterator[tuple[str, float]]:
-    """Processor seconds of each part of one step's report, by part."""
+    """The processor seconds of one step's report, by part."""
     open_log(verbosity=0, log_file=folder / "alone.jsonl")
     trace, log = Trace(config.world_size), EventLog(config.layout)
     reader, writer = os.pipe()

@@ -406,7 +406,7 @@ def test_verify_refuses_what_says_nothing_of_a_clip(
 def test_a_journal_alone_is_no_clip(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text("{}")
     answer = svdpp_here("verify", str(tmp_path / "*.json"))
-    assert_error(answer, 7, "run.json' is a run's manifest, and no clip")
+    assert_error(answer, 7, "run.json' is a run's manifest, not a clip")
     assert_error(svdpp_here("verify", str(tmp_path / "a*.json")), 7, "a*.json' matches no files")
 
 

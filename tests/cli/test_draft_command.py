@@ -162,7 +162,7 @@ def test_an_accepted_draft_is_kept_resumed_and_never_verified(tmp_path: Path) ->
     assert (clip["state"], clip["exact"], clip["output"]) == ("done", False, "rocket_0.draft.mp4")
 
     refused = svdpp_here("verify", str(out / "rocket_0.draft.mp4.json"))
-    assert_error(refused, 2, "says itself that it is not exact", "without --draft-psnr")
+    assert_error(refused, 2, "marked as not exact", "without --draft-psnr")
     again = svdpp_here(*drafting, "--draft-psnr", "10dB", "--resume")
     assert again.out == f"{out}/rocket_0.draft.mp4  (was finished)\n"
     better = svdpp_alone(*drafting, "--resume")

@@ -284,4 +284,4 @@ def test_a_run_is_repeated_from_its_manifest() -> None:
     changed = svdpp_here(*again, "--seed", "3", "-o", "{name}.gif", "--dry-run", "--json", "-q")
     (clip,) = json.loads(changed.out)["clips"]
     assert (clip["seed"], clip["output"]) == (3, "a photo.gif")
-    assert_error(svdpp_here("run", "--from", "moved/one.mp4.json"), 7, "is no run's manifest")
+    assert_error(svdpp_here("run", "--from", "moved/one.mp4.json"), 7, "is not a run's manifest")

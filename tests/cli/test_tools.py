@@ -91,10 +91,10 @@ def test_a_broken_machine_names_every_mend(tmp_path: Path) -> None:
         **{"devices": 2, "ffmpeg": 8, "output folder": 8, "model": 5},
         **{"temporary folder": 0, "memory": 0, "transfers": 0, "determinism": 0},
     }
-    assert "--device cpu" in checks["devices"]["mend"]
-    assert checks["ffmpeg"]["mend"] == "pip install imageio-ffmpeg"
-    assert "--out" in checks["output folder"]["mend"]
-    assert "--model" in checks["model"]["mend"]
+    assert "--device cpu" in checks["devices"]["fix"]
+    assert checks["ffmpeg"]["fix"] == "pip install imageio-ffmpeg"
+    assert "--out" in checks["output folder"]["fix"]
+    assert "--model" in checks["model"]["fix"]
     for name in ("memory", "transfers", "determinism"):
         assert (checks[name]["verdict"], checks[name]["detail"]) == ("skipped", "needs devices")
 
@@ -107,7 +107,7 @@ def test_the_first_failure_gives_the_exit_code(tmp_path: Path) -> None:
     assert answer.code == 2
     assert answer.err == "2 of 8 checks failed\n"
     assert "failed  ffmpeg            there is no ffmpeg to make mp4 with\n" in answer.out
-    assert "\n" + " " * 26 + "mend: pip install imageio-ffmpeg\n" in answer.out
+    assert "\n" + " " * 26 + "fix: pip install imageio-ffmpeg\n" in answer.out
 
 
 @pytest.mark.long

@@ -86,7 +86,7 @@ def test_every_harm_to_a_clip_is_named(out: Path) -> None:
     }
     details = {Path(proof["clip"]).name: proof["checks"][2]["detail"] for proof in proofs["clips"]}
     assert details["deleted.mp4"] == "there is no 'deleted.mp4'"
-    assert "changed, or replaced" in details["junk.mp4"]
+    assert "changed or replaced" in details["junk.mp4"]
     assert "the metadata inside says" in details["swapped.mp4"]
     assert "mp4 is lossy: its pixels against those of the recomputed" in details["forged.mp4"]
     assert "the metadata inside says latents_sha256" in details["edited.mp4"]
@@ -148,7 +148,7 @@ def test_a_moved_clip_and_its_photograph(out: Path) -> None:
     shutil.copy(out / "rocket_0.mp4", elsewhere / "mine.mp4")
     (out.parent / "rocket.jpg").rename(out.parent / "moved.jpg")
     lost = svdpp_here("verify", str(elsewhere / "mine.mp4"), "-q")
-    assert_error(lost, 7, "rocket.jpg', the photograph of 'mine.mp4', is not there", "--image PATH")
+    assert_error(lost, 7, "rocket.jpg', the photograph of 'mine.mp4', is missing", "--image PATH")
     named = svdpp_here("verify", str(elsewhere / "mine.mp4"), "--image", "moved.jpg", "-q")
     assert named.code == 0, named
     assert "no sha256 of the file is recorded" in named.out
@@ -187,7 +187,7 @@ def test_metadata_beyond_the_limits_is_refused_before_any_work(
     _edit(out / "rocket_0.mp4.json", **{name: value})
     answer = svdpp_here("verify", "out/rocket_0.mp4")
     if (name, value) == ("model", "dummy"):
-        assert_error(answer, 2, "says 'dummy', and the dummy model makes no clips")
+        assert_error(answer, 2, "names the model 'dummy', which makes no clips")
     else:
         assert_error(answer, 2)
 

@@ -1,4 +1,4 @@
-"""The trace file is valid Chrome trace JSON, and holds exactly what was measured."""
+"""The trace file is valid Chrome trace JSON, and holds exactly the measurements."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _REQUIRED = {"X": {"name", "cat", "ts", "dur", "args"}, "s": {"id", "ts"}, "f": 
 
 
 def check_schema(events: list[dict[str, Any]]) -> None:
-    """What viewers ask of a trace: known phases, whole fields, rising times, nested slices."""
+    """What viewers require: known phases, all fields, ascending times, nested slices."""
     timed = [event for event in events if event["ph"] != "M"]
     assert events == [event for event in events if event["ph"] == "M"] + timed
     for event in events:
@@ -29,7 +29,7 @@ def check_schema(events: list[dict[str, Any]]) -> None:
         assert _REQUIRED[event["ph"]] <= event.keys()
         assert event["ts"] >= 0
         assert event.get("dur", 0) >= 0
-        assert isinstance(event["ts"] + event.get("dur", 0), int)  # sums of fractions are not exact
+        assert isinstance(event["ts"] + event.get("dur", 0), int)  # sums of floats are not exact
     assert [event["ts"] for event in timed] == sorted(event["ts"] for event in timed)
     tracks = defaultdict(list)
     for event in timed:
@@ -42,7 +42,7 @@ def check_schema(events: list[dict[str, Any]]) -> None:
 
 
 def _check_nesting(slices: list[tuple[float, float]]) -> None:
-    """On one track a slice is over when the next begins, or holds it whole."""
+    """On one track a slice ends before the next begins, or contains it."""
     above: list[float] = []
     for start, end in slices:
         while above and above[-1] <= start:
@@ -108,7 +108,7 @@ def test_a_hand_over_is_an_arrow_from_its_sender_to_its_receiver() -> None:
 
 
 def test_two_words_on_one_step_of_a_clip_are_two_arrows() -> None:
-    """A SEND_START to step 14 and what is told of step 14, between the same two ranks."""
+    """A SEND_START to step 14 and the state of step 14, between the same two ranks."""
     trace = Trace(2)
     for end, num_bytes in ((1.0, 8), (9.0, 16)):
         transfer = {"clip": 0, "next_step": 14, "num_bytes": num_bytes, "end": end, "seconds": 0.5}

@@ -1,4 +1,4 @@
-"""What a profile's measurements become as costs."""
+"""The costs that a profile computes from its measurements."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _profile(device: str, *steps: float) -> Profile:
     [
         ("cuda", (1.0, 1.05, 1.02), 1.02),  # the same GPUs: one number
         ("cuda", (1.0, 2.0, 1.0), (1.0, 2.0, 1.0)),
-        ("cpu", (1.0, 2.0, 1.1), 1.1),  # one processor: chance
+        ("cpu", (1.0, 2.0, 1.1), 1.1),  # one processor: noise
     ],
 )
 def test_ranks_are_told_apart_where_gpus_differ(

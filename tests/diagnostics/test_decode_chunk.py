@@ -1,4 +1,4 @@
-"""`--decode-chunk-size auto`: the law, what is chosen by it, and a real measurement."""
+"""`--decode-chunk-size auto`: the formula, the choice by it, and a real measurement."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_measured_memory_grows_with_the_frames_and_their_size() -> None:
     assert small.num_frames == large.num_frames == 14
     assert 0 < small.free < 2**63
     assert small.needed(1) < small.needed(14)
-    # A frame of 128x128 holds 64 channels at its full size, and several such tensors at a time.
+    # A frame of 128x128 has 64 channels at full size, and several such tensors are alive at a time.
     assert large.one_frame > 2 * 64 * 256 * 256 * 4
     assert large.needed(14) > 1.5 * small.needed(14)
 
@@ -111,7 +111,7 @@ def test_a_measurement_that_runs_out_of_memory(
     monkeypatch: pytest.MonkeyPatch, ending: Callable[..., None], words: str, hint: str
 ) -> None:
     monkeypatch.setattr(decode_chunk, "_measure", ending)
-    # Started anew, a process would not have the change.
+    # A spawned process would not have the patch.
     monkeypatch.setattr(fork_server, "start_method", lambda device: "fork")  # noqa: ARG005
     config = PipelineConfig(world_size=1, model=ModelConfig(name="demo"))
     with pytest.raises(OutOfMemoryError, match=words) as caught:

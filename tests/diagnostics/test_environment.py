@@ -1,4 +1,4 @@
-"""What the environment says of a machine, and what it keeps to itself."""
+"""What the environment says about a machine, and what it does not reveal."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_commit_and_state_are_those_of_a_checkout_alone(
 ) -> None:
     monkeypatch.setattr(module.svdpp, "__file__", str(tmp_path / "svdpp" / "__init__.py"))
     assert module._git() is None
-    (tmp_path / ".git").mkdir()  # of no use to git
+    (tmp_path / ".git").mkdir()  # not a git repository
     assert module._git() is None
 
 

@@ -1,4 +1,4 @@
-"""Questions to real ranks: what comes back, and what becomes of a rank that cannot answer."""
+"""Questions to real ranks: their answers, and the end of a rank that fails."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_what_a_step_takes_is_seen_from_outside() -> None:
 
     seen = rank_probe.measure_work(config, checkpoint, "denoise")
 
-    # Two tensors of 16 channels live at once at the least; the plain Conv3d unfolds one 27 times.
+    # At least two tensors of 16 channels are alive at once; the plain Conv3d unfolds one 27 times.
     assert 2 * wide_bytes <= seen < 60 * wide_bytes
 
 

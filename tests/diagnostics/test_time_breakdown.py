@@ -1,4 +1,4 @@
-"""Where a rank's time went: parts measured apart, which have to add up to the wall."""
+"""The breakdown of a rank's time: separately measured parts that add up to the wall time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from svdpp.worker.messages import ActionDone, TransferDone
 
 
 def _trace() -> Trace:
-    """Rank 0 works from 0 to 4; rank 1 waits from 1 to 5, a packet arriving from 4 to 5."""
+    """Rank 0 works from 0 to 4; rank 1 waits from 1 to 5, and a packet arrives from 4 to 5."""
     trace = Trace(2)
     trace.add(0, ActionDone(action="ENCODE c0 @0", start=100.0, end=101.0, waited=0.0))
     trace.add(0, ActionDone(action="DENOISE c0 0:2", start=101.0, end=104.0, waited=0.0))
@@ -46,7 +46,7 @@ def test_what_was_not_measured_is_missed() -> None:
 def test_hops_beneath_the_denoising_cost_nothing_and_two_at_once_count_once() -> None:
     trace = _trace()
     transfer = {"clip": 1, "next_step": 2, "num_bytes": 8, "peer": 0, "direction": "recv"}
-    for end in (106.0, 105.0, 104.5):  # beneath the denoise, the same second again, half of it
+    for end in (106.0, 105.0, 104.5):  # during the denoise, the same second twice, half of one
         trace.add(1, TransferDone(seconds=1.0, end=end, **transfer))
     assert (time_breakdown(trace)[1].wait, time_breakdown(trace)[1].transfer) == (2.5, 1.5)
 
@@ -55,7 +55,7 @@ def test_a_rank_that_did_nothing_was_idle() -> None:
     trace = Trace(2)
     trace.add(0, ActionDone(action="ENCODE c0 @0", start=1.0, end=3.0, waited=0.0))
     assert [each.idle for each in time_breakdown(trace)] == [0.0, 2.0]
-    with pytest.raises(ValueError, match="nothing was done"):
+    with pytest.raises(ValueError, match="the trace has no actions"):
         time_breakdown(Trace(1))
 
 
@@ -81,7 +81,7 @@ def test_an_overrun_is_explained_by_the_work_that_took_longest() -> None:
     costs = Costs(step_seconds=0.125, encode_seconds=1.0, decode_seconds=1.5)
     assert overrun(_trace(), _forecast(5.0), costs) == (
         "the run took 10.00 s, 2.0 times the forecast: "
-        "a step takes 1.5 s on rank 0, and the forecast counts 0.125 s"
+        "a step takes 1.5 s on rank 0, and the forecast assumes 0.125 s"
     )
     costs = Costs(step_seconds=1.5, encode_seconds=1.0)
     assert "a decode takes 1.5 s on rank 1" in overrun(_trace(), _forecast(8.0), costs)

@@ -1,4 +1,4 @@
-"""Small pipelines of real ranks with the dummy model, which the tests of the API share."""
+"""Small pipelines of real ranks with the dummy model, shared by the tests of the API."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SamplingConfig
 from svdpp.driver.pipeline import Pipeline
 
-#: Far longer than any of these tests takes; a wait that ends here is a hang.
+#: Far longer than any of these tests takes; a wait of this length is a hang.
 HANG_SECONDS = 120
 
 

@@ -1,4 +1,4 @@
-"""The programs in docs/api.md run as they stand and print what the page says."""
+"""The programs in docs/api.md run as written and print what the page says."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PROGRAM = re.compile(r"^```python\n(.*?)^```\n\n^```text\n(.*?)^```\n", re.DOTA
 
 
 def _programs() -> dict[str, tuple[str, str]]:
-    """Program and output, by the heading above."""
+    """Program and output, by heading."""
     found = {}
     for section in PAGE.read_text().split("\n## ")[1:]:
         for program, output in _PROGRAM.findall(section):

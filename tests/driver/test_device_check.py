@@ -1,4 +1,4 @@
-"""Ranks whose bits may differ are refused before they load anything, or marked."""
+"""Ranks whose bits may differ are refused before they load a model, or their clips are marked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drafts by real ranks: the exact clip bit for bit, every rank's result, and what can go wrong."""
+"""Drafts by real ranks: the exact clip bit for bit, every rank's result, and failures."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class _Heard:
 @pytest.mark.processes
 @pytest.mark.parametrize("world_size", STARTS)
 def test_ranks_do_what_the_plan_counts(world_size: int, tmp_path: Path) -> None:
-    """Rounds, evaluations and messages; and each rank comes to what one process would."""
+    """Rounds, evaluations and messages; and each rank gets the result of a single process."""
     config = _dummy(STARTS[world_size])
     draft_plan, seeds = config.draft_plan, [3, 4]
     pipeline = Pipeline(config, tensor_folder=str(tmp_path))
@@ -126,7 +126,7 @@ def test_the_exact_clip_is_diffusers_own() -> None:
     config = _svd("demo", (0, 3, 5), 8)
     verdict = verify(config, [_request(), _request(photo=1)])
     assert verdict.bitwise, verdict.first_difference
-    # After rank 0's stretches, at the end, and the frames, of two clips.
+    # For two clips: after each of rank 0's ranges, at the end, and the frames.
     assert [check.step for check in verdict.checks] == [1, 4, 8, 8] * 2
     drafts = [(each.clip, each.rank, each.start, each.rounds) for each in verdict.drafts]
     assert drafts == [(0, 2, 5, 5), (0, 1, 3, 6), (1, 2, 5, 5), (1, 1, 3, 6)]
@@ -233,7 +233,7 @@ def test_distances_in_the_record_are_those_of_the_frames(tmp_path: Path) -> None
 
 @pytest.mark.processes
 def test_an_accepted_draft_ends_the_clip_and_never_calls_itself_exact(tmp_path: Path) -> None:
-    """Ranks 3 and 2 agree to any PSNR above 1 dB: the steps that are left are not done."""
+    """Ranks 3 and 2 agree at any PSNR above 1 dB, so the remaining steps are skipped."""
     config = _svd("demo", (0, 30, 34, 37), 40, accept_psnr_db=1.0)
     requests = [_request(tmp_path), _request(tmp_path, photo=1)]
     outputs = [each.output for each in requests]
@@ -251,7 +251,7 @@ def test_an_accepted_draft_ends_the_clip_and_never_calls_itself_exact(tmp_path: 
         *("chelsea_0.draft.mp4", "chelsea_0.draft.mp4.json"),
     ]
     done = Counter(step.rank for step in pipeline.trace.steps)
-    assert done[0] < 2 * 40  # of whose rounds the agreement takes 8
+    assert done[0] < 2 * 40  # the agreement takes 8 of its rounds
     assert done[3] == 2 * 3
 
 
@@ -274,7 +274,7 @@ def test_a_walk_that_comes_to_harm_costs_drafts_and_not_the_clip(victim: int) ->
 
     assert results[0].metadata["latents_sha256"] == tensor_sha256(_lab(config, 0).latent((0,)))
     ranks = [[each["rank"] for each in r.metadata["draft"]["results"]] for r in results]
-    # Those behind it hear from it, or of it; those before it do not.
+    # The ranks that depend on it lose the clip too; the ranks before it do not.
     assert ranks == [list(range(victim - 1, 0, -1)), [3, 2, 1]]
     (lost,) = heard.of(DraftLost)
     assert (lost[0], lost[1].clip) == (victim, 0)
@@ -323,6 +323,6 @@ def test_a_drafts_files_are_named_for_what_they_are() -> None:
 
 
 def test_latents_are_what_travels_first() -> None:
-    """A leap's packet is a clip's own: whoever begins there needs nothing else."""
+    """The packet of SEND_START is a clip's whole packet: a rank can begin from it alone."""
     spec = LatentSpec(shape=SHAPE, dtype="fp32", dims="BCFHW")
     assert list(DummyModel(spec, 4, torch.device("cpu")).packet_spec()) == [LATENTS]

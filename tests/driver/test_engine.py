@@ -1,4 +1,4 @@
-"""Real ranks run the plan's own lists: results, order, failures and what they are called."""
+"""Real ranks perform the plan's action lists: results, order, failures and error messages."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_a_rank_that_raises_is_named_with_clip_and_step() -> None:
 
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_a_killed_rank_is_named_and_the_others_end(victim: int) -> None:
-    fault = InjectedFault("hang", 1, 1)  # so that the kill meets a run that is under way
+    fault = InjectedFault("hang", 1, 1)  # so that the run is in progress when the kill arrives
     pipeline = Pipeline(_config(3, steps=6), fault=fault)
     with pytest.raises(RankError) as caught, pipeline:
         pipeline.submit([ClipRequest(seed=seed) for seed in range(3)])
@@ -180,7 +180,7 @@ def test_an_interrupt_to_one_rank_is_no_success() -> None:
 
 
 def test_spawned_ranks_do_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As ranks on CUDA are started."""
+    """By spawn, as for ranks on CUDA."""
     monkeypatch.setattr(fork_server, "start_method", lambda device: "spawn")  # noqa: ARG005
     with Pipeline(_config(2, steps=4)) as pipeline:
         results = pipeline.run([ClipRequest(seed=1)])
@@ -214,7 +214,7 @@ def _is_zombie(pid: int) -> bool:
 
 
 def test_more_work_can_be_given_to_ranks_that_are_busy(tmp_path: Path) -> None:
-    """They read it when they are done with what they have; a pipe holds less than this."""
+    """Ranks read further work only after their current work; a pipe holds less than this."""
     gate, pad = tmp_path / "gate", {"pad": "x" * 2**20}
     stop = InjectedStop("hang", 0, 0, place="step0", until=str(gate))
     with Pipeline(_config(2, steps=4), fault=stop) as pipeline:

@@ -1,4 +1,4 @@
-"""What becomes of outputs that are there already: kept, made anew, refused."""
+"""Existing outputs are kept, replaced or refused."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def photo() -> Photo:
 def _finish(
     photo: Photo, output: OutputConfig, config: PipelineConfig = CONFIG, **more: Any
 ) -> dict[str, Any]:
-    """Puts a clip in its place, as a run would; its JSON."""
+    """Writes a clip as a run would; returns its JSON."""
     record = clip_metadata(photo, 0, output, config, find_checkpoint(config.model))
     record |= {"latents_sha256": "0" * 64, "frames_sha256": "0" * 64, **more}
     Path(output.path).parent.mkdir(exist_ok=True)
@@ -109,7 +109,7 @@ def test_hand_overs_kept_with_other_threads_are_told(photo: Photo, tmp_path: Pat
     assert _plan(photo, replace(policy, resume=False), here).other_threads is None
 
 
-# --- what is there is not replaced unasked ------------------------------------------------------
+# --- existing files are not replaced unasked ----------------------------------------------------
 
 FORMATS: list[VideoFormat] = ["mp4", "gif", "webp", "frames"]
 
@@ -161,14 +161,14 @@ def test_a_clip_of_somebody_elses_is_not_replaced_by_resume(photo: Photo, tmp_pa
     for metadata in ({}, {"seed": 1}):
         video.write_clip(frames, output, fps=7, metadata=metadata)
         before = Path(output.path).read_bytes()
-        with pytest.raises(RequestError, match="without a JSON, and is no clip of svdpp's"):
+        with pytest.raises(RequestError, match="without a JSON, and svdpp did not write it"):
             _plan(photo, OutputPolicy(folder=tmp_path, resume=True))
         assert Path(output.path).read_bytes() == before
     assert len(_plan(photo, OutputPolicy(folder=tmp_path, overwrite=True)).requests) == 1
 
 
 def test_a_file_that_was_changed_is_not_replaced_by_resume(photo: Photo, tmp_path: Path) -> None:
-    """Another video in its place may be somebody's work; what cannot be played is made again."""
+    """Another video under its name may be a user's work; an unreadable file is replaced."""
     output, policy = _clip(tmp_path), OutputPolicy(folder=tmp_path, resume=True)
     _finish(photo, output)
     whole = Path(output.path).read_bytes()
@@ -184,7 +184,7 @@ def test_a_file_that_was_changed_is_not_replaced_by_resume(photo: Photo, tmp_pat
 def test_a_run_json_of_somebody_elses_is_not_replaced(photo: Photo, tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text('{"scripts": {"dev": "next dev"}}')
     for policy in (OutputPolicy(folder=tmp_path), OutputPolicy(folder=tmp_path, resume=True)):
-        with pytest.raises(RequestError, match=r"run\.json' exists and is no run's manifest"):
+        with pytest.raises(RequestError, match=r"run\.json' exists and is not a run's manifest"):
             _plan(photo, policy)
     _plan(photo, OutputPolicy(folder=tmp_path, overwrite=True))
     with RunManifest(tmp_path / "run.json", {"model": "demo"}, []):
@@ -193,7 +193,7 @@ def test_a_run_json_of_somebody_elses_is_not_replaced(photo: Photo, tmp_path: Pa
 
 
 def test_a_clip_of_version_0_3_is_kept(photo: Photo, tmp_path: Path) -> None:
-    """Its JSON had another name, and no hash of the file."""
+    """Its JSON had another name and no hash of the file."""
     output = _clip(tmp_path)
     record = {**_finish(photo, output), "schema_version": 1}
     del record["file_sha256"]
@@ -230,7 +230,7 @@ def test_a_folder_of_somebody_elses_in_the_drafts_place_is_refused(
         _check(photo, policy)
     with pytest.raises(OutputError, match="holds other files"):
         _check(photo, replace(policy, overwrite=True))
-    _check(photo, policy, CONFIG)  # who asks for no draft needs no place for it
+    _check(photo, policy, CONFIG)  # a run without a draft needs no path for one
 
 
 @pytest.mark.parametrize(

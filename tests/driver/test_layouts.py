@@ -1,4 +1,4 @@
-"""Wherever the cuts lie and whoever decodes, real ranks give the bits of one device."""
+"""For all cuts and decoding ranks, real ranks give the bits of one device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What clips leave on the disk is removed when its clip is finished, and again at the very end."""
+"""Leftover files are removed when their clip is finished, and again at the end of the run."""
 
 from __future__ import annotations
 

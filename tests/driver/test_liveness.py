@@ -1,4 +1,4 @@
-"""Who is blamed, from what was said and when; no process, no clock."""
+"""Which rank counts as stalled, from events and their times; no process, no clock."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_a_rank_that_loads_for_too_long_is_named() -> None:
 
 
 def test_no_heartbeat_is_missed_before_a_rank_has_joined() -> None:
-    """CUDA's initialisation may hold Python's lock for long."""
+    """CUDA's initialisation may hold the GIL for long."""
     liveness = _liveness(joined=False)
     liveness.heard(2, Heartbeat(), 0.0)
     _heartbeats_until(liveness, 59, {0: Heartbeat(), 1: Heartbeat()})

@@ -1,4 +1,4 @@
-"""What is wrong with one clip alone is told by its name, and every other clip is made."""
+"""An error of one clip is reported for that clip, and every other clip is made."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_run_raises_for_a_lost_clip_after_the_others_are_made() -> None:
 def test_inputs_and_outputs_that_go_wrong_lose_their_own_clip(tmp_path: Path) -> None:
     config, requests = _demo(tmp_path, 4)
     gone = ClipRequest(seed=1, image=str(tmp_path / "gone.jpg"), output=requests[1].output)
-    (tmp_path / "clip_2.mp4").mkdir()  # so that no file can take this place
+    (tmp_path / "clip_2.mp4").mkdir()  # so that the file cannot be written here
     with Pipeline(config) as pipeline:
         pipeline.submit([requests[0], gone, *requests[2:]])
         results = list(pipeline.results())
@@ -101,7 +101,7 @@ def test_inputs_and_outputs_that_go_wrong_lose_their_own_clip(tmp_path: Path) ->
 def test_a_disk_that_hangs_ends_the_run(tmp_path: Path) -> None:
     config, requests = _demo(tmp_path, 1)
     config = replace(config, world_size=1, timeout_seconds=4)
-    os.mkfifo(tmp_path / "clip0_frames.npy")  # the write of which waits for a reader
+    os.mkfifo(tmp_path / "clip0_frames.npy")  # writing to it blocks until there is a reader
     with (
         pytest.raises(RankError, match=r"rank 0 .* has waited for its disk for \d s"),
         Pipeline(config, tensor_folder=str(tmp_path)) as pipeline,
@@ -182,7 +182,7 @@ def test_a_journal_that_cannot_be_written_is_an_error_before_and_after_the_run(
         path.unlink()
         path.mkdir()
         manifest._written_at = 0.0
-        manifest(0, ClipDone(clip=0, metadata={}))  # tried, and not a reason to end the run
+        manifest(0, ClipDone(clip=0, metadata={}))  # a failed write does not end the run
 
 
 def test_a_journal_hides_no_other_error(tmp_path: Path) -> None:

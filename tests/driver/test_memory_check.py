@@ -1,4 +1,4 @@
-"""A run that this machine cannot hold is refused before any of its processes starts."""
+"""A run that needs more memory than this machine has is refused before any process starts."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_ranks_that_need_more_than_is_free_are_refused(
 
 @pytest.mark.usefixtures("one_gib")
 def test_what_fits_by_the_exact_estimate_alone_is_run() -> None:
-    """The quick bound is beyond what is free; the estimate is not."""
+    """The quick bound exceeds the free memory; the estimate does not."""
     resolved, checkpoint = resolve(_config(decode_chunk_size=1))
     assert memory_check._upper_bound(resolved, checkpoint, 2) > 2**30
     check_memory(resolved, checkpoint, (DENOISE, ALL))

@@ -1,4 +1,4 @@
-"""What rank 0 asks of other hosts, answered from folders of theirs."""
+"""Rank 0's questions to other hosts, answered from their folders."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _plan(folder: Path, seeds: tuple[int, ...] = (1, 2), key: str | None = None)
 
 
 def _finish(record: Mapping[str, Any], folder: Path, **changes: Any) -> None:
-    """Puts a clip where the other host has its own."""
+    """Writes a clip to the other host's folder."""
     frames = np.zeros((2, 32, 32, 3), np.uint8)
     whole = {**record, "latents_sha256": "0" * 64, "frames_sha256": "0" * 64, **changes}
     output = OutputConfig(path=str(folder / record["output"]))
@@ -65,7 +65,7 @@ def _finish(record: Mapping[str, Any], folder: Path, **changes: Any) -> None:
 
 
 class _Host1:
-    """Answers from folders of its own."""
+    """Answers from its own folders."""
 
     def __init__(self, there: OutputPolicy, draft: DraftConfig | None = None) -> None:
         self.there = there
@@ -144,7 +144,7 @@ def test_an_output_in_the_way_on_another_host_is_refused(tmp_path: Path) -> None
     host1 = _Host1(policy)
     with pytest.raises(RequestError, match="1 output exists already on host1") as refusal:
         hosts.without_those_elsewhere(plan, policy, host1)
-    assert host1.sent_away == [refusal.value], "they need not find out for themselves"
+    assert host1.sent_away == [refusal.value], "the other hosts must learn why"
     over = replace(policy, overwrite=True)
     assert hosts.without_those_elsewhere(plan, over, _Host1(over)).requests == plan.requests
 
@@ -181,10 +181,10 @@ def test_a_folder_that_takes_no_file_is_named_with_its_host(tmp_path: Path) -> N
 def test_whatever_goes_wrong_on_another_host_is_told_by_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def look(*_: object) -> None:
+    def fail(*_: object) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(hosts, "_look", look)
+    monkeypatch.setattr(hosts, "_answer", fail)
     policy = OutputPolicy(folder=tmp_path)
     host1 = _Host1(policy)
     with pytest.raises(SvdppError, match=r"on host1: OSError: .*Input/output error") as refusal:

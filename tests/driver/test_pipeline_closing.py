@@ -1,4 +1,4 @@
-"""How a pipeline ends: with all clips made, or at once; from any thread, as often as one likes."""
+"""How a pipeline ends: with all clips made, or at once; from any thread, any number of times."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from tests.faults.stops import InjectedStop
 
 pytestmark = pytest.mark.processes
 
-#: Stands for ever at its second clip.
+#: Hangs for ever at its second clip.
 STUCK = InjectedFault("hang", 1, 1)
 
 
 @pytest.fixture
 def stuck() -> Iterator[Pipeline]:
-    """An entered pipeline that has made its first clip and will never make the second."""
+    """An entered pipeline that has made its first clip and hangs at the second."""
     pipeline = Pipeline(config(), fault=STUCK)
     pipeline.__enter__()
     first, _ = pipeline.submit(clips(0, 1))
@@ -110,7 +110,7 @@ def test_a_signal_while_the_block_waits_for_its_clips_ends_the_ranks(
 def test_a_signal_in_the_middle_of_a_submit_ends_the_run(
     stuck: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Half of the ranks have the clip: even a caller who goes on must not wait for ever."""
+    """Half of the ranks have the clip: a caller who goes on must not wait for ever."""
     send = stuck._entered.send
 
     def interrupt(rank: int, message: bytes) -> None:
@@ -120,7 +120,7 @@ def test_a_signal_in_the_middle_of_a_submit_ends_the_run(
     monkeypatch.setattr(stuck._entered, "send", interrupt)
     with pytest.raises(KeyboardInterrupt):
         stuck.submit(clips(2))
-    with pytest.raises(SvdppError, match="given to some of the ranks only: KeyboardInterrupt"):
+    with pytest.raises(SvdppError, match="only some of the ranks got the clips: KeyboardInterrupt"):
         stuck.close()
 
 
@@ -134,7 +134,7 @@ def test_closing_at_once_tells_of_a_failure_once() -> None:
 
 
 def test_a_signals_handler_may_close_the_pipeline(stuck: Pipeline) -> None:
-    """In the thread that it interrupts, which may be in the middle of a submit or a close."""
+    """The handler runs in the interrupted thread, which may be in a submit or a close."""
     with stuck._submitting, stuck._session._cleaning:  # type: ignore[union-attr]
         stuck.close(drain=False)
         stuck.close()
@@ -148,7 +148,7 @@ def test_every_thread_that_closes_hears_of_a_failure() -> None:
         errors = [each.exception() for each in [threads.submit(pipeline.close) for _ in range(3)]]
     assert any(isinstance(error, RankError) for error in errors)
     assert {str(error) for error in errors if error} == {str(pipeline.run_error)}
-    pipeline.close()  # it was raised, and once is enough
+    pipeline.close()  # it was raised before, and is raised once
 
 
 def test_an_observer_that_never_returns_cannot_keep_the_ranks(
@@ -190,7 +190,7 @@ def test_closing_while_the_ranks_start(tmp_path: Path) -> None:
 
 
 def test_a_clip_that_is_being_written_leaves_nothing_behind(tmp_path: Path) -> None:
-    """The ranks are killed at whatever they do, and their half-written files are removed."""
+    """The ranks are killed while they write, and their partly written files are removed."""
     sampling = SamplingConfig(
         num_inference_steps=1, height=64, width=64, num_frames=14, max_guidance_scale=1.0
     )

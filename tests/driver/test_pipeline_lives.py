@@ -1,4 +1,4 @@
-"""Whatever ends a pipeline that many threads use, at whatever moment: nobody is left waiting."""
+"""A pipeline with many threads ends in any way, at any moment: no thread is left waiting."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Life:
     """A pipeline with threads that submit, wait for handles, run, and take results, until its end.
 
     Args:
-        seed: of everything that is random in it.
-        end: what ends it, after some number of events.
+        seed: of its random choices.
+        end: what ends it, after a random number of events.
     """
 
     def __init__(self, seed: int, end: End) -> None:
@@ -50,7 +50,7 @@ class Life:
         self._pipeline.observe(self._see)
 
     def live(self) -> BaseException | None:
-        """What leaves the block; every thread has ended by then."""
+        """The error that leaves the block; all threads have ended then."""
         left: BaseException | None = None
         seeds = [self._random.random() for _ in range(3)]
         with ThreadPoolExecutor(5) as threads:
@@ -96,7 +96,7 @@ class Life:
         while True:
             for result in self._pipeline.results():
                 assert result.metadata["latents_sha256"]
-            time.sleep(0.01)  # leaves the processor to the ranks
+            time.sleep(0.01)  # gives the processor to the ranks
 
 
 @pytest.mark.long

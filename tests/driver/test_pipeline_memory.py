@@ -1,4 +1,4 @@
-"""A pipeline that lives for days keeps nothing of clips that are finished and handed out."""
+"""A pipeline that runs for days keeps nothing of clips that are finished and returned."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HISTORY = 10
 
 
 def _sizes(root: object) -> dict[str, int]:
-    """How much is in each collection that `root` leads to, by the path of attributes."""
+    """The size of each collection that `root` references, by the path of attributes."""
     sizes: dict[str, int] = {}
     seen: set[int] = set()
     left: deque[tuple[str, object]] = deque([("pipeline", root)])
@@ -62,7 +62,7 @@ def test_two_thousand_clips_leave_no_growing_collection_behind(tmp_path: Path) -
     bounded = config(2, steps=2)
     lost = _LosesMany("nan", 1, 0)
     with Pipeline(bounded, history_clips=HISTORY, fault=lost) as pipeline:
-        _make(pipeline, 1100, tmp_path)  # the longest memory is of 1000 clips
+        _make(pipeline, 1100, tmp_path)  # the longest history holds 1000 clips
         before = _sizes(pipeline)
         objects = len(gc.get_objects())
         _make(pipeline, 900, tmp_path)

@@ -1,4 +1,4 @@
-"""What a caller can do wrong is refused at once, by a plain sentence, and harms no other clip."""
+"""Misuse is refused at once with a plain sentence, and affects no other clip."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from svdpp.config import ClipRequest, ModelConfig, OutputConfig, PipelineConfig, SamplingConfig
 from svdpp.driver.pipeline import Pipeline
-from svdpp.errors import ClosedError, InputError, NotFiniteError, RequestError
+from svdpp.errors import ClosedError, NotFiniteError, RequestError
 from svdpp.media.examples import example_photos
 from svdpp.worker.fault_injection import InjectedFault
 from tests.driver.dummies import HANG_SECONDS, clips, config
@@ -99,8 +99,8 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     ),
 }
 REFUSED_METADATA: dict[str, tuple[Any, type[Exception], str]] = {
-    "too few": ([{}], RequestError, "there are 1 metadata for 2 clips: give one each"),
-    "too many": ([{}] * 3, RequestError, "there are 3 metadata for 2 clips"),
+    "too few": ([{}], RequestError, "got 1 metadata for 2 clips: give one for each clip"),
+    "too many": ([{}] * 3, RequestError, "got 3 metadata for 2 clips"),
     "no dictionaries": (["a", "b"], TypeError, "metadata 0 of the list is a value of type str"),
     "one dictionary": ({"output": "a"}, TypeError, "metadata 0 of the list is a value of type str"),
     "an object": ([{}, {"input": object()}], RequestError, "clip 1 of the list cannot be sent"),
@@ -119,8 +119,8 @@ def test_what_is_no_clip_is_refused_and_nothing_of_it_is_sent(tmp_path: Path) ->
                 pipeline.submit(clips(0, 1), metadata)
         assert pipeline.submit([]) == pipeline.run([]) == list(pipeline.results()) == []
         (result,) = pipeline.run(clips(8))
-        with pytest.raises(InputError, match="does not exist"):
-            pipeline.run(ClipRequest(seed=8, image=str(tmp_path / "a photo")))
+        with pytest.raises(RequestError, match="image must be str"):
+            pipeline.run(ClipRequest(seed=8, image=tmp_path / "a photo"))  # type: ignore[arg-type]
     assert result.clip == 0, "an index was taken by a clip that was refused"
     assert {span.action.clip for span in pipeline.trace.spans} == {0}
 
@@ -128,9 +128,9 @@ def test_what_is_no_clip_is_refused_and_nothing_of_it_is_sent(tmp_path: Path) ->
 @pytest.mark.processes
 def test_steps_beyond_the_last_are_refused(tmp_path: Path) -> None:
     with Pipeline(config(steps=4), latents_folder=str(tmp_path)) as pipeline:
-        request = ClipRequest(seed=0, latents_key=KEY, done_steps=5)
-        with pytest.raises(RequestError, match="must be 0 to 4, got 5"):
-            pipeline.submit(request)
+        for done_steps in (5, -1):
+            with pytest.raises(RequestError, match=f"must be 0 to (4|1000), got {done_steps}"):
+                pipeline.submit(ClipRequest(seed=0, latents_key=KEY, done_steps=done_steps))
 
 
 @pytest.mark.processes

@@ -1,4 +1,4 @@
-"""One pipeline, several threads: every clip is made once, and nobody waits for ever."""
+"""One pipeline, several threads: every clip is made once, and no thread waits for ever."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_threads_that_iterate_share_the_results() -> None:
 
 
 def test_clips_are_made_while_nobody_looks() -> None:
-    """Far more than the ranks' pipes hold events for."""
+    """Far more clips than the events that fit into the ranks' pipes."""
     all_done, done = threading.Event(), []
 
     def count(rank: int, event: Event) -> None:  # noqa: ARG001
@@ -95,7 +95,7 @@ def test_a_failure_is_raised_by_whoever_waits(tmp_path: Path) -> None:
         ]
         with ThreadPoolExecutor(len(waits)) as threads:
             waiting = [threads.submit(wait) for wait in waits]
-            while pipeline._clips.num_added < 3:  # the run is under way
+            while pipeline._clips.num_added < 3:  # the run is in progress
                 assert not waiting[1].done()
             os.kill(pids(pipeline)[1], signal.SIGKILL)
             errors = [each.exception(HANG_SECONDS) for each in waiting]

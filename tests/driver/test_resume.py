@@ -1,4 +1,4 @@
-"""An interrupted clip goes on from its last hand-over, through any ranks, to the same bits."""
+"""An interrupted clip resumes from its last latent checkpoint, on any ranks, to the same bits."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def uninterrupted() -> list[str]:
 def test_after_a_kill_at_every_hand_over(
     victim: int, tmp_path: Path, uninterrupted: list[str]
 ) -> None:
-    """The victim stands still with the second clip's packet in hand, and is killed there."""
+    """The victim hangs with the second clip's packet, and is killed there."""
     handed_over = victim * 7
     pipeline = Pipeline(
         _config(4), latents_folder=str(tmp_path), fault=InjectedFault("hang", victim, 1)
@@ -120,7 +120,7 @@ def test_steps_done_before_are_not_done_again(tmp_path: Path, uninterrupted: lis
 
 @pytest.mark.processes
 def test_a_resumed_clip_tells_its_work_from_its_pause(tmp_path: Path) -> None:
-    """Its steps before the pause count as work, the pause does not; the wall counts both."""
+    """Steps before the pause count as compute, the pause does not; the wall time has both."""
     checkpoints = LatentCheckpoints(tmp_path, {"memory_format": "contiguous", **_here()})
     begun_an_hour_ago = Packet(
         *(0, 14, time.time() - 3600, {"latents": _latent_after(14, 0)}), compute_seconds=700.0

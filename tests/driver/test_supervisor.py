@@ -1,4 +1,4 @@
-"""What ends a run is told by its cause, whoever complains first; no process."""
+"""A run that fails reports the cause, whichever rank reports first; no process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RAISED = _failed(RuntimeError("of its own"))
 
 
 class Group:
-    """Ranks of which all is known beforehand."""
+    """Ranks with prescribed messages and exit codes."""
 
     world_size = 3
 
@@ -43,7 +43,7 @@ class Group:
         return RankLocation("here", rank)
 
     def send(self, rank: int, message: bytes) -> None:
-        """Nobody listens."""
+        """Drops the message."""
 
     def output_tail(self, rank: int) -> str:  # noqa: ARG002
         return ""
@@ -52,7 +52,7 @@ class Group:
         return True
 
     def kill(self, error: BaseException | None = None) -> None:
-        """Nobody is there."""
+        """There is no process to kill."""
 
 
 @pytest.fixture(autouse=True)

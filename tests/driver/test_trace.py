@@ -1,4 +1,4 @@
-"""What was measured adds up to what the table says."""
+"""The measurements add up to the figures in the table."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_steps_of_an_action_that_was_broken_off_are_in_no_other() -> None:
 
 
 def _bounded(last_clips: int, num_clips: int) -> Trace:
-    """One rank and two steps a clip; clip n takes n + 1 seconds a step."""
+    """One rank and two steps per clip; each step of clip n takes n + 1 seconds."""
     trace = Trace(1, last_clips)
     end = 0.0
     for clip in range(num_clips):

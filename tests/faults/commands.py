@@ -1,4 +1,4 @@
-"""Commands under test: started, watched through what their ranks report, ended by their fault."""
+"""Commands under test: started, observed by their ranks' events, ended by a fault."""
 
 from __future__ import annotations
 
@@ -35,26 +35,26 @@ SIMULATE = (
     *("simulate", "--world", str(WORLD_SIZE), "--steps", "6", "--threads", "1"),
     *("--latent-shape", "1", "4", "2", "8", "8", "--clips", "4", "--quiet"),
 )
-#: As a plan's `stop`: while rank 1 stands at clip 2, the others come to wait for it.
+#: A plan's `stop`: while rank 1 hangs at clip 2, the others wait for it.
 STANDING = {"kind": "hang", "rank": 1, "clip": 2, "place": "step2"}
-#: Four clips of the demo model, small; the output folder is to follow.
+#: Four small clips of the demo model; append the output folder.
 RUN = (
     *("run", PHOTO, *DEMO, "--world", str(WORLD_SIZE), "--steps", "3", "--threads", "1"),
     *("--frames", str(NUM_FRAMES), "--height", "64", "--width", "64", "--seeds", "0-3"),
     *("--skip-existing", "--quiet", "--out"),
 )
-_START_SECONDS = 100.0  # of a loaded machine; no bound of the fault table
+_START_SECONDS = 100.0  # for a loaded machine; not a bound of the fault table
 
 
 class Command:
-    """One command in a session of its own, with its own temporary folder.
+    """One command in its own session, with its own temporary folder.
 
     Args:
         arguments: of `svdpp`; or of `python`, with `{plan}` for the plan's file and `{home}`.
-        home: folder for this test's files; short, since sockets lie in it. The command gets a new
-            folder in it for its temporary files.
+        home: folder for this test's files, with a short path, because it holds sockets. The
+            command gets a new folder in it for its temporary files.
         out: where it writes clips, if it does.
-        plan: of `tests.faults.planted`, beside `events`; None runs `svdpp` as it is.
+        plan: of `tests.faults.injected`, without `events`; None runs `svdpp` unchanged.
     """
 
     def __init__(
@@ -70,15 +70,15 @@ class Command:
         if plan is not None:
             plan_file = home / f"{self.mark}.json"
             plan_file.write_text(json.dumps({"events": str(self._events), **plan}))
-            program = ["-m", "tests.faults.planted", str(plan_file)]
+            program = ["-m", "tests.faults.injected", str(plan_file)]
             arguments = tuple(word.format(plan=plan_file, home=home) for word in arguments)
         environment = {
             **os.environ,
             **{"PYTHONPATH": str(ROOT), "TMPDIR": str(self.home), MARK: self.mark},
             **{"COLUMNS": "80", "TERM": "dumb", "HF_HUB_OFFLINE": "1"},
         }
-        # The test's own import of diffusers sets it, and a folder that the command creates is to
-        # be seen.
+        # The test's import of diffusers sets it, but a folder that the command creates must be
+        # noticed.
         environment.pop("TORCHINDUCTOR_CACHE_DIR", None)
         with self._stderr.open("wb") as stderr:
             self.process = subprocess.Popen(
@@ -92,11 +92,11 @@ class Command:
 
     @property
     def errors(self) -> str:
-        """What it has said on stderr."""
+        """Its stderr so far."""
         return self._stderr.read_text()
 
     def event(self, *, seconds: float = _START_SECONDS, **wanted: Any) -> dict[str, Any]:
-        """Waits for what a rank reports, with these fields among others."""
+        """Waits for an event of a rank with these fields."""
         found: list[dict[str, Any]] = []
 
         def heard() -> bool:
@@ -125,7 +125,7 @@ class Command:
         return found
 
     def process_with(self, words: str, read: Callable[[int], str]) -> int:
-        """Waits for a process of the run of which `read` gives `words`."""
+        """Waits for a process of the run whose `read` contains `words`."""
         found: list[int] = []
 
         def there() -> bool:
@@ -137,7 +137,7 @@ class Command:
         return found[0]
 
     def signal(self, number: signal.Signals, *, group: bool = False) -> float:
-        """Sends a signal to the command, or to its whole process group; the time."""
+        """Sends a signal to the command or its process group; returns the time."""
         self.pids()
         now = time.monotonic()
         if group:
@@ -147,7 +147,7 @@ class Command:
         return now
 
     def end(self, fault: float, bound: float) -> int:
-        """Waits for the command's end, `bound` seconds after the time of the fault; its code."""
+        """Waits until `bound` seconds after the fault for the command's end; returns its code."""
         bound = allowing_for_others(bound)
         try:
             self.process.wait(max(0.0, fault + bound - time.monotonic()))
@@ -157,7 +157,7 @@ class Command:
         return self.process.returncode
 
     def assert_gone(self, seconds: float = 1.0) -> None:
-        """No process is left, not even as a zombie, and no temporary file; clips are whole."""
+        """Checks that no process, zombie or temporary file is left, and that clips are complete."""
         self._seen.update(self.pids())
         seconds = allowing_for_others(seconds)
         orphans = self._seen - {self.process.pid}
@@ -173,7 +173,7 @@ class Command:
                 assert clip.with_suffix(".mp4.json").exists()
 
     def discard(self) -> None:
-        """Ends whatever a failed test has left."""
+        """Ends the processes that a failed test has left."""
         for pid in self.pids():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

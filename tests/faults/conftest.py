@@ -1,4 +1,4 @@
-"""What every row of the fault table shares: a place for its files, and the look at what is left."""
+"""Fixtures for all rows of the fault table: a folder, and the check that nothing is left."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ StartCommand = Callable[..., Command]
 
 @pytest.fixture
 def home() -> Iterator[Path]:
-    """A folder with a short name: a socket's path takes 107 bytes, pytest's own folders most."""
+    """A folder with a short path: a socket's path is limited to 107 bytes."""
     folder = Path(tempfile.mkdtemp(prefix="faults-"))
     yield folder
     shutil.rmtree(folder)
@@ -26,7 +26,7 @@ def home() -> Iterator[Path]:
 
 @pytest.fixture
 def start(home: Path) -> Iterator[StartCommand]:
-    """Starts commands; when the test is over, nothing of them may be left."""
+    """Starts commands, and checks after the test that nothing of them is left."""
     commands: list[Command] = []
 
     def starter(*arguments: str, **options: Any) -> Command:

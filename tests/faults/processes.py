@@ -1,4 +1,4 @@
-"""What /proc says of the processes of one run, without asking the run itself."""
+"""The processes of one run as /proc shows them, independent of the run itself."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-#: In the environment of a command under test, and so of all that it starts.
+#: An environment variable of the command under test, inherited by all its processes.
 MARK = "TEST_RUN_OF_SVDPP"
 
 
@@ -29,7 +29,7 @@ def marked(mark: str) -> list[int]:
 
 
 def ranks_below(folder: Path) -> dict[int, int]:
-    """Process id by rank, of ranks whose output goes to a file below `folder`."""
+    """Process id by rank, of ranks whose output goes to a file in `folder`."""
     found = {}
     for pid in _process_ids():
         with contextlib.suppress(OSError):
@@ -40,15 +40,15 @@ def ranks_below(folder: Path) -> dict[int, int]:
 
 
 def is_there(pid: int) -> bool:
-    """Whether the process exists, dead and not yet collected ones included."""
+    """Whether the process exists, also as a zombie."""
     return Path(f"/proc/{pid}").exists()
 
 
 @contextlib.contextmanager
 def adopting_orphans() -> Iterator[None]:
-    """Has processes whose parent has ended become this one's children (prctl(2), subreaper).
+    """Makes this process the parent of orphaned descendants (prctl(2), subreaper).
 
-    Else they are init's, and some inits let zombies lie for seconds.
+    Otherwise init adopts them, and some inits reap zombies only after seconds.
     """
     libc, set_child_subreaper = ctypes.CDLL(None), 36
     libc.prctl(set_child_subreaper, 1)
@@ -59,7 +59,7 @@ def adopting_orphans() -> Iterator[None]:
 
 
 def collected(pids: Iterable[int]) -> bool:
-    """Whether all of `pids` have ended; those adopted are collected as they do."""
+    """Whether all of `pids` have ended; reaps adopted ones."""
     for pid in pids:
         with contextlib.suppress(ChildProcessError):
             os.waitpid(pid, os.WNOHANG)
@@ -67,7 +67,7 @@ def collected(pids: Iterable[int]) -> bool:
 
 
 def described(pids: Iterable[int]) -> str:
-    """State and arguments of those of `pids` that exist, a line each."""
+    """State and arguments of the existing ones of `pids`, one per line."""
     lines = []
     for pid in filter(is_there, pids):
         with contextlib.suppress(OSError):
@@ -77,21 +77,21 @@ def described(pids: Iterable[int]) -> str:
 
 
 def command_line(pid: int) -> str:
-    """The process's arguments; nothing once it has ended."""
+    """The process's arguments; empty once it has ended."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
     return ""
 
 
 def allowing_for_others(seconds: float) -> float:
-    """A bound of the fault table, which is of an idle machine, on one that others use as well."""
+    """A bound of the fault table, which is for an idle machine, on a loaded one."""
     return seconds * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
 def wait_until(
     happens: Callable[[], object], seconds: float, what: str | Callable[[], str]
 ) -> float:
-    """Waits until `happens()`; the seconds that took. Fails the test when it takes longer."""
+    """Waits until `happens()` and returns the seconds; fails the test after too long."""
     begun = time.monotonic()
     while not happens():
         waited = time.monotonic() - begun

@@ -1,4 +1,4 @@
-"""A fault that only tests plant: a rank that raises or stands still at a named place."""
+"""A fault that only tests inject: a rank that raises or hangs at a named place."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from svdpp.worker.fault_injection import InjectedFault
 
 @dataclass(frozen=True)
 class InjectedStop(InjectedFault):
-    """A rank that stands still at a place of its life, with its heart beating.
+    """A rank that hangs at a place but goes on sending heartbeats.
 
     Args:
-        kind: what it does when it may go on: `raise` an exception, or, after a `hang`, its work.
+        kind: how it continues: `raise` raises an exception, `hang` goes on with the work.
         clip: ignored at `start`, `load` and `join`, which come before all clips.
         place: `start` (before the rank's first report), `load` (of the model), `join` (before it
-            connects to the other ranks), `step<k>` of the clip, or another action of it by its
-            name: `encode`, `recv`, `send`, `decode`, `deliver`.
-        until: path of a file; the rank goes on when there is one. Empty: never.
+            connects to the other ranks), `step<k>` of the clip, or another action by its name:
+            `encode`, `recv`, `send`, `decode`, `finish`.
+        until: path of a file; the rank continues once it exists. Empty: never.
     """
 
     kind: Literal["raise", "hang"]
@@ -28,7 +28,7 @@ class InjectedStop(InjectedFault):
     until: str = ""
 
     def strikes(self, kind: str, rank: int, clip: int) -> bool:  # noqa: ARG002
-        """Never: this fault has a place of its own."""
+        """Never: this fault acts in `reach`."""
         return False
 
     def reach(self, rank: int, clip: int, place: str) -> None:
@@ -39,4 +39,4 @@ class InjectedStop(InjectedFault):
         while not (self.until and Path(self.until).exists()):
             time.sleep(0.02)
         if self.kind == "raise":
-            raise RuntimeError("a planted fault")
+            raise RuntimeError("an injected fault")

@@ -1,4 +1,4 @@
-"""A bench on ranks that others have started: what ends rank 0 between two cases ends all alike."""
+"""A bench on launched ranks: an error that ends rank 0 between two cases ends all ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _free_port() -> int:
 
 
 def _start(rank: int, port: int, home: Path) -> subprocess.Popen[bytes]:
-    """As srun would: nobody ends the others when one has ended, and rank 0 keeps the store."""
+    """Starts ranks as srun does: no launcher ends the others, and rank 0 hosts the store."""
     environment = {
         **os.environ,
         **{"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "TMPDIR": str(home)},
@@ -48,7 +48,7 @@ def _start(rank: int, port: int, home: Path) -> subprocess.Popen[bytes]:
 
 @pytest.fixture
 def ranks(tmp_path: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Two, which have begun to measure."""
+    """Two ranks that have begun to measure."""
     port = _free_port()
     started = [_start(rank, port, tmp_path) for rank in range(2)]
     try:
@@ -68,7 +68,7 @@ def test_results_that_cannot_be_written_end_every_rank_by_the_same_code(
     ranks: list[subprocess.Popen[bytes]], tmp_path: Path
 ) -> None:
     (config,) = tmp_path.glob("smoke/*/config.yaml")
-    (config.parent / "spans.jsonl").mkdir()  # where the first case's spans are to go
+    (config.parent / "spans.jsonl").mkdir()  # where the first case's spans would be written
     assert _codes(ranks) == [8, 8]
     assert "error: spans.jsonl cannot be written" in (tmp_path / "said0").read_text()
     assert (tmp_path / "said1").read_text() == "", "rank 0 has said it"

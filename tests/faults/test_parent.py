@@ -1,4 +1,4 @@
-"""Rows: the parent killed, two runs side by side, and what listens while a run goes on."""
+"""Rows: the parent is killed, two runs work side by side, and which sockets listen meanwhile."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Rows: a rank that raises, is killed, freezes, is slow, is interrupted, or never starts.
+"""Rows: a rank raises, is killed, is stopped, is slow, is interrupted, or never starts.
 
-In this process, whose fork server starts ranks in no time: the pipeline is the one that the
-commands use, and what it raises is what they end with.
+The pipeline runs in this process, whose fork server starts ranks quickly. The commands use the
+same pipeline, and end with the error that it raises.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ Happens = Callable[[int, Event], bool]
 
 @pytest.fixture(scope="module", autouse=True)
 def _warm_fork_server() -> None:
-    """Its imports are to be done before a rank's start is timed."""
+    """Starts the fork server, so that its imports do not count in the time of a rank's start."""
     with Pipeline(replace(DEMO, world_size=1)):
         pass
 
 
 @pytest.fixture
 def temporary_files(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The folder of this process's temporary files; nothing is left there or in the ranks' own."""
+    """The temporary folder of this process and its ranks; nothing may be left in it."""
     ranks_before, before = set(_child_ranks()), set(os.listdir(os.environ["TMPDIR"]))
     monkeypatch.setattr(tempfile, "tempdir", str(home))
     yield home
@@ -78,13 +78,13 @@ def _child_ranks() -> list[int]:
 
 
 class Faulty:
-    """A pipeline in which something happens to a rank when another thing has happened.
+    """A pipeline in which a given event triggers a fault.
 
     Args:
         config: of the pipeline.
-        stop: planted.
-        when: judges each event; the first one it holds for is the time of the fault.
-        act: what then happens; called with the ranks' process ids.
+        stop: the fault to inject.
+        when: whether an event is the time of the fault; the first one counts.
+        act: called at that time, with the ranks' process ids.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Faulty:
         self._pipeline.observe(self._see)
 
     def run(self, requests: list[ClipRequest]) -> tuple[RankError, float]:
-        """What ends the run, and seconds from the fault to that end."""
+        """The error that ends the run, and the seconds from the fault to the end."""
         with pytest.raises(RankError) as caught, self._pipeline:
             self._pipeline.run(requests)
         assert self._fault is not None, f"it ended before its fault: {caught.value}"
@@ -133,11 +133,11 @@ def _kill(rank: int, number: signal.Signals) -> Callable[[dict[int, int]], None]
 
 
 def _stands(stop: InjectedStop) -> Happens:
-    """Whether the stop's rank has come to its place, as far as the parent is told."""
+    """Whether the parent knows that the rank has reached the place of the stop."""
 
     def happens(rank: int, event: Event) -> bool:
         if not isinstance(event, Heartbeat) or stop.place == "start":
-            return isinstance(event, Heartbeat)  # the others': this one says nothing
+            return isinstance(event, Heartbeat)  # that of another rank: this one sends nothing
         if rank != stop.rank:
             return False
         if stop.place.startswith("step"):
@@ -172,7 +172,7 @@ def test_a_killed_rank(rank: int, place: str) -> None:
 
 @pytest.mark.parametrize("victim", [FIRST, MIDDLE])
 def test_a_rank_killed_while_the_ranks_connect(victim: int, temporary_files: Path) -> None:
-    """Named even when the parent hears first of a neighbour that could not connect to it."""
+    """The killed rank is named even if a neighbour's failed connection is reported first."""
     for attempt in range(12):
         gate = temporary_files / "gate"
         gate.unlink(missing_ok=True)
@@ -185,7 +185,7 @@ def test_a_rank_killed_while_the_ranks_connect(victim: int, temporary_files: Pat
 
 
 def _killed_while_connecting(victim: int, gate: Path) -> tuple[RankError, list[int]]:
-    """Kills a rank that the others know the address of; what ends the run, and who failed too."""
+    """Kills a rank whose address the others know; the run's error, and the ranks that failed."""
     late = InjectedStop("hang", LAST, 0, place="join", until=str(gate))
     failed: list[int] = []
 
@@ -197,7 +197,7 @@ def _killed_while_connecting(victim: int, gate: Path) -> tuple[RankError, list[i
         return is_published and rank == LAST and isinstance(event, Heartbeat)
 
     def kill_and_let_the_last_connect(pids: dict[int, int]) -> None:
-        """Returns when a neighbour has ended, or waits for the victim's connection in vain."""
+        """Waits until a neighbour has ended, or waits for a connection from the victim."""
         killed = pids.pop(victim)
         os.kill(killed, signal.SIGKILL)
         wait_until(lambda: not is_there(killed), 30, "end of the victim")
@@ -223,7 +223,7 @@ def test_a_killed_rank_of_a_draft(rank: int) -> None:
 
 
 def test_a_rank_that_raises(temporary_files: Path) -> None:
-    """At the second clip, when the first is done."""
+    """At the second clip, after the first is done."""
     gate = temporary_files / "gate"
     stop = InjectedStop("raise", MIDDLE, 1, place="step3", until=str(gate))
     clip_is_done = lambda _, event: isinstance(event, ClipDone)  # noqa: E731
@@ -231,7 +231,7 @@ def test_a_rank_that_raises(temporary_files: Path) -> None:
     error, seconds = faulty.run(_clips())
     assert seconds <= allowing_for_others(6)
     assert re.match(r"rank 1 \(cpu of .*\) failed at clip 1, step 3 \(DENOISE c1", error.message)
-    assert "a planted fault" in error.message
+    assert "an injected fault" in error.message
     assert "in reach" in error.trace, "the rank's own traceback"
     assert "<-- rank 1 failed here" in error.picture
     assert faulty.finished == [0]
@@ -259,7 +259,7 @@ def test_a_frozen_rank_is_named_and_not_its_neighbour(
 
 
 def test_a_rank_frozen_at_the_very_end_is_named(temporary_files: Path) -> None:
-    """When all clips are done, ranks have but to say so."""
+    """After all clips are done, when ranks only have to report it."""
     config = replace(DUMMY, heartbeat_timeout_seconds=allowing_for_others(2.5))
     with pytest.raises(RankError) as caught, Pipeline(config) as pipeline:
         pipeline.run(_clips())
@@ -270,7 +270,7 @@ def test_a_rank_frozen_at_the_very_end_is_named(temporary_files: Path) -> None:
 
 
 def test_a_slow_rank_is_waited_for(temporary_files: Path) -> None:
-    """Longer than three times what a rank without a heartbeat is given."""
+    """A step takes over three times the heartbeat timeout."""
     gate, heartbeat_timeout = temporary_files / "gate", allowing_for_others(2.0)
     stop = InjectedStop("hang", MIDDLE, 1, place="step2", until=str(gate))
     heartbeats: list[float] = []
@@ -311,7 +311,7 @@ def test_a_rank_that_never_starts(rank: int) -> None:
 
 
 def test_a_rank_killed_while_it_writes_an_mp4(start: StartCommand, home: Path) -> None:
-    """The command as a whole: what was half written goes, what was whole stays."""
+    """The whole command: partly written files are removed, complete ones stay."""
     command = start(*RUN, str(home / "out"), out=home / "out", plan={})
     writing = command.process_with("libx264", command_line)
     os.kill(writing, signal.SIGSTOP)

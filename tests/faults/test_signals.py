@@ -1,4 +1,4 @@
-"""Rows: Ctrl-C, TERM and HUP, once and twice, to the command and to its group, at any time."""
+"""Rows: Ctrl-C, TERM and HUP, once and twice, to the command and its group, at any time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ONE_IN_CI = [SIGNALS[0], *(pytest.param(number, marks=pytest.mark.full) for numb
 
 @pytest.mark.parametrize("number", ONE_IN_CI)
 def test_a_signal_ends_a_run_in_order(start: StartCommand, number: signal.Signals) -> None:
-    """To the command alone, and to its whole group; two commands, to be ready in the same time."""
+    """To the command alone and to its whole group, with two commands that start together."""
     commands = [start(*SIMULATE, plan={"stop": STANDING}) for _ in range(2)]
     for command in commands:
         command.event(kind="clip")
@@ -45,7 +45,7 @@ def test_a_second_signal_ends_it_at_once(start: StartCommand) -> None:
 
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_while_ranks_are_started(start: StartCommand, number: signal.Signals) -> None:
-    """The fork server is importing torch then, and looks at nothing."""
+    """The fork server is importing torch at that time and reads no messages."""
     command = start(*SIMULATE)
     command.process_with("multiprocessing.forkserver", command_line)
     assert command.end(command.signal(number, group=True), 2) == 128 + number
@@ -56,7 +56,7 @@ def test_a_signal_while_ranks_are_started(start: StartCommand, number: signal.Si
 def test_a_signal_while_an_mp4_is_written(
     start: StartCommand, home: Path, number: signal.Signals
 ) -> None:
-    """Whoever dies first by a signal to the group, an ffmpeg that does not answer goes too."""
+    """A signal to the group also ends an ffmpeg that hangs, whichever process dies first."""
     command = start(*RUN, str(home / "out"), out=home / "out", plan={})
     os.kill(command.process_with("libx264", command_line), signal.SIGSTOP)
     assert command.end(command.signal(number, group=True), 2) == 128 + number

@@ -1,4 +1,4 @@
-"""Row: verify under different threads is explained and refused, never passed by tolerance."""
+"""Row: verify with different numbers of threads is refused and explained; no tolerance helps."""
 
 from __future__ import annotations
 
@@ -44,4 +44,4 @@ def test_a_clip_is_not_recomputed_under_other_threads(tmp_path: Path) -> None:
     path = tmp_path / "a_0.json"
     path.write_text(json.dumps(CLIP))
     answer = svdpp_here("verify", str(path), "--threads", "2")
-    assert_error(answer, 2, "'a_0.mp4' was made with --threads 1: with 2", "leave --threads out")
+    assert_error(answer, 2, "'a_0.mp4' was made with --threads 1: with 2", "omit --threads")

@@ -1,4 +1,4 @@
-"""The same under torchrun: its agent killed, and a rank that raises."""
+"""Rows: torchrun's agent is killed, and a rank under torchrun raises."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ pytestmark = [pytest.mark.processes, pytest.mark.long]
 
 TORCHRUN = (
     *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORLD_SIZE)),
-    *("--log-dir", "{home}"),  # by default a folder among the temporary files, which stays
-    *("--no-python", sys.executable, "-m", "tests.faults.planted"),
+    *("--log-dir", "{home}"),  # the default is a temporary folder, which torchrun leaves behind
+    *("--no-python", sys.executable, "-m", "tests.faults.injected"),
 )
 
 
@@ -41,7 +41,7 @@ def test_a_rank_that_raises_is_reported_by_rank_0(start: StartCommand, home: Pat
     command.event(kind="clip", clip=0)
     fault = time.monotonic()
     gate.touch()
-    assert command.end(fault, 6) == 1, "torchrun's own code, whatever that of its ranks"
+    assert command.end(fault, 6) == 1, "torchrun exits with its own code, whatever its ranks' codes"
     assert re.search(r"error: rank 1 \(cpu of .*\) failed at clip 2, step 2 ", command.errors)
     root_cause = command.errors.partition("Root Cause")[2]
     assert re.search(r"rank +: 0 .*\n +exitcode +: 6 ", root_cause), root_cause
@@ -51,7 +51,7 @@ def test_a_rank_that_raises_is_reported_by_rank_0(start: StartCommand, home: Pat
     "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full)]
 )
 def test_a_signal_to_all_is_told_as_the_signal(start: StartCommand, number: signal.Signals) -> None:
-    """Ctrl-C, or scancel: every rank gets it, and ends."""
+    """Ctrl-C or scancel: every rank gets the signal and ends."""
     command = _start(start, STANDING)
     command.event(kind="heartbeat", rank=2, waiting=True, action="DENOISE c2 4:6")
     command.end(command.signal(number, group=True), 6)

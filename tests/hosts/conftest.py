@@ -1,4 +1,4 @@
-"""Hosts for the tests, or the reason why there are none."""
+"""Fixtures for hosts, or the reason why this machine cannot provide them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MakeHosts = Callable[[int], Hosts]
 
 @pytest.fixture
 def make_hosts(tmp_path: Path) -> Iterator[MakeHosts]:
-    """Makes a number of hosts on one network."""
+    """Creates hosts on one network."""
     with contextlib.ExitStack() as stack:
 
         def make(num_hosts: int) -> Hosts:

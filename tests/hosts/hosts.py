@@ -24,12 +24,12 @@ _END_SECONDS = 100.0
 
 
 class NoHosts(Exception):
-    """Why there can be none here."""
+    """The reason why this machine cannot provide hosts."""
 
 
 @dataclass
 class Job:
-    """One command on one host."""
+    """A command that runs on one host."""
 
     process: subprocess.Popen[bytes]
     files: dict[str, Path]
@@ -43,7 +43,7 @@ class Job:
         return self.files["err"].read_text()
 
     def end(self, seconds: float = _END_SECONDS) -> int:
-        """Its exit code, waiting for it."""
+        """Waits for its end; returns its exit code."""
         try:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -52,14 +52,14 @@ class Job:
 
 @dataclass
 class Host:
-    """One namespace.
+    """One host: a network namespace.
 
     Args:
-        name: of the host, for those on it.
-        namespace: as `ip netns` lists it.
+        name: its host name.
+        namespace: its name in `ip netns`.
         address: in the network of all hosts.
         index: counted from 0.
-        home: a folder of its own.
+        home: its own folder.
     """
 
     name: str
@@ -73,11 +73,11 @@ class Host:
         return self.home / name
 
     def set_link(self, state: str) -> None:
-        """Cuts its cable (`down`), or mends it (`up`)."""
+        """Cuts its network link (`down`) or restores it (`up`)."""
         _ip("-n", self.namespace, "link", "set", DEVICE, state)
 
     def listening(self) -> dict[str, set[str]]:
-        """By address, the names of the programs that listen on it, whoever has started them."""
+        """By address, the names of all programs that listen on it."""
         said = _run("ip", "netns", "exec", self.namespace, "ss", "-ltnpH")
         found: dict[str, set[str]] = {}
         for line in said.splitlines():
@@ -87,14 +87,14 @@ class Host:
 
 
 class Hosts:
-    """A network of hosts; see `made`."""
+    """A network of hosts; created by `made`."""
 
     def __init__(self, hosts: list[Host], folder: Path) -> None:
         self.all = hosts
         self.mark = uuid.uuid4().hex
         self._names = folder / "hosts"
         self.on_first_host = folder / "on-first-host"
-        """A folder that is empty on all other hosts."""
+        """A folder of the first host that is empty on all others."""
         self.on_first_host.mkdir()
         lines = [f"{host.address} {host.name}" for host in hosts]
         self._names.write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
@@ -105,15 +105,15 @@ class Hosts:
     def torchrun(
         self, *arguments: str, per_host: int, options: Sequence[str] = (), module: str = "svdpp"
     ) -> list[Job]:
-        """Starts the command by torchrun on every host; `{host}` in it is the host's folder."""
+        """Starts the command by torchrun on every host; `{host}` stands for the host's folder."""
         jobs = []
         for host in self.all:
-            # Agents of the static rendezvous end with their ranks; those of c10d's wait for a store
-            # that cannot be reached (docs/cluster.md).
+            # Agents of the static rendezvous end with their ranks; those of c10d wait for a store
+            # that they cannot reach (docs/cluster.md).
             launcher = (
                 *("-m", "torch.distributed.run", "--nnodes", str(len(self.all))),
                 *("--nproc-per-node", str(per_host), "--node-rank", str(host.index)),
-                *("--log-dir", str(host.home)),  # else a folder among the temporary files
+                *("--log-dir", str(host.home)),  # the default is a temporary folder
                 *("--master-addr", self[0].name, "--master-port", str(_STORE_PORT)),
                 *(*options, "-m", module),
             )
@@ -139,7 +139,7 @@ class Hosts:
             process = subprocess.Popen(
                 [
                     *("ip", "netns", "exec", host.namespace, "unshare", "--uts", "--mount"),
-                    # The clocks of hosts count from their own start.
+                    # Each host's monotonic clock starts at a different value.
                     *("--time", "--monotonic", str((host.index + 1) * 100_000)),
                     *("--fork", "--kill-child", "sh", "-c", inside, "sh", sys.executable, *words),
                 ],
@@ -152,15 +152,15 @@ class Hosts:
         return host.jobs[-1]
 
     def ranks(self) -> list[int]:
-        """Process ids of the ranks, in no order."""
+        """Process ids of the ranks, unordered."""
         return [pid for pid in marked(self.mark) if _variable(pid, "RANK") is not None]
 
     def rank(self, number: int) -> int:
-        """Process id of one rank."""
+        """The process id of one rank."""
         return next(pid for pid in self.ranks() if _variable(pid, "RANK") == str(number))
 
     def end_all(self) -> None:
-        """Ends whatever a failed test has left."""
+        """Ends the processes that a failed test has left."""
         for pid in marked(self.mark):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -171,10 +171,10 @@ class Hosts:
 
 @contextlib.contextmanager
 def made(num_hosts: int, folder: Path) -> Iterator[Hosts]:
-    """Hosts on one network, with a cable each.
+    """Hosts on one network, each with its own link.
 
     Raises:
-        NoHosts: namespaces cannot be made here.
+        NoHosts: this machine cannot create namespaces.
     """
     _check_tools()
     run = uuid.uuid4().hex[:6]
@@ -202,10 +202,10 @@ def made(num_hosts: int, folder: Path) -> Iterator[Hosts]:
 
 @contextlib.contextmanager
 def made_far_apart(folder: Path, *, delay: float, loss: float) -> Iterator[Hosts]:
-    """Two hosts on a wire with a delay each way, in seconds, that loses a share of the packets.
+    """Two hosts on a link with a delay in seconds each way, which loses a share of the packets.
 
     Raises:
-        NoHosts: namespaces, or TUN devices, cannot be made here.
+        NoHosts: this machine cannot create namespaces or TUN devices.
     """
     _check_tools()
     if not Path("/dev/net/tun").exists():
@@ -223,7 +223,7 @@ def made_far_apart(folder: Path, *, delay: float, loss: float) -> Iterator[Hosts
         )
         assert wire.stdout is not None
         if wire.stdout.readline() != "ready\n":
-            raise NoHosts("TUN devices cannot be made")
+            raise NoHosts("TUN devices cannot be created")
         for host in hosts:
             _give_address(host)
         yield from _used(Hosts(hosts, folder))
@@ -264,11 +264,11 @@ def _check_tools() -> None:
         if shutil.which(tool) is None:
             raise NoHosts(f"there is no {tool}: install iproute2 and util-linux")
     if os.geteuid() != 0:
-        raise NoHosts("network namespaces are made by root alone")
+        raise NoHosts("only root can create network namespaces")
     test = ["unshare", "--net", "--uts", "--mount", "--time", "--monotonic", "1", "--fork", "true"]
     done = subprocess.run(test, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise NoHosts(f"namespaces cannot be made here: {done.stderr.strip()}")
+        raise NoHosts(f"namespaces cannot be created here: {done.stderr.strip()}")
 
 
 def _ip(*arguments: str) -> None:
@@ -291,7 +291,7 @@ def _variable(pid: int, name: str) -> str | None:
 
 
 def wait_for(pattern: str, folder: Path, seconds: float = _END_SECONDS) -> Path:
-    """The first file of that pattern under `folder`, waiting for it."""
+    """Waits for a file of that pattern under `folder`; returns the first."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         for path in folder.glob(pattern):

@@ -1,10 +1,10 @@
-"""A wire between two network namespaces that is slow and loses packets, by TUN devices.
+"""A slow and lossy link between two network namespaces, by TUN devices.
 
-`tc netem` does the same where the kernel has it; this needs no more than /dev/net/tun.
+`tc netem` does the same if the kernel has it; this needs only /dev/net/tun.
 
     python -m tests.hosts.slow_link NAMESPACE_A NAMESPACE_B DEVICE DELAY_SECONDS LOSS
 
-Says `ready` when both ends are there, and how many packets were carried and lost when it is ended.
+Prints `ready` when both ends exist, and at its end the numbers of packets carried and lost.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def main(first: str, second: str, device: str, delay: float, loss: float) -> Non
 
 
 def _open_end(namespace: str, device: str) -> int:
-    """A TUN device in `namespace`: what is written to it arrives there, and the other way."""
+    """A TUN device in `namespace`: packets written here arrive there, and vice versa."""
     with open(f"/run/netns/{namespace}") as there:
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.setns(there.fileno(), _CLONE_NEWNET):

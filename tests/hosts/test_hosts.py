@@ -1,4 +1,4 @@
-"""Several hosts, for real but for the machines: sockets, names, clocks and folders of their own."""
+"""Several hosts as namespaces of one machine: each has its sockets, name, clock and folders."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Bits = dict[str, tuple[str, str]]
 
 
 def _records(folder: Path) -> dict[str, dict[str, Any]]:
-    """The clips' JSON below `folder`, by name."""
+    """The clips' JSON in `folder`, by name."""
     paths = [path for path in folder.rglob("*.mp4.json") if path.with_suffix("").exists()]
     return {path.name.partition(".")[0]: json.loads(path.read_text()) for path in paths}
 
@@ -43,7 +43,7 @@ def _bits(records: dict[str, dict[str, Any]]) -> Bits:
 
 @pytest.fixture(scope="module")
 def bits_of_one_host(tmp_path_factory: pytest.TempPathFactory) -> Bits:
-    """The same clips, made on one host by ranks of its own."""
+    """The same clips, made by ranks on one host."""
     folder = tmp_path_factory.mktemp("one-host")
     done = svdpp_alone("run", *_CLIPS, "--world", "2", "--out", str(folder))
     assert done.code == 0, done.err
@@ -51,7 +51,7 @@ def bits_of_one_host(tmp_path_factory: pytest.TempPathFactory) -> Bits:
 
 
 def _assert_own_addresses(host: Host, but: set[str] = _TORCHRUNS_OWN) -> None:
-    """Nothing listens beyond the chosen interface, save what is torchrun's."""
+    """Only torchrun listens beyond the chosen interface."""
     for address, programs in host.listening().items():
         assert address == host.address or programs == but, (address, programs)
 
@@ -79,7 +79,7 @@ def test_each_host_keeps_the_clips_that_it_decodes(
     assert [clip["host"] for clip in manifest["clips"]] == ["host0", "host1"] * 2
     assert {**_bits(held[0]), **_bits(held[1])} == bits_of_one_host
 
-    # A host's clock counts from its own start, 100000 s from the other's.
+    # The hosts' clocks are 100000 s apart.
     seconds = [record["wall_seconds"] for each in held for record in each.values()]
     assert all(0 < taken < 100 for taken in seconds), seconds
     events = json.loads(hosts[0].path("trace.json").read_text())["traceEvents"]
@@ -96,7 +96,7 @@ def test_each_host_keeps_the_clips_that_it_decodes(
     assert jobs[1].out == ""
     assert "clips" not in jobs[1].err
     assert _ranks_in_log(hosts[0]) == {0, 1, 2, 3}, "rank 0's host logs the whole run"
-    assert _ranks_in_log(hosts[1]) == {2, 3}, "every other one its own ranks"
+    assert _ranks_in_log(hosts[1]) == {2, 3}, "the others log their own ranks"
 
 
 def _ranks_in_log(host: Host) -> set[int]:
@@ -172,7 +172,7 @@ def test_torchrun_starts_again_and_nothing_is_done_twice(
 
 
 def test_four_hosts_by_the_variables_of_srun(make_hosts: MakeHosts) -> None:
-    """As srun would start them: no launcher stays, and rank 0 keeps the store."""
+    """Started as by srun: no launcher stays, and rank 0 hosts the store."""
     hosts = make_hosts(4)
     jobs = [
         hosts.start(
@@ -192,7 +192,7 @@ def test_four_hosts_by_the_variables_of_srun(make_hosts: MakeHosts) -> None:
         assert jobs[0].process.poll() is None, jobs[0].err
         time.sleep(0.1)
     for host in hosts.all:
-        assert host.listening(), "a look at the wrong place would find nothing"
+        assert host.listening(), "the test looks in the wrong place"
         _assert_own_addresses(host, but=set())
     assert [job.end() for job in jobs] == [0] * 4, jobs[0].err
     report = json.loads(jobs[0].out)

@@ -1,11 +1,11 @@
-"""Kills, stops and freezes a run again and again, resumes it each time, and counts what is lost.
+"""Kills, stops and signals a run repeatedly, resumes it each time, and counts what is lost.
 
     make soak        or        python tests/soak/soak.py [--clips 200] [--minutes 30] [--seed 0]
 
-200 clips of the dummy model over 4 ranks. About once a minute something is done to them at random:
-a rank or the parent is killed, a rank is frozen, the parent gets a signal. Prints one line for each
-life of the run, and at the end hangs, orphans, wrong clips and the parent's growth, which must all
-be none; the growth under 5%. The exit code is 1 where they are not.
+200 clips of the dummy model over 4 ranks. About once a minute a random fault occurs: a rank or the
+parent is killed, a rank is stopped, or the parent gets a signal. Prints one line for each life of
+the run, and at the end the numbers of hangs, orphans and wrong clips, which must be 0, and the
+parent's growth, which must be under 5%. Otherwise the exit code is 1.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from svdpp.worker.tensor_store import tensor_sha256
 from tests.soak.worker import CONFIG, missing
 
 MARK = "SOAK_OF_SVDPP"
-# From a fault to the end of the command: the limit for a frozen rank, and what ending takes.
+# From a fault to the end of the command: the heartbeat timeout, and the time to end.
 END_SECONDS = CONFIG.heartbeat_timeout_seconds + 10.0
 FAULTS = {
     "kill a rank": ("rank", signal.SIGKILL),
@@ -47,7 +47,7 @@ FAULTS = {
 
 @dataclass
 class Tally:
-    """What the soak has seen."""
+    """The counts of the soak."""
 
     lives: int = 0
     faults: Counter[str] = field(default_factory=Counter)
@@ -59,7 +59,7 @@ class Tally:
 
 
 def main() -> int:
-    """Runs the soak; its exit code."""
+    """Runs the soak; returns its exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--clips", type=int, default=200)
     parser.add_argument("--minutes", type=float, default=30.0)
@@ -80,7 +80,7 @@ def main() -> int:
     minutes = (time.monotonic() - begun) / 60
     growth = max(tally.growth, default=0.0)
     print(f"{asked.clips - len(left)} of {asked.clips} clips in {minutes:.1f} min, ", end="")
-    print(f"{tally.lives} lives, {tally.resumed} clips taken up at a hand-over")
+    print(f"{tally.lives} lives, {tally.resumed} clips resumed at a transfer")
     print("faults:", ", ".join(f"{what} {count}" for what, count in sorted(tally.faults.items())))
     print(f"hangs {tally.hangs}, orphans {tally.orphans}, wrong clips {len(bad)}, ", end="")
     print(f"files left {sorted(litter) or 0}, parent's growth {growth:.1%} at most")
@@ -89,7 +89,7 @@ def main() -> int:
 
 
 def live(folder: Path, clips: int, chance: random.Random, between: float, tally: Tally) -> None:
-    """Starts the run, does one thing to it, and sees it end."""
+    """Starts the run, injects one fault, and waits for its end."""
     tally.lives += 1
     before = set((folder / "done").iterdir())
     environment = {**os.environ, MARK: folder.name, "TMPDIR": str(folder / "tmp")}
@@ -129,7 +129,7 @@ def live(folder: Path, clips: int, chance: random.Random, between: float, tally:
 def _disturb(
     worker: subprocess.Popen[str], ranks: list[int], chance: random.Random, between: float
 ) -> str:
-    """Waits for a while, and does something; what it was, or nothing where the run ended before."""
+    """Waits for a while and injects a fault; returns its name, empty if the run ended before."""
     until = time.monotonic() + chance.uniform(0.5, 1.5) * between
     while time.monotonic() < until:
         if worker.poll() is not None:
@@ -140,12 +140,12 @@ def _disturb(
     try:
         os.kill(chance.choice(ranks) if target == "rank" else worker.pid, number)
     except ProcessLookupError:
-        return ""  # it had just come to its end
+        return ""  # it had just ended
     return what
 
 
 def _wait_for_none_left(mark: str) -> int:
-    """Processes of the run that are there a second after its end."""
+    """Processes of the run that still exist a second after its end."""
     deadline = time.monotonic() + 1.0
     while (left := _marked(mark)) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -161,12 +161,12 @@ def _marked(mark: str) -> list[int]:
             if f"{MARK}={mark}".encode() in path.read_bytes().split(b"\0"):
                 found.append(int(path.parent.name))
         except OSError:
-            continue  # it ended while we looked, or is another user's
+            continue  # it has just ended, or belongs to another user
     return found
 
 
 def _growth(results: list[Path]) -> list[float]:
-    """How much the parent grew over its life, from its second finished clip to its last."""
+    """The parent's growth over its life, from its second finished clip to its last."""
     sizes = [json.loads(path.read_text())["rss_bytes"] for path in results[1:]]
     return [sizes[-1] / sizes[0] - 1] if len(sizes) > 1 else []
 

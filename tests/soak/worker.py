@@ -1,8 +1,8 @@
-"""One life of the soak: makes the clips that are not made yet, until it is done or is ended.
+"""One life of the soak: makes the missing clips until all are done or a fault ends it.
 
     python tests/soak/worker.py FOLDER NUM_CLIPS
 
-Each finished clip leaves `FOLDER/done/<clip>.json`, written whole; packets are kept in
+Each finished clip leaves `FOLDER/done/<clip>.json`, written atomically; latent checkpoints are in
 `FOLDER/checkpoints`. A line on stdout says when the ranks are ready, with their pids.
 """
 
@@ -26,7 +26,7 @@ from svdpp.worker.latent_checkpoints import saved_steps
 
 CONFIG = PipelineConfig(
     world_size=4,
-    # Steps of half a second whatever else the machine does, so that faults meet every place.
+    # Steps sleep half a second, whatever the machine's load, so that faults hit every place.
     model=ModelConfig(name="dummy", dummy_latent_shape=(1, 4, 14, 32, 32), dummy_sleeps=True),
     costs=Costs(step_seconds=0.5),
     sampling=SamplingConfig(num_inference_steps=28),
@@ -42,7 +42,7 @@ def missing(folder: Path, num_clips: int) -> list[int]:
 
 
 def requests(folder: Path, clips: list[int]) -> list[ClipRequest]:
-    """One for each of `clips`, which go on from their last hand-over."""
+    """One request for each of `clips`, which resume from their latest latent checkpoints."""
     found = []
     for clip in clips:
         key = hashlib.sha256(f"soak {clip}".encode()).hexdigest()
@@ -56,7 +56,7 @@ def _say(**what: object) -> None:
 
 
 def work(folder: Path, num_clips: int) -> None:
-    """Makes what is missing."""
+    """Makes the missing clips."""
     clips = missing(folder, num_clips)
     todo = requests(folder, clips)
     with Pipeline(CONFIG, latents_folder=str(folder / "checkpoints")) as pipeline:

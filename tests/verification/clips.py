@@ -1,4 +1,4 @@
-"""Finished clips without a model: real files with the metadata that a run would give them."""
+"""Finished clips without a model: real files with the metadata of a run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHAPE = (3, 32, 48, 3)
 
 
 def frames_of(seed: int) -> video.Frames:
-    """Smooth frames that differ from those of another seed, and from one to the next."""
+    """Smooth frames that differ by seed and from one to the next."""
     y, x = np.mgrid[: SHAPE[1], : SHAPE[2]]
     pictures = [
         np.stack([x * 3 + 20 * seed, y * 5, 40 * seed + 30 * index + 0 * x], -1)
@@ -38,13 +38,13 @@ def put_clip(
     frames: video.Frames | None = None,
     **changes: Any,
 ) -> dict[str, Any]:
-    """A clip in its place, as the clip writer puts it; its JSON.
+    """Writes a clip as the clip writer does; returns its JSON.
 
     Args:
         folder, name, format: of the file.
-        seed: of the frames that the metadata is about.
+        seed: of the frames that the metadata describes.
         frames: in the file; None: those of `seed`.
-        changes: to the metadata, inside the file as well.
+        changes: to the metadata, also inside the file.
     """
     pixels = frames_of(seed)
     sampling = SamplingConfig(

@@ -1,4 +1,4 @@
-"""Clips are found by JSON, by file and by folder; their photographs by their hash."""
+"""Clips are found by JSON, file and folder, and their photographs by hash."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.verification.clips import frames_of, put_clip
 
 @pytest.fixture
 def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder as `run` leaves it, with a clip of each format."""
+    """A folder as `run` writes it, with a clip of each format."""
     folder = tmp_path / "out"
     folder.mkdir()
     for format in ("mp4", "gif", "webp", "frames"):
@@ -76,7 +76,7 @@ def test_what_is_no_clip_is_passed_over_and_what_is_damaged_is_not(out: Path) ->
     found, passed_over = _found("out")
     assert sorted(found) == sorted([*ALL, "out/b.mp4.json"])
     assert passed_over == ["out/costs.json", "out/holiday.mp4"]
-    with pytest.raises(InputError, match=r"b\.mp4\.json' is no clip's JSON"):
+    with pytest.raises(InputError, match=r"b\.mp4\.json' is not a clip's JSON"):
         read_clip(out / "b.mp4.json")
 
 
@@ -98,7 +98,7 @@ def test_folders_of_photographs_are_none(tmp_path: Path, out: Path) -> None:
 def test_what_is_not_there_is_an_error(out: Path) -> None:
     for text, words in (
         ("out/*.mov", "matches no files"),
-        ("out/run.json", "is a run's manifest, and no clip"),
+        ("out/run.json", "is a run's manifest, not a clip"),
     ):
         with pytest.raises(InputError, match=words):
             find_clips([text] if "*" in text else ["out/run.jso[n]"])
@@ -110,7 +110,7 @@ def test_what_is_not_there_is_an_error(out: Path) -> None:
         with pytest.raises(InputError):
             read_clip(out / name)
     video.write_clip(frames_of(1), _plain(out), fps=7, metadata={"seed": 1})
-    with pytest.raises(InputError, match=r"the metadata in .*plain.mp4' is no clip's"):
+    with pytest.raises(InputError, match=r"the metadata in .*plain.mp4' is not a clip's"):
         read_clip(out / "plain.mp4")
 
 
@@ -121,7 +121,7 @@ def _plain(folder: Path) -> Any:
 
 
 def test_a_json_vouches_for_the_file_beside_it_alone(out: Path) -> None:
-    """Copied beside another video, it does not lead back to its own."""
+    """A JSON copied beside another video does not lead back to its own video."""
     shutil.copy(out / "a.mp4.json", out / "b.mp4.json")
     assert read_clip(out / "b.mp4.json").path == out / "b.mp4"
     renamed = [(out / f"a.mp4{end}").rename(out / f"c.mp4{end}") for end in ("", ".json")]
@@ -132,7 +132,7 @@ def test_a_json_vouches_for_the_file_beside_it_alone(out: Path) -> None:
 def test_a_json_names_no_file_outside_its_folder(output: str, out: Path) -> None:
     record = json.loads((out / "a.mp4.json").read_text())
     (out / "x.json").write_text(json.dumps({**record, "output": output}))
-    with pytest.raises(InputError, match=r"output: Value error, not a file's name"):
+    with pytest.raises(InputError, match=r"output: Value error, not a file name"):
         read_clip(out / "x.json")
 
 
@@ -149,7 +149,7 @@ def test_the_photograph_is_found_where_it_was_then_beside_the_clip(out: Path) ->
     record = json.loads((moved / "a.mp4.json").read_text())
     (moved / "a.mp4.json").write_text(json.dumps({**record, "input": "photos/rocket.jpg"}))
     clip = read_clip(moved / "a.mp4.json")
-    with pytest.raises(InputError, match=r"photos/rocket.jpg', the photograph of 'a.mp4', is not"):
+    with pytest.raises(InputError, match=r"the photograph of 'a\.mp4', is missing"):
         find_photo(clip, None)
     Image.open(PHOTO).save(moved / "another.png")
     shutil.copy(PHOTO, moved / "renamed.jpeg")

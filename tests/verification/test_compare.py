@@ -1,4 +1,4 @@
-"""The comparison itself: nothing that differs by a bit passes, and what differs is measured."""
+"""The comparison: a difference of one bit is found, and its size is measured."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_one_ulp_is_found_and_placed(dtype: torch.dtype) -> None:
     check = _compare(one_ulp_off(latent), latent)
     assert not check.equal
     assert check.max_ulp == 1
-    # The middle of 72 elements, index 36, is where the fault is planted.
+    # The fault is injected in the middle of 72 elements, at index 36.
     assert check.first_index == (0, 1, 0, 0, 0)
     assert 0 < check.max_abs_diff < 0.1
 
@@ -130,5 +130,5 @@ def test_evidence_comes_back_as_it_was_kept(tmp_path: Path) -> None:
 def test_faults_are_read_from_text() -> None:
     assert InjectedFault.parse("ulp@rank1.clip0") == InjectedFault("ulp", 1, 0)
     for text in ("ulp@1.0", "melt@rank1.clip0", "ulp@rank1.clip0 ", ""):
-        with pytest.raises(ValueError, match="is no fault"):
+        with pytest.raises(ValueError, match="is not a fault"):
             InjectedFault.parse(text)

@@ -1,4 +1,4 @@
-"""Differences are found wherever they are, and shown at their place, however small."""
+"""Differences are found and shown at their place, however small they are."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OUTLINE = np.array([255, 82, 82])
 
 
 def _bright(picture: Pixels) -> list[list[int]]:
-    """Where a map is bright, outlines apart."""
+    """The bright pixels of a map, without the outlines."""
     is_outline = (picture == OUTLINE).all(-1)
     return np.argwhere((picture.max(-1) > 0) & ~is_outline).tolist()
 

@@ -1,4 +1,4 @@
-"""A clip's file is what its metadata says, or the check says what is wrong with it."""
+"""A clip's file is what its metadata describes, or the check says what is wrong."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_file_with_something_appended(format: VideoFormat, tmp_path: Path) -> 
         file.write(b"junk")
     check = _check(path.with_name(f"{path.name}.json"))
     assert not check.equal
-    assert "its sha256 is not the recorded one: it was changed, or replaced" in check.detail
+    assert "its sha256 is not the recorded one: it was changed or replaced" in check.detail
 
 
 @pytest.mark.parametrize("format", [*LOSSY, "frames"])
@@ -80,7 +80,7 @@ def test_another_clip_in_the_place(format: VideoFormat, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("format", [*LOSSY, "frames"])
 def test_a_forgery_that_is_right_in_all_but_the_video(format: VideoFormat, tmp_path: Path) -> None:
-    """The metadata inside, the JSON and its hash of the file agree; the pixels are another's."""
+    """The embedded metadata, the JSON and the file's hash agree; the pixels are another clip's."""
     put_clip(tmp_path, "a", format, frames=frames_of(4))
     check = _check(tmp_path / f"a{video.SUFFIXES[format]}.json")
     assert check.found == check.recorded
@@ -105,7 +105,7 @@ def test_a_frame_too_few(format: VideoFormat, tmp_path: Path) -> None:
     check = _check(tmp_path / f"a{video.SUFFIXES[format]}.json")
     assert not check.equal
     if format != "frames":
-        assert "it holds 2 frames of 48x32, where there should be 3 frames of 48x32" in check.detail
+        assert "it holds 2 frames of 48x32 instead of 3 frames of 48x32" in check.detail
 
 
 def test_a_json_that_was_edited(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_a_file_that_cannot_be_played(tmp_path: Path) -> None:
 
 
 def test_an_encoder_of_another_version_is_told_by_its_distance(tmp_path: Path) -> None:
-    """Its pixels are not the same, but much alike: the words say how much."""
+    """Its pixels are similar but not equal, and the detail says how similar."""
     record = put_clip(tmp_path, "a")
     output = OutputConfig(path=str(tmp_path / "a.mp4"), crf=24)
     embedded = {name: value for name, value in record.items() if name != "file_sha256"}
@@ -154,7 +154,7 @@ def test_a_clip_of_version_0_3_has_no_hash_of_its_file(tmp_path: Path) -> None:
 
 
 def test_a_still_whose_frames_are_all_alike(tmp_path: Path) -> None:
-    """gif and webp store one frame of it."""
+    """gif and webp merge its equal frames into one."""
     still = np.repeat(frames_of(1)[:1], 3, axis=0)
     for format in LOSSY:
         sha256 = video.frames_sha256(still)

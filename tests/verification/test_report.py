@@ -1,4 +1,4 @@
-"""The page says what the verdict says, shows both sides, and does not tell whose machine it is."""
+"""The page states the verdict, shows both sides, and does not reveal the user's name."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DUMMY = PipelineConfig(
 
 
 def _keep(config: PipelineConfig, folder: Path, num_clips: int) -> None:
-    """Equal latents and frames of both sides, as the two runs would leave them."""
+    """Equal latents and frames of both sides, as the two runs keep them."""
     for side in ("pipelined", "sequential"):
         tensor_store = TensorStore(new_side(folder / side, config))
         for clip in range(num_clips):
@@ -167,7 +167,7 @@ def test_a_lost_walk_has_a_row_and_no_pictures(
         tensor_store = TensorStore(new_side(tmp_path / side, config))
         for step in range(1, 5):
             tensor_store.keep_latent(0, step, latent)
-        for draft_rank in (None, 0, 1):  # and none of rank 2's walk, which came to harm
+        for draft_rank in (None, 0, 1):  # and none of rank 2, which lost the clip
             tensor_store.keep_latent(0, 4, latent, draft_rank=draft_rank)
             tensor_store.keep_frames(0, frames, draft_rank=draft_rank)
     verdict, page = _page(config, tmp_path, [ClipRequest(seed=5, image="a.jpg")])

@@ -1,4 +1,4 @@
-"""The proof by real processes: equal where it must be, and every planted fault caught and named."""
+"""The proof by real processes: equal without a fault, and every injected fault is located."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_planted_fault_is_caught_where_it_was_planted(kind: str, tmp_path: Pat
     if kind == "ulp":
         assert first.max_ulp == 1
         assert first.first_index == (0, 2, 0, 0, 0)
-    # Nothing before it, nothing of the other clips, everything after it.
+    # Everything of this clip after the fault differs, and nothing else.
     assert [check.equal for check in verdict.checks] == [
         *(True, True, True),
         *(True, False, False),

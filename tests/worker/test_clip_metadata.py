@@ -1,4 +1,4 @@
-"""A clip's JSON says which weights made it, so that a folder's name is no more than its name."""
+"""A clip's JSON identifies the weights that made it, not only the name of their folder."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _record(name: str, out: Path, **model: Any) -> dict[str, Any]:
 
 
 def _replace_weights(folder: Path) -> None:
-    """One number in the middle of one tensor moves."""
+    """Changes one number in the middle of one tensor."""
     tensors = load_file(folder / UNET)
     moved = tensors["conv_in.weight"].view(-1)
     moved[len(moved) // 2] += 1
@@ -89,7 +89,7 @@ def test_a_new_order_in_memory_is_another_clip(folder: Path, tmp_path: Path) -> 
 def test_verify_finds_the_folder_and_notices_other_weights(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From wherever it is asked; and before anything is computed."""
+    """From any working directory, and before any computing."""
     monkeypatch.chdir(tmp_path)
     record = _record("ckpt", tmp_path)
     path = tmp_path / "rocket_0.json"
@@ -99,6 +99,6 @@ def test_verify_finds_the_folder_and_notices_other_weights(
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
     answer = svdpp_here("verify", str(path))
-    assert_error(answer, 5, "holds other weights now than 'rocket_0.json'", "--overwrite")
+    assert_error(answer, 5, "have changed since 'rocket_0.mp4' was made", "--overwrite")
     shutil.rmtree(folder)
     assert_error(svdpp_here("verify", str(path)), 5, "there is no folder")

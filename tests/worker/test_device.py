@@ -1,4 +1,4 @@
-"""A rank takes its device first, in each of its threads, and says what keeps it from that."""
+"""A rank takes its device first, in each of its threads, and names the reason if it cannot."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is delivered of a draft's results, in which place, and what is left alone there."""
+"""Which of a draft's results are written, where, and which existing files stay."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STARTS = (0, 3, 5)
 
 @dataclass
 class _Told:
-    """What the parent would hear."""
+    """Collects the writer's events."""
 
     events: list[ClipDone | DraftDone] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
@@ -41,7 +41,7 @@ class _Told:
 
 
 def _review_all(output: OutputConfig, accept_psnr_db: float | None = None) -> _Told:
-    """Three results that hardly differ, from the fastest rank's to the exact one."""
+    """Three results that differ little, from the fastest rank's to the exact one."""
     told = _Told()
     clip_writer = told.clip_writer()
     review = DraftResults(
@@ -60,7 +60,7 @@ def _review_all(output: OutputConfig, accept_psnr_db: float | None = None) -> _T
 
 @pytest.fixture
 def folder_in_the_way(tmp_path: Path) -> Path:
-    """Somebody's own folder where the draft of clip_0 would go, found too late."""
+    """A user's folder has the name of clip_0's draft, and is found too late."""
     folder = tmp_path / "clip_0.draft"
     folder.mkdir()
     (folder / "notes.txt").write_text("mine")

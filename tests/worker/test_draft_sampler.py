@@ -1,4 +1,4 @@
-"""Walks from several starts, against the method's own words in plain numbers."""
+"""The draft sampler against the published method, written out in plain numbers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Derivative = Callable[[torch.Tensor, int], torch.Tensor]
 
 @dataclass
 class Double:
-    """A denoiser, and the model around it, whose derivative is a formula."""
+    """A model and its denoiser whose derivative is a formula."""
 
     derivative: Derivative
     device = torch.device("cpu")
@@ -58,13 +58,13 @@ class Double:
 
 
 def straight(latent: torch.Tensor, step: int) -> torch.Tensor:
-    """A UNet linear in x that predicts the same image everywhere: Euler's paths are straight."""
+    """Linear in x and predicts the same image everywhere: Euler's paths are straight."""
     image = torch.tensor([1.0, 2.0, -3.0])
     return (latent - image) / SIGMAS[step]
 
 
 def linear(latent: torch.Tensor, step: int) -> torch.Tensor:
-    """Linear in x with another factor at each step: paths bend."""
+    """Linear in x with a different factor at each step: paths bend."""
     return latent * (0.02 + 0.003 * ((7 * step) % 5))
 
 
@@ -74,7 +74,7 @@ def bent(latent: torch.Tensor, step: int) -> torch.Tensor:
 
 
 def by_rounds(derivative: Derivative, start_steps: tuple[int, ...]) -> list[torch.Tensor]:
-    """The method as it is told in rounds, in double precision: each rank's result."""
+    """The method in rounds, as published, in double precision: each rank's result."""
 
     def jump(x: torch.Tensor, f: torch.Tensor, a: int, b: int) -> torch.Tensor:
         return x + f * (sigmas[b] - sigmas[a])
@@ -112,7 +112,7 @@ def _network() -> DummyModel:
 
 @pytest.mark.parametrize("start_steps", STARTS)
 @pytest.mark.parametrize("derivative", [straight, linear, bent])
-def test_walks_are_the_methods(derivative: Derivative, start_steps: tuple[int, ...]) -> None:
+def test_samplers_are_the_methods(derivative: Derivative, start_steps: tuple[int, ...]) -> None:
     lab = DraftSimulator(Double(derivative), {LATENTS: START}, N)
     for rank, told in enumerate(by_rounds(derivative, start_steps)):
         ours = lab.latent(start_steps[: rank + 1])
@@ -121,7 +121,7 @@ def test_walks_are_the_methods(derivative: Derivative, start_steps: tuple[int, .
 
 @pytest.mark.parametrize("start_steps", STARTS)
 def test_straight_paths_make_every_rank_exact(start_steps: tuple[int, ...]) -> None:
-    """One long step is as good as many short ones then."""
+    """On a straight path one long step equals many short ones."""
     lab = DraftSimulator(Double(straight), {LATENTS: START}, N)
     exact = lab.latent((0,))
     assert not torch.allclose(exact, torch.tensor([1.0, 2.0, -3.0]), atol=0.01)
@@ -149,21 +149,21 @@ def test_the_first_rank_is_the_sampler_itself() -> None:
     assert torch.equal(DraftSimulator(model, tensors, N).latent((0,)), latent)
 
 
-def test_a_word_of_what_the_walk_knows_already_changes_no_bit() -> None:
-    """However large the latent, since what both jumps share is never added."""
-    walk = DraftSampler(Double(bent), 0)
+def test_a_word_of_what_the_sampler_knows_already_changes_no_bit() -> None:
+    """Even for large latents, because the common part of both jumps is never added."""
+    sampler = DraftSampler(Double(bent), 0)
     latent = START * 1e6
-    after = walk.forward(latent, 0)
-    same = Evaluation(0, walk.last.latent.clone(), walk.last.derivative.clone())
-    after = walk.forward(after, 1)
-    assert torch.equal(walk.corrected(after, same, 2), after)
+    after = sampler.forward(latent, 0)
+    same = Evaluation(0, sampler.last.latent.clone(), sampler.last.derivative.clone())
+    after = sampler.forward(after, 1)
+    assert torch.equal(sampler.corrected(after, same, 2), after)
 
 
 def test_a_word_of_another_step_is_refused() -> None:
-    walk = DraftSampler(Double(bent), 0)
-    walk.forward(START, 0)
+    sampler = DraftSampler(Double(bent), 0)
+    sampler.forward(START, 0)
     with pytest.raises(AssertionError, match="state of step 1, but began at 0"):
-        walk.corrected(START, Evaluation(1, START, START), 1)
+        sampler.corrected(START, Evaluation(1, START, START), 1)
 
 
 def test_half_precision_stays_half() -> None:

@@ -1,4 +1,4 @@
-"""Commands come in their order, cancelled clips at once, and neither is kept for ever."""
+"""Commands arrive in order, cancellations at once, and the inbox keeps neither for ever."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Allocators' words become one sentence that names the part, the sizes and the knob."""
+"""Allocators' errors become one sentence that names the part, the sizes and the option."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from svdpp.plan import actions
 from svdpp.plan.actions import Action
 from svdpp.worker.out_of_memory import out_of_memory_named
 
-# As torch 2.x words it (c10/cuda/CUDACachingAllocator.cpp).
+# The message of torch 2.x (c10/cuda/CUDACachingAllocator.cpp).
 CUDA_WORDS = (
     "CUDA out of memory. Tried to allocate 5.25 GiB. GPU 0 has a total capacity of 79.15 GiB of "
     "which 1.06 GiB is free. Including non-PyTorch memory, this process has 78.08 GiB in use."
@@ -46,7 +46,7 @@ def test_the_host_allocators_refusal_is_the_same_error() -> None:
 
 
 def test_what_is_free_is_what_doctor_and_auto_call_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that the kernel would give back at once is free, and not only idle pages."""
+    """Memory that the kernel can reclaim at once counts as free, not only idle pages."""
     told = "MemTotal: 8388608 kB\nMemFree: 1048576 kB\nMemAvailable: 3145728 kB\n"
     monkeypatch.setattr(free_memory, "_meminfo", lambda: told)
     assert free_memory.free_bytes("cpu") == 3 * 2**30

@@ -1,4 +1,4 @@
-"""Photographs are read one ahead, in order, and what is wrong with one is its own clip's matter."""
+"""Photographs are read one ahead, in order, and a bad one fails only its own clip."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 
 def _first_pixel(image: Image.Image) -> dict[str, torch.Tensor]:
-    """In place of a model's preparation."""
+    """Replaces a model's preparation."""
     return {"pixel": torch.tensor(image.getpixel((0, 0)))}
 
 
@@ -61,7 +61,7 @@ def test_one_photograph_is_read_ahead_and_no_more(
     reader.expect(_requests(paths))
     reader.take(0)
     assert second.wait(30)
-    reader._thread.submit(int).result()  # whatever had been given to the thread is done now
+    reader._thread.submit(int).result()  # all calls queued before are done now
     assert read == ["10", "20"]
     reader.close()
 
@@ -75,7 +75,7 @@ def test_a_photograph_that_went_bad_spoils_no_other(paths: list[Path]) -> None:
     assert reader.take(0)
     with pytest.raises(InputError, match=r"20\.png"):
         reader.take(1)
-    with pytest.raises(InputError, match="was changed after the run had begun"):
+    with pytest.raises(InputError, match="has changed since the run began"):
         reader.take(2)
     assert reader.take(3)
     reader.close()

@@ -1,4 +1,4 @@
-"""Ranks hold what their actions need, and share it with each other."""
+"""Ranks load the parts that their actions need, and share them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.models.builders import save_tiny_checkpoint
 
 @pytest.mark.processes
 def test_each_rank_maps_the_weights_of_its_own_parts_alone(tmp_path: Path) -> None:
-    """Mapped from the one file: what several ranks hold is in memory once."""
+    """All ranks map the same file, so its weights are in memory once."""
     folder = save_tiny_checkpoint(tmp_path / "model")
     config = PipelineConfig(
         world_size=3,

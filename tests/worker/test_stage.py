@@ -1,4 +1,4 @@
-"""One rank's stage by itself: what it says of its own time."""
+"""One rank's stage alone: the times that it reports."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from svdpp.worker.messages import ActionDone, ClipJob, Event
 
 
 class _Clock:
-    """A clock that stands still but for the waits of a clip_writer."""
+    """A clock that advances only while a clip writer waits."""
 
     now = 0.0
     said: list[Event]

@@ -1,10 +1,10 @@
-"""svdpp's own command line with a fault planted, and all that ranks report written to a file.
+"""svdpp's command line with an injected fault; writes all events of the ranks to a file.
 
-    python -m tests.faults.planted PLAN.json run ...
+    python -m tests.faults.injected PLAN.json run ...
 
-PLAN.json holds `events` (path of that file, one JSON object a line, each with the time at which the
-parent heard it), and may hold `stop` (fields of a `InjectedStop`), `heartbeat_timeout_seconds`,
-`start_method`, and `stuck` (true: the ranks' end in order never comes to its own end).
+PLAN.json has `events` (path of that file: one JSON object per line, with the time at which the
+parent received the event). It may have `stop` (fields of `InjectedStop`), `start_method`,
+`heartbeat_timeout_seconds`, and `stuck` (true: the parent hangs when it leaves the pipeline).
 """
 
 from __future__ import annotations
