@@ -25,7 +25,7 @@ from svdpp.driver.pipeline import Pipeline
 from svdpp.media.timeline import Panel, draw_timeline
 from svdpp.plan.draft import DraftPlan
 from svdpp.plan.forecast import replay
-from svdpp.plan.large_forecast import forecast_layout
+from svdpp.plan.large_forecast import steady_seconds_per_clip
 from svdpp.plan.layout import Layout
 from svdpp.plan.presets import PRESETS
 from svdpp.plan.schedule import build_schedule
@@ -68,8 +68,8 @@ def draw_plans(layouts: Sequence[Layout], path: Path) -> None:
     panels = []
     for layout in layouts:
         schedule = build_schedule(layout.routes(range(_PLANNED_CLIPS)), layout.world_size)
-        steady = forecast_layout(layout, 60 * layout.world_size)
-        title = f"{layout}: {60 / steady.seconds_per_clip:.2f} clips/min once it runs"
+        rate = 60 / steady_seconds_per_clip(layout)
+        title = f"{layout}: {rate:.2f} clips/min of a long queue"
         panels.append(Panel(title, replay(schedule, layout.costs)))
     draw_timeline(panels, layouts[0].world_size, path)
     make_small(path)
