@@ -36,10 +36,10 @@ demo: $(STAMP) ## Animate four photographs on two CPU ranks, then prove one clip
 test: $(STAMP) ## Run the tests (ARGS="-k name" for some)
 	$(BIN)/python -m pytest $(ARGS)
 
-test-long: $(STAMP) ## Run the fault table, and other tests that take long
+test-long: $(STAMP) ## Run the slow tests, the fault table among them
 	$(BIN)/python -m pytest -m "long and not full" $(ARGS)
 
-test-full: $(STAMP) ## Run what CI leaves out: whole grids of tests
+test-full: $(STAMP) ## Run the tests that CI leaves out: whole grids
 	$(BIN)/python -m pytest -m full $(ARGS)
 
 test-gpu: $(STAMP) ## Run the GPU tests (docs/gpu.md); BUNDLE=FOLDER without a network
@@ -58,19 +58,19 @@ lint: $(STAMP) ## Check style and formatting
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-format: $(STAMP) ## Mend style and formatting
+format: $(STAMP) ## Fix style and formatting
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 types: $(STAMP) ## Check the types
 	$(BIN)/mypy
 
-imports: $(STAMP) ## Check which room imports which
+imports: $(STAMP) ## Check which package imports which
 	$(BIN)/lint-imports
 	@echo "Models and media know no torch.distributed:"
 	@$(BIN)/ruff check --isolated --select TID251 --config '$(NO_RANKS)' svdpp/models svdpp/media
 
-docs: $(STAMP) ## Write docs/cli.md anew
+docs: $(STAMP) ## Write docs/cli.md
 	$(BIN)/python docs/generate_cli_reference.py
 
 check-docs: $(STAMP) ## Check that docs/cli.md is what `make docs` writes
