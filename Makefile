@@ -23,8 +23,8 @@ NO_RANKS := lint.flake8-tidy-imports.banned-api={ \
   lint format types imports docs check-docs clean
 
 help: ## Show these targets
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1|\2/p' $(MAKEFILE_LIST) | \
-	  while IFS='|' read -r target what; do printf '%-23s%s\n' "  $$target" "$$what"; done
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | \
+	  while IFS='|' read -r target what; do printf '%-24s%s\n' "  $$target" "$$what"; done
 
 demo: $(STAMP) ## Animate four photographs on two CPU ranks, then prove one clip bitwise
 	$(BIN)/svdpp run svdpp/assets/photos/*.jpg --device cpu --world 2 --model demo \

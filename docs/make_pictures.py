@@ -1,12 +1,11 @@
-"""Draws the pictures of the docs: ranks and time of real runs and of plans, and the clips.
+"""Draws the pictures of the docs: ranks and time of a real run and of plans.
 
-python docs/make_pictures.py [runs|plans]   # needs the `pictures` extra; runs take two minutes
+python docs/make_pictures.py [runs|plans]   # needs the `pictures` extra
 """
 
 from __future__ import annotations
 
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,25 +19,18 @@ from svdpp.cli.trace_outputs import draw_run
 from svdpp.config import (
     ClipRequest,
     ModelConfig,
-    OutputConfig,
     PipelineConfig,
-    SamplingConfig,
-    sampling_defaults,
 )
 from svdpp.driver.pipeline import Pipeline
-from svdpp.media.examples import example_photos
 from svdpp.media.timeline import Panel, draw_timeline
-from svdpp.media.video import read_frames
-from svdpp.models.base import Frames
 from svdpp.plan.draft import DraftPlan
 from svdpp.plan.forecast import replay
-from svdpp.plan.large_forecast import forecast_layout
+from svdpp.plan.large_forecast import steady_seconds_per_clip
 from svdpp.plan.layout import Layout
 from svdpp.plan.presets import PRESETS
 from svdpp.plan.schedule import build_schedule
 
 PICTURES = Path(__file__).parent / "pictures"
-_SIDE = 96
 
 
 _A100 = PRESETS["svd-xt-a100"]
@@ -60,7 +52,7 @@ _PLAN = DraftPlan(num_steps=28, start_steps=(0, 8, 12, 16))
 
 
 def main() -> None:
-    """Makes anew what the argument names: pictures of runs, of plans, or both."""
+    """Draws what the arguments name: pictures of runs, of plans, or both."""
     what = sys.argv[1:] or ["runs", "plans"]
     PICTURES.mkdir(exist_ok=True)
     if "plans" in what:
@@ -69,7 +61,6 @@ def main() -> None:
         draw_draft_plan(_PLAN, PICTURES / "draft_plan.png")
     if "runs" in what:
         rehearse_seven_ranks()
-        animate_photographs()
 
 
 def draw_plans(layouts: Sequence[Layout], path: Path) -> None:
@@ -77,8 +68,8 @@ def draw_plans(layouts: Sequence[Layout], path: Path) -> None:
     panels = []
     for layout in layouts:
         schedule = build_schedule(layout.routes(range(_PLANNED_CLIPS)), layout.world_size)
-        steady = forecast_layout(layout, 60 * layout.world_size)
-        title = f"{layout}: {60 / steady.seconds_per_clip:.2f} clips/min once it runs"
+        rate = 60 / steady_seconds_per_clip(layout)
+        title = f"{layout}: {rate:.2f} clips/min of a long queue"
         panels.append(Panel(title, replay(schedule, layout.costs)))
     draw_timeline(panels, layouts[0].world_size, path)
     make_small(path)
@@ -142,46 +133,10 @@ def draw_small(pipeline: Pipeline, path: Path) -> None:
 
 
 def make_small(path: Path) -> None:
-    """The picture in 128 colours: nobody sees it, and it is a third of the file."""
+    """Reduces the picture to 128 colours, which makes the file three times smaller."""
     with Image.open(path) as picture:
         small = picture.convert("RGB").quantize(128, dither=Image.Dither.NONE)
     small.save(path, optimize=True)
-
-
-def animate_photographs() -> None:
-    """Runs the four example photographs through two ranks, and draws run and clips."""
-    photos = example_photos()
-    config = PipelineConfig(
-        world_size=2,
-        model=ModelConfig(name="demo"),
-        sampling=SamplingConfig(**sampling_defaults("demo")),
-    )
-    with tempfile.TemporaryDirectory() as folder:
-        outputs = [OutputConfig(path=str(Path(folder, f"{photo.stem}.mp4"))) for photo in photos]
-        requests = [
-            ClipRequest(seed=0, image=str(photo), output=output)
-            for photo, output in zip(photos, outputs, strict=True)
-        ]
-        with Pipeline(config) as pipeline:
-            pipeline.run(requests, [{"fps": 7}] * len(requests))
-        clips = [read_frames(Path(output.path), "mp4") for output in outputs]
-    draw_small(pipeline, PICTURES / "timeline.png")
-    animate(photos, clips, PICTURES / "clips.gif")
-
-
-def animate(photos: list[Path], clips: list[Frames], path: Path) -> None:
-    """Photographs above, their clips below, as one looping GIF."""
-    stills = [Image.open(photo).convert("RGB").resize((_SIDE, _SIDE)) for photo in photos]
-    frames = []
-    for index in range(len(clips[0])):
-        sheet = Image.new("RGB", (_SIDE * len(clips), 2 * _SIDE))
-        for column, (still, clip) in enumerate(zip(stills, clips, strict=True)):
-            sheet.paste(still, (column * _SIDE, 0))
-            sheet.paste(Image.fromarray(clip[index]), (column * _SIDE, _SIDE))
-        frames.append(sheet.quantize(64))
-    frames[0].save(
-        path, save_all=True, append_images=frames[1:], duration=1000 // 7, loop=0, optimize=True
-    )
 
 
 if __name__ == "__main__":
