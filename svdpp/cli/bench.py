@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from svdpp.cli import bench_fields
 from svdpp.cli.command import command
-from svdpp.cli.console import Console
+from svdpp.cli.console import Console, counted
 from svdpp.cli.options.bench import BenchOptions
 from svdpp.cli.options.outputs import TraceOptions
 from svdpp.cli.options.talk import TalkOptions
@@ -200,9 +200,11 @@ def _run(
 def _headline(one: Bench) -> str:
     config, asked = one.config, one.asked
     said = (
-        f"{asked.experiment}: {asked.workload.clips} clips of {config.sampling.num_inference_steps}"
-        f" steps, {config.model.name} {config.model.dtype}, {config.world_size} {config.device} "
-        f"ranks ({config.plan}), {asked.measure.repeats} rounds"
+        f"{asked.experiment}: {counted(asked.workload.clips, 'clip')} of "
+        f"{counted(config.sampling.num_inference_steps, 'step')}, "
+        f"{config.model.name} {config.model.dtype}, "
+        f"{counted(config.world_size, f'{config.device} rank')} ({config.plan}), "
+        f"{counted(asked.measure.repeats, 'round')}"
     )
     if config.model.name in (DEMO_MODEL, DUMMY_MODEL):
         said += "; not Stable Video Diffusion: its figures say nothing of SVD"

@@ -126,6 +126,11 @@ def _record(error: BaseException, message: str, hint: str) -> dict[str, Any]:
     }
 
 
+def counted(number: int, noun: str) -> str:
+    """A number with its noun, such as `1 clip` or `2 clips`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def coloured_grid_line(line: str) -> Text:
     """A line of the grid with each clip in a colour, idle time dim."""
     text = Text(line)

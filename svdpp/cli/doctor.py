@@ -10,7 +10,7 @@ import typer
 from rich.text import Text
 
 from svdpp.cli.command import command, is_given
-from svdpp.cli.console import Console
+from svdpp.cli.console import Console, counted
 from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.outputs import FolderOptions
 from svdpp.cli.options.ranks import RankOptions
@@ -71,8 +71,7 @@ def doctor(
     if failed:
         console.info(f"{len(failed)} of {len(checks)} checks failed")
         raise typer.Exit(failed[0].exit_code)
-    plural = "s" if config.world_size > 1 else ""
-    ranks_examined = f"{config.world_size} {config.device} rank{plural}"
+    ranks_examined = counted(config.world_size, f"{config.device} rank")
     console.info(f"a run of {model.model} on {ranks_examined} will find what it needs")
     if not is_given(context, "model"):
         console.info(

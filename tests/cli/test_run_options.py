@@ -143,7 +143,11 @@ def test_a_dry_run_shows_everything_and_makes_nothing() -> None:
     result = dry_run(PHOTO, "--seeds", "1-2", "--costs", "svd-xt-a100")
 
     assert answer.code == 0
-    for words in ("out/rocket_0.mp4\n", "1 to make: 2 frames of 32x32, 2 steps", "disk: about"):
+    for words in (
+        "out/rocket_0.mp4\n",
+        "1 clip to make: 2 frames of 32x32, 2 steps",
+        "disk: about",
+    ):
         assert words in answer.out
     assert list(Path().iterdir()) == []
     assert [clip["seed"] for clip in result["clips"]] == [1, 2]

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
+from svdpp.cli.console import counted
 from svdpp.cli.options.declare import LAYOUT, option
 from svdpp.errors import RequestError
 from svdpp.launch.world import find_world
@@ -145,7 +146,7 @@ class LayoutOptions:
         fits = ", if each device has room for the whole model" if other.replica_size == 1 else ""
         return (
             f"layout: by {whose} {options_for(other)} would be {times:.2f} times as fast for "
-            f"{num_clips} clip{'s' if num_clips > 1 else ''}{fits}"
+            f"{counted(num_clips, 'clip')}{fits}"
         )
 
     def assumed_costs(self, *, decodes: bool = True) -> Costs:
