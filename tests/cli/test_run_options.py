@@ -228,12 +228,12 @@ def test_names_of_clips() -> None:
     [
         ("a.avi", (), ("clips are mp4, gif or webp", "--out a.mp4")),
         ("a b.mov", (), ("--out 'a b.mp4'",)),
-        ("{nam}.mp4", (), ("there is no field {nam}", "{name}, {seed} and {index}")),
-        ("{}.mp4", (), ("there is no field {}",)),
-        ("{name!r}.mp4", (), ("there is no field {name}",)),
-        ("{name.mp4", (), ("'{name.mp4' is no template",)),
-        ("{seed:x y}.mp4", (), ("is no template",)),
-        ("{name}/{seed}.mp4", (), ("belong into the last part",)),
+        ("{nam}.mp4", (), ("unknown field {nam}", "{name}, {seed} and {index}")),
+        ("{}.mp4", (), ("unknown field {}",)),
+        ("{name!r}.mp4", (), ("unknown field {name}",)),
+        ("{name.mp4", (), ("'{name.mp4' is not a template",)),
+        ("{seed:x y}.mp4", (), ("is not a template",)),
+        ("{name}/{seed}.mp4", (), ("are allowed only in the last part",)),
         ("a.mp4", ("--format", "gif"), ("--out a.mp4 is mp4, --format says gif",)),
         ("a.mp4", ("--seeds", "1-2"), ("would both become 'a.mp4'", "--out '{name}_{index}.mp4'")),
     ],
@@ -253,7 +253,7 @@ def test_two_photographs_of_one_name_are_numbered_by_a_template() -> None:
     assert names(*two, "--out", hint) == ["rocket_1.mp4", "rocket_2.mp4"]
 
 
-@pytest.mark.parametrize("name", ["sea.json", "sea.run.json"])
+@pytest.mark.parametrize("name", ["sea.mp4.json", "sea.run.json"])
 def test_a_file_that_is_something_else_is_not_replaced(name: str) -> None:
     Path(name).write_text('{"mine": 1}')
     answer = svdpp_here("run", PHOTO, *DEMO, *TINY, "-o", "sea.mp4")
@@ -273,7 +273,7 @@ def test_a_run_is_repeated_from_its_manifest() -> None:
     )
     assert first.code == 0, first
     assert sorted(path.name for path in Path("made").iterdir()) == [
-        *("one.json", "one.mp4", "one.run.json"),
+        *("one.mp4", "one.mp4.json", "one.run.json"),
     ]
     shutil.move("made", "moved")  # a folder beside the photographs', as before
     again = ("run", "--from", "moved/one.run.json")
@@ -288,4 +288,4 @@ def test_a_run_is_repeated_from_its_manifest() -> None:
     changed = svdpp_here(*again, "--seed", "3", "-o", "{name}.gif", "--dry-run", "--json", "-q")
     (clip,) = json.loads(changed.out)["clips"]
     assert (clip["seed"], clip["output"]) == (3, "a photo.gif")
-    assert_error(svdpp_here("run", "--from", "moved/one.json"), 7, "is no run's manifest")
+    assert_error(svdpp_here("run", "--from", "moved/one.mp4.json"), 7, "is no run's manifest")
