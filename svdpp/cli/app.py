@@ -1,4 +1,4 @@
-"""Owns the command line as a whole: which commands there are, and how one of them is run."""
+"""Owns the command line as a whole: the list of commands, and how a command is run."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ from svdpp.errors import SvdppError
 #: The first sentence of each command's help. A command's module is imported only to run it.
 COMMANDS: Mapping[str, str] = {
     "run": "Animate photographs: each becomes a clip.",
-    "plan": "Show who does which steps, the picture over time, and how long it takes.",
+    "plan": "Show which rank does which steps, when, and how long it takes.",
     "simulate": "Rehearse a run with real processes, without weights or GPUs.",
     "verify": "Prove that the pipeline's clips are diffusers' own, bit for bit.",
-    "profile": "Measure the costs that plans are made with.",
-    "bench": "Measure a pipeline beside data parallel, and diffusers on one device.",
-    "doctor": "Try what a run needs, in seconds.",
-    "env": "Show versions, devices, ffmpeg and settings, ready to be pasted into a report.",
+    "profile": "Measure the costs that plans are based on.",
+    "bench": "Measure a pipeline against data parallel and against diffusers on one device.",
+    "doctor": "Check in seconds that a run has what it needs.",
+    "env": "Show versions, devices, ffmpeg and settings, ready to paste into a report.",
 }
 
 #: Paragraphs at the end of the help.
 EPILOG = """
-Options also have defaults in svdpp.toml, or [tool.svdpp] of pyproject.toml, in the working
-folder, and in variables such as SVDPP_MODEL; svdpp env shows them.
+Defaults of options can be set in svdpp.toml or in [tool.svdpp] of pyproject.toml in the working
+folder, and by variables such as SVDPP_MODEL; svdpp env shows them.
 
-Exit codes: 0 done; 1 unexpected; 2 wrong request; 3 verify found a difference; 4 out of memory;
-5 model missing, gated, incomplete or not safetensors; 6 a rank died or stalled; 7 unreadable or
-hostile input; 8 an output cannot be written; 9 a latent is not finite; 128 + n ended by signal
-n. If several clips fail, the highest of their codes.
+Exit codes: 0 success; 1 unexpected error; 2 wrong request; 3 verify found a difference; 4 out of
+memory; 5 model missing, gated, incomplete or not safetensors; 6 a rank died or stalled; 7 input
+unreadable or hostile; 8 output cannot be written; 9 a latent is not finite; 128 + n ended by signal
+n. If several clips fail, the exit code is the highest of theirs.
 """
 
 
 def run_command_line(arguments: Sequence[str]) -> int:
-    """Runs the command that `arguments` name; the exit code."""
+    """Runs the command that `arguments` name, and returns the exit code."""
     remember(arguments)
     try:
         app = build_app(_completed() or arguments)
@@ -59,7 +59,7 @@ def run_command_line(arguments: Sequence[str]) -> int:
 
 
 def _completed() -> list[str]:
-    """The words of the command line that a shell asks to complete; empty where none does."""
+    """The words of the command line that a shell wants completed; empty if none does."""
     words = os.environ.get("_TYPER_COMPLETE_ARGS") or os.environ.get("COMP_WORDS") or ""
     return words.split() if "_SVDPP_COMPLETE" in os.environ else []
 
@@ -68,10 +68,10 @@ def build_app(arguments: Collection[str] | None = None) -> typer.Typer:
     """The command line for Typer.
 
     Args:
-        arguments: of the command line; only commands named there can be run. None: all of them.
+        arguments: of the command line; only the commands in it can be run. None: all commands.
 
     Raises:
-        SvdppError: a file or variable that sets defaults cannot be used.
+        SvdppError: a file or variable with defaults cannot be used.
     """
     app = typer.Typer(
         name="svdpp",
@@ -112,16 +112,16 @@ def _eager(*names: str, **about: Any) -> Any:
 def _main(
     context: typer.Context,
     help: Annotated[  # noqa: ARG001  its callback answers it, as that of the next
-        bool, _eager("-h", "--help", help="Show this.", callback=_show_help)
+        bool, _eager("-h", "--help", help="Show this help.", callback=_show_help)
     ] = False,
     version: Annotated[  # noqa: ARG001
         bool, _eager("--version", help="Show the version.", callback=_show_version)
     ] = False,
 ) -> None:
-    """Stable Video Diffusion on several devices by splitting the denoising steps.
+    """Run Stable Video Diffusion on several devices by splitting the denoising steps.
 
-    The clips are bit for bit those of diffusers on one device, and `svdpp verify` proves it. A
-    pipeline of steps finishes more clips an hour; it makes no single clip faster.
+    Every clip has the same bits as from diffusers on one device, and `svdpp verify` proves it. The
+    pipeline finishes more clips per hour; it does not make a single clip faster.
     """
     if context.invoked_subcommand is None:
         show_overview(context, COMMANDS, EPILOG)

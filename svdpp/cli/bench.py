@@ -1,4 +1,4 @@
-"""Owns `svdpp bench`: a configuration measured beside its baselines, and two benches compared."""
+"""Owns `svdpp bench`: measures a configuration and its baselines, or compares two results."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from svdpp.cli import bench_fields
 from svdpp.cli.command import command
-from svdpp.cli.console import Console
+from svdpp.cli.console import Console, counted
 from svdpp.cli.options.bench import BenchOptions
 from svdpp.cli.options.outputs import TraceOptions
 from svdpp.cli.options.talk import TalkOptions
@@ -39,17 +39,17 @@ def bench(
     traces: TraceOptions,
     talk: TalkOptions,  # noqa: ARG001  read where every command is called
 ) -> None:
-    """Measure a pipeline beside data parallel, and diffusers on one device.
+    """Measure a pipeline against data parallel and against diffusers on one device.
 
-    Each round starts, warms up and measures each of them, on the same devices. Clips whose bits are
-    not diffusers' own end the command with code 3, results and all.
+    Each round starts, warms up and measures all three on the same devices. If a clip's bits differ
+    from those of diffusers, the results are written and the exit code is 3.
     """
     from svdpp.cli.request import is_joined_member
 
     names, overrides = _sorted_out(asked.words or [])
     if asked.compare is not None:
         if names or overrides or asked.settings:
-            raise RequestError("--compare takes two folders, and no configuration beside them")
+            raise RequestError("--compare takes two folders and no configuration")
         if not is_joined_member():
             _compare(console, *asked.compare)
         return
@@ -57,8 +57,8 @@ def bench(
     points = _points(names, overrides)
     if traces.trace is not None and len(points) > 1:
         raise RequestError(
-            f"--trace is of one point, and the lists span {len(points)}",
-            "leave it out, or measure the point that it is to show alone",
+            f"--trace shows one point, and the lists span {len(points)}",
+            "leave --trace out, or give one value for each field",
         )
     if is_joined_member():
         _serve(console, _benches(points, is_member=True))
@@ -81,10 +81,10 @@ def _compare(console: Console, a: Path, b: Path) -> None:
 
 
 def _sorted_out(words: list[str]) -> tuple[list[str], list[str]]:
-    """Names and overrides, which stand among each other.
+    """Separates names of configurations from overrides.
 
     Raises:
-        RequestError: an option that is neither this command's nor an override.
+        RequestError: an option is neither this command's nor an override.
     """
     names, overrides = [], []
     for word in words:
@@ -94,7 +94,7 @@ def _sorted_out(words: list[str]) -> tuple[list[str], list[str]]:
             overrides.append(word.removeprefix("--"))
         else:
             raise RequestError(
-                f"no such option: {word}", "a field is set by --section.field=value, or --set"
+                f"no such option: {word}", "--section.field=value or --set sets a field"
             )
     return names, overrides
 
@@ -111,8 +111,7 @@ def _points(names: list[str], overrides: list[str]) -> list[BenchConfig]:
 
 
 def _benches(points: list[BenchConfig], *, is_member: bool) -> list[Bench]:
-    """All points, checked before the first of them is measured."""
-
+    """All points, checked before the first is measured."""
     from svdpp.bench.runner import Bench
     from svdpp.driver.pipeline import Pipeline
 
@@ -125,7 +124,7 @@ def _benches(points: list[BenchConfig], *, is_member: bool) -> list[Bench]:
 
 
 def _serve(console: Console, benches: list[Bench]) -> None:
-    """Takes part in every pipeline; rank 0 alone measures."""
+    """Takes part in every pipeline; only rank 0 measures."""
     from svdpp.bench.ranks import serve_all
     from svdpp.bench.runner import pipelines_of
     from svdpp.cli import launched, log
@@ -135,9 +134,10 @@ def _serve(console: Console, benches: list[Bench]) -> None:
 
 
 def _measure(console: Console, benches: list[Bench], root: Path, trace: Path | None) -> None:
-    """Measures point by point; a launcher's ranks end with it, and as it does.
+    """Measures point by point.
 
-    Where ranks are started here, a point that fails keeps no other from being measured.
+    If this command starts the ranks, the other points are measured even when one fails. Ranks that
+    a launcher started end with the first failure.
     """
     from svdpp.bench.ranks import JoinedRanks
     from svdpp.bench.runner import pipelines_of
@@ -161,7 +161,7 @@ def _measure(console: Console, benches: list[Bench], root: Path, trace: Path | N
                 config = one.asked.model_dump(mode="json")
                 found.append({"config": config, "error": error_to_dict(error)})
                 if ranks is not None:
-                    break  # they have ended with the point
+                    break  # the ranks ended with the point
                 console.info(f"point {index + 1} of {len(benches)}: {error.message}")
             else:
                 failures += _differences(one)
@@ -189,25 +189,27 @@ def _run(
     if trace is not None:
         _write_trace(one, trace)
     show_summary(console, found)
-    console.result(f"{kept.folder}")
+    console.result(f"results: {kept.folder}")
     folder, costs = (shlex.quote(str(each)) for each in (kept.folder, kept.folder / COSTS))
     world = one.config.world_size
-    console.info(f"compare it with another: svdpp bench --compare OTHER {folder}")
-    console.info(f"plan by it: svdpp plan --world {world} --costs {costs} --compare")
+    console.info(f"to compare it with another: svdpp bench --compare OTHER {folder}")
+    console.info(f"plan with it: svdpp plan --world {world} --costs {costs} --compare")
     return {**found, "folder": str(kept.folder)}
 
 
 def _headline(one: Bench) -> str:
     config, asked = one.config, one.asked
     said = (
-        f"{asked.experiment}: {asked.workload.clips} clips of {config.sampling.num_inference_steps}"
-        f" steps, {config.model.name} {config.model.dtype}, {config.world_size} {config.device} "
-        f"ranks ({config.plan}), {asked.measure.repeats} rounds"
+        f"{asked.experiment}: {counted(asked.workload.clips, 'clip')} of "
+        f"{counted(config.sampling.num_inference_steps, 'step')}, "
+        f"{config.model.name} {config.model.dtype}, "
+        f"{counted(config.world_size, f'{config.device} rank')} ({config.plan}), "
+        f"{counted(asked.measure.repeats, 'round')}"
     )
     if config.model.name in (DEMO_MODEL, DUMMY_MODEL):
-        said += "; not Stable Video Diffusion: its figures say nothing of SVD"
+        said += "; this is not Stable Video Diffusion, and its figures say nothing of SVD"
     if config.device == "cpu" and config.model.dtype != "fp32":
-        said += f"; {config.model.dtype} on a CPU says nothing of a GPU's"
+        said += f"; {config.model.dtype} on a CPU says nothing of a GPU"
     return said
 
 
@@ -222,7 +224,7 @@ def _write_trace(one: Bench, path: Path) -> None:
 
 
 def _differences(one: Bench) -> list[VerificationError]:
-    """What is wrong with the bits of a point's clips; empty: nothing."""
+    """An error if bits of a point's clips differ; empty if none do."""
     from svdpp.bench.runner import differing
 
     different = differing(one.rounds)
@@ -230,15 +232,15 @@ def _differences(one: Bench) -> list[VerificationError]:
         return []
     return [
         VerificationError(
-            f"{len(different)} clips have other bits than diffusers' own, the first is "
+            f"bits differ from those of diffusers in {counted(len(different), 'clip')}, first in "
             f"{different[0]}",
-            "svdpp verify shows after which step",
+            "svdpp verify shows the first step that differs",
         )
     ]
 
 
 def _raise_worst(failures: list[SvdppError], num_points: int) -> None:
-    """Ends the command with the highest exit code of its points; returns if none has failed."""
+    """Ends the command with the highest exit code of its points; returns if none failed."""
     if not failures:
         return
     worst = highest_code(failures)

@@ -1,4 +1,4 @@
-"""Owns what a bench's fields mean to the command line: the options of `svdpp run` that they are."""
+"""Owns the translation of a bench's fields into options of `svdpp run`, and back in errors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from svdpp.errors import RequestError, SvdppError
 if TYPE_CHECKING:
     from svdpp.bench.config import BenchConfig
 
-# Fields of a configuration, by the option of `svdpp run` that means the same.
+# Fields of a configuration, by the equivalent option of `svdpp run`.
 _FIELDS = {
     **dict.fromkeys(("world", "gpus"), "pipeline.world"),
     **{name: f"pipeline.{name}" for name in ("device", "split", "replicas", "decoders", "costs")},
@@ -43,7 +43,7 @@ _SWITCHES = (
 
 
 def pipeline_config(point: BenchConfig) -> PipelineConfig:
-    """As `svdpp run` would make it of the same options."""
+    """The configuration that `svdpp run` makes of the same options."""
     ranks, workload, about = point.pipeline, point.workload, point.model.model_dump()
     knobs = workload.model_dump(exclude={"clips", "images", "frames", "decode_chunk_size"})
     chunk = workload.decode_chunk_size
@@ -71,7 +71,7 @@ def _plan(point: BenchConfig) -> dict[str, Any]:
     """Number of ranks, and how they share the work."""
     ranks = point.pipeline
     if ranks.start_steps is not None and not ranks.draft:
-        raise RequestError("pipeline.start_steps is about a draft", "add --pipeline.draft=true")
+        raise RequestError("pipeline.start_steps needs a draft", "add --pipeline.draft=true")
     shared = {"split", "replicas", "decoders", "costs"}
     plan = PlanChoice(
         draft=DraftOptions(draft=ranks.draft, draft_starts=ranks.start_steps),
@@ -87,13 +87,13 @@ def _plan(point: BenchConfig) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def named() -> Iterator[None]:
-    """Has errors of the block, which name options of `svdpp run`, name the fields instead."""
+    """Errors in the block name options of `svdpp run`; makes them name the fields instead."""
     try:
         yield
     except SvdppError as error:
         error.message = _as_fields(error.message)
         needs_gpu = "without a GPU" in error.hint
-        error.hint = "svdpp bench smoke needs none" if needs_gpu else _as_fields(error.hint)
+        error.hint = "svdpp bench smoke needs no GPU" if needs_gpu else _as_fields(error.hint)
         raise
 
 

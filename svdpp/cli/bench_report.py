@@ -1,4 +1,4 @@
-"""Owns what `svdpp bench` prints: one bench's figures, and two benches' ratios."""
+"""Owns what `svdpp bench` prints: the figures of one bench, and the ratios of two."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 def show_summary(console: Console, found: dict[str, Any]) -> None:
-    """A row for each case, the speed-ups, where the time went, and whether the bits agree."""
+    """Prints a row for each case, the speed-ups, the shares of time, and whether bits agree."""
     columns = ("case", "clips/min", "rounds", "first s", "step ms", "bubble", "start s", "GiB")
-    console.result("over rounds: geometric means; of shares the mean, of GiB the largest")
+    console.result("figures: geometric means over rounds; of shares the mean, of GiB the largest")
     console.table(columns, [_row(case, about) for case, about in found["cases"].items()])
     for case, about in found["cases"].items():
         if about["error"]:
@@ -28,7 +28,7 @@ def show_summary(console: Console, found: dict[str, Any]) -> None:
         )
     drafted = found["cases"]["pipeline"]["over_rounds"]["draft_seconds"]
     if drafted is not None:
-        console.result(f"a clip's draft is there {drafted:.2f} s after its encode began")
+        console.result(f"the draft of a clip is ready {drafted:.2f} s after its encode starts")
     console.result(_accounted(found))
     bits = "the same bits in every case" if found["same_bits"] else "DIFFERENT BITS between cases"
     console.result(f"latents and frames: {bits}")
@@ -53,23 +53,23 @@ def _row(case: str, about: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _accounted(found: dict[str, Any]) -> str:
-    """Where the pipeline's time went, and what no part of it explains."""
+    """The shares of the pipeline's time, including what is unaccounted for."""
     figures = found["cases"]["pipeline"]["over_rounds"]
     parts = ", ".join(
         f"{name} {figures[f'{name}_share']:.1%}"
         for name in ("compute", "wait", "transfer", "idle", "unaccounted")
     )
-    return f"the pipeline's ranks: {parts}"
+    return f"time of the pipeline's ranks: {parts}"
 
 
 def show_comparison(console: Console, a: Path, b: Path, found: Comparison) -> None:
-    """What differs in what was asked and where, every ratio, and the verdict."""
+    """Prints differences of settings and machine, every ratio, and the verdict."""
     if console.as_json:
         console.json(_as_record(found))
         return
     console.result(f"A {a}")
     console.result(f"B {b}")
-    for what, lines in (("asked", found.settings), ("machine", found.machines)):
+    for what, lines in (("setting", found.settings), ("machine", found.machines)):
         for line in lines:
             console.result(f"{what} differs: {line}")
     console.result()

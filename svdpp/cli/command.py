@@ -1,4 +1,4 @@
-"""Owns what a command is: a function of option groups, and the flat options that Typer parses."""
+"""Owns the definition of a command: a function of option groups, flattened for Typer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from svdpp.cli.help import Page, show_page
 from svdpp.cli.options.declare import flag
 from svdpp.cli.values import convert_without_typer
 
-# Parameters of every command that end it before it begins.
+# Parameters of every command that show help and end it.
 _HELP = ("help", "help_all")
 
 
@@ -31,29 +31,29 @@ class Command:
 
     function: Callable[..., None]
     examples: Sequence[str] = ()
-    """Command lines that run, for the help."""
+    """Command lines for the help; all of them run."""
     common: Sequence[str] = ()
-    """Parameters in the panel Common, in its order; empty: the help shows all options at once."""
+    """Parameters in the panel Common, in order; empty: the help shows all options at once."""
     without: Sequence[str] = ()
     """Fields of its groups that the command does not offer; they keep their defaults."""
     defaults: Mapping[str, str] = field(default_factory=dict)
-    """What holds where a parameter is not given, by name, where this command has its own."""
+    """This command's own text for the default of a parameter, by name."""
     meanings: Mapping[str, str] = field(default_factory=dict)
-    """Help of a parameter, by name, where it means something of its own to this command."""
+    """This command's own help for a parameter, by name."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Typer's context settings."""
 
     @property
     def name(self) -> str:
-        """As it is typed."""
+        """The name that users type."""
         return self.function.__name__
 
     def register(self, app: typer.Typer, defaults: Mapping[str, Default]) -> None:
         """Adds the command to `app`.
 
         Args:
-            app: gets it.
-            defaults: that the user has set, by parameter; those that it has not are left alone.
+            app: the application.
+            defaults: set by the user, by parameter; other commands' parameters are ignored.
         """
         parameters, groups = self._flat()
 
@@ -81,7 +81,7 @@ class Command:
         app.command(self.name, context_settings=settings)(call)
 
     def _flat(self) -> tuple[list[inspect.Parameter], dict[str, Any]]:
-        """All parameters side by side, and the group that each group's parameter is made from."""
+        """All parameters side by side, and the class of each option group by parameter."""
         hints = get_type_hints(self.function, include_extras=True)
         flat = [_parameter("context", typer.Context)]
         groups: dict[str, Any] = {}
@@ -104,7 +104,7 @@ class Command:
         return [each for each in fields(group) if each.name not in self.without]
 
     def _worded(self, name: str, hint: Any) -> Any:
-        """The annotation with help and default in this command's words."""
+        """The annotation with this command's own help and default."""
         if name not in {**self.defaults, **self.meanings}:
             return hint
         kind, option = get_args(hint)
@@ -114,13 +114,13 @@ class Command:
         return Annotated[kind, option]
 
     def _given(self, console: Console, context: typer.Context) -> dict[str, Any]:
-        """What the function takes beside options."""
+        """The arguments of the function that are not options."""
         hints = get_type_hints(self.function)
         kinds = {Console: console, typer.Context: context}
         return {name: kinds[hint] for name, hint in hints.items() if hint in kinds}
 
     def _help_options(self, kinds: dict[str, Any]) -> list[inspect.Parameter]:
-        """Eager options, so that their callbacks come before any other option is looked at."""
+        """The options for help; eager, so that they run before other options are parsed."""
 
         def show(context: typer.Context, *, whole: bool) -> None:
             page = Page(examples=self.examples, common=self.common)
@@ -138,7 +138,7 @@ class Command:
 
         about: dict[str, Any] = {"panel": "", "is_eager": True, "expose_value": False}
         options = [
-            flag("-h", "--help", help="Show this.", callback=short, **about),
+            flag("-h", "--help", help="Show this help.", callback=short, **about),
             flag("--help-all", help="Show all options.", callback=long, **about),
         ]
         return [
@@ -148,7 +148,7 @@ class Command:
 
 
 def command(**about: Any) -> Callable[[Callable[..., None]], Command]:
-    """Makes a function a `Command`; arguments are its fields."""
+    """Makes a `Command` of a function; the arguments are fields of `Command`."""
     return lambda function: Command(function=function, **about)
 
 
@@ -159,13 +159,13 @@ def is_given(context: typer.Context, name: str) -> bool:
 
 
 def _set_elsewhere(context: typer.Context, defaults: Mapping[str, Default]) -> dict[str, str]:
-    """Where the options that are not given on the command line are set, by all their names."""
+    """Source of each option that a file or variable sets, by all names of the option."""
     found = {}
     for parameter in context.command.params:
         source = context.get_parameter_source(str(parameter.name))
         if source is not None and source.name == "DEFAULT_MAP":
             default = defaults.get(str(parameter.name))
-            repeated = context.params.get("repeat")  # comes before all others
+            repeated = context.params.get("repeat")  # a manifest overrides all other defaults
             where = str(repeated) if repeated else default.source if default else ""
             found.update(dict.fromkeys(parameter.opts, where))
     return found

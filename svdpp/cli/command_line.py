@@ -1,4 +1,4 @@
-"""Owns the command line as it was typed, for records of it and for hints that repeat it."""
+"""Owns the command line as the user typed it, for files that record it and hints that repeat it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _arguments: ContextVar[tuple[str, ...]] = ContextVar("arguments", default=())
 
 
 def remember(arguments: Sequence[str]) -> None:
-    """Notes what was typed after the program's name."""
+    """Stores the arguments that follow the program's name."""
     _arguments.set(tuple(arguments))
 
 
@@ -20,10 +20,10 @@ def typed() -> str:
 
 
 def to_go_on(drawn_seed: int | None) -> str:
-    """The command that goes on with the run that was typed.
+    """The command that resumes this run.
 
     Args:
-        drawn_seed: that `random` stood for; None where it was not asked for.
+        drawn_seed: the seed drawn for `random`; None if no seed was drawn.
     """
     words = [word for word in _arguments.get() if word not in ("--overwrite", "--resume")]
     if drawn_seed is not None:

@@ -1,6 +1,6 @@
 """Owns printing: results to stdout, remarks to stderr. Nothing else in the program prints.
 
-Everything but the lines of results, which name files as the user did, is redacted.
+All output is redacted except result lines, which show paths as the user typed them.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Console:
     """One command's two streams.
 
     Args:
-        as_json: stdout gets JSON alone.
-        quiet: stderr gets errors alone.
-        set_elsewhere: what sets an option that is not on the command line, by the option's name.
+        as_json: stdout gets only JSON.
+        quiet: stderr gets only errors.
+        set_elsewhere: source of each option that a file or variable sets, by the option's name.
     """
 
     def __init__(
@@ -46,28 +46,28 @@ class Console:
         self.err = RichConsole(stderr=True, highlight=False, soft_wrap=True)
 
     def result(self, text: str | Text | Table = "") -> None:
-        """A line or table of the result, for people; nothing under `--json`."""
+        """Prints a line or table of the result; nothing with `--json`."""
         if not self.as_json:
             self.out.print(text, markup=False)
 
     def json(self, value: Any) -> None:
-        """The whole result as JSON; call once, under `--json`."""
+        """Prints the whole result as JSON; call once, with `--json`."""
         self._answered = True
         sys.stdout.write(json.dumps(redact_all(value), indent=2) + "\n")
 
     def info(self, text: str) -> None:
-        """A remark on what is going on; folded for people, unless it names a command to copy."""
+        """Prints a remark; folded on a terminal unless it contains a command to copy."""
         if not self.quiet:
             folds = self.err.is_terminal and "svdpp " not in text
             self.err.print(redact(text), markup=False, soft_wrap=not folds)
 
     def infos(self, texts: Iterable[str]) -> None:
-        """Several remarks."""
+        """Prints several remarks."""
         for text in texts:
             self.info(text)
 
     def table(self, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-        """A table of the result; the first column is aligned left, numbers right."""
+        """Prints a table of the result; the first column is aligned left, the others right."""
         table = Table(box=None, pad_edge=False, header_style="bold")
         for index, column in enumerate(columns):
             table.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)
@@ -76,15 +76,14 @@ class Console:
         self.result(table)
 
     def grid(self, lines: Iterable[str]) -> None:
-        """A rank x time picture, each clip in its colour where the terminal has colours."""
+        """Prints a rank x time picture with a colour for each clip."""
         for line in lines:
             self.result(coloured_grid_line(line))
 
     def error(self, error: BaseException, *, debug: bool = False) -> None:
-        """One sentence, a hint, the picture where there is one; the traceback with `debug`.
+        """Prints one sentence, the hint and picture if any, and the traceback with `debug`.
 
-        Under `--json` stdout gets the error as well, unless it has a result already: that says
-        itself what failed.
+        With `--json` stdout also gets the error, unless a result that names it was printed.
         """
         if isinstance(error, RankError) and error.picture:
             for line in error.picture.splitlines():
@@ -104,7 +103,7 @@ class Console:
             self.json({"schema_version": 1, "error": _record(error, message, hint)})
 
     def _origins(self, text: str) -> list[str]:
-        """For each option in `text` that is not on the command line, what sets it."""
+        """The source of each option in `text` that a file or variable sets."""
         options = dict.fromkeys(re.findall(r"--[a-z-]+", text))
         where = self._set_elsewhere
         return [f"{name} is set by {where[name]}" for name in options if name in where]
@@ -116,7 +115,7 @@ class Console:
 
 
 def _record(error: BaseException, message: str, hint: str) -> dict[str, Any]:
-    """An error as the answer of a command."""
+    """An error as JSON."""
     return {
         "type": error_to_dict(error)["type"] or type(error).__name__,
         "exit_code": exit_code_of(error),
@@ -126,8 +125,13 @@ def _record(error: BaseException, message: str, hint: str) -> dict[str, Any]:
     }
 
 
+def counted(number: int, noun: str) -> str:
+    """A number with its noun, such as `1 clip` or `2 clips`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def coloured_grid_line(line: str) -> Text:
-    """A line of the grid with each clip in a colour, idle time dim."""
+    """A line of the grid with a colour for each clip; idle time is dim."""
     text = Text(line)
     begin, end = line.find("|") + 1, line.rfind("|")
     for index in range(begin, end):

@@ -1,4 +1,4 @@
-"""Owns the defaults that a user has set: svdpp.toml, [tool.svdpp], and SVDPP_* variables."""
+"""Owns the defaults that a user sets: svdpp.toml, [tool.svdpp], and SVDPP_* variables."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _SWITCHES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Default:
-    """What holds where an option is not given on the command line."""
+    """The value of an option that is not given on the command line."""
 
     option: str
     """As it is typed, such as `--frames`."""
     parameter: str
-    """Name of the parameter that gets it."""
+    """Name of the parameter."""
     value: Any
     source: str
     """The file or variable that sets it."""
@@ -36,18 +36,18 @@ class Default:
 def load_defaults(
     folder: Path | None = None, environment: Mapping[str, str] = os.environ
 ) -> dict[str, Default]:
-    """The defaults that are set, by parameter: variables before the file.
+    """The defaults that the user sets, by parameter; variables override the file.
 
     Args:
         folder: of the file; None: the working folder.
         environment: of the variables.
 
     Raises:
-        InputError: the file cannot be read, or is no TOML.
-        RequestError: a key that is no option, a value that fits none, or one option by two names.
+        InputError: the file cannot be read or is not TOML.
+        RequestError: a key is not an option, a value does not fit, or two keys name one option.
     """
     folder = folder or Path()
-    # Most often there is neither, and then nothing more is imported.
+    # Usually neither exists, and the option groups need not be imported.
     variables = sorted(name for name in environment if name.startswith(_PREFIX))
     files = list(_file_settings(folder))
     if not (variables or files):
@@ -89,16 +89,16 @@ def _read(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise InputError(f"{path.name!r} cannot be read: {error.strerror}") from error
     except ValueError as error:
-        raise InputError(f"{path.name!r} is no TOML: {error}") from error
+        raise InputError(f"{path.name!r} is not TOML: {error}") from error
 
 
 def _default(known: Mapping[str, tuple[str, Any]], key: str, value: Any, source: str) -> Default:
     name = key.replace("_", "-")
     if name not in known:
         raise RequestError(
-            f"{source} sets {key!r}, which is no option"
+            f"{source} sets {key!r}, which is not an option"
             if source != _PREFIX + key.upper()
-            else f"{source} names no option",
+            else f"{source} does not name an option",
             _nearest(name, known),
         )
     parameter, kind = known[name]
@@ -108,7 +108,7 @@ def _default(known: Mapping[str, tuple[str, Any]], key: str, value: Any, source:
 
 
 def _value(kind: Any, value: Any, name: str) -> Any:
-    """As a command line would have it: texts, true or false, or a list of texts."""
+    """The value as a command line has it: a text, true or false, or several texts."""
     if kind is bool:
         if isinstance(value, str):
             value = _SWITCHES.get(value.lower(), value)

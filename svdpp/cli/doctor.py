@@ -1,4 +1,4 @@
-"""Owns `svdpp doctor`: tries what a run needs, and says how to fix what fails."""
+"""Owns `svdpp doctor`: checks what a run needs, and says how to fix what fails."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 from rich.text import Text
 
 from svdpp.cli.command import command, is_given
-from svdpp.cli.console import Console
+from svdpp.cli.console import Console, counted
 from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.outputs import FolderOptions
 from svdpp.cli.options.ranks import RankOptions
@@ -34,7 +34,7 @@ _COLOURS = {"ok": "green", "failed": "bold red", "skipped": "dim"}
     ),
     defaults={"world": "all GPUs, if they divide the steps; on the CPU 2"},
     meanings={
-        "out": "Folder that the clips would go to.",
+        "out": "Output folder to check.",
         "device": "cuda: rank r on GPU r, over NCCL. cpu, or one GPU shared by all ranks such as "
         "cuda:0: over gloo. auto: GPUs if there are any, else the CPU.",
         "decode_chunk_size": "Frames decoded at a time; memory depends on it.",
@@ -49,10 +49,10 @@ def doctor(
     answer: AnswerOptions,
     model: ModelOptions = ModelOptions(model=DEMO_MODEL),
 ) -> None:
-    """Try what a run needs, in seconds.
+    """Check in seconds that a run has what it needs.
 
-    That is devices, transfers, ffmpeg, model, memory and determinism. Nothing is downloaded. The
-    exit code is that of the first check that failed.
+    The checks are devices, transfers, ffmpeg, model, memory and determinism. Nothing is downloaded.
+    The exit code is that of the first check that fails.
     """
     from svdpp.diagnostics.doctor import Examination, examine
 
@@ -71,20 +71,17 @@ def doctor(
     if failed:
         console.info(f"{len(failed)} of {len(checks)} checks failed")
         raise typer.Exit(failed[0].exit_code)
-    plural = "s" if config.world_size > 1 else ""
-    ranks_examined = f"{config.world_size} {config.device} rank{plural}"
-    console.info(f"a run of {model.model} on {ranks_examined} will find what it needs")
+    ranks_examined = counted(config.world_size, f"{config.device} rank")
+    console.info(f"a run of {model.model} on {ranks_examined} has what it needs")
     if not is_given(context, "model"):
-        console.info(
-            f"svdpp run takes another model by default: to examine that add --model {DEFAULT_MODEL}"
-        )
+        console.info(f"svdpp run has another default: svdpp doctor --model {DEFAULT_MODEL}")
 
 
 def _examined(ranks: RankOptions, model: ModelOptions, sampling: SamplingOptions) -> PipelineConfig:
-    """The run that is examined: one step for each rank."""
+    """The configuration to examine: one step for each rank."""
     from svdpp.cli import request
 
-    # A machine is examined for whatever it has: no model is too large for its CPU.
+    # The check must also work on a machine without GPUs, so `auto` may take the CPU.
     device = ranks.device_for(DEMO_MODEL)
     world_size = ranks.world
     if world_size is None:
@@ -99,7 +96,7 @@ def _examined(ranks: RankOptions, model: ModelOptions, sampling: SamplingOptions
 
 
 def _print(console: Console, check: Check) -> None:
-    """One line a check, folded under itself where the terminal is narrow."""
+    """Prints one line per check, folded with an indent on a narrow terminal."""
     head = f"{check.verdict:<8}{check.name:<18}"
     width = max(40, console.out.width) - 1
     lines = textwrap.wrap(redact(check.detail), width - len(head))

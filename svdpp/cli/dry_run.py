@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from svdpp.cli.console import Console
+from svdpp.cli.console import Console, counted
 from svdpp.cli.run_request import RunRequest
 from svdpp.config import PipelineConfig
 
@@ -111,14 +111,15 @@ def _print(
     if len(names) > _MAX_NAMES:
         console.result(f"... and {len(names) - _MAX_NAMES} more")
     if clips.skipped:
-        console.result(f"{len(clips.skipped)} of those asked for are finished already")
+        console.result(f"already finished: {counted(len(clips.skipped), 'clip')}")
     console.result()
     sampling = config.sampling
     console.result(
-        f"{len(names)} to make: {sampling.frames} frames of {sampling.width}x{sampling.height}, "
-        f"{sampling.num_inference_steps} steps, {config.model.name} {config.model.dtype}"
+        f"{counted(len(names), 'clip')} to make: {counted(sampling.frames, 'frame')} of "
+        f"{sampling.width}x{sampling.height}, "
+        f"{counted(sampling.num_inference_steps, 'step')}, {config.model.name} {config.model.dtype}"
     )
-    console.result(f"{config.world_size} {config.device} ranks: {config.plan}")
+    console.result(f"{counted(config.world_size, f'{config.device} rank')}: {config.plan}")
     if forecast is not None:
         costs = config.costs
         console.result(

@@ -1,4 +1,4 @@
-"""Owns `svdpp env`: what a result depends on that is not in its request."""
+"""Owns `svdpp env`: what a result depends on besides the request."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from svdpp.cli.options.talk import AnswerOptions
 
 @command(examples=("svdpp env", "svdpp env --json"))
 def env(console: Console, answer: AnswerOptions) -> None:
-    """Show versions, devices, ffmpeg and settings, ready to be pasted into a report.
+    """Show versions, devices, ffmpeg and settings, ready to paste into a report.
 
     Settings are the defaults of options that svdpp.toml, [tool.svdpp] of pyproject.toml or a
-    variable such as SVDPP_MODEL sets. The home shows as ~. Other variables come from a list of
-    harmless names, so no token does.
+    variable such as SVDPP_MODEL sets. The home folder is shown as ~. Other variables are shown only
+    if they are on a list of harmless names, so no token is shown.
     """
     from svdpp.diagnostics.environment import environment
 
@@ -61,7 +61,7 @@ def _gpu_lines(devices: dict[str, Any]) -> list[tuple[str, str]]:
         for index, one in enumerate(devices["gpus"])
     ]
     if len(lines) > 1:
-        # Row by row: y where that GPU reads the memory of the one in the column.
+        # A row for each GPU: y where it can read the memory of the GPU in that column.
         rows = ("".join("y" if yes else "-" for yes in row) for row in devices["peer_access"])
         lines.append(("peer access", " ".join(rows)))
     return lines or [("cuda", "no GPU")]
@@ -69,7 +69,7 @@ def _gpu_lines(devices: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _switches(flags: dict[str, bool]) -> str:
     on = [name.replace("_", " ") for name, value in flags.items() if value]
-    return f"on here: {', '.join(on) or 'none'}; ranks set their own"
+    return f"on in this process: {', '.join(on) or 'none'}; ranks set their own"
 
 
 def _ffmpeg_lines(found: dict[str, Any] | None) -> list[tuple[str, str]]:

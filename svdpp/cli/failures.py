@@ -1,4 +1,4 @@
-"""Owns what becomes of errors and signals: a sentence or JSON, and the exit code."""
+"""Owns the answer to errors and signals: a sentence or JSON, and the exit code."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @contextlib.contextmanager
 def answered(console: Console, *, debug: bool) -> Iterator[None]:
-    """Answers the block's signals and errors: one sentence, and the error's exit code.
+    """Reports signals and errors of the block in one sentence.
 
     Raises:
-        typer.Exit: with that code.
+        typer.Exit: with the error's exit code.
     """
     previous = {number: signal.signal(number, _interrupt) for number in _SIGNALS}
     try:
@@ -34,7 +34,7 @@ def answered(console: Console, *, debug: bool) -> Iterator[None]:
     except typer.Exit:
         raise
     except Interrupted as error:
-        previous = {}  # a second signal must meet `end_at_once` until the very end
+        previous = {}  # keep `end_at_once` for a second signal until the process ends
         _say(console, error, debug=debug)
         raise typer.Exit(exit_code_of(error)) from error
     except Exception as error:
@@ -46,11 +46,11 @@ def answered(console: Console, *, debug: bool) -> Iterator[None]:
 
 
 def wrong_usage(error: typer.TyperException, arguments: Sequence[str]) -> int:
-    """Answers a command line that Typer refuses; the exit code."""
+    """Reports a command line that Typer refuses, and returns the exit code."""
     sentence = _usage_sentence(error)
     context = getattr(error, "ctx", None)
     path = context.command_path if context is not None else "svdpp"
-    refused = RequestError(sentence, f"{path} --help shows what there is")
+    refused = RequestError(sentence, f"{path} --help shows its usage")
     defaults = load_defaults().values()
     elsewhere = {each.option: each.source for each in defaults if each.option not in arguments}
     Console(as_json="--json" in arguments, set_elsewhere=elsewhere).error(refused)
@@ -67,20 +67,20 @@ def _usage_sentence(error: typer.TyperException) -> str:
 
 
 def _say(console: Console, error: BaseException, *, debug: bool) -> None:
-    """Once in a run, by rank 0 where there are several processes."""
+    """Reports the error once in a run: rank 0 does it if there are several processes."""
     if debug or not is_told_elsewhere(error):
         console.error(error, debug=debug)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
-    """The first signal ends the run in order; a second one at once."""
+    """Ends the run in order at the first signal, and at once at the second."""
     for other in _SIGNALS:
         signal.signal(other, end_at_once)
     raise Interrupted(number)
 
 
 def end_at_once(number: int, frame: FrameType | None = None) -> NoReturn:  # noqa: ARG001
-    """Ends the process as by signal `number`, silently; ranks end with it by themselves."""
+    """Ends the process silently as by signal `number`; its ranks notice and end, too."""
     temp_folders.remove_all()
     temp_folders.remove_multiprocessing_folder()
     os._exit(128 + number)

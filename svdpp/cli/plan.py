@@ -128,7 +128,7 @@ def _show_comparison(
 
     layout.leave_to("--compare")
     if layout.layout is not None:
-        raise RequestError("--compare picks for itself: leave out --layout")
+        raise RequestError("--compare shows all layouts: leave out --layout")
     rows = compare_layouts(**counts, **limits, arrivals=request.arrivals)
     show_comparison(console, request, counts, rows)
 

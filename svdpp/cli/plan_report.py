@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from svdpp.cli.console import Console
+from svdpp.cli.console import Console, counted
 from svdpp.plan.forecast import Forecast, replay
 from svdpp.plan.grid import draw_grid
 from svdpp.plan.large_forecast import forecast_layout, steady_seconds_per_clip
@@ -42,7 +42,7 @@ class Request:
     @property
     def clips(self) -> str:
         """Their number in words."""
-        return f"{self.num_clips} clip{'' if self.num_clips == 1 else 's'}"
+        return counted(self.num_clips, "clip")
 
 
 def show_layout(console: Console, request: Request, layout: Layout, reason: str = "") -> None:

@@ -170,10 +170,13 @@ def _measure(
     else:
         _print(console, profiled, costs)
     world = f"--world {config.world_size}"
+    console.info(f"wrote {shlex.quote(str(path))}")
     console.info(f"next: svdpp plan {world} --costs {shlex.quote(str(path))} --compare")
 
 
 def _print(console: Console, profiled: Profile, costs: Costs) -> None:
+    from svdpp.media.disk_space import size
+
     console.result(f"{costs.name}, on {costs.device}")
     console.result()
     seconds = {
@@ -193,6 +196,8 @@ def _print(console: Console, profiled: Profile, costs: Costs) -> None:
         if part == "denoise" or seconds[part]
     ]
     console.table(("part", "ms", "weights GiB", "work GiB"), rows)
+    if len(profiled.step_seconds) > 1:
+        console.result("step: one time for each rank, since they differ")
     for transfer in profiled.transfers:
         console.result(
             f"transfer {transfer.source} -> {transfer.target}: "
@@ -206,9 +211,11 @@ def _print(console: Console, profiled: Profile, costs: Costs) -> None:
             f"{costs.transfer_seconds * 1000:.2f} ms"
         )
     if profiled.transfers:
-        console.result(f"a clip's packet: {profiled.packet_bytes / 1e6:.2f} MB")
+        console.result(f"one packet of a clip: {size(profiled.packet_bytes)}")
     if profiled.config.device == "cpu":
-        console.info("work on the CPU is growth of the resident set, what malloc keeps included")
+        console.info(
+            "work on the CPU: growth of the process's resident memory, including what malloc keeps"
+        )
 
 
 def _ms(seconds: list[float]) -> str:

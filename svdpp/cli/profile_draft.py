@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from svdpp.cli.command_line import typed
-from svdpp.cli.console import Console
+from svdpp.cli.console import Console, counted
 from svdpp.config import DEFAULT_MODEL, PipelineConfig
 from svdpp.errors import RequestError
 from svdpp.plan.draft_starts import DraftProfile, MeasuredStartSteps, best_trades, parse_start_steps
@@ -47,7 +47,9 @@ def profile_draft(
     given = () if start_steps is None else (parse_start_steps(start_steps, num_steps, None),)
     found = check_inputs(list(inputs) or [str(path) for path in example_photos()])
     names = [photo.path.name for photo in found]
-    console.info(f"{num_steps} steps, {len(names)} photographs: {', '.join(names)}")
+    console.info(
+        f"{counted(num_steps, 'step')}, {counted(len(names), 'photograph')}: {', '.join(names)}"
+    )
     paths = [photo.path for photo in found]
     measured = measure_start_steps(config, paths, seed=seed, start_steps=given)
     profile = DraftProfile(
@@ -63,6 +65,7 @@ def profile_draft(
     else:
         _print(console, profile.choices, num_steps)
     words = [*_given(config), "--steps", str(num_steps), "--draft-starts", str(out)]
+    console.info(f"wrote {shlex.quote(str(out))}")
     console.info(f"next: svdpp run PHOTO --draft {shlex.join(words)}")
 
 
@@ -90,5 +93,5 @@ def _print(console: Console, choices: Sequence[MeasuredStartSteps], num_steps: i
         )
         for each in choices
     ]
-    console.table(("ranks", "start_steps", "rounds", "sooner", "distance", "levels"), rows)
+    console.table(("ranks", "start steps", "rounds", "sooner", "distance", "levels"), rows)
     console.result("distance: PSNR of the draft's frames to the exact clip's, worst photograph")

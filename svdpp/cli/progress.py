@@ -10,7 +10,7 @@ from rich.console import Group
 from rich.live import Live
 from rich.text import Text
 
-from svdpp.cli.console import Console
+from svdpp.cli.console import Console, counted
 from svdpp.cli.rank_table import RankTable, Reflow
 from svdpp.driver.trace import MeanCosts
 from svdpp.errors import RequestError
@@ -133,7 +133,7 @@ class Progress:
         seconds = (self._ended or time.monotonic()) - (self._begun or self._started)
         rate = f", {60 * self.num_done / seconds:.3g} a minute" if self.num_done else ""
         lost = f", {self.num_failed} lost" if self.num_failed else ""
-        return f"{self._title}: {_count(self.num_done, 'clip')} in {_clock(seconds)}{rate}{lost}"
+        return f"{self._title}: {counted(self.num_done, 'clip')} in {_clock(seconds)}{rate}{lost}"
 
     def _begin(self) -> None:
         if self._begun is None:
@@ -173,7 +173,7 @@ class Progress:
 
     @property
     def _counted(self) -> str:
-        return f"{self.num_done} of {_count(self.num_clips, 'clip')}"
+        return f"{self.num_done} of {counted(self.num_clips, 'clip')}"
 
     def _draw(self) -> Group:
         parts = [] if self._table is None else self._table.draw(self._console.err)
@@ -187,7 +187,7 @@ class Progress:
         if self._begun is None:
             elapsed = time.monotonic() - self._started
             left = self._seconds_left(0.0)
-            ready = f"{len(self._joined)} of {_count(self._world_size, 'rank')} ready"
+            ready = f"{len(self._joined)} of {counted(self._world_size, 'rank')} ready"
             text += f", starting, {ready}, {_clock(elapsed)}"
         else:
             elapsed = time.monotonic() - self._begun
@@ -213,10 +213,6 @@ class Progress:
             return summarise(replay(self._schedule, costs), self._world_size).makespan
         except (RequestError, ValueError):  # transfers between hosts that nobody has timed yet
             return None
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _clock(seconds: float) -> str:

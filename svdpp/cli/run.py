@@ -166,7 +166,7 @@ def _perform(
         console,
         "run",
         pipeline.schedule(clips.requests),
-        labels=labels(clips),
+        labels=labels(clips.requests),
         costs=pipeline.config.costs,
         forecasts=asked.knows_costs,
     )

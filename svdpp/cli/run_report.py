@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from svdpp.cli.console import Console
-from svdpp.config import OutputConfig, PipelineConfig
+from svdpp.cli.console import Console, counted
+from svdpp.config import ClipRequest, OutputConfig, PipelineConfig
 from svdpp.errors import error_from_dict, error_to_dict, highest_code
 
 if TYPE_CHECKING:
@@ -43,9 +43,9 @@ def announce(console: Console, config: PipelineConfig, clips: ClipPlan) -> None:
     num_clips = len(clips.requests)
     begun = sum(request.done_steps > 0 for request in clips.requests)
     console.info(
-        f"{num_clips} clip{'s' if num_clips > 1 else ''} of {config.sampling.frames} frames, "
-        f"{config.sampling.width}x{config.sampling.height}, on {config.world_size} "
-        f"{config.device} ranks with {config.model.name}"
+        f"{counted(num_clips, 'clip')} of {counted(config.sampling.frames, 'frame')}, "
+        f"{config.sampling.width}x{config.sampling.height}, on "
+        f"{counted(config.world_size, f'{config.device} rank')} with {config.model.name}"
         + (f"; {begun} of them go on from an earlier run" if begun else "")
     )
     if clips.other_threads is not None:
@@ -61,22 +61,19 @@ def announce(console: Console, config: PipelineConfig, clips: ClipPlan) -> None:
         )
 
 
-def labels(clips: ClipPlan) -> list[str]:
-    """What people call each clip that is to be made: its photograph, and the seed if several."""
-    seeds = {request.seed for request in clips.requests}
-    names = [Path(request.image or "").name for request in clips.requests]
-    if len(seeds) == 1:
+def labels(requests: Sequence[ClipRequest]) -> list[str]:
+    """A name for each clip in the progress: its photograph, and the seed if there are several."""
+    names = [Path(request.image or "clip").name for request in requests]
+    if len({request.seed for request in requests}) == 1:
         return names
-    return [
-        f"{name} seed {request.seed}" for name, request in zip(names, clips.requests, strict=True)
-    ]
+    return [f"{name} seed {request.seed}" for name, request in zip(names, requests, strict=True)]
 
 
 def raise_worst(lost: Sequence[Metadata], num_clips: int) -> None:
     """Ends the command with the highest exit code of its lost clips; returns if none is lost."""
     if lost:
         worst = highest_code(error_from_dict(clip["error"]) for clip in lost)
-        count = f"{len(lost)} of {num_clips} clip{'s' if num_clips > 1 else ''}"
+        count = f"{len(lost)} of {counted(num_clips, 'clip')}"
         record = {**error_to_dict(worst), "message": f"{count} lost: {worst}"}
         raise error_from_dict(record)
 
@@ -144,4 +141,4 @@ def _psnr(difference: Mapping[str, Any]) -> str:
     if difference["psnr_db"] is None:
         return "not a pixel"
     levels = difference["max_levels"]
-    return f"{difference['psnr_db']:.1f} dB ({levels} level{'s' if levels > 1 else ''} at most)"
+    return f"{difference['psnr_db']:.1f} dB ({counted(levels, 'level')} at most)"

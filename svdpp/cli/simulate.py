@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, Annotated, Any
 
 from svdpp.cli.command import command
-from svdpp.cli.console import Console
+from svdpp.cli.console import Console, counted
 from svdpp.cli.options.declare import COSTS, option
 from svdpp.cli.options.draft import DraftOptions
 from svdpp.cli.options.inputs import ClipOptions
@@ -236,7 +236,7 @@ def _print(console: Console, pipeline: Pipeline, measured: Forecast, forecast: F
     width = max(20, console.out.width - len(f"rank {world_size - 1} ||"))
     console.grid(draw_grid(pipeline.trace.spans, world_size, width=width))
     console.result()
-    clips = f"{measured.clips} clip{'' if measured.clips == 1 else 's'}"
+    clips = counted(measured.clips, "clip")
     for name, times in (("measured", measured), ("forecast", forecast)):
         console.result(
             f"{name}: {clips} in {times.makespan:.2f} s, first after "

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from svdpp import __version__
+from svdpp.cli.console import counted
 from svdpp.errors import OutputError, RequestError
 
 if TYPE_CHECKING:
@@ -132,5 +133,5 @@ def _write_trace(pipeline: Pipeline, path: Path) -> None:
 
 
 def _words(summary: Forecast) -> str:
-    clips = f"{summary.clips} clip{'s' if summary.clips > 1 else ''}"
+    clips = counted(summary.clips, "clip")
     return f"{clips} in {summary.makespan:.1f} s, bubble {summary.bubble:.0%}"

@@ -16,6 +16,7 @@ from svdpp.cli.options.proof import ProofOptions
 from svdpp.cli.options.ranks import RankOptions
 from svdpp.cli.options.sampling import SamplingOptions, with_fitting_chunk
 from svdpp.cli.options.talk import LogOptions
+from svdpp.cli.run_report import labels
 from svdpp.cli.verify_report import difference, print_drafts, print_verdict
 from svdpp.config import DEMO_MODEL, DUMMY_MODEL, ClipRequest, PipelineConfig
 from svdpp.errors import RequestError, VerificationError
@@ -184,12 +185,13 @@ def _compare(
     alone = data_parallel_routes(num_steps, 1, clips, decodes=config.decodes)
     theirs = build_schedule(alone, 1)
     with temp_folders.folder("svdpp-verify-") as folder:
-        with Progress(console, "pipelined", ours) as progress:
+        names = labels(requests)
+        with Progress(console, "pipelined", ours, labels=names) as progress:
             observers = (progress, EventLog(config.plan))
             conditions = proof.run_pipelined(
                 config, requests, folder, fault=fault, observers=observers
             )
-        with Progress(console, "sequential", theirs) as progress:
+        with Progress(console, "sequential", theirs, labels=names) as progress:
             proof.run_sequential(config, requests, folder, observers=(progress,))
         verdict = proof.compare(config, len(requests), folder, tolerance=asked.tolerance)
         if asked.report is not None:

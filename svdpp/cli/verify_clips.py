@@ -9,6 +9,7 @@ import typer
 
 from svdpp.cli.command import is_given
 from svdpp.cli.console import Console
+from svdpp.cli.options.declare import HIDDEN_NAMES
 from svdpp.cli.verify_report import end_one, end_several
 from svdpp.errors import RequestError
 
@@ -31,20 +32,22 @@ def refuse_without_effect(context: typer.Context) -> None:
         RequestError: naming all that has no effect.
     """
     given = {
-        str(parameter.name): "/".join(name for name in parameter.opts if name.startswith("--"))
+        str(parameter.name): "/".join(
+            name for name in parameter.opts if name.startswith("--") and name not in HIDDEN_NAMES
+        )
         for parameter in context.command.params
         if is_given(context, str(parameter.name)) and parameter.name not in _EFFECTIVE
     }
     if "report" in given:
         raise RequestError(
-            "--report shows the frames of two runs, and a finished clip has only their hash",
+            "--report shows the frames of two runs, but a finished clip has only their hash",
             "verify the photograph: svdpp verify PHOTO --report FILE.html",
         )
     if given:
         raise RequestError(
-            f"{', '.join(given.values())} would have no effect: a clip's metadata says how it was "
-            "made, and that is recomputed on one device",
-            "leave it out; svdpp verify PHOTO runs the ranks, and takes it",
+            f"{', '.join(given.values())} has no effect on a finished clip, which is recomputed "
+            "on one device as its metadata says",
+            "leave it out; svdpp verify PHOTO runs the ranks with it",
         )
 
 
@@ -67,7 +70,9 @@ def verify_clips(console: Console, inputs: Sequence[str], settings: Settings) ->
     for tasks in groups:
         num_steps = tasks[0].config.sampling.num_inference_steps
         routes = data_parallel_routes(num_steps, 1, range(len(tasks)))
-        with Progress(console, "sequential", build_schedule(routes, 1)) as progress:
+        names = [task.clip.path.name for task in tasks]
+        schedule = build_schedule(routes, 1)
+        with Progress(console, "verify", schedule, labels=names) as progress:
             proofs += prove(tasks, observers=(progress,))
     _end(console, proofs)
 

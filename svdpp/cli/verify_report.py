@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from svdpp.cli.console import Console
+from svdpp.cli.console import Console, counted
 from svdpp.errors import VerificationError, error_from_dict, error_to_dict, highest_code
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def print_verdict(console: Console, verdict: VerificationResult) -> None:
     if verdict.bitwise:
         clips = len({check.clip for check in verdict.checks})
         console.result(
-            f"bitwise equal: {clips} clip{'s' if clips > 1 else ''}, "
+            f"bitwise equal: {counted(clips, 'clip')}, "
             f"{len(verdict.checks)} comparisons with diffusers' sequential result"
         )
     elif verdict.equal:
@@ -79,8 +79,8 @@ def end_one(console: Console, proof: ClipProof) -> None:
     if console.as_json:
         console.json({"schema_version": 2, **proof.to_json()})
     for check in proof.checks:
-        word = "equal" if check.equal else "DIFFERENT"
-        sha256 = (check.found or check.recorded or "")[:12]
+        word = "equal" if check.equal else "DIFFERENT" if check.found else "MISSING"
+        sha256 = (check.found or "")[:12]
         console.result(f"{check.what:<7}{word:<10} {sha256:<13} {check.detail}".rstrip())
     name = proof.path.name
     if proof.different:

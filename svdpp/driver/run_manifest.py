@@ -105,6 +105,10 @@ class RunManifest:
         error: BaseException | None,
         where: TracebackType | None,
     ) -> None:
+        for clip in self._clips:
+            if clip["state"] == "running":
+                clip["state"] = "pending"  # no rank works on it any longer
+                self._changed = True
         if self._changed and kind is None:
             self._write()
         elif self._changed:

@@ -195,5 +195,5 @@ def test_a_bench_prints_the_figures_that_its_comparison_has(
             assert over_rounds["steady_clips_per_minute"] == pytest.approx(ratio.a)
     show_summary(Console(), found)
     printed = capsys.readouterr().out
-    assert "over rounds: geometric means" in printed
+    assert "geometric means over rounds" in printed
     assert re.search(r"pipeline +30 +7.5-60 ", printed), printed

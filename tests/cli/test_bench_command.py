@@ -56,7 +56,7 @@ def test_overrides_stand_anywhere() -> None:
         (("smoke", "--trace", "photo.jpg"), 2, ("--trace must end in .json",)),
         (("smoke", "--trace", "t.json", "--pipeline.split=[uniform, balanced]"), 2, ("span 2",)),
         (("smoke", "--results", "/dev/null"), 8, ("/dev/null",)),
-        (("smoke", "--compare", "a", "b"), 2, ("no configuration beside",)),
+        (("smoke", "--compare", "a", "b"), 2, ("and no configuration",)),
         (("--compare", "/absent/a", "/absent/b"), 7, ("/absent/a/summary.json",)),
     ],
 )
@@ -129,7 +129,7 @@ def test_a_bench_of_the_dummy_and_its_comparison_with_itself(tmp_path: Path) -> 
     assert all(rank["peak_reserved_gib"] > 0 for rank in ranks)
     trace = json.loads((tmp_path / "t.json").read_text())
     assert trace["otherData"]["round"] == 0
-    (command,) = [line for line in answer.err.splitlines() if line.startswith("plan by it: ")]
+    (command,) = [line for line in answer.err.splitlines() if line.startswith("plan with it: ")]
     planned = svdpp_here(*shlex.split(command)[4:-2], str(folder / "costs.json"), "--compare")
     assert planned.code == 0, planned
     assert "data parallel" in planned.out
@@ -165,7 +165,7 @@ def test_torchruns_ranks_take_part_in_every_arm_but_diffusers_own(tmp_path: Path
             assert [len(each["ranks"]) for each in rounds] == [world]
         assert (tmp_path / found["folder"] / "costs.json").exists()
     assert len({found["cases"]["pipeline"]["layout"] for found in points}) == 2
-    assert answer.err.count("plan by it: ") == 2, "rank 0 alone speaks"
+    assert answer.err.count("plan with it: ") == 2, "rank 0 alone speaks"
 
 
 @pytest.mark.processes

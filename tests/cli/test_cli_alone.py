@@ -392,9 +392,9 @@ def test_verify_recomputes_a_clip(made: tuple[Path, Answer]) -> None:
     ("arguments", "words"),
     [
         (("a.json", "b.jpg"), ("'a.json' is a finished clip, 'b.jpg' is not", "two commands")),
-        (("a.json", "--inject-fault", "ulp@rank1.clip0"), ("--inject-fault would have no effect",)),
+        (("a.json", "--inject-fault", "ulp@rank1.clip0"), ("--inject-fault has no effect",)),
         (("a.json", "b.json", "--gpus", "2", "--fps", "7"), ("--fps, --gpus/--world would have",)),
-        (("a.json", "--draft"), ("--draft would have no effect", "svdpp verify PHOTO")),
+        (("a.json", "--draft"), ("--draft has no effect", "svdpp verify PHOTO")),
     ],
 )
 def test_verify_refuses_what_says_nothing_of_a_clip(

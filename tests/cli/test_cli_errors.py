@@ -62,7 +62,7 @@ def test_knobs_of_run_and_verify(
         (("--overwrite", "--skip-existing"), "--overwrite and --resume contradict"),
         (("--seeds", "1,a"), "--seeds takes numbers and ranges such as 1-8 or 1,3,5-7, got '1,a'"),
         (("--seeds", ""), "--seeds takes numbers and ranges"),
-        (("--seeds", "3-1"), "--seeds 3-1: smaller to larger"),
+        (("--seeds", "3-1"), "--seeds 3-1: a range rises"),
         (("--seeds", str(2**63)), "seed must be 0 to 2^63 - 1"),
     ],
     ids=str,

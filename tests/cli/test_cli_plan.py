@@ -380,10 +380,10 @@ REFUSED = [
     (("--layout", "best"), "--layout must be auto, pipeline or data-parallel, got 'best'"),
     (
         ("--layout", "auto", "--decoders", "2"),
-        "--layout auto picks for itself: leave out --decoders",
+        "--layout auto chooses the layout: leave out --decoders",
     ),
-    (("--compare", "--split", "balanced"), "--compare picks for itself: leave out --split"),
-    (("--compare", "--layout", "auto"), "--compare picks for itself: leave out --layout"),
+    (("--compare", "--split", "balanced"), "--compare chooses the layout: leave out --split"),
+    (("--compare", "--layout", "auto"), "--compare shows all layouts: leave out --layout"),
     (("--costs", "svd-xt"), "costs 'svd-xt' are neither a file nor a preset"),
     (("--device-memory", "0"), "--device-memory must be a finite number above 0, got 0.0"),
     (("--device-memory", "nan"), "--device-memory must be a finite number above 0, got nan"),

@@ -68,13 +68,13 @@ def test_env_shows_what_is_set_and_where() -> None:
 
 
 REFUSED = [
-    ("fram = 2", "svdpp.toml sets 'fram', which is no option", "did you mean frames?"),
-    ("tolerance = 2", "svdpp.toml sets 'tolerance', which is no option", ""),
-    ("zzz = 2", "svdpp.toml sets 'zzz', which is no option", "--help-all lists the options"),
+    ("fram = 2", "svdpp.toml sets 'fram', which is not an option", "did you mean frames?"),
+    ("tolerance = 2", "svdpp.toml sets 'tolerance', which is not an option", ""),
+    ("zzz = 2", "svdpp.toml sets 'zzz', which is not an option", "--help-all lists the options"),
     ("gpus = 2\nworld = 2", "svdpp.toml sets --world and --gpus, which are one option", ""),
     ("gpus = true", "gpus must be a text or a number, got True", ""),
     ("quiet = 1", "quiet must be true or false, got 1", ""),
-    ("[run]\nmodel = 'demo'", "svdpp.toml sets 'run', which is no option", ""),
+    ("[run]\nmodel = 'demo'", "svdpp.toml sets 'run', which is not an option", ""),
     (
         "gpus = 2.5",
         "--gpus/--world must be a whole number, got '2.5'",
@@ -93,7 +93,7 @@ def test_refused(text: str, sentence: str, hint: str) -> None:
 
 def test_a_file_that_is_no_toml() -> None:
     _write("gpus")
-    assert_error(svdpp_here("plan"), 7, "'svdpp.toml' is no TOML")
+    assert_error(svdpp_here("plan"), 7, "'svdpp.toml' is not TOML")
     assert svdpp_here("--help").code == 0
 
 
@@ -106,7 +106,7 @@ def test_variables_that_name_no_option(name: str, answer: int) -> None:
     found = svdpp_here("plan", env={name: "2"})
     assert found.code == answer
     if answer:
-        assert_error(found, 2, f"{name} names no option", "did you mean frames?")
+        assert_error(found, 2, f"{name} does not name an option", "did you mean frames?")
 
 
 def test_what_the_command_line_says_is_not_blamed_on_the_file() -> None:

@@ -62,8 +62,8 @@ def test_plan_counts_decode_and_compares_with_layouts() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--draft-starts", "0,14"), ("--draft-starts is about a draft", "add --draft")),
-        (("--draft-psnr", "60dB"), ("--draft-psnr is about a draft",)),
+        (("--draft-starts", "0,14"), ("--draft-starts needs --draft", "add --draft")),
+        (("--draft-psnr", "60dB"), ("--draft-psnr needs --draft",)),
         (("--draft", "--draft-starts", "0,30"), ("below the 28 steps",)),
         (
             ("--draft", "--draft-starts", "0,14", "--world", "3"),

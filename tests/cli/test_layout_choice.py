@@ -40,7 +40,7 @@ def test_auto_says_why_and_whose_costs_it_took() -> None:
     shape, why = LayoutOptions(layout="auto").settings(**COUNTS)
     assert shape["replicas"] == 4
     assert why.startswith("layout: data parallel: ")
-    assert "with the costs of svd-xt-a100" in why
+    assert "by the costs of svd-xt-a100" in why
 
 
 def test_auto_heeds_the_memory_of_devices() -> None:
@@ -56,7 +56,7 @@ def test_auto_heeds_the_memory_of_devices() -> None:
 @pytest.mark.parametrize(
     ("choice", "counts", "words"),
     [
-        (LayoutOptions(layout="auto"), {"num_clips": None}, "rank 0 alone knows them"),
+        (LayoutOptions(layout="auto"), {"num_clips": None}, "only rank 0 knows it"),
         (LayoutOptions(costs="a-card"), {}, "neither a file nor a preset"),
     ],
     ids=["under torchrun", "no costs"],
@@ -70,7 +70,10 @@ def test_what_cannot_be_chosen(choice: LayoutOptions, counts: dict[str, Any], wo
     ("given", "words"),
     [
         ({"layout": "best"}, "--layout must be auto, pipeline or data-parallel, got 'best'"),
-        ({"layout": "auto", "replicas": 2}, "--layout auto picks for itself: leave out --replicas"),
+        (
+            {"layout": "auto", "replicas": 2},
+            "--layout auto chooses the layout: leave out --replicas",
+        ),
         ({"layout": "data-parallel", "split": "uniform"}, "leave out --split"),
     ],
 )

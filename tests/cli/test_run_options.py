@@ -143,7 +143,11 @@ def test_a_dry_run_shows_everything_and_makes_nothing() -> None:
     result = dry_run(PHOTO, "--seeds", "1-2", "--costs", "svd-xt-a100")
 
     assert answer.code == 0
-    for words in ("out/rocket_0.mp4\n", "1 to make: 2 frames of 32x32, 2 steps", "disk: about"):
+    for words in (
+        "out/rocket_0.mp4\n",
+        "1 clip to make: 2 frames of 32x32, 2 steps",
+        "disk: about",
+    ):
         assert words in answer.out
     assert list(Path().iterdir()) == []
     assert [clip["seed"] for clip in result["clips"]] == [1, 2]
@@ -224,12 +228,12 @@ def test_names_of_clips() -> None:
     [
         ("a.avi", (), ("clips are mp4, gif or webp", "--out a.mp4")),
         ("a b.mov", (), ("--out 'a b.mp4'",)),
-        ("{nam}.mp4", (), ("there is no field {nam}", "{name}, {seed} and {index}")),
-        ("{}.mp4", (), ("there is no field {}",)),
-        ("{name!r}.mp4", (), ("there is no field {name}",)),
-        ("{name.mp4", (), ("'{name.mp4' is no template",)),
-        ("{seed:x y}.mp4", (), ("is no template",)),
-        ("{name}/{seed}.mp4", (), ("belong into the last part",)),
+        ("{nam}.mp4", (), ("unknown field {nam}", "{name}, {seed} and {index}")),
+        ("{}.mp4", (), ("unknown field {}",)),
+        ("{name!r}.mp4", (), ("unknown field {name}",)),
+        ("{name.mp4", (), ("'{name.mp4' is not a template",)),
+        ("{seed:x y}.mp4", (), ("is not a template",)),
+        ("{name}/{seed}.mp4", (), ("are allowed only in the last part",)),
         ("a.mp4", ("--format", "gif"), ("--out a.mp4 is mp4, --format says gif",)),
         ("a.mp4", ("--seeds", "1-2"), ("would both become 'a.mp4'", "--out '{name}_{index}.mp4'")),
     ],

@@ -40,8 +40,8 @@ def test_a_healthy_machine(tmp_path: Path) -> None:
 
     assert answer.code == 0, answer
     assert answer.err == (
-        "a run of demo on 2 cpu ranks will find what it needs\n"
-        f"svdpp run takes another model by default: to examine that add --model {DEFAULT_MODEL}\n"
+        "a run of demo on 2 cpu ranks has what it needs\n"
+        f"svdpp run has another default: svdpp doctor --model {DEFAULT_MODEL}\n"
     )
     assert all(len(line) < 80 for line in answer.out.splitlines())
     verdicts = [line[:26].split(None, 1) for line in answer.out.splitlines() if line[0] != " "]
@@ -66,7 +66,7 @@ def test_doctor_says_what_it_has_examined(
     answer = svdpp_here("doctor", *given, "--world", "1", "--out", str(tmp_path))
     assert answer.code == 0
     verdict, *remarks = answer.err.splitlines()
-    assert verdict == "a run of demo on 1 cpu rank will find what it needs"
+    assert verdict == "a run of demo on 1 cpu rank has what it needs"
     assert remarks == ([f"svdpp run takes another {remark}"] if remark else [])
 
 

@@ -137,6 +137,6 @@ def test_auto_needs_ranks_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert parse_decode_chunk("auto") is None
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.setitem(os.environ, name, "1" if name == "WORLD_SIZE" else "0")
-    with pytest.raises(RequestError, match="auto measures before ranks are started"):
+    with pytest.raises(RequestError, match="auto measures before ranks start"):
         parse_decode_chunk("auto")
     assert parse_decode_chunk("3") == 3

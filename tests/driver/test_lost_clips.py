@@ -150,7 +150,9 @@ def test_the_journal_follows_each_clip(tmp_path: Path) -> None:
         manifest(1, Heartbeat(action="DECODE c3 @28"))
         manifest(1, ClipDone(clip=0, metadata={}))
         manifest(1, ClipFailed(clip=1, error=error))
-    assert _states(path) == ["failed", "done", "failed", "running", "pending"]
+        manifest._write()
+        assert _states(path) == ["failed", "done", "failed", "running", "pending"]
+    assert _states(path) == ["failed", "done", "failed", "pending", "pending"]
     record = json.loads(path.read_text())
     assert (record["schema_version"], record["model"]) == (1, "demo")
     assert record["clips"][2] == {"output": "b.mp4", "state": "failed", "error": error}

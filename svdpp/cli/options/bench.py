@@ -11,14 +11,14 @@ from svdpp.cli.options.declare import DIAGNOSTICS, LAYOUT, flag, option
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions:
-    """What is measured, or compared."""
+    """What to measure or compare."""
 
     words: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="CONFIG [--SECTION.FIELD=VALUE]...",
-            help="A YAML file, or the name of one that comes with svdpp: smoke (CPU, a minute or "
-            "two), svd-xt (all GPUs). A list for a field measures each value.",
+            help="A YAML file, or a configuration that comes with svdpp: smoke (CPU, a minute or "
+            "two) or svd-xt (all GPUs). If a field has a list, each of its values is measured.",
             show_default=False,
         ),
     ] = None
@@ -28,7 +28,8 @@ class BenchOptions:
             "--set",
             panel=LAYOUT,
             metavar="SECTION.FIELD=VALUE",
-            help="Override a field, as --SECTION.FIELD=VALUE does; the value is YAML. Repeatable.",
+            help="Override a field, as --SECTION.FIELD=VALUE does; the value is YAML. Can be "
+            "repeated.",
         ),
     ] = None
     compare: Annotated[
@@ -37,7 +38,7 @@ class BenchOptions:
             "--compare",
             panel=DIAGNOSTICS,
             metavar="A B",
-            help="Instead of measuring, compare the results in folder B with those in folder A.",
+            help="Compare the results in folder B with those in folder A; measure nothing.",
         ),
     ] = None
     results: Annotated[
@@ -46,7 +47,7 @@ class BenchOptions:
             "--results",
             panel=DIAGNOSTICS,
             metavar="DIR",
-            help="Results go to DIR/EXPERIMENT/RUN/.",
+            help="Write results to DIR/EXPERIMENT/RUN/.",
         ),
     ] = Path("results")
     profile: Annotated[
@@ -54,6 +55,6 @@ class BenchOptions:
         flag(
             "--profile",
             panel=DIAGNOSTICS,
-            help="As profile=true: afterwards look at one clip on rank 0 with torch.profiler.",
+            help="As profile=true: at the end, profile one clip on rank 0 with torch.profiler.",
         ),
     ] = False

@@ -9,7 +9,7 @@ from svdpp.plan.costs import Costs
 
 @dataclass(frozen=True, kw_only=True)
 class SecondsOptions:
-    """Seconds in place of those of `--costs`; None leaves theirs."""
+    """Costs that replace those of `--costs`; None keeps theirs."""
 
     step_seconds: Annotated[
         float | None,
@@ -57,17 +57,17 @@ class SecondsOptions:
             "--inter-host-transfer-seconds",
             panel=COSTS,
             metavar="SECONDS",
-            help="Latency of one transfer to a rank on another host. Where the costs lack it, a "
-            "plan that needs it is refused.",
+            help="Latency of one transfer to a rank on another host. A plan over several hosts "
+            "needs it, here or in the costs.",
             default="that of --costs",
         ),
     ] = None
 
     def applied(self, costs: Costs, *, ranks_per_host: int | None) -> Costs:
-        """`costs` with what is given in place of theirs, and for hosts of so many ranks if any.
+        """`costs` with the given values in place of theirs, for hosts of `ranks_per_host` ranks.
 
         Raises:
-            RequestError: a value that is no finite number of 0 or more.
+            RequestError: a value is not a finite number of 0 or more.
         """
         given = {name: value for name, value in vars(self).items() if value is not None}
         if ranks_per_host is not None:

@@ -1,4 +1,4 @@
-"""Owns how an option is declared: its kind of value, its panel in the help, its completion."""
+"""Owns how an option is declared: its value, its panel in the help, its completion."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RECOVERY = "Recovery"
 DIAGNOSTICS = "Diagnostics"
 PANELS = (VIDEO, MODEL, LAYOUT, COSTS, MEMORY, DRAFT, RECOVERY, DIAGNOSTICS)
 
-#: Spellings that are accepted and not shown: diffusers' own, and those of earlier versions.
+#: Accepted spellings that the help does not show: those of diffusers and earlier versions.
 HIDDEN_NAMES = frozenset(
     {"--num-inference-steps", "--num-frames", "--total-steps", "--skip-existing"}
 )
@@ -33,16 +33,16 @@ def option(
     choices: Sequence[str] | Callable[..., list[str]] = (),
     **more: Any,
 ) -> Any:
-    """An option with a value, for `Annotated`; its `names` stay with it.
+    """An option with a value, for `Annotated`; the attribute `names` holds its names.
 
     Args:
-        names: as they are typed; the first long one is its name in the help.
+        names: as users type them; the first long one is its name in the help.
         panel: of the help.
-        metavar: stands for the value in the help.
+        metavar: placeholder of the value in the help.
         help: one or two sentences, without the default.
-        default: says what holds where the option is not given, if its default value does not.
-        choices: what a shell offers in place of file names, or a function of Typer's `context`.
-        more: as `typer.Option` takes it.
+        default: text for the default, if the default value does not say it.
+        choices: values that a shell completes, or a function of Typer's `context`.
+        more: further arguments of `typer.Option`.
     """
     complete: Callable[..., list[str]] | None = None
     if callable(choices):

@@ -1,4 +1,4 @@
-"""Owns the options of a draft: all ranks work on one clip, which is there sooner."""
+"""Owns the options of a draft, in which all ranks work on one clip to show it sooner."""
 
 import re
 from collections.abc import Mapping
@@ -12,10 +12,10 @@ from svdpp.errors import RequestError
 
 @dataclass(frozen=True, kw_only=True)
 class DraftOptions:
-    """Whether all ranks draft one clip at a time, and what they start from.
+    """Whether all ranks draft one clip at a time, and from which steps.
 
     Raises:
-        RequestError: the other options say something where no draft is asked for.
+        RequestError: an option needs `--draft`, which is not given.
     """
 
     draft: Annotated[
@@ -23,7 +23,7 @@ class DraftOptions:
         flag(
             "--draft",
             panel=DRAFT,
-            help="All ranks work on one clip at a time: an approximation is there after about half "
+            help="All ranks work on one clip at a time: an approximation is ready after about half "
             "the steps, the exact clip at the usual time.",
         ),
     ] = False
@@ -33,8 +33,8 @@ class DraftOptions:
             "--draft-starts",
             panel=DRAFT,
             metavar="LIST|FILE",
-            help="The step at which each rank of a draft starts, rising from 0, such as 0,8,12,17; "
-            "or a file of svdpp profile --draft.",
+            help="Start step of each rank in a draft, rising from 0, such as 0,8,12,17; or a file "
+            "that svdpp profile --draft wrote.",
             default="as measured on the demo model, for 2 to 8 ranks",
         ),
     ] = None
@@ -44,22 +44,22 @@ class DraftOptions:
             "--draft-psnr",
             panel=DRAFT,
             metavar="PSNR",
-            help="End a clip as soon as two successive ranks agree to this, such as 60dB. The clip "
-            "stays approximate, and its JSON says so.",
-            default="go on to the exact clip",
+            help="End a clip as soon as two successive ranks agree to this PSNR, such as 60dB. The "
+            "clip stays approximate, and its JSON says so.",
+            default="continue to the exact clip",
         ),
     ] = None
 
     def __post_init__(self) -> None:
         for name in ("draft_starts", "draft_psnr"):
             if getattr(self, name) is not None and not self.draft:
-                raise RequestError(f"--{name.replace('_', '-')} is about a draft", "add --draft")
+                raise RequestError(f"--{name.replace('_', '-')} needs --draft", "add --draft")
 
     def refuse_beside(self, given: Mapping[str, Any]) -> None:
         """Refuses options that have no effect on a draft.
 
         Args:
-            given: by name, as on the command line; None, False and empty are not given.
+            given: values by name of the option; None, False and empty count as not given.
 
         Raises:
             RequestError: naming the first of them.
@@ -67,12 +67,12 @@ class DraftOptions:
         for name, value in given.items():
             if self.draft and value:
                 raise RequestError(
-                    f"--draft has all ranks denoise the same clip: leave out --{name}",
-                    f"or leave out --draft, for which --{name} means nothing",
+                    f"--{name} has no effect with --draft, where all ranks denoise the same clip",
+                    f"leave out --{name}, or --draft",
                 )
 
     def world(self, num_steps: int) -> int | None:
-        """The number of ranks that the starts name; None where they do not."""
+        """The number of ranks that the start steps name; None if they are not given."""
         if self.draft_starts is None:
             return None
         from svdpp.plan.draft_starts import parse_start_steps
@@ -80,10 +80,10 @@ class DraftOptions:
         return len(parse_start_steps(self.draft_starts, num_steps, None))
 
     def settings(self, num_steps: int, world_size: int) -> dict[str, Any]:
-        """The fields of a `PipelineConfig`; empty where no draft is asked for.
+        """The fields of a `PipelineConfig`; empty without `--draft`.
 
         Raises:
-            RequestError: no starts are known for these counts, or the agreement is none.
+            RequestError: no start steps are known for these counts, or the PSNR is not a number.
         """
         if not self.draft:
             return {}

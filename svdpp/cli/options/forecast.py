@@ -1,4 +1,4 @@
-"""Owns the options about what a plan is forecast for: clips, hosts, arrivals, memory."""
+"""Owns the options of a forecast: clips, hosts, arrivals, memory."""
 
 import math
 from dataclasses import dataclass
@@ -10,13 +10,13 @@ from svdpp.config.limits import MAX_CLIPS
 from svdpp.errors import RequestError
 
 _CLIPS_PER_RANK = 2
-# So many that the edges of the run weigh little beside its steady part.
+# Enough clips for the start and end of the run to matter little.
 _CLIPS_PER_RANK_TO_COMPARE = 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class ForecastOptions(ClipOptions):
-    """What is forecast."""
+    """What to forecast."""
 
     compare: Annotated[
         bool,
@@ -32,7 +32,7 @@ class ForecastOptions(ClipOptions):
             "--hosts",
             panel=LAYOUT,
             metavar="HxG",
-            help="Hosts, and ranks on each, such as 2x4: transfers between hosts take longer.",
+            help="Hosts and ranks on each, such as 2x4; transfers between hosts take longer.",
             default="all ranks are on one host",
         ),
     ] = None
@@ -42,8 +42,8 @@ class ForecastOptions(ClipOptions):
             "--arrivals",
             panel=LAYOUT,
             metavar="RATE",
-            help="Clips arrive at random, so many on average: 2/s, 90/min or 500/h.",
-            default="all are there from the start",
+            help="Clips arrive at random at this average rate, such as 2/s, 90/min or 500/h.",
+            default="all clips are present at the start",
         ),
     ] = None
     memory: Annotated[
@@ -51,8 +51,8 @@ class ForecastOptions(ClipOptions):
         flag(
             "--memory",
             panel=MEMORY,
-            help="Estimate each rank's peak memory from the configuration of --model; no weights "
-            "are downloaded. Takes seconds, since it imports torch.",
+            help="Estimate each rank's peak memory from the configuration of --model, without "
+            "downloading weights. Takes seconds, since it imports torch.",
         ),
     ] = False
     device_memory: Annotated[
@@ -61,14 +61,14 @@ class ForecastOptions(ClipOptions):
             "--device-memory",
             panel=MEMORY,
             metavar="GIB",
-            help="Memory of each device: --layout auto and --compare leave out layouts that need "
+            help="Memory of each device; --layout auto and --compare leave out layouts that need "
             "more.",
         ),
     ] = None
 
     @property
     def of_queues(self) -> dict[str, object]:
-        """What is given and says nothing of a single clip, by option."""
+        """Values of the options that have no effect on a single clip, by option."""
         return {
             "compare": self.compare,
             "clips": self.clips,
@@ -90,7 +90,7 @@ class ForecastOptions(ClipOptions):
         return self.at_least_one(min(per_rank * world_size, MAX_CLIPS))
 
     def limits(self, world_size: int) -> tuple[float, ...]:
-        """What each rank's device has, in GiB; empty where that is not asked about.
+        """Memory of each rank's device in GiB; empty without `--device-memory`.
 
         Raises:
             RequestError: not a finite number above 0.

@@ -1,4 +1,4 @@
-"""Owns the options about what clips are made of: photographs and seeds, or those of another run."""
+"""Owns the options for a run's inputs: photographs and seeds, or the manifest of another run."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +11,7 @@ from svdpp.config.limits import check_num_clips
 
 
 def _take_from(context: typer.Context, path: Path | None) -> Path | None:
-    """Has the options of an earlier run hold where none are given."""
+    """Makes the options of an earlier run the defaults."""
     if path is not None:
         from svdpp.cli.repeated_run import recorded_options
 
@@ -21,7 +21,7 @@ def _take_from(context: typer.Context, path: Path | None) -> Path | None:
 
 @dataclass(frozen=True, kw_only=True)
 class ClipOptions:
-    """How many clips there are, where photographs and seeds do not say."""
+    """The number of clips, if photographs and seeds do not determine it."""
 
     clips: Annotated[
         int | None,
@@ -29,16 +29,16 @@ class ClipOptions:
             "--clips",
             panel=LAYOUT,
             metavar="M",
-            help="Clips that go through the ranks.",
+            help="Number of clips.",
             default="2 for each rank",
         ),
     ] = None
 
     def at_least_one(self, default: int) -> int:
-        """Their number.
+        """The number of clips.
 
         Raises:
-            RequestError: fewer than one.
+            RequestError: fewer than one, or too many.
         """
         clips = max(1, default) if self.clips is None else self.clips
         check_num_clips(clips)
@@ -47,7 +47,7 @@ class ClipOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class InputOptions:
-    """Photographs and seeds: a clip of each photograph for each seed."""
+    """Photographs and seeds; each photograph becomes one clip per seed."""
 
     inputs: Annotated[
         list[str] | None,
@@ -65,15 +65,15 @@ class InputOptions:
     ] = None
     recursive: Annotated[
         bool,
-        flag("--recursive", "-r", panel=VIDEO, help="Take images of subfolders, too."),
+        flag("--recursive", "-r", panel=VIDEO, help="Include images in subfolders."),
     ] = False
     keep_going: Annotated[
         bool,
         flag(
             "--keep-going",
             panel=RECOVERY,
-            help="Make the other clips where some photographs cannot be read; the exit code is "
-            "still 7.",
+            help="If some photographs cannot be read, make the other clips; the exit code is still "
+            "7.",
         ),
     ] = False
     repeat: Annotated[
@@ -82,8 +82,7 @@ class InputOptions:
             "--from",
             panel=RECOVERY,
             metavar="RUN.json",
-            help="Repeat the run of this manifest: its photographs, seeds and options, where no "
-            "others are given.",
+            help="Repeat the run of this manifest; options on the command line replace its own.",
             default="none",
             is_eager=True,
             callback=_take_from,

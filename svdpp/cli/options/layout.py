@@ -1,9 +1,10 @@
-"""Owns the options about how ranks share the work, and the costs that this is decided by."""
+"""Owns the options for how ranks share the work, and for the costs that decide it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
+from svdpp.cli.console import counted
 from svdpp.cli.options.declare import LAYOUT, option
 from svdpp.errors import RequestError
 from svdpp.launch.world import find_world
@@ -11,21 +12,21 @@ from svdpp.plan.costs import Costs
 from svdpp.plan.layout import SPLITS, Layout
 from svdpp.plan.presets import PRESETS, find_costs
 
-#: The costs where none are given: what counts is how much a decode weighs beside a step.
+#: The default costs; a layout depends mainly on the ratio of a decode to a step.
 ASSUMED_COSTS = "svd-xt-a100"
 
-# Layouts that are faster by less than this are not worth a line.
+# A remark names a layout only if it is faster by at least this factor.
 _WORTH_A_REMARK = 1.05
 
 _LAYOUTS = ("auto", "pipeline", "data-parallel")
 
-#: What the model's parts need, as fields of `Costs`, and what each rank's device has, in GiB.
+#: Memory that the model's parts need, as fields of `Costs`, and of each rank's device, in GiB.
 Memory = Callable[[], tuple[dict[str, float], tuple[float, ...]]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutOptions:
-    """How the ranks share the work; None leaves a choice open."""
+    """How the ranks share the work; None stands for the default."""
 
     layout: Annotated[
         str | None,
@@ -34,8 +35,8 @@ class LayoutOptions:
             panel=LAYOUT,
             metavar="auto|pipeline|data-parallel",
             choices=_LAYOUTS,
-            help="How ranks share clips: each does some steps of every clip, each does whole "
-            "clips, or what is fastest by forecast.",
+            help="How ranks share the work. pipeline: each does some steps of every clip; "
+            "data-parallel: each makes whole clips; auto: whichever the forecast says is fastest.",
             default="pipeline",
         ),
     ] = None
@@ -46,9 +47,9 @@ class LayoutOptions:
             panel=LAYOUT,
             metavar="uniform|balanced|dithered",
             choices=SPLITS,
-            help="Where a pipeline cuts clips: into equal ranges; into whole ranges that make the "
-            "slowest rank fastest; or for each clip separately, so that all ranks have the same "
-            "work.",
+            help="How a pipeline divides the steps. uniform: equally; balanced: so that the "
+            "slowest rank is as fast as possible; dithered: differently from clip to clip, so that "
+            "all ranks have the same work on average.",
             default="uniform",
         ),
     ] = None
@@ -68,7 +69,7 @@ class LayoutOptions:
             "--decoders",
             panel=LAYOUT,
             metavar="K",
-            help="Ranks at the end of each pipeline that take turns to finish and decode clips.",
+            help="Ranks at the end of each pipeline that finish and decode clips in turn.",
             default="1",
         ),
     ] = None
@@ -79,8 +80,8 @@ class LayoutOptions:
             panel=LAYOUT,
             metavar="FILE|PRESET",
             choices=tuple(PRESETS),
-            help="Costs that splits and forecasts go by: a file of svdpp profile, or published "
-            f"ones: {', '.join(PRESETS)}.",
+            help="Costs for splits and forecasts: a file that svdpp profile wrote, or published "
+            f"costs: {', '.join(PRESETS)}.",
             default=ASSUMED_COSTS,
         ),
     ] = None
@@ -94,13 +95,13 @@ class LayoutOptions:
 
     @property
     def refined(self) -> dict[str, Any]:
-        """The refinements that are given, as fields of a `PipelineConfig`."""
+        """The given refinements as fields of a `PipelineConfig`."""
         named = {"split": self.split, "replicas": self.replicas, "decoders": self.decoders}
         return {name: value for name, value in named.items() if value is not None}
 
     @property
     def given(self) -> dict[str, Any]:
-        """All that is given about the layout, by option."""
+        """All given options of the layout, by name."""
         return {**self.refined, **({"layout": self.layout} if self.layout else {})}
 
     @property
@@ -113,25 +114,25 @@ class LayoutOptions:
         )
 
     def leave_to(self, option: str) -> None:
-        """Refuses refinements beside an option that makes the choice itself.
+        """Refuses refinements together with an option that chooses the layout.
 
         Raises:
             RequestError: naming the first of them.
         """
         for name in self.refined:
-            raise RequestError(f"{option} picks for itself: leave out --{name}")
+            raise RequestError(f"{option} chooses the layout: leave out --{name}")
 
     def fields(self, world_size: int) -> dict[str, Any]:
-        """The layout as fields of a `PipelineConfig`, where the choice is not left to `auto`."""
+        """The layout as fields of a `PipelineConfig`, unless `auto` chooses it."""
         return {"replicas": world_size} if self.layout == "data-parallel" else self.refined
 
     def remark(self, layout: Layout, num_clips: int, *, is_real: bool) -> str:
-        """Says which option would be faster, where the user has left the layout to the default.
+        """Names a faster layout if the user has not chosen one; else "".
 
         Args:
-            layout: that is taken.
-            num_clips: to be made.
-            is_real: whether the model is one that the assumed costs are like.
+            layout: of the run.
+            num_clips: to make.
+            is_real: whether the assumed costs fit the model.
         """
         if self.given or (self.costs is None and not is_real):
             return ""
@@ -145,18 +146,18 @@ class LayoutOptions:
         fits = ", if each device has room for the whole model" if other.replica_size == 1 else ""
         return (
             f"layout: by {whose} {options_for(other)} would be {times:.2f} times as fast for "
-            f"{num_clips} clip{'s' if num_clips > 1 else ''}{fits}"
+            f"{counted(num_clips, 'clip')}{fits}"
         )
 
     def assumed_costs(self, *, decodes: bool = True) -> Costs:
-        """The costs asked for; without any, published ones.
+        """The costs of `--costs`, or else published costs.
 
         Args:
-            decodes: whether clips become frames; without decoding a step is 1 and all else 0.
+            decodes: whether clips become frames; if not, a step costs 1 and all else 0.
 
         Raises:
             InputError: the file cannot be read.
-            RequestError: there are no such costs.
+            RequestError: the costs do not exist.
         """
         if self.costs is not None:
             return find_costs(self.costs)
@@ -171,30 +172,30 @@ class LayoutOptions:
         decodes: bool,
         memory: Memory | None = None,
     ) -> tuple[dict[str, Any], str]:
-        """The layout's fields of a `PipelineConfig`, and a remark on the choice; "" for none.
+        """The layout's fields of a `PipelineConfig`, and a remark on the choice or ""
 
         Args:
             num_steps: of each clip.
             world_size: number of ranks.
-            num_clips: None where only another process knows it.
+            num_clips: None if only another process knows it.
             decodes: whether clips become frames.
-            memory: asked by `auto` what fits; None: everything does.
+            memory: tells `auto` what fits; None: everything fits.
 
         Raises:
-            RequestError: `auto` is asked for where this process does not know the clips.
+            RequestError: `auto` needs the number of clips, which this process does not know.
         """
         launched = find_world()
         costs = replace(
             self.assumed_costs(decodes=decodes),
-            # Replicas are laid along the hosts that the ranks are on, wherever costs are from.
+            # The launcher, not the costs, knows which ranks share a host.
             ranks_per_host=None if launched is None else launched.ranks_per_host,
         )
         if self.layout != "auto":
             return {**self.fields(world_size), "costs": costs}, ""
         if num_clips is None:
             raise RequestError(
-                "--layout auto counts the clips, and under torchrun rank 0 alone knows them",
-                "svdpp plan --layout auto --clips M tells what to give as --split and --replicas",
+                "--layout auto needs the number of clips, and under torchrun only rank 0 knows it",
+                "svdpp plan --layout auto --clips M shows which --split and --replicas to give",
             )
         from svdpp.plan.choose import choose_layout
 
@@ -210,12 +211,12 @@ class LayoutOptions:
         )
         why = f"layout: {choice.reason}"
         if self.costs is None and decodes:
-            why += f"; with the costs of {ASSUMED_COSTS}, svdpp profile measures yours"
+            why += f"; by the costs of {ASSUMED_COSTS}, svdpp profile measures yours"
         return {**_fields(choice.layout), "costs": costs}, why
 
 
 def options_for(layout: Layout) -> str:
-    """The options that take `layout`."""
+    """The options that select `layout`."""
     if layout.replica_size == 1:
         return "--layout data-parallel"
     simple = {"split": "uniform", "replicas": 1, "decoders": 1}

@@ -1,4 +1,4 @@
-"""Owns the options of `svdpp profile`: what is measured on, how often, and where that goes."""
+"""Owns the options of `svdpp profile`: inputs, number of repeats, output file."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,7 @@ from svdpp.errors import RequestError
 
 @dataclass(frozen=True, kw_only=True)
 class MeasureOptions(OverwriteOptions):
-    """What is measured on, how often, and where the result goes.
+    """Inputs, number of repeats, and output file of a measurement.
 
     Raises:
         RequestError: fewer than one repeat.
@@ -23,7 +23,7 @@ class MeasureOptions(OverwriteOptions):
         list[str] | None,
         typer.Argument(
             metavar="[PHOTO...]",
-            help="With --draft: what to measure on.",
+            help="With --draft: the photographs to measure with.",
             show_default="the photographs that come with svdpp",
         ),
     ] = None
@@ -33,7 +33,7 @@ class MeasureOptions(OverwriteOptions):
             *("--out", "-o"),
             panel=COSTS,
             metavar="FILE",
-            help="Where the result goes.",
+            help="Output file.",
             default="costs.json; with --draft draft.json",
         ),
     ] = None
@@ -43,7 +43,7 @@ class MeasureOptions(OverwriteOptions):
             "--repeats",
             panel=COSTS,
             metavar="N",
-            help="Clips measured after those that warm up; medians are taken.",
+            help="Number of clips to measure after the warm-up; the result is their median.",
         ),
     ] = 3
 

@@ -1,4 +1,4 @@
-"""Owns the options about the model: which weights, from where, and in which precision."""
+"""Owns the options for the model: its weights, their source and their precision."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -27,14 +27,14 @@ _DTYPES: dict[str, Dtype] = {
 
 
 def _known_models(context: typer.Context) -> list[str]:
-    """What a shell offers: the dummy where a command takes the shape of its latent."""
+    """Models that a shell completes; the dummy only for commands with `--latent-shape`."""
     takes_dummy = any(each.name == "latent_shape" for each in context.command.params)
     return [DEMO_MODEL, *([DUMMY_MODEL] if takes_dummy else []), DEFAULT_MODEL]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """Which weights, in which precision."""
+    """The weights and their precision."""
 
     model: Annotated[
         str,
@@ -65,7 +65,7 @@ class ModelOptions:
     ] = None
     local_files_only: Annotated[
         bool,
-        flag("--local-files-only", panel=MODEL, help="Never download: use what the hub cache has."),
+        flag("--local-files-only", panel=MODEL, help="Use only the hub cache; never download."),
     ] = False
     dtype: Annotated[
         str | None,
@@ -83,7 +83,8 @@ class ModelOptions:
         flag(
             "--memory-opt",
             panel=MODEL,
-            help="Less memory, slower: feed-forward in chunks, and 2 frames decoded at a time.",
+            help="Save memory at the cost of time: feed-forward in chunks, decode 2 frames at a "
+            "time.",
         ),
     ] = False
     channels_last: Annotated[
@@ -91,7 +92,7 @@ class ModelOptions:
         flag(
             "--channels-last",
             panel=MODEL,
-            help="Weights of UNet and VAE in the memory format channels_last: other bits.",
+            help="Store weights of UNet and VAE in the memory format channels_last; bits differ.",
         ),
     ] = False
     deterministic: Annotated[
@@ -99,8 +100,8 @@ class ModelOptions:
         flag(
             "--deterministic",
             panel=MODEL,
-            help="torch's strict mode in ranks and proof, without TF32. By default torch has its "
-            "own settings, so that a clip is what a plain diffusers script gives on that device.",
+            help="Use torch's deterministic algorithms and no TF32, in ranks and proof. Without it "
+            "torch keeps its own settings, as in a plain diffusers script on the same device.",
         ),
     ] = False
     latent_shape: Annotated[
@@ -116,7 +117,7 @@ class ModelOptions:
 
     @property
     def is_dummy(self) -> bool:
-        """Whether it is the stand-in without weights."""
+        """Whether this is the stand-in without weights."""
         return self.model == DUMMY_MODEL
 
     def to_config(self, device: str, **more: bool) -> ModelConfig:
@@ -135,7 +136,7 @@ class ModelOptions:
 
 
 def parse_dtype(text: str | None, device: str) -> Dtype:
-    """The precision asked for; by default half on CUDA, single on the CPU."""
+    """The precision; by default half on CUDA, single on the CPU."""
     if text is None:
         return "fp16" if device.startswith("cuda") else "fp32"
     if text not in _DTYPES:

@@ -1,4 +1,4 @@
-"""Owns the options about what is written: clips, what becomes of earlier ones, and pictures."""
+"""Owns the options for output files: clips, existing files, traces and pictures."""
 
 import shlex
 from dataclasses import dataclass
@@ -16,23 +16,23 @@ if TYPE_CHECKING:
 
 _FORMATS = ("mp4", "gif", "webp", "frames")
 _OTHER_VIDEOS = (".avi", ".m4v", ".mkv", ".mov", ".mpg", ".mpeg", ".webm")
-#: What a clip's name can be made of.
+#: Fields of a template for clip names.
 _FIELDS = ("name", "seed", "index")
 _EVERY_CLIP = "{name}_{seed}"
 
 
 class Place(NamedTuple):
-    """Where clips go: a folder, and their names in it without the suffix."""
+    """The folder of the clips, and a template for their names without suffix."""
 
     folder: Path
     template: str
     format: Literal["mp4", "gif", "webp"] | None
-    """That the names end in; None where they do not say."""
+    """Named by the suffix of `--out`; None if it has none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FolderOptions:
-    """Where clips go."""
+    """Where clips are written."""
 
     out: Annotated[
         Path,
@@ -40,15 +40,15 @@ class FolderOptions:
             *("--out", "-o"),
             panel=VIDEO,
             metavar="PATH",
-            help="Folder for the clips; file of a single one, such as sea.mp4; or a template of "
-            "their names, such as 'clips/{name}_{index}.mp4', from name, seed and index.",
+            help="Folder for the clips; or the file of a single clip, such as sea.mp4; or a "
+            "template such as 'clips/{name}_{index}.mp4', with the fields name, seed and index.",
         ),
     ] = Path("out")
 
 
 @dataclass(frozen=True, kw_only=True)
 class OverwriteOptions:
-    """Whether files that are there already are replaced."""
+    """Whether existing files are replaced."""
 
     overwrite: Annotated[
         bool, flag("--overwrite", panel=RECOVERY, help="Replace clips that exist.")
@@ -57,7 +57,7 @@ class OverwriteOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class OutputOptions(OverwriteOptions, FolderOptions):
-    """Where clips go, how they are encoded, and what becomes of files that are there already."""
+    """Where clips are written, how they are encoded, and what happens to existing files."""
 
     format: Annotated[
         str | None,
@@ -66,8 +66,8 @@ class OutputOptions(OverwriteOptions, FolderOptions):
             panel=VIDEO,
             metavar="mp4|gif|webp|frames",
             choices=_FORMATS,
-            help="Kind of output; frames: a folder of PNG files.",
-            default="as --out ends, else mp4",
+            help="Format of the clips; frames: a folder of PNG files.",
+            default="the suffix of --out, else mp4",
         ),
     ] = None
     crf: Annotated[
@@ -84,7 +84,7 @@ class OutputOptions(OverwriteOptions, FolderOptions):
         flag(
             *("--resume", "--skip-existing"),
             panel=RECOVERY,
-            help="Go on with an interrupted run: keep finished clips, go on with begun ones from "
+            help="Continue an interrupted run: keep finished clips, continue started ones from "
             "--latents-dir, make the others.",
         ),
     ] = False
@@ -94,8 +94,8 @@ class OutputOptions(OverwriteOptions, FolderOptions):
             "--latents-dir",
             panel=RECOVERY,
             metavar="DIR",
-            help="Keep each latent that goes from rank to rank here until its clip is finished, so "
-            "that --resume can go on from it, with any number of ranks of as many --threads.",
+            help="Keep each transferred latent here until its clip is finished. --resume continues "
+            "from it, with any number of ranks and the same --threads.",
             default="keep none",
         ),
     ] = None
@@ -104,16 +104,16 @@ class OutputOptions(OverwriteOptions, FolderOptions):
         flag(
             "--dry-run",
             panel=DIAGNOSTICS,
-            help="Make nothing: show the clips, the forecast, each rank's memory and the disk "
+            help="Make no clips; show their names, the forecast, each rank's memory and the disk "
             "space.",
         ),
     ] = False
 
     def place(self) -> Place:
-        """Where clips go.
+        """Where clips are written.
 
         Raises:
-            RequestError: a template of unknown fields, or a name of another kind of video.
+            RequestError: the template has unknown fields, or the suffix is another video format.
         """
         suffix = self.out.suffix.lower()
         if self.out.is_dir():
@@ -130,7 +130,9 @@ class OutputOptions(OverwriteOptions, FolderOptions):
         }
         has_fields = _has_fields(self.out.name)
         if _has_fields(str(self.out.parent)):
-            raise RequestError("--out: fields such as {name} belong into the last part of the path")
+            raise RequestError(
+                "--out: fields such as {name} are allowed only in the last part of the path"
+            )
         if not (has_fields or suffix in formats):
             return Place(self.out, _EVERY_CLIP, None)
         name = self.out.name[: -len(suffix)] if suffix in formats else self.out.name
@@ -142,7 +144,7 @@ class OutputOptions(OverwriteOptions, FolderOptions):
         """Format and quality, checked.
 
         Raises:
-            RequestError: there is no such format or quality, or `--out` has another.
+            RequestError: format or quality do not exist, or `--out` has another format.
         """
         ending = self.place().format
         if ending is not None and self.format not in (None, ending):
@@ -154,10 +156,10 @@ class OutputOptions(OverwriteOptions, FolderOptions):
         return OutputConfig(path=str(self.out), format=chosen, crf=self.crf)  # type: ignore[arg-type]
 
     def policy(self) -> "OutputPolicy":
-        """Where clips go, and what becomes of files that are there.
+        """Where clips are written, and what happens to existing files.
 
         Raises:
-            RequestError: there is no such format or quality.
+            RequestError: as `check`.
         """
         from svdpp.cli.request import is_restarted
         from svdpp.driver.jobs import OutputPolicy
@@ -179,7 +181,7 @@ def _has_fields(text: str) -> bool:
     """Whether `text` is a template of names.
 
     Raises:
-        RequestError: it has fields that are none, or none that can be filled.
+        RequestError: it has unknown fields, or formats that do not fit them.
     """
     try:
         parts = [part for part in Formatter().parse(text) if part[1] is not None]
@@ -187,10 +189,10 @@ def _has_fields(text: str) -> bool:
         if not unknown:
             text.format(name="photo", seed=0, index=1)
     except ValueError as error:
-        raise RequestError(f"--out {text!r} is no template: {error}") from None
+        raise RequestError(f"--out {text!r} is not a template: {error}") from None
     for name in unknown:
         raise RequestError(
-            f"--out: there is no field {{{name}}}", "fields are {name}, {seed} and {index}"
+            f"--out has an unknown field {{{name}}}", "fields are {name}, {seed} and {index}"
         )
     return bool(parts)
 
@@ -215,7 +217,7 @@ class TraceOptions:
             "--timeline",
             panel=DIAGNOSTICS,
             metavar="FILE.svg|png",
-            help="Draw ranks and time, measured and forecast. Needs matplotlib.",
+            help="Draw the timeline of the ranks, measured and forecast. Needs matplotlib.",
         ),
     ] = None
     profile: Annotated[
@@ -224,7 +226,7 @@ class TraceOptions:
             "--profile",
             panel=DIAGNOSTICS,
             metavar="FILE.json",
-            help="Look at one clip on rank 0 with torch.profiler, which slows it down, and write "
+            help="Profile one clip on rank 0 with torch.profiler, which slows it down, and write "
             "every kernel in Chrome's trace format.",
         ),
     ] = None
@@ -233,7 +235,7 @@ class TraceOptions:
         """The files, checked before any work.
 
         Raises:
-            RequestError: a name is of no known format, or matplotlib is not installed.
+            RequestError: a name has an unknown suffix, or matplotlib is not installed.
             OutputError: one of them cannot be written.
         """
         from svdpp.cli.trace_outputs import TraceOutputs

@@ -1,4 +1,4 @@
-"""Owns the options about a proof: what is proved, how exactly, and the report."""
+"""Owns the options of a proof: inputs, tolerance, faults, report."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,18 +13,18 @@ from svdpp.errors import RequestError
 
 @dataclass(frozen=True, kw_only=True)
 class ProofOptions(ClipOptions):
-    """What is proved, and how exactly.
+    """Inputs, tolerance and report of a proof.
 
     Raises:
-        RequestError: a tolerance below 0.
+        RequestError: the tolerance is below 0.
     """
 
     inputs: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="[INPUT...|CLIP...]",
-            help="Image files, folders or globs; or finished clips, to recompute them: files, "
-            "their JSON, or a folder of them.",
+            help="Image files, folders or globs; or finished clips to recompute: files, their "
+            "JSON, or a folder of them.",
             show_default="a photograph that comes with svdpp",
         ),
     ] = None
@@ -34,7 +34,7 @@ class ProofOptions(ClipOptions):
             "--tolerance",
             panel=DIAGNOSTICS,
             metavar="ATOL",
-            help="Largest difference that counts as equal; 0 asks for equal bits.",
+            help="Largest difference that counts as equal; 0 requires equal bits.",
         ),
     ] = 0.0
     inject_fault: Annotated[
@@ -43,8 +43,9 @@ class ProofOptions(ClipOptions):
             "--inject-fault",
             panel=DIAGNOSTICS,
             metavar="FAULT",
-            help="Damage the pipelined run on purpose, to see that it is caught: "
-            "ulp@rank1.clip0 changes one number by one ULP, skip@rank1.clip0 leaves a step out.",
+            help="Damage the pipelined run on purpose, to see that verify notices: ulp@rank1.clip0 "
+            "changes one number by one ULP (the next float), skip@rank1.clip0 skips a step. The "
+            "first rank and clip are 0.",
         ),
     ] = None
     report: Annotated[
@@ -53,7 +54,7 @@ class ProofOptions(ClipOptions):
             "--report",
             panel=DIAGNOSTICS,
             metavar="FILE.html",
-            help="Write verdict, checks, frames of both sides and their difference as one page.",
+            help="Write verdict, checks, frames of both runs and their difference as one page.",
         ),
     ] = None
 
@@ -63,8 +64,8 @@ class ProofOptions(ClipOptions):
             "--image",
             panel=DIAGNOSTICS,
             metavar="PATH",
-            help="With finished clips: their photograph, or a folder that holds it.",
-            default="where the clip's metadata says, or beside the clip",
+            help="For finished clips: their photograph, or the folder that contains it.",
+            default="the path in the clip's metadata, or beside the clip",
         ),
     ] = None
 

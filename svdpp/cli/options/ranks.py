@@ -1,4 +1,4 @@
-"""Owns the options about ranks: how many, on which devices, and how long they may take."""
+"""Owns the options for ranks: number, devices, threads, timeouts."""
 
 import os
 from dataclasses import dataclass
@@ -10,13 +10,13 @@ from svdpp.errors import RequestError
 from svdpp.launch.gpus import visible_gpus
 from svdpp.launch.world import find_world
 
-#: The device where the user names none.
+#: The default device.
 AUTO_DEVICE = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankOptions:
-    """How many ranks there are, and what each of them may use."""
+    """The number of ranks, and what each may use."""
 
     world: Annotated[
         int | None,
@@ -24,8 +24,8 @@ class RankOptions:
             *("--gpus", "--world"),
             panel=LAYOUT,
             metavar="W",
-            help="Number of ranks, one on each GPU. The uniform split takes numbers that divide "
-            "the steps.",
+            help="Number of ranks, one on each GPU. With the uniform split it must divide the "
+            "steps.",
         ),
     ] = None
     device: Annotated[
@@ -35,8 +35,8 @@ class RankOptions:
             panel=LAYOUT,
             metavar="auto|cuda|cpu|cuda:N",
             choices=("auto", "cuda", "cpu", "cuda:0"),
-            help="cuda: rank r on GPU r, over NCCL. cpu, or one GPU shared by all ranks such as "
-            "cuda:0: over gloo. auto: GPUs if there are any; else the CPU, for demo and dummy.",
+            help="cuda: rank r on GPU r, over NCCL. cpu or cuda:N: all ranks share that device, "
+            "over gloo. auto: GPUs if there are any, else the CPU for demo and dummy.",
         ),
     ] = AUTO_DEVICE
     threads: Annotated[
@@ -45,8 +45,8 @@ class RankOptions:
             "--threads",
             panel=LAYOUT,
             metavar="T",
-            help="CPU threads of each rank, 1 to 16 for each core. Bits depend on it.",
-            default="the cores shared among the ranks; on CUDA 1",
+            help="CPU threads of each rank, at most 16 per core. Bits depend on this number.",
+            default="cores divided by ranks; on CUDA 1",
         ),
     ] = None
     timeout: Annotated[
@@ -55,7 +55,7 @@ class RankOptions:
             "--timeout",
             panel=RECOVERY,
             metavar="SECONDS",
-            help="End the run when a rank makes no progress for this long.",
+            help="End the run if a rank makes no progress for this long.",
         ),
     ] = 600.0
     start_timeout: Annotated[
@@ -64,7 +64,7 @@ class RankOptions:
             "--start-timeout",
             panel=RECOVERY,
             metavar="SECONDS",
-            help="End the run when ranks are not ready after this long.",
+            help="End the run if the ranks are not ready after this long.",
         ),
     ] = 600.0
     checksum: Annotated[
@@ -81,36 +81,37 @@ class RankOptions:
         flag(
             "--allow-mixed-devices",
             panel=LAYOUT,
-            help="Accept ranks on different GPUs or library versions. Bits may differ between "
-            "them, so no clip is called exact.",
+            help="Accept ranks on different GPUs or library versions. Their bits may differ, so "
+            "clips are not marked as exact.",
         ),
     ] = False
 
     def device_for(self, model: str) -> str:
-        """The device by name, with `auto` decided. Imports torch if there are GPUs.
+        """The name of the device, where `auto` is decided. Imports torch if there are GPUs.
 
         Raises:
-            RequestError: there is no GPU, and `model` is too large to take the CPU unasked.
+            RequestError: there is no GPU, and `model` is too large for `auto` to take the CPU.
         """
         if self.device != AUTO_DEVICE:
             return self.device
         if visible_gpus():
             import torch
 
-            if torch.cuda.is_available():  # a build of torch for the CPU cannot use them
+            if torch.cuda.is_available():  # False for a CPU build of torch
                 return "cuda"
         if model in (DEMO_MODEL, DUMMY_MODEL):
             return "cpu"
         raise RequestError(
             "there is no GPU, and this model takes minutes for each step on a CPU",
-            "--device cpu runs it there all the same; --model demo is small enough for a CPU",
+            "--device cpu runs it there anyway; --model demo is small enough for a CPU",
             details={"asked": AUTO_DEVICE, "found": 0},
         )
 
     def threads_on(self, device: str, world_size: int) -> int:
-        """Threads of each rank: as asked for, else the cores that this process may use, shared.
+        """Threads of each rank; by default the cores of this process divided by its ranks.
 
-        1 on CUDA, where the CPU only resizes the image: bits then do not depend on the world.
+        The default is 1 on CUDA, where the CPU only resizes the image: bits then do not depend on
+        the number of ranks.
         """
         if self.threads is not None:
             return self.threads

@@ -1,4 +1,4 @@
-"""Owns the options about the clip itself: steps, seeds, size, motion, guidance."""
+"""Owns the options for sampling: steps, seeds, size, motion, guidance."""
 
 import re
 from dataclasses import dataclass, replace
@@ -14,21 +14,21 @@ from svdpp.config import (
 from svdpp.errors import RequestError
 from svdpp.launch.world import find_world
 
-#: The value of --decode-chunk-size that is measured.
+#: The value of --decode-chunk-size that measures how many frames fit.
 AUTO_CHUNK = "auto"
-#: The value of --seed that is drawn.
+#: The value of --seed that draws a seed.
 RANDOM_SEED = "random"
 
 _MAX_SEEDS = 100_000
-# What --memory-opt decodes at a time: diffusers' own low-memory recipe for SVD.
+# Frames that --memory-opt decodes at a time: from diffusers' low-memory recipe for SVD.
 _LOW_MEMORY_CHUNK = 2
-# Of a drawn seed: short enough to be typed again.
+# Size of a drawn seed: short enough to type again.
 _DRAWN_BITS = 32
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
-    """The arguments of diffusers' `__call__`; None leaves one to the model's default."""
+    """The arguments of diffusers' `__call__`; None stands for the model's default."""
 
     steps: Annotated[
         int,
@@ -55,7 +55,7 @@ class SamplingOptions:
             "--decode-chunk-size",
             panel=VIDEO,
             metavar="F|auto",
-            help="Frames decoded at a time; bits and memory depend on it. auto measures how many "
+            help="Frames to decode at a time; bits and memory depend on it. auto measures how many "
             "fit.",
             default="all",
         ),
@@ -66,7 +66,7 @@ class SamplingOptions:
             "--seed",
             panel=VIDEO,
             metavar="N|random",
-            help="Seed of every clip, 0 to 2^63 - 1; random draws one and says which.",
+            help="Seed of every clip, 0 to 2^63 - 1; random draws one and prints it.",
             default="0",
         ),
     ] = None
@@ -97,7 +97,7 @@ class SamplingOptions:
             panel=VIDEO,
             metavar="stretch|crop|pad",
             choices=("stretch", "crop", "pad"),
-            help="How a photograph of another shape is fitted to the frame; diffusers stretches.",
+            help="How to fit a photograph of another shape to the frame; diffusers stretches it.",
         ),
     ] = "stretch"
     fps: Annotated[
@@ -106,7 +106,7 @@ class SamplingOptions:
             "--fps",
             panel=VIDEO,
             metavar="FPS",
-            help="Frames a second, 1 to 240; the model gets fps - 1.",
+            help="Frames per second, 1 to 240; the model gets this number minus 1.",
             default="7",
         ),
     ] = None
@@ -146,7 +146,7 @@ class SamplingOptions:
             "--max-guidance-scale",
             panel=VIDEO,
             metavar="X",
-            help="Guidance of the last frame; 1 or less switches guidance off.",
+            help="Guidance of the last frame; 1 or less turns guidance off.",
             default="3.0; demo 1.1",
         ),
     ] = None
@@ -165,10 +165,10 @@ class SamplingOptions:
         return parse_seeds(self.seed, None)[0]
 
     def to_config(self, model: str, *, memory_opt: bool = False) -> SamplingConfig:
-        """diffusers' defaults, changed by the model's own, changed by what was given.
+        """The given values, else the model's defaults, else those of diffusers.
 
         Raises:
-            RequestError: a value that cannot be sampled with.
+            RequestError: a value cannot be used.
         """
         chunk = parse_decode_chunk(self.decode_chunk_size)
         return sampling_config(
@@ -186,7 +186,7 @@ _HANDLED = frozenset({"steps", "seed", "decode_chunk_size"})
 def sampling_config(
     model: str, num_steps: int, *, memory_opt: bool = False, **given: Any
 ) -> SamplingConfig:
-    """As `SamplingOptions.to_config`, of fields of a `SamplingConfig`; None is not given."""
+    """As `SamplingOptions.to_config`, from fields of a `SamplingConfig`; None is not given."""
     chosen = {name: value for name, value in given.items() if value is not None}
     if memory_opt:
         chosen.setdefault("decode_chunk_size", _LOW_MEMORY_CHUNK)
@@ -194,10 +194,10 @@ def sampling_config(
 
 
 def parse_seeds(seed: str | None, seeds: str | None) -> list[int]:
-    """`--seed 7`, or `--seeds 1-8`, `1,3,5-7`; one drawn for `random`; 0 where neither is given.
+    """The seeds of `--seed 7` or `--seeds 1,3,5-7`; a drawn one for `random`; 0 by default.
 
     Raises:
-        RequestError: both are given, or the text is no list of seeds.
+        RequestError: both are given, or the text is not a list of seeds.
     """
     if seed is not None and seeds is not None:
         raise RequestError("--seed and --seeds contradict each other")
@@ -217,7 +217,7 @@ def parse_seeds(seed: str | None, seeds: str | None) -> list[int]:
         first, last = int(match[1]), int(match[2] or match[1])
         if last < first or last - first >= _MAX_SEEDS or len(result) >= _MAX_SEEDS:
             raise RequestError(
-                f"--seeds {part.strip()}: smaller to larger, {_MAX_SEEDS} seeds at most"
+                f"--seeds {part.strip()}: a range rises, and has at most {_MAX_SEEDS} seeds"
             )
         _check_seed(last)
         result.update(dict.fromkeys(range(first, last + 1)))
@@ -237,7 +237,7 @@ def _check_seed(seed: int) -> None:
 
 
 def parse_decode_chunk(text: str | None) -> int | None:
-    """The number of frames; None where it is the default's, or is to be measured.
+    """The number of frames; None for the default and for `auto`.
 
     Raises:
         RequestError: neither a number nor `auto`; or `auto` under torchrun, where the decoding rank
@@ -245,7 +245,7 @@ def parse_decode_chunk(text: str | None) -> int | None:
     """
     if text == AUTO_CHUNK and find_world() is not None:
         raise RequestError(
-            "--decode-chunk-size auto measures before ranks are started; torchrun's are there",
+            "--decode-chunk-size auto measures before ranks start, and torchrun has started them",
             "give a number of frames",
         )
     if text is None or text == AUTO_CHUNK:
@@ -256,10 +256,13 @@ def parse_decode_chunk(text: str | None) -> int | None:
 
 
 def with_fitting_chunk(config: PipelineConfig) -> tuple[PipelineConfig, str]:
-    """`config` with as many frames decoded at a time as fit, measured now, and what was found.
+    """Measures how many frames can be decoded at a time.
+
+    Returns:
+        `config` with that number, and a remark on the measurement.
 
     Raises:
-        OutOfMemoryError: not even one does.
+        OutOfMemoryError: not even one frame fits.
     """
     from svdpp.diagnostics.decode_chunk import measure_decode
 

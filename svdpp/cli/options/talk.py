@@ -1,4 +1,4 @@
-"""Owns the options about what a command says: JSON, the log, progress, tracebacks."""
+"""Owns the options for output on the terminal: JSON, log, progress, tracebacks."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,10 +10,10 @@ from svdpp.cli.options.declare import DIAGNOSTICS, flag, option
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerOptions:
-    """How a command answers; every command has these."""
+    """Options that every command has."""
 
     as_json: Annotated[
-        bool, flag("--json", panel=DIAGNOSTICS, help="Print the result as JSON, errors as well.")
+        bool, flag("--json", panel=DIAGNOSTICS, help="Print results and errors as JSON.")
     ] = False
     debug: Annotated[
         bool, flag("--debug", panel=DIAGNOSTICS, help="Show tracebacks with errors.")
@@ -22,23 +22,23 @@ class AnswerOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class TalkOptions(AnswerOptions):
-    """What a longer command says while it works."""
+    """Options of commands that take a while."""
 
     quiet: Annotated[
-        bool, flag(*("--quiet", "-q"), panel=DIAGNOSTICS, help="No progress, no remarks.")
+        bool, flag(*("--quiet", "-q"), panel=DIAGNOSTICS, help="Print no progress and no remarks.")
     ] = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogOptions(TalkOptions):
-    """What is logged."""
+    """Options of the log."""
 
     verbose: Annotated[
         int,
         flag(
             *("--verbose", "-v"),
             panel=DIAGNOSTICS,
-            help="Log ranks, transfers and clips to stderr; -vv: every step as well.",
+            help="Log ranks, transfers and clips to stderr; -vv adds every step.",
             count=True,
         ),
     ] = 0
@@ -48,12 +48,12 @@ class LogOptions(TalkOptions):
             "--log-file",
             panel=DIAGNOSTICS,
             metavar="FILE",
-            help="Write the log, steps included, to this file as JSON lines.",
+            help="Append the log, with all steps, to this file as JSON lines.",
         ),
     ] = None
 
     def open(self, console: Console) -> None:
-        """Begins to log.
+        """Opens the log.
 
         Raises:
             OutputError: the file cannot be written.
