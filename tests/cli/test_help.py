@@ -185,3 +185,8 @@ def test_a_shell_completes_choices() -> None:
         for line, words in zip(COMPLETED, given, strict=False)
     }
     assert found == COMPLETED
+
+
+def test_an_option_of_one_group_survives_a_name_that_another_group_leaves_out() -> None:
+    """bench takes --profile from its own group, and leaves out that of the traces."""
+    assert "--profile" in svdpp_here("bench", "--help-all").out

@@ -50,7 +50,7 @@ class BenchOptions:
             help="Write results to DIR/EXPERIMENT/RUN/.",
         ),
     ] = Path("results")
-    profile: Annotated[
+    torch_profile: Annotated[
         bool,
         flag(
             "--profile",
