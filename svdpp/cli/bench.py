@@ -53,7 +53,9 @@ def bench(
         if not is_joined_member():
             _compare(console, *asked.compare)
         return
-    overrides = [*(asked.settings or []), *overrides, *(["profile=true"] if asked.torch_profile else [])]
+    overrides = [*(asked.settings or []), *overrides]
+    if asked.torch_profile:
+        overrides.append("profile=true")
     points = _points(names, overrides)
     if traces.trace is not None and len(points) > 1:
         raise RequestError(
