@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from svdpp.config.limits import (
     MAX_CUDA_INDEX,
@@ -20,9 +20,11 @@ from svdpp.config.limits import (
 from svdpp.config.model import ModelConfig
 from svdpp.config.sampling import SamplingConfig
 from svdpp.plan.costs import Costs
-from svdpp.plan.draft import DraftPlan
 from svdpp.plan.layout import Layout, Split
 from svdpp.plan.limits import MAX_RANKS
+
+if TYPE_CHECKING:
+    from svdpp.plan.draft import DraftPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +141,8 @@ class PipelineConfig:
     def draft_plan(self) -> DraftPlan:
         """Where each rank starts in a clip's steps, where that is what was asked for."""
         assert self.draft is not None
+        from svdpp.plan.draft import DraftPlan  # few commands need it
+
         return DraftPlan(
             num_steps=self.sampling.num_inference_steps,
             start_steps=self.draft.start_steps,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
 from collections.abc import Iterator, Mapping, MutableMapping
 
 
@@ -35,7 +34,7 @@ def _missing(environment: Mapping[str, str]) -> dict[str, str]:
         "DIFFUSERS_VERBOSITY": "error",
         # Transformers imports torch._dynamo, which creates Inductor's cache folder at once. Nothing
         # here compiles, so a folder that exists will do.
-        "TORCHINDUCTOR_CACHE_DIR": tempfile.gettempdir(),
+        "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TMPDIR", "/tmp"),
         # By default libgomp's threads spin for milliseconds at the end of every parallel region.
         # Where ranks have more threads than there are free cores, that is most of the time.
         "OMP_WAIT_POLICY": "passive",
