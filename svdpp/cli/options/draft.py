@@ -98,10 +98,12 @@ class DraftOptions:
 
     def remark(self, num_steps: int) -> str:
         """A sentence on default start steps that were not measured; "" for none."""
+        if not self.draft or self.draft_starts is not None:
+            return ""
         from svdpp.plan.draft_starts import measured_steps
 
         measured = measured_steps(num_steps)
-        if not self.draft or self.draft_starts is not None or measured == num_steps:
+        if measured == num_steps:
             return ""
         return (
             f"start steps: scaled from those measured for {measured} steps; svdpp profile --draft "
