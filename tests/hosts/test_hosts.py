@@ -92,7 +92,7 @@ def test_each_host_keeps_the_clips_that_it_decodes(
         *(f"{hosts[0].path('out')}/rocket_3.mp4",),
         *(f"{hosts[0].path('out')}/rocket_4.mp4  (on host1)",),
     ]
-    assert "run: 4 of 4 clips done" in jobs[0].err
+    assert "run: 4 of 4 clips: " in jobs[0].err
     assert jobs[1].out == ""
     assert "clips" not in jobs[1].err
     assert _ranks_in_log(hosts[0]) == {0, 1, 2, 3}, "rank 0's host logs the whole run"
