@@ -140,11 +140,11 @@ def profile(
         open_observer: observes the measured clips.
 
     Raises:
-        SvdppError: a run would fail, too.
+        SvdppError: as for a run.
     """
     config, checkpoint = resolve(measured_config(config))
     result = Profile(config)
-    # The world size is added because ranks work without their successors until clips reach these.
+    # Until the first clip reaches the last rank, not all ranks work: these clips come on top.
     num_clips = config.world_size + repeats
     log(f"{num_clips} clips through {config.world_size} ranks for the times")
     _measure_times(result, num_clips, open_observer)

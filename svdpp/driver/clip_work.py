@@ -92,7 +92,7 @@ def work_messages(
         RequestError: a value in a request or its metadata cannot be sent to a rank.
     """
     pairs = zip(requests, metadata, strict=True)
-    jobs = [_job(first, index, *pair) for index, pair in enumerate(pairs)]
+    jobs = [_job(first, index, request, each) for index, (request, each) in enumerate(pairs)]
     keys = {job.clip: job.request.latents_key for job in jobs} if keeps_latents else {}
     schedule = schedule_clips(config, requests, first)
     check = check_schedule if config.draft is None else check_draft_schedule

@@ -11,7 +11,7 @@ from svdpp.config import ClipRequest
 from svdpp.media import output_files
 from svdpp.worker.latent_checkpoints import prune
 
-# At most three checkpoints of a rank are queued, so an older clip than this gets no more of them.
+# At most three checkpoints of a rank are queued, so older clips get no more of them.
 _NUM_RECENT = 1000
 
 

@@ -64,7 +64,7 @@ def check_memory(
 
 
 def _upper_bound(config: PipelineConfig, checkpoint: Checkpoint | None, num_ranks: int) -> int:
-    """An upper bound, far too high but fast: it does not import diffusers."""
+    """An upper bound, far above the need, but fast: it does not import diffusers."""
     each = activation_bound(checkpoint, config.model, config.sampling) + 2 * _RANK_BYTES
     if checkpoint is not None:
         each += weight_bytes(checkpoint, config.model)[0]

@@ -53,7 +53,7 @@ class RankSession:
         self.is_closing = False
         """Whether no more work may be sent."""
         self.failure: BaseException | None = None
-        """What ended the session early; None if that was `drop`."""
+        """The error that ended the session; None if its work ended it, or `drop`."""
         # A daemon, so that a program that never leaves the block still ends, and its ranks too.
         self.thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
 

@@ -141,7 +141,7 @@ def find_photo(clip: ClipOnDisk, image: Path | None) -> Path:
 def _of_json(path: Path) -> ClipOnDisk:
     raw = parse_clip_json(path)
     metadata = checked_clip_metadata(raw, f"{str(path)!r} is not a clip's JSON")
-    # The JSON's own name decides, so that a JSON cannot stand for another file than its neighbour.
+    # The JSON's own name decides, so that a JSON describes only the file beside it.
     # Up to svdpp 0.3 the name did not include the format.
     named, suffix = path.with_suffix(""), video.SUFFIXES[metadata["format"]]
     is_named = named.suffix == suffix if suffix else named.exists()

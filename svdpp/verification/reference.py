@@ -101,8 +101,9 @@ def _compute_all(
     setup: _Setup,
 ) -> None:
     begun = time.monotonic()
+    checkpoint = setup.checkpoint
     with out_of_memory_named(None):
-        model = _Dummy(setup, device) if setup.checkpoint is None else _Svd(setup, device)
+        model = _Svd(setup, checkpoint, device) if checkpoint else _Dummy(setup, device)
     reporter.send(Joined(device=device, load_seconds=time.monotonic() - begun))
     tensor_store = TensorStore(Path(setup.tensor_folder)) if setup.tensor_folder else None
     for clip, request in enumerate(setup.requests):
@@ -161,18 +162,17 @@ class _Clock:
 class _Svd:
     """`StableVideoDiffusionPipeline.__call__`, as diffusers ships it."""
 
-    def __init__(self, setup: _Setup, device: str) -> None:
+    def __init__(self, setup: _Setup, checkpoint: Checkpoint, device: str) -> None:
         from diffusers import StableVideoDiffusionPipeline  # takes seconds, which the dummy avoids
 
         from svdpp.models.svd.load import convert_to_channels_last, silence_libraries, torch_dtype
 
-        assert setup.checkpoint is not None
         silence_libraries()
         self._setup = setup
         self._pipe = StableVideoDiffusionPipeline.from_pretrained(
-            setup.checkpoint.folder,
+            checkpoint.folder,
             dtype=torch_dtype(setup.config.model.dtype),
-            variant=setup.checkpoint.variant,
+            variant=checkpoint.variant,
             use_safetensors=True,
             local_files_only=True,
         ).to(device)

@@ -112,9 +112,11 @@ def compare(
             tolerance does not allow for that.
     """
     _check_settings(folder)
-    sides, clips = both_sides(folder), range(num_clips)
-    checks = _compare_all(config, clips, *sides, tolerance)
-    drafts = () if config.draft is None else _compare_drafts(config.draft_plan, clips, *sides)
+    (ours, theirs), clips = both_sides(folder), range(num_clips)
+    checks = _compare_all(config, clips, ours, theirs, tolerance)
+    if config.draft is None:
+        return VerificationResult(tuple(checks))
+    drafts = _compare_drafts(config.draft_plan, clips, ours, theirs)
     return VerificationResult(tuple(checks), tuple(drafts))
 
 

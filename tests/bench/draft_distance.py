@@ -43,7 +43,7 @@ def load(num_steps: int) -> SvdModel:
 
 
 def measure(
-    model: SvdModel, num_steps: int, waves: list[DraftPlan], num_photos: int
+    model: SvdModel, num_steps: int, plans: list[DraftPlan], num_photos: int
 ) -> dict[tuple[int, ...], list[Difference]]:
     """By start steps of a rank and those before it, its distance on each photograph.
 
@@ -57,13 +57,13 @@ def measure(
         tensors = model.encode(model.prepare(fitted), 0)
         lab = DraftSimulator(model, tensors, num_steps)
         exact = lab.frames((0,))
-        for draft_plan in waves:
+        for draft_plan in plans:
             for rank in range(1, draft_plan.world_size):
                 start_steps = draft_plan.start_steps[: rank + 1]
                 found[start_steps].append(distance(lab.frames(start_steps), exact).whole)
             lab.forget(depth=1)
         for rounds in sorted(
-            {draft_plan.rounds(draft_plan.world_size - 1) for draft_plan in waves}
+            {draft_plan.rounds(draft_plan.world_size - 1) for draft_plan in plans}
         ):
             fewer = model.with_sampling(
                 replace(sampling, num_inference_steps=rounds).resolved(model_frames=len(exact))
@@ -95,13 +95,13 @@ def main() -> None:
     print("| N | starts | rounds | sooner | distance, worst photograph |\n|---|---|---|---|---|")
     for num_steps in map(int, options.steps.split(",")):
         begun = time.monotonic()
-        waves = [
+        plans = [
             DraftPlan(num_steps=num_steps, start_steps=default_start_steps(num_steps, world))
             for world in map(int, options.worlds.split(","))
         ]
         with torch.no_grad():
-            found = measure(load(num_steps), num_steps, waves, options.photos)
-        for draft_plan in waves:
+            found = measure(load(num_steps), num_steps, plans, options.photos)
+        for draft_plan in plans:
             for rank in range(draft_plan.world_size - 1, 0, -1):
                 start_steps = (
                     " ".join(map(str, draft_plan.start_steps))

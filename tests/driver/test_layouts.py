@@ -96,8 +96,8 @@ def test_svd_is_bitwise_diffusers(
     verdict = verify(config, [ClipRequest(seed=seed, image=photo) for seed in range(3)])
     assert verdict.bitwise
     for clip in range(3):
-        hand_overs = [p for p in config.layout.route(clip).ranges if p.num_steps]
+        ranges = [p for p in config.layout.route(clip).ranges if p.num_steps]
         checks = [check for check in verdict.checks if check.clip == clip]
-        assert [(c.step, c.rank) for c in checks[:-1]] == [(p.end, p.rank) for p in hand_overs]
+        assert [(c.step, c.rank) for c in checks[:-1]] == [(p.end, p.rank) for p in ranges]
         assert checks[-1].what == "frames"
         assert checks[-1].rank == config.layout.route(clip).ranges[-1].rank
