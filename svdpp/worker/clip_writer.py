@@ -140,7 +140,6 @@ class ClipWriter:
             "conditions": self._conditions,
             "latents_sha256": tensor_sha256(latent),
             "frames_sha256": None if frames is None else video.frames_sha256(frames),
-            "seconds": round(time.time() - finished.begun_at, 3),
             **({"memory_pressure": True} if finished.memory_pressure else {}),
             "compute_seconds": round(finished.compute_seconds, 3),
             "wall_seconds": round(time.time() - finished.begun_at, 3),
