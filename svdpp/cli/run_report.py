@@ -46,7 +46,7 @@ def announce(console: Console, config: PipelineConfig, clips: ClipPlan) -> None:
         f"{counted(num_clips, 'clip')} of {counted(config.sampling.frames, 'frame')}, "
         f"{config.sampling.width}x{config.sampling.height}, on "
         f"{counted(config.world_size, f'{config.device} rank')} with {config.model.name}"
-        + (f"; {begun} of them go on from an earlier run" if begun else "")
+        + (f"; {begun} of them begun by an earlier run" if begun else "")
     )
     if clips.other_threads is not None:
         console.info(
