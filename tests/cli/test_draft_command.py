@@ -104,7 +104,7 @@ def test_a_file_of_starts_that_is_none(tmp_path: Path) -> None:
 
 def test_photographs_are_for_drafts_alone() -> None:
     answer = svdpp_here("profile", PHOTO, "--model", "demo", "--device", "cpu")
-    assert_error(answer, 2, "photographs are what drafts are measured with", "add --draft")
+    assert_error(answer, 2, "PHOTO has an effect only with --draft", "add --draft")
 
 
 def test_profile_names_the_run_that_it_is_for() -> None:
