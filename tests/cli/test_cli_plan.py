@@ -387,7 +387,10 @@ REFUSED = [
     (("--costs", "svd-xt"), "costs 'svd-xt' are neither a file nor a preset"),
     (("--device-memory", "0"), "--device-memory must be a finite number above 0, got 0.0"),
     (("--device-memory", "nan"), "--device-memory must be a finite number above 0, got nan"),
-    (("--device-memory", "9"), "--device-memory has an effect only with --layout auto or --compare"),
+    (
+        ("--device-memory", "9"),
+        "--device-memory has an effect only with --layout auto or --compare",
+    ),
     (("--draft", "--device-memory", "9"), "leave out --device-memory"),
     (("--draft", "--arrivals", "2/s"), "leave out --arrivals"),
     (("--draft", "--hosts", "2x2", "--draft-starts", "0,14"), "names 2 ranks, but there are 4"),
