@@ -45,9 +45,9 @@ def refuse_without_effect(context: typer.Context) -> None:
         )
     if given:
         raise RequestError(
-            f"{', '.join(given.values())} has no effect on a finished clip, which is recomputed "
-            "on one device as its metadata says",
-            "leave it out; svdpp verify PHOTO runs the ranks with it",
+            f"no effect on a finished clip: {', '.join(given.values())}; its metadata says how it "
+            "was made, and one device recomputes it",
+            "leave that out; svdpp verify PHOTO runs the ranks with it",
         )
 
 
