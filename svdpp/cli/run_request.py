@@ -176,7 +176,7 @@ class RunRequest:
 def without_other_seeds(
     context: typer.Context, inputs: InputOptions, sampling: SamplingOptions
 ) -> tuple[InputOptions, SamplingOptions]:
-    """The groups, where `--seed` on the command line overrides a default of `--seeds`, and v.v."""
+    """The groups, where `--seed` or `--seeds` given overrides a default of the other."""
     if is_given(context, "seed") and not is_given(context, "seeds"):
         inputs = replace(inputs, seeds=None)
     if is_given(context, "seeds") and not is_given(context, "seed"):
