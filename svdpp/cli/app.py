@@ -24,7 +24,7 @@ COMMANDS: Mapping[str, str] = {
     "run": "Animate photographs: each becomes a clip.",
     "plan": "Show which rank does which steps, when, and how long it takes.",
     "simulate": "Rehearse a run with real processes, without weights or GPUs.",
-    "verify": "Prove that the pipeline's clips are diffusers' own, bit for bit.",
+    "verify": "Prove that the pipeline's clips equal those of diffusers, bit for bit.",
     "profile": "Measure the costs that plans are based on.",
     "bench": "Measure a pipeline against data parallel and against diffusers on one device.",
     "doctor": "Check in seconds that a run has what it needs.",

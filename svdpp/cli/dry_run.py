@@ -1,4 +1,4 @@
-"""Owns `svdpp run --dry-run`: what a run would make, in which time, memory and space."""
+"""Owns `svdpp run --dry-run`: the clips of a run, its time, memory and disk space."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from svdpp.plan.forecast import Forecast
 
 _MAX_NAMES = 20
-# A draft's clips come one after the other: more of them only take as much longer.
+# A draft makes one clip after the other, so the time of more clips is proportional.
 _MAX_DRAFTS = 64
 _GIB = 2**30
 
@@ -28,17 +28,17 @@ def show_dry_run(
     found: Sequence[Photo],
     remarks: Sequence[str],
 ) -> None:
-    """Checks a run to its end, and prints what it would make instead of making it.
+    """Checks a run completely, and prints what it would make.
 
     Args:
-        console: where to.
-        asked: what is asked for.
+        console: gets the output.
+        asked: the options.
         config: of the run.
         found: photographs.
-        remarks: what is to be said of them.
+        remarks: on the photographs.
 
     Raises:
-        SvdppError: whatever would keep the run from beginning, missing weights apart.
+        SvdppError: the run could not start; missing weights are not an error.
     """
     from svdpp.diagnostics.memory_estimate import estimate_ranks
     from svdpp.driver.jobs import check_outputs, plan_clips
@@ -70,7 +70,7 @@ def _schedule(config: PipelineConfig, num_clips: int) -> Any:
 
 
 def _forecast(config: PipelineConfig, num_clips: int) -> Forecast:
-    """Of clips that are all made from the start, at the costs that the layout goes by."""
+    """The forecast for clips that are made from their first step, at the costs of the layout."""
     from dataclasses import replace
 
     from svdpp.plan.forecast import replay, summarise
@@ -129,8 +129,8 @@ def _print(
     else:
         console.result("forecast: none without --costs, which svdpp profile measures")
     console.result(
-        f"disk: about {size(disk['needed_bytes'])} in {str(folder)!r}, where "
-        f"{size(disk['free_bytes'])} are free"
+        f"disk: about {size(disk['needed_bytes'])} in {str(folder)!r}, which has "
+        f"{size(disk['free_bytes'])} free"
     )
     console.result()
     rows = [(str(each.rank), *map(_gib, _parts(each).values())) for each in memory]

@@ -1,6 +1,6 @@
-"""Owns the help of the program and of a command: what is asked for often first, the rest named.
+"""Owns the help: common options are described, the others only named.
 
-Typer's own help has no room for this at 80 columns: it gives half of them to borders and types.
+Typer's own help is too wide for 80 columns: borders and types take half of them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MAX_WIDTH = 100
 
 @dataclass(frozen=True, kw_only=True)
 class Page:
-    """What the help of one command holds beside its options.
+    """The parts of a command's help that are not options.
 
     Args:
         examples: command lines.
@@ -38,8 +38,8 @@ def show_page(context: typer.Context, page: Page, *, whole: bool) -> None:
 
     Args:
         context: of the command.
-        page: what is not in the context.
-        whole: whether all options are described; else those that are not common are only named.
+        page: further parts of the help.
+        whole: whether to describe all options; else all but the common ones are only named.
     """
     width = min(shutil.get_terminal_size().columns, _MAX_WIDTH)
     for line in _page_lines(context, page, width, whole=whole):
@@ -51,8 +51,8 @@ def show_overview(context: typer.Context, commands: Mapping[str, str], epilog: s
 
     Args:
         context: of the program.
-        commands: summary of each, by name.
-        epilog: paragraphs that follow.
+        commands: a summary of each, by name.
+        epilog: paragraphs at the end.
     """
     width = min(shutil.get_terminal_size().columns, _MAX_WIDTH)
     lines = [*_usage(context, "COMMAND ..."), *_prose(context.command.help or "", width)]
@@ -63,7 +63,7 @@ def show_overview(context: typer.Context, commands: Mapping[str, str], epilog: s
 
 
 def panels_of(parameters: Sequence[Any], common: Sequence[str]) -> dict[str, list[Any]]:
-    """The options among `parameters`, by the panel that shows them, in the order of the help."""
+    """The options among `parameters` by panel, in the order of the help."""
     options = {one.name: one for one in parameters if one.param_type_name == "option"}
     panels: dict[str, list[Any]] = {"Common": [options[name] for name in common]}
     panels |= {panel: [] for panel in PANELS}
@@ -74,7 +74,7 @@ def panels_of(parameters: Sequence[Any], common: Sequence[str]) -> dict[str, lis
 
 
 def shown_names(option: Any) -> str:
-    """An option as it is typed, with what stands for its value: `-o, --out DIR`."""
+    """An option's names and the placeholder of its value: `-o, --out DIR`."""
     names = [name for name in option.opts if name not in HIDDEN_NAMES]
     names.sort(key=lambda name: name.startswith("--"))
     return f"{', '.join(names)} {option.metavar or ''}".rstrip()
@@ -124,7 +124,7 @@ def _long(option: Any) -> str:
 
 def _row(option: Any) -> tuple[str, str]:
     names = shown_names(option)
-    # Long names of options line up, whether there is a short one before them or not.
+    # Long names line up, with or without a short name before them.
     return (names if not names.startswith("--") else f"    {names}"), described(option)
 
 
@@ -149,7 +149,7 @@ def _section(title: str, rows: Iterator[tuple[str, str]] | Any, width: int) -> I
 
 
 def _entry(left: str, right: str, width: int) -> Iterator[str]:
-    """`left`, and `right` folded beside it; beneath it where `left` is too long for its column."""
+    """`left` with `right` folded beside it, or below it if `left` is too long for its column."""
     lines = textwrap.wrap(
         right, width - _LEFT - 4, break_on_hyphens=False, break_long_words=False
     ) or [""]

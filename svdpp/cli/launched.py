@@ -1,4 +1,4 @@
-"""Owns what a command does as a rank other than 0 of torchrun or srun: it serves, and is silent."""
+"""Owns a command's work as a rank other than 0 of torchrun or srun: it serves silently."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from svdpp.launch.world import find_world
 if TYPE_CHECKING:
     from svdpp.driver.pipeline import Pipeline
 
-# Rank 0 may have found the same mistake and never come to listen.
+# Rank 0 may have failed with the same error before it could listen.
 _REPORT_SECONDS = 5.0
 
 
 def serve(
     pipeline: Pipeline, console: Console, answer: Callable[[bytes], bytes] = lambda _: b""
 ) -> None:
-    """Works until rank 0 says that all is done. On rank 0's host rank 0 logs for all ranks there.
+    """Works until rank 0 ends the run. Rank 0 logs for all ranks of its own host.
 
     Args:
         pipeline: of a member.
-        console: told where nobody else can say why the process ends.
-        answer: as `Pipeline.serve` has it.
+        console: reports why the process ends, if no other rank can.
+        answer: as in `Pipeline.serve`.
     """
     from loguru import logger
 
@@ -45,9 +45,9 @@ def serve(
 
 
 def is_told_elsewhere(error: BaseException) -> bool:
-    """Whether rank 0 says to the user what keeps this process from working, or nobody need to.
+    """Whether another process reports `error` to the user, or it needs no report.
 
-    Tells rank 0, where this is another rank that could not begin.
+    If this is a rank other than 0 that could not start, sends the error to rank 0.
     """
     try:
         world = find_world()

@@ -1,4 +1,4 @@
-"""Owns the log: one loguru record for each event of a rank, bound to that rank, and redacted."""
+"""Owns the log: one redacted loguru record for each event of a rank."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _FORMAT = "{time:HH:mm:ss.SSS} {level: <5} rank {extra[rank]} {message}"
 def open_log(
     *, verbosity: int, log_file: Path | None, write: Callable[[str], Any] = sys.stderr.write
 ) -> None:
-    """Sets where records go: stderr by verbosity, and a file of JSON lines with everything.
+    """Sends records to stderr by verbosity, and all of them to a file of JSON lines.
 
     Raises:
         OutputError: the file cannot be written.
@@ -56,13 +56,13 @@ def open_log(
 
 
 class _LogFile:
-    """A sink for loguru. Its own would answer a full disk with the whole record on stderr.
+    """A sink for loguru; its own would print every record to stderr when the disk is full.
 
-    A run is worth more than its log: where that can be written no longer, it says so once.
+    A run must not fail because of its log: if the file cannot be written any more, this warns once.
 
     Args:
-        path: appended to; folders above it are created.
-        warn: takes that one line.
+        path: appended to; parent folders are created.
+        warn: takes the warning.
 
     Raises:
         OutputError: the file cannot be opened.
@@ -89,20 +89,20 @@ class _LogFile:
 
     def stop(self) -> None:
         """Closes the file; loguru calls it at the end."""
-        with contextlib.suppress(OSError):  # what could not be written is tried once more
+        with contextlib.suppress(OSError):  # closing writes the rest, which may fail again
             self._file.close()
 
 
 def _redact(record: Record) -> None:
     record["message"] = redact(record["message"])
-    record["file"].path = redact(record["file"].path)  # of the program: often below the home
+    record["file"].path = redact(record["file"].path)  # often below the home folder
 
 
 class EventLog:
     """Writes each event as one record.
 
     Args:
-        plan: of which each rank's share is named when it is ready.
+        plan: names each rank's share of the steps.
     """
 
     def __init__(self, plan: Layout | DraftPlan) -> None:
@@ -120,7 +120,7 @@ class EventLog:
                 )
             case TransferDone():
                 arrow = "from" if event.direction == "recv" else "to"
-                # A rank that is behind makes its neighbour wait; that says nothing of the link.
+                # A rank that lags makes its neighbour wait; the time of the link is separate.
                 waited = f", waited {event.waited:.4f} s" if event.direction == "send" else ""
                 log.info(
                     "{} clip {} at step {} {} rank {}: {} bytes in {:.4f} s{}",

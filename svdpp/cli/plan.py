@@ -1,4 +1,4 @@
-"""Owns `svdpp plan`: who does what, when, and how long it takes. Never imports torch by itself."""
+"""Owns `svdpp plan`: which rank does what, when, and for how long; imports no torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _DEFAULT_WORLD = 4
 _SECONDS_OF = {"s": 1, "min": 60, "h": 3600}
-# What only --memory asks for, as it is typed.
+# Options that only --memory uses, as users type them.
 _OF_MEMORY = {
     **{name: name.replace("_", "-") for name in ("model", "revision", "local_files_only", "dtype")},
     **{"device": "device", "height": "height", "width": "width", "num_frames": "frames"},
@@ -63,10 +63,10 @@ def plan(
     talk: TalkOptions,  # noqa: ARG001  read where every command is called
     ranks: RankOptions = RankOptions(device="cuda"),
 ) -> None:
-    """Show who does which steps, the picture over time, and how long it takes.
+    """Show which rank does which steps, when, and how long it takes.
 
-    What is shown is what `svdpp run` does with the same options. Times are those of the costs; the
-    published ones that are assumed hold for SVD-XT at 576x1024 under TensorRT.
+    `svdpp run` follows this plan with the same options. Times come from the costs. The default
+    costs are published ones, of SVD-XT at 576x1024 under TensorRT.
     """
     from svdpp.cli import plan_report
 
@@ -151,17 +151,17 @@ def _show_layout(
         return
     if limits["memory_gib"]:
         raise RequestError(
-            "--device-memory is what --layout auto and --compare go by",
-            "add --layout auto or --compare, or leave it out",
+            "--device-memory has an effect only with --layout auto or --compare",
+            "add one of them, or leave --device-memory out",
         )
     show_layout(console, request, Layout(**counts, **layout.fields(counts["world_size"])))
 
 
 def _world(hosts: str | None, asked: int | None, drafted: int | None) -> tuple[int, int | None]:
-    """The number of ranks, and of those on each host where there are several.
+    """The number of ranks, and of ranks per host if there are several hosts.
 
     Raises:
-        RequestError: `hosts` is none, or contradicts the number that was asked for.
+        RequestError: `hosts` is malformed, or contradicts the given number of ranks.
     """
     if hosts is None:
         named = drafted if asked is None else asked
@@ -169,10 +169,12 @@ def _world(hosts: str | None, asked: int | None, drafted: int | None) -> tuple[i
     match = re.fullmatch(r"(\d{1,5})x(\d{1,5})", hosts, re.ASCII)
     num_hosts, per_host = (int(match[1]), int(match[2])) if match else (0, 0)
     if not num_hosts * per_host:
-        raise RequestError(f"--hosts must be hosts x ranks on each, such as 2x4, got {hosts!r}")
+        raise RequestError(
+            f"--hosts must be HOSTSxRANKS, such as 2x4 for 2 hosts of 4 ranks, got {hosts!r}"
+        )
     if asked not in (None, num_hosts * per_host):
         raise RequestError(
-            f"--hosts {hosts} are {num_hosts * per_host} ranks, --world says {asked}",
+            f"--hosts {hosts} makes {num_hosts * per_host} ranks, but --world is {asked}",
             "leave --world out",
         )
     return num_hosts * per_host, per_host
@@ -181,14 +183,15 @@ def _world(hosts: str | None, asked: int | None, drafted: int | None) -> tuple[i
 def _with_memory(
     costs: Costs, model: ModelOptions, device: str, sampling: SamplingOptions
 ) -> Costs:
-    """`costs` with the memory that the model's parts will take, whatever they said of it before."""
+    """`costs` with the estimated memory of the model's parts in place of their own."""
     from svdpp.config import PipelineConfig
     from svdpp.driver.pipeline import resolve
     from svdpp.models.svd.memory import estimate
 
     if sampling.measures_chunk:
         raise RequestError(
-            "--decode-chunk-size auto is measured on a device", "such as --decode-chunk-size 4"
+            "--decode-chunk-size auto needs a device to measure on, and a plan has none",
+            "give a number, such as --decode-chunk-size 4",
         )
     asked = PipelineConfig(
         world_size=1,
@@ -202,11 +205,11 @@ def _with_memory(
 
 
 def _refuse_idle(context: typer.Context) -> None:
-    """Refuses what has no effect without --memory."""
+    """Refuses options that have no effect without --memory."""
     for name, option in _OF_MEMORY.items():
         if is_given(context, name):
             raise RequestError(
-                f"--{option} is what --memory is estimated for",
+                f"--{option} has an effect only with --memory",
                 f"add --memory, or leave out --{option}",
             )
 
@@ -218,29 +221,29 @@ def _remarks(
     costs: Costs,
     device: str,
 ) -> list[str]:
-    """What is to be known before the figures are read."""
+    """Remarks on the assumptions behind the figures."""
     remarks = []
     if forecast.memory and device == "cpu":
         remarks.append(
-            "memory: what is needed at once; malloc keeps up to as much again as the work"
+            "memory: as in use at the same time; malloc may keep up to twice the working memory"
         )
     if forecast.device_memory is not None and costs.denoise_weights_gib is None:
         remarks.append(
-            "--device-memory leaves nothing out: these costs do not say what memory the parts "
-            "need; --memory estimates it"
+            "--device-memory leaves out no layout: these costs do not include memory; --memory "
+            "estimates it"
         )
     if layout.costs is None and None in (seconds.step_seconds, seconds.decode_seconds):
         remarks.append(
-            f"with the costs of {ASSUMED_COSTS} ({costs.device}); svdpp profile measures yours"
+            f"by the costs of {ASSUMED_COSTS} ({costs.device}); svdpp profile measures yours"
         )
     return remarks
 
 
 def _arrivals(rate: str | None, num_clips: int) -> list[float]:
-    """When each clip arrives; empty where all are there from the start.
+    """When each clip arrives, in seconds; empty if all are present at the start.
 
     Raises:
-        RequestError: `rate` is none.
+        RequestError: `rate` is malformed or out of range.
     """
     if rate is None:
         return []
@@ -250,7 +253,7 @@ def _arrivals(rate: str | None, num_clips: int) -> list[float]:
     per_second = float(match[1]) / _SECONDS_OF[match[2]] if match else 0.0
     if not 0 < per_second <= 1e9:
         raise RequestError(
-            f"--arrivals must be clips a second, minute or hour, got {rate!r}",
+            f"--arrivals must be clips per s, min or h, got {rate!r}",
             "such as --arrivals 2/s, 90/min or 500/h",
         )
     return poisson_arrivals(num_clips, per_second)

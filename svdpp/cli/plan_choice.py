@@ -1,4 +1,4 @@
-"""Owns how many ranks a command takes, and whether they share clips or draft one at a time."""
+"""Owns the choice of the number of ranks and their plan: a layout or a draft."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from svdpp.launch.world import find_world
 
 @dataclass(frozen=True, kw_only=True)
 class PlanChoice:
-    """What the options say of the ranks, and of how they share the work.
+    """The options that decide the number of ranks and how they share the work.
 
     Args:
-        draft: whether all ranks draft the same clip, and from where.
-        layout: how they share the clips, where they do not.
-        world: number of ranks; None where the user names none.
+        draft: whether all ranks draft the same clip, and from which steps.
+        layout: how they share the work otherwise.
+        world: number of ranks; None if it is not given.
         steps: of each clip.
         device: as a `PipelineConfig` has it.
-        default_world: ranks where nobody names a number; None: by device and plan.
-        no_draft: other options without an effect on a draft, by name.
+        default_world: default number of ranks; None: it depends on device and plan.
+        no_draft: further options that have no effect on a draft, by name.
 
     Raises:
         RequestError: options contradict each other.
@@ -62,16 +62,16 @@ class PlanChoice:
     def settings(
         self, *, num_clips: int | None, decodes: bool, memory: Memory | None = None
     ) -> tuple[dict[str, Any], str]:
-        """Fields of a `PipelineConfig`, and why, where the choice was left to `auto`.
+        """Fields of a `PipelineConfig`, and a remark on the choice of the layout or ""
 
         Args:
-            num_clips: None where only another process knows it.
+            num_clips: None if only another process knows it.
             decodes: whether clips become frames.
-            memory: asked by `auto` what fits; None: everything does.
+            memory: tells `auto` what fits; None: everything fits.
 
         Raises:
-            RequestError: as `LayoutOptions.settings` and `DraftOptions.settings` have it; or the
-                launcher's ranks are not those that the starts name.
+            RequestError: as `LayoutOptions.settings` and `DraftOptions.settings`; or the launcher
+                has another number of ranks than the start steps.
         """
         world_size = self.world_size()
         shape, why = self.layout.settings(
@@ -88,7 +88,7 @@ class PlanChoice:
 
 
 def _check_joined(num_start_steps: int) -> None:
-    """Elsewhere the configuration itself compares them, and says which --world to give."""
+    """Without a launcher the configuration compares them, and its hint names --world."""
     world = find_world()
     if world is not None and world.size != num_start_steps:
         raise RequestError(

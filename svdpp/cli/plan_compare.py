@@ -1,4 +1,4 @@
-"""Owns what `svdpp plan --compare` prints: layouts side by side."""
+"""Owns the output of `svdpp plan --compare`: layouts side by side."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from svdpp.plan.choose import Row
 def show_comparison(
     console: Console, request: Request, counts: Mapping[str, Any], rows: Sequence[Row]
 ) -> None:
-    """Prints layouts side by side, then what is to be said of each.
+    """Prints layouts side by side, then notes on them.
 
     Args:
-        console: where to.
-        request: what they are forecast for.
-        counts: `num_steps` and `world_size` of them all.
-        rows: one for each.
+        console: gets the output.
+        request: clips and arrivals of the forecast.
+        counts: `num_steps` and `world_size`.
+        rows: one for each layout.
     """
     console.infos(request.remarks)
     if console.as_json:

@@ -1,4 +1,4 @@
-"""Owns what `svdpp plan --draft` prints: ranks, picture and forecast of a draft plan."""
+"""Owns the output of `svdpp plan --draft`: ranks, picture and forecast of a draft plan."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _NOT_STARTED, _STEP, _CORRECTED = ".", "o", "+"
 def show_draft_plan(
     console: Console, request: Request, draft_plan: DraftPlan, costs: Costs
 ) -> None:
-    """Prints one clip's draft: who starts where, the rounds, and the forecast.
+    """Prints the draft of one clip: start steps, rounds, and the forecast.
 
     Args:
-        console: where to.
-        request: its remarks.
-        draft_plan: what to show.
+        console: gets the output.
+        request: its remarks are printed.
+        draft_plan: of the clip.
         costs: of each kind of work.
     """
     ready = draft_plan.ready_at(costs)
@@ -48,7 +48,7 @@ def show_draft_plan(
     console.table((*columns, *(["GiB"] if known else [])), rows)
     console.result()
     console.grid(draw_draft_plan(draft_plan))
-    console.result("one step a round ->   o a step, + a step and a correction, . not begun or done")
+    console.result("one step a round ->   o step, + step and correction, . not started or done")
     console.result()
     draft, exact = ready[-1], ready[0]
     console.result(
@@ -56,14 +56,14 @@ def show_draft_plan(
         f"{exact / draft:.2f}x sooner"
     )
     console.result(
-        f"a clip takes {draft_plan.num_evaluations} steps on all ranks, where one takes "
-        f"{draft_plan.num_steps}: for a queue of clips a pipeline makes "
-        f"{draft_plan.world_size} times as many"
+        f"a draft takes {draft_plan.num_evaluations} steps on all ranks together, a clip without "
+        f"draft {draft_plan.num_steps}: a pipeline makes {draft_plan.world_size} times as many "
+        "clips of a queue"
     )
 
 
 def draw_draft_plan(draft_plan: DraftPlan) -> list[str]:
-    """One line a rank, a column a round: begins later, ends sooner, is corrected in between."""
+    """One line for each rank, one column for each round."""
     digits = len(str(draft_plan.world_size - 1))
     lines = []
     for rank in range(draft_plan.world_size):

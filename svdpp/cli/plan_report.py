@@ -1,4 +1,4 @@
-"""Owns what `svdpp plan` prints of one layout: its ranks, its picture, and its forecast."""
+"""Owns the output of `svdpp plan` for one layout: ranks, picture and forecast."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from svdpp.plan.sigmas import karras_sigmas
 #: Of the JSON of `svdpp plan`.
 SCHEMA_VERSION = 2
 
-# Rows and picture lines that a terminal can still show.
+# Most rows and picture lines that are still readable on a terminal.
 _MAX_ROWS = 100
 # Visits of clips at ranks: about a second of drawing.
 _MAX_DRAWN = 50_000
@@ -27,12 +27,12 @@ _MAX_CUTS = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What a forecast is made for.
+    """Clips and arrivals of a forecast.
 
     Args:
         num_clips: M.
-        arrivals: when each clip comes; empty: all are there from the start.
-        remarks: what is to be known before the figures are read.
+        arrivals: when each clip arrives; empty: all are present at the start.
+        remarks: on the assumptions behind the figures.
     """
 
     num_clips: int
@@ -41,18 +41,18 @@ class Request:
 
     @property
     def clips(self) -> str:
-        """Their number in words."""
+        """The number of clips with its noun."""
         return counted(self.num_clips, "clip")
 
 
 def show_layout(console: Console, request: Request, layout: Layout, reason: str = "") -> None:
-    """Prints one layout: its ranks, the picture, and the forecast beside data parallel's.
+    """Prints the ranks, picture and forecast of a layout, with the forecast of data parallel.
 
     Args:
-        console: where to.
-        request: what it is forecast for.
-        layout: what to show.
-        reason: why it was chosen; empty where it was given.
+        console: gets the output.
+        request: clips and arrivals of the forecast.
+        layout: to show.
+        reason: why it was chosen; empty if the user named it.
     """
     forecast = forecast_layout(layout, request.num_clips, request.arrivals)
     data_parallel = forecast_layout(_as_data_parallel(layout), request.num_clips, request.arrivals)
@@ -72,7 +72,7 @@ def show_layout(console: Console, request: Request, layout: Layout, reason: str 
 
 
 def _print_ranks(console: Console, layout: Layout) -> None:
-    """A row for each rank; of replicas that are alike, those of the first one."""
+    """Prints a row for each rank; if all replicas are alike, only those of the first."""
     sigmas = karras_sigmas(layout.num_steps)
     alike = layout.replicas_are_alike
     hosts = layout.costs.ranks_per_host is not None
@@ -103,14 +103,14 @@ def _print_ranks(console: Console, layout: Layout) -> None:
 
 
 def _noise(share: StepShare, sigmas: Sequence[float]) -> str:
-    """The noise levels between which a rank works; nothing where it does no steps."""
+    """The noise levels between which a rank works; empty if it does no steps."""
     if share.start == share.end:
         return ""
     return f"{sigmas[share.start]:.4g} -> {sigmas[share.end]:.4g}"
 
 
 def _print_cuts(console: Console, layout: Layout, num_clips: int) -> None:
-    """Where the first clips are cut, where that differs from clip to clip."""
+    """Prints the cuts of the first clips if they differ from clip to clip."""
     if layout.split != "dithered" or not 1 < layout.num_stages <= _MAX_CUTS:
         return
     console.result()
@@ -120,7 +120,7 @@ def _print_cuts(console: Console, layout: Layout, num_clips: int) -> None:
 
 
 def _print_picture(console: Console, layout: Layout, request: Request) -> None:
-    """The rank x time grid; where all of it is too much, the first clips of the first replica."""
+    """Prints the rank x time grid; if it is too large, the first clips of the first replica."""
     num_clips, arrivals = request.num_clips, list(request.arrivals)
     title = ""
     whole = layout
@@ -129,12 +129,12 @@ def _print_picture(console: Console, layout: Layout, request: Request) -> None:
         num_clips = -(-num_clips // layout.replicas)
         per_host = layout.costs.ranks_per_host
         if per_host is not None and layout.replica_size % per_host:
-            per_host = None  # the replica lies on one host
+            per_host = None  # one host holds the replica
         costs = replace(layout.costs, ranks_per_host=per_host)
         layout = replace(layout, world_size=layout.replica_size, replicas=1, costs=costs)
         title = f"the first of {whole.replicas} replicas"
     if layout.world_size > _MAX_ROWS:
-        console.result(f"(no picture of {layout.world_size} ranks in a row)")
+        console.result(f"(no picture: {layout.world_size} ranks are too many)")
         return
     most = max(1, _MAX_DRAWN // layout.num_stages)
     if num_clips > most:
@@ -185,7 +185,7 @@ def _as_data_parallel(layout: Layout) -> Layout:
 
 
 def num_idle_ranks(layout: Layout) -> int:
-    """Ranks that never do anything for a clip."""
+    """The number of ranks without work."""
     return sum(not (role.encode or role.denoise or role.decode) for role in layout.roles)
 
 
@@ -218,7 +218,7 @@ def _layout_json(
 
 
 def facts(layout: Layout) -> dict[str, Any]:
-    """What makes a layout, for JSON."""
+    """The properties of a layout, for JSON."""
     return {
         "description": str(layout),
         "split": layout.split,
@@ -228,7 +228,7 @@ def facts(layout: Layout) -> dict[str, Any]:
 
 
 def times(forecast: Forecast, seconds_per_clip: float) -> dict[str, float]:
-    """A forecast's times, for JSON; `seconds_per_clip` is that of a long queue."""
+    """Times of a forecast, for JSON; `seconds_per_clip` is for a long queue."""
     return {
         "makespan_seconds": forecast.makespan,
         "first_clip_seconds": forecast.first_clip,
@@ -237,7 +237,7 @@ def times(forecast: Forecast, seconds_per_clip: float) -> dict[str, float]:
 
 
 def gib(peaks: Iterable[float | None]) -> str:
-    """Least and most of several ranks' peaks; a dash where one is not known."""
+    """Lowest and highest peak of several ranks; a dash if one is unknown."""
     known = list(peaks)
     values = sorted(peak for peak in known if peak is not None)
     if not values or len(values) < len(known):

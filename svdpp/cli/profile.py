@@ -1,4 +1,4 @@
-"""Owns `svdpp profile`: measures, on the devices at hand, the costs that a plan is made with."""
+"""Owns `svdpp profile`: measures the costs of plans on the devices of this machine."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from svdpp.diagnostics.cost_profile import Profile
     from svdpp.plan.costs import Costs
 
-# Parameters that only a draft's measurement reads, in words.
-_OF_DRAFT = {"inputs": "photographs are", "steps": "--steps is", "seed": "--seed is"}
+# Parameters that only --draft uses, for its error message.
+_OF_DRAFT = {"inputs": "PHOTO has", "steps": "--steps has", "seed": "--seed has"}
 
 
 @command(
@@ -44,12 +44,12 @@ _OF_DRAFT = {"inputs": "photographs are", "steps": "--steps is", "seed": "--seed
     ),
     defaults={"world": "all GPUs, if they divide the steps of svdpp run; on the CPU 2"},
     meanings={
-        "draft": "Measure not costs but how far drafts of 2 to W ranks are from the exact clip, by "
-        "where their ranks start, and keep the best trade-offs, for --draft-starts.",
-        "draft_starts": "With --draft: measure these starts alone, such as 0,8,12,17.",
-        "steps": "With --draft: denoising steps of each clip; distances are of this number.",
+        "draft": "Instead of costs, measure how far drafts of 2 to W ranks are from the exact "
+        "clip, for several start steps, and write the best trade-offs for --draft-starts.",
+        "draft_starts": "With --draft: measure only these start steps, such as 0,8,12,17.",
+        "steps": "With --draft: denoising steps of each clip; the distances depend on them.",
         "seed": "With --draft: seed of every clip.",
-        "decode_chunk_size": "Frames decoded at a time; memory depends on it.",
+        "decode_chunk_size": "Frames to decode at a time; memory depends on it.",
         "overwrite": "Replace the file if it exists.",
     },
 )
@@ -63,11 +63,11 @@ def profile(
     asked: MeasureOptions,
     talk: TalkOptions,
 ) -> None:
-    """Measure the costs that plans are made with.
+    """Measure the costs that plans are based on.
 
-    That is encode, step, decode, transfer and write, and the memory of each part. All ranks are at
-    work at once, as they are in a run: on the CPU they share its cores, so the costs hold for this
-    number of ranks and threads. Plans take them by --costs.
+    The costs are the times of encode, step, decode, transfer and write, and the memory of each
+    part. All ranks work at the same time, as in a run. On the CPU they share its cores, so the
+    costs hold for this number of ranks and threads. Other commands read the file by --costs.
     """
     from svdpp.cli import launched, log
     from svdpp.cli.request import is_joined_member
@@ -93,16 +93,16 @@ def profile(
 
 
 def _check_asked(context: typer.Context, draft: DraftOptions) -> None:
-    """Refuses options without an effect.
+    """Refuses options that have no effect.
 
     Raises:
-        RequestError: naming one.
+        RequestError: an option has no effect, or drafts cannot be measured here.
     """
     from svdpp.cli.request import is_joined
 
     for name, what in _OF_DRAFT.items():
         if not draft.draft and is_given(context, name):
-            raise RequestError(f"{what} what drafts are measured with", "add --draft")
+            raise RequestError(f"{what} an effect only with --draft", "add --draft")
     if draft.draft and is_joined():
         raise RequestError(
             "profile --draft starts processes itself, on one host",
@@ -113,13 +113,13 @@ def _check_asked(context: typer.Context, draft: DraftOptions) -> None:
 def _measured(
     ranks: RankOptions, model: ModelOptions, sampling: SamplingOptions, draft: DraftOptions
 ) -> PipelineConfig:
-    """What is measured: one step for each rank; for drafts as many steps as their clips have."""
+    """The configuration to measure: one step for each rank; for drafts all steps of a clip."""
     from svdpp.cli import request
     from svdpp.config import DEFAULT_NUM_STEPS
 
     if sampling.measures_chunk:
         raise RequestError(
-            "--decode-chunk-size auto is for svdpp run", "such as --decode-chunk-size 4"
+            "profile does not take --decode-chunk-size auto", "such as --decode-chunk-size 4"
         )
     device = ranks.device_for(model.model)
     world_size = request.joined_world(ranks.world)
@@ -139,10 +139,11 @@ def _measured(
 
 
 def _check_free(path: Path, *, overwrite: bool) -> None:
-    """Makes sure, before a long measurement, that its file can be written at the end.
+    """Checks before a long measurement that its file can be written at the end.
 
     Raises:
-        RequestError: there is a file already; OutputError: the place takes none.
+        RequestError: the file exists.
+        OutputError: it cannot be written.
     """
     from svdpp.media import output_files
 
@@ -219,7 +220,7 @@ def _print(console: Console, profiled: Profile, costs: Costs) -> None:
 
 
 def _ms(seconds: list[float]) -> str:
-    """One time, or that of each rank."""
+    """One time, or one for each rank."""
     return " ".join(f"{each * 1000:.1f}" for each in seconds)
 
 

@@ -1,4 +1,4 @@
-"""Owns `svdpp profile --draft`: measures starts, and keeps the best trade-offs in a file."""
+"""Owns `svdpp profile --draft`: measures start steps, and writes the best trade-offs to a file."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ def profile_draft(
     seed: int,
     start_steps: str | None,
 ) -> None:
-    """Measures, prints and writes.
+    """Measures drafts, prints the result and writes it.
 
     Args:
-        console: where to.
-        config: as for a pipeline; W is the largest number of ranks, and of processes at work.
-        inputs: photographs; none: those that come with svdpp.
+        console: gets the output.
+        config: of the pipeline; its world size is the largest number of ranks to measure.
+        inputs: photographs; empty: those that come with svdpp.
         out: the file.
         seed: of every clip.
-        start_steps: one choice to measure; None: all that are worth it.
+        start_steps: one choice to measure; None: all promising ones.
 
     Raises:
-        SvdppError: what is wrong with the request, or kept it from being measured.
+        SvdppError: the request is wrong, or the measurement fails.
     """
     from svdpp.diagnostics.draft_sweep import measure_start_steps
     from svdpp.media import output_files
@@ -70,7 +70,7 @@ def profile_draft(
 
 
 def _given(config: PipelineConfig) -> list[str]:
-    """Which weights, and where, as options; what is `run`'s own default is left out."""
+    """Model and device as options of `run`, without its defaults."""
     model = config.model
     named = {
         "model": None if model.name == DEFAULT_MODEL else model.name,
@@ -94,4 +94,6 @@ def _print(console: Console, choices: Sequence[MeasuredStartSteps], num_steps: i
         for each in choices
     ]
     console.table(("ranks", "start steps", "rounds", "sooner", "distance", "levels"), rows)
-    console.result("distance: PSNR of the draft's frames to the exact clip's, worst photograph")
+    console.result(
+        "distance: PSNR between the frames of draft and exact clip, for the worst photograph"
+    )

@@ -1,4 +1,4 @@
-"""Owns what is seen while ranks work: a picture on a terminal, plain lines elsewhere."""
+"""Owns the progress display: a live picture on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from svdpp.worker.messages import (
     StepDone,
 )
 
-# Without a picture, a line as often as this tells that the run goes on.
+# Without a live picture, a line this often shows that the run goes on.
 _LINE_SECONDS = 60.0
 
 
@@ -36,15 +36,14 @@ class Progress:
     """A context manager that is also an observer of a pipeline's events.
 
     Args:
-        console: remarks and picture go to its stderr; nothing is drawn when it is quiet.
-        title: of the whole, such as `run` or `reference`.
-        schedule: what will be done, for the time that is left.
-        labels: of the clips, by index, such as their photographs' names.
-        costs: assumed until they are measured; what has not been measured yet is taken to weigh as
-            much beside a step as here.
-        forecasts: whether `costs` are good enough to tell the time before the first step.
-        ranks: whether the picture has a line for each rank; else it is one line, seldom drawn, and
-            finished clips are counted only.
+        console: its stderr gets remarks and picture; a quiet console gets nothing.
+        title: first word of each line, such as `run`.
+        schedule: all actions, to forecast the time left.
+        labels: names of the clips by index, such as their photographs.
+        costs: used until costs are measured; unmeasured ones keep their ratio to a step.
+        forecasts: whether `costs` are good enough for a forecast before the first step.
+        ranks: whether the picture has a line for each rank; else it is one line that changes
+            rarely, and finished clips are only counted.
     """
 
     def __init__(
@@ -129,7 +128,7 @@ class Progress:
 
     @property
     def closing(self) -> str:
-        """How it went, in one line; after the block."""
+        """Clips, time and rate in one line, for after the block."""
         seconds = (self._ended or time.monotonic()) - (self._begun or self._started)
         rate = f", {60 * self.num_done / seconds:.3g} a minute" if self.num_done else ""
         lost = f", {self.num_failed} lost" if self.num_failed else ""
@@ -201,7 +200,7 @@ class Progress:
         if self._makespan is None or elapsed >= self._next_forecast:
             begun = time.monotonic()
             self._makespan = self._forecast_makespan()
-            # A replay of many clips takes a while, on cores that CPU ranks compute on.
+            # A replay of many clips takes a while, on cores that CPU ranks need.
             self._next_forecast = elapsed + max(1.0, 50 * (time.monotonic() - begun))
         return None if self._makespan is None else max(0.0, self._makespan - elapsed)
 
@@ -211,7 +210,7 @@ class Progress:
         costs = self._means.costs_like(self._costs)
         try:
             return summarise(replay(self._schedule, costs), self._world_size).makespan
-        except (RequestError, ValueError):  # transfers between hosts that nobody has timed yet
+        except (RequestError, ValueError):  # no transfer between hosts is timed yet
             return None
 
 

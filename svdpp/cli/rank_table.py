@@ -1,4 +1,4 @@
-"""Owns the picture of ranks at work: a line for each, as many as a terminal has room for."""
+"""Owns the live picture of the ranks: one line each, as many as fit on the terminal."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _STATES = {
 
 
 class _Column(NamedTuple):
-    """One column of the table of ranks; its least width keeps the others in their places."""
+    """One column of the table; a minimum width keeps the columns from moving."""
 
     name: str
     min_width: int
@@ -47,7 +47,7 @@ _COLUMNS = (
 
 
 class RankTable:
-    """Draws what ranks report.
+    """Draws the state of each rank.
 
     Args:
         schedule: each rank's actions.
@@ -62,7 +62,7 @@ class RankTable:
         self._rows[rank].see(event)
 
     def draw(self, console: RichConsole) -> list[Table | Text]:
-        """As many lines as fit beneath what the command has printed; the rest is counted."""
+        """One line for each rank that fits on the terminal, and counts for the others."""
         table = Table.grid(padding=(0, 2))
         columns = [column for column in _COLUMNS if console.width >= column.from_width]
         for column in columns:
@@ -80,7 +80,7 @@ class RankTable:
         return [table] if len(self._rows) <= shown else [table, self._rest(shown)]
 
     def _rest(self, shown: int) -> Text:
-        """The ranks for which there is no line."""
+        """A summary of the ranks without a line."""
         states = Counter(row.activity for row in self._rows[shown:])
         counts = ", ".join(f"{count} {activity}" for activity, count in sorted(states.items()))
         text = f"... and {len(self._rows) - shown} more ranks: {counts}"
@@ -88,10 +88,10 @@ class RankTable:
 
 
 class Reflow:
-    """Clears what a terminal that became narrower has made of the picture that stood there.
+    """Clears the previous picture after the terminal became narrower.
 
-    Rich goes up as many lines as it has printed. A terminal breaks those that are too long for its
-    new width in two, so that the upper ones would stay for good.
+    Rich moves the cursor up by the number of lines it printed. A narrower terminal folds long lines
+    into several, so without this the upper ones would remain.
     """
 
     def __init__(self, console: RichConsole) -> None:
@@ -100,10 +100,10 @@ class Reflow:
         self._lengths: list[int] = []
 
     def before(self, picture: Group) -> None:
-        """Call with each picture before it is drawn in the place of the last."""
+        """Clears folded lines; call before each picture is drawn."""
         width = self._console.width
         if width < self._width:
-            # Where one line has become three, there are two more between the cursor and the top.
+            # Each line that is folded into n lines adds n - 1 above the cursor.
             more = sum(-(-length // width) - 1 for length in self._lengths if length)
             if more:
                 self._console.file.write(f"\r\x1b[{more}A\x1b[J")
@@ -131,7 +131,7 @@ class _Row:
                 self._done += 1
                 self._state = f"step {event.step + 1}"
                 self._clip = self._labels[event.clip]
-                # A running mean that forgets, so that the rate is that of now.
+                # An exponential mean, so that the rate follows changes.
                 self._seconds = (
                     0.8 * self._seconds + 0.2 * event.seconds if self._seconds else event.seconds
                 )

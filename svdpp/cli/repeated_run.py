@@ -1,4 +1,4 @@
-"""Owns what a run's manifest says of its options, and taking them up again: `svdpp run --from`."""
+"""Owns the options in a run manifest: recording them, and reading them for `svdpp run --from`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import typer
 from svdpp.errors import InputError
 from svdpp.redaction import located_path, recorded_path
 
-# Parameters of `svdpp run` that say nothing of its clips, or that the manifest's clips answer.
+# Parameters of `svdpp run` that do not affect its clips, or that the manifest's clips hold.
 _LEFT_OUT = frozenset(
     {
         *("inputs", "seeds", "seed", "recursive", "keep_going", "repeat", "overwrite", "resume"),
@@ -23,10 +23,10 @@ _LEFT_OUT = frozenset(
 
 
 def given_options(context: typer.Context, folder: Path) -> dict[str, Any]:
-    """What is to be recorded of the options in a manifest in `folder`: all that have been set.
+    """The options that were set, for a manifest in `folder`.
 
-    Paths are recorded as an object, relative to the folder, so that the manifest can be moved with
-    what it names.
+    A path becomes an object with the path relative to the folder, so that the manifest can be moved
+    together with the files.
     """
     given = {}
     for name, value in context.params.items():
@@ -38,10 +38,10 @@ def given_options(context: typer.Context, folder: Path) -> dict[str, Any]:
 
 
 def recorded_options(path: Path) -> dict[str, Any]:
-    """What the manifest at `path` says of its run's photographs, seeds and options, by parameter.
+    """Photographs, seeds and options of the run with the manifest at `path`, by parameter.
 
     Raises:
-        InputError: the file is no manifest, or of a version that recorded no options.
+        InputError: the file is not a manifest, or its version recorded no options.
     """
     from svdpp.driver.run_manifest import read_manifest
 
@@ -58,7 +58,7 @@ def recorded_options(path: Path) -> dict[str, Any]:
 
 
 def _text(value: Any, folder: Path) -> Any:
-    """A recorded value as a command line has it."""
+    """A recorded value as on a command line."""
     if isinstance(value, Mapping):
         return str(located_path(value["path"], folder))
     return value if isinstance(value, bool) else str(value)

@@ -1,4 +1,4 @@
-"""Owns putting options together: how many ranks there are, and one configuration of it all."""
+"""Owns the step from options to one configuration, and the default number of ranks."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def pipeline_config(
     plan: Mapping[str, Any],
     **of_model: bool,
 ) -> PipelineConfig:
-    """One checked configuration of all that the options say.
+    """One checked configuration of all options.
 
     Args:
         ranks, model, sampling: the options.
-        device: by name, as `RankOptions.device_for` decides it.
-        plan: `world_size` and what else `PlanChoice` gives.
+        device: name, as decided by `RankOptions.device_for`.
+        plan: `world_size` and the other fields of `PlanChoice.settings`.
         of_model: further fields of the `ModelConfig`.
 
     Raises:
@@ -55,13 +55,15 @@ def pipeline_config(
 
 
 def without_world(hint: str) -> str:
-    """`hint` without its advice on `--world`, where the number of ranks is given otherwise."""
+    """`hint` without its advice on `--world`, for when something else sets the number of ranks."""
     return re.sub(r",? or --world \d+(?: or fewer)?", "", hint)
 
 
 def default_world(device: str, num_steps: int, *, on_cpu: int, divide: bool = True) -> int:
-    """Ranks where the user names none: on CUDA all GPUs, else `on_cpu`; with `divide` fewer of
-    them, so that they divide the steps."""
+    """The default number of ranks: all GPUs on CUDA, else `on_cpu`.
+
+    With `divide` it is the largest number up to that which divides the steps.
+    """
     count = on_cpu
     if device == "cuda":
         import torch
@@ -83,15 +85,15 @@ def joined_world(
     option: str = "--world",
     leave_out: str = "leave --world and --gpus out",
 ) -> int | None:
-    """The number of ranks under torchrun or srun, or what was asked for.
+    """The number of ranks of torchrun or srun; without a launcher `asked`.
 
     Args:
-        asked: None where nothing was.
-        option: by which it is asked for.
-        leave_out: how to ask for nothing.
+        asked: the number that the user gives; None if none.
+        option: with which the user gives it.
+        leave_out: advice on leaving the option out.
 
     Raises:
-        RequestError: both are there and disagree.
+        RequestError: the launcher's number and `asked` differ.
     """
     world = find_world()
     if world is None:
@@ -106,7 +108,7 @@ def joined_world(
 
 
 def launcher_name(world: World) -> str:
-    """Who has started the ranks, as its users call it."""
+    """The name of the launcher."""
     return "Slurm" if world.launcher == "slurm" else "torchrun"
 
 
@@ -122,6 +124,6 @@ def is_joined_member() -> bool:
 
 
 def is_restarted() -> bool:
-    """Whether torchrun has started this command before, in the same run."""
+    """Whether torchrun restarted this command in the same run."""
     world = find_world()
     return world is not None and world.restarts > 0

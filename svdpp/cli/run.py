@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from svdpp.cli.command import command
-from svdpp.cli.console import Console
+from svdpp.cli.console import Console, counted
 from svdpp.cli.options.draft import DraftOptions
 from svdpp.cli.options.inputs import InputOptions
 from svdpp.cli.options.layout import LayoutOptions
@@ -69,8 +69,8 @@ def run(
 ) -> None:
     """Animate photographs: each becomes a clip.
 
-    A clip is OUT/NAME_SEED.mp4 with a .json beside it that holds all its parameters. The whole
-    request is checked before any weight is loaded.
+    A clip is OUT/NAME_SEED.mp4, with its parameters in NAME_SEED.mp4.json beside it. The whole
+    request is checked before weights are loaded.
     """
     from svdpp.cli.request import is_joined_member
     from svdpp.launch import fork_server
@@ -86,7 +86,7 @@ def run(
         draft=draft,
     )
     asked.check()
-    if not output.dry_run:  # the fork server imports torch while this process does
+    if not output.dry_run:  # the fork server imports torch at the same time as this process
         fork_server.start_early(svd=True, device=ranks.device_for(model.model))
     found, unreadable = asked.photographs()
     config, why = asked.config(len(found) * len(asked.seeds))
@@ -108,7 +108,7 @@ def run(
 
 
 def _serve(console: Console, asked: RunRequest, config: PipelineConfig) -> None:
-    """Takes part as a rank that torchrun or srun has started."""
+    """Works as a rank that torchrun or srun started."""
     from svdpp.cli import launched
     from svdpp.driver import hosts
 
@@ -125,7 +125,7 @@ def _make(
     outputs: TraceOutputs,
     options: dict[str, Any],
 ) -> None:
-    """Makes the clips, and says what became of each."""
+    """Makes the clips and prints the result of each."""
     from svdpp.driver.jobs import open_manifest
 
     policy = asked.output.policy()
@@ -135,7 +135,7 @@ def _make(
         made = _perform(console, asked, pipeline, clips, manifest, outputs)
     else:
         pipeline.dismiss()
-        with manifest:  # a run that was killed just behind its last clip has left another
+        with manifest:  # a run that was killed after its last clip left an old manifest
             made = []
     lost += [
         {"output": clips.metadata[failure.clip]["output"], "error": error_to_dict(failure.error)}
@@ -157,7 +157,7 @@ def _perform(
     manifest: RunManifest,
     outputs: TraceOutputs,
 ) -> list[dict[str, Any]]:
-    """Runs what is to be made; the metadata of what was made, in the order of the request."""
+    """Runs the clips; returns the metadata of the finished ones in the order of the request."""
     from svdpp.cli.log import EventLog
     from svdpp.cli.progress import Progress
 
@@ -178,7 +178,7 @@ def _perform(
                 pipeline.submit(clips.requests, clips.metadata)
                 results = sorted(pipeline.results(), key=lambda result: result.clip)
         except (Interrupted, RankError) as error:
-            finished = f"{progress.num_done} of {progress.num_clips} clips are finished"
+            finished = f"{progress.num_done} of {counted(progress.num_clips, 'clip')} finished"
             hint = f"{finished}; to go on: {asked.command_to_go_on}"
             error.hint = "; ".join(filter(None, [error.hint, hint]))
             raise
@@ -193,7 +193,7 @@ def _planned(
     found: Sequence[Photo],
     outputs: TraceOutputs,
 ) -> tuple[Pipeline, ClipPlan]:
-    """The pipeline, and the clips that are to be made with it."""
+    """The pipeline and the clips to make."""
     from svdpp.driver import hosts
     from svdpp.driver.jobs import check_outputs, plan_clips
 

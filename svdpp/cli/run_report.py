@@ -1,4 +1,4 @@
-"""Owns what `svdpp run` says: before, of what will be made; after, of what became of each clip."""
+"""Owns the remarks of `svdpp run` before and after the run, and the line for each clip."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from svdpp.errors import error_from_dict, error_to_dict, highest_code
 if TYPE_CHECKING:
     from svdpp.driver.jobs import ClipPlan, OutputPolicy
 
-# Those are looked at in a second or two.
+# Checking these takes a second or two.
 _FEW_CLIPS = 8
 
 Metadata = Mapping[str, Any]
@@ -24,40 +24,42 @@ Metadata = Mapping[str, Any]
 def announce_look(
     console: Console, config: PipelineConfig, policy: OutputPolicy, num_there: int
 ) -> None:
-    """Says what takes a while before anything is made, and what will not be kept.
+    """Announces a long check of existing outputs, and a --latents-dir without effect.
 
     Args:
-        console: is told.
-        config: what will be run.
-        policy: what becomes of outputs.
-        num_there: outputs that are there already.
+        console: gets the remarks.
+        config: of the run.
+        policy: for outputs.
+        num_there: number of existing outputs.
     """
     if policy.keeps_finished and num_there > _FEW_CLIPS:
-        console.info(f"looking at {num_there} clips that are there, frame by frame ...")
+        console.info(f"checking {num_there} existing clips frame by frame ...")
     if policy.latents_folder is not None and not config.plan.links:
-        console.info("--latents-dir: nothing will be kept, for no clip goes from rank to rank")
+        console.info(
+            "--latents-dir has no effect: with this layout no latent goes from rank to rank"
+        )
 
 
 def announce(console: Console, config: PipelineConfig, clips: ClipPlan) -> None:
-    """Says what will be made, and on what."""
+    """Announces the clips, the devices and the model."""
     num_clips = len(clips.requests)
     begun = sum(request.done_steps > 0 for request in clips.requests)
     console.info(
         f"{counted(num_clips, 'clip')} of {counted(config.sampling.frames, 'frame')}, "
         f"{config.sampling.width}x{config.sampling.height}, on "
         f"{counted(config.world_size, f'{config.device} rank')} with {config.model.name}"
-        + (f"; {begun} of them begun by an earlier run" if begun else "")
+        + (f"; {begun} of them continued from an earlier run" if begun else "")
     )
     if clips.other_threads is not None:
         console.info(
-            f"some start from the photograph although --latents-dir has them: with --threads "
-            f"{clips.other_threads} they would go on"
+            f"some clips in --latents-dir start again from the photograph: only with --threads "
+            f"{clips.other_threads} can they continue"
         )
     if config.draft is not None:
         draft_plan, last = config.draft_plan, config.world_size - 1
         console.info(
-            f"each clip's draft after {draft_plan.rounds(last)} rounds of {draft_plan.num_steps}, "
-            f"starts {','.join(map(str, draft_plan.start_steps))}"
+            f"each clip has a draft after {draft_plan.rounds(last)} of {draft_plan.num_steps} "
+            f"rounds, start steps {','.join(map(str, draft_plan.start_steps))}"
         )
 
 
@@ -94,7 +96,7 @@ def print_clips(
     made: Sequence[Metadata],
     lost: Sequence[Metadata],
 ) -> None:
-    """Prints a line for each clip, by what became of it."""
+    """Prints a line for each clip, and says if it was finished before or lost."""
     for metadata in skipped:
         console.result(f"{out / metadata['output']}{_elsewhere(metadata)}  (was finished)")
     for metadata in made:
@@ -105,8 +107,7 @@ def print_clips(
         name = out / clip["output"] if clip["output"] else "(no clip)"
         console.result(f"{name}  (lost: {clip['error']['message']})")
     if skipped:
-        count = "1 clip was" if len(skipped) == 1 else f"{len(skipped)} clips were"
-        console.info(f"{count} finished before")
+        console.info(f"already finished: {counted(len(skipped), 'clip')}")
     exact = [each for each in made if each["exact"] and not _elsewhere(each)]
     if exact:
         output = OutputConfig(path=str(out / exact[0]["output"]), format=exact[0]["format"])
@@ -114,22 +115,22 @@ def print_clips(
 
 
 def _elsewhere(metadata: Metadata) -> str:
-    """The host that holds the clip, where it is another one, whose --out may be another, too."""
+    """The host of the clip if it is another one; its --out may be another folder."""
     host = metadata.get("host", socket.gethostname())
     return "" if host == socket.gethostname() else f"  (on {host})"
 
 
 def _of_draft(metadata: Metadata) -> str:
-    """What came of a clip's draft, in one line."""
+    """One line on a clip's draft."""
     draft = metadata["draft"]
     if not metadata["exact"]:
         agreement = draft["agreement"]
         return (
-            f"approximate: rank {draft['rank']}'s result, {_psnr(agreement)} from that of rank "
-            f"{agreement['with_rank']}; without --draft-psnr the exact clip is made"
+            f"approximate: the result of rank {draft['rank']}, {_psnr(agreement)} from that of "
+            f"rank {agreement['with_rank']}; without --draft-psnr you get the exact clip"
         )
     if not draft["results"]:
-        return "exact; no draft of it came"
+        return "exact; its draft was lost"
     first = draft["results"][0]
     seconds, sooner = metadata["wall_seconds"], first["wall_seconds"]
     return (
@@ -139,6 +140,6 @@ def _of_draft(metadata: Metadata) -> str:
 
 def _psnr(difference: Mapping[str, Any]) -> str:
     if difference["psnr_db"] is None:
-        return "not a pixel"
+        return "no pixel"
     levels = difference["max_levels"]
     return f"{difference['psnr_db']:.1f} dB ({counted(levels, 'level')} at most)"

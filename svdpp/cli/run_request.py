@@ -1,4 +1,4 @@
-"""Owns what `svdpp run` is asked for: its option groups, put together step by step."""
+"""Owns the request of `svdpp run`: its option groups, checked and combined step by step."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from svdpp.driver.pipeline import Pipeline
     from svdpp.media.image import Photo
 
-# Ratio of two aspect ratios that nobody tells apart.
+# Ratio of two aspect ratios whose difference is not visible.
 _SAME_SHAPE = 1.05
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunRequest:
-    """All that the options of a run say."""
+    """All option groups of a run."""
 
     inputs: InputOptions
     output: OutputOptions
@@ -46,15 +46,15 @@ class RunRequest:
 
     @cached_property
     def seeds(self) -> list[int]:
-        """Of each photograph's clips."""
+        """The seeds of each photograph's clips."""
         return parse_seeds(self.sampling.seed, self.inputs.seeds)
 
     def check(self) -> None:
-        """Checks what needs neither torch nor a look into files: quick answers to quick mistakes.
+        """Checks all that needs neither torch nor the contents of files, to answer quickly.
 
         Raises:
-            RequestError: options that contradict each other or cannot be done.
-            InputError: a photograph that is not there.
+            RequestError: options contradict each other or are impossible.
+            InputError: a photograph does not exist.
         """
         self.sampling.to_config(self.model.model, memory_opt=self.model.memory_opt)
         self.draft.refuse_beside({**self.layout.given, **self._no_draft})
@@ -63,7 +63,7 @@ class RunRequest:
         if self.output.dry_run and is_joined():
             raise RequestError("--dry-run starts no ranks", "start it without torchrun or srun")
         if not self.inputs.inputs:
-            raise RequestError("which photographs? INPUT is missing", "svdpp run photo.jpg")
+            raise RequestError("INPUT is missing: name a photograph", "svdpp run photo.jpg")
         if not is_joined_member() and not self.inputs.keep_going:
             self._check_names(self.inputs.inputs)
 
@@ -73,14 +73,14 @@ class RunRequest:
         try:
             find_images(inputs, recursive=self.inputs.recursive)
         except InputError:
-            self.photographs()  # one error that names what is unreadable as well
+            self.photographs()  # its error also names unreadable photographs
             raise
 
     def photographs(self) -> tuple[list[Photo], list[InputError]]:
-        """Every photograph, read whole, and what is wrong with the others; rank 0 alone has them.
+        """The photographs, and errors for the unreadable ones; only rank 0 has them.
 
         Raises:
-            InputError: naming all that are missing, unreadable or hostile at once.
+            InputError: names all missing, unreadable or hostile photographs at once.
         """
         from svdpp.media.inputs import raise_all, sift_inputs
 
@@ -122,20 +122,22 @@ class RunRequest:
 
     @property
     def knows_costs(self) -> bool:
-        """Whether the costs are of a model like the one that is asked for."""
+        """Whether the costs fit the model."""
         return self.layout.costs is not None or self.model.model != DEMO_MODEL
 
     @property
     def command_to_go_on(self) -> str:
-        """What to type after the run was interrupted."""
+        """The command that continues the run after an interruption."""
         drawn = RANDOM_SEED in (self.sampling.seed, self.inputs.seeds)
         return to_go_on(self.seeds[0] if drawn else None)
 
     def remarks(self, found: Sequence[Photo]) -> list[str]:
-        """What the user may not expect: a seed that was drawn, photographs that are stretched."""
+        """Remarks on a drawn seed and on stretched photographs."""
         remarks = []
         if RANDOM_SEED in (self.sampling.seed, self.inputs.seeds):
-            remarks.append(f"seed: drawn, and again by --seed {self.seeds[0]}")
+            remarks.append(
+                f"seed: {self.seeds[0]}, drawn at random; --seed {self.seeds[0]} repeats it"
+            )
         if scaled := self.draft.remark(self.sampling.steps):
             remarks.append(scaled)
         config = self.sampling.to_config(self.model.model)
@@ -157,7 +159,7 @@ class RunRequest:
         return remarks
 
     def pipeline(self, config: PipelineConfig, profile_path: str | None = None) -> Pipeline:
-        """The pipeline of `config`, with the folders that were asked for."""
+        """The pipeline of `config`, with the folders of the request."""
         from svdpp.driver.pipeline import Pipeline
 
         latents = self.output.latents_dir
@@ -176,7 +178,7 @@ class RunRequest:
 def without_other_seeds(
     context: typer.Context, inputs: InputOptions, sampling: SamplingOptions
 ) -> tuple[InputOptions, SamplingOptions]:
-    """The groups where a default of `--seeds` gives way to `--seed`, or the other way round."""
+    """The groups, where `--seed` or `--seeds` given overrides a default of the other."""
     if is_given(context, "seed") and not is_given(context, "seeds"):
         inputs = replace(inputs, seeds=None)
     if is_given(context, "seeds") and not is_given(context, "seed"):
@@ -187,7 +189,7 @@ def without_other_seeds(
 def _memory_of_devices(
     weights: ModelConfig, sampling: SamplingConfig, device: str, world_size: int
 ) -> tuple[dict[str, float], tuple[float, ...]]:
-    """What the model needs and CUDA devices have; asked for by `--layout auto` alone."""
+    """Memory that the model needs and CUDA devices have; only `--layout auto` needs it."""
     if device == "cpu":
         return {}, ()
     from svdpp.diagnostics.memory_estimate import memory_of_devices  # diffusers: seconds

@@ -1,4 +1,4 @@
-"""Owns `svdpp simulate`: a rehearsal with real processes, without a GPU or weights."""
+"""Owns `svdpp simulate`: a rehearsal with real processes, without GPUs or weights."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from svdpp.plan.forecast import Forecast
 
 _DEFAULT_WORLD = 4
-_MEMORY_HINT = "smaller sizes in --latent-shape, --dtype fp16 or a smaller --world lower it"
+_MEMORY_HINT = "smaller sizes in --latent-shape, --dtype fp16 or a smaller --world use less"
 
 
 @command(
@@ -44,8 +44,8 @@ _MEMORY_HINT = "smaller sizes in --latent-shape, --dtype fp16 or a smaller --wor
         *("min_guidance_scale", "max_guidance_scale", "draft_psnr", "channels_last"),
     ),
     meanings={
-        "model": "dummy: a small Conv3d network without weights; or demo, a diffusers folder or a "
-        "hub id.",
+        "model": "dummy (a small random Conv3d network without weight files), demo, a diffusers "
+        "folder or a hub id.",
     },
     defaults={
         "world": str(_DEFAULT_WORLD),
@@ -68,17 +68,17 @@ def simulate(
             "--time-scale",
             panel=COSTS,
             metavar="X",
-            help="Have the dummy model sleep for the time of --costs times this: other devices, "
-            "scaled, on this one.",
-            default="as fast as it goes",
+            help="Make the dummy model sleep for the time of --costs times X, to imitate other "
+            "devices at another speed.",
+            default="no sleep",
         ),
     ] = None,
 ) -> None:
     """Rehearse a run with real processes, without weights or GPUs.
 
-    Transfers, processes and files are those of `svdpp run`. The ranks share this machine's cores,
-    so its times are the rehearsal's; the forecast beside them replays the same plan at the mean
-    costs that were measured.
+    Processes and transfers are those of `svdpp run`. The ranks share the cores of this machine, so
+    the measured times are those of the rehearsal. The forecast below them replays the same plan
+    with the mean of the measured costs.
     """
     from svdpp.cli import launched
     from svdpp.cli.log import open_log
@@ -140,9 +140,9 @@ def _asked(
 
 
 def _scaled(costs: Costs, time_scale: float, model: ModelOptions) -> Costs:
-    """`costs` at the rehearsal's time scale; transfers and files take their real time."""
+    """`costs` at the time scale; transfers and files take their real time."""
     if not model.is_dummy:
-        raise RequestError("--time-scale has the dummy model sleep", "leave --model out")
+        raise RequestError("--time-scale works only with the dummy model", "leave --model out")
     if not (math.isfinite(time_scale) and time_scale > 0):
         raise RequestError(f"--time-scale must be a finite number above 0, got {time_scale}")
     return costs.scaled(time_scale)
@@ -164,13 +164,15 @@ def _perform(
             with outputs.of(pipeline), pipeline:
                 pipeline.run(requests)
         except OutOfMemoryError as error:
-            error.hint = _MEMORY_HINT  # the engine's names options that only run and verify have
+            error.hint = (
+                _MEMORY_HINT  # the original hint names options that only run and verify have
+            )
             raise
     console.info(", wrote ".join([progress.closing, *outputs.paths]))
 
 
 def _requests(config: PipelineConfig, num_clips: int, seed: int) -> list[ClipRequest]:
-    """One clip a seed, from the first example photograph where the model wants one."""
+    """One clip per seed, from the first example photograph if the model needs one."""
     from svdpp.media.examples import example_photos
 
     image = None if config.model.is_dummy else str(example_photos()[0])

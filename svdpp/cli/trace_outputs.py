@@ -1,4 +1,4 @@
-"""Owns what a run leaves to look at: `--trace`, `--timeline`, `--profile`, failed or not."""
+"""Owns the files of `--trace`, `--timeline` and `--profile`, also of a run that fails."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TraceOutputs:
-    """Files to be written at the end of a run; None for those not asked for.
+    """Files to write at the end of a run; None for those not requested.
 
     Raises:
-        RequestError: a name is of no known format, or matplotlib is not installed.
+        RequestError: a name has an unknown suffix, or matplotlib is not installed.
         OutputError: one of them cannot be written.
     """
 
@@ -43,26 +43,26 @@ class TraceOutputs:
 
     @property
     def paths(self) -> list[str]:
-        """The files that were asked for, quoted for a shell."""
+        """The requested files, quoted for a shell."""
         found = (self.trace, self.timeline, self.profile)
         return [shlex.quote(str(path)) for path in found if path is not None]
 
     @property
     def profile_path(self) -> str | None:
-        """For `Pipeline`; absolute, since a rank writes it."""
+        """The profile for `Pipeline`; absolute, because a rank writes it."""
         return None if self.profile is None else str(self.profile.absolute())
 
     @contextlib.contextmanager
     def of(self, pipeline: Pipeline) -> Iterator[None]:
-        """Writes the files when the block ends: a run that failed is the one to look at.
+        """Writes the files when the block ends, also after a failure.
 
         Raises:
-            OutputError: one of them cannot be written, and the run itself did not fail.
+            OutputError: a file cannot be written, and the run did not fail.
         """
         try:
             yield
         except BaseException:
-            with contextlib.suppress(OutputError):  # the failure that led here is the one to report
+            with contextlib.suppress(OutputError):  # report the failure of the run
                 self._write(pipeline)
             raise
         self._write(pipeline)
@@ -71,7 +71,7 @@ class TraceOutputs:
         try:
             trace = pipeline.trace
         except RuntimeError:
-            return  # no rank was ever started
+            return  # no rank was started
         if not trace.spans:
             return
         if self.trace is not None:
@@ -81,11 +81,11 @@ class TraceOutputs:
 
 
 def check_target(option: str, path: Path | None, *suffixes: str) -> None:
-    """Makes sure, before a long run, that a file can be written at its end; None is no file.
+    """Checks before a long run that a file can be written at its end; None is no file.
 
     Raises:
-        RequestError: the name does not end in one of `suffixes`, and may be another file's.
-        OutputError: the place takes no file.
+        RequestError: the name does not end in one of `suffixes`.
+        OutputError: the file cannot be written.
     """
     from svdpp.media import output_files
 
@@ -98,7 +98,7 @@ def check_target(option: str, path: Path | None, *suffixes: str) -> None:
 
 
 def draw_run(pipeline: Pipeline, path: Path) -> None:
-    """Draws what `pipeline` has done, and beneath it what its plan promises.
+    """Draws the measured timeline of `pipeline`, and its forecast below.
 
     Raises:
         OutputError: the file cannot be written.

@@ -1,8 +1,7 @@
-"""Owns turning the texts of a command line into values, by the types that options are annotated
-with.
+"""Owns the conversion of a command line's texts into values of the annotated types.
 
-Typer's own conversion imports pydantic and builds a model for each option, which takes longer than
-all else that a light command does, and answers mistakes in pydantic's words.
+Typer's own conversion imports pydantic and builds a model for each option. That takes longer than
+the rest of a light command, and its errors speak of pydantic.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ _KINDS = {int: "a whole number", float: "a number", str: "a text", Path: "a path
 
 
 def convert_without_typer(context: typer.Context, kinds: Mapping[str, Any]) -> None:
-    """Has the parameters of the context's command converted here; call it before they are.
+    """Replaces the conversion of the command's parameters; call it before they are converted.
 
     Args:
         context: of the command.
-        kinds: annotated type of each parameter, by name; those that are not named are flags.
+        kinds: annotated type of each parameter, by name; the others are flags.
     """
     for parameter in context.command.params:
         processed = partial(_process, parameter, _plain(kinds.get(str(parameter.name), bool)))
@@ -31,7 +30,7 @@ def convert_without_typer(context: typer.Context, kinds: Mapping[str, Any]) -> N
 
 
 def _process(parameter: Any, kind: Any, context: typer.Context, value: Any) -> Any:
-    """A parameter's value, in place of Typer's `process_value`."""
+    """A parameter's value; replaces Typer's `process_value`."""
     if value not in (None, ()):
         value = _converted(kind, value)
     elif parameter.required:

@@ -1,4 +1,4 @@
-"""Owns `svdpp verify`: proves that the pipeline gives diffusers' own result, bit for bit."""
+"""Owns `svdpp verify`: proves that the pipeline's result equals diffusers' own, bit for bit."""
 
 from __future__ import annotations
 
@@ -36,8 +36,7 @@ from svdpp.launch import temp_folders
         "clips": "one for each input, at least 2",
     },
     meanings={
-        "clips": "Clips that go through the ranks; inputs are taken in turn, each time with the "
-        "next seed.",
+        "clips": "Number of clips; inputs are used in turn, in each turn with the next seed.",
     },
 )
 def verify(
@@ -51,12 +50,12 @@ def verify(
     log: LogOptions,
     model: ModelOptions = ModelOptions(model=DEMO_MODEL),
 ) -> None:
-    """Prove that the pipeline's clips are diffusers' own, bit for bit.
+    """Prove that the pipeline's clips equal those of diffusers, bit for bit.
 
-    Runs clips through the ranks, then diffusers' unmodified pipeline in one process, and compares
-    the latent at every transfer, the final latent and the frames. Finished clips are recomputed
-    from their metadata: latent, frames and file have to be as recorded. Exit code 3 if anything
-    differs, or a clip's file is missing.
+    Photographs: makes clips with the ranks (pipelined) and with diffusers' unmodified pipeline in
+    one process (sequential), and compares the latent at every transfer, the final latent and the
+    frames. Finished clips: recomputes them from their metadata, and compares latent, frames and
+    file with the recorded hashes. The exit code is 3 if anything differs or a file is missing.
     """
     from svdpp.cli import request, trace_outputs
     from svdpp.verification.clip_files import are_clips
@@ -74,7 +73,7 @@ def verify(
             timeout=ranks.timeout,
             start_timeout=ranks.start_timeout,
         )
-        if not request.is_joined_member():  # one device is enough for it
+        if not request.is_joined_member():  # one device is enough
             verify_clips.verify_clips(console, inputs, settings)
         return
     if proof.image is not None:
@@ -107,7 +106,7 @@ def _config(
     from svdpp.cli import request
     from svdpp.cli.plan_choice import PlanChoice
 
-    # A proof may be of any model on a CPU, at whatever size is given.
+    # `auto` may take the CPU for every model: a proof need not be fast.
     device = ranks.device_for(DEMO_MODEL)
     plan = PlanChoice(
         draft=draft,
@@ -147,7 +146,7 @@ def _requests(
 
 
 def _serve(console: Console, config: PipelineConfig, inject_fault: str | None) -> None:
-    """Takes part in the pipelined run; rank 0 alone compares."""
+    """Takes part in the pipelined run; only rank 0 compares."""
     from svdpp.cli import launched
     from svdpp.driver.pipeline import Pipeline
     from svdpp.worker.fault_injection import InjectedFault
@@ -175,8 +174,8 @@ def _compare(
         fault.check(world_size=config.world_size, num_clips=len(requests))
         if config.draft is not None and fault.kind == "skip":
             raise RequestError(
-                "in a draft no rank can leave a step out",
-                "--inject-fault ulp@rank0.clip0 damages one",
+                "a draft has no fault skip, since its ranks share no steps",
+                "--inject-fault ulp@rank0.clip0 damages a latent",
             )
     if config.draft is not None:
         ours = config.draft_plan.schedule(clips)

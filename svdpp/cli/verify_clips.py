@@ -1,4 +1,4 @@
-"""Owns `svdpp verify CLIP...`: finished clips are recomputed, and the verdicts printed."""
+"""Owns `svdpp verify CLIP...`: recomputes finished clips and prints the verdicts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from svdpp.errors import RequestError
 if TYPE_CHECKING:
     from svdpp.verification.clip_proof import ClipProof, Settings
 
-# Parameters of `verify` that the clip's metadata does not answer.
+# Parameters of `verify` that have an effect on finished clips.
 _EFFECTIVE = frozenset(
     {
         *("inputs", "image", "threads", "local_files_only", "timeout", "start_timeout"),
@@ -26,10 +26,10 @@ _EFFECTIVE = frozenset(
 
 
 def refuse_without_effect(context: typer.Context) -> None:
-    """Refuses options that say nothing of a finished clip's proof.
+    """Refuses options without effect on finished clips.
 
     Raises:
-        RequestError: naming all that has no effect.
+        RequestError: names all such options.
     """
     given = {
         str(parameter.name): "/".join(
@@ -45,18 +45,18 @@ def refuse_without_effect(context: typer.Context) -> None:
         )
     if given:
         raise RequestError(
-            f"{', '.join(given.values())} has no effect on a finished clip, which is recomputed "
-            "on one device as its metadata says",
-            "leave it out; svdpp verify PHOTO runs the ranks with it",
+            f"no effect on a finished clip: {', '.join(given.values())}; its metadata says how it "
+            "was made, and one device recomputes it",
+            "leave that out; svdpp verify PHOTO runs the ranks with it",
         )
 
 
 def verify_clips(console: Console, inputs: Sequence[str], settings: Settings) -> None:
-    """Proves every clip that `inputs` name, and prints the verdicts.
+    """Verifies every clip in `inputs`, and prints the verdicts.
 
     Raises:
-        VerificationError: a clip fails one of its verdicts.
-        SvdppError: none does, but clips could not be verified: the error with the highest code.
+        VerificationError: a clip differs.
+        SvdppError: some could not be verified; the error with the highest exit code.
     """
     from svdpp.cli.progress import Progress
     from svdpp.plan.schedule import build_schedule, data_parallel_routes
@@ -65,7 +65,7 @@ def verify_clips(console: Console, inputs: Sequence[str], settings: Settings) ->
 
     paths, passed_over = find_clips(inputs)
     for path in passed_over:
-        console.info(f"{path} is passed over: it is no clip")
+        console.info(f"{path} is skipped: it is not a clip")
     groups, proofs = plan_proofs(paths, settings)
     for tasks in groups:
         num_steps = tasks[0].config.sampling.num_inference_steps

@@ -1,4 +1,4 @@
-"""Owns what `svdpp verify` prints: checks, verdicts, and how far drafts are from the exact clip."""
+"""Owns the output of `svdpp verify`: checks, verdicts, and distances of drafts."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ if TYPE_CHECKING:
     from svdpp.verification.result import VerificationResult
 
 
-_CONDITIONS = "same machine and library versions? the metadata names those it was made with"
+_CONDITIONS = (
+    "another machine or library version may give other bits; the metadata records the original ones"
+)
 
 
 def print_verdict(console: Console, verdict: VerificationResult) -> None:
-    """Prints all checks, and the verdict in one line if they hold."""
+    """Prints all checks, and one line with the verdict if they hold."""
     rows = [
         (
             str(check.clip),
@@ -42,7 +44,7 @@ def print_verdict(console: Console, verdict: VerificationResult) -> None:
 
 
 def print_drafts(console: Console, verdict: VerificationResult, num_steps: int) -> None:
-    """Prints the other ranks' results: how much sooner, and how far from the exact one."""
+    """Prints each draft: how much sooner it is ready, and how far from the exact clip."""
     rows = [
         (
             str(each.clip),
@@ -61,17 +63,17 @@ def print_drafts(console: Console, verdict: VerificationResult, num_steps: int) 
 
 
 def difference(verdict: VerificationResult) -> str:
-    """The first difference, in words."""
+    """A sentence on the first difference."""
     check = verdict.first_difference
     assert check is not None
     return f"not equal: {check}"
 
 
 def end_one(console: Console, proof: ClipProof) -> None:
-    """Prints the verdicts on the only clip.
+    """Prints the verdicts on a single clip.
 
     Raises:
-        VerificationError: a verdict fails.
+        VerificationError: the clip differs.
         SvdppError: the clip could not be verified.
     """
     if proof.error is not None:
@@ -89,11 +91,11 @@ def end_one(console: Console, proof: ClipProof) -> None:
 
 
 def end_several(console: Console, proofs: Sequence[ClipProof]) -> None:
-    """Prints the verdicts on several clips, a line for each, and their sum.
+    """Prints one line for each clip, and a summary.
 
     Raises:
-        VerificationError: a verdict fails.
-        SvdppError: none does, but clips could not be verified: the error with the highest code.
+        VerificationError: a clip differs.
+        SvdppError: some could not be verified; the error with the highest exit code.
     """
     different = [proof for proof in proofs if proof.different]
     errors = [proof.error for proof in proofs if proof.error is not None]

@@ -42,14 +42,14 @@ def test_overrides_stand_anywhere() -> None:
         (
             ("smoke", "--pipeline.start_steps=0,2"),
             2,
-            ("pipeline.start_steps is", "--pipeline.draft=true"),
+            ("pipeline.start_steps needs a draft", "--pipeline.draft=true"),
         ),
         (
             ("smoke", "--pipeline.draft=true", "--pipeline.replicas=2"),
             2,
             ("out --pipeline.replicas",),
         ),
-        (("smoke", "--workload.height=65"), 2, ("multiple of 8, got 65",)),
+        (("smoke", "--workload.height=65"), 2, ("multiple of 8 from 8 to 4096, got 65",)),
         (("smoke", "--precision=amp"), 2, ("torch.autocast",)),
         (("smoke", "--model.name=/absent"), 5, ("/absent",)),
         (("smoke", "--workload.images=[/absent.jpg]"), 7, ("/absent.jpg",)),

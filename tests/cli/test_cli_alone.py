@@ -222,7 +222,7 @@ def test_help_names_every_exit_code_and_command() -> None:
     answer = svdpp_here("--help")
     words = " ".join(answer.out.split())
 
-    for code in ("0 done", "2 wrong request", "8 an output cannot be written", "128 + n"):
+    for code in ("0 success", "2 wrong request", "8 output cannot be written", "128 + n"):
         assert code in words
     for command in ("plan", "simulate", "run", "verify"):
         assert re.search(rf"\n  {command} +[A-Z]", answer.out)
@@ -392,9 +392,12 @@ def test_verify_recomputes_a_clip(made: tuple[Path, Answer]) -> None:
     ("arguments", "words"),
     [
         (("a.json", "b.jpg"), ("'a.json' is a finished clip, 'b.jpg' is not", "two commands")),
-        (("a.json", "--inject-fault", "ulp@rank1.clip0"), ("--inject-fault has no effect",)),
-        (("a.json", "b.json", "--gpus", "2", "--fps", "7"), ("--fps, --gpus/--world would have",)),
-        (("a.json", "--draft"), ("--draft has no effect", "svdpp verify PHOTO")),
+        (
+            ("a.json", "--inject-fault", "ulp@rank1.clip0"),
+            ("no effect on a finished clip: --inject-fault;",),
+        ),
+        (("a.json", "b.json", "--gpus", "2", "--fps", "7"), (": --fps, --gpus/--world;",)),
+        (("a.json", "--draft"), ("no effect on a finished clip: --draft;", "svdpp verify PHOTO")),
     ],
 )
 def test_verify_refuses_what_says_nothing_of_a_clip(

@@ -125,7 +125,7 @@ def test_text_says_what_the_json_says() -> None:
 def test_the_assumed_costs_are_named() -> None:
     answer = svdpp_here("plan", "--step-seconds", "2")
 
-    assert "with the costs of svd-xt-a100 (A100 80GB SXM)" in answer.err
+    assert "by the costs of svd-xt-a100 (A100 80GB SXM)" in answer.err
     assert strict_json(svdpp_here("plan", "--json").out)["costs"] == A100_COSTS.to_json()
 
 
@@ -255,7 +255,7 @@ def test_of_many_ranks_the_first_are_listed() -> None:
     answer = svdpp_here("plan", "--world", "128", "--split", "dithered", "--clips", "9")
 
     assert "... and 28 more ranks" in answer.out
-    assert "(no picture of 128 ranks in a row)" in answer.out
+    assert "(no picture: 128 ranks are too many)" in answer.out
     assert max(map(len, answer.out.splitlines())) <= 80
 
 
@@ -343,7 +343,7 @@ def test_ranks_without_work_are_a_warning() -> None:
 def test_device_memory_says_that_costs_lack_memory() -> None:
     answer = svdpp_here("plan", "--layout", "auto", "--device-memory", "9")
 
-    assert answer.err.startswith("--device-memory leaves nothing out: these costs do not say")
+    assert answer.err.startswith("--device-memory leaves out no layout: these costs do not include")
 
 
 def test_arrivals_give_percentiles() -> None:
@@ -387,23 +387,26 @@ REFUSED = [
     (("--costs", "svd-xt"), "costs 'svd-xt' are neither a file nor a preset"),
     (("--device-memory", "0"), "--device-memory must be a finite number above 0, got 0.0"),
     (("--device-memory", "nan"), "--device-memory must be a finite number above 0, got nan"),
-    (("--device-memory", "9"), "--device-memory is what --layout auto and --compare go by"),
+    (
+        ("--device-memory", "9"),
+        "--device-memory has an effect only with --layout auto or --compare",
+    ),
     (("--draft", "--device-memory", "9"), "leave out --device-memory"),
     (("--draft", "--arrivals", "2/s"), "leave out --arrivals"),
     (("--draft", "--hosts", "2x2", "--draft-starts", "0,14"), "names 2 ranks, but there are 4"),
-    (("--model", "nonsense"), "--model is what --memory is estimated for"),
-    (("--device", "cpu"), "--device is what --memory is estimated for"),
-    (("--height", "13"), "--height is what --memory is estimated for"),
-    (("--frames", "4"), "--frames is what --memory is estimated for"),
+    (("--model", "nonsense"), "--model has an effect only with --memory"),
+    (("--device", "cpu"), "--device has an effect only with --memory"),
+    (("--height", "13"), "--height has an effect only with --memory"),
+    (("--frames", "4"), "--frames has an effect only with --memory"),
     (("--decode-chunk-size", "4"), "leave out --decode-chunk-size"),
-    (("--arrivals", ""), "--arrivals must be clips a second, minute or hour, got ''"),
+    (("--arrivals", ""), "--arrivals must be clips per s, min or h, got ''"),
     (("--compare", "--world", "0"), "the number of ranks must be 1 or more, got 0"),
     (("--compare", "--steps", "0"), "the number of steps must be 1 or more, got 0"),
     (("--layout", "auto", "--world", "0"), "the number of ranks must be 1 or more, got 0"),
-    (("--arrivals", "2"), "--arrivals must be clips a second, minute or hour, got '2'"),
-    (("--arrivals", "0/s"), "--arrivals must be clips a second, minute or hour, got '0/s'"),
-    (("--arrivals", "-1/s"), "--arrivals must be clips a second, minute or hour, got '-1/s'"),
-    (("--arrivals", "1e3/s"), "--arrivals must be clips a second, minute or hour"),
+    (("--arrivals", "2"), "--arrivals must be clips per s, min or h, got '2'"),
+    (("--arrivals", "0/s"), "--arrivals must be clips per s, min or h, got '0/s'"),
+    (("--arrivals", "-1/s"), "--arrivals must be clips per s, min or h, got '-1/s'"),
+    (("--arrivals", "1e3/s"), "--arrivals must be clips per s, min or h"),
     (("--clips", "100000000"), "--clips must be 1 to 100000, got 100000000"),
     (("--world", "100000"), "a plan has at most 65536 ranks, got 100000"),
     (

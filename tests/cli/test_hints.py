@@ -104,7 +104,7 @@ def test_a_launched_run_names_no_other_number_of_ranks() -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        (("svd-xt",), "hint: svdpp bench smoke needs none"),
+        (("svd-xt",), "hint: svdpp bench smoke needs no GPU"),
         (("smoke", "--pipeline.world=3", "--workload.steps=28"), "use --workload.steps=27 or"),
         (("smoke", "--pipeline.world=3", "--workload.steps=28"), "or --pipeline.split=dithered"),
         (("smoke", "--pipeline.replicas=3"), "use --pipeline.replicas=1 or"),

@@ -134,7 +134,7 @@ def test_a_drawn_seed_is_printed_and_kept() -> None:
     answer = svdpp_here("run", PHOTO, *DEMO, *TINY, "--seed", "random", "--dry-run", "--json")
 
     (clip,) = json.loads(answer.out)["clips"]
-    assert f"seed: drawn, and again by --seed {clip['seed']}\n" in answer.err
+    assert f"drawn at random; --seed {clip['seed']} repeats it\n" in answer.err
     assert clip["output"] == f"rocket_{clip['seed']}.mp4"
 
 

@@ -57,10 +57,20 @@ def test_a_gpu_that_ran_short_of_memory_is_said_once(
 @pytest.mark.parametrize(
     ("world_size", "replicas", "num_there", "words"),
     [
-        (2, 1, 120, ["looking at 120 clips that are there, frame by frame ..."]),
+        (2, 1, 120, ["checking 120 existing clips frame by frame ..."]),
         (2, 1, 3, []),
-        (1, 1, 0, ["--latents-dir: nothing will be kept, for no clip goes from rank to rank"]),
-        (2, 2, 0, ["--latents-dir: nothing will be kept, for no clip goes from rank to rank"]),
+        (
+            1,
+            1,
+            0,
+            ["--latents-dir has no effect: with this layout no latent goes from rank to rank"],
+        ),
+        (
+            2,
+            2,
+            0,
+            ["--latents-dir has no effect: with this layout no latent goes from rank to rank"],
+        ),
     ],
 )
 def test_what_takes_a_while_and_what_will_not_be_kept(

@@ -61,7 +61,7 @@ def test_a_killed_run_goes_on_from_its_hand_overs(tmp_path: Path) -> None:
     assert set(states) <= {"pending", "running", "done"}
     resumed = _run(*PHOTOS, "--world", 2, *keeping, "--resume", "-v")
     assert resumed.returncode == 0, resumed.stderr
-    assert "of them begun by an earlier run" in resumed.stderr
+    assert "of them continued from an earlier run" in resumed.stderr
     assert _latents(out) == _latents(whole)
     assert list(kept.iterdir()) == []
     manifest = json.loads((out / "run.json").read_text())

@@ -55,7 +55,7 @@ def test_a_healthy_machine(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "remark"),
     [
-        ((), f"model by default: to examine that add --model {DEFAULT_MODEL}"),
+        ((), f"svdpp run has another default: svdpp doctor --model {DEFAULT_MODEL}"),
         (("--model", "demo"), ""),
     ],
 )
@@ -67,7 +67,7 @@ def test_doctor_says_what_it_has_examined(
     assert answer.code == 0
     verdict, *remarks = answer.err.splitlines()
     assert verdict == "a run of demo on 1 cpu rank has what it needs"
-    assert remarks == ([f"svdpp run takes another {remark}"] if remark else [])
+    assert remarks == ([remark] if remark else [])
 
 
 @NO_GPU

@@ -137,7 +137,7 @@ def test_several_clips_are_loaded_once(out: Path, monkeypatch: pytest.MonkeyPatc
     assert lines[1] == "bitwise equal: out/rocket_0.mp4"
     assert lines[2].startswith("not verified: out/rocket_1.mp4.json: 'out/gone.jpg', the photo")
     assert lines[3] == "3 clips: 2 bitwise equal, 1 not verified"
-    assert "out/run.json is passed over: it is no clip" in answer.err
+    assert "out/run.json is skipped: it is not a clip" in answer.err
     assert "error: 1 of 3 clips not verified: 'out/gone.jpg', the photograph of" in answer.err
 
 

@@ -135,7 +135,7 @@ def test_a_cut_cable_ends_both_sides_and_the_run_goes_on_later(
     jobs = hosts.torchrun(*command, per_host=1)
     assert [job.end() for job in jobs] == [0, 0], jobs[0].err
     assert jobs[0].out.count("(was finished)") == len(finished)
-    assert "of them begun by an earlier run" in jobs[0].err
+    assert "of them continued from an earlier run" in jobs[0].err
     assert _bits(_records(hosts[1].path("out"))) == bits_of_one_host
     assert not list((tmp_path / "handed-over").iterdir())
 
