@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from svdpp.driver.jobs import ClipPlan
     from svdpp.driver.pipeline import Pipeline
     from svdpp.driver.run_manifest import RunManifest
-    from svdpp.errors import InputError
+    from svdpp.errors import SvdppError
     from svdpp.media.image import Photo
 
 
@@ -88,7 +88,7 @@ def run(
     asked.check()
     if not output.dry_run:  # the fork server imports torch at the same time as this process
         fork_server.start_early(svd=True, device=ranks.device_for(model.model))
-    found, unreadable = asked.photographs()
+    found, refused = asked.photographs()
     config, why = asked.config(len(found) * len(asked.seeds))
     log.open(console)
     if is_joined_member():
@@ -104,7 +104,7 @@ def run(
     pipeline, clips = _planned(console, asked, config, found, outputs)
     console.infos(remarks)
     options = given_options(context, output.place().folder)
-    _make(console, asked, pipeline, clips, unreadable, outputs, options)
+    _make(console, asked, pipeline, clips, refused, outputs, options)
 
 
 def _serve(console: Console, asked: RunRequest, config: PipelineConfig) -> None:
@@ -121,7 +121,7 @@ def _make(
     asked: RunRequest,
     pipeline: Pipeline,
     clips: ClipPlan,
-    unreadable: Sequence[InputError],
+    refused: Sequence[SvdppError],
     outputs: TraceOutputs,
     options: dict[str, Any],
 ) -> None:
@@ -129,7 +129,7 @@ def _make(
     from svdpp.driver.jobs import open_manifest
 
     policy = asked.output.policy()
-    lost = [{"output": None, "error": error_to_dict(error)} for error in unreadable]
+    lost = [{"output": None, "error": error_to_dict(error)} for error in refused]
     manifest = open_manifest(policy.manifest, pipeline.config, clips, lost, options)
     if clips.requests:
         made = _perform(console, asked, pipeline, clips, manifest, outputs)

@@ -20,7 +20,7 @@ from svdpp.cli.options.sampling import RANDOM_SEED, SamplingOptions, parse_seeds
 from svdpp.cli.plan_choice import PlanChoice
 from svdpp.cli.request import is_joined, is_joined_member, pipeline_config
 from svdpp.config import DEMO_MODEL, ModelConfig, PipelineConfig, SamplingConfig
-from svdpp.errors import InputError, RequestError
+from svdpp.errors import InputError, RequestError, SvdppError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -76,8 +76,8 @@ class RunRequest:
             self.photographs()  # its error also names unreadable photographs
             raise
 
-    def photographs(self) -> tuple[list[Photo], list[InputError]]:
-        """The photographs, and errors for the unreadable ones; only rank 0 has them.
+    def photographs(self) -> tuple[list[Photo], list[SvdppError]]:
+        """The photographs, and errors for those that make no clip; only rank 0 has them.
 
         Raises:
             InputError: names all missing, unreadable or hostile photographs at once.
@@ -90,7 +90,12 @@ class RunRequest:
         found, problems = sift_inputs(inputs, recursive=self.inputs.recursive)
         if problems and not self.inputs.keep_going:
             raise_all(problems, "--keep-going makes the clips of the others" if found else "")
-        return found, problems
+        if not self.inputs.keep_going:
+            return found, []
+        from svdpp.driver.jobs import without_shared_names
+
+        found, shared = without_shared_names(found, self.seeds, self.output.policy())
+        return found, [*problems, *shared]
 
     def config(self, num_clips: int) -> tuple[PipelineConfig, str]:
         """The configuration, and a remark on the choice of the layout; "" for none.

@@ -120,6 +120,20 @@ def check_outputs(
     return len(existing)
 
 
+def without_shared_names(
+    found: Sequence[photos.Photo], seeds: Sequence[int], policy: OutputPolicy
+) -> tuple[list[photos.Photo], list[RequestError]]:
+    """`found` without photographs whose clips share a name with an earlier one's, and their errors."""
+    owners: dict[str, tuple[Path, str]] = {}
+    refused: dict[Path, RequestError] = {}
+    for photo, seed, output in _outputs(found, seeds, policy):
+        owner = f"{str(photo.path)!r} with seed {seed}"
+        first, name = owners.setdefault(output.path, (photo.path, owner))
+        if first != photo.path:
+            refused.setdefault(photo.path, _one_name(name, owner, output, policy))
+    return [photo for photo in found if photo.path not in refused], list(refused.values())
+
+
 def plan_clips(
     found: Sequence[photos.Photo],
     seeds: Sequence[int],

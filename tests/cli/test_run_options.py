@@ -253,6 +253,19 @@ def test_two_photographs_of_one_name_are_numbered_by_a_template() -> None:
     assert names(*two, "--out", hint) == ["rocket_1.mp4", "rocket_2.mp4"]
 
 
+@QUICK
+@pytest.mark.processes
+def test_keep_going_makes_the_first_of_two_photographs_of_one_name() -> None:
+    two = (photograph("rocket.jpg"), photograph("rocket.jpeg"))
+    answer = svdpp_here("run", *two, *DEMO, *TINY, "--keep-going", "--json", "-q")
+
+    assert answer.code == 2, answer
+    made, lost = json.loads(answer.out)
+    assert made["input"] == "../rocket.jpg"
+    assert "'rocket.jpeg' with seed 0 would both become 'rocket_0.mp4'" in lost["error"]["message"]
+    assert "numbers them" in lost["error"]["hint"]
+
+
 @pytest.mark.parametrize("name", ["sea.mp4.json", "sea.run.json"])
 def test_a_file_that_is_something_else_is_not_replaced(name: str) -> None:
     Path(name).write_text('{"mine": 1}')
