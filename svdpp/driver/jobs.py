@@ -123,7 +123,7 @@ def check_outputs(
 def without_shared_names(
     found: Sequence[photos.Photo], seeds: Sequence[int], policy: OutputPolicy
 ) -> tuple[list[photos.Photo], list[RequestError]]:
-    """`found` without photographs whose clips share a name with an earlier one's, and their errors."""
+    """`found` without photographs whose clips share a name with an earlier one's; their errors."""
     owners: dict[str, tuple[Path, str]] = {}
     refused: dict[Path, RequestError] = {}
     for photo, seed, output in _outputs(found, seeds, policy):

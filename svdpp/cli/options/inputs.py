@@ -72,8 +72,8 @@ class InputOptions:
         flag(
             "--keep-going",
             panel=RECOVERY,
-            help="If some photographs cannot be read, make the other clips; the exit code is still "
-            "7.",
+            help="If some photographs cannot be used, make the clips of the others; the exit code "
+            "is the highest of all errors.",
         ),
     ] = False
     repeat: Annotated[
