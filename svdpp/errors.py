@@ -103,14 +103,14 @@ class InputError(SvdppError):
     """An input file is unreadable, hostile, or not what its name says."""
 
     exit_code = 7
-    meaning = "unreadable or hostile input"
+    meaning = "input unreadable or hostile"
 
 
 class OutputError(SvdppError):
     """A result cannot be written."""
 
     exit_code = 8
-    meaning = "an output cannot be written"
+    meaning = "output cannot be written"
 
 
 class ClosedError(SvdppError, RuntimeError):

@@ -77,7 +77,12 @@ def test_measured_memory_grows_with_the_frames_and_their_size() -> None:
 
 
 def test_the_other_ranks_of_a_shared_gpu_take_weights_and_a_process() -> None:
-    config = PipelineConfig(world_size=3, model=ModelConfig(name="demo"), device="cuda:0")
+    config = PipelineConfig(
+        world_size=3,
+        model=ModelConfig(name="demo"),
+        sampling=SamplingConfig(num_inference_steps=27),
+        device="cuda:0",
+    )
     config, checkpoint = resolve(config)
     assert checkpoint is not None
     parts = estimate(checkpoint, config.model, config.sampling, device="cuda:0")
