@@ -1,1 +1,1 @@
-"""Who does what, and when: splits, action lists, forecasts and pictures. Stdlib only."""
+"""Owns the plan of a run: splits, action lists, costs, forecasts and text grids. Stdlib only."""

@@ -1,4 +1,4 @@
-"""Owns the Action: one thing one rank does for one clip, one line of text each, both ways."""
+"""Owns the Action: one thing that one rank does for one clip, with its text form and parser."""
 
 from __future__ import annotations
 
@@ -8,37 +8,37 @@ from typing import NamedTuple
 
 
 class Kind(StrEnum):
-    """What a rank can be told to do."""
+    """The kinds of action."""
 
     ENCODE = "ENCODE"
-    """Read the clip's image, encode it, draw its noise: the latent before step 0."""
+    """Read the clip's image, encode it and draw its noise: gives the latent before step 0."""
     LOAD = "LOAD"
     """Read the latent checkpoint that an earlier run wrote after `start` steps."""
     RECV = "RECV"
     """Post the receive of the clip's packet; the action that uses the latent waits for it."""
     DENOISE = "DENOISE"
-    """Do steps `start` to `end` of the clip."""
+    """Run steps `start` to `end` (exclusive) of the clip."""
     SEND = "SEND"
     """Send the clip's packet to `peer` in the background."""
     DECODE = "DECODE"
     """Turn the final latent into frames."""
     FINISH = "FINISH"
-    """Hash the result, write it in the background, and report the clip as finished. In a draft:
-    write the fastest rank's result as the draft."""
+    """Hash the result, write it in the background, and report the clip as finished. In a draft
+    plan: write the result of the first rank to finish as the draft."""
     SEND_START = "SEND_START"
-    """Draft: send `peer` the latent at step `end` that one long step from `start` reaches."""
+    """Draft: take one long step from `start` to `end` and send the latent to `peer`."""
     SEND_STATE = "SEND_STATE"
-    """Draft: send `peer` the latent before step `start` and its derivative there."""
+    """Draft: send `peer` the latent before step `start` and its derivative at that step."""
     SEND_RESULT = "SEND_RESULT"
     """Draft: send `peer` the final latent and its frames."""
     RECV_STATE = "RECV_STATE"
-    """Draft: post the receive of what `peer` sends by SEND_STATE of step `start`."""
+    """Draft: post the receive for the SEND_STATE of step `start` by `peer`."""
     RECV_RESULT = "RECV_RESULT"
-    """Draft: post the receive of what `peer` sends by SEND_RESULT."""
+    """Draft: post the receive for the SEND_RESULT of `peer`."""
     CORRECT = "CORRECT"
-    """Draft: correct the latent at step `end` by the state of step `start` that `peer` sent."""
+    """Draft: correct the latent at step `end` with the state of step `start` from `peer`."""
     COMPARE = "COMPARE"
-    """Draft: compare the result of `peer` with those before it; write it if it ends the clip."""
+    """Draft: compare the result of `peer` with the earlier ones; write it if it ends the clip."""
 
 
 class Action(NamedTuple):
@@ -47,10 +47,11 @@ class Action(NamedTuple):
     Args:
         kind: what to do.
         clip: index of the clip, counted from the first one given to the pipeline.
-        start: steps of the clip already done when the action begins; for CORRECT, the step whose
-            state it corrects by.
-        end: steps done when it ends; equal to `start` for all but DENOISE, SEND_START and CORRECT.
-        peer: the other rank of an action that has one; -1 otherwise.
+        start: steps of the clip that are done when the action starts; for CORRECT, the step of
+            the state that it uses.
+        end: steps done when the action ends; equals `start` except for DENOISE, SEND_START and
+            CORRECT.
+        peer: the other rank of a transfer or comparison; -1 for other actions.
     """
 
     kind: Kind
@@ -66,10 +67,10 @@ class Action(NamedTuple):
 
     @staticmethod
     def parse(text: str) -> Action:
-        """The action that `str()` wrote.
+        """Parse the output of `str()`.
 
         Raises:
-            ValueError: the text is no action.
+            ValueError: the text is not an action.
         """
         match = _ACTION.fullmatch(text)
         if match is None:
@@ -141,7 +142,7 @@ def finish(clip: int, at: int) -> Action:
 
 
 def send_start(clip: int, start: int, end: int, peer: int) -> Action:
-    """SEND_START of `clip` from step `start` to step `end`, where rank `peer` begins."""
+    """SEND_START of `clip` from step `start` to step `end`, where rank `peer` starts."""
     return Action(Kind.SEND_START, clip, start, end, peer)
 
 
@@ -166,10 +167,10 @@ def recv_result(clip: int, at: int, peer: int) -> Action:
 
 
 def correct(clip: int, begun: int, at: int, peer: int) -> Action:
-    """CORRECT of `clip` at step `at`, by the state of step `begun` from rank `peer`."""
+    """CORRECT of `clip` at step `at`, with the state of step `begun` from rank `peer`."""
     return Action(Kind.CORRECT, clip, begun, at, peer)
 
 
 def compare(clip: int, at: int, peer: int) -> Action:
-    """COMPARE of `clip` with all `at` steps done: the result of rank `peer`."""
+    """COMPARE of `clip` with all `at` steps done, with the result of rank `peer`."""
     return Action(Kind.COMPARE, clip, at, at, peer)

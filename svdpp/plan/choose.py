@@ -1,4 +1,4 @@
-"""Owns choosing a layout by forecast, and setting layouts side by side."""
+"""Owns the choice of a layout by forecast, and the comparison of layouts."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from svdpp.plan.large_forecast import forecast_layout, steady_seconds_per_clip
 from svdpp.plan.layout import SPLITS, Layout, divisors
 from svdpp.plan.split import check_counts
 
-# Longer replicas are not tried: a forecast takes the square of the length, and no gain is in
-# sight.
+# Longer replicas are not tried: the cost of a forecast grows with the square of the length, and
+# they promise no gain.
 _MAX_REPLICA_SIZE = 64
-# Clips after which a forecast goes on at its time per clip: some for each rank, fewer in a large
-# world.
+# A forecast covers this many clips for each rank, at most `_LARGE_SAMPLE` in all, and extrapolates
+# the rest at a constant time per clip.
 _SAMPLE_PER_RANK = 16
 _LARGE_SAMPLE = 65_536
-# Clips of a queue of drafts that counts as long: each takes as long as the one before.
+# Drafts in a queue; enough that the time per clip is constant.
 _QUEUED_DRAFTS = 8
-# Forecasts that differ by less count as equal, and the simplest layout is taken.
+# Times whose ratio is below this count as equal; the simplest layout wins.
 _EQUAL = 1.001
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """A layout, and why it was taken, in one line."""
+    """A layout, and the reason for it in one line."""
 
     layout: Layout
     reason: str
@@ -40,20 +40,21 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One layout among others: its forecast, or none and a note that says why.
+    """One layout of a comparison.
 
-    The note is also why a layout was chosen, or which rank has too little memory for it.
+    A layout that cannot run has no forecast, and its note gives the reason. Otherwise the note
+    says why the layout was chosen, or which rank has too little memory for it.
     """
 
     name: str
     layout: Layout | None = None
     draft_plan: DraftPlan | None = None
-    """In place of a layout, where all ranks draft one clip at a time."""
+    """Set instead of `layout` if all ranks draft one clip at a time."""
     forecast: Forecast | None = None
     seconds_per_clip: float = 0.0
-    """Mean time between finished clips of a long queue."""
+    """Mean time between finished clips in a long queue."""
     preview_seconds: float = 0.0
-    """Until there is something of a clip to see: on average, as the forecast counts latency."""
+    """Mean latency until the first frames of a clip, from the same start as `forecast.latency`."""
     peak_gib: tuple[float | None, ...] = ()
     note: str = ""
 
@@ -67,19 +68,19 @@ def choose_layout(
     decodes: bool = True,
     memory_gib: Sequence[float] = (),
 ) -> Choice:
-    """The layout that finishes `num_clips` clips first, by forecast, of those that fit in memory.
+    """The layout that fits in memory and, by forecast, finishes `num_clips` clips first.
 
     Args:
         num_steps: N, of each clip.
         world_size: W.
         num_clips: M.
-        costs: of each kind of work; memory is looked at only where they tell it.
-        decodes: whether clips become frames.
-        memory_gib: what each rank may use; empty where that is not known.
+        costs: of each kind of work; memory is checked only if they include it.
+        decodes: whether clips are decoded to frames.
+        memory_gib: memory available to each rank, GiB; empty if unknown.
 
     Raises:
-        RequestError: counts below 1, costs of another world, or no layout that fits in memory
-            and of whose transfers between hosts the costs tell.
+        RequestError: counts below 1, costs for another number of ranks, no layout that fits in
+            memory, or no cost for the transfers between hosts.
     """
     layouts = list(_candidates(num_steps, world_size, costs, decodes))
     in_memory = [layout for layout in layouts if not _needs_more(layout, memory_gib)]
@@ -87,40 +88,40 @@ def choose_layout(
         least = min(max(peak or 0.0 for peak in layout.peak_gib) for layout in layouts)
         raise RequestError(
             f"no layout of {world_size} ranks fits in {min(memory_gib):.4g} GiB a rank: "
-            f"the most modest one needs {least:.4g}",
-            "a smaller --decode-chunk-size, fewer --frames, a smaller --height and --width or "
-            "--memory-opt need less",
+            f"the smallest one needs {least:.4g}",
+            "use a smaller --decode-chunk-size, fewer --frames, a smaller --height and --width, or "
+            "--memory-opt",
             details={"asked": least, "free": min(memory_gib)},
         )
-    # Where the costs tell of none, its forecast says what they lack.
-    fitting = [layout for layout in in_memory if _is_told(layout)] or in_memory[:1]
-    untold = len(in_memory) - len(fitting)
+    # If no layout has known transfer costs, the forecast of the first names the missing one.
+    fitting = [layout for layout in in_memory if _has_known_transfers(layout)] or in_memory[:1]
+    num_unknown = len(in_memory) - len(fitting)
     seconds = [_makespan(layout, num_clips) for layout in fitting]
     chosen = next(i for i, each in enumerate(seconds) if each <= min(seconds) * _EQUAL)
     layout, soonest = fitting.pop(chosen), seconds.pop(chosen)
     remarks = [_reason(num_clips, soonest, list(zip(seconds, map(str, fitting), strict=True)))]
     if left_out := len(layouts) - len(in_memory):
         remarks.append(f"{left_out} of {len(layouts)} layouts need more memory")
-    if untold:
+    if num_unknown:
         remarks.append(
-            f"{untold} of {len(layouts)} layouts hand over between hosts, which the costs do not "
-            "tell: --inter-host-transfer-seconds does"
+            f"{num_unknown} of {len(layouts)} layouts have transfers between hosts, whose time the "
+            "costs do not give: set --inter-host-transfer-seconds"
         )
     if memory_gib and None in layout.peak_gib:
-        remarks.append("the costs do not tell its memory")
+        remarks.append("the costs do not give its memory")
     return Choice(layout=layout, reason=f"{layout}: {'; '.join(remarks)}")
 
 
 def faster_layout(layout: Layout, num_clips: int, *, by: float) -> tuple[Layout, float] | None:
-    """The layout that finishes `num_clips` clips first, and how many times as fast it is.
+    """The layout that finishes `num_clips` clips first, and its speedup over `layout`.
 
     Args:
-        layout: that it is compared with; its ranks, steps and costs are taken.
+        layout: the current layout; the other one has the same ranks, steps and costs.
         num_clips: M.
-        by: how much faster it has to be, such as 1.05.
+        by: the least speedup, such as 1.05.
 
     Returns:
-        None where no other is so much faster, or the costs do not tell.
+        None if no layout is that much faster, or the costs lack a value for the forecast.
     """
     try:
         best = choose_layout(
@@ -138,11 +139,11 @@ def faster_layout(layout: Layout, num_clips: int, *, by: float) -> tuple[Layout,
 
 def _reason(num_clips: int, seconds: float, rivals: Sequence[tuple[float, str]]) -> str:
     if not rivals:
-        return "there is no other to take"
+        return "no other layout is possible"
     next_seconds, rival = min(rivals)
     clips = f"{num_clips} clip{'s' if num_clips > 1 else ''}"
     if next_seconds <= seconds * _EQUAL:
-        return f"no other is done with {clips} sooner, and none is simpler"
+        return f"no other layout finishes {clips} sooner, and none is simpler"
     return f"{clips} take {next_seconds / seconds - 1:.1%} longer in the next best, {rival}"
 
 
@@ -155,12 +156,13 @@ def compare_layouts(
     arrivals: Sequence[float] = (),
     memory_gib: Sequence[float] = (),
 ) -> list[Row]:
-    """Every split in one replica, a wider decode, the layout of `choose_layout`, and data parallel.
+    """The layouts that `plan --compare` shows.
 
-    Arguments as for `choose_layout` and `forecast_layout`.
+    They are one replica with each split, one with several decoders, the layout of `choose_layout`,
+    data parallel, and a draft. Arguments as for `choose_layout` and `forecast_layout`.
 
     Raises:
-        RequestError: counts below 1, or costs of another world.
+        RequestError: counts below 1, or costs for another number of ranks.
     """
     check_counts(num_steps, world_size)
     costs.check_world(world_size)
@@ -206,7 +208,7 @@ def compare_layouts(
 def _draft_row(
     num_steps: int, world_size: int, num_clips: int, costs: Costs, arrivals: Sequence[float]
 ) -> Row:
-    """One clip after the other, each by all ranks."""
+    """The row of a draft plan: all ranks work on one clip at a time."""
     try:
         draft_plan = DraftPlan(
             num_steps=num_steps, start_steps=default_start_steps(num_steps, world_size)
@@ -237,7 +239,7 @@ def _draft_row(
 def _one_by_one(
     num_clips: int, seconds_per_clip: float, latency: float, arrivals: Sequence[float]
 ) -> Iterator[tuple[float, float]]:
-    """When each of a draft's clips begins, or arrives, and ends."""
+    """Start (arrival, if `arrivals` are given) and end of each clip in a queue of drafts."""
     free = 0.0
     for clip in range(num_clips):
         begun = max(free, arrivals[clip]) if arrivals else free
@@ -246,7 +248,7 @@ def _one_by_one(
 
 
 def _candidates(num_steps: int, world_size: int, costs: Costs, decodes: bool) -> Iterator[Layout]:
-    """Layouts worth a forecast, the simplest first: short replicas, equal ranges, one decoder."""
+    """Layouts to forecast, the simplest first: short replicas, one decoder, equal ranges."""
     check_counts(num_steps, world_size)
     for replica_size in divisors(world_size):
         if replica_size > min(_MAX_REPLICA_SIZE, num_steps + 2) and replica_size > 1:
@@ -254,7 +256,7 @@ def _candidates(num_steps: int, world_size: int, costs: Costs, decodes: bool) ->
         needed = _decoders_needed(num_steps, replica_size, costs) if decodes else 1
         for decoders in sorted({1, needed} - ({replica_size} if replica_size > 1 else set())):
             for split in SPLITS if replica_size > 1 else SPLITS[:1]:
-                # The uniform rule alone is particular about counts.
+                # Only the uniform rule restricts the counts.
                 if split != "uniform" or num_steps % (replica_size - decoders + 1) == 0:
                     yield Layout(
                         num_steps=num_steps,
@@ -268,7 +270,7 @@ def _candidates(num_steps: int, world_size: int, costs: Costs, decodes: bool) ->
 
 
 def _decoders_needed(num_steps: int, replica_size: int, costs: Costs) -> int:
-    """Ranks of a replica that have to take turns, so that none decodes for more than its share."""
+    """Decoders so that a decode takes no longer than one rank's equal share of the work."""
     encode, decode = _mean(costs.encode_seconds), _mean(costs.decode_seconds)
     share = (encode + num_steps * _mean(costs.step_seconds) + decode) / replica_size
     return max(1, math.ceil(decode / share))
@@ -279,7 +281,7 @@ def _mean(value: PerRank) -> float:
 
 
 def _needs_more(layout: Layout, memory_gib: Sequence[float]) -> str:
-    """Which rank needs more memory than it has; empty where none does, as far as is known."""
+    """Names the first rank that is known to need more memory than it has; empty if none does."""
     if not memory_gib:
         return ""
     for rank, (has, needs) in enumerate(zip(memory_gib, layout.peak_gib, strict=False)):
@@ -288,13 +290,13 @@ def _needs_more(layout: Layout, memory_gib: Sequence[float]) -> str:
     return ""
 
 
-def _is_told(layout: Layout) -> bool:
-    """Whether the costs know what its hand-overs take."""
+def _has_known_transfers(layout: Layout) -> bool:
+    """Whether the costs give the time of each of its transfers."""
     return all(layout.costs.knows_transfer(source, target) for source, target in layout.links)
 
 
 def _makespan(layout: Layout, num_clips: int) -> float:
-    """Until all clips are done; of many clips the later ones are taken to keep their pace."""
+    """Seconds until all clips are finished; beyond a sample, at a constant time per clip."""
     world_size = layout.world_size
     sample = max(2 * world_size, min(_SAMPLE_PER_RANK * world_size, _LARGE_SAMPLE))
     sample = min(num_clips, sample)

@@ -1,4 +1,4 @@
-"""Owns costs: the seconds and memory of each kind of work, and the `costs.json` that holds them."""
+"""Owns costs: the seconds and memory of each kind of work, and the costs file `costs.json`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from svdpp.plan.small_file import is_version, read_small_file
 
 SCHEMA_VERSION = 1
 
-#: One number for all ranks, or one for each, by rank.
+#: One number for all ranks, or a tuple with one for each rank.
 PerRank = float | tuple[float, ...]
 
-# So that sums over any number of clips stay finite.
+# Sums over any number of clips stay finite.
 _MAX_SECONDS = 1e9
 _MAX_OTHER = 1e18
 _TEXTS = ("name", "source", "device")
@@ -33,48 +33,48 @@ _ABOVE_ZERO = (
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """What each kind of work takes: seconds always, memory where it is known.
+    """Seconds of each kind of work, and its memory where that is known.
 
-    The default is the unit of a plan without measurements: one step takes 1, everything else 0.
+    Without measurements the unit is one step: a step takes 1, everything else 0.
 
     Raises:
-        RequestError: a value that is no finite number of 0 or more, named by its option.
+        RequestError: a value that is not a finite number of 0 or more, named by its option.
     """
 
     step_seconds: PerRank = 1.0
-    """One denoising step; one number for each rank where devices differ in speed."""
+    """One denoising step; one number for each rank if devices differ in speed."""
     encode_seconds: PerRank = 0.0
-    """One clip's encode: CLIP, VAE, noise. For ranks of different speed, as `step_seconds`."""
+    """One clip's encode: CLIP, VAE and noise. One number for each rank as in `step_seconds`."""
     decode_seconds: PerRank = 0.0
-    """One clip's decode to frames. For ranks of different speed, as `step_seconds`."""
+    """One clip's decode to frames. One number for each rank as in `step_seconds`."""
     transfer_seconds: float = 0.0
-    """Latency of one hand-over, whatever its size."""
+    """Latency of one transfer, without the time of its bytes."""
     transfer_bytes_per_second: float | None = None
-    """Bandwidth between neighbours; None: the size of a packet does not count."""
+    """Bandwidth between two ranks; None: a transfer takes its latency only."""
     packet_bytes: float = 0.0
-    """Size of what one clip hands over."""
+    """Size of the packet that carries one clip."""
     ranks_per_host: int | None = None
-    """Ranks on each host, in their order; None: all are on one."""
+    """Ranks on each host, in rank order; None: all ranks are on one host."""
     inter_host_transfer_seconds: float | None = None
-    """As `transfer_seconds`, to a rank on another host; None: not known."""
+    """As `transfer_seconds`, to a rank on another host; None: unknown."""
     inter_host_bytes_per_second: float | None = None
     """As `transfer_bytes_per_second`, to a rank on another host."""
     write_seconds: float = 0.0
-    """One clip's file. Written beneath the next clip's work, so no forecast counts it."""
+    """Writing one clip's file. It overlaps with the next clip, so no forecast counts it."""
     encode_weights_gib: float | None = None
     denoise_weights_gib: float | None = None
     decode_weights_gib: float | None = None
-    """Weights of the part, GiB; a rank holds those of the parts that it ever uses."""
+    """Weights of the part, GiB; a rank holds the weights of each part that it uses."""
     encode_work_gib: float | None = None
     denoise_work_gib: float | None = None
     decode_work_gib: float | None = None
-    """Peak of what the part needs above all weights while it works, GiB."""
+    """Peak memory of the part at work, GiB, without any weights."""
     name: str = ""
-    """What these costs are of, such as a model."""
+    """What the costs describe, such as a model."""
     source: str = ""
-    """Where they come from: a publication, or how they were measured."""
+    """Where they come from: a publication, or the way they were measured."""
     device: str = ""
-    """What they were measured on."""
+    """The device that they were measured on."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -93,34 +93,33 @@ class Costs:
         return 0 if self.ranks_per_host is None else rank // self.ranks_per_host
 
     def transfer(self, source: int, target: int) -> float:
-        """Seconds of one hand-over from rank `source` to rank `target`.
+        """Seconds of one transfer from rank `source` to rank `target`.
 
         Raises:
-            RequestError: they are on two hosts, and nothing tells what that takes.
+            RequestError: the ranks are on two hosts, and the time between hosts is unknown.
         """
         if self.host_of(source) == self.host_of(target):
             return self.local_transfer_seconds
         if self.inter_host_transfer_seconds is None:
             raise RequestError(
-                f"the costs do not tell what a hand-over between hosts takes (rank {source} to "
-                f"rank {target})",
-                "give --inter-host-transfer-seconds SECONDS, or inter_host_transfer_seconds in the "
-                "costs' "
-                "file; svdpp profile writes it where torchrun has started it on several hosts",
+                "the costs do not give the time of a transfer between hosts "
+                f"(rank {source} to rank {target})",
+                "use --inter-host-transfer-seconds SECONDS, or set inter_host_transfer_seconds in "
+                "the costs file; svdpp profile, started by torchrun on several hosts, measures it",
             )
         bandwidth = self.inter_host_bytes_per_second
         size = 0.0 if bandwidth is None else self.packet_bytes / bandwidth
         return self.inter_host_transfer_seconds + size
 
     def knows_transfer(self, source: int, target: int) -> bool:
-        """Whether `transfer` knows what that takes."""
+        """Whether `transfer` of the same ranks returns a time."""
         return self.inter_host_transfer_seconds is not None or self.host_of(source) == self.host_of(
             target
         )
 
     @property
     def differ_by_rank(self) -> bool:
-        """Whether some work is given rank by rank."""
+        """Whether some cost is given for each rank."""
         return any(isinstance(getattr(self, name), tuple) for name in _PER_RANK)
 
     def step_on(self, rank: int) -> float:
@@ -144,10 +143,10 @@ class Costs:
         return self.decode_on(rank) if action.kind is Kind.DECODE else 0.0
 
     def peak_gib(self, *, encode: bool, denoise: bool, decode: bool) -> float | None:
-        """Peak memory of a rank that does these parts, GiB; None where not all of it is known.
+        """Peak memory of a rank that does these parts, GiB; None if a value is unknown.
 
-        The weights of all its parts, and the work of the one that needs most. What two parts share
-        (encode and decode use one VAE) is counted twice, so it is an upper bound.
+        The sum of the weights of all its parts and the largest work of one part. Shared weights
+        (encode and decode use one VAE) count twice, so it is an upper bound.
         """
         asked = {"encode": encode, "denoise": denoise, "decode": decode}
         parts = [part for part, used in asked.items() if used]
@@ -158,7 +157,10 @@ class Costs:
         return float(sum(weights) + max(work, default=0.0))
 
     def scaled(self, pace: float) -> Costs:
-        """Device work at `pace` times its seconds; transfers and files are real ones."""
+        """A copy for `simulate`: device work takes `pace` times as long, all else no time.
+
+        In `simulate`, transfers and files are real.
+        """
         return replace(
             self,
             step_seconds=_times(self.step_seconds, pace),
@@ -172,14 +174,14 @@ class Costs:
         )
 
     def check_world(self, world_size: int) -> None:
-        """Refuses costs that are given rank by rank for another number of ranks.
+        """Check that costs given for each rank fit `world_size` ranks.
 
         Raises:
-            RequestError: naming both numbers.
+            RequestError: they do not; it names both numbers.
         """
         if self.ranks_per_host and world_size % self.ranks_per_host:
             raise RequestError(
-                f"{world_size} ranks are not hosts of {self.ranks_per_host} ranks each",
+                f"{world_size} ranks cannot form hosts of {self.ranks_per_host} ranks each",
                 f"use --hosts {-(-world_size // self.ranks_per_host)}x{self.ranks_per_host}, or "
                 "another --world",
             )
@@ -187,26 +189,26 @@ class Costs:
             value = getattr(self, name)
             if isinstance(value, tuple) and len(value) != world_size:
                 raise RequestError(
-                    f"{name} is given for {len(value)} ranks, but there are {world_size}",
+                    f"{name} has values for {len(value)} ranks, but the run has {world_size}",
                     f"use --world {len(value)}, or costs with one number for all ranks",
                 )
 
     def to_json(self) -> dict[str, Any]:
-        """The content of `costs.json`: every field, None where nothing is known."""
+        """The content of `costs.json`: every field, None if unknown."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         lists = {name: list(v) for name, v in values.items() if isinstance(v, tuple)}
         return {"schema_version": SCHEMA_VERSION, **values, **lists}
 
     @staticmethod
     def from_json(content: object, where: str) -> Costs:
-        """The costs that `to_json` wrote. `step_seconds` must be there; no other key need be.
+        """Costs from the output of `to_json`; only `step_seconds` is required.
 
         Args:
-            content: as JSON was parsed.
+            content: the parsed JSON.
             where: the file's name, for messages.
 
         Raises:
-            RequestError: naming the key that is unknown, missing or no such number.
+            RequestError: a key is unknown, missing or has an invalid value; it names the key.
         """
         if not isinstance(content, Mapping):
             raise RequestError(f"{where}: costs are a JSON object, not {type(content).__name__}")
@@ -227,16 +229,16 @@ class Costs:
 
     @staticmethod
     def load(path: str | Path) -> Costs:
-        """The costs in a `costs.json`.
+        """The costs in a costs file.
 
         Raises:
-            InputError: the file cannot be read, or is no JSON.
-            RequestError: naming the key that is unknown, missing or no such number.
+            InputError: the file cannot be read, or is not JSON.
+            RequestError: as `from_json`.
         """
         try:
-            content = json.loads(read_small_file(Path(path), "costs"))
+            content = json.loads(read_small_file(Path(path), "costs file"))
         except (ValueError, RecursionError) as error:
-            raise InputError(f"costs {str(path)!r} is no JSON: {error}") from error
+            raise InputError(f"costs file {str(path)!r} is not JSON: {error}") from error
         return Costs.from_json(content, str(path))
 
 
@@ -249,9 +251,9 @@ def _times(value: PerRank, factor: float) -> PerRank:
 
 
 def _fault(name: str, value: object) -> str:
-    """What is wrong with a field's value; empty where nothing is."""
+    """Describes what is wrong with a field's value; empty if it is valid."""
     if name in _TEXTS:
-        return "" if isinstance(value, str) else f"must be a text, got {value!r}"
+        return "" if isinstance(value, str) else f"must be a string, got {value!r}"
     if value is None and _MAY_BE_UNKNOWN[name]:
         return ""
     values = value if isinstance(value, tuple) and name in _PER_RANK else (value,)
@@ -273,7 +275,7 @@ def _number_fault(name: str, value: object) -> str:
 
 
 def _as_float(value: object) -> float:
-    """`value` as a number; NaN where it is none, infinite where it is beyond all floats."""
+    """`value` as a float; NaN if it is not a number, infinite if it is too large for a float."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return math.nan
     try:

@@ -1,8 +1,8 @@
-"""Owns the draft plan: at which step each rank starts a clip, and which states it exchanges, when.
+"""Owns the draft plan: the start step of each rank, and which states it exchanges at which steps.
 
-The method is CHORDS (arXiv:2507.15260), for SVD's Euler sampler. Rank 0 computes the exact clip.
-Each other rank starts at a later step, from a long Euler step of the rank before it, and corrects
-its latent each time that rank reaches the step at which the correction before began.
+The method is CHORDS (arXiv:2507.15260) for SVD's Euler sampler. Rank 0 computes the exact clip.
+Every other rank starts at a later step, from a long Euler step of the rank before it. It corrects
+its latent each time that rank reaches the step of the latest correction, at first the start step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from svdpp.plan.schedule import Schedule
 
 
 class Correction(NamedTuple):
-    """A rank corrects its latent at step `at` by the state that the rank before had at `begun`."""
+    """A rank corrects its latent at step `at` with the state of the rank before at step `begun`."""
 
     begun: int
     at: int
@@ -34,11 +34,11 @@ class Correction(NamedTuple):
 class DraftPlan:
     """W ranks that denoise the same clip, each from its own start step.
 
-    Rank k does its first step in round k, and one step in each round. It finishes after
-    k + N - start_steps[k] rounds: the last rank first, rank 0 after N rounds.
+    In each round a rank does one step. Rank k does its first step in round k and finishes after
+    k + N - start_steps[k] rounds: the last rank finishes first, rank 0 after N rounds.
 
     Raises:
-        RequestError: start steps that do not rise from 0, or are not below the number of steps.
+        RequestError: start steps that do not increase from 0, or are not below the number of steps.
     """
 
     num_steps: int
@@ -46,7 +46,7 @@ class DraftPlan:
     start_steps: tuple[int, ...]
     """The step at which each rank starts, by rank."""
     decodes: bool = True
-    """Whether results become frames."""
+    """Whether results are decoded to frames."""
 
     def __post_init__(self) -> None:
         start_steps, given = self.start_steps, ",".join(map(str, self.start_steps))
@@ -74,14 +74,14 @@ class DraftPlan:
 
     @property
     def links(self) -> tuple[tuple[int, int], ...]:
-        """All (from, to) that communicate: neighbours, and each rank with the last one."""
+        """All pairs (from, to) that communicate: neighbours, and each rank with the last one."""
         last = self.world_size - 1
         neighbours = {(rank, rank + 1) for rank in range(last)}
         return tuple(sorted(neighbours | {(rank, last) for rank in range(last)}))
 
     @property
     def roles(self) -> tuple[Roles, ...]:
-        """Rank 0 encodes; each rank decodes its own result."""
+        """The parts of the model that each rank uses: rank 0 encodes, every rank decodes."""
         return tuple(
             Roles(encode=rank == 0, denoise=True, decode=self.decodes)
             for rank in range(self.world_size)
@@ -89,14 +89,14 @@ class DraftPlan:
 
     @property
     def all_shares(self) -> tuple[StepShare, ...]:
-        """What each rank does of every clip, by rank."""
+        """The steps that each rank does of every clip, by rank."""
         return tuple(
             StepShare(rank=rank, start=start, end=self.num_steps, mean_steps=self.num_steps - start)
             for rank, start in enumerate(self.start_steps)
         )
 
     def rounds(self, rank: int) -> int:
-        """Rounds until `rank` has its result, in units of one step."""
+        """Rounds until `rank` finishes its steps; a round takes as long as one step."""
         return rank + self.num_steps - self.start_steps[rank]
 
     @property
@@ -112,8 +112,9 @@ class DraftPlan:
     def corrections(self, rank: int) -> tuple[Correction, ...]:
         """The corrections of `rank`, in order.
 
-        Rank k - 1 does step s in round s - start_steps[k - 1] + k - 1. When it reaches the step at
-        which rank k last began, rank k is ahead by the distance between their start steps.
+        Rank k - 1 does step s in round s - start_steps[k - 1] + k - 1. When it reaches the start
+        step or last correction of rank k, rank k is ahead by the distance between their start
+        steps.
         """
         if rank == 0:
             return ()
@@ -122,7 +123,7 @@ class DraftPlan:
         return tuple(Correction(at - distance, at) for at in places)
 
     def schedule(self, clips: Iterable[int]) -> Schedule:
-        """Each rank's list, for clips that follow each other."""
+        """The action list of each rank, for clips one after the other."""
         clips = list(clips)
         return tuple(
             tuple(action for clip in clips for action in self._clip_actions(rank, clip))
@@ -130,21 +131,21 @@ class DraftPlan:
         )
 
     def ready_at(self, costs: Costs) -> list[float]:
-        """Seconds until each rank has its result, decoded; rank 0's is the exact clip."""
+        """Seconds until each rank has its decoded result; that of rank 0 is the exact clip."""
         spans = replay(self.schedule([0]), costs)
         return [
             max(span.end for span in spans if span.rank == rank) for rank in range(self.world_size)
         ]
 
     def peak_gib(self, costs: Costs) -> tuple[float | None, ...]:
-        """Peak memory of each rank; None where the costs do not say."""
+        """Peak memory of each rank, GiB; None if the costs do not give it."""
         return tuple(
             costs.peak_gib(encode=role.encode, denoise=role.denoise, decode=role.decode)
             for role in self.roles
         )
 
     def _clip_actions(self, rank: int, clip: int) -> Iterator[Action]:
-        """What `rank` does of `clip`, in order."""
+        """The actions of `rank` for `clip`, in order."""
         last = self.world_size - 1
         if rank == 0:
             yield actions.encode(clip)
@@ -160,10 +161,10 @@ class DraftPlan:
             yield from self._compare_actions(clip)
 
     def _denoise_actions(self, rank: int, clip: int) -> Iterator[Action]:
-        """The steps, cut where a state is sent, or where the latent is corrected.
+        """The steps, cut where a state is sent or the latent is corrected.
 
-        The receive of a state is posted before the steps at whose end it is used, so that the
-        transfer runs beneath them.
+        The receive of a state is posted before the steps that precede its use, so that the transfer
+        overlaps with them.
         """
         start = self.start_steps[rank]
         begun_of = {each.at: each.begun for each in self.corrections(rank)}
@@ -189,17 +190,17 @@ class DraftPlan:
                 done = step + 1
 
     def _compare_actions(self, clip: int) -> Iterator[Action]:
-        """The last rank's comparisons of the other results, which arrive over one link each."""
+        """The comparisons of the last rank; each other rank has its own link to it."""
         others = range(self.world_size - 2, -1, -1)
         yield from (actions.recv_result(clip, self.num_steps, rank) for rank in others)
         yield from (actions.compare(clip, self.num_steps, rank) for rank in others)
 
 
 def check_draft_schedule(schedule: Schedule, num_steps: int) -> None:
-    """Proves that every rank does its steps in order to the last, and that each send has a receive.
+    """Check that every rank does its steps in order to the last, and each send has one receive.
 
     Raises:
-        ValueError: naming the first action that cannot be done, or what is missing at the end.
+        ValueError: it names the first action that cannot be done, or what is missing at the end.
     """
     transfers: Counter[tuple[int, int, int, int]] = Counter()
     encoded: Counter[int] = Counter()
@@ -216,29 +217,29 @@ def check_draft_schedule(schedule: Schedule, num_steps: int) -> None:
             elif action.kind is Kind.ENCODE:
                 encoded[action.clip] += 1
         if unfinished := [f"clip {clip}: {s}" for clip, s in states.items() if not s.is_over]:
-            raise ValueError(f"rank {rank} is left with {unfinished[0]}")
+            raise ValueError(f"rank {rank} ends with an unfinished clip: {unfinished[0]}")
         if missing := sorted(clip for clip in states if encoded[clip] != 1):
-            raise ValueError(f"clip {missing[0]} is not begun by one rank, the first")
+            raise ValueError(f"clip {missing[0]} is not encoded once, by rank 0")
     if odd := sorted(transfer for transfer, count in transfers.items() if count):
-        raise ValueError(f"transfers (from, to, clip, step) without their other end: {odd[:3]}")
+        raise ValueError(f"unmatched transfers (from, to, clip, step): {odd[:3]}")
 
 
 @dataclass
 class _ClipState:
-    """What one rank holds of one clip, as far as the order of its actions goes."""
+    """The state of one clip at one rank, for `check_draft_schedule`."""
 
     num_steps: int
     at: int = -1
     began: int = -1
     posted: tuple[tuple[int, int], ...] = ()
-    """Peer and step of each state or result whose receive is posted and not used yet."""
+    """Peer and step of each posted receive whose data is not used yet."""
 
     @property
     def is_over(self) -> bool:
         return self.at == self.num_steps and not self.posted
 
     def can_do(self, action: Action) -> bool:
-        """Does `action`; whether it could be done."""
+        """Apply `action`; return whether it was possible."""
         match action.kind:
             case Kind.ENCODE | Kind.RECV:
                 fresh, self.at, self.began = self.at < 0, action.start, action.start

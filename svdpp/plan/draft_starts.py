@@ -1,4 +1,4 @@
-"""Owns the default start steps of a draft, and the file of measured ones."""
+"""Owns the default start steps of a draft, and the draft profile file."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from svdpp.plan.small_file import is_version, read_small_file
 
 SCHEMA_VERSION = 1
 
-#: The most ranks, and the fewest steps, with default start steps.
+#: Default start steps exist for at most this many ranks and at least this many steps.
 MOST_RANKS = 8
 LEAST_STEPS = 4
 
-# Steps between the starts of neighbours, from rank 1 on, for 3, 4 ... 8 ranks and drafts that take
-# half the rounds: for each number of steps the gap whose draft was nearest to the exact clip on the
-# demo model (64 x 64, 4 frames, one photograph; docs/draft.md). 39, 41 to 44, 46, 47 and 49 steps
-# have the gaps of a neighbour.
+# Steps between the start steps of neighbouring ranks, from rank 1 on, for 3, 4 ... 8 ranks and
+# drafts that take half the rounds. For each number of steps it is the gap whose draft was closest
+# to the exact clip on the demo model (64 x 64, 4 frames, one photograph; docs/draft.md). The gaps
+# for 39, 41 to 44, 46, 47 and 49 steps are copied from a neighbouring number.
 _GAPS: Mapping[int, tuple[int, ...]] = {
     14: (3, 2, 2, 2, 1, 1),
     15: (3, 2, 2, 2, 2, 1),
@@ -66,11 +66,11 @@ _GAPS: Mapping[int, tuple[int, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredStartSteps:
-    """One choice of start steps, and how near its draft came to the exact clip.
+    """Start steps, with the measured distance of their draft from the exact clip.
 
     Args:
         start_steps: by rank.
-        rounds: until the steps of the draft are done; the exact clip takes N rounds.
+        rounds: until the draft has done its steps; the exact clip takes N rounds.
         psnr_db: of the draft's frames against the exact clip's, for the worst photograph; None if
             they are equal.
         max_levels: the largest difference of one colour, in 8-bit levels.
@@ -83,20 +83,21 @@ class MeasuredStartSteps:
 
     @property
     def distance_db(self) -> float:
-        """The PSNR as a number to compare."""
+        """The PSNR as a comparable number: infinite if the frames are equal."""
         return float("inf") if self.psnr_db is None else self.psnr_db
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftProfile:
-    """What `svdpp profile --draft` writes: the best trade-offs between sooner and nearer.
+    """The file that `svdpp profile --draft` writes: the best trade-offs of rounds and PSNR.
 
     Args:
-        model: what they were measured on.
+        model: the model that was measured.
         num_steps: N.
         photographs: names of the files.
-        source: how they were measured.
-        choices: those that no other one beats in both, by number of ranks, then of rounds.
+        source: how the choices were measured.
+        choices: those that no other choice beats in rounds and PSNR, sorted by number of ranks,
+            then by rounds.
     """
 
     model: str
@@ -114,36 +115,36 @@ class DraftProfile:
         """The profile in a file.
 
         Raises:
-            InputError: the file cannot be read, or is none.
+            InputError: the file cannot be read, or is not a draft profile.
         """
         try:
-            content = json.loads(read_small_file(path, "starts"))
+            content = json.loads(read_small_file(path, "draft profile"))
             if not is_version(content.pop("schema_version"), SCHEMA_VERSION):
                 raise ValueError(f"schema_version must be {SCHEMA_VERSION}")
             choices = tuple(_choice(each) for each in content.pop("choices"))
             if not choices:
-                raise ValueError("it holds no choices")
+                raise ValueError("it has no choices")
             photographs = tuple(map(str, content.pop("photographs")))
             return DraftProfile(choices=choices, photographs=photographs, **content)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise InputError(
-                f"starts {str(path)!r} are no profile of a draft: {error}",
+                f"{str(path)!r} is not a draft profile: {error}",
                 "svdpp profile --draft writes one",
             ) from error
 
     def best(self, num_steps: int, world_size: int) -> tuple[int, ...]:
-        """The start steps of the nearest draft within half the rounds; without one, of the soonest.
+        """The start steps of the highest PSNR within half the rounds, else of the fewest rounds.
 
         Raises:
-            RequestError: it was measured for other counts.
+            RequestError: the profile has no choice for these counts.
         """
         fitting = [each for each in self.choices if len(each.start_steps) == world_size]
         if self.num_steps != num_steps or not fitting:
             worlds = sorted({len(each.start_steps) for each in self.choices})
             raise RequestError(
-                f"the starts were measured for {self.num_steps} steps and "
+                f"the draft profile is for {self.num_steps} steps and "
                 f"{', '.join(map(str, worlds))} ranks, not for {num_steps} and {world_size}",
-                "svdpp profile --draft measures others",
+                "svdpp profile --draft measures other counts",
             )
         soon = [each for each in fitting if each.rounds <= default_rounds(num_steps)]
         if soon:
@@ -152,17 +153,23 @@ class DraftProfile:
 
 
 def parse_start_steps(text: str, num_steps: int, world_size: int | None) -> tuple[int, ...]:
-    """`0,8,12,17`, or the best of a file for these counts.
+    """Parse start steps such as `0,8,12,17`, or take the best ones of a draft profile.
+
+    Args:
+        text: the steps, or the path of a profile.
+        num_steps: N, for a profile.
+        world_size: W, for a profile; None: the largest in it.
 
     Raises:
-        RequestError: the text is neither; InputError: the file cannot be read.
+        RequestError: the text is neither, or the profile is for other counts.
+        InputError: the profile cannot be read.
     """
     parts = text.split(",")
     if all(re.fullmatch(r"\s*[0-9]{1,9}\s*", part) for part in parts):
         return tuple(int(part) for part in parts)
     if not (text.endswith(".json") or os.path.isfile(text)):
         raise RequestError(
-            f"--draft-starts must be steps or a profile's file, got {text!r}",
+            f"--draft-starts must be steps or the path of a draft profile, got {text!r}",
             "such as --draft-starts 0,14 or --draft-starts draft.json",
         )
     profile = DraftProfile.load(Path(text))
@@ -172,25 +179,25 @@ def parse_start_steps(text: str, num_steps: int, world_size: int | None) -> tupl
 
 
 def default_rounds(num_steps: int) -> int:
-    """The rounds of a draft by default: half the steps, and one more for its start."""
+    """The default number of rounds of a draft: half the steps, and one for its start."""
     return num_steps // 2 + 1
 
 
 def most_ranks(num_steps: int) -> int:
-    """The most ranks with default start steps: all start below N and end after half the rounds."""
+    """The most ranks with default start steps; each starts below N."""
     return min(MOST_RANKS, default_rounds(num_steps))
 
 
 def measured_steps(num_steps: int) -> int:
-    """The number of steps nearest to `num_steps` whose default start steps were measured."""
+    """The number of steps closest to `num_steps` for which gaps were measured."""
     return min(max(num_steps, min(_GAPS)), max(_GAPS))
 
 
 def default_start_steps(num_steps: int, world_size: int) -> tuple[int, ...]:
-    """Start steps of a draft that takes half the rounds, as near to the exact clip as is known.
+    """Start steps of a draft that takes half the rounds, with the highest PSNR measured.
 
-    The start of the last rank follows from the rounds, the others from the gap between them. Gaps
-    were measured for 14 to 50 steps; for other numbers they are scaled.
+    The start step of the last rank follows from the rounds, the others from the gap between them.
+    The gaps were measured for 14 to 50 steps; for other numbers they are scaled.
 
     Raises:
         RequestError: too few steps or ranks, or too many ranks.
@@ -199,7 +206,7 @@ def default_start_steps(num_steps: int, world_size: int) -> tuple[int, ...]:
     if num_steps < LEAST_STEPS or not 2 <= world_size <= most:
         raise RequestError(
             f"a draft of {num_steps} steps by {world_size} ranks has no default start steps",
-            f"use --world 2 to {most}, or name the steps by --draft-starts"
+            f"use --world 2 to {most}, or give the start steps with --draft-starts"
             if num_steps >= LEAST_STEPS
             else f"use --steps {LEAST_STEPS} or more",
         )
@@ -208,7 +215,7 @@ def default_start_steps(num_steps: int, world_size: int) -> tuple[int, ...]:
 
 
 def _gap(num_steps: int, world_size: int, last: int) -> int:
-    """Steps between the starts of neighbours, from rank 1 on."""
+    """Steps between the start steps of neighbouring ranks, from rank 1 on."""
     if world_size == 2:
         return 0
     measured = measured_steps(num_steps)
@@ -217,9 +224,9 @@ def _gap(num_steps: int, world_size: int, last: int) -> int:
 
 
 def candidates(num_steps: int, world_size: int) -> Iterator[tuple[int, ...]]:
-    """Start steps worth measuring: drafts that take somewhat less than half the rounds, or more.
+    """Start steps to measure: drafts that take about half the rounds.
 
-    From rank 1 on they have equal gaps: in a trial with 2 to 4 ranks and N = 28 no others were
+    From rank 1 on the gaps are equal: in a trial with 2 to 4 ranks and N = 28 unequal gaps were not
     better.
     """
     half = default_rounds(num_steps)
@@ -233,7 +240,7 @@ def candidates(num_steps: int, world_size: int) -> Iterator[tuple[int, ...]]:
 
 
 def best_trades(measured: list[MeasuredStartSteps]) -> tuple[MeasuredStartSteps, ...]:
-    """Those that no other one with as many ranks beats in rounds and in distance."""
+    """The choices that no other one of as many ranks beats in rounds and PSNR, sorted."""
     kept = [
         each
         for each in measured
@@ -250,19 +257,19 @@ def _beats(one: MeasuredStartSteps, other: MeasuredStartSteps) -> bool:
 
 
 def _last_start(num_steps: int, world_size: int, rounds: int) -> int:
-    """The step at which the last rank starts, to finish after `rounds`."""
+    """The start step with which the last rank finishes after `rounds`."""
     return world_size - 1 + num_steps - rounds
 
 
 def _spaced(last: int, gap: int, world_size: int) -> tuple[int, ...]:
-    """0, then starts `gap` apart up to the last one."""
+    """0, then start steps that are `gap` apart and end with `last`."""
     return 0, *(last - gap * behind for behind in range(world_size - 2, -1, -1))
 
 
 def _choice(content: dict[str, Any]) -> MeasuredStartSteps:
     known = {field.name for field in fields(MeasuredStartSteps)}
     if content.keys() != known:
-        raise ValueError(f"a choice has {', '.join(sorted(known))}")
+        raise ValueError(f"the keys of a choice are {', '.join(sorted(known))}")
     distance = content["psnr_db"]
     return MeasuredStartSteps(
         start_steps=tuple(map(int, content["start_steps"])),

@@ -1,4 +1,4 @@
-"""Owns the forecast: replays action lists against costs, without a process, and sums them up."""
+"""Owns the forecast: replays action lists against costs without processes, and sums them up."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from svdpp.plan.schedule import Schedule
 
 
 class Span(NamedTuple):
-    """When one rank did one action, in seconds from the start of the run."""
+    """The time in which one rank did one action, in seconds from the start of the run."""
 
     rank: int
     action: Action
@@ -23,7 +23,7 @@ class Span(NamedTuple):
 
 
 class Latency(NamedTuple):
-    """How long clips took, each from its beginning, or its pending where it had one, to its end."""
+    """Latency of clips in seconds, each from its arrival, or else its first action, to its end."""
 
     mean: float
     p50: float
@@ -33,43 +33,41 @@ class Latency(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """What a run of `clips` clips comes to; all times in seconds, or in the plan's unit."""
+    """The times of a run of `clips` clips, in seconds or in the unit of the costs."""
 
     clips: int
     makespan: float
-    """From the first action's start to the last one's end."""
+    """From the start of the first action, or the first arrival, to the end of the last action."""
     first_clip: float
     """Until the first clip is finished."""
     seconds_per_clip: float
-    """Mean time between finished clips, over the second half of them, in their order.
+    """Mean time between finished clips, over the second half of the clips, in order.
 
-    A clip counts as finished when all before it are, too. Where G ranks finish clips, as in data
-    parallel, clips come in groups of G; the mean is then over whole groups, so that it does not
-    depend on where the half happens to lie in one.
+    A clip counts as finished when all clips before it are finished too. If G ranks finish clips, as
+    in data parallel, clips finish in groups of G. The mean then covers whole groups, so that it
+    does not depend on the place of the half within a group.
     """
     jitter: float
     """Standard deviation of the times between the same clips."""
     latency: Latency
     bubble: float
-    """StepShare of all ranks' time in which they do nothing, 0 to 1."""
+    """Fraction of the time of all ranks in which they are idle, 0 to 1."""
 
 
 class DeadlockError(ValueError):
-    """Every rank that still has work waits for another: the lists cannot be performed."""
+    """Every rank with work left waits for another: the action lists cannot be performed."""
 
 
-Transfer = tuple[
-    int, int, int
-]  # from rank, to rank, how many transfers there were before it on that link
+#: From rank, to rank, and the number of earlier transfers on that link.
+Transfer = tuple[int, int, int]
 
 
 class _Replay:
-    """Walks all lists at once; a rank that must wait sleeps until the transfer it waits for is
-    over.
+    """Performs all lists at once; a rank that waits is resumed at the end of its transfer.
 
-    A transfer begins when it has been sent, when its receive has been posted and when the transfer
-    before it on the same link is over. A SEND returns at once unless the one before it on its link
-    is still under way: a rank never holds more than one unsent packet for each neighbour.
+    A transfer starts when it is sent, its receive is posted, and the previous transfer on the link
+    has ended. A SEND returns at once unless the previous transfer on its link is still running: a
+    rank never holds more than one unsent packet for each neighbour.
     """
 
     def __init__(
@@ -85,8 +83,7 @@ class _Replay:
         self.receives_posted: dict[tuple[int, int], int] = {}
         self.half_open: dict[Transfer, tuple[Action, float]] = {}
         self.transfer_ends: dict[Transfer, float] = {}
-        # What a rank waits for -> the transfer that brings it: a clip, or a word on one of its
-        # steps.
+        # `_awaited` key of a rank's clip, state or result -> the transfer that carries it.
         self.arrivals: dict[tuple[int, ...], Transfer] = {}
         self.sleepers: dict[Transfer, list[int]] = {}
 
@@ -104,7 +101,7 @@ class _Replay:
         return self.spans
 
     def _perform(self, rank: int, action: Action, ready: list[int]) -> Transfer | None:
-        """Does the action, or names the transfer whose end it must wait for."""
+        """Perform the action, or return the transfer that it has to wait for."""
         if action.kind in RECEIVES:
             transfer = self._next_transfer(self.receives_posted, action.peer, rank)
             self.arrivals[_awaited(rank, action)] = transfer
@@ -117,7 +114,7 @@ class _Replay:
         if action.kind in SENDS:
             return self._send(rank, action, ready)
         if action.kind in (Kind.FINISH, Kind.CORRECT, Kind.COMPARE):
-            return None  # in the background, or next to nothing
+            return None  # in the background, or of negligible duration
         start = self.clock[rank]
         if action.kind in (Kind.ENCODE, Kind.LOAD):
             start = max(start, self.clip_arrivals.get(action.clip, 0.0))
@@ -126,10 +123,10 @@ class _Replay:
         return None
 
     def _pending(self, rank: int, action: Action) -> list[Transfer]:
-        """The transfers that must be over before `action`: its clip's own, and a word's."""
-        brought = self.arrivals.get((rank, action.clip))
-        told = self.arrivals.get(_awaited(rank, action)) if action.peer >= 0 else None
-        return [transfer for transfer in (brought, told) if transfer is not None]
+        """The transfers that must end before `action`: of its clip, and of a state or result."""
+        latent = self.arrivals.get((rank, action.clip))
+        extra = self.arrivals.get(_awaited(rank, action)) if action.peer >= 0 else None
+        return [transfer for transfer in (latent, extra) if transfer is not None]
 
     def _send(self, rank: int, action: Action, ready: list[int]) -> Transfer | None:
         before = (rank, action.peer, self.sends_begun.get((rank, action.peer), 0) - 1)
@@ -148,15 +145,16 @@ class _Replay:
         return source, target, index
 
     def _meet(self, transfer: Transfer, action: Action, at: float, ready: list[int]) -> None:
-        """Opens one end of a transfer; with both ends open it takes place."""
+        """Register one end of a transfer; the second end completes it."""
         other = self.half_open.pop(transfer, None)
         if other is None:
             self.half_open[transfer] = action, at
             return
-        # A SEND_START lands at its end; at all others' end the packet is where it was at their
-        # start.
+        # `end` is the step of the packet: the target step for SEND_START, `start` for the others.
         if (other[0].clip, other[0].end) != (action.clip, action.end):
-            raise DeadlockError(f"rank {transfer[0]} to {transfer[1]}: {other[0]} meets {action}")
+            raise DeadlockError(
+                f"rank {transfer[0]} to {transfer[1]}: {other[0]} does not match {action}"
+            )
         before = self.transfer_ends.get((transfer[0], transfer[1], transfer[2] - 1), 0.0)
         self.transfer_ends[transfer] = max(other[1], at, before) + self.costs.transfer(
             transfer[0], transfer[1]
@@ -174,7 +172,7 @@ class _Replay:
 
 
 def _awaited(rank: int, action: Action) -> tuple[int, ...]:
-    """What a posted receive brings, or an action waits for."""
+    """Key of what a posted receive carries, or of what an action waits for."""
     if action.kind in (Kind.RECV_STATE, Kind.RECV_RESULT, Kind.CORRECT, Kind.COMPARE):
         return rank, action.clip, action.start, action.peer
     return rank, action.clip
@@ -183,15 +181,15 @@ def _awaited(rank: int, action: Action) -> tuple[int, ...]:
 def replay(
     schedule: Schedule, costs: Costs, arrivals: Mapping[int, float] | None = None
 ) -> list[Span]:
-    """When each rank would do each ENCODE, DENOISE and DECODE, in no particular order of ranks.
+    """Forecast when each rank does each ENCODE, LOAD, DENOISE and DECODE, in no order of ranks.
 
     Args:
-        schedule: each rank's list.
+        schedule: the action list of each rank.
         costs: of each kind of work.
-        arrivals: when a clip is there to be begun; from the start where it is not named.
+        arrivals: time at which a clip arrives; 0 for a clip that is not in it.
 
     Raises:
-        DeadlockError: the lists wait for each other, or two ends of a transfer do not match.
+        DeadlockError: the lists wait for each other, or the two ends of a transfer do not match.
     """
     return _Replay(schedule, costs, arrivals).run()
 
@@ -199,19 +197,19 @@ def replay(
 def summarise(
     spans: Iterable[Span], world_size: int, arrivals: Mapping[int, float] | None = None
 ) -> Forecast:
-    """Sums up spans, forecast or measured.
+    """Sum up spans, forecast or measured.
 
     Args:
         spans: of all ranks.
         world_size: number of ranks.
-        arrivals: when a clip came; one that is not named, when it was begun.
+        arrivals: time at which a clip arrived; its first action for a clip that is not in it.
 
     Raises:
-        ValueError: there are no spans.
+        ValueError: no spans.
     """
     spans = list(spans)
     if not spans:
-        raise ValueError("nothing was done: no spans to sum up")
+        raise ValueError("no spans to sum up")
     first: dict[int, Span] = {}
     last: dict[int, Span] = {}
     for span in spans:
@@ -230,10 +228,10 @@ def summarise(
 def sum_up(
     clips: Sequence[tuple[float, float]], *, busy: float, world_size: int, num_finishers: int
 ) -> Forecast:
-    """The sums of `summarise`, of clips whose beginning and end are known.
+    """As `summarise`, from the start and end of each clip.
 
     Args:
-        clips: (beginning or pending, end) of each clip, in their order, one or more.
+        clips: (first action or arrival, end) of each clip, in order; at least one.
         busy: seconds of work of all ranks.
         world_size: number of ranks.
         num_finishers: number of ranks that finish clips.
@@ -256,9 +254,9 @@ def sum_up(
 
 
 def _last_whole_groups(num_clips: int, group: int) -> int:
-    """How many of the last clips make whole groups: half of all clips, but one group at least.
+    """The last clips in whole groups: about half of all clips, at least one group.
 
-    All clips where there is but one group.
+    All clips if they fit in one group.
     """
     if num_clips <= group:
         return num_clips
@@ -272,6 +270,6 @@ def _latency(seconds: Sequence[float]) -> Latency:
 
 
 def percentile(values: Iterable[float], percent: int) -> float:
-    """The smallest value that `percent` of a hundred do not exceed; 0 without values."""
+    """The smallest value that at least `percent` % of the values do not exceed; 0 if empty."""
     ordered = sorted(values)
     return ordered[-(-percent * len(ordered) // 100) - 1] if ordered else 0.0

@@ -1,4 +1,4 @@
-"""Owns the rank x time picture in text, with the place of an error marked in it."""
+"""Owns the rank x time grid in text, with marks for errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CLIP_SIGNS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 def clip_sign(clip: int) -> str:
-    """The character that stands for a clip; they repeat after 62."""
+    """The character of a clip; the characters repeat after 62 clips."""
     return _CLIP_SIGNS[clip % len(_CLIP_SIGNS)]
 
 
@@ -26,16 +26,17 @@ def draw_grid(
     width: int = 80,
     marks: Mapping[int, str] | None = None,
 ) -> list[str]:
-    """One line a rank, time to the right: each column shows what the rank did for most of it.
+    """Draw one line for each rank; each column shows what the rank did for most of its time.
 
     Args:
         spans: forecast or measured, in seconds from any origin.
         world_size: number of lines.
-        width: columns of time; fewer are drawn where the whole is shorter than that many steps.
-        marks: a rank's remark, printed behind its line, such as `died here`.
+        width: number of columns; fewer if the run is shorter than that many steps.
+        marks: by rank, a remark such as `died here` after its line.
 
     Returns:
-        The lines, without line ends. Steps show the clip's sign, encode `<`, decode `>`, idle `.`.
+        The lines, without line ends. A step shows the clip's sign, encode `<`, decode `>`, idle
+        `.`.
     """
     begin = min((span.start for span in spans), default=0.0)
     total = max((span.end for span in spans), default=0.0) - begin
@@ -53,7 +54,7 @@ def draw_grid(
 
 
 def _num_columns(spans: Sequence[Span], total: float, width: int) -> int:
-    """At most `width`: a column for each step, or for each two, three ... that it all fits."""
+    """A column for each step, or for each two, three and so on, so that `width` is enough."""
     step = min(
         (
             (span.end - span.start) / (span.action.end - span.action.start)
@@ -62,14 +63,14 @@ def _num_columns(spans: Sequence[Span], total: float, width: int) -> int:
         ),
         default=0.0,
     )
-    # A step may be next to nothing beside a decode.
+    # A step can be negligible compared with a decode.
     whole = round(total / step) if step * 1e6 > total else width
     steps_a_column = max(1, math.ceil(whole / width))
     return max(1, whole // steps_a_column)
 
 
 def _cells(spans: Sequence[Span], begin: float, total: float, columns: int) -> str:
-    """The sign of the span that fills most of each column; idle where idling fills most."""
+    """For each column the sign that fills most of it."""
     if not total:
         return IDLE * columns
     column = total / columns

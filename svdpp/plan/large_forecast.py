@@ -1,4 +1,4 @@
-"""Owns forecasts without action lists: by recurrence, for thousands of ranks and clips."""
+"""Owns the forecast by recurrence, without action lists, for thousands of ranks and clips."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from svdpp.plan.layout import Layout
 from svdpp.plan.schedule import Route
 from svdpp.plan.split import Cuts
 
-#: Visits of clips at ranks that one forecast walks: some seconds.
+#: The most visits (one clip at one rank) of one forecast, which takes a few seconds.
 MAX_VISITS = 5_000_000
 
-# Clips for each rank of a queue that counts as long.
+# Clips for each rank in a queue that is long enough for a constant rate.
 _QUEUED_PER_RANK = 16
 
-#: One clip's way: each rank it comes by, and the seconds of its work there.
+#: The path of one clip: each rank that it visits, and the seconds of work there.
 Way = tuple[tuple[int, float], ...]
 
 
 def forecast_layout(layout: Layout, num_clips: int, arrivals: Sequence[float] = ()) -> Forecast:
-    """What `layout` makes of `num_clips` clips, at the costs that it is cut by.
+    """Forecast `num_clips` clips in `layout` with the costs of the layout.
 
-    The replay of its action lists gives the same; this takes a microsecond for each visit of a clip
-    at a rank, and where all replicas are alike walks one of them.
+    The result equals a replay of the action lists. It takes about a microsecond for each visit of a
+    clip at a rank, and computes one replica only if all replicas are alike.
 
     Args:
-        layout: who does what.
+        layout: of the ranks.
         num_clips: 1 or more.
-        arrivals: when each clip is there to be begun, in rising order; empty: all from the start.
+        arrivals: time at which each clip arrives, increasing; empty: all at the start.
 
     Raises:
-        RequestError: more visits than some seconds of work.
+        RequestError: more than `MAX_VISITS` visits.
     """
     alike = layout.replicas_are_alike
     _check_size(layout, num_clips, walks_all=bool(arrivals) or not alike)
@@ -60,7 +60,7 @@ def forecast_layout(layout: Layout, num_clips: int, arrivals: Sequence[float] = 
 
 
 def steady_seconds_per_clip(layout: Layout) -> float:
-    """Mean time between finished clips of a queue so long that its ends weigh little."""
+    """Mean time between finished clips in a queue so long that its ends matter little."""
     most = max(layout.replicas, MAX_VISITS // layout.num_stages // 10)
     num_clips = min(_QUEUED_PER_RANK * layout.world_size, most)
     return forecast_layout(layout, num_clips).seconds_per_clip
@@ -72,14 +72,14 @@ def _check_size(layout: Layout, num_clips: int, *, walks_all: bool) -> None:
         raise RequestError(
             f"{num_clips} clips on {layout.world_size} ranks in replicas of {layout.replica_size} "
             "are too many to forecast",
-            f"--clips {max(1, MAX_VISITS // layout.num_stages)} or fewer show the same rate",
+            f"use --clips {max(1, MAX_VISITS // layout.num_stages)} or fewer: the rate is the same",
         )
 
 
 def _ways(
     layout: Layout, clips: Iterable[int], replica: int, known: dict[tuple[int, int, Cuts], Way]
 ) -> Iterator[Way]:
-    """The ways of one replica's clips, told apart by what they differ in."""
+    """The paths of one replica's clips; equal paths are computed once."""
     for clip in clips:
         kind = replica, clip // layout.replicas % layout.decoders, layout.cuts(clip)
         way = known.get(kind)
@@ -89,7 +89,7 @@ def _ways(
 
 
 def way_of(route: Route, costs: Costs) -> Way:
-    """A route's ranks, each with the seconds of the clip's work there."""
+    """The ranks of a route, each with the seconds of work on the clip."""
     seconds = [part.num_steps * costs.step_on(part.rank) for part in route.ranges]
     if not route.start:
         seconds[0] += costs.encode_on(route.ranges[0].rank)
@@ -101,16 +101,16 @@ def way_of(route: Route, costs: Costs) -> Way:
 def walk(
     ways: Iterable[Way], transfer: Callable[[int, int], float], arrivals: Sequence[float] = ()
 ) -> Iterator[tuple[float, float]]:
-    """Yields each clip's beginning (or pending, where there are any) and end.
+    """Yield the start (arrival, if `arrivals` are given) and end of each clip.
 
-    By the rules of the replay. All that a visit waits for belongs to clips before it, or to its own
-    clip at the rank before: so clips can be walked one after the other. A transfer waits for its
-    receive, which the target posts when it turns to the visit before this one, and for the transfer
-    before it on its link; for that one its sender waits too.
+    The rules are those of the replay. A visit waits only for earlier clips, or for its own clip at
+    the previous rank, so clips can be computed one after the other. A transfer waits for its
+    receive, which the target posts at the start of the visit before this one, and for the previous
+    transfer on its link. The sender waits for that transfer too.
     """
-    free: defaultdict[int, float] = defaultdict(float)  # when the rank turned to its next visit
-    before: defaultdict[int, float] = defaultdict(float)  # and to the one before that
-    over: dict[tuple[int, int], float] = {}  # when the last transfer of a link was over
+    free: defaultdict[int, float] = defaultdict(float)  # when the rank is free for its next visit
+    before: defaultdict[int, float] = defaultdict(float)  # and for the visit before that
+    over: dict[tuple[int, int], float] = {}  # when the last transfer on a link ended
     for index, way in enumerate(ways):
         end = here = arrivals[index] if arrivals else 0.0
         begun = here if arrivals else free[way[0][0]]
@@ -127,7 +127,7 @@ def walk(
 
 
 def poisson_arrivals(num_clips: int, per_second: float, seed: int = 0) -> list[float]:
-    """When clips arrive that know nothing of each other, `per_second` of them on average."""
+    """Arrival times of a Poisson process with `per_second` clips on average."""
     gaps = random.Random(seed)
     now, times = 0.0, []
     for _ in range(num_clips):

@@ -1,4 +1,4 @@
-"""Owns the layout: which ranks form replicas, where each clip is cut, and so the way it takes."""
+"""Owns the layout: which ranks form replicas, where each clip is cut, and its route."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SPLITS: tuple[Split, ...] = get_args(Split)
 
 @dataclass(frozen=True, kw_only=True)
 class Roles:
-    """Which parts of the model a rank ever uses; it need not load the others."""
+    """The parts of the model that a rank uses; it does not load the others."""
 
     encode: bool
     denoise: bool
@@ -37,28 +37,27 @@ class Roles:
 
 @dataclass(frozen=True, kw_only=True)
 class StepShare:
-    """What one rank does of its replica's clips; a decoder, of those that are its turn."""
+    """The steps that one rank does of each clip; for a decoder, of each clip that it decodes."""
 
     rank: int
     start: int
-    """The earliest step that it ever begins at."""
+    """The earliest step at which it starts a clip."""
     end: int
-    """The step that it never goes beyond."""
+    """The latest step (exclusive) at which it stops."""
     mean_steps: float
-    """Steps of a clip, on average over clips."""
+    """Mean number of steps for each clip."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Ranks in `replicas` replicas of one length; clip i goes down replica i mod `replicas`.
+    """`replicas` replicas of equal size; clip i runs on replica i mod `replicas`.
 
-    A replica is a row of ranks that end in `decoders` ranks which take its clips in turn: those do
-    the last steps and the decode, each of every `decoders`-th clip. Replicas of one rank are plain
-    data parallel. Every rank meets its clips in rising order, so no lists of actions made from
-    these routes wait for each other in a circle.
+    A replica is a sequence of ranks. Its last `decoders` ranks alternate: each does the last steps
+    and the decode of every `decoders`-th clip. Replicas of one rank are data parallel. Every rank
+    gets its clips in increasing order, so action lists made from these routes cannot deadlock.
 
     Raises:
-        RequestError: counts that do not fit each other, at construction.
+        RequestError: counts that do not fit together.
     """
 
     num_steps: int
@@ -69,11 +68,11 @@ class Layout:
     replicas: int = 1
     """Number of replicas R, a divisor of W."""
     decoders: int = 1
-    """Ranks at the end of each replica that take turns to finish clips, 1 to W / R."""
+    """Ranks at the end of each replica that finish its clips alternately, 1 to W / R."""
     costs: Costs = field(default_factory=Costs)
-    """What `balanced` and `dithered` cut by."""
+    """The costs by which `balanced` and `dithered` cut."""
     decodes: bool = True
-    """Whether clips become frames."""
+    """Whether clips are decoded to frames."""
 
     def __post_init__(self) -> None:
         check_counts(self.num_steps, self.world_size)
@@ -88,12 +87,12 @@ class Layout:
         if self.replicas < 1 or self.world_size % self.replicas:
             near = sorted(divisors(self.world_size), key=lambda n: abs(n - self.replicas))[:2]
             raise RequestError(
-                f"{self.world_size} ranks cannot form {self.replicas} replicas of one length",
+                f"{self.world_size} ranks cannot form {self.replicas} replicas of equal size",
                 f"use {' or '.join(f'--replicas {n}' for n in sorted(near))}",
             )
         if not 1 <= self.decoders <= self.replica_size:
             raise RequestError(
-                f"--decoders must be 1 to {self.replica_size}, the ranks of a replica, "
+                f"--decoders must be 1 to {self.replica_size}, the size of a replica, "
                 f"got {self.decoders}"
             )
 
@@ -102,7 +101,7 @@ class Layout:
             raise RequestError(
                 f"{self.num_steps} steps cannot be split evenly over the {self.num_stages} stages "
                 "of a replica",
-                "--split balanced and --split dithered take any number of steps",
+                "use --split balanced or --split dithered, which allow any number of steps",
             )
         try:
             split_steps(self.num_steps, self.num_stages)
@@ -124,19 +123,19 @@ class Layout:
 
     @cached_property
     def replica_ranks(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each replica, in the order in which its clips come by."""
+        """The ranks of each replica, in the order in which clips visit them."""
         return assign_replicas(self.world_size, self.replica_size, self.costs.ranks_per_host)
 
     @property
     def replicas_are_alike(self) -> bool:
-        """Whether one replica takes as long as another, transfers between hosts included."""
+        """Whether all replicas take equally long, transfers between hosts included."""
         if self.costs.differ_by_rank:
             return False
         crossed = {self._crossings(ranks) for ranks in self.replica_ranks}
         return len(crossed) == 1
 
     def _crossings(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
-        """Places in a replica at which another host begins; none where all is one host."""
+        """Positions in a replica after which the host changes; none if all is one host."""
         if self.costs.ranks_per_host is None:
             return ()
         hosts = [self.costs.host_of(rank) for rank in ranks]
@@ -144,25 +143,25 @@ class Layout:
 
     @property
     def num_stages(self) -> int:
-        """Places that a clip comes by: a replica's ranks, its decoders counted as one."""
+        """Stages of a replica: its ranks, with all decoders counted as one."""
         return self.replica_size - self.decoders + 1
 
     def route(self, clip: int) -> Route:
-        """The way of the clip with this index, the same whatever clips there are beside it."""
+        """The route of the clip with this index; it does not depend on other clips."""
         replica, index = clip % self.replicas, clip // self.replicas
         return self._route(clip, replica, index, self.cuts(clip))
 
     def cuts(self, clip: int) -> Cuts:
-        """Where the clip with this index is cut: 0, the steps done after each stage."""
+        """The cuts of the clip with this index: 0, then the steps done after each stage."""
         return self._cuts_of(clip % self.replicas).cuts(clip // self.replicas)
 
     def routes(self, clips: Iterable[int]) -> list[Route]:
-        """The ways of `clips`, in their order."""
+        """The routes of `clips`, in order."""
         return [self.route(clip) for clip in clips]
 
     @cached_property
     def links(self) -> tuple[tuple[int, int], ...]:
-        """All (from, to) that some clip may ever pass, in one order for all ranks to connect in."""
+        """All pairs (from, to) that a clip can use, in the order in which ranks connect."""
         return tuple(
             sorted(
                 {
@@ -175,7 +174,7 @@ class Layout:
 
     @cached_property
     def roles(self) -> tuple[Roles, ...]:
-        """What each rank may ever have to do for some clip."""
+        """The parts of the model that each rank can need."""
         encode: set[int] = set()
         denoise: set[int] = set()
         decode: set[int] = set()
@@ -190,14 +189,14 @@ class Layout:
 
     @cached_property
     def peak_gib(self) -> tuple[float | None, ...]:
-        """Peak memory of each rank; None where the costs do not say."""
+        """Peak memory of each rank, GiB; None if the costs do not give it."""
         return tuple(
             self.costs.peak_gib(encode=role.encode, denoise=role.denoise, decode=role.decode)
             for role in self.roles
         )
 
     def shares(self, replica: int) -> list[StepShare]:
-        """What each rank of replica `replica` does, in their order."""
+        """The steps of each rank of replica `replica`, in order."""
         ranges: dict[int, list[StepRange]] = {}
         for route in self._kinds_of_route(replica):
             for part in route.ranges:
@@ -213,12 +212,12 @@ class Layout:
 
     @cached_property
     def all_shares(self) -> tuple[StepShare, ...]:
-        """What each rank does of its replica's clips, by rank."""
+        """The steps that each rank does of its replica's clips, by rank."""
         shares = (share for replica in range(self.replicas) for share in self.shares(replica))
         return tuple(sorted(shares, key=lambda share: share.rank))
 
     def stages(self, replica: int) -> list[Stage]:
-        """The places of replica `replica`, in the order in which its clips come by."""
+        """The stages of replica `replica`, in the order in which clips visit them."""
         ranks = self.replica_ranks[replica]
         body, tail = ranks[: -self.decoders], ranks[-self.decoders :]
         return [self._stage((rank,), is_first=rank == ranks[0]) for rank in body] + [
@@ -238,7 +237,7 @@ class Layout:
         )
 
     def _route(self, clip: int, replica: int, turn: int, cuts: Cuts) -> Route:
-        """Stages without steps are passed by, but for the first and the last one."""
+        """The route of one clip; it skips stages without steps, except the first and the last."""
         ranks, body = self.replica_ranks[replica], self.replica_size - self.decoders
         ranges = [
             StepRange(ranks[index], cuts[index], cuts[index + 1])
@@ -253,7 +252,7 @@ class Layout:
 
     @cached_property
     def _cuts(self) -> tuple[FixedCuts | DitheredCuts, ...]:
-        """One for each replica, or one for all of them where all ranks are alike."""
+        """One for each replica, or a single one if all ranks are alike."""
         replicas = range(self.replicas if self.costs.differ_by_rank else 1)
         return tuple(self._new_cuts(self.stages(replica)) for replica in replicas)
 
@@ -270,7 +269,7 @@ class Layout:
             yield from self._kinds_of_route(replica)
 
     def _kinds_of_route(self, replica: int) -> Iterator[Route]:
-        """A route of every kind that the replica's clips may take; clip indices mean nothing."""
+        """One route of each kind that a clip of the replica can take; its clip index is 0."""
         for turn, cuts in self._cuts_of(replica).all_cuts():
             yield self._route(0, replica, turn, cuts)
 
@@ -278,17 +277,16 @@ class Layout:
 def assign_replicas(
     world_size: int, replica_size: int, ranks_per_host: int | None
 ) -> tuple[tuple[int, ...], ...]:
-    """Ranks in replicas: neighbours on one host where they can be, no replica on two without
-    need.
+    """The ranks of each replica, with as many replicas as possible on one host.
 
-    Each host takes as many whole replicas as it has room for; what is left over on the hosts
-    forms the others, in order. On one host replica 0 is the first ranks, replica 1 the next, and so
-    on.
+    Each host gets as many whole replicas as fit. The remaining ranks of all hosts form the other
+    replicas, in order. On a single host replica 0 has the first ranks, replica 1 the next ones, and
+    so on.
 
     Args:
         world_size: W.
-        replica_size: a divisor of it.
-        ranks_per_host: a divisor of W; None: all are on one host.
+        replica_size: a divisor of W.
+        ranks_per_host: a divisor of W; None: all ranks are on one host.
     """
     on_host = ranks_per_host or world_size
     replica_ranks: list[tuple[int, ...]] = []
@@ -305,5 +303,5 @@ def assign_replicas(
 
 
 def divisors(number: int) -> list[int]:
-    """All whole numbers that divide `number`, in rising order."""
+    """All divisors of `number`, in increasing order."""
     return [each for each in range(1, number + 1) if number % each == 0]

@@ -1,4 +1,4 @@
-"""Owns the costs that others have published, by name, each with its source."""
+"""Owns the cost presets: published measurements, by name, each with its source."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from svdpp.plan.costs import Costs
 _STABILITY = (
     "https://huggingface.co/stabilityai/stable-video-diffusion-img2vid-xt-1-1-tensorrt, table "
     "'SVD-XT 1.1 (25 frames, 25 steps)': TensorRT, 576x1024; step: UNet x 25 / 25, encode: CLIP + "
-    "VAE encoder, decode: VAE decoder; hand-overs, writing and memory are not given there"
+    "VAE encoder, decode: VAE decoder; the table does not give transfers, writing or memory"
 )
-# Latents 25x4x72x128, image latents 4x72x128, image embedding 1024, three time ids, in fp16.
+# In fp16: latents 25x4x72x128, image latents 4x72x128, image embedding 1024, three time ids.
 _XT_PACKET_BYTES = 2 * (25 * 4 * 72 * 128 + 4 * 72 * 128 + 1024 + 3)
 
 
 def _published(
     device: str, unet_ms: float, clip_ms: float, vae_encoder_ms: float, vae_decoder_ms: float
 ) -> Costs:
-    """A column of the table: milliseconds of 25 UNet calls, and of each other part."""
+    """Costs from a column of the table: milliseconds of 25 UNet calls and of each other part."""
     return Costs(
         step_seconds=unet_ms / 25 / 1000,
         encode_seconds=(clip_ms + vae_encoder_ms) / 1000,
@@ -39,17 +39,17 @@ PRESETS = {
 
 
 def find_costs(name_or_path: str) -> Costs:
-    """The preset of that name, else the file at that path.
+    """The preset of that name, else the costs file at that path.
 
     Raises:
-        InputError: the file cannot be read, or is no JSON.
-        RequestError: there is neither, or what the file holds are no costs.
+        InputError: the file cannot be read, or is not JSON.
+        RequestError: neither exists, or the file has invalid content.
     """
     if name_or_path in PRESETS:
         return PRESETS[name_or_path]
     if not Path(name_or_path).exists():
         raise RequestError(
-            f"costs {name_or_path!r} are neither a file nor a preset",
+            f"--costs {name_or_path!r} is neither a file nor a preset",
             f"presets: {', '.join(PRESETS)}",
         )
     return Costs.load(name_or_path)

@@ -1,4 +1,4 @@
-"""Owns the order of work: routes of clips through ranks -> one list of actions for each rank."""
+"""Owns the schedule: turns the routes of clips into one action list for each rank."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from svdpp.plan.split import StepRange
 
 _BEGINNINGS = (Kind.ENCODE, Kind.LOAD)
 
-#: For each rank, what it does, in order.
+#: The action list of each rank.
 Schedule = tuple[tuple[Action, ...], ...]
 
 
 @dataclass(frozen=True)
 class Route:
-    """The way of one clip: who does which steps, in the clip's own order.
+    """The route of one clip: which rank does which steps, in order.
 
     Args:
         clip: index of the clip.
-        ranges: consecutive step ranges up to the last step; empty ranges mark a rank that only
-            encodes (first) or only decodes (last). A way that does not begin at step 0 begins with
-            the packet that an earlier run kept there.
-        decodes: whether the last rank of the way also decodes.
+        ranges: consecutive step ranges up to the last step; a rank with an empty range only
+            encodes (first) or only decodes (last). A route that starts after step 0 starts from
+            the latent checkpoint of an earlier run.
+        decodes: whether the last rank also decodes.
     """
 
     clip: int
@@ -35,26 +35,25 @@ class Route:
     def __post_init__(self) -> None:
         done = self.start
         if done < 0:
-            raise ValueError(f"clip {self.clip}: begins before step 0: {self.ranges}")
+            raise ValueError(f"clip {self.clip}: starts before step 0: {self.ranges}")
         for part in self.ranges:
             if part.start != done or part.end < part.start:
-                raise ValueError(
-                    f"clip {self.clip}: ranges do not follow each other: {self.ranges}"
-                )
+                raise ValueError(f"clip {self.clip}: ranges are not consecutive: {self.ranges}")
             done = part.end
         ranks = [part.rank for part in self.ranges]
         if not ranks or len(set(ranks)) != len(ranks):
-            raise ValueError(f"clip {self.clip}: a rank is visited twice, or none: {self.ranges}")
+            raise ValueError(f"clip {self.clip}: no ranks, or a rank twice: {self.ranges}")
 
     @property
     def start(self) -> int:
-        """Steps done before the way begins; above 0 where an earlier run did them."""
+        """Steps done before the route starts; above 0 if an earlier run did them."""
         return self.ranges[0].start if self.ranges else 0
 
     def resumed(self, at: int) -> Route:
-        """What is left of the way when `at` steps are done already: the ranks before are skipped.
+        """The rest of the route after `at` steps, without the ranks that have no steps left.
 
-        The rank that would do step `at` begins there; the last rank stays, since it delivers.
+        It starts with the rank that does step `at`. The last rank always stays, because it finishes
+        the clip.
         """
         *before, last = self.ranges
         left = [part._replace(start=max(part.start, at)) for part in before if part.end > at]
@@ -63,7 +62,7 @@ class Route:
 
 @dataclass(frozen=True)
 class _Visit:
-    """One clip at one rank: the RECV it begins with, where it does, and the rest."""
+    """One clip at one rank: its RECV, if it has one, and its other actions."""
 
     pending: Action | None
     work: tuple[Action, ...]
@@ -72,7 +71,7 @@ class _Visit:
 def data_parallel_routes(
     num_steps: int, world_size: int, clips: Iterable[int], *, decodes: bool = True
 ) -> list[Route]:
-    """Every clip whole on one rank, ranks in turn: what users of diffusers do today."""
+    """Each clip on one rank, ranks in rotation: the usual way to run diffusers on several GPUs."""
     return [
         Route(clip, (StepRange(index % world_size, 0, num_steps),), decodes)
         for index, clip in enumerate(clips)
@@ -80,11 +79,11 @@ def data_parallel_routes(
 
 
 def build_schedule(routes: Sequence[Route], world_size: int) -> Schedule:
-    """Each rank's list: clips in the order of `routes`, each receive posted one clip ahead.
+    """Each rank's action list: clips in the order of `routes`, each receive posted one clip ahead.
 
-    Posting the receive of the next clip before the work on this one lets the transfer run beneath
-    the denoising, and never more than two packets are on their way to a rank: the one that has been
-    posted, and one its sender still holds.
+    A rank posts the receive of the next clip before it works on this one, so the transfer overlaps
+    with denoising. At most two packets are in flight to a rank: the posted one, and one that its
+    sender still holds.
     """
     visits: list[list[_Visit]] = [[] for _ in range(world_size)]
     for route in routes:
@@ -123,10 +122,10 @@ def _post_receives_ahead(visits: Sequence[_Visit]) -> tuple[Action, ...]:
 
 
 def connect_rounds(links: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """Rounds in which links open: those of one round share no rank, so they open at the same time.
+    """Group links into rounds; the links of a round share no rank, so they can open concurrently.
 
-    A greedy edge colouring: a chain of any length takes 2 rounds, and no graph takes more than
-    twice the largest number of links at one rank, less 1.
+    This is a greedy edge colouring: a pipeline of any length takes 2 rounds, and no graph takes
+    more than twice the largest number of links at one rank, minus 1.
 
     Args:
         links: pairs (from, to).
@@ -145,19 +144,19 @@ def connect_rounds(links: Iterable[tuple[int, int]]) -> list[list[tuple[int, int
 
 
 def check_schedule(schedule: Schedule, num_steps: int) -> None:
-    """Proves that every clip is begun once, walked step by step in order, and delivered once.
+    """Check that every clip is started once, does each step once in order, and is finished once.
 
-    A clip is begun by ENCODE at step 0, or by LOAD where an earlier run stood.
-
-    A rank can only work on a clip that it holds, at the step at which it holds it. What it sends it
-    no longer holds, and what is sent is received once: so no step is left out or done twice.
+    A clip is started by ENCODE at step 0, or by LOAD at the step that an earlier run reached. A
+    rank can work only on a clip that it holds, and only at the current step of that clip. It no
+    longer holds a clip that it has sent, and each sent packet is received once. So no step is
+    skipped or repeated.
 
     Raises:
-        ValueError: naming the first action that cannot be done, or what is missing at the end.
+        ValueError: it names the first action that cannot be done, or what is missing at the end.
     """
     transfers: Counter[tuple[int, int, int, int]] = Counter()
-    begun: Counter[int] = Counter()
-    delivered: Counter[int] = Counter()
+    started: Counter[int] = Counter()
+    finished: Counter[int] = Counter()
     for rank, rank_actions in enumerate(schedule):
         held: dict[int, int] = {}
         decoded: set[int] = set()
@@ -170,23 +169,23 @@ def check_schedule(schedule: Schedule, num_steps: int) -> None:
             elif action.kind is Kind.SEND:
                 transfers[rank, action.peer, action.clip, action.start] += 1
             elif action.kind in _BEGINNINGS:
-                begun[action.clip] += 1
+                started[action.clip] += 1
             elif action.kind is Kind.FINISH:
-                delivered[action.clip] += 1
+                finished[action.clip] += 1
         if held:
-            raise ValueError(f"rank {rank} is left with {_clips(held)}")
+            raise ValueError(f"rank {rank} ends with unfinished clips: {_clips(held)}")
     odd = sorted(transfer for transfer, count in transfers.items() if count)
     if odd:
-        raise ValueError(f"transfers (from, to, clip, step) without their other end: {odd[:3]}")
-    for what, clips in (("begun", begun), ("delivered", delivered)):
+        raise ValueError(f"unmatched transfers (from, to, clip, step): {odd[:3]}")
+    for what, clips in (("started", started), ("finished", finished)):
         if wrong := sorted(clip for clip, count in clips.items() if count != 1):
             raise ValueError(f"{what} more than once: clips {wrong[:3]}")
-    if different := sorted(begun.keys() ^ delivered.keys()):
-        raise ValueError(f"begun but not delivered, or not begun: clips {different[:3]}")
+    if different := sorted(started.keys() ^ finished.keys()):
+        raise ValueError(f"started but not finished, or not started: clips {different[:3]}")
 
 
 def _can_follow(action: Action, held: dict[int, int], decoded: set[int], num_steps: int) -> bool:
-    """Does `action` to what a rank holds (clip -> steps done); whether it could be done."""
+    """Apply `action` to `held` (clip -> steps done); return whether it was possible."""
     clip = action.clip
     if action.kind in (*_BEGINNINGS, Kind.RECV):
         fresh = clip not in held and (action.kind is not Kind.ENCODE or action.start == 0)

@@ -1,16 +1,16 @@
-"""Owns SVD's noise levels, so that a plan can name them without loading a scheduler."""
+"""Owns SVD's noise levels, so that a plan can show them without a scheduler."""
 
 from __future__ import annotations
 
 # stabilityai/stable-video-diffusion-img2vid-xt, scheduler/scheduler_config.json
 SIGMA_MIN = 0.002
 SIGMA_MAX = 700.0
-# Karras et al. 2022 (arXiv:2206.00364), eq. 5; the value diffusers' Euler scheduler uses
+# Karras et al. 2022 (arXiv:2206.00364), eq. 5; diffusers' Euler scheduler uses the same value
 RHO = 7.0
 
 
 def karras_sigmas(num_steps: int) -> list[float]:
-    """Noise level before each step, then 0 after the last: `num_steps + 1` values, falling.
+    """Noise level before each step, then 0: `num_steps + 1` decreasing values.
 
     The formula of EDM (arXiv:2206.00364, eq. 5) with SVD's range, as
     `EulerDiscreteScheduler.set_timesteps` computes it for `use_karras_sigmas`.

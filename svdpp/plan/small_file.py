@@ -1,4 +1,4 @@
-"""Owns reading small text files from strangers: costs, starts, configurations, clips' metadata."""
+"""Owns reading small untrusted text files: costs, draft profiles, configurations, metadata."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ MAX_BYTES = 1_000_000
 def read_small_file(path: Path, what: str, max_bytes: int = MAX_BYTES) -> bytes:
     """The content of a regular file of at most `max_bytes`.
 
-    A pipe or device in its place is refused instead of waited for.
+    A pipe or device is refused, because a read of it could block.
 
     Args:
         path: of the file.
-        what: the kind of file, for messages, such as `costs`.
-        max_bytes: no such file is larger.
+        what: the kind of file, for messages, such as `costs file`.
+        max_bytes: the limit.
 
     Raises:
-        InputError: it cannot be read, is no regular file, or is larger.
+        InputError: the file cannot be read, is not a regular file, or is larger.
     """
     try:
         with open(path, "rb", opener=lambda p, flags: os.open(p, flags | os.O_NONBLOCK)) as file:
@@ -39,5 +39,5 @@ def read_small_file(path: Path, what: str, max_bytes: int = MAX_BYTES) -> bytes:
 
 
 def is_version(value: object, version: int) -> bool:
-    """Whether a file's `schema_version` is `version`; `true` and `1.0` are not 1."""
+    """Whether a file's `schema_version` is `version`; `true` and `1.0` do not count as 1."""
     return type(value) is int and value == version

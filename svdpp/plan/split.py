@@ -1,9 +1,8 @@
-"""Owns the rules that cut `num_steps` denoising steps into ranges, one for each stage of a replica.
+"""Owns the rules that cut the denoising steps of a clip into ranges, one for each stage.
 
-A step's result does not depend on the rank that does it, so where the cuts lie is free, and for
-each clip anew. `uniform` cuts into equal ranges; `balanced` into whole ranges whose slowest stage
-is as fast as any can be; `dithered` into ranges that differ from clip to clip, so that over clips
-every stage has the same work to a fraction of a step.
+The result of a step does not depend on the rank, so each clip can be cut anywhere. `uniform` makes
+equal ranges. `balanced` makes the slowest stage as fast as whole steps allow. `dithered` varies the
+ranges from clip to clip, so that on average all stages have equal work to a fraction of a step.
 """
 
 from __future__ import annotations
@@ -18,24 +17,23 @@ from typing import NamedTuple
 from svdpp.errors import RequestError
 from svdpp.plan.limits import MAX_PLANNED_STEPS, MAX_RANKS
 
-#: Cut positions of one clip: 0, the steps done after each stage, and so the number of steps last.
+#: Cut positions of one clip: 0, then the steps done after each stage; the last is N.
 Cuts = tuple[int, ...]
 
-# Cut positions and phases are whole numbers of 2^-64 steps: exact, and alike on every machine.
+# Cut positions and phases are integers in units of 2^-64 steps: exact, and equal on all machines.
 _UNIT_BITS = 64
 _UNIT = 1 << _UNIT_BITS
-# 2^64 / golden ratio: of all additive sequences its multiples fill the circle most evenly.
+# 2^64 / golden ratio: its multiples modulo 2^64 are the most evenly spread additive sequence.
 _GOLDEN = 0x9E3779B97F4A7C15
-# An encode or decode stage gets no steps where they would speed the replica up by less than this:
-# they would cost its rank the UNet's weights.
+# An encode or decode stage gets no steps if they speed the replica up by less than this fraction,
+# because its rank would have to hold the weights of the UNet.
 _WORTH_A_UNET = 0.005
 
 
 class StepRange(NamedTuple):
     """Steps `start` to `end` (exclusive) of a clip, done by `rank`.
 
-    `start` is also the number of steps already done when the latent arrives, and `end` when it
-    leaves.
+    `start` is also the number of steps done when the latent arrives, `end` when it leaves.
     """
 
     rank: int
@@ -50,12 +48,12 @@ class StepRange(NamedTuple):
 
 @dataclass(frozen=True)
 class Stage:
-    """One place in a replica: a rank, or several that take the replica's clips in turn.
+    """A stage of a replica: one rank, or several that alternate.
 
     Args:
-        ranks: who takes turns; the replica's clip q goes to `ranks[q % len(ranks)]`.
+        ranks: of the stage; clip q of the replica goes to `ranks[q % len(ranks)]`, its turn.
         step_seconds: of one step, for each of `ranks`.
-        fixed_seconds: of what a clip needs here beside steps (encode, decode), for each of `ranks`.
+        fixed_seconds: of encode and decode in this stage, for each of `ranks`.
     """
 
     ranks: tuple[int, ...]
@@ -63,30 +61,30 @@ class Stage:
     fixed_seconds: tuple[float, ...]
 
     def seconds(self, num_steps: int) -> float:
-        """What `num_steps` of every clip take here, for each clip of the replica: the slowest turn.
+        """Seconds for each clip of the replica if the stage does `num_steps` of it.
 
-        A rank that takes every k-th clip has k times as long for it.
+        The slowest rank counts. A rank that does every k-th clip has k times as long for it.
         """
         turns = zip(self.fixed_seconds, self.step_seconds, strict=True)
         return max(fixed + num_steps * step for fixed, step in turns) / len(self.ranks)
 
     def steps_within(self, seconds: float, turn: int) -> float:
-        """Steps, as a real number, that this turn's rank can do where each clip has `seconds`."""
+        """Steps, not rounded, that rank `turn` can do if the stage has `seconds` for each clip."""
         left = seconds * len(self.ranks) - self.fixed_seconds[turn]
         return max(0.0, left / self.step_seconds[turn])
 
 
 def split_steps(num_steps: int, world_size: int) -> tuple[StepRange, ...]:
-    """The uniform rule: `start = rank * (num_steps // world_size)`, all ranges of one length.
+    """The uniform rule: `start = rank * (num_steps // world_size)`, all ranges of equal length.
 
     Raises:
-        RequestError: counts that are not positive, more ranks than steps, or steps that the world
-            does not divide; then the nearest step counts that it does are named.
+        RequestError: counts that are not positive, more ranks than steps, or a number of steps that
+            is not a multiple of `world_size`; then the error names the nearest multiples.
     """
     check_counts(num_steps, world_size)
     if world_size > num_steps:
         raise RequestError(
-            f"{world_size} ranks are more than {num_steps} steps: a rank would have nothing to do",
+            f"{world_size} ranks are more than {num_steps} steps: some would have no step",
             f"use --steps {world_size} or more, or --world {num_steps} or fewer",
             details={"steps": num_steps, "ranks": world_size},
         )
@@ -105,10 +103,10 @@ def split_steps(num_steps: int, world_size: int) -> tuple[StepRange, ...]:
 
 
 def check_counts(num_steps: int, world_size: int) -> None:
-    """Refuses counts that are not positive, or beyond the limits of a plan.
+    """Check that the counts are positive and within the limits of a plan.
 
     Raises:
-        RequestError: naming the count.
+        RequestError: one is not; it names the count.
     """
     counts = (("steps", num_steps, MAX_PLANNED_STEPS), ("ranks", world_size, MAX_RANKS))
     for name, count, most in counts:
@@ -119,16 +117,16 @@ def check_counts(num_steps: int, world_size: int) -> None:
 
 
 def largest_world(num_steps: int, at_most: int) -> int:
-    """The largest number of ranks, 1 to `at_most`, that splits `num_steps` evenly."""
+    """The largest number of ranks, 1 to `at_most`, that divides `num_steps`."""
     return max(world for world in range(1, at_most + 1) if num_steps % world == 0)
 
 
 def balanced_cuts(num_steps: int, stages: Sequence[Stage]) -> Cuts:
-    """Whole ranges, the same for every clip, that make the slowest stage as fast as can be.
+    """Cuts, the same for every clip, that make the slowest stage as fast as possible.
 
-    Steps are given out one by one, each to the stage that will be done first with it. That is the
-    best: the last step of the slowest stage went there because every other stage would have been as
-    slow with it, and so in any other split one of them is. A stage may get no step at all.
+    Each step goes to the stage that would finish first with it. This greedy rule is optimal: the
+    slowest stage got its last step because every other stage would have been at least as slow with
+    it. So in any other split some stage is at least as slow. A stage can have no steps.
     """
     counts = [0] * len(stages)
     offers = [(stage.seconds(1), index) for index, stage in enumerate(stages)]
@@ -145,38 +143,37 @@ class FixedCuts:
     """The same cuts for every clip.
 
     Args:
-        each: those cuts.
-        num_turns: how many ranks the replica's last stage has.
+        each: the cuts.
+        num_turns: number of ranks in the replica's last stage.
     """
 
     each: Cuts
     num_turns: int
 
     def cuts(self, index: int) -> Cuts:  # noqa: ARG002  as in DitheredCuts
-        """The cuts of the replica's clip `index`."""
+        """The cuts of clip `index` of the replica."""
         return self.each
 
     def all_cuts(self) -> list[tuple[int, Cuts]]:
-        """Every (turn, cuts) that some clip may have."""
+        """Every pair (turn, cuts) that a clip can have."""
         return [(turn, self.each) for turn in range(self.num_turns)]
 
     def mean_steps(self, place: int, turn: int, num_turns: int) -> float:  # noqa: ARG002
-        """Steps done at stage `place`."""
+        """Steps done in stage `place`."""
         return float(self.each[place + 1] - self.each[place])
 
 
 class DitheredCuts:
-    """Real cut positions, rounded for each clip with a phase of its own.
+    """Fractional cut positions, rounded for each clip with a different phase.
 
-    A position c becomes floor(c + phase), the phase walking evenly over 0 to 1 as clips follow each
-    other: its mean over clips is c, a stage's steps differ by one at most, and ranges stay in order
-    since all positions of a clip share its phase.
+    A position c becomes floor(c + phase), and the phases of successive clips are spread evenly over
+    0 to 1. So the mean over clips is c, and the number of steps of a stage varies by at most one.
+    All positions of a clip share its phase, which keeps them in order.
 
     Args:
         num_steps: N, of each clip.
-        stages: of the replica. Where one has several ranks of unequal speed, each of their turns
-        has
-            positions of its own.
+        stages: of the replica. If a stage has several ranks of unequal speed, each turn has its own
+            positions.
     """
 
     def __init__(self, num_steps: int, stages: Sequence[Stage]) -> None:
@@ -188,20 +185,20 @@ class DitheredCuts:
         self._phase_step = _phase_step(turns)
 
     def cuts(self, index: int) -> Cuts:
-        """The cuts of the replica's clip `index`; clip 0 is rounded to the nearest step."""
+        """The cuts of clip `index` of the replica; those of clip 0 are rounded to nearest."""
         return self._rounded(index % len(self.positions), index * self._phase_step + _UNIT // 2)
 
     def all_cuts(self) -> list[tuple[int, Cuts]]:
-        """Every (turn, cuts) that some clip may have."""
+        """Every pair (turn, cuts) that a clip can have."""
         return [
             (turn, self._rounded(turn, phase))
             for turn, positions in enumerate(self.positions)
-            # The cuts change where a position steps over to the next whole number.
+            # The cuts change at the phases where a position reaches the next integer.
             for phase in sorted({-position % _UNIT for position in positions})
         ]
 
     def mean_steps(self, place: int, turn: int, num_turns: int) -> float:
-        """Steps done at stage `place`, on average over every clip whose turn there is `turn`."""
+        """Mean number of steps in stage `place`, over all clips whose turn there is `turn`."""
         own = self.positions[turn::num_turns]
         return sum(each[place + 1] - each[place] for each in own) / len(own) / _UNIT
 
@@ -211,24 +208,25 @@ class DitheredCuts:
 
 
 def _phase_step(turns: int) -> int:
-    """How far the phase goes from clip to clip, in units, so that it fills the circle evenly.
+    """The increment of the phase from clip to clip, in units, for evenly spread phases.
 
-    So must the phases of every turn's own clips: `turns` paces come to a golden one. Of the paces
-    for which they do, the one whose continued fraction has the smallest terms is itself most even
+    The phases of each turn's own clips must be evenly spread too, so `turns` increments modulo 1
+    are the golden ratio (or its complement). Of the increments with this property, the one whose
+    continued fraction has the smallest terms spreads the phases of all clips most evenly
     (Niederreiter, Random Number Generation and Quasi-Monte Carlo Methods, 1992, chapter 3).
     """
-    paces = [
+    increments = [
         (rounds * _UNIT + golden) // turns
         for rounds in range(turns)
         for golden in (_GOLDEN, _UNIT - _GOLDEN)
     ]
-    return min(paces, key=lambda pace: (max(_terms(pace)), sum(_terms(pace)), -pace))
+    return min(increments, key=lambda each: (max(_terms(each)), sum(_terms(each)), -each))
 
 
-def _terms(pace: int) -> list[int]:
-    """The first terms of the continued fraction of `pace` units."""
+def _terms(increment: int) -> list[int]:
+    """The first terms of the continued fraction of `increment` units."""
     terms: list[int] = []
-    whole, part = _UNIT, pace
+    whole, part = _UNIT, increment
     while part and len(terms) < 12:
         terms.append(whole // part)
         whole, part = part, whole % part
@@ -238,7 +236,7 @@ def _terms(pace: int) -> list[int]:
 def _shares_worth_a_unet(
     num_steps: int, stages: Sequence[Stage], turns: int
 ) -> list[tuple[float, ...]]:
-    """`_shares`, with no steps on an end of the replica where they would hardly matter."""
+    """`_shares`, with no steps in the first or last stage if they would gain too little."""
     free: list[int] = []
     seconds = best = _fair_seconds(num_steps, stages, free)
     for index in (len(stages) - 1, 0) if len(stages) > 1 else ():
@@ -251,10 +249,11 @@ def _shares_worth_a_unet(
 
 
 def _fair_seconds(num_steps: int, stages: Sequence[Stage], free: Sequence[int]) -> float:
-    """The least time for each clip in which the stages can do all its steps, if steps could be cut.
+    """The least seconds for each clip in which the stages can do all its steps.
 
-    Stages in `free` do none, and neither does one whose encode or decode alone takes longer. By
-    bisection: what can be done only grows with the time.
+    Steps count as divisible. Stages in `free` do no steps, and neither does a stage whose encode or
+    decode alone takes longer. Found by bisection, because the number of steps that can be done
+    grows with the time.
     """
     working = [stage for index, stage in enumerate(stages) if index not in free]
     if not working:
@@ -277,9 +276,9 @@ def _mean_share(num_steps: int, stage: Stage, seconds: float) -> float:
 def _shares(
     num_steps: int, stages: Sequence[Stage], turns: int, seconds: float, free: Sequence[int]
 ) -> list[tuple[float, ...]]:
-    """Steps of each stage in each turn, such that each turn's add up to `num_steps`.
+    """Steps of each stage in each turn; those of a turn add up to `num_steps`.
 
-    A turn whose last rank is slower leaves more to the stages before it, in their proportions.
+    If the last rank of a turn is slower, the earlier stages do more, in proportion.
     """
     *body, last = (
         [
@@ -299,6 +298,9 @@ def _shares(
 
 
 def _grid_positions(num_steps: int, shares: Sequence[float]) -> tuple[int, ...]:
-    """Sums of `shares` in units of 2^-64 steps, rounded so far that a float's errors vanish."""
+    """Cumulative sums of `shares` in units of 2^-64 steps, rounded to 2^-32 steps.
+
+    The rounding removes floating-point errors.
+    """
     sums = (min(round(each * 2**32), num_steps << 32) for each in accumulate(shares[:-1]))
     return (0, *(each << 32 for each in sums), num_steps << _UNIT_BITS)

@@ -374,8 +374,8 @@ def test_a_fleet_is_planned_in_seconds(more: tuple[str, ...]) -> None:
 
 
 REFUSED = [
-    (("--replicas", "3"), "4 ranks cannot form 3 replicas of one length"),
-    (("--decoders", "5"), "--decoders must be 1 to 4, the ranks of a replica, got 5"),
+    (("--replicas", "3"), "4 ranks cannot form 3 replicas of equal size"),
+    (("--decoders", "5"), "--decoders must be 1 to 4, the size of a replica, got 5"),
     (("--split", "fair"), "--split must be one of uniform, balanced, dithered, got 'fair'"),
     (("--layout", "best"), "--layout must be auto, pipeline or data-parallel, got 'best'"),
     (
@@ -384,7 +384,7 @@ REFUSED = [
     ),
     (("--compare", "--split", "balanced"), "--compare chooses the layout: leave out --split"),
     (("--compare", "--layout", "auto"), "--compare shows all layouts: leave out --layout"),
-    (("--costs", "svd-xt"), "costs 'svd-xt' are neither a file nor a preset"),
+    (("--costs", "svd-xt"), "--costs 'svd-xt' is neither a file nor a preset"),
     (("--device-memory", "0"), "--device-memory must be a finite number above 0, got 0.0"),
     (("--device-memory", "nan"), "--device-memory must be a finite number above 0, got nan"),
     (

@@ -75,8 +75,8 @@ def test_plan_counts_decode_and_compares_with_layouts() -> None:
             ("--draft-starts must be steps", "--draft-starts 0,14"),
         ),
         (("--draft", "--world", "1"), ("has no default start steps", "use --world 2 to 8")),
-        (("--draft", "--world", "9"), ("use --world 2 to 8, or name the steps",)),
-        (("--draft", "--world", "8", "--steps", "12"), ("use --world 2 to 7, or name the steps",)),
+        (("--draft", "--world", "9"), ("use --world 2 to 8, or give the start steps",)),
+        (("--draft", "--world", "8", "--steps", "12"), ("use --world 2 to 7",)),
         (("--draft", "--world", "2", "--steps", "3"), ("use --steps 4 or more",)),
         (("--draft", "--world", "2", "--draft-psnr", "60"), ("use --world 3 or more",)),
         (
@@ -102,7 +102,7 @@ def test_a_file_of_starts_that_is_none(tmp_path: Path) -> None:
     path = tmp_path / "draft.json"
     path.write_text("{}")
     options = ("--draft", "--draft-starts", str(path))
-    assert_error(svdpp_here("plan", *options), 7, "are no profile", "svdpp profile --draft")
+    assert_error(svdpp_here("plan", *options), 7, "is not a draft profile", "svdpp profile --draft")
 
 
 def test_photographs_are_for_drafts_alone() -> None:

@@ -76,7 +76,7 @@ def test_rank_statistics_add_up() -> None:
 
 
 def test_a_run_without_spans_has_no_summary() -> None:
-    with pytest.raises(ValueError, match="nothing was done"):
+    with pytest.raises(ValueError, match="no spans to sum up"):
         Trace(2).summary()
 
 

@@ -53,7 +53,7 @@ def test_where_memory_is_short_decode_gets_ranks_of_its_own() -> None:
     assert max(peak or 99 for peak in layout.peak_gib) <= 11
     assert not layout.roles[7].denoise
     assert reason.endswith(
-        "balanced: no other is done with 80 clips sooner, and none is simpler; "
+        "balanced: no other layout finishes 80 clips sooner, and none is simpler; "
         "7 of 9 layouts need more memory"
     )
 
@@ -68,7 +68,7 @@ def test_devices_of_unequal_speed_share_replicas() -> None:
 
 
 def test_one_rank_has_no_choice() -> None:
-    assert choose(world_size=1)[1] == "one rank: there is no other to take"
+    assert choose(world_size=1)[1] == "one rank: no other layout is possible"
 
 
 def test_memory_that_nothing_fits() -> None:
@@ -76,14 +76,14 @@ def test_memory_that_nothing_fits() -> None:
         choose(costs=WITH_MEMORY, memory_gib=(8.0,) * 8)
 
     assert caught.value.message == (
-        "no layout of 8 ranks fits in 8 GiB a rank: the most modest one needs 10.5"
+        "no layout of 8 ranks fits in 8 GiB a rank: the smallest one needs 10.5"
     )
 
 
 def test_memory_that_is_not_known_is_said_to_be() -> None:
     _, reason = choose(memory_gib=(8.0,) * 8)
 
-    assert reason.endswith("; the costs do not tell its memory")
+    assert reason.endswith("; the costs do not give its memory")
 
 
 @pytest.mark.parametrize("counts", [{"num_steps": 0}, {"world_size": 0}], ids=str)
@@ -130,7 +130,7 @@ def test_anything_can_be_compared(
 
 
 def test_costs_of_another_world_are_not_compared() -> None:
-    with pytest.raises(RequestError, match="step_seconds is given for 2 ranks, but there are 8"):
+    with pytest.raises(RequestError, match="values for 2 ranks, but the run has 8"):
         compare_layouts(
             num_steps=25, world_size=8, num_clips=16, costs=Costs(step_seconds=(1.0, 2.0))
         )
@@ -159,16 +159,15 @@ def test_what_costs_do_not_tell_of_hosts_is_left_out_and_said() -> None:
     assert str(layout) == "data parallel"
     # Replicas of 8, balanced and dithered, with 1 and 2 decoders; shorter ones stay on a host.
     assert reason.endswith(
-        "4 of 9 layouts hand over between hosts, which the costs do not tell: "
-        "--inter-host-transfer-seconds "
-        "does"
+        "4 of 9 layouts have transfers between hosts, whose time the costs do not give: "
+        "set --inter-host-transfer-seconds"
     )
-    assert "hand over" not in choose(costs=replace(HOSTS, inter_host_transfer_seconds=0.1))[1]
+    assert "hosts" not in choose(costs=replace(HOSTS, inter_host_transfer_seconds=0.1))[1]
 
 
 def test_where_only_layouts_over_hosts_fit_the_forecast_says_what_lacks() -> None:
     costs = replace(WITH_MEMORY, ranks_per_host=4)
-    with pytest.raises(RequestError, match="do not tell what a hand-over between hosts takes"):
+    with pytest.raises(RequestError, match="do not give the time of a transfer between hosts"):
         choose(costs=costs, memory_gib=(11.0,) * 8)
 
 

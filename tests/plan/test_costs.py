@@ -96,7 +96,7 @@ def test_costs_of_another_world() -> None:
     Costs().check_world(7)
     with pytest.raises(RequestError) as caught:
         MEASURED.check_world(3)
-    assert caught.value.message == "step_seconds is given for 2 ranks, but there are 3"
+    assert caught.value.message == "step_seconds has values for 2 ranks, but the run has 3"
 
 
 # --- the file -----------------------------------------------------------------------------------
@@ -131,8 +131,8 @@ REFUSED: list[tuple[Any, str]] = [
     ({**GOOD, "transfer_seconds": [1, 1]}, "f: transfer_seconds must be a finite number"),
     ({**GOOD, "decode_seconds": 1e300}, "f: decode_seconds must be 1e+09 or less"),
     ({**GOOD, "decode_work_gib": -1}, "f: decode_work_gib must be a finite number"),
-    ({**GOOD, "device": 3}, "f: device must be a text, got 3"),
-    ({**GOOD, "device": None}, "f: device must be a text, got None"),
+    ({**GOOD, "device": 3}, "f: device must be a string, got 3"),
+    ({**GOOD, "device": None}, "f: device must be a string, got None"),
 ]
 
 
@@ -150,7 +150,7 @@ def test_files_that_hold_no_costs(content: Any, words: str) -> None:
 def test_files_that_are_no_json(text: str, tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
     path.write_text(text, encoding="utf-8")
-    with pytest.raises(InputError, match="is no JSON"):
+    with pytest.raises(InputError, match="is not JSON"):
         Costs.load(path)
 
 
@@ -160,7 +160,7 @@ def test_a_folder_is_no_file(tmp_path: Path) -> None:
 
 
 def test_a_file_without_end_is_no_costs(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="costs '/dev/zero' is not a regular file"):
+    with pytest.raises(InputError, match="costs file '/dev/zero' is not a regular file"):
         Costs.load("/dev/zero")
     (tmp_path / "large.json").write_bytes(b" " * 1_000_001)
     with pytest.raises(InputError, match="is larger than 1000000 bytes"):
@@ -195,7 +195,7 @@ def test_neither_file_nor_preset() -> None:
     with pytest.raises(RequestError) as caught:
         find_costs("svd-xt-tpu")
 
-    assert caught.value.message == "costs 'svd-xt-tpu' are neither a file nor a preset"
+    assert caught.value.message == "--costs 'svd-xt-tpu' is neither a file nor a preset"
     assert caught.value.hint == "presets: svd-xt-a100, svd-xt-a100-pcie, svd-xt-h100-pcie"
 
 

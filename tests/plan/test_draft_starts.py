@@ -103,7 +103,7 @@ def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("num_steps", "world_size"), [(28, 2), (8, 4)])
 def test_a_profile_of_other_counts(num_steps: int, world_size: int) -> None:
-    with pytest.raises(RequestError, match="measured for 8 steps and 2, 3 ranks"):
+    with pytest.raises(RequestError, match="is for 8 steps and 2, 3 ranks"):
         _profile().best(num_steps, world_size)
 
 
@@ -114,14 +114,14 @@ def test_a_profile_of_other_counts(num_steps: int, world_size: int) -> None:
 def test_a_file_that_is_no_profile(tmp_path: Path, text: str) -> None:
     path = tmp_path / "draft.json"
     path.write_text(text)
-    with pytest.raises(InputError, match="are no profile of a draft"):
+    with pytest.raises(InputError, match="is not a draft profile"):
         DraftProfile.load(path)
 
 
 def test_a_profile_without_choices(tmp_path: Path) -> None:
     path = tmp_path / "draft.json"
     path.write_text(json.dumps({**_profile().to_json(), "choices": []}))
-    with pytest.raises(InputError, match="it holds no choices"):
+    with pytest.raises(InputError, match="it has no choices"):
         parse_start_steps(str(path), 8, None)
 
 
@@ -130,13 +130,13 @@ def test_a_profile_with_a_choice_of_other_fields(tmp_path: Path) -> None:
     content["choices"][0]["speed"] = 2
     path = tmp_path / "draft.json"
     path.write_text(json.dumps(content))
-    with pytest.raises(InputError, match="a choice has max_levels"):
+    with pytest.raises(InputError, match="keys of a choice are max_levels"):
         DraftProfile.load(path)
 
 
 @pytest.mark.parametrize("text", ["", "0;14", "0,-3", "0,a", "starts.txt", "0,,3"])
 def test_text_that_is_no_starts(text: str) -> None:
-    with pytest.raises(RequestError, match="--draft-starts must be steps or a profile's file"):
+    with pytest.raises(RequestError, match="must be steps or the path of a draft profile"):
         parse_start_steps(text, 28, 2)
 
 

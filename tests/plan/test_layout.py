@@ -191,23 +191,23 @@ def test_peak_memory_follows_the_roles() -> None:
         ({"num_steps": 0}, "the number of steps must be 1 or more, got 0", ""),
         (
             {"replicas": 3},
-            "8 ranks cannot form 3 replicas of one length",
+            "8 ranks cannot form 3 replicas of equal size",
             "use --replicas 2 or --replicas 4",
         ),
         (
             {"replicas": 0},
-            "8 ranks cannot form 0 replicas of one length",
+            "8 ranks cannot form 0 replicas of equal size",
             "use --replicas 1 or --replicas 2",
         ),
         (
             {"replicas": 16},
-            "8 ranks cannot form 16 replicas of one length",
+            "8 ranks cannot form 16 replicas of equal size",
             "use --replicas 4 or --replicas 8",
         ),
-        ({"decoders": 0}, "--decoders must be 1 to 8, the ranks of a replica, got 0", ""),
+        ({"decoders": 0}, "--decoders must be 1 to 8, the size of a replica, got 0", ""),
         (
             {"decoders": 5, "replicas": 2},
-            "--decoders must be 1 to 4, the ranks of a replica, got 5",
+            "--decoders must be 1 to 4, the size of a replica, got 5",
             "",
         ),
         (
@@ -217,13 +217,13 @@ def test_peak_memory_follows_the_roles() -> None:
         ),
         (
             {"costs": Costs(step_seconds=(1.0, 2.0))},
-            "step_seconds is given for 2 ranks, but there are 8",
+            "step_seconds has values for 2 ranks, but the run has 8",
             "use --world 2, or costs with one number for all ranks",
         ),
         (
             {"num_steps": 25, "decoders": 2},
             "25 steps cannot be split evenly over the 7 stages of a replica",
-            "--split balanced and --split dithered take any number of steps",
+            "use --split balanced or --split dithered, which allow any number of steps",
         ),
         (
             {"num_steps": 25},

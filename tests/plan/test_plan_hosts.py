@@ -68,7 +68,7 @@ def test_a_hop_between_hosts_is_told_from_one_within() -> None:
 def test_a_hop_between_hosts_that_nobody_measured_is_no_guess() -> None:
     unknown = replace(COSTS, inter_host_transfer_seconds=None)
     layout = Layout(num_steps=16, world_size=8, costs=unknown)
-    with pytest.raises(RequestError, match=r"between hosts takes \(rank 3 to rank 4\)") as error:
+    with pytest.raises(RequestError, match=r"between hosts \(rank 3 to rank 4\)") as error:
         forecast_layout(layout, 4)
     assert "--inter-host-transfer-seconds SECONDS" in error.value.hint
     assert forecast_layout(replace(layout, replicas=2), 4).clips == 4, "these need none"
@@ -131,6 +131,6 @@ def test_ranks_per_host_is_a_whole_number(value: object) -> None:
 
 
 def test_hosts_must_divide_the_world() -> None:
-    with pytest.raises(RequestError, match="6 ranks are not hosts of 4 ranks each"):
+    with pytest.raises(RequestError, match="6 ranks cannot form hosts of 4 ranks each"):
         Layout(num_steps=12, world_size=6, costs=COSTS)
     assert Costs.from_json(COSTS.to_json(), "c") == COSTS

@@ -62,7 +62,7 @@ def test_uneven_splits_name_the_nearest_counts(num_steps: int, world_size: int) 
         (
             4,
             5,
-            "5 ranks are more than 4 steps: a rank would have nothing to do",
+            "5 ranks are more than 4 steps: some would have no step",
             "use --steps 5 or more, or --world 4 or fewer",
         ),
     ],
