@@ -7,6 +7,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEMO := demo-out
 ARGS ?=
+WORKERS ?= 2
 FOR ?= 3.12
 
 # pip shows its progress on a terminal; in a log, only its errors.
@@ -34,7 +35,7 @@ demo: $(STAMP) ## Animate four photographs on two CPU ranks, then prove one clip
 	@ls -1 $(DEMO)/*.mp4
 
 test: $(STAMP) ## Run the tests; ARGS="-k name" selects some
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
 
 test-long: $(STAMP) ## Run the fault table and other long tests
 	$(BIN)/python -m pytest -m "long and not full" $(ARGS)
