@@ -28,6 +28,7 @@ class Result:
         frames: (F, H, W, 3) uint8; None if results are not decoded.
         seconds: from the clip's encode until this result reached the last rank.
         compute_seconds: the computing time behind this result, over all ranks, from the encode on.
+        memory_pressure: see `Packet`.
     """
 
     rank: int
@@ -35,6 +36,7 @@ class Result:
     frames: torch.Tensor | None
     seconds: float
     compute_seconds: float = 0.0
+    memory_pressure: bool = False
 
     @property
     def pixels(self) -> Frames | None:
@@ -147,6 +149,7 @@ class DraftResults:
                 ready=None,
                 begun_at=self._begun_at,
                 compute_seconds=result.compute_seconds,
+                memory_pressure=result.memory_pressure,
                 is_draft=is_draft,
                 replaces=replaces,
             )

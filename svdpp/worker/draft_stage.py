@@ -209,6 +209,7 @@ class DraftStage(PipelineStage):
                 frames=None if frames is None else self._on_host(frames),
                 seconds=seconds,
                 compute_seconds=packet.compute_seconds,
+                memory_pressure=packet.memory_pressure,
             )
             self._results_of_clip[action.clip].add(result)
 
