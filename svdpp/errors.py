@@ -166,9 +166,7 @@ def exit_code_of(error: BaseException) -> int:
 
 
 def highest_code(errors: Iterable[SvdppError]) -> SvdppError:
-    """The error that ends a command in which several clips or points failed, each by its own error:
-    the one with the highest exit code, of equal ones the first.
-    """
+    """The first error with the highest exit code: it ends a command in which several clips fail."""
     return max(errors, key=exit_code_of)
 
 

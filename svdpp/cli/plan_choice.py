@@ -62,7 +62,7 @@ class PlanChoice:
     def settings(
         self, *, num_clips: int | None, decodes: bool, memory: Memory | None = None
     ) -> tuple[dict[str, Any], str]:
-        """Fields of a `PipelineConfig`, and a remark on the choice of the layout or ""
+        """Fields of a `PipelineConfig`, and a remark on the layout, empty for none.
 
         Args:
             num_clips: None if only another process knows it.

@@ -27,7 +27,9 @@ def pipeline_config(
     """One checked configuration of all options.
 
     Args:
-        ranks, model, sampling: the options.
+        ranks: options of the ranks.
+        model: options of the model.
+        sampling: options of the sampler.
         device: name, as decided by `RankOptions.device_for`.
         plan: `world_size` and the other fields of `PlanChoice.settings`.
         of_model: further fields of the `ModelConfig`.

@@ -60,7 +60,8 @@ def check_whole(name: str, value: Any, low: int, high: int, unit: str = "") -> N
     Args:
         name: as the user knows the value, such as `--steps`.
         value: of any type.
-        low, high: both allowed.
+        low: the smallest value allowed.
+        high: the largest value allowed.
         unit: what follows the limits in the message, with a leading space; mostly nothing.
     """
     is_whole = isinstance(value, int) and not isinstance(value, bool)

@@ -172,7 +172,7 @@ class LayoutOptions:
         decodes: bool,
         memory: Memory | None = None,
     ) -> tuple[dict[str, Any], str]:
-        """The layout's fields of a `PipelineConfig`, and a remark on the choice or ""
+        """The layout's fields of a `PipelineConfig`, and a remark on the choice, empty for none.
 
         Args:
             num_steps: of each clip.

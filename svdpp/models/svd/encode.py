@@ -38,7 +38,8 @@ def prepare_image(
 
     Args:
         pipe: any pipeline; only its `video_processor` is used.
-        image: RGB, upright, any size; stretched to the sampling's height and width for the VAE.
+        image: RGB, upright, any size; stretched for the VAE.
+        sampling: gives the height and width for the VAE.
 
     Returns:
         `clip_pixels` (1, 3, 224, 224) in [0, 1] and `vae_pixels` (1, 3, H, W) in [-1, 1], both
