@@ -37,8 +37,8 @@ SAMPLING = [
     (("--world", "0"), "--world must be 1 to 65536, got 0"),
     (("--world", "-2"), "--world must be 1 to 65536, got -2"),
     (("--threads", "0"), "--threads must be 1 to "),
-    (("--timeout", "0"), "--timeout must be above 0, 604800 s at most, got 0.0"),
-    (("--start-timeout", "nan"), "--start-timeout must be above 0, 604800 s at most, got nan"),
+    (("--timeout", "0"), "--timeout must be above 0 and at most 604800 s, got 0.0"),
+    (("--start-timeout", "nan"), "--start-timeout must be above 0 and at most 604800 s, got nan"),
     (("--seed", "-1"), "seed must be 0 to 2^63 - 1, got -1"),
     (("--seed", str(2**63)), "seed must be 0 to 2^63 - 1"),
     (("--device", "tpu"), "--device must be cpu, cuda or cuda:N, got 'tpu'"),
@@ -84,7 +84,7 @@ def test_options_of_run(options: tuple[str, ...], words: str) -> None:
         (("--dtype", "int8"), "--dtype must be one of"),
         (("--device", "tpu"), "--device must be cpu, cuda or cuda:N"),
         (("--threads", "0"), "--threads must be 1 to "),
-        (("--timeout", "-1"), "--timeout must be above 0, 604800 s at most, got -1.0"),
+        (("--timeout", "-1"), "--timeout must be above 0 and at most 604800 s, got -1.0"),
         (("--steps", "0"), "must be 1 to 1000, got 0"),
         (("--latent-shape", "1", "4", "0", "8", "8"), "latent shape 1 4 0 8 8 needs 5 positive"),
         (("--latent-shape", "1", "4", "2", "-8", "8"), "latent shape 1 4 2 -8 8 needs 5 positive"),
@@ -225,9 +225,7 @@ def test_a_model_of_an_empty_folder(name: str) -> None:
 
 
 def test_an_empty_model_name() -> None:
-    assert_error(
-        svdpp_here("run", PHOTO, "--device", "cpu", "--model", ""), 2, "the model name is empty"
-    )
+    assert_error(svdpp_here("run", PHOTO, "--device", "cpu", "--model", ""), 2, "--model is empty")
 
 
 def test_nccl_cannot_carry_latents_of_the_cpu() -> None:

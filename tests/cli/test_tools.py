@@ -106,7 +106,7 @@ def test_the_first_failure_gives_the_exit_code(tmp_path: Path) -> None:
 
     assert answer.code == 2
     assert answer.err == "2 of 8 checks failed\n"
-    assert "failed  ffmpeg            there is no ffmpeg to make mp4 with\n" in answer.out
+    assert "failed  ffmpeg            mp4 needs ffmpeg, which was not found\n" in answer.out
     assert "\n" + " " * 26 + "fix: pip install imageio-ffmpeg\n" in answer.out
 
 
