@@ -1,4 +1,4 @@
-"""What run, simulate and verify refuse before any work: sentence, exit code, nothing on stdout."""
+"""Errors of run, simulate and verify before any work: message, exit code, empty stdout."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_options_of_simulate(
     answer = svdpp_here("simulate", *options)
 
     assert_error(answer, 2, words)
-    # simulate has no such options: a message about them helps nobody.
+    # simulate has no such options, so a message must not mention them.
     assert not [word for word in ("--frames", "--height", "--width") if word in answer.err]
 
 
@@ -128,7 +128,7 @@ def test_options_of_verify(options: tuple[str, ...], words: str) -> None:
 def test_a_fault_that_would_strike_nowhere_is_refused(
     fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise `verify` reports equality although damage was asked for."""
+    """Otherwise `verify` would report equality although a fault was requested."""
     from svdpp.verification import verify
 
     def go_on(*_: object, **__: object) -> None:
@@ -198,7 +198,7 @@ ODD_NAMES = [
     "[red]x.png",
     "{clip}%s.png",
     "'\".png",
-    "\udcff.png",  # a byte that is no UTF-8
+    "\udcff.png",  # a byte that is not UTF-8
 ]
 
 
@@ -282,7 +282,7 @@ def test_two_inputs_with_one_output() -> None:
     answer = svdpp_here("run", "one/same.jpg", "two/same.jpg", *DEMO, *TINY)
 
     assert_error(answer, 2, "would both become 'same_0.mp4'")
-    # Both have the name 'same.jpg': which two they are is told by their folders alone.
+    # Both have the name 'same.jpg', so the message needs their folders.
     assert "one/same.jpg" in answer.err
     assert "two/same.jpg" in answer.err
 

@@ -1,4 +1,4 @@
-"""What commands leave to look at: refused at the door where it cannot be, else written."""
+"""Reports and traces are written, or refused at the start if they cannot be written."""
 
 from __future__ import annotations
 

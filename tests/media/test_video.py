@@ -1,4 +1,4 @@
-"""Clips on disk: written whole or not at all, and read back frame by frame."""
+"""Clips on disk are written completely or not at all, and read back frame by frame."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ ODD_NAMES = [
 
 
 def smooth(count: int = 6, height: int = 48, width: int = 64) -> video.Frames:
-    """Frames that differ, under saturated red: a wrong colour matrix shows."""
+    """Different frames with saturated red, which shows a wrong colour matrix."""
     y, x = np.mgrid[:height, :width]
     pictures = [np.stack([x * 0 + 230, y * 3, x * 2 + i * 8], -1) for i in range(count)]
     return np.stack(pictures).clip(0, 255).astype(np.uint8)
@@ -269,7 +269,7 @@ def test_a_full_disk(full_disk: Path, format: VideoFormat) -> None:
     with pytest.raises(OutputError, match=r"x' cannot be written: .*No space left on device"):
         write(full_disk / "x", format, noise(12), crf=0)
     assert os.listdir(full_disk) == []
-    write(full_disk / "x", format, smooth(2))  # there is room again
+    write(full_disk / "x", format, smooth(2))  # the disk has space again
 
 
 @pytest.fixture
@@ -298,10 +298,10 @@ def test_an_ffmpeg_that_fails(
 ) -> None:
     fake_ffmpeg.write_text(f"#!/bin/sh\n{body}\n")
     fake_ffmpeg.chmod(0o755)
-    monkeypatch.setattr(video, "_WRITE_SECONDS", -5.0)  # plus one for each of six frames
+    monkeypatch.setattr(video, "_WRITE_SECONDS", -5.0)  # and one for each of six frames
     (tmp_path / "x.mp4").write_text("old")
     with pytest.raises(OutputError) as caught:
-        write(tmp_path / "x.mp4", "mp4", noise(6, 256))  # more than a pipe holds: a broken pipe
+        write(tmp_path / "x.mp4", "mp4", noise(6, 256))  # more than a pipe's buffer
     assert cause in caught.value.message
     assert repr(str(tmp_path / "x.mp4")) in caught.value.message
     assert sorted(os.listdir(tmp_path)) == ["fake", "x.mp4"]
@@ -327,7 +327,7 @@ def test_an_interrupt_ends_ffmpeg_and_leaves_nothing(
 
     def interrupted(process: subprocess.Popen[bytes], *_: object, **__: object) -> None:
         started.append(process)
-        assert os.getsid(process.pid) == process.pid  # a terminal's Ctrl-C does not reach it
+        assert os.getsid(process.pid) == process.pid  # a terminal's Ctrl-C does not reach ffmpeg
         raise KeyboardInterrupt
 
     monkeypatch.setattr(subprocess.Popen, "communicate", interrupted)
