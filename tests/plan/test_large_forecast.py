@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from svdpp.errors import RequestError
 from svdpp.plan.costs import Costs
 from svdpp.plan.forecast import Forecast, replay, summarise
-from svdpp.plan.large_forecast import forecast_layout, poisson_arrivals, walk, way_of
+from svdpp.plan.large_forecast import clip_times, forecast_layout, poisson_arrivals, way_of
 from svdpp.plan.layout import Layout
 from svdpp.plan.presets import PRESETS
 from svdpp.plan.schedule import Route, build_schedule
@@ -37,8 +37,8 @@ def test_any_routes_are_walked_as_they_are_replayed(
     spans = replay(build_schedule(routes, world_size), costs, dict(enumerate(arrivals)))
     ways = [way_of(route, costs) for route in routes]
 
-    walked = list(walk(ways, costs.transfer, arrivals))
-    for clip, (begun, end) in enumerate(walked):
+    times = list(clip_times(ways, costs.transfer, arrivals))
+    for clip, (begun, end) in enumerate(times):
         own = [span for span in spans if span.action.clip == clip]
         assert end == max(span.end for span in own)
         assert begun == (arrivals[clip] if arrivals else min(span.start for span in own))

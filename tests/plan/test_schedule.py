@@ -188,15 +188,15 @@ def test_each_clip_is_encoded_first_delivered_last_and_once(
             rank: [action for action in rank_actions if action.clip == route.clip]
             for rank, rank_actions in enumerate(schedule)
         }
-        walked = [action for part in route.ranges for action in own.pop(part.rank)]
+        in_order = [action for part in route.ranges for action in own.pop(part.rank)]
         assert not any(own.values())
-        kinds = [action.kind for action in walked]
+        kinds = [action.kind for action in in_order]
         assert kinds[0] is Kind.ENCODE
         assert kinds[-1] is Kind.FINISH
         assert kinds.count(Kind.ENCODE) == kinds.count(Kind.FINISH) == 1
         assert kinds.count(Kind.DECODE) == route.decodes
         done = 0
-        for action in walked:
+        for action in in_order:
             assert action.start == done
             done = action.end
         assert done == route.ranges[-1].end
