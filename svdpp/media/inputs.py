@@ -76,7 +76,7 @@ def raise_all(problems: Sequence[InputError], hint: str = "") -> None:
 
     Args:
         problems: if empty, nothing is raised.
-        hint: added to the hint of a single problem.
+        hint: of the error; added to the hint of a single problem.
     """
     if len(problems) == 1:
         raise InputError(problems[0].message, "; ".join(filter(None, (problems[0].hint, hint))))
