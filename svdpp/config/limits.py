@@ -56,7 +56,8 @@ def check_whole(name: str, value: Any, low: int, high: int, unit: str = "") -> N
     Args:
         name: the user's name of the value, such as `--steps`.
         value: of any type.
-        low, high: limits, both allowed.
+        low: the smallest value allowed.
+        high: the largest value allowed.
         unit: text after the limits in the message, with a leading space.
     """
     is_whole = isinstance(value, int) and not isinstance(value, bool)
