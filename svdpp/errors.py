@@ -222,7 +222,7 @@ _WANTED = {
     "float_": "must be a number",
     "finite_number": "must be a finite number",
     "bool_": "must be true or false",
-    "string_type": "must be a text",
+    "string_type": "must be a string",
     "string_pattern": "must match {pattern}",
     "list_type": "must be a list",
     "dict_type": "must be a section",

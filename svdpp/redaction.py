@@ -1,8 +1,7 @@
-"""Owns what must not be shown of a machine: its user's home, tokens, secrets in the environment.
+"""Owns redaction: removes the user's home, tokens and secret environment variables from text.
 
-Whatever leaves the program for people to pass on (errors, tracebacks, logs, JSON) goes through
-`redact`; the paths that a clip's JSON names go through `recorded_path` and back. Standard library
-only, so that every room may use it.
+Errors, tracebacks, logs and JSON pass through `redact`, and paths in clip metadata through
+`recorded_path`. Standard library only, so that every package can import it.
 """
 
 from __future__ import annotations
@@ -13,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 _SECRET_NAME = re.compile(r"TOKEN|KEY|SECRET|PASSW|AUTH|CREDENTIAL", re.IGNORECASE)
-#: Shorter values are switches such as 1 or none; to take them out would shred every text.
+#: Shorter values are switches such as `1` or `none`; removing them would garble the text.
 _MIN_SECRET_LENGTH = 8
-# As huggingface.co issues them: hf_ and 34 letters and digits (30 had been seen in the past).
+# huggingface.co issues hf_ and 34 letters and digits; older tokens can have 30.
 _HUB_TOKEN = re.compile(r"hf_[A-Za-z0-9]{30,}")
 _URL_PASSWORD = re.compile(r"(?<=://)[^/\s@'\"]+@")
 
@@ -23,20 +22,20 @@ _URL_PASSWORD = re.compile(r"(?<=://)[^/\s@'\"]+@")
 def redact(text: str) -> str:
     """`text` without secrets, and with `~` for the user's home.
 
-    Out go the values of environment variables whose name says that they are secret, the hub's
-    tokens, and names and passwords in URLs.
+    Secrets are the values of environment variables with a name such as `*TOKEN*`, hub tokens, and
+    user names and passwords in URLs.
     """
     for secret in _secrets():
         text = text.replace(secret, "***")
     text = _URL_PASSWORD.sub("***@", redact_tokens(text))
     for home in _homes():
-        # As whole names only: /home/al is not the home in /home/alice nor in /mnt/home/al.
+        # Whole names only: /home/al is not the home in /home/alice or /mnt/home/al.
         text = re.sub(rf"(?<![\w~-]){re.escape(home)}(?![\w.-])", "~", text)
     return text
 
 
 def redact_all(value: Any) -> Any:
-    """A JSON value with every text in it redacted, keys apart."""
+    """A JSON value with every string in it redacted, except keys."""
     if isinstance(value, str):
         return redact(value)
     if isinstance(value, dict):
@@ -47,15 +46,15 @@ def redact_all(value: Any) -> Any:
 
 
 def redact_tokens(text: str) -> str:
-    """`text` without the hub's tokens, and otherwise as it is: for names that are typed again."""
+    """`text` without hub tokens; for names that a user can copy into a command."""
     return _HUB_TOKEN.sub("hf_***", text)
 
 
 def recorded_path(path: str | Path, folder: str | Path) -> str:
-    """How a file in `folder` names `path`: relative to itself, which tells least about a machine.
+    """The name of `path` in a file in `folder`: relative to `folder`, to reveal little.
 
-    Where that would climb down through the user's home, it is `~/...` instead. `located_path` of
-    the same folder is the way back.
+    If `path` is below the user's home and `folder` is not, the name is `~/...`. `located_path` with
+    the same folder is the inverse.
     """
     absolute, base = os.path.abspath(path), os.path.abspath(folder)
     for home in _homes():
@@ -66,14 +65,14 @@ def recorded_path(path: str | Path, folder: str | Path) -> str:
 
 
 def located_path(text: str, folder: str | Path) -> Path:
-    """The path that a file in `folder` names `text`, as `recorded_path` wrote it."""
+    """The path for a name `text` that `recorded_path` wrote for `folder`."""
     if text.startswith("~/"):
         return Path(os.path.expanduser("~")) / text[2:]
     return Path(folder) / text
 
 
 def recorded_name(name: str) -> str:
-    """A model's name for a record: a folder below the home as `~/...`, all else as typed."""
+    """The recorded name of a model: a folder below the home as `~/...`, any other name as typed."""
     for home in _homes():
         if _is_below(name, home):
             return "~/" + os.path.relpath(name, home)
@@ -81,7 +80,7 @@ def recorded_name(name: str) -> str:
 
 
 def _homes() -> list[str]:
-    """The home as it is called and as it is, longest first; none where it is no folder's name."""
+    """The user's home as named and with links resolved, longest first; empty if unknown."""
     home = os.path.expanduser("~").rstrip("/")
     names = {home, os.path.realpath(home)} if home.startswith("/") else set()
     return sorted(names - {"/"}, key=len, reverse=True)
@@ -92,7 +91,7 @@ def _is_below(path: str, folder: str) -> bool:
 
 
 def _secrets() -> list[str]:
-    """Secret values of the environment, longest first, for one may hold another."""
+    """Secret values of the environment, longest first, because one can contain another."""
     values = {
         value
         for name, value in os.environ.items()

@@ -44,10 +44,10 @@ REFUSED = [
     (LatentSpec, {"shape": (1, 14, 4, 0, 8)}, "latent shape 1 14 4 0 8 needs 5 positive sizes"),
     (LatentSpec, {"shape": (1, 14, 4, -8, 8)}, "in the order B F C H W"),
     (LatentSpec, {"shape": (), "dims": "BCFHW"}, "in the order B C F H W"),
-    (LatentSpec, {"shape": (1,) * 5, "dtype": "int8"}, "dtype 'int8' is none of"),
-    (ModelConfig, {"dtype": "float64"}, "dtype 'float64' is none of fp32, fp16, bf16"),
-    (ModelConfig, {"name": ""}, "the model name is empty"),
-    (ModelConfig, {"name": "  "}, "the model name is empty"),
+    (LatentSpec, {"shape": (1,) * 5, "dtype": "int8"}, "bf16, got 'int8'"),
+    (ModelConfig, {"dtype": "float64"}, "--dtype must be one of fp32, fp16, bf16, got 'float64'"),
+    (ModelConfig, {"name": ""}, "--model is empty"),
+    (ModelConfig, {"name": "  "}, "--model is empty"),
     (SamplingConfig, {"num_inference_steps": 0}, "--steps must be 1 to 1000, got 0"),
     (SamplingConfig, {"num_inference_steps": -28}, "--steps must be 1 to 1000, got -28"),
     *[
@@ -80,7 +80,7 @@ REFUSED = [
         {"min_guidance_scale": 2.0, "max_guidance_scale": 1.0},
         "--min-guidance-scale 2.0 is above 1 but --max-guidance-scale 1.0 is not",
     ),
-    (SamplingConfig, {"num_frames": 1}, "one frame takes the minimum guidance alone"),
+    (SamplingConfig, {"num_frames": 1}, "one frame uses only --min-guidance-scale"),
     (SamplingConfig, {"fit": "zoom"}, "--fit must be crop, pad or stretch, got 'zoom'"),
     (pipeline, {"world_size": 0}, "--world must be 1 to 65536, got 0"),
     (pipeline, {"world_size": 29}, "29 ranks are more than 28 steps"),
@@ -106,7 +106,7 @@ REFUSED = [
         )
     ],
     *[
-        (pipeline, {name: value}, f"{option} must be above 0, 604800 s at most, got {value!r}")
+        (pipeline, {name: value}, f"{option} must be above 0 and at most 604800 s, got {value!r}")
         for name, option in (
             ("timeout_seconds", "--timeout"),
             ("start_timeout_seconds", "--start-timeout"),
@@ -283,12 +283,12 @@ def test_resolved_takes_the_models_frames() -> None:
 
 
 def test_one_frame_of_the_model_is_checked_when_it_is_known() -> None:
-    with pytest.raises(RequestError, match="one frame takes the minimum guidance alone"):
+    with pytest.raises(RequestError, match="one frame uses only --min-guidance-scale"):
         SamplingConfig().resolved(model_frames=1)
 
 
 def test_frames_are_not_guessed() -> None:
-    with pytest.raises(ValueError, match="resolved by the model") as caught:
+    with pytest.raises(ValueError, match="resolve it with the model first") as caught:
         _ = SamplingConfig().frames
 
     assert not isinstance(caught.value, RequestError)  # a programmer's error

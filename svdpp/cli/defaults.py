@@ -118,7 +118,7 @@ def _value(kind: Any, value: Any, name: str) -> Any:
     if isinstance(value, list):
         return tuple(map(str, value))
     if isinstance(value, bool | dict):
-        raise RequestError(f"{name} must be a text or a number, got {value!r}")
+        raise RequestError(f"{name} must be a string or a number, got {value!r}")
     return str(value)
 
 

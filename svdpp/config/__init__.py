@@ -1,9 +1,7 @@
-"""Owns what the user asked for: frozen values that check themselves. Stdlib and `plan` only.
+"""Owns the configuration of a run: frozen dataclasses that validate themselves.
 
-This is the one model of a request. Options, a bench's YAML, a clip's JSON and Python all end in
-these dataclasses, whose `__post_init__` refuses what cannot be run or lies beyond the limits in
-`config.limits`, before anything is computed. Devices and dtypes are strings here; `models` and
-`launch` make torch objects of them.
+Options, benchmark YAML, clip metadata and the Python API all create these dataclasses. Their
+`__post_init__` refuses what cannot run or exceeds `config.limits`, before any work.
 """
 
 from svdpp.config.clip import ClipRequest, OutputConfig, VideoFormat

@@ -1,4 +1,4 @@
-"""Owns one clip of a request: its photograph and seed, and where its file and JSON go."""
+"""Owns the request of one clip: its photograph, seed and output files."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from svdpp.config.limits import MAX_STEPS, check_type, check_whole, require, sho
 VideoFormat = Literal["mp4", "gif", "webp", "frames"]
 
 _MAX_CRF = 51
-# torch.Generator.manual_seed takes 64 bits; negative seeds alias positive ones there.
+# torch.Generator.manual_seed takes 64 bits and maps negative seeds to positive ones.
 _SEEDS = 2**63
 
 
 @dataclass(frozen=True, kw_only=True)
 class OutputConfig:
-    """Where one clip's file goes, and how it is encoded."""
+    """Path and encoding of one clip's file."""
 
     path: str
     format: VideoFormat = "mp4"
@@ -32,34 +32,35 @@ class OutputConfig:
 
     @property
     def json_path(self) -> str:
-        """Where the clip's metadata goes: beside the file, under its whole name and `.json`.
+        """Path of the clip metadata: the full name of the file plus `.json`.
 
-        So two formats of one clip have a JSON each, and it is plain which file a JSON is about.
+        So two formats of one clip have different metadata files.
         """
         return f"{self.path}.json"
 
     @property
     def draft(self) -> OutputConfig:
-        """Where the clip's draft goes: beside it, with `.draft` in its name."""
+        """The output of the clip's draft: in the same folder, with `.draft` in its name."""
         suffix = "" if self.format == "frames" else f".{self.format}"
         return replace(self, path=f"{self.path.removesuffix(suffix)}.draft{suffix}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClipRequest:
-    """One clip: a photograph and a seed; the dummy model takes the seed alone."""
+    """One clip: a photograph and a seed; the dummy model uses only the seed."""
 
     seed: int
     image: str | None = None
     """Path of the image file."""
     image_sha256: str | None = None
-    """Of the file's bytes when the request was checked."""
+    """SHA-256 of the file at the time of the check, in hex."""
     output: OutputConfig | None = None
-    """None: the clip's hashes come back, no file is written."""
+    """None: no file is written; the result has only the hashes."""
     latents_key: str | None = None
-    """sha256, in hex, of all that the latent's bits depend on: names the latent checkpoints."""
+    """SHA-256, in hex, of everything that the latent's bits depend on. It names the latent
+    checkpoints."""
     done_steps: int = 0
-    """Steps that an earlier run has done and left as a latent checkpoint; 0: none."""
+    """Steps in the latent checkpoint of an earlier run; 0: no checkpoint."""
 
     def __post_init__(self) -> None:
         is_whole = isinstance(self.seed, int) and not isinstance(self.seed, bool)
@@ -71,4 +72,4 @@ class ClipRequest:
         for name in ("image", "image_sha256", "latents_key"):
             check_type(f"a clip's {name}", getattr(self, name), str, type(None))
         if self.done_steps and self.latents_key is None:
-            raise ValueError("done_steps needs the latents_key of the latent checkpoint")
+            raise ValueError("done_steps requires latents_key, which names the latent checkpoint")

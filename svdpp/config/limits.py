@@ -1,11 +1,7 @@
-"""Owns the upper limits of a request, and the checks that hold a value against them.
+"""Owns the upper limits of a request and the checks of its values; docs/security.md lists them.
 
-Every limit lies far above the use that Stable Video Diffusion has for it. They keep a request that
-is hostile, or has a digit too many, from occupying the machine: whoever makes the request (options,
-a bench's YAML, a clip's JSON, Python), the same dataclasses check it before any work. Whether a run
-within the limits fits in this machine's memory is checked apart, in `driver.memory_check`.
-
-docs/security.md lists the limits; a test compares the list with this file.
+The limits are far above any use of Stable Video Diffusion. They stop hostile or mistyped requests
+before any work. `driver.memory_check` checks whether a run fits in the machine's memory.
 """
 
 from __future__ import annotations
@@ -16,53 +12,53 @@ from typing import Any
 
 from svdpp.errors import RequestError
 
-#: Denoising steps: SVD was trained with 1000 noise levels, so more steps tell nothing apart.
+#: Denoising steps; SVD was trained with 1000 noise levels, so more steps gain nothing.
 MAX_STEPS = 1000
 #: Frames of a clip; SVD-XT was trained for 25.
 MAX_FRAMES = 1024
 #: Height and width of a frame, in pixels; SVD-XT was trained at 576 x 1024.
 MAX_SIDE = 4096
-#: Height x width x frames: 25 frames of 4096 x 2304 are within it.
+#: Height x width x frames; enough for 25 frames of 4096 x 2304.
 MAX_CLIP_PIXELS = 2**28
-#: Classifier-free guidance; SVD's default is 1 to 3.
+#: Scale of classifier-free guidance; SVD's default is 1 to 3.
 MAX_GUIDANCE_SCALE = 100.0
-#: Noise added to the image, as a multiple of the image's own range; SVD's default is 0.02.
+#: Noise added to the image, relative to the image's range; SVD's default is 0.02.
 MAX_NOISE_AUG_STRENGTH = 10.0
 MAX_FPS = 240
 MAX_MOTION_BUCKET_ID = 1023
-#: Clips of one request: images x seeds.
+#: Clips of one request: number of images x number of seeds.
 MAX_CLIPS = 100_000
-#: Intra-op threads of a rank, for each core of this machine. A clip made with more threads than
-#: this machine has cores can so still be recomputed here, slowly, to the same bits.
+#: Intra-op threads of a rank for each core of this machine. More than 1, so that `verify` can
+#: reproduce the bits of a clip from a machine with more cores.
 MAX_THREADS_PER_CORE = 16
 #: Elements of the dummy model's latent.
 MAX_LATENT_ELEMENTS = 2**28
-#: Any timeout: a week, which is also the process group's own (`launch.process_group`).
+#: Seconds of any timeout: a week, as the timeout of the process group (`launch.process_group`).
 MAX_TIMEOUT_SECONDS = 7 * 24 * 3600.0
 #: The index in `cuda:N`.
 MAX_CUDA_INDEX = 1023
 
 
 def max_threads() -> int:
-    """The most intra-op threads of a rank on this machine."""
+    """The largest number of intra-op threads of a rank on this machine."""
     return MAX_THREADS_PER_CORE * (os.cpu_count() or 1)
 
 
 def require(condition: bool, message: str, hint: str = "") -> None:
-    """Raises RequestError with `message` and `hint` unless `condition` holds."""
+    """Raise RequestError with `message` and `hint` unless `condition` is true."""
     if not condition:
         raise RequestError(message, hint)
 
 
 def check_whole(name: str, value: Any, low: int, high: int, unit: str = "") -> None:
-    """Refuses what is not a whole number from `low` to `high`; `True` and `2.0` are none.
+    """Refuse a value that is not an int from `low` to `high`; `True` and `2.0` are not ints.
 
     Args:
-        name: as the user knows the value, such as `--steps`.
+        name: the user's name of the value, such as `--steps`.
         value: of any type.
         low: the smallest value allowed.
         high: the largest value allowed.
-        unit: what follows the limits in the message, with a leading space; mostly nothing.
+        unit: text after the limits in the message, with a leading space.
     """
     is_whole = isinstance(value, int) and not isinstance(value, bool)
     what = "" if is_whole else "a whole number, "
@@ -71,7 +67,7 @@ def check_whole(name: str, value: Any, low: int, high: int, unit: str = "") -> N
 
 
 def check_number(name: str, value: Any, high: float) -> None:
-    """Refuses what is not a finite number from 0 to `high`."""
+    """Refuse a value that is not a finite number from 0 to `high`."""
     require(
         is_number(value) and 0 <= value <= high,
         f"{name} must be a finite number, 0 to {high:g}, got {shown(value)}",
@@ -79,38 +75,38 @@ def check_number(name: str, value: Any, high: float) -> None:
 
 
 def check_seconds(name: str, value: Any) -> None:
-    """Refuses what is not a number of seconds above 0, a week at most."""
+    """Refuse a value that is not a number of seconds above 0, at most a week."""
     require(
         is_number(value) and 0 < value <= MAX_TIMEOUT_SECONDS,
-        f"{name} must be above 0, {MAX_TIMEOUT_SECONDS:.0f} s at most, got {shown(value)}",
+        f"{name} must be above 0 and at most {MAX_TIMEOUT_SECONDS:.0f} s, got {shown(value)}",
     )
 
 
 def check_type(name: str, value: Any, *types: type) -> None:
-    """Refuses a value of another type than one of `types`; None is meant by `type(None)`."""
+    """Refuse a value whose type is not one of `types`; `type(None)` allows None."""
     names = " or ".join("null" if each is type(None) else each.__name__ for each in types)
     require(type(value) in types, f"{name} must be {names}, got {shown(value)}")
 
 
 def check_num_clips(number: Any, name: str = "--clips") -> None:
-    """Refuses a number of clips that is not 1 to `MAX_CLIPS`."""
+    """Refuse a number of clips that is not 1 to `MAX_CLIPS`."""
     check_whole(name, number, 1, MAX_CLIPS)
 
 
 def is_number(value: Any) -> bool:
-    """Whether `value` is a finite number, and no truth value."""
+    """Whether `value` is a finite number and not a bool."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     try:
         return math.isfinite(value)
-    except OverflowError:  # a whole number beyond all floats
+    except OverflowError:  # an int too large for a float
         return False
 
 
 def shown(value: Any) -> str:
-    """`value` for a message, cut where it is long."""
+    """`value` as text for a message, shortened to 60 characters."""
     try:
         text = repr(value)
-    except ValueError:  # Python refuses to write out a number of more than 4300 digits
+    except ValueError:  # Python does not convert an int of more than 4300 digits
         return "a number of thousands of digits"
     return text if len(text) <= 60 else text[:57] + "..."

@@ -1,4 +1,4 @@
-"""Owns which model is run, in which precision, and the shapes of what it passes on."""
+"""Owns the choice of a model and its precision, and the shapes of its tensors in packets."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DUMMY_MODEL = "dummy"
 
 #: Bytes of one element, by dtype.
 DTYPE_BYTES: Mapping[str, int] = {"fp32": 4, "fp16": 2, "bf16": 2}
-# Frames travel, too.
+# A packet of a draft also carries frames.
 _PACKET_DTYPE_BYTES: Mapping[str, int] = {**DTYPE_BYTES, "uint8": 1}
 
 
@@ -41,13 +41,14 @@ class LatentSpec:
     """Shape and dtype of one clip's latent.
 
     Args:
-        shape: positive sizes in the order of `dims`.
-        dtype: element type, one of `DTYPE_BYTES`.
-        dims: a letter for each axis. SVD holds latents as B F C H W; Conv3d, and so the dummy
-            model, as B C F H W.
+        shape: positive sizes, in the order of `dims`.
+        dtype: of the elements, one of `DTYPE_BYTES`.
+        dims: a letter for each axis: B F C H W for SVD, B C F H W for the dummy model, because
+            Conv3d requires it.
 
     Raises:
-        RequestError: sizes not positive, not one for each of `dims`, or too many elements.
+        RequestError: a size is not positive, the number of sizes is wrong, or there are too many
+            elements.
     """
 
     shape: tuple[int, ...]
@@ -70,41 +71,40 @@ class LatentSpec:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the latent, without anything that travels with it."""
+        """Bytes of the latent, without the rest of a packet."""
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Which weights, and in which precision."""
+    """The weights and their precision."""
 
     name: str = DEFAULT_MODEL
-    """A hub id, a diffusers folder, `demo` (built in) or `dummy` (a small random Conv3d)."""
+    """A hub id, a diffusers folder, `demo` (built in), or `dummy` (a small random Conv3d)."""
     revision: str | None = None
     variant: str | None = None
     local_files_only: bool = False
     dtype: Dtype = "fp32"
     memory_opt: bool = False
-    """Feed-forward chunking in the UNet: less memory, slower, and other bits."""
+    """Feed-forward chunking in the UNet: needs less memory, is slower and changes the bits."""
     channels_last: bool = False
-    """Weights of UNet and VAE in the memory format of that name: other bits."""
+    """Weights of UNet and VAE in this memory format: changes the bits."""
     dummy_latent_shape: tuple[int, ...] | None = None
-    """Latent of the dummy model, B C F H W. None: that of SVD at 512 pixels, or a tiny one where
-    the dummy sleeps, since it also computes and must be done with that in the time of its sleep."""
+    """Latent shape of the dummy model, B C F H W. None: that of SVD at 512 pixels. If the dummy
+    sleeps, None is a tiny latent, because its real computation must fit in the time of its sleep.
+    """
     dummy_sleeps: bool = False
-    """Whether the dummy model sleeps for as long as the pipeline's costs say, and so decodes."""
+    """Whether the dummy model sleeps for the time of the pipeline's costs; then it also decodes."""
 
     def __post_init__(self) -> None:
         _check_dtype(self.dtype)
         check_type("--model", self.name, str)
-        require(
-            bool(self.name.strip()), "the model name is empty", "--model demo needs no download"
-        )
+        require(bool(self.name.strip()), "--model is empty", "--model demo needs no download")
         for name in ("revision", "variant"):
             check_type(f"--{name}", getattr(self, name), str, type(None))
         for name in ("local_files_only", "memory_opt", "channels_last", "dummy_sleeps"):
             check_type(f"--{name.replace('_', '-')}", getattr(self, name), bool)
-        self.dummy_latent  # noqa: B018  it checks the shape
+        self.dummy_latent  # noqa: B018  checks the shape
 
     @property
     def dummy_latent(self) -> LatentSpec:
@@ -116,9 +116,10 @@ class ModelConfig:
 
     @property
     def is_dummy(self) -> bool:
-        """Whether this is the stand-in without weights."""
+        """Whether this is the dummy model, which has no weights to load."""
         return self.name == DUMMY_MODEL
 
 
 def _check_dtype(dtype: object) -> None:
-    require(dtype in (*DTYPE_BYTES,), f"dtype {shown(dtype)} is none of {', '.join(DTYPE_BYTES)}")
+    known = ", ".join(DTYPE_BYTES)
+    require(dtype in (*DTYPE_BYTES,), f"--dtype must be one of {known}, got {shown(dtype)}")

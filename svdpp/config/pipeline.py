@@ -1,4 +1,4 @@
-"""Owns one pipeline's configuration: model, sampler, and the ranks that share the steps."""
+"""Owns the configuration of a pipeline: model, sampler, and the ranks that share the steps."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class DraftConfig:
-    """One clip sooner: an approximation first, the exact clip after it.
+    """A draft: first an approximation of the clip, then the exact clip.
 
     Raises:
-        RequestError: a PSNR that no two clips can have.
+        RequestError: `accept_psnr_db` is not a finite number above 0.
     """
 
     start_steps: tuple[int, ...]
     """The step at which each rank starts, by rank; see `plan.draft.DraftPlan`."""
     accept_psnr_db: float | None = None
-    """If the frames of two successive ranks agree to this PSNR, in dB, the clip ends there and
-    stays approximate. None: the exact clip ends it."""
+    """If the frames of two successive ranks agree to this PSNR, in dB, the clip ends and stays
+    approximate. None: it ends with the exact clip."""
 
     def __post_init__(self) -> None:
         psnr_db = self.accept_psnr_db
@@ -51,10 +51,10 @@ class DraftConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineConfig:
-    """One pipeline: a model, the knobs of its sampler, and the ranks that share its steps.
+    """A pipeline: a model, the parameters of its sampler, and the ranks that share its steps.
 
     Raises:
-        RequestError: anything in it that cannot be done, at construction, before any work.
+        RequestError: a value is out of range, or the values cannot run together.
     """
 
     world_size: int
@@ -62,37 +62,37 @@ class PipelineConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     device: str = "cpu"
-    """`cpu`; `cuda` (rank r on cuda:r); or one device such as `cuda:0` shared by all ranks."""
+    """`cpu`, `cuda` (rank r on cuda:r), or one device such as `cuda:0` shared by all ranks."""
     num_threads: int = 1
-    """Intra-op threads of each CPU rank; bits depend on it, so the reference uses the same."""
+    """Intra-op threads of each CPU rank; the bits depend on it, so the reference uses the same."""
     timeout_seconds: float = 600.0
-    """A rank that makes no progress for this long is named and the run ends."""
+    """The run ends and names a rank that makes no progress for this long."""
     start_timeout_seconds: float = 600.0
-    """Ranks have this long to load their model and join."""
+    """Ranks must load their model and join within this time."""
     heartbeat_timeout_seconds: float = 15.0
     """A rank that sends no heartbeat for this long counts as stalled."""
     split: Split = "uniform"
     """The rule that cuts each clip's steps."""
     replicas: int = 1
-    """Number of replicas R that the ranks form, a divisor of W; W of them is data parallel."""
+    """Number of replicas R, a divisor of W; R = W is data parallel."""
     decoders: int = 1
-    """Ranks at the end of each replica that take turns to finish clips."""
+    """Ranks at the end of each replica that finish its clips alternately."""
     costs: Costs = field(default_factory=Costs)
-    """What the splits but `uniform` cut by."""
+    """The costs by which splits other than `uniform` cut."""
     draft: DraftConfig | None = None
-    """All ranks denoise the same clip from several start steps, instead of sharing its steps."""
+    """If set, all ranks denoise the same clip from several start steps."""
     checksum: bool = False
     """Whether packets carry a crc32 of their payload."""
     deterministic: bool = False
-    """torch's strict mode in ranks and reference; False: torch's own settings, as in a script."""
+    """Use torch's deterministic algorithms in ranks and reference; False: torch's defaults."""
     allow_mixed_devices: bool = False
-    """Whether ranks may differ in what the bits depend on; their clips are not called exact."""
+    """Whether ranks may differ in something that the bits depend on; clips are then not exact."""
     decode: bool = True
-    """False leaves the clips at their final latents: for measuring the engine alone."""
+    """False: clips end with their final latents, to measure the engine without decode."""
 
     def __post_init__(self) -> None:
         check_whole("--world", self.world_size, 1, MAX_RANKS)
-        self.plan  # noqa: B018  it checks W against the steps by itself
+        self.plan  # noqa: B018  checks the ranks against the steps
         if self.draft is not None:
             self._check_draft()
         check_whole("--threads", self.num_threads, 1, max_threads(), " on this machine")
@@ -107,14 +107,14 @@ class PipelineConfig:
         check_type("decode", self.decode, bool)
 
     def _check_rounded_guidance(self) -> None:
-        # diffusers compares the guidance as a tensor of the model's dtype in its loop, but as a
-        # number when it encodes: a maximum that rounds to 1 would give it two answers.
+        # diffusers decides whether to guide from a Python number when it encodes, but from a tensor
+        # of the model's dtype in its loop. A maximum that rounds to 1 would give two answers.
         rounding = {"fp32": 2.0**-24, "fp16": 2.0**-11, "bf16": 2.0**-8}[self.model.dtype]
         require(
             not 1 < self.sampling.max_guidance_scale <= 1 + rounding,
             f"--max-guidance-scale {self.sampling.max_guidance_scale} rounds to 1 in "
             f"{self.model.dtype}: diffusers cannot run that",
-            "--max-guidance-scale 1 switches guidance off",
+            "use --max-guidance-scale 1 to run without guidance",
         )
 
     def _check_draft(self) -> None:
@@ -127,19 +127,19 @@ class PipelineConfig:
         )
         require(
             not self.draft.accept_psnr_db or num_starts > 2,
-            "--draft-psnr compares two successive ranks before the exact one is done: of 2 ranks "
-            "one is the exact one",
-            "use --world 3 or more, and as many --draft-starts where they are named",
+            "--draft-psnr needs 3 ranks or more: it compares two ranks before the exact one "
+            "finishes",
+            "use --world 3 or more, and as many --draft-starts if given",
         )
 
     @property
     def plan(self) -> Layout | DraftPlan:
-        """Who does what: of many clips, or of one."""
+        """The layout, or the draft plan if this is a draft."""
         return self.layout if self.draft is None else self.draft_plan
 
     @cached_property
     def draft_plan(self) -> DraftPlan:
-        """Where each rank starts in a clip's steps, where that is what was asked for."""
+        """The draft plan; only if `draft` is set."""
         assert self.draft is not None
         from svdpp.plan.draft import DraftPlan  # few commands need it
 
@@ -151,7 +151,7 @@ class PipelineConfig:
 
     @cached_property
     def layout(self) -> Layout:
-        """Which way each clip takes through the ranks."""
+        """The layout, which gives the route of each clip through the ranks."""
         return Layout(
             num_steps=self.sampling.num_inference_steps,
             world_size=self.world_size,
@@ -163,13 +163,13 @@ class PipelineConfig:
         )
 
     def alone(self) -> PipelineConfig:
-        """The same work on one device."""
+        """The same configuration with one rank."""
         plain: dict[str, Any] = {"split": "uniform", "replicas": 1, "decoders": 1, "draft": None}
         return replace(self, world_size=1, costs=Costs(), **plain)
 
     @property
     def decodes(self) -> bool:
-        """Whether clips become frames; the dummy model only pretends to, where it sleeps."""
+        """Whether clips are decoded to frames; the dummy model does so only if it sleeps."""
         return self.decode and (not self.model.is_dummy or self.model.dummy_sleeps)
 
 

@@ -1,4 +1,4 @@
-"""Owns the knobs of diffusers' sampler: its defaults, the demo model's, and what may be asked."""
+"""Owns the parameters of diffusers' sampler: their defaults and limits."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ Fit = Literal["crop", "pad", "stretch"]
 
 DEFAULT_NUM_STEPS = 28
 
-#: What differs from diffusers' defaults for the built-in model: the settings that its README
-#: (svdpp/assets/demo-model/README.md) recommends.
+#: The demo model's defaults where they differ from diffusers' (svdpp/assets/demo-model/README.md).
 DEMO_SAMPLING: Mapping[str, Any] = {
     "height": 128,
     "width": 128,
@@ -37,19 +36,19 @@ DEMO_SAMPLING: Mapping[str, Any] = {
     "noise_aug_strength": 0.02,
 }
 
-# Latents have an eighth of the frame's height and width.
+# A latent has an eighth of the frame's height and width.
 _SIDE_UNIT = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
-    """The knobs of diffusers' `StableVideoDiffusionPipeline.__call__`, with its defaults.
+    """The parameters of diffusers' `StableVideoDiffusionPipeline.__call__`, with its defaults.
 
-    `num_frames` and `decode_chunk_size` are None until the model is known: then they become the
-    UNet's own frame count, and all frames at once, as in diffusers.
+    None for `num_frames` or `decode_chunk_size` is replaced as in diffusers when the model is
+    known: by the frame count of the UNet's config, and by all frames at once.
 
     Raises:
-        RequestError: a value beyond the limits, or a combination that diffusers cannot run.
+        RequestError: a value out of range, or a combination that diffusers cannot run.
     """
 
     num_inference_steps: int = DEFAULT_NUM_STEPS
@@ -90,15 +89,15 @@ class SamplingConfig:
             num_pixels <= MAX_CLIP_PIXELS,
             f"{self.num_frames or 1} frames of {self.height} x {self.width} are {num_pixels} "
             f"pixels, more than {MAX_CLIP_PIXELS}",
-            "fewer --frames, or a smaller --height and --width",
+            "use fewer --frames, or a smaller --height and --width",
         )
 
     def _check_guidance(self) -> None:
         low, high = self.min_guidance_scale, self.max_guidance_scale
         check_number("--min-guidance-scale", low, MAX_GUIDANCE_SCALE)
         check_number("--max-guidance-scale", high, MAX_GUIDANCE_SCALE)
-        # diffusers decides about guidance twice: by the maximum when it encodes, by the larger of
-        # both when it denoises. If the two answers differ, its own __call__ fails on shapes.
+        # diffusers decides about guidance twice: by the maximum when it encodes, and by the larger
+        # of both when it denoises. If the two differ, its __call__ fails with a shape error.
         require(
             high > 1 or low <= 1,
             f"--min-guidance-scale {low} is above 1 but --max-guidance-scale {high} is not: "
@@ -106,29 +105,29 @@ class SamplingConfig:
         )
         require(
             not (self.num_frames == 1 and high > 1 >= low),
-            "one frame takes the minimum guidance alone, which is 1 or less while the maximum is "
-            "above: diffusers cannot run that",
-            "--max-guidance-scale 1 switches guidance off",
+            "a clip of one frame uses only --min-guidance-scale, which is 1 or less, but "
+            "--max-guidance-scale is above 1: diffusers cannot run that",
+            "use --max-guidance-scale 1 to run without guidance",
         )
 
     @property
     def guided(self) -> bool:
-        """Whether classifier-free guidance makes two forward passes."""
+        """Whether classifier-free guidance does two forward passes for each step."""
         return self.max_guidance_scale > 1
 
     @property
     def frames(self) -> int:
-        """The frame count, once it is known.
+        """The frame count.
 
         Raises:
-            ValueError: `num_frames` has not been resolved against a model (a programmer's error).
+            ValueError: `num_frames` is still None.
         """
         if self.num_frames is None:
-            raise ValueError("num_frames is resolved by the model first")
+            raise ValueError("num_frames is None: resolve it with the model first")
         return self.num_frames
 
     def resolved(self, *, model_frames: int) -> SamplingConfig:
-        """A copy in which frame count and decode chunk are numbers, as diffusers chooses them."""
+        """A copy with numbers for `num_frames` and `decode_chunk_size`, as diffusers sets them."""
         frames = self.num_frames or model_frames
         return replace(self, num_frames=frames, decode_chunk_size=self.decode_chunk_size or frames)
 
@@ -151,5 +150,5 @@ def _nearest_side(name: str, value: int) -> str:
 
 
 def sampling_defaults(model_name: str) -> Mapping[str, Any]:
-    """What `model_name` changes in diffusers' defaults; empty for every model but the demo's."""
+    """The defaults of `model_name` that differ from diffusers'; empty except for the demo model."""
     return DEMO_SAMPLING if model_name == DEMO_MODEL else {}

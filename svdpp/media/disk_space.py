@@ -1,4 +1,4 @@
-"""Owns the question whether clips will fit on a disk, asked before any work is done for them."""
+"""Owns the check that clips fit on the disk, before any work."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from pathlib import Path
 from svdpp.config import VideoFormat
 from svdpp.errors import OutputError
 
-# Bytes for each pixel of each frame: the most that `write_clip` took for clips of four photographs
-# (those that come with svdpp, zoomed by 2% a frame; 14 frames of 128x128 and of 1024x576), one of
-# them also with camera grain of 6 levels, which compresses worst and set every figure. The demo
-# model's clips take a tenth to a half of it; frames of pure noise 3 times as much as mp4, 1.8 times
-# as webp and 1.3 times as gif or png. Noise is not what the question is for: a disk that has room
-# for photographs is not refused.
+# Bytes for each pixel of each frame: the maximum that `write_clip` used for clips of the four
+# photographs of svdpp, zoomed by 2% a frame, with 14 frames of 128x128 and of 1024x576. The maximum
+# always came from a photograph with camera grain of 6 levels, which compresses worst. Clips of the
+# demo model need a tenth to a half of it. Frames of pure noise need 3 times as much as mp4, 1.8
+# times as webp and 1.3 times as gif or png; they are ignored, so that a disk with enough space for
+# photographs is not refused.
 _BYTES_PER_PIXEL = {"gif": 1.11, "webp": 0.48, "frames": 2.34}
-#: Of mp4, by the largest --crf measured that is not above the one asked for.
+#: The same for mp4, by the largest measured --crf that is not above the requested one.
 _MP4_BYTES_PER_PIXEL = {0: 0.83, 6: 0.66, 12: 0.44, 18: 0.24, 24: 0.094, 36: 0.024, 51: 0.012}
 
-#: A file's container, the parameters it carries, and what a file system rounds up.
+#: For a file's container, its metadata, and the rounding of the file system.
 _BYTES_PER_FILE = 8 * 1024
 
 
 def estimated_bytes(
     format: VideoFormat, crf: int, *, num_frames: int, height: int, width: int
 ) -> int:
-    """What one clip and its JSON will take on disk, by the measured factors above.
+    """Estimated disk space of one clip and its metadata, by the factors above.
 
     Args:
         format: of the clip.
-        crf: 0 to 51; counts for mp4 alone.
+        crf: 0 to 51; used only for mp4.
         num_frames: of the clip.
         height: pixels.
         width: pixels.
@@ -43,10 +43,10 @@ def estimated_bytes(
 
 
 def free_bytes(folder: Path) -> int:
-    """What the file system that holds `folder`, or will hold it, has left for this user.
+    """Free bytes for this user on the file system of `folder`, which need not exist yet.
 
     Raises:
-        OutputError: nobody can tell.
+        OutputError: the file system cannot be read.
     """
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     try:
@@ -66,12 +66,12 @@ def check_space(
     height: int,
     width: int,
 ) -> None:
-    """Makes sure that the clips still to be made will fit into `folder`, as far as can be told.
+    """Check by an estimate that `num_clips` clips fit into `folder`.
 
-    A clip that is replaced stays until the new one is whole, so nothing is taken off for it.
+    A clip that is replaced exists until the new one is complete, so its space does not count.
 
     Raises:
-        OutputError: they need more than is free.
+        OutputError: the clips need more than is free.
     """
     one = estimated_bytes(format, crf, num_frames=num_frames, height=height, width=width)
     free = free_bytes(folder)
@@ -87,7 +87,7 @@ def check_space(
 
 
 def size(num_bytes: int) -> str:
-    """Bytes in words."""
+    """Bytes as text, such as `1.5 GB`."""
     for unit, each in (("GB", 10**9), ("MB", 10**6)):
         if num_bytes >= each:
             return f"{num_bytes / each:.1f} {unit}"

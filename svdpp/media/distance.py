@@ -1,4 +1,4 @@
-"""Owns how far two clips' frames are from each other, in terms of what is seen."""
+"""Owns the visible difference between the frames of two clips."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _Frames = NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Difference:
-    """Of one frame, or of all of them.
+    """The difference of one frame, or of all frames.
 
     Args:
-        psnr_db: peak signal-to-noise ratio of the 8-bit colours; infinite where all are equal.
+        psnr_db: peak signal-to-noise ratio of the 8-bit colours; infinite if all are equal.
         max_levels: the largest difference of one colour, in 8-bit levels.
     """
 
@@ -26,7 +26,7 @@ class Difference:
     max_levels: int
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values; None for an infinite PSNR, which JSON cannot hold."""
+        """The values for JSON; None for an infinite PSNR, which JSON cannot represent."""
         finite = math.isfinite(self.psnr_db)
         return {
             "psnr_db": round(self.psnr_db, 2) if finite else None,
@@ -34,7 +34,6 @@ class Difference:
         }
 
     def __str__(self) -> str:
-        """In words."""
         if self.max_levels == 0:
             return "every pixel equal"
         levels = f"{self.max_levels} level{'s' if self.max_levels > 1 else ''}"
@@ -43,25 +42,25 @@ class Difference:
 
 @dataclass(frozen=True)
 class Distance:
-    """Of two clips: over all frames, and frame by frame."""
+    """The difference of two clips, over all frames and for each frame."""
 
     whole: Difference
     frames: tuple[Difference, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values: those of the whole, and those of each frame as `frames`."""
+        """The values for JSON: those of all frames, and those of each frame as `frames`."""
         return {**self.whole.to_json(), "frames": [each.to_json() for each in self.frames]}
 
 
 def distance(ours: _Frames, theirs: _Frames) -> Distance:
-    """Compares two clips (F, H, W, 3) of uint8 colours.
+    """Compare two clips, uint8 of shape (F, H, W, 3).
 
     Raises:
-        ValueError: shapes differ.
+        ValueError: the shapes differ.
     """
     if ours.shape != theirs.shape:
         raise ValueError(f"frames {ours.shape} against {theirs.shape}")
-    pairs = zip(ours, theirs, strict=True)  # frame by frame: differences take twice the memory
+    pairs = zip(ours, theirs, strict=True)  # by frame, because int16 takes twice the memory
     parts = [_compare(one.astype(np.int16) - other.astype(np.int16)) for one, other in pairs]
     mean_square = float(np.mean([part[0] for part in parts]))
     largest = max(part[1] for part in parts)

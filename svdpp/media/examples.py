@@ -1,4 +1,4 @@
-"""Owns the photographs that come with the package, for trying it without one's own."""
+"""Owns the example photographs of the package."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ _FOLDER = Path(__file__).resolve().parent.parent / "assets" / "photos"
 
 
 def example_photos() -> list[Path]:
-    """Four photographs, sorted by name; their origin stands in the README beside them."""
+    """Four photographs, sorted by name; the README in their folder gives their origin."""
     return sorted(_FOLDER.glob("*.jpg"))

@@ -1,6 +1,6 @@
-"""Owns one photograph from a stranger: reads it safely, cuts it to a shape.
+"""Owns reading an untrusted photograph safely and fitting it to a shape; knows no torch.
 
-Knows Pillow; knows no torch and no model. A file is read once: what is hashed is what is decoded.
+A file is read once, so the hashed bytes are the decoded bytes.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from PIL import ExifTags, Image, UnidentifiedImageError
 from svdpp.config import Fit
 from svdpp.errors import InputError
 
-#: The only decoders that are ever tried. Others (EPS) start programs of their own.
+#: The only decoders that are used. Others, such as EPS, start external programs.
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF")
 MAX_FILE_BYTES = 256 * 2**20
 MAX_PIXELS = 50_000_000
 MIN_SIDE = 16
 MAX_ASPECT = 16
 
-#: Padding a thin photograph to an opposite shape multiplies its pixels; more than this is refused.
+#: Padding a narrow photograph to a wide shape multiplies its pixels; more than this is refused.
 _MAX_PADDED_PIXELS = 4 * MAX_PIXELS
 
 _BAND_ROWS = 64
 
-#: Held by whoever has process-wide stderr turned away: two at once would not put it back.
+#: Guards the redirection of the process's stderr; two threads at once could not restore it.
 _STDERR = threading.Lock()
 
-# EXIF 2.32, tag 0x0112. ImageOps.exif_transpose does the same but also writes the EXIF block anew,
-# which raises on tags of an odd type that do the picture itself no harm.
+# EXIF 2.32, tag 0x0112. ImageOps.exif_transpose also rewrites the EXIF block, which raises on tags
+# of a wrong type that do not affect the pixels.
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -53,38 +53,38 @@ _UPRIGHT = {
 
 @dataclass(frozen=True)
 class Photo:
-    """One photograph as it was read: its place, its bytes' identity, its upright size in pixels."""
+    """Path, hash and upright size in pixels of a photograph that was read."""
 
     path: Path
     sha256: str
-    """Of the file's bytes."""
+    """SHA-256 of the file, in hex."""
     width: int
     height: int
 
 
 def read_photo(path: Path) -> tuple[Image.Image, Photo]:
-    """The photograph as an upright 8-bit RGB image, and what was read.
+    """Read a photograph as an upright 8-bit RGB image.
 
-    Of an animation it is the first frame. Transparency is laid over white: cut-outs are mostly made
-    for light pages, and over black their dark outlines and shadows would vanish. 16-bit grey is
-    scaled, never clipped. Colour profiles are not applied, as diffusers applies none.
+    An animation gives its first frame. Transparent images are composited over white: most cut-outs
+    are made for light pages, and over black their dark outlines and shadows would vanish. 16-bit
+    grey is scaled, never clipped. Colour profiles are not applied, because diffusers applies none.
 
     Raises:
-        InputError: the file cannot be read, is not whole, is none of `FORMATS`, or its size in
-            pixels or bytes is outside the limits; one sentence with the file's name.
+        InputError: the file cannot be read, is damaged, is not in one of `FORMATS`, or its size in
+            pixels or bytes is outside the limits.
     """
     return photo_of(read_bytes(path), path)
 
 
 def photo_of(data: bytes, path: Path) -> tuple[Image.Image, Photo]:
-    """As `read_photo`, of bytes that were read elsewhere; `path` names them in messages.
+    """As `read_photo`, from bytes in memory; `path` names them in messages.
 
     Raises:
         InputError: as `read_photo`.
     """
     try:
         with warnings.catch_warnings(), _libtiff_silenced(data):
-            # Pillow warns of odd metadata and of sizes that are refused below anyway.
+            # Pillow warns of invalid metadata, and of sizes that are refused below anyway.
             warnings.simplefilter("ignore")
             image = _decode(data)
     except InputError as error:
@@ -97,8 +97,8 @@ def photo_of(data: bytes, path: Path) -> tuple[Image.Image, Photo]:
     except Image.DecompressionBombError:
         raise InputError(f"{_name(path)} is too large: {_limit_text()}") from None
     except MemoryError:
-        raise InputError(f"{_name(path)} needs more memory than there is") from None
-    except Exception as error:  # on hostile bytes Pillow raises nearly every type there is
+        raise InputError(f"{_name(path)} does not fit in memory") from None
+    except Exception as error:  # on hostile bytes Pillow raises nearly any type
         reason = "".join(c if c.isprintable() else " " for c in str(error))[:200]
         reason = reason or type(error).__name__
         raise InputError(f"{_name(path)} is damaged or truncated: {reason}") from error
@@ -106,21 +106,21 @@ def photo_of(data: bytes, path: Path) -> tuple[Image.Image, Photo]:
 
 
 def fit_photo(image: Image.Image, width: int, height: int, fit: Fit) -> Image.Image:
-    """The image in the shape `width`:`height` without resampling; diffusers resizes afterwards.
+    """Fit the image to the aspect ratio `width`:`height` without resampling; diffusers resizes it.
 
     Args:
         image: RGB, any size.
         width: of the clip, pixels.
         height: of the clip, pixels.
-        fit: `stretch` leaves the image as it is, and diffusers stretches it; `crop` keeps the
-            largest centred part of that shape; `pad` adds centred black bars.
+        fit: `stretch` returns the image unchanged, and diffusers stretches it; `crop` keeps the
+            largest centred part with that ratio; `pad` adds black bars on both sides.
 
     Raises:
-        InputError: the padded image would be far larger than any photograph that is read.
+        InputError: the padded image would be too large.
     """
     if fit == "stretch":
         return image
-    # The side that stays when cropped is the one that grows when padded.
+    # The side that a crop keeps is the side that a pad extends.
     too_wide = image.width * height > image.height * width
     across = max(1, round(image.height * width / height))
     down = max(1, round(image.width * height / width))
@@ -129,7 +129,7 @@ def fit_photo(image: Image.Image, width: int, height: int, fit: Fit) -> Image.Im
     if size[0] * size[1] > _MAX_PADDED_PIXELS:
         raise InputError(
             f"padding {image.width}x{image.height} to the shape of {width}x{height} would take "
-            f"{size[0]}x{size[1]} pixels",
+            f"{size[0]}x{size[1]} pixels, which is too large",
             "use --fit crop",
         )
     left, top = (size[0] - image.width) // 2, (size[1] - image.height) // 2
@@ -141,7 +141,7 @@ def fit_photo(image: Image.Image, width: int, height: int, fit: Fit) -> Image.Im
 
 
 def file_problem(path: Path) -> str:
-    """What keeps `path` from being read as a file, to follow its name; empty where nothing does."""
+    """Why `path` cannot be read as a file, as text to follow its name; empty if it can."""
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError:
@@ -154,11 +154,15 @@ def file_problem(path: Path) -> str:
 
 
 def read_bytes(path: Path) -> bytes:
-    """The file's content, as far as `read_photo` would take it; InputError where it would not."""
+    """The file's content.
+
+    Raises:
+        InputError: the file cannot be read, is empty, or is larger than `MAX_FILE_BYTES`.
+    """
     if problem := file_problem(path):
         raise InputError(f"{_name(path)} {problem}")
     try:
-        # Non-blocking, so that a fifo put in the file's place since the check cannot hang the run.
+        # Non-blocking, so that a fifo that replaced the file after the check cannot hang the run.
         with open(path, "rb", opener=lambda p, flags: os.open(p, flags | os.O_NONBLOCK)) as file:
             data = file.read(MAX_FILE_BYTES + 1) or b""
     except OSError as error:
@@ -174,11 +178,11 @@ def _decode(data: bytes) -> Image.Image:
     with Image.open(io.BytesIO(data), formats=FORMATS) as image:
         _check_size(*image.size)
         if image.format == "PNG":
-            # load() checks no chunk's checksum: a flipped byte can come out as other pixels.
+            # load() does not check the checksums of chunks: a flipped byte could change pixels.
             with Image.open(io.BytesIO(data), formats=FORMATS) as copy:
                 copy.verify()
         image.load()
-        # After load(), because Pillow turns a TIFF upright by itself there and drops the tag.
+        # After load(), because there Pillow turns a TIFF upright and drops the tag.
         orientation = image.getexif().get(ExifTags.Base.Orientation)
         rgb = _to_rgb(image)
     turn = _UPRIGHT.get(orientation) if isinstance(orientation, int) else None
@@ -187,9 +191,9 @@ def _decode(data: bytes) -> Image.Image:
 
 @contextlib.contextmanager
 def _libtiff_silenced(data: bytes) -> Iterator[None]:
-    """Keeps libtiff, which writes what it finds odd to the process's stderr, from doing so.
+    """Redirect descriptor 2 to /dev/null while a TIFF is read.
 
-    Pillow has no switch for it. So while a TIFF is read, descriptor 2 leads nowhere.
+    libtiff prints its warnings to the process's stderr, and Pillow has no switch for that.
     """
     if data[:2] not in (b"II", b"MM"):
         yield
@@ -197,7 +201,7 @@ def _libtiff_silenced(data: bytes) -> Iterator[None]:
     with _STDERR, contextlib.ExitStack() as undo:
         try:
             stderr = os.dup(2)
-        except OSError:  # closed, as daemons have it
+        except OSError:  # closed, as in a daemon
             yield
             return
         undo.callback(os.close, stderr)
@@ -212,15 +216,15 @@ def _check_size(width: int, height: int) -> None:
     if width * height > MAX_PIXELS:
         raise InputError(f"is too large: {width}x{height} pixels, {_limit_text()}")
     if min(width, height) < MIN_SIDE:
-        raise InputError(f"is too small: {width}x{height} pixels, each side needs {MIN_SIDE}")
-    if max(width, height) > MAX_ASPECT * min(width, height):
         raise InputError(
-            f"is too narrow: {width}x{height} pixels, at most {MAX_ASPECT}:1 makes sense as video"
+            f"is too small: {width}x{height} pixels, each side must have at least {MIN_SIDE}"
         )
+    if max(width, height) > MAX_ASPECT * min(width, height):
+        raise InputError(f"is too narrow: {width}x{height} pixels, the limit is {MAX_ASPECT}:1")
 
 
 def _limit_text() -> str:
-    return f"at most {MAX_PIXELS // 10**6} million are read"
+    return f"the limit is {MAX_PIXELS // 10**6} million"
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
@@ -229,7 +233,7 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     if not image.has_transparency_data:
         return image.convert("RGB")
     over_white = Image.new("RGB", image.size)
-    for top in range(0, image.height, _BAND_ROWS):  # in bands: each step is a copy in memory
+    for top in range(0, image.height, _BAND_ROWS):  # in bands, because each step makes a copy
         box = (0, top, image.width, min(top + _BAND_ROWS, image.height))
         rgba = image.crop(box).convert("RGBA")
         white = Image.new("RGBA", rgba.size, "white")
@@ -238,16 +242,16 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 
 
 def _grey_to_8_bits(image: Image.Image) -> npt.NDArray[np.uint8]:
-    """Grey of more than 8 bits, shape (H, W), with white at 255; Pillow's own convert clips."""
+    """Scale grey of more than 8 bits to shape (H, W) with white at 255; Pillow would clip it."""
     grey = np.asarray(image)
     low, high = float(grey.min()), float(grey.max())
     if image.mode == "F":
         if not 0 <= low <= high <= 1:  # also false for NaN
-            raise InputError(f"has float pixels from {low:g} to {high:g}: only 0 to 1 is read")
+            raise InputError(f"has float pixels from {low:g} to {high:g}: they must be 0 to 1")
         return np.asarray(np.rint(grey * 255), dtype=np.uint8)
-    # Mode I is 32 bits wide: 16-bit values are common there, others have no agreed white.
+    # Mode I has 32 bits. It commonly holds 16-bit values; for others white is not defined.
     if image.mode == "I" and not (low >= 0 and 255 < high <= 65535):
-        raise InputError(f"has 32-bit pixels from {low:g} to {high:g}: only 16 bits are read")
+        raise InputError(f"has 32-bit pixels from {low:g} to {high:g}: only 16 bits can be read")
     eight = np.asarray((grey.astype(np.uint32) + 128) // 257, dtype=np.uint8)
     if isinstance(key := image.info.get("transparency"), int):
         eight[grey == key] = 255

@@ -1,4 +1,4 @@
-"""Owns which photographs a command's inputs name: files, folders, patterns; all of them checked."""
+"""Owns finding and checking the photographs that a command's inputs name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from svdpp.errors import InputError
 from svdpp.media.image import Photo, file_problem, read_photo
 
-#: Of the files that a folder or a pattern stands for.
+#: Suffixes of the files that are taken from a folder or a pattern.
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif")
 
 
@@ -18,14 +18,14 @@ def find_images(inputs: Sequence[str], *, recursive: bool = False) -> list[Path]
     """The image files that `inputs` name, in their order, each once.
 
     Args:
-        inputs: each a file (taken whatever its suffix), a folder (its own files with one of
-            `SUFFIXES`, by name, hidden ones skipped) or, where nothing of that literal name exists,
-            a glob pattern with `*`, `?`, `[]` or `**` (files with one of `SUFFIXES`, by name).
-        recursive: whether a folder's subfolders are looked into, hidden ones and links apart.
+        inputs: each is a file (with any suffix), a folder (its files with one of `SUFFIXES`, by
+            name, without hidden ones) or, if no file has that literal name, a glob pattern with
+            `*`, `?`, `[]` or `**` (files with one of `SUFFIXES`, by name).
+        recursive: whether to search subfolders, except hidden ones and links.
 
     Raises:
-        InputError: a missing path, a folder or pattern without images, something that is not a
-            regular file; one error that lists them all.
+        InputError: a path does not exist, a folder or pattern has no images, or a path is not a
+            regular file; one error lists all of them.
     """
     problems: list[InputError] = []
     found = _find(inputs, problems, recursive=recursive)
@@ -34,10 +34,10 @@ def find_images(inputs: Sequence[str], *, recursive: bool = False) -> list[Path]
 
 
 def check_photos(paths: Sequence[Path]) -> list[Photo]:
-    """Reads each photograph to its last pixel, and keeps none of them.
+    """Decode each photograph completely, without keeping the pixels.
 
     Raises:
-        InputError: one error that lists every photograph `read_photo` refuses.
+        InputError: one error that lists every photograph that `read_photo` refuses.
     """
     problems: list[InputError] = []
     photos = _check(paths, problems)
@@ -46,10 +46,10 @@ def check_photos(paths: Sequence[Path]) -> list[Photo]:
 
 
 def check_inputs(inputs: Sequence[str]) -> list[Photo]:
-    """`find_images` and `check_photos` in one, so that no problem hides another.
+    """`find_images` and `check_photos`, with all problems of both in one error.
 
     Raises:
-        InputError: one error that lists all that is missing, unreadable or hostile.
+        InputError: one error that lists all inputs that are missing, unreadable or hostile.
     """
     photos, problems = sift_inputs(inputs)
     raise_all(problems)
@@ -59,10 +59,10 @@ def check_inputs(inputs: Sequence[str]) -> list[Photo]:
 def sift_inputs(
     inputs: Sequence[str], *, recursive: bool = False
 ) -> tuple[list[Photo], list[InputError]]:
-    """What `check_inputs` gives, and apart from it an error for each input that it refuses.
+    """The photographs that can be used, and an error for each input that cannot.
 
     Raises:
-        InputError: not one of them can be read.
+        InputError: no input can be used.
     """
     problems: list[InputError] = []
     photos = _check(_find(inputs, problems, recursive=recursive), problems)
@@ -72,11 +72,11 @@ def sift_inputs(
 
 
 def raise_all(problems: Sequence[InputError], hint: str = "") -> None:
-    """Raises the only one of `problems` as it is, several as one error that lists them.
+    """Raise a single problem unchanged, several as one error that lists them.
 
     Args:
-        problems: none raises nothing.
-        hint: of the error, beside its own.
+        problems: if empty, nothing is raised.
+        hint: of the error; added to the hint of a single problem.
     """
     if len(problems) == 1:
         raise InputError(problems[0].message, "; ".join(filter(None, (problems[0].hint, hint))))
@@ -86,7 +86,7 @@ def raise_all(problems: Sequence[InputError], hint: str = "") -> None:
 
 
 def _expand(text: str, *, recursive: bool) -> Iterator[Path]:
-    """The files that one input names, not yet checked; InputError where it names none."""
+    """The files that one input names, unchecked; InputError if it names none."""
     path = Path(text)
     if not text:
         raise InputError("'' is an empty name")
@@ -101,13 +101,13 @@ def _expand(text: str, *, recursive: bool) -> Iterator[Path]:
     if not images:
         what = "is a folder without" if os.path.isdir(text) else "matches no"
         deeper = os.path.isdir(text) and any(map(_is_image, _files_in(path, recursive=True)))
-        hint = "its subfolders have some: --recursive takes them" if deeper else ""
+        hint = "use --recursive: its subfolders have images" if deeper else ""
         raise InputError(f"{text!r} {what} images ({' '.join(SUFFIXES)})", hint)
     yield from images
 
 
 def _files_in(folder: Path, *, recursive: bool) -> Iterator[Path]:
-    """The folder's own files by name, then those of its subfolders; hidden ones are skipped."""
+    """The folder's files by name, then those of its subfolders, without hidden ones."""
     try:
         names = sorted(name for name in os.listdir(folder) if not name.startswith("."))
     except OSError as error:
@@ -121,7 +121,6 @@ def _files_in(folder: Path, *, recursive: bool) -> Iterator[Path]:
 
 
 def _is_image(path: Path) -> bool:
-    """By its name."""
     return path.suffix.lower() in SUFFIXES and not path.is_dir()
 
 

@@ -1,7 +1,7 @@
-"""Owns writing a file or a folder completely or not at all; knows nothing of its contents.
+"""Owns writing a file or folder completely or not at all, whatever its content.
 
-A file is written under a hidden name beside its place and renamed when it is complete. Its writer
-holds a lock on it, so that any run can tell what a killed writer left from what is being written.
+A file is written under a hidden name in the same folder and renamed when it is complete. Its writer
+locks it, so that any run can distinguish a file that is being written from an abandoned one.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from svdpp.errors import OutputError, SvdppError
 
 @contextlib.contextmanager
 def atomic_output(name: str, suffix: str, files: re.Pattern[str] | None = None) -> Iterator[Path]:
-    """An empty file or folder to fill; it replaces `name` if the block ends without an error.
+    """Yield an empty file or folder that replaces `name` if the block ends without an error.
 
-    Folders above `name` are created.
+    Parent folders of `name` are created.
 
     Args:
-        name: the final path; links are followed. What lies there stays until the block ends.
+        name: the final path; links are followed. An existing file stays until the block ends.
         suffix: of the temporary name, for writers that choose the format by it.
-        files: None for a file. For a folder, the names of its files: a folder that holds others
-            is not replaced.
+        files: None for a file. For a folder, a pattern of its file names: an existing folder with
+            other files is not replaced.
 
     Raises:
         OutputError: an OSError, ValueError, RuntimeError or SvdppError, here or in the block.
     """
     temporary, lock = None, -1
     try:
-        path = Path(os.path.realpath(name))  # through links, as open() would write
+        path = Path(os.path.realpath(name))  # follow links, as open() does
         path.parent.mkdir(parents=True, exist_ok=True)
         _check_place(path, files)
-        temporary = path.with_name(_hidden_name() + suffix)  # short beside a long name
+        temporary = path.with_name(_hidden_name() + suffix)  # short, even if the name is long
         lock = _make_locked(temporary, is_folder=files is not None)
         yield temporary
         sync(temporary)
@@ -60,21 +60,22 @@ def atomic_output(name: str, suffix: str, files: re.Pattern[str] | None = None) 
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Removes the unfinished files that killed writers on this host left in `folder`.
+    """Remove the unfinished files that killed writers on this host left in `folder`.
 
-    Those of other hosts stay: on a shared file system a lock may not be visible between hosts.
+    Files of other hosts stay, because other hosts may not see a lock on a shared file system.
     """
     for path in folder.glob(f".svdpp-{_host()}-*"):
-        with contextlib.suppress(OSError):  # its writer lives, or it is not ours to remove
+        with contextlib.suppress(OSError):  # its writer is alive, or the user may not remove it
             _remove_if_abandoned(path)
 
 
 def write_json(path: Path, record: Mapping[str, object]) -> None:
-    """Writes `record` as indented JSON, completely or not at all.
+    """Write `record` as indented JSON, completely or not at all.
 
     Raises:
         OutputError: the file cannot be written.
-        ValueError: a number in it is not finite; TypeError: a value is not JSON.
+        ValueError: a number is not finite.
+        TypeError: a value is not JSON.
     """
     text = json.dumps(dict(record), indent=2, allow_nan=False) + "\n"
     with atomic_output(str(path), ".json") as temporary:
@@ -82,39 +83,39 @@ def write_json(path: Path, record: Mapping[str, object]) -> None:
 
 
 def remove(path: Path) -> None:
-    """Removes a file, or a folder with its contents, as far as possible; a missing one is fine."""
+    """Remove a file, or a folder with its contents, and ignore errors."""
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:
-        with contextlib.suppress(OSError):  # the failure that led here is the one to report
+        with contextlib.suppress(OSError):  # the caller reports the original failure
             path.unlink()
 
 
 def check_writable(folder: Path) -> None:
-    """Proves that `folder` takes a file, or can be created; leaves nothing behind.
+    """Check that a file can be written to `folder`, or that `folder` can be created.
 
-    It does not create `folder`: another run that starts with the same one would find it, and then
-    lose it. What killed writers left in it is removed.
+    It does not create `folder`, because another run could find it before it is removed again. It
+    removes the files that killed writers left in it.
 
     Raises:
-        OutputError: it cannot be created, is no folder, or takes no file.
+        OutputError: the folder cannot be created, is not a folder, or is not writable.
     """
     try:
         _probe(Path(os.path.realpath(folder)))
         remove_abandoned(folder)
     except (FileExistsError, NotADirectoryError) as error:
-        what = f"cannot write into {str(folder)!r}: a file is in its place, or above it"
+        what = f"cannot write into {str(folder)!r}: it, or a folder above it, is a file"
         raise OutputError(what) from error
     except (OSError, ValueError) as error:
         raise OutputError(f"cannot write into {str(folder)!r}: {reason(error)}") from error
 
 
 def check_free(name: str, files: re.Pattern[str] | None = None) -> None:
-    """Checks that `atomic_output` may replace what lies at `name`, if anything.
+    """Check that `atomic_output` can replace what exists at `name`.
 
     Raises:
-        OutputError: a folder lies where a file would go, a file where a folder would, or a folder
-            with other files.
+        OutputError: a folder is in place of a file, a file in place of a folder, or the folder has
+            other files.
     """
     try:
         _check_place(Path(os.path.realpath(name)), files)
@@ -123,7 +124,7 @@ def check_free(name: str, files: re.Pattern[str] | None = None) -> None:
 
 
 def sync(path: Path) -> None:
-    """Waits until what was written to a file or folder has reached the disk."""
+    """Wait until the data of a file or folder is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -132,12 +133,12 @@ def sync(path: Path) -> None:
 
 
 def reason(error: Exception) -> str:
-    """The shortest text that the error has."""
+    """The error's `strerror`, else its text, else its type."""
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
 def _probe(folder: Path) -> None:
-    """Writes and removes a file in `folder`, or in the nearest folder above it that exists."""
+    """Write and remove a file in `folder`, or in the nearest existing folder above it."""
     while True:
         try:
             is_folder = stat.S_ISDIR(folder.stat().st_mode)
@@ -159,7 +160,7 @@ def _check_place(path: Path, files: re.Pattern[str] | None) -> None:
     if files is not None and path.is_dir():
         others = [name for name in os.listdir(path) if not files.fullmatch(name)]
         if others:
-            raise FileExistsError(f"the folder holds other files, {sorted(others)[0]!r} for one")
+            raise FileExistsError(f"the folder holds other files, such as {sorted(others)[0]!r}")
     elif path.exists() and (files is not None or not path.is_file()):
         raise FileExistsError("something else has that name")
 
@@ -168,8 +169,8 @@ def _move(temporary: Path, path: Path) -> None:
     if not path.is_dir():
         os.replace(temporary, path)
         return
-    # A folder that is not empty cannot be replaced by one rename. Between the two renames the old
-    # one is the only complete one, so its name is not one that `remove_abandoned` looks for.
+    # One rename cannot replace a folder that is not empty. Between the two renames only the old
+    # folder is complete, so `remove_abandoned` must not match its name.
     old = path.with_name(f".svdpp-old-{secrets.token_hex(4)}")
     os.rename(path, old)
     try:
@@ -181,9 +182,9 @@ def _move(temporary: Path, path: Path) -> None:
 
 
 def _make_locked(path: Path, *, is_folder: bool) -> int:
-    """Creates an empty file or folder; a descriptor whose lock ends with this process.
+    """Create an empty file or folder; return a descriptor with a lock that ends with the process.
 
-    Another run's `remove_abandoned` can remove it as long as it is not locked: then once more.
+    `remove_abandoned` of another run can remove it before it is locked; then it is created again.
     """
     while True:
         if is_folder:
@@ -194,7 +195,7 @@ def _make_locked(path: Path, *, is_folder: bool) -> int:
             descriptor = os.open(path, os.O_RDONLY)
         except FileNotFoundError:
             continue
-        with contextlib.suppress(OSError):  # without locks nobody takes it for abandoned either
+        with contextlib.suppress(OSError):  # without locks no run removes it as abandoned either
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         if path.exists():
             return descriptor
@@ -202,7 +203,7 @@ def _make_locked(path: Path, *, is_folder: bool) -> int:
 
 
 def _remove_if_abandoned(path: Path) -> None:
-    # O_NONBLOCK: a pipe of that name would wait for somebody to write to it.
+    # O_NONBLOCK, because opening a pipe of that name would wait for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -216,5 +217,5 @@ def _hidden_name() -> str:
 
 
 def _host() -> str:
-    """This host in eight characters: its name can be long and hold any character."""
+    """A hash of the host name in eight characters: the name can be long and have any character."""
     return f"{zlib.crc32(os.fsencode(socket.gethostname())):08x}"

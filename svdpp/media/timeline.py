@@ -1,6 +1,6 @@
-"""Owns the timeline: a picture of ranks and time, drawn from plain spans with matplotlib.
+"""Owns the timeline picture: ranks x time, drawn from spans with matplotlib.
 
-matplotlib is the extra `pictures` and is imported by the one function that draws.
+matplotlib belongs to the extra `pictures`; it is imported only to draw.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _WIDTH = 10.0
-_MARGIN = 1.5  # title, axis and legend, all panels' together
+_MARGIN = 1.5  # of title, axis and legend, for all panels together
 _BAR = 0.84
-_CROWD = 12  # ranks above which lanes are too low for words
+_CROWD = 12  # with more ranks, lanes are too low for words
 _DPI = 140
-# Neighbouring clips far apart, none of them grey: that is waiting.
+# Successive clips differ clearly. No colour is grey, which means waiting.
 _COLOURS = (
     *("#3b76af", "#ee8636", "#519e3e", "#c53a32", "#8d69b8"),
     *("#84584e", "#d57ebe", "#2f9aa0", "#b8a21e"),
@@ -35,18 +35,18 @@ _NAMES = {Kind.ENCODE: "encode", Kind.DENOISE: "denoise", Kind.DECODE: "decode"}
 
 
 class Panel(NamedTuple):
-    """One of the pictures above each other, on one time axis."""
+    """One part of the picture; all panels share the time axis."""
 
     title: str
     spans: Sequence[Span]
-    """In seconds; each panel's time begins at its own first span."""
+    """In seconds; the time of a panel starts at its first span."""
 
 
 def check_can_draw() -> None:
-    """Makes sure, without importing it, that matplotlib is there.
+    """Check that matplotlib is installed, without importing it.
 
     Raises:
-        RequestError: it is not.
+        RequestError: it is not installed.
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise RequestError(
@@ -56,12 +56,12 @@ def check_can_draw() -> None:
 
 
 def draw_timeline(panels: Sequence[Panel], world_size: int, path: Path) -> None:
-    """Draws ranks x time: a colour for each clip, encode dotted, decode hatched, waiting grey.
+    """Draw ranks x time: a colour for each clip, encode dotted, decode hatched, waiting grey.
 
     Args:
-        panels: from top to bottom, at least one, none without spans.
-        world_size: number of lanes in each.
-        path: `.svg` or `.png`; replaced where it exists.
+        panels: from top to bottom; at least one, each with at least one span.
+        world_size: number of lanes in each panel.
+        path: `.svg` or `.png`; an existing file is replaced.
 
     Raises:
         OutputError: the file cannot be written.
@@ -71,7 +71,7 @@ def draw_timeline(panels: Sequence[Panel], world_size: int, path: Path) -> None:
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     suffix = path.suffix.lower()
-    # Equal spans give an equal file: no date, no random ids.
+    # Without date and random ids, equal spans give equal files.
     with mpl.rc_context({"hatch.linewidth": 0.7, "svg.hashsalt": "svdpp", "font.size": 9}):
         height = len(panels) * (world_size * _lane_inches(world_size) + 0.4) + _MARGIN - 0.4
         layout = ConstrainedLayoutEngine(h_pad=0.08)
@@ -83,7 +83,7 @@ def draw_timeline(panels: Sequence[Panel], world_size: int, path: Path) -> None:
 
 
 def _lane_inches(world_size: int) -> float:
-    """Lower lanes for more ranks, so that two panels of 28 still fit a page."""
+    """Height of a lane; lower for more ranks, so that two panels of 28 fit a page."""
     return max(0.13, min(0.42, 3.0 / world_size))
 
 
@@ -97,7 +97,7 @@ def _draw_panels(figure: Figure, panels: Sequence[Panel], world_size: int) -> No
         _draw_spans(axes, panel.spans, unit_seconds)
     all_axes[-1].set_xlabel(f"{unit}; one colour a clip")
     _add_legend(figure)
-    figure.draw_without_rendering()  # the layout gives bars their widths, and those their labels
+    figure.draw_without_rendering()  # labels depend on the widths of bars, which the layout sets
     _label_clips(all_axes, panels, world_size, unit_seconds)
 
 
@@ -106,7 +106,7 @@ def _duration(spans: Sequence[Span]) -> float:
 
 
 def _time_unit(seconds: float) -> tuple[str, float]:
-    """The name of the time axis, and what one unit of it has in seconds."""
+    """The unit of the time axis, and its length in seconds."""
     if seconds < 600:
         return "seconds", 1.0
     return ("minutes", 60.0) if seconds < 6 * 3600 else ("hours", 3600.0)
@@ -127,7 +127,7 @@ def _prepare_axes(axes: Axes, world_size: int, title: str) -> None:
 
 
 def _draw_spans(axes: Axes, spans: Sequence[Span], unit: float) -> None:
-    """One collection of rectangles for each kind: thousands of bars are drawn in a moment."""
+    """Draw one collection of rectangles for each kind, which is fast for thousands of bars."""
     from matplotlib.collections import PolyCollection
 
     begin, narrow = min(span.start for span in spans), _duration(spans) / 250
@@ -141,7 +141,7 @@ def _draw_spans(axes: Axes, spans: Sequence[Span], unit: float) -> None:
         times = [((span.start - begin) / unit, (span.end - begin) / unit) for span in chosen]
         bars = [_rectangle(s.rank, *ends) for s, ends in zip(chosen, times, strict=True)]
         colours = [_COLOURS[span.action.clip % len(_COLOURS)] for span in chosen]
-        # A white edge would swallow a bar of a few pixels.
+        # A white edge would cover a bar of a few pixels.
         edges = [0.6 if s.end - s.start > narrow else 0.0 for s in chosen]
         axes.add_collection(
             PolyCollection(
@@ -158,10 +158,10 @@ def _rectangle(rank: int, left: float, right: float) -> list[tuple[float, float]
 def _label_clips(
     all_axes: Iterable[Axes], panels: Sequence[Panel], world_size: int, unit: float
 ) -> None:
-    """The clip's number on each denoise that has room for it.
+    """Label each DENOISE bar that is wide enough with the number of its clip.
 
-    "clip 3" where all of them have room for so much: some with and some without the word would
-    look as if they were of two kinds.
+    The label is "clip 3" if all labels have enough space for that, else "3", so that all labels
+    have one form.
     """
     size = 5.5 if world_size > _CROWD else 7.5
     labels = []

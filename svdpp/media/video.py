@@ -1,7 +1,7 @@
-"""Owns clips on disk: writing them, their metadata, and reading both back; knows ffmpeg and Pillow.
+"""Owns clips on disk: writes and reads frames and metadata, by ffmpeg and Pillow; knows no torch.
 
-A clip is read back and counted before it takes its place. Knows no torch: frames are numpy uint8,
-shape (F, H, W, 3), RGB.
+A clip is read back and its frames are counted before it gets its final name. Frames are numpy
+uint8, shape (F, H, W, 3), RGB.
 """
 
 from __future__ import annotations
@@ -41,39 +41,39 @@ _KEY = "svdpp"
 _FRAME_NAME = re.compile(r"\d{5,}\.png")
 _READ_SECONDS = 600.0
 _WRITE_SECONDS = 60.0  # and one more for each frame
-# Exact rounding; without it swscale shifts every colour by one or two steps.
+# Exact rounding; without it swscale changes colours by one or two levels.
 _SCALE = "scale=flags=accurate_rnd+full_chroma_int+full_chroma_inp"
 _BT709 = "setparams=range=tv:colorspace=bt709:color_primaries=bt709:color_trc=bt709"
 
 
 class _MediaFailure(RuntimeError):
-    """ffmpeg failed, or a file holds something else than it should; the text says what."""
+    """ffmpeg failed, or a file has the wrong content."""
 
 
 def write_clip(
     frames: Frames, output: OutputConfig, *, fps: int, metadata: Mapping[str, object]
 ) -> str:
-    """Writes one clip whole or not at all; what was there before stays until then.
+    """Write one clip completely or not at all; an existing clip stays until then.
 
     Args:
         frames: uint8, shape (F, H, W, 3), RGB.
-        output: place and format. `mp4` is H.264, yuv420p, bt709; `gif` and `webp` loop for ever
-            (gif counts time in 1/100 s, at most 50 frames a second); `frames` is a folder of
-            00000.png and so on, which replaces an existing one only if that holds nothing else.
+        output: path and format. `mp4` is H.264, yuv420p, bt709; `gif` and `webp` loop forever (gif
+            has times in 1/100 s, at most 50 frames a second); `frames` is a folder of 00000.png and
+            so on, which replaces a folder only if that has no other files.
         fps: frames a second.
-        metadata: JSON values, carried inside the file and given back by `read_metadata`.
+        metadata: JSON values, stored in the file; `read_metadata` returns them.
 
     Returns:
-        `file_sha256` of what was written.
+        `file_sha256` of the clip.
 
     Raises:
-        OutputError: the clip cannot be encoded, written, or read back whole.
-        ValueError: `frames` has another shape or dtype, `metadata` is no JSON.
+        OutputError: the clip cannot be encoded, written, or read back completely.
+        ValueError: `frames` has a wrong shape or dtype, or `metadata` is not JSON.
     """
     frames = _checked(frames)
     text = json.dumps(dict(metadata), allow_nan=False)
     files = _FRAME_NAME if output.format == "frames" else None
-    suffix = SUFFIXES[output.format]  # ffmpeg goes by it
+    suffix = SUFFIXES[output.format]
     with atomic_output(output.path, suffix, files) as temporary:
         if output.format == "mp4":
             _encode_mp4(temporary, frames, fps, output.crf, text)
@@ -86,10 +86,10 @@ def write_clip(
 
 
 def check_output(output: OutputConfig) -> None:
-    """Makes sure, before any work, that `write_clip` may replace what lies at the output's place.
+    """Check that `write_clip` can replace what exists at the output's path.
 
     Raises:
-        OutputError: something else has that name.
+        OutputError: it cannot, as in `check_free`.
     """
     check_free(output.path, _FRAME_NAME if output.format == "frames" else None)
 
@@ -97,12 +97,13 @@ def check_output(output: OutputConfig) -> None:
 def read_frames(path: Path, format: VideoFormat) -> Frames:
     """Every frame of a clip, uint8, shape (F, H, W, 3), RGB.
 
-    gif and webp store equal neighbours as one longer frame: it comes back as often as its time
-    says against the clip's shortest common time; a clip of equal frames alone comes back as one.
+    gif and webp store successive equal frames as one longer frame. It is repeated as often as its
+    duration contains the greatest common divisor of all durations. If all frames are equal, only
+    one is returned.
 
     Raises:
-        InputError: the file is missing, damaged, in another format, or has more pixels than any
-            clip that can be made.
+        InputError: the file is missing, damaged, in another format, or larger than the limits of a
+            clip.
     """
     with _reading(path, format):
         if format == "mp4":
@@ -117,15 +118,15 @@ def read_frames(path: Path, format: VideoFormat) -> Frames:
 
 
 def read_metadata(path: Path) -> dict[str, object]:
-    """What `write_clip` was given as `metadata`, out of the clip itself, whatever its format.
+    """The `metadata` that `write_clip` stored in the clip, in any format.
 
     Raises:
-        InputError: the file cannot be read or carries none.
+        InputError: the file cannot be read, or has no metadata of svdpp.
     """
     with _reading(path, "a clip"):
         record = json.loads(_metadata_text(path) or "null")
     if not isinstance(record, dict):
-        raise InputError(f"{str(path)!r} carries no metadata of svdpp")
+        raise InputError(f"{str(path)!r} has no metadata of svdpp")
     return record
 
 
@@ -140,16 +141,16 @@ def clip_path(
 ) -> Path:
     """`<out>/<stem>_<seed>.<format>`, without a suffix for `frames`; a valid name for any stem.
 
-    Separators, NUL and line breaks become `_`, and the stem is cut so that the name takes at most
-    `MAX_NAME_BYTES` in UTF-8. Two stems can so become one path, for the caller to notice.
+    Separators, NUL and line breaks become `_`, and the stem is cut so that the name has at most
+    `MAX_NAME_BYTES` in UTF-8. So two stems can give the same path; the caller must check for that.
 
     Args:
         out: folder.
         stem: of the photograph's name.
         seed: of the clip.
         format: of the clip.
-        template: of the name without its suffix; its fields are name, seed and index.
-        index: of the clip among all that are asked for, from 1.
+        template: of the name without its suffix, with the fields name, seed and index.
+        index: of the clip in the request, from 1.
     """
 
     def named(stem: str) -> str:
@@ -162,10 +163,10 @@ def clip_path(
 
 
 def find_ffmpeg() -> str:
-    """Path of the ffmpeg that imageio-ffmpeg brings or finds.
+    """Path of the ffmpeg that imageio-ffmpeg contains or finds.
 
     Raises:
-        OutputError: there is none.
+        OutputError: ffmpeg is not installed.
     """
     try:
         import imageio_ffmpeg
@@ -174,15 +175,15 @@ def find_ffmpeg() -> str:
     except (ImportError, RuntimeError):
         executable = None
     if executable is None:
-        raise OutputError("there is no ffmpeg to make mp4 with", "pip install imageio-ffmpeg")
+        raise OutputError("mp4 needs ffmpeg, which was not found", "pip install imageio-ffmpeg")
     return executable
 
 
 def file_sha256(path: Path) -> str:
-    """SHA-256 of a clip's file as it lies on disk; of a folder, of its files' names and hashes.
+    """SHA-256 of a clip's file; for a folder, of the names and hashes of its files.
 
     Raises:
-        InputError: it is missing, or holds something else than regular files.
+        InputError: it is missing, or is or contains something other than a regular file.
     """
     with _reading(path, "a clip"):
         if not path.is_dir():
@@ -192,7 +193,7 @@ def file_sha256(path: Path) -> str:
 
 
 def _sha256_of(path: Path) -> str:
-    # Non-blocking, since opening a pipe would wait for its writer.
+    # Non-blocking, because opening a pipe would wait for its writer.
     with open(path, "rb", opener=lambda p, flags: os.open(p, flags | os.O_NONBLOCK)) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise _MediaFailure(f"{path.name!r} is not a regular file")
@@ -206,7 +207,7 @@ def frames_sha256(frames: Frames) -> str:
 
 def _checked(frames: Frames) -> Frames:
     if frames.dtype != np.uint8 or frames.ndim != 4 or frames.shape[3] != 3 or not frames.size:
-        raise ValueError(f"frames are uint8 (F, H, W, 3), got {frames.dtype} {frames.shape}")
+        raise ValueError(f"frames must be uint8 (F, H, W, 3), got {frames.dtype} {frames.shape}")
     return np.ascontiguousarray(frames)
 
 
@@ -216,28 +217,28 @@ def _reading(path: Path, what: str) -> Iterator[None]:
         yield
     except SvdppError:
         raise
-    except Exception as error:  # on damaged files Pillow raises nearly every type there is
+    except Exception as error:  # on damaged files Pillow raises nearly any type
         raise InputError(f"{str(path)!r} cannot be read as {what}: {reason(error)}") from error
 
 
 def _check_whole(path: Path, format: VideoFormat, frames: Frames, fps: int) -> None:
-    """Decodes what was written; ffmpeg, and a disk, can lose frames without a word."""
+    """Decode the written clip, because ffmpeg and disks can lose frames without an error."""
     if format in ("mp4", "frames"):
         shape = read_frames(path, format).shape
     else:
         images, times = _read_animation(path, format)
         count: float = sum(times) / _frame_ms(format, fps)
         if len(images) == 1 and np.ptp(frames, axis=0).max() <= 8:
-            count = len(frames)  # webp makes a still, without time, of frames that look the same
+            count = len(frames)  # webp stores frames that look the same as one without a duration
         shape = (count, *images.shape[1:])
     if shape != frames.shape:
-        raise _MediaFailure(f"read back it holds {shape} of {frames.shape} frames, height, width")
+        raise _MediaFailure(f"read back, its shape is {shape} instead of {frames.shape}")
 
 
 def _ffmpeg(arguments: list[str], frames: Frames | None = None, *, seconds: float) -> bytes:
-    """Runs ffmpeg, with `frames` as stdin, and returns its stdout; _MediaFailure if it fails."""
-    # imageio_ffmpeg.write_frames would drop the exit code. In a session of its own ffmpeg does not
-    # get a terminal's Ctrl-C, so that the run can end it in order.
+    """Run ffmpeg with `frames` as stdin and return its stdout; _MediaFailure if it fails."""
+    # imageio_ffmpeg.write_frames would drop the exit code. In a new session ffmpeg does not get a
+    # terminal's Ctrl-C, so the run can end it in order.
     process = subprocess.Popen(
         [find_ffmpeg(), "-hide_banner", "-nostdin", "-loglevel", "error", "-xerror", *arguments],
         stdin=subprocess.PIPE,
@@ -256,10 +257,10 @@ def _ffmpeg(arguments: list[str], frames: Frames | None = None, *, seconds: floa
             raise
     if process.returncode < 0:
         raise _MediaFailure(f"ffmpeg was ended by {signal.Signals(-process.returncode).name}")
-    # ffmpeg ends with the low byte of its AVERROR: minus an errno, or a tag of capital letters
-    # (from 65 on). Its last words are often of what followed from the cause.
+    # The exit code is the low byte of an AVERROR: minus an errno, or a tag of capital letters (from
+    # 65 on). The errno is better than the last line of stderr, which is often a consequence.
     if process.returncode > 256 - ord("A"):
-        raise _MediaFailure(f"ffmpeg met: {os.strerror(256 - process.returncode)}")
+        raise _MediaFailure(f"ffmpeg failed: {os.strerror(256 - process.returncode)}")
     if process.returncode:
         lines = stderr[-4096:].decode(errors="replace").split("\n")
         last = next((line for line in reversed(lines) if line.strip()), "no reason given")
@@ -268,7 +269,7 @@ def _ffmpeg(arguments: list[str], frames: Frames | None = None, *, seconds: floa
 
 
 def _source(path: Path) -> list[str]:
-    # One demuxer and no network, for a playlist can call itself .mp4; `file:` takes every name.
+    # One demuxer and no network, because a playlist can be named .mp4; `file:` allows any name.
     name = f"file:{os.path.abspath(path)}"
     return ["-protocol_whitelist", "file,pipe", "-f", "mov", "-i", name]
 
@@ -287,15 +288,15 @@ def _encode_mp4(path: Path, frames: Frames, fps: int, crf: int, text: str) -> No
 
 
 def _decode_mp4(path: Path) -> Frames:
-    # As PPM, because each picture then says its own size.
+    # As PPM, because its header gives the size of each frame.
     output = ["-map", "0:v:0", "-vf", _SCALE, "-fps_mode", "passthrough", "-pix_fmt", "rgb24"]
-    # One frame more than a clip may have, and a few bytes of header for each.
+    # One frame more than the limit, and a few bytes of header for each frame.
     bounds = ["-frames:v", str(MAX_FRAMES + 1), "-fs", str(3 * MAX_CLIP_PIXELS + 32 * MAX_FRAMES)]
     output += [*bounds, "-c:v", "ppm", "-f", "image2pipe", "pipe:1"]
     data = _ffmpeg([*_source(path), *output], seconds=_READ_SECONDS)
     header = re.match(rb"P6\n(\d+) (\d+)\n255\n", data)
     if header is None:
-        raise _MediaFailure("it holds no frames")
+        raise _MediaFailure("it has no frames")
     width, height = int(header[1]), int(header[2])
     pictures = np.frombuffer(data, np.uint8).reshape(-1, header.end() + height * width * 3)
     _check_size(len(pictures), height, width)
@@ -303,7 +304,7 @@ def _decode_mp4(path: Path) -> Frames:
 
 
 def _frame_ms(format: VideoFormat, fps: int) -> int:
-    # GIF counts in 1/100 s, and browsers slow everything under two of them down to ten.
+    # GIF has times in 1/100 s, and browsers show a time below 2/100 s as 10/100 s.
     return max(2, round(100 / fps)) * 10 if format == "gif" else round(1000 / fps)
 
 
@@ -312,7 +313,7 @@ def _encode_animation(frames: Frames, format: VideoFormat, fps: int, text: str) 
     exif = Image.Exif()
     exif[ExifTags.Base.ImageDescription] = text
     extra = {"comment": text.encode()} if format == "gif" else {"exif": exif, "quality": 90}
-    buffer = io.BytesIO()  # in memory: where a disk is full, Pillow's own writing hides the cause
+    buffer = io.BytesIO()  # in memory, because Pillow hides the cause if the disk is full
     first.save(
         buffer,
         format,
@@ -359,10 +360,10 @@ def _read_folder(folder: Path) -> Frames:
 
 
 def _check_size(num_frames: int, height: int, width: int) -> None:
-    """A stranger's file could otherwise fill the memory."""
+    """Refuse a clip above the limits, which could fill the memory."""
     if num_frames > MAX_FRAMES or num_frames * height * width > MAX_CLIP_PIXELS:
         limits = f"{MAX_FRAMES} frames, or {MAX_CLIP_PIXELS} pixels"
-        raise _MediaFailure(f"it has more than {limits}: too much for a clip")
+        raise _MediaFailure(f"it has more than {limits}, the limit of a clip")
 
 
 def _metadata_text(path: Path) -> str | None:

@@ -270,7 +270,7 @@ def _candidates(num_steps: int, world_size: int, costs: Costs, decodes: bool) ->
 
 
 def _decoders_needed(num_steps: int, replica_size: int, costs: Costs) -> int:
-    """Decoders so that a decode takes no longer than one rank's equal share of the work."""
+    """The least number of decoders whose decodes fit in an equal share of the work."""
     encode, decode = _mean(costs.encode_seconds), _mean(costs.decode_seconds)
     share = (encode + num_steps * _mean(costs.step_seconds) + decode) / replica_size
     return max(1, math.ceil(decode / share))

@@ -18,7 +18,7 @@ SCHEMA_VERSION = 1
 #: One number for all ranks, or a tuple with one for each rank.
 PerRank = float | tuple[float, ...]
 
-# Sums over any number of clips stay finite.
+# Within these limits sums over any number of clips stay finite.
 _MAX_SECONDS = 1e9
 _MAX_OTHER = 1e18
 _TEXTS = ("name", "source", "device")

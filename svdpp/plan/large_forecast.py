@@ -13,7 +13,7 @@ from svdpp.plan.layout import Layout
 from svdpp.plan.schedule import Route
 from svdpp.plan.split import Cuts
 
-#: The most visits (one clip at one rank) of one forecast, which takes a few seconds.
+#: The most visits (one clip at one rank) in a forecast; that many take a few seconds.
 MAX_VISITS = 5_000_000
 
 # Clips for each rank in a queue that is long enough for a constant rate.
@@ -38,18 +38,19 @@ def forecast_layout(layout: Layout, num_clips: int, arrivals: Sequence[float] = 
         RequestError: more than `MAX_VISITS` visits.
     """
     alike = layout.replicas_are_alike
-    _check_size(layout, num_clips, walks_all=bool(arrivals) or not alike)
+    _check_size(layout, num_clips, all_replicas=bool(arrivals) or not alike)
     known: dict[tuple[int, int, Cuts], Way] = {}
     clips = [(0.0, 0.0)] * num_clips
-    walked: list[tuple[float, float]] = []
+    times: list[tuple[float, float]] = []
     busy = 0.0
     for replica in range(min(layout.replicas, num_clips)):
         own = range(replica, num_clips, layout.replicas)
-        if arrivals or not alike or len(own) != len(walked):
+        if arrivals or not alike or len(own) != len(times):
             ways = list(_ways(layout, own, 0 if alike else replica, known))
             seconds = sum(work for way in ways for _, work in way)
-            walked = list(walk(ways, layout.costs.transfer, arrivals[replica :: layout.replicas]))
-        clips[replica :: layout.replicas] = walked
+            own_arrivals = arrivals[replica :: layout.replicas]
+            times = list(clip_times(ways, layout.costs.transfer, own_arrivals))
+        clips[replica :: layout.replicas] = times
         busy += seconds
     return sum_up(
         clips,
@@ -66,8 +67,8 @@ def steady_seconds_per_clip(layout: Layout) -> float:
     return forecast_layout(layout, num_clips).seconds_per_clip
 
 
-def _check_size(layout: Layout, num_clips: int, *, walks_all: bool) -> None:
-    clips = num_clips if walks_all else min(num_clips, 2 * -(-num_clips // layout.replicas))
+def _check_size(layout: Layout, num_clips: int, *, all_replicas: bool) -> None:
+    clips = num_clips if all_replicas else min(num_clips, 2 * -(-num_clips // layout.replicas))
     if clips * layout.num_stages > MAX_VISITS:
         raise RequestError(
             f"{num_clips} clips on {layout.world_size} ranks in replicas of {layout.replica_size} "
@@ -98,7 +99,7 @@ def way_of(route: Route, costs: Costs) -> Way:
     return tuple(zip((part.rank for part in route.ranges), seconds, strict=True))
 
 
-def walk(
+def clip_times(
     ways: Iterable[Way], transfer: Callable[[int, int], float], arrivals: Sequence[float] = ()
 ) -> Iterator[tuple[float, float]]:
     """Yield the start (arrival, if `arrivals` are given) and end of each clip.

@@ -277,7 +277,7 @@ class Layout:
 def assign_replicas(
     world_size: int, replica_size: int, ranks_per_host: int | None
 ) -> tuple[tuple[int, ...], ...]:
-    """The ranks of each replica, with as many replicas as possible on one host.
+    """The ranks of each replica; as many replicas as possible are within one host.
 
     Each host gets as many whole replicas as fit. The remaining ranks of all hosts form the other
     replicas, in order. On a single host replica 0 has the first ranks, replica 1 the next ones, and

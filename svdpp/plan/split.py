@@ -51,7 +51,7 @@ class Stage:
     """A stage of a replica: one rank, or several that alternate.
 
     Args:
-        ranks: of the stage; clip q of the replica goes to `ranks[q % len(ranks)]`, its turn.
+        ranks: of the stage; clip q of the replica has turn `q % len(ranks)`, an index of `ranks`.
         step_seconds: of one step, for each of `ranks`.
         fixed_seconds: of encode and decode in this stage, for each of `ranks`.
     """

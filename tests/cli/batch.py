@@ -1,9 +1,9 @@
-"""Runs many commands as a user would, each in a process of its own, forked from one that is warm.
+"""Runs many commands, each in a process forked from one that has imported everything.
 
     python -m tests.cli.batch < commands.json > answers.json
 
 Starting Python and importing torch takes seconds, which a test of fifty commands cannot pay fifty
-times. What a forked process takes beyond its parent is what the command itself took.
+times. The CPU time of a forked process is that of the command alone.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from tests.cli.shell import Answer, python
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a command came to, and what it took."""
+    """The answer of a command, and its resources."""
 
     answer: Answer
     cpu_seconds: float
     peak_bytes: int
-    """Largest resident memory; the parent's, forked with it, is included."""
+    """Largest resident memory, including the memory inherited from the parent."""
 
 
 def run_batch(commands: Iterable[Sequence[str]], cwd: Path) -> list[Outcome]:
-    """Runs each of `commands` (svdpp's arguments) in `cwd`, one after the other.
+    """Runs each of `commands` (arguments of svdpp) in `cwd`, one after the other.
 
-    File permissions hold for root too.
+    File permissions apply to root too.
     """
     with TemporaryDirectory() as name:
         path = Path(name, "commands.json")

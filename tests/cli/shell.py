@@ -1,4 +1,4 @@
-"""The command line in this process and in one of its own, without torchrun, GPUs or network."""
+"""Owns running the command line in this process or in a new one, without GPUs or network."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from svdpp.cli.app import run_command_line
 ROOT = Path(svdpp.__file__).parent.parent
 PHOTO = str(ROOT / "svdpp/assets/photos/rocket.jpg")
 
-#: Enough for `run` to go through to the model, which is small and needs no download.
+#: Options with which `run` works: a small model that needs no download.
 DEMO = ("--model", "demo", "--device", "cpu")
 TINY = ("--steps", "2", "--frames", "2", "--height", "32", "--width", "32", "--threads", "1")
 
@@ -32,7 +32,7 @@ _SET = {"COLUMNS": "80", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TER
 
 @dataclass(frozen=True)
 class Answer:
-    """What a command came to."""
+    """Exit code, stdout and stderr of a command."""
 
     code: int
     out: str
@@ -40,7 +40,7 @@ class Answer:
 
 
 def svdpp_here(*arguments: str, env: Mapping[str, str | None] | None = None) -> Answer:
-    """Runs a command in this process: quick, for what ends before ranks are started."""
+    """Runs a command in this process, which is fast; for commands that start no ranks."""
     settings = {**dict.fromkeys(_UNSET), **_SET, **(env or {})}
     with CliRunner().isolation(env=settings) as (out, err, _):
         code = run_command_line(arguments)
@@ -52,7 +52,7 @@ def svdpp_here(*arguments: str, env: Mapping[str, str | None] | None = None) -> 
 def svdpp_alone(
     *arguments: str | bytes, env: Mapping[str, str] | None = None, cwd: Path | None = None
 ) -> Answer:
-    """Runs `python -m svdpp` as a user would, in a process of its own."""
+    """Runs `python -m svdpp` in a new process, as a user would."""
     return python("-m", "svdpp", *arguments, env=env, cwd=cwd)
 
 
@@ -82,7 +82,7 @@ def python(
 
 
 def assert_error(answer: Answer, code: int, *words: str) -> None:
-    """One sentence on stderr, a hint in a second line at most; on stdout only the same as JSON."""
+    """Checks for one sentence and at most one hint on stderr, and stdout for only their JSON."""
     assert answer.code == code, answer
     if answer.out:
         record = json.loads(answer.out)

@@ -1,4 +1,4 @@
-"""`svdpp bench` as a user types it."""
+"""`svdpp bench`: its options, output and errors."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_world_that_disagrees_with_torchruns_is_refused() -> None:
 def test_a_point_that_fails_keeps_no_other_from_being_measured(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Without ranks: how they fail is other tests' matter."""
+    """Replaces the ranks; other tests cover how ranks fail."""
     measured: list[str] = []
 
     def run(_: Console, one: Bench, *others: object) -> dict[str, Any]:

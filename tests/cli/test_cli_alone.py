@@ -1,4 +1,4 @@
-"""The program as a user has it: a process of its own, its exit code, its two streams."""
+"""The program in its own process: exit codes, stdout and stderr."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from tests.cli.shell import (
     svdpp_here,
 )
 
-# --- light at the door --------------------------------------------------------------------------
+# --- light commands -----------------------------------------------------------------------------
 
 HEAVY = {
     *("torch", "diffusers", "transformers", "accelerate", "safetensors", "huggingface_hub"),
     *("numpy", "PIL", "imageio_ffmpeg", "tqdm", "loguru", "pydantic", "yaml"),
 }
-#: Of the program, what one command needs and others do not.
+#: Modules of svdpp that one command imports and others must not.
 COMMAND_MODULES = {f"svdpp.cli.{name}" for name in COMMANDS}
 
 LIST_MODULES = """
@@ -176,7 +176,7 @@ main()
 
 @pytest.mark.parametrize("module", ["svdpp.cli.app", "typer", "svdpp.cli.plan", "svdpp.plan.grid"])
 def test_an_interrupt_while_modules_are_imported(module: str) -> None:
-    """The first quarter of a second, in which Python answers Ctrl-C with a traceback."""
+    """In its first quarter of a second, Python answers Ctrl-C with a traceback."""
     answer = python("-c", INTERRUPTED_WHILE, module, "plan")
 
     assert answer.code == 130
@@ -296,7 +296,7 @@ def test_simulate_out_of_memory_names_options_that_it_has() -> None:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Answer]:
-    """One real clip, by `run --json -q`."""
+    """One real clip, made by `run --json -q`."""
     folder = tmp_path_factory.mktemp("made")
     (folder / "a photo.jpg").write_bytes(Path(PHOTO).read_bytes())
     arguments = ("run", "a photo.jpg", *DEMO, *TINY, "--world", "2", "--json", "-q")
@@ -365,7 +365,7 @@ def test_a_photograph_whose_name_is_not_utf_8(tmp_path: Path) -> None:
     name = os.fsdecode(b"caf\xe9")
     (tmp_path / f"{name}.jpg").write_bytes(Path(PHOTO).read_bytes())
     run = ("run", b"caf\xe9.jpg", *DEMO, *TINY, "--world", "2")
-    strict = {"PYTHONIOENCODING": "utf-8:strict"}  # as most locales have it
+    strict = {"PYTHONIOENCODING": "utf-8:strict"}  # as in most locales
     answer = svdpp_alone(*run, cwd=tmp_path, env=strict)
     assert (answer.code, answer.out) == (0, f"out/{name}_0.mp4\n"), answer.err
     record = json.loads((tmp_path / f"out/{name}_0.mp4.json").read_text())
@@ -416,10 +416,10 @@ def test_a_journal_alone_is_no_clip(tmp_path: Path) -> None:
 @pytest.mark.processes
 @pytest.mark.timeout(60)
 def test_a_full_disk_loses_the_clip(tmp_path: Path) -> None:
-    """The last clips of a run as well, after which no rank has anything more to do."""
+    """Also for the last clips of a run, after which the ranks have no work left."""
     run = ("run", PHOTO, *DEMO, *TINY, "--world", "2", "-q", "--format", "webp", "--out", "out")
     limited = subprocess.run(
-        # No file may grow beyond 1 KiB: enough for the check at the door, not for a clip.
+        # No file can exceed 1 KiB: enough for the check at the start, not for a clip.
         ["bash", "-c", 'ulimit -f 1; exec "$@"', "bash", sys.executable, "-m", "svdpp", *run],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"},

@@ -1,4 +1,4 @@
-"""What run, simulate and verify refuse before any work: sentence, exit code, nothing on stdout."""
+"""Errors of run, simulate and verify before any work: message, exit code, empty stdout."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ SAMPLING = [
     (("--world", "0"), "--world must be 1 to 65536, got 0"),
     (("--world", "-2"), "--world must be 1 to 65536, got -2"),
     (("--threads", "0"), "--threads must be 1 to "),
-    (("--timeout", "0"), "--timeout must be above 0, 604800 s at most, got 0.0"),
-    (("--start-timeout", "nan"), "--start-timeout must be above 0, 604800 s at most, got nan"),
+    (("--timeout", "0"), "--timeout must be above 0 and at most 604800 s, got 0.0"),
+    (("--start-timeout", "nan"), "--start-timeout must be above 0 and at most 604800 s, got nan"),
     (("--seed", "-1"), "seed must be 0 to 2^63 - 1, got -1"),
     (("--seed", str(2**63)), "seed must be 0 to 2^63 - 1"),
     (("--device", "tpu"), "--device must be cpu, cuda or cuda:N, got 'tpu'"),
@@ -84,7 +84,7 @@ def test_options_of_run(options: tuple[str, ...], words: str) -> None:
         (("--dtype", "int8"), "--dtype must be one of"),
         (("--device", "tpu"), "--device must be cpu, cuda or cuda:N"),
         (("--threads", "0"), "--threads must be 1 to "),
-        (("--timeout", "-1"), "--timeout must be above 0, 604800 s at most, got -1.0"),
+        (("--timeout", "-1"), "--timeout must be above 0 and at most 604800 s, got -1.0"),
         (("--steps", "0"), "must be 1 to 1000, got 0"),
         (("--latent-shape", "1", "4", "0", "8", "8"), "latent shape 1 4 0 8 8 needs 5 positive"),
         (("--latent-shape", "1", "4", "2", "-8", "8"), "latent shape 1 4 2 -8 8 needs 5 positive"),
@@ -104,7 +104,7 @@ def test_options_of_simulate(
     answer = svdpp_here("simulate", *options)
 
     assert_error(answer, 2, words)
-    # simulate has no such options: a message about them helps nobody.
+    # simulate has no such options, so a message must not mention them.
     assert not [word for word in ("--frames", "--height", "--width") if word in answer.err]
 
 
@@ -128,7 +128,7 @@ def test_options_of_verify(options: tuple[str, ...], words: str) -> None:
 def test_a_fault_that_would_strike_nowhere_is_refused(
     fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise `verify` reports equality although damage was asked for."""
+    """Otherwise `verify` would report equality although a fault was requested."""
     from svdpp.verification import verify
 
     def go_on(*_: object, **__: object) -> None:
@@ -198,7 +198,7 @@ ODD_NAMES = [
     "[red]x.png",
     "{clip}%s.png",
     "'\".png",
-    "\udcff.png",  # a byte that is no UTF-8
+    "\udcff.png",  # a byte that is not UTF-8
 ]
 
 
@@ -225,9 +225,7 @@ def test_a_model_of_an_empty_folder(name: str) -> None:
 
 
 def test_an_empty_model_name() -> None:
-    assert_error(
-        svdpp_here("run", PHOTO, "--device", "cpu", "--model", ""), 2, "the model name is empty"
-    )
+    assert_error(svdpp_here("run", PHOTO, "--device", "cpu", "--model", ""), 2, "--model is empty")
 
 
 def test_nccl_cannot_carry_latents_of_the_cpu() -> None:
@@ -284,7 +282,7 @@ def test_two_inputs_with_one_output() -> None:
     answer = svdpp_here("run", "one/same.jpg", "two/same.jpg", *DEMO, *TINY)
 
     assert_error(answer, 2, "would both become 'same_0.mp4'")
-    # Both have the name 'same.jpg': which two they are is told by their folders alone.
+    # Both have the name 'same.jpg', so the message needs their folders.
     assert "one/same.jpg" in answer.err
     assert "two/same.jpg" in answer.err
 

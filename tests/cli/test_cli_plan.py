@@ -1,4 +1,4 @@
-"""`svdpp plan`: the table, the picture, the forecast, and what it refuses."""
+"""`svdpp plan`: the table, the grid, the forecast, and refused options."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from svdpp.plan.presets import PRESETS
 from tests.cli.shell import ROOT, Answer, assert_error, svdpp_here
 
 A100_COSTS = PRESETS["svd-xt-a100"]
-#: A step is a second, and nothing else takes time.
+#: A step takes a second, everything else no time.
 STEPS_ALONE = ("--step-seconds", "1", "--encode-seconds", "0", "--decode-seconds", "0")
 
 
 def strict_json(text: str) -> dict:  # type: ignore[type-arg]
-    """As RFC 8259 has it: Python alone would read NaN and Infinity."""
+    """Parses JSON by RFC 8259; Python's default also accepts NaN and Infinity."""
 
     def refuse(word: str) -> None:
         raise AssertionError(f"{word} is no JSON")
@@ -92,8 +92,8 @@ def test_json_with_costs() -> None:
         "seconds_per_clip": 7 * 0.5 + 2,
         "bubble": pytest.approx(1 - 6 * 17 / (4 * (first + 5 * 5.5))),
         "jitter_seconds": 0,
-        # Ranks 0 to 2 are a second quicker than rank 3, until two packets wait for it: 17.75, then
-        # one more for each clip, but never more than what the links hold.
+        # Ranks 0 to 2 are a second faster than rank 3, until two packets wait for it: 17.75, then
+        # one second more for each clip, up to the capacity of the links.
         "latency_seconds": {"mean": 20.25, "p50": 19.75, "p90": 22.75, "p99": 22.75},
         "data_parallel": {
             "makespan_seconds": 2 * 17,
@@ -314,7 +314,7 @@ def test_comparison_in_json_says_the_same() -> None:
 
 
 def test_totals_and_rates_of_a_comparison_agree() -> None:
-    """Fewer clips than ranks: the total is of those, the rate of a long queue."""
+    """With fewer clips than ranks, the total is for these clips, the rate for a long queue."""
     options = ("plan", "--clips", "3", "--world", "4", "--compare")
     result = strict_json(svdpp_here(*options, "--json").out)
     rows = {row["name"]: row["forecast"] for row in result["layouts"]}
@@ -358,7 +358,7 @@ def test_arrivals_give_percentiles() -> None:
     assert re.search(r"a clip takes .* s from its arrival: p50 .*, p90 .*, p99", answer.out)
     latency = one["latency_seconds"]
     assert 32.15 < latency["p50"] < latency["p90"] < latency["p99"]
-    assert one["seconds_per_clip"] == pytest.approx(32.15 / 4, rel=0.01)  # when none is waited for
+    assert one["seconds_per_clip"] == pytest.approx(32.15 / 4, rel=0.01)  # when no rank waits
 
 
 @pytest.mark.parametrize("more", [(), ("--arrivals", "100/s")], ids=str)
@@ -474,7 +474,7 @@ def test_what_typer_refuses_is_a_wrong_request_too(options: tuple[str, ...], wor
 )
 @pytest.mark.parametrize("more", [(), ("--json",)], ids=str)
 def test_costs_out_of_this_world(options: tuple[str, ...], more: tuple[str, ...]) -> None:
-    """Refused or answered with numbers; no crash, no Infinity in the JSON."""
+    """Any value is refused or gives finite numbers in the JSON, without a crash."""
     answer = svdpp_here("plan", *options, *more)
 
     assert answer.code in (0, 2), answer.err

@@ -1,4 +1,4 @@
-"""Defaults that the user has set: which one holds, where it shows, and what is refused."""
+"""Defaults of the user: their precedence, where they are shown, and refused values."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_variable_switches_off_what_the_file_switches_on() -> None:
     _write("compare = true\n")
     assert "layouts" in _plan()
     assert "layouts" not in _plan(env={"SVDPP_COMPARE": "off"})
-    assert "layouts" in _plan(env={"SVDPP_COMPARE": ""})  # as if it were not set
+    assert "layouts" in _plan(env={"SVDPP_COMPARE": ""})  # as if it was not set
 
 
 def test_env_shows_what_is_set_and_where() -> None:
@@ -102,7 +102,7 @@ def test_a_file_that_is_no_toml() -> None:
     [("SVDPP_FRAM", 2), ("SVDPP_SERVICE_HOST", 0), ("SVDPP_PORT_80_TCP", 0), ("XSVDPP_FRAM", 0)],
 )
 def test_variables_that_name_no_option(name: str, answer: int) -> None:
-    """Kubernetes sets some of its own for a service of that name."""
+    """Kubernetes sets such variables for a service of that name."""
     found = svdpp_here("plan", env={name: "2"})
     assert found.code == answer
     if answer:

@@ -1,4 +1,4 @@
-"""Drafts as a user asks for them: the plan, what is refused, the files and the words."""
+"""Draft options: the plan, refused requests, files and messages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.cli.shell import DEMO, PHOTO, assert_error, svdpp_alone, svdpp_here
 from tests.plan.test_draft_plan import PLAN
 
 SMALL = ("--height", "64", "--width", "64", "--frames", "2", "--threads", "1", "--steps", "14")
-#: A step is a second, and nothing else takes time.
+#: A step takes a second, everything else no time.
 STEPS_ALONE = ("--step-seconds", "1", "--encode-seconds", "0", "--decode-seconds", "0")
 STARTS = ("--draft-starts", "0,3,5", "--steps", "8")
 
@@ -55,7 +55,7 @@ def test_plan_counts_decode_and_compares_with_layouts() -> None:
     assert draft["layout"]["start_steps"] == alone["start_steps"]
     assert draft["forecast"]["preview_seconds"] == pytest.approx(alone["draft_seconds"])
     assert draft["forecast"]["latency_seconds"]["mean"] == pytest.approx(alone["exact_seconds"])
-    # Sooner to be seen, and fewer of them.
+    # The first frames are earlier, and the rate is lower.
     assert draft["forecast"]["preview_seconds"] < parallel["forecast"]["preview_seconds"]
     assert draft["forecast"]["seconds_per_clip"] > 3 * parallel["forecast"]["seconds_per_clip"]
 
@@ -81,7 +81,7 @@ def test_plan_counts_decode_and_compares_with_layouts() -> None:
         (("--draft", "--world", "2", "--draft-psnr", "60"), ("use --world 3 or more",)),
         (
             ("--draft", "--draft-starts", "0,14", "--draft-psnr", "60"),
-            ("as many --draft-starts where they",),
+            ("as many --draft-starts if given",),
         ),
         (("--draft", "--world", "3", "--draft-psnr", "good"), ("must be a PSNR in dB", "60dB")),
         (("--draft", "--world", "3", "--draft-psnr", "0dB"), ("finite PSNR above 0",)),

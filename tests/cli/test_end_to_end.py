@@ -1,4 +1,4 @@
-"""The commands as a user types them: real files in, real clips out, read back frame by frame."""
+"""Commands from end to end: real files in, real clips out, read back frame by frame."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _diffusers_sha256(folder: Path, photo: Path, seed: int) -> tuple[str, str]:
-    """Hashes of final latent and frames, by diffusers alone: none of our code but PIL's reader."""
+    """Hashes of final latent and frames, computed by diffusers and PIL without svdpp."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     pipe = StableVideoDiffusionPipeline.from_pretrained(folder, dtype=torch.float32)
@@ -97,7 +97,7 @@ def test_run_makes_clips_that_are_diffusers_own(tiny: Path, tmp_path: Path) -> N
     assert [clip["output"] for clip in manifest["clips"]] == clip_files[::2]
     assert {clip["state"] for clip in manifest["clips"]} == {"done"}
 
-    # The same command again: refused, skipped, and only what is missing made anew.
+    # The same command again: it is refused, then skips all clips, then makes only the missing one.
     before = {path: path.read_bytes() for path in out.iterdir()}
     whole = (*map(str, command), "--seeds", "3-4", "--out", str(out))
     assert_error(svdpp_here(*whole), 2, "--resume")
@@ -112,7 +112,7 @@ def test_run_makes_clips_that_are_diffusers_own(tiny: Path, tmp_path: Path) -> N
             assert path.read_bytes() == content, path
     assert_error(svdpp_here(*whole, "--resume", "--crf", "30"), 2, "another crf: 18, now 30")
 
-    # A clip's JSON that was tampered with proves nothing.
+    # Clip metadata that was changed proves nothing.
     record_path = out / f"{photos[1].stem}_3.mp4.json"
     record = json.loads(record_path.read_text())
     record_path.write_text(json.dumps({**record, "latents_sha256": "0" * 64}))

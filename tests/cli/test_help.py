@@ -1,4 +1,4 @@
-"""What a user reads before the first run: help, examples, and what a shell completes."""
+"""Help, its examples, and shell completion."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from tests.cli.shell import PHOTO, assert_error, python, svdpp_here
 
 
 def spec_of(name: str) -> Command:
-    """A command as it is declared."""
+    """The declaration of a command."""
     found: Command = getattr(import_module(f"svdpp.cli.{name}"), name)
     return found
 
 
 def parsed(line: str) -> dict[str, Any]:
-    """What a command line comes to: the arguments of its command's function, which is not called.
+    """The arguments that a command line gives to its command's function, which is not called.
 
     Raises:
-        typer.TyperException: it is no command line of svdpp's.
-        SvdppError: its option groups contradict themselves.
+        typer.TyperException: it is not a command line of svdpp.
+        SvdppError: the values of an option group contradict each other.
     """
     program, name, *arguments = shlex.split(line)
     assert program == "svdpp"
@@ -63,7 +63,7 @@ def test_help_fits_a_terminal(name: str) -> None:
     for paragraph in short.out.partition("\n\n")[2].split("\n\n"):
         lines = paragraph.splitlines()
         if not lines[0].startswith(("Arguments", "Common", "More", "Examples", *PANELS)):
-            # Prose is filled: no line breaks off while there is room for the next word.
+            # Text is filled: no line ends early if the next word fits.
             for line, after in itertools.pairwise(lines):
                 assert len(line) + 1 + len(after.split()[0]) > 80
 
@@ -188,5 +188,5 @@ def test_a_shell_completes_choices() -> None:
 
 
 def test_an_option_of_one_group_survives_a_name_that_another_group_leaves_out() -> None:
-    """bench takes --profile from its own group, and leaves out that of the traces."""
+    """bench has --profile from its own group, without the one of the traces."""
     assert "--profile" in svdpp_here("bench", "--help-all").out

@@ -1,4 +1,4 @@
-"""Hints lead somewhere: the options that one names are the command's own, and taking them helps."""
+"""Hints name options of the command, and following them helps."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-# Stand for a value that only the user knows.
+# Placeholders for a value that only the user knows.
 _VALUES = {"SECONDS": "0.01", "FILE": "costs.json"}
 
 
 def hinted(error: str) -> list[list[str]]:
-    """The options that a hint names, each with its value, if it has one."""
+    """The options that a hint names, each with its value, if any."""
     hint = error.partition("\nhint: ")[2].partition("; to go on")[0]
     found = re.findall(
         r"(--[a-z][a-z-]*)(?: (\d[\w.:]*(?:,\d+)*|auto|dithered|balanced|demo|cpu|[A-Z]+\b))?", hint
@@ -33,7 +33,7 @@ def hinted(error: str) -> list[list[str]]:
 
 
 def with_option(arguments: list[str], option: list[str]) -> list[str]:
-    """`arguments` with one option in place of an earlier value of it."""
+    """`arguments` with one option, which replaces an earlier value."""
     if option[0] in arguments and len(option) > 1:
         at = arguments.index(option[0])
         arguments = arguments[:at] + arguments[at + 2 :]
@@ -63,7 +63,7 @@ FOLLOWED = [
 
 @pytest.mark.parametrize("line", FOLLOWED)
 def test_each_option_that_a_hint_names_leads_on(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is accepted, and the command then works or fails for another reason."""
+    """The option is accepted, and the command works or fails for another reason."""
     from svdpp.driver import pipeline
 
     def go_on(*_: object) -> None:

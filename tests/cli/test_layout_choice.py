@@ -1,4 +1,4 @@
-"""What the options of layout come to, and what `auto` goes by."""
+"""The layout that the options give, and the costs that `auto` uses."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_auto_says_why_and_whose_costs_it_took() -> None:
 
 
 def test_auto_heeds_the_memory_of_devices() -> None:
-    """Whole clips would need 14.2 GiB a rank; steps with encode or with decode 9 or 12.2."""
+    """All parts on one rank need 14.2 GiB; steps with encode need 9, with decode 12.2."""
     small: tuple[dict[str, float], tuple[float, ...]] = (NEEDS, (13.0,) * 4)
     shape, why = LayoutOptions(layout="auto").settings(**COUNTS, memory=lambda: small)
     assert shape["replicas"] == 2
@@ -100,7 +100,7 @@ def test_what_devices_have_and_the_model_needs() -> None:
     sampling = SamplingConfig(**sampling_defaults("demo"))
     free = {"cuda:0": 8 * 2**30, "cuda:1": 6 * 2**30}
     needs, has = memory_of_devices(model, sampling, "cuda", 2, free.__getitem__)
-    nccl_bytes = 200_000_000  # a pair of ranks on either side
+    nccl_bytes = 200_000_000  # a pair of ranks on each side
     assert has == pytest.approx(
         [
             8 - (CUDA_PROCESS_BYTES + nccl_bytes) / 2**30,

@@ -1,4 +1,4 @@
-"""The log: what it writes where, and that a run outlives it."""
+"""The log: its content and files, and a run that continues without it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Disks that are full or closed: the run says so, early where it can, and loses nothing."""
+"""Full or read-only disks: the run reports them, early if possible, and loses no clip."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ finally:
 
 @pytest.fixture(params=["/proc", "mounted read-only", "without permission"])
 def closed(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    """A folder that takes no file, in each way that this user can be kept out."""
+    """A folder that is not writable, in each way that is possible for this user."""
     if request.param == "/proc":
         yield Path("/proc/svdpp")
     elif request.param == "mounted read-only":
@@ -43,13 +43,13 @@ def closed(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
 
 def test_a_closed_folder_is_found_before_anything_is_loaded(closed: Path, tmp_path: Path) -> None:
     log, modules = tmp_path / "run.jsonl", tmp_path / "modules"
-    # The last argument is the script's own: for svdpp it is one photograph more.
+    # The last argument is for the script; svdpp reads it as another photograph.
     modules.write_bytes(Path(PHOTO).read_bytes())
     run = ("run", PHOTO, *DEMO, *TINY, "--out", str(closed), "--log-file", str(log), str(modules))
     answer = python("-c", IMPORTED, *run)
 
     assert_error(answer, 8, repr(str(closed)))
-    assert log.read_text() == ""  # a rank that is ready says so there
+    assert log.read_text() == ""  # a rank reports there that it is ready
     assert "svdpp.media.output_files" in modules.read_text().split()
     assert "diffusers" not in modules.read_text().split()
 
@@ -57,7 +57,7 @@ def test_a_closed_folder_is_found_before_anything_is_loaded(closed: Path, tmp_pa
 @pytest.mark.processes
 @pytest.mark.timeout(120)
 def test_a_disk_that_fills_up_keeps_the_clips_that_are_whole(tmp_path: Path) -> None:
-    """Where no disk can be mounted, `test_a_full_disk_ends_the_run` sees a file limit instead."""
+    """If no disk can be mounted, `test_a_full_disk_ends_the_run` uses a file limit instead."""
     with small_disk(tmp_path / "disk", "size=4m") as disk:
         run = ("run", PHOTO, *DEMO, *TINY, "--seeds", "1-20", "--out", str(disk), "-q")
         process = subprocess.Popen(

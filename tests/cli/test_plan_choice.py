@@ -1,4 +1,4 @@
-"""How many ranks a command takes, and what becomes of a draft's starts."""
+"""The default number of ranks of a command, and the start steps of a draft."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_draft_on_the_cpu_takes_two_ranks() -> None:
 
 @pytest.fixture
 def measured(tmp_path: Path) -> str:
-    """A file of starts for 2 and 4 ranks, whose name says nothing of what is in it."""
+    """A draft profile for 2 and 4 ranks, with a name that does not tell its content."""
     choices = tuple(
         MeasuredStartSteps(start_steps=start_steps, rounds=13, psnr_db=50.0, max_levels=3)
         for start_steps in ((0, 13), (0, 7, 11, 15))

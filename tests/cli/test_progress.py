@@ -1,4 +1,4 @@
-"""What is seen while a run goes on: on a terminal, elsewhere, and not at all."""
+"""The progress display of a run: on a terminal, without one, and switched off."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _wait_for(console: Console, text: str) -> None:
 
 
 def _picture(text: str) -> list[str]:
-    """The lines of the last picture drawn."""
+    """The lines of the last display."""
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text.rpartition("\x1b[?25h")[0])
     return [line.rstrip() for line in plain.replace("\r", "\n").split("\n") if line.strip()]
 
@@ -120,7 +120,7 @@ def test_a_terminal_shows_a_line_a_rank() -> None:
 
     assert re.fullmatch(r"rank 0 +[━╸]+ +2/28 +clip 1 +step 2 +2.00 s/step", lines[0])
     assert re.fullmatch(r"rank 1 +0/28 +clip 1 +waiting", lines[1])
-    # Two clips through two halves of 14 steps, two of which have taken 2 s each.
+    # Two clips of two halves of 14 steps each; two steps have taken 2 s each.
     assert lines[2] == "run: 0 of 2 clips, 0:00 elapsed, about 1:24 left"
     assert max(map(len, lines)) < 80
 
@@ -132,12 +132,12 @@ def test_the_time_left_is_the_forecasts() -> None:
             progress(rank, event)
         progress(0, ActionDone(action="DENOISE c0 0:14", start=0.0, end=28.0, waited=0.0))
 
-    # Two clips through two halves of 28 s each.
+    # Two clips of two halves of 28 s each.
     assert "about 1:24 left" in _picture(_written(console))[-1]
 
 
 def test_what_is_not_measured_yet_weighs_as_it_does_in_the_assumed_costs() -> None:
-    """A decode of four steps, at the end of both clips: 3 x 28 s, and twice 8 s, overlapping."""
+    """A decode takes as long as four steps: 3 x 28 s, and twice 8 s that overlap."""
     console = _console(terminal=True)
     costs = Costs(step_seconds=0.5, decode_seconds=2.0)
     with _progress(console, decodes=True, costs=costs) as progress:
@@ -196,7 +196,7 @@ def test_a_dumb_terminal_gets_plain_lines() -> None:
 
 
 def test_a_watch_without_ranks_is_one_line() -> None:
-    """As a bench has it, where drawing must not take cores from what is measured."""
+    """As in a bench, where the display must not take CPU time from the measurement."""
     console = _console(terminal=True)
     with _progress(console, ranks=False) as progress:
         for rank, event in EVENTS:
@@ -213,7 +213,7 @@ def test_a_single_rank_needs_no_actions_to_tell_what_is_left() -> None:
         for step in range(27):
             progress(0, StepDone(clip=0, step=step, seconds=0.1))
 
-    # 28 steps, and next to nothing of their time has gone by.
+    # 28 steps of 0.1 s, and almost no time has passed.
     assert "about 0:03 left" in _picture(_written(console))[-1]
 
 
@@ -244,9 +244,9 @@ def test_lines_that_a_narrower_terminal_has_broken_are_cleared() -> None:
     with _progress(console, world_size=7) as progress:
         for rank, event in EVENTS:
             progress(rank, event)
-        _wait_for(console, " 2/8 ")  # a picture in 80 columns
+        _wait_for(console, " 2/8 ")  # a display in 80 columns
         console.err.width = 50
-        # Seven lines of some 70 columns have become fourteen.
+        # Seven lines of about 70 columns have become fourteen.
         _wait_for(console, "\x1b[7A\x1b[J")
     assert _written(console).count("\x1b[J") == 1
 

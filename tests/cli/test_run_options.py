@@ -1,4 +1,4 @@
-"""What the options of `run` come to before ranks are started: names, layout, remarks."""
+"""The effect of `run` options before ranks start: clip names, layout, remarks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def _without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leaves a dry run's estimate of memory out: a second each time, and one test's matter."""
+    """Replaces the memory estimate of a dry run, which takes a second and has its own test."""
     monkeypatch.setattr(memory_estimate, "estimate_ranks", lambda *_, **__: [])
 
 
@@ -32,7 +32,7 @@ QUICK = pytest.mark.usefixtures("_without_memory")
 
 
 def photograph(name: str) -> str:
-    """A copy of a photograph under that name."""
+    """Copies a photograph to that name."""
     Path(name).parent.mkdir(parents=True, exist_ok=True)
     shutil.copy(PHOTO, name)
     return name
@@ -46,7 +46,7 @@ def dry_run(*options: str) -> dict[str, Any]:
 
 
 def names(*options: str) -> list[str]:
-    """Of the clips that a run would make."""
+    """The names of the clips that a run would make."""
     return [clip["output"] for clip in dry_run(*options)["clips"]]
 
 
@@ -54,7 +54,7 @@ def names(*options: str) -> list[str]:
 
 
 def config_of(options: str, num_clips: int) -> PipelineConfig:
-    """That of `svdpp run` with these options."""
+    """The layout of `svdpp run` with these options."""
     values = parsed(f"svdpp run photo.jpg --model demo --device cpu {options}")
     groups = ("inputs", "output", "sampling", "model", "ranks", "layout", "draft")
     return RunRequest(**{name: values[name] for name in groups}).config(num_clips)[0]
@@ -97,7 +97,7 @@ def test_what_plan_prints_is_what_run_does(options: str) -> None:
     ("options", "said"),
     [
         (("--costs", "svd-xt-a100"), "--layout data-parallel would be 1.34 times as fast"),
-        ((), ""),  # nobody has published the demo's costs
+        ((), ""),  # no costs of the demo model are published
         (("--costs", "svd-xt-a100", "--layout", "pipeline"), ""),  # the user has decided
         (("--costs", "svd-xt-a100", "--split", "dithered"), ""),
         (("--costs", "mixed.json", "--steps", "24"), "--split balanced would be"),
@@ -126,7 +126,7 @@ def test_photographs_that_are_stretched_are_named_once() -> None:
     assert stretched.err.count("fit:") == 1
     assert said in stretched.err
     assert "fit:" not in cropped.err
-    assert "fit:" not in svdpp_here(*options, "--width", "48").err  # of the photographs' own shape
+    assert "fit:" not in svdpp_here(*options, "--width", "48").err  # the photographs' shape
 
 
 @QUICK
@@ -171,7 +171,7 @@ def test_subfolders_are_taken_where_that_is_asked_for() -> None:
     Path("photos/link").symlink_to("a")
     refused = svdpp_here("run", "photos", *DEMO, *TINY)
 
-    assert_error(refused, 7, "'photos' is a folder without images", "--recursive takes them")
+    assert_error(refused, 7, "'photos' is a folder without images", "use --recursive")
     assert names("photos", "--recursive") == ["one_0.mp4", "deep_0.mp4"]
     Path("empty/below").mkdir(parents=True)
     assert "--recursive" not in svdpp_here("run", "empty", *DEMO, *TINY).err
@@ -213,7 +213,7 @@ def test_names_of_clips() -> None:
     assert names(*two) == ["rocket_0.mp4", "b c_0.mp4"]
     assert names(PHOTO, "-o", "sea.mp4") == ["sea.mp4"]
     assert names(PHOTO, "-o", "deep/sea.GIF") == ["sea.gif"]
-    assert names(PHOTO, "-o", "{{sea}}.mp4") == ["{{sea}}.mp4"]  # no fields, no template
+    assert names(PHOTO, "-o", "{{sea}}.mp4") == ["{{sea}}.mp4"]  # a template needs fields
     template = "clips/{index:02}-{name}-{seed}.webp"
     assert names(*two, "--seeds", "7,8", "-o", template) == [
         *("01-rocket-7.webp", "02-rocket-8.webp", "03-b c-7.webp", "04-b c-8.webp"),
@@ -288,7 +288,7 @@ def test_a_run_is_repeated_from_its_manifest() -> None:
     assert sorted(path.name for path in Path("made").iterdir()) == [
         *("one.mp4", "one.mp4.json", "one.run.json"),
     ]
-    shutil.move("made", "moved")  # a folder beside the photographs', as before
+    shutil.move("made", "moved")  # a folder next to that of the photographs, as before
     again = ("run", "--from", "moved/one.run.json")
 
     assert_error(svdpp_here(*again), 2, "1 output exists already", "moved/one.mp4", "--overwrite")

@@ -1,4 +1,4 @@
-"""What `svdpp run` says at its end."""
+"""The report at the end of `svdpp run`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_the_command_that_proves_a_clip_names_it(
 def test_a_gpu_that_ran_short_of_memory_is_said_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The ranks are forked, so that they have the planted pressure."""
+    """The ranks are forked, so that they inherit the patched memory pressure."""
     monkeypatch.setattr(MemoryPressure, "rose", lambda self: True)  # noqa: ARG005
     monkeypatch.setattr(fork_server, "start_method", lambda device: "fork")  # noqa: ARG005
     answer = svdpp_here("run", PHOTO, *DEMO, *TINY, "--seeds", "1,2", "--out", str(tmp_path))

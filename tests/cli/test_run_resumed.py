@@ -1,4 +1,4 @@
-"""`svdpp run` goes on where a killed one stood, and makes what it can of a mixed lot of images."""
+"""`svdpp run` continues a killed run, and makes the clips of all images that it can read."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_killed_run_goes_on_from_its_hand_overs(tmp_path: Path) -> None:
         stderr=subprocess.PIPE,
     )
     deadline = time.monotonic() + 120
-    while not list(kept.glob("*_step*.safetensors")):  # the first hand-over of any clip
+    while not list(kept.glob("*_step*.safetensors")):  # the first transfer of any clip
         assert time.monotonic() < deadline
         time.sleep(0.01)
     os.kill(killed.pid, signal.SIGKILL)
@@ -91,7 +91,7 @@ def test_unreadable_images_lose_no_other_with_keep_going(tmp_path: Path) -> None
 
 
 def test_what_is_lost_ends_with_the_highest_code(tmp_path: Path) -> None:
-    """A photograph that cannot be read (7), beside latents that are not finite (9)."""
+    """A photograph that cannot be read (7), together with latents that are not finite (9)."""
     model = save_tiny_checkpoint(tmp_path / "model")
     weights = model / "unet/diffusion_pytorch_model.safetensors"
     tensors = load_file(weights)

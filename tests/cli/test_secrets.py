@@ -1,4 +1,4 @@
-"""No home, token or secret comes out of any command, whichever way it ends."""
+"""No command prints the user's home, a token or a secret, however it ends."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ UNET = "unet/diffusion_pytorch_model.safetensors"
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A user's home, marked, with a photograph and two models, one of them without a weight."""
+    """A home folder with a photograph and two models, one of them without weights."""
     folder = tmp_path_factory.mktemp("users") / "markedhome"
     sound = save_tiny_checkpoint(folder / "models/sound")
     shutil.copytree(sound, folder / "models/broken")
@@ -84,7 +84,7 @@ def test_refusals_show_none(
 def run_with_log(
     home: Path, env: dict[str, str], folder: Path, model: str, *more: str
 ) -> tuple[Answer, str]:
-    """`run` with a model and a photograph below the home, talking as much as it can."""
+    """`run` with a model and a photograph below the home, with the most verbose output."""
     log = folder / "run.jsonl"
     arguments = ("run", str(home / "rocket.jpg"), "--model", str(home / "models" / model))
     options = (*TINY, "--device", "cpu", "--world", "2", "--json", "-vv", "--log-file", str(log))
@@ -117,7 +117,7 @@ def test_a_finished_clip_names_its_origin_without_the_home(
     assert json.loads(text)["input"] == "~/rocket.jpg"
     assert json.loads(text)["model"] == "~/models/sound"
     assert json.loads(log.splitlines()[0])["record"]["message"].startswith("ready")
-    # What the JSON says is enough to find both again.
+    # The JSON is enough to find both again.
     proof = svdpp_alone("verify", str(clip.with_suffix(".json")), env=env)
     assert proof.code == 0, proof
     assert_unmarked(proof.out, proof.err)

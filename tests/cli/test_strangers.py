@@ -1,4 +1,4 @@
-"""Hostile images and model folders end `svdpp run` in one sentence, soon, in little memory."""
+"""Hostile images and model folders give one error sentence, fast and with little memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HTML = b"<!DOCTYPE html><html><title>Sign in</title></html>"
 SVG = b'<?xml version="1.0"?><svg xmlns="http://www.w3.org/2000/svg" width="64" height="64"/>'
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 64 64\nshowpage\n"
 
-#: Bytes of a file, or what else to put in its place.
+#: Bytes of a file, or a function that creates something else in its place.
 Content = bytes | Callable[[Path], Any]
 
 BAD_IMAGES: dict[str, tuple[Content, str]] = {
@@ -80,7 +80,7 @@ def test_the_image_corpus(tmp_path: Path) -> None:
     for name, good in GOOD_IMAGES.items():
         put(tmp_path / name, good)
     commands = [("run", name, *DEMO) for name in ("gone.png", *BAD_IMAGES)]
-    # All good ones at once: what ends that run is the model, which is looked for after them.
+    # All valid images at once: the run fails at the model, which is checked after them.
     commands.append(("run", *GOOD_IMAGES, "--device", "cpu", "--model", "./gone"))
     base, *outcomes, taken = run_batch(commands, tmp_path)
 
@@ -217,7 +217,7 @@ def of_another_shape(weights: dict[str, torch.Tensor]) -> None:
 def test_weights_of_another_model(
     tmp_path: Path, change: Callable[[dict[str, torch.Tensor]], None], words: str
 ) -> None:
-    """Only a rank, which has diffusers, knows which weights there should be; it looks first."""
+    """Only a rank, which has diffusers, knows the required weights; it checks them first."""
     model, log = save_tiny_checkpoint(tmp_path / "model"), tmp_path / "log"
     weights = load_file(model / UNET)
     change(weights)

@@ -1,4 +1,4 @@
-"""`env`, `doctor` and `profile` as a user has them, on small models."""
+"""`env`, `doctor` and `profile` with small models."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_healthy_machine(tmp_path: Path) -> None:
 def test_doctor_says_what_it_has_examined(
     given: tuple[str, ...], remark: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor, "_CHECKS", {})  # what they find is the other tests' matter
+    monkeypatch.setattr(doctor, "_CHECKS", {})  # other tests cover their results
     answer = svdpp_here("doctor", *given, "--world", "1", "--out", str(tmp_path))
     assert answer.code == 0
     verdict, *remarks = answer.err.splitlines()
@@ -85,7 +85,7 @@ def test_a_broken_machine_names_every_mend(tmp_path: Path) -> None:
     assert not report["healthy"]
     examined = {"model": str(tmp_path / "model"), "device": "cuda", "world_size": 1}
     assert report["examined"] == examined
-    assert answer.code == 2  # that of the first one, the devices
+    assert answer.code == 2  # the line of the first check, the devices
     codes = {name: check["exit_code"] for name, check in checks.items()}
     assert codes == {
         **{"devices": 2, "ffmpeg": 8, "output folder": 8, "model": 5},
@@ -106,7 +106,7 @@ def test_the_first_failure_gives_the_exit_code(tmp_path: Path) -> None:
 
     assert answer.code == 2
     assert answer.err == "2 of 8 checks failed\n"
-    assert "failed  ffmpeg            there is no ffmpeg to make mp4 with\n" in answer.out
+    assert "failed  ffmpeg            mp4 needs ffmpeg, which was not found\n" in answer.out
     assert "\n" + " " * 26 + "fix: pip install imageio-ffmpeg\n" in answer.out
 
 
@@ -133,7 +133,7 @@ def test_profile_of_the_demo_is_what_plans_take(tmp_path: Path) -> None:
     assert 0 < costs.write_seconds < 60
     assert 0 < costs.transfer_seconds < 10
     assert costs.transfer_bytes_per_second
-    assert costs.packet_bytes > 2 * 4 * 4 * 4 * 4  # the latents, and what goes with them
+    assert costs.packet_bytes > 2 * 4 * 4 * 4 * 4  # the latents and the rest of the packet
     peak = costs.peak_gib(encode=True, denoise=True, decode=True)
     assert peak is not None
     assert 0.018 < peak < 1

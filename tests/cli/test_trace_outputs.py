@@ -1,4 +1,4 @@
-"""What commands leave to look at: refused at the door where it cannot be, else written."""
+"""Reports and traces are written, or refused at the start if they cannot be written."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def test_a_place_that_takes_no_file_is_refused_before_the_run(option: str, tmp_p
     (tmp_path / "file").touch()
     name = {"--trace": "trace.json", "--timeline": "timeline.svg"}[option]
     answer = svdpp_here("simulate", *SMALL, option, str(tmp_path / "file" / name))
-    assert_error(answer, 8, "a file is in its place")
+    assert_error(answer, 8, "a folder above it, is a file")
 
 
 def test_reports_that_cannot_be_are_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for path, code, words in (
         ("photo.jpg", 2, "--report must end in .html, got 'photo.jpg'"),
-        (str(tmp_path / "file" / "report.html"), 8, "a file is in its place"),
+        (str(tmp_path / "file" / "report.html"), 8, "a folder above it, is a file"),
     ):
         assert_error(svdpp_here("verify", "--report", path), code, words)
     answer = svdpp_here("verify", "clip.json", "--report", str(tmp_path / "report.html"))

@@ -1,4 +1,4 @@
-"""`svdpp verify CLIP...` as a user types it: nobody fools it, and it says what it has looked at."""
+"""`svdpp verify CLIP...` finds every change of a clip, and reports what it has checked."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.processes
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a photograph and, in `out`, three real clips: two videos, one of frames."""
+    """A folder with a photograph and, in `out`, three clips: two videos, one of frames."""
     folder = tmp_path_factory.mktemp("made")
     shutil.copy(PHOTO, folder / "rocket.jpg")
     run = ("run", "rocket.jpg", *DEMO, *TINY, "--world", "1", "-q")
@@ -34,7 +34,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def out(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of it to do harm to; the folder that it lies in is the working folder."""
+    """A copy of that folder for a test to change, in the working folder."""
     shutil.copytree(made, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     return tmp_path / "out"
@@ -53,7 +53,7 @@ def _edit(path: Path, **changes: Any) -> None:
 
 
 def test_every_harm_to_a_clip_is_named(out: Path) -> None:
-    """One folder with a clip for each, one command, one process that recomputes."""
+    """One folder with a clip for each change, one command, one process that recomputes."""
     for name in ("deleted", "junk", "swapped", "forged", "edited"):
         for end in (".mp4", ".mp4.json"):
             shutil.copy(out / f"rocket_0{end}", out / f"{name}{end}")
@@ -94,7 +94,7 @@ def test_every_harm_to_a_clip_is_named(out: Path) -> None:
 
 
 def _forge(path: Path, *, pixels_of: Path) -> None:
-    """Another video, with the metadata inside and beside it made to fit."""
+    """Another video, with matching metadata inside it and in its JSON."""
     record = json.loads(path.with_name(f"{path.name}.json").read_text())
     embedded = {name: value for name, value in record.items() if name != "file_sha256"}
     frames = video.read_frames(pixels_of, "mp4")
@@ -121,7 +121,7 @@ def test_one_clip_in_words(out: Path) -> None:
 
 
 def test_several_clips_are_loaded_once(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A line for each, those of one configuration by one process; what is no clip passed over."""
+    """One line for each clip; one process for each configuration; other files are skipped."""
     run, computed = reference.run_reference, []
 
     def run_reference(config: Any, requests: list[Any], **more: Any) -> object:
@@ -142,7 +142,7 @@ def test_several_clips_are_loaded_once(out: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_moved_clip_and_its_photograph(out: Path) -> None:
-    """Beside it under another name, or named by --image; without it no proof."""
+    """The photograph has another name or comes from --image; without it there is no proof."""
     elsewhere = out.parent / "elsewhere" / "deep"
     elsewhere.mkdir(parents=True)
     shutil.copy(out / "rocket_0.mp4", elsewhere / "mine.mp4")
@@ -206,7 +206,7 @@ def test_more_memory_than_there_is_ends_before_any_process(
 
 
 def damaged_records(record: dict[str, Any]) -> dict[str, str]:
-    """Texts that are no metadata of a clip, by what is wrong with them."""
+    """Texts that are not clip metadata, by their defect."""
     texts = {
         "empty": "",
         "cut short": json.dumps(record)[:-9],
@@ -250,7 +250,7 @@ def damaged_records(record: dict[str, Any]) -> dict[str, str]:
 
 @pytest.mark.usefixtures("no_reference")
 def test_verify_refuses_what_is_no_metadata(out: Path) -> None:
-    """Whatever a JSON file holds: a sentence and exit code 7, nothing "unexpected"."""
+    """Any content of a JSON file gives one sentence and exit code 7, not an unexpected error."""
     bad = []
     record = json.loads((out / "rocket_0.mp4.json").read_text())
     for what, text in damaged_records(record).items():

@@ -1,4 +1,4 @@
-"""What gloo, NCCL and CUDA raise becomes an error that blames the right rank."""
+"""Exceptions of gloo, NCCL and CUDA become errors that name the right rank."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_memory_that_runs_out_is_left_to_who_knows_the_action() -> None:
 
 
 def test_a_gpu_that_fails_is_its_ranks_own_fault() -> None:
-    """The parent takes a `TransportError` for a consequence of another rank's failure."""
+    """The parent treats a `TransportError` as a consequence of another rank's failure."""
     assert issubclass(DeviceError, RankError)
     assert not issubclass(DeviceError, TransportError)
     assert DeviceError.exit_code == 6

@@ -1,4 +1,4 @@
-"""The header says what a packet is, survives the wire, and is refused where it lies."""
+"""The header describes a packet, is packed and unpacked, and is refused if it is invalid."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_changed_byte_gives_another_header_or_an_error(
         unpacked = Header.unpack(bytes(data))
     except TransportError:
         return
-    # Bytes behind the last tensor's say nothing, nor do the dims a tensor does not use.
+    # Bytes after the last tensor have no meaning, and neither have unused dims of a tensor.
     assert unpacked.num_bytes == sum(spec.num_bytes for _, spec in unpacked.tensors)
 
 
@@ -106,7 +106,7 @@ def test_a_byte_count_that_does_not_fit_the_tensors_is_refused() -> None:
 @pytest.mark.parametrize("field", ["begun", "compute"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_time_that_is_none_is_refused(field: str, value: float) -> None:
-    """It would end in the clip's JSON."""
+    """The value would get into the clip metadata."""
     data = bytearray(HEADER.pack())
     struct.pack_into("<d", data, FIELDS[field], value)
     with pytest.raises(TransportError, match="times are not finite"):

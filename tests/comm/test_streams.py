@@ -1,4 +1,4 @@
-"""Streams: one place makes them and copies from devices, and on the CPU they cost nothing."""
+"""Only one module creates streams and copies from devices; on the CPU streams do nothing."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from svdpp.comm import streams
 CPU = torch.device("cpu")
 PACKAGE = Path(svdpp.__file__).parent
 
-# Not on the way of a clip through the ranks: the reference's own process, measurements of memory.
+# Not part of a clip's path: the process of the reference, and memory measurements.
 OUTSIDE = {"comm/streams.py", "verification/reference.py", "worker/peak_memory.py"}
 
 
 def _is_forbidden(call: ast.Call) -> bool:
-    """Whether it makes a stream, waits for one, or copies a tensor from a device."""
+    """Whether the call creates a stream, waits for one, or copies a tensor from a device."""
     name = ast.unparse(call.func)
     return (
         name.startswith(("torch.cuda.Stream", "torch.cuda.stream", "torch.cuda.Event"))

@@ -1,4 +1,4 @@
-"""Packets cross real wires between real processes: whole, in order, held back, or refused."""
+"""Packets between real processes arrive complete and in order, wait, or are refused."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def _tensors(seed: int) -> dict[str, torch.Tensor]:
-    """Random bits, NaN and infinities among them, and a tensor that is not contiguous."""
+    """Tensors of random bits, with NaN and infinities, one of them not contiguous."""
     generator = torch.Generator().manual_seed(seed)
     bits = torch.randint(-(2**15), 2**15, (3, 5, 7), dtype=torch.int16, generator=generator)
     tensors = {str(dtype).removeprefix("torch."): bits.view(dtype) for dtype in DTYPES[1:]}
@@ -49,7 +49,7 @@ def _bits(tensor: torch.Tensor) -> list[int]:
 
 
 def _relay(context: RankContext, clips: int) -> dict[str, Any]:
-    """Every rank hands on what it gets; the last compares the bits with those of the first."""
+    """Every rank forwards its packet; the last compares the bits with those of the first."""
     transfers: list[Transfer] = []
     transport = _transport(context, transfers)
     rank, last = context.world.rank, context.world.size - 1
@@ -84,17 +84,17 @@ def test_packets_arrive_bit_for_bit_through_three_ranks() -> None:
 
 
 def _slow_receiver(context: RankContext) -> list[int]:
-    """Rank 1 takes nothing until rank 0 has said how far it got."""
+    """Rank 1 receives nothing for 3 s; rank 0 returns the seconds until each send returned."""
     transport = _transport(context, [])
     tensors = _tensors(0)
     if context.world.rank == 0:
-        handed_over = []
+        sent_after = []
         begun = time.monotonic()
         for clip in range(3):
             transport.send(Packet(clip, 1, 0.0, tensors), 1)
-            handed_over.append(round(time.monotonic() - begun))
+            sent_after.append(round(time.monotonic() - begun))
         transport.drain()
-        return handed_over
+        return sent_after
     time.sleep(3)
     for clip in range(3):
         transport.post_receive(clip, 1, 0, _spec(tensors)).wait()
@@ -102,10 +102,10 @@ def _slow_receiver(context: RankContext) -> list[int]:
 
 
 def test_a_slow_rank_holds_back_the_one_before_it() -> None:
-    handed_over, _ = run_ranks(_slow_receiver, 2)
-    # The first leaves at once; the second waits until the first has been received.
-    assert handed_over[0] == 0
-    assert handed_over[1] >= 2
+    sent_after, _ = run_ranks(_slow_receiver, 2)
+    # The first is sent at once; the second waits until the first has been received.
+    assert sent_after[0] == 0
+    assert sent_after[1] >= 2
 
 
 def _mismatch(context: RankContext, expected: dict[str, Any]) -> str:
@@ -144,7 +144,7 @@ def _mismatch(context: RankContext, expected: dict[str, Any]) -> str:
 def test_a_packet_that_is_not_the_expected_one_is_refused(
     expected: dict[str, Any], words: str
 ) -> None:
-    # gloo itself would take each of these without a word, or abort the process.
+    # gloo would accept each of these without an error, or abort the process.
     sender, receiver = run_ranks(_mismatch, 2, expected)
     assert words in receiver
     if expected:

@@ -1,4 +1,4 @@
-"""Pictures for tests, made on the spot: plain ones, and PNG files of whatever header."""
+"""Owns test pictures: plain ones, and PNG files with any header."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether clips will fit is asked of the real file system, by factors that real clips keep to."""
+"""The disk space check uses the real file system, and its factors hold for real clips."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.small_disk import small_disk
 
 
 def grainy_clip(num_frames: int, side: int) -> Frames:
-    """A slow zoom into a photograph, with grain as of a camera in poor light."""
+    """A slow zoom into a photograph, with grain like that of a camera in poor light."""
     image = Image.open(example_photos()[0]).convert("RGB")
     frames = [
         np.asarray(image.resize((side, side), box=(4 * i, 4 * i, 512 - 4 * i, 512 - 4 * i)))
@@ -42,7 +42,7 @@ def test_a_photograph_s_clip_takes_what_is_estimated_at_most(
     taken = sum(path.stat().st_size for path in files)
     estimated = estimated_bytes(format, crf, num_frames=7, height=128, width=128)
 
-    # Six times, for an estimate far too high would refuse what fits.
+    # At most six times, because a much larger estimate would refuse clips that fit.
     assert taken < estimated < 6 * taken
 
 

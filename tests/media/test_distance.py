@@ -1,4 +1,4 @@
-"""PSNR and largest difference, of a whole clip and frame by frame."""
+"""PSNR and largest difference, of a whole clip and of each frame."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_frame_that_differs_alone() -> None:
     assert [each.max_levels for each in apart.frames] == [0, 5, 0]
     one = 10 * math.log10(255**2 / (25 / 60))
     assert apart.frames[1].psnr_db == pytest.approx(one)
-    # Three frames share one frame's error.
+    # The error of one frame is averaged over three frames.
     assert apart.whole.psnr_db == pytest.approx(one + 10 * math.log10(3))
     assert [each["psnr_db"] for each in apart.to_json()["frames"]] == [None, round(one, 2), None]
 

@@ -1,4 +1,4 @@
-"""Photographs from strangers: real files of every sad kind, made on the spot."""
+"""Untrusted photographs: real files with defects of many kinds, created by the tests."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_photo_names_bytes_and_size(tmp_path: Path) -> None:
 @pytest.mark.parametrize("format", ["JPEG", "PNG", "TIFF", "WEBP"])
 def test_exif_rotation_is_applied_once(tmp_path: Path, format: str) -> None:
     exif = Image.Exif()
-    exif[0x0112] = 6  # the top of the scene is at the right of the stored picture
+    exif[0x0112] = 6  # the top of the scene is on the right side of the stored picture
     stored = Image.new("RGB", (48, 32), "black")
     stored.paste("red", (40, 0, 48, 32))
     image = read(tmp_path, encoded(stored, format, exif=exif))
@@ -157,7 +157,7 @@ def test_transparent_16_bit_grey_is_white(tmp_path: Path) -> None:
 @pytest.mark.parametrize("format", ["JPEG", "TIFF"])
 def test_cmyk_red_is_red(tmp_path: Path, format: str) -> None:
     data = encoded(Image.new("CMYK", (20, 20), (0, 255, 255, 0)), format)
-    assert format == "TIFF" or b"Adobe" in data  # so the JPEG holds inverted values
+    assert format == "TIFF" or b"Adobe" in data  # so the JPEG has inverted values
     red, green, blue = read(tmp_path, data).getpixel((5, 5))
     assert red > 250
     assert max(green, blue) < 5
@@ -202,7 +202,7 @@ def test_a_flipped_byte_in_a_png_never_changes_the_picture(tmp_path: Path) -> No
                 missed_by_pillow += plain.tobytes() != gradient().tobytes()
         else:
             assert image.tobytes() == gradient().tobytes()
-    assert missed_by_pillow  # else the check by verify() would not be needed
+    assert missed_by_pillow  # otherwise the check by verify() would not be needed
 
 
 def test_corrupt_jpeg_and_png_are_refused(tmp_path: Path) -> None:
@@ -221,14 +221,14 @@ def test_corrupt_jpeg_and_png_are_refused(tmp_path: Path) -> None:
         (encoded(Image.new("RGB", (15, 40)), "PNG"), "is too small: 15x40"),
         (encoded(Image.new("L", (60000, 1)), "PNG"), "is too small: 60000x1"),
         (encoded(Image.new("L", (16 * 20 + 1, 20)), "PNG"), "is too narrow: 321x20"),
-        (png(8000, 6251, 8, 0, b""), "is too large: 8000x6251 pixels, at most 50 million"),
+        (png(8000, 6251, 8, 0, b""), "is too large: 8000x6251 pixels, the limit is 50 million"),
         (png(9500, 9500, 8, 0, b""), "is too large: 9500x9500"),
         (png(2**31 - 1, 2**31 - 1, 8, 0, b""), "is too large"),
     ],
 )
 def test_refusals_say_what_the_file_is(tmp_path: Path, data: bytes, words: str) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # Pillow's own warning about size must not come out
+        warnings.simplefilter("error")  # Pillow's own warning about the size must not be printed
         assert words in refused(tmp_path, data)
 
 
@@ -266,7 +266,7 @@ except InputError as error:
     names = [str(tmp_path / "small.png"), str(tmp_path / "bomb.png")]
     done = subprocess.run([sys.executable, "-c", script, *names], capture_output=True, text=True)
     assert "9500x9500" in done.stderr
-    assert int(done.stdout) < 20_000  # kB; decoded it takes 90_000
+    assert int(done.stdout) < 20_000  # kB; decoded it has 90_000
 
 
 def test_things_that_are_no_files(tmp_path: Path) -> None:
@@ -288,7 +288,7 @@ def test_things_that_are_no_files(tmp_path: Path) -> None:
 def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "x.png").write_bytes(encoded(gradient(), "PNG"))
 
-    def denied(*_: object) -> int:  # root may read everything, so the refusal is played
+    def denied(*_: object) -> int:  # root can read everything, so the refusal is simulated
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(os, "open", denied)
@@ -298,7 +298,7 @@ def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("error", "words"),
     [
-        (MemoryError(), "needs more memory than there is"),
+        (MemoryError(), "does not fit in memory"),
         (OverflowError("\x1b[31mboo\n"), "is damaged or truncated:  [31mboo "),
         (KeyError(), "is damaged or truncated: KeyError"),
     ],
@@ -327,7 +327,7 @@ def test_odd_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -
 def test_libtiff_s_own_words_stay_off_stderr(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """It prints by itself what a sentence of ours says already, or what does no harm."""
+    """libtiff prints what our error already says, or what is harmless."""
     data = bytearray(encoded(gradient(), "TIFF", compression="tiff_deflate"))
     with Image.open(io.BytesIO(data)) as image:
         (offset,) = image.tag_v2[ExifTags.Base.StripOffsets]
@@ -335,7 +335,7 @@ def test_libtiff_s_own_words_stay_off_stderr(
     (tmp_path / "x.tif").write_bytes(data)
     with Image.open(tmp_path / "x.tif") as image, contextlib.suppress(OSError):
         image.load()
-    assert "ZIPDecode" in capfd.readouterr().err  # else there is nothing to silence
+    assert "ZIPDecode" in capfd.readouterr().err  # otherwise there is nothing to silence
     with contextlib.suppress(InputError):
         read_photo(tmp_path / "x.tif")
     os.write(2, b"still there")

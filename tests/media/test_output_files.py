@@ -1,4 +1,4 @@
-"""Files and folders that come whole into their place, or not at all."""
+"""Files and folders are written completely or not at all."""
 
 from __future__ import annotations
 

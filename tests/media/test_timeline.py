@@ -1,4 +1,4 @@
-"""The timeline is drawn from plain spans: every rank, clip and kind is in the picture."""
+"""The timeline picture shows every rank, clip and kind of action."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_labels_are_all_of_one_kind(tmp_path: Path) -> None:
     path = tmp_path / "timeline.svg"
     spans = _spans(2, 3)
     narrow = next(i for i, span in enumerate(spans) if str(span.action) == "DENOISE c1 0:14")
-    spans[narrow] = spans[narrow]._replace(end=spans[narrow].start + 2.5)  # room for "1" alone
+    spans[narrow] = spans[narrow]._replace(end=spans[narrow].start + 2.5)  # space for "1" only
     with mpl.rc_context({"svg.fonttype": "none"}):
         draw_timeline([Panel("Measured", spans)], 2, path)
     words = re.findall(r"<text[^>]*>([^<]*)</text>", path.read_text())

@@ -1,4 +1,4 @@
-"""Clips on disk: written whole or not at all, and read back frame by frame."""
+"""Clips on disk are written completely or not at all, and read back frame by frame."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ ODD_NAMES = [
 
 
 def smooth(count: int = 6, height: int = 48, width: int = 64) -> video.Frames:
-    """Frames that differ, under saturated red: a wrong colour matrix shows."""
+    """Different frames with saturated red, which shows a wrong colour matrix."""
     y, x = np.mgrid[:height, :width]
     pictures = [np.stack([x * 0 + 230, y * 3, x * 2 + i * 8], -1) for i in range(count)]
     return np.stack(pictures).clip(0, 255).astype(np.uint8)
@@ -182,7 +182,7 @@ def test_the_old_clip_stays_when_the_new_one_fails(
         monkeypatch.setattr(video, name, lose_the_last)
     else:
         monkeypatch.setattr(video, name, lambda frames, *rest: encode(frames[:-1], *rest))
-    with pytest.raises(OutputError, match=r"x' cannot be written: read back it holds \(5"):
+    with pytest.raises(OutputError, match=r"x' cannot be written: read back, its shape is \(5"):
         write(path, format, smooth())
     assert contents(path) == before
     assert os.listdir(tmp_path) == ["x"]
@@ -195,7 +195,7 @@ def test_the_old_clip_stays_when_the_new_one_fails(
 def test_a_folder_with_other_files_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "thesis.txt").write_text("years of work")
-    with pytest.raises(OutputError, match=r"the folder holds other files, 'thesis\.txt'"):
+    with pytest.raises(OutputError, match=r"the folder holds other files, such as 'thesis\.txt'"):
         write(tmp_path / "x", "frames", smooth())
     assert (tmp_path / "x" / "thesis.txt").read_text() == "years of work"
 
@@ -269,7 +269,7 @@ def test_a_full_disk(full_disk: Path, format: VideoFormat) -> None:
     with pytest.raises(OutputError, match=r"x' cannot be written: .*No space left on device"):
         write(full_disk / "x", format, noise(12), crf=0)
     assert os.listdir(full_disk) == []
-    write(full_disk / "x", format, smooth(2))  # there is room again
+    write(full_disk / "x", format, smooth(2))  # the disk has space again
 
 
 @pytest.fixture
@@ -287,9 +287,9 @@ def fake_ffmpeg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             "ffmpeg ended with 3: the cause",
         ),
         ("exit 4", "ffmpeg ended with 4: no reason given"),
-        ("echo what followed >&2; exit 228", "ffmpeg met: No space left on device"),
+        ("echo what followed >&2; exit 228", "ffmpeg failed: No space left on device"),
         ("kill -9 $$", "ffmpeg was ended by SIGKILL"),
-        ("cat > /dev/null", "it holds no frames"),
+        ("cat > /dev/null", "it has no frames"),
         ("exec sleep 60", "ffmpeg did not end within 1 s"),
     ],
 )
@@ -298,10 +298,10 @@ def test_an_ffmpeg_that_fails(
 ) -> None:
     fake_ffmpeg.write_text(f"#!/bin/sh\n{body}\n")
     fake_ffmpeg.chmod(0o755)
-    monkeypatch.setattr(video, "_WRITE_SECONDS", -5.0)  # plus one for each of six frames
+    monkeypatch.setattr(video, "_WRITE_SECONDS", -5.0)  # and one for each of six frames
     (tmp_path / "x.mp4").write_text("old")
     with pytest.raises(OutputError) as caught:
-        write(tmp_path / "x.mp4", "mp4", noise(6, 256))  # more than a pipe holds: a broken pipe
+        write(tmp_path / "x.mp4", "mp4", noise(6, 256))  # more than a pipe's buffer
     assert cause in caught.value.message
     assert repr(str(tmp_path / "x.mp4")) in caught.value.message
     assert sorted(os.listdir(tmp_path)) == ["fake", "x.mp4"]
@@ -309,9 +309,7 @@ def test_an_ffmpeg_that_fails(
 
 
 def test_no_ffmpeg_says_how_to_get_one(fake_ffmpeg: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(
-        OutputError, match=r"x\.mp4' cannot be written: there is no ffmpeg"
-    ) as caught:
+    with pytest.raises(OutputError, match=r"x\.mp4' cannot be written: mp4 needs ffmpeg") as caught:
         write(fake_ffmpeg.with_name("x.mp4"), "mp4", smooth())
     assert caught.value.hint == "pip install imageio-ffmpeg"
     with pytest.raises(OutputError) as caught:
@@ -329,7 +327,7 @@ def test_an_interrupt_ends_ffmpeg_and_leaves_nothing(
 
     def interrupted(process: subprocess.Popen[bytes], *_: object, **__: object) -> None:
         started.append(process)
-        assert os.getsid(process.pid) == process.pid  # a terminal's Ctrl-C does not reach it
+        assert os.getsid(process.pid) == process.pid  # a terminal's Ctrl-C does not reach ffmpeg
         raise KeyboardInterrupt
 
     monkeypatch.setattr(subprocess.Popen, "communicate", interrupted)
@@ -349,9 +347,9 @@ def test_what_a_format_cannot_hold(tmp_path: Path) -> None:
 
 def test_wrong_frames_are_a_programmers_error(tmp_path: Path) -> None:
     for frames in (smooth()[0], smooth().astype(np.float32), smooth()[..., :2], smooth()[:0]):
-        with pytest.raises(ValueError, match="frames are uint8"):
+        with pytest.raises(ValueError, match="frames must be uint8"):
             frames_sha256(frames)
-        with pytest.raises(ValueError, match="frames are uint8"):
+        with pytest.raises(ValueError, match="frames must be uint8"):
             write(tmp_path / "x", "frames", frames)
 
 
@@ -465,7 +463,7 @@ def test_a_clip_of_very_many_pixels_is_refused(
     assert len(read_frames(path, format)) == 6
     monkeypatch.setattr(video, "MAX_CLIP_PIXELS", 5 * 48 * 64)
     monkeypatch.setattr(video, "MAX_FRAMES", 8)
-    with pytest.raises(InputError, match="or 15360 pixels: too much for a clip"):
+    with pytest.raises(InputError, match="or 15360 pixels, the limit of a clip"):
         read_frames(path, format)
 
 
@@ -510,5 +508,5 @@ def test_clips_of_others_carry_no_metadata(tmp_path: Path) -> None:
     command = [find_ffmpeg(), "-v", "error", "-i", str(tmp_path / "x.mp4"), "-map_metadata", "-1"]
     subprocess.run([*command, "-c", "copy", str(plain)], check=True)
     for path in (tmp_path / "x.gif", tmp_path / "x.webp", tmp_path, plain):
-        with pytest.raises(InputError, match="carries no metadata"):
+        with pytest.raises(InputError, match="has no metadata"):
             read_metadata(path)

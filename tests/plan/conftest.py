@@ -1,4 +1,4 @@
-"""Properties are judged by what they find, not by how loaded the machine is."""
+"""Hypothesis settings: property tests have no deadline, because the machine may be loaded."""
 
 from __future__ import annotations
 

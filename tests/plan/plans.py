@@ -1,4 +1,4 @@
-"""Pipelines, layouts, costs and routes for property tests, and an oracle for the replay."""
+"""Owns strategies for pipelines, layouts, costs and routes, and an oracle for the replay."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from svdpp.plan.layout import SPLITS, Layout
 from svdpp.plan.schedule import Route, Schedule, build_schedule
 from svdpp.plan.split import StepRange, split_steps
 
-# Binary fractions: sums of them are exact in any order, so times can be compared with ==.
+# Binary fractions have exact sums in any order, so times can be compared with ==.
 seconds = st.integers(0, 64).map(lambda quarters: quarters / 4)
 costs = st.builds(
     Costs,
@@ -26,7 +26,7 @@ costs = st.builds(
 def pipeline_routes(
     ranges: tuple[StepRange, ...], clips: Iterable[int], *, decodes: bool = True
 ) -> list[Route]:
-    """Every clip through all ranks in turn: the step pipeline."""
+    """The routes of the step pipeline: every clip visits all ranks in order."""
     return [Route(clip, ranges, decodes) for clip in clips]
 
 
@@ -69,7 +69,7 @@ def layouts(draw: st.DrawFn, *, unequal: bool = True) -> Layout:
     """Any layout that can be built.
 
     Args:
-        unequal: ranks may differ in speed.
+        unequal: whether ranks can differ in speed.
     """
     replicas, replica_size = draw(st.integers(1, 3)), draw(st.integers(1, 6))
     world_size = replicas * replica_size
@@ -97,7 +97,7 @@ def route_lists(draw: st.DrawFn, *, one_order: bool = False) -> tuple[list[Route
     """Any routes: each clip visits some ranks in some order, some of them for zero steps.
 
     Args:
-        one_order: every clip visits its ranks in one common order of the ranks.
+        one_order: whether all clips visit their ranks in the same order.
     """
     world_size = draw(st.integers(1, 6))
     order = draw(st.permutations(range(world_size)))
@@ -121,11 +121,11 @@ def expected_spans(
 ) -> set[tuple[int, int, float, float]]:
     """(rank, clip, start, end) of each clip's work at each rank, by recurrence over the routes.
 
-    Independent of the action lists: clips are walked one after the other, which is an order in
-    which all that a visit waits for has been computed before it.
+    It does not use action lists. Clips are computed one after the other, so everything that a visit
+    waits for is known before it.
     """
-    clock = [0.0] * world_size  # when the rank's last visit was over, its SEND begun
-    began = [[0.0] for _ in range(world_size)]  # when it turned to each visit; [0]: to the first
+    clock = [0.0] * world_size  # when the rank's last visit ended and its SEND started
+    began = [[0.0] for _ in range(world_size)]  # when the rank was free for each visit
     link: dict[tuple[int, int], float] = {}  # end of the last transfer on it
     spans = set()
     for route in routes:
@@ -141,7 +141,7 @@ def expected_spans(
                 target = route.ranges[index + 1].rank
                 before = link.get((rank, target), 0.0)
                 clock[rank] = max(end, before)
-                # Posted when the target turned to the visit before this one.
+                # The receive is posted when the target is free for the visit before this one.
                 posted = began[target][-2] if len(began[target]) > 1 else 0.0
                 pending = max(clock[rank], posted, before) + costs.transfer_seconds
                 link[rank, target] = pending

@@ -1,4 +1,4 @@
-"""An action is one line of text, both ways, and nothing else is one."""
+"""Actions are written as text and parsed back; any other text is refused."""
 
 from __future__ import annotations
 

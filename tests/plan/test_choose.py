@@ -1,4 +1,4 @@
-"""The layout that auto picks, what it says, and layouts side by side."""
+"""The layout that `auto` chooses, its reason, and the comparison of layouts."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_equal_devices_with_room_for_all_are_data_parallel() -> None:
 
 
 def test_where_memory_is_short_decode_gets_ranks_of_its_own() -> None:
-    """Whole clips need 13 GiB, steps and decode 11.5; no rank but a decode-only one has both."""
+    """All parts on one rank need 13 GiB, steps and decode together 11.5."""
     layout, reason = choose(costs=WITH_MEMORY, memory_gib=(11.0,) * 8)
 
     assert str(layout) == "1 replica of 8 ranks, balanced"
@@ -154,10 +154,10 @@ HOSTS = replace(A100, ranks_per_host=4, inter_host_transfer_seconds=None)
 
 
 def test_what_costs_do_not_tell_of_hosts_is_left_out_and_said() -> None:
-    """The presets know no transfer between hosts."""
+    """The presets have no time for transfers between hosts."""
     layout, reason = choose(costs=HOSTS)
     assert str(layout) == "data parallel"
-    # Replicas of 8, balanced and dithered, with 1 and 2 decoders; shorter ones stay on a host.
+    # Replicas of 8, balanced and dithered, with 1 and 2 decoders; shorter ones fit on one host.
     assert reason.endswith(
         "4 of 9 layouts have transfers between hosts, whose time the costs do not give: "
         "set --inter-host-transfer-seconds"

@@ -1,4 +1,4 @@
-"""Costs: what is refused and by which name, the file both ways, and the published presets."""
+"""Costs: refused values, the costs file written and read, and the published presets."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def test_presets_name_their_source() -> None:
 
 
 def test_the_published_parts_add_up_to_the_published_whole() -> None:
-    """The table's own end-to-end times, which hold some ms of everything else."""
+    """The end-to-end times of the table include some ms of other work."""
     published = {
         "svd-xt-a100": 32.16641,
         "svd-xt-a100-pcie": 35.25838,

@@ -1,4 +1,4 @@
-"""A wave's lists are performed to the last step, take the rounds they should, and lose no word."""
+"""The action lists of a draft plan are complete, take the right rounds, and match sends."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PLAN = DraftPlan(num_steps=8, start_steps=(0, 3, 5))
 
 
 @st.composite
-def waves(draw: st.DrawFn) -> DraftPlan:
+def draft_plans(draw: st.DrawFn) -> DraftPlan:
     num_steps = draw(st.integers(2, 30))
     later = draw(st.sets(st.integers(1, num_steps - 1), min_size=1, max_size=8))
     return DraftPlan(
@@ -50,11 +50,11 @@ def test_ranks_meet_as_often_as_their_starts_lie_apart() -> None:
     assert draft_plan.corrections(3) == (Correction(17, 22), Correction(22, 27))
     assert [draft_plan.rounds(rank) for rank in range(4)] == [28, 21, 18, 14]
     assert draft_plan.num_evaluations == 28 + 20 + 16 + 11
-    # 3 long steps, 8 words on the way, 3 results
+    # 3 start latents, 8 states, 3 results
     assert draft_plan.num_messages == 14
 
 
-@given(waves(), st.integers(1, 3))
+@given(draft_plans(), st.integers(1, 3))
 def test_every_walk_is_whole_and_no_word_is_lost(draft_plan: DraftPlan, num_clips: int) -> None:
     schedule = draft_plan.schedule(range(num_clips))
     check_draft_schedule(schedule, draft_plan.num_steps)
@@ -62,15 +62,15 @@ def test_every_walk_is_whole_and_no_word_is_lost(draft_plan: DraftPlan, num_clip
     assert sum(steps) == num_clips * draft_plan.num_evaluations
 
 
-@given(waves())
+@given(draft_plans())
 def test_a_rank_is_done_after_its_rounds(draft_plan: DraftPlan) -> None:
-    """As the replay has it, which knows of messages and not of rounds."""
+    """Checked by the replay, which has no notion of rounds."""
     assert draft_plan.ready_at(Costs()) == [
         draft_plan.rounds(rank) for rank in range(draft_plan.world_size)
     ]
 
 
-@given(waves(), costs, st.integers(1, 3))
+@given(draft_plans(), costs, st.integers(1, 3))
 def test_no_costs_make_a_wave_wait_in_a_circle(
     draft_plan: DraftPlan, any_costs: Costs, clips: int
 ) -> None:
@@ -78,11 +78,11 @@ def test_no_costs_make_a_wave_wait_in_a_circle(
     exact = max(span.end for span in spans if span.rank == 0)
     whole = any_costs.encode_seconds + draft_plan.num_steps * any_costs.step_seconds
     whole += any_costs.decode_seconds * draft_plan.decodes
-    # Rank 0 waits for nobody but the wire: without transfers it is done when one device would be.
+    # Rank 0 waits only for its sends: without transfer times it is as fast as a single device.
     assert any_costs.transfer_seconds > 0 or exact == clips * whole
 
 
-@given(waves(), st.data())
+@given(draft_plans(), st.data())
 def test_a_list_with_an_action_less_is_refused(draft_plan: DraftPlan, data: st.DataObject) -> None:
     schedule = [list(actions) for actions in draft_plan.schedule([0])]
     rank = data.draw(st.integers(0, draft_plan.world_size - 1))

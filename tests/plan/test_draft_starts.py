@@ -1,4 +1,4 @@
-"""Starts where none are given, and the file of measured ones."""
+"""Default start steps of a draft, and draft profiles."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_only_trades_that_nothing_beats_are_kept() -> None:
     near = _measured((0, 3), 7, 60.0)
     equal = _measured((0, 1), 9, None)
     beaten = [_measured((0, 4), 7, 50.0), _measured((0, 2), 8, 60.0), _measured((0, 6), 5, 39.0)]
-    other = _measured((0, 4, 5), 9, 30.0)  # of another number of ranks
+    other = _measured((0, 4, 5), 9, 30.0)  # for another number of ranks
 
     assert best_trades([other, *beaten, near, equal, soon]) == (soon, near, equal, other)
 
@@ -95,7 +95,7 @@ def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
     path.write_text(json.dumps(_profile().to_json()))
 
     assert DraftProfile.load(path) == _profile()
-    # The nearest of those that are there after half the rounds; else the soonest.
+    # The highest PSNR within half the rounds, else the fewest rounds.
     assert parse_start_steps(str(path), 8, 2) == (0, 6)
     assert parse_start_steps(str(path), 8, 3) == (0, 3, 8)
     assert parse_start_steps(str(path), 8, None) == (0, 3, 8)

@@ -1,4 +1,4 @@
-"""The replay against closed forms, an oracle, and lists that cannot be performed."""
+"""The replay equals closed forms and an oracle, and finds lists that cannot be performed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def forecast(pipeline: Pipeline, costs: Costs) -> Forecast:
 
 @given(pipelines(), st.integers(1, 32))
 def test_makespan_of_the_bare_pipeline(pipeline: Pipeline, quarters: int) -> None:
-    """(M + W - 1) * N/W steps: the formula of the charter."""
+    """The closed form (M + W - 1) * N/W steps."""
     step = quarters / 4
     result = forecast(pipeline, Costs(step_seconds=step))
     stages = pipeline.num_clips + pipeline.world_size - 1
@@ -45,7 +45,7 @@ def test_makespan_of_the_bare_pipeline(pipeline: Pipeline, quarters: int) -> Non
 
 @given(pipelines(), costs)
 def test_makespan_with_all_costs(pipeline: Pipeline, costs: Costs) -> None:
-    """A flow shop of equal clips is as fast as its slowest stage; transfers are stages too."""
+    """A flow shop of equal clips is as fast as its slowest stage; transfers count as stages."""
     count = pipeline.per_rank * costs.step_seconds
     stages = [count] * pipeline.world_size
     stages[0] += costs.encode_seconds
@@ -81,7 +81,7 @@ def test_makespan_of_data_parallel(
 def test_any_routes_are_replayed_as_the_oracle_says(
     case: tuple[list[Route], int], costs: Costs
 ) -> None:
-    """No routes deadlock: every rank takes its clips in the order of the routes."""
+    """Routes never deadlock, because every rank works on its clips in the order of the routes."""
     routes, world_size = case
     visits: dict[tuple[int, int], tuple[float, float]] = {}
     for span in replay(build_schedule(routes, world_size), costs):
@@ -129,7 +129,7 @@ wild_actions = st.one_of(
 @settings(max_examples=300)
 @given(st.lists(st.lists(wild_actions, max_size=6), min_size=3, max_size=3))
 def test_wild_lists_end_in_spans_or_a_deadlock(lists: list[list[Action]]) -> None:
-    """Never an endless loop, never another exception."""
+    """No list gives an endless loop or another exception."""
     try:
         spans = replay(tuple(map(tuple, lists)), Costs(step_seconds=1))
     except DeadlockError:
@@ -178,7 +178,7 @@ def test_ends_of_a_hop_that_do_not_match(received: Action) -> None:
         replay(schedule, Costs())
 
 
-# --- sums ---------------------------------------------------------------------------------------
+# --- summaries ------------------------------------------------------------------------------------
 
 
 def test_nothing_to_sum_up() -> None:
@@ -204,7 +204,7 @@ def at(clip: int, start: float, end: float, rank: int = 0) -> Span:
 def test_cadence_is_the_mean_over_the_second_half(
     ends: list[float], seconds_per_clip: float
 ) -> None:
-    """Of clips that finish at 10, 13, 14, 20 the last two took 14 - 13 and 20 - 14: 3.5 each."""
+    """If clips finish at 10, 13, 14 and 20, the last two took 1 and 6: 3.5 each."""
     spans = [at(clip, 0, end) for clip, end in enumerate(ends)]
 
     assert summarise(spans, len(ends)).seconds_per_clip == seconds_per_clip
@@ -212,7 +212,7 @@ def test_cadence_is_the_mean_over_the_second_half(
 
 @pytest.mark.parametrize("num_clips", range(1, 40))
 def test_cadence_of_groups_does_not_depend_on_where_the_half_lies(num_clips: int) -> None:
-    """Data parallel over 7: seven clips every 28 steps are one every 4, whatever their number."""
+    """Data parallel over 7 ranks: seven clips every 28 steps, so one every 4."""
     routes = data_parallel_routes(28, 7, range(num_clips))
     result = summarise(replay(build_schedule(routes, 7), Costs()), 7)
 
@@ -220,7 +220,7 @@ def test_cadence_of_groups_does_not_depend_on_where_the_half_lies(num_clips: int
 
 
 def test_a_clip_is_not_there_before_those_before_it() -> None:
-    """Two ranks in turn, one of half the speed: clips come as fast as the slower one makes them."""
+    """Two ranks alternate, one of half the speed: the slower one sets the rate."""
     spans = [at(clip, 0, 10 * (clip // 2 + 1) * (clip % 2 + 1), clip % 2) for clip in range(8)]
     result = summarise(spans, 2)
 

@@ -1,4 +1,4 @@
-"""The rank x time picture."""
+"""The rank x time grid in text."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_every_line_has_the_same_width_within_the_limit(
 
 @given(pipelines())
 def test_every_step_has_a_column_where_there_is_room(pipeline: Pipeline) -> None:
-    """Column by column what the replay says: with unit steps the picture is exact."""
+    """With steps of equal length, each column shows exactly what the replay gives."""
     lines = grid(pipeline, width=10_000)
     for rank, line in enumerate(lines):
         row = line.partition("|")[2].removesuffix("|")
@@ -123,7 +123,7 @@ def test_signs_repeat_after_62_clips_and_never_look_like_something_else() -> Non
 
 @pytest.mark.parametrize("tiny", [1e-300, 1e-310])
 def test_steps_too_short_to_count(tiny: float) -> None:
-    """A step may be nothing beside a decode; the picture still has its width."""
+    """If a step is negligible compared with a decode, the grid still has its width."""
     lines = grid(Pipeline(4, 2, 2), Costs(step_seconds=tiny, decode_seconds=1), width=30)
 
     assert len({len(line) for line in lines}) == 1

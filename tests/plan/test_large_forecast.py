@@ -1,4 +1,4 @@
-"""The recurrence is the replay, only faster; and the throughput that splits are made for."""
+"""The recurrence equals the replay; the splits reach their throughput."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from svdpp.errors import RequestError
 from svdpp.plan.costs import Costs
 from svdpp.plan.forecast import Forecast, replay, summarise
-from svdpp.plan.large_forecast import forecast_layout, poisson_arrivals, walk, way_of
+from svdpp.plan.large_forecast import clip_times, forecast_layout, poisson_arrivals, way_of
 from svdpp.plan.layout import Layout
 from svdpp.plan.presets import PRESETS
 from svdpp.plan.schedule import Route, build_schedule
@@ -27,18 +27,18 @@ A100 = PRESETS["svd-xt-a100"]
 def test_any_routes_are_walked_as_they_are_replayed(
     case: tuple[list[Route], int], costs: Costs, data: st.DataObject
 ) -> None:
-    """Begun and ended at the same times, whether clips wait from the start or come later."""
+    """Clips start and end at the same times, with and without arrivals."""
     routes, world_size = case
     gaps = data.draw(st.lists(st.integers(0, 40), min_size=len(routes), max_size=len(routes)))
     arrivals = [gap / 4 for gap in itertools.accumulate(gaps)]
     arrivals = data.draw(st.sampled_from([[], arrivals]))
-    # A last visit without work leaves no span: its end is not in the replay's answer.
+    # A last visit without work has no span, so the replay does not give its end.
     routes = [Route(route.clip, route.ranges) for route in routes]
     spans = replay(build_schedule(routes, world_size), costs, dict(enumerate(arrivals)))
     ways = [way_of(route, costs) for route in routes]
 
-    walked = list(walk(ways, costs.transfer, arrivals))
-    for clip, (begun, end) in enumerate(walked):
+    times = list(clip_times(ways, costs.transfer, arrivals))
+    for clip, (begun, end) in enumerate(times):
         own = [span for span in spans if span.action.clip == clip]
         assert end == max(span.end for span in own)
         assert begun == (arrivals[clip] if arrivals else min(span.start for span in own))
@@ -53,7 +53,7 @@ def test_a_layouts_forecast_is_that_of_its_replay(layout: Layout, num_clips: int
     replayed = summarise(replay(schedule, layout.costs), layout.world_size)
 
     for name, value in values_of(forecast_layout(layout, num_clips)).items():
-        # Sums of floats in another order differ in their last bits.
+        # Sums of floats in another order differ in the last bits.
         assert value == pytest.approx(values_of(replayed)[name], rel=1e-9, abs=1e-6), name
 
 
@@ -79,7 +79,7 @@ def test_one_clip_of_each_kind_of_cost() -> None:
 
 
 def share_of_data_parallel(layout: Layout) -> float:
-    """Steady throughput, measured against that of as many devices with whole clips each."""
+    """Steady throughput, relative to data parallel on as many devices."""
     num_clips = 60 * layout.world_size
     whole = Layout(
         num_steps=layout.num_steps,
@@ -110,7 +110,7 @@ def test_dithered_is_as_fast_as_data_parallel(
 
 @pytest.mark.parametrize(("num_steps", "world_size"), [(28, 7), (24, 8)])
 def test_uniform_is_not(num_steps: int, world_size: int) -> None:
-    """What the other splits are there for: the last rank decodes while the others wait."""
+    """The uniform split is slower: the other ranks wait while the last one decodes."""
     layout = Layout(num_steps=num_steps, world_size=world_size, costs=A100)
     assert 0.49 < share_of_data_parallel(layout) < 0.6
 
@@ -124,7 +124,7 @@ def test_one_decoder_of_eight_ranks_is_too_few(num_steps: int) -> None:
 
 
 def test_a_slow_rank_gets_less() -> None:
-    """Two ranks of twice the speed do two thirds more than a split that takes them for alike."""
+    """With two ranks of twice the speed, the rate is 1.5 times that of equal ranges."""
     costs = Costs(step_seconds=(1.0, 1.0, 2.0, 2.0))
     dithered = Layout(num_steps=30, world_size=4, split="dithered", costs=costs)
     forecast = forecast_layout(dithered, 200)
@@ -135,7 +135,7 @@ def test_a_slow_rank_gets_less() -> None:
     assert forecast_layout(data_parallel, 200).seconds_per_clip == pytest.approx(15)
 
 
-# --- fleets -------------------------------------------------------------------------------------
+# --- arrivals and large worlds --------------------------------------------------------------------
 
 
 def test_arrivals_are_as_dense_as_asked_and_the_same_each_time() -> None:
@@ -149,7 +149,7 @@ def test_arrivals_are_as_dense_as_asked_and_the_same_each_time() -> None:
 
 
 def test_waiting_is_that_of_queueing_theory() -> None:
-    """One rank, random arrivals: an M/D/1 queue, which waits rho / 2 (1 - rho) of a service."""
+    """One rank with random arrivals is an M/D/1 queue: it waits rho / 2 (1 - rho) services."""
     layout = Layout(num_steps=10, world_size=1)
     forecast = forecast_layout(layout, 100_000, poisson_arrivals(100_000, 0.06))
 
@@ -169,7 +169,7 @@ def test_clips_that_come_seldom_do_not_wait() -> None:
 
 
 def test_a_fleet_is_forecast_in_seconds() -> None:
-    """4096 ranks and 100,000 clips with random arrivals, in replicas: at most 5 s."""
+    """4096 ranks in replicas and 100,000 clips with random arrivals take at most 5 s."""
     layout = Layout(num_steps=28, world_size=4096, split="dithered", replicas=1024, costs=A100)
     begun = time.process_time()
     forecast = forecast_layout(layout, 100_000, poisson_arrivals(100_000, 2.0))

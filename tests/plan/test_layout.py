@@ -1,4 +1,4 @@
-"""Layouts: any of them can be performed, their promises about ranks hold, and what is refused."""
+"""Layouts: all can be performed, their links and roles are right, and invalid ones are refused."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def schedule_of(layout: Layout, clips: int) -> Schedule:
 @given(layouts(), num_clips)
 @settings(max_examples=200)
 def test_any_layout_can_be_performed(layout: Layout, clips: int) -> None:
-    """Each step of each clip once and in order; nobody waits for ever; two packets at most."""
+    """Each step is done once and in order, without deadlock, with at most two packets in flight."""
     schedule = schedule_of(layout, clips)
 
     check_schedule(schedule, layout.num_steps)
@@ -82,7 +82,7 @@ def talking(schedule: Schedule) -> set[tuple[int, int]]:
 
 @given(layouts())
 def test_hops_and_roles_are_those_that_come_to_be_used(layout: Layout) -> None:
-    """After many clips; of dithered cuts some come so seldom that they may not be among these."""
+    """Many clips use no other links or roles; rare dithered cuts may not occur among them."""
     schedule = schedule_of(layout, 60 * layout.replicas * layout.decoders)
     kinds = [{action.kind for action in actions} for actions in schedule]
     used = [
@@ -141,7 +141,7 @@ def test_a_replica_for_each_rank_is_data_parallel(steps: int, world_size: int, c
 
 
 def test_a_rank_without_steps_is_passed_by() -> None:
-    """6 ranks for 3 steps: clips skip the ranks that have none, but for the first and the last."""
+    """6 ranks for 3 steps: clips skip ranks without steps, except the first and the last."""
     layout = Layout(num_steps=3, world_size=6, split="dithered")
     routes = layout.routes(range(50))
 

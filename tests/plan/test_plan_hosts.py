@@ -1,4 +1,4 @@
-"""Replicas are laid along hosts, and what passes between hosts costs what it does."""
+"""Replicas stay on one host if possible, and transfers between hosts have their own cost."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ COSTS = Costs(
         (8, 4, 4, [(0, 1, 2, 3), (4, 5, 6, 7)]),
         (8, 8, 4, [tuple(range(8))]),
         (8, 2, 4, [(0, 1), (2, 3), (4, 5), (6, 7)]),
-        # One after the other, two of these four would lie on two hosts each.
+        # In rank order, two of these four replicas would be on two hosts each.
         (12, 3, 4, [(0, 1, 2), (3, 7, 11), (4, 5, 6), (8, 9, 10)]),
         (12, 6, 4, [(0, 1, 2, 3, 4, 5), (6, 7, 8, 9, 10, 11)]),
     ],
@@ -116,7 +116,7 @@ def test_lists_follow_the_replicas() -> None:
 
 
 def test_a_slow_card_gets_fewer_steps() -> None:
-    """One of eight cards at half speed: nearly half the steps of its neighbours."""
+    """One of eight GPUs at half speed does about half the steps of the others."""
     costs = replace(COSTS, decode_seconds=0.0, step_seconds=(1.0,) * 5 + (2.0,) + (1.0,) * 2)
     for split in ("balanced", "dithered"):
         shares = Layout(num_steps=60, world_size=8, split=split, costs=costs).all_shares

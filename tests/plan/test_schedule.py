@@ -1,4 +1,4 @@
-"""The action lists: golden text, properties, and check_schedule against damage."""
+"""Action lists: golden text, properties, and errors that `check_schedule` finds."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ GOLDEN_SCHEDULES = {
     "schedule_w1_n4_m2.txt": Pipeline(4, 1, 2).schedule,
     "schedule_w2_n4_m2_no_decode.txt": Pipeline(4, 2, 2, decodes=False).schedule,
     "schedule_data_parallel_w2_n4_m3.txt": build_schedule(data_parallel_routes(4, 2, range(3)), 2),
-    # Decode weighs 2.5 steps: thirds of 10.5 are cut at 3.5 and 7, each clip rounded its own way.
+    # A decode takes 2.5 steps: thirds of 10.5 give cuts 3.5 and 7, rounded for each clip.
     "schedule_dithered_w3_n8_m4.txt": build_schedule(
         Layout(num_steps=8, world_size=3, split="dithered", costs=Costs(decode_seconds=2.5)).routes(
             range(4)
         ),
         3,
     ),
-    # Rank 0 begins all clips; ranks 1 and 2 take turns to finish them.
+    # Rank 0 starts all clips; ranks 1 and 2 alternate to finish them.
     "schedule_two_decoders_w3_n8_m4.txt": build_schedule(
         Layout(
             num_steps=8,
@@ -145,9 +145,9 @@ def transfers(schedule: Schedule) -> tuple[Counter[tuple[int, ...]], Counter[tup
 
 @given(pipelines())
 def test_one_receive_is_posted_ahead_of_the_work_before_it(pipeline: Pipeline) -> None:
-    """Beneath each clip's steps exactly one receive is posted, and none beneath the last's."""
+    """During each clip's steps one receive is posted, and none during those of the last clip."""
     for rank_actions in pipeline.schedule[1:]:
-        ahead = 0  # clips whose receive is posted and whose work has not begun
+        ahead = 0  # clips whose receive is posted and whose work has not started
         for action in rank_actions:
             ahead += action.kind is Kind.RECV
             if action.kind is Kind.DENOISE:
@@ -188,15 +188,15 @@ def test_each_clip_is_encoded_first_delivered_last_and_once(
             rank: [action for action in rank_actions if action.clip == route.clip]
             for rank, rank_actions in enumerate(schedule)
         }
-        walked = [action for part in route.ranges for action in own.pop(part.rank)]
+        in_order = [action for part in route.ranges for action in own.pop(part.rank)]
         assert not any(own.values())
-        kinds = [action.kind for action in walked]
+        kinds = [action.kind for action in in_order]
         assert kinds[0] is Kind.ENCODE
         assert kinds[-1] is Kind.FINISH
         assert kinds.count(Kind.ENCODE) == kinds.count(Kind.FINISH) == 1
         assert kinds.count(Kind.DECODE) == route.decodes
         done = 0
-        for action in walked:
+        for action in in_order:
             assert action.start == done
             done = action.end
         assert done == route.ranges[-1].end
@@ -240,7 +240,7 @@ def test_a_resumed_way_does_the_steps_that_are_left(
     assert steps == {clip: pipeline.num_steps - at * (clip % 2) for clip in steps}
 
 
-# --- check_schedule against damage --------------------------------------------------------------
+# --- errors that check_schedule finds -------------------------------------------------------------
 
 NUM_STEPS = 4
 WHOLE = build_schedule(pipeline_routes(split_steps(NUM_STEPS, 2), range(2)), 2)
@@ -258,7 +258,7 @@ def duplicate(actions: list[Action], index: int) -> None:
 
 
 def damaged(schedule: Schedule, kind: Kind, damage: Damage) -> Iterator[Schedule]:
-    """A damaged copy for each action of `kind`."""
+    """A copy of the schedule with one error, for each action of `kind`."""
     for rank, rank_actions in enumerate(schedule):
         for index, action in enumerate(rank_actions):
             if action.kind is kind:
@@ -267,7 +267,7 @@ def damaged(schedule: Schedule, kind: Kind, damage: Damage) -> Iterator[Schedule
                 yield tuple(map(tuple, copy))
 
 
-# A missing DECODE is no damage the check could see: clips may be left at their latents.
+# The check cannot find a missing DECODE, because clips can end with their latents.
 MUTATIONS = [
     pytest.param(schedule, kind, damage, id=f"{kind}-{damage.__name__}-{len(schedule)}")
     for schedule in (WHOLE, ALONE)
@@ -316,13 +316,13 @@ def test_check_catches_work_before_its_receive() -> None:
 
 
 def prove(schedule: Schedule, num_steps: int) -> None:
-    """All that is proved of a plan before it is performed."""
+    """All checks of a schedule before it is performed."""
     check_schedule(schedule, num_steps)
     replay(schedule, Costs())
 
 
 def test_receives_in_another_order_than_the_sends_are_caught() -> None:
-    """Packets of one link arrive in the order in which they were sent."""
+    """Packets on one link arrive in the order in which they are sent."""
     first, second, *work = WHOLE[1]
     assert first.kind is second.kind is Kind.RECV
     with pytest.raises(ValueError, match="c0 @2"):
@@ -379,7 +379,7 @@ def test_a_list_with_two_actions_swapped_is_caught_or_is_as_good(
     except ValueError:
         return
     for rank, rank_actions in enumerate(schedule):
-        steps_done: dict[int, int] = {}  # of the clips that this rank has had
+        steps_done: dict[int, int] = {}  # of the clips that this rank has received
         for action in rank_actions:
             if action.kind in (Kind.RECV, Kind.ENCODE):
                 steps_done[action.clip] = action.start

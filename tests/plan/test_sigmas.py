@@ -1,4 +1,4 @@
-"""The noise levels that a plan names are diffusers' own."""
+"""The noise levels of a plan equal those of diffusers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_sigmas_are_those_of_diffusers(num_steps: int) -> None:
     scheduler.set_timesteps(num_steps)
 
     assert len(karras_sigmas(num_steps)) == num_steps + 1
-    # diffusers computes them in float32: 2**-24 relative, times a power of 7.
+    # diffusers computes them in float32: relative error 2**-24, increased by a power of 7.
     assert karras_sigmas(num_steps) == pytest.approx(scheduler.sigmas.tolist(), rel=1e-5)
 
 

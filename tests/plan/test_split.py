@@ -1,4 +1,4 @@
-"""The uniform rule and what it says when it cannot be followed; balanced against brute force."""
+"""The uniform rule and its errors; balanced equals brute force; properties of dithered."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_impossible_counts(num_steps: int, world_size: int, message: str, hint: 
 
 @pytest.mark.parametrize(("num_steps", "world_size"), [(4, 5), (3, 7), (1, 2), (25, 28)])
 def test_every_count_that_the_hint_names_works(num_steps: int, world_size: int) -> None:
-    """ "--steps 5 or more, or --world 4 or fewer": each of those has to be a mend."""
+    """Each option of a hint such as "--steps 5 or more, or --world 4 or fewer" works."""
     with pytest.raises(RequestError) as caught:
         split_steps(num_steps, world_size)
     words = caught.value.hint.replace(",", "").split()
@@ -99,7 +99,7 @@ def test_largest_world(num_steps: int, at_most: int, world: int) -> None:
 
 @st.composite
 def replica_ranks(draw: st.DrawFn) -> list[Stage]:
-    """A few stages, of one rank or of several that take turns, at any speeds."""
+    """A few stages of one rank or several alternating ranks, at any speeds."""
     seconds = st.integers(0, 32).map(lambda quarters: quarters / 4)
     step = st.integers(1, 12).map(lambda quarters: quarters / 4)
     stages = []
@@ -175,7 +175,7 @@ def test_every_cut_that_comes_is_among_all_cuts(num_steps: int, stages: list[Sta
 
 @given(st.integers(1, 30), replica_ranks())
 def test_stages_that_do_steps_have_equal_work(num_steps: int, stages: list[Stage]) -> None:
-    """On average over clips, and to half a percent nobody could have less."""
+    """On average over clips, and within half a percent of the optimum."""
     dithered = DitheredCuts(num_steps, stages)
     loads = []
     for place, stage in enumerate(stages):
@@ -184,7 +184,7 @@ def test_stages_that_do_steps_have_equal_work(num_steps: int, stages: list[Stage
             steps = dithered.mean_steps(place, turn, turns)
             fixed, step = stage.fixed_seconds[turn], stage.step_seconds[turn]
             if steps > num_steps * (1 - 1e-9):
-                continue  # a decoder that does whole clips cannot do more of them
+                continue  # a decoder that does all steps of a clip cannot do more
             if steps > 1e-9:
                 loads.append((fixed + steps * step) / turns)
     if loads:
@@ -193,7 +193,7 @@ def test_stages_that_do_steps_have_equal_work(num_steps: int, stages: list[Stage
 
 
 def steps_in(seconds: float, num_steps: int, stages: list[Stage]) -> float:
-    """What the stages could do of every clip if each clip had so long, and steps could be cut."""
+    """Steps that the stages could do of every clip in this time, if steps were divisible."""
     return sum(
         sum(min(num_steps, stage.steps_within(seconds, turn)) for turn in range(len(stage.ranks)))
         / len(stage.ranks)
@@ -216,7 +216,7 @@ def test_over_any_clips_a_stage_is_within_steps_of_its_mean(
 
 @pytest.mark.parametrize("turns", [2, 4, 5, 6, 8, 13, 21])
 def test_decoders_own_clips_are_spread_as_evenly_as_all(turns: int) -> None:
-    """Multiples of the golden ratio at every 13th clip alone would crawl: 13 of them are 8.034."""
+    """13 golden ratios are 8.034, so their phases at every 13th clip would hardly move."""
     tail = Stage(tuple(range(1, turns + 1)), (1.0,) * turns, (0.0,) * turns)
     dithered = DitheredCuts(turns * 7 + 3, [Stage((0,), (1.0,), (0.63,)), tail])
     steps = [counts_of(dithered.cuts(index)) for index in range(100 * turns)]
@@ -226,13 +226,13 @@ def test_decoders_own_clips_are_spread_as_evenly_as_all(turns: int) -> None:
 
 
 def furthest(counts: list[int]) -> float:
-    """How far the counts ever run ahead of their mean, or behind it."""
+    """The largest difference between the cumulative counts and their mean."""
     mean = sum(counts) / len(counts)
     return max(abs(total - (n + 1) * mean) for n, total in enumerate(itertools.accumulate(counts)))
 
 
 def test_thirds_are_dithered_as_they_should_be() -> None:
-    """10 steps over 3 alike ranks: cuts near 3.33 and 6.67, a third and two thirds rounded up."""
+    """10 steps over 3 equal ranks: cuts 3.33 and 6.67; one and two thirds are rounded up."""
     dithered = DitheredCuts(10, one_rank_each(0, 0, 0))
     cuts = Counter(dithered.cuts(index) for index in range(300))
 
@@ -242,7 +242,7 @@ def test_thirds_are_dithered_as_they_should_be() -> None:
 
 
 def test_a_scrap_of_a_step_is_not_worth_the_unets_weights() -> None:
-    """Decode is 0.05 steps short of a fair share: only to decode costs next to nothing."""
+    """Decode takes 0.05 steps less than a fair share: a rank that only decodes costs little."""
     nearly = DitheredCuts(24, one_rank_each(0, 0, 0, 0, 0, 0, 4 - 0.05))
     assert nearly.mean_steps(6, 0, 1) == 0
     clearly = DitheredCuts(24, one_rank_each(0, 0, 0, 0, 0, 0, 3.0))
