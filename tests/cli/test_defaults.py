@@ -72,7 +72,7 @@ REFUSED = [
     ("tolerance = 2", "svdpp.toml sets 'tolerance', which is not an option", ""),
     ("zzz = 2", "svdpp.toml sets 'zzz', which is not an option", "--help-all lists the options"),
     ("gpus = 2\nworld = 2", "svdpp.toml sets --world and --gpus, which are one option", ""),
-    ("gpus = true", "gpus must be a text or a number, got True", ""),
+    ("gpus = true", "gpus must be a string or a number, got True", ""),
     ("quiet = 1", "quiet must be true or false, got 1", ""),
     ("[run]\nmodel = 'demo'", "svdpp.toml sets 'run', which is not an option", ""),
     (
