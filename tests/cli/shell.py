@@ -63,8 +63,8 @@ def python(
     stdin: str = "",
 ) -> Answer:
     """Runs this Python with the checkout importable."""
-    # The program sets the variable itself; this process needs its own value (conftest.py).
-    unset = {*_UNSET, "TORCHINDUCTOR_CACHE_DIR"}
+    # The program sets these itself; this process has its own values (conftest.py).
+    unset = {*_UNSET, "TORCHINDUCTOR_CACHE_DIR", "OMP_WAIT_POLICY"}
     settings = {name: value for name, value in os.environ.items() if name not in unset}
     settings |= {**_SET, "PYTHONPATH": str(ROOT), **(env or {})}
     done = subprocess.run(
