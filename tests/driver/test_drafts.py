@@ -306,7 +306,7 @@ def test_the_forecast_replays_the_wave() -> None:
 def test_requests_that_are_no_draft() -> None:
     with pytest.raises(RequestError, match="--draft-starts names 2 ranks, but there are 3"):
         replace(_dummy((0, 14)), world_size=3)
-    with pytest.raises(RequestError, match="of 2 ranks one is the exact one"):
+    with pytest.raises(RequestError, match="--draft-psnr needs 3 ranks or more"):
         replace(_dummy((0, 14)), draft=DraftConfig(start_steps=(0, 14), accept_psnr_db=60.0))
     with pytest.raises(RequestError, match="--draft-psnr must be a finite PSNR above 0"):
         DraftConfig(start_steps=(0, 1, 2), accept_psnr_db=0.0)
