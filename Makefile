@@ -38,7 +38,7 @@ test: $(STAMP) ## Run the tests; ARGS="-k name" selects some
 	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
 
 test-long: $(STAMP) ## Run the fault table and other long tests
-	$(BIN)/python -m pytest -m "long and not full" $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) -m "long and not full" $(ARGS)
 
 test-full: $(STAMP) ## Run the full test grids, which CI leaves out
 	$(BIN)/python -m pytest -m full $(ARGS)

@@ -154,7 +154,7 @@ def test_an_accepted_draft_is_kept_resumed_and_never_verified(tmp_path: Path) ->
     answer = svdpp_alone(*drafting, "--draft-psnr", "10dB")
     assert answer.code == 0, answer.err
     assert answer.out == f"{out}/rocket_0.draft.mp4\n"
-    assert "approximate: rank 1's result" in answer.err
+    assert "approximate: the result of rank 1" in answer.err
     assert "to prove one" not in answer.err
     assert len(read_frames(out / "rocket_0.draft.mp4", "mp4")) == 2
     record = json.loads((out / "rocket_0.draft.mp4.json").read_text())

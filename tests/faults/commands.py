@@ -102,7 +102,8 @@ class Command:
         def heard() -> bool:
             assert self.process.poll() is None or self._events.exists(), self.errors
             with contextlib.suppress(FileNotFoundError):
-                for line in self._events.read_text().splitlines():
+                written, _, _ = self._events.read_text().rpartition("\n")
+                for line in written.splitlines():  # the rest is a line that is being written
                     event = json.loads(line)
                     if wanted.items() <= event.items():
                         found.append(event)

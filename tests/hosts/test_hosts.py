@@ -222,4 +222,4 @@ def test_drafts_are_where_the_last_rank_is_and_exact_clips_take_their_place(
     (record,) = _records(hosts[1].path("accepted")).values()
     assert (record["output"], record["exact"]) == ("rocket_1.draft.mp4", False)
     assert record["draft"]["agreement"]["with_rank"] == 3
-    assert "approximate: rank 2's result" in jobs[0].err
+    assert "approximate: the result of rank 2" in jobs[0].err
