@@ -161,6 +161,8 @@ def test_an_unexpected_error_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
 INTERRUPTED_WHILE = """
 import os, signal, sys
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
+
 class Interrupter:
     at = sys.argv.pop(1)
 

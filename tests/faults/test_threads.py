@@ -1,8 +1,9 @@
-"""Row: verify with different numbers of threads is refused and explained; no tolerance helps."""
+"""Row: other numbers of threads are refused and explained; more threads than cores still end."""
 
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,8 @@ import pytest
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SamplingConfig
 from svdpp.errors import RequestError
 from svdpp.verification.verify import compare, run_pipelined, run_sequential
-from tests.cli.shell import assert_error, svdpp_here
+from tests.cli.shell import assert_error, svdpp_alone, svdpp_here
+from tests.models.builders import save_tiny_checkpoint
 
 NO_HASH = "0" * 64
 CLIP = {
@@ -45,3 +47,34 @@ def test_a_clip_is_not_recomputed_under_other_threads(tmp_path: Path) -> None:
     path.write_text(json.dumps(CLIP))
     answer = svdpp_here("verify", str(path), "--threads", "2")
     assert_error(answer, 2, "'a_0.mp4' was made with --threads 1: with 2", "omit --threads")
+
+
+@pytest.mark.long
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        (
+            "demo",
+            "--gpus 3 --split dithered --dtype bf16 --steps 25 --frames 3 --height 40 --width 48",
+        ),
+        (
+            "vae4",
+            "--gpus 2 --split uniform --steps 28 --frames 3 --height 40 --width 64 "
+            "--min-guidance-scale 3.0 --max-guidance-scale 1.2",
+        ),
+    ],
+    ids=["dithered bf16", "falling guidance"],
+)
+def test_four_times_more_threads_than_cores(name: str, options: str, tmp_path: Path) -> None:
+    """Threads that spin while they wait would take minutes of each other's time."""
+    if name == "vae4":
+        save_tiny_checkpoint(tmp_path / name, vae_factor=4)
+    threads = str(4 * len(os.sched_getaffinity(0)))
+    answer = svdpp_alone(
+        *("verify", "--device", "cpu", "--model", name, "--threads", threads),
+        *options.split(),
+        cwd=tmp_path,
+    )
+    assert answer.code == 0, answer
+    assert "bitwise equal: 2 clips" in answer.out
