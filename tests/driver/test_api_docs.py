@@ -27,8 +27,14 @@ def test_every_program_of_the_page_is_run() -> None:
     assert len(_programs()) == PAGE.read_text().count("```python\n") == 8
 
 
+_MARKED = [
+    pytest.param(heading, marks=[pytest.mark.long] if index % 2 else [])
+    for index, heading in enumerate(_programs())
+]
+
+
 @pytest.mark.processes
-@pytest.mark.parametrize("heading", _programs())
+@pytest.mark.parametrize("heading", _MARKED)
 def test_a_program_prints_what_the_page_says(heading: str, tmp_path: Path) -> None:
     program, output = _programs()[heading]
     path = tmp_path / "example.py"

@@ -56,6 +56,7 @@ def test_collections_are_found_wherever_they_are() -> None:
     assert sizes["pipeline._events.hidden['deep'][]"] == 3
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_two_thousand_clips_leave_no_growing_collection_behind(tmp_path: Path) -> None:
     """Taken by handle, by `results` and by `run`; one in fifty is lost."""

@@ -59,6 +59,7 @@ def test_cuda_ranks_are_not_forked(command: tuple[str, ...], tmp_path: Path) -> 
         assert first.startswith("sets cuda:")
 
 
+@pytest.mark.long
 def test_cuda_ranks_of_a_fork_server_fail(tmp_path: Path) -> None:
     """Shows that the test above can fail: importing diffusers initialises CUDA in the server."""
     record = tmp_path / "record"

@@ -55,6 +55,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_a_server_outlives_the_folder_it_was_started_in(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
@@ -85,7 +86,9 @@ if __name__ == "__main__":
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
+@pytest.mark.parametrize(
+    "start_method", ["forkserver", pytest.param("spawn", marks=pytest.mark.long)]
+)
 def test_ranks_started_from_python(tmp_path: Path, start_method: str) -> None:
     """They leave no temporary files, and their threads do not spin while they wait."""
     script, temporary = tmp_path / "script.py", tmp_path / "t"
