@@ -25,12 +25,12 @@ def show_comparison(
     if console.as_json:
         console.json(_comparison_json(counts, request, rows))
         return
-    columns = ("total", "per min", "first", "mean", "look", "jitter", "GiB", "idle")
+    columns = ("total", "per min", "first", "mean", "preview", "jitter", "GiB", "idle")
     console.table(("layout", *columns), map(_compared, rows))
     console.result()
     console.result(f"total: {request.clips} on {counts['world_size']} ranks")
     console.result("per min: clips of a long queue; all others in seconds, of these clips;")
-    console.result("look: until there is something of a clip to see, jitter: between finished ones")
+    console.result("preview: until a clip or its draft can be seen; jitter: between finished clips")
     for row in rows:
         if row.note:
             console.result(f"{row.name}: {row.note}")

@@ -144,7 +144,7 @@ def _reason(num_clips: int, seconds: float, rivals: Sequence[tuple[float, str]])
     clips = f"{num_clips} clip{'s' if num_clips > 1 else ''}"
     if next_seconds <= seconds * _EQUAL:
         return f"no other layout finishes {clips} sooner, and none is simpler"
-    return f"{clips} take {next_seconds / seconds - 1:.1%} longer in the next best, {rival}"
+    return f"the next best, {rival}, takes {next_seconds / seconds - 1:.1%} longer for {clips}"
 
 
 def compare_layouts(

@@ -265,8 +265,8 @@ def test_auto_says_why_in_one_line() -> None:
     assert answer.code == 0
     why = [line for line in answer.out.splitlines() if line.startswith("auto picks")]
     assert why == [
-        "auto picks data parallel: 16 clips take 25.9% longer in the next best, 4 replicas of 2 "
-        "ranks, dithered"
+        "auto picks data parallel: the next best, 4 replicas of 2 ranks, dithered, takes 25.9% "
+        "longer for 16 clips"
     ]
     plan = strict_json(svdpp_here("plan", *A100, "--world", "8", "--layout", "auto", "--json").out)
     assert plan["layout"]["description"] == "data parallel"
