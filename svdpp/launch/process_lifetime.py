@@ -102,6 +102,7 @@ def exit_by_signal(number: int) -> NoReturn:
 
     The parent sees the signal in the exit status.
     """
+    _keep_other_threads_waiting()
     children = _children([os.getpid()])
     # signal.signal works in the main thread only.
     ctypes.CDLL(None).signal(number, signal.SIG_DFL.value)
@@ -126,14 +127,20 @@ def exit_process(code: int) -> NoReturn:
 
 def kill_children() -> None:
     """Kills this process's children. Call it directly before this process ends."""
+    _keep_other_threads_waiting()
     _kill(_children([os.getpid()]))
 
 
-def _kill(pids: Collection[int]) -> None:
-    """Kills processes without releasing the GIL between them.
+def _keep_other_threads_waiting() -> None:
+    """Makes this thread keep the GIL until it blocks, instead of for 5 ms.
 
-    So no other thread runs before this process ends and reports a killed ffmpeg as a lost clip.
+    Otherwise another thread may run before this process ends, and report a killed ffmpeg as a lost
+    clip. `os.kill` does not release the GIL.
     """
+    sys.setswitchinterval(1000)
+
+
+def _kill(pids: Collection[int]) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

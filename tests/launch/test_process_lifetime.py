@@ -48,7 +48,7 @@ def wait(child):
     child.stdout.read()
     open(sys.argv[1], "a").write("a thread noticed the end of a killed child")
 
-for _ in range(8):
+for _ in range(100):  # so many that the kills take longer than Python lets a thread run
     child = subprocess.Popen(["sleep", "600"], stdout=subprocess.PIPE)
     threading.Thread(target=wait, args=[child], daemon=True).start()
 for _ in range(20):
