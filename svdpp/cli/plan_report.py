@@ -146,7 +146,7 @@ def _print_picture(console: Console, layout: Layout, request: Request) -> None:
     if title:
         console.result(f"{title}:")
     console.grid(draw_grid(spans, layout.world_size, width=width))
-    console.result("time ->   one sign a clip, < encode, > decode, . idle")
+    console.result("time ->   one sign per clip, < encode, > decode, . idle")
 
 
 def _forecast_lines(
