@@ -47,7 +47,7 @@ test-gpu: $(STAMP) ## Run the GPU tests (docs/gpu.md); BUNDLE=FOLDER needs no ne
 	$(BIN)/python -m pytest -m gpu tests/gpu $(ARGS)
 
 rehearse-gpu: $(STAMP) ## Run the code of the GPU tests on the CPU, with small models
-	SVDPP_GPU_REHEARSAL=1 SVDPP_GPU_REPORT=build $(BIN)/python -m pytest -m gpu tests/gpu $(ARGS)
+	GPU_REHEARSAL=1 GPU_REPORT=build $(BIN)/python -m pytest -m gpu tests/gpu $(ARGS)
 
 offline-bundle: $(STAMP) ## Collect the wheels that the GPU tests need: FOR=3.12 [ONLY=name,name]
 	$(BIN)/python -m tests.gpu.offline_bundle --python $(FOR) $(if $(ONLY),--only $(ONLY)) bundle

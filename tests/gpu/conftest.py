@@ -37,8 +37,8 @@ def machine() -> Machine:
 
 @pytest.fixture(scope="session")
 def report() -> Report:
-    """Takes the figures; the files are in the folder that SVDPP_GPU_REPORT names, or here."""
-    folder = Path(os.environ.get("SVDPP_GPU_REPORT", "."))
+    """Takes the figures; the files are in the folder that GPU_REPORT names, or here."""
+    folder = Path(os.environ.get("GPU_REPORT", "."))
     folder.mkdir(parents=True, exist_ok=True)
     return Report(folder)
 

@@ -15,7 +15,7 @@ from svdpp.diagnostics.environment import environment
 from svdpp.launch import gpus
 
 #: Set to 1, the tests run on the CPU with small models: that they run at all, and no more.
-REHEARSAL = "SVDPP_GPU_REHEARSAL"
+REHEARSAL = "GPU_REHEARSAL"
 
 
 @dataclass(frozen=True)
