@@ -175,3 +175,8 @@ def test_what_profile_and_run_suggest_next() -> None:
         *("svdpp", "verify", "out/$(touch x); 'a' b_0.mp4"),
     ]
     assert not Path("x").exists()
+
+
+def test_a_capital_letter_in_demo_is_not_taken_for_a_large_model() -> None:
+    answer = svdpp_here("run", PHOTO, "--model", "Demo")
+    assert_error(answer, 5, "there is no model 'Demo'", "--model demo")

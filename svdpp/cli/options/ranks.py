@@ -99,7 +99,7 @@ class RankOptions:
 
             if torch.cuda.is_available():  # False for a CPU build of torch
                 return "cuda"
-        if model in (DEMO_MODEL, DUMMY_MODEL):
+        if model.lower() in (DEMO_MODEL, DUMMY_MODEL):  # "Demo" is refused with a better hint
             return "cpu"
         raise RequestError(
             "there is no GPU, and this model takes minutes for each step on a CPU",
