@@ -90,14 +90,11 @@ def check_outputs(
     if policy.overwrite and policy.resume:
         raise RequestError("--overwrite and --resume contradict each other")
     check_num_clips(len(found) * len(seeds), "images x seeds")
-    owners: dict[str, str] = {}
+    for _, _, error in _shared_names(found, seeds, policy):
+        raise error
     places: list[OutputConfig] = []
     existing: list[Path] = []
-    for photo, seed, output in _outputs(found, seeds, policy):
-        owner = f"{str(photo.path)!r} with seed {seed}"
-        if output.path in owners:
-            raise _one_name(owners[output.path], owner, output, policy)
-        owners[output.path] = owner
+    for _, _, output in _outputs(found, seeds, policy):
         existing += taken_places(output, draft)[:1]
         places += [output] if draft is None else [output, output.draft]
     if existing and not (policy.overwrite or policy.keeps_finished):
@@ -105,7 +102,7 @@ def check_outputs(
         raise RequestError(
             f"{count} already, the first is {str(existing[0])!r}",
             "--resume keeps what is finished, --overwrite replaces it",
-            details={"existing": len(existing), "asked": len(owners)},
+            details={"existing": len(existing), "asked": len(found) * len(seeds)},
         )
     for each in places:
         video.check_output(each)
@@ -124,13 +121,10 @@ def without_shared_names(
     found: Sequence[photos.Photo], seeds: Sequence[int], policy: OutputPolicy
 ) -> tuple[list[photos.Photo], list[RequestError]]:
     """`found` without photographs whose clips share a name with an earlier one's; their errors."""
-    owners: dict[str, tuple[Path, str]] = {}
     refused: dict[Path, RequestError] = {}
-    for photo, seed, output in _outputs(found, seeds, policy):
-        owner = f"{str(photo.path)!r} with seed {seed}"
-        first, name = owners.setdefault(output.path, (photo.path, owner))
-        if first != photo.path:
-            refused.setdefault(photo.path, _one_name(name, owner, output, policy))
+    for path, first, error in _shared_names(found, seeds, policy):
+        if first != path:
+            refused.setdefault(path, error)
     return [photo for photo in found if photo.path not in refused], list(refused.values())
 
 
@@ -262,6 +256,20 @@ def _outputs(
         stem, template = photo.path.stem, policy.template
         path = video.clip_path(folder, stem, seed, policy.format, template=template, index=index)
         yield photo, seed, OutputConfig(path=str(path), format=policy.format, crf=policy.crf)
+
+
+def _shared_names(
+    found: Sequence[photos.Photo], seeds: Sequence[int], policy: OutputPolicy
+) -> Iterator[tuple[Path, Path, RequestError]]:
+    """For each output that an earlier clip has: its photograph, the earlier one, and the error."""
+    owners: dict[str, tuple[Path, str]] = {}
+    for photo, seed, output in _outputs(found, seeds, policy):
+        owner = f"{str(photo.path)!r} with seed {seed}"
+        if output.path in owners:
+            first, name = owners[output.path]
+            yield photo.path, first, _one_name(name, owner, output, policy)
+        else:
+            owners[output.path] = photo.path, owner
 
 
 def _one_name(one: str, other: str, output: OutputConfig, policy: OutputPolicy) -> RequestError:
