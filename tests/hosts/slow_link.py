@@ -10,8 +10,10 @@ Prints `ready` when both ends exist, and at its end the numbers of packets carri
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import heapq
+import itertools
 import os
 import random
 import select
@@ -31,21 +33,25 @@ def main(first: str, second: str, device: str, delay: float, loss: float) -> Non
     print("ready", flush=True)
     chance = random.Random(0)
     on_their_way: list[tuple[float, int, int, bytes]] = []
+    numbers = itertools.count()
     carried = lost = 0
     try:
         while True:
             wait = max(0.0, on_their_way[0][0] - time.monotonic()) if on_their_way else None
             for end in select.select(ends, [], [], wait)[0]:
                 packet = os.read(end, 65_536)
+                number = next(numbers)
                 if chance.random() < loss:
                     lost += 1
                     continue
-                carried += 1
                 other = ends[1] if end == ends[0] else ends[0]
-                heapq.heappush(on_their_way, (time.monotonic() + delay, carried, other, packet))
+                heapq.heappush(on_their_way, (time.monotonic() + delay, number, other, packet))
             while on_their_way and on_their_way[0][0] <= time.monotonic():
                 _, _, end, packet = heapq.heappop(on_their_way)
-                os.write(end, packet)
+                if _deliver(end, packet):
+                    carried += 1
+                else:
+                    lost += 1
     finally:
         print(f"carried {carried} lost {lost}", flush=True)
 
@@ -59,6 +65,17 @@ def _open_end(namespace: str, device: str) -> int:
     end = os.open("/dev/net/tun", os.O_RDWR)
     fcntl.ioctl(end, _TUNSETIFF, struct.pack("16sH22x", device.encode(), _IFF_TUN | _IFF_NO_PI))
     return end
+
+
+def _deliver(end: int, packet: bytes) -> bool:
+    """Whether the packet arrived: a device that is not up takes none, like a real one."""
+    try:
+        os.write(end, packet)
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+        return False
+    return True
 
 
 if __name__ == "__main__":
