@@ -1,0 +1,1 @@
+"""The HTTP service: a durable queue and a page over one pipeline."""

@@ -1,0 +1,79 @@
+"""Owns the Job: one requested clip, its parameters and its state, as the queue stores it."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Literal
+
+from svdpp.config import SamplingConfig
+
+Proof = Literal["none", "running", "equal", "different"]
+
+
+class JobState(StrEnum):
+    """The states of a job."""
+
+    QUEUED = "queued"
+    IN_PROGRESS = "in_progress"
+    COMPLETED = "completed"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+    @property
+    def is_final(self) -> bool:
+        """Whether no other state follows."""
+        return self not in (JobState.QUEUED, JobState.IN_PROGRESS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One requested clip. Times are unix seconds.
+
+    Args:
+        id: `video_` and 32 hex digits.
+        owner: name of the API key that requested it; empty without keys.
+        seed: of the noise.
+        sampling: resolved, so that the frame count is known.
+        photo: name of the file in the folder of photographs.
+        photo_name: the file name that the client gave, for people only.
+        photo_sha256: of the file, in hex.
+        created_at: time of the request.
+        priority: 0 to 9; higher ones are taken earlier.
+        idempotency_key: a client's own key for the request.
+        state: see `JobState`.
+        started_at: when the ranks got it last.
+        finished_at: when it reached its final state.
+        attempts: how often ranks have died during this clip.
+        cancel_asked: whether a running job is to be cancelled.
+        promised_seconds: the ETA that the client was given, from `created_at`.
+        error: why it failed; see `errors.error_to_dict`.
+        metadata: the clip's JSON once it is completed.
+        proof: whether the clip was compared with one device.
+    """
+
+    id: str
+    owner: str = ""
+    seed: int
+    sampling: SamplingConfig
+    photo: str
+    photo_name: str
+    photo_sha256: str
+    created_at: float
+    priority: int = 0
+    idempotency_key: str | None = None
+    state: JobState = JobState.QUEUED
+    started_at: float | None = None
+    finished_at: float | None = None
+    attempts: int = 0
+    cancel_asked: bool = False
+    promised_seconds: float | None = None
+    error: dict[str, Any] | None = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+    proof: Proof = "none"
+
+
+def new_id() -> str:
+    """A new job's id, which cannot be guessed."""
+    return f"video_{secrets.token_hex(16)}"
