@@ -1,0 +1,212 @@
+"""Owns the events of jobs for subscribers: the newest one of each job, in bounded memory.
+
+An event holds the whole state of a job, so a subscriber that misses some loses nothing by taking
+only the newest. No publisher ever waits for a subscriber.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Self
+from weakref import WeakSet
+
+_MAX_JOBS = 1000
+
+
+class JobEvent(NamedTuple):
+    """One event of a job.
+
+    Args:
+        id: unix time in milliseconds, made unique; larger than the ids of all earlier events, so
+            that an id that a client got before a restart never names a newer event.
+        data: the state of the job.
+        is_final: whether no other event follows.
+    """
+
+    id: int
+    data: Mapping[str, Any]
+    is_final: bool
+
+
+class Events:
+    """The newest event of each job, and its subscribers.
+
+    Any thread may publish. Subscribers live in event loops.
+
+    Args:
+        max_jobs: how many jobs' newest events are kept; the job with the oldest event goes first.
+    """
+
+    def __init__(self, max_jobs: int = _MAX_JOBS) -> None:
+        self._max_jobs = max_jobs
+        self._lock = threading.Lock()
+        self._newest: OrderedDict[str, JobEvent] = OrderedDict()
+        # Weak, so that a subscription that nobody closes goes with its last user.
+        self._subscriptions: dict[str, WeakSet[Subscription]] = {}
+        self._last_id = 0
+        self.is_closed = False
+
+    def publish(self, job_id: str, data: Mapping[str, Any], *, is_final: bool = False) -> JobEvent:
+        """Replaces the job's newest event and wakes its subscribers.
+
+        Args:
+            job_id: of the job.
+            data: its state; must not change afterwards.
+            is_final: whether subscriptions end after this event.
+        """
+        with self._lock:
+            self._last_id = max(self._last_id + 1, int(time.time() * 1000))
+            event = JobEvent(self._last_id, data, is_final)
+            self._newest[job_id] = event
+            self._newest.move_to_end(job_id)
+            while len(self._newest) > self._max_jobs:
+                self._newest.popitem(last=False)
+            self._wake(job_id)
+        return event
+
+    def newest(self, job_id: str) -> JobEvent | None:
+        """The job's newest event; None if none is kept."""
+        with self._lock:
+            return self._newest.get(job_id)
+
+    def forget(self, job_id: str) -> None:
+        """Drops the newest event of a job that no longer exists; its subscriptions end."""
+        with self._lock:
+            self._newest.pop(job_id, None)
+            for subscription in self._subscriptions.pop(job_id, ()):
+                subscription.end()
+
+    def watched(self) -> set[str]:
+        """The jobs that have subscribers."""
+        with self._lock:
+            return {job_id for job_id, found in self._subscriptions.items() if len(found)}
+
+    @property
+    def num_subscribers(self) -> int:
+        """How many subscriptions are open."""
+        with self._lock:
+            return sum(map(len, self._subscriptions.values()))
+
+    def subscribe(
+        self, job_id: str, last_id: int | None = None, *, silence: float = 15.0
+    ) -> Subscription:
+        """A subscription to `job_id`; call it in a coroutine.
+
+        Args:
+            job_id: of the job.
+            last_id: id of the last event that the client has (`Last-Event-ID`). The newest event
+                comes at once unless it is that one.
+            silence: seconds without an event after which the subscription yields None, for a
+                comment that keeps the connection open.
+        """
+        subscription = Subscription(self, job_id, last_id, silence)
+        with self._lock:
+            if self.is_closed:
+                subscription.end()
+            else:
+                self._subscriptions.setdefault(job_id, WeakSet()).add(subscription)
+        return subscription
+
+    def close(self) -> None:
+        """Ends all subscriptions; later ones end at once."""
+        with self._lock:
+            self.is_closed = True
+            for subscriptions in self._subscriptions.values():
+                for subscription in subscriptions:
+                    subscription.end()
+            self._subscriptions.clear()
+
+    def unsubscribe(self, subscription: Subscription) -> None:
+        """Removes a subscription; does nothing if it is already removed."""
+        with self._lock:
+            job_id = subscription.job_id
+            found = self._subscriptions.get(job_id)
+            if found is not None:
+                found.discard(subscription)
+                if not found:
+                    del self._subscriptions[job_id]
+
+    def _wake(self, job_id: str) -> None:
+        found = self._subscriptions.get(job_id)
+        if found is None:
+            return
+        for subscription in found:
+            subscription.wake()
+        if not found:
+            del self._subscriptions[job_id]
+
+
+class Subscription:
+    """The events of one job for one client: an async iterator, and an async context manager.
+
+    It yields the newest event that the client does not have, None after each period of silence, and
+    ends after a final event. A slow client skips events.
+
+    Example:
+        >>> async def follow(events: Events, job_id: str) -> None:
+        ...     async with events.subscribe(job_id) as subscription:
+        ...         async for event in subscription:
+        ...             print(event)
+    """
+
+    def __init__(self, events: Events, job_id: str, last_id: int | None, silence: float) -> None:
+        self.job_id = job_id
+        self._events = events
+        self._last_id = last_id
+        self._silence = silence
+        self._loop = asyncio.get_running_loop()
+        self._flag = asyncio.Event()
+        self._is_awake = False
+        self._over = threading.Event()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> JobEvent | None:
+        while not self._over.is_set():
+            self._flag.clear()
+            self._is_awake = False  # before the look at the newest event, so that none is missed
+            event = self._events.newest(self.job_id)
+            if event is not None and event.id != self._last_id:
+                self._last_id = event.id
+                if event.is_final:
+                    self.close()
+                return event
+            try:
+                await asyncio.wait_for(self._flag.wait(), self._silence)
+            except TimeoutError:
+                return None
+            except asyncio.CancelledError:  # the client has gone
+                self.close()
+                raise
+        raise StopAsyncIteration
+
+    def close(self) -> None:
+        """Ends the subscription."""
+        self._over.set()
+        self._events.unsubscribe(self)
+
+    def wake(self) -> None:
+        """Lets the subscriber look at the newest event; from any thread, never waits."""
+        if self._is_awake:
+            return
+        self._is_awake = True
+        with contextlib.suppress(RuntimeError):  # its event loop is closed
+            self._loop.call_soon_threadsafe(self._flag.set)
+
+    def end(self) -> None:
+        """Ends the subscription from any thread."""
+        self._over.set()
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._flag.set)

@@ -1,0 +1,143 @@
+"""Subscribers get the newest state of a job, and neither slow nor vanished ones cost anything."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import time
+
+import pytest
+
+from svdpp.serve.events import Events, JobEvent, Subscription
+
+
+async def _all(subscription: Subscription) -> list[JobEvent]:
+    return [event async for event in subscription if event is not None]
+
+
+def test_a_subscriber_gets_the_newest_event_first_and_ends_after_a_final_one() -> None:
+    async def follow() -> list[JobEvent]:
+        events = Events()
+        events.publish("a", {"step": 1})
+        events.publish("a", {"step": 2})
+        task = asyncio.create_task(_all(events.subscribe("a")))
+        await asyncio.sleep(0)
+        events.publish("b", {"step": 9})
+        threading.Thread(target=events.publish, args=("a", {"step": 3})).start()
+        while (newest := events.newest("a")) is None or newest.data["step"] != 3:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.01)
+        events.publish("a", {"step": 4}, is_final=True)
+        found = await asyncio.wait_for(task, 10)
+        assert events.num_subscribers == 0
+        assert events.watched() == set()
+        return found
+
+    found = asyncio.run(follow())
+    assert [event.data["step"] for event in found] == [2, 3, 4]
+    assert [event.is_final for event in found] == [False, False, True]
+    assert sorted(event.id for event in found) == [event.id for event in found]
+
+
+@pytest.mark.parametrize("known", ["none", "old", "newest"])
+def test_a_subscription_resumes_by_the_last_id(known: str) -> None:
+    async def follow() -> list[int]:
+        events = Events()
+        old = events.publish("a", {"step": 1})
+        newest = events.publish("a", {"step": 2})
+        last_id = {"none": None, "old": old.id, "newest": newest.id}[known]
+        task = asyncio.create_task(_all(events.subscribe("a", last_id)))
+        await asyncio.sleep(0.01)
+        events.publish("a", {"step": 3}, is_final=True)
+        return [event.data["step"] for event in await asyncio.wait_for(task, 10)]
+
+    assert asyncio.run(follow()) == ([3] if known == "newest" else [2, 3])
+
+
+def test_an_id_from_before_a_restart_is_never_newer() -> None:
+    before = Events().publish("a", {})
+    time.sleep(0.002)
+    assert Events().publish("a", {}).id > before.id
+
+
+def test_a_slow_subscriber_skips_events_and_never_blocks_a_publisher() -> None:
+    async def follow() -> list[int]:
+        events = Events()
+        subscription = events.subscribe("a")
+        begun = time.monotonic()
+        for step in range(20_000):
+            events.publish("a", {"step": step})
+        assert time.monotonic() - begun < 5
+        first = await anext(subscription)
+        events.publish("a", {"step": -1}, is_final=True)
+        assert first is not None
+        return [first.data["step"], *(event.data["step"] for event in await _all(subscription))]
+
+    assert asyncio.run(follow()) == [19_999, -1]
+
+
+def test_silence_yields_none() -> None:
+    async def follow() -> None:
+        events = Events()
+        async with events.subscribe("a", silence=0.01) as subscription:
+            assert await anext(subscription) is None
+            assert events.num_subscribers == 1
+        assert events.num_subscribers == 0
+
+    asyncio.run(follow())
+
+
+def test_a_vanished_client_leaves_nothing() -> None:
+    async def follow() -> None:
+        events = Events()
+        tasks = [asyncio.create_task(_all(events.subscribe("a"))) for _ in range(50)]
+        await asyncio.sleep(0.01)
+        assert events.num_subscribers == 50
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        del tasks, task
+        gc.collect()
+        assert events.num_subscribers == 0
+        events.publish("a", {})
+        assert events._subscriptions == {}
+
+    asyncio.run(follow())
+
+
+def test_a_subscriber_of_a_dead_loop_harms_nobody() -> None:
+    events = Events()
+
+    async def begin() -> Subscription:
+        return events.subscribe("a")
+
+    kept = asyncio.run(begin())
+    events.publish("a", {"step": 1})
+    assert events.num_subscribers == 1
+    kept.close()
+    assert events.num_subscribers == 0
+
+
+def test_the_number_of_jobs_is_bounded() -> None:
+    events = Events(max_jobs=10)
+    for job in range(100):
+        events.publish(f"job {job}", {})
+    events.publish("job 95", {})
+    assert events.newest("job 89") is None
+    assert events.newest("job 90") is not None
+    assert len(events._newest) == 10
+
+
+def test_closing_and_forgetting_end_subscriptions() -> None:
+    async def follow() -> None:
+        events = Events()
+        forgotten, closed = (asyncio.create_task(_all(events.subscribe(name))) for name in "ab")
+        await asyncio.sleep(0.01)
+        events.forget("a")
+        assert await asyncio.wait_for(forgotten, 10) == []
+        threading.Thread(target=events.close).start()
+        assert await asyncio.wait_for(closed, 10) == []
+        assert await asyncio.wait_for(_all(events.subscribe("b")), 10) == []
+
+    asyncio.run(follow())
