@@ -1,0 +1,112 @@
+"""Owns the tables of the queue in SQLite: the schema, and rows from and to `Job`."""
+
+from __future__ import annotations
+
+import functools
+import json
+import sqlite3
+from dataclasses import asdict, fields
+from typing import Any
+
+from svdpp.config import SamplingConfig
+from svdpp.errors import RequestError
+from svdpp.serve.job import Job, JobState
+
+#: The schema's version, in SQLite's `user_version`.
+VERSION = 1
+
+#: Seconds that one step of priority is worth. A waiting job passes every job that was requested
+#: this much later for each step of priority between them, so none waits for ever.
+AGEING_SECONDS = 600.0
+
+# `seq` is the order of the requests. `due` orders the jobs of one owner. `turn` of an owner grows
+# each time that one of its jobs is taken; `turn` of a job is what its owner had before.
+_SCHEMA = f"""
+CREATE TABLE jobs (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT,
+    id TEXT NOT NULL UNIQUE,
+    owner TEXT NOT NULL,
+    seed INTEGER NOT NULL,
+    sampling TEXT NOT NULL,
+    photo TEXT NOT NULL,
+    photo_name TEXT NOT NULL,
+    photo_sha256 TEXT NOT NULL,
+    created_at REAL NOT NULL,
+    priority INTEGER NOT NULL,
+    idempotency_key TEXT,
+    state TEXT NOT NULL CHECK (state IN ({", ".join(repr(str(state)) for state in JobState)})),
+    started_at REAL,
+    finished_at REAL,
+    attempts INTEGER NOT NULL,
+    cancel_asked INTEGER NOT NULL,
+    promised_seconds REAL,
+    error TEXT,
+    metadata TEXT NOT NULL,
+    proof TEXT NOT NULL,
+    due REAL NOT NULL,
+    turn INTEGER NOT NULL DEFAULT 0
+);
+CREATE TABLE owners (owner TEXT PRIMARY KEY, turn INTEGER NOT NULL);
+CREATE UNIQUE INDEX jobs_idempotency ON jobs (owner, idempotency_key)
+    WHERE idempotency_key IS NOT NULL;
+CREATE INDEX jobs_owner ON jobs (owner);
+CREATE INDEX jobs_state ON jobs (state);
+CREATE INDEX jobs_owner_state ON jobs (owner, state);
+CREATE INDEX jobs_waiting ON jobs (owner, due) WHERE state = 'queued';
+PRAGMA user_version = {VERSION};
+"""
+
+_FIELDS = tuple(each.name for each in fields(Job))
+#: The columns of a job, for `job_of`.
+COLUMNS = ", ".join(_FIELDS)
+_INSERT = f"INSERT INTO jobs ({COLUMNS}, due) VALUES ({', '.join('?' * (len(_FIELDS) + 1))})"
+
+
+def create_tables(database: sqlite3.Connection) -> None:
+    """Create the tables of a new file, in one transaction; leave an existing file's unchanged.
+
+    Raises:
+        RequestError: the file has another version.
+        sqlite3.Error: it cannot be read or written.
+    """
+    (version,) = database.execute("PRAGMA user_version").fetchone()
+    if version == VERSION:
+        return
+    if version:
+        raise RequestError(
+            f"the queue has version {version}, and this svdpp reads version {VERSION}",
+            "use the svdpp that wrote it, or name another folder with --data",
+        )
+    database.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} COMMIT;")
+
+
+def insert(database: sqlite3.Connection, job: Job) -> None:
+    """Insert `job` as a new row."""
+    values = {name: getattr(job, name) for name in _FIELDS}
+    values["sampling"] = json.dumps(asdict(job.sampling))
+    values["error"] = json_text(job.error)
+    values["metadata"] = json_text(job.metadata)
+    values["state"] = str(job.state)
+    due = job.created_at - job.priority * AGEING_SECONDS
+    database.execute(_INSERT, (*values.values(), due))
+
+
+def job_of(row: tuple[Any, ...]) -> Job:
+    """The job of a row of `COLUMNS`."""
+    values = dict(zip(_FIELDS, row, strict=True))
+    values["sampling"] = _sampling(values["sampling"])
+    values["state"] = JobState(values["state"])
+    values["cancel_asked"] = bool(values["cancel_asked"])
+    values["error"] = None if values["error"] is None else json.loads(values["error"])
+    values["metadata"] = json.loads(values["metadata"])
+    return Job(**values)
+
+
+def json_text(value: dict[str, Any] | None) -> str | None:
+    """`value` as JSON for a column; ValueError if a number is not finite."""
+    return None if value is None else json.dumps(value, allow_nan=False)
+
+
+@functools.lru_cache(maxsize=256)  # most jobs of a queue have the same parameters
+def _sampling(text: str) -> SamplingConfig:
+    return SamplingConfig(**json.loads(text))

@@ -1,0 +1,124 @@
+"""Owns the file of the queue: its lock, its two connections, and its errors."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import sqlite3
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from svdpp.errors import ClosedError, OutputError, RequestError
+from svdpp.media import output_files
+from svdpp.serve import job_table
+
+# How long another program, such as a backup, may keep the file locked.
+_BUSY_SECONDS = 10.0
+
+
+class QueueFile:
+    """The SQLite file of a data folder, which one process uses at a time; thread-safe.
+
+    Every method but `close` raises OutputError if the disk is full or fails, and ClosedError after
+    `close`.
+
+    Args:
+        folder: the data folder, which is created if it does not exist.
+
+    Raises:
+        RequestError: another server uses the folder, or the file has another version.
+        OutputError: the folder or the file cannot be read or written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "queue.sqlite3"
+        self._is_closed = False
+        # A read need not wait for the disk to finish a write, so it has its own connection.
+        self._writing, self._reading = threading.Lock(), threading.Lock()
+        with self._errors(), contextlib.ExitStack() as opened:
+            opened.enter_context(_locked(folder))
+            self._writer = opened.enter_context(contextlib.closing(_connect(self._path)))
+            job_table.create_tables(self._writer)
+            self._reader = opened.enter_context(contextlib.closing(_connect(self._path)))
+            output_files.sync(folder)
+            self._opened = opened.pop_all()
+
+    def close(self) -> None:
+        """Close the file and release the folder; does nothing the second time."""
+        with self._writing, self._reading:
+            self._is_closed = True
+            self._opened.close()
+
+    @contextlib.contextmanager
+    def change(self) -> Iterator[sqlite3.Connection]:
+        """A transaction: durable after the block, and nothing of it if the block raises."""
+        with self._writing, self._errors(), _ended(self._writer):
+            self._writer.execute("BEGIN IMMEDIATE")
+            yield self._writer
+            self._writer.execute("COMMIT")
+
+    @contextlib.contextmanager
+    def read(self) -> Iterator[sqlite3.Connection]:
+        """A block whose queries all see the same state."""
+        with self._reading, self._errors(), _ended(self._reader):
+            self._reader.execute("BEGIN")
+            yield self._reader
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except (sqlite3.Error, OSError) as error:
+            if self._is_closed:
+                raise ClosedError("the queue is closed") from error
+            raise OutputError(
+                f"the queue {str(self._path)!r} cannot be used: {output_files.reason(error)}",
+                "check that its disk has space and that this user may write to it",
+            ) from error
+
+
+@contextlib.contextmanager
+def _ended(database: sqlite3.Connection) -> Iterator[None]:
+    """Roll back a transaction that is still open after the block."""
+    try:
+        yield
+    finally:
+        if database.in_transaction:
+            database.execute("ROLLBACK")
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the folder's lock, which also ends with the process.
+
+    Raises:
+        RequestError: another server holds it.
+        OSError: the folder cannot be created, written or locked.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise RequestError(
+            f"another server uses the data folder {str(folder)!r}",
+            "stop it, or name another folder with --data",
+        ) from None
+    finally:
+        os.close(lock)
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    database = sqlite3.connect(
+        path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False
+    )
+    try:
+        database.execute("PRAGMA journal_mode = WAL")
+        database.execute("PRAGMA synchronous = FULL")  # a commit waits for the disk
+    except sqlite3.Error:
+        database.close()
+        raise
+    return database

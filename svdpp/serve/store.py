@@ -1,0 +1,289 @@
+"""Owns the JobStore: the durable queue, in one SQLite file that one server uses.
+
+Every change of a state names the states that it may start from, so a late one changes nothing.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from svdpp.errors import RequestError, SvdppError, error_to_dict
+from svdpp.serve import job_table, turns
+from svdpp.serve.job import Job, JobState, Proof
+from svdpp.serve.queue_file import QueueFile
+
+_JOBS = f"SELECT {job_table.COLUMNS} FROM jobs"
+_FINAL = tuple(str(state) for state in JobState if state.is_final)
+
+
+class QueueFullError(SvdppError):
+    """The queue, or one owner's share of it, has as many open jobs as it may have.
+
+    Its details are `open` and `limit`, and `owner` if the limit is the owner's.
+    """
+
+
+class FinishedJob(NamedTuple):
+    """A job in a final state, as `JobStore.finished` lists it."""
+
+    id: str
+    finished_at: float
+
+
+class JobStore:
+    """The jobs of a server. Any thread may call any method; each is durable before it returns.
+
+    Owners take turns: the owner whose last job was taken longest ago is next. The jobs of one owner
+    are in the order of `created_at - priority * AGEING_SECONDS`.
+
+    Every method raises OutputError if the disk is full or fails, and ClosedError after `close`.
+
+    Args:
+        folder: the data folder, which is created if it does not exist.
+
+    Raises:
+        RequestError: another server uses the folder, or the queue has another version.
+        OutputError: the folder or the queue cannot be read or written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._file = QueueFile(folder)
+
+    def close(self) -> None:
+        """Close the file and release the folder; does nothing the second time."""
+        self._file.close()
+
+    def add(self, job: Job, *, max_open: int | None, max_open_of_owner: int | None = None) -> Job:
+        """Store a new job, or find the one that the same request has created before.
+
+        Args:
+            job: in the state QUEUED.
+            max_open: limit of all jobs that are queued or in progress; None: no limit.
+            max_open_of_owner: limit of those of the job's owner.
+
+        Returns:
+            `job`; or, if the owner has used its idempotency key for the same parameters, that
+            request's job, which has another id: the caller then removes the new photograph.
+
+        Raises:
+            QueueFullError: a limit is reached.
+            RequestError: the owner has used the idempotency key for other parameters.
+        """
+        if job.state is not JobState.QUEUED:
+            raise ValueError(f"a new job must be queued, not {job.state}")
+        with self._file.change() as database:
+            if job.idempotency_key is not None:
+                key = (job.owner, job.idempotency_key)
+                query = f"{_JOBS} WHERE owner = ? AND idempotency_key = ?"
+                for row in database.execute(query, key):
+                    return _same_request(job_table.job_of(row), job)
+            _check_limits(database, job.owner, max_open, max_open_of_owner)
+            job_table.insert(database, job)
+        return job
+
+    def get(self, id: str) -> Job | None:
+        """The job of that id, in any state."""
+        return next(iter(self._jobs("WHERE id = ?", id)), None)
+
+    def page(
+        self,
+        *,
+        owner: str | None,
+        limit: int,
+        after: str | None = None,
+        order: Literal["asc", "desc"] = "desc",
+        state: JobState | None = None,
+    ) -> list[Job]:
+        """Jobs in the order of their requests.
+
+        Args:
+            owner: of the jobs; None: jobs of all owners.
+            limit: of the number of jobs.
+            after: id of the last job of the page before.
+            order: `asc` begins with the oldest request.
+            state: of the jobs; None: jobs in all states.
+
+        Raises:
+            RequestError: there is no job `after`, or it is another owner's.
+        """
+        conditions: dict[str, Any] = {}
+        if owner is not None:
+            conditions["owner = ?"] = owner
+        if after is not None:
+            conditions[f"seq {'>' if order == 'asc' else '<'} ?"] = self._place_of(after, owner)
+        if state is not None:
+            conditions["state = ?"] = str(state)
+        where = f"WHERE {' AND '.join(conditions)}" if conditions else ""
+        tail = f"{where} ORDER BY seq {'ASC' if order == 'asc' else 'DESC'} LIMIT ?"
+        return self._jobs(tail, *conditions.values(), limit)
+
+    def waiting(self) -> list[Job]:
+        """The queued jobs, in the order in which `take_next` will take them."""
+        with self._file.read() as database:
+            query = f"SELECT due, seq, {job_table.COLUMNS} FROM jobs WHERE state = 'queued'"
+            rows = database.execute(f"{query} ORDER BY due, seq").fetchall()
+            spent = turns.by_owner(database)
+        jobs = [(due, seq, job_table.job_of(tuple(row))) for due, seq, *row in rows]
+        return list(turns.in_turn(jobs, spent))
+
+    def running(self) -> list[Job]:
+        """The jobs in progress, in the order in which they were taken."""
+        return self._jobs("WHERE state = 'in_progress' ORDER BY started_at, turn, seq")
+
+    def take_next(self) -> Job | None:
+        """QUEUED to IN_PROGRESS for the next job; None if none is queued."""
+        with self._file.change() as database:
+            seq = turns.take_next(database)
+            if seq is None:
+                return None
+            return job_table.job_of(database.execute(f"{_JOBS} WHERE seq = ?", (seq,)).fetchone())
+
+    def put_back(self, id: str, *, counts: bool) -> bool:
+        """IN_PROGRESS to QUEUED, at the place that the job had; CANCELLED if that was asked for.
+
+        Args:
+            id: of the job.
+            counts: whether ranks died during it, which adds to `attempts`.
+        """
+        with self._file.change() as database:
+            return turns.put_back(database, id, counts=counts)
+
+    def complete(self, id: str, metadata: dict[str, Any]) -> bool:
+        """IN_PROGRESS to COMPLETED, with the clip's JSON."""
+        change = "state = 'completed', finished_at = ?, metadata = ?, error = NULL"
+        text = job_table.json_text(metadata)
+        return self._change(id, change, time.time(), text, states=[JobState.IN_PROGRESS])
+
+    def fail(self, id: str, error: dict[str, Any] | BaseException) -> bool:
+        """IN_PROGRESS to FAILED.
+
+        Args:
+            id: of the job.
+            error: an exception, or what `errors.error_to_dict` makes of it.
+        """
+        about = error_to_dict(error) if isinstance(error, BaseException) else error
+        change = "state = 'failed', finished_at = ?, error = ?"
+        text = job_table.json_text(about)
+        return self._change(id, change, time.time(), text, states=[JobState.IN_PROGRESS])
+
+    def cancel_waiting(self, id: str) -> bool:
+        """QUEUED to CANCELLED."""
+        return self._cancel(id, JobState.QUEUED)
+
+    def ask_to_cancel(self, id: str) -> bool:
+        """Mark a job in progress, also for the next start of the server; the state stays."""
+        return self._change(id, "cancel_asked = 1", states=[JobState.IN_PROGRESS])
+
+    def cancelled(self, id: str) -> bool:
+        """IN_PROGRESS to CANCELLED, once the ranks have let go of the job."""
+        return self._cancel(id, JobState.IN_PROGRESS)
+
+    def set_proof(self, id: str, proof: Proof) -> bool:
+        """Set the proof of a completed job."""
+        return self._change(id, "proof = ?", proof, states=[JobState.COMPLETED])
+
+    def set_promise(self, id: str, seconds: float) -> bool:
+        """Set the ETA that the client was given."""
+        return self._change(id, "promised_seconds = ?", seconds, states=list(JobState))
+
+    def remove(self, id: str) -> bool:
+        """Remove the row of a job in a final state; `retention.remove_job` also removes files."""
+        with self._file.change() as database:
+            marks = ", ".join("?" * len(_FINAL))
+            query = f"DELETE FROM jobs WHERE id = ? AND state IN ({marks})"
+            return database.execute(query, (id, *_FINAL)).rowcount == 1
+
+    def counts(self) -> dict[JobState, int]:
+        """The number of jobs in each state."""
+        with self._file.read() as database:
+            found = dict(database.execute("SELECT state, count(*) FROM jobs GROUP BY state"))
+        return {state: found.get(str(state), 0) for state in JobState}
+
+    def recover(self) -> list[Job]:
+        """At the start of a server: put back every job in progress, and forget running proofs.
+
+        Returns:
+            The jobs that were in progress, as they are now: QUEUED, or CANCELLED if asked for.
+        """
+        with self._file.change() as database:
+            ids = database.execute("SELECT id FROM jobs WHERE state = 'in_progress' ORDER BY seq")
+            found = [id for (id,) in ids.fetchall()]
+            for id in found:
+                turns.put_back(database, id, counts=False)
+            database.execute("UPDATE jobs SET proof = 'none' WHERE proof = 'running'")
+            rows = [database.execute(f"{_JOBS} WHERE id = ?", (id,)).fetchone() for id in found]
+            return [job_table.job_of(row) for row in rows]
+
+    def finished(self) -> list[FinishedJob]:
+        """The jobs in final states that are not being proved, the first to finish first."""
+        marks = ", ".join("?" * len(_FINAL))
+        query = (
+            f"SELECT id, finished_at FROM jobs WHERE state IN ({marks}) AND proof != 'running'"
+            " ORDER BY finished_at, seq"
+        )
+        with self._file.read() as database:
+            return [FinishedJob(*row) for row in database.execute(query, _FINAL)]
+
+    def ids(self) -> set[str]:
+        """The ids of all jobs."""
+        with self._file.read() as database:
+            return {id for (id,) in database.execute("SELECT id FROM jobs")}
+
+    def _jobs(self, tail: str, *values: Any) -> list[Job]:
+        with self._file.read() as database:
+            rows = database.execute(f"{_JOBS} {tail}", values).fetchall()
+        return [job_table.job_of(row) for row in rows]
+
+    def _place_of(self, id: str, owner: str | None) -> int:
+        with self._file.read() as database:
+            found = database.execute("SELECT seq, owner FROM jobs WHERE id = ?", (id,)).fetchone()
+        if found is None or owner not in (None, found[1]):
+            raise RequestError(f"there is no job {id[:60]!r} to list the jobs after")
+        return int(found[0])
+
+    def _cancel(self, id: str, state: JobState) -> bool:
+        change = "state = 'cancelled', finished_at = ?"
+        return self._change(id, change, time.time(), states=[state])
+
+    def _change(self, id: str, change: str, *values: Any, states: list[JobState]) -> bool:
+        """Change the row if its state is one of `states`; whether it was."""
+        marks = ", ".join("?" * len(states))
+        query = f"UPDATE jobs SET {change} WHERE id = ? AND state IN ({marks})"
+        with self._file.change() as database:
+            return database.execute(query, (*values, id, *map(str, states))).rowcount == 1
+
+
+def _check_limits(
+    database: sqlite3.Connection, owner: str, limit: int | None, limit_of_owner: int | None
+) -> None:
+    query = "SELECT owner, count(*) FROM jobs WHERE state IN ('queued', 'in_progress') GROUP BY 1"
+    open_jobs = dict(database.execute(query))
+    total, own = sum(open_jobs.values()), open_jobs.get(owner, 0)
+    if limit is not None and total >= limit:
+        raise QueueFullError(
+            f"the queue is full: {total} of {limit} jobs are open",
+            "try again later",
+            details={"open": total, "limit": limit},
+        )
+    if limit_of_owner is not None and own >= limit_of_owner:
+        raise QueueFullError(
+            f"the key {owner!r} has {own} open jobs, and its limit is {limit_of_owner}",
+            "wait for one of them, or cancel one",
+            details={"open": own, "limit": limit_of_owner, "owner": owner},
+        )
+
+
+def _same_request(found: Job, job: Job) -> Job:
+    """`found`, if `job` asks for the same clip."""
+    for name in ("photo_sha256", "seed", "sampling", "priority"):
+        if getattr(found, name) != getattr(job, name):
+            raise RequestError(
+                f"the idempotency key {str(job.idempotency_key)[:60]!r} was used for a request "
+                f"with another {name.removesuffix('_sha256')}",
+                "use a new key for a new request",
+                details={"id": found.id, "field": name},
+            )
+    return found
