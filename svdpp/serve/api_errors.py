@@ -1,0 +1,169 @@
+"""Owns the errors of the API: one shape for every answer of 400 and above."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from loguru import logger
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+
+from svdpp.errors import (
+    ClosedError,
+    InputError,
+    OutOfMemoryError,
+    OutputError,
+    RequestError,
+    SvdppError,
+    describe_fault,
+)
+from svdpp.redaction import redact, redact_all
+from svdpp.serve.schemas import ErrorAnswer
+
+#: Kind of the error, for people, by status.
+_TYPES: Mapping[int, str] = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    409: "conflict_error",
+    429: "rate_limit_error",
+    503: "unavailable_error",
+}
+#: Status and code of what other layers raise; the first type that fits.
+_RAISED: Sequence[tuple[type[SvdppError], int, str]] = (
+    (OutOfMemoryError, 422, "too_large_for_memory"),
+    (InputError, 422, "invalid_image"),
+    (RequestError, 422, "invalid_request"),
+    (ClosedError, 503, "closing"),
+    (OutputError, 503, "storage_failed"),
+)
+
+
+class ApiError(SvdppError):
+    """A request that is answered by an error.
+
+    Args:
+        status: of the answer.
+        code: for programs, such as `queue_full`.
+        message: one sentence.
+        hint: the fix; empty if there is none.
+        details: values that matter.
+        headers: of the answer.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        message: str,
+        hint: str = "",
+        *,
+        details: Mapping[str, Any] | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message, hint, details=details)
+        self.status = status
+        self.code = code
+        self.headers = dict(headers or {})
+
+
+def error_answer(error: ApiError) -> JSONResponse:
+    """The answer for `error`."""
+    kind = _TYPES.get(error.status)
+    if kind is None:
+        kind = "server_error" if error.status >= 500 else "invalid_request_error"
+    body = {
+        "type": kind,
+        "code": error.code,
+        "message": error.message,
+        "hint": error.hint,
+        "details": error.details,
+    }
+    return JSONResponse({"error": redact_all(body)}, error.status, headers=error.headers)
+
+
+def as_api_error(error: SvdppError) -> ApiError:
+    """`error` of another layer by the names of the API."""
+    if isinstance(error, ApiError):
+        return error
+    for kind, status, code in _RAISED:
+        if isinstance(error, kind):
+            message, hint = _without_options(error.message), _without_options(error.hint)
+            return ApiError(status, code, message, hint, details=error.details)
+    return ApiError(500, "internal_error", error.message, error.hint, details=error.details)
+
+
+def install(app: FastAPI) -> None:
+    """Makes `app` answer every error by `error_answer`."""
+    app.add_exception_handler(SvdppError, _on_svdpp_error)
+    app.add_exception_handler(RequestValidationError, _on_invalid)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(Exception, _on_unexpected)
+
+
+def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Answers of 400 and above for the OpenAPI document."""
+    return {
+        status: {"model": ErrorAnswer, "description": HTTPStatus(status).phrase}
+        for status in statuses
+    }
+
+
+def _without_options(text: str) -> str:
+    """`text` that names command-line options, with the names of the API instead."""
+    text = re.sub(r"--([a-z][a-z-]*)", lambda match: match[1].replace("-", "_"), text)
+    return text.replace("num_inference_steps", "steps").replace("num_frames", "frames")
+
+
+async def _on_svdpp_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, SvdppError)
+    api_error = as_api_error(error)
+    if api_error.status >= 500:
+        logger.error("{} {}: {}", request.method, request.url.path, redact(api_error.message))
+    return error_answer(api_error)
+
+
+async def _on_invalid(request: Request, error: Exception) -> JSONResponse:  # noqa: ARG001
+    assert isinstance(error, RequestValidationError)
+    faults = [_fault(each) for each in error.errors()]
+    message = "; ".join(f"{each['field']} {each['reason']}" for each in faults[:5])
+    status = 400 if any(each["type"] == "json_invalid" for each in error.errors()) else 422
+    return error_answer(
+        ApiError(status, "invalid_request", message, details={"faults": faults[:20]})
+    )
+
+
+def _fault(fault: Mapping[str, Any]) -> dict[str, str]:
+    """One of pydantic's faults in plain words."""
+    where = [str(part) for part in fault["loc"][1:]] or [str(fault["loc"][0])]
+    shown = {**fault, "input": _short(fault.get("input"))}
+    return {"field": ".".join(where), "reason": describe_fault(shown)}
+
+
+def _short(value: Any) -> Any:
+    return f"{value[:60]}..." if isinstance(value, str) and len(value) > 60 else value
+
+
+async def _on_http_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    status = error.status_code
+    phrase = HTTPStatus(status).phrase.lower()
+    path = redact(request.url.path)
+    message = {
+        404: f"there is no {path}",
+        405: f"{request.method} is not allowed for {path}",
+    }.get(status, str(error.detail) or phrase)
+    code = phrase.replace(" ", "_").replace("-", "_")
+    hint = "the routes are in /openapi.json" if status in (404, 405) else ""
+    return error_answer(ApiError(status, code, message, hint, headers=error.headers))
+
+
+async def _on_unexpected(request: Request, error: Exception) -> JSONResponse:
+    logger.opt(exception=error).error("{} {} failed", request.method, request.url.path)
+    message = f"unexpected {type(error).__name__}"
+    return error_answer(ApiError(500, "internal_error", message, "the server's log has the reason"))
