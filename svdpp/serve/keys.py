@@ -1,0 +1,137 @@
+"""Owns the API keys: a file of names and hashes, and the check of a client's key.
+
+A key has 256 random bits, so its plain SHA-256 is safe to store: no one can guess a key, and a slow
+hash, which protects passwords, would only delay each request.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import secrets
+import stat
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from svdpp.errors import InputError, RequestError
+from svdpp.plan.small_file import read_small_file
+
+_WHAT = "API key file"
+_PREFIX = "svdpp_"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
+_HASH = re.compile(r"[0-9a-f]{64}")
+_LIMIT = re.compile(r"open=([1-9][0-9]{0,5})")
+
+
+@dataclass(frozen=True)
+class ApiKey:
+    """One line of the file.
+
+    Args:
+        name: the owner of the jobs that are requested with the key.
+        sha256: of the key, in hex.
+        max_open: limit of the owner's jobs that are queued or in progress; None: no limit.
+    """
+
+    name: str
+    sha256: str
+    max_open: int | None = None
+
+
+class Keys:
+    """The keys that a server accepts.
+
+    Args:
+        keys: in any order. An owner can have several, such as an old and a new one.
+    """
+
+    def __init__(self, keys: Sequence[ApiKey]) -> None:
+        self._keys = tuple(keys)
+
+    def find(self, key: str) -> ApiKey | None:
+        """The line of a client's key; None if there is none.
+
+        The time that it takes does not depend on how much of a key is right.
+        """
+        given = key_hash(key)
+        found = None
+        for each in self._keys:  # all of them, also after a match
+            if hmac.compare_digest(each.sha256, given):
+                found = each
+        return found
+
+
+def new_key() -> tuple[str, str]:
+    """A new random key, and its hash for the file."""
+    key = _PREFIX + secrets.token_urlsafe(32)
+    return key, key_hash(key)
+
+
+def key_hash(key: str) -> str:
+    """The hash of a key, as the file has it."""
+    return hashlib.sha256(key.encode(errors="surrogatepass")).hexdigest()
+
+
+def read_keys(path: Path) -> Keys:
+    """Read a file of keys: in each line a name, a hash and, optionally, `open=N`.
+
+    Empty lines and lines that begin with `#` are ignored.
+
+    Raises:
+        RequestError: other users may read or write the file.
+        InputError: it cannot be read, has a wrong line, or no keys. No message shows a line's text,
+            because it may be a key.
+    """
+    _check_private(path)
+    try:
+        text = read_small_file(path, _WHAT).decode("ascii")
+    except UnicodeDecodeError:
+        raise InputError(f"{_WHAT} {str(path)!r} has characters other than ASCII") from None
+    keys: list[ApiKey] = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        if line.strip() and not line.lstrip().startswith("#"):
+            try:
+                keys.append(_parse(line.split(), keys))
+            except ValueError as error:
+                raise InputError(
+                    f"{_WHAT} {str(path)!r}, line {number}: {error}",
+                    "a line is: NAME HASH [open=N]",
+                ) from None
+    if not keys:
+        raise InputError(f"{_WHAT} {str(path)!r} has no keys")
+    return Keys(keys)
+
+
+def _check_private(path: Path) -> None:
+    try:
+        mode = path.stat().st_mode
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"{_WHAT} {str(path)!r} cannot be read: {reason}") from error
+    if mode & stat.S_IRWXO:
+        raise RequestError(
+            f"{_WHAT} {str(path)!r} is open to other users: its mode is {stat.S_IMODE(mode):04o}",
+            f"chmod 600 {str(path)!r}",
+        )
+
+
+def _parse(words: list[str], before: Sequence[ApiKey]) -> ApiKey:
+    """One line's key; ValueError says what is wrong."""
+    if len(words) not in (2, 3):
+        raise ValueError(f"it has {len(words)} words instead of 2 or 3")
+    if _NAME.fullmatch(words[0]) is None:
+        raise ValueError("the name must be 1 to 64 letters, digits or ._@-")
+    if _HASH.fullmatch(words[1]) is None:
+        raise ValueError("the hash must be 64 lower-case hex digits")
+    limit = _LIMIT.fullmatch(words[2]) if len(words) == 3 else None
+    if len(words) == 3 and limit is None:
+        raise ValueError("the limit must be open=N, with N from 1 to 999999")
+    key = ApiKey(words[0], words[1], None if limit is None else int(limit[1]))
+    for other in before:
+        if other.sha256 == key.sha256:
+            raise ValueError("an earlier line has the same hash")
+        if other.name == key.name and other.max_open != key.max_open:
+            raise ValueError("an earlier line has the same name with another limit")
+    return key
