@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -48,11 +48,11 @@ def sweep(
     Raises:
         OutputError: the folder or the queue cannot be read or written.
     """
-    files = _files_by_id(folder)
-    known = store.ids()
-    total = sum(file.num_bytes for id in known for file in files.get(id, ()))
+    finished = store.finished()  # before the folders, so that all files of these jobs are seen
+    files = _files_by_id(folder, store.photos())
+    total = sum(file.num_bytes for id, own in files.items() if id for file in own)
     removed = []
-    for job in store.finished():
+    for job in finished:
         is_old = max_age_seconds is not None and now - job.finished_at > max_age_seconds
         if not is_old and (max_bytes is None or total <= max_bytes):
             continue
@@ -70,9 +70,10 @@ def remove_job(store: JobStore, folder: Path, id: str) -> bool:
     Raises:
         OutputError: the folder or the queue cannot be read or written.
     """
+    files = _files_by_id(folder, store.photos()).get(id, [])
     if not store.remove(id):
         return False
-    _unlink(file.path for file in _files_by_id(folder).get(id, ()))
+    _unlink(file.path for file in files)
     return True
 
 
@@ -89,10 +90,7 @@ def remove_strangers(store: JobStore, folder: Path) -> list[Path]:
     Raises:
         OutputError: the folder or the queue cannot be read.
     """
-    known = store.ids()
-    strangers = [
-        file.path for id, files in _files_by_id(folder).items() if id not in known for file in files
-    ]
+    strangers = [file.path for file in _files_by_id(folder, store.photos()).get("", ())]
     # Latents are named by a hash of a clip's parameters; only open jobs can need them.
     counts = store.counts()
     if not counts[JobState.QUEUED] + counts[JobState.IN_PROGRESS]:
@@ -101,12 +99,20 @@ def remove_strangers(store: JobStore, folder: Path) -> list[Path]:
     return strangers
 
 
-def _files_by_id(folder: Path) -> dict[str, list[_File]]:
-    """The photographs and clips, by the part of their names before the first dot."""
+def _files_by_id(folder: Path, photos: Mapping[str, str]) -> dict[str, list[_File]]:
+    """The photographs and clips of each job; under an empty id, those of no job.
+
+    Args:
+        folder: the data folder.
+        photos: of `JobStore.photos`, read before the folders: a later job's files are no job's.
+    """
+    ids = {photo: id for id, photo in photos.items()}
     files: defaultdict[str, list[_File]] = defaultdict(list)
-    for name in (PHOTOS, CLIPS):
-        for file in _files_in(folder / name):
-            files[file.path.name.partition(".")[0]].append(file)
+    for file in _files_in(folder / PHOTOS):
+        files[ids.get(file.path.name, "")].append(file)
+    for file in _files_in(folder / CLIPS):
+        id = file.path.name.partition(".")[0]
+        files[id if id in photos else ""].append(file)
     return files
 
 

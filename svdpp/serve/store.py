@@ -227,10 +227,10 @@ class JobStore:
         with self._file.read() as database:
             return [FinishedJob(*row) for row in database.execute(query, _FINAL)]
 
-    def ids(self) -> set[str]:
-        """The ids of all jobs."""
+    def photos(self) -> dict[str, str]:
+        """The name of the photograph's file of every job, by id."""
         with self._file.read() as database:
-            return {id for (id,) in database.execute("SELECT id FROM jobs")}
+            return dict(database.execute("SELECT id, photo FROM jobs"))
 
     def _jobs(self, tail: str, *values: Any) -> list[Job]:
         with self._file.read() as database:
