@@ -8,7 +8,6 @@ const MAX_BACKOFF_SECONDS = 30;
 const ANSWER_SECONDS = 15; // a server that takes longer to say what its ranks do is gone
 const LIST_SECONDS = 10; // age of the list after which it is read again, with open clips
 const PAGE_CLIPS = 100;
-const MAX_PAGES = 20;
 const SHOWN_IN_QUEUE = 40;
 const NUM_TINTS = 8;
 // A browser opens six connections to a server over HTTP/1.1, for all of its tabs together.
@@ -17,7 +16,7 @@ const MAX_STREAMS = 2;
 const PARAMETERS = ["size", "steps", "frames", "fps", "seed", "motion_bucket_id", "noise_aug_strength",
   "min_guidance_scale", "max_guidance_scale", "fit", "priority"];
 const PROOFS = {
-  none: "",
+  none: "not verified",
   asked: "to be verified when the ranks are idle",
   running: "being verified on one device",
   equal: "bitwise equal to diffusers on one device",
@@ -28,12 +27,15 @@ const state = {
   connection: "loading", // loading, online, gone, locked
   failures: 0, // of the engine's answer, one after another
   retryAt: 0,
+  problem: "", // the server's own words, if it refuses to say what its ranks do
   engine: null,
   clockOffset: 0, // seconds of the server's clock minus this one's
   counts: "",
   listAt: 0,
   listed: false,
   hasOlder: false,
+  allRead: false, // the oldest clip is shown
+  moreWaiting: false, // than the list has
   models: null,
   videos: new Map(), // by id
   removed: new Set(), // ids, against answers that were on their way
@@ -171,11 +173,12 @@ class Gone extends Error {
   get words() { return "The server does not answer. Nothing is lost: try again."; }
 }
 
+const capital = (text) => text[0].toUpperCase() + text.slice(1);
+
 function sentence(text) {
   if (!text) return "";
-  // A name of a parameter keeps its small letter.
-  const first = /^[a-z]+_|^--/.test(text) ? text[0] : text[0].toUpperCase();
-  return first + text.slice(1) + (/[.!?]$/.test(text) ? "" : ".");
+  const isName = /^[a-z]+_|^--/.test(text); // of a parameter, which keeps its small letter
+  return (isName ? text : capital(text)) + (/[.!?]$/.test(text) ? "" : ".");
 }
 
 const key = () => sessionStorage.getItem("svdpp-key");
@@ -184,7 +187,7 @@ async function request(path, { headers = {}, ...options } = {}) {
   if (key()) headers.Authorization = `Bearer ${key()}`;
   let answer;
   try {
-    answer = await fetch(path, { headers, cache: "no-store", ...options });
+    answer = await fetch(path, { headers, ...options });
   } catch (error) {
     if (options.signal?.aborted && options.signal.reason?.name !== "TimeoutError") throw error;
     throw new Gone();
@@ -211,9 +214,7 @@ async function loop() {
   for (;;) {
     try {
       const signal = AbortSignal.timeout(ANSWER_SECONDS * 1000);
-      const asked = now();
-      const answer = await request("/v1/engine", { signal });
-      takeEngine(parse(await answer.text()), answer.headers.get("Date"), (asked + now()) / 2);
+      takeEngine(await get("/v1/engine", { signal }));
       if (state.connection !== "online") await comeOnline();
       if (listIsOld()) await readList();
       follow();
@@ -235,6 +236,7 @@ function lose(error) {
   if (state.connection === "locked") return;
   if (!(error instanceof Gone || error instanceof Refusal || error.name === "TimeoutError")) throw error;
   state.failures += 1;
+  state.problem = error instanceof Refusal ? error.words : "";
   state.retryAt = now() + Math.min(MAX_BACKOFF_SECONDS, 2 ** (state.failures - 1));
   if (state.connection !== "gone") say("The server does not answer. The page tries again by itself.");
   state.connection = "gone";
@@ -251,13 +253,14 @@ async function comeOnline() {
   if (was === "gone") say("The server is back.");
 }
 
-function takeEngine(engine, date, at) {
+function takeEngine(engine) {
   if (engine.state === "restarting" && state.engine && state.engine.state !== "restarting") {
     say("The ranks restart. Unfinished clips go on from their latent checkpoints.");
   }
-  // The header has whole seconds, so half a second is added; a small difference is that rounding.
-  const offset = engine.now ? engine.now - at : date ? Date.parse(date) / 1000 + 0.5 - at : 0;
-  state.clockOffset = engine.now || Math.abs(offset) > 1.5 ? offset : 0;
+  // What a rank does now ends now, by the server's clock.
+  if (engine.ranks.some((rank) => rank.doing === "compute") && engine.spans.length) {
+    state.clockOffset = Math.max(...engine.spans.map((span) => span.end)) - now();
+  }
   state.engine = engine;
   for (const rank of engine.ranks) {
     const waits = state.waits.get(rank.rank) ?? [];
@@ -286,35 +289,48 @@ async function readModels() {
   fillModels();
 }
 
-/** Reads the newest clips, and as many pages more as hold open ones. */
+/** Reads the newest clips, and the open ones if they need not be among these. */
 async function readList() {
-  const open = (state.engine?.queue.queued ?? 0) + (state.engine?.queue.in_progress ?? 0);
-  const found = new Map();
-  let after = "";
-  let more = true;
-  for (let page = 0; more && page < MAX_PAGES; page += 1) {
-    const answer = await get(`/v1/videos?limit=${PAGE_CLIPS}&order=desc${after && `&after=${after}`}`);
-    for (const video of answer.data) found.set(video.id, video);
-    more = answer.has_more;
-    after = answer.last_id;
-    const inFound = [...found.values()].filter(isOpen).length;
-    if (inFound >= open && page >= 0) break;
+  const newest = await get(`/v1/videos?limit=${PAGE_CLIPS}&order=desc`);
+  const answers = [newest];
+  if (newest.has_more) {
+    const open = ["queued", "in_progress"].map((status) => get(`/v1/videos?limit=${PAGE_CLIPS}&order=asc&status=${status}`));
+    answers.push(...await Promise.all(open));
   }
-  const oldest = Math.min(...[...found.values()].map((video) => video.created_at));
-  for (const [id, video] of state.videos) {
-    if (!found.has(id) && (!more || video.created_at > oldest)) forget(id);
+  const found = new Map(answers.flatMap((answer) => answer.data).map((video) => [video.id, video]));
+  const oldest = newest.data.at(-1)?.created_at ?? 0;
+  const unclear = [];
+  for (const video of state.videos.values()) {
+    if (found.has(video.id)) continue;
+    if (!newest.has_more || video.created_at > oldest) forget(video.id);
+    else if (video.status === "in_progress" || (isOpen(video) && !answers[1].has_more)) unclear.push(video.id);
   }
   // In the order of their requests, so that neighbours have different colours.
-  for (const video of [...found.values()].reverse()) takeVideo(video, { quietly: !state.listed });
-  state.hasOlder = more && ![...state.videos.values()].some((video) => video.created_at < oldest);
+  for (const video of [...found.values()].sort((a, b) => a.created_at - b.created_at)) {
+    takeVideo(video, { quietly: !state.listed });
+  }
+  for (const id of unclear.slice(0, 10)) await readVideo(id);
+  state.hasOlder = newest.has_more && !state.allRead;
+  state.moreWaiting = Boolean(answers[1]?.has_more);
   state.listed = true;
   state.listAt = now();
 }
 
+async function readVideo(id) {
+  try {
+    takeVideo(await get(`/v1/videos/${id}`));
+  } catch (error) {
+    if (error.status !== 404) throw error;
+    drop(id);
+  }
+}
+
 async function readOlder() {
-  const last = [...state.videos.values()].reduce((a, b) => (isNewer(a, b) ? b : a));
+  const finals = [...state.videos.values()].filter((video) => !isOpen(video));
+  const last = finals.reduce((a, b) => (isNewer(a, b) ? b : a));
   const answer = await get(`/v1/videos?limit=${PAGE_CLIPS}&order=desc&after=${last.id}`);
   for (const video of answer.data) takeVideo(video, { quietly: true });
+  state.allRead = !answer.has_more;
   state.hasOlder = answer.has_more;
 }
 
@@ -453,8 +469,8 @@ function bannerText() {
   if (state.connection === "locked" || state.connection === "loading") return ["", "", ""];
   if (state.connection === "gone") {
     const wait = Math.max(0, Math.ceil(state.retryAt - now()));
-    return [`The server does not answer. Clips in the queue are safe on its disk. Next try in ${wait} s `
-      + `(${plural(state.failures, "try").replace("trys", "tries")} so far).`, "bad", "Try now"];
+    const words = state.problem || "The server does not answer. Clips in the queue are safe on its disk.";
+    return [`${words} Next try in ${wait} s; tries so far: ${state.failures}.`, "bad", "Try now"];
   }
   if (different.length) {
     return [`${different.map(titleOf).join("; ")}: not the bits that diffusers gives on one device. Do not use `
@@ -470,7 +486,7 @@ function bannerText() {
 
 // ---------------------------------------------------------------------------------------------- ranks
 
-const ACTIONS = { encode: "encoding", denoise: "denoising", decode: "decoding" };
+const ACTIONS = { encode: "encoding", denoise: "denoising", decode: "decoding", send: "sending", recv: "receiving" };
 
 function renderRanks() {
   const ranks = state.engine?.ranks ?? [];
@@ -515,7 +531,7 @@ function updateRank(node, rank) {
 
 function rankNow(rank) {
   const video = state.videos.get(rank.video);
-  const name = video ? nameOf(video) : "";
+  const name = video ? nameOf(video) : rank.video ? "a clip of another key" : "";
   if (rank.doing === "idle") return "idle";
   if (rank.doing === "wait") return name ? `waits for ${name}` : "waits";
   const step = rank.step === null ? "" : `, step ${rank.step}`;
@@ -555,7 +571,7 @@ function drawSpan(span, end, width) {
     const label = name.length > fits ? `${name.slice(0, fits - 1)}…` : name;
     group.append(makeSvg("text", { x: 6, y: "50%", "dominant-baseline": "central" }, label));
   }
-  const title = `${span.kind} ${video ? titleOf(video) : "a clip"}: ${(span.end - span.start).toFixed(1)} s`;
+  const title = `${span.kind} ${video ? titleOf(video) : "another clip"}: ${(span.end - span.start).toFixed(1)} s`;
   group.append(makeSvg("title", {}, title));
   return group;
 }
@@ -572,14 +588,14 @@ function renderQueue(open) {
   setText($("queue-empty"), state.listed ? "The queue is empty." : state.connection === "gone" ? "Unknown while the server is gone." : "Loading.");
   const more = open.length - shown.length;
   $("queue-more").hidden = more <= 0;
-  setText($("queue-more"), `and ${plural(more, "clip")} more`);
+  setText($("queue-more"), `and ${state.moreWaiting ? "more than " : ""}${plural(more, "clip")} more`);
   const last = Math.max(-1, ...open.map((video) => etaOf(video) ?? -1));
   setText($("queue-note"), last >= 0 && open.length > 1 ? `all finished in about ${duration(last)}` : "");
   setText($("eta-error"), etaErrorText(state.engine?.eta_error));
 }
 
 function etaErrorText(error) {
-  const median = error?.median ?? error?.p50;
+  const median = error?.median;
   if (median === undefined || median === null) return "";
   const percent = Math.round(100 * median);
   return `finish times so far: ${percent === 0 ? "as promised" : `${Math.abs(percent)}% ${percent > 0 ? "later" : "earlier"} than promised`} (median)`;
@@ -640,6 +656,7 @@ function placeText(video) {
 
 function stepText(video) {
   const rank = video.rank === null ? "" : ` on rank ${video.rank}`;
+  if (video.step >= video.steps) return `Decoding${rank}`;
   return `Step ${video.step} of ${video.steps}${rank}`;
 }
 
@@ -771,8 +788,7 @@ function createCard(video) {
     proof: make("span", { className: "proof" }),
     compare: make("button", { type: "button", className: "button small", textContent: "Compare",
       onclick: () => pick(video.id) }),
-    verify: make("button", { type: "button", className: "button small", textContent: "Verify",
-      onclick: () => verify(video.id) }),
+    verify: iconButton("verify", `Verify ${title} against diffusers on one device`, () => verify(video.id)),
     details: details(video),
   };
   const screen = make("div", { className: "screen" }, player, parts.toggle, parts.fault);
@@ -781,7 +797,7 @@ function createCard(video) {
       make("div", { className: "head" }, make("span", { className: "dot" }), make("span", { className: "title", title, textContent: nameOf(video) }),
         make("span", { className: "note", textContent: `seed ${video.seed}` })),
       make("span", { className: "note", textContent: `${shape(video)} · ${video.seconds} s` }), parts.made, parts.proof),
-    make("div", { className: "actions" }, parts.compare, parts.verify, make("span", { className: "push" }),
+    make("div", { className: "actions" }, parts.compare, make("span", { className: "push" }), parts.verify,
       iconButton("download", `Download ${title}`, () => download(video.id)),
       iconButton("copy", `Copy the parameters of ${title}`, () => copyParameters(video.id)),
       iconButton("again", `Make ${nameOf(video)} again with another seed`, () => makeAgain(video.id, randomSeed())),
@@ -789,7 +805,6 @@ function createCard(video) {
     parts.details);
   setAttribute(card, "data-tint", tintOf(video.id));
   setAttribute(parts.compare, "aria-label", `Compare ${title} with another clip`);
-  setAttribute(parts.verify, "aria-label", `Verify ${title} against diffusers on one device`);
   return Object.assign(card, { parts, ...playing(card, parts, screen, video.id) });
 }
 
@@ -849,9 +864,8 @@ function updateCard(card, video) {
   const took = video.completed_at && video.started_at ? ` in ${duration(video.completed_at - video.started_at)}` : "";
   setText(made, video.completed_at ? `made ${ago(video.completed_at)}${took}` : "");
   const verdict = proofOf(video);
-  setText(proof, state.busy.get(video.id) ?? (PROOFS[verdict] && sentence(PROOFS[verdict]).slice(0, -1)));
+  setText(proof, state.busy.get(video.id) ?? capital(PROOFS[verdict]));
   setAttribute(proof, "data-proof", verdict);
-  proof.hidden = !proof.textContent;
   button.hidden = verdict !== "none";
   button.disabled = state.busy.has(video.id);
   const picked = state.picked.includes(video.id);
@@ -952,7 +966,7 @@ async function makeAgain(id, seed) {
     return;
   }
   try {
-    const made = await send({ file, key: token(), thumb }, { ...values, seed, model: video.model });
+    const made = await send({ file, thumb }, { ...values, seed, model: video.model });
     say(`${titleOf(made)}: in the queue.`);
   } catch (error) {
     say(error.words ?? sentence(error.message));
@@ -1004,7 +1018,7 @@ function fillCompareTable(videos) {
     return make("tr", { className: left === right ? "" : "differs" }, make("th", { scope: "row", textContent: name }),
       make("td", { textContent: left }), make("td", { textContent: right }));
   });
-  const proofs = videos.map((video) => make("td", { textContent: PROOFS[proofOf(video)] || "not verified" }));
+  const proofs = videos.map((video) => make("td", { textContent: PROOFS[proofOf(video)] }));
   $("compare-table").tBodies[0].replaceChildren(...rows, make("tr", {}, make("th", { scope: "row", textContent: "verified" }), ...proofs));
 }
 
@@ -1096,16 +1110,8 @@ function fillDefaults() {
   field("size").replaceChildren(...all.map((each) => make("option", { value: each, textContent: each.replace("x", " × ") })));
   field("priority").replaceChildren(...Array.from({ length: 10 }, (_, value) =>
     make("option", { value, textContent: value === 0 ? "0 (usual)" : value === 9 ? "9 (first)" : value })));
-  for (const name of PARAMETERS) applyLimits(field(name), limits?.[name]);
+  for (const name of ["steps", "frames"]) if (limits[`max_${name}`]) field(name).max = limits[`max_${name}`];
   fillSettings({ ...defaults, size: common, seed: "", priority: defaults.priority ?? 0 });
-}
-
-/** The limits of a parameter: [low, high], {min, max}, or the highest value alone. */
-function applyLimits(input, limit) {
-  if (!limit || input.type !== "number") return;
-  const [low, high] = Array.isArray(limit) ? limit : typeof limit === "object" ? [limit.min, limit.max] : [null, limit];
-  if (low !== null && low !== undefined) input.min = low;
-  if (high !== null && high !== undefined) input.max = high;
 }
 
 function fillSettings(values) {
@@ -1139,8 +1145,10 @@ const token = () => [...crypto.getRandomValues(new Uint32Array(4))].map((part) =
 
 async function addPhotos(files) {
   for (const file of files) {
-    const photo = { file, key: token(), thumb: null, error: "" };
+    const photo = { id: token(), file, seed: randomSeed(), thumb: null, error: "" };
+    const most = model()?.limits?.max_upload_bytes ?? Infinity;
     if (file.type && !file.type.startsWith("image/")) photo.error = "This is not an image.";
+    else if (file.size > most) photo.error = `The photograph has ${size(file.size)}; this server takes ${size(most)} at most.`;
     state.photos.push(photo);
     thumbnail(file).then((thumb) => { photo.thumb = thumb; renderPhotos(); });
   }
@@ -1162,7 +1170,7 @@ async function thumbnail(file) {
 
 function renderPhotos() {
   $("photos").hidden = !state.photos.length;
-  renderList($("photos"), state.photos, (photo) => photo.key, createPhoto, updatePhoto);
+  renderList($("photos"), state.photos, (photo) => photo.id, createPhoto, updatePhoto);
   const number = state.photos.length;
   setText($("make"), number > 1 ? `Make ${number} clips` : "Make clip");
 }
@@ -1171,7 +1179,7 @@ function createPhoto(photo) {
   const parts = {
     picture: make("span", { className: "blank" }),
     note: make("span", { className: "note number" }),
-    error: make("p", { className: "error", id: `photo-${photo.key}`, hidden: true }),
+    error: make("p", { className: "error", id: `photo-${photo.id}`, hidden: true }),
     drop: iconButton("close", `Leave out ${photo.file.name}`, () => {
       state.photos = state.photos.filter((each) => each !== photo);
       renderPhotos();
@@ -1197,8 +1205,10 @@ function updatePhoto(node, photo) {
   button.disabled = Boolean(photo.sending);
 }
 
-/** Stores one clip's request on the server; the key makes a second try the same request. */
+/** Stores one clip's request on the server; a second try with the same values is the same request. */
 async function send(photo, values) {
+  const wanted = JSON.stringify(values);
+  if (photo.wanted !== wanted) Object.assign(photo, { wanted, key: token() });
   const form = new FormData();
   form.append("input_reference", photo.file, photo.file.name || "photograph");
   for (const [name, value] of Object.entries(values)) if (String(value) !== "") form.append(name, value);
@@ -1223,7 +1233,6 @@ async function submit(event) {
   $("make").disabled = true;
   const made = [];
   for (const photo of [...state.photos]) {
-    photo.seed ??= randomSeed(); // kept for the second try, which must be the same request
     photo.sending = true;
     photo.error = "";
     renderPhotos();
@@ -1257,7 +1266,6 @@ function showRefusal(error, photo) {
   for (const [name, words] of faults) showFieldError(name, words);
   if (faults.length) {
     $("new").querySelector("[aria-invalid=true]").focus();
-    photo.key = token(); // the corrected request is another one
     return true;
   }
   if ([401, 429, 500, 503].includes(error.status)) {
@@ -1265,7 +1273,6 @@ function showRefusal(error, photo) {
     return true;
   }
   photo.error = error.words;
-  photo.key = token();
   return false;
 }
 
@@ -1275,7 +1282,7 @@ function faultsOf(error) {
   const has = (name) => [...PARAMETERS, "model"].includes(known(name));
   const faults = (error.details.faults ?? []).filter((fault) => has(fault.field));
   if (faults.length) return faults.map((fault) => [known(fault.field), sentence(fault.reason)]);
-  const named = error.details.field ?? error.details.parameter ?? /^(?:a )?(?:--)?([a-z_]+)\b/.exec(error.message)?.[1];
+  const named = Object.keys(error.details).find(has) ?? /^(?:a )?([a-z_]+)\b/.exec(error.message)?.[1];
   return named && has(named) && error.status < 429 ? [[known(named), error.words]] : [];
 }
 
