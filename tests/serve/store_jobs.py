@@ -1,0 +1,38 @@
+"""Jobs for tests of the store."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from svdpp.config import SamplingConfig
+from svdpp.serve.job import Job, new_id
+from svdpp.serve.store import JobStore
+
+SAMPLING = SamplingConfig(num_inference_steps=4, num_frames=14)
+
+
+def new_job(**values: Any) -> Job:
+    id = values.pop("id", new_id())
+    about = {
+        "seed": 1,
+        "sampling": SAMPLING,
+        "photo": f"{id}.png",
+        "photo_name": "cat.png",
+        "photo_sha256": "0" * 64,
+        "created_at": 1000.0,
+        **values,
+    }
+    return Job(id=id, **about)
+
+
+def add(store: JobStore, **values: Any) -> str:
+    """The id of a new job."""
+    return store.add(new_job(**values), max_open=None).id
+
+
+def take_all(store: JobStore) -> list[str]:
+    """The ids of all queued jobs, in the order in which they are taken."""
+    taken = []
+    while (job := store.take_next()) is not None:
+        taken.append(job.id)
+    return taken
