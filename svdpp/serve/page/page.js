@@ -8,7 +8,7 @@ const MAX_BACKOFF_SECONDS = 30;
 const ANSWER_SECONDS = 15; // a server that takes longer to say what its ranks do is gone
 const LIST_SECONDS = 10; // age of the list after which it is read again, with open clips
 const PAGE_CLIPS = 100;
-const SHOWN_IN_QUEUE = 40;
+const SHOWN_IN_QUEUE = 8;
 const NUM_TINTS = 8;
 // A browser opens six connections to a server over HTTP/1.1, for all of its tabs together.
 const MAX_STREAMS = 2;
@@ -34,7 +34,9 @@ const state = {
   listAt: 0,
   listed: false,
   hasOlder: false,
+  lastId: null, // of the oldest clip of the pages that were read
   allRead: false, // the oldest clip is shown
+  wholeQueue: false, // all of its rows are shown
   moreWaiting: false, // than the list has
   models: null,
   videos: new Map(), // by id
@@ -310,6 +312,7 @@ async function readList() {
     takeVideo(video, { quietly: !state.listed });
   }
   for (const id of unclear.slice(0, 10)) await readVideo(id);
+  state.lastId ??= newest.last_id;
   state.hasOlder = newest.has_more && !state.allRead;
   state.moreWaiting = Boolean(answers[1]?.has_more);
   state.listed = true;
@@ -326,9 +329,8 @@ async function readVideo(id) {
 }
 
 async function readOlder() {
-  const finals = [...state.videos.values()].filter((video) => !isOpen(video));
-  const last = finals.reduce((a, b) => (isNewer(a, b) ? b : a));
-  const answer = await get(`/v1/videos?limit=${PAGE_CLIPS}&order=desc&after=${last.id}`);
+  const answer = await get(`/v1/videos?limit=${PAGE_CLIPS}&order=desc&after=${state.lastId}`);
+  state.lastId = answer.last_id ?? state.lastId;
   for (const video of answer.data) takeVideo(video, { quietly: true });
   state.allRead = !answer.has_more;
   state.hasOlder = answer.has_more;
@@ -358,6 +360,7 @@ function takeVideo(video, { quietly = false } = {}) {
 
 function forget(id) {
   endStream(id);
+  if (state.lastId === id) state.lastId = null; // the next list begins again from the newest ones
   state.videos.delete(id);
   state.tints.delete(id);
   state.asked.delete(id);
@@ -534,8 +537,7 @@ function rankNow(rank) {
   const name = video ? nameOf(video) : rank.video ? "a clip of another key" : "";
   if (rank.doing === "idle") return "idle";
   if (rank.doing === "wait") return name ? `waits for ${name}` : "waits";
-  const step = rank.step === null ? "" : `, step ${rank.step}`;
-  return `${ACTIONS[rank.action] ?? rank.action} ${name}${step}`;
+  return rank.step === null ? `${ACTIONS[rank.action] ?? rank.action} ${name}` : `step ${rank.step} of ${name}`;
 }
 
 const place = (time, end) => `${100 * (1 - (end - time) / WINDOW_SECONDS)}%`;
@@ -582,13 +584,14 @@ function renderQueue(open) {
   const running = open.filter((video) => video.status === "in_progress").sort((a, b) => a.started_at - b.started_at);
   const waiting = open.filter((video) => video.status === "queued");
   waiting.sort((a, b) => (a.place ?? Infinity) - (b.place ?? Infinity) || (isNewer(a, b) ? 1 : -1));
-  const shown = [...running, ...waiting].slice(0, SHOWN_IN_QUEUE);
+  const shown = [...running, ...waiting].slice(0, state.wholeQueue ? Infinity : Math.max(SHOWN_IN_QUEUE, running.length));
   renderList($("queue-list"), shown, (video) => video.id, createRow, updateRow);
   $("queue-empty").hidden = open.length > 0;
   setText($("queue-empty"), state.listed ? "The queue is empty." : state.connection === "gone" ? "Unknown while the server is gone." : "Loading.");
-  const more = open.length - shown.length;
-  $("queue-more").hidden = more <= 0;
-  setText($("queue-more"), `and ${state.moreWaiting ? "more than " : ""}${plural(more, "clip")} more`);
+  const known = `${state.moreWaiting ? "the first " : "all "}${open.length}`;
+  $("queue-more").hidden = open.length <= Math.max(SHOWN_IN_QUEUE, running.length);
+  setText($("queue-more"), state.wholeQueue ? "Show fewer" : `Show ${known} clips`);
+  setAttribute($("queue-more"), "aria-expanded", state.wholeQueue);
   const last = Math.max(-1, ...open.map((video) => etaOf(video) ?? -1));
   setText($("queue-note"), last >= 0 && open.length > 1 ? `all finished in about ${duration(last)}` : "");
   setText($("eta-error"), etaErrorText(state.engine?.eta_error));
@@ -642,7 +645,9 @@ function updateRow(node, video) {
   setAttribute(bar, "aria-valuetext", video.status === "queued" ? placeText(video) : stepText(video));
   setText(status, state.busy.get(video.id) ?? (video.status === "queued" ? placeText(video) : stepText(video)));
   const left = etaOf(video);
-  setText(eta, left === null ? "" : left < 1 ? "finishes now" : `finishes in about ${duration(left)}`);
+  const rank = video.status === "queued" || video.rank === null ? "" : `rank ${video.rank}`;
+  const end = left === null ? "" : left < 1 ? "finishes now" : `finishes in about ${duration(left)}`;
+  setText(eta, [rank, end].filter(Boolean).join(" · "));
   const asked = state.busy.has(video.id);
   button.disabled = asked;
   setText(button, "Cancel");
@@ -655,9 +660,8 @@ function placeText(video) {
 }
 
 function stepText(video) {
-  const rank = video.rank === null ? "" : ` on rank ${video.rank}`;
-  if (video.step >= video.steps) return `Decoding${rank}`;
-  return `Step ${video.step} of ${video.steps}${rank}`;
+  if (video.step >= video.steps) return "Decoding";
+  return video.step || video.rank !== null ? `Step ${video.step} of ${video.steps}` : "Begins";
 }
 
 async function cancel(id) {
@@ -861,8 +865,8 @@ const release = (address) => { if (address?.startsWith("blob:")) URL.revokeObjec
 
 function updateCard(card, video) {
   const { made, proof, compare, verify: button } = card.parts;
-  const took = video.completed_at && video.started_at ? ` in ${duration(video.completed_at - video.started_at)}` : "";
-  setText(made, video.completed_at ? `made ${ago(video.completed_at)}${took}` : "");
+  const took = video.completed_at && video.started_at ? `, after ${duration(video.completed_at - video.started_at)}` : "";
+  setText(made, video.completed_at ? `finished ${ago(video.completed_at)}${took}` : "");
   const verdict = proofOf(video);
   setText(proof, state.busy.get(video.id) ?? capital(PROOFS[verdict]));
   setAttribute(proof, "data-proof", verdict);
@@ -1135,10 +1139,8 @@ function settings() {
   return { model: field("model").value, ...values };
 }
 
-/** 53 bits at most: any program reads such a number. */
-function randomSeed() {
-  return String(crypto.getRandomValues(new Uint32Array(1))[0]);
-}
+/** Six digits: short enough to read out. */
+const randomSeed = () => String(crypto.getRandomValues(new Uint32Array(1))[0] % 1e6);
 
 // crypto.randomUUID exists only on HTTPS and localhost.
 const token = () => [...crypto.getRandomValues(new Uint32Array(4))].map((part) => part.toString(16).padStart(8, "0")).join("");
@@ -1400,6 +1402,7 @@ function listen() {
       if (name === "drop" && event.dataTransfer?.files.length) addPhotos([...event.dataTransfer.files]);
     });
   }
+  $("queue-more").addEventListener("click", () => { state.wholeQueue = !state.wholeQueue; render(); });
   $("older").addEventListener("click", () => readOlder().catch((error) => say(error.words ?? error.message)).finally(render));
   $("play-all").addEventListener("click", () => {
     state.paused = !state.paused;
