@@ -1,0 +1,339 @@
+"""Owns the engine: the thread that feeds a pipeline from the queue, and restarts it."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from loguru import logger
+
+from svdpp.config import PipelineConfig
+from svdpp.driver.pipeline import Pipeline, resolve
+from svdpp.driver.supervisor import Observer
+from svdpp.errors import SvdppError, reraisable
+from svdpp.launch.world import find_world
+from svdpp.plan.costs import Costs
+from svdpp.serve.announcer import Announcer
+from svdpp.serve.clip_feed import ClipFeed
+from svdpp.serve.clip_orders import ClipOrders
+from svdpp.serve.cost_book import CostBook
+from svdpp.serve.estimate import Estimate
+from svdpp.serve.events import Events
+from svdpp.serve.job import Job, JobState
+from svdpp.serve.job_estimates import JobEstimates
+from svdpp.serve.rank_view import RankNow, RankSpan, RankView
+from svdpp.serve.running_clips import JobProgress, RunningClips
+from svdpp.serve.store import JobStore
+from svdpp.worker.messages import Event
+
+State = Literal["starting", "ready", "restarting", "closing"]
+
+_POLL_SECONDS = 0.25
+_STEPS_SECONDS = 0.1
+_MAX_BACK_OFF = 60.0
+# After the grace: the ranks are killed, and the thread ends.
+_END_SECONDS = 30.0
+
+
+def _describe(job: Job) -> Mapping[str, Any]:
+    return {"id": job.id, "status": str(job.state)}
+
+
+class Engine:
+    """Makes the clips of a queue, on ranks that it restarts when they die. Any thread may call it.
+
+    A rank that dies ends its pipeline. The unfinished clips go back to the queue, and continue from
+    their latent checkpoints in the next pipeline. The clip during which the rank died counts an
+    attempt, and fails with the second one.
+
+    Args:
+        config: of the pipeline.
+        store: the queue, which holds the truth about every job.
+        folder: the data folder, with `photos`, `clips` and `latents`.
+        events: gets an event for each change of a job's state, step or place.
+        describe: the data of a job's event.
+        observers: called with (rank, event) for every event of the ranks, in the pipeline's
+            thread; must be quick. What they raise goes to the log.
+        on_ended: called with each job that has reached a final state.
+        costs: assumed before there is a measurement; None: the preset of an A100.
+        first_back_off: seconds before the first restart; each further one doubles them, up to 60.
+
+    Raises:
+        ModelError: the model is missing or incomplete.
+    """
+
+    def __init__(
+        self,
+        config: PipelineConfig,
+        store: JobStore,
+        folder: Path,
+        events: Events,
+        *,
+        describe: Callable[[Job], Mapping[str, Any]] = _describe,
+        observers: Sequence[Observer] = (),
+        on_ended: Callable[[Job], None] = lambda _: None,
+        costs: Costs | None = None,
+        first_back_off: float = 1.0,
+    ) -> None:
+        self.config, self.checkpoint = resolve(config)
+        self.state: State = "starting"
+        self.restarts = 0
+        """How often the ranks have ended and been started again."""
+        self.last_error: BaseException | None = None
+        """What ended the ranks last; None since the latest finished clip."""
+        self.fatal: BaseException | None = None
+        """What ended the engine for good: a launcher starts its ranks only once."""
+        self._store = store
+        self._observers = tuple(observers)
+        self._orders = ClipOrders(self.config, self.checkpoint, folder)
+        assumed = self.config.costs if self.config.model.dummy_sleeps else costs
+        self._costs = CostBook(assumed, self.config.sampling)
+        self._changed = threading.Condition()
+        self._running = RunningClips(self._changed)
+        self._view = RankView(config.world_size, self._running.job_of)
+        self._estimates = JobEstimates(
+            self.config, store, self._running, self._costs, self._seconds_to_ready
+        )
+        self._announcer = Announcer(
+            store, events, self._estimates, describe=describe, on_ended=on_ended
+        )
+        self._feed = ClipFeed(
+            self.config,
+            store,
+            self._orders,
+            self._running,
+            self._announcer,
+            self._changed,
+            self._seconds_left,
+        )
+        self._first_back_off = self._back_off = first_back_off
+        self._retry_at = 0.0
+        self._start_seconds = 0.0
+        self._deadline = math.inf
+        self._pipeline: Pipeline | None = None
+        self._is_entering = False
+        self._stepped_at = 0.0
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    # --- for the server -------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Puts back what an earlier server left in progress, and starts the ranks in a thread."""
+        for job in self._store.recover():
+            self._announcer.changed(job.id)
+        self._thread.start()
+
+    def close(self, grace_seconds: float) -> None:
+        """Finishes what it can within the grace, drops the rest, and ends the ranks.
+
+        Dropped jobs stay in progress in the store: `JobStore.recover` queues them.
+        """
+        with self._changed:
+            self._deadline = min(self._deadline, time.monotonic() + grace_seconds)
+            self.state = "closing"
+            self._changed.notify_all()
+        end = time.monotonic() + grace_seconds + _END_SECONDS
+        while self._thread.is_alive() and time.monotonic() < end:
+            if self._is_entering and (pipeline := self._pipeline) is not None:
+                pipeline.close(drain=False)
+            self._thread.join(_POLL_SECONDS)
+
+    def wake(self) -> None:
+        """Says that a job is stored."""
+        self._feed.wake()
+
+    def cancel(self, job_id: str, timeout: float) -> bool:
+        """Cancels a job, and waits until the ranks have let go of it.
+
+        Returns:
+            False if they have not within `timeout` seconds; the job is then cancelled later. True
+            also for a job that has reached a final state, whichever it is.
+        """
+        if self._store.cancel_waiting(job_id):
+            job = self._announcer.changed(job_id)
+            if job is not None:
+                self._orders.forget(job)
+            self.wake()
+            return True
+        if not self._store.ask_to_cancel(job_id):
+            return True
+        end = time.monotonic() + timeout
+        self._feed.ask_to_cancel(job_id)
+        while self._is_in_progress(job_id):
+            with self._changed:
+                left = end - time.monotonic()
+                if left <= 0:
+                    return False
+                self._changed.wait(min(left, _POLL_SECONDS))
+        return True
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the ranks are ready and have no work, and none waits."""
+        return self.state == "ready" and self._feed.is_empty
+
+    @property
+    def live_ranks(self) -> int:
+        """How many ranks are ready for work."""
+        return self.config.world_size if self.state == "ready" else 0
+
+    @property
+    def back_off_seconds(self) -> float:
+        """Seconds until ranks that have ended are started again; 0 if none have."""
+        return max(0.0, self._retry_at - time.monotonic())
+
+    @property
+    def eta_errors(self) -> deque[float]:
+        """(actual - promised) / promised of the latest completed jobs."""
+        return self._announcer.eta_errors
+
+    def progress(self, job_id: str) -> JobProgress | None:
+        """How far the ranks are with a job; None if they do not have it."""
+        clip = self._running.get(job_id)
+        return None if clip is None else clip.progress
+
+    def ranks(self) -> list[RankNow]:
+        """What each rank does now."""
+        return self._view.now()
+
+    def spans(self) -> list[RankSpan]:
+        """What the ranks did in the last 60 seconds."""
+        return self._view.spans()
+
+    def costs(self) -> Costs:
+        """The costs of a clip with the pipeline's own sampling, measured if possible."""
+        return self._costs.costs(self.config.sampling)
+
+    def estimate(self, job_id: str) -> Estimate | None:
+        """A job's place and ETA; None if it is not open."""
+        return self._estimates.of(job_id)
+
+    def seconds_until_room(self) -> float:
+        """Seconds until the next clip is finished: when a full queue is worth another request."""
+        return min((each.eta_seconds for each in self._estimates.all().values()), default=1.0)
+
+    # --- one pipeline after the other, in the engine's thread ------------------------------------
+
+    def _run(self) -> None:
+        while not self._is_closing():
+            try:
+                self._serve()
+            except Exception as error:
+                if self._is_closing():
+                    break
+                self.last_error = error
+                self._feed.put_back_all(error, self._blamed(error))
+                if find_world() is not None:
+                    self.fatal = error
+                    logger.error("the ranks ended: {}", error)
+                    break
+                self._wait_for_restart(error)
+
+    def _serve(self) -> None:
+        """One pipeline, from its start to its end.
+
+        Raises:
+            SvdppError: what ended it.
+        """
+        begun = time.monotonic()
+        # Nothing reads the pipeline's trace, so it keeps as little as it can.
+        pipeline = Pipeline(
+            self.config, latents_folder=str(self._orders.latents_folder), history_clips=1
+        )
+        pipeline.observe(self._observe)
+        self._view.reset()
+        self._feed.begin()
+        self._pipeline, self._is_entering = pipeline, True
+        try:
+            with pipeline:
+                self._is_entering = False
+                self._start_seconds = time.monotonic() - begun
+                self._become("ready")
+                self._work(pipeline)
+                pipeline.close(drain=not self._running)  # at the end of the grace some may run
+        finally:
+            self._pipeline, self._is_entering = None, False
+            self._feed.settle_all()
+
+    def _work(self, pipeline: Pipeline) -> None:
+        """Moves jobs from the queue to the ranks and back, until it is time to close."""
+        num_completed = self._feed.num_completed
+        while not self._is_closing() or (self._running and self._seconds_left() > 0):
+            if pipeline.run_error is not None:
+                raise reraisable(pipeline.run_error)
+            self._feed.turn(pipeline)
+            if self._feed.num_completed > num_completed:
+                self._back_off, self.last_error = self._first_back_off, None
+            self._announce_progress()
+            self._wait()
+
+    def _wait(self) -> None:
+        """Waits for something to do."""
+        timeout = min(_POLL_SECONDS, self._seconds_left())
+        if self._running.has_stepped:
+            timeout = min(timeout, self._stepped_at + _STEPS_SECONDS - time.monotonic())
+        with self._changed:
+            self._changed.wait_for(lambda: self._feed.has_work, max(0.0, timeout))
+
+    def _wait_for_restart(self, error: BaseException) -> None:
+        self._view.reset()
+        self.restarts += 1
+        seconds, self._back_off = self._back_off, min(2 * self._back_off, _MAX_BACK_OFF)
+        self._retry_at = time.monotonic() + seconds
+        self._become("restarting")
+        logger.error("the ranks ended, and start again in {:g} s: {}", seconds, error)
+        with self._changed:
+            self._changed.wait_for(self._is_closing, seconds)
+
+    def _observe(self, rank: int, event: Event) -> None:
+        """Takes an event, in the pipeline's thread."""
+        try:
+            clip = self._running.report(rank, event, self._view.add(rank, event))
+            if clip is not None:
+                self._costs.add(event, clip.job.sampling)
+        except Exception:
+            logger.exception("an event of rank {} is lost", rank)
+        for observer in self._observers:
+            try:
+                observer(rank, event)
+            except Exception:
+                logger.exception("an observer failed")
+
+    def _blamed(self, error: BaseException) -> set[str]:
+        """The job during which a rank died; if that is unknown, all that have begun."""
+        rank = error.details.get("rank") if isinstance(error, SvdppError) else None
+        clip = self._running.of_clip(None if rank is None else self._view.clip_of(rank))
+        if clip is not None:
+            return {clip.job.id}
+        return {clip.job.id for clip in self._running.all() if clip.has_begun}
+
+    def _announce_progress(self) -> None:
+        if time.monotonic() - self._stepped_at >= _STEPS_SECONDS:
+            self._stepped_at = time.monotonic()
+            self._announcer.stepped(self._running.take_stepped())
+        self._announcer.places()
+
+    # --- helpers ----------------------------------------------------------------------------------
+
+    def _is_closing(self) -> bool:
+        return self._deadline < math.inf
+
+    def _seconds_left(self) -> float:
+        return self._deadline - time.monotonic()
+
+    def _become(self, state: State) -> None:
+        with self._changed:
+            if not self._is_closing():
+                self.state = state
+
+    def _is_in_progress(self, job_id: str) -> bool:
+        job = self._store.get(job_id)
+        return job is not None and job.state is JobState.IN_PROGRESS
+
+    def _seconds_to_ready(self) -> float:
+        return 0.0 if self.state == "ready" else self.back_off_seconds + self._start_seconds

@@ -1,0 +1,94 @@
+"""Owns the places and ETAs of the open jobs, from the queue, the ranks' progress and the costs."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from svdpp.config import PipelineConfig
+from svdpp.serve.cost_book import CostBook
+from svdpp.serve.estimate import ClipAhead, Estimate, Layouts, estimate
+from svdpp.serve.running_clips import RunningClips
+from svdpp.serve.store import JobStore
+
+_MAX_AGE = 0.5
+
+
+class JobEstimates:
+    """Estimates of all open jobs, computed at most twice a second. Any thread may call it.
+
+    Args:
+        config: of the pipeline, resolved.
+        store: the queue.
+        running: the clips in the pipeline.
+        costs: of clips by size.
+        delay: seconds until the ranks are ready for work.
+    """
+
+    def __init__(
+        self,
+        config: PipelineConfig,
+        store: JobStore,
+        running: RunningClips,
+        costs: CostBook,
+        delay: Callable[[], float],
+    ) -> None:
+        self._layouts = Layouts(config.layout)
+        self._store = store
+        self._running = running
+        self._costs = costs
+        self._delay = delay
+        self._lock = threading.Lock()
+        self._made_at = -_MAX_AGE
+        self._found: dict[str, Estimate] = {}
+
+    def of(self, job_id: str) -> Estimate | None:
+        """The estimate of a job; None if it is not open."""
+        found = self.all().get(job_id)
+        if found is None:  # a new job, or none
+            job = self._store.get(job_id)
+            if job is not None and not job.state.is_final:
+                found = self.all(max_age=0.0).get(job_id)
+        return found
+
+    def all(self, max_age: float = _MAX_AGE) -> dict[str, Estimate]:
+        """The estimate of each open job, by its id.
+
+        Args:
+            max_age: seconds for which an earlier answer may be used.
+        """
+        with self._lock:
+            if time.monotonic() - self._made_at >= max_age:
+                self._found = estimate(self._clips(), delay=self._delay())
+                self._made_at = time.monotonic()
+            return self._found
+
+    def _clips(self) -> list[ClipAhead]:
+        """The open clips, those in the pipeline first."""
+        now = time.monotonic()
+        next_clip = 0
+        clips = []
+        for clip in self._running.all():
+            sampling = clip.job.sampling
+            next_clip = clip.clip + 1
+            clips.append(
+                ClipAhead(
+                    id=clip.job.id,
+                    route=self._layouts.route(
+                        clip.clip, sampling.num_inference_steps, clip.steps_done
+                    ),
+                    costs=self._costs.costs(sampling),
+                    has_begun=clip.has_begun,
+                    begun_seconds=now - clip.reported_at if clip.has_begun else 0.0,
+                )
+            )
+        known = {clip.id for clip in clips}
+        for job in self._store.waiting():
+            if job.id not in known:  # taken since
+                steps = job.sampling.num_inference_steps
+                route = self._layouts.route(next_clip, steps)
+                costs = self._costs.costs(job.sampling)
+                clips.append(ClipAhead(id=job.id, route=route, costs=costs))
+                next_clip += 1
+        return clips

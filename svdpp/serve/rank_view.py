@@ -1,0 +1,156 @@
+"""Owns the view of the ranks: what each does now, and what it did in the last minute."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from svdpp.plan.actions import Action, Kind
+from svdpp.worker.messages import ActionDone, Event, Failed, Heartbeat, Joined, StepDone
+
+Doing = Literal["compute", "wait", "idle"]
+SpanKind = Literal["encode", "denoise", "decode"]
+
+_SPAN_SECONDS = 60.0
+_MAX_SPANS = 4096
+_SPAN_KINDS: dict[Kind, SpanKind] = {
+    Kind.ENCODE: "encode",
+    Kind.DENOISE: "denoise",
+    Kind.DECODE: "decode",
+}
+
+
+@dataclass(frozen=True)
+class RankNow:
+    """What a rank does now.
+
+    Args:
+        rank: its number.
+        device: as the rank reported it; empty until it has joined.
+        video: id of the job; None if it works on none.
+        action: the kind of action, in lower case; empty between actions.
+        step: the current step; None outside of denoising.
+        doing: `wait` is for a packet.
+    """
+
+    rank: int
+    device: str
+    video: str | None
+    action: str
+    step: int | None
+    doing: Doing
+
+
+@dataclass(frozen=True)
+class RankSpan:
+    """The time in which a rank did one action, in unix seconds; one at work ends now."""
+
+    rank: int
+    video: str | None
+    kind: SpanKind
+    start: float
+    end: float
+
+
+@dataclass
+class _Rank:
+    device: str = ""
+    clock_ahead: float = 0.0
+    action: Action | None = None
+    step: int = -1
+    waits: bool = False
+    since: float = 0.0
+
+
+class RankView:
+    """Collects the events of the ranks. One thread adds them, any thread reads.
+
+    Args:
+        world_size: number of ranks.
+        job_of: the id of the job of a clip, None if it is unknown; called in `add` and `now`.
+    """
+
+    def __init__(self, world_size: int, job_of: Callable[[int], str | None]) -> None:
+        self._job_of = job_of
+        self._lock = threading.Lock()
+        self._ranks = [_Rank() for _ in range(world_size)]
+        self._spans: deque[RankSpan] = deque(maxlen=_MAX_SPANS)
+
+    def reset(self) -> None:
+        """Forgets what the ranks do, because they have ended; keeps the spans."""
+        with self._lock:
+            self._ranks = [_Rank() for _ in self._ranks]
+
+    def add(self, rank: int, event: Event) -> Action | None:
+        """Takes one event; returns its action if it is about one."""
+        with self._lock:
+            at = self._ranks[rank]
+            match event:
+                case Joined():
+                    at.device, at.clock_ahead = event.device, event.clock_ahead
+                case Heartbeat() | Failed():
+                    return self._moved(at, event)
+                case StepDone():
+                    at.step = event.step + 1
+                case ActionDone():
+                    return self._done(rank, at, event)
+                case _:
+                    pass
+            return None
+
+    def clip_of(self, rank: int) -> int | None:
+        """The clip of the rank's last report; None if it was between actions."""
+        with self._lock:
+            action = self._ranks[rank].action if rank < len(self._ranks) else None
+        return None if action is None else action.clip
+
+    def now(self) -> list[RankNow]:
+        """What each rank does now."""
+        with self._lock:
+            return [self._now(rank, at) for rank, at in enumerate(self._ranks)]
+
+    def spans(self) -> list[RankSpan]:
+        """The spans of the last 60 seconds, and those of the actions at work."""
+        now = time.time()
+        with self._lock:
+            while self._spans and self._spans[0].end < now - _SPAN_SECONDS:
+                self._spans.popleft()
+            found = list(self._spans)
+            for rank, at in enumerate(self._ranks):
+                if at.action is not None and not at.waits and at.action.kind in _SPAN_KINDS:
+                    kind = _SPAN_KINDS[at.action.kind]
+                    start = _unix(at.since)
+                    found.append(RankSpan(rank, self._job_of(at.action.clip), kind, start, now))
+        return found
+
+    def _moved(self, at: _Rank, event: Heartbeat | Failed) -> Action | None:
+        action = Action.parse(event.action) if event.action else None
+        waits = isinstance(event, Heartbeat) and event.waiting
+        if (action, waits) != (at.action, at.waits):
+            at.action, at.waits, at.since = action, waits, time.monotonic()
+            at.step = -1
+        at.step = max(at.step, event.step)
+        return action
+
+    def _done(self, rank: int, at: _Rank, event: ActionDone) -> Action:
+        action = Action.parse(event.action)
+        if (kind := _SPAN_KINDS.get(action.kind)) is not None:
+            start, end = (_unix(each - at.clock_ahead) for each in (event.start, event.end))
+            self._spans.append(RankSpan(rank, self._job_of(action.clip), kind, start, end))
+        return action
+
+    def _now(self, rank: int, at: _Rank) -> RankNow:
+        if at.action is None:
+            return RankNow(rank, at.device, None, "", None, "idle")
+        step = at.step if at.action.kind is Kind.DENOISE and at.step >= 0 else None
+        doing: Doing = "wait" if at.waits else "compute"
+        kind = at.action.kind.lower()
+        return RankNow(rank, at.device, self._job_of(at.action.clip), kind, step, doing)
+
+
+def _unix(monotonic: float) -> float:
+    return monotonic + time.time() - time.monotonic()

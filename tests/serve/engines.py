@@ -1,0 +1,134 @@
+"""Engines over real ranks of the dummy model, for tests."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SamplingConfig
+from svdpp.driver.pipeline import Pipeline
+from svdpp.plan.costs import Costs
+from svdpp.serve.engine import Engine
+from svdpp.serve.events import Events
+from svdpp.serve.job import Job, JobState, new_id
+from svdpp.serve.store import JobStore
+from tests.driver.dummies import HANG_SECONDS
+from tests.faults.processes import wait_until
+
+STEPS = 8
+SAMPLING = SamplingConfig(num_inference_steps=STEPS, num_frames=2, decode_chunk_size=2)
+
+
+def dummy_config(world_size: int = 2, step_seconds: float = 0.0, **changes: Any) -> PipelineConfig:
+    """The dummy model, whose steps take `step_seconds`; only then it decodes."""
+    model = ModelConfig(
+        name="dummy", dummy_latent_shape=(1, 4, 2, 8, 8), dummy_sleeps=step_seconds > 0
+    )
+    config = PipelineConfig(
+        world_size=world_size,
+        model=model,
+        sampling=SAMPLING,
+        costs=Costs(step_seconds=step_seconds or 0.001),
+    )
+    return replace(config, **changes)
+
+
+def dummy_job(seed: int, **values: Any) -> Job:
+    about = {
+        "id": new_id(),
+        "seed": seed,
+        "sampling": SAMPLING,
+        "photo": "none.png",
+        "photo_name": "none.png",
+        "photo_sha256": "0" * 64,
+        "created_at": time.time(),
+        **values,
+    }
+    return Job(**about)
+
+
+@dataclass
+class Serving:
+    """A running engine and what it works with."""
+
+    store: JobStore
+    engine: Engine
+    events: Events
+    ended: list[Job]
+    folder: Path
+
+    def add(self, *seeds: int, **values: Any) -> list[str]:
+        """Ids of new jobs, one for each seed."""
+        ids = []
+        for seed in seeds:
+            job = self.store.add(dummy_job(seed, **values), max_open=None)
+            ids.append(job.id)
+            self.engine.wake()
+        return ids
+
+    def job(self, job_id: str) -> Job:
+        found = self.store.get(job_id)
+        assert found is not None
+        return found
+
+    def states(self, ids: list[str]) -> list[JobState]:
+        return [self.job(job_id).state for job_id in ids]
+
+    def wait_final(self, ids: list[str]) -> list[Job]:
+        self.wait(lambda: all(state.is_final for state in self.states(ids)), "jobs do not end")
+        return [self.job(job_id) for job_id in ids]
+
+    def wait(self, happens: Callable[[], object], what: str) -> None:
+        wait_until(happens, HANG_SECONDS, lambda: f"{what}: {self.engine.ranks()}")
+
+    def wait_for_step(self, job_id: str, step: int) -> None:
+        """Waits until so many steps of the job are done."""
+
+        def is_there() -> bool:
+            progress = self.engine.progress(job_id)
+            return progress is not None and progress.steps_done >= step
+
+        self.wait(is_there, f"no step {step}")
+
+    @property
+    def pids(self) -> list[int]:
+        pipeline = self.engine._pipeline
+        assert pipeline is not None
+        found: list[int] = pipeline._supervisor._group.pids  # type: ignore[union-attr, attr-defined]
+        return found
+
+    def kill(self, rank: int) -> None:
+        os.kill(self.pids[rank], signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def serving(
+    folder: Path, config: PipelineConfig, *, grace: float = 60, **settings: Any
+) -> Iterator[Serving]:
+    """An engine over `folder`, closed at the end of the block."""
+    store, events, ended = JobStore(folder), Events(), []  # type: ignore[var-annotated]
+    settings = {"first_back_off": 0.05, **settings}
+    engine = Engine(config, store, folder, events, on_ended=ended.append, **settings)
+    engine.start()
+    try:
+        yield Serving(store, engine, events, ended, folder)
+    finally:
+        engine.close(grace)
+        store.close()
+
+
+def hashes(config: PipelineConfig, seeds: list[int]) -> list[str]:
+    """The `latents_sha256` of clips that nothing interrupts, on one rank."""
+    with Pipeline(replace(config.alone(), costs=config.costs)) as pipeline:
+        results = pipeline.run([ClipRequest(seed=seed) for seed in seeds])
+    return [result.metadata["latents_sha256"] for result in results]
+
+
+def latents(jobs: list[Job]) -> list[str]:
+    return [job.metadata["latents_sha256"] for job in jobs]
