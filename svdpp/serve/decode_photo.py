@@ -40,18 +40,25 @@ def main(path: str, parent: str, max_bytes: str, cpu_seconds: str) -> None:
         cpu_seconds: of CPU time, after which the kernel ends this process by SIGXCPU.
     """
     end_with_parent(int(parent))
-    for limit, value in (
-        (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_FSIZE, 0),
-        (resource.RLIMIT_AS, int(max_bytes)),
-        (resource.RLIMIT_CPU, int(cpu_seconds)),
-    ):
-        resource.setrlimit(limit, (value, value))
+    _limit(int(max_bytes), int(cpu_seconds))
     try:
         answer: dict[str, Any] = {"photo": _decode(Path(path))}
     except InputError as error:
         answer = {"error": error_to_dict(error)}
+    except MemoryError:
+        answer = {"error": error_to_dict(InputError(f"{path!r} does not fit in memory"))}
     os.write(1, json.dumps(answer).encode())
+
+
+def _limit(max_bytes: int, cpu_seconds: int) -> None:
+    for limit, value in (
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_FSIZE, 0),
+        (resource.RLIMIT_AS, max_bytes),
+    ):
+        resource.setrlimit(limit, (value, value))
+    # At the hard limit the kernel would send SIGKILL, which does not say why.
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds + 1))
 
 
 def _decode(path: Path) -> dict[str, Any]:

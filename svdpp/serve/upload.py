@@ -23,6 +23,7 @@ from svdpp.media import output_files
 from svdpp.media.image import Photo
 
 _ID = re.compile(r"video_[0-9a-f]{32}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 _SUFFIX = re.compile(r"\.[a-z]{3,4}")
 _MAX_NAME = 100
 #: Longer answers are not a decoder's own.
@@ -208,18 +209,29 @@ def _parsed(
             details={"seconds": limits.seconds, "cpu_seconds": limits.cpu_seconds},
         )
     try:
-        answer = json.loads(text)
-    except ValueError:
+        return _checked(json.loads(text))
+    except InputError as error:
+        message = error.message.replace(repr(str(upload)), repr(name))
+        raise InputError(message, error.hint) from None
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
         how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
         raise InputError(
             f"{name!r} cannot be decoded: the decoder ended with {how}",
             "save it again as PNG or JPEG",
-        ) from None
+        ) from error
+
+
+def _checked(answer: Any) -> dict[str, Any]:
+    """What the decoder found, which a hostile file could have taken over; InputError if it says so.
+
+    Raises:
+        ValueError, TypeError, LookupError, AttributeError: it is no answer of `decode_photo`.
+    """
     if "error" in answer:
         error = error_from_dict(answer["error"])
-        message = error.message.replace(repr(str(upload)), repr(name))
-        raise InputError(message, error.hint, details=error.details)
-    found: dict[str, Any] = answer["photo"]
-    if _SUFFIX.fullmatch(found["suffix"]) is None:
-        raise InputError(f"{name!r} cannot be decoded: the decoder gave a wrong answer")
-    return found
+        raise InputError(str(error.message), str(error.hint))
+    found = answer["photo"]
+    for name, pattern in (("sha256", _SHA256), ("suffix", _SUFFIX)):
+        if pattern.fullmatch(found[name]) is None:
+            raise ValueError(f"the decoder's {name} is wrong")
+    return {**found, "width": int(found["width"]), "height": int(found["height"])}
