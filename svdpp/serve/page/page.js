@@ -789,10 +789,11 @@ function createCard(video) {
     toggle: iconButton("pause", "", () => card.play(player.paused)),
     fault: make("p", { className: "error", hidden: true }),
     made: make("span", { className: "note" }),
-    proof: make("span", { className: "proof" }),
+    proof: make("span"),
     compare: make("button", { type: "button", className: "button small", textContent: "Compare",
       onclick: () => pick(video.id) }),
-    verify: iconButton("verify", `Verify ${title} against diffusers on one device`, () => verify(video.id)),
+    verify: make("button", { type: "button", className: "link", textContent: "Verify",
+      "aria-label": `Verify ${title} against diffusers on one device`, onclick: () => verify(video.id) }),
     details: details(video),
   };
   const screen = make("div", { className: "screen" }, player, parts.toggle, parts.fault);
@@ -800,8 +801,9 @@ function createCard(video) {
     make("div", { className: "about" },
       make("div", { className: "head" }, make("span", { className: "dot" }), make("span", { className: "title", title, textContent: nameOf(video) }),
         make("span", { className: "note", textContent: `seed ${video.seed}` })),
-      make("span", { className: "note", textContent: `${shape(video)} · ${video.seconds} s` }), parts.made, parts.proof),
-    make("div", { className: "actions" }, parts.compare, make("span", { className: "push" }), parts.verify,
+      make("span", { className: "note", textContent: `${shape(video)} · ${video.seconds} s` }), parts.made,
+      make("span", { className: "proof" }, parts.proof, parts.verify)),
+    make("div", { className: "actions" }, parts.compare, make("span", { className: "push" }),
       iconButton("download", `Download ${title}`, () => download(video.id)),
       iconButton("copy", `Copy the parameters of ${title}`, () => copyParameters(video.id)),
       iconButton("again", `Make ${nameOf(video)} again with another seed`, () => makeAgain(video.id, randomSeed())),
@@ -809,18 +811,19 @@ function createCard(video) {
     parts.details);
   setAttribute(card, "data-tint", tintOf(video.id));
   setAttribute(parts.compare, "aria-label", `Compare ${title} with another clip`);
-  return Object.assign(card, { parts, ...playing(card, parts, screen, video.id) });
+  return Object.assign(card, { parts, ...playing(parts, screen, video.id, title) });
 }
 
 /** What a card does with its video: load, play, and let go. */
-function playing(card, { player, toggle, fault }, screen, id) {
+function playing({ player, toggle, fault }, screen, id, title) {
   let visible = false;
   let wanted = !state.paused;
   let loaded = null;
   const show = () => {
-    const label = `${player.paused ? "Play" : "Pause"} the clip`;
+    const label = `${player.paused ? "Play" : "Pause"} ${title}`;
     screen.classList.toggle("paused", player.paused);
     toggle.replaceChildren(icon(player.paused ? "play" : "pause"));
+    toggle.title = label;
     setAttribute(toggle, "aria-label", label);
   };
   const load = async () => {
@@ -869,9 +872,8 @@ function updateCard(card, video) {
   setText(made, video.completed_at ? `finished ${ago(video.completed_at)}${took}` : "");
   const verdict = proofOf(video);
   setText(proof, state.busy.get(video.id) ?? capital(PROOFS[verdict]));
-  setAttribute(proof, "data-proof", verdict);
-  button.hidden = verdict !== "none";
-  button.disabled = state.busy.has(video.id);
+  setAttribute(proof.parentNode, "data-proof", verdict);
+  button.hidden = verdict !== "none" || state.busy.has(video.id);
   const picked = state.picked.includes(video.id);
   setAttribute(compare, "aria-pressed", picked);
   card.classList.toggle("chosen", picked);
