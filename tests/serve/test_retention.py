@@ -1,0 +1,215 @@
+"""Old jobs go with all their files; a kill at any moment leaves no row or file alone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from svdpp.errors import OutputError
+from svdpp.media import output_files
+from svdpp.serve.job import JobState
+from svdpp.serve.retention import remove_job, remove_strangers, sweep
+from svdpp.serve.store import JobStore
+from tests.serve.store_jobs import add
+
+FILES = ("clips/{id}.mp4", "clips/{id}.mp4.json", "clips/{id}.draft.mp4", "photos/{id}.png")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, store: JobStore) -> Path:  # noqa: ARG001 (it creates the folder)
+    """The data folder of `store`."""
+    for name in ("photos", "clips", "latents"):
+        (tmp_path / "data" / name).mkdir()
+    return tmp_path / "data"
+
+
+def put_files(folder: Path, id: str, num_bytes: int = 100) -> None:
+    for name in FILES:
+        (folder / name.format(id=id)).write_bytes(bytes(num_bytes // len(FILES)))
+
+
+def finished(store: JobStore, folder: Path, at: float, num_bytes: int = 100) -> str:
+    """A completed job with files; `at` is the time of its end."""
+    id = add(store, created_at=at)
+    put_files(folder, id, num_bytes)
+    job = store.take_next()
+    assert job is not None
+    assert job.id == id
+    store.complete(id, {})
+    with store._file.change() as database:
+        database.execute("UPDATE jobs SET finished_at = ? WHERE id = ?", (at, id))
+    return id
+
+
+def ids_of_files(folder: Path) -> set[str]:
+    names = os.listdir(folder / "photos") + os.listdir(folder / "clips")
+    return {name.partition(".")[0] for name in names}
+
+
+def ids(store: JobStore) -> set[str]:
+    return set(store.photos())
+
+
+def test_jobs_go_by_age(store: JobStore, folder: Path) -> None:
+    old, recent = (finished(store, folder, at) for at in (100.0, 200.0))
+    assert sweep(store, folder, 250.0, None, None) == []
+    assert sweep(store, folder, 250.0, 150.0, None) == []
+    assert sweep(store, folder, 250.5, 150.0, None) == [old]
+    assert ids(store) == ids_of_files(folder) == {recent}
+    assert sweep(store, folder, 1000.0, 0.0, None) == [recent]
+    assert ids(store) == ids_of_files(folder) == set()
+
+
+def test_jobs_go_by_bytes_the_oldest_first(store: JobStore, folder: Path) -> None:
+    first, second, third = (finished(store, folder, at) for at in (3.0, 1.0, 2.0))
+    assert sweep(store, folder, 10.0, None, 300) == []
+    assert sweep(store, folder, 10.0, None, 299) == [second]
+    assert sweep(store, folder, 10.0, None, 150) == [third]
+    assert ids(store) == ids_of_files(folder) == {first}
+
+
+def test_open_jobs_stay_however_old_and_large(store: JobStore, folder: Path) -> None:
+    done = finished(store, folder, 1.0)
+    running, waiting = add(store, created_at=0.0), add(store, created_at=1.0)
+    store.take_next()
+    for id in (waiting, running):
+        put_files(folder, id, 10_000)
+    assert sweep(store, folder, 1e9, 1.0, 1) == [done]
+    assert ids(store) == ids_of_files(folder) == {waiting, running}
+
+
+def test_a_job_stays_while_it_is_proved(store: JobStore, folder: Path) -> None:
+    id = finished(store, folder, 1.0)
+    store.set_proof(id, "running")
+    assert sweep(store, folder, 1e9, 1.0, 1) == []
+    store.set_proof(id, "equal")
+    assert sweep(store, folder, 1e9, 1.0, 1) == [id]
+
+
+def test_failed_and_cancelled_jobs_go_too(store: JobStore, folder: Path) -> None:
+    gone = [add(store), add(store)]
+    store.cancel_waiting(gone[0])
+    store.take_next()
+    store.fail(gone[1], {"message": "no"})
+    put_files(folder, gone[0])
+    assert set(sweep(store, folder, 1e12, 1.0, None)) == set(gone)
+    assert ids(store) == ids_of_files(folder) == set()
+
+
+def test_a_photograph_with_another_name_goes_with_its_job(store: JobStore, folder: Path) -> None:
+    id = add(store, photo="other.jpg")
+    (folder / "photos" / "other.jpg").write_bytes(b"x")
+    assert remove_strangers(store, folder) == []
+    store.cancel_waiting(id)
+    assert remove_job(store, folder, id)
+    assert os.listdir(folder / "photos") == []
+
+
+def test_one_job_is_removed_on_request(store: JobStore, folder: Path) -> None:
+    id, other = (finished(store, folder, at) for at in (1.0, 2.0))
+    waiting = add(store)
+    put_files(folder, waiting)
+    assert remove_job(store, folder, id)
+    assert not remove_job(store, folder, id)
+    assert not remove_job(store, folder, waiting)
+    assert not remove_job(store, folder, "../..")
+    assert ids(store) == ids_of_files(folder) == {other, waiting}
+
+
+def test_files_of_no_job_go_at_the_start(store: JobStore, folder: Path) -> None:
+    id = finished(store, folder, 1.0)
+    waiting = add(store)
+    put_files(folder, waiting)
+    latent = folder / "latents" / f"{'0' * 64}_step4.safetensors"
+    strangers = [
+        folder / "photos" / ".upload-0123",
+        folder / "photos" / f"video_{'1' * 32}.png",
+        folder / "clips" / f"video_{'1' * 32}.mp4",
+        folder / "clips" / ".svdpp-00000000-1-00000000.mp4",
+    ]
+    for path in (*strangers, latent):
+        path.write_bytes(b"x")
+    assert sweep(store, folder, 2.0, None, 10**6) == []  # an upload that goes on is left alone
+    assert all(path.exists() for path in strangers)
+    assert set(remove_strangers(store, folder)) == set(strangers)
+    assert not any(path.exists() for path in strangers)
+    assert ids(store) == ids_of_files(folder) == {id, waiting}
+    assert latent.exists()  # the waiting job may resume from it
+    store.cancel_waiting(waiting)
+    assert remove_strangers(store, folder) == [latent]
+
+
+def test_a_file_that_cannot_be_removed_does_not_cost_other_jobs(
+    store: JobStore, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without their row its bytes no longer count; the next start removes them."""
+    old, *others = (finished(store, folder, at) for at in (1.0, 2.0, 3.0))
+    with monkeypatch.context() as patch:
+        patch.setattr(output_files, "remove", lambda _: None)
+        assert sweep(store, folder, 10.0, None, 250) == [old]
+        assert sweep(store, folder, 10.0, None, 250) == []
+    assert ids(store) == set(others)
+    assert ids_of_files(folder) == {old, *others}
+    remove_strangers(store, folder)
+    assert ids_of_files(folder) == set(others)
+
+
+_SWEEP = """
+import os, sys
+from pathlib import Path
+from svdpp.serve.retention import sweep
+from svdpp.serve.store import JobStore
+
+folder = Path(sys.argv[1])
+store = JobStore(folder)
+left = int(sys.argv[2])
+
+def count(event, _):
+    global left
+    if event == "os.remove":
+        left -= 1
+        if left == 0:
+            os.kill(os.getpid(), 9)
+
+sys.addaudithook(count)
+sweep(store, folder, 1e9, 1.0, None)
+"""
+
+
+@pytest.mark.parametrize("at", [1, 2, 4, 5, 8])
+def test_a_kill_leaves_no_row_without_files_and_no_file_without_a_row(
+    store: JobStore, folder: Path, at: int
+) -> None:
+    """A server is killed at its `at`-th removal of a file; each of three jobs has four."""
+    for time in (1.0, 2.0, 3.0):
+        finished(store, folder, time)
+    store.close()
+    killed = subprocess.run([sys.executable, "-c", _SWEEP, str(folder), str(at)])
+    assert killed.returncode == -signal.SIGKILL
+    again = JobStore(folder)
+    try:
+        remove_strangers(again, folder)
+        left = ids(again)
+        assert ids_of_files(folder) == left
+        assert len(left) == 3 - (at + 3) // 4
+        for id in left:
+            assert all((folder / name.format(id=id)).exists() for name in FILES)
+        assert again.counts()[JobState.COMPLETED] == len(left)
+    finally:
+        again.close()
+
+
+def test_folders_that_do_not_exist_have_no_files(store: JobStore, tmp_path: Path) -> None:
+    assert sweep(store, tmp_path / "data", 1.0, 1.0, 1) == []
+    assert remove_strangers(store, tmp_path / "data") == []
+
+
+def test_a_folder_that_cannot_be_read_is_named(store: JobStore, tmp_path: Path) -> None:
+    (tmp_path / "data" / "photos").write_text("a file")
+    with pytest.raises(OutputError, match="photos"):
+        sweep(store, tmp_path / "data", 1.0, 1.0, 1)
