@@ -27,6 +27,7 @@ COMMANDS: Mapping[str, str] = {
     "verify": "Prove that the pipeline's clips equal those of diffusers, bit for bit.",
     "profile": "Measure the costs that plans are based on.",
     "bench": "Measure a pipeline against data parallel and against diffusers on one device.",
+    "serve": "Serve clips over HTTP, with a queue that survives crashes and a web page.",
     "doctor": "Check in seconds that a run has what it needs.",
     "env": "Show versions, devices, ffmpeg and settings, ready to paste into a report.",
 }

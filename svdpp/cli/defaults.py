@@ -133,11 +133,13 @@ def _known_options() -> dict[str, tuple[str, Any]]:
     from svdpp.cli.options.outputs import OutputOptions, TraceOptions
     from svdpp.cli.options.ranks import RankOptions
     from svdpp.cli.options.sampling import SamplingOptions
+    from svdpp.cli.options.serve import ServeOptions
     from svdpp.cli.options.talk import LogOptions
 
     groups: tuple[Any, ...] = (
         *(SecondsOptions, DraftOptions, ForecastOptions, InputOptions, LayoutOptions),
         *(ModelOptions, OutputOptions, TraceOptions, RankOptions, SamplingOptions, LogOptions),
+        ServeOptions,
     )
     known = {}
     for group in groups:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import traceback
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
@@ -70,6 +71,14 @@ class ApiError(SvdppError):
         self.status = status
         self.code = code
         self.headers = dict(headers or {})
+
+
+class Refusal(HTTPException):
+    """An `ApiError` that is raised while a body is read, where FastAPI lets only these pass."""
+
+    def __init__(self, error: ApiError) -> None:
+        super().__init__(error.status, error.message)
+        self.error = error
 
 
 def error_answer(error: ApiError) -> JSONResponse:
@@ -151,6 +160,8 @@ def _short(value: Any) -> Any:
 
 async def _on_http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
+    if isinstance(error, Refusal):
+        return error_answer(error.error)
     status = error.status_code
     phrase = HTTPStatus(status).phrase.lower()
     path = redact(request.url.path)
@@ -164,6 +175,8 @@ async def _on_http_error(request: Request, error: Exception) -> JSONResponse:
 
 
 async def _on_unexpected(request: Request, error: Exception) -> JSONResponse:
-    logger.opt(exception=error).error("{} {} failed", request.method, request.url.path)
+    # Not by loguru's own format, which shows the values of variables: keys are among them.
+    trace = "".join(traceback.format_exception(error))
+    logger.error("{} {} failed: {}", request.method, request.url.path, trace)
     message = f"unexpected {type(error).__name__}"
     return error_answer(ApiError(500, "internal_error", message, "the server's log has the reason"))

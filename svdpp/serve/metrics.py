@@ -17,7 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
@@ -62,6 +69,7 @@ class Metrics:
     """
 
     def __init__(self, sources: Sources) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # one more series for each, which nobody reads
         self.registry = CollectorRegistry()
         self._time_of_ranks = _RankTimes()
         self._errors: deque[float] = deque(maxlen=_KEPT_ERRORS)

@@ -14,9 +14,10 @@ LAYOUT = "Layout"
 COSTS = "Costs"
 MEMORY = "Memory"
 DRAFT = "Draft"
+SERVICE = "Service"
 RECOVERY = "Recovery"
 DIAGNOSTICS = "Diagnostics"
-PANELS = (VIDEO, MODEL, LAYOUT, COSTS, MEMORY, DRAFT, RECOVERY, DIAGNOSTICS)
+PANELS = (SERVICE, VIDEO, MODEL, LAYOUT, COSTS, MEMORY, DRAFT, RECOVERY, DIAGNOSTICS)
 
 #: Accepted spellings that the help does not show: those of diffusers and earlier versions.
 HIDDEN_NAMES = frozenset(

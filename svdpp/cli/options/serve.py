@@ -1,0 +1,163 @@
+"""Owns the options of the service: address, data folder, keys, limits, retention."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from svdpp.cli.options.declare import RECOVERY, SERVICE, VIDEO, flag, option
+from svdpp.config import SamplingConfig
+from svdpp.config.limits import check_seconds, check_whole, is_number, shown
+from svdpp.errors import RequestError
+
+_MAX_PORT = 65535
+_MAX_QUEUE = 100_000
+_MAX_UPLOAD_MB = 256  # as media.image reads at most
+_MAX_SIZES = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """Where the service listens, what it keeps, and what clients may request."""
+
+    host: Annotated[
+        str,
+        option(
+            "--host",
+            panel=SERVICE,
+            metavar="HOST",
+            help="Address to listen on. One that other machines reach needs --api-key-file.",
+        ),
+    ] = "127.0.0.1"
+    port: Annotated[
+        int,
+        option("--port", panel=SERVICE, metavar="PORT", help="Port; 0 takes a free one."),
+    ] = 8000
+    data: Annotated[
+        Path,
+        option(
+            "--data",
+            panel=SERVICE,
+            metavar="DIR",
+            help="Folder of the queue, the photographs and the clips. A server that starts with it "
+            "again goes on.",
+        ),
+    ] = Path("svdpp-data")
+    api_key_file: Annotated[
+        Path | None,
+        option(
+            "--api-key-file",
+            panel=SERVICE,
+            metavar="FILE",
+            help="Serve only requests with a key in this file, each its own clips.",
+            default="no keys: this machine only",
+        ),
+    ] = None
+    new_key: Annotated[
+        str | None,
+        option(
+            "--new-key",
+            panel=SERVICE,
+            metavar="NAME",
+            help="Create an API key, append its hash to --api-key-file, print the key once, and "
+            "end.",
+            default="start the server",
+        ),
+    ] = None
+    max_queue: Annotated[
+        int,
+        option(
+            "--max-queue",
+            panel=SERVICE,
+            metavar="N",
+            help="Clips that may wait or be made; further requests are told when to come again.",
+        ),
+    ] = 1000
+    max_upload_mb: Annotated[
+        int,
+        option(
+            "--max-upload-mb",
+            panel=SERVICE,
+            metavar="MIB",
+            help="Largest photograph, in MiB.",
+        ),
+    ] = 32
+    keep_days: Annotated[
+        float | None,
+        option(
+            "--keep-days",
+            panel=SERVICE,
+            metavar="DAYS",
+            help="Remove finished clips, with their rows, after this time.",
+            default="never",
+        ),
+    ] = None
+    keep_gb: Annotated[
+        float | None,
+        option(
+            "--keep-gb",
+            panel=SERVICE,
+            metavar="GB",
+            help="Remove the oldest finished clips beyond this size of all files.",
+            default="no limit",
+        ),
+    ] = None
+    verify_when_idle: Annotated[
+        bool,
+        flag(
+            "--verify-when-idle",
+            panel=SERVICE,
+            help="Make finished clips again on one device while nothing waits, the newest first, "
+            "and compare them bit by bit.",
+        ),
+    ] = False
+    sizes: Annotated[
+        str | None,
+        option(
+            "--sizes",
+            panel=VIDEO,
+            metavar="WxH,WxH",
+            help="Further frame sizes that clients may request, such as 768x448,1024x576.",
+            default="only --width x --height",
+        ),
+    ] = None
+    grace: Annotated[
+        float,
+        option(
+            "--grace",
+            panel=RECOVERY,
+            metavar="SECONDS",
+            help="On SIGTERM, finish the clips in progress within this time; the others continue "
+            "from their latent checkpoints at the next start.",
+        ),
+    ] = 30.0
+
+    def __post_init__(self) -> None:
+        check_whole("--port", self.port, 0, _MAX_PORT)
+        check_whole("--max-queue", self.max_queue, 1, _MAX_QUEUE)
+        check_whole("--max-upload-mb", self.max_upload_mb, 1, _MAX_UPLOAD_MB)
+        if self.grace:
+            check_seconds("--grace", self.grace)
+        for name, value in (("--keep-days", self.keep_days), ("--keep-gb", self.keep_gb)):
+            if value is not None and not (is_number(value) and value > 0):
+                raise RequestError(f"{name} must be a finite number above 0, got {shown(value)}")
+
+    def all_sizes(self, sampling: SamplingConfig) -> tuple[tuple[int, int], ...]:
+        """Width and height of the default size and of all others.
+
+        Raises:
+            RequestError: `--sizes` is not a list of sizes of frames.
+        """
+        found = {(sampling.width, sampling.height): None}
+        for part in (self.sizes or "").split(",") if self.sizes is not None else ():
+            match = re.fullmatch(r"\s*(\d{1,5})x(\d{1,5})\s*", part, re.ASCII)
+            if match is None:
+                raise RequestError(
+                    f"--sizes takes sizes such as 1024x576,768x448, got {self.sizes!r}"
+                )
+            width, height = int(match[1]), int(match[2])
+            SamplingConfig(width=width, height=height)  # checks them
+            found[width, height] = None
+        if len(found) > _MAX_SIZES:
+            raise RequestError(f"--sizes names more than {_MAX_SIZES} sizes")
+        return tuple(found)

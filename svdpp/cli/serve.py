@@ -1,0 +1,216 @@
+"""Owns `svdpp serve`: the HTTP service."""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from svdpp.cli.command import command
+from svdpp.cli.console import Console, counted
+from svdpp.cli.options.draft import DraftOptions
+from svdpp.cli.options.layout import LayoutOptions
+from svdpp.cli.options.model import ModelOptions
+from svdpp.cli.options.ranks import RankOptions
+from svdpp.cli.options.sampling import SamplingOptions
+from svdpp.cli.options.serve import ServeOptions
+from svdpp.cli.options.talk import LogOptions
+from svdpp.errors import Interrupted, RequestError
+
+if TYPE_CHECKING:
+    import socket
+
+    from svdpp.config import PipelineConfig
+    from svdpp.serve.keys import Keys
+
+#: What the extra `serve` installs, by the names of its modules.
+_EXTRA = ("fastapi", "uvicorn", "python_multipart", "prometheus_client")
+# A queue has no end; the choice of a layout needs a number.
+_MANY_CLIPS = 1000
+
+
+@command(
+    examples=(
+        "svdpp serve --gpus 7 --data clips",
+        "svdpp serve --device cpu --model demo",
+        "svdpp serve --new-key alice --api-key-file keys.txt",
+    ),
+    common=(
+        *("host", "port", "data", "api_key_file", "new_key", "world", "device", "model"),
+        *("sizes", "steps", "grace"),
+    ),
+    without=("seed",),
+    defaults={"world": "all GPUs, if they divide the steps; on the CPU 2"},
+    meanings={
+        "steps": "Denoising steps of a clip, unless its request says otherwise.",
+        "num_frames": "Frames of a clip, unless its request says otherwise.",
+        "start_timeout": "Start the ranks again if they are not ready after this long.",
+        "timeout": "Start the ranks again if one makes no progress for this long.",
+    },
+)
+def serve(
+    console: Console,
+    service: ServeOptions,
+    sampling: SamplingOptions,
+    model: ModelOptions,
+    ranks: RankOptions,
+    layout: LayoutOptions,
+    log: LogOptions,
+) -> None:
+    """Serve clips over HTTP, with a queue that survives crashes and a web page.
+
+    The first SIGTERM or Ctrl-C takes no more requests and finishes the clips in progress; what is
+    left goes on at the next start. The second one ends at once.
+    """
+    if service.new_key is not None:
+        _create_key(console, service.new_key, service.api_key_file)
+        return
+    sizes = service.all_sizes(sampling.to_config(model.model, memory_opt=model.memory_opt))
+    _check_extra()
+    try:
+        _serve(console, service, sizes, (sampling, model, ranks, layout), log)
+    except Interrupted:
+        console.info("ended before it served")
+
+
+def _serve(
+    console: Console,
+    asked: ServeOptions,
+    sizes: tuple[tuple[int, int], ...],
+    options: tuple[SamplingOptions, ModelOptions, RankOptions, LayoutOptions],
+    log: LogOptions,
+) -> None:
+    from svdpp.cli.request import is_joined_member
+    from svdpp.launch import fork_server
+
+    _, model, ranks, layout = options
+    fork_server.start_early(svd=not model.is_dummy, device=ranks.device_for(model.model))
+    config, why = _config(*options)
+    _open_log(console, log)
+    if is_joined_member():
+        _join(console, asked, config)
+        return
+    from svdpp.plan.presets import find_costs
+    from svdpp.serve.build import ServerSettings, build, check_config, check_host
+    from svdpp.serve.guard import Limits
+    from svdpp.serve.server import Retention, Server, bind
+
+    keys = check_host(asked.host, asked.api_key_file)
+    bound = bind(asked.host, asked.port)
+    with bound:
+        if why:
+            console.info(why)
+        settings = ServerSettings(
+            config=check_config(config),
+            folder=asked.data,
+            sizes=sizes,
+            max_open=asked.max_queue,
+            limits=Limits(upload_bytes=asked.max_upload_mb * 2**20),
+            retention=Retention(
+                age_seconds=None if asked.keep_days is None else asked.keep_days * 86400,
+                num_bytes=None if asked.keep_gb is None else int(asked.keep_gb * 1e9),
+            ),
+            verifies_when_idle=asked.verify_when_idle,
+            costs=None if layout.costs is None else find_costs(layout.costs),
+        )
+        app, service = build(settings, keys)
+        server = Server(
+            app,
+            service,
+            bound,
+            grace_seconds=asked.grace,
+            retention=settings.retention,
+            on_listening=lambda: _announce(console, asked, settings.config, bound, keys),
+        )
+        server.run()
+    console.info("ended; the next start goes on with what is left")
+
+
+def _config(
+    sampling: SamplingOptions, model: ModelOptions, ranks: RankOptions, layout: LayoutOptions
+) -> tuple[PipelineConfig, str]:
+    """The configuration, and a remark on the layout; "" for none."""
+    from svdpp.cli.plan_choice import PlanChoice
+    from svdpp.cli.request import is_joined, pipeline_config
+
+    device = ranks.device_for(model.model)
+    plan = PlanChoice(
+        draft=DraftOptions(), layout=layout, world=ranks.world, steps=sampling.steps, device=device
+    )
+    num_clips = None if is_joined() else _MANY_CLIPS
+    shape, why = plan.settings(num_clips=num_clips, decodes=not model.is_dummy)
+    return pipeline_config(ranks, model, sampling, device=device, plan=shape), why
+
+
+def _join(console: Console, asked: ServeOptions, config: PipelineConfig) -> None:
+    """Works as a rank that torchrun or srun started; rank 0 serves for all hosts."""
+    from svdpp.cli import launched
+    from svdpp.driver.pipeline import Pipeline
+
+    folder = asked.data.absolute()
+    pipeline = Pipeline(config, latents_folder=str(folder / "latents"), history_clips=1)
+    launched.serve(pipeline, console)
+
+
+def _open_log(console: Console, log: LogOptions) -> None:
+    """Opens the log; a service also shows warnings without being asked."""
+    log.open(console)
+    if log.verbose or log.quiet:
+        return
+    from loguru import logger
+
+    def sink(message: str) -> None:
+        console.err.print(str(message).rstrip("\n"), markup=False)
+
+    logger.add(sink, level="WARNING", format="{time:HH:mm:ss} {level: <7} {message}")
+
+
+def _announce(
+    console: Console,
+    asked: ServeOptions,
+    config: PipelineConfig,
+    bound: socket.socket,
+    keys: Keys | None,
+) -> None:
+    """Says where the server is, and on a terminal how to send the first clip."""
+    from svdpp.serve.server import url_of
+
+    url, ranks = url_of(bound), counted(config.world_size, "rank")
+    console.info(
+        f"serving {config.model.name} at {url} with {ranks} on {config.device}; data in "
+        f"{str(asked.data)!r}"
+    )
+    if sys.stderr.isatty():
+        key = "" if keys is None else " -H 'Authorization: Bearer KEY'"
+        console.info(f"first clip: curl{key} -F input_reference=@photo.jpg {url}/v1/videos")
+        console.info("Ctrl-C ends it")
+    if console.as_json:
+        console.json(
+            {"schema_version": 1, "url": url, "data": str(asked.data), "model": config.model.name}
+        )
+        sys.stdout.flush()
+
+
+def _check_extra() -> None:
+    missing = [name for name in _EXTRA if find_spec(name) is None]
+    if missing:
+        raise RequestError(
+            f"svdpp serve needs the extra serve: {', '.join(missing)} is not installed",
+            "pip install 'svdpp[serve]'",
+            details={"missing": missing},
+        )
+
+
+def _create_key(console: Console, name: str, path: Path | None) -> None:
+    """Creates a key, appends its hash to the file, and prints the key once."""
+    from svdpp.serve.key_file import add_key
+
+    if path is None:
+        raise RequestError("--new-key needs --api-key-file", "add --api-key-file keys.txt")
+    key = add_key(path, name)
+    if console.as_json:
+        console.json({"schema_version": 1, "name": name, "key": key, "file": str(path)})
+    else:
+        console.info(f"added to {str(path)!r}; the key itself is not stored:")
+        console.result(key)

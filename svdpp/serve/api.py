@@ -1,0 +1,176 @@
+"""Owns the application: the routes about the server itself, and how all routes are put together."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from dataclasses import asdict
+from pathlib import Path
+
+from fastapi import APIRouter, Depends, FastAPI, Request, Response
+from fastapi.responses import FileResponse, JSONResponse
+from fastapi.security import HTTPBearer
+from starlette.concurrency import run_in_threadpool
+from starlette.types import ASGIApp
+
+from svdpp import __version__
+from svdpp.serve import api_errors, api_videos
+from svdpp.serve.api_errors import documented
+from svdpp.serve.api_requests import Owned, Served
+from svdpp.serve.guard import Guard, KeyCheck, Limits
+from svdpp.serve.metrics import CONTENT_TYPE
+from svdpp.serve.schemas import EngineStatus, Health, ModelList, Rank, RankSpan
+from svdpp.serve.service import Owner, Service
+
+_PAGE = Path(__file__).parent / "page"
+_ABOUT = """
+Photographs in, clips out: Stable Video Diffusion over several devices, bitwise equal to diffusers.
+
+The routes have the shape of OpenAI's video API. Every answer of 400 and above has the body
+`{"error": {"type", "code", "message", "hint", "details"}}`.
+"""
+
+#: Makes the ids of other owners' clips unrecognisable, and the same in every answer.
+_SALT = secrets.token_bytes(16)
+
+_bearer = HTTPBearer(auto_error=False, description="An API key, if the server has a file of them.")
+about = APIRouter()
+page = APIRouter(include_in_schema=False)
+
+
+def create_app(
+    service: Service, *, limits: Limits | None = None, owner_of: KeyCheck | None = None
+) -> ASGIApp:
+    """The whole application, for an ASGI server.
+
+    Args:
+        service: what the routes use.
+        limits: of each request.
+        owner_of: the owner of a key; None: there are no keys.
+    """
+    app = FastAPI(
+        title="svdpp",
+        version=__version__,
+        description=_ABOUT,
+        docs_url=None,  # their scripts come from another host
+        redoc_url=None,
+        responses=documented(403) if owner_of is None else documented(401),
+    )
+    app.state.service = service
+    app.state.limits = limits or Limits()
+    api_errors.install(app)
+    for router in (api_videos.routes, about):
+        app.include_router(router, dependencies=[Depends(_bearer)])
+    app.include_router(page)
+    return Guard(app, service.metrics, app.state.limits, owner_of)
+
+
+@about.get("/v1/models", tags=["server"])
+def list_models(service: Served, request: Request) -> ModelList:
+    """The model of this server, with its defaults and limits."""
+    limits: Limits = request.app.state.limits
+    model = service.offer.to_json(
+        max_upload_bytes=limits.upload_bytes, max_open=service.max_open, priority=[0, 9]
+    )
+    return ModelList(data=[model])
+
+
+@about.get("/v1/engine", tags=["server"])
+def get_engine(service: Served, owner: Owned) -> EngineStatus:
+    """What the ranks do now, and did in the last minute.
+
+    A clip of another key has a name that says nothing.
+    """
+    engine, names = service.engine, _Names(service, owner)
+    return EngineStatus(
+        state=engine.state,
+        restarts=engine.restarts,
+        queue=service.store.counts(),
+        ranks=[Rank(**{**asdict(each), "video": names(each.video)}) for each in engine.ranks()],
+        spans=[RankSpan(**{**asdict(each), "video": names(each.video)}) for each in engine.spans()],
+        eta_error=service.metrics.eta_error(),
+    )
+
+
+class _Names:
+    """The names of clips for one owner."""
+
+    def __init__(self, service: Service, owner: Owner) -> None:
+        self._service, self._owner = service, owner
+        self._known: dict[str, str] = {}
+
+    def __call__(self, id: str | None) -> str | None:
+        if id is None:
+            return None
+        if id not in self._known:
+            job = self._service.store.get(id)
+            is_own = job is not None and job.owner == self._owner.name
+            self._known[id] = id if is_own else _disguised(id)
+        return self._known[id]
+
+
+def _disguised(id: str) -> str:
+    return f"other_{hashlib.sha256(_SALT + id.encode()).hexdigest()[:8]}"
+
+
+@about.get("/health", tags=["server"], responses={503: {"model": Health}})
+def get_health(service: Served) -> JSONResponse:
+    """Whether the ranks live; 503 while they start, restart or end."""
+    return _health(service, is_ok=service.engine.state == "ready")
+
+
+@about.get("/ready", tags=["server"], responses={503: {"model": Health}})
+def get_ready(service: Served) -> JSONResponse:
+    """Whether the server takes requests that ranks begin at once or after those before."""
+    return _health(service, is_ok=service.engine.state == "ready" and not service.is_closing)
+
+
+def _health(service: Service, *, is_ok: bool) -> JSONResponse:
+    engine = service.engine
+    body = Health(
+        status="ok" if is_ok else "unavailable",
+        state=engine.state,
+        ranks=sum(bool(each.device) for each in engine.ranks()),
+        restarts=engine.restarts,
+    )
+    return JSONResponse(body.model_dump(), 200 if is_ok else 503)
+
+
+@about.get(
+    "/metrics",
+    tags=["server"],
+    response_class=Response,
+    responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
+)
+async def get_metrics(service: Served) -> Response:
+    """Prometheus metrics."""
+    return Response(await run_in_threadpool(service.metrics.exposed), media_type=CONTENT_TYPE)
+
+
+@page.get("/")
+def get_page() -> FileResponse:
+    """The page."""
+    return _page_file("index.html", "text/html; charset=utf-8")
+
+
+@page.get("/page.js")
+def get_script() -> FileResponse:
+    """The page's script."""
+    return _page_file("page.js", "text/javascript; charset=utf-8")
+
+
+@page.get("/page.css")
+def get_style() -> FileResponse:
+    """The page's style."""
+    return _page_file("page.css", "text/css; charset=utf-8")
+
+
+@page.get("/favicon.ico")
+def get_icon() -> Response:
+    """Nothing: the page names its icon."""
+    return Response(status_code=204)
+
+
+def _page_file(name: str, kind: str) -> FileResponse:
+    # Asked again each time, so that page and server are of one version.
+    return FileResponse(_PAGE / name, media_type=kind, headers={"Cache-Control": "no-cache"})

@@ -1,0 +1,56 @@
+"""Owns what the routes take from a request: the service, the owner, the idempotency key."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+from fastapi import Depends, Header, Request
+
+from svdpp.serve.api_errors import ApiError
+from svdpp.serve.service import Owner, Service
+
+_MAX_KEY = 255
+
+
+def _service(request: Request) -> Service:
+    service: Service = request.app.state.service
+    return service
+
+
+def _owner(request: Request) -> Owner:
+    """The owner of the request's key, which the guard has checked."""
+    owner: Owner = request.scope["state"]["owner"]
+    return owner
+
+
+def _idempotency_key(
+    key: Annotated[
+        str | None,
+        Header(
+            alias="Idempotency-Key",
+            description="A repeated request with the same key returns the first one's video.",
+        ),
+    ] = None,
+) -> str | None:
+    if key is not None and not re.fullmatch(rf"[\x21-\x7e]{{1,{_MAX_KEY}}}", key):
+        raise ApiError(
+            400,
+            "invalid_idempotency_key",
+            f"Idempotency-Key must be 1 to {_MAX_KEY} visible ASCII characters without spaces",
+        )
+    return key
+
+
+def _last_event_id(
+    text: Annotated[
+        str | None, Header(alias="Last-Event-ID", description="The last event that was received.")
+    ] = None,
+) -> int | None:
+    return int(text) if text is not None and re.fullmatch(r"[0-9]{1,18}", text) else None
+
+
+Served = Annotated[Service, Depends(_service)]
+Owned = Annotated[Owner, Depends(_owner)]
+IdempotencyKey = Annotated[str | None, Depends(_idempotency_key)]
+LastEventId = Annotated[int | None, Depends(_last_event_id)]

@@ -1,0 +1,226 @@
+"""Owns the routes of the clips: request, list, follow, fetch, verify, delete."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, TypeVarTuple
+
+from anyio import CapacityLimiter, to_thread
+from fastapi import APIRouter, Depends, Form, Query, Request, Response, UploadFile
+from fastapi.responses import FileResponse
+from fastapi.sse import EventSourceResponse, ServerSentEvent
+from starlette.concurrency import run_in_threadpool
+
+from svdpp.serve.api_errors import ApiError, documented
+from svdpp.serve.api_requests import IdempotencyKey, LastEventId, Owned, Served
+from svdpp.serve.guard import UPLOAD_PATH, Limits
+from svdpp.serve.job import Job, JobState
+from svdpp.serve.schemas import DeletedVideo, Video, VideoPage, VideoRequest
+from svdpp.serve.service import Owner, Service
+
+#: Requests that wait for a decoder or for the ranks; each has a thread, so that others never wait
+#: for one of the pool's.
+_WAITERS = 256
+
+_Kind = Literal["video", "draft"]
+_T = TypeVar("_T")
+_Ts = TypeVarTuple("_Ts")
+
+routes = APIRouter(tags=["videos"])
+
+
+class _Waiters:
+    """The threads for calls that may wait for long."""
+
+    def __init__(self) -> None:
+        self._limiter: CapacityLimiter | None = None
+
+    async def __call__(self, function: Callable[[*_Ts], _T], *arguments: *_Ts) -> _T:
+        if self._limiter is None:  # needs the event loop
+            self._limiter = CapacityLimiter(_WAITERS)
+        return await to_thread.run_sync(
+            lambda: function(*arguments), limiter=self._limiter, abandon_on_cancel=False
+        )
+
+
+_in_thread = _Waiters()
+
+
+@routes.post(
+    UPLOAD_PATH,
+    status_code=202,
+    responses={
+        202: {
+            "description": "Stored durably.",
+            "headers": {"Location": {"schema": {"type": "string"}}},
+        },
+        **documented(400, 404, 408, 413, 415, 422, 429, 503),
+    },
+)
+async def create_video(
+    request: Request,
+    response: Response,
+    service: Served,
+    owner: Owned,
+    idempotency_key: IdempotencyKey,
+    form: Annotated[VideoRequest, Form(media_type="multipart/form-data")],
+) -> Video:
+    """Requests a clip of a photograph. It is stored durably before the answer."""
+    limits: Limits = request.app.state.limits
+    size = form.input_reference.size or 0
+    if size > limits.upload_bytes:
+        raise ApiError(
+            413,
+            "content_too_large",
+            f"the photograph has {size} bytes, the limit is {limits.upload_bytes}",
+            details={"limit_bytes": limits.upload_bytes},
+        )
+    video = await _in_thread(_create, service, form, owner, idempotency_key)
+    response.headers["Location"] = f"/v1/videos/{video.id}"
+    return video
+
+
+def _create(service: Service, form: VideoRequest, owner: Owner, key: str | None) -> Video:
+    service.check_open(has_key=key is not None)
+    sampling = service.sampling_of(form)
+    upload = service.photos.new_upload()
+    _copy(form.input_reference, upload)
+    job = service.submit(form, sampling, upload, owner=owner, idempotency_key=key)
+    return service.video(service.store.get(job.id) or job)
+
+
+def _copy(photo: UploadFile, path: Path) -> None:
+    try:
+        with path.open("wb") as file:
+            photo.file.seek(0)
+            shutil.copyfileobj(photo.file, file, 2**20)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+
+
+@routes.get("/v1/videos", responses=documented(404, 422))
+def list_videos(
+    service: Served,
+    owner: Owned,
+    limit: Annotated[int, Query(ge=1, le=100, description="Of the number of videos.")] = 20,
+    after: Annotated[str | None, Query(description="The last id of the page before.")] = None,
+    order: Annotated[Literal["asc", "desc"], Query(description="By the time of request.")] = "desc",
+    status: Annotated[JobState | None, Query(description="Only videos of this status.")] = None,
+) -> VideoPage:
+    """The videos of this key, the newest first."""
+    if after is not None:
+        service.job(after, owner)  # 404 for one that does not exist
+    found = service.store.page(
+        owner=owner.name, limit=limit + 1, after=after, order=order, state=status
+    )
+    videos = [service.video(job) for job in found[:limit]]
+    return VideoPage(
+        data=videos,
+        first_id=videos[0].id if videos else None,
+        last_id=videos[-1].id if videos else None,
+        has_more=len(found) > limit,
+    )
+
+
+@routes.get("/v1/videos/{id}", responses=documented(404))
+def get_video(id: str, service: Served, owner: Owned) -> Video:
+    """A video's state, progress and ETA."""
+    return service.video(service.job(id, owner))
+
+
+@routes.delete("/v1/videos/{id}", responses=documented(404, 409, 503))
+async def delete_video(id: str, service: Served, owner: Owned) -> DeletedVideo:
+    """Cancels an unfinished video, or removes a finished one with its files.
+
+    The answer to a cancellation comes once no rank works on the video any more.
+    """
+    return await _in_thread(service.delete, id, owner)
+
+
+@routes.get(
+    "/v1/videos/{id}/content",
+    response_class=FileResponse,
+    responses={
+        200: {"content": {"video/mp4": {"schema": {"type": "string", "format": "binary"}}}},
+        206: {"description": "The requested range."},
+        **documented(404, 409, 416),
+    },
+)
+def get_content(
+    id: str,
+    service: Served,
+    owner: Owned,
+    variant: Annotated[_Kind, Query(description="The exact clip, or its draft.")] = "video",
+) -> FileResponse:
+    """The clip as mp4; takes Range requests."""
+    if variant == "draft":
+        service.job(id, owner)
+        raise ApiError(404, "no_draft", "the video has no draft")
+    job = service.completed(id, owner)
+    path = service.clip_path(job)
+    if not path.is_file():
+        raise ApiError(404, "no_content", "the clip has no file")
+    return FileResponse(
+        path,
+        media_type="video/mp4",
+        filename=f"{job.id}.mp4",
+        content_disposition_type="inline",
+        headers={"Cache-Control": "private, max-age=3600, immutable"},
+    )
+
+
+@routes.head("/v1/videos/{id}/content", include_in_schema=False)
+def head_content(id: str, service: Served, owner: Owned, variant: _Kind = "video") -> FileResponse:
+    """The headers of the clip."""
+    return get_content(id, service, owner, variant)
+
+
+@routes.get("/v1/videos/{id}/metadata", responses=documented(404, 409))
+def get_metadata(id: str, service: Served, owner: Owned) -> dict[str, Any]:
+    """The clip's JSON: parameters, hashes, versions."""
+    return service.completed(id, owner).metadata
+
+
+@routes.post("/v1/videos/{id}/verify", status_code=202, responses=documented(404, 409, 503))
+def verify_video(id: str, service: Served, owner: Owned) -> Video:
+    """Has the clip made again on one device, when the ranks are idle, and compared bit by bit."""
+    return service.verify(id, owner)
+
+
+def _visible(id: str, service: Served, owner: Owned) -> Job:
+    return service.job(id, owner)
+
+
+@routes.get(
+    "/v1/videos/{id}/events",
+    response_class=EventSourceResponse,
+    responses=documented(404),
+)
+async def follow_video(
+    job: Annotated[Job, Depends(_visible)], service: Served, last_id: LastEventId
+) -> AsyncIterator[ServerSentEvent]:
+    """The video's state as server-sent events, on every change; ends after a final state.
+
+    A client that comes back with `Last-Event-ID` gets the present state if it has changed.
+    """
+    async with service.events.subscribe(job.id, last_id) as subscription:
+        if service.events.newest(job.id) is None:  # nothing has happened since the server's start
+            found = await run_in_threadpool(service.store.get, job.id)  # it may have ended since
+            if found is None:
+                return
+            video = await run_in_threadpool(service.video, found)
+            yield _event(video.model_dump(mode="json"), int(time.time() * 1000))
+            if found.state.is_final:
+                return
+        async for event in subscription:
+            if event is None:  # silence; FastAPI sends comments
+                continue
+            yield _event(event.data, event.id)
+
+
+def _event(video: Mapping[str, Any], id: int) -> ServerSentEvent:
+    return ServerSentEvent(event="video", id=str(id), data=video)

@@ -1,0 +1,198 @@
+"""Owns putting a server together: what can be wrong is found before its ranks start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from starlette.types import ASGIApp
+
+from svdpp.config import PipelineConfig
+from svdpp.driver.memory_check import check_memory
+from svdpp.driver.pipeline import resolve
+from svdpp.errors import RequestError
+from svdpp.launch import process_group
+from svdpp.launch.world import find_world
+from svdpp.media import output_files, video
+from svdpp.plan.costs import Costs
+from svdpp.serve.api import create_app
+from svdpp.serve.engine import Engine
+from svdpp.serve.events import Events
+from svdpp.serve.guard import KeyCheck, Limits, is_loopback
+from svdpp.serve.job import Job, JobState
+from svdpp.serve.keys import Keys, read_keys
+from svdpp.serve.memory import MemoryGate
+from svdpp.serve.metrics import Metrics, Sources
+from svdpp.serve.offer import Offer
+from svdpp.serve.retention import CLIPS, LATENTS, PHOTOS, remove_strangers
+from svdpp.serve.server import Retention
+from svdpp.serve.service import Owner, Service
+from svdpp.serve.store import JobStore
+from svdpp.serve.upload import PhotoFolder
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """What a server is asked to be.
+
+    Args:
+        config: of the pipeline.
+        folder: of the queue and all files.
+        sizes: width and height of the frames that clients may request.
+        max_open: jobs that may be queued or in progress.
+        limits: of each request.
+        retention: of finished jobs.
+        verifies_when_idle: whether finished clips are verified without being asked for.
+        costs: assumed before there is a measurement; None: published ones.
+    """
+
+    config: PipelineConfig
+    folder: Path
+    sizes: tuple[tuple[int, int], ...]
+    max_open: int
+    limits: Limits = field(default_factory=Limits)
+    retention: Retention = field(default_factory=Retention)
+    verifies_when_idle: bool = False
+    costs: Costs | None = None
+
+
+def check_host(host: str, key_file: Path | None) -> Keys | None:
+    """The API keys; None if there are none, which only a loopback address may have.
+
+    Raises:
+        RequestError: other machines could reach the server without a key.
+        InputError: the file of the keys cannot be read.
+    """
+    if key_file is not None:
+        return read_keys(key_file)
+    if not is_loopback(host):
+        raise RequestError(
+            f"--host {host} lets other machines in, and there are no API keys",
+            "svdpp serve --new-key NAME --api-key-file FILE creates one; then add "
+            "--api-key-file FILE",
+            details={"host": host},
+        )
+    return None
+
+
+def check_config(config: PipelineConfig) -> PipelineConfig:
+    """`config`, resolved, once nothing is known that would keep its ranks from starting.
+
+    Raises:
+        RequestError: devices are missing.
+        ModelError: the model is missing or incomplete.
+        OutOfMemoryError: the ranks do not fit.
+        OutputError: ffmpeg is missing.
+    """
+    world = find_world()
+    on_this_host = config.world_size if world is None else world.local_size
+    process_group.check_devices(config.device, on_this_host, launched=world is not None)
+    config, checkpoint = resolve(config)
+    check_memory(config, checkpoint, config.layout.roles[:on_this_host])
+    if not config.model.is_dummy:
+        video.find_ffmpeg()
+    return config
+
+
+def build(settings: ServerSettings, keys: Keys | None) -> tuple[ASGIApp, Service]:
+    """The application and its service; nothing is started.
+
+    Args:
+        settings: its config by `check_config`.
+        keys: of the clients; None: there are none.
+
+    Raises:
+        RequestError: another server uses the folder.
+        OutputError: the folder cannot be written.
+    """
+    folder = settings.folder.absolute()
+    store = JobStore(folder)
+    try:
+        service = _service(settings, folder, store)
+    except BaseException:
+        store.close()
+        raise
+    owner_of = None if keys is None else _owner_check(keys)
+    return create_app(service, limits=settings.limits, owner_of=owner_of), service
+
+
+def _service(settings: ServerSettings, folder: Path, store: JobStore) -> Service:
+    for name in (PHOTOS, CLIPS, LATENTS):
+        output_files.check_writable(folder / name)
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    store.recover()
+    remove_strangers(store, folder)
+    events = Events()
+    metrics = Metrics(
+        Sources(
+            jobs=store.counts,
+            oldest_waiting=lambda: _oldest_waiting(store),
+            restarts=lambda: service.engine.restarts,
+            live_ranks=lambda: service.engine.live_ranks,
+            subscribers=lambda: events.num_subscribers,
+        )
+    )
+
+    def describe(job: Job) -> dict[str, Any]:
+        return service.video(job).model_dump(mode="json")
+
+    engine = Engine(
+        settings.config,
+        store,
+        folder,
+        events,
+        describe=describe,
+        observers=[metrics],
+        on_ended=metrics.ended,
+        costs=settings.costs,
+    )
+    service = Service(
+        folder=folder,
+        store=store,
+        photos=PhotoFolder(folder / PHOTOS),
+        engine=engine,
+        events=events,
+        metrics=metrics,
+        offer=_offer(settings),
+        gate=MemoryGate(engine.config, engine.checkpoint),
+        prover=_NoProver(),
+        max_open=settings.max_open,
+        keep_seconds=settings.retention.age_seconds,
+        cancel_seconds=settings.config.timeout_seconds + settings.config.start_timeout_seconds,
+    )
+    return service
+
+
+def _oldest_waiting(store: JobStore) -> float | None:
+    oldest = store.page(owner=None, limit=1, order="asc", state=JobState.QUEUED)
+    return oldest[0].created_at if oldest else None
+
+
+def _owner_check(keys: Keys) -> KeyCheck:
+    def owner_of(text: str) -> Owner | None:
+        key = keys.find(text)
+        return None if key is None else Owner(key.name, key.max_open)
+
+    return owner_of
+
+
+def _offer(settings: ServerSettings) -> Offer:
+    sampling = settings.config.sampling
+    return Offer(
+        model=settings.config.model.name,
+        sampling=sampling,
+        follows_frames=sampling.decode_chunk_size == sampling.frames,
+        sizes=settings.sizes,
+    )
+
+
+class _NoProver:
+    """Stands in until `serve.proof` is there."""
+
+    def start(self) -> None: ...
+    def close(self) -> None: ...
+    def request(self, id: str) -> bool:
+        return not id
+
+    def stop(self, id: str) -> None: ...

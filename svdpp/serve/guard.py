@@ -1,0 +1,295 @@
+"""Owns what stands before every route: hosts, keys, the size of a body, headers, the access log.
+
+It is the outermost layer, so that it also sees the answers to errors, and refuses a request before
+its body is read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from loguru import logger
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from svdpp.serve.api_errors import ApiError, Refusal, error_answer
+from svdpp.serve.metrics import Metrics
+from svdpp.serve.service import Owner
+
+#: The route whose body is a photograph.
+UPLOAD_PATH = "/v1/videos"
+#: Paths that need no key: the page, which asks for it, and what a load balancer asks.
+PUBLIC_PATHS = frozenset(
+    {"/", "/page.js", "/page.css", "/favicon.ico", "/health", "/ready", "/openapi.json"}
+)
+
+_MAX_OTHER_BODY = 64 * 2**10
+#: Of the fields beside the photograph, and of the boundaries between them.
+_FORM_BYTES = 256 * 2**10
+_HEADERS = {
+    "content-security-policy": "default-src 'self'; img-src 'self' blob: data:; "
+    "media-src 'self' blob:; object-src 'none'; base-uri 'none'; form-action 'self'; "
+    "frame-ancestors 'none'",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "permissions-policy": "camera=(), geolocation=(), microphone=()",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+}
+
+
+#: The owner of a key; None: the key is unknown.
+KeyCheck = Callable[[str], Owner | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """The limits of one request.
+
+    Args:
+        upload_bytes: of a photograph.
+        upload_seconds: from the first to the last byte of a body.
+        uploads: bodies that arrive at the same time.
+    """
+
+    upload_bytes: int = 32 * 2**20
+    upload_seconds: float = 120.0
+    uploads: int = 32
+
+
+@dataclass
+class Guard:
+    """An ASGI application around `app`.
+
+    Args:
+        app: the routes; they find the owner in `scope["state"]["owner"]`.
+        metrics: counts the answers.
+        limits: of each request.
+        owner_of: the owner of a key, None for an unknown key; None: there are no keys, and only
+            loopback hosts are served.
+    """
+
+    app: ASGIApp
+    metrics: Metrics
+    limits: Limits = field(default_factory=Limits)
+    owner_of: KeyCheck | None = None
+    _uploads: int = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves one request."""
+        if scope["type"] != "http":
+            if scope["type"] == "lifespan":
+                await self.app(scope, receive, send)
+            return
+        answer = _Answer(scope, send)
+        try:
+            await self._serve(scope, receive, answer)
+        except Exception:
+            # Starlette raises what it has answered by 500 and the error handler has logged.
+            if not answer.status:
+                with suppress(Exception):
+                    error = ApiError(500, "internal_error", "the request failed")
+                    await error_answer(error)(scope, receive, answer)
+        finally:
+            self._note(scope, answer)
+
+    async def _serve(self, scope: Scope, receive: Receive, answer: _Answer) -> None:
+        headers = Headers(scope=scope)
+        is_upload = scope["method"] == "POST" and scope["path"] == UPLOAD_PATH
+        try:
+            scope.setdefault("state", {})["owner"] = self._owner(scope["path"], headers)
+            body = self._body(headers, receive, is_upload=is_upload)
+        except ApiError as error:
+            await error_answer(error)(scope, receive, answer)
+            return
+        if not is_upload:
+            await self.app(scope, body, answer)
+            return
+        self._uploads += 1
+        try:
+            await self.app(scope, body, answer)
+        finally:
+            self._uploads -= 1
+
+    def _owner(self, path: str, headers: Headers) -> Owner:
+        """The owner of the request's key.
+
+        Raises:
+            ApiError: the host, the origin or the key is wrong.
+        """
+        if self.owner_of is None:
+            _check_host(headers)
+            return Owner()
+        if path in PUBLIC_PATHS:
+            return Owner()
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        owner = self.owner_of(key.strip()) if scheme.lower() == "bearer" and key else None
+        if owner is None:
+            raise ApiError(
+                401,
+                "invalid_api_key",
+                "the API key is unknown" if key else "an API key is needed",
+                "send the header Authorization: Bearer KEY",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+        return owner
+
+    def _body(self, headers: Headers, receive: Receive, *, is_upload: bool) -> Receive:
+        """`receive` with the limits of the body.
+
+        Raises:
+            ApiError: it is too large, of another type, or one too many.
+        """
+        limit = self.limits.upload_bytes + _FORM_BYTES if is_upload else _MAX_OTHER_BODY
+        shown = self.limits.upload_bytes if is_upload else _MAX_OTHER_BODY
+        length = headers.get("content-length", "0")
+        if length.isascii() and length.isdigit() and int(length) > limit:
+            raise _too_large(shown)
+        if is_upload:
+            kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+            if kind != "multipart/form-data":
+                raise ApiError(
+                    415,
+                    "unsupported_media_type",
+                    f"the body must be multipart/form-data, not {kind[:60] or 'without a type'}",
+                    "send the photograph as the form field input_reference",
+                )
+            if self._uploads >= self.limits.uploads:
+                raise ApiError(
+                    503,
+                    "too_many_uploads",
+                    f"{self._uploads} photographs are being uploaded already",
+                    headers={"Retry-After": "1"},
+                    details={"limit": self.limits.uploads},
+                )
+        return _limited(receive, limit, shown, self.limits.upload_seconds)
+
+    def _note(self, scope: Scope, answer: _Answer) -> None:
+        """Counts and logs the answer."""
+        route = getattr(scope.get("route"), "path", "other")
+        seconds = (answer.first_byte or time.perf_counter()) - answer.begun
+        status = answer.status or 499  # the client went away
+        method = scope["method"] if scope["method"] in _METHODS else "other"
+        self.metrics.requested(method, route, status, seconds)
+        logger.debug(
+            "{} {} {} after {:.1f} ms", scope["method"], scope["path"], status, seconds * 1000
+        )
+
+
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+
+
+class _Answer:
+    """`send`, with the headers of every answer."""
+
+    def __init__(self, scope: Scope, send: Send) -> None:
+        self.status = 0
+        self.begun = time.perf_counter()
+        self.first_byte: float | None = None
+        self._is_api = scope["path"].startswith("/v1/")
+        self._send = send
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            self.first_byte = time.perf_counter()
+            headers = MutableHeaders(scope=message)
+            for name, value in _HEADERS.items():
+                headers.setdefault(name, value)
+            if self._is_api:
+                headers.setdefault("cache-control", "no-store")
+        await self._send(message)
+
+
+def _limited(receive: Receive, limit: int, shown: int, seconds: float) -> Receive:
+    """`receive` that refuses a body of more than `limit` bytes, and one that takes too long."""
+    deadline: float | None = None
+    num_bytes, is_whole = 0, False
+
+    async def limited() -> Message:
+        nonlocal deadline, num_bytes, is_whole
+        if is_whole:  # what follows is the end of the connection, for which a stream waits
+            return await receive()
+        loop = asyncio.get_running_loop()
+        deadline = deadline or loop.time() + seconds
+        try:
+            async with asyncio.timeout_at(deadline):
+                message = await receive()
+        except TimeoutError:
+            raise Refusal(_too_slow(seconds)) from None
+        if message["type"] == "http.request":
+            num_bytes += len(message.get("body", b""))
+            is_whole = not message.get("more_body", False)
+            if num_bytes > limit:
+                raise Refusal(_too_large(shown))
+        return message
+
+    return limited
+
+
+def _too_large(limit: int) -> ApiError:
+    return ApiError(
+        413,
+        "content_too_large",
+        f"the body is larger than {limit / 2**20:g} MiB",
+        "make the photograph smaller; the clip is no larger than its size",
+        details={"limit_bytes": limit},
+        headers={"Connection": "close"},
+    )
+
+
+def _too_slow(seconds: float) -> ApiError:
+    return ApiError(
+        408,
+        "upload_too_slow",
+        f"the body did not arrive within {seconds:g} s",
+        details={"limit_seconds": seconds},
+        headers={"Connection": "close"},
+    )
+
+
+def _check_host(headers: Headers) -> None:
+    """Refuses hosts that are not this machine, and pages of other origins.
+
+    Without keys every page that a browser shows could otherwise send requests here: under a name
+    that its owner makes point to 127.0.0.1 (DNS rebinding), or as forms, which need no CORS.
+
+    Raises:
+        ApiError: the host or the origin is another.
+    """
+    host = headers.get("host", "")
+    if not is_loopback(_name_of(host)):
+        raise ApiError(
+            403,
+            "wrong_host",
+            f"without API keys only local hosts are served, not {host[:100]!r}",
+            "use http://127.0.0.1, or start the server with --api-key-file",
+        )
+    origin = headers.get("origin")
+    if origin is not None and origin.partition("://")[2].lower() != host.lower():
+        raise ApiError(
+            403, "wrong_origin", f"pages of {origin[:100]!r} may not use this server without a key"
+        )
+
+
+def _name_of(host: str) -> str:
+    """The name in a Host header, without the port."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0]
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host` is a name or an address of this machine alone."""
+    if host.lower().rstrip(".") == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

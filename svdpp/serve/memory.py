@@ -1,0 +1,87 @@
+"""Owns the check that a requested clip fits in memory, before it is stored."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+from svdpp.config import PipelineConfig, SamplingConfig
+from svdpp.driver.memory_check import check_memory
+from svdpp.errors import OutOfMemoryError
+from svdpp.launch.gpus import visible_gpus
+from svdpp.models.checkpoint import Checkpoint
+
+_MAX_SHAPES = 256
+
+
+class MemoryGate:
+    """Refuses clips that need more memory than the ranks have. Any thread may call it.
+
+    Args:
+        config: of the pipeline, resolved; a clip of its sampling fits.
+        checkpoint: of the model; None for the dummy model.
+    """
+
+    def __init__(self, config: PipelineConfig, checkpoint: Checkpoint | None) -> None:
+        self._config, self._checkpoint = config, checkpoint
+        # At the start, because the ranks take it.
+        self._free = {f"cuda:{gpu.index}": gpu.free_bytes for gpu in visible_gpus()}
+        self._problem = functools.lru_cache(_MAX_SHAPES)(self._new_problem)
+
+    def check(self, sampling: SamplingConfig) -> None:
+        """Refuses a clip that does not fit.
+
+        Raises:
+            OutOfMemoryError: it needs more memory than there is.
+        """
+        own = self._config.sampling
+        is_no_larger = (
+            sampling.width * sampling.height <= own.width * own.height
+            and sampling.frames <= own.frames
+            and (sampling.decode_chunk_size or 0) <= (own.decode_chunk_size or 0)
+            and sampling.guided <= own.guided
+        )
+        if is_no_larger or self._checkpoint is None:
+            return
+        if self._config.device == "cpu":
+            ranks = self._config.layout.roles
+            check_memory(replace(self._config, sampling=sampling), self._checkpoint, ranks)
+            return
+        if problem := self._problem(_shape_only(sampling)):
+            raise OutOfMemoryError(
+                problem, "request fewer frames or a smaller size", details={"device": "cuda"}
+            )
+
+    def _new_problem(self, sampling: SamplingConfig) -> str:
+        """Why a clip does not fit on the GPUs; empty if it does."""
+        from svdpp.diagnostics.memory_estimate import memory_of_devices  # diffusers: seconds
+
+        needs, has = memory_of_devices(
+            self._config.model,
+            sampling,
+            self._config.device,
+            self._config.world_size,
+            lambda device: self._free.get(device, 0),
+        )
+        for roles, gib in zip(self._config.layout.roles, has, strict=True):
+            parts = [part for part in ("encode", "denoise", "decode") if getattr(roles, part)]
+            weights = sum(needs[f"{part}_weights_gib"] for part in parts)
+            need = weights + max((needs[f"{part}_work_gib"] for part in parts), default=0.0)
+            if need > gib:
+                return (
+                    f"a clip of {sampling.frames} frames of {sampling.width}x{sampling.height} "
+                    f"needs {need:.1f} GiB on a GPU that has {gib:.1f} GiB"
+                )
+        return ""
+
+
+def _shape_only(sampling: SamplingConfig) -> SamplingConfig:
+    """`sampling` with only what memory depends on, so that few estimates are made."""
+    return SamplingConfig(
+        height=sampling.height,
+        width=sampling.width,
+        num_frames=sampling.num_frames,
+        decode_chunk_size=sampling.decode_chunk_size,
+        max_guidance_scale=2.0 if sampling.guided else 1.0,
+        min_guidance_scale=1.0,
+    )

@@ -1,0 +1,316 @@
+"""Owns what the routes do: the service between HTTP and the queue. It knows no HTTP itself."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from svdpp.config import SamplingConfig
+from svdpp.media import output_files
+from svdpp.serve.api_errors import ApiError
+from svdpp.serve.engine import Engine
+from svdpp.serve.events import Events
+from svdpp.serve.job import Job, JobState, new_id
+from svdpp.serve.memory import MemoryGate
+from svdpp.serve.metrics import Metrics
+from svdpp.serve.offer import Offer
+from svdpp.serve.retention import CLIPS, remove_job
+from svdpp.serve.schemas import DeletedVideo, Video, VideoRequest, video_of
+from svdpp.serve.store import JobStore, QueueFullError
+from svdpp.serve.upload import PhotoFolder, shown_name
+
+# A client that waits longer may find many places free.
+_MAX_RETRY = 600
+# A longer wait would keep the server from ending.
+_CANCEL_SLICE = 1.0
+
+
+class Prover(Protocol):
+    """Verifies finished clips on one device."""
+
+    def start(self) -> None:
+        """Begins to look for work."""
+
+    def close(self) -> None:
+        """Stops at once."""
+
+    def request(self, id: str) -> bool:
+        """Has a clip verified when the ranks are idle; False if that cannot be done."""
+
+    def stop(self, id: str) -> None:
+        """Ends the verification of a clip, which is to be removed."""
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Whose jobs a request is about.
+
+    Args:
+        name: of the API key; empty without keys.
+        max_open: jobs that may be queued or in progress; None: no limit.
+    """
+
+    name: str = ""
+    max_open: int | None = None
+
+
+@dataclass(kw_only=True)
+class Service:
+    """One server: the queue, the engine and what clients may request. Any thread may call it.
+
+    Args:
+        folder: `--data`.
+        store: the queue.
+        photos: of the jobs.
+        engine: makes the clips.
+        events: of the jobs.
+        metrics: counts.
+        offer: what clients may request.
+        gate: refuses clips that do not fit in memory.
+        prover: verifies finished clips.
+        max_open: jobs that may be queued or in progress.
+        keep_seconds: how long finished jobs are kept; None: for ever.
+        cancel_seconds: for the ranks to let go of a clip.
+        is_closing: whether new jobs are refused, because the server ends.
+        has_ended: whether the ranks have ended for good.
+    """
+
+    folder: Path
+    store: JobStore
+    photos: PhotoFolder
+    engine: Engine
+    events: Events
+    metrics: Metrics
+    offer: Offer
+    gate: MemoryGate
+    prover: Prover
+    max_open: int | None = None
+    keep_seconds: float | None = None
+    cancel_seconds: float = 1200.0
+    is_closing: bool = False
+    has_ended: bool = False
+
+    # --- requests -------------------------------------------------------------------------------
+
+    def check_open(self, *, has_key: bool = False) -> None:
+        """Refuses new jobs while the server ends, and, before work is done for them, a full queue.
+
+        Args:
+            has_key: whether the request may be one that is stored already.
+
+        Raises:
+            ApiError: with the seconds after which to come again.
+        """
+        if self.is_closing:
+            raise ApiError(
+                503,
+                "closing",
+                "the server is ending: it takes no more clips",
+                "what is queued goes on when it starts again",
+                headers={"Retry-After": "30"},
+            )
+        if self.max_open is None or has_key:
+            return
+        counts = self.store.counts()
+        num_open = counts[JobState.QUEUED] + counts[JobState.IN_PROGRESS]
+        if num_open >= self.max_open:
+            raise self._full({"open": num_open, "limit": self.max_open})
+
+    def sampling_of(self, request: VideoRequest) -> SamplingConfig:
+        """The parameters of the requested clip.
+
+        Raises:
+            ApiError: this server does not make such clips.
+            RequestError: values contradict each other.
+            OutOfMemoryError: the clip does not fit in memory.
+        """
+        sampling = self.offer.sampling_of(request)
+        self.gate.check(sampling)
+        return sampling
+
+    def submit(
+        self,
+        request: VideoRequest,
+        sampling: SamplingConfig,
+        upload: Path,
+        *,
+        owner: Owner,
+        idempotency_key: str | None,
+    ) -> Job:
+        """Checks the photograph and stores the job, both durably.
+
+        Args:
+            request: of the clip.
+            sampling: of the clip, by `sampling_of`.
+            upload: file of `PhotoFolder.new_upload`; kept under another name, or removed.
+            owner: of the job.
+            idempotency_key: of the request.
+
+        Returns:
+            The job; the same request may have created it before.
+
+        Raises:
+            ApiError: the queue is full.
+            RequestError: the idempotency key belongs to another request.
+            InputError: it is not a photograph.
+        """
+        id, name = new_id(), shown_name(request.input_reference.filename)
+        photo = self.photos.keep(upload, id, name)
+        job = Job(
+            id=id,
+            owner=owner.name,
+            seed=_seed(request.seed, owner.name, idempotency_key),
+            sampling=sampling,
+            photo=photo.path.name,
+            photo_name=name,
+            photo_sha256=photo.sha256,
+            created_at=time.time(),
+            priority=request.priority,
+            idempotency_key=idempotency_key,
+        )
+        stored = None
+        try:
+            stored = self.store.add(job, max_open=self.max_open, max_open_of_owner=owner.max_open)
+        except QueueFullError as error:
+            raise self._full(error.details) from error
+        finally:
+            if stored is None or stored.id != id:
+                output_files.remove(photo.path)
+        if stored.id != id:
+            return stored
+        self.engine.wake()
+        return self._promised(job)
+
+    def _promised(self, job: Job) -> Job:
+        """`job` with the ETA that its client is given, which is scored when it is completed."""
+        estimate = self.engine.estimate(job.id)
+        if estimate is None:
+            return job
+        self.store.set_promise(job.id, estimate.eta_seconds)
+        return replace(job, promised_seconds=estimate.eta_seconds)
+
+    def _full(self, details: Mapping[str, Any]) -> ApiError:
+        """The refusal of a full queue, with the seconds until the next clip is finished."""
+        seconds = min(_MAX_RETRY, max(1, math.ceil(self.engine.seconds_until_room())))
+        whose = "of this key" if "owner" in details else "of this server"
+        self.metrics.refused("queue_full")
+        return ApiError(
+            429,
+            "queue_full",
+            f"the queue {whose} is full: it has {details['open']} clips",
+            f"the next place is free in about {seconds} s",
+            details={name: details[name] for name in ("open", "limit")},
+            headers={"Retry-After": str(seconds)},
+        )
+
+    def delete(self, id: str, owner: Owner) -> DeletedVideo:
+        """Cancels an unfinished job and waits for the ranks, or removes a finished one.
+
+        Raises:
+            ApiError: there is no such job, or the ranks do not let go of it.
+        """
+        job = self.job(id, owner)
+        if job.state.is_final:
+            self.prover.stop(id)
+            remove_job(self.store, self.folder, id)
+            self.events.forget(id)
+            return DeletedVideo(id=id, deleted=True, status=job.state)
+        self._cancel(id)
+        return DeletedVideo(id=id, deleted=False, status=self.job(id, owner).state)
+
+    def _cancel(self, id: str) -> None:
+        end = time.monotonic() + self.cancel_seconds
+        while not self.engine.cancel(id, _CANCEL_SLICE):
+            if self.has_ended or time.monotonic() > end:
+                raise ApiError(
+                    503,
+                    "still_cancelling",
+                    "the ranks have not let go of the video yet",
+                    "it is cancelled as soon as they do, or when the server starts again",
+                    headers={"Retry-After": "30"},
+                )
+
+    def verify(self, id: str, owner: Owner) -> Video:
+        """Has a completed clip verified.
+
+        Raises:
+            ApiError: there is no such clip, or it cannot be verified.
+        """
+        job = self.completed(id, owner)
+        if not self.prover.request(id):
+            raise ApiError(409, "not_verifiable", "the video cannot be verified")
+        return self.video(self.store.get(id) or job)
+
+    # --- views ----------------------------------------------------------------------------------
+
+    def job(self, id: str, owner: Owner) -> Job:
+        """The job of that id, if it is `owner`'s.
+
+        Raises:
+            ApiError: there is none; a job of another owner is not told from none.
+        """
+        job = self.store.get(id)
+        if job is None or job.owner != owner.name:
+            raise ApiError(404, "video_not_found", f"there is no video {id[:60]!r}")
+        return job
+
+    def video(self, job: Job) -> Video:
+        """The API's view of `job`. One that the ranks have and no rank has begun is queued."""
+        if job.state.is_final:
+            keeps = self.keep_seconds is not None and job.finished_at is not None
+            expires_at = (job.finished_at or 0) + (self.keep_seconds or 0) if keeps else None
+            return video_of(job, model=self.offer.model, expires_at=expires_at)
+        estimate, progress = self.engine.estimate(job.id), self.engine.progress(job.id)
+        eta = None if estimate is None else estimate.eta_seconds
+        if job.state is JobState.IN_PROGRESS and progress is not None and progress.has_begun:
+            return video_of(
+                job,
+                model=self.offer.model,
+                eta_seconds=eta,
+                steps_done=progress.steps_done,
+                rank=progress.rank,
+            )
+        return video_of(
+            replace(job, state=JobState.QUEUED, started_at=None),
+            model=self.offer.model,
+            eta_seconds=eta,
+            place=None if estimate is None else estimate.place or 0,
+        )
+
+    def clip_path(self, job: Job) -> Path:
+        """The file of a completed clip."""
+        return self.folder / CLIPS / f"{job.id}.mp4"
+
+    def completed(self, id: str, owner: Owner) -> Job:
+        """The job of that id, if it is completed.
+
+        Raises:
+            ApiError: there is none, or it is not completed.
+        """
+        job = self.job(id, owner)
+        if job.state is not JobState.COMPLETED:
+            status = job.state if job.state.is_final else self.video(job).status
+            raise ApiError(
+                409,
+                "not_completed",
+                f"the video is {status}, not completed",
+                "request it again" if job.state.is_final else "its status says how far it is",
+                details={"status": str(status)},
+            )
+        return job
+
+
+def _seed(asked: int | None, owner: str, idempotency_key: str | None) -> int:
+    """The requested seed, else a drawn one; the same one for the same idempotency key."""
+    if asked is not None:
+        return asked
+    if idempotency_key is None:
+        return secrets.randbits(32)
+    digest = hashlib.sha256(f"{owner}\0{idempotency_key}".encode()).digest()
+    return int.from_bytes(digest[:4])
