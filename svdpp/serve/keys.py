@@ -77,7 +77,8 @@ def key_hash(key: str) -> str:
 def read_keys(path: Path) -> Keys:
     """Read a file of keys: in each line a name, a hash and, optionally, `open=N`.
 
-    Empty lines and lines that begin with `#` are ignored.
+    Empty lines and lines that begin with `#` are ignored. A name's limit need not be repeated in
+    its further lines.
 
     Raises:
         RequestError: other users may read or write the file.
@@ -128,10 +129,12 @@ def _parse(words: list[str], before: Sequence[ApiKey]) -> ApiKey:
     limit = _LIMIT.fullmatch(words[2]) if len(words) == 3 else None
     if len(words) == 3 and limit is None:
         raise ValueError("the limit must be open=N, with N from 1 to 999999")
-    key = ApiKey(words[0], words[1], None if limit is None else int(limit[1]))
+    max_open = None if limit is None else int(limit[1])
     for other in before:
-        if other.sha256 == key.sha256:
+        if other.sha256 == words[1]:
             raise ValueError("an earlier line has the same hash")
-        if other.name == key.name and other.max_open != key.max_open:
+        if other.name == words[0] and max_open is None:
+            max_open = other.max_open
+        elif other.name == words[0] and other.max_open != max_open:
             raise ValueError("an earlier line has the same name with another limit")
-    return key
+    return ApiKey(words[0], words[1], max_open)

@@ -70,9 +70,10 @@ def test_every_key_is_compared_in_constant_time(
         assert compared == [hash for _, hash in made]
 
 
-def test_an_owner_can_change_keys_without_a_gap(tmp_path: Path) -> None:
+@pytest.mark.parametrize("limit", ["", "open=2"])
+def test_an_owner_can_change_keys_without_a_gap(tmp_path: Path, limit: str) -> None:
     (old, old_hash), (new, new_hash) = new_key(), new_key()
-    found = read_keys(put(tmp_path, f"ann {old_hash} open=2\nann {new_hash} open=2\n"))
+    found = read_keys(put(tmp_path, f"ann {old_hash} open=2\nann {new_hash} {limit}\n"))
     for key in (old, new):
         owner = found.find(key)
         assert owner is not None
@@ -111,7 +112,7 @@ KEY = "svdpp_AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA"
         (f"ann {HASH} closed=5\n", "line 1: the limit must be"),
         (f"ann {HASH} open=5 open=6\n", "line 1: it has 4 words"),
         (f"ann {HASH}\nbob {HASH}\n", "line 2: an earlier line has the same hash"),
-        (f"ann {HASH} open=1\nann {HASH[::-1]}\n", "line 2: an earlier line has the same name"),
+        (f"ann {HASH}\nann {HASH[::-1]} open=1\n", "line 2: an earlier line has the same name"),
         (b"ann \xff\xfe", "other than ASCII"),
         (f"# {'x' * 1_000_001}", "is larger than"),
     ],

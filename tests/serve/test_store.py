@@ -277,6 +277,22 @@ def test_threads_with_one_key_get_one_job(store: JobStore) -> None:
     assert store.counts()[JobState.QUEUED] == 1
 
 
+def test_of_other_requests_with_one_key_one_becomes_a_job(store: JobStore) -> None:
+    barrier = threading.Barrier(8)
+
+    def ask(seed: int) -> str | None:
+        barrier.wait()
+        try:
+            return add(store, idempotency_key="k", seed=seed)
+        except RequestError:
+            return None
+
+    with ThreadPoolExecutor(8) as threads:
+        made = [id for id in threads.map(ask, range(8)) if id is not None]
+    assert list(store.photos()) == made
+    assert len(made) == 1
+
+
 def test_a_removed_jobs_key_is_free_again(store: JobStore) -> None:
     first = add(store, idempotency_key="k")
     store.cancel_waiting(first)

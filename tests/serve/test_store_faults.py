@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import random
@@ -212,6 +213,34 @@ def fill(folder: Path) -> None:
 def test_a_full_disk_is_an_error_and_loses_nothing(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "size=400k") as disk:
         fill(disk)
+
+
+def test_a_store_goes_on_when_the_disk_has_space_again(tmp_path: Path) -> None:
+    with (
+        small_disk(tmp_path / "disk", "size=1m") as disk,
+        contextlib.closing(JobStore(disk / "data")) as store,
+    ):
+        first = add(store)
+        with pytest.raises(OSError, match="No space"), open(disk / "ballast", "wb") as ballast:
+            while True:
+                ballast.write(bytes(4096))
+                ballast.flush()
+        with pytest.raises(OutputError, match="full"):
+            for _ in range(100):
+                add(store, photo_name="x" * 10_000)
+        num_jobs = len(store.waiting())
+        (disk / "ballast").unlink()
+        second = add(store)
+        assert len(store.waiting()) == num_jobs + 1
+        assert {first, second} <= set(store.photos())
+
+
+def test_a_read_only_disk_is_an_error(tmp_path: Path) -> None:
+    with (
+        small_disk(tmp_path / "disk", "ro") as disk,
+        pytest.raises(OutputError, match="Read-only"),
+    ):
+        JobStore(disk / "data")
 
 
 def test_a_limit_of_files_is_an_error_and_loses_nothing(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 
 from svdpp.errors import RequestError
+from svdpp.serve import job_table
 from svdpp.serve.job import JobState, new_id
 from svdpp.serve.job_table import AGEING_SECONDS
 from svdpp.serve.store import JobStore
@@ -115,8 +116,6 @@ def test_a_page_does_not_tell_of_other_owners_jobs(store: JobStore) -> None:
 
 def test_ten_thousand_jobs_are_no_burden(store: JobStore) -> None:
     with store._file.change() as database:  # in one transaction, because each waits for the disk
-        from svdpp.serve import job_table
-
         for number in range(10_000):
             job = new_job(owner=f"owner{number % 10}", created_at=float(number))
             state = JobState.COMPLETED if number % 2 else JobState.QUEUED
