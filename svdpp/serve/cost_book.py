@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import statistics
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict, deque
 from dataclasses import replace
 from typing import NamedTuple
 
 from svdpp.config import SamplingConfig
-from svdpp.driver.trace import MeanCosts
+from svdpp.plan.actions import Action, Kind
 from svdpp.plan.costs import Costs, PerRank
 from svdpp.plan.presets import PRESETS
-from svdpp.worker.messages import Event
+from svdpp.worker.messages import ActionDone, Event, StepDone, TransferDone
 
 _MAX_SHAPES = 32
+_MAX_SAMPLES = 128
 _PRESET = "svd-xt-a100"
+_STEP, _TRANSFER = "step", "transfer"
+_MEASURED = (Kind.ENCODE, Kind.DECODE)
 
 
 class _Shape(NamedTuple):
@@ -25,12 +29,32 @@ class _Shape(NamedTuple):
 
     @property
     def volume(self) -> int:
-        """What a step's time is taken to be proportional to."""
+        """What the time of a step is taken to be proportional to."""
         return self.height * self.width * self.frames * (2 if self.guided else 1)
 
 
 # The preset is for clips of this size.
 _PRESET_SHAPE = _Shape(576, 1024, 25, True)
+
+
+class _Samples:
+    """The latest seconds of one kind of work.
+
+    The first time that a rank does it counts only while there is no other: it warms up.
+    """
+
+    def __init__(self) -> None:
+        self._latest: deque[float] = deque(maxlen=_MAX_SAMPLES)
+        self._first: float | None = None
+
+    def add(self, seconds: float, *, is_first: bool) -> None:
+        if is_first:
+            self._first = seconds
+        else:
+            self._latest.append(seconds)
+
+    def mean(self) -> float | None:
+        return statistics.fmean(self._latest) if self._latest else self._first
 
 
 class CostBook:
@@ -45,32 +69,73 @@ class CostBook:
         self._assumed = PRESETS[_PRESET] if assumed is None else assumed
         self._assumed_shape = _PRESET_SHAPE if assumed is None else _shape(sampling)
         self._lock = threading.Lock()
-        self._means: OrderedDict[_Shape, MeanCosts] = OrderedDict()
+        self._samples: OrderedDict[_Shape, defaultdict[str, _Samples]] = OrderedDict()
+        self._warm: set[tuple[int, str]] = set()
 
-    def add(self, event: Event, sampling: SamplingConfig) -> None:
+    def begin(self) -> None:
+        """Says that the ranks have been started, and must warm up."""
+        with self._lock:
+            self._warm.clear()
+
+    def add(self, rank: int, event: Event, sampling: SamplingConfig) -> None:
         """Records an event about a clip of `sampling`; ignores events without a time."""
+        found = _measured(event)
+        if found is None:
+            return
+        what, seconds = found
         shape = _shape(sampling)
         with self._lock:
-            means = self._means.setdefault(shape, MeanCosts())
-            means.add(event)
-            self._means.move_to_end(shape)
-            if len(self._means) > _MAX_SHAPES:
-                self._means.popitem(last=False)
+            samples = self._samples.setdefault(shape, defaultdict(_Samples))
+            samples[what].add(seconds, is_first=(rank, what) not in self._warm)
+            self._warm.add((rank, what))
+            self._samples.move_to_end(shape)
+            if len(self._samples) > _MAX_SHAPES:
+                self._samples.popitem(last=False)
 
     def costs(self, sampling: SamplingConfig) -> Costs:
         """The costs of a clip of `sampling`."""
         shape = _shape(sampling)
-        assumed = _scaled(self._assumed, shape.volume / self._assumed_shape.volume)
         with self._lock:
-            means = self._means.get(shape)
-            if means is not None and means.has_stepped:
-                return means.costs_like(assumed)
-            for other in reversed(self._means):
-                if self._means[other].has_stepped:
-                    scale = shape.volume / other.volume
-                    known = self._means[other].costs_like(_scaled(assumed, 1 / scale))
-                    return _scaled(known, scale)
-        return assumed
+            for known in (shape, *reversed(self._samples)):
+                samples = self._samples.get(known)
+                if samples is not None and _STEP in samples:
+                    means = {what: each.mean() for what, each in samples.items()}
+                    return _scaled(self._measured(known, means), shape.volume / known.volume)
+        return self._assumed_for(shape)
+
+    def _measured(self, shape: _Shape, means: dict[str, float | None]) -> Costs:
+        """The costs of `shape`; what is not measured is scaled by the time of a step."""
+        assumed = self._assumed_for(shape)
+        step = means[_STEP] or 0.0
+        scale = step / assumed.step_on(0)
+
+        def known(what: str, seconds: float) -> float:
+            mean = means.get(what)
+            return scale * seconds if mean is None else mean
+
+        return Costs(
+            step_seconds=max(step, 1e-9),
+            encode_seconds=known(Kind.ENCODE, assumed.encode_on(0)),
+            decode_seconds=known(Kind.DECODE, assumed.decode_on(0)),
+            transfer_seconds=means.get(_TRANSFER) or 0.0,
+        )
+
+    def _assumed_for(self, shape: _Shape) -> Costs:
+        return _scaled(self._assumed, shape.volume / self._assumed_shape.volume)
+
+
+def _measured(event: Event) -> tuple[str, float] | None:
+    """What the event measured, and its seconds; a transfer counts once, at its receiver."""
+    match event:
+        case StepDone():
+            return _STEP, event.seconds
+        case TransferDone(direction="recv"):
+            return _TRANSFER, event.seconds
+        case ActionDone():
+            kind = Action.parse(event.action).kind
+            return (str(kind), event.end - event.start) if kind in _MEASURED else None
+        case _:
+            return None
 
 
 def _shape(sampling: SamplingConfig) -> _Shape:

@@ -248,6 +248,7 @@ class Engine:
         pipeline.observe(self._observe)
         self._view.reset()
         self._feed.begin()
+        self._costs.begin()
         self._pipeline, self._is_entering = pipeline, True
         try:
             with pipeline:
@@ -295,7 +296,7 @@ class Engine:
         try:
             clip = self._running.report(rank, event, self._view.add(rank, event))
             if clip is not None:
-                self._costs.add(event, clip.job.sampling)
+                self._costs.add(rank, event, clip.job.sampling)
         except Exception:
             logger.exception("an event of rank {} is lost", rank)
         for observer in self._observers:

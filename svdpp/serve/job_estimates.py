@@ -9,7 +9,7 @@ from collections.abc import Callable
 from svdpp.config import PipelineConfig
 from svdpp.serve.cost_book import CostBook
 from svdpp.serve.estimate import ClipAhead, Estimate, Layouts, estimate
-from svdpp.serve.running_clips import RunningClips
+from svdpp.serve.running_clips import RunningClip, RunningClips
 from svdpp.serve.store import JobStore
 
 _MAX_AGE = 0.5
@@ -65,30 +65,26 @@ class JobEstimates:
             return self._found
 
     def _clips(self) -> list[ClipAhead]:
-        """The open clips, those in the pipeline first."""
-        now = time.monotonic()
-        next_clip = 0
-        clips = []
-        for clip in self._running.all():
-            sampling = clip.job.sampling
-            next_clip = clip.clip + 1
-            clips.append(
-                ClipAhead(
-                    id=clip.job.id,
-                    route=self._layouts.route(
-                        clip.clip, sampling.num_inference_steps, clip.steps_done
-                    ),
-                    costs=self._costs.costs(sampling),
-                    has_begun=clip.has_begun,
-                    begun_seconds=now - clip.reported_at if clip.has_begun else 0.0,
-                )
-            )
-        known = {clip.id for clip in clips}
-        for job in self._store.waiting():
-            if job.id not in known:  # taken since
-                steps = job.sampling.num_inference_steps
-                route = self._layouts.route(next_clip, steps)
+        """The open clips: those in the pipeline, those on the way to it, those in the queue."""
+        waiting = self._store.waiting()  # read first, so that a job that moves is not missed
+        running = self._running.all()
+        clips = {clip.job.id: self._in_pipeline(clip) for clip in running}
+        next_clip = running[-1].clip + 1 if running else 0
+        for job in (*self._store.running(), *waiting):
+            if job.id not in clips:
+                route = self._layouts.route(next_clip, job.sampling.num_inference_steps)
                 costs = self._costs.costs(job.sampling)
-                clips.append(ClipAhead(id=job.id, route=route, costs=costs))
+                clips[job.id] = ClipAhead(id=job.id, route=route, costs=costs)
                 next_clip += 1
-        return clips
+        return list(clips.values())
+
+    def _in_pipeline(self, clip: RunningClip) -> ClipAhead:
+        sampling = clip.job.sampling
+        passed = time.monotonic() - clip.reported_at if clip.has_begun else 0.0
+        return ClipAhead(
+            id=clip.job.id,
+            route=self._layouts.route(clip.clip, sampling.num_inference_steps, clip.steps_done),
+            costs=self._costs.costs(sampling),
+            has_begun=clip.has_begun,
+            begun_seconds=passed,
+        )

@@ -14,9 +14,10 @@ from svdpp.errors import ClosedError
 from svdpp.plan.actions import Action, Kind
 from svdpp.serve.clip_orders import ClipOrder
 from svdpp.serve.job import Job
-from svdpp.worker.messages import Event, Heartbeat, StepDone
+from svdpp.worker.messages import Event, StepDone
 
-_BEGINNINGS = (Kind.ENCODE, Kind.LOAD, Kind.DENOISE, Kind.DECODE)
+# Other actions begin with a wait for the clip, so they say nothing about its progress.
+_BEGINNINGS = (Kind.ENCODE, Kind.LOAD)
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,7 @@ class RunningClips:
         else:
             return self._by_clip.get(getattr(event, "clip", -1))
         # Two ranks' events can arrive in the wrong order.
-        if clip is not None and steps_done >= clip.steps_done and not _waits(event):
+        if clip is not None and steps_done >= clip.steps_done:
             has_moved = (clip.rank, clip.steps_done) != (rank, steps_done)
             clip.steps_done, clip.rank = steps_done, rank
             clip.has_begun, clip.reported_at = True, time.monotonic()
@@ -204,7 +205,3 @@ def _outcome(job_id: str, handle: ClipHandle, *, run_has_ended: bool) -> Outcome
     except BaseException as error:
         has_ended = run_has_ended or isinstance(error, ClosedError)
         return Outcome(job_id, "ended" if has_ended else "failed", {}, error)
-
-
-def _waits(event: Event) -> bool:
-    return isinstance(event, Heartbeat) and event.waiting

@@ -100,7 +100,7 @@ class Serving:
     def pids(self) -> list[int]:
         pipeline = self.engine._pipeline
         assert pipeline is not None
-        found: list[int] = pipeline._supervisor._group.pids  # type: ignore[union-attr, attr-defined]
+        found: list[int] = pipeline._supervisor._group.pids  # type: ignore[union-attr,attr-defined,unused-ignore]
         return found
 
     def kill(self, rank: int) -> None:
@@ -109,10 +109,16 @@ class Serving:
 
 @contextlib.contextmanager
 def serving(
-    folder: Path, config: PipelineConfig, *, grace: float = 60, **settings: Any
+    folder: Path,
+    config: PipelineConfig,
+    *,
+    grace: float = 60,
+    events: Events | None = None,
+    **settings: Any,
 ) -> Iterator[Serving]:
     """An engine over `folder`, closed at the end of the block."""
-    store, events, ended = JobStore(folder), Events(), []  # type: ignore[var-annotated]
+    ended: list[Job] = []
+    store, events = JobStore(folder), events or Events()
     settings = {"first_back_off": 0.05, **settings}
     engine = Engine(config, store, folder, events, on_ended=ended.append, **settings)
     engine.start()

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from svdpp.serve.job import JobState
-from tests.serve.engines import dummy_config, hashes, latents, serving
+from svdpp.driver.clip_handle import ClipHandle
+from svdpp.serve.engine import Engine
+from svdpp.serve.events import Events, JobEvent
+from svdpp.serve.job import Job, JobState
+from svdpp.serve.store import JobStore
+from tests.serve.engines import Serving, dummy_config, hashes, latents, serving
 
 pytestmark = pytest.mark.processes
 
@@ -26,3 +34,233 @@ def test_every_job_is_made_once_in_order(tmp_path: Path) -> None:
     assert [job.id for job in service.ended] == ids
     assert latents(jobs) == hashes(dummy_config(2), list(range(12)))
     assert list((tmp_path / "latents").iterdir()) == []
+
+
+def test_after_a_kill_the_clips_continue_to_the_same_bits(tmp_path: Path) -> None:
+    config = dummy_config(2, step_seconds=0.05)
+    with serving(tmp_path, config) as service:
+        ids = service.add(*range(5))
+        service.wait_for_step(ids[1], 5)  # rank 1 works on it, rank 0 on the next one
+        service.kill(1)
+        jobs = service.wait_final(ids)
+        assert service.engine.restarts == 1
+        assert service.engine.last_error is None
+        resumed = [job.metadata["resumed_from_step"] for job in jobs]
+    assert {job.state for job in jobs} == {JobState.COMPLETED}
+    assert [job.id for job in service.ended] == ids
+    assert [job.attempts for job in jobs] == [0, 1, 0, 0, 0]
+    assert resumed[1] == 4
+    assert latents(jobs) == hashes(config, list(range(5)))
+    assert list((tmp_path / "latents").iterdir()) == []
+
+
+def _has_restarted(service: Serving, times: int) -> bool:
+    return service.engine.restarts == times
+
+
+def test_a_clip_during_which_ranks_die_twice_fails_by_name(tmp_path: Path) -> None:
+    config = dummy_config(2, step_seconds=0.05)
+    with serving(tmp_path, config) as service:
+        ids = service.add(*range(4))
+        for death in (1, 2):
+            service.wait(
+                lambda: any(now.video == ids[2] for now in service.engine.ranks()), "not begun"
+            )
+            rank = next(now.rank for now in service.engine.ranks() if now.video == ids[2])
+            service.wait(lambda: service.engine.state == "ready", "not ready")
+            service.kill(rank)
+            service.wait(partial(_has_restarted, service, death), "no restart")
+        jobs = service.wait_final(ids)
+    states = [job.state for job in jobs]
+    assert states == [JobState.COMPLETED] * 2 + [JobState.FAILED] + [JobState.COMPLETED]
+    error = jobs[2].error
+    assert error is not None
+    assert error["type"] == "RankError"
+    assert "died 2 times during this clip" in error["message"]
+    assert "was killed by SIGKILL" in error["message"]
+    assert latents([*jobs[:2], jobs[3]]) == hashes(config, [0, 1, 3])
+    assert list((tmp_path / "latents").iterdir()) == []
+
+
+def test_an_idle_rank_that_dies_blames_no_job(tmp_path: Path) -> None:
+    with serving(tmp_path, dummy_config(2)) as service:
+        service.wait_final(service.add(1))
+        service.kill(0)
+        service.wait(lambda: service.engine.restarts == 1, "no restart")
+        assert service.wait_final(service.add(2))[0].attempts == 0
+        assert service.engine.state == "ready"
+
+
+def test_the_back_off_doubles_and_a_finished_clip_resets_it(tmp_path: Path) -> None:
+    with serving(tmp_path, dummy_config(1), first_back_off=0.2) as service:
+        for restarts in (1, 2):
+            service.wait(lambda: service.engine.state == "ready", "not ready")
+            service.kill(0)
+            service.wait(lambda: service.engine.state == "restarting", "no back-off")
+            assert service.engine.back_off_seconds <= 0.2 * restarts
+            assert service.engine._back_off == pytest.approx(0.4 * restarts)
+            assert "SIGKILL" in str(service.engine.last_error)
+            service.wait(lambda: service.engine.state == "ready", "not ready")
+        service.wait_final(service.add(1))
+        service.wait(lambda: service.engine.last_error is None, "the error stays")
+        assert service.engine._back_off == 0.2
+        assert service.engine.restarts == 2
+
+
+def test_the_grace_finishes_what_it_can_and_the_next_start_goes_on(tmp_path: Path) -> None:
+    config = dummy_config(2, step_seconds=0.1)
+    with serving(tmp_path, config, grace=1.0) as service:
+        ids = service.add(*range(6))
+        service.wait_for_step(ids[1], 5)
+    store = JobStore(tmp_path)
+    states = [job.state for job_id in ids if (job := store.get(job_id))]
+    store.close()
+    assert JobState.IN_PROGRESS in states
+    assert states[0] is JobState.COMPLETED
+    assert states[-1] is JobState.QUEUED
+    with serving(tmp_path, config) as service:
+        jobs = service.wait_final(ids)
+    assert [job.attempts for job in jobs] == [0] * 6
+    assert latents(jobs) == hashes(config, list(range(6)))
+    assert any(job.metadata["resumed_from_step"] for job in jobs)
+
+
+def test_closing_while_the_ranks_start_is_quick(tmp_path: Path) -> None:
+    begun = time.monotonic()
+    with serving(tmp_path, dummy_config(4)) as service:
+        (job_id,) = service.add(1)
+    assert time.monotonic() - begun < 30
+    with serving(tmp_path, dummy_config(1)) as service:
+        assert service.wait_final([job_id])[0].state is JobState.COMPLETED
+
+
+def test_a_grace_long_enough_loses_nothing(tmp_path: Path) -> None:
+    with serving(tmp_path, dummy_config(2, step_seconds=0.02)) as service:
+        ids = service.add(0, 1)
+        service.wait_for_step(ids[1], 1)
+    assert [job.state for job in service.ended] == [JobState.COMPLETED] * 2
+
+
+def test_a_waiting_job_is_cancelled_at_once(tmp_path: Path) -> None:
+    with serving(tmp_path, dummy_config(1, step_seconds=0.05)) as service:
+        ids = service.add(*range(6))
+        service.wait_for_step(ids[0], 1)
+        assert service.engine.cancel(ids[5], 0.0)
+        assert service.job(ids[5]).state is JobState.CANCELLED
+        states = [job.state for job in service.wait_final(ids)]
+        assert service.engine.cancel(ids[0], 0.0), "it is finished"
+        assert service.engine.cancel("no job", 0.0)
+    assert states == [JobState.COMPLETED] * 5 + [JobState.CANCELLED]
+
+
+@pytest.mark.skipif(not hasattr(ClipHandle, "end_cancelled"), reason="the pipeline cannot cancel")
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_running_job_is_cancelled_when_the_ranks_have_let_go(victim: int, tmp_path: Path) -> None:
+    config = dummy_config(2, step_seconds=0.1)
+    with serving(tmp_path, config) as service:
+        ids = service.add(*range(4))
+        service.wait_for_step(ids[0], 5)
+        assert service.engine.cancel(ids[victim], 60)
+        assert service.job(ids[victim]).state is JobState.CANCELLED
+        assert all(rank.video != ids[victim] for rank in service.engine.ranks())
+        jobs = service.wait_final(ids)
+    others = [job for job in jobs if job.id != ids[victim]]
+    assert {job.state for job in others} == {JobState.COMPLETED}
+    assert latents(others) == hashes(config, [seed for seed in range(4) if seed != victim])
+    assert list((tmp_path / "latents").iterdir()) == []
+
+
+def test_a_cancelled_job_does_not_return_after_a_kill(tmp_path: Path) -> None:
+    with serving(tmp_path, dummy_config(2, step_seconds=0.1)) as service:
+        ids = service.add(0, 1)
+        service.wait_for_step(ids[0], 1)
+        service.store.ask_to_cancel(ids[0])
+        service.kill(0)
+        states = [job.state for job in service.wait_final(ids)]
+    assert states == [JobState.CANCELLED, JobState.COMPLETED]
+
+
+def test_a_checkpoint_that_does_not_fit_starts_the_clip_again(tmp_path: Path) -> None:
+    config = dummy_config(2, step_seconds=0.05)
+    with serving(tmp_path, config) as service:
+        ids = service.add(0, 1)
+        service.wait_for_step(ids[0], 5)
+        service.kill(1)
+        service.wait(lambda: service.engine.restarts == 1, "no restart")
+        for path in (tmp_path / "latents").iterdir():
+            path.write_bytes(path.read_bytes()[:-8])
+        jobs = service.wait_final(ids)
+    assert {job.state for job in jobs} == {JobState.COMPLETED}
+    assert latents(jobs) == hashes(config, [0, 1])
+
+
+def test_events_tell_states_steps_and_places(tmp_path: Path) -> None:
+    seen: list[tuple[Any, ...]] = []
+
+    class Seen(Events):
+        def publish(
+            self, job_id: str, data: Mapping[str, Any], *, is_final: bool = False
+        ) -> JobEvent:
+            seen.append((job_id, data["status"], data["steps"], data["place"]))
+            return super().publish(job_id, data, is_final=is_final)
+
+        def watched(self) -> set[str]:
+            return set(ids)
+
+    ids: list[str] = []
+    engines: list[Engine] = []
+
+    def describe(job: Job) -> dict[str, Any]:
+        (engine,) = engines
+        progress, estimate = engine.progress(job.id), engine.estimate(job.id)
+        return {
+            "status": str(job.state),
+            "steps": 0 if progress is None else progress.steps_done,
+            "place": None if estimate is None else estimate.place,
+        }
+
+    config = dummy_config(2, step_seconds=0.15)
+    with serving(tmp_path, config, events=Seen(), describe=describe) as service:
+        engines.append(service.engine)
+        ids += service.add(*range(5))
+        service.wait_final(ids)
+        service.wait(lambda: len(service.ended) == 5, "not ended")
+    last = [event for event in seen if event[0] == ids[4]]
+    assert {"queued", "in_progress", "completed"} <= {status for _, status, _, _ in last}
+    steps = [step for _, status, step, _ in last if status == "in_progress"]
+    assert len(set(steps)) > 4
+    assert steps == sorted(steps)
+    places = [place for _, _, _, place in last if place is not None]
+    assert places == sorted(places, reverse=True)
+    assert len(set(places)) > 1
+
+
+def test_promises_are_kept_and_scored(tmp_path: Path) -> None:
+    config = dummy_config(2, step_seconds=0.1)
+    with serving(tmp_path, config) as service:
+        service.wait_final(service.add(9))  # the first steps of a process take longer
+        ids = []
+        for seed in range(6):
+            ids += service.add(seed)
+            estimate = service.engine.estimate(ids[-1])
+            assert estimate is not None
+            service.store.set_promise(ids[-1], estimate.eta_seconds)
+        assert 0 < service.engine.seconds_until_room() < 3
+        jobs = service.wait_final(ids)
+        service.wait(lambda: len(service.engine.eta_errors) == 6, "not scored")
+        errors = list(service.engine.eta_errors)
+        assert service.engine.estimate(ids[0]) is None
+    promises = [job.promised_seconds or 0.0 for job in jobs]
+    print("promised", [f"{each:.2f}" for each in promises], "errors", [f"{e:.3f}" for e in errors])
+    assert max(map(abs, errors)) < 0.5
+
+
+def test_callbacks_that_raise_stop_nothing(tmp_path: Path) -> None:
+    def fail(*_: object) -> Any:
+        raise ZeroDivisionError
+
+    settings: dict[str, Any] = {"describe": fail, "observers": [fail]}
+    with serving(tmp_path, dummy_config(2), **settings) as service:
+        jobs = service.wait_final(service.add(1, 2))
+        assert service.engine.restarts == 0
+    assert {job.state for job in jobs} == {JobState.COMPLETED}
