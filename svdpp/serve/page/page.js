@@ -269,7 +269,8 @@ function takeEngine(engine) {
     if (rank.doing === "wait") waits.push(now() + state.clockOffset);
     state.waits.set(rank.rank, waits.filter((time) => time > now() + state.clockOffset - WINDOW_SECONDS));
     const video = state.videos.get(rank.video);
-    if (video?.status === "in_progress" && rank.step !== null && !state.streams.has(video.id)) {
+    const computes = rank.doing === "compute" && rank.step !== null; // others wait for a clip that is elsewhere
+    if (video?.status === "in_progress" && computes && !state.streams.has(video.id)) {
       video.step = Math.max(video.step, rank.step);
       video.rank = rank.rank;
     }
@@ -502,18 +503,20 @@ function renderRanks() {
 
 function createRank(rank) {
   const strip = makeSvg("svg", { class: "strip", role: "img" });
+  const device = make("span", { className: "note" });
   const parts = {
     who: make("span", { className: "who" }, make("b", { textContent: `Rank ${rank.rank}` })),
     strip,
     now: make("span", { className: "now number" }),
     busy: make("span", { className: "busy number", title: "Share of the last minute in which this rank computed" }),
   };
-  if (rank.device) parts.who.append(make("span", { className: "note", textContent: ` ${rank.device}` }));
-  return Object.assign(make("li", { className: "rank" }, ...Object.values(parts)), { parts });
+  parts.who.append(" ", device);
+  return Object.assign(make("li", { className: "rank" }, ...Object.values(parts)), { parts: { ...parts, device } });
 }
 
 function updateRank(node, rank) {
-  const { strip, now: doing, busy } = node.parts;
+  const { strip, now: doing, busy, device } = node.parts;
+  setText(device, rank.device);
   const end = now() + state.clockOffset;
   const spans = mergeSpans(state.engine.spans.filter((span) => span.rank === rank.rank), end);
   const seconds = { encode: 0, denoise: 0, decode: 0 };
@@ -535,6 +538,7 @@ function updateRank(node, rank) {
 function rankNow(rank) {
   const video = state.videos.get(rank.video);
   const name = video ? nameOf(video) : rank.video ? "a clip of another key" : "";
+  if (!rank.device && state.engine.state !== "ready") return "starts";
   if (rank.doing === "idle") return "idle";
   if (rank.doing === "wait") return name ? `waits for ${name}` : "waits";
   return rank.step === null ? `${ACTIONS[rank.action] ?? rank.action} ${name}` : `step ${rank.step} of ${name}`;
@@ -998,7 +1002,7 @@ async function openCompare(...videos) {
     const video = videos[index];
     setAttribute(figure, "data-tint", tintOf(video.id));
     figure.querySelector("figcaption").replaceChildren(make("span", { className: "dot" }), titleOf(video));
-    setAttribute(compare.players[index], "aria-label", `${index ? "Right" : "Left"} clip: ${titleOf(video)}`);
+    setAttribute(compare.players[index], "aria-label", `${index ? "Second" : "First"} clip: ${titleOf(video)}`);
   }
   fillCompareTable(videos);
   $("compare").showModal();
@@ -1020,9 +1024,9 @@ async function openCompare(...videos) {
 
 function fillCompareTable(videos) {
   const rows = [...PARAMETERS, "seconds"].map((name) => {
-    const [left, right] = videos.map((video) => String(video[name]));
-    return make("tr", { className: left === right ? "" : "differs" }, make("th", { scope: "row", textContent: name }),
-      make("td", { textContent: left }), make("td", { textContent: right }));
+    const [first, second] = videos.map((video) => String(video[name]));
+    return make("tr", { className: first === second ? "" : "differs" }, make("th", { scope: "row", textContent: name }),
+      make("td", { textContent: first }), make("td", { textContent: second }));
   });
   const proofs = videos.map((video) => make("td", { textContent: PROOFS[proofOf(video)] }));
   $("compare-table").tBodies[0].replaceChildren(...rows, make("tr", {}, make("th", { scope: "row", textContent: "verified" }), ...proofs));
@@ -1176,7 +1180,8 @@ function renderPhotos() {
   $("photos").hidden = !state.photos.length;
   renderList($("photos"), state.photos, (photo) => photo.id, createPhoto, updatePhoto);
   const number = state.photos.length;
-  setText($("make"), number > 1 ? `Make ${number} clips` : "Make clip");
+  const sending = state.photos.some((photo) => photo.sending);
+  setText($("make"), sending ? "Sending…" : number > 1 ? `Make ${number} clips` : "Make clip");
 }
 
 function createPhoto(photo) {
@@ -1272,7 +1277,7 @@ function showRefusal(error, photo) {
     $("new").querySelector("[aria-invalid=true]").focus();
     return true;
   }
-  if ([401, 429, 500, 503].includes(error.status)) {
+  if ([401, 429, 500, 503].includes(error.status) || error.code === "too_large_for_memory") {
     showFormError(error.words);
     return true;
   }
