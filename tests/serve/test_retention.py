@@ -6,13 +6,16 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from svdpp.errors import OutputError
 from svdpp.media import output_files
-from svdpp.serve.job import JobState
+from svdpp.serve.job import JobState, new_id
 from svdpp.serve.retention import remove_job, remove_strangers, sweep
 from svdpp.serve.store import JobStore
 from tests.serve.store_jobs import add
@@ -159,6 +162,44 @@ def test_a_file_that_cannot_be_removed_does_not_cost_other_jobs(
     assert ids_of_files(folder) == set(others)
 
 
+def test_rows_and_files_stay_together_while_jobs_come_and_go(store: JobStore, folder: Path) -> None:
+    """Two threads finish jobs, two sweep at the same time, one removes jobs on request."""
+    is_done = threading.Event()
+
+    def work(owner: str) -> None:
+        for _ in range(25):
+            id = new_id()
+            put_files(folder, id)  # first, because the other thread may take the job
+            add(store, id=id, owner=owner)
+            job = store.take_next()
+            assert job is not None
+            store.complete(job.id, {})
+
+    def clean() -> None:
+        while not is_done.wait(0.002):
+            sweep(store, folder, time.time(), None, 1000)
+
+    def remove() -> None:
+        while not is_done.wait(0.005):
+            for job in store.finished()[-1:]:
+                remove_job(store, folder, job.id)
+
+    with ThreadPoolExecutor(5) as threads:
+        cleaners = [threads.submit(each) for each in (clean, clean, remove)]
+        workers = [threads.submit(work, owner) for owner in "ab"]
+        try:
+            for each in workers:
+                each.result()
+        finally:
+            is_done.set()
+        for each in cleaners:
+            each.result()
+    sweep(store, folder, time.time(), None, 1000)
+    assert ids(store) == ids_of_files(folder)
+    assert len(ids(store)) <= 10
+    assert remove_strangers(store, folder) == []
+
+
 _SWEEP = """
 import os, sys
 from pathlib import Path
@@ -186,8 +227,8 @@ def test_a_kill_leaves_no_row_without_files_and_no_file_without_a_row(
     store: JobStore, folder: Path, at: int
 ) -> None:
     """A server is killed at its `at`-th removal of a file; each of three jobs has four."""
-    for time in (1.0, 2.0, 3.0):
-        finished(store, folder, time)
+    for end in (1.0, 2.0, 3.0):
+        finished(store, folder, end)
     store.close()
     killed = subprocess.run([sys.executable, "-c", _SWEEP, str(folder), str(at)])
     assert killed.returncode == -signal.SIGKILL
