@@ -599,13 +599,18 @@ function renderQueue(open) {
   const last = Math.max(-1, ...open.map((video) => etaOf(video) ?? -1));
   setText($("queue-note"), last >= 0 && open.length > 1 ? `all finished in about ${duration(last)}` : "");
   setText($("eta-error"), etaErrorText(state.engine?.eta_error));
+  $("eta-error").title = "The median of the newest clips";
 }
 
+/** The median of (actual - promised) / promised, in words. */
 function etaErrorText(error) {
   const median = error?.median;
   if (median === undefined || median === null) return "";
   const percent = Math.round(100 * median);
-  return `finish times so far: ${percent === 0 ? "as promised" : `${Math.abs(percent)}% ${percent > 0 ? "later" : "earlier"} than promised`} (median)`;
+  let words = `${Math.abs(percent)}% ${percent > 0 ? "later" : "earlier"} than promised`;
+  if (percent === 0) words = "as promised";
+  else if (percent > 200) words = `${Math.round(1 + median)} times later than promised`;
+  return `clips finish ${words}`;
 }
 
 /** Seconds until a clip is finished, counted down between two answers. */
@@ -650,7 +655,7 @@ function updateRow(node, video) {
   setText(status, state.busy.get(video.id) ?? (video.status === "queued" ? placeText(video) : stepText(video)));
   const left = etaOf(video);
   const rank = video.status === "queued" || video.rank === null ? "" : `rank ${video.rank}`;
-  const end = left === null ? "" : left < 1 ? "finishes now" : `finishes in about ${duration(left)}`;
+  const end = left === null ? "" : left < 1 ? "ready now" : `ready in ${duration(left)}`;
   setText(eta, [rank, end].filter(Boolean).join(" · "));
   const asked = state.busy.has(video.id);
   button.disabled = asked;
