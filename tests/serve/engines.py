@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import signal
 import time
@@ -13,6 +14,7 @@ from typing import Any
 
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SamplingConfig
 from svdpp.driver.pipeline import Pipeline
+from svdpp.media.examples import example_photos
 from svdpp.plan.costs import Costs
 from svdpp.serve.engine import Engine
 from svdpp.serve.events import Events
@@ -138,3 +140,36 @@ def hashes(config: PipelineConfig, seeds: list[int]) -> list[str]:
 
 def latents(jobs: list[Job]) -> list[str]:
     return [job.metadata["latents_sha256"] for job in jobs]
+
+
+DEMO_SAMPLING = SamplingConfig(
+    num_inference_steps=4,
+    height=64,
+    width=64,
+    num_frames=2,
+    decode_chunk_size=2,
+    max_guidance_scale=1.1,
+    motion_bucket_id=40,
+)
+
+
+def demo_config(world_size: int = 2) -> PipelineConfig:
+    return PipelineConfig(
+        world_size=world_size, model=ModelConfig(name="demo"), sampling=DEMO_SAMPLING
+    )
+
+
+def demo_job(folder: Path, seed: int, photo: Path | None = None) -> Job:
+    """A job for the demo model, whose photograph is copied to the data folder."""
+    content = (photo or example_photos()[0]).read_bytes()
+    job_id = new_id()
+    (folder / "photos").mkdir(exist_ok=True)
+    (folder / "photos" / f"{job_id}.jpg").write_bytes(content)
+    return dummy_job(
+        seed,
+        id=job_id,
+        sampling=DEMO_SAMPLING,
+        photo=f"{job_id}.jpg",
+        photo_name="photo.jpg",
+        photo_sha256=hashlib.sha256(content).hexdigest(),
+    )

@@ -10,12 +10,22 @@ from typing import Any
 
 import pytest
 
+from svdpp.config import ClipRequest
 from svdpp.driver.clip_handle import ClipHandle
+from svdpp.driver.pipeline import Pipeline
 from svdpp.serve.engine import Engine
 from svdpp.serve.events import Events, JobEvent
 from svdpp.serve.job import Job, JobState
 from svdpp.serve.store import JobStore
-from tests.serve.engines import Serving, dummy_config, hashes, latents, serving
+from tests.serve.engines import (
+    Serving,
+    demo_config,
+    demo_job,
+    dummy_config,
+    hashes,
+    latents,
+    serving,
+)
 
 pytestmark = pytest.mark.processes
 
@@ -264,3 +274,50 @@ def test_callbacks_that_raise_stop_nothing(tmp_path: Path) -> None:
         jobs = service.wait_final(service.add(1, 2))
         assert service.engine.restarts == 0
     assert {job.state for job in jobs} == {JobState.COMPLETED}
+
+
+def test_photographs_become_clips_through_a_kill(tmp_path: Path) -> None:
+    config = demo_config()
+    jobs = [demo_job(tmp_path, seed) for seed in range(4)]
+    (tmp_path / "photos" / jobs[2].photo).write_bytes(b"not an image")
+    with serving(tmp_path, config) as service:
+        for job in jobs:
+            service.store.add(job, max_open=None)
+        service.engine.wake()
+        service.wait_for_step(jobs[1].id, 1)
+        service.kill(1)
+        ended = service.wait_final([job.id for job in jobs])
+        assert service.engine.restarts == 1
+        assert service.engine.costs().decode_on(0) > 0
+    failed = ended.pop(2)
+    assert failed.state is JobState.FAILED
+    assert failed.error is not None
+    assert failed.error["type"] == "InputError"
+    with Pipeline(config.alone()) as pipeline:
+        photo = str(tmp_path / "photos" / jobs[0].photo)
+        requests = [ClipRequest(seed=seed, image=photo) for seed in (0, 1, 3)]
+        expected = [result.metadata["latents_sha256"] for result in pipeline.run(requests)]
+    assert latents(ended) == expected
+    clips = {path.name for path in (tmp_path / "clips").iterdir()}
+    assert clips == {f"{job.id}{suffix}" for job in ended for suffix in (".mp4", ".mp4.json")}
+    assert list((tmp_path / "latents").iterdir()) == []
+
+
+def test_a_clip_that_a_killed_server_had_finished_is_not_made_again(tmp_path: Path) -> None:
+    job = demo_job(tmp_path, 5)
+    with serving(tmp_path, demo_config()) as service:
+        service.store.add(job, max_open=None)
+        service.engine.wake()
+        (first,) = service.wait_final([job.id])
+    clip = tmp_path / "clips" / f"{job.id}.mp4"
+    written_at = clip.stat().st_mtime_ns
+    again = tmp_path / "again"
+    again.mkdir()
+    for name in ("photos", "clips"):
+        (tmp_path / name).rename(again / name)
+    with serving(again, demo_config()) as service:  # as if the row had not been changed
+        service.store.add(job, max_open=None)
+        service.engine.wake()
+        (second,) = service.wait_final([job.id])
+    assert second.metadata == first.metadata
+    assert (again / "clips" / clip.name).stat().st_mtime_ns == written_at

@@ -1,0 +1,300 @@
+"""Owns the verification of finished clips on one device, on request or when the ranks are idle.
+
+Each runs in a process of low priority, as `svdpp verify CLIP` does it, and is killed at once when
+work arrives for the ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from loguru import logger
+
+from svdpp.errors import SvdppError, error_to_dict
+from svdpp.serve.job import Job, JobState
+from svdpp.serve.store import JobStore
+
+Verdict = Literal["equal", "different"]
+
+_POLL_SECONDS = 0.05
+# Without a word of new work, how often idle time is looked for.
+_LOOK_SECONDS = 0.5
+_PAGE = 50
+_MAX_REQUESTED = 1000
+_MAX_FAILED = 1000
+_ANSWER = "answer.json"
+# A launcher's, which would make the process one of its ranks.
+_OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "SLURM_PROCID")
+
+
+class Prover:
+    """Verifies clips one at a time, requested ones first. Any thread may call it.
+
+    Args:
+        store: the queue, whose jobs get the verdicts.
+        folder: the data folder.
+        is_idle: whether the ranks are ready and have no work.
+        when_idle: whether clips are verified without a request, the newest first.
+        on_verdict: called with each verdict, in the prover's thread.
+    """
+
+    def __init__(
+        self,
+        store: JobStore,
+        folder: Path,
+        is_idle: Callable[[], bool],
+        *,
+        when_idle: bool = False,
+        on_verdict: Callable[[Verdict], None] = lambda _: None,
+    ) -> None:
+        self._store = store
+        self._folder = folder.absolute()
+        self._link = self._folder / "proof"
+        self._is_idle = is_idle
+        self._when_idle = when_idle
+        self._on_verdict = on_verdict
+        self._changed = threading.Condition()
+        self._requested: deque[str] = deque()
+        # Clips that could not be verified, so that they are not tried for ever.
+        self._failed: OrderedDict[str, None] = OrderedDict()
+        self._running: str | None = None
+        self._to_stop: str | None = None
+        self._is_closing = False
+        self._all_done = False
+        self.last_error: BaseException | None = None
+        """Why the latest clip that could not be verified could not be."""
+        self._thread = threading.Thread(target=self._run, name="prover", daemon=True)
+
+    @property
+    def running(self) -> str | None:
+        """The id of the job that is being verified."""
+        return self._running
+
+    def start(self) -> None:
+        """Starts the thread; first removes what a killed server left behind."""
+        self._remove_temporary()
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stops the verification at work, and the thread."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify_all()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def wake(self) -> None:
+        """Says that a clip is finished, or that the ranks have become idle or busy."""
+        with self._changed:
+            self._all_done = False
+            self._changed.notify_all()
+
+    def request(self, id: str) -> bool:
+        """Has a clip verified as soon as the ranks are idle; its proof is `running` from now on.
+
+        Returns:
+            False if it is not a completed clip with a file, or too many are waiting.
+        """
+        job = self._store.get(id)
+        if job is None or job.state is not JobState.COMPLETED or not self._json(job).exists():
+            return False
+        with self._changed:
+            if id in self._requested or id == self._running:
+                return True
+            if len(self._requested) >= _MAX_REQUESTED:
+                return False
+            self._requested.append(id)
+            self._failed.pop(id, None)
+            self._changed.notify_all()
+        return self._store.set_proof(id, "running")
+
+    def stop(self, id: str) -> None:
+        """Drops the request to verify a clip, and waits until nothing reads its files."""
+        with self._changed:
+            with contextlib.suppress(ValueError):
+                self._requested.remove(id)
+            self._to_stop = id
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._running != id)
+            self._to_stop = None
+        self._store.set_proof(id, "none")
+
+    # --- the prover's thread ----------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._is_closing:
+            try:
+                job = self._next()
+                if job is not None:
+                    self._verify(job)
+                    continue
+            except Exception:
+                logger.exception("the verification of a clip failed")
+            with self._changed:
+                self._changed.wait(_LOOK_SECONDS)
+
+    def _next(self) -> Job | None:
+        """The next job to verify; None if the ranks have work, or there is none."""
+        if not self._is_idle():
+            return None
+        with self._changed:
+            requested = self._requested[0] if self._requested else None
+        if requested is not None:
+            job = self._store.get(requested)
+            if job is None or job.state is not JobState.COMPLETED:
+                self._forget(requested)
+                return None
+            return job
+        if not self._when_idle or self._all_done:
+            return None
+        self._all_done = True
+        found = next((job for job in self._newest() if self._may_be_verified(job)), None)
+        self._all_done = self._all_done and found is None
+        return found
+
+    def _newest(self) -> Iterator[Job]:
+        after = None
+        while True:
+            page = self._store.page(
+                owner=None, limit=_PAGE, after=after, order="desc", state=JobState.COMPLETED
+            )
+            yield from page
+            if len(page) < _PAGE or self._is_closing:
+                return
+            after = page[-1].id
+
+    def _may_be_verified(self, job: Job) -> bool:
+        return job.proof == "none" and job.id not in self._failed and self._json(job).exists()
+
+    def _verify(self, job: Job) -> None:
+        with self._changed:
+            self._running = job.id
+        try:
+            self._store.set_proof(job.id, "running")
+            answer = self._answer(job)
+            if answer is None:  # stopped
+                with self._changed:
+                    is_requested = job.id in self._requested
+                self._store.set_proof(job.id, "running" if is_requested else "none")
+                return
+            self._forget(job.id)
+            self._take(job, answer)
+        finally:
+            with self._changed:
+                self._running = None
+                self._changed.notify_all()
+
+    def _take(self, job: Job, answer: dict[str, Any]) -> None:
+        """Records an answer."""
+        if answer["equal"] is None:
+            error = answer["error"]
+            self.last_error = SvdppError(error["message"], error["hint"])
+            logger.warning("{} could not be verified: {}", job.id, error["message"])
+            self._failed[job.id] = None
+            if len(self._failed) > _MAX_FAILED:
+                self._failed.popitem(last=False)
+            self._store.set_proof(job.id, "none")
+            return
+        verdict: Verdict = "equal" if answer["equal"] else "different"
+        if verdict == "different":
+            logger.error("{} is DIFFERENT from one device: {}", job.id, answer["differences"])
+        self._store.set_proof(job.id, verdict)
+        try:
+            self._on_verdict(verdict)
+        except Exception:
+            logger.exception("a callback about a verdict failed")
+
+    def _answer(self, job: Job) -> dict[str, Any] | None:
+        """What the process found; None if it was stopped."""
+        with self._temporary() as temporary:
+            process = self._start(job, temporary)
+            try:
+                while process.poll() is None:
+                    with self._changed:
+                        self._changed.wait(_POLL_SECONDS)
+                        is_stopped = self._is_closing or self._to_stop == job.id
+                    if is_stopped or not self._is_idle():
+                        return None
+            finally:
+                _kill_all(process)
+            return _read_answer(temporary, process.returncode)
+
+    def _start(self, job: Job, temporary: Path) -> subprocess.Popen[bytes]:
+        environment = {
+            name: value for name, value in os.environ.items() if name not in _OF_LAUNCHERS
+        }
+        environment |= {
+            "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)),
+            "TMPDIR": str(temporary),
+        }
+        photo = self._folder / "photos" / job.photo
+        arguments = [str(self._json(job)), str(photo), str(temporary / _ANSWER), str(os.getpid())]
+        with (temporary / "output.txt").open("wb") as output:
+            return subprocess.Popen(
+                # -P, because otherwise -m adds the working folder to the search path.
+                [sys.executable, "-P", "-m", "svdpp.serve.prove_clip", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=environment,
+                cwd="/",
+                start_new_session=True,  # its group has its own processes, to be killed together
+            )
+
+    @contextlib.contextmanager
+    def _temporary(self) -> Iterator[Path]:
+        """A folder for the process's files, which a killed process does not remove itself.
+
+        It is not in the data folder, whose path may be too long for a socket. A link there names
+        it, so that the next server finds what a killed one left.
+        """
+        temporary = Path(tempfile.mkdtemp(prefix="svdpp-proof-"))
+        try:
+            self._link.symlink_to(temporary)
+            yield temporary
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+            self._link.unlink(missing_ok=True)
+
+    def _remove_temporary(self) -> None:
+        if self._link.is_symlink():
+            temporary = Path(os.readlink(self._link))
+            if temporary.name.startswith("svdpp-proof-"):
+                shutil.rmtree(temporary, ignore_errors=True)
+            self._link.unlink(missing_ok=True)
+
+    def _forget(self, id: str) -> None:
+        with self._changed, contextlib.suppress(ValueError):
+            self._requested.remove(id)
+
+    def _json(self, job: Job) -> Path:
+        return self._folder / "clips" / f"{job.id}.mp4.json"
+
+
+def _kill_all(process: subprocess.Popen[bytes]) -> None:
+    """Kills the process and those that it started, and waits for it."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _read_answer(temporary: Path, code: int) -> dict[str, Any]:
+    try:
+        answer: dict[str, Any] = json.loads((temporary / _ANSWER).read_bytes())
+        return answer
+    except (OSError, ValueError):
+        tail = (temporary / "output.txt").read_bytes()[-2000:].decode(errors="replace")
+        error = SvdppError(f"its process ended with code {code} without an answer: {tail}")
+        return {"equal": None, "error": error_to_dict(error)}

@@ -1,0 +1,43 @@
+"""Owns the process that verifies one finished clip: `prove_clip JSON PHOTO ANSWER PARENT_PID`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from svdpp.errors import SvdppError, error_to_dict
+from svdpp.launch.process_lifetime import end_with_parent
+
+_NICE = 19
+
+
+def main() -> None:
+    """Verifies the clip and writes the answer, completely or not at all."""
+    clip, photo, answer, parent = sys.argv[1:]
+    end_with_parent(int(parent))
+    os.nice(_NICE)
+    path = Path(answer)
+    unfinished = path.with_suffix(".part")
+    unfinished.write_text(json.dumps(_verified(Path(clip), Path(photo))))
+    unfinished.rename(path)
+
+
+def _verified(clip: Path, photo: Path) -> dict[str, Any]:
+    # Imported late: torch takes seconds, and by then the process has its low priority.
+    from svdpp.verification.clip_proof import Settings, plan_proofs, prove
+
+    try:
+        groups, proofs = plan_proofs([clip], Settings(image=photo, local_files_only=True))
+        for tasks in groups:
+            proofs += prove(tasks)
+        (proof,) = proofs
+        return {**proof.to_json(), "differences": proof.differences}
+    except SvdppError as error:
+        return {"equal": None, "error": error_to_dict(error)}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""Finished clips are verified one at a time while the ranks are idle, and never against work."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from svdpp.serve.job import JobState
+from svdpp.serve.proof import Prover
+from svdpp.serve.store import JobStore
+from tests.driver.dummies import HANG_SECONDS
+from tests.faults.processes import is_there, wait_until
+from tests.serve.engines import demo_config, demo_job, serving
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """A data folder with three finished clips, and their ids, the oldest first."""
+    folder = tmp_path_factory.mktemp("data")
+    with serving(folder, demo_config()) as service:
+        jobs = [demo_job(folder, seed) for seed in range(3)]
+        for job in jobs:
+            service.store.add(job, max_open=None)
+        service.engine.wake()
+        finished = service.wait_final([job.id for job in jobs])
+    assert {job.state for job in finished} == {JobState.COMPLETED}
+    return folder, [job.id for job in jobs]
+
+
+@dataclass
+class Proving:
+    store: JobStore
+    prover: Prover
+    ids: list[str]
+    folder: Path
+    idle: threading.Event
+    verdicts: list[str] = field(default_factory=list)
+
+    def proofs(self) -> list[str]:
+        return [job.proof for id in self.ids if (job := self.store.get(id))]
+
+    def wait_for(self, *proofs: str) -> None:
+        wait_until(lambda: self.proofs() == [*proofs], HANG_SECONDS, lambda: str(self.proofs()))
+
+
+@contextmanager
+def _proving(made: tuple[Path, list[str]], folder: Path, *, when_idle: bool) -> Iterator[Proving]:
+    if made[0].exists():
+        shutil.copytree(made[0], folder, dirs_exist_ok=True)
+    store, idle = JobStore(folder), threading.Event()
+    store.recover()
+    verdicts: list[str] = []
+    prover = Prover(store, folder, idle.is_set, when_idle=when_idle, on_verdict=verdicts.append)
+    prover.start()
+    try:
+        yield Proving(store, prover, made[1], folder, idle, verdicts)
+    finally:
+        prover.close()
+        store.close()
+        assert not os.path.lexists(folder / "proof")
+        assert not list(Path(tempfile.gettempdir()).glob("svdpp-proof-*"))
+
+
+def _children() -> list[int]:
+    """The processes of this one that verify a clip."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            parent = (path.parent / "stat").read_text().rpartition(")")[2].split()[1]
+            if b"svdpp.serve.prove_clip" in path.read_bytes() and int(parent) == os.getpid():
+                found.append(int(path.parent.name))
+    return found
+
+
+def test_idle_time_proves_the_newest_first_and_finds_a_changed_file(
+    made: tuple[Path, list[str]], tmp_path: Path
+) -> None:
+    with _proving(made, tmp_path, when_idle=True) as proving:
+        oldest = tmp_path / "clips" / f"{proving.ids[0]}.mp4.json"
+        metadata = json.loads(oldest.read_text())
+        metadata["latents_sha256"] = "0" * 64
+        oldest.write_text(json.dumps(metadata))
+        assert proving.proofs() == ["none"] * 3
+        proving.idle.set()
+        proving.wait_for("none", "none", "running")
+        wait_until(_children, HANG_SECONDS, "no process")
+        (child,) = _children()
+        wait_until(lambda: os.getpriority(os.PRIO_PROCESS, child) == 19, HANG_SECONDS, "not nice")
+        proving.wait_for("none", "running", "equal")
+        proving.wait_for("running", "equal", "equal")
+        proving.wait_for("different", "equal", "equal")
+    assert proving.verdicts == ["equal", "equal", "different"]
+
+
+def test_work_stops_it_at_once_and_it_goes_on_when_idle(
+    made: tuple[Path, list[str]], tmp_path: Path
+) -> None:
+    with _proving(made, tmp_path, when_idle=False) as proving:
+        assert proving.prover.request(proving.ids[1])
+        assert proving.prover.request(proving.ids[1])
+        assert proving.proofs() == ["none", "running", "none"]
+        assert _children() == []
+        proving.idle.set()
+        wait_until(_children, HANG_SECONDS, "no process")
+        (child,) = _children()
+        proving.idle.clear()
+        seconds = wait_until(lambda: not is_there(child), HANG_SECONDS, "it goes on")
+        print(f"stopped after {1000 * seconds:.0f} ms")
+        wait_until(lambda: proving.prover.running is None, HANG_SECONDS, "it runs")
+        assert proving.proofs() == ["none", "running", "none"], "it is still requested"
+        proving.idle.set()
+        proving.wait_for("none", "equal", "none")
+        assert not proving.prover.request("video_unknown")
+
+
+def test_a_clip_that_is_removed_is_let_go(made: tuple[Path, list[str]], tmp_path: Path) -> None:
+    with _proving(made, tmp_path, when_idle=False) as proving:
+        proving.idle.set()
+        for id in proving.ids[:2]:
+            assert proving.prover.request(id)
+        wait_until(_children, HANG_SECONDS, "no process")
+        for id in proving.ids[:2]:
+            proving.prover.stop(id)
+        assert _children() == []
+        assert proving.proofs() == ["none"] * 3
+
+
+def test_a_clip_without_its_photograph_is_not_tried_for_ever(
+    made: tuple[Path, list[str]], tmp_path: Path
+) -> None:
+    with _proving(made, tmp_path, when_idle=True) as proving:
+        (tmp_path / "photos" / f"{proving.ids[2]}.jpg").unlink()
+        (tmp_path / "clips" / f"{proving.ids[1]}.mp4.json").unlink()
+        proving.idle.set()
+        proving.wait_for("equal", "none", "none")
+        assert "photograph" in str(proving.prover.last_error)
+    assert proving.verdicts == ["equal"]
+
+
+def test_what_a_killed_server_left_is_removed(tmp_path: Path) -> None:
+    left = Path(tempfile.mkdtemp(prefix="svdpp-proof-"))
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / "proof").symlink_to(left)
+    with _proving((tmp_path / "none", []), folder, when_idle=True):
+        assert not left.exists()
