@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import sqlite3
 from dataclasses import asdict, fields
 from typing import Any
@@ -103,8 +104,16 @@ def job_of(row: tuple[Any, ...]) -> Job:
 
 
 def json_text(value: dict[str, Any] | None) -> str | None:
-    """`value` as JSON for a column; ValueError if a number is not finite."""
-    return None if value is None else json.dumps(value, allow_nan=False)
+    """`value` as JSON for a column; null for numbers that are not finite, which JSON cannot have."""
+    return None if value is None else json.dumps(_finite(value), allow_nan=False, default=str)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @functools.lru_cache(maxsize=256)  # most jobs of a queue have the same parameters

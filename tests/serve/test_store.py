@@ -92,6 +92,19 @@ def test_a_failure_is_kept_with_its_details(store: JobStore) -> None:
     }
 
 
+def test_a_failure_is_kept_whatever_its_details_are(store: JobStore) -> None:
+    id = add(store)
+    store.take_next()
+    details = {"sigma": float("nan"), "path": Path("x"), 3: [float("inf"), (1, 0.5)]}
+    assert store.fail(id, {"message": "no", "details": details})
+    job = store.get(id)
+    assert job is not None
+    assert job.error == {
+        "message": "no",
+        "details": {"sigma": None, "path": "x", "3": [None, [1, 0.5]]},
+    }
+
+
 def _changes(store: JobStore) -> dict[str, Callable[[str], bool]]:
     return {
         "put_back": lambda id: store.put_back(id, counts=True),
