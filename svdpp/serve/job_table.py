@@ -104,7 +104,7 @@ def job_of(row: tuple[Any, ...]) -> Job:
 
 
 def json_text(value: dict[str, Any] | None) -> str | None:
-    """`value` as JSON for a column; null for numbers that are not finite, which JSON cannot have."""
+    """`value` as JSON for a column; numbers that are not finite become null."""
     return None if value is None else json.dumps(_finite(value), allow_nan=False, default=str)
 
 
