@@ -13,7 +13,7 @@ from svdpp.cli.options.draft import DraftOptions
 from svdpp.cli.options.layout import LayoutOptions
 from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.ranks import RankOptions
-from svdpp.cli.options.sampling import SamplingOptions
+from svdpp.cli.options.sampling import SamplingOptions, with_fitting_chunk
 from svdpp.cli.options.serve import ServeOptions
 from svdpp.cli.options.talk import LogOptions
 from svdpp.errors import Interrupted, RequestError
@@ -38,7 +38,7 @@ _MANY_CLIPS = 1000
     ),
     common=(
         *("host", "port", "data", "api_key_file", "new_key", "world", "device", "model"),
-        *("sizes", "steps", "grace"),
+        "sizes",
     ),
     without=("seed",),
     defaults={"world": "all GPUs, if they divide the steps; on the CPU 2"},
@@ -84,13 +84,14 @@ def _serve(
     from svdpp.cli.request import is_joined_member
     from svdpp.launch import fork_server
 
-    _, model, ranks, layout = options
+    sampling, model, ranks, layout = options
     fork_server.start_early(svd=not model.is_dummy, device=ranks.device_for(model.model))
-    config, why = _config(*options)
+    config, why = _config(*options, asked.time_scale)
     _open_log(console, log)
     if is_joined_member():
         _join(console, asked, config)
         return
+    from svdpp.cli.log import EventLog
     from svdpp.plan.presets import find_costs
     from svdpp.serve.build import ServerSettings, build, check_config, check_host
     from svdpp.serve.guard import Limits
@@ -101,6 +102,9 @@ def _serve(
     with bound:
         if why:
             console.info(why)
+        if sampling.measures_chunk:
+            config, measured = with_fitting_chunk(config)
+            console.info(measured)
         settings = ServerSettings(
             config=check_config(config),
             folder=asked.data,
@@ -113,6 +117,7 @@ def _serve(
             ),
             verifies_when_idle=asked.verify_when_idle,
             costs=None if layout.costs is None else find_costs(layout.costs),
+            observers=(EventLog(config.plan),),
         )
         app, service = build(settings, keys)
         server = Server(
@@ -128,19 +133,28 @@ def _serve(
 
 
 def _config(
-    sampling: SamplingOptions, model: ModelOptions, ranks: RankOptions, layout: LayoutOptions
+    sampling: SamplingOptions,
+    model: ModelOptions,
+    ranks: RankOptions,
+    layout: LayoutOptions,
+    time_scale: float | None,
 ) -> tuple[PipelineConfig, str]:
     """The configuration, and a remark on the layout; "" for none."""
     from svdpp.cli.plan_choice import PlanChoice
     from svdpp.cli.request import is_joined, pipeline_config
 
-    device = ranks.device_for(model.model)
+    device, sleeps = ranks.device_for(model.model), time_scale is not None
     plan = PlanChoice(
         draft=DraftOptions(), layout=layout, world=ranks.world, steps=sampling.steps, device=device
     )
     num_clips = None if is_joined() else _MANY_CLIPS
-    shape, why = plan.settings(num_clips=num_clips, decodes=not model.is_dummy)
-    return pipeline_config(ranks, model, sampling, device=device, plan=shape), why
+    shape, why = plan.settings(num_clips=num_clips, decodes=not model.is_dummy or sleeps)
+    if time_scale is not None:
+        from svdpp.cli.simulate import scaled_costs
+
+        shape["costs"] = scaled_costs(shape["costs"], time_scale, model)
+    config = pipeline_config(ranks, model, sampling, device=device, plan=shape, dummy_sleeps=sleeps)
+    return config, why
 
 
 def _join(console: Console, asked: ServeOptions, config: PipelineConfig) -> None:

@@ -132,15 +132,19 @@ def _asked(
     decodes = not model.is_dummy or time_scale is not None
     shape, why = plan.settings(num_clips=num_clips, decodes=decodes)
     if time_scale is not None:
-        shape["costs"] = _scaled(shape["costs"], time_scale, model)
+        shape["costs"] = scaled_costs(shape["costs"], time_scale, model)
     config = request.pipeline_config(
         ranks, model, sampling, device=device, plan=shape, dummy_sleeps=time_scale is not None
     )
     return num_clips, config, why
 
 
-def _scaled(costs: Costs, time_scale: float, model: ModelOptions) -> Costs:
-    """`costs` at the time scale; transfers and files take their real time."""
+def scaled_costs(costs: Costs, time_scale: float, model: ModelOptions) -> Costs:
+    """`costs` at the time scale; transfers and files take their real time.
+
+    Raises:
+        RequestError: the model is not the dummy, or the scale is not above 0.
+    """
     if not model.is_dummy:
         raise RequestError("--time-scale works only with the dummy model", "leave --model out")
     if not (math.isfinite(time_scale) and time_scale > 0):

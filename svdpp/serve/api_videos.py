@@ -208,7 +208,11 @@ async def follow_video(
     A client that comes back with `Last-Event-ID` gets the present state if it has changed.
     """
     async with service.events.subscribe(job.id, last_id) as subscription:
-        if service.events.newest(job.id) is None:  # nothing has happened since the server's start
+        newest = service.events.newest(job.id)
+        if newest is not None and newest.is_final:  # also to a client that has it
+            yield _event(newest.data, newest.id)
+            return
+        if newest is None:  # nothing has happened since the server's start
             found = await run_in_threadpool(service.store.get, job.id)  # it may have ended since
             if found is None:
                 return

@@ -11,6 +11,7 @@ from starlette.types import ASGIApp
 from svdpp.config import PipelineConfig
 from svdpp.driver.memory_check import check_memory
 from svdpp.driver.pipeline import resolve
+from svdpp.driver.supervisor import Observer
 from svdpp.errors import RequestError
 from svdpp.launch import process_group
 from svdpp.launch.world import find_world
@@ -25,6 +26,7 @@ from svdpp.serve.keys import Keys, read_keys
 from svdpp.serve.memory import MemoryGate
 from svdpp.serve.metrics import Metrics, Sources
 from svdpp.serve.offer import Offer
+from svdpp.serve.proof import Prover
 from svdpp.serve.retention import CLIPS, LATENTS, PHOTOS, remove_strangers
 from svdpp.serve.server import Retention
 from svdpp.serve.service import Owner, Service
@@ -45,6 +47,7 @@ class ServerSettings:
         retention: of finished jobs.
         verifies_when_idle: whether finished clips are verified without being asked for.
         costs: assumed before there is a measurement; None: published ones.
+        observers: called with (rank, event) for what the ranks report.
     """
 
     config: PipelineConfig
@@ -55,6 +58,7 @@ class ServerSettings:
     retention: Retention = field(default_factory=Retention)
     verifies_when_idle: bool = False
     costs: Costs | None = None
+    observers: tuple[Observer, ...] = ()
 
 
 def check_host(host: str, key_file: Path | None) -> Keys | None:
@@ -137,14 +141,18 @@ def _service(settings: ServerSettings, folder: Path, store: JobStore) -> Service
     def describe(job: Job) -> dict[str, Any]:
         return service.video(job).model_dump(mode="json")
 
+    def on_ended(job: Job) -> None:
+        metrics.ended(job)
+        service.prover.wake()
+
     engine = Engine(
         settings.config,
         store,
         folder,
         events,
         describe=describe,
-        observers=[metrics],
-        on_ended=metrics.ended,
+        observers=[metrics, *settings.observers],
+        on_ended=on_ended,
         costs=settings.costs,
     )
     service = Service(
@@ -156,7 +164,13 @@ def _service(settings: ServerSettings, folder: Path, store: JobStore) -> Service
         metrics=metrics,
         offer=_offer(settings),
         gate=MemoryGate(engine.config, engine.checkpoint),
-        prover=_NoProver(),
+        prover=Prover(
+            store,
+            folder,
+            lambda: engine.is_idle,
+            when_idle=settings.verifies_when_idle,
+            on_verdict=metrics.verified,
+        ),
         max_open=settings.max_open,
         keep_seconds=settings.retention.age_seconds,
         cancel_seconds=settings.config.timeout_seconds + settings.config.start_timeout_seconds,
@@ -185,14 +199,3 @@ def _offer(settings: ServerSettings) -> Offer:
         follows_frames=sampling.decode_chunk_size == sampling.frames,
         sizes=settings.sizes,
     )
-
-
-class _NoProver:
-    """Stands in until `serve.proof` is there."""
-
-    def start(self) -> None: ...
-    def close(self) -> None: ...
-    def request(self, id: str) -> bool:
-        return not id
-
-    def stop(self, id: str) -> None: ...

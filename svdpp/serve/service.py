@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from svdpp.config import SamplingConfig
 from svdpp.media import output_files
@@ -20,6 +20,7 @@ from svdpp.serve.job import Job, JobState, new_id
 from svdpp.serve.memory import MemoryGate
 from svdpp.serve.metrics import Metrics
 from svdpp.serve.offer import Offer
+from svdpp.serve.proof import Prover
 from svdpp.serve.retention import CLIPS, remove_job
 from svdpp.serve.schemas import DeletedVideo, Video, VideoRequest, video_of
 from svdpp.serve.store import JobStore, QueueFullError
@@ -29,22 +30,6 @@ from svdpp.serve.upload import PhotoFolder, shown_name
 _MAX_RETRY = 600
 # A longer wait would keep the server from ending.
 _CANCEL_SLICE = 1.0
-
-
-class Prover(Protocol):
-    """Verifies finished clips on one device."""
-
-    def start(self) -> None:
-        """Begins to look for work."""
-
-    def close(self) -> None:
-        """Stops at once."""
-
-    def request(self, id: str) -> bool:
-        """Has a clip verified when the ranks are idle; False if that cannot be done."""
-
-    def stop(self, id: str) -> None:
-        """Ends the verification of a clip, which is to be removed."""
 
 
 @dataclass(frozen=True)

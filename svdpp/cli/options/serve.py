@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from svdpp.cli.options.declare import RECOVERY, SERVICE, VIDEO, flag, option
+from svdpp.cli.options.declare import COSTS, RECOVERY, SERVICE, VIDEO, flag, option
 from svdpp.config import SamplingConfig
 from svdpp.config.limits import check_seconds, check_whole, is_number, shown
 from svdpp.errors import RequestError
@@ -119,6 +119,16 @@ class ServeOptions:
             metavar="WxH,WxH",
             help="Further frame sizes that clients may request, such as 768x448,1024x576.",
             default="only --width x --height",
+        ),
+    ] = None
+    time_scale: Annotated[
+        float | None,
+        option(
+            "--time-scale",
+            panel=COSTS,
+            metavar="X",
+            help="For tests with --model dummy: make it sleep for the time of --costs times X.",
+            default="no sleep",
         ),
     ] = None
     grace: Annotated[

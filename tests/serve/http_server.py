@@ -1,0 +1,183 @@
+"""The real server in its own process, and a client of it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from svdpp.media.examples import example_photos
+from tests.cli.shell import ROOT
+
+#: A model that only sleeps, so that tests do not wait for the machine.
+DUMMY = ("--model", "dummy", "--device", "cpu", "--world", "2", "--threads", "1", "--steps", "8")
+#: About 10 ms for each step.
+QUICK = (*DUMMY, "--time-scale", "0.02")
+DEMO = ("--model", "demo", "--device", "cpu", "--world", "2", "--threads", "1", "--steps", "2")
+PHOTO = example_photos()[0].read_bytes()
+
+_START_SECONDS = 120.0
+_END_SECONDS = 60.0
+#: For what takes long only if it hangs.
+HANG_SECONDS = 120.0
+
+
+class HttpServer:
+    """`svdpp serve` over `folder`, and an HTTP client. A context manager: it is killed at the end.
+
+    Args:
+        folder: `--data`.
+        options: of the command.
+        key: for the client.
+    """
+
+    def __init__(self, folder: Path, *options: str, key: str | None = None) -> None:
+        self.folder = folder
+        self.err = ""
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "svdpp", "serve", "--port", "0", "--data", folder, *options],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "COLUMNS": "200"},
+            text=True,
+            process_group=0,
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        wait(lambda: self._url or self.process.poll() is not None, _START_SECONDS, self._said)
+        assert self._url, self.err
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        self.url = self._url
+        self.client = httpx.Client(base_url=self.url, headers=headers, timeout=HANG_SECONDS)
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.err += line
+
+    @property
+    def _url(self) -> str:
+        match = re.search(r"serving .* at (http://\S+) with", self.err)
+        return "" if match is None else match[1]
+
+    def _said(self) -> str:
+        return self.err
+
+    def __enter__(self) -> HttpServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.client.close()
+        if self.process.poll() is None:
+            self.stop()
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        """Sends a signal to the server, and returns its exit code."""
+        self.process.send_signal(number)
+        return self.wait()
+
+    def wait(self) -> int:
+        """Its exit code, once it has ended."""
+        try:
+            code = self.process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+            raise
+        self._reader.join(_END_SECONDS)
+        assert self.process.stderr is not None
+        self.process.stderr.close()
+        return code
+
+    def wait_ready(self) -> None:
+        """Waits until the ranks are ready."""
+        wait(lambda: self.client.get("/ready").status_code == 200, HANG_SECONDS, self._said)
+
+    def request(
+        self, *, photo: bytes = PHOTO, name: str = "sea.jpg", **form: Any
+    ) -> httpx.Response:
+        """Requests a clip."""
+        headers = {"Idempotency-Key": key} if (key := form.pop("key", None)) else {}
+        data = {name: str(value) for name, value in form.items()}
+        files = {"input_reference": (name, photo)}
+        return self.client.post("/v1/videos", files=files, data=data, headers=headers)
+
+    def add(self, number: int = 1, **form: Any) -> list[str]:
+        """The ids of new clips."""
+        ids = []
+        for _ in range(number):
+            answer = self.request(**form)
+            assert answer.status_code == 202, answer.text
+            ids.append(answer.json()["id"])
+        return ids
+
+    def video(self, id: str) -> dict[str, Any]:
+        answer = self.client.get(f"/v1/videos/{id}")
+        assert answer.status_code == 200, answer.text
+        found: dict[str, Any] = answer.json()
+        return found
+
+    def wait_for(self, id: str, status: str) -> dict[str, Any]:
+        """The clip, once it has that status."""
+
+        def has_status() -> bool:
+            found = self.video(id)
+            assert found["status"] in (status, "queued", "in_progress"), found
+            return bool(found["status"] == status)
+
+        wait(has_status, HANG_SECONDS, lambda: f"{self.video(id)}\n{self.err}")
+        return self.video(id)
+
+
+def wait(
+    happens: Callable[[], object], seconds: float, said: Callable[[], str] = lambda: ""
+) -> None:
+    """Waits until `happens` is true."""
+    end = time.monotonic() + seconds
+    while not happens():
+        assert time.monotonic() < end, said()
+        time.sleep(0.05)
+
+
+def error_of(answer: httpx.Response, status: int, code: str) -> dict[str, Any]:
+    """The error of an answer, which has the one shape that all errors have."""
+    assert answer.status_code == status, answer.text
+    assert answer.headers["content-type"] == "application/json"
+    body = answer.json()
+    assert set(body) == {"error"}
+    error: dict[str, Any] = body["error"]
+    assert set(error) == {"type", "code", "message", "hint", "details"}
+    assert error["code"] == code, error
+    assert error["message"]
+    return error
+
+
+@contextmanager
+def stream(server: HttpServer, id: str, **headers: str) -> Iterator[Iterator[dict[str, Any]]]:
+    """The events of a clip: each with its id and data."""
+    import json
+
+    with server.client.stream("GET", f"/v1/videos/{id}/events", headers=headers) as answer:
+        assert answer.status_code == 200, answer.read()
+
+        def events() -> Iterator[dict[str, Any]]:
+            found: dict[str, Any] = {}
+            for line in answer.iter_lines():
+                if not line and found:
+                    yield {**json.loads(found["data"]), "event_id": int(found["id"])}
+                    found = {}
+                elif not line.startswith(":") and line:
+                    name, _, value = line.partition(": ")
+                    found[name] = value
+
+        yield events()

@@ -1,0 +1,415 @@
+"""The routes, with the real server, real ranks of the dummy model and real HTTP."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import re
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.serve.http_server import (
+    HANG_SECONDS,
+    PHOTO,
+    QUICK,
+    HttpServer,
+    error_of,
+    stream,
+    wait,
+)
+
+pytest.importorskip("fastapi")
+pytestmark = pytest.mark.processes
+
+UNKNOWN = "video_" + "0" * 32
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServer]:
+    with HttpServer(tmp_path_factory.mktemp("data"), *QUICK, "--max-upload-mb", "1") as server:
+        server.wait_ready()
+        yield server
+
+
+@contextlib.contextmanager
+def long_clip(server: HttpServer) -> Iterator[str]:
+    """A clip of about ten seconds that keeps others waiting; ended by the block's end."""
+    (id,) = server.add(steps=1000)
+    wait(lambda: server.video(id)["status"] == "in_progress", HANG_SECONDS)
+    try:
+        yield id
+    finally:
+        server.client.delete(f"/v1/videos/{id}")
+
+
+def test_a_request_is_stored_and_made(server: HttpServer) -> None:
+    answer = server.request(seed=5, fps=8, motion_bucket_id=60, priority=3, name="../a/sea.jpg")
+
+    assert answer.status_code == 202
+    video = answer.json()
+    assert answer.headers["location"] == f"/v1/videos/{video['id']}"
+    assert re.fullmatch(r"video_[0-9a-f]{32}", video["id"])
+    assert video["status"] in ("queued", "in_progress")
+    assert (video["object"], video["model"], video["seed"]) == ("video", "dummy", 5)
+    assert (video["fps"], video["motion_bucket_id"], video["priority"]) == (8, 60, 3)
+    assert video["input"]["name"] == "sea.jpg"
+    assert video["seconds"] == f"{video['frames'] / 8:.2f}"
+
+    done = server.wait_for(video["id"], "completed")
+    assert (done["progress"], done["step"], done["place"], done["eta_seconds"]) == (
+        *(100, done["steps"]),
+        *(None, None),
+    )
+    assert video["created_at"] <= done["started_at"] <= done["completed_at"]
+    metadata = server.client.get(f"/v1/videos/{video['id']}/metadata")
+    assert re.fullmatch(r"[0-9a-f]{64}", metadata.json()["latents_sha256"])
+    # The dummy model makes no file.
+    error_of(server.client.get(f"/v1/videos/{video['id']}/content"), 404, "no_content")
+    error_of(server.client.get(f"/v1/videos/{video['id']}/content?variant=draft"), 404, "no_draft")
+
+
+def test_what_a_request_leaves_out_has_the_models_defaults(server: HttpServer) -> None:
+    defaults = server.client.get("/v1/models").json()["data"][0]["defaults"]
+    first, second = (server.request().json() for _ in range(2))
+
+    assert defaults.items() <= first.items()
+    assert first["seed"] != second["seed"]
+
+
+@pytest.mark.parametrize(
+    ("form", "status", "code", "words"),
+    [
+        ({"stepps": 4}, 422, "invalid_request", "stepps is unknown"),
+        ({"steps": 0}, 422, "invalid_request", "steps must be 1 or more"),
+        ({"steps": "many"}, 422, "invalid_request", "steps must be a whole number"),
+        ({"fps": 1000}, 422, "invalid_request", "fps"),
+        ({"seed": -1}, 422, "invalid_request", "seed"),
+        ({"priority": 10}, 422, "invalid_request", "priority"),
+        ({"fit": "tile"}, 422, "invalid_request", "fit must be"),
+        ({"size": "1e3x4"}, 422, "invalid_request", "size"),
+        ({"size": "64x64"}, 422, "wrong_size", "1024x576"),
+        ({"frames": 4, "seconds": 2}, 422, "frames_and_seconds", "contradict"),
+        ({"seconds": "nan"}, 422, "invalid_request", "seconds"),
+        ({"prompt": "a sea"}, 422, "no_prompt", "takes no prompt"),
+        ({"model": "sora-2"}, 404, "model_not_found", "'dummy'"),
+        ({"min_guidance_scale": 3, "max_guidance_scale": 1}, 422, "invalid_request", "guidance"),
+        ({"photo": b"GIF89a, not really"}, 422, "invalid_image", "'sea.jpg'"),
+        ({"photo": b""}, 422, "invalid_image", "empty"),
+        ({"key": "two words"}, 400, "invalid_idempotency_key", "visible ASCII"),
+        ({"key": "x" * 300}, 400, "invalid_idempotency_key", "255"),
+    ],
+    ids=str,
+)
+def test_a_wrong_request_is_refused_at_once(
+    server: HttpServer, form: dict[str, Any], status: int, code: str, words: str
+) -> None:
+    before = server.client.get("/v1/videos?limit=1").json()
+    error = error_of(server.request(**form), status, code)
+
+    assert words in error["message"]
+    assert "--" not in error["message"]  # the names of the API, not of the command line
+    assert server.client.get("/v1/videos?limit=1").json()["first_id"] == before["first_id"]
+    assert not list((server.folder / "photos").glob(".upload*"))
+
+
+def test_a_body_that_is_no_form(server: HttpServer) -> None:
+    post = server.client.post
+    error_of(post("/v1/videos", json={"steps": 4}), 415, "unsupported_media_type")
+    error_of(post("/v1/videos"), 415, "unsupported_media_type")
+    form = {"content-type": "multipart/form-data; boundary=x"}
+    error_of(post("/v1/videos", content=b"--y", headers=form), 400, "bad_request")
+    error = error_of(post("/v1/videos", files={"other": PHOTO}), 422, "invalid_request")
+    assert {each["field"] for each in error["details"]["faults"]} == {"input_reference", "other"}
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", "/nothing", 404, "not_found"),
+        ("GET", "/v1/videos/video_1", 404, "video_not_found"),
+        ("GET", f"/v1/videos/{UNKNOWN}", 404, "video_not_found"),
+        ("GET", f"/v1/videos/{UNKNOWN}/content", 404, "video_not_found"),
+        ("GET", f"/v1/videos/{UNKNOWN}/metadata", 404, "video_not_found"),
+        ("GET", f"/v1/videos/{UNKNOWN}/events", 404, "video_not_found"),
+        ("POST", f"/v1/videos/{UNKNOWN}/verify", 404, "video_not_found"),
+        ("DELETE", f"/v1/videos/{UNKNOWN}", 404, "video_not_found"),
+        ("GET", f"/v1/videos?after={UNKNOWN}", 404, "video_not_found"),
+        ("GET", "/v1/videos/..%2f..%2fetc%2fpasswd/content", 404, "not_found"),
+        ("GET", "/v1/videos?limit=0", 422, "invalid_request"),
+        ("GET", "/v1/videos?limit=101", 422, "invalid_request"),
+        ("GET", "/v1/videos?status=lost", 422, "invalid_request"),
+        ("PUT", "/v1/videos", 405, "method_not_allowed"),
+        ("OPTIONS", "/v1/videos", 405, "method_not_allowed"),
+        ("POST", "/health", 405, "method_not_allowed"),
+    ],
+)
+def test_every_error_has_one_shape(
+    server: HttpServer, method: str, path: str, status: int, code: str
+) -> None:
+    error_of(server.client.request(method, path), status, code)
+
+
+def test_a_body_that_is_too_large(server: HttpServer) -> None:
+    large = PHOTO + bytes(2**20)
+    error = error_of(server.request(photo=large), 413, "content_too_large")
+    assert error["details"] == {"limit_bytes": 2**20}
+
+    def endless() -> Iterator[bytes]:
+        yield b'--x\r\nContent-Disposition: form-data; name="input_reference"; filename="a"\r\n\r\n'
+        while True:
+            yield bytes(2**16)
+
+    # Its length is not told before.
+    form = {"content-type": "multipart/form-data; boundary=x"}
+    with contextlib.suppress(httpx.WriteError, httpx.RemoteProtocolError):
+        answer = server.client.post("/v1/videos", content=endless(), headers=form)
+        error_of(answer, 413, "content_too_large")
+    assert server.client.get("/v1/models").status_code == 200
+
+
+def test_a_repeated_request_makes_one_clip(server: HttpServer) -> None:
+    first, again = (server.request(key="once", steps=4).json() for _ in range(2))
+    error = error_of(server.request(key="once", steps=5), 422, "invalid_request")
+
+    assert (again["id"], again["seed"]) == (first["id"], first["seed"])
+    assert "key" in error["message"]
+    server.wait_for(first["id"], "completed")
+    assert len(list((server.folder / "photos").glob(f"{first['id']}.*"))) == 1
+    assert len(list((server.folder / "photos").iterdir())) == len(all_ids(server))
+
+
+def all_ids(server: HttpServer) -> list[str]:
+    found: list[str] = []
+    after = ""
+    while True:
+        page = server.client.get(f"/v1/videos?limit=7&order=asc{after}").json()
+        found += [video["id"] for video in page["data"]]
+        if not page["has_more"]:
+            return found
+        after = f"&after={page['last_id']}"
+
+
+def test_pages_cover_all_clips_once(server: HttpServer) -> None:
+    ids = server.add(9)
+    found = all_ids(server)
+
+    assert found[-9:] == ids
+    assert len(set(found)) == len(found)
+    newest = server.client.get("/v1/videos?limit=3").json()
+    assert [video["id"] for video in newest["data"]] == ids[:-4:-1]
+    assert (newest["object"], newest["has_more"]) == ("list", True)
+    for id in ids:
+        server.wait_for(id, "completed")
+    completed = server.client.get("/v1/videos?limit=100&status=completed").json()
+    assert set(ids) <= {video["id"] for video in completed["data"]}
+    assert server.client.get("/v1/videos?status=failed").json()["data"] == []
+
+
+def test_waiting_clips_know_their_place(server: HttpServer) -> None:
+    with long_clip(server) as running:
+        ids = server.add(4)
+        waiting = [server.video(id) for id in ids]
+
+        assert server.video(running)["place"] is None
+        # Those that the ranks have already, but have not begun, wait as well.
+        assert [video["status"] for video in waiting] == ["queued"] * 4
+        places = [video["place"] for video in waiting]
+        assert places == sorted(places)
+        assert len(set(places)) == 4
+        etas = [video["eta_seconds"] for video in waiting]
+        assert etas == sorted(etas)
+        for id in ids:
+            answer = server.client.delete(f"/v1/videos/{id}").json()
+            assert (answer["deleted"], answer["status"]) == (False, "cancelled")
+
+
+def test_a_clip_that_is_not_completed_has_no_content(server: HttpServer) -> None:
+    with long_clip(server) as id:
+        for what in ("content", "metadata"):
+            error = error_of(server.client.get(f"/v1/videos/{id}/{what}"), 409, "not_completed")
+            assert error["details"] == {"status": "in_progress"}
+        error_of(server.client.post(f"/v1/videos/{id}/verify"), 409, "not_completed")
+
+
+def test_delete_answers_once_the_ranks_have_let_go(server: HttpServer) -> None:
+    with long_clip(server) as id:
+        answer = server.client.delete(f"/v1/videos/{id}")
+
+        assert answer.status_code == 200
+        assert answer.json() == {
+            **{"id": id, "object": "video.deleted"},
+            **{"deleted": False, "status": "cancelled"},
+        }
+        assert server.video(id)["status"] == "cancelled"
+        ranks = server.client.get("/v1/engine").json()["ranks"]
+        assert all(rank["video"] != id for rank in ranks), ranks
+
+
+def test_a_second_delete_removes_the_clip_and_its_files(server: HttpServer) -> None:
+    (id,) = server.add()
+    server.wait_for(id, "completed")
+    answer = server.client.delete(f"/v1/videos/{id}").json()
+
+    assert (answer["deleted"], answer["status"]) == (True, "completed")
+    error_of(server.client.get(f"/v1/videos/{id}"), 404, "video_not_found")
+    error_of(server.client.delete(f"/v1/videos/{id}"), 404, "video_not_found")
+    assert not [path for path in server.folder.rglob("*") if id in path.name]
+
+
+# --- events -------------------------------------------------------------------------------------
+
+
+def test_events_follow_a_clip_to_its_end(server: HttpServer) -> None:
+    (id,) = server.add(steps=50)
+    with stream(server, id) as events:
+        found = list(events)
+
+    assert {event["id"] for event in found} == {id}
+    assert [event["status"] for event in found][-1] == "completed"
+    ids = [event["event_id"] for event in found]
+    assert ids == sorted(set(ids))
+    steps = [event["step"] for event in found]
+    assert steps == sorted(steps)
+    assert len(set(steps)) > 3
+
+
+def test_a_client_that_comes_back_gets_the_present_state(server: HttpServer) -> None:
+    (id,) = server.add(steps=100)
+    with stream(server, id) as events:
+        last = next(itertools.islice(events, 1, None))
+    with stream(server, id, **{"Last-Event-ID": str(last["event_id"])}) as events:
+        found = list(events)
+    with stream(server, id, **{"Last-Event-ID": str(found[-1]["event_id"])}) as events:
+        again = list(events)
+
+    assert found[0]["event_id"] > last["event_id"]
+    assert found[-1]["status"] == "completed"
+    assert [event["status"] for event in again] == ["completed"]
+
+
+def test_a_client_that_leaves_does_not_end_its_clip(server: HttpServer) -> None:
+    (id,) = server.add(steps=50)
+    with stream(server, id) as events:
+        next(events)
+
+    server.wait_for(id, "completed")
+    wait(lambda: value_of(server, "svdpp_event_streams") == 0, HANG_SECONDS)
+
+
+def value_of(server: HttpServer, name: str) -> float:
+    """The sum of a metric's series."""
+    text = server.client.get("/metrics").text
+    found = re.findall(rf"^{name}(?:\{{[^}}]*\}})? (\S+)$", text, re.M)
+    assert found, name
+    return sum(map(float, found))
+
+
+# --- about the server ---------------------------------------------------------------------------
+
+
+def test_the_server_describes_itself(server: HttpServer) -> None:
+    models = server.client.get("/v1/models").json()
+    engine = server.client.get("/v1/engine").json()
+    document = server.client.get("/openapi.json").json()
+
+    (model,) = models["data"]
+    assert (model["id"], model["sizes"]) == ("dummy", ["1024x576"])
+    assert model["limits"]["max_upload_bytes"] == 2**20
+    assert engine["state"] == "ready"
+    assert [rank["rank"] for rank in engine["ranks"]] == [0, 1]
+    assert set(engine["queue"]) == {"queued", "in_progress", "completed", "failed", "cancelled"}
+    assert {"/v1/videos", "/v1/videos/{id}", "/v1/videos/{id}/events"} <= set(document["paths"])
+    assert server.client.get("/docs").status_code == 404  # its scripts are another host's
+
+
+def test_spans_and_metrics_follow_a_clip(server: HttpServer) -> None:
+    before = value_of(server, "svdpp_clips_total")
+    (id,) = server.add(steps=20)
+    server.wait_for(id, "completed")
+    spans = server.client.get("/v1/engine").json()["spans"]
+
+    mine = [span for span in spans if span["video"] == id]
+    assert {span["kind"] for span in mine} >= {"denoise"}
+    assert all(time.time() - 120 < span["start"] <= span["end"] for span in mine)
+    assert value_of(server, "svdpp_clips_total") == before + 1
+    assert value_of(server, "svdpp_jobs") == len(all_ids(server))
+    assert value_of(server, "svdpp_eta_error_ratio_count") > 0
+    assert server.client.get("/metrics").headers["content-type"].startswith("text/plain")
+
+
+def test_health_says_whether_ranks_live(server: HttpServer) -> None:
+    for path in ("/health", "/ready"):
+        answer = server.client.get(path)
+        assert answer.status_code == 200
+        assert answer.json() == {"status": "ok", "state": "ready", "ranks": 2, "restarts": 0}
+
+
+@pytest.mark.parametrize("path", ["/", "/page.js", "/page.css", "/v1/models", "/nothing"])
+def test_every_answer_has_the_headers_of_security(server: HttpServer, path: str) -> None:
+    headers = server.client.get(path).headers
+
+    assert headers["content-security-policy"].startswith("default-src 'self';")
+    assert headers["x-content-type-options"] == "nosniff"
+    assert headers["x-frame-options"] == "DENY"
+    assert "access-control-allow-origin" not in headers
+
+
+@pytest.mark.parametrize(
+    ("headers", "code"),
+    [
+        ({"Host": "evil.example"}, "wrong_host"),
+        ({"Host": "127.0.0.1.evil.example:80"}, "wrong_host"),
+        ({"Host": "169.254.169.254"}, "wrong_host"),
+        ({"Origin": "http://evil.example"}, "wrong_origin"),
+        ({"Origin": "null"}, "wrong_origin"),
+    ],
+)
+def test_pages_of_other_hosts_cannot_use_the_server(
+    server: HttpServer, headers: dict[str, str], code: str
+) -> None:
+    for method, path in (("GET", "/v1/videos"), ("POST", "/v1/videos"), ("GET", "/")):
+        error_of(server.client.request(method, path, headers=headers), 403, code)
+
+
+@pytest.mark.parametrize("host", ["localhost:9", "127.0.0.1", "[::1]:8000"])
+def test_names_of_this_machine_are_served(server: HttpServer, host: str) -> None:
+    headers = {"Host": host, "Origin": f"http://{host}"}
+    assert server.client.get("/v1/videos", headers=headers).status_code == 200
+
+
+# --- limits and keys ----------------------------------------------------------------------------
+
+
+def test_a_full_queue_says_when_to_come_again(tmp_path: Any) -> None:
+    with HttpServer(tmp_path / "data", *QUICK, "--max-queue", "2") as server:
+        first, *_ = server.add(2, steps=300)
+        answer = server.request()
+        error = error_of(answer, 429, "queue_full")
+
+        assert error["details"] == {"open": 2, "limit": 2}
+        assert 1 <= int(answer.headers["retry-after"]) <= 600
+        assert value_of(server, "svdpp_refused_requests_total") == 1
+        server.client.delete(f"/v1/videos/{first}")
+        assert server.request(steps=4).status_code == 202
+
+
+def test_many_requests_at_once_lose_none(server: HttpServer) -> None:
+    ids: list[str] = []
+
+    def send() -> None:
+        ids.extend(server.add(3, steps=1))
+
+    threads = [threading.Thread(target=send) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(HANG_SECONDS)
+
+    assert len(set(ids)) == 24
+    for id in ids:
+        server.wait_for(id, "completed")

@@ -1,0 +1,202 @@
+"""What stands before every route, without a server: keys, limits of a body, and their errors."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi")
+
+import httpx
+from fastapi import FastAPI, UploadFile
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from svdpp.serve import api_errors
+from svdpp.serve.guard import Guard, Limits, is_loopback
+from svdpp.serve.job import JobState
+from svdpp.serve.metrics import Metrics, Sources
+from svdpp.serve.service import Owner
+
+FORM = {"content-type": "multipart/form-data; boundary=x"}
+
+
+def metrics() -> Metrics:
+    none = dict.fromkeys(JobState, 0)
+    return Metrics(
+        Sources(
+            jobs=lambda: none,
+            oldest_waiting=lambda: None,
+            restarts=lambda: 0,
+            live_ranks=lambda: 0,
+        )
+    )
+
+
+async def echo(scope: Scope, receive: Receive, send: Send) -> None:
+    """Reads the body and answers the owner's name and the number of bytes."""
+    num_bytes, more = 0, True
+    while more:
+        message = await receive()
+        num_bytes += len(message.get("body", b""))
+        more = message.get("more_body", False)
+    body = json.dumps([scope["state"]["owner"].name, num_bytes]).encode()
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": body})
+
+
+def guarded(app: ASGIApp = echo, **settings: Any) -> Guard:
+    return Guard(app, **{"metrics": metrics(), **settings})
+
+
+class Asked:
+    """A client of a guard."""
+
+    def __init__(self, guard: Guard) -> None:
+        self._transport = httpx.ASGITransport(guard, raise_app_exceptions=False)
+
+    def get(self, path: str, headers: Mapping[str, str] | None = None) -> httpx.Response:
+        return self.request("GET", path, headers=headers)
+
+    def request(self, method: str, path: str, **more: Any) -> httpx.Response:
+        async def ask() -> httpx.Response:
+            async with httpx.AsyncClient(
+                transport=self._transport, base_url="http://127.0.0.1"
+            ) as client:
+                return await client.request(method, path, **more)
+
+        return asyncio.run(ask())
+
+
+KEYS = {"s3cret": Owner("alice"), "other": Owner("bob", max_open=3)}
+
+
+def test_a_key_names_the_owner() -> None:
+    asked = Asked(guarded(owner_of=KEYS.get))
+    key = {"Authorization": "Bearer s3cret"}
+
+    assert asked.get("/v1/videos", key).json() == ["alice", 0]
+    assert asked.get("/v1/videos", {"Authorization": "bearer  other"}).json() == ["bob", 0]
+    # With keys the server may have any name.
+    assert asked.get("/v1/videos", {**key, "Host": "clips.example"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("header", "words"),
+    [(None, "is needed"), ("Bearer wrong", "unknown"), ("Basic s3cret", ""), ("Bearer", "needed")],
+)
+def test_without_a_key_nothing_is_served(header: str | None, words: str) -> None:
+    asked = Asked(guarded(owner_of=KEYS.get))
+    headers = {} if header is None else {"Authorization": header}
+    for path in ("/v1/videos", "/v1/engine", "/metrics", "/v1/models"):
+        answer = asked.get(path, headers)
+        assert answer.status_code == 401
+        assert answer.headers["www-authenticate"] == "Bearer"
+        assert words in answer.json()["error"]["message"]
+        assert "s3cret" not in answer.text
+    for path in ("/", "/page.js", "/health", "/ready"):
+        assert asked.get(path, headers).status_code == 200
+
+
+def test_a_wrong_key_is_refused_before_the_body_is_read() -> None:
+    async def never() -> AsyncIterator[bytes]:
+        for part in (b"",):
+            assert part, "the body is read"
+            yield part
+
+    asked = Asked(guarded(owner_of=KEYS.get))
+    for key, status in (("s3cret", 500), ("wrong", 401)):
+        headers = {**FORM, "Authorization": f"Bearer {key}"}
+        answer = asked.request("POST", "/v1/videos", content=never(), headers=headers)
+        assert answer.status_code == status
+
+
+def upload_app() -> FastAPI:
+    app = FastAPI()
+    api_errors.install(app)
+
+    @app.post("/v1/videos")
+    def post(photo: UploadFile) -> str:
+        return str(photo.filename)
+
+    return app
+
+
+def test_a_slow_upload_ends() -> None:
+    guard = guarded(upload_app(), limits=Limits(upload_seconds=0.3))
+    head = b'--x\r\nContent-Disposition: form-data; name="photo"; filename="a"\r\n\r\n'
+
+    # httpx reads the whole body before it calls an application, so this test calls it itself.
+    async def ask() -> list[Any]:
+        parts, sent = itertools.chain([head], itertools.repeat(b"x")), []
+
+        async def receive() -> dict[str, Any]:
+            await asyncio.sleep(0.05)
+            return {"type": "http.request", "body": next(parts), "more_body": True}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        headers = {"host": "127.0.0.1", **FORM}
+        scope = {
+            **{"type": "http", "method": "POST", "path": "/v1/videos", "query_string": b""},
+            **{"root_path": "", "scheme": "http", "http_version": "1.1"},
+            "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
+        }
+        await guard(scope, receive, send)
+        return sent
+
+    sent = asyncio.run(ask())
+    assert sent[0]["status"] == 408
+    assert json.loads(sent[1]["body"])["error"]["code"] == "upload_too_slow"
+
+
+def test_too_many_uploads_at_once() -> None:
+    async def ask() -> list[int]:
+        gate = asyncio.Event()
+
+        async def waits(scope: Scope, receive: Receive, send: Send) -> None:
+            await gate.wait()
+            await echo(scope, receive, send)
+
+        guard = guarded(waits, limits=Limits(uploads=2))
+        transport = httpx.ASGITransport(guard)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            posts = [
+                asyncio.create_task(client.post("/v1/videos", content=b"x", headers=FORM))
+                for _ in range(3)
+            ]
+            await asyncio.sleep(0.2)
+            gate.set()
+            answers = [await post for post in posts]
+            again = await client.post("/v1/videos", content=b"x", headers=FORM)
+            assert answers[-1].headers["retry-after"] == "1"
+            return [*(answer.status_code for answer in answers), again.status_code]
+
+    assert asyncio.run(ask()) == [200, 200, 503, 200]
+
+
+def test_an_error_in_a_route_is_answered() -> None:
+    async def broken(*_: object) -> None:
+        raise KeyError("secret detail")
+
+    answer = Asked(guarded(broken)).get("/v1/videos")
+    assert answer.status_code == 500
+    assert answer.json()["error"]["code"] == "internal_error"
+    assert "secret" not in answer.text
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        *(("localhost", True), ("LOCALHOST.", True), ("127.0.0.1", True), ("127.9.9.9", True)),
+        *(("::1", True), ("0.0.0.0", False), ("10.0.0.1", False), ("", False), ("::", False)),
+        *(("localhost.evil.example", False), ("127.0.0.1.nip.io", False), ("2130706433", False)),
+    ],
+)
+def test_loopback_hosts(host: str, expected: bool) -> None:
+    assert is_loopback(host) is expected

@@ -1,0 +1,165 @@
+"""The metrics, without a server: what is counted, and what is read at each scrape."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+
+from svdpp.config import SamplingConfig
+from svdpp.serve.job import Job, JobState, new_id
+from svdpp.worker.messages import ActionDone, Joined, StepDone, TransferDone
+
+pytest.importorskip("prometheus_client")
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from svdpp.serve.metrics import Metrics, Sources
+
+JOB = Job(
+    id=new_id(),
+    seed=0,
+    sampling=SamplingConfig(num_frames=14),
+    photo="a.png",
+    photo_name="a.png",
+    photo_sha256="0" * 64,
+    created_at=1000.0,
+)
+
+
+class Server:
+    """What a scrape reads."""
+
+    def __init__(self) -> None:
+        self.jobs = dict.fromkeys(JobState, 0)
+        self.oldest: float | None = None
+        self.restarts = 0
+        self.metrics = Metrics(
+            Sources(
+                jobs=lambda: self.jobs,
+                oldest_waiting=lambda: self.oldest,
+                restarts=lambda: self.restarts,
+                live_ranks=lambda: 2,
+            )
+        )
+
+    def value(self, name: str, **labels: object) -> float:
+        wanted = {key: str(value) for key, value in labels.items()}
+        text = self.metrics.exposed().decode()
+        found = [
+            sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name == name and wanted.items() <= sample.labels.items()
+        ]
+        assert len(found) == 1, (name, labels, text)
+        return found[0]
+
+
+def test_the_queue_is_read_at_each_scrape() -> None:
+    server = Server()
+    assert server.value("svdpp_queue_depth") == server.value("svdpp_queue_age_seconds") == 0
+
+    server.jobs[JobState.QUEUED] = 7
+    server.oldest = time.time() - 60
+    server.restarts = 3
+
+    assert server.value("svdpp_queue_depth") == 7
+    assert server.value("svdpp_jobs", state="queued") == 7
+    assert 60 <= server.value("svdpp_queue_age_seconds") < 70
+    assert server.value("svdpp_restarts_total") == 3
+    assert server.value("svdpp_live_ranks") == 2
+
+
+def test_events_of_the_ranks_are_counted() -> None:
+    server = Server()
+    observe = server.metrics
+    observe(1, Joined(device="cpu", load_seconds=1))
+    for step in range(3):
+        observe(1, StepDone(clip=0, step=step, seconds=0.2))
+    observe(1, ActionDone(action="DENOISE(0, 0:3)", start=10.0, end=10.6, waited=1.0))
+    observe(1, ActionDone(action="DECODE(0)", start=13.0, end=13.5, waited=0.4))
+    observe(
+        1,
+        TransferDone(
+            direction="recv", clip=0, next_step=3, peer=0, num_bytes=500, seconds=0.1, end=9.0
+        ),
+    )
+
+    assert server.value("svdpp_step_seconds_count", rank=1) == 3
+    assert server.value("svdpp_step_seconds_sum", rank=1) == pytest.approx(0.6)
+    assert server.value("svdpp_step_seconds_bucket", rank=1, le="0.25") == 3
+    assert server.value("svdpp_transfer_bytes_total", rank=1, direction="recv") == 500
+    seconds = {"compute": 1.1, "wait": 1.4, "transfer": 0.1, "idle": 2.0}
+    for state, expected in seconds.items():
+        found = server.value("svdpp_rank_seconds_total", rank=1, state=state)
+        assert found == pytest.approx(expected), state
+
+
+def test_a_restarted_rank_was_not_idle_while_it_was_dead() -> None:
+    server = Server()
+    for start in (0.0, 1000.0):
+        server.metrics(0, Joined(device="cpu", load_seconds=1))
+        action = "DENOISE(0, 0:3)"
+        server.metrics(0, ActionDone(action=action, start=start, end=start + 2, waited=0))
+
+    assert server.value("svdpp_rank_seconds_total", rank=0, state="compute") == 4
+
+
+def test_the_service_scores_its_promises() -> None:
+    server = Server()
+    assert server.metrics.eta_error() == {"clips": 0, "median": None, "p10": None, "p90": None}
+    for actual in (100.0, 110.0, 150.0):
+        done = replace(
+            JOB,
+            state=JobState.COMPLETED,
+            started_at=1040.0,
+            finished_at=1000.0 + actual,
+            promised_seconds=100.0,
+        )
+        server.metrics.ended(done)
+    server.metrics.ended(replace(JOB, state=JobState.FAILED, finished_at=1050.0))
+    # Without a promise there is nothing to score.
+    server.metrics.ended(replace(JOB, state=JobState.COMPLETED, finished_at=1050.0))
+
+    assert server.value("svdpp_clips_total", state="completed") == 4
+    assert server.value("svdpp_clips_total", state="failed") == 1
+    assert server.value("svdpp_clips_total", state="cancelled") == 0
+    assert server.value("svdpp_eta_error_ratio_count") == 3
+    assert server.value("svdpp_eta_error_ratio_bucket", le="0.1") == 2
+    assert server.metrics.eta_error() == {"clips": 3, "median": 0.1, "p10": 0.0, "p90": 0.5}
+    assert server.value("svdpp_clip_seconds_sum") == pytest.approx(60 + 70 + 110)
+
+
+def test_a_mismatch_is_an_alert() -> None:
+    server = Server()
+    server.metrics.verified("equal")
+    assert server.value("svdpp_verification_mismatch") == 0
+    server.metrics.verified("different")
+
+    assert server.value("svdpp_verification_mismatch") == 1
+    assert server.value("svdpp_verifications_total", result="equal") == 1
+    assert server.value("svdpp_verifications_total", result="different") == 1
+
+
+def test_metrics_of_two_servers_are_apart() -> None:
+    one, other = Server(), Server()
+    one.metrics.requested("GET", "/v1/videos", 200, 0.01)
+
+    labels = {"method": "GET", "route": "/v1/videos", "status": 200}
+    assert one.value("svdpp_http_requests_total", **labels) == 1
+    assert b"/v1/videos" not in other.metrics.exposed()
+    assert one.value("svdpp_resident_bytes", process="server") > 10 * 2**20
+
+
+def test_routes_have_few_names() -> None:
+    """A client must not be able to make a series of each address that it invents."""
+    from tests.serve.test_guard import Asked, guarded
+
+    server = Server()
+    guard = guarded(metrics=server.metrics)
+    for number in range(20):
+        Asked(guard).get(f"/made/up/{number}")
+
+    assert server.metrics.exposed().count(b"svdpp_http_requests_total{") == 1

@@ -1,0 +1,392 @@
+"""The server as a process: its start, its errors before it, and its end."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import stat
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from svdpp.media.video import file_sha256
+from tests.cli.shell import DEMO as ON_CPU
+from tests.cli.shell import Answer, assert_error, python, svdpp_alone, svdpp_here
+from tests.cli.test_cli_alone import HEAVY, LIST_MODULES
+from tests.serve.http_server import (
+    DEMO,
+    DUMMY,
+    HANG_SECONDS,
+    PHOTO,
+    QUICK,
+    HttpServer,
+    error_of,
+    wait,
+)
+
+pytest.importorskip("fastapi")
+
+
+# --- errors before the start --------------------------------------------------------------------
+
+
+def start(tmp_path: Path, *options: str | bytes) -> Answer:
+    """A server that does not start."""
+    return svdpp_alone("serve", "--data", str(tmp_path / "data"), *options)
+
+
+def test_a_port_in_use(tmp_path: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        answer = start(tmp_path, *DUMMY, "--port", str(port))
+
+    assert_error(answer, 2, f"port {port}: Address already in use", f"--port {port + 1}")
+    assert not (tmp_path / "data").exists()
+
+
+def test_a_host_that_is_not_this_machine(tmp_path: Path) -> None:
+    key_file = tmp_path / "keys.txt"
+    svdpp_here("serve", "--new-key", "alice", "--api-key-file", str(key_file))
+    answer = start(
+        tmp_path, *DUMMY, "--port", "0", "--host", "192.0.2.1", "--api-key-file", str(key_file)
+    )
+
+    assert_error(answer, 2, "cannot listen on 192.0.2.1")
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "clips.example"])
+def test_without_keys_other_hosts_are_refused(tmp_path: Path, host: str) -> None:
+    answer = start(tmp_path, *DUMMY, "--port", "0", "--host", host)
+
+    assert_error(answer, 2, f"--host {host}", "--api-key-file", "--new-key")
+    assert not (tmp_path / "data").exists()
+
+
+def test_a_missing_model(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    model = str(tmp_path / "empty")
+    answer = start(tmp_path, "--device", "cpu", "--model", model, "--port", "0")
+
+    assert_error(answer, 5, "empty")
+    assert not (tmp_path / "data").exists()
+
+
+def test_a_missing_key_file(tmp_path: Path) -> None:
+    missing = str(tmp_path / "keys.txt")
+    assert_error(start(tmp_path, *DUMMY, "--port", "0", "--api-key-file", missing), 7, "keys.txt")
+
+
+def test_a_key_file_that_others_may_read(tmp_path: Path) -> None:
+    key_file = tmp_path / "keys.txt"
+    svdpp_here("serve", "--new-key", "alice", "--api-key-file", str(key_file))
+    key_file.chmod(0o644)
+    answer = start(tmp_path, *DUMMY, "--port", "0", "--api-key-file", str(key_file))
+
+    assert_error(answer, 2, "0644", "chmod 600")
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "data").write_text("a file")
+    assert_error(start(tmp_path, *DUMMY, "--port", "0"), 8, "data")
+
+
+@pytest.mark.parametrize("missing", ["fastapi", "prometheus_client"])
+def test_a_missing_extra(tmp_path: Path, missing: str) -> None:
+    code = f"import sys; sys.modules[{missing!r}] = None; from svdpp.__main__ import main; main()"
+    answer = python("-c", code, "serve", "--data", str(tmp_path / "data"), *ON_CPU)
+
+    assert_error(answer, 2, f"{missing} is not installed", "pip install 'svdpp[serve]'")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--port", "65536"), "--port must be 0 to 65535"),
+        (("--max-queue", "0"), "--max-queue must be 1 to"),
+        (("--max-upload-mb", "1000"), "--max-upload-mb must be 1 to 256"),
+        (("--grace", "-1"), "--grace must be"),
+        (("--keep-days", "nan"), "--keep-days must be"),
+        (("--keep-gb", "0"), "--keep-gb must be"),
+        (("--sizes", "1024*576"), "--sizes takes sizes such as 1024x576"),
+        (("--sizes", "1024x577"), "--height must be a multiple of 8"),
+        (("--time-scale", "0.1"), "--time-scale works only with the dummy model"),
+        (("--new-key", "alice"), "--new-key needs --api-key-file"),
+        (("--new-key", "al ice", "--api-key-file", "keys.txt"), "the name must be"),
+    ],
+    ids=str,
+)
+def test_wrong_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert_error(svdpp_here("serve", *ON_CPU, *options), 2, words)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_its_help_imports_nothing_heavy() -> None:
+    answer = python("-c", LIST_MODULES, "serve", "--help")
+    loaded = set(answer.err.partition("MODULES ")[2].split())
+
+    assert answer.code == 0
+    assert {name.partition(".")[0] for name in loaded} & {*HEAVY, "fastapi", "uvicorn"} == set()
+
+
+# --- keys ---------------------------------------------------------------------------------------
+
+
+def test_a_new_key_is_shown_once_and_stored_as_a_hash(tmp_path: Path) -> None:
+    key_file = tmp_path / "folder" / "keys.txt"
+    keys = []
+    for name in ("alice", "bob", "alice"):
+        answer = svdpp_here("serve", "--new-key", name, "--api-key-file", str(key_file))
+        assert answer.code == 0, answer
+        keys.append(answer.out.strip())
+    as_json = svdpp_here("serve", "--new-key", "carol", "--api-key-file", str(key_file), "--json")
+    keys.append(json.loads(as_json.out)["key"])
+    text = key_file.read_text()
+
+    assert len(set(keys)) == 4
+    assert not [key for key in keys if key in text]
+    assert [line.split()[0] for line in text.splitlines()] == ["alice", "bob", "alice", "carol"]
+    assert stat.S_IMODE(key_file.stat().st_mode) == 0o600
+
+
+def test_a_new_key_leaves_a_wrong_file_alone(tmp_path: Path) -> None:
+    key_file = tmp_path / "photo.txt"
+    key_file.write_text("not keys\n")
+    key_file.chmod(0o600)
+    answer = svdpp_here("serve", "--new-key", "alice", "--api-key-file", str(key_file))
+
+    assert_error(answer, 7, "line 1")
+    assert key_file.read_text() == "not keys\n"
+
+
+@pytest.mark.processes
+def test_owners_see_only_their_own_clips(tmp_path: Path) -> None:
+    key_file = tmp_path / "keys.txt"
+    alice, bob = (
+        svdpp_here("serve", "--new-key", name, "--api-key-file", str(key_file)).out.strip()
+        for name in ("alice", "bob")
+    )
+    options = (*QUICK, "--host", "0.0.0.0", "--api-key-file", str(key_file))
+    with HttpServer(tmp_path / "data", *options, key=alice) as server:
+        (id,) = server.add(steps=20)
+        anyone = httpx.Client(base_url=server.url)
+        other = httpx.Client(base_url=server.url, headers={"Authorization": f"Bearer {bob}"})
+        with anyone, other:
+            error_of(anyone.get("/v1/videos"), 401, "invalid_api_key")
+            error_of(anyone.get(f"/v1/videos/{id}"), 401, "invalid_api_key")
+            assert anyone.get("/").status_code == 200
+            assert other.get("/v1/videos").json()["data"] == []
+            for method, path in (
+                *(("GET", ""), ("GET", "/content"), ("GET", "/metadata"), ("GET", "/events")),
+                *(("POST", "/verify"), ("DELETE", "")),
+            ):
+                answer = other.request(method, f"/v1/videos/{id}{path}")
+                error_of(answer, 404, "video_not_found")
+            error_of(other.get(f"/v1/videos?after={id}"), 404, "video_not_found")
+            server.wait_for(id, "completed")
+            spans = other.get("/v1/engine").json()["spans"]
+            assert spans
+            assert all(span["video"].startswith("other_") for span in spans)
+        assert [video["id"] for video in server.client.get("/v1/videos").json()["data"]] == [id]
+        assert alice not in server.err
+
+
+# --- the start ----------------------------------------------------------------------------------
+
+
+@pytest.mark.processes
+def test_a_second_server_on_the_same_folder(tmp_path: Path) -> None:
+    with HttpServer(tmp_path / "data", *QUICK):
+        assert_error(start(tmp_path, *QUICK, "--port", "0"), 2, "data")
+
+
+@pytest.mark.processes
+def test_a_clip_of_the_demo_model_from_end_to_end(tmp_path: Path) -> None:
+    with HttpServer(tmp_path / "data", *DEMO, "--frames", "2", "--verify-when-idle") as server:
+        (id,) = server.add(seed=3)
+        server.wait_for(id, "completed")
+        path = f"/v1/videos/{id}/content"
+        whole = server.client.get(path)
+        part = server.client.get(path, headers={"Range": "bytes=10-19"})
+        head = server.client.head(path)
+        metadata = server.client.get(f"/v1/videos/{id}/metadata").json()
+
+        assert (whole.status_code, whole.headers["content-type"]) == (200, "video/mp4")
+        assert whole.content[4:8] == b"ftyp"
+        assert (part.status_code, part.content) == (206, whole.content[10:20])
+        assert part.headers["content-range"] == f"bytes 10-19/{len(whole.content)}"
+        assert head.headers["content-length"] == str(len(whole.content))
+        assert head.content == b""
+        again = {"If-None-Match": whole.headers["etag"]}
+        assert server.client.get(path, headers=again).status_code in (200, 304)
+        beyond = {"Range": f"bytes={len(whole.content)}-"}
+        assert server.client.get(path, headers=beyond).status_code == 416
+        assert metadata["seed"] == 3
+        assert metadata["file_sha256"] == file_sha256(tmp_path / "data" / "clips" / f"{id}.mp4")
+        wait(lambda: server.video(id)["proof"] == "equal", HANG_SECONDS, lambda: server.err)
+
+
+@pytest.mark.processes
+def test_it_says_where_it_is(tmp_path: Path) -> None:
+    with HttpServer(tmp_path / "data", *QUICK) as server:
+        (line,) = server.err.splitlines()
+        assert re.fullmatch(
+            r"serving dummy at http://127\.0\.0\.1:\d+ with 2 ranks on cpu; data in '.*data'", line
+        )
+        assert server.stop() == 0
+    assert server.err.splitlines()[1:] == ["ended; the next start goes on with what is left"]
+
+
+# --- the end ------------------------------------------------------------------------------------
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP], ids=str)
+def test_the_first_signal_finishes_what_runs(tmp_path: Path, number: signal.Signals) -> None:
+    with HttpServer(tmp_path / "data", *QUICK) as server:
+        server.wait_ready()
+        ids = server.add(2)
+        assert server.stop(number) == 0
+    with HttpServer(tmp_path / "data", *QUICK) as server:
+        for id in ids:
+            server.wait_for(id, "completed")
+        assert server.stop() == 0
+    assert not list((tmp_path / "data" / "latents").iterdir())
+
+
+@pytest.mark.processes
+def test_what_the_grace_does_not_finish_goes_on_at_the_next_start(tmp_path: Path) -> None:
+    with HttpServer(tmp_path / "data", *QUICK, "--grace", "0") as server:
+        server.wait_ready()
+        ids = server.add(6, steps=400)
+        wait(lambda: server.video(ids[0])["step"] > 0, HANG_SECONDS)
+        begun = time.monotonic()
+        assert server.stop() == 0
+        assert time.monotonic() - begun < 15
+    with HttpServer(tmp_path / "data", *QUICK) as server:
+        for id in ids:
+            assert server.video(id)["status"] in ("queued", "in_progress")
+        for id in ids[1:]:
+            server.client.delete(f"/v1/videos/{id}")
+        server.wait_for(ids[0], "completed")
+
+
+@pytest.mark.processes
+def test_while_it_ends_clients_read_and_new_requests_are_refused(tmp_path: Path) -> None:
+    with HttpServer(tmp_path / "data", *QUICK) as server:
+        server.wait_ready()
+        (id,) = server.add(steps=300)
+        wait(lambda: server.video(id)["status"] == "in_progress", HANG_SECONDS)
+        server.process.send_signal(signal.SIGTERM)
+        wait(lambda: server.client.get("/ready").status_code == 503, HANG_SECONDS)
+
+        answer = server.request()
+        error_of(answer, 503, "closing")
+        assert int(answer.headers["retry-after"]) > 0
+        assert server.video(id)["status"] == "in_progress"
+        assert server.wait() == 0
+    with HttpServer(tmp_path / "data", *QUICK) as server:
+        assert server.video(id)["status"] == "completed"
+
+
+@pytest.mark.processes
+def test_the_second_signal_ends_at_once(tmp_path: Path) -> None:
+    with HttpServer(tmp_path / "data", *QUICK, "--grace", "600") as server:
+        server.wait_ready()
+        (id,) = server.add(steps=1000)
+        wait(lambda: server.video(id)["status"] == "in_progress", HANG_SECONDS)
+        server.process.send_signal(signal.SIGTERM)
+        wait(lambda: server.client.get("/ready").status_code == 503, HANG_SECONDS)
+        assert server.stop(signal.SIGTERM) == 128 + signal.SIGTERM
+
+
+@pytest.mark.processes
+def test_a_killed_server_loses_nothing(tmp_path: Path) -> None:
+    with HttpServer(tmp_path / "data", *QUICK) as server:
+        server.wait_ready()
+        ids = server.add(5, steps=30)
+        assert server.stop(signal.SIGKILL) == -signal.SIGKILL
+    with HttpServer(tmp_path / "data", *QUICK) as server:
+        done = [server.wait_for(id, "completed") for id in ids]
+    assert len({video["id"] for video in done}) == 5
+
+
+@pytest.mark.processes
+def test_an_open_stream_does_not_keep_the_server(tmp_path: Path) -> None:
+    with HttpServer(tmp_path / "data", *QUICK, "--grace", "0") as server:
+        server.wait_ready()
+        (id,) = server.add(steps=1000)
+        with server.client.stream("GET", f"/v1/videos/{id}/events") as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            begun = time.monotonic()
+            assert server.stop() == 0
+            assert time.monotonic() - begun < 15
+
+
+# --- connections --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    with HttpServer(tmp_path_factory.mktemp("data"), *QUICK) as server:
+        yield server
+
+
+def raw(server: HttpServer, text: bytes) -> bytes:
+    """What the server answers to these bytes, until it closes the connection."""
+    url = httpx.URL(server.url)
+    with socket.create_connection((url.host, url.port or 0), timeout=HANG_SECONDS) as connection:
+        connection.sendall(text)
+        connection.shutdown(socket.SHUT_WR)
+        found = b""
+        while part := connection.recv(65536):
+            found += part
+    return found
+
+
+@pytest.mark.processes
+def test_what_is_not_http_is_answered_by_the_shape_of_all_errors(running: HttpServer) -> None:
+    answer = raw(running, b"\x16\x03\x01\x02\x00 hello\r\n\r\n")
+
+    assert answer.startswith(b"HTTP/1.1 400 Bad Request\r\n")
+    body = json.loads(answer.partition(b"\r\n\r\n")[2])
+    assert body["error"]["code"] == "invalid_http"
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"--x\r\n",
+        b'--x\r\nContent-Disposition: form-data; name="input_reference"; filename="a',
+    ],
+)
+def test_half_a_request_leaves_nothing(running: HttpServer, body: bytes) -> None:
+    head = (
+        b"POST /v1/videos HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5000\r\n"
+        b"Content-Type: multipart/form-data; boundary=x\r\n\r\n"
+    )
+    raw(running, head + body)
+
+    assert running.client.get("/v1/videos").json()["data"] == []
+    assert not list((running.folder / "photos").iterdir())
+
+
+@pytest.mark.processes
+def test_a_longer_length_than_the_body_is_refused_early(running: HttpServer) -> None:
+    head = (
+        b"POST /v1/videos HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999999\r\n"
+        b"Content-Type: multipart/form-data; boundary=x\r\n\r\n" + PHOTO[:1000]
+    )
+    assert raw(running, head).startswith(b"HTTP/1.1 413 ")
