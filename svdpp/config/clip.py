@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from svdpp.config.limits import MAX_STEPS, check_type, check_whole, require, shown
+from svdpp.config.sampling import SamplingConfig
 
 VideoFormat = Literal["mp4", "gif", "webp", "frames"]
 
@@ -59,6 +60,9 @@ class ClipRequest:
     latents_key: str | None = None
     """SHA-256, in hex, of everything that the latent's bits depend on. It names the latent
     checkpoints."""
+    sampling: SamplingConfig | None = None
+    """Sampling parameters of this clip; None: the pipeline's. A draft has the pipeline's number of
+    steps."""
     done_steps: int = 0
     """Steps in the latent checkpoint of an earlier run; 0: no checkpoint."""
 
@@ -71,5 +75,6 @@ class ClipRequest:
         check_whole("done steps", self.done_steps, 0, MAX_STEPS)
         for name in ("image", "image_sha256", "latents_key"):
             check_type(f"a clip's {name}", getattr(self, name), str, type(None))
+        check_type("a clip's sampling", self.sampling, SamplingConfig, type(None))
         if self.done_steps and self.latents_key is None:
             raise ValueError("done_steps requires latents_key, which names the latent checkpoint")

@@ -10,7 +10,18 @@ from svdpp.driver.open_clips import OpenClips
 from svdpp.errors import InputError, error_from_dict
 from svdpp.launch.connections import FILE
 from svdpp.media.image import read_bytes
-from svdpp.worker.messages import Cancel, ClipDone, ClipFailed, Event, PhotoWanted, StoredTensor
+from svdpp.plan.actions import Action, Kind
+from svdpp.worker.messages import (
+    Cancel,
+    ClipDone,
+    ClipDropped,
+    ClipFailed,
+    Event,
+    Heartbeat,
+    PhotoWanted,
+    StepDone,
+    StoredTensor,
+)
 from svdpp.worker.tensor_store import TensorStore
 
 
@@ -48,8 +59,18 @@ class ClipEvents:
                 TensorStore(Path(self._tensor_folder)).put(event.name, event.data)
             case PhotoWanted():
                 self._send(rank, FILE + self._image_bytes(event.clip))
+            case Heartbeat() if event.action:
+                action = Action.parse(event.action)
+                if action.kind in (Kind.ENCODE, Kind.LOAD):
+                    self._clips.advance(action.clip, rank)
+            case StepDone():
+                self._clips.advance(event.clip, rank, event.step + 1)
             case ClipDone():
                 self._finish(event)
+            case ClipDropped():
+                request = self._clips.drop(event.clip)
+                if request is not None:
+                    self._files.settled(request, is_finished=True)
             case ClipFailed():
                 request = self._clips.request(event.clip)
                 if request is not None:
@@ -58,14 +79,17 @@ class ClipEvents:
             case _:
                 pass
 
+    def cancel(self, clip: int) -> None:
+        """Tells all ranks to skip what is left of `clip`; any thread may call it."""
+        for rank in range(self._world_size):
+            self._send(rank, Cancel(clip=clip).to_bytes())
+
     def _finish(self, done: ClipDone) -> None:
         request = self._clips.request(done.clip)
         if request is None:
             return  # already lost
         if done.metadata.get("exact") is False:
-            # An accepted draft: the rest of the exact clip is not needed.
-            for rank in range(self._world_size):
-                self._send(rank, Cancel(clip=done.clip).to_bytes())
+            self.cancel(done.clip)  # an accepted draft: the rest of the exact clip is not needed
         self._files.settled(request, is_finished=True)
         self._clips.finish(done.clip, done.metadata)
 

@@ -40,6 +40,21 @@ class ClipFailure:
     error: SvdppError
 
 
+@dataclass(frozen=True)
+class ClipProgress:
+    """How far a clip is.
+
+    Args:
+        steps_done: denoising steps that are done.
+        num_steps: denoising steps of the clip.
+        rank: the rank that worked on it last; None before the first.
+    """
+
+    steps_done: int
+    num_steps: int
+    rank: int | None = None
+
+
 class HandleOwner(Protocol):
     """The object that finishes the clips of handles."""
 
@@ -49,25 +64,50 @@ class HandleOwner(Protocol):
     def take(self, handle: ClipHandle) -> None:
         """Notes that a caller has taken the result of `handle`."""
 
+    def cancel(self, handle: ClipHandle) -> bool:
+        """See `ClipHandle.cancel`."""
+
 
 class ClipHandle(Future[ClipResult]):
     """One submitted clip: a `concurrent.futures.Future` of its `ClipResult`.
 
-    `asyncio.wrap_future(handle)` makes it awaitable. A submitted clip cannot be cancelled:
-    `cancel()` returns False and changes nothing.
+    `asyncio.wrap_future(handle)` makes it awaitable.
 
     Args:
         clip: index, in the order of submission.
         request: the clip's request.
+        num_steps: denoising steps of the clip.
         owner: finishes the clip.
     """
 
-    def __init__(self, clip: int, request: ClipRequest, owner: HandleOwner) -> None:
+    def __init__(self, clip: int, request: ClipRequest, num_steps: int, owner: HandleOwner) -> None:
         super().__init__()
         self.clip = clip
         self.request = request
+        self.progress = ClipProgress(request.done_steps, num_steps)
+        """How far the clip is; it changes while the clip is made."""
         self._owner = owner
-        self.set_running_or_notify_cancel()  # from here on `cancel` returns False
+
+    def running(self) -> bool:
+        """Whether a rank has begun the clip, and the clip is neither finished nor lost."""
+        return self.progress.rank is not None and not self.done()
+
+    def cancel(self) -> bool:
+        """Asks the ranks to skip the clip from the next step on; does not wait.
+
+        A clip that no rank has begun is cancelled at once. Another one is cancelled once all ranks
+        have let go of it, or finished if they were faster: `exception` waits for that. Afterwards
+        `cancelled()` is True, and `result` raises `concurrent.futures.CancelledError`.
+
+        Returns:
+            Whether the clip is, or may still be, cancelled; False once it is finished or lost.
+        """
+        return self._owner.cancel(self)
+
+    def end_cancelled(self) -> None:
+        """Ends the handle as cancelled; only its owner calls this."""
+        super().cancel()
+        self.set_running_or_notify_cancel()  # wakes those who wait
 
     def result(self, timeout: float | None = None) -> ClipResult:
         """Waits for the clip. `Pipeline.results` does not yield it again.
@@ -78,6 +118,7 @@ class ClipHandle(Future[ClipResult]):
         Raises:
             SvdppError: why the clip was lost, or what ended the run.
             ClosedError: the pipeline was closed before the clip was finished.
+            CancelledError: the clip was cancelled.
             TimeoutError: the clip was not finished in time.
             RuntimeError: called by an observer or a callback while the clip is unfinished.
         """
@@ -90,6 +131,7 @@ class ClipHandle(Future[ClipResult]):
         """Waits for the clip and returns the error that `result` would raise, or None.
 
         Raises:
+            CancelledError: the clip was cancelled.
             TimeoutError: the clip was not finished in time.
             RuntimeError: called by an observer or a callback while the clip is unfinished.
         """

@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from svdpp.config import ClipRequest, PipelineConfig
+from svdpp.driver.clip_configs import ClipConfigs
 from svdpp.errors import RequestError
 from svdpp.plan.actions import Kind
 from svdpp.plan.draft import check_draft_schedule
@@ -18,40 +19,55 @@ from svdpp.worker.messages import ClipJob, Work
 _LATENTS_KEY = re.compile("[0-9a-f]{64}")
 
 
-def schedule_clips(config: PipelineConfig, requests: Sequence[ClipRequest], first: int) -> Schedule:
-    """Each rank's actions for `requests`, whose clips are numbered from `first`."""
-    clips = range(first, first + len(requests))
+def schedule_clips(
+    config: PipelineConfig, configs: ClipConfigs, requests: Sequence[ClipRequest], first: int
+) -> Schedule:
+    """Each rank's actions for `requests`, whose clips are numbered from `first`.
+
+    Args:
+        config: of the pipeline.
+        configs: of the clips.
+        requests: resolved.
+        first: index of the first clip.
+
+    Raises:
+        RequestError: a clip has no route through the pipeline.
+    """
     if config.draft is not None:
-        return config.draft_plan.schedule(clips)
-    routes = [
-        route.resumed(request.done_steps) if request.done_steps else route
-        for route, request in zip(config.layout.routes(clips), requests, strict=True)
-    ]
+        return config.draft_plan.schedule(range(first, first + len(requests)))
+    routes = [configs.route(clip, request) for clip, request in enumerate(requests, first)]
     return build_schedule(routes, config.world_size)
 
 
 def check_requests(
-    requests: ClipRequest | Iterable[ClipRequest], config: PipelineConfig, *, keeps_latents: bool
+    requests: ClipRequest | Iterable[ClipRequest],
+    config: PipelineConfig,
+    configs: ClipConfigs,
+    *,
+    keeps_latents: bool,
 ) -> list[ClipRequest]:
-    """`requests` as a list, checked: the ranks of `config` can make every clip.
+    """`requests` as a list, checked and resolved: the ranks of `config` can make every clip.
 
     Args:
         requests: one or several.
         config: of the pipeline.
+        configs: of the clips.
         keeps_latents: whether the pipeline has a folder of latent checkpoints.
 
     Raises:
         TypeError: an element is not a `ClipRequest`.
-        RequestError: a clip lacks an image or a latent checkpoint that it needs.
+        RequestError: a clip lacks an image or a latent checkpoint that it needs, or has sampling
+            parameters that the pipeline cannot run.
     """
-    if isinstance(requests, ClipRequest):
-        _check_request("the clip", requests, config, keeps_latents)
-        return [requests]
-    found = _as_list(requests, "requests")
-    for index, request in enumerate(found):
+    one = isinstance(requests, ClipRequest)
+    found = []
+    for index, request in enumerate([requests] if one else _as_list(requests, "requests")):
+        name = "the clip" if one else f"clip {index} of the list"
         if not isinstance(request, ClipRequest):
-            raise TypeError(f"clip {index} of the list is {_kind(request)}, not a ClipRequest")
-        _check_request(f"clip {index} of the list", request, config, keeps_latents)
+            raise TypeError(f"{name} is {_kind(request)}, not a ClipRequest")
+        resolved = configs.resolved(request)
+        _check_request(name, resolved, config, configs.num_steps(resolved), keeps_latents)
+        found.append(resolved)
     return found
 
 
@@ -73,6 +89,7 @@ def check_metadata(metadata: Iterable[Mapping[str, Any]], count: int) -> list[di
 
 def work_messages(
     config: PipelineConfig,
+    configs: ClipConfigs,
     requests: Sequence[ClipRequest],
     metadata: Sequence[dict[str, Any]],
     *,
@@ -83,20 +100,26 @@ def work_messages(
 
     Args:
         config: of the pipeline.
-        requests: checked.
+        configs: of the clips.
+        requests: checked and resolved.
         metadata: one for each request.
         first: index of the first clip.
         keeps_latents: whether the pipeline has a folder of latent checkpoints.
 
     Raises:
-        RequestError: a value in a request or its metadata cannot be sent to a rank.
+        RequestError: a value in a request or its metadata cannot be sent to a rank, or a clip has
+            no route through the pipeline.
     """
     pairs = zip(requests, metadata, strict=True)
     jobs = [_job(first, index, request, each) for index, (request, each) in enumerate(pairs)]
     keys = {job.clip: job.request.latents_key for job in jobs} if keeps_latents else {}
-    schedule = schedule_clips(config, requests, first)
-    check = check_schedule if config.draft is None else check_draft_schedule
-    check(schedule, config.sampling.num_inference_steps)
+    samplings = {job.clip: job.request.sampling for job in jobs}
+    schedule = schedule_clips(config, configs, requests, first)
+    if config.draft is None:
+        num_steps = map(configs.num_steps, requests)
+        check_schedule(schedule, dict(enumerate(num_steps, first)))
+    else:
+        check_draft_schedule(schedule, config.sampling.num_inference_steps)
     messages = {}
     for rank, actions in enumerate(schedule):
         # Only these ranks need the requests, and the metadata of many clips would slow the start.
@@ -106,6 +129,7 @@ def work_messages(
             actions=tuple(map(str, actions)),
             jobs=tuple(job for job in jobs if job.clip in needed),
             latents_keys={clip: key for clip in clips if (key := keys.get(clip)) is not None},
+            samplings={clip: own for clip in clips if (own := samplings[clip]) is not None},
         )
         if actions:
             messages[rank] = work.to_bytes()
@@ -113,7 +137,7 @@ def work_messages(
 
 
 def _check_request(
-    name: str, request: ClipRequest, config: PipelineConfig, keeps_latents: bool
+    name: str, request: ClipRequest, config: PipelineConfig, num_steps: int, keeps_latents: bool
 ) -> None:
     is_resumed = bool(request.done_steps) and config.draft is None
     if request.image is None and not config.model.is_dummy and not is_resumed:
@@ -126,7 +150,6 @@ def _check_request(
             f"{name} has done_steps={request.done_steps}, but there are no latent checkpoints",
             "give the Pipeline the folder of the earlier run, as latents_folder=...",
         )
-    num_steps = config.sampling.num_inference_steps
     if is_resumed and not 0 < request.done_steps <= num_steps:
         raise RequestError(f"{name}: done_steps must be 0 to {num_steps}, got {request.done_steps}")
     if request.latents_key is not None and not _LATENTS_KEY.fullmatch(request.latents_key):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from svdpp.config import ClipRequest
@@ -18,16 +20,20 @@ class OpenClips:
     One thread finishes the clips; any thread may add clips and wait for them.
 
     Args:
+        tell_ranks: tells all ranks to skip a clip, given its index.
         max_failures: how many of the latest lost clips `failures` keeps; None keeps all.
     """
 
-    def __init__(self, max_failures: int | None = None) -> None:
+    def __init__(self, tell_ranks: Callable[[int], None], max_failures: int | None = None) -> None:
+        self._tell_ranks = tell_ranks
         self._changed = threading.Condition()
         self._num_added = 0
         self._open: dict[int, ClipHandle] = {}
         # The clips that `results` yields: unfinished, and finished but not taken.
         self._awaited: set[int] = set()
         self._finished: dict[int, ClipHandle] = {}
+        # Unfinished clips that a caller has cancelled.
+        self._cancelled: set[int] = set()
         self._end: BaseException | None = None
         self._unfinished: list[ClipHandle] = []
         self._finisher: threading.Thread | None = None
@@ -70,11 +76,14 @@ class OpenClips:
                 "observers and callbacks must not wait for the pipeline: they run in its thread"
             )
 
-    def add(self, requests: Sequence[ClipRequest], *, for_results: bool) -> list[ClipHandle]:
+    def add(
+        self, requests: Sequence[ClipRequest], num_steps: Sequence[int], *, for_results: bool
+    ) -> list[ClipHandle]:
         """Adds clips, with the next indices.
 
         Args:
             requests: one for each clip.
+            num_steps: of each clip.
             for_results: whether `results` yields them.
 
         Raises:
@@ -84,8 +93,10 @@ class OpenClips:
             if self._end is not None:
                 raise reraisable(self._end)
             handles = [
-                ClipHandle(self._num_added + index, request, self)
-                for index, request in enumerate(requests)
+                ClipHandle(clip, request, steps, self)
+                for clip, request, steps in zip(
+                    itertools.count(self._num_added), requests, num_steps, strict=False
+                )
             ]
             self._num_added += len(handles)
             self._open.update((handle.clip, handle) for handle in handles)
@@ -95,7 +106,7 @@ class OpenClips:
 
     def finish(self, clip: int, metadata: dict[str, Any]) -> None:
         """Sets the result of `clip`, unless it is already finished or lost."""
-        handle = self._settle(clip)
+        handle = self._settle(clip, is_finished=True)
         if handle is not None:
             handle.set_result(ClipResult(clip, handle.request, metadata))
 
@@ -104,6 +115,34 @@ class OpenClips:
         handle = self._settle(clip, error)
         if handle is not None:
             handle.set_exception(error)
+
+    def advance(self, clip: int, rank: int, steps_done: int | None = None) -> None:
+        """Notes that `rank` works on `clip`, with so many steps done; None: as many as before."""
+        handle = self._open.get(clip)
+        if handle is not None:
+            done = handle.progress.steps_done if steps_done is None else steps_done
+            handle.progress = replace(handle.progress, steps_done=done, rank=rank)
+
+    def cancel(self, handle: ClipHandle) -> bool:
+        """See `HandleOwner`."""
+        with self._changed:
+            if handle.clip not in self._open:
+                return handle.cancelled()
+            has_begun = handle.progress.rank is not None
+            if has_begun:
+                self._cancelled.add(handle.clip)
+        self._tell_ranks(handle.clip)
+        if not has_begun:
+            self._end_cancelled(handle.clip)
+        return True
+
+    def drop(self, clip: int) -> ClipRequest | None:
+        """Ends `clip` as cancelled if a caller has cancelled it: all ranks have let go of it.
+
+        Returns:
+            Its request; None if it was not cancelled, or has ended before.
+        """
+        return self._end_cancelled(clip) if clip in self._cancelled else None
 
     def end(self, error: BaseException) -> None:
         """Sets `error` for every unfinished clip, and refuses further ones; the first call counts.
@@ -117,6 +156,7 @@ class OpenClips:
             self._end = error
             self._unfinished = list(self._open.values())
             self._open.clear()
+            self._cancelled.clear()
             self._changed.notify_all()
         for handle in self._unfinished:
             handle.set_exception(reraisable(error))
@@ -147,7 +187,9 @@ class OpenClips:
                 raise reraisable(self._end)
             return None
 
-    def _settle(self, clip: int, error: SvdppError | None = None) -> ClipHandle | None:
+    def _settle(
+        self, clip: int, error: SvdppError | None = None, *, is_finished: bool = False
+    ) -> ClipHandle | None:
         """Removes `clip` from the open clips; the caller sets its handle, without the lock."""
         with self._changed:
             handle = self._open.pop(clip, None)
@@ -155,8 +197,16 @@ class OpenClips:
                 return None
             if error is not None:
                 self._failures.append(ClipFailure(clip, handle.request, error))
-            elif clip in self._awaited:
+            elif is_finished and clip in self._awaited:
                 self._finished[clip] = handle
             self._awaited.discard(clip)
+            self._cancelled.discard(clip)
             self._changed.notify_all()
         return handle
+
+    def _end_cancelled(self, clip: int) -> ClipRequest | None:
+        handle = self._settle(clip)
+        if handle is None:
+            return None
+        handle.end_cancelled()
+        return handle.request

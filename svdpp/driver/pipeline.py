@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any, overload
 
 from svdpp.config import ClipRequest, PipelineConfig
+from svdpp.driver.clip_configs import ClipConfigs
 from svdpp.driver.clip_events import ClipEvents
 from svdpp.driver.clip_handle import ClipFailure, ClipHandle, ClipResult
 from svdpp.driver.clip_work import check_metadata, check_requests, schedule_clips, work_messages
@@ -115,7 +116,10 @@ class Pipeline(LaunchedPipeline):
             config.world_size, self.backend, allow_mixed=config.allow_mixed_devices
         )
         self._history_clips = history_clips
-        self._clips = OpenClips(max_failures=history_clips)
+        own_frames = self.config.model.dummy_latent.shape[2]
+        model_frames = own_frames if self.checkpoint is None else self.checkpoint.num_frames
+        self._configs = ClipConfigs(self.config, model_frames)
+        self._clips = OpenClips(lambda clip: self._events.cancel(clip), max_failures=history_clips)
         self._files = LeftoverFiles(latents_folder)
         # Of the whole run, for its forecast.
         self._requests: list[ClipRequest] = []
@@ -200,6 +204,7 @@ class Pipeline(LaunchedPipeline):
         Raises:
             SvdppError: what ended the run, or why the first of these clips was lost; raised once
                 all others are made.
+            CancelledError: another thread has cancelled one of these clips.
             TypeError, RequestError, ClosedError: as for `submit`.
         """
         self._clips.check_may_wait()
@@ -233,16 +238,17 @@ class Pipeline(LaunchedPipeline):
     ) -> list[ClipHandle]:
         self._check_open()
         keeps_latents = self._setup.latents_folder is not None
-        asked = check_requests(requests, self.config, keeps_latents=keeps_latents)
+        asked = check_requests(requests, self.config, self._configs, keeps_latents=keeps_latents)
+        num_steps = list(map(self._configs.num_steps, asked))
         about = [self._marked(each) for each in check_metadata(metadata, len(asked))]
         with self._submitting:
             session = self._check_open()
             first = self._clips.num_added
             messages = work_messages(
-                self.config, asked, about, first=first, keeps_latents=keeps_latents
+                self.config, self._configs, asked, about, first=first, keeps_latents=keeps_latents
             )
             with session.all_or_nothing():
-                handles = self._clips.add(asked, for_results=for_results)
+                handles = self._clips.add(asked, num_steps, for_results=for_results)
                 assert not handles or handles[0].clip == first, "submit was called within submit"
                 for rank, message in messages.items():
                     self._entered.send(rank, message)
@@ -262,8 +268,12 @@ class Pipeline(LaunchedPipeline):
         Args:
             requests: of the clips; those with `done_steps` resume from their latent checkpoints.
             first: index of the first clip.
+
+        Raises:
+            RequestError: the ranks cannot make a clip with its sampling parameters.
         """
-        return schedule_clips(self.config, requests, first)
+        resolved = list(map(self._configs.resolved, requests))
+        return schedule_clips(self.config, self._configs, resolved, first)
 
     def forecast(self) -> Forecast:
         """The forecast for the submitted clips, at `forecast_costs`.

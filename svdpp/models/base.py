@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from svdpp.config import TensorSpec
+from svdpp.config import SamplingConfig, TensorSpec
 
 #: Name of the latent in a packet. Each step replaces this tensor; the others stay the same.
 LATENTS = "latents"
@@ -54,6 +54,10 @@ class VideoModel(Protocol):
     """The model of one rank: the components that its actions need, on its device."""
 
     device: torch.device
+
+    def with_sampling(self, sampling: SamplingConfig) -> VideoModel:
+        """Returns the same loaded components with other sampling parameters."""
+        ...
 
     def packet_spec(self) -> Mapping[str, TensorSpec]:
         """Name, shape and dtype of each tensor in a packet, in packet order."""

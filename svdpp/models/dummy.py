@@ -8,13 +8,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from PIL import Image
 from torch import nn
 
-from svdpp.config import LatentSpec, TensorSpec
+from svdpp.config import LatentSpec, SamplingConfig, TensorSpec
 from svdpp.models.base import LATENTS, Denoiser, Tensors
 
 _WEIGHT_SEED = 20231121
@@ -120,6 +120,12 @@ class DummyModel:
         ]
         self._unet = DummyUNet(spec.shape[1], num_steps=num_steps).to(device, self._dtype).eval()
         self._unet.requires_grad_(False)
+
+    def with_sampling(self, sampling: SamplingConfig) -> DummyModel:
+        """The same network with other numbers of steps and frames; it has no other parameters."""
+        batch, channels, _, *size = self._spec.shape
+        spec = replace(self._spec, shape=(batch, channels, sampling.frames, *size))
+        return DummyModel(spec, sampling.num_inference_steps, self.device, self._sleep_times)
 
     def packet_spec(self) -> Mapping[str, TensorSpec]:
         """Only the latent."""

@@ -146,10 +146,15 @@ class Layout:
         """Stages of a replica: its ranks, with all decoders counted as one."""
         return self.replica_size - self.decoders + 1
 
-    def route(self, clip: int) -> Route:
-        """The route of the clip with this index; it does not depend on other clips."""
+    def route(self, clip: int, *, all_stages: bool = False) -> Route:
+        """The route of the clip with this index; it does not depend on other clips.
+
+        Args:
+            clip: index.
+            all_stages: whether it visits stages without steps too.
+        """
         replica, index = clip % self.replicas, clip // self.replicas
-        return self._route(clip, replica, index, self.cuts(clip))
+        return self._route(clip, replica, index, self.cuts(clip), all_stages=all_stages)
 
     def cuts(self, clip: int) -> Cuts:
         """The cuts of the clip with this index: 0, then the steps done after each stage."""
@@ -236,13 +241,18 @@ class Layout:
             ),
         )
 
-    def _route(self, clip: int, replica: int, turn: int, cuts: Cuts) -> Route:
-        """The route of one clip; it skips stages without steps, except the first and the last."""
+    def _route(
+        self, clip: int, replica: int, turn: int, cuts: Cuts, *, all_stages: bool = False
+    ) -> Route:
+        """The route of one clip.
+
+        Unless `all_stages`, it skips stages without steps, except the first and the last.
+        """
         ranks, body = self.replica_ranks[replica], self.replica_size - self.decoders
         ranges = [
             StepRange(ranks[index], cuts[index], cuts[index + 1])
             for index in range(body)
-            if index == 0 or cuts[index] < cuts[index + 1]
+            if all_stages or index == 0 or cuts[index] < cuts[index + 1]
         ]
         last = StepRange(ranks[body + turn % self.decoders], cuts[body], cuts[body + 1])
         return Route(clip, (*ranges, last), self.decodes)

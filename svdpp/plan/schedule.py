@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from svdpp.plan import actions
@@ -143,13 +143,17 @@ def connect_rounds(links: Iterable[tuple[int, int]]) -> list[list[tuple[int, int
     return rounds
 
 
-def check_schedule(schedule: Schedule, num_steps: int) -> None:
+def check_schedule(schedule: Schedule, num_steps: int | Mapping[int, int]) -> None:
     """Check that every clip is started once, does each step once in order, and is finished once.
 
     A clip is started by ENCODE at step 0, or by LOAD at the step that an earlier run reached. A
     rank can work only on a clip that it holds, and only at the current step of that clip. It no
     longer holds a clip that it has sent, and each sent packet is received once. So no step is
     skipped or repeated.
+
+    Args:
+        schedule: each rank's actions.
+        num_steps: of every clip, or by clip.
 
     Raises:
         ValueError: it names the first action that cannot be done, or what is missing at the end.
@@ -162,8 +166,9 @@ def check_schedule(schedule: Schedule, num_steps: int) -> None:
         decoded: set[int] = set()
         for action in rank_actions:
             before = _clips(held)
-            if not _can_follow(action, held, decoded, num_steps):
-                raise ValueError(f"rank {rank} cannot do {action} of {num_steps} with {before}")
+            steps = num_steps if isinstance(num_steps, int) else num_steps[action.clip]
+            if not _can_follow(action, held, decoded, steps):
+                raise ValueError(f"rank {rank} cannot do {action} of {steps} with {before}")
             if action.kind is Kind.RECV:
                 transfers[action.peer, rank, action.clip, action.start] -= 1
             elif action.kind is Kind.SEND:

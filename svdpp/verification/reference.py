@@ -20,6 +20,7 @@ from svdpp.driver.memory_check import check_memory
 from svdpp.driver.pipeline import resolve
 from svdpp.driver.rank_task import run_rank_task
 from svdpp.driver.supervisor import Observer
+from svdpp.errors import RequestError
 from svdpp.launch.group import RankContext
 from svdpp.media import image as photos
 from svdpp.media import video
@@ -65,9 +66,12 @@ def run_reference(
         For each clip its `latents_sha256` and `frames_sha256` (None for the dummy model).
 
     Raises:
+        RequestError: a request has sampling parameters; the reference uses those of `config`.
         OutOfMemoryError: it needs more memory than is free.
         SvdppError: the reference failed.
     """
+    if any(request.sampling is not None for request in requests):
+        raise RequestError("the reference computes no clips with sampling parameters of their own")
     alone, checkpoint = resolve(config.alone())
     check_memory(alone, checkpoint, alone.plan.roles)
     setup = _Setup(

@@ -75,7 +75,7 @@ class ClipWriter:
         conditions: what the bits depend on besides the request, for each clip's metadata.
         device: of the rank.
         tensor_store: keeps frames for verification; None keeps none.
-        fps: of the files, in frames per second.
+        fps: of the files whose requests have no sampling parameters, in frames per second.
         host: this host's name if the run spans several hosts, for each clip's JSON.
         folder: where this host writes its clips; None: where the requests say.
     """
@@ -150,7 +150,9 @@ class ClipWriter:
         if output is not None and frames is not None:
             # The JSON marks the clip as complete, so it is written last. Only the JSON can hold
             # the hash of the video file.
-            sha256 = video.write_clip(frames, output, fps=self._fps, metadata=metadata)
+            sampling = job.request.sampling
+            fps = self._fps if sampling is None else sampling.fps
+            sha256 = video.write_clip(frames, output, fps=fps, metadata=metadata)
             metadata = {**metadata, "file_sha256": sha256}
             if finished.is_draft:
                 self._drafts.add(output.path)

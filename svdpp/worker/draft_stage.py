@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 
@@ -18,9 +19,10 @@ from svdpp.worker.clip_writer import ClipWriter
 from svdpp.worker.draft_results import DraftResults, Result
 from svdpp.worker.draft_sampler import DraftSampler, Evaluation
 from svdpp.worker.fault_injection import InjectedFault
+from svdpp.worker.messages import ClipDropped
 from svdpp.worker.profiler import ClipProfiler
 from svdpp.worker.reporter import Reporter
-from svdpp.worker.stage import NotWantedError, PipelineStage
+from svdpp.worker.stage import PipelineStage
 from svdpp.worker.tensor_store import TensorStore
 
 _DERIVATIVE = "derivative"
@@ -34,11 +36,10 @@ class DraftStage(PipelineStage):
     that rank. Rank 0 depends on no other rank, so only a failure at rank 0 loses the exact clip.
 
     Args:
-        rank, model, transport, clip_writer, reporter, tensor_store, profiler, fault: see
-            `PipelineStage`.
+        rank, model, transport, clip_writer, reporter, is_cancelled, tensor_store, profiler,
+            fault: see `PipelineStage`.
         config: resolved, with a draft.
         results: keeps every rank's result for verification; None keeps none.
-        is_cancelled: whether the parent needs nothing more of a clip; called between steps.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class DraftStage(PipelineStage):
             clip_writer,
             reporter,
             config.sampling,
+            is_cancelled=is_cancelled,
             tensor_store=tensor_store,
             profiler=profiler,
             fault=fault,
@@ -70,15 +72,15 @@ class DraftStage(PipelineStage):
         assert config.draft is not None
         self._draft_plan = config.draft_plan
         self._draft = config.draft
-        self._is_cancelled = is_cancelled
         self._kept_results = results
         self._samplers: dict[int, DraftSampler] = {}
         self._posted: dict[tuple[int, int, int], PendingPacket] = {}
         self._results_of_clip: dict[int, DraftResults] = {}
 
+    @cached_property
     def _performers(self) -> dict[Kind, Callable[[Action], None]]:
         return {
-            **super()._performers(),
+            **super()._performers,
             Kind.SEND_START: self._send_start,
             Kind.SEND_STATE: self._send_state,
             Kind.SEND_RESULT: self._send_result,
@@ -90,20 +92,9 @@ class DraftStage(PipelineStage):
 
     def _sampler(self, packet: Packet, start: int) -> Sampler:
         if packet.clip not in self._samplers:
-            denoiser = self._model.denoiser(packet.tensors, start)
+            denoiser = self._model_of(packet.clip).denoiser(packet.tensors, start)
             self._samplers[packet.clip] = DraftSampler(denoiser, start)
         return self._samplers[packet.clip]
-
-    def _before_step(self, action: Action, step: int) -> None:
-        if self._is_cancelled(action.clip):
-            raise NotWantedError
-        super()._before_step(action, step)
-
-    def _packet(self, action: Action) -> Packet:
-        packet = super()._packet(action)
-        if not packet.tombstone and self._is_cancelled(action.clip):
-            packet.make_tombstone()
-        return packet
 
     def _lost(self, clip: int, error: SvdppError) -> None:
         if self._rank == 0:
@@ -148,13 +139,14 @@ class DraftStage(PipelineStage):
             self._transport.send(sent, action.peer)
 
     def _recv_state(self, action: Action) -> None:
-        spec = self._model.packet_spec()[LATENTS]
+        spec = self._model_of(action.clip).packet_spec()[LATENTS]
         self._post(action, {LATENTS: spec, _DERIVATIVE: TensorSpec(spec.shape, "fp32")})
 
     def _recv_result(self, action: Action) -> None:
-        expected = {LATENTS: self._model.packet_spec()[LATENTS]}
+        model = self._model_of(action.clip)
+        expected = {LATENTS: model.packet_spec()[LATENTS]}
         if self._draft_plan.decodes:
-            expected[_FRAMES] = TensorSpec(self._model.frames_shape, "uint8")
+            expected[_FRAMES] = TensorSpec(model.frames_shape, "uint8")
         self._post(action, expected)
 
     def _post(self, action: Action, expected: Mapping[str, TensorSpec]) -> None:
@@ -195,6 +187,8 @@ class DraftStage(PipelineStage):
         if not received.tombstone:
             self._add_result(action, action.peer, received, received.tensors.get(_FRAMES))
         if action.peer == 0:
+            if received.tombstone:
+                self._reporter.send(ClipDropped(clip=action.clip))
             self._forget(action.clip)
             del self._results_of_clip[action.clip]
 

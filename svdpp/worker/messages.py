@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Base64Bytes, BaseModel, ConfigDict, Field, TypeAdapter
 
-from svdpp.config import ClipRequest
+from svdpp.config import ClipRequest, SamplingConfig
 from svdpp.plan.actions import Action
 
 
@@ -39,6 +39,8 @@ class Work(_Message):
     jobs: tuple[ClipJob, ...]
     latents_keys: dict[int, str] = Field(default_factory=dict)
     """By clip, for those with latent checkpoints to write or read."""
+    samplings: dict[int, SamplingConfig] = Field(default_factory=dict)
+    """By clip, for those with sampling parameters of their own; resolved."""
 
     def parsed(self) -> list[Action]:
         """The actions as values."""
@@ -186,6 +188,13 @@ class ClipFailed(_Message):
     """See `errors.error_to_dict`."""
 
 
+class ClipDropped(_Message):
+    """The last rank of a lost or cancelled clip has done with it, as all others have before."""
+
+    kind: Literal["clip_dropped"] = "clip_dropped"
+    clip: int
+
+
 class Failed(_Message):
     """The rank cannot go on and ends."""
 
@@ -220,6 +229,7 @@ Event = Annotated[
     | DraftLost
     | ClipDone
     | ClipFailed
+    | ClipDropped
     | Failed
     | Finished,
     Field(discriminator="kind"),

@@ -29,8 +29,9 @@ class PhotoReader:
     """Reads photographs in the order of `expect`, at most one ahead.
 
     Args:
-        sampling: size and fit of the images.
-        prepare: the model's preparation of an image into CPU tensors; runs in the thread.
+        sampling: size and fit of the images whose requests have none.
+        prepare: the model's preparation of an image into CPU tensors, given the clip's sampling
+            parameters; runs in the thread.
         device: of the rank.
         read: returns the bytes of a clip's photograph.
     """
@@ -38,7 +39,7 @@ class PhotoReader:
     def __init__(
         self,
         sampling: SamplingConfig,
-        prepare: Callable[[Image.Image], Tensors],
+        prepare: Callable[[Image.Image, SamplingConfig], Tensors],
         device: torch.device,
         read: ReadPhoto = from_disk,
     ) -> None:
@@ -83,6 +84,6 @@ class PhotoReader:
         image, photo = photos.photo_of(self._read_bytes(clip, path), path)
         if request.image_sha256 not in (None, photo.sha256):
             raise InputError(f"{request.image!r} has changed since the run began")
-        sampling = self._sampling
+        sampling = request.sampling or self._sampling
         fitted = photos.fit_photo(image, sampling.width, sampling.height, sampling.fit)
-        return self._prepare(fitted)
+        return self._prepare(fitted, sampling)

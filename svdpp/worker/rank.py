@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,6 @@ import torch
 from svdpp.comm.transport import Transport
 from svdpp.config import PipelineConfig
 from svdpp.errors import InputError
-from svdpp.launch.channel import Channel
 from svdpp.launch.group import RankContext
 from svdpp.models.base import VideoModel
 from svdpp.models.checkpoint import Checkpoint
@@ -27,18 +25,9 @@ from svdpp.worker.conditions import conditions_of, gpu_uuid
 from svdpp.worker.device import take_device
 from svdpp.worker.draft_stage import DraftStage
 from svdpp.worker.fault_injection import InjectedFault
+from svdpp.worker.inbox import Inbox
 from svdpp.worker.latent_checkpoints import LatentCheckpoints
-from svdpp.worker.messages import (
-    Cancel,
-    Finished,
-    Joined,
-    PhotoWanted,
-    Started,
-    Stop,
-    StoredTensor,
-    Work,
-    parse_command,
-)
+from svdpp.worker.messages import Finished, Joined, PhotoWanted, Started, StoredTensor
 from svdpp.worker.out_of_memory import out_of_memory_named
 from svdpp.worker.peak_memory import peak_bytes
 from svdpp.worker.prefetch import ReadPhoto, from_disk
@@ -46,8 +35,6 @@ from svdpp.worker.profiler import PROFILED_RANK, ClipProfiler
 from svdpp.worker.reporter import Reporter
 from svdpp.worker.stage import PipelineStage
 from svdpp.worker.tensor_store import TensorStore
-
-_COMMAND_POLL_SECONDS = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,48 +82,13 @@ def rank_main(context: RankContext, setup: RankSetup) -> None:
     context.leave()
 
 
-class _Inbox:
-    """Commands from the parent: work in order, cancellations at once."""
-
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
-        self._waiting: deque[Work | Stop] = deque()
-        self._cancelled: set[int] = set()
-
-    def next(self) -> Work | Stop:
-        """Waits for the next command, work or stop."""
-        # All previous work is done, and the parent cancels only clips of work under way.
-        self._cancelled.clear()
-        while not self._waiting:
-            self._receive(_COMMAND_POLL_SECONDS)
-        return self._waiting.popleft()
-
-    def is_cancelled(self, clip: int) -> bool:
-        """Whether the parent has cancelled `clip`; does not wait."""
-        while self._receive(0):
-            pass
-        return clip in self._cancelled
-
-    def _receive(self, timeout: float) -> bool:
-        message = self._channel.receive(timeout)
-        if message is None:
-            return False
-        command = parse_command(message)
-        if isinstance(command, Cancel):
-            self._cancelled.add(command.clip)
-        else:
-            self._waiting.append(command)
-        return True
-
-
 def _serve(
     context: RankContext, setup: RankSetup, device: torch.device, reporter: Reporter
 ) -> None:
-    inbox = _Inbox(context.channel)
+    inbox = Inbox(context.channel, joins=setup.config.draft is None)
     stage = _prepare(context, setup, device, reporter, inbox)
-    while isinstance(command := inbox.next(), Work):
-        jobs = {job.clip: job for job in command.jobs}
-        stage.perform(command.parsed(), jobs, command.latents_keys)
+    for action in inbox.actions(stage.expect, stage.rest):
+        stage.perform(action)
     stage.finish()
 
 
@@ -145,7 +97,7 @@ def _prepare(
     setup: RankSetup,
     device: torch.device,
     reporter: Reporter,
-    inbox: _Inbox,
+    inbox: Inbox,
 ) -> PipelineStage:
     """Does everything before the first action; reports `Joined` when this rank's links are open."""
     config, rank = setup.config, context.world.rank
@@ -192,7 +144,7 @@ def _new_stage(
     model: VideoModel,
     transport: Transport,
     reporter: Reporter,
-    inbox: _Inbox,
+    inbox: Inbox,
     conditions: dict[str, Any],
 ) -> PipelineStage:
     config, folder, rank = setup.config, setup.latents_folder, context.world.rank
@@ -234,6 +186,7 @@ def _new_stage(
         clip_writer,
         reporter,
         config.sampling,
+        is_cancelled=inbox.is_cancelled,
         checkpoints=LatentCheckpoints(Path(folder), conditions) if folder else None,
         tensor_store=tensor_store,
         profiler=profiler,

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
-from types import MappingProxyType
+from functools import cached_property, lru_cache, partial
 from typing import NoReturn
 
 import torch
+from PIL import Image
 
 from svdpp.comm import streams
 from svdpp.comm.packet import Packet
 from svdpp.comm.transport import PendingPacket, Transport
 from svdpp.config import SamplingConfig
 from svdpp.errors import InputError, NotFiniteError, SvdppError
-from svdpp.models.base import LATENTS, Sampler, VideoModel
+from svdpp.models.base import LATENTS, Sampler, Tensors, VideoModel
 from svdpp.plan.actions import Action, Kind
 from svdpp.worker.clip_writer import ClipWriter, FinishedClip
 from svdpp.worker.fault_injection import InjectedFault, one_ulp_off
 from svdpp.worker.latent_checkpoints import LatentCheckpoints, LatentCheckpointWriter
-from svdpp.worker.messages import ActionDone, ClipJob, StepDone
+from svdpp.worker.messages import ActionDone, ClipDropped, ClipJob, StepDone, Work
 from svdpp.worker.out_of_memory import out_of_memory_named
 from svdpp.worker.peak_memory import MemoryPressure
 from svdpp.worker.prefetch import PhotoReader, ReadPhoto, from_disk
@@ -29,6 +29,9 @@ from svdpp.worker.profiler import ClipProfiler
 from svdpp.worker.reporter import Reporter
 from svdpp.worker.step_checks import StepChecks
 from svdpp.worker.tensor_store import TensorStore
+
+# One model object for each sampling configuration in use; they share the loaded components.
+_MODELS_KEPT = 8
 
 
 class NotWantedError(Exception):
@@ -47,7 +50,8 @@ class PipelineStage:
         transport: the rank's links, connected.
         clip_writer: writes the clips that end here.
         reporter: sends events to the parent.
-        sampling: size and fit of the images.
+        sampling: of the clips whose requests have none.
+        is_cancelled: whether the parent needs nothing more of a clip; called between steps.
         checkpoints: the folder of latent checkpoints; None writes and reads none.
         tensor_store: keeps the latent after each DENOISE for verification; None keeps none.
         profiler: profiles one clip; None profiles none.
@@ -64,6 +68,7 @@ class PipelineStage:
         reporter: Reporter,
         sampling: SamplingConfig,
         *,
+        is_cancelled: Callable[[int], bool] = lambda _: False,
         checkpoints: LatentCheckpoints | None = None,
         tensor_store: TensorStore | None = None,
         profiler: ClipProfiler | None = None,
@@ -77,7 +82,10 @@ class PipelineStage:
         self._clip_writer = clip_writer
         self._reporter = reporter
         self._sampling = sampling
-        self._photos = PhotoReader(sampling, model.prepare, model.device, read_photo)
+        self._model_with = lru_cache(_MODELS_KEPT)(model.with_sampling)
+        self._samplings: dict[int, SamplingConfig] = {}
+        self._is_cancelled = is_cancelled
+        self._photos = PhotoReader(sampling, self._prepare, model.device, read_photo)
         self._checkpoints = checkpoints
         self._checkpoint_writer = (
             LatentCheckpointWriter(checkpoints, model.device, reporter.failed)
@@ -99,41 +107,38 @@ class PipelineStage:
         self._pending: dict[int, PendingPacket] = {}
         self._waited = 0.0
 
-    def perform(
-        self,
-        actions: Iterable[Action],
-        jobs: Mapping[int, ClipJob],
-        latents_keys: Mapping[int, str] = MappingProxyType({}),
-    ) -> None:
-        """Performs `actions` in order.
-
-        An error that concerns one clip is reported, and a tombstone packet takes the clip's place;
-        other clips are not affected.
-
-        Args:
-            actions: this rank's.
-            jobs: of every clip that they encode or finish, by clip.
-            latents_keys: of the clips whose latent checkpoints are written or read, by clip.
-
-        Raises:
-            SvdppError: an error that concerns the rank, which cannot go on afterwards.
-        """
-        self._waited = 0.0  # drops the wait after the last action of the previous call
+    def expect(self, work: Work) -> None:
+        """Prepares for the actions of `work`, which `perform` gets later."""
+        jobs = {job.clip: job for job in work.jobs}
         self._jobs.update(jobs)
-        self._keys.update(latents_keys)
-        actions = list(actions)
+        self._keys.update(work.latents_keys)
+        self._samplings.update(work.samplings)
+        actions = work.parsed()
         encoded = [action.clip for action in actions if action.kind is Kind.ENCODE]
         self._photos.expect((clip, jobs[clip].request) for clip in encoded)
         if self._profiler is not None:
             self._profiler.expect(actions)
-        perform = self._performers()
-        for action in actions:
-            self._reporter.at(action)
-            if self._fault:
-                self._fault.reach(self._rank, action.clip, action.kind.lower())
-            profiled = nullcontext() if self._profiler is None else self._profiler.over(action)
-            with out_of_memory_named(action, self._sampling.decode_chunk_size), profiled:
-                perform[action.kind](action)
+
+    def perform(self, action: Action) -> None:
+        """Performs one action.
+
+        An error that concerns one clip is reported, and a tombstone packet takes the clip's place;
+        other clips are not affected.
+
+        Raises:
+            SvdppError: an error that concerns the rank, which cannot go on afterwards.
+        """
+        self._reporter.at(action)
+        if self._fault:
+            self._fault.reach(self._rank, action.clip, action.kind.lower())
+        profiled = nullcontext() if self._profiler is None else self._profiler.over(action)
+        chunk = self._sampling_of(action.clip).decode_chunk_size
+        with out_of_memory_named(action, chunk), profiled:
+            self._performers[action.kind](action)
+
+    def rest(self) -> None:
+        """Notes that no action is left for now; the time until the next one is not a wait."""
+        self._waited = 0.0
         self._reporter.at(None)
 
     def finish(self) -> None:
@@ -146,6 +151,7 @@ class PipelineStage:
         self._photos.close()
         self._transport.close()
 
+    @cached_property
     def _performers(self) -> dict[Kind, Callable[[Action], None]]:
         return {
             Kind.ENCODE: self._encode,
@@ -163,26 +169,28 @@ class PipelineStage:
         with self._isolated(packet):
             with self._waiting(action):
                 prepared = self._photos.take(action.clip)
+            self._check_wanted(action.clip)
             packet.begun_at = time.time()
             with self._timed(action):
-                packet.tensors = self._model.encode(prepared, request.seed)
+                packet.tensors = self._model_of(action.clip).encode(prepared, request.seed)
                 streams.wait_for_queue(self._device)
 
     def _load(self, action: Action) -> None:
         assert self._checkpoints is not None, f"{action} without latent checkpoints"
         self._packets[action.clip] = Packet(action.clip, action.start, time.time(), {})
         with self._isolated(self._packets[action.clip]):
+            self._check_wanted(action.clip)
             self._packets[action.clip] = self._checkpoints.load(
                 self._keys[action.clip],
                 action.clip,
                 action.start,
-                self._model.packet_spec(),
+                self._model_of(action.clip).packet_spec(),
                 self._device,
             )
 
     def _recv(self, action: Action) -> None:
         self._pending[action.clip] = self._transport.post_receive(
-            action.clip, action.start, action.peer, self._model.packet_spec()
+            action.clip, action.start, action.peer, self._model_of(action.clip).packet_spec()
         )
 
     def _denoise(self, action: Action) -> None:
@@ -213,12 +221,17 @@ class PipelineStage:
 
     def _sampler(self, packet: Packet, start: int) -> Sampler:
         """The sampler of a clip's steps from `start` on."""
-        return self._model.denoiser(packet.tensors, start)
+        return self._model_of(packet.clip).denoiser(packet.tensors, start)
 
     def _before_step(self, action: Action, step: int) -> None:
+        self._check_wanted(action.clip)
         self._reporter.at(action, step)
         if self._fault:
             self._fault.reach(self._rank, action.clip, f"step{step}")
+
+    def _check_wanted(self, clip: int) -> None:
+        if self._is_cancelled(clip):
+            raise NotWantedError
 
     def _report_step(self, clip: int, step: int, seconds: float) -> None:
         self._reporter.send(StepDone(clip=clip, step=step, seconds=seconds))
@@ -240,7 +253,7 @@ class PipelineStage:
         if packet.tombstone:
             return
         with self._isolated(packet), self._timed(action):
-            self._frames[action.clip] = self._model.decode(packet.tensors[LATENTS])
+            self._frames[action.clip] = self._model_of(action.clip).decode(packet.tensors[LATENTS])
             streams.wait_for_queue(self._device)
             packet.memory_pressure |= self._memory_pressure.rose()
 
@@ -259,6 +272,8 @@ class PipelineStage:
                         compute_seconds=packet.compute_seconds,
                     )
                 )
+        else:
+            self._reporter.send(ClipDropped(clip=action.clip))
         self._forget(action.clip)
 
     def _packet(self, action: Action) -> Packet:
@@ -267,12 +282,29 @@ class PipelineStage:
         if pending is not None:
             with self._waiting(action):
                 self._packets[action.clip] = pending.wait()
-        return self._packets[action.clip]
+        packet = self._packets[action.clip]
+        if not packet.tombstone and self._is_cancelled(action.clip):
+            packet.make_tombstone()
+        return packet
+
+    def _model_of(self, clip: int) -> VideoModel:
+        """The model with the sampling parameters of `clip`."""
+        sampling = self._samplings.get(clip)
+        return self._model if sampling is None else self._model_with(sampling)
+
+    def _sampling_of(self, clip: int) -> SamplingConfig:
+        return self._samplings.get(clip, self._sampling)
+
+    def _prepare(self, image: Image.Image, sampling: SamplingConfig) -> Tensors:
+        """Prepares a photograph; runs in the reader's thread."""
+        model = self._model if sampling == self._sampling else self._model_with(sampling)
+        return model.prepare(image)
 
     def _forget(self, clip: int) -> None:
         del self._packets[clip]
         self._jobs.pop(clip, None)
         self._keys.pop(clip, None)
+        self._samplings.pop(clip, None)
 
     def _on_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """A complete copy in host memory."""

@@ -24,7 +24,7 @@ def _programs() -> dict[str, tuple[str, str]]:
 
 
 def test_every_program_of_the_page_is_run() -> None:
-    assert len(_programs()) == PAGE.read_text().count("```python\n") == 8
+    assert len(_programs()) == PAGE.read_text().count("```python\n") == 9
 
 
 _MARKED = [

@@ -34,6 +34,7 @@ from svdpp.verification.verify import compare, run_pipelined, run_sequential, ve
 from svdpp.worker.fault_injection import InjectedFault
 from svdpp.worker.messages import ClipFailed, DraftDone, DraftLost, Event
 from svdpp.worker.tensor_store import TensorStore, tensor_sha256
+from tests.faults.stops import InjectedStop
 from tests.models.builders import save_tiny_checkpoint
 
 SHAPE = (1, 4, 2, 8, 8)
@@ -178,17 +179,22 @@ def test_a_planted_ulp_is_found_where_it_is(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 def test_the_draft_comes_first_and_the_exact_clip_takes_its_place(tmp_path: Path) -> None:
-    config, request = _svd("demo", (0, 9), 12), _request(tmp_path)
+    folder = tmp_path / "clips"
+    folder.mkdir()
+    config, request = _svd("demo", (0, 9), 12), _request(folder)
     seen: dict[str, Any] = {}
+    looked = tmp_path / "looked"
 
     def look(rank: int, event: Event) -> None:  # noqa: ARG001
         if isinstance(event, DraftDone):
             seen["record"] = event.metadata
-            seen["frames"] = read_frames(tmp_path / event.metadata["output"], "mp4")
-            names = (path.name for path in tmp_path.iterdir())
+            seen["frames"] = read_frames(folder / event.metadata["output"], "mp4")
+            names = (path.name for path in folder.iterdir())
             seen["files"] = sorted(name for name in names if not name.startswith("."))
+            looked.touch()
 
-    pipeline = Pipeline(config)
+    # The exact clip waits for the look.
+    pipeline = Pipeline(config, fault=InjectedStop("hang", 0, 0, place="step11", until=str(looked)))
     pipeline.observe(look)
     record = {"output": "astronaut_0.mp4"}
     with pipeline:
@@ -199,11 +205,11 @@ def test_the_draft_comes_first_and_the_exact_clip_takes_its_place(tmp_path: Path
     assert len(seen["frames"]) == 2
     about = seen["record"]["draft"]
     assert (about["rank"], about["rounds"], about["start_steps"]) == (1, 4, [0, 9])
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
+    assert sorted(path.name for path in folder.iterdir()) == [
         "astronaut_0.mp4",
         "astronaut_0.mp4.json",
     ]
-    written = json.loads((tmp_path / "astronaut_0.mp4.json").read_text())
+    written = json.loads((folder / "astronaut_0.mp4.json").read_text())
     assert written == result
     assert written["exact"] is True
     (draft,) = written["draft"]["results"]

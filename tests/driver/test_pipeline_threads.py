@@ -197,7 +197,7 @@ def test_handles_can_be_awaited() -> None:
     async def serve(pipeline: Pipeline) -> list[int]:
         impatient = pipeline.submit(ClipRequest(seed=0))
         with pytest.raises(TimeoutError):  # as when a client goes away; the clip goes on
-            await asyncio.wait_for(asyncio.wrap_future(impatient), 0)
+            await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(impatient)), 0)
         handles = pipeline.submit(clips(1, 2))
         results = await asyncio.gather(*map(asyncio.wrap_future, [impatient, *handles]))
         return [result.clip for result in results]

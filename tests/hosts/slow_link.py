@@ -79,4 +79,5 @@ def _deliver(end: int, packet: bytes) -> bool:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:4], *map(float, sys.argv[4:6]))
+    first, second, device, delay, loss = sys.argv[1:]
+    main(first, second, device, float(delay), float(loss))

@@ -1,22 +1,41 @@
-"""Commands arrive in order, cancellations at once, and the inbox keeps neither for ever."""
+"""Actions come in order, cancellations at once, and the inbox keeps neither for ever."""
 
 from __future__ import annotations
 
 import multiprocessing
 
 from svdpp.launch.channel import PipeChannel
+from svdpp.worker.inbox import Inbox
 from svdpp.worker.messages import Cancel, Stop, Work
-from svdpp.worker.rank import _Inbox
 
 
-def test_a_cancelled_clip_is_forgotten_when_the_next_work_begins() -> None:
+def _work(clip: int) -> Work:
+    return Work(actions=(f"ENCODE c{clip} @0", f"FINISH c{clip} @0"), jobs=())
+
+
+def test_cancellations_are_taken_between_steps_and_forgotten_with_their_clips() -> None:
     ours, theirs = multiprocessing.Pipe()
-    parent, inbox = PipeChannel(ours), _Inbox(PipeChannel(theirs))
-    for command in (Work(actions=(), jobs=()), Cancel(clip=0), Work(actions=(), jobs=()), Stop()):
+    parent, inbox = PipeChannel(ours), Inbox(PipeChannel(theirs), joins=True)
+    expected: list[Work] = []
+    rests: list[int] = []
+    actions = inbox.actions(expected.append, lambda: rests.append(len(expected)))
+    for command in (_work(0), _work(1)):
         parent.send(command.to_bytes())
-    assert isinstance(inbox.next(), Work)
+    assert str(next(actions)) == "ENCODE c0 @0"
+    assert expected == [_work(0), _work(1)]
+    for cancelled in (0, 1, 7):
+        parent.send(Cancel(clip=cancelled).to_bytes())
     assert inbox.is_cancelled(0)
-    assert not inbox.is_cancelled(1)
-    assert isinstance(inbox.next(), Work)
+    assert str(next(actions)) == "FINISH c0 @0"
+    assert inbox.is_cancelled(0)
+    assert str(next(actions)) == "ENCODE c1 @0"
     assert not inbox.is_cancelled(0)
-    assert isinstance(inbox.next(), Stop)
+    assert inbox.is_cancelled(1)
+    assert not inbox.is_cancelled(7)
+    assert str(next(actions)) == "FINISH c1 @0"
+    assert rests == []
+    for last in (_work(2), Cancel(clip=1), Stop()):
+        parent.send(last.to_bytes())
+    assert [str(action) for action in actions] == ["ENCODE c2 @0", "FINISH c2 @0"]
+    assert rests == [3]
+    assert not any(map(inbox.is_cancelled, range(8)))

@@ -18,7 +18,7 @@ SAMPLING = SamplingConfig(height=16, width=24, num_frames=2)
 CPU = torch.device("cpu")
 
 
-def _first_pixel(image: Image.Image) -> dict[str, torch.Tensor]:
+def _first_pixel(image: Image.Image, _: SamplingConfig) -> dict[str, torch.Tensor]:
     """Replaces a model's preparation."""
     return {"pixel": torch.tensor(image.getpixel((0, 0)))}
 

@@ -14,7 +14,7 @@ from svdpp.config import ClipRequest, LatentSpec, SamplingConfig
 from svdpp.models.dummy import DummyModel
 from svdpp.plan.actions import Action
 from svdpp.worker import stage
-from svdpp.worker.messages import ActionDone, ClipJob, Event
+from svdpp.worker.messages import ActionDone, ClipJob, Event, Work
 
 
 class _Clock:
@@ -57,7 +57,10 @@ def test_waits_after_the_last_work_are_not_the_next_runs(monkeypatch: pytest.Mon
     for clip in range(2):
         texts = f"ENCODE c{clip} @0", f"DENOISE c{clip} 0:1", f"FINISH c{clip} @1"
         job = ClipJob(clip=clip, request=ClipRequest(seed=0))
-        alone.perform(map(Action.parse, texts), {clip: job})
+        alone.expect(Work(actions=texts, jobs=(job,)))
+        for text in texts:
+            alone.perform(Action.parse(text))
+        alone.rest()
     waits = [event.waited for event in clock.said if isinstance(event, ActionDone)]
     assert waits == [0.0] * 4
     assert clock.now == 100.0

@@ -1,0 +1,116 @@
+"""Cancelled clips: a waiting one ends at once, a running one at the next step; others go on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import CancelledError
+from pathlib import Path
+
+import pytest
+
+from svdpp.config import ClipRequest, DraftConfig, OutputConfig
+from svdpp.driver.clip_handle import ClipProgress
+from svdpp.driver.pipeline import Pipeline
+from svdpp.media.examples import example_photos
+from svdpp.worker import latent_checkpoints
+from tests.driver.dummies import HANG_SECONDS, clips, config
+from tests.faults.stops import InjectedStop
+from tests.models.small_svd import small_svd
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture
+def release(tmp_path: Path) -> Iterator[Path]:
+    """The file whose existence lets a held rank go on."""
+    path = tmp_path / "release"
+    yield path
+    path.touch()
+
+
+def _held(release: Path, rank: int, place: str) -> InjectedStop:
+    return InjectedStop("hang", rank, 0, place=place, until=str(release))
+
+
+def test_a_waiting_clip_is_cancelled_at_once(release: Path) -> None:
+    with Pipeline(config(3, steps=6), fault=_held(release, 0, "step0")) as pipeline:
+        first, second, third = pipeline.submit(clips(0, 1, 2))
+        assert second.cancel()
+        assert second.cancelled()
+        assert second.cancel()  # again changes nothing
+        with pytest.raises(CancelledError):
+            second.result(0)
+        assert not first.done()
+        release.touch()
+        assert [result.clip for result in pipeline.results()] == [0, 2]
+        assert not first.cancel()
+        assert not third.cancelled()
+        assert pipeline.failures == []
+        assert pipeline.run(ClipRequest(seed=3)).clip == 3
+
+
+def test_a_running_clip_ends_when_all_ranks_have_let_go(release: Path) -> None:
+    alone = Pipeline(config(1, steps=6))
+    with alone:
+        expected = alone.run(ClipRequest(seed=1)).metadata["latents_sha256"]
+    with Pipeline(config(3, steps=6), fault=_held(release, 1, "step3")) as pipeline:
+        first = pipeline.submit(ClipRequest(seed=0))
+        while first.progress != ClipProgress(3, 6, 1):
+            assert not first.done()
+        assert first.running()
+        assert first.cancel()
+        assert not first.done()
+        second = pipeline.submit(ClipRequest(seed=1))
+        release.touch()
+        with pytest.raises(CancelledError):
+            first.exception(HANG_SECONDS)
+        assert first.progress.steps_done < 6
+        assert not first.running()
+        assert second.result(HANG_SECONDS).metadata["latents_sha256"] == expected
+        assert [result.clip for result in pipeline.results()] == []
+
+
+def test_a_finished_clip_stays_finished() -> None:
+    with Pipeline(config()) as pipeline:
+        handle = pipeline.submit(ClipRequest(seed=0))
+        handle.result(HANG_SECONDS)
+        assert not handle.cancel()
+        assert not handle.cancelled()
+        assert handle.progress == ClipProgress(4, 4, 1)
+
+
+def test_a_cancelled_draft_leaves_no_exact_clip(release: Path) -> None:
+    draft = DraftConfig(start_steps=(0, 3))
+    with Pipeline(config(2, steps=6, draft=draft), fault=_held(release, 0, "step4")) as pipeline:
+        handle, after = pipeline.submit(clips(0, 1))
+        while handle.progress.steps_done < 4:
+            assert not handle.done()
+        assert handle.cancel()
+        release.touch()
+        with pytest.raises(CancelledError):
+            handle.result(HANG_SECONDS)
+        assert after.result(HANG_SECONDS).metadata["latents_sha256"]
+
+
+def test_a_cancelled_clip_leaves_neither_file_nor_latent_checkpoint(
+    release: Path, tmp_path: Path
+) -> None:
+    out, latents = tmp_path / "out", tmp_path / "latents"
+    out.mkdir()
+    latents.mkdir()
+    request = ClipRequest(
+        seed=0,
+        image=str(example_photos()[0]),
+        output=OutputConfig(path=str(out / "clip.mp4")),
+        latents_key="a" * 64,
+    )
+    fault = _held(release, 2, "step4")
+    with Pipeline(small_svd(3, steps=6), latents_folder=str(latents), fault=fault) as pipeline:
+        handle = pipeline.submit(request)
+        while not latent_checkpoints.saved_steps(latents, "a" * 64):
+            assert not handle.done()
+        assert handle.cancel()
+        release.touch()
+        with pytest.raises(CancelledError):
+            handle.result(HANG_SECONDS)
+    assert list(out.iterdir()) == list(latents.iterdir()) == []

@@ -1,0 +1,92 @@
+"""Clips with sampling parameters of their own, in one pipeline: the bits of diffusers for each."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from svdpp.config import ClipRequest, DraftConfig, OutputConfig, SamplingConfig
+from svdpp.driver.clip_configs import ClipConfigs
+from svdpp.driver.pipeline import Pipeline
+from svdpp.errors import RequestError
+from svdpp.media.examples import example_photos
+from svdpp.media.video import read_frames
+from svdpp.verification.reference import run_reference
+from tests.driver.dummies import config
+from tests.models.small_svd import small_svd
+
+PHOTO = str(example_photos()[0])
+
+_CHANGES: list[dict[str, Any]] = [
+    {},
+    {"num_inference_steps": 9},
+    {"num_inference_steps": 2},
+    {"num_inference_steps": 1, "num_frames": 3},
+    {"height": 64, "width": 96, "fit": "crop"},
+    {"fps": 12, "motion_bucket_id": 200, "noise_aug_strength": 0.1},
+    {"max_guidance_scale": 1.0},
+    {"min_guidance_scale": 1.5, "max_guidance_scale": 2.5, "decode_chunk_size": 1},
+]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("world_size", "split"),
+    [(3, {"split": "dithered"}), (4, {"split": "balanced", "replicas": 2})],
+)
+def test_each_clip_has_the_bits_of_diffusers(
+    world_size: int, split: dict[str, Any], tmp_path: Path
+) -> None:
+    pipeline_config = small_svd(world_size, **split)
+    sampling = pipeline_config.sampling
+    requests = [
+        ClipRequest(
+            seed=seed,
+            image=PHOTO,
+            sampling=replace(sampling, **changes),
+            output=OutputConfig(path=str(tmp_path / f"{seed}.mp4")),
+        )
+        for seed, changes in enumerate(_CHANGES)
+    ]
+    with Pipeline(pipeline_config) as pipeline:
+        results = pipeline.run(requests)
+        assert {span.action.clip for span in pipeline.replayed()} == set(range(len(_CHANGES)))
+    for result in results:
+        own = result.request.sampling or pipeline.config.sampling
+        plain = replace(result.request, sampling=None, output=None)
+        (expected,) = run_reference(replace(pipeline_config.alone(), sampling=own), [plain])
+        for name in ("latents_sha256", "frames_sha256"):
+            assert result.metadata[name] == expected[name], own
+    assert len(read_frames(tmp_path / "3.mp4", "mp4")) == 3
+    assert read_frames(tmp_path / "4.mp4", "mp4").shape[1:3] == (64, 96)
+
+
+def test_the_pipelines_own_values_fill_those_that_a_clip_leaves_open() -> None:
+    pipeline_config = small_svd(2)
+    own = replace(pipeline_config.sampling, num_frames=14, decode_chunk_size=4)
+    configs = ClipConfigs(replace(pipeline_config, sampling=own), 14)
+    request = ClipRequest(seed=0, sampling=replace(own, num_frames=None, decode_chunk_size=None))
+    assert configs.resolved(request).sampling is None  # the same as the pipeline's
+    short = replace(own, num_frames=3, decode_chunk_size=None)
+    assert configs.resolved(replace(request, sampling=short)).sampling == replace(
+        short, decode_chunk_size=3
+    )
+
+
+@pytest.mark.processes
+def test_what_a_pipeline_cannot_run_is_refused_by_name() -> None:
+    def clip(steps: int) -> ClipRequest:
+        return ClipRequest(seed=0, sampling=SamplingConfig(num_inference_steps=steps))
+
+    with Pipeline(config(2)) as pipeline:
+        with pytest.raises(RequestError, match="5 steps cannot be split evenly over 2 ranks"):
+            pipeline.submit(clip(5))
+        assert pipeline.run(ClipRequest(seed=0)).clip == 0
+    drafts = Pipeline(config(2, steps=6, draft=DraftConfig(start_steps=(0, 3))))
+    with drafts, pytest.raises(RequestError, match="draft of this pipeline has 6 steps, got 8"):
+        drafts.submit(clip(8))
+    with pytest.raises(RequestError, match="sampling parameters"):
+        run_reference(config(1), [clip(8)])
