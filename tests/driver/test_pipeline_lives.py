@@ -89,6 +89,8 @@ class Life:
             handle = self._pipeline.submit(ClipRequest(seed=chance.randrange(100)))
             if chance.random() < 0.7:
                 handle.result(HANG_SECONDS)
+            elif chance.random() < 0.3:
+                handle.cancel()
             elif chance.random() < 0.7:
                 assert len(self._pipeline.run(clips(1, 2))) == 2
 
