@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import socket
 
     from svdpp.config import PipelineConfig
+    from svdpp.serve.build import ServerSettings
     from svdpp.serve.keys import Keys
 
 #: What the extra `serve` installs, by the names of its modules.
@@ -81,55 +82,77 @@ def _serve(
     options: tuple[SamplingOptions, ModelOptions, RankOptions, LayoutOptions],
     log: LogOptions,
 ) -> None:
+    """Checks the request, the quick checks first, and serves until a signal."""
     from svdpp.cli.request import is_joined_member
     from svdpp.launch import fork_server
+    from svdpp.serve.address import bind, check_host
 
-    sampling, model, ranks, layout = options
-    fork_server.start_early(svd=not model.is_dummy, device=ranks.device_for(model.model))
-    config, why = _config(*options, asked.time_scale)
-    _open_log(console, log)
+    sampling, model, ranks, _ = options
     if is_joined_member():
-        _join(console, asked, config)
+        _join(console, asked, _config(*options, asked.time_scale)[0], log)
         return
-    from svdpp.cli.log import EventLog
-    from svdpp.plan.presets import find_costs
-    from svdpp.serve.build import ServerSettings, build, check_config, check_host
-    from svdpp.serve.guard import Limits
-    from svdpp.serve.server import Retention, Server, bind
-
     keys = check_host(asked.host, asked.api_key_file)
-    bound = bind(asked.host, asked.port)
-    with bound:
+    with bind(asked.host, asked.port) as bound:
+        config, why = _config(*options, asked.time_scale)
+        fork_server.start_early(svd=not model.is_dummy, device=ranks.device_for(model.model))
+        _open_log(console, log)
         if why:
             console.info(why)
         if sampling.measures_chunk:
             config, measured = with_fitting_chunk(config)
             console.info(measured)
-        settings = ServerSettings(
-            config=check_config(config),
-            folder=asked.data,
-            sizes=sizes,
-            max_open=asked.max_queue,
-            limits=Limits(upload_bytes=asked.max_upload_mb * 2**20),
-            retention=Retention(
-                age_seconds=None if asked.keep_days is None else asked.keep_days * 86400,
-                num_bytes=None if asked.keep_gb is None else int(asked.keep_gb * 1e9),
-            ),
-            verifies_when_idle=asked.verify_when_idle,
-            costs=None if layout.costs is None else find_costs(layout.costs),
-            observers=(EventLog(config.plan),),
-        )
-        app, service = build(settings, keys)
-        server = Server(
-            app,
-            service,
-            bound,
-            grace_seconds=asked.grace,
-            retention=settings.retention,
-            on_listening=lambda: _announce(console, asked, settings.config, bound, keys),
-        )
-        server.run()
+        _run(console, asked, _settings(asked, sizes, config, options[3]), keys, bound)
     console.info("ended; the next start goes on with what is left")
+
+
+def _settings(
+    asked: ServeOptions,
+    sizes: tuple[tuple[int, int], ...],
+    config: PipelineConfig,
+    layout: LayoutOptions,
+) -> ServerSettings:
+    from svdpp.cli.log import EventLog
+    from svdpp.plan.presets import find_costs
+    from svdpp.serve.build import ServerSettings, check_config
+    from svdpp.serve.guard import Limits
+    from svdpp.serve.server import Retention
+
+    return ServerSettings(
+        config=check_config(config),
+        folder=asked.data,
+        sizes=sizes,
+        max_open=asked.max_queue,
+        limits=Limits(upload_bytes=asked.max_upload_mb * 2**20),
+        retention=Retention(
+            age_seconds=None if asked.keep_days is None else asked.keep_days * 86400,
+            num_bytes=None if asked.keep_gb is None else int(asked.keep_gb * 1e9),
+        ),
+        verifies_when_idle=asked.verify_when_idle,
+        costs=None if layout.costs is None else find_costs(layout.costs),
+        observers=(EventLog(config.plan),),
+    )
+
+
+def _run(
+    console: Console,
+    asked: ServeOptions,
+    settings: ServerSettings,
+    keys: Keys | None,
+    bound: socket.socket,
+) -> None:
+    from svdpp.serve.build import build
+    from svdpp.serve.server import Server
+
+    app, service = build(settings, keys)
+    server = Server(
+        app,
+        service,
+        bound,
+        grace_seconds=asked.grace,
+        retention=settings.retention,
+        on_listening=lambda: _announce(console, asked, settings.config, bound, keys),
+    )
+    server.run()
 
 
 def _config(
@@ -157,11 +180,12 @@ def _config(
     return config, why
 
 
-def _join(console: Console, asked: ServeOptions, config: PipelineConfig) -> None:
+def _join(console: Console, asked: ServeOptions, config: PipelineConfig, log: LogOptions) -> None:
     """Works as a rank that torchrun or srun started; rank 0 serves for all hosts."""
     from svdpp.cli import launched
     from svdpp.driver.pipeline import Pipeline
 
+    _open_log(console, log)
     folder = asked.data.absolute()
     pipeline = Pipeline(config, latents_folder=str(folder / "latents"), history_clips=1)
     launched.serve(pipeline, console)
@@ -188,7 +212,7 @@ def _announce(
     keys: Keys | None,
 ) -> None:
     """Says where the server is, and on a terminal how to send the first clip."""
-    from svdpp.serve.server import url_of
+    from svdpp.serve.address import url_of
 
     url, ranks = url_of(bound), counted(config.world_size, "rank")
     console.info(

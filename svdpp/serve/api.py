@@ -114,13 +114,13 @@ def _disguised(id: str) -> str:
 
 
 @about.get("/health", tags=["server"], responses={503: {"model": Health}})
-def get_health(service: Served) -> JSONResponse:
+async def get_health(service: Served) -> JSONResponse:
     """Whether the ranks live; 503 while they start, restart or end."""
     return _health(service, is_ok=service.engine.state == "ready")
 
 
 @about.get("/ready", tags=["server"], responses={503: {"model": Health}})
-def get_ready(service: Served) -> JSONResponse:
+async def get_ready(service: Served) -> JSONResponse:
     """Whether the server takes requests that ranks begin at once or after those before."""
     return _health(service, is_ok=service.engine.state == "ready" and not service.is_closing)
 
@@ -166,7 +166,7 @@ def get_style() -> FileResponse:
 
 
 @page.get("/favicon.ico")
-def get_icon() -> Response:
+async def get_icon() -> Response:
     """Nothing: the page names its icon."""
     return Response(status_code=204)
 

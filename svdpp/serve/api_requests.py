@@ -13,18 +13,19 @@ from svdpp.serve.service import Owner, Service
 _MAX_KEY = 255
 
 
-def _service(request: Request) -> Service:
+# Coroutines, because FastAPI gives each plain function a thread.
+async def _service(request: Request) -> Service:
     service: Service = request.app.state.service
     return service
 
 
-def _owner(request: Request) -> Owner:
+async def _owner(request: Request) -> Owner:
     """The owner of the request's key, which the guard has checked."""
     owner: Owner = request.scope["state"]["owner"]
     return owner
 
 
-def _idempotency_key(
+async def _idempotency_key(
     key: Annotated[
         str | None,
         Header(
@@ -42,7 +43,7 @@ def _idempotency_key(
     return key
 
 
-def _last_event_id(
+async def _last_event_id(
     text: Annotated[
         str | None, Header(alias="Last-Event-ID", description="The last event that was received.")
     ] = None,

@@ -12,7 +12,6 @@ from svdpp.config import PipelineConfig
 from svdpp.driver.memory_check import check_memory
 from svdpp.driver.pipeline import resolve
 from svdpp.driver.supervisor import Observer
-from svdpp.errors import RequestError
 from svdpp.launch import process_group
 from svdpp.launch.world import find_world
 from svdpp.media import output_files, video
@@ -20,9 +19,9 @@ from svdpp.plan.costs import Costs
 from svdpp.serve.api import create_app
 from svdpp.serve.engine import Engine
 from svdpp.serve.events import Events
-from svdpp.serve.guard import KeyCheck, Limits, is_loopback
+from svdpp.serve.guard import KeyCheck, Limits
 from svdpp.serve.job import Job, JobState
-from svdpp.serve.keys import Keys, read_keys
+from svdpp.serve.keys import Keys
 from svdpp.serve.memory import MemoryGate
 from svdpp.serve.metrics import Metrics, Sources
 from svdpp.serve.offer import Offer
@@ -59,25 +58,6 @@ class ServerSettings:
     verifies_when_idle: bool = False
     costs: Costs | None = None
     observers: tuple[Observer, ...] = ()
-
-
-def check_host(host: str, key_file: Path | None) -> Keys | None:
-    """The API keys; None if there are none, which only a loopback address may have.
-
-    Raises:
-        RequestError: other machines could reach the server without a key.
-        InputError: the file of the keys cannot be read.
-    """
-    if key_file is not None:
-        return read_keys(key_file)
-    if not is_loopback(host):
-        raise RequestError(
-            f"--host {host} lets other machines in, and there are no API keys",
-            "svdpp serve --new-key NAME --api-key-file FILE creates one; then add "
-            "--api-key-file FILE",
-            details={"host": host},
-        )
-    return None
 
 
 def check_config(config: PipelineConfig) -> PipelineConfig:

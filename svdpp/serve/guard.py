@@ -7,7 +7,6 @@ its body is read.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,6 +16,7 @@ from loguru import logger
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from svdpp.serve.address import is_loopback
 from svdpp.serve.api_errors import ApiError, Refusal, error_answer
 from svdpp.serve.metrics import Metrics
 from svdpp.serve.service import Owner
@@ -283,13 +283,3 @@ def _name_of(host: str) -> str:
     if host.startswith("["):
         return host[1:].partition("]")[0]
     return host.partition(":")[0]
-
-
-def is_loopback(host: str) -> bool:
-    """Whether `host` is a name or an address of this machine alone."""
-    if host.lower().rstrip(".") == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -20,9 +20,8 @@ from loguru import logger
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from svdpp.errors import OutputError, RequestError
+from svdpp.errors import OutputError
 from svdpp.launch.process_lifetime import exit_with_signal_code
-from svdpp.media import output_files
 from svdpp.serve.retention import sweep
 from svdpp.serve.service import Service
 
@@ -49,42 +48,6 @@ class Retention:
     num_bytes: int | None = None
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A bound socket that does not listen yet, so that nothing is accepted before the server runs.
-
-    Args:
-        host: name or address.
-        port: 0 takes a free one.
-
-    Raises:
-        RequestError: the port is in use, or the host is not this machine's.
-    """
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except OSError as error:
-        raise RequestError(f"--host {host!r} is not found: {error.strerror}") from error
-    family, kind, protocol, _, address = found[0]
-    bound = socket.socket(family, kind, protocol)
-    try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
-    except OSError as error:
-        bound.close()
-        raise RequestError(
-            f"cannot listen on {host} port {port}: {output_files.reason(error)}",
-            f"--port {port + 1} or --port 0 takes another one" if port else "",
-            details={"host": host, "port": port},
-        ) from error
-    return bound
-
-
-def url_of(bound: socket.socket) -> str:
-    """The address for a browser."""
-    host, port = bound.getsockname()[:2]
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
 class Server:
     """Serves `app` until a signal, then ends all parts in order.
 
@@ -94,7 +57,7 @@ class Server:
     Args:
         app: the application.
         service: its parts, which are started and closed here.
-        bound: of `bind`.
+        bound: of `address.bind`.
         grace_seconds: for the clips in progress.
         retention: of finished jobs.
         on_listening: called once requests are accepted.
@@ -165,8 +128,8 @@ class Server:
             return
         self._end_begun = True
         logger.info("ending: {:g} s for the clips in progress", self._grace)
-        self._service.prover.close()
         self._service.engine.close(self._grace)
+        self._service.prover.close()
         self._service.has_ended = True
         self._service.events.close()
 

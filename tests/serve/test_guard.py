@@ -17,7 +17,8 @@ from fastapi import FastAPI, UploadFile
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from svdpp.serve import api_errors
-from svdpp.serve.guard import Guard, Limits, is_loopback
+from svdpp.serve.address import is_loopback
+from svdpp.serve.guard import Guard, Limits
 from svdpp.serve.job import JobState
 from svdpp.serve.metrics import Metrics, Sources
 from svdpp.serve.service import Owner

@@ -35,9 +35,14 @@ pytest.importorskip("fastapi")
 # --- errors before the start --------------------------------------------------------------------
 
 
-def start(tmp_path: Path, *options: str | bytes) -> Answer:
+def start(tmp_path: Path, *options: str) -> Answer:
     """A server that does not start."""
     return svdpp_alone("serve", "--data", str(tmp_path / "data"), *options)
+
+
+def start_here(tmp_path: Path, *options: str) -> Answer:
+    """A server that is refused before anything is started, in this process."""
+    return svdpp_here("serve", "--data", str(tmp_path / "data"), *DUMMY, *options)
 
 
 def test_a_port_in_use(tmp_path: Path) -> None:
@@ -45,7 +50,7 @@ def test_a_port_in_use(tmp_path: Path) -> None:
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        answer = start(tmp_path, *DUMMY, "--port", str(port))
+        answer = start_here(tmp_path, "--port", str(port))
 
     assert_error(answer, 2, f"port {port}: Address already in use", f"--port {port + 1}")
     assert not (tmp_path / "data").exists()
@@ -54,8 +59,8 @@ def test_a_port_in_use(tmp_path: Path) -> None:
 def test_a_host_that_is_not_this_machine(tmp_path: Path) -> None:
     key_file = tmp_path / "keys.txt"
     svdpp_here("serve", "--new-key", "alice", "--api-key-file", str(key_file))
-    answer = start(
-        tmp_path, *DUMMY, "--port", "0", "--host", "192.0.2.1", "--api-key-file", str(key_file)
+    answer = start_here(
+        tmp_path, "--port", "0", "--host", "192.0.2.1", "--api-key-file", str(key_file)
     )
 
     assert_error(answer, 2, "cannot listen on 192.0.2.1")
@@ -63,7 +68,7 @@ def test_a_host_that_is_not_this_machine(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "clips.example"])
 def test_without_keys_other_hosts_are_refused(tmp_path: Path, host: str) -> None:
-    answer = start(tmp_path, *DUMMY, "--port", "0", "--host", host)
+    answer = start_here(tmp_path, "--port", "0", "--host", host)
 
     assert_error(answer, 2, f"--host {host}", "--api-key-file", "--new-key")
     assert not (tmp_path / "data").exists()
@@ -80,14 +85,15 @@ def test_a_missing_model(tmp_path: Path) -> None:
 
 def test_a_missing_key_file(tmp_path: Path) -> None:
     missing = str(tmp_path / "keys.txt")
-    assert_error(start(tmp_path, *DUMMY, "--port", "0", "--api-key-file", missing), 7, "keys.txt")
+    answer = start_here(tmp_path, "--port", "0", "--api-key-file", missing)
+    assert_error(answer, 7, "keys.txt")
 
 
 def test_a_key_file_that_others_may_read(tmp_path: Path) -> None:
     key_file = tmp_path / "keys.txt"
     svdpp_here("serve", "--new-key", "alice", "--api-key-file", str(key_file))
     key_file.chmod(0o644)
-    answer = start(tmp_path, *DUMMY, "--port", "0", "--api-key-file", str(key_file))
+    answer = start_here(tmp_path, "--port", "0", "--api-key-file", str(key_file))
 
     assert_error(answer, 2, "0644", "chmod 600")
 
