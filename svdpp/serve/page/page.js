@@ -223,7 +223,11 @@ async function loop() {
     } catch (error) {
       lose(error);
     }
-    render();
+    try {
+      render();
+    } catch (error) {
+      console.error(error); // the next answer may be one that can be shown
+    }
     await sleep(pause());
   }
 }
@@ -236,9 +240,13 @@ function pause() {
 
 function lose(error) {
   if (state.connection === "locked") return;
-  if (!(error instanceof Gone || error instanceof Refusal || error.name === "TimeoutError")) throw error;
   state.failures += 1;
-  state.problem = error instanceof Refusal ? error.words : "";
+  state.problem = "";
+  if (error instanceof Refusal) state.problem = error.words;
+  else if (!(error instanceof Gone || error.name === "TimeoutError")) {
+    console.error(error);
+    state.problem = `The page cannot read the server's answer: ${error.message}.`;
+  }
   state.retryAt = now() + Math.min(MAX_BACKOFF_SECONDS, 2 ** (state.failures - 1));
   if (state.connection !== "gone") say("The server does not answer. The page tries again by itself.");
   state.connection = "gone";

@@ -1,0 +1,383 @@
+"""The page, in a real browser, with the real server and real ranks."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from svdpp.media.examples import example_photos
+from tests.cli.shell import ROOT
+from tests.serve.http_server import DEMO, HANG_SECONDS, QUICK, HttpServer, wait
+
+PAGE = ROOT / "svdpp" / "serve" / "page"
+PHOTOS = example_photos()
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+DRIVER = shutil.which("chromedriver")
+
+pytestmark = pytest.mark.processes
+
+
+class Page:
+    """The page of a server in a browser."""
+
+    def __init__(self, driver: Any, url: str) -> None:
+        self.driver = driver
+        self.url = url
+
+    def open(self) -> None:
+        """Loads the page without what an earlier test left in the browser."""
+        self.driver.get(self.url)
+        self.driver.execute_script("sessionStorage.clear(); localStorage.clear()")
+        self.driver.get_log("browser")
+        self.driver.get(self.url)
+
+    def all(self, selector: str) -> list[Any]:
+        return [e for e in self.driver.find_elements("css selector", selector) if e.is_displayed()]
+
+    def one(self, selector: str) -> Any:
+        self.wait(lambda: self.all(selector))
+        return self.all(selector)[0]
+
+    def text(self, selector: str) -> str:
+        return " ".join(self.driver.find_element("css selector", selector).text.split())
+
+    def run(self, script: str, *arguments: Any) -> Any:
+        return self.driver.execute_script(script, *arguments)
+
+    def fill(self, name: str, value: object) -> None:
+        field = self.driver.find_element("name", name)
+        self.run("arguments[0].closest('details')?.setAttribute('open', '')", field)
+        field.clear()
+        field.send_keys(str(value))
+
+    def choose(self, *files: Path) -> None:
+        before = len(self.all(".photo"))
+        field = self.driver.find_element("id", "files")
+        field.send_keys("\n".join(map(str, files)))
+        self.wait(lambda: len(self.all(".photo")) == before + len(files))
+
+    def press(self, *keys: str) -> None:
+        """Keys for whatever has the focus."""
+        from selenium.webdriver import ActionChains
+
+        ActionChains(self.driver).send_keys(*keys).perform()
+
+    def focused(self) -> str:
+        """A name of the element with the focus."""
+        name: str = self.run(
+            "const a = document.activeElement;"
+            "return a.id || a.name || a.getAttribute('aria-label') || a.textContent"
+        )
+        return name
+
+    def wait(self, happens: Callable[[], object]) -> None:
+        from selenium.common.exceptions import StaleElementReferenceException
+
+        def has_happened() -> bool:
+            try:
+                return bool(happens())
+            except StaleElementReferenceException:
+                return False
+
+        wait(has_happened, HANG_SECONDS, lambda: self.text("body"))
+
+    def wait_text(self, selector: str, part: str) -> None:
+        self.wait(lambda: part in self.text(selector))
+
+    def complaints(self) -> list[str]:
+        """What the console has, other than refused requests, which the tests provoke."""
+        lines = [entry["message"] for entry in self.driver.get_log("browser")]
+        return [line for line in lines if "Failed to load resource" not in line]
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
+    if CHROMIUM is None or DRIVER is None:
+        pytest.skip("no Chromium, or no chromedriver")
+    folder = tmp_path_factory.mktemp("browser")
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for name in ("headless=new", "no-sandbox", "disable-gpu", "disable-quic", "no-first-run"):
+        options.add_argument(f"--{name}")
+    for name in ("background-networking", "component-update", "sync", "dev-shm-usage"):
+        options.add_argument(f"--disable-{name}")
+    options.add_argument(f"--user-data-dir={folder / 'profile'}")
+    options.add_argument("--window-size=1000,1000")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    # The browser leaves files in the folder for temporary ones.
+    environment = {**os.environ, "TMPDIR": str(folder)}
+    service = webdriver.ChromeService(DRIVER, env=environment)
+    driver = webdriver.Chrome(options=options, service=service)
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture(scope="module")
+def server(
+    driver: Any,  # noqa: ARG001 without a browser no server is started
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[HttpServer]:
+    with HttpServer(tmp_path_factory.mktemp("data"), *DEMO) as server:
+        server.wait_ready()
+        yield server
+
+
+@pytest.fixture
+def page(driver: Any, server: HttpServer) -> Iterator[Page]:
+    page = Page(driver, server.url)
+    page.open()
+    page.wait_text("#state", "Ready")
+    yield page
+    assert page.complaints() == []
+
+
+@pytest.fixture
+def clips(server: HttpServer) -> list[str]:
+    """At least two finished clips."""
+    found = server.client.get("/v1/videos?status=completed").json()["data"]
+    ids = [video["id"] for video in found]
+    new = server.add(max(0, 2 - len(ids)), name="sea.jpg")
+    for id in new:
+        server.wait_for(id, "completed")
+    return ids + new
+
+
+def test_the_page_asks_no_other_server_and_needs_no_inline_code() -> None:
+    files = {path.name: path.read_text() for path in PAGE.iterdir()}
+
+    assert set(files) == {"index.html", "page.js", "page.css"}
+    for text in files.values():
+        links = re.findall(r"https?://[^\s\"'<]+", text)
+        assert set(links) <= {"http://www.w3.org/2000/svg"}, "a request to another server"
+    assert not re.search(
+        r"<style|\sstyle=|\son[a-z]+=|<script(?! type=\"module\" src=)", files["index.html"]
+    )
+    assert not re.search(
+        r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(", files["page.js"]
+    )
+
+
+def test_photographs_become_clips(page: Page, server: HttpServer) -> None:
+    page.choose(*PHOTOS[:2])
+    assert page.text("#make") == "Make 2 clips"
+    page.wait(lambda: len(page.all(".photo img")) == 2)
+    page.fill("seed", 2**63 - 1)
+    page.one("#make").click()
+
+    page.wait(lambda: len(page.all("#queue-list .row")) == 2)
+    assert page.all(".photo") == []
+    for row in page.all("#queue-list .row"):
+        assert row.find_element("css selector", "progress").get_attribute("aria-label")
+    page.wait(lambda: len(page.all(".card")) == 2)
+    assert page.text("#queue-empty") == "The queue is empty."
+    page.wait(
+        lambda: page.run(
+            "return [...document.querySelectorAll('.card video')].every("
+            "(video) => video.readyState > 2 && !video.paused && video.muted && video.loop)"
+        )
+    )
+    titles = {card.find_element("css selector", ".title").text for card in page.all(".card")}
+    assert titles == {photo.name for photo in PHOTOS[:2]}
+    videos = server.client.get("/v1/videos").json()["data"]
+    assert {video["seed"] for video in videos} == {2**63 - 1}
+    assert f"seed {2**63 - 1}" in page.text(".card")
+
+
+def test_a_refusal_is_shown_where_it_can_be_corrected(page: Page, tmp_path: Path) -> None:
+    text = tmp_path / "notes.png"
+    text.write_text("no image")
+    page.one("#make").click()
+    assert page.text("#form-error") == "Choose a photograph first."
+    assert page.focused() == "files"
+
+    page.choose(text)
+    page.fill("steps", 0)
+    page.one("#make").click()
+    assert "from 1 to 1000" in page.text("#error-steps")
+    assert page.focused() == "steps"
+
+    page.fill("steps", 2)
+    page.fill("min_guidance_scale", 2)
+    page.fill("max_guidance_scale", 1)
+    page.one("#make").click()
+    page.wait(lambda: page.all("#error-min_guidance_scale"))
+    assert "diffusers cannot run" in page.text("#error-min_guidance_scale")
+
+    page.one("#reset").click()
+    assert page.all(".field .error") == []
+    page.one("#make").click()
+    page.wait(lambda: page.all(".photo .error"))
+    assert "is not an image" in page.text(".photo .error")
+    assert page.all("#queue-list .row") == []
+
+
+def test_a_running_clip_is_cancelled_and_made_again(page: Page, server: HttpServer) -> None:
+    page.choose(PHOTOS[2])
+    page.fill("steps", 1000)
+    page.one("#make").click()
+    page.wait(lambda: re.search(r"Step [1-9]\d* of 1000", page.text("#queue-list")))
+    page.wait(lambda: "step" in page.text("#rank-list"))
+    labels = [e.get_attribute("aria-label") for e in page.all(".strip")]
+    assert len(labels) == 2
+    assert all(label.startswith("Last minute of rank ") for label in labels)
+
+    page.one("#queue-list button[aria-label^=Cancel]").click()
+    page.wait(lambda: page.all("#failed-list .row"))
+    assert re.search(r"Cancelled at step \d+ of 1000", page.text("#failed-list"))
+
+    page.one("#failed-list button[aria-label^=Make]").click()
+    page.wait(lambda: page.all("#queue-list .row"))
+    page.one("#queue-list button[aria-label^=Cancel]").click()
+    page.wait(lambda: len(page.all("#failed-list .row")) == 2)
+    for _ in range(2):
+        button = page.one("#failed-list button[aria-label^=Remove]")
+        left = len(page.all("#failed-list .row"))
+        button.click()
+        assert len(page.all("#failed-list .row")) == left  # until it is pressed again
+        button.click()
+        page.wait(lambda left=left: len(page.all("#failed-list .row")) == left - 1)  # type: ignore[misc]
+    assert server.client.get("/v1/videos?status=cancelled").json()["data"] == []
+
+
+@pytest.mark.usefixtures("clips")
+def test_two_clips_are_compared_by_keyboard_alone(page: Page) -> None:
+    from selenium.webdriver import Keys
+
+    page.wait(lambda: len(page.all(".card")) >= 2)
+    for button in page.all(".card button[aria-pressed]")[:2]:
+        page.run("arguments[0].focus()", button)
+        page.press(Keys.SPACE)
+    page.wait(lambda: page.all("#compare"))
+    times = (
+        "return [...document.querySelectorAll('#compare video')].map((each) => each.currentTime)"
+    )
+    page.wait(lambda: min(page.run(times)) > 0.2)
+    first, second = page.run(times)
+    assert abs(first - second) < 0.2
+
+    page.run("document.getElementById('compare-play').focus()")
+    page.press(Keys.ENTER)
+    page.press(Keys.TAB, Keys.TAB)
+    assert page.focused() == "compare-forth"
+    page.press(Keys.ENTER)
+    page.wait(lambda: len(set(page.run(times))) == 1)
+    page.press(Keys.ESCAPE)
+    page.wait(lambda: not page.all("#compare"))
+    assert "Compare" in page.focused()
+    assert page.all(".card [aria-pressed=true]") == []
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("clips")
+def test_a_clip_is_verified(page: Page) -> None:
+    page.wait(lambda: page.all(".card"))
+    page.one(".card .link").click()
+    page.wait_text(".proof", "Bitwise equal to diffusers on one device")
+
+
+@pytest.mark.usefixtures("clips")
+def test_the_focus_goes_through_the_page_in_its_order(page: Page) -> None:
+    from selenium.webdriver import Keys
+
+    page.wait(lambda: page.all(".card"))
+    seen = []
+    for _ in range(16):
+        page.press(Keys.TAB)
+        seen.append(page.focused())
+    assert seen[:2] == ["Skip to the clips", "theme"]
+    order = ["files", "size", "steps", "seed", "frames", "fps", "More settings", "make", "reset"]
+    assert seen[2:11] == order
+    assert seen[11] == "play-all"
+    assert re.match(r"(Pause|Play) .*, seed \d+", seen[12])
+
+
+@pytest.mark.usefixtures("clips")
+@pytest.mark.parametrize("width", [400, 1000, 1600])
+def test_nothing_is_wider_than_the_window(page: Page, width: int) -> None:
+    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
+    page.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    try:
+        page.wait(lambda: page.all(".card"))
+        assert page.run("return document.documentElement.scrollWidth") <= width
+    finally:
+        page.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_the_theme_is_chosen_and_kept(page: Page) -> None:
+    colour = "return getComputedStyle(document.body).backgroundColor"
+    page.one("#theme").click()
+    light = page.run(colour)
+    page.one("#theme").click()
+    dark = page.run(colour)
+    assert light != dark
+    page.driver.refresh()
+    assert page.run(colour) == dark
+
+
+@pytest.mark.long
+def test_the_page_says_that_the_server_is_gone_and_finds_it_again(
+    driver: Any, tmp_path: Path
+) -> None:
+    with HttpServer(tmp_path / "data", *QUICK) as server:
+        page = Page(driver, server.url)
+        page.open()
+        page.wait_text("#state", "Ready")
+        (id,) = server.add(steps=1000)
+        page.wait(lambda: page.all("#queue-list .row"))
+        server.process.kill()
+        server.wait()
+    page.wait_text("#state", "Server gone")
+    page.wait_text("#banner", "The server does not answer.")
+    assert page.all("#queue-list .row")
+
+    port = server.url.rpartition(":")[2]
+    with HttpServer(tmp_path / "data", *QUICK, "--port", port) as server:
+        page.one("#banner-button").click()
+        page.wait_text("#state", "Ready")
+        assert page.all("#banner") == []
+        page.wait(lambda: re.search(r"Step [1-9]", page.text("#queue-list")))
+        assert server.client.delete(f"/v1/videos/{id}").status_code == 200
+
+
+@pytest.mark.long
+def test_the_page_asks_for_a_key_and_uses_it(driver: Any, tmp_path: Path) -> None:
+    keys = ("--api-key-file", str(tmp_path / "keys"))
+    made = subprocess.run(
+        [sys.executable, "-m", "svdpp", "serve", "--new-key", "alice", *keys],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    key = made.stdout.strip()
+    with HttpServer(tmp_path / "data", *DEMO, *keys, key=key) as server:
+        server.wait_ready()
+        (id,) = server.add()
+        server.wait_for(id, "completed")
+        page = Page(driver, server.url)
+        page.open()
+        page.wait(lambda: page.all("#lock"))
+        assert page.focused() == "key"
+        assert page.all("#main") == []
+        page.press("wrong\n")
+        page.wait_text("#lock-text", "The server refuses this key")
+        page.one("#key").clear()
+        page.one("#key").send_keys(f"{key}\n")
+        page.wait_text("#state", "Ready")
+        page.wait(
+            lambda: page.run(
+                "const video = document.querySelector('.card video');"
+                "return video?.src.startsWith('blob:') && video.readyState > 2"
+            )
+        )
+        assert page.run("return Object.keys(localStorage)") == ["svdpp-theme"]
+        assert page.complaints() == []
