@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 _EXTRA = ("fastapi", "uvicorn", "python_multipart", "prometheus_client")
 # A queue has no end; the choice of a layout needs a number.
 _MANY_CLIPS = 1000
+#: Clips can have any number of steps, which a uniform split does not allow.
+_SPLIT = "dithered"
 
 
 @command(
@@ -42,7 +45,7 @@ _MANY_CLIPS = 1000
         "sizes",
     ),
     without=("seed",),
-    defaults={"world": "all GPUs, if they divide the steps; on the CPU 2"},
+    defaults={"world": "all GPUs; on the CPU 2", "split": "dithered"},
     meanings={
         "steps": "Denoising steps of a clip, unless its request says otherwise.",
         "num_frames": "Frames of a clip, unless its request says otherwise.",
@@ -167,6 +170,8 @@ def _config(
     from svdpp.cli.request import is_joined, pipeline_config
 
     device, sleeps = ranks.device_for(model.model), time_scale is not None
+    if not layout.given:
+        layout = replace(layout, split=_SPLIT)
     plan = PlanChoice(
         draft=DraftOptions(), layout=layout, world=ranks.world, steps=sampling.steps, device=device
     )

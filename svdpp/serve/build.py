@@ -19,10 +19,10 @@ from svdpp.plan.costs import Costs
 from svdpp.serve.api import create_app
 from svdpp.serve.engine import Engine
 from svdpp.serve.events import Events
+from svdpp.serve.gate import ClipGate
 from svdpp.serve.guard import KeyCheck, Limits
 from svdpp.serve.job import Job, JobState
 from svdpp.serve.keys import Keys
-from svdpp.serve.memory import MemoryGate
 from svdpp.serve.metrics import Metrics, Sources
 from svdpp.serve.offer import Offer
 from svdpp.serve.proof import Prover
@@ -143,7 +143,7 @@ def _service(settings: ServerSettings, folder: Path, store: JobStore) -> Service
         events=events,
         metrics=metrics,
         offer=_offer(settings),
-        gate=MemoryGate(engine.config, engine.checkpoint),
+        gate=ClipGate(engine.config, engine.checkpoint),
         prover=Prover(
             store,
             folder,
@@ -176,6 +176,5 @@ def _offer(settings: ServerSettings) -> Offer:
     return Offer(
         model=settings.config.model.name,
         sampling=sampling,
-        follows_frames=sampling.decode_chunk_size == sampling.frames,
         sizes=settings.sizes,
     )

@@ -18,13 +18,11 @@ class Offer:
     Args:
         model: its id.
         sampling: the defaults, resolved.
-        follows_frames: whether all frames of a clip are decoded at once, however many they are.
         sizes: width and height of the frames that clients may choose.
     """
 
     model: str
     sampling: SamplingConfig
-    follows_frames: bool
     sizes: tuple[tuple[int, int], ...]
 
     def to_json(self, **limits: Any) -> Model:
@@ -68,8 +66,8 @@ class Offer:
         if request.size is not None:
             chosen["width"], chosen["height"] = self._size(request.size)
         chosen["num_frames"] = self._frames(request)
-        if self.follows_frames:
-            chosen["decode_chunk_size"] = chosen["num_frames"]
+        chunk = self.sampling.decode_chunk_size or self.sampling.frames
+        chosen["decode_chunk_size"] = min(chunk, chosen["num_frames"])
         return replace(self.sampling, **chosen)
 
     def _size(self, text: str) -> tuple[int, int]:

@@ -16,8 +16,8 @@ from svdpp.media import output_files
 from svdpp.serve.api_errors import ApiError
 from svdpp.serve.engine import Engine
 from svdpp.serve.events import Events
+from svdpp.serve.gate import ClipGate
 from svdpp.serve.job import Job, JobState, new_id
-from svdpp.serve.memory import MemoryGate
 from svdpp.serve.metrics import Metrics
 from svdpp.serve.offer import Offer
 from svdpp.serve.proof import Prover
@@ -57,7 +57,7 @@ class Service:
         events: of the jobs.
         metrics: counts.
         offer: what clients may request.
-        gate: refuses clips that do not fit in memory.
+        gate: refuses clips that the ranks cannot make.
         prover: verifies finished clips.
         max_open: jobs that may be queued or in progress.
         keep_seconds: how long finished jobs are kept; None: for ever.
@@ -73,7 +73,7 @@ class Service:
     events: Events
     metrics: Metrics
     offer: Offer
-    gate: MemoryGate
+    gate: ClipGate
     prover: Prover
     max_open: int | None = None
     keep_seconds: float | None = None
@@ -112,7 +112,7 @@ class Service:
 
         Raises:
             ApiError: this server does not make such clips.
-            RequestError: values contradict each other.
+            RequestError: values contradict each other, or the ranks cannot run them.
             OutOfMemoryError: the clip does not fit in memory.
         """
         sampling = self.offer.sampling_of(request)

@@ -1,21 +1,23 @@
-"""Owns the check that a requested clip fits in memory, before it is stored."""
+"""Owns the check that the ranks can make a requested clip, before it is stored."""
 
 from __future__ import annotations
 
 import functools
 from dataclasses import replace
 
-from svdpp.config import PipelineConfig, SamplingConfig
+from svdpp.config import ClipRequest, PipelineConfig, SamplingConfig
+from svdpp.driver.clip_configs import ClipConfigs
 from svdpp.driver.memory_check import check_memory
 from svdpp.errors import OutOfMemoryError
 from svdpp.launch.gpus import visible_gpus
 from svdpp.models.checkpoint import Checkpoint
 
 _MAX_SHAPES = 256
+_ROUTES = 4
 
 
-class MemoryGate:
-    """Refuses clips that need more memory than the ranks have. Any thread may call it.
+class ClipGate:
+    """Refuses clips that the ranks cannot make. Any thread may call it.
 
     Args:
         config: of the pipeline, resolved; a clip of its sampling fits.
@@ -27,13 +29,27 @@ class MemoryGate:
         # At the start, because the ranks take it.
         self._free = {f"cuda:{gpu.index}": gpu.free_bytes for gpu in visible_gpus()}
         self._problem = functools.lru_cache(_MAX_SHAPES)(self._new_problem)
+        self._check_route = functools.lru_cache(_MAX_SHAPES)(self._check_new_route)
 
     def check(self, sampling: SamplingConfig) -> None:
-        """Refuses a clip that does not fit.
+        """Refuses a clip that could only fail.
 
         Raises:
+            RequestError: there is no route through the ranks for its number of steps, or they
+                cannot run its parameters.
             OutOfMemoryError: it needs more memory than there is.
         """
+        self._check_route(sampling)
+        self._check_memory(sampling)
+
+    def _check_new_route(self, sampling: SamplingConfig) -> None:
+        configs = ClipConfigs(self._config, self._config.sampling.frames)
+        request = configs.resolved(ClipRequest(seed=0, sampling=sampling))
+        # A dithered split gives clips different routes.
+        for clip in range(_ROUTES * self._config.world_size):
+            configs.route(clip, request)
+
+    def _check_memory(self, sampling: SamplingConfig) -> None:
         own = self._config.sampling
         is_no_larger = (
             sampling.width * sampling.height <= own.width * own.height
