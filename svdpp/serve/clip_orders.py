@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,6 @@ from svdpp.models.checkpoint import Checkpoint
 from svdpp.serve.job import Job
 from svdpp.worker import latent_checkpoints
 from svdpp.worker.clip_metadata import clip_metadata, latents_key
-
-_HAS_SAMPLING = any(field.name == "sampling" for field in fields(ClipRequest))
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,7 @@ class ClipOrders:
             output=output,
             latents_key=key,
             done_steps=max(steps, default=0),
-            **({"sampling": job.sampling} if _HAS_SAMPLING else {}),
+            sampling=job.sampling,
         )
         return ClipOrder(request, metadata, key)
 

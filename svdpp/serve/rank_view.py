@@ -16,7 +16,7 @@ Doing = Literal["compute", "wait", "idle"]
 SpanKind = Literal["encode", "denoise", "decode"]
 
 _SPAN_SECONDS = 60.0
-_MAX_SPANS = 4096
+_MAX_SPANS = 1024
 _SPAN_KINDS: dict[Kind, SpanKind] = {
     Kind.ENCODE: "encode",
     Kind.DENOISE: "denoise",
@@ -45,7 +45,7 @@ class RankNow:
     doing: Doing
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class RankSpan:
     """The time in which a rank did one action, in unix seconds; one at work ends now."""
 

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from svdpp.config import ClipRequest
-from svdpp.driver.clip_handle import ClipHandle
 from svdpp.driver.pipeline import Pipeline
 from svdpp.serve.engine import Engine
 from svdpp.serve.events import Events, JobEvent
@@ -163,7 +162,6 @@ def test_a_waiting_job_is_cancelled_at_once(tmp_path: Path) -> None:
     assert states == [JobState.COMPLETED] * 5 + [JobState.CANCELLED]
 
 
-@pytest.mark.skipif(not hasattr(ClipHandle, "end_cancelled"), reason="the pipeline cannot cancel")
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_a_running_job_is_cancelled_when_the_ranks_have_let_go(victim: int, tmp_path: Path) -> None:
     config = dummy_config(2, step_seconds=0.1)
