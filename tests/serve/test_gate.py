@@ -40,6 +40,8 @@ def test_a_clip_that_is_larger_than_the_memory(monkeypatch: pytest.MonkeyPatch) 
             world_size=2,
             model=ModelConfig(name="demo"),
             sampling=SamplingConfig(**sampling_defaults("demo")),
+            split="dithered",
+            costs=COSTS,
         )
     )
     gate = ClipGate(config, checkpoint)
