@@ -33,6 +33,8 @@ from svdpp.worker.messages import Event
 
 State = Literal["starting", "ready", "restarting", "closing"]
 
+# A guess, until the ranks have been started once.
+_START_SECONDS = 5.0
 _POLL_SECONDS = 0.25
 _STEPS_SECONDS = 0.1
 _MAX_BACK_OFF = 60.0
@@ -113,7 +115,8 @@ class Engine:
         )
         self._first_back_off = self._back_off = first_back_off
         self._retry_at = 0.0
-        self._start_seconds = 0.0
+        self._start_at = 0.0
+        self._start_seconds = _START_SECONDS
         self._deadline = math.inf
         self._pipeline: Pipeline | None = None
         self._is_entering = False
@@ -229,6 +232,7 @@ class Engine:
                 self.last_error = error
                 self._feed.put_back_all(error, self._blamed(error))
                 if find_world() is not None:
+                    self._become("restarting")
                     self.fatal = error
                     logger.error("the ranks ended: {}", error)
                     break
@@ -240,7 +244,7 @@ class Engine:
         Raises:
             SvdppError: what ended it.
         """
-        begun = time.monotonic()
+        self._start_at = time.monotonic()
         # Nothing reads the pipeline's trace, so it keeps as little as it can.
         pipeline = Pipeline(
             self.config, latents_folder=str(self._orders.latents_folder), history_clips=1
@@ -253,7 +257,7 @@ class Engine:
         try:
             with pipeline:
                 self._is_entering = False
-                self._start_seconds = time.monotonic() - begun
+                self._start_seconds = time.monotonic() - self._start_at
                 self._become("ready")
                 self._work(pipeline)
                 pipeline.close(drain=not self._running)  # at the end of the grace some may run
@@ -308,6 +312,7 @@ class Engine:
     def _blamed(self, error: BaseException) -> set[str]:
         """The job during which a rank died; if that is unknown, all that have begun."""
         rank = error.details.get("rank") if isinstance(error, SvdppError) else None
+        rank = self._view.failed if rank is None else rank
         clip = self._running.of_clip(None if rank is None else self._view.clip_of(rank))
         if clip is not None:
             return {clip.job.id}
@@ -337,4 +342,8 @@ class Engine:
         return job is not None and job.state is JobState.IN_PROGRESS
 
     def _seconds_to_ready(self) -> float:
-        return 0.0 if self.state == "ready" else self.back_off_seconds + self._start_seconds
+        if self.state == "ready":
+            return 0.0
+        return max(
+            0.0, max(self._retry_at, self._start_at) + self._start_seconds - time.monotonic()
+        )

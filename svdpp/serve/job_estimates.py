@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable
@@ -58,23 +59,28 @@ class JobEstimates:
         Args:
             max_age: seconds for which an earlier answer may be used.
         """
-        with self._lock:
+        # While another thread computes, an answer that is a little older will do.
+        if not self._lock.acquire(blocking=max_age == 0):
+            return self._found
+        try:
             if time.monotonic() - self._made_at >= max_age:
                 self._found = estimate(self._clips(), delay=self._delay())
                 self._made_at = time.monotonic()
             return self._found
+        finally:
+            self._lock.release()
 
     def _clips(self) -> list[ClipAhead]:
         """The open clips: those in the pipeline, those on the way to it, those in the queue."""
         waiting = self._store.waiting()  # read first, so that a job that moves is not missed
         running = self._running.all()
+        costs_of = functools.cache(self._costs.costs)
         clips = {clip.job.id: self._in_pipeline(clip) for clip in running}
         next_clip = running[-1].clip + 1 if running else 0
         for job in (*self._store.running(), *waiting):
             if job.id not in clips:
                 route = self._layouts.route(next_clip, job.sampling.num_inference_steps)
-                costs = self._costs.costs(job.sampling)
-                clips[job.id] = ClipAhead(id=job.id, route=route, costs=costs)
+                clips[job.id] = ClipAhead(id=job.id, route=route, costs=costs_of(job.sampling))
                 next_clip += 1
         return list(clips.values())
 

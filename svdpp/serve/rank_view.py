@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from svdpp.errors import Interrupted, TransportError
 from svdpp.plan.actions import Action, Kind
 from svdpp.worker.messages import ActionDone, Event, Failed, Heartbeat, Joined, StepDone
 
@@ -17,6 +18,8 @@ SpanKind = Literal["encode", "denoise", "decode"]
 
 _SPAN_SECONDS = 60.0
 _MAX_SPANS = 1024
+# Types of errors that follow from the failure of another rank, or from a signal.
+_CONSEQUENCES = (TransportError.__name__, Interrupted.__name__)
 _SPAN_KINDS: dict[Kind, SpanKind] = {
     Kind.ENCODE: "encode",
     Kind.DENOISE: "denoise",
@@ -79,11 +82,18 @@ class RankView:
         self._lock = threading.Lock()
         self._ranks = [_Rank() for _ in range(world_size)]
         self._spans: deque[RankSpan] = deque(maxlen=_MAX_SPANS)
+        self._failed: int | None = None
 
     def reset(self) -> None:
         """Forgets what the ranks do, because they have ended; keeps the spans."""
         with self._lock:
             self._ranks = [_Rank() for _ in self._ranks]
+            self._failed = None
+
+    @property
+    def failed(self) -> int | None:
+        """The first rank that reported a failure of its own; None if none has."""
+        return self._failed
 
     def add(self, rank: int, event: Event) -> Action | None:
         """Takes one event; returns its action if it is about one."""
@@ -93,6 +103,8 @@ class RankView:
                 case Joined():
                     at.device, at.clock_ahead = event.device, event.clock_ahead
                 case Heartbeat() | Failed():
+                    if isinstance(event, Failed) and event.error["type"] not in _CONSEQUENCES:
+                        self._failed = rank if self._failed is None else self._failed
                     return self._moved(at, event)
                 case StepDone():
                     at.step = event.step + 1
@@ -117,9 +129,7 @@ class RankView:
         """The spans of the last 60 seconds, and those of the actions at work."""
         now = time.time()
         with self._lock:
-            while self._spans and self._spans[0].end < now - _SPAN_SECONDS:
-                self._spans.popleft()
-            found = list(self._spans)
+            found = [span for span in self._spans if span.end >= now - _SPAN_SECONDS]
             for rank, at in enumerate(self._ranks):
                 if at.action is not None and not at.waits and at.action.kind in _SPAN_KINDS:
                     kind = _SPAN_KINDS[at.action.kind]

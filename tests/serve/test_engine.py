@@ -1,10 +1,10 @@
-"""The engine makes every job of the queue once, whatever happens to its ranks."""
+"""The engine makes every job of the queue once, and says how it goes."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from svdpp.serve.events import Events, JobEvent
 from svdpp.serve.job import Job, JobState
 from svdpp.serve.store import JobStore
 from tests.serve.engines import (
-    Serving,
     demo_config,
     demo_job,
     dummy_config,
@@ -43,77 +42,6 @@ def test_every_job_is_made_once_in_order(tmp_path: Path) -> None:
     assert [job.id for job in service.ended] == ids
     assert latents(jobs) == hashes(dummy_config(2), list(range(12)))
     assert list((tmp_path / "latents").iterdir()) == []
-
-
-def test_after_a_kill_the_clips_continue_to_the_same_bits(tmp_path: Path) -> None:
-    config = dummy_config(2, step_seconds=0.05)
-    with serving(tmp_path, config) as service:
-        ids = service.add(*range(5))
-        service.wait_for_step(ids[1], 5)  # rank 1 works on it, rank 0 on the next one
-        service.kill(1)
-        jobs = service.wait_final(ids)
-        assert service.engine.restarts == 1
-        assert service.engine.last_error is None
-        resumed = [job.metadata["resumed_from_step"] for job in jobs]
-    assert {job.state for job in jobs} == {JobState.COMPLETED}
-    assert [job.id for job in service.ended] == ids
-    assert [job.attempts for job in jobs] == [0, 1, 0, 0, 0]
-    assert resumed[1] == 4
-    assert latents(jobs) == hashes(config, list(range(5)))
-    assert list((tmp_path / "latents").iterdir()) == []
-
-
-def _has_restarted(service: Serving, times: int) -> bool:
-    return service.engine.restarts == times
-
-
-def test_a_clip_during_which_ranks_die_twice_fails_by_name(tmp_path: Path) -> None:
-    config = dummy_config(2, step_seconds=0.05)
-    with serving(tmp_path, config) as service:
-        ids = service.add(*range(4))
-        for death in (1, 2):
-            service.wait(
-                lambda: any(now.video == ids[2] for now in service.engine.ranks()), "not begun"
-            )
-            rank = next(now.rank for now in service.engine.ranks() if now.video == ids[2])
-            service.wait(lambda: service.engine.state == "ready", "not ready")
-            service.kill(rank)
-            service.wait(partial(_has_restarted, service, death), "no restart")
-        jobs = service.wait_final(ids)
-    states = [job.state for job in jobs]
-    assert states == [JobState.COMPLETED] * 2 + [JobState.FAILED] + [JobState.COMPLETED]
-    error = jobs[2].error
-    assert error is not None
-    assert error["type"] == "RankError"
-    assert "died 2 times during this clip" in error["message"]
-    assert "was killed by SIGKILL" in error["message"]
-    assert latents([*jobs[:2], jobs[3]]) == hashes(config, [0, 1, 3])
-    assert list((tmp_path / "latents").iterdir()) == []
-
-
-def test_an_idle_rank_that_dies_blames_no_job(tmp_path: Path) -> None:
-    with serving(tmp_path, dummy_config(2)) as service:
-        service.wait_final(service.add(1))
-        service.kill(0)
-        service.wait(lambda: service.engine.restarts == 1, "no restart")
-        assert service.wait_final(service.add(2))[0].attempts == 0
-        assert service.engine.state == "ready"
-
-
-def test_the_back_off_doubles_and_a_finished_clip_resets_it(tmp_path: Path) -> None:
-    with serving(tmp_path, dummy_config(1), first_back_off=0.2) as service:
-        for restarts in (1, 2):
-            service.wait(lambda: service.engine.state == "ready", "not ready")
-            service.kill(0)
-            service.wait(lambda: service.engine.state == "restarting", "no back-off")
-            assert service.engine.back_off_seconds <= 0.2 * restarts
-            assert service.engine._back_off == pytest.approx(0.4 * restarts)
-            assert "SIGKILL" in str(service.engine.last_error)
-            service.wait(lambda: service.engine.state == "ready", "not ready")
-        service.wait_final(service.add(1))
-        service.wait(lambda: service.engine.last_error is None, "the error stays")
-        assert service.engine._back_off == 0.2
-        assert service.engine.restarts == 2
 
 
 def test_the_grace_finishes_what_it_can_and_the_next_start_goes_on(tmp_path: Path) -> None:
@@ -176,30 +104,6 @@ def test_a_running_job_is_cancelled_when_the_ranks_have_let_go(victim: int, tmp_
     assert {job.state for job in others} == {JobState.COMPLETED}
     assert latents(others) == hashes(config, [seed for seed in range(4) if seed != victim])
     assert list((tmp_path / "latents").iterdir()) == []
-
-
-def test_a_cancelled_job_does_not_return_after_a_kill(tmp_path: Path) -> None:
-    with serving(tmp_path, dummy_config(2, step_seconds=0.1)) as service:
-        ids = service.add(0, 1)
-        service.wait_for_step(ids[0], 1)
-        service.store.ask_to_cancel(ids[0])
-        service.kill(0)
-        states = [job.state for job in service.wait_final(ids)]
-    assert states == [JobState.CANCELLED, JobState.COMPLETED]
-
-
-def test_a_checkpoint_that_does_not_fit_starts_the_clip_again(tmp_path: Path) -> None:
-    config = dummy_config(2, step_seconds=0.05)
-    with serving(tmp_path, config) as service:
-        ids = service.add(0, 1)
-        service.wait_for_step(ids[0], 5)
-        service.kill(1)
-        service.wait(lambda: service.engine.restarts == 1, "no restart")
-        for path in (tmp_path / "latents").iterdir():
-            path.write_bytes(path.read_bytes()[:-8])
-        jobs = service.wait_final(ids)
-    assert {job.state for job in jobs} == {JobState.COMPLETED}
-    assert latents(jobs) == hashes(config, [0, 1])
 
 
 def test_events_tell_states_steps_and_places(tmp_path: Path) -> None:
@@ -274,33 +178,6 @@ def test_callbacks_that_raise_stop_nothing(tmp_path: Path) -> None:
     assert {job.state for job in jobs} == {JobState.COMPLETED}
 
 
-def test_photographs_become_clips_through_a_kill(tmp_path: Path) -> None:
-    config = demo_config()
-    jobs = [demo_job(tmp_path, seed) for seed in range(4)]
-    (tmp_path / "photos" / jobs[2].photo).write_bytes(b"not an image")
-    with serving(tmp_path, config) as service:
-        for job in jobs:
-            service.store.add(job, max_open=None)
-        service.engine.wake()
-        service.wait_for_step(jobs[1].id, 1)
-        service.kill(1)
-        ended = service.wait_final([job.id for job in jobs])
-        assert service.engine.restarts == 1
-        assert service.engine.costs().decode_on(0) > 0
-    failed = ended.pop(2)
-    assert failed.state is JobState.FAILED
-    assert failed.error is not None
-    assert failed.error["type"] == "InputError"
-    with Pipeline(config.alone()) as pipeline:
-        photo = str(tmp_path / "photos" / jobs[0].photo)
-        requests = [ClipRequest(seed=seed, image=photo) for seed in (0, 1, 3)]
-        expected = [result.metadata["latents_sha256"] for result in pipeline.run(requests)]
-    assert latents(ended) == expected
-    clips = {path.name for path in (tmp_path / "clips").iterdir()}
-    assert clips == {f"{job.id}{suffix}" for job in ended for suffix in (".mp4", ".mp4.json")}
-    assert list((tmp_path / "latents").iterdir()) == []
-
-
 def test_a_clip_that_a_killed_server_had_finished_is_not_made_again(tmp_path: Path) -> None:
     job = demo_job(tmp_path, 5)
     with serving(tmp_path, demo_config()) as service:
@@ -319,3 +196,29 @@ def test_a_clip_that_a_killed_server_had_finished_is_not_made_again(tmp_path: Pa
         (second,) = service.wait_final([job.id])
     assert second.metadata == first.metadata
     assert (again / "clips" / clip.name).stat().st_mtime_ns == written_at
+
+
+def test_each_job_has_its_own_parameters(tmp_path: Path) -> None:
+    config = dummy_config(2)
+    samplings = [
+        replace(config.sampling, num_inference_steps=steps, num_frames=frames)
+        for steps, frames in ((8, 2), (4, 3), (12, 2))
+    ]
+    with serving(tmp_path, config) as service:
+        ids = [service.add(7, sampling=each)[0] for each in samplings]
+        jobs = service.wait_final(ids)
+    assert len(set(latents(jobs))) == 3
+    with Pipeline(config.alone()) as pipeline:
+        expected = pipeline.run([ClipRequest(seed=7, sampling=each) for each in samplings])
+    assert latents(jobs) == [result.metadata["latents_sha256"] for result in expected]
+
+
+def test_a_job_that_the_ranks_cannot_make_fails_alone(tmp_path: Path) -> None:
+    config = dummy_config(2)
+    odd = replace(config.sampling, num_inference_steps=7)
+    with serving(tmp_path, config) as service:
+        jobs = service.wait_final([*service.add(1), *service.add(2, sampling=odd), *service.add(3)])
+        assert service.engine.restarts == 0
+    assert [str(job.state) for job in jobs] == ["completed", "failed", "completed"]
+    assert jobs[1].error is not None
+    assert jobs[1].error["type"] == "RequestError"

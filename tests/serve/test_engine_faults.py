@@ -1,0 +1,244 @@
+"""Whatever happens to the ranks, the engine makes every job once, to the same bits."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+from contextlib import closing
+from functools import partial
+from multiprocessing import forkserver
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from svdpp.config import ClipRequest
+from svdpp.driver.pipeline import Pipeline
+from svdpp.errors import OutOfMemoryError, OutputError
+from svdpp.serve.job import JobState
+from tests.driver.dummies import HANG_SECONDS
+from tests.faults.processes import wait_until
+from tests.serve.engines import (
+    Serving,
+    demo_config,
+    demo_job,
+    dummy_config,
+    hashes,
+    latents,
+    serving,
+)
+
+pytestmark = pytest.mark.processes
+
+
+def test_after_a_kill_the_clips_continue_to_the_same_bits(tmp_path: Path) -> None:
+    config = dummy_config(2, step_seconds=0.05)
+    with serving(tmp_path, config) as service:
+        ids = service.add(*range(5))
+        service.wait_for_step(ids[1], 5)  # rank 1 works on it, rank 0 on the next one
+        service.kill(1)
+        jobs = service.wait_final(ids)
+        assert service.engine.restarts == 1
+        assert service.engine.last_error is None
+        resumed = [job.metadata["resumed_from_step"] for job in jobs]
+    assert {job.state for job in jobs} == {JobState.COMPLETED}
+    assert [job.id for job in service.ended] == ids
+    assert [job.attempts for job in jobs] == [0, 1, 0, 0, 0]
+    assert resumed[1] == 4
+    assert latents(jobs) == hashes(config, list(range(5)))
+    assert list((tmp_path / "latents").iterdir()) == []
+
+
+def _has_restarted(service: Serving, times: int) -> bool:
+    return service.engine.restarts == times
+
+
+def test_a_clip_during_which_ranks_die_twice_fails_by_name(tmp_path: Path) -> None:
+    config = dummy_config(2, step_seconds=0.05)
+    with serving(tmp_path, config) as service:
+        ids = service.add(*range(4))
+        for death in (1, 2):
+            service.wait(
+                lambda: any(now.video == ids[2] for now in service.engine.ranks()), "not begun"
+            )
+            rank = next(now.rank for now in service.engine.ranks() if now.video == ids[2])
+            service.wait(lambda: service.engine.state == "ready", "not ready")
+            service.kill(rank)
+            service.wait(partial(_has_restarted, service, death), "no restart")
+        jobs = service.wait_final(ids)
+    states = [job.state for job in jobs]
+    assert states == [JobState.COMPLETED] * 2 + [JobState.FAILED] + [JobState.COMPLETED]
+    error = jobs[2].error
+    assert error is not None
+    assert error["type"] == "RankError"
+    assert "died 2 times during this clip" in error["message"]
+    assert "was killed by SIGKILL" in error["message"]
+    assert latents([*jobs[:2], jobs[3]]) == hashes(config, [0, 1, 3])
+    assert list((tmp_path / "latents").iterdir()) == []
+
+
+def test_an_idle_rank_that_dies_blames_no_job(tmp_path: Path) -> None:
+    with serving(tmp_path, dummy_config(2)) as service:
+        service.wait_final(service.add(1))
+        service.kill(0)
+        service.wait(lambda: service.engine.restarts == 1, "no restart")
+        assert service.wait_final(service.add(2))[0].attempts == 0
+        assert service.engine.state == "ready"
+
+
+def test_the_back_off_doubles_and_a_finished_clip_resets_it(tmp_path: Path) -> None:
+    with serving(tmp_path, dummy_config(1), first_back_off=0.2) as service:
+        for restarts in (1, 2):
+            service.wait(lambda: service.engine.state == "ready", "not ready")
+            service.kill(0)
+            service.wait(lambda: service.engine.state == "restarting", "no back-off")
+            assert service.engine.back_off_seconds <= 0.2 * restarts
+            assert service.engine._back_off == pytest.approx(0.4 * restarts)
+            assert "SIGKILL" in str(service.engine.last_error)
+            service.wait(lambda: service.engine.state == "ready", "not ready")
+        service.wait_final(service.add(1))
+        service.wait(lambda: service.engine.last_error is None, "the error stays")
+        assert service.engine._back_off == 0.2
+        assert service.engine.restarts == 2
+
+
+def test_a_cancelled_job_does_not_return_after_a_kill(tmp_path: Path) -> None:
+    with serving(tmp_path, dummy_config(2, step_seconds=0.1)) as service:
+        ids = service.add(0, 1)
+        service.wait_for_step(ids[0], 1)
+        service.store.ask_to_cancel(ids[0])
+        service.kill(0)
+        states = [job.state for job in service.wait_final(ids)]
+    assert states == [JobState.CANCELLED, JobState.COMPLETED]
+
+
+def test_a_checkpoint_that_does_not_fit_starts_the_clip_again(tmp_path: Path) -> None:
+    config = dummy_config(2, step_seconds=0.05)
+    with serving(tmp_path, config) as service:
+        ids = service.add(0, 1)
+        service.wait_for_step(ids[0], 5)
+        service.kill(1)
+        service.wait(lambda: service.engine.restarts == 1, "no restart")
+        for path in (tmp_path / "latents").iterdir():
+            path.write_bytes(path.read_bytes()[:-8])
+        jobs = service.wait_final(ids)
+    assert {job.state for job in jobs} == {JobState.COMPLETED}
+    assert latents(jobs) == hashes(config, [0, 1])
+
+
+def test_photographs_become_clips_through_a_kill(tmp_path: Path) -> None:
+    config = demo_config()
+    jobs = [demo_job(tmp_path, seed) for seed in range(4)]
+    (tmp_path / "photos" / jobs[2].photo).write_bytes(b"not an image")
+    with serving(tmp_path, config) as service:
+        for job in jobs:
+            service.store.add(job, max_open=None)
+        service.engine.wake()
+        service.wait_for_step(jobs[1].id, 1)
+        service.kill(1)
+        ended = service.wait_final([job.id for job in jobs])
+        assert service.engine.restarts == 1
+        assert service.engine.costs().decode_on(0) > 0
+    failed = ended.pop(2)
+    assert failed.state is JobState.FAILED
+    assert failed.error is not None
+    assert failed.error["type"] == "InputError"
+    with Pipeline(config.alone()) as pipeline:
+        photo = str(tmp_path / "photos" / jobs[0].photo)
+        requests = [ClipRequest(seed=seed, image=photo) for seed in (0, 1, 3)]
+        expected = [result.metadata["latents_sha256"] for result in pipeline.run(requests)]
+    assert latents(ended) == expected
+    clips = {path.name for path in (tmp_path / "clips").iterdir()}
+    assert clips == {f"{job.id}{suffix}" for job in ended for suffix in (".mp4", ".mp4.json")}
+    assert list((tmp_path / "latents").iterdir()) == []
+
+
+def test_a_dead_fork_server_is_replaced(tmp_path: Path) -> None:
+    config = dummy_config(2, step_seconds=0.05)
+    with serving(tmp_path, config) as service:
+        ids = service.add(0, 1, 2)
+        service.wait_for_step(ids[0], 5)
+        server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+        os.kill(server, signal.SIGKILL)
+        service.kill(0)
+        jobs = service.wait_final(ids)
+        assert service.engine.restarts >= 1
+    assert {job.state for job in jobs} == {JobState.COMPLETED}
+    assert latents(jobs) == hashes(config, [0, 1, 2])
+
+
+def test_a_stopped_rank_is_replaced(tmp_path: Path) -> None:
+    config = dummy_config(2, step_seconds=0.05, heartbeat_timeout_seconds=3.0)
+    with serving(tmp_path, config) as service:
+        ids = service.add(0, 1, 2)
+        service.wait_for_step(ids[0], 5)
+        os.kill(service.pids[1], signal.SIGSTOP)
+        jobs = service.wait_final(ids)
+        assert service.engine.restarts == 1
+    assert {job.state for job in jobs} == {JobState.COMPLETED}
+    assert latents(jobs) == hashes(config, [0, 1, 2])
+
+
+def test_a_killed_server_goes_on_at_the_next_start(tmp_path: Path) -> None:
+    config = dummy_config(2, step_seconds=0.05)
+    process = subprocess.Popen([sys.executable, "-m", "tests.serve.killed_engine", str(tmp_path)])
+    try:
+        wait_until(lambda: _one_is_done(tmp_path), HANG_SECONDS, "nothing is done")
+    finally:
+        process.kill()
+        process.wait()
+    with serving(tmp_path, config) as service:
+        jobs = service.store.page(owner=None, limit=10, order="asc")
+        assert JobState.COMPLETED in {job.state for job in jobs}
+        jobs = service.wait_final([job.id for job in jobs])
+        assert [job.attempts for job in jobs] == [0] * 6
+    assert {job.state for job in jobs} == {JobState.COMPLETED}
+    assert latents(jobs) == hashes(config, list(range(6)))
+    assert list((tmp_path / "latents").iterdir()) == []
+
+
+def _one_is_done(folder: Path) -> bool:
+    if not (folder / "ready").exists():
+        return False
+    with closing(sqlite3.connect(folder / "queue.sqlite3")) as database:
+        query = "SELECT count(*) FROM jobs WHERE state = 'completed'"
+        return bool(database.execute(query).fetchone()[0] > 0)
+
+
+def test_a_full_disk_delays_a_result_and_loses_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("svdpp.serve.clip_feed._DISK_SECONDS", 0.01)
+    with serving(tmp_path, dummy_config(1)) as service:
+        complete, refusals = service.store.complete, iter(range(3))
+
+        def full(*arguments: Any) -> bool:
+            if next(refusals, None) is not None:
+                raise OutputError("no space left")
+            return complete(*arguments)
+
+        monkeypatch.setattr(service.store, "complete", full)
+        (job,) = service.wait_final(service.add(1))
+        assert job.state is JobState.COMPLETED
+        assert service.engine.restarts == 0
+        assert list(refusals) == []
+
+
+def test_ranks_that_cannot_start_are_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusals = iter(range(2))
+
+    def full(*arguments: Any, **options: Any) -> Pipeline:
+        if next(refusals, None) is not None:
+            raise OutOfMemoryError("too little memory is free")
+        return Pipeline(*arguments, **options)
+
+    monkeypatch.setattr("svdpp.serve.engine.Pipeline", full)
+    with serving(tmp_path, dummy_config(1)) as service:
+        (job_id,) = service.add(1)
+        assert service.wait_final([job_id])[0].attempts == 0
+        assert service.engine.restarts == 2
