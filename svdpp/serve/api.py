@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import secrets
 from dataclasses import asdict
+from http import HTTPStatus
 from pathlib import Path
+from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.responses import FileResponse, JSONResponse
@@ -26,8 +29,8 @@ _PAGE = Path(__file__).parent / "page"
 _ABOUT = """
 Photographs in, clips out: Stable Video Diffusion over several devices, bitwise equal to diffusers.
 
-The routes have the shape of OpenAI's video API. Every answer of 400 and above has the body
-`{"error": {"type", "code", "message", "hint", "details"}}`.
+The routes have the shape of OpenAI's video API. Every answer of 400 and above, but those of
+`/health` and `/ready`, has the body `{"error": {"type", "code", "message", "hint", "details"}}`.
 """
 
 #: Makes the ids of other owners' clips unrecognisable, and the same in every answer.
@@ -54,7 +57,7 @@ def create_app(
         description=_ABOUT,
         docs_url=None,  # their scripts come from another host
         redoc_url=None,
-        responses=documented(403) if owner_of is None else documented(401),
+        responses=documented(401 if owner_of is not None else 403, 405, 413, 422),
     )
     app.state.service = service
     app.state.limits = limits or Limits()
@@ -62,7 +65,26 @@ def create_app(
     for router in (api_videos.routes, about):
         app.include_router(router, dependencies=[Depends(_bearer)])
     app.include_router(page)
+    app.openapi = functools.cache(lambda: _document(app))  # type: ignore[method-assign]
     return Guard(app, service.metrics, app.state.limits, owner_of)
+
+
+def _document(app: FastAPI) -> dict[str, Any]:
+    """The OpenAPI document, in which errors are JSON also where all else is a stream of events."""
+    document = FastAPI.openapi(app)
+    answers = (
+        answer
+        for path in document["paths"].values()
+        for operation in path.values()
+        for status, answer in operation["responses"].items()
+        if int(status) >= HTTPStatus.BAD_REQUEST
+    )
+    for answer in answers:
+        content = answer.get("content", {})
+        if "text/event-stream" in content:
+            schema = {"$ref": "#/components/schemas/ErrorAnswer"}
+            answer["content"] = {"application/json": {"schema": schema}}
+    return document
 
 
 @about.get("/v1/models", tags=["server"])

@@ -324,6 +324,10 @@ def test_the_server_describes_itself(server: HttpServer) -> None:
     assert [rank["rank"] for rank in engine["ranks"]] == [0, 1]
     assert set(engine["queue"]) == {"queued", "in_progress", "completed", "failed", "cancelled"}
     assert {"/v1/videos", "/v1/videos/{id}", "/v1/videos/{id}/events"} <= set(document["paths"])
+    events = document["paths"]["/v1/videos/{id}/events"]["get"]["responses"]
+    assert list(events["200"]["content"]) == ["text/event-stream"]
+    assert list(events["404"]["content"]) == ["application/json"]
+    assert "HTTPValidationError" not in document["components"]["schemas"]
     assert server.client.get("/docs").status_code == 404  # its scripts are another host's
 
 
