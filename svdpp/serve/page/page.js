@@ -42,7 +42,6 @@ const state = {
   videos: new Map(), // by id
   removed: new Set(), // ids, against answers that were on their way
   tints: new Map(), // by id
-  asked: new Set(), // ids to be verified, until their proof begins
   busy: new Map(), // id -> what the page has asked for it and not got yet
   photos: [], // chosen, not sent
   sent: new Map(), // sha256 or id of a clip -> {file, thumb} of this tab
@@ -147,7 +146,12 @@ const nameOf = (video) => video.input?.name || "photograph";
 const titleOf = (video) => `${nameOf(video)}, seed ${video.seed}`;
 const isOpen = (video) => video.status === "queued" || video.status === "in_progress";
 const shape = (video) => `${video.size.replace("x", "×")} · ${plural(video.frames, "frame")} · ${plural(video.steps, "step")}`;
-const proofOf = (video) => (video.proof === "none" && state.asked.has(video.id) ? "asked" : video.proof);
+
+/** A clip's proof; what is to be verified waits as long as the ranks have work. */
+function proofOf(video) {
+  const { queued = 0, in_progress: running = 0 } = state.engine?.queue ?? {};
+  return video.proof === "running" && queued + running > 0 ? "asked" : video.proof;
+}
 
 function tintOf(id) {
   if (!state.tints.has(id)) state.tints.set(id, state.tints.size % NUM_TINTS);
@@ -277,6 +281,7 @@ function takeEngine(engine) {
     if (rank.doing === "wait") waits.push(now() + state.clockOffset);
     state.waits.set(rank.rank, waits.filter((time) => time > now() + state.clockOffset - WINDOW_SECONDS));
     const video = state.videos.get(rank.video);
+    if (video?.status === "queued" && rank.doing === "compute") state.listAt = 0; // it has begun
     const computes = rank.doing === "compute" && rank.step !== null; // others wait for a clip that is elsewhere
     if (video?.status === "in_progress" && computes && !state.streams.has(video.id)) {
       video.step = Math.max(video.step, rank.step);
@@ -290,7 +295,7 @@ function listIsOld() {
   const changed = counts !== state.counts;
   state.counts = counts;
   const videos = [...state.videos.values()];
-  const proving = videos.some((video) => ["asked", "running"].includes(proofOf(video)));
+  const proving = videos.some((video) => video.proof === "running");
   const age = now() - state.listAt;
   return changed || age > (proving ? 3 : videos.some(isOpen) ? LIST_SECONDS : 6 * LIST_SECONDS);
 }
@@ -354,7 +359,6 @@ function takeVideo(video, { quietly = false } = {}) {
   video.index = old?.index ?? state.videos.size;
   state.videos.set(video.id, video);
   tintOf(video.id);
-  if (video.proof !== "none") state.asked.delete(video.id);
   if (!isOpen(video)) endStream(video.id);
   if (quietly) return;
   if (old?.status !== video.status) {
@@ -362,8 +366,9 @@ function takeVideo(video, { quietly = false } = {}) {
     if (video.status === "failed") say(`${titleOf(video)}: failed. ${sentence(video.error?.message)}`);
     if (video.status === "cancelled") say(`${titleOf(video)}: cancelled.`);
   }
-  if (old && old.proof !== video.proof && ["equal", "different"].includes(video.proof)) {
-    say(`${titleOf(video)}: ${PROOFS[video.proof]}.`);
+  if (old && old.proof !== video.proof && video.proof !== "running") {
+    const words = video.proof === "none" ? "not verified; the server's log says why" : PROOFS[video.proof];
+    say(`${titleOf(video)}: ${words}.`);
   }
 }
 
@@ -372,11 +377,11 @@ function forget(id) {
   if (state.lastId === id) state.lastId = null; // the next list begins again from the newest ones
   state.videos.delete(id);
   state.tints.delete(id);
-  state.asked.delete(id);
   state.picked = state.picked.filter((each) => each !== id);
 }
 
 const isNewer = (a, b) => (a.created_at - b.created_at || a.index - b.index) > 0;
+const byStart = (a, b) => a.started_at - b.started_at || (isNewer(a, b) ? 1 : -1);
 const newestFirst = (videos) => videos.sort((a, b) => (isNewer(a, b) ? -1 : 1));
 
 // -------------------------------------------------------------------------------------------- events
@@ -384,7 +389,7 @@ const newestFirst = (videos) => videos.sort((a, b) => (isNewer(a, b) ? -1 : 1));
 /** Follows the running clips by server-sent events, the longest-running first; the list has the others. */
 function follow() {
   const running = [...state.videos.values()].filter((video) => video.status === "in_progress");
-  running.sort((a, b) => a.started_at - b.started_at);
+  running.sort(byStart);
   const wanted = new Set(document.hidden ? [] : running.slice(0, MAX_STREAMS).map((video) => video.id));
   for (const id of state.streams.keys()) if (!wanted.has(id)) endStream(id);
   for (const id of wanted) if (!state.streams.has(id)) readEvents(id);
@@ -461,10 +466,11 @@ function renderTop() {
   setText($("state"), STATES[shown] ?? shown);
   setAttribute($("state"), "data-state", shown);
   setText($("model"), state.models?.map((model) => model.id).join(", ") ?? "");
-  const { queued = 0, in_progress: running = 0 } = state.engine?.queue ?? {};
-  const open = queued + running;
-  setText($("summary"), open ? `${running} running · ${queued} waiting` : "");
-  document.title = open ? `(${open}) svdpp` : "svdpp";
+  const open = [...state.videos.values()].filter(isOpen);
+  const running = open.filter((video) => video.status === "in_progress").length;
+  const waiting = `${open.length - running}${state.moreWaiting ? " or more" : ""}`;
+  setText($("summary"), open.length ? `${running} running · ${waiting} waiting` : "");
+  document.title = open.length ? `(${open.length}) svdpp` : "svdpp";
 }
 
 function renderBanner() {
@@ -593,7 +599,7 @@ function drawSpan(span, end, width) {
 // ---------------------------------------------------------------------------------------------- queue
 
 function renderQueue(open) {
-  const running = open.filter((video) => video.status === "in_progress").sort((a, b) => a.started_at - b.started_at);
+  const running = open.filter((video) => video.status === "in_progress").sort(byStart);
   const waiting = open.filter((video) => video.status === "queued");
   waiting.sort((a, b) => (a.place ?? Infinity) - (b.place ?? Infinity) || (isNewer(a, b) ? 1 : -1));
   const shown = [...running, ...waiting].slice(0, state.wholeQueue ? Infinity : Math.max(SHOWN_IN_QUEUE, running.length));
@@ -925,11 +931,9 @@ function details(video) {
 
 async function verify(id) {
   await act(id, "Asking for the verification", async () => {
-    const answer = await request(`/v1/videos/${id}/verify`, { method: "POST" });
-    const video = parse((await answer.text()) || "{}");
-    state.asked.add(id);
-    if (video.status) takeVideo(video);
-    say("The clip will be made again on one device and compared bit by bit.");
+    const video = await get(`/v1/videos/${id}/verify`, { method: "POST" });
+    takeVideo(video);
+    say("The clip is made again on one device, once the ranks are idle, and compared bit by bit.");
   });
 }
 
