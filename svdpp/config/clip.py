@@ -63,6 +63,8 @@ class ClipRequest:
     sampling: SamplingConfig | None = None
     """Sampling parameters of this clip; None: the pipeline's. A draft has the pipeline's number of
     steps."""
+    draft: bool = False
+    """Whether all ranks draft the clip, for a pipeline that drafts on request."""
     done_steps: int = 0
     """Steps in the latent checkpoint of an earlier run; 0: no checkpoint."""
 
@@ -75,6 +77,7 @@ class ClipRequest:
         check_whole("done steps", self.done_steps, 0, MAX_STEPS)
         for name in ("image", "image_sha256", "latents_key"):
             check_type(f"a clip's {name}", getattr(self, name), str, type(None))
+        check_type("a clip's draft", self.draft, bool)
         check_type("a clip's sampling", self.sampling, SamplingConfig, type(None))
         if self.done_steps and self.latents_key is None:
             raise ValueError("done_steps requires latents_key, which names the latent checkpoint")

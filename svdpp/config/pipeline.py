@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from svdpp.config.clip import ClipRequest
 from svdpp.config.limits import (
     MAX_CUDA_INDEX,
     check_seconds,
@@ -20,7 +21,7 @@ from svdpp.config.limits import (
 from svdpp.config.model import ModelConfig
 from svdpp.config.sampling import SamplingConfig
 from svdpp.plan.costs import Costs
-from svdpp.plan.layout import Layout, Split
+from svdpp.plan.layout import Layout, Roles, Split
 from svdpp.plan.limits import MAX_RANKS
 
 if TYPE_CHECKING:
@@ -81,6 +82,8 @@ class PipelineConfig:
     """The costs by which splits other than `uniform` cut."""
     draft: DraftConfig | None = None
     """If set, all ranks denoise the same clip from several start steps."""
+    draft_on_request: bool = False
+    """Whether only clips whose requests ask for it are drafts; the others take the layout."""
     checksum: bool = False
     """Whether packets carry a crc32 of their payload."""
     deterministic: bool = False
@@ -93,6 +96,11 @@ class PipelineConfig:
     def __post_init__(self) -> None:
         check_whole("--world", self.world_size, 1, MAX_RANKS)
         self.plan  # noqa: B018  checks the ranks against the steps
+        check_type("draft_on_request", self.draft_on_request, bool)
+        require(
+            self.draft is not None or not self.draft_on_request,
+            "draft_on_request needs a draft",
+        )
         if self.draft is not None:
             self._check_draft()
         check_whole("--threads", self.num_threads, 1, max_threads(), " on this machine")
@@ -134,8 +142,25 @@ class PipelineConfig:
 
     @property
     def plan(self) -> Layout | DraftPlan:
-        """The layout, or the draft plan if this is a draft."""
-        return self.layout if self.draft is None else self.draft_plan
+        """The layout, or the draft plan if every clip is a draft."""
+        return self.layout if self.draft is None or self.draft_on_request else self.draft_plan
+
+    @cached_property
+    def links(self) -> tuple[tuple[int, int], ...]:
+        """All pairs of ranks (from, to) that a clip can use, in order."""
+        drafts = self.draft_plan.links if self.draft_on_request else ()
+        return tuple(sorted({*self.plan.links, *drafts}))
+
+    @cached_property
+    def roles(self) -> tuple[Roles, ...]:
+        """The parts of the model that each rank can need."""
+        if not self.draft_on_request:
+            return self.plan.roles
+        return tuple(map(Roles.__or__, self.plan.roles, self.draft_plan.roles))
+
+    def is_draft(self, request: ClipRequest) -> bool:
+        """Whether the clip of `request` is a draft."""
+        return self.draft is not None and (request.draft or not self.draft_on_request)
 
     @cached_property
     def draft_plan(self) -> DraftPlan:
@@ -165,6 +190,7 @@ class PipelineConfig:
     def alone(self) -> PipelineConfig:
         """The same configuration with one rank."""
         plain: dict[str, Any] = {"split": "uniform", "replicas": 1, "decoders": 1, "draft": None}
+        plain["draft_on_request"] = False
         return replace(self, world_size=1, costs=Costs(), **plain)
 
     @property

@@ -151,7 +151,7 @@ def _measure(setup: _Setup) -> DecodeMemory:
     assert checkpoint is not None, "the dummy model decodes nothing"
     device = take_device(config, _as_last_rank(config))
     dtype = torch_dtype(config.model.dtype)
-    decoding = [roles for roles in config.plan.roles if roles.decode]
+    decoding = [roles for roles in config.roles if roles.decode]
     roles = Roles(
         encode=any(each.encode for each in decoding),
         denoise=any(each.denoise for each in decoding),
@@ -207,7 +207,7 @@ def _weights_of_others(config: PipelineConfig, checkpoint: Checkpoint, loaded: R
     from svdpp.models.svd.memory import estimate
 
     parts = estimate(checkpoint, config.model, config.sampling, device=config.device)
-    weights = [parts.of_rank(**asdict(roles)).weight_bytes for roles in config.plan.roles]
+    weights = [parts.of_rank(**asdict(roles)).weight_bytes for roles in config.roles]
     own = parts.of_rank(**asdict(loaded)).weight_bytes
     others = max(0, sum(weights) - own)
     return others + (config.world_size - 1) * CUDA_PROCESS_BYTES

@@ -117,7 +117,7 @@ def _process_bytes(config: PipelineConfig, rank: int) -> int:
     if config.device == "cpu":
         return bare_process_bytes()
     backend = process_group.choose_backend(config.device, config.world_size)
-    pairs = sum(rank in link for link in config.plan.links) if backend == "nccl" else 0
+    pairs = sum(rank in link for link in config.links) if backend == "nccl" else 0
     return CUDA_PROCESS_BYTES + pairs * _NCCL_PAIR_BYTES
 
 

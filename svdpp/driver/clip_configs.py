@@ -27,7 +27,10 @@ class ClipConfigs:
     def __init__(self, config: PipelineConfig, model_frames: int) -> None:
         self._config = config
         self._model_frames = model_frames
-        self._links = frozenset(config.plan.links)
+        self._links = frozenset(config.links)
+        self._base = config
+        if config.draft_on_request:  # another number of steps may not fit the draft's start steps
+            self._base = replace(config, draft=None, draft_on_request=False)
         self._with = lru_cache(_CONFIGS_KEPT)(self._new)
 
     def resolved(self, request: ClipRequest) -> ClipRequest:
@@ -45,6 +48,9 @@ class ClipConfigs:
             sampling = replace(sampling, decode_chunk_size=min(chunk, sampling.frames))
         if sampling == self._config.sampling:
             return replace(request, sampling=None)
+        num_steps, own = sampling.num_inference_steps, self._config.sampling.num_inference_steps
+        if self._config.is_draft(request) and num_steps != own:
+            raise RequestError(f"a draft of this pipeline has {own} steps, got {num_steps}")
         self._with(sampling)
         return replace(request, sampling=sampling)
 
@@ -75,14 +81,11 @@ class ClipConfigs:
         return route.resumed(request.done_steps) if request.done_steps else route
 
     def _new(self, sampling: SamplingConfig) -> PipelineConfig:
-        num_steps, own = sampling.num_inference_steps, self._config.sampling.num_inference_steps
-        if self._config.draft is not None and num_steps != own:
-            raise RequestError(f"a draft of this pipeline has {own} steps, got {num_steps}")
-        return replace(self._config, sampling=sampling)
+        return replace(self._base, sampling=sampling)
 
     def _can_take(self, route: Route) -> bool:
         pairs = {(part.rank, after.rank) for part, after in pairwise(route.ranges)}
-        roles = self._config.plan.roles
+        roles = self._config.roles
         return pairs <= self._links and all(
             roles[part.rank].denoise for part in route.ranges if part.num_steps
         )

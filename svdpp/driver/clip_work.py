@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +13,7 @@ from pydantic import ValidationError
 from svdpp.config import ClipRequest, PipelineConfig
 from svdpp.driver.clip_configs import ClipConfigs
 from svdpp.errors import RequestError
-from svdpp.plan.actions import Kind
+from svdpp.plan.actions import Action, Kind
 from svdpp.plan.draft import check_draft_schedule
 from svdpp.plan.schedule import Schedule, build_schedule, check_schedule
 from svdpp.worker.messages import ClipJob, Work
@@ -24,6 +26,8 @@ def schedule_clips(
 ) -> Schedule:
     """Each rank's actions for `requests`, whose clips are numbered from `first`.
 
+    A draft begins when the clips before it are done, and is done when those after it begin.
+
     Args:
         config: of the pipeline.
         configs: of the clips.
@@ -33,10 +37,32 @@ def schedule_clips(
     Raises:
         RequestError: a clip has no route through the pipeline.
     """
-    if config.draft is not None:
-        return config.draft_plan.schedule(range(first, first + len(requests)))
-    routes = [configs.route(clip, request) for clip, request in enumerate(requests, first)]
+    parts = [_schedule_group(config, configs, group) for group in _groups(config, requests, first)]
+    ranks = range(config.world_size)
+    return tuple(tuple(itertools.chain(*(part[rank] for part in parts))) for rank in ranks)
+
+
+def _groups(
+    config: PipelineConfig, requests: Sequence[ClipRequest], first: int
+) -> list[dict[int, ClipRequest]]:
+    """The requests by clip, cut where drafts begin or end."""
+    numbered = enumerate(requests, first)
+    groups = itertools.groupby(numbered, lambda pair: config.is_draft(pair[1]))
+    return [dict(group) for _, group in groups]
+
+
+def _schedule_group(
+    config: PipelineConfig, configs: ClipConfigs, group: Mapping[int, ClipRequest]
+) -> Schedule:
+    """Each rank's actions for clips that are all drafts, or all not."""
+    if _has_drafts(config, group):
+        return config.draft_plan.schedule(group)
+    routes = [configs.route(clip, request) for clip, request in group.items()]
     return build_schedule(routes, config.world_size)
+
+
+def _has_drafts(config: PipelineConfig, group: Mapping[int, ClipRequest]) -> bool:
+    return config.is_draft(next(iter(group.values())))
 
 
 def check_requests(
@@ -95,8 +121,8 @@ def work_messages(
     *,
     first: int,
     keeps_latents: bool,
-) -> dict[int, bytes]:
-    """The message for each rank that has actions, by rank.
+) -> dict[int, list[bytes]]:
+    """The messages for each rank that has actions, by rank.
 
     Args:
         config: of the pipeline.
@@ -112,34 +138,50 @@ def work_messages(
     """
     pairs = zip(requests, metadata, strict=True)
     jobs = [_job(first, index, request, each) for index, (request, each) in enumerate(pairs)]
-    keys = {job.clip: job.request.latents_key for job in jobs} if keeps_latents else {}
-    samplings = {job.clip: job.request.sampling for job in jobs}
-    schedule = schedule_clips(config, configs, requests, first)
-    if config.draft is None:
-        num_steps = map(configs.num_steps, requests)
-        check_schedule(schedule, dict(enumerate(num_steps, first)))
-    else:
-        check_draft_schedule(schedule, config.sampling.num_inference_steps)
-    messages = {}
-    for rank, actions in enumerate(schedule):
-        # Only these ranks need the requests, and the metadata of many clips would slow the start.
-        needed = {action.clip for action in actions if action.kind in (Kind.ENCODE, Kind.FINISH)}
-        clips = sorted({action.clip for action in actions})
-        work = Work(
-            actions=tuple(map(str, actions)),
-            jobs=tuple(job for job in jobs if job.clip in needed),
-            latents_keys={clip: key for clip in clips if (key := keys.get(clip)) is not None},
-            samplings={clip: own for clip in clips if (own := samplings[clip]) is not None},
-        )
-        if actions:
-            messages[rank] = work.to_bytes()
+    messages: defaultdict[int, list[bytes]] = defaultdict(list)
+    for group in _groups(config, requests, first):
+        is_draft = _has_drafts(config, group)
+        schedule = _schedule_group(config, configs, group)
+        if is_draft:
+            check_draft_schedule(schedule, config.sampling.num_inference_steps)
+        else:
+            num_steps = {clip: configs.num_steps(request) for clip, request in group.items()}
+            check_schedule(schedule, num_steps)
+        for rank, actions in enumerate(schedule):
+            if actions:
+                jobs_of_clips = {action.clip: jobs[action.clip - first] for action in actions}
+                work = _work(actions, jobs_of_clips, is_draft, keeps_latents)
+                messages[rank].append(work.to_bytes())
     return messages
+
+
+def _work(
+    actions: Sequence[Action], jobs: Mapping[int, ClipJob], is_draft: bool, keeps_latents: bool
+) -> Work:
+    """The work of one rank for `actions`, the jobs of whose clips are `jobs`."""
+    # Only these ranks need the requests, and the metadata of many clips would slow the start.
+    needed = {action.clip for action in actions if action.kind in (Kind.ENCODE, Kind.FINISH)}
+    requests = {clip: job.request for clip, job in sorted(jobs.items())}
+    keys = {clip: request.latents_key for clip, request in requests.items() if keeps_latents}
+    samplings = {clip: request.sampling for clip, request in requests.items()}
+    return Work(
+        actions=tuple(map(str, actions)),
+        jobs=tuple(jobs[clip] for clip in sorted(needed)),
+        latents_keys={clip: key for clip, key in keys.items() if key is not None},
+        samplings={clip: own for clip, own in samplings.items() if own is not None},
+        is_draft=is_draft,
+    )
 
 
 def _check_request(
     name: str, request: ClipRequest, config: PipelineConfig, num_steps: int, keeps_latents: bool
 ) -> None:
-    is_resumed = bool(request.done_steps) and config.draft is None
+    if request.draft and not config.draft_on_request:
+        raise RequestError(
+            f"{name} asks for a draft, but the pipeline makes none on request",
+            "give its PipelineConfig draft=... and draft_on_request=True",
+        )
+    is_resumed = bool(request.done_steps) and not config.is_draft(request)
     if request.image is None and not config.model.is_dummy and not is_resumed:
         raise RequestError(
             f"{name} has no image, which the model {config.model.name} needs",

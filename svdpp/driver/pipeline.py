@@ -103,8 +103,8 @@ class Pipeline(LaunchedPipeline):
         self._setup = RankSetup(
             config=self.config,
             checkpoint=self.checkpoint,
-            roles=self.config.plan.roles,
-            links=self.config.plan.links,
+            roles=self.config.roles,
+            links=self.config.links,
             tensor_folder=tensor_folder,
             latents_folder=latents_folder,
             profile_path=profile_path,
@@ -250,8 +250,9 @@ class Pipeline(LaunchedPipeline):
             with session.all_or_nothing():
                 handles = self._clips.add(asked, num_steps, for_results=for_results)
                 assert not handles or handles[0].clip == first, "submit was called within submit"
-                for rank, message in messages.items():
-                    self._entered.send(rank, message)
+                for rank, of_rank in messages.items():
+                    for message in of_rank:
+                        self._entered.send(rank, message)
             if self._history_clips is None:
                 self._requests += asked
         return handles

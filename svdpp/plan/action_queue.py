@@ -11,17 +11,14 @@ from svdpp.plan.actions import Action, Kind
 class ActionQueue:
     """One rank's actions, in the order in which it performs them.
 
-    With `joins`, a list that begins with a RECV joins the actions before it as if both had been
-    built as one list by `build_schedule`: that RECV moves before the work of the last clip, if this
-    work has not begun. So clips that are submitted one at a time overlap like those of one list.
-    The order of a rank's RECVs does not change.
-
-    Args:
-        joins: False keeps the order of the lists, as draft plans need it.
+    A list that joins and begins with a RECV is added as if it had been built as one list with the
+    one before by `build_schedule`: that RECV moves before the work of the last clip, if this work
+    has not begun. So clips that are submitted one at a time overlap like those of one list. The
+    order of a rank's RECVs does not change.
     """
 
-    def __init__(self, *, joins: bool = True) -> None:
-        self._joins = joins
+    def __init__(self) -> None:
+        self._joins = False
         self._actions: deque[Action] = deque()
         self._left: Counter[int] = Counter()
 
@@ -33,13 +30,20 @@ class ActionQueue:
         """Whether actions of `clip` are left."""
         return clip in self._left
 
-    def add(self, actions: Sequence[Action]) -> None:
-        """Adds a list of further clips."""
+    def add(self, actions: Sequence[Action], *, joins: bool = True) -> None:
+        """Adds a list of further clips.
+
+        Args:
+            actions: in order.
+            joins: whether it joins lists that join; the list of a draft plan does not.
+        """
         self._left.update(action.clip for action in actions)
-        joined = self._joins and self._actions and actions and actions[0].kind is Kind.RECV
-        if joined:
+        does_join = joins and self._joins
+        if does_join and self._actions and actions and actions[0].kind is Kind.RECV:
             self._actions.insert(self._start_of_last_work(), actions[0])
-        self._actions.extend(actions[1:] if joined else actions)
+            actions = actions[1:]
+        self._actions.extend(actions)
+        self._joins = joins
 
     def pop(self) -> Action:
         """Removes and returns the next action.

@@ -34,6 +34,14 @@ class Roles:
     denoise: bool
     decode: bool
 
+    def __or__(self, other: Roles) -> Roles:
+        """The parts of both."""
+        return Roles(
+            encode=self.encode or other.encode,
+            denoise=self.denoise or other.denoise,
+            decode=self.decode or other.decode,
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepShare:

@@ -17,15 +17,15 @@ class Inbox:
 
     Args:
         channel: to the parent.
-        joins: see `ActionQueue`.
     """
 
-    def __init__(self, channel: Channel, *, joins: bool) -> None:
+    def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._queue = ActionQueue(joins=joins)
+        self._queue = ActionQueue()
         self._new: list[Work] = []
         self._now: int | None = None
         self._cancelled: set[int] = set()
+        self._drafts: set[int] = set()
         self._is_stopped = False
 
     def actions(self, expect: Callable[[Work], None], rest: Callable[[], None]) -> Iterator[Action]:
@@ -49,6 +49,7 @@ class Inbox:
             yield action
             if not self._queue.holds(action.clip):
                 self._cancelled.discard(action.clip)
+                self._drafts.discard(action.clip)
             self._now = None
 
     def is_cancelled(self, clip: int) -> bool:
@@ -56,6 +57,10 @@ class Inbox:
         while self._receive(0):
             pass
         return clip in self._cancelled
+
+    def is_draft(self, clip: int) -> bool:
+        """Whether `clip`, which has actions left, is a draft."""
+        return clip in self._drafts
 
     def _receive_all(self, expect: Callable[[Work], None]) -> None:
         while self._receive(0):
@@ -71,7 +76,10 @@ class Inbox:
         match parse_command(message):
             case Work() as work:
                 self._new.append(work)
-                self._queue.add(work.parsed())
+                actions = work.parsed()
+                self._queue.add(actions, joins=not work.is_draft)
+                if work.is_draft:
+                    self._drafts.update(action.clip for action in actions)
             case Cancel(clip=clip) if clip == self._now or self._queue.holds(clip):
                 self._cancelled.add(clip)
             case Stop():

@@ -41,6 +41,8 @@ class Work(_Message):
     """By clip, for those with latent checkpoints to write or read."""
     samplings: dict[int, SamplingConfig] = Field(default_factory=dict)
     """By clip, for those with sampling parameters of their own; resolved."""
+    is_draft: bool = False
+    """Whether the clips are drafts."""
 
     def parsed(self) -> list[Action]:
         """The actions as values."""

@@ -85,11 +85,17 @@ def rank_main(context: RankContext, setup: RankSetup) -> None:
 def _serve(
     context: RankContext, setup: RankSetup, device: torch.device, reporter: Reporter
 ) -> None:
-    inbox = Inbox(context.channel, joins=setup.config.draft is None)
-    stage = _prepare(context, setup, device, reporter, inbox)
-    for action in inbox.actions(stage.expect, stage.rest):
-        stage.perform(action)
-    stage.finish()
+    inbox = Inbox(context.channel)
+    stages = _prepare(context, setup, device, reporter, inbox)
+
+    def rest() -> None:
+        for stage in stages.values():
+            stage.rest()
+
+    for action in inbox.actions(lambda work: stages[work.is_draft].expect(work), rest):
+        stages[inbox.is_draft(action.clip)].perform(action)
+    for stage in stages.values():
+        stage.finish()
 
 
 def _prepare(
@@ -98,8 +104,12 @@ def _prepare(
     device: torch.device,
     reporter: Reporter,
     inbox: Inbox,
-) -> PipelineStage:
-    """Does everything before the first action; reports `Joined` when this rank's links are open."""
+) -> dict[bool, PipelineStage]:
+    """Does everything before the first action; reports `Joined` when this rank's links are open.
+
+    Returns:
+        The stages, by whether their clips are drafts.
+    """
     config, rank = setup.config, context.world.rank
     conditions = conditions_of(config, setup.checkpoint, str(device))
     reporter.send(Started(device=str(device), uuid=gpu_uuid(str(device)), conditions=conditions))
@@ -118,7 +128,7 @@ def _prepare(
     ahead = context.clock.monotonic_ahead
     reporter.send(Joined(device=str(device), load_seconds=load_seconds, clock_ahead=ahead))
     reporter.at(None)
-    return _new_stage(context, setup, model, transport, reporter, inbox, conditions)
+    return _new_stages(context, setup, model, transport, reporter, inbox, conditions)
 
 
 def _connected(
@@ -138,7 +148,7 @@ def _connected(
     return transport
 
 
-def _new_stage(
+def _new_stages(
     context: RankContext,
     setup: RankSetup,
     model: VideoModel,
@@ -146,7 +156,7 @@ def _new_stage(
     reporter: Reporter,
     inbox: Inbox,
     conditions: dict[str, Any],
-) -> PipelineStage:
+) -> dict[bool, PipelineStage]:
     config, folder, rank = setup.config, setup.latents_folder, context.world.rank
     tensor_store = _tensor_store(context, setup, reporter)
     clip_writer = ClipWriter(
@@ -165,8 +175,9 @@ def _new_stage(
         folder=Path(setup.output_folder) if setup.output_folder else None,
     )
     profiler = _profiler(setup, rank, str(model.device))
+    stages: dict[bool, PipelineStage] = {}
     if config.draft is not None:
-        return DraftStage(
+        stages[True] = DraftStage(
             rank,
             model,
             transport,
@@ -179,20 +190,22 @@ def _new_stage(
             profiler=profiler,
             fault=setup.fault,
         )
-    return PipelineStage(
-        rank,
-        model,
-        transport,
-        clip_writer,
-        reporter,
-        config.sampling,
-        is_cancelled=inbox.is_cancelled,
-        checkpoints=LatentCheckpoints(Path(folder), conditions) if folder else None,
-        tensor_store=tensor_store,
-        profiler=profiler,
-        fault=setup.fault,
-        read_photo=_from_rank_0(context.fetch, reporter) if context.fetch else from_disk,
-    )
+    if config.draft is None or config.draft_on_request:
+        stages[False] = PipelineStage(
+            rank,
+            model,
+            transport,
+            clip_writer,
+            reporter,
+            config.sampling,
+            is_cancelled=inbox.is_cancelled,
+            checkpoints=LatentCheckpoints(Path(folder), conditions) if folder else None,
+            tensor_store=tensor_store,
+            profiler=profiler,
+            fault=setup.fault,
+            read_photo=_from_rank_0(context.fetch, reporter) if context.fetch else from_disk,
+        )
+    return stages
 
 
 def _from_rank_0(fetch: Callable[[], bytes], reporter: Reporter) -> ReadPhoto:

@@ -15,7 +15,7 @@ def _work(clip: int) -> Work:
 
 def test_cancellations_are_taken_between_steps_and_forgotten_with_their_clips() -> None:
     ours, theirs = multiprocessing.Pipe()
-    parent, inbox = PipeChannel(ours), Inbox(PipeChannel(theirs), joins=True)
+    parent, inbox = PipeChannel(ours), Inbox(PipeChannel(theirs))
     expected: list[Work] = []
     rests: list[int] = []
     actions = inbox.actions(expected.append, lambda: rests.append(len(expected)))
