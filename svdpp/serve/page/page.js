@@ -114,10 +114,13 @@ function renderList(parent, items, keyOf, create, update) {
   });
 }
 
-/** Moves the keyboard's focus from a node that goes to its neighbour, or else to the clips. */
+/** Moves the keyboard's focus from a node that goes to its neighbour, or else to their section. */
 function focusNear(node) {
-  const neighbour = (node.nextElementSibling ?? node.previousElementSibling)?.querySelector("button, a");
-  (neighbour ?? $("clips")).focus();
+  const section = node.closest("section, form");
+  const neighbour = (node.nextElementSibling ?? node.previousElementSibling)?.querySelector("button");
+  // In the queue, whose rows end by themselves, a key pressed too late would cancel the next clip.
+  const next = section.id === "queue" ? null : neighbour;
+  (next ?? (section.id === "new" ? $("files") : section)).focus({ preventScroll: true });
 }
 
 /** Shows a message for a while and has a screen reader say it. */
@@ -618,13 +621,11 @@ function renderQueue(open) {
 
 /** The median of (actual - promised) / promised, in words. */
 function etaErrorText(error) {
-  const median = error?.median;
-  if (median === undefined || median === null) return "";
-  const percent = Math.round(100 * median);
-  let words = `${Math.abs(percent)}% ${percent > 0 ? "later" : "earlier"} than promised`;
-  if (percent === 0) words = "as promised";
-  else if (percent > 200) words = `${Math.round(1 + median)} times later than promised`;
-  return `clips finish ${words}`;
+  if (!error || error.clips < 3) return ""; // the first promises know no measured times
+  const percent = Math.round(100 * error.median);
+  if (percent === 0) return "clips finish as promised";
+  if (percent > 100) return `clips take ${Math.round(1 + error.median)} times as long as promised`;
+  return `clips finish ${Math.abs(percent)}% ${percent > 0 ? "later" : "earlier"} than promised`;
 }
 
 /** Seconds until a clip is finished, counted down between two answers. */
@@ -857,18 +858,23 @@ function playing({ player, toggle, fault }, screen, id, title) {
       fault.hidden = false;
       return null;
     });
-    if (loaded) player.src = loaded;
   };
   const apply = async () => {
     if (visible) await load();
+    if (visible && loaded && !player.src) player.src = loaded;
     if (visible && wanted) player.play().catch(() => {});
     else player.pause();
+    if (!visible && player.src) unload();
   };
+  // Browsers have a limit of some dozens of loaded videos on a page.
+  const unload = () => { player.removeAttribute("src"); player.load(); };
   player.addEventListener("play", show);
   player.addEventListener("pause", show);
   player.addEventListener("error", () => {
     setText(fault, "The clip could not be loaded or played.");
     fault.hidden = false;
+    unload();
+    release(loaded);
     loaded = null;
   });
   player.card = { see(value) { visible = value; apply(); } };
@@ -877,7 +883,7 @@ function playing({ player, toggle, fault }, screen, id, title) {
   return {
     play(value) { wanted = value; apply(); },
     retry() { if (!fault.hidden) { loaded = null; apply(); } },
-    forget() { watcher.unobserve(player); player.pause(); release(loaded); player.removeAttribute("src"); },
+    forget() { watcher.unobserve(player); unload(); release(loaded); },
   };
 }
 
