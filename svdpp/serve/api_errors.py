@@ -25,6 +25,7 @@ from svdpp.errors import (
 )
 from svdpp.redaction import redact, redact_all
 from svdpp.serve.schemas import ErrorAnswer
+from svdpp.serve.upload import DecoderBusyError
 
 #: Kind of the error, for people, by status.
 _TYPES: Mapping[int, str] = {
@@ -42,7 +43,9 @@ _RAISED: Sequence[tuple[type[SvdppError], int, str]] = (
     (RequestError, 422, "invalid_request"),
     (ClosedError, 503, "closing"),
     (OutputError, 503, "storage_failed"),
+    (DecoderBusyError, 503, "decoder_busy"),
 )
+_RETRY_SECONDS = 10
 
 
 class ApiError(SvdppError):
@@ -103,7 +106,8 @@ def as_api_error(error: SvdppError) -> ApiError:
     for kind, status, code in _RAISED:
         if isinstance(error, kind):
             message, hint = _without_options(error.message), _without_options(error.hint)
-            return ApiError(status, code, message, hint, details=error.details)
+            headers = {"Retry-After": str(_RETRY_SECONDS)} if status == 503 else {}
+            return ApiError(status, code, message, hint, details=error.details, headers=headers)
     return ApiError(500, "internal_error", error.message, error.hint, details=error.details)
 
 

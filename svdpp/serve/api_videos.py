@@ -157,17 +157,15 @@ def get_content(
     variant: Annotated[_Kind, Query(description="The exact clip, or its draft.")] = "video",
 ) -> FileResponse:
     """The clip as mp4; takes Range requests."""
-    if variant == "draft":
-        service.job(id, owner)
-        raise ApiError(404, "no_draft", "the video has no draft")
-    job = service.completed(id, owner)
-    path = service.clip_path(job)
+    job = service.job(id, owner) if variant == "draft" else service.completed(id, owner)
+    path = service.clip_path(job, is_draft=variant == "draft")
     if not path.is_file():
-        raise ApiError(404, "no_content", "the clip has no file")
+        what = "the video has no draft" if variant == "draft" else "the video has no file"
+        raise ApiError(404, f"no_{'draft' if variant == 'draft' else 'content'}", what)
     return FileResponse(
         path,
         media_type="video/mp4",
-        filename=f"{job.id}.mp4",
+        filename=path.name,
         content_disposition_type="inline",
         headers={"Cache-Control": "private, max-age=3600, immutable"},
     )

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from svdpp.config import SamplingConfig
+from svdpp.config import OutputConfig, SamplingConfig
 from svdpp.media import output_files
 from svdpp.serve.api_errors import ApiError
 from svdpp.serve.engine import Engine
@@ -268,9 +268,10 @@ class Service:
             place=None if estimate is None else estimate.place or 0,
         )
 
-    def clip_path(self, job: Job) -> Path:
-        """The file of a completed clip."""
-        return self.folder / CLIPS / f"{job.id}.mp4"
+    def clip_path(self, job: Job, *, is_draft: bool = False) -> Path:
+        """The file of a clip, or of its draft; it may not exist."""
+        clip = OutputConfig(path=str(self.folder / CLIPS / f"{job.id}.mp4"))
+        return Path((clip.draft if is_draft else clip).path)
 
     def completed(self, id: str, owner: Owner) -> Job:
         """The job of that id, if it is completed.

@@ -236,6 +236,9 @@ def test_a_clip_of_the_demo_model_from_end_to_end(tmp_path: Path) -> None:
         assert server.client.get(path, headers=again).status_code in (200, 304)
         beyond = {"Range": f"bytes={len(whole.content)}-"}
         assert server.client.get(path, headers=beyond).status_code == 416
+        error_of(server.client.get(f"{path}?variant=draft"), 404, "no_draft")
+        (server.folder / "clips" / f"{id}.draft.mp4").write_bytes(b"a draft")
+        assert server.client.get(f"{path}?variant=draft").content == b"a draft"
         assert metadata["seed"] == 3
         assert metadata["file_sha256"] == file_sha256(tmp_path / "data" / "clips" / f"{id}.mp4")
         wait(lambda: server.video(id)["proof"] == "equal", HANG_SECONDS, lambda: server.err)
@@ -324,6 +327,18 @@ def test_a_killed_server_loses_nothing(tmp_path: Path) -> None:
     with HttpServer(tmp_path / "data", *QUICK) as server:
         done = [server.wait_for(id, "completed") for id in ids]
     assert len({video["id"] for video in done}) == 5
+
+
+@pytest.mark.processes
+def test_old_clips_are_removed_with_their_rows(tmp_path: Path) -> None:
+    with HttpServer(tmp_path / "data", *QUICK, "--keep-days", "1") as server:
+        server.wait_ready()
+        (id,) = server.add()
+        video = server.wait_for(id, "completed")
+        assert video["expires_at"] - video["completed_at"] == 86400
+    with HttpServer(tmp_path / "data", *QUICK, "--keep-days", "0.00001") as server:
+        wait(lambda: server.client.get(f"/v1/videos/{id}").status_code == 404, HANG_SECONDS)
+    assert not [path for path in (tmp_path / "data").rglob("*") if id in path.name]
 
 
 @pytest.mark.processes

@@ -1,0 +1,61 @@
+"""How errors of other layers are answered."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+pytest.importorskip("fastapi")
+
+from svdpp.errors import (
+    ClosedError,
+    InputError,
+    OutOfMemoryError,
+    OutputError,
+    RankError,
+    RequestError,
+    SvdppError,
+)
+from svdpp.serve.api_errors import ApiError, as_api_error, error_answer
+from svdpp.serve.upload import DecoderBusyError
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (RequestError("x"), 422, "invalid_request"),
+        (InputError("x"), 422, "invalid_image"),
+        (OutOfMemoryError("x"), 422, "too_large_for_memory"),
+        (OutputError("x"), 503, "storage_failed"),
+        (ClosedError("x"), 503, "closing"),
+        (DecoderBusyError("x"), 503, "decoder_busy"),
+        (RankError("x"), 500, "internal_error"),
+        (ApiError(404, "video_not_found", "x"), 404, "video_not_found"),
+    ],
+    ids=repr,
+)
+def test_status_and_code(error: SvdppError, status: int, code: str) -> None:
+    found = as_api_error(error)
+
+    assert (found.status, found.code) == (status, code)
+    assert ("Retry-After" in found.headers) == (status == 503)
+
+
+def test_options_of_the_command_line_are_named_as_the_api_names_them() -> None:
+    error = as_api_error(
+        RequestError("--motion-bucket-id must be 0 to 9", "use --steps 4 or --frames 2")
+    )
+    assert error.message == "motion_bucket_id must be 0 to 9"
+    assert error.hint == "use steps 4 or frames 2"
+
+
+def test_an_answer_hides_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/alice")
+    monkeypatch.setenv("HF_TOKEN", "a-secret-of-the-hub")
+    error = OutputError("'/home/alice/data' is full", details={"why": "a-secret-of-the-hub"})
+    body = json.loads(bytes(error_answer(as_api_error(error)).body))
+
+    assert body["error"]["message"] == "'~/data' is full"
+    assert body["error"]["details"] == {"why": "***"}
+    assert body["error"]["type"] == "unavailable_error"
