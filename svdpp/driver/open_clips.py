@@ -119,8 +119,10 @@ class OpenClips:
     def advance(self, clip: int, rank: int, steps_done: int | None = None) -> None:
         """Notes that `rank` works on `clip`, with so many steps done; None: as many as before."""
         handle = self._open.get(clip)
-        if handle is not None:
-            done = handle.progress.steps_done if steps_done is None else steps_done
+        if handle is None:
+            return
+        done = handle.progress.steps_done if steps_done is None else steps_done
+        if done >= handle.progress.steps_done:  # the events of two ranks can arrive out of order
             handle.progress = replace(handle.progress, steps_done=done, rank=rank)
 
     def cancel(self, handle: ClipHandle) -> bool:
