@@ -68,9 +68,7 @@ class ClipEvents:
             case ClipDone():
                 self._finish(event)
             case ClipDropped():
-                request = self._clips.drop(event.clip)
-                if request is not None:
-                    self._files.settled(request, is_finished=True)
+                self._drop(event.clip)
             case ClipFailed():
                 request = self._clips.request(event.clip)
                 if request is not None:
@@ -86,12 +84,18 @@ class ClipEvents:
 
     def _finish(self, done: ClipDone) -> None:
         request = self._clips.request(done.clip)
-        if request is None:
-            return  # already lost
+        if request is None:  # already lost, or cancelled
+            self._drop(done.clip)
+            return
         if done.metadata.get("exact") is False:
             self.cancel(done.clip)  # an accepted draft: the rest of the exact clip is not needed
         self._files.settled(request, is_finished=True)
         self._clips.finish(done.clip, done.metadata)
+
+    def _drop(self, clip: int) -> None:
+        request = self._clips.drop(clip)
+        if request is not None:
+            self._files.settled(request, is_finished=True)
 
     def _image_bytes(self, clip: int) -> bytes:
         """The image of `clip`, for a rank on another host; empty if it can no longer be read."""

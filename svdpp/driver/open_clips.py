@@ -32,8 +32,8 @@ class OpenClips:
         # The clips that `results` yields: unfinished, and finished but not taken.
         self._awaited: set[int] = set()
         self._finished: dict[int, ClipHandle] = {}
-        # Unfinished clips that a caller has cancelled.
-        self._cancelled: set[int] = set()
+        # The requests of cancelled clips of which the ranks have not let go.
+        self._cancelled: dict[int, ClipRequest] = {}
         self._end: BaseException | None = None
         self._unfinished: list[ClipHandle] = []
         self._finisher: threading.Thread | None = None
@@ -119,8 +119,10 @@ class OpenClips:
     def advance(self, clip: int, rank: int, steps_done: int | None = None) -> None:
         """Notes that `rank` works on `clip`, with so many steps done; None: as many as before."""
         handle = self._open.get(clip)
-        if handle is not None:
-            done = handle.progress.steps_done if steps_done is None else steps_done
+        if handle is None:
+            return
+        done = handle.progress.steps_done if steps_done is None else steps_done
+        if done >= handle.progress.steps_done:  # the events of two ranks can arrive out of order
             handle.progress = replace(handle.progress, steps_done=done, rank=rank)
 
     def cancel(self, handle: ClipHandle) -> bool:
@@ -129,8 +131,7 @@ class OpenClips:
             if handle.clip not in self._open:
                 return handle.cancelled()
             has_begun = handle.progress.rank is not None
-            if has_begun:
-                self._cancelled.add(handle.clip)
+            self._cancelled[handle.clip] = handle.request
         self._tell_ranks(handle.clip)
         if not has_begun:
             self._end_cancelled(handle.clip)
@@ -140,9 +141,13 @@ class OpenClips:
         """Ends `clip` as cancelled if a caller has cancelled it: all ranks have let go of it.
 
         Returns:
-            Its request; None if it was not cancelled, or has ended before.
+            Its request; None if it was not cancelled.
         """
-        return self._end_cancelled(clip) if clip in self._cancelled else None
+        with self._changed:
+            request = self._cancelled.pop(clip, None)
+        if request is not None:
+            self._end_cancelled(clip)
+        return request
 
     def end(self, error: BaseException) -> None:
         """Sets `error` for every unfinished clip, and refuses further ones; the first call counts.
@@ -200,13 +205,12 @@ class OpenClips:
             elif is_finished and clip in self._awaited:
                 self._finished[clip] = handle
             self._awaited.discard(clip)
-            self._cancelled.discard(clip)
+            if error is not None or is_finished:
+                self._cancelled.pop(clip, None)
             self._changed.notify_all()
         return handle
 
-    def _end_cancelled(self, clip: int) -> ClipRequest | None:
+    def _end_cancelled(self, clip: int) -> None:
         handle = self._settle(clip)
-        if handle is None:
-            return None
-        handle.end_cancelled()
-        return handle.request
+        if handle is not None:
+            handle.end_cancelled()
