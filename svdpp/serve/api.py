@@ -57,6 +57,7 @@ def create_app(
         description=_ABOUT,
         docs_url=None,  # their scripts come from another host
         redoc_url=None,
+        redirect_slashes=False,
         responses=documented(401 if owner_of is not None else 403, 405, 413, 422),
     )
     app.state.service = service

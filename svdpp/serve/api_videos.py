@@ -24,6 +24,8 @@ from svdpp.serve.service import Owner, Service
 #: Requests that wait for a decoder or for the ranks; each has a thread, so that others never wait
 #: for one of the pool's.
 _WAITERS = 256
+#: Event streams that are open at the same time.
+MAX_STREAMS = 1000
 
 _Kind = Literal["video", "draft"]
 _T = TypeVar("_T")
@@ -189,17 +191,28 @@ def verify_video(id: str, service: Served, owner: Owned) -> Video:
     return service.verify(id, owner)
 
 
-def _visible(id: str, service: Served, owner: Owned) -> Job:
-    return service.job(id, owner)
+def _followed(id: str, service: Served, owner: Owned) -> Job:
+    """The job, before the answer begins: afterwards no error can be answered."""
+    job = service.job(id, owner)
+    if service.events.num_subscribers >= MAX_STREAMS:
+        raise ApiError(
+            503,
+            "too_many_streams",
+            f"{MAX_STREAMS} clients follow clips already",
+            f"GET /v1/videos/{id} says the same",
+            details={"limit": MAX_STREAMS},
+            headers={"Retry-After": "10"},
+        )
+    return job
 
 
 @routes.get(
     "/v1/videos/{id}/events",
     response_class=EventSourceResponse,
-    responses=documented(404),
+    responses=documented(404, 503),
 )
 async def follow_video(
-    job: Annotated[Job, Depends(_visible)], service: Served, last_id: LastEventId
+    job: Annotated[Job, Depends(_followed)], service: Served, last_id: LastEventId
 ) -> AsyncIterator[ServerSentEvent]:
     """The video's state as server-sent events, on every change; ends after a final state.
 

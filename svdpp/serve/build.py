@@ -15,6 +15,7 @@ from svdpp.driver.supervisor import Observer
 from svdpp.launch import process_group
 from svdpp.launch.world import find_world
 from svdpp.media import output_files, video
+from svdpp.models.checkpoint import Checkpoint
 from svdpp.plan.costs import Costs
 from svdpp.serve.api import create_app
 from svdpp.serve.engine import Engine
@@ -61,7 +62,7 @@ class ServerSettings:
 
 
 def check_config(config: PipelineConfig) -> PipelineConfig:
-    """`config`, resolved, once nothing is known that would keep its ranks from starting.
+    """Checks what could keep the ranks from starting; returns `config`, resolved.
 
     Raises:
         RequestError: devices are missing.
@@ -142,7 +143,7 @@ def _service(settings: ServerSettings, folder: Path, store: JobStore) -> Service
         engine=engine,
         events=events,
         metrics=metrics,
-        offer=_offer(settings),
+        offer=_offer(settings, engine.checkpoint),
         gate=ClipGate(engine.config, engine.checkpoint),
         prover=Prover(
             store,
@@ -171,10 +172,8 @@ def _owner_check(keys: Keys) -> KeyCheck:
     return owner_of
 
 
-def _offer(settings: ServerSettings) -> Offer:
-    sampling = settings.config.sampling
-    return Offer(
-        model=settings.config.model.name,
-        sampling=sampling,
-        sizes=settings.sizes,
-    )
+def _offer(settings: ServerSettings, checkpoint: Checkpoint | None) -> Offer:
+    name = settings.config.model.name
+    if checkpoint is not None and checkpoint.fingerprint is not None:
+        name = checkpoint.folder.name  # clients need not know where it is
+    return Offer(model=name, sampling=settings.config.sampling, sizes=settings.sizes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import resource
 import signal
 import socket
 import threading
@@ -33,6 +34,7 @@ _KEEP_ALIVE_SECONDS = 15
 # For answers that are being sent when the last clip is finished.
 _SHUTDOWN_SECONDS = 5
 _SWEEP_SECONDS = 60.0
+_MAX_FILES = 16384
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +89,7 @@ class Server:
         Raises:
             SvdppError: why the engine gave up.
         """
+        _allow_connections()
         with self._signals():
             for part in (self._watch, self._keep_in_limits):
                 threading.Thread(target=part, name=part.__name__, daemon=True).start()
@@ -152,6 +155,14 @@ class Server:
                     service.events.forget(id)
             except OutputError as error:
                 logger.error("old clips cannot be removed: {}", error)
+
+
+def _allow_connections() -> None:
+    """Raises the limit of open files, which is often 1024, to what an administrator allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 class _Http(uvicorn.Server):
