@@ -220,7 +220,19 @@ def test_a_refusal_is_shown_where_it_can_be_corrected(page: Page, tmp_path: Path
     assert page.all("#queue-list .row") == []
 
 
-def test_a_running_clip_is_cancelled_and_made_again(page: Page, server: HttpServer) -> None:
+@pytest.fixture
+def quick(driver: Any, tmp_path: Path) -> Iterator[tuple[Page, HttpServer]]:
+    """The page of a server whose clips take as long as their steps ask for, and have no file."""
+    with HttpServer(tmp_path / "data", *QUICK) as server:
+        page = Page(driver, server.url)
+        page.open()
+        page.wait_text("#state", "Ready")
+        yield page, server
+        assert page.complaints() == []
+
+
+def test_a_running_clip_is_cancelled_and_made_again(quick: tuple[Page, HttpServer]) -> None:
+    page, server = quick
     page.choose(PHOTOS[2])
     page.fill("steps", 1000)
     page.one("#make").click()

@@ -1300,12 +1300,10 @@ function showRefusal(error, photo) {
     $("new").querySelector("[aria-invalid=true]").focus();
     return true;
   }
-  if ([401, 429, 500, 503].includes(error.status) || error.code === "too_large_for_memory") {
-    showFormError(error.words);
-    return true;
-  }
-  photo.error = error.words;
-  return false;
+  const isAboutPhoto = error.code === "invalid_image" || [408, 413, 415].includes(error.status);
+  if (isAboutPhoto) photo.error = error.words;
+  else showFormError(error.words);
+  return !isAboutPhoto;
 }
 
 /** [field, words] of each setting that the server refuses. */
