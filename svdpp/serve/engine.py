@@ -89,7 +89,7 @@ class Engine:
         self.last_error: BaseException | None = None
         """What ended the ranks last; None since the latest finished clip."""
         self.fatal: BaseException | None = None
-        """What ended the engine for good: a launcher starts its ranks only once."""
+        """What ended the engine for good, such as ranks of a launcher that have died."""
         self._store = store
         self._observers = tuple(observers)
         self._orders = ClipOrders(self.config, self.checkpoint, folder)
@@ -223,20 +223,29 @@ class Engine:
     # --- one pipeline after the other, in the engine's thread ------------------------------------
 
     def _run(self) -> None:
-        while not self._is_closing():
-            try:
-                self._serve()
-            except Exception as error:
-                if self._is_closing():
-                    break
-                self.last_error = error
-                self._feed.put_back_all(error, self._blamed(error))
-                if find_world() is not None:
-                    self._become("restarting")
-                    self.fatal = error
-                    logger.error("the ranks ended: {}", error)
-                    break
-                self._wait_for_restart(error)
+        try:
+            while not self._is_closing():
+                try:
+                    self._serve()
+                except Exception as error:
+                    if not self._is_closing():
+                        self._recover(error)
+        except Exception as error:
+            self.fatal = error
+            logger.opt(exception=error).error("the engine ended: {}", error)
+
+    def _recover(self, error: Exception) -> None:
+        """Puts the clips back and waits for the restart, after `error` has ended the ranks.
+
+        Raises:
+            Exception: `error`, if a launcher has started the ranks: it does so only once.
+        """
+        self._become("restarting")
+        self.last_error = error
+        self._feed.put_back_all(error, self._blamed(error))
+        if find_world() is not None:
+            raise error
+        self._wait_for_restart(error)
 
     def _serve(self) -> None:
         """One pipeline, from its start to its end.
@@ -290,7 +299,6 @@ class Engine:
         self.restarts += 1
         seconds, self._back_off = self._back_off, min(2 * self._back_off, _MAX_BACK_OFF)
         self._retry_at = time.monotonic() + seconds
-        self._become("restarting")
         logger.error("the ranks ended, and start again in {:g} s: {}", seconds, error)
         with self._changed:
             self._changed.wait_for(self._is_closing, seconds)

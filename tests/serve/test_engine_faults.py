@@ -18,6 +18,7 @@ import pytest
 from svdpp.config import ClipRequest
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import OutOfMemoryError, OutputError
+from svdpp.launch.world import World
 from svdpp.serve.job import JobState
 from tests.driver.dummies import HANG_SECONDS
 from tests.faults.processes import wait_until
@@ -242,3 +243,24 @@ def test_ranks_that_cannot_start_are_tried_again(
         (job_id,) = service.add(1)
         assert service.wait_final([job_id])[0].attempts == 0
         assert service.engine.restarts == 2
+
+
+def test_ranks_of_a_launcher_that_die_end_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = dummy_config(1, step_seconds=0.1)
+    monkeypatch.setattr("svdpp.serve.engine.find_world", lambda: World(**_ONE_RANK))
+    with serving(tmp_path, config) as service:
+        (job_id,) = service.add(1)
+        service.wait_for_step(job_id, 2)
+        service.kill(0)
+        service.wait(lambda: service.engine.fatal is not None, "it goes on")
+        assert "SIGKILL" in str(service.engine.fatal)
+        assert service.engine.live_ranks == 0
+        assert service.job(job_id).state is JobState.QUEUED
+    monkeypatch.undo()
+    with serving(tmp_path, config) as service:
+        assert service.wait_final([job_id])[0].state is JobState.COMPLETED
+
+
+_ONE_RANK: dict[str, Any] = {"rank": 0, "local_rank": 0, "size": 1, "local_size": 1}
