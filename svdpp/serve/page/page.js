@@ -40,6 +40,7 @@ const state = {
   moreWaiting: false, // than the list has
   models: null,
   videos: new Map(), // by id
+  numSeen: 0,
   removed: new Set(), // ids, against answers that were on their way
   tints: new Map(), // by id
   busy: new Map(), // id -> what the page has asked for it and not got yet
@@ -325,7 +326,7 @@ async function readList() {
     else if (video.status === "in_progress" || (isOpen(video) && !answers[1].has_more)) unclear.push(video.id);
   }
   // In the order of their requests, so that neighbours have different colours.
-  for (const video of [...found.values()].sort((a, b) => a.created_at - b.created_at)) {
+  for (const video of [...found.values()].reverse().sort((a, b) => a.created_at - b.created_at)) {
     takeVideo(video, { quietly: !state.listed });
   }
   for (const id of unclear.slice(0, 10)) await readVideo(id);
@@ -348,7 +349,7 @@ async function readVideo(id) {
 async function readOlder() {
   const answer = await get(`/v1/videos?limit=${PAGE_CLIPS}&order=desc&after=${state.lastId}`);
   state.lastId = answer.last_id ?? state.lastId;
-  for (const video of answer.data) takeVideo(video, { quietly: true });
+  for (const video of answer.data.reverse()) takeVideo(video, { quietly: true });
   state.allRead = !answer.has_more;
   state.hasOlder = answer.has_more;
 }
@@ -359,7 +360,7 @@ function takeVideo(video, { quietly = false } = {}) {
   const old = state.videos.get(video.id);
   if (old && !isOpen(old) && isOpen(video)) return; // an answer that was overtaken
   video.eta_at = now();
-  video.index = old?.index ?? state.videos.size;
+  video.index = old?.index ?? state.numSeen++; // orders those of one second
   state.videos.set(video.id, video);
   tintOf(video.id);
   if (!isOpen(video)) endStream(video.id);
@@ -1338,8 +1339,8 @@ function showFieldError(name, words) {
   label.append(make("span", { className: "error", id, role: "alert", textContent: words }));
   setAttribute(input, "aria-invalid", "true");
   setAttribute(input, "aria-describedby", id);
-  const details = label.closest("details");
-  if (details) details.open = true;
+  const folded = label.closest("details");
+  if (folded) folded.open = true;
 }
 
 function clearFieldError(input) {
