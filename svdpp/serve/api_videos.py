@@ -114,12 +114,8 @@ def list_videos(
     status: Annotated[JobState | None, Query(description="Only videos of this status.")] = None,
 ) -> VideoPage:
     """The videos of this key, the newest first."""
-    if after is not None:
-        service.job(after, owner)  # 404 for one that does not exist
-    found = service.store.page(
-        owner=owner.name, limit=limit + 1, after=after, order=order, state=status
-    )
-    videos = [service.video(job) for job in found[:limit]]
+    found = service.videos(owner, limit=limit + 1, after=after, order=order, status=status)
+    videos = found[:limit]
     return VideoPage(
         data=videos,
         first_id=videos[0].id if videos else None,

@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from svdpp.config import OutputConfig, SamplingConfig
 from svdpp.media import output_files
@@ -267,6 +267,44 @@ class Service:
             eta_seconds=eta,
             place=None if estimate is None else estimate.place or 0,
         )
+
+    def videos(
+        self,
+        owner: Owner,
+        *,
+        limit: int,
+        after: str | None,
+        order: Literal["asc", "desc"],
+        status: JobState | None,
+    ) -> list[Video]:
+        """The views of an owner's jobs, by the time of their requests.
+
+        Args:
+            owner: of the jobs.
+            limit: of their number.
+            after: id of the last one of the page before.
+            order: `asc` begins with the oldest.
+            status: of the views; None: any.
+
+        Raises:
+            ApiError: there is no job `after`.
+        """
+        begin = None if after is None else self.job(after, owner).created_at
+        jobs = self.store.page(
+            owner=owner.name, limit=limit, after=after, order=order, state=status
+        )
+        if status in (JobState.QUEUED, JobState.IN_PROGRESS):
+            # Of the few that the ranks have, those that none has begun are queued.
+            held = [
+                job
+                for job in self.store.running()
+                if job.owner == owner.name
+                and (begin is None or (job.created_at > begin) == (order == "asc"))
+            ]
+            jobs = held + (jobs if status is JobState.QUEUED else [])
+            jobs.sort(key=lambda job: job.created_at, reverse=order == "desc")
+        views = [self.video(job) for job in jobs]
+        return [view for view in views if status in (None, view.status)][:limit]
 
     def clip_path(self, job: Job, *, is_draft: bool = False) -> Path:
         """The file of a clip, or of its draft; it may not exist."""

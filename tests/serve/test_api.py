@@ -218,6 +218,13 @@ def test_waiting_clips_know_their_place(server: HttpServer) -> None:
         ids = server.add(4)
         waiting = [server.video(id) for id in ids]
 
+        queued, begun = (
+            [video["id"] for video in server.client.get(f"/v1/videos?{query}").json()["data"]]
+            for query in ("status=queued&order=asc", "status=in_progress")
+        )
+        assert (queued, begun) == (ids, [running])
+        rest = server.client.get(f"/v1/videos?status=queued&after={ids[2]}").json()["data"]
+        assert [video["id"] for video in rest] == [ids[1], ids[0]]
         assert server.video(running)["place"] is None
         # Those that the ranks have already, but have not begun, wait as well.
         assert [video["status"] for video in waiting] == ["queued"] * 4
