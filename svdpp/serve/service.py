@@ -301,7 +301,9 @@ class Service:
                 if job.owner == owner.name
                 and (begin is None or (job.created_at > begin) == (order == "asc"))
             ]
-            jobs = held + (jobs if status is JobState.QUEUED else [])
+            waiting = jobs if status is JobState.QUEUED else []
+            # By id, because one may have been taken in between.
+            jobs = list({job.id: job for job in (*waiting, *held)}.values())
             jobs.sort(key=lambda job: job.created_at, reverse=order == "desc")
         views = [self.video(job) for job in jobs]
         return [view for view in views if status in (None, view.status)][:limit]
