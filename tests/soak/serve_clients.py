@@ -1,0 +1,253 @@
+"""Owns the clients of the soak: each requests a clip, and follows, cancels or deletes it."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import httpx
+from PIL import Image
+
+Fate = Literal["keep", "cancel", "delete", "repeat"]
+_FINAL = ("completed", "failed", "cancelled")
+# A server that comes back answers these; they are tried again.
+_LATER = (429, 503)
+
+
+@dataclass
+class Request:
+    """One requested clip, and what its client saw.
+
+    Args:
+        number: of the request.
+        form: its fields.
+        photo: index of the photograph.
+        fate: what the client does with the clip.
+        follows: by events; otherwise it polls.
+        id: of the clip.
+        status: the final one that the client saw; "deleted" after it removed the clip.
+        completed_at: as the client saw it first.
+        retries: requests that the client sent again.
+        problems: answers that must not be.
+    """
+
+    number: int
+    form: dict[str, int]
+    photo: int
+    fate: Fate
+    follows: bool
+    id: str = ""
+    status: str = ""
+    completed_at: int | None = None
+    retries: int = 0
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def key(self) -> str:
+        """The idempotency key."""
+        return f"request-{self.number}"
+
+
+def photos() -> list[bytes]:
+    """Two small photographs."""
+    found = []
+    for seed in range(2):
+        file = io.BytesIO()
+        noise = random.Random(seed).randbytes(8 * 8 * 3)
+        Image.frombytes("RGB", (8, 8), noise).resize((96, 80)).save(file, "PNG")
+        found.append(file.getvalue())
+    return found
+
+
+def requests(number: int, chance: random.Random) -> list[Request]:
+    """Random requests; few different ones, so that the reference is made soon."""
+    fates: tuple[Fate, ...] = ("keep", "cancel", "delete", "repeat")
+    return [
+        Request(
+            number=index,
+            form={
+                "seed": chance.randrange(3),
+                "steps": chance.randint(4, 8),
+                "frames": chance.randint(2, 4),
+            },
+            photo=chance.randrange(2),
+            fate=chance.choices(fates, weights=(70, 12, 9, 9))[0],
+            follows=chance.random() < 0.5,
+        )
+        for index in range(number)
+    ]
+
+
+class Clients:
+    """Clients of one server, each with one request at a time.
+
+    Args:
+        url: of the server.
+        asked: all requests.
+        at_once: how many clients there are.
+        chance: for waiting times.
+    """
+
+    def __init__(self, url: str, asked: list[Request], at_once: int, chance: random.Random) -> None:
+        self._client = httpx.Client(
+            base_url=url,
+            timeout=httpx.Timeout(20.0),
+            limits=httpx.Limits(max_connections=2 * at_once),
+        )
+        self._photos = photos()
+        self._chance = chance
+        self._stop = threading.Event()
+        self._pool = ThreadPoolExecutor(at_once)
+        self._asked = asked
+        self._futures = [self._pool.submit(self._live, request) for request in asked]
+
+    @property
+    def num_done(self) -> int:
+        """Requests whose clients are done."""
+        return sum(future.done() for future in self._futures)
+
+    @property
+    def are_done(self) -> bool:
+        """Whether all clients are done."""
+        return self.num_done == len(self._futures)
+
+    def close(self) -> None:
+        """Ends the clients, also of open requests."""
+        self._stop.set()
+        self._pool.shutdown(cancel_futures=True)
+        self._client.close()
+
+    def _live(self, request: Request) -> None:
+        try:
+            self._create(request)
+            if request.fate == "repeat":
+                first = request.id
+                self._create(request)
+                if request.id != first:
+                    request.problems.append(f"its key gave two clips: {first}, {request.id}")
+            if request.fate == "cancel":
+                self._stop.wait(self._chance.uniform(0.0, 8.0))
+                self._cancel(request)
+            else:
+                self._follow(request)
+            if request.fate == "delete" and request.status:
+                self._delete(request)
+        except _EndedError:
+            pass
+        except Exception as error:
+            request.problems.append(repr(error))
+
+    def _create(self, request: Request) -> None:
+        answer = self._until(
+            request,
+            lambda: self._client.post(
+                "/v1/videos",
+                data={name: str(value) for name, value in request.form.items()},
+                files={"input_reference": ("photo.png", self._photos[request.photo])},
+                headers={"Idempotency-Key": request.key},
+            ),
+        )
+        if answer.status_code != 202:
+            raise RuntimeError(f"request: {answer.status_code} {answer.text[:300]}")
+        request.id = answer.json()["id"]
+
+    def _until(self, request: Request, call: Callable[[], httpx.Response]) -> httpx.Response:
+        """The answer of the server, however often it is killed meanwhile."""
+        while not self._stop.is_set():
+            try:
+                answer = call()
+            except httpx.TransportError:
+                pass
+            else:
+                if answer.status_code not in _LATER:
+                    return answer
+            request.retries += 1
+            self._stop.wait(self._chance.uniform(0.3, 1.0))
+        raise _EndedError
+
+    def _get(self, request: Request) -> dict[str, Any] | None:
+        """The clip; None if there is none."""
+        answer = self._until(request, lambda: self._client.get(f"/v1/videos/{request.id}"))
+        if answer.status_code == 404:
+            return None
+        if answer.status_code != 200:
+            raise RuntimeError(f"status: {answer.status_code} {answer.text[:300]}")
+        found: dict[str, Any] = answer.json()
+        return found
+
+    def _follow(self, request: Request) -> None:
+        """Waits for the clip's final state."""
+        while True:
+            if request.follows:
+                self._stream(request)
+            found = self._get(request)
+            if found is None:
+                raise RuntimeError("the clip is lost")
+            if found["status"] in _FINAL:
+                self._note(request, found)
+                return
+            if self._stop.wait(self._chance.uniform(0.3, 1.0)):
+                raise _EndedError
+
+    def _stream(self, request: Request) -> None:
+        """Reads events until the stream ends, for whatever reason."""
+        name = f"/v1/videos/{request.id}/events"
+        try:
+            with self._client.stream("GET", name) as answer:
+                for line in answer.iter_lines():
+                    if line.startswith("data: "):
+                        video = json.loads(line.removeprefix("data: "))
+                        if video["status"] in _FINAL:
+                            self._note(request, video)
+                    if self._stop.is_set():
+                        raise _EndedError
+        except httpx.TransportError:
+            request.retries += 1
+            self._stop.wait(0.5)
+
+    @staticmethod
+    def _note(request: Request, video: dict[str, Any]) -> None:
+        """Notes a final state, which is the only one."""
+        seen = request.status, request.completed_at
+        now = video["status"], video["completed_at"]
+        if request.status and seen != now:
+            request.problems.append(f"ended twice: {seen}, then {now}")
+        request.status, request.completed_at = now
+
+    def _cancel(self, request: Request) -> None:
+        """Cancels the clip, unless it is finished first."""
+        while True:
+            try:
+                answer = self._client.delete(f"/v1/videos/{request.id}")
+            except httpx.TransportError:
+                request.retries += 1
+                self._stop.wait(0.5)
+            else:
+                if answer.status_code == 200 and answer.json()["deleted"]:
+                    request.status = "deleted"  # it had been completed
+                    return
+            found = self._get(request)
+            if found is None:
+                raise RuntimeError("the clip is lost")
+            if found["status"] in _FINAL:
+                self._note(request, found)
+                return
+            time.sleep(0.2)
+
+    def _delete(self, request: Request) -> None:
+        """Removes the finished clip."""
+        self._until(request, lambda: self._client.delete(f"/v1/videos/{request.id}"))
+        if self._get(request) is not None:
+            request.problems.append("its row is left after DELETE")
+        request.status = "deleted"
+
+
+class _EndedError(Exception):
+    """The soak is over."""

@@ -1,0 +1,208 @@
+"""Owns the server of the soak: its process, its faults, and its next start."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+
+from tests.faults.processes import MARK, command_line
+from tests.soak.serve_processes import belonging, fork_server_of, ranks_of
+
+# The limit of silence is 0.8 of it; a stopped rank is found after that.
+_TIMEOUT = 12.0
+_OPTIONS = (
+    *("--model", "demo", "--device", "cpu", "--world", "2", "--threads", "1"),
+    *("--width", "64", "--height", "64", "--frames", "2", "--steps", "8"),
+    *("--decode-chunk-size", "2", "--timeout", str(_TIMEOUT)),
+)
+_READY_SECONDS = 180.0
+_RESTART_SECONDS = _TIMEOUT + 60.0
+_ORPHAN_SECONDS = 5.0
+FAULTS = ("kill the server", "kill a rank", "stop a rank", "kill the fork server")
+
+
+@dataclass
+class Tally:
+    """What happened to the server.
+
+    Args:
+        faults: by name.
+        starts: of the server.
+        orphans: processes that outlived their server.
+        unready: times when the ranks were not ready again in time.
+        unasked: ends of the server that no fault explains.
+        slowest_start: seconds from the start of a server to ready ranks.
+    """
+
+    faults: Counter[str] = field(default_factory=Counter)
+    starts: int = 0
+    orphans: list[str] = field(default_factory=list)
+    unready: list[str] = field(default_factory=list)
+    unasked: list[str] = field(default_factory=list)
+    slowest_start: float = 0.0
+
+
+class FaultyServer:
+    """`svdpp serve`, always at the same port, and what is done to it.
+
+    Args:
+        folder: for the data folder, the temporary files and the log.
+        chance: for the choice of faults.
+        is_over: whether no more faults are to happen.
+    """
+
+    def __init__(self, folder: Path, chance: random.Random, is_over: Callable[[], bool]) -> None:
+        self.data, self.temporary = folder / "data", folder / "tmp"
+        self.temporary.mkdir()
+        self.log = folder / "server.log"
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.tally = Tally()
+        self._chance = chance
+        self._is_over = is_over
+        self._mark = folder.name
+        self._client = httpx.Client(base_url=self.url, timeout=5.0)
+        self._process = self._start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        self.tally.starts += 1
+        command = [sys.executable, "-m", "svdpp", "serve", "--data", str(self.data)]
+        environment = {**os.environ, MARK: self._mark, "TMPDIR": str(self.temporary)}
+        with self.log.open("ab") as log:
+            log.write(b"--- start\n")
+            log.flush()
+            return subprocess.Popen(
+                [*command, "--port", str(self.port), *_OPTIONS],
+                stdout=subprocess.DEVNULL,
+                stderr=log,
+                env=environment,
+            )
+
+    @property
+    def restarts(self) -> int | None:
+        """How often the present server has restarted its ranks; None if they are not ready."""
+        try:
+            answer = self._client.get("/health")
+        except httpx.TransportError:
+            return None
+        return int(answer.json()["restarts"]) if answer.status_code == 200 else None
+
+    def fault_after(self, seconds: float) -> None:
+        """Waits, mostly until the ranks are ready and for `seconds` more; then one fault."""
+        what = self._chance.choices(FAULTS, weights=(4, 5, 2, 2))[0]
+        # Some faults hit a server or ranks that are still starting.
+        at_start = what in FAULTS[:2] and self._chance.random() < 0.25
+        if not at_start and not self.wait_ready():
+            return
+        before = self.restarts
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and not self._is_over():
+            time.sleep(0.05)
+        if self._is_over() or not self._inflict(what):
+            return
+        self.tally.faults[what] += 1
+        begun = time.monotonic()
+        if what == FAULTS[0]:
+            self._end(what)
+            self._process = self._start()
+        elif before is not None:
+            self._wait_restarted(what, before)
+        print(f"{what}{' at a start' if at_start else ''}: {time.monotonic() - begun:.1f} s")
+        sys.stdout.flush()
+
+    def _inflict(self, what: str) -> bool:
+        """Whether there was a process to do it to."""
+        pid = self._process.pid
+        ranks, fork_server = ranks_of(pid), fork_server_of(pid)
+        try:
+            if what == "kill the server":
+                self._process.kill()
+            elif what == "kill the fork server" and fork_server is not None:
+                os.kill(fork_server, signal.SIGKILL)
+                if ranks and self._chance.random() < 0.5:
+                    os.kill(self._chance.choice(ranks), signal.SIGKILL)
+            elif ranks and what == "kill a rank":
+                os.kill(self._chance.choice(ranks), signal.SIGKILL)
+            elif ranks and what == "stop a rank":
+                os.kill(self._chance.choice(ranks), signal.SIGSTOP)
+            else:
+                return False
+        except ProcessLookupError:
+            pass  # it has ended with another
+        return True
+
+    def _wait_restarted(self, what: str, before: int) -> None:
+        """Waits until the ranks are ready again; sometimes the server is killed meanwhile."""
+        begun = time.monotonic()
+        end = begun + _RESTART_SECONDS
+        cut = begun + self._chance.uniform(0.1, 60.0)
+        while (now := self.restarts) is None or now == before:
+            if self._process.poll() is not None:
+                self._note_end()
+                return
+            if time.monotonic() > cut and what == "stop a rank":
+                self.tally.faults["kill the server beside a stopped rank"] += 1
+                self._process.kill()
+                self._end(what)
+                self._process = self._start()
+                return
+            if what == "kill the fork server" and now == before and time.monotonic() > begun + 5.0:
+                return  # the ranks go on without it
+            if time.monotonic() > end:
+                ranks = ranks_of(self._process.pid)
+                self.tally.unready.append(f"{what}: {now} restarts, ranks {ranks}")
+                return
+            time.sleep(0.1)
+
+    def wait_ready(self) -> bool:
+        """Whether the ranks have become ready in time; starts the server again if it ended."""
+        begun = time.monotonic()
+        while self.restarts is None:
+            if self._process.poll() is not None:
+                self._note_end()
+            if time.monotonic() - begun > _READY_SECONDS:
+                self.tally.unready.append(f"not ready after {_READY_SECONDS:g} s")
+                return False
+            time.sleep(0.1)
+        self.tally.slowest_start = max(self.tally.slowest_start, time.monotonic() - begun)
+        return True
+
+    def _note_end(self) -> None:
+        tail = self.log.read_text(errors="replace").strip().splitlines()[-1:]
+        self.tally.unasked.append(f"exit code {self._process.returncode}: {tail}")
+        self._end("an end by itself")
+        self._process = self._start()
+
+    def _end(self, what: str) -> None:
+        """Waits for the end of the server, and then of all that it started."""
+        self._process.wait()
+        end = time.monotonic() + _ORPHAN_SECONDS
+        while (left := belonging(self._mark, self.data)) and time.monotonic() < end:
+            time.sleep(0.05)
+        self.tally.orphans += [f"after {what}: {command_line(pid)[:200]}" for pid in left]
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+
+    def stop(self) -> int:
+        """Ends the server as an administrator does; returns its exit code."""
+        self._process.terminate()
+        try:
+            self._process.wait(90)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+        self._end("the last end")
+        self._client.close()
+        return self._process.returncode
