@@ -44,10 +44,12 @@ _SPLIT = "dithered"
         *("host", "port", "data", "api_key_file", "new_key", "world", "device", "model"),
         "sizes",
     ),
-    without=("seed",),
+    without=("seed", "draft_psnr"),
     defaults={"world": "all GPUs; on the CPU 2", "split": "dithered"},
     meanings={
         "steps": "Denoising steps of a clip, unless its request says otherwise.",
+        "draft": "Have all ranks draft a clip that finds them idle: its approximation is ready "
+        "after about half the steps, the exact clip at the usual time.",
         "num_frames": "Frames of a clip, unless its request says otherwise.",
         "start_timeout": "Start the ranks again if they are not ready after this long.",
         "timeout": "Start the ranks again if one makes no progress for this long.",
@@ -60,6 +62,7 @@ def serve(
     model: ModelOptions,
     ranks: RankOptions,
     layout: LayoutOptions,
+    draft: DraftOptions,
     log: LogOptions,
 ) -> None:
     """Serve clips over HTTP, with a queue that survives crashes and a web page.
@@ -73,7 +76,7 @@ def serve(
     sizes = service.all_sizes(sampling.to_config(model.model, memory_opt=model.memory_opt))
     _check_extra()
     try:
-        _serve(console, service, sizes, (sampling, model, ranks, layout), log)
+        _serve(console, service, sizes, (sampling, model, ranks, layout, draft), log)
     except Interrupted:
         console.info("ended before it served")
 
@@ -82,7 +85,7 @@ def _serve(
     console: Console,
     asked: ServeOptions,
     sizes: tuple[tuple[int, int], ...],
-    options: tuple[SamplingOptions, ModelOptions, RankOptions, LayoutOptions],
+    options: tuple[SamplingOptions, ModelOptions, RankOptions, LayoutOptions, DraftOptions],
     log: LogOptions,
 ) -> None:
     """Checks the request, the quick checks first, and serves until a signal."""
@@ -90,7 +93,7 @@ def _serve(
     from svdpp.launch import fork_server
     from svdpp.serve.address import bind, check_host
 
-    sampling, model, ranks, _ = options
+    sampling, model, ranks, *_ = options
     if is_joined_member():
         _join(console, asked, _config(*options, asked.time_scale)[0], log)
         return
@@ -163,6 +166,7 @@ def _config(
     model: ModelOptions,
     ranks: RankOptions,
     layout: LayoutOptions,
+    draft: DraftOptions,
     time_scale: float | None,
 ) -> tuple[PipelineConfig, str]:
     """The configuration, and a remark on the layout; "" for none."""
@@ -177,6 +181,8 @@ def _config(
     )
     num_clips = None if is_joined() else _MANY_CLIPS
     shape, why = plan.settings(num_clips=num_clips, decodes=not model.is_dummy or sleeps)
+    shape |= draft.settings(sampling.steps, shape["world_size"])
+    shape["draft_on_request"] = draft.draft
     if time_scale is not None:
         from svdpp.cli.simulate import scaled_costs
 

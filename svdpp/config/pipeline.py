@@ -187,6 +187,15 @@ class PipelineConfig:
             decodes=self.decodes,
         )
 
+    def with_sampling(self, sampling: SamplingConfig) -> PipelineConfig:
+        """The configuration of a clip with these sampling parameters.
+
+        It makes no drafts on request: their start steps may not fit its number of steps.
+        """
+        if self.draft_on_request:
+            return replace(self, sampling=sampling, draft=None, draft_on_request=False)
+        return replace(self, sampling=sampling)
+
     def alone(self) -> PipelineConfig:
         """The same configuration with one rank."""
         plain: dict[str, Any] = {"split": "uniform", "replicas": 1, "decoders": 1, "draft": None}

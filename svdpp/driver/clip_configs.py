@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
 
-from svdpp.config import ClipRequest, PipelineConfig, SamplingConfig
+from svdpp.config import ClipRequest, PipelineConfig
 from svdpp.errors import RequestError
 from svdpp.plan.schedule import Route
 
@@ -28,10 +28,7 @@ class ClipConfigs:
         self._config = config
         self._model_frames = model_frames
         self._links = frozenset(config.links)
-        self._base = config
-        if config.draft_on_request:  # another number of steps may not fit the draft's start steps
-            self._base = replace(config, draft=None, draft_on_request=False)
-        self._with = lru_cache(_CONFIGS_KEPT)(self._new)
+        self._with = lru_cache(_CONFIGS_KEPT)(config.with_sampling)
 
     def resolved(self, request: ClipRequest) -> ClipRequest:
         """`request` with numbers for its frame count and decode chunk; the latter the pipeline's.
@@ -79,9 +76,6 @@ class ClipConfigs:
                     f"use {self._config.sampling.num_inference_steps} steps, or another split",
                 )
         return route.resumed(request.done_steps) if request.done_steps else route
-
-    def _new(self, sampling: SamplingConfig) -> PipelineConfig:
-        return replace(self._base, sampling=sampling)
 
     def _can_take(self, route: Route) -> bool:
         pairs = {(part.rank, after.rank) for part, after in pairwise(route.ranges)}

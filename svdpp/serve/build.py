@@ -74,7 +74,7 @@ def check_config(config: PipelineConfig) -> PipelineConfig:
     on_this_host = config.world_size if world is None else world.local_size
     process_group.check_devices(config.device, on_this_host, launched=world is not None)
     config, checkpoint = resolve(config)
-    check_memory(config, checkpoint, config.layout.roles[:on_this_host])
+    check_memory(config, checkpoint, config.roles[:on_this_host])
     if not config.model.is_dummy:
         video.find_ffmpeg()
     return config
@@ -176,4 +176,9 @@ def _offer(settings: ServerSettings, checkpoint: Checkpoint | None) -> Offer:
     name = settings.config.model.name
     if checkpoint is not None and checkpoint.fingerprint is not None:
         name = checkpoint.folder.name  # clients need not know where it is
-    return Offer(model=name, sampling=settings.config.sampling, sizes=settings.sizes)
+    return Offer(
+        model=name,
+        sampling=settings.config.sampling,
+        sizes=settings.sizes,
+        drafts=settings.config.draft_on_request,
+    )

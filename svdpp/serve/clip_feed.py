@@ -16,7 +16,7 @@ from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import ClosedError, InputError, OutputError, RankError, SvdppError
 from svdpp.serve.announcer import Announcer
 from svdpp.serve.clip_orders import ClipOrders
-from svdpp.serve.job import Job
+from svdpp.serve.job import Job, JobState
 from svdpp.serve.running_clips import Outcome, RunningClip, RunningClips
 from svdpp.serve.store import JobStore
 
@@ -122,8 +122,9 @@ class ClipFeed:
 
     def _submit(self, pipeline: Pipeline, job: Job) -> None:
         """Gives one job to the ranks; fails it if they cannot make it."""
+        is_alone = not self._running and not self._store.counts()[JobState.QUEUED]
         try:
-            order = self._orders.order(job)
+            order = self._orders.order(job, may_draft=is_alone)
         except Exception as error:
             self._fail(job.id, error)
             return

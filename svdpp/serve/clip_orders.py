@@ -49,8 +49,12 @@ class ClipOrders:
         self._folder = folder.absolute()
         self.latents_folder = self._folder / "latents"
 
-    def order(self, job: Job) -> ClipOrder:
+    def order(self, job: Job, *, may_draft: bool) -> ClipOrder:
         """The order for `job`, which continues from its latest latent checkpoint.
+
+        Args:
+            job: as stored.
+            may_draft: whether all ranks have time to draft it, if it asks for that.
 
         Raises:
             RequestError: the ranks cannot make it.
@@ -68,7 +72,19 @@ class ClipOrders:
             done_steps=max(steps, default=0),
             sampling=job.sampling,
         )
+        if may_draft and self._can_draft(job, request):
+            request = replace(request, draft=True)
         return ClipOrder(request, metadata, key)
+
+    def _can_draft(self, job: Job, request: ClipRequest) -> bool:
+        """Whether the clip asks for a draft that the pipeline can make."""
+        own = self._config.sampling.num_inference_steps
+        return (
+            self._config.draft_on_request
+            and job.wants_draft
+            and not request.done_steps
+            and job.sampling.num_inference_steps == own
+        )
 
     def finished(self, order: ClipOrder) -> dict[str, Any] | None:
         """The JSON of the order's clip, if an earlier server finished it but could not say so."""
@@ -104,7 +120,7 @@ class ClipOrders:
         if self._checkpoint is None or output is None:
             return {}
         photo = Photo(self.photo(job), job.photo_sha256, 0, 0)
-        config = replace(self._config, sampling=job.sampling)
+        config = self._config.with_sampling(job.sampling)
         return clip_metadata(photo, job.seed, output, config, self._checkpoint)
 
     def _key(self, job: Job, metadata: dict[str, Any]) -> str:

@@ -66,6 +66,7 @@ class CostBook:
     """
 
     def __init__(self, assumed: Costs | None, sampling: SamplingConfig) -> None:
+        self._is_given = assumed is not None
         self._assumed = PRESETS[_PRESET] if assumed is None else assumed
         self._assumed_shape = _PRESET_SHAPE if assumed is None else _shape(sampling)
         self._lock = threading.Lock()
@@ -91,6 +92,12 @@ class CostBook:
             self._samples.move_to_end(shape)
             if len(self._samples) > _MAX_SHAPES:
                 self._samples.popitem(last=False)
+
+    @property
+    def are_known(self) -> bool:
+        """Whether costs are measured, or were given; those of an A100 say little about others."""
+        with self._lock:
+            return self._is_given or any(_STEP in each for each in self._samples.values())
 
     def costs(self, sampling: SamplingConfig) -> Costs:
         """The costs of a clip of `sampling`."""

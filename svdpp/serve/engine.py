@@ -36,6 +36,8 @@ State = Literal["starting", "ready", "restarting", "closing"]
 # A guess, until the ranks have been started once.
 _START_SECONDS = 5.0
 _POLL_SECONDS = 0.25
+# While no costs are known.
+_RETRY_SECONDS = 5.0
 _STEPS_SECONDS = 0.1
 _MAX_BACK_OFF = 60.0
 # After the grace: the ranks are killed, and the thread ends.
@@ -218,7 +220,8 @@ class Engine:
 
     def seconds_until_room(self) -> float:
         """Seconds until the next clip is finished: when a full queue is worth another request."""
-        return min((each.eta_seconds for each in self._estimates.all().values()), default=1.0)
+        etas = [each.eta_seconds for each in self._estimates.all().values()]
+        return min((eta for eta in etas if eta is not None), default=_RETRY_SECONDS)
 
     # --- one pipeline after the other, in the engine's thread ------------------------------------
 

@@ -48,11 +48,11 @@ class Estimate:
 
     Args:
         place: number of clips that begin before it; None once it has begun.
-        eta_seconds: until its last action ends.
+        eta_seconds: until its last action ends; None before the costs are known.
     """
 
     place: int | None
-    eta_seconds: float
+    eta_seconds: float | None
 
 
 class Layouts:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 
 from svdpp.config import ClipRequest, PipelineConfig, SamplingConfig
 from svdpp.driver.clip_configs import ClipConfigs
@@ -60,8 +59,8 @@ class ClipGate:
         if is_no_larger or self._checkpoint is None:
             return
         if self._config.device == "cpu":
-            ranks = self._config.layout.roles
-            check_memory(replace(self._config, sampling=sampling), self._checkpoint, ranks)
+            config = self._config.with_sampling(sampling)
+            check_memory(config, self._checkpoint, self._config.roles)
             return
         if problem := self._problem(_shape_only(sampling)):
             raise OutOfMemoryError(
@@ -79,7 +78,7 @@ class ClipGate:
             self._config.world_size,
             lambda device: self._free.get(device, 0),
         )
-        for roles, gib in zip(self._config.layout.roles, has, strict=True):
+        for roles, gib in zip(self._config.roles, has, strict=True):
             parts = [part for part in ("encode", "denoise", "decode") if getattr(roles, part)]
             weights = sum(needs[f"{part}_weights_gib"] for part in parts)
             need = weights + max((needs[f"{part}_work_gib"] for part in parts), default=0.0)

@@ -41,6 +41,7 @@ class Job:
         photo_sha256: of the file, in hex.
         created_at: time of the request.
         priority: 0 to 9; higher ones are taken earlier.
+        wants_draft: whether all ranks draft the clip if it finds them idle.
         idempotency_key: a client's own key for the request.
         state: see `JobState`.
         started_at: when the ranks got it last.
@@ -62,6 +63,7 @@ class Job:
     photo_sha256: str
     created_at: float
     priority: int = 0
+    wants_draft: bool = False
     idempotency_key: str | None = None
     state: JobState = JobState.QUEUED
     started_at: float | None = None

@@ -6,6 +6,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from svdpp.config import PipelineConfig
 from svdpp.serve.cost_book import CostBook
@@ -64,11 +65,17 @@ class JobEstimates:
             return self._found
         try:
             if time.monotonic() - self._made_at >= max_age:
-                self._found = estimate(self._clips(), delay=self._delay())
+                self._found = self._estimate()
                 self._made_at = time.monotonic()
             return self._found
         finally:
             self._lock.release()
+
+    def _estimate(self) -> dict[str, Estimate]:
+        found = estimate(self._clips(), delay=self._delay())
+        if self._costs.are_known:
+            return found
+        return {id: replace(each, eta_seconds=None) for id, each in found.items()}
 
     def _clips(self) -> list[ClipAhead]:
         """The open clips: those in the pipeline, those on the way to it, those in the queue."""

@@ -34,6 +34,7 @@ CREATE TABLE jobs (
     photo_sha256 TEXT NOT NULL,
     created_at REAL NOT NULL,
     priority INTEGER NOT NULL,
+    wants_draft INTEGER NOT NULL,
     idempotency_key TEXT,
     state TEXT NOT NULL CHECK (state IN ({", ".join(repr(str(state)) for state in JobState)})),
     started_at REAL,
@@ -97,7 +98,8 @@ def job_of(row: tuple[Any, ...]) -> Job:
     values = dict(zip(_FIELDS, row, strict=True))
     values["sampling"] = _sampling(values["sampling"])
     values["state"] = JobState(values["state"])
-    values["cancel_asked"] = bool(values["cancel_asked"])
+    for flag in ("cancel_asked", "wants_draft"):
+        values[flag] = bool(values[flag])
     values["error"] = None if values["error"] is None else json.loads(values["error"])
     values["metadata"] = json.loads(values["metadata"])
     return Job(**values)

@@ -19,11 +19,13 @@ class Offer:
         model: its id.
         sampling: the defaults, resolved.
         sizes: width and height of the frames that clients may choose.
+        drafts: whether the ranks draft clips that find them idle.
     """
 
     model: str
     sampling: SamplingConfig
     sizes: tuple[tuple[int, int], ...]
+    drafts: bool = False
 
     def to_json(self, **limits: Any) -> Model:
         """The model as `/v1/models` lists it."""
@@ -31,9 +33,14 @@ class Offer:
         return Model(
             id=self.model,
             defaults=model_defaults(self.sampling),
+            drafts=self.drafts,
             sizes=[size_of(*size) for size in self.sizes],
             limits=known,
         )
+
+    def wants_draft(self, request: VideoRequest) -> bool:
+        """Whether the ranks draft the requested clip if it finds them idle."""
+        return self.drafts and request.draft != "off"
 
     def sampling_of(self, request: VideoRequest) -> SamplingConfig:
         """The parameters of the requested clip.
@@ -53,6 +60,8 @@ class Offer:
             raise ApiError(
                 422, "no_prompt", "Stable Video Diffusion takes no prompt", "leave prompt empty"
             )
+        if request.draft == "auto" and not self.drafts:
+            raise ApiError(422, "no_drafts", "this server makes no drafts", "leave draft out")
         given = {
             "num_inference_steps": request.steps,
             "fps": request.fps,

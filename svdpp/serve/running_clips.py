@@ -14,7 +14,7 @@ from svdpp.errors import ClosedError
 from svdpp.plan.actions import Action, Kind
 from svdpp.serve.clip_orders import ClipOrder
 from svdpp.serve.job import Job
-from svdpp.worker.messages import Event, StepDone
+from svdpp.worker.messages import DraftDone, Event, StepDone
 
 # Other actions begin with a wait for the clip, so they say nothing about its progress.
 _BEGINNINGS = (Kind.ENCODE, Kind.LOAD)
@@ -29,12 +29,14 @@ class JobProgress:
         num_steps: of the clip.
         rank: that works on it, or did so last; None before the first.
         has_begun: whether a rank works on it or has done so; until then it waits.
+        has_draft: whether its draft is written.
     """
 
     steps_done: int
     num_steps: int
     rank: int | None
     has_begun: bool
+    has_draft: bool = False
 
 
 @dataclass
@@ -54,6 +56,7 @@ class RunningClip:
     steps_done: int
     rank: int | None = None
     has_begun: bool = False
+    has_draft: bool = False
     reported_at: float = 0.0
     handle: ClipHandle | None = None
 
@@ -61,7 +64,7 @@ class RunningClip:
     def progress(self) -> JobProgress:
         """The progress as a value."""
         num_steps = self.job.sampling.num_inference_steps
-        return JobProgress(self.steps_done, num_steps, self.rank, self.has_begun)
+        return JobProgress(self.steps_done, num_steps, self.rank, self.has_begun, self.has_draft)
 
 
 @dataclass(frozen=True)
@@ -141,6 +144,8 @@ class RunningClips:
             event: of any kind.
             action: that it names; None if none.
         """
+        if isinstance(event, DraftDone):
+            return self._note_draft(event.clip)
         if isinstance(event, StepDone):
             clip = self._by_clip.get(event.clip)
             steps_done = event.step + 1
@@ -158,6 +163,15 @@ class RunningClips:
                 with self._changed:
                     self._stepped.add(clip.job.id)
                     self._changed.notify_all()
+        return clip
+
+    def _note_draft(self, index: int) -> RunningClip | None:
+        clip = self._by_clip.get(index)
+        if clip is not None:
+            clip.has_draft = True
+            with self._changed:
+                self._stepped.add(clip.job.id)
+                self._changed.notify_all()
         return clip
 
     def settle(self, job_id: str, handle: ClipHandle, *, run_has_ended: bool) -> None:

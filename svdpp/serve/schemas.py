@@ -22,6 +22,8 @@ from svdpp.serve.job import Job, JobState, Proof
 MAX_SEED = 2**63 - 1
 MAX_PRIORITY = 9
 
+Draft = Literal["auto", "off"]
+
 _SIZE = r"^[1-9][0-9]{0,4}x[1-9][0-9]{0,4}$"
 
 
@@ -76,6 +78,13 @@ class VideoRequest(BaseModel):
     priority: Annotated[
         int, Field(ge=0, le=MAX_PRIORITY, description="Higher ones are taken earlier.")
     ] = 0
+    draft: Annotated[
+        Draft | None,
+        Field(
+            description="`auto`: if the clip finds all ranks idle, they show a draft of it first; "
+            "by default, if the server makes drafts."
+        ),
+    ] = None
 
 
 class ErrorBody(BaseModel):
@@ -132,6 +141,8 @@ class Video(BaseModel):
     max_guidance_scale: float
     fit: Literal["stretch", "crop", "pad"]
     priority: int
+    draft: Draft
+    has_draft: Annotated[bool, Field(description="Whether `content?variant=draft` exists now.")]
     place: Annotated[int | None, Field(description="Clips before it; null once it is begun.")]
     eta_seconds: float | None
     step: int
@@ -166,6 +177,7 @@ class Model(BaseModel):
     id: str
     object: Literal["model"] = "model"
     defaults: dict[str, Any]
+    drafts: Annotated[bool, Field(description="Whether this server makes drafts.")]
     sizes: list[str]
     limits: dict[str, Any]
 
@@ -252,6 +264,7 @@ def video_of(
     eta_seconds: float | None = None,
     steps_done: int = 0,
     rank: int | None = None,
+    has_draft: bool = False,
     expires_at: float | None = None,
 ) -> Video:
     """The API's view of a job.
@@ -263,6 +276,7 @@ def video_of(
         eta_seconds: until it is completed; None if unknown or final.
         steps_done: of a running clip.
         rank: that works on it.
+        has_draft: whether its draft is written, and the exact clip is not.
         expires_at: when its files are removed.
     """
     is_done = job.state is JobState.COMPLETED
@@ -280,6 +294,8 @@ def video_of(
         **model_defaults(job.sampling),
         seed=job.seed,
         priority=job.priority,
+        draft="auto" if job.wants_draft else "off",
+        has_draft=has_draft,
         place=place,
         eta_seconds=None if eta_seconds is None else round(max(0.0, eta_seconds), 3),
         step=step,

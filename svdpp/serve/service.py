@@ -157,6 +157,7 @@ class Service:
             photo_sha256=photo.sha256,
             created_at=time.time(),
             priority=request.priority,
+            wants_draft=self.offer.wants_draft(request),
             idempotency_key=idempotency_key,
         )
         stored = None
@@ -175,7 +176,7 @@ class Service:
     def _promised(self, job: Job) -> Job:
         """`job` with the ETA that its client is given, which is scored when it is completed."""
         estimate = self.engine.estimate(job.id)
-        if estimate is None:
+        if estimate is None or estimate.eta_seconds is None:
             return job
         self.store.set_promise(job.id, estimate.eta_seconds)
         return replace(job, promised_seconds=estimate.eta_seconds)
@@ -260,6 +261,7 @@ class Service:
                 eta_seconds=eta,
                 steps_done=progress.steps_done,
                 rank=progress.rank,
+                has_draft=progress.has_draft,
             )
         return video_of(
             replace(job, state=JobState.QUEUED, started_at=None),
