@@ -19,6 +19,7 @@ Fate = Literal["keep", "cancel", "delete", "repeat"]
 _FINAL = ("completed", "failed", "cancelled")
 # A server that comes back answers these; they are tried again.
 _LATER = (429, 503)
+_BURST = 15
 
 
 @dataclass
@@ -92,10 +93,19 @@ class Clients:
         url: of the server.
         asked: all requests.
         at_once: how many clients there are.
+        seconds: over which the requests come, in bursts.
         chance: for waiting times.
     """
 
-    def __init__(self, url: str, asked: list[Request], at_once: int, chance: random.Random) -> None:
+    def __init__(
+        self,
+        url: str,
+        asked: list[Request],
+        *,
+        at_once: int,
+        seconds: float,
+        chance: random.Random,
+    ) -> None:
         self._client = httpx.Client(
             base_url=url,
             timeout=httpx.Timeout(20.0),
@@ -103,9 +113,10 @@ class Clients:
         )
         self._photos = photos()
         self._chance = chance
+        self._begun = time.monotonic()
+        self._seconds_each = seconds / len(asked)
         self._stop = threading.Event()
         self._pool = ThreadPoolExecutor(at_once)
-        self._asked = asked
         self._futures = [self._pool.submit(self._live, request) for request in asked]
 
     @property
@@ -125,6 +136,8 @@ class Clients:
         self._client.close()
 
     def _live(self, request: Request) -> None:
+        at = self._begun + self._seconds_each * (request.number // _BURST * _BURST)
+        self._stop.wait(max(0.0, at - time.monotonic()))
         try:
             self._create(request)
             if request.fate == "repeat":

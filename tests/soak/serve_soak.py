@@ -42,7 +42,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=300)
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--clients", type=int, default=24)
-    parser.add_argument("--seconds-between", type=float, default=8.0)
+    parser.add_argument("--seconds-between", type=float, default=5.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", action="store_true", help="keep the folder")
     asked = parser.parse_args()
@@ -68,7 +68,13 @@ def soak(folder: Path, asked: argparse.Namespace) -> dict[str, Any]:
         return (clients is not None and clients.are_done) or time.monotonic() > end
 
     server = FaultyServer(folder, chance, is_over)
-    clients = Clients(server.url, wanted, asked.clients, random.Random(asked.seed + 1))
+    clients = Clients(
+        server.url,
+        wanted,
+        at_once=asked.clients,
+        seconds=60 * asked.minutes * 0.6,
+        chance=random.Random(asked.seed + 1),
+    )
     try:
         while not is_over():
             server.fault_after(chance.uniform(0.2, 2.0) * asked.seconds_between)
