@@ -13,18 +13,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from diffusers import StableVideoDiffusionPipeline
 from diffusers.image_processor import VaeImageProcessor
 from PIL import Image
 
 from svdpp.config import ModelConfig, SamplingConfig
 from svdpp.media.image import fit_photo, read_photo
-from svdpp.models.base import LATENTS, Frames
+from svdpp.models.base import LATENTS
 from svdpp.models.checkpoint import find_checkpoint
 from svdpp.models.svd.decode import stack_frames, to_bytes
 from svdpp.models.svd.load import torch_dtype
 from svdpp.models.svd.model import SvdModel, load_svd
 from tests.models.builders import save_tiny_checkpoint
+from tests.models.diffusers_pipeline import latents_and_frames
 
 PHOTO = Path(__file__).parent.parent / "svdpp/assets/photos/chelsea.jpg"
 STEPS = 5
@@ -44,42 +44,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_checkpoint(tmp_path_factory.mktemp("tiny") / "model")
 
 
-def _diffusers(
-    model: ModelConfig, sampling: SamplingConfig, image: Image.Image, seed: int
-) -> tuple[list[torch.Tensor], Frames]:
-    """Latents after each step, and frames, of the pipeline as it ships."""
-    checkpoint = find_checkpoint(model)
-    sampling = sampling.resolved(model_frames=checkpoint.num_frames)
-    pipe = StableVideoDiffusionPipeline.from_pretrained(
-        checkpoint.folder, dtype=torch_dtype(model.dtype), variant=model.variant
-    )
-    pipe.set_progress_bar_config(disable=True)
-    if model.memory_opt:
-        pipe.unet.enable_forward_chunking()
-    latents: list[torch.Tensor] = []
-
-    def keep(_pipe: Any, _step: int, _timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-        latents.append(tensors["latents"].clone())
-        return {}
-
-    images = pipe(
-        image,
-        height=sampling.height,
-        width=sampling.width,
-        num_frames=sampling.num_frames,
-        num_inference_steps=sampling.num_inference_steps,
-        min_guidance_scale=sampling.min_guidance_scale,
-        max_guidance_scale=sampling.max_guidance_scale,
-        fps=sampling.fps,
-        motion_bucket_id=sampling.motion_bucket_id,
-        noise_aug_strength=sampling.noise_aug_strength,
-        decode_chunk_size=sampling.decode_chunk_size,
-        generator=torch.Generator("cpu").manual_seed(seed),
-        callback_on_step_end=keep,
-    ).frames[0]
-    return latents, stack_frames(images)
-
-
 def _ours(model: ModelConfig, sampling: SamplingConfig) -> SvdModel:
     checkpoint = find_checkpoint(model)
     sampling = sampling.resolved(model_frames=checkpoint.num_frames)
@@ -92,7 +56,7 @@ def _photo() -> Image.Image:
 
 def _assert_equal(model: ModelConfig, sampling: SamplingConfig, *, seed: int = 7) -> None:
     image = fit_photo(_photo(), sampling.width, sampling.height, sampling.fit)
-    theirs, their_frames = _diffusers(model, sampling, image, seed)
+    theirs, their_frames = latents_and_frames(model, sampling, image, seed)
     ours = _ours(model, sampling)
     tensors = ours.encode(ours.prepare(image), seed)
     for name, spec in ours.packet_spec().items():
