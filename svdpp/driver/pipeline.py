@@ -63,6 +63,8 @@ class Pipeline(LaunchedPipeline):
             ranks that a launcher has started.
         history_clips: how many of the latest clips `trace` keeps, and how many of the latest
             losses `failures` keeps. A pipeline that runs for days needs a limit; None keeps all.
+        ranks_ignore_signals: whether ranks that this process starts survive INT, TERM and HUP. A
+            service finishes its clips after such a signal, which often reaches all processes.
         fault: the fault to inject, to test that it is detected.
 
     Raises:
@@ -91,6 +93,7 @@ class Pipeline(LaunchedPipeline):
         profile_path: str | None = None,
         output_folder: str | None = None,
         history_clips: int | None = None,
+        ranks_ignore_signals: bool = False,
         fault: InjectedFault | None = None,
     ) -> None:
         world = find_world()
@@ -111,7 +114,9 @@ class Pipeline(LaunchedPipeline):
             output_folder=None if world is None else output_folder,
             fault=fault,
         )
-        super().__init__(RankLauncher(self._setup, self.backend))
+        super().__init__(
+            RankLauncher(self._setup, self.backend, ignores_signals=ranks_ignore_signals)
+        )
         self._devices = DeviceCheck(
             config.world_size, self.backend, allow_mixed=config.allow_mixed_devices
         )

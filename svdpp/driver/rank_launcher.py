@@ -23,12 +23,14 @@ class RankLauncher:
     Args:
         setup: what every rank gets before it starts.
         backend: of the transfers.
+        ignores_signals: see `StartedGroup`; a launcher's ranks never ignore them.
     """
 
-    def __init__(self, setup: RankSetup, backend: str) -> None:
+    def __init__(self, setup: RankSetup, backend: str, *, ignores_signals: bool = False) -> None:
         self.world = find_world()
         self._setup = setup
         self._backend = backend
+        self._ignores_signals = ignores_signals
         self._joined: JoinedGroup | None = None
 
     def open(self) -> Group:
@@ -52,6 +54,7 @@ class RankLauncher:
             backend=self._backend,
             device=self._setup.config.device,
             preload=preload,
+            ignores_signals=self._ignores_signals,
         )
 
     def join(self) -> JoinedGroup:

@@ -66,6 +66,15 @@ def signals_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+def ignore_signals() -> None:
+    """Makes this process and those that it starts survive INT, TERM and HUP.
+
+    The signals are blocked, because a program such as ffmpeg handles again what is only ignored.
+    Call it in the main thread, before other threads start.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+
+
 @functools.cache
 def exit_on_signals(end: Callable[[int], NoReturn]) -> None:
     """Makes INT, TERM and HUP end this process at once, also during a call into a library.

@@ -41,6 +41,8 @@ class StartedGroup:
         device: of the ranks. CPU ranks are forked from a server: eight start in about the time of
             one. CUDA ranks are spawned, and each imports torch and diffusers itself.
         preload: modules that the fork server imports once for all ranks.
+        ignores_signals: whether the ranks survive INT, TERM and HUP, which a terminal and systemd
+            send to all processes; they end with this process in any case.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class StartedGroup:
         backend: str,
         device: str = "cpu",
         preload: Sequence[str] = (),
+        ignores_signals: bool = False,
     ) -> None:
         self.world_size = world_size
         start_method = fork_server.start_method(device)
@@ -64,6 +67,7 @@ class StartedGroup:
         start = _StartArguments(
             *(entry, argument, world_size, backend, self._folder),
             ends_with_thread=start_method == "forkserver" or is_main_thread,
+            ignores_signals=ignores_signals,
         )
         theirs = [connection for _, connection in pipes]
         self._processes: list[Any] = []
@@ -166,15 +170,18 @@ class _StartArguments:
     ends_with_thread: bool
     """Whether the kernel may kill the rank when the thread that started it ends: the main thread of
     the fork server or of the parent."""
+    ignores_signals: bool
 
 
 def _started_main(rank: int, start: _StartArguments, connections: Sequence[Connection]) -> None:
     """The main function of a started process."""
     if start.ends_with_thread:
         process_lifetime.end_with_parent()
+    if start.ignores_signals:
+        process_lifetime.ignore_signals()
+    else:  # a rank ends by the signal, so that the parent reports a dead rank
+        process_lifetime.exit_on_signals(process_lifetime.exit_by_signal)
     _end_with_starter(multiprocessing.parent_process(), start.folder)
-    # A rank that receives a signal ends by that signal, so that the parent reports a dead rank.
-    process_lifetime.exit_on_signals(process_lifetime.exit_by_signal)
     _redirect_output(_output_file(start.folder, rank))
     for other, connection in enumerate(connections):
         if other != rank:

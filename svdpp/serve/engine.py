@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import multiprocessing
 import threading
 import time
 from collections import deque
@@ -147,6 +148,8 @@ class Engine:
             if self._is_entering and (pipeline := self._pipeline) is not None:
                 pipeline.close(drain=False)
             self._thread.join(_POLL_SECONDS)
+        for rank in multiprocessing.active_children() if self._thread.is_alive() else ():
+            rank.kill()  # Python would wait for it: it ignores SIGTERM
 
     def wake(self) -> None:
         """Says that a job is stored."""
@@ -259,7 +262,10 @@ class Engine:
         self._start_at = time.monotonic()
         # Nothing reads the pipeline's trace, so it keeps as little as it can.
         pipeline = Pipeline(
-            self.config, latents_folder=str(self._orders.latents_folder), history_clips=1
+            self.config,
+            latents_folder=str(self._orders.latents_folder),
+            history_clips=1,
+            ranks_ignore_signals=True,
         )
         pipeline.observe(self._observe)
         self._view.reset()

@@ -60,13 +60,15 @@ class JobEstimates:
         Args:
             max_age: seconds for which an earlier answer may be used.
         """
+        oldest = time.monotonic() - max_age
         # While another thread computes, an answer that is a little older will do.
         if not self._lock.acquire(blocking=max_age == 0):
             return self._found
         try:
-            if time.monotonic() - self._made_at >= max_age:
-                self._found = self._estimate()
+            # Of the threads that waited here, the first computes for all.
+            if self._made_at <= oldest:
                 self._made_at = time.monotonic()
+                self._found = self._estimate()
             return self._found
         finally:
             self._lock.release()

@@ -8,6 +8,7 @@ import logging
 import resource
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -35,6 +36,9 @@ _KEEP_ALIVE_SECONDS = 15
 _SHUTDOWN_SECONDS = 5
 _SWEEP_SECONDS = 60.0
 _MAX_FILES = 16384
+# A request changes threads several times, and each time waits so long for a thread that computes,
+# such as the ETAs of a long queue.
+_SWITCH_SECONDS = 0.0005
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +94,7 @@ class Server:
             SvdppError: why the engine gave up.
         """
         _allow_connections()
+        sys.setswitchinterval(_SWITCH_SECONDS)
         with self._signals():
             for part in (self._watch, self._keep_in_limits):
                 threading.Thread(target=part, name=part.__name__, daemon=True).start()

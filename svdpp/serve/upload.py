@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from svdpp.errors import InputError, OutputError, SvdppError, error_from_dict
+from svdpp.launch.process_lifetime import signals_blocked
 from svdpp.media import output_files
 from svdpp.media.image import Photo
 
@@ -152,16 +153,17 @@ def _decode(upload: Path, name: str, limits: DecodeLimits) -> dict[str, Any]:
     A process with many threads may start it: nothing of Python runs between fork and exec.
     """
     arguments = [str(upload), str(os.getpid()), str(limits.max_bytes), str(limits.cpu_seconds)]
-    process = subprocess.Popen(
-        # -P, because otherwise -m adds the working folder to the search path.
-        [sys.executable, "-P", "-m", "svdpp.serve.decode_photo", *arguments],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env=_environment(),
-        cwd="/",
-        start_new_session=True,  # Ctrl-C must not fail an upload that the server still finishes
-    )
+    with signals_blocked():  # SIGTERM must not fail an upload that the server still finishes
+        process = subprocess.Popen(
+            # -P, because otherwise -m adds the working folder to the search path.
+            [sys.executable, "-P", "-m", "svdpp.serve.decode_photo", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=_environment(),
+            cwd="/",
+            start_new_session=True,
+        )
     with process:
         try:
             text = _read(process, limits.seconds)

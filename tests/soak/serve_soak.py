@@ -59,8 +59,8 @@ def main() -> int:
 def soak(folder: Path, asked: argparse.Namespace) -> dict[str, Any]:
     """The summary of one soak in `folder`."""
     chance, begun = random.Random(asked.seed), time.monotonic()
-    # For the reference, the last end, and what is in progress when the time is over.
-    end = begun + 60 * asked.minutes * 0.8
+    # The rest of the time is for the jobs that are left then, and for the reference.
+    end = begun + 60 * asked.minutes * 0.65
     wanted = requests(asked.jobs, chance)
     clients: Clients | None = None
 
@@ -72,7 +72,7 @@ def soak(folder: Path, asked: argparse.Namespace) -> dict[str, Any]:
         server.url,
         wanted,
         at_once=asked.clients,
-        seconds=60 * asked.minutes * 0.6,
+        seconds=60 * asked.minutes * 0.5,
         chance=random.Random(asked.seed + 1),
     )
     try:
@@ -80,7 +80,7 @@ def soak(folder: Path, asked: argparse.Namespace) -> dict[str, Any]:
             server.fault_after(chance.uniform(0.2, 2.0) * asked.seconds_between)
             print(f"{time.monotonic() - begun:.0f} s: {clients.num_done} done", file=sys.stderr)
         server.wait_ready()
-        while not clients.are_done and time.monotonic() < end + 60:
+        while not clients.are_done and time.monotonic() < begun + 60 * asked.minutes * 0.85:
             time.sleep(0.2)
     finally:
         clients.close()

@@ -1,0 +1,139 @@
+"""A server, its ranks or its fork server are killed: no job is lost, and nothing is left.
+
+`tests/soak/serve_soak.py` does the same for minutes, at random moments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+
+from svdpp.config import LatentSpec
+from svdpp.models.base import LATENTS
+from svdpp.models.dummy import DummyModel
+from svdpp.worker.tensor_store import tensor_sha256
+from tests.faults.processes import MARK
+from tests.serve.http_server import DUMMY, HANG_SECONDS, HttpServer, wait
+from tests.soak.serve_processes import belonging, fork_server_of, ranks_of
+from tests.soak.serve_soak import soak
+
+pytest.importorskip("fastapi")
+pytestmark = pytest.mark.processes
+
+_STEPS = 40
+_SHAPE = (1, 4, 2, 8, 8)  # with --time-scale
+_OPTIONS = (*DUMMY, "--time-scale", "0.02")
+_SEEDS = (3, 1, 4)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A data folder; at the end no process and no temporary file of its servers may be left."""
+    temporary, data = tmp_path / "t", tmp_path / "data"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    monkeypatch.setenv(MARK, str(tmp_path))
+    yield data
+    wait(lambda: not belonging(str(tmp_path), data), HANG_SECONDS, lambda: "processes are left")
+    assert list(temporary.iterdir()) == []
+    found = {str(path.relative_to(data)) for path in data.rglob("*") if path.is_file()}
+    assert found == {"lock", "queue.sqlite3", *(f"photos/{photo}" for photo in _photos(data))}
+
+
+def _photos(data: Path) -> list[str]:
+    with closing(sqlite3.connect(data / "queue.sqlite3")) as database:
+        return [name for (name,) in database.execute("SELECT photo FROM jobs")]
+
+
+def _begin(server: HttpServer) -> list[str]:
+    """The ids of clips, the first of which is begun."""
+    server.wait_ready()
+    ids = [_id(server, seed) for seed in _SEEDS]
+    wait(lambda: server.video(ids[0])["step"] > 0, HANG_SECONDS)
+    return ids
+
+
+def _id(server: HttpServer, seed: int) -> str:
+    answer = server.request(seed=seed, steps=_STEPS, key=f"request-{seed}")
+    assert answer.status_code == 202, answer.text
+    return str(answer.json()["id"])
+
+
+def _assert_all_made(server: HttpServer, ids: list[str]) -> None:
+    """Waits for the clips, each of which has the latents of a plain loop."""
+    for id, seed in zip(ids, _SEEDS, strict=True):
+        server.wait_for(id, "completed")
+        metadata = server.client.get(f"/v1/videos/{id}/metadata").json()
+        assert metadata["latents_sha256"] == _expected(seed)
+    listed = server.client.get("/v1/videos").json()["data"]
+    assert sorted(video["id"] for video in listed) == sorted(ids)
+
+
+def _expected(seed: int) -> str:
+    spec = LatentSpec(shape=_SHAPE, dims="BCFHW")
+    model = DummyModel(spec, _STEPS, torch.device("cpu"))
+    latent = model.encode({}, seed)[LATENTS]
+    for step in range(_STEPS):
+        latent = model.denoiser({}, 0).forward(latent, step)
+    return tensor_sha256(latent)
+
+
+def _restarts(server: HttpServer) -> int:
+    return int(server.client.get("/health").json()["restarts"])
+
+
+def test_a_killed_server(folder: Path) -> None:
+    with HttpServer(folder, *_OPTIONS) as server:
+        ids = _begin(server)
+        server.stop(signal.SIGKILL)
+    with HttpServer(folder, *_OPTIONS) as server:
+        assert [_id(server, seed) for seed in _SEEDS] == ids  # a client tries again
+        _assert_all_made(server, ids)
+
+
+def test_a_killed_rank(folder: Path) -> None:
+    with HttpServer(folder, *_OPTIONS) as server:
+        ids = _begin(server)
+        os.kill(ranks_of(server.process.pid)[1], signal.SIGKILL)
+        _assert_all_made(server, ids)
+        assert _restarts(server) == 1
+
+
+def test_a_killed_fork_server(folder: Path) -> None:
+    with HttpServer(folder, *_OPTIONS) as server:
+        ids = _begin(server)
+        ranks, fork_server = ranks_of(server.process.pid), fork_server_of(server.process.pid)
+        assert fork_server is not None
+        os.kill(fork_server, signal.SIGKILL)
+        os.kill(ranks[0], signal.SIGKILL)
+        _assert_all_made(server, ids)
+        assert _restarts(server) >= 1
+        assert fork_server_of(server.process.pid) not in (None, fork_server)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=str)
+def test_a_server_killed_beside_a_faulty_rank(folder: Path, number: signal.Signals) -> None:
+    with HttpServer(folder, *_OPTIONS) as server:
+        ids = _begin(server)
+        os.kill(ranks_of(server.process.pid)[0], number)
+        server.stop(signal.SIGKILL)
+    with HttpServer(folder, *_OPTIONS) as server:
+        _assert_all_made(server, ids)
+
+
+@pytest.mark.long
+def test_a_short_soak(tmp_path: Path) -> None:
+    summary = soak(
+        tmp_path,
+        argparse.Namespace(jobs=20, minutes=4.0, clients=10, seconds_between=3.0, seed=1),
+    )
+    assert summary["passed"], summary
