@@ -13,6 +13,9 @@ FOR ?= 3.12
 # pip shows its progress on a terminal; in a log, only its errors.
 QUIET := $(if $(MAKE_TERMOUT),,-qq)
 
+# Tests start hundreds of processes; without bytecode each would compile the same files.
+unexport PYTHONDONTWRITEBYTECODE
+
 # import-linter cannot forbid a module inside an external package, so ruff checks this contract.
 NO_RANKS := lint.flake8-tidy-imports.banned-api={ \
   "torch.distributed".msg = "models and media must not depend on ranks", \
