@@ -27,6 +27,16 @@ _WAITERS = 256
 #: Event streams that are open at the same time.
 MAX_STREAMS = 1000
 
+#: By the suffixes of stored photographs.
+_IMAGE_TYPES = {
+    ".png": "image/png",
+    ".jpg": "image/jpeg",
+    ".webp": "image/webp",
+    ".bmp": "image/bmp",
+    ".tif": "image/tiff",
+    ".gif": "image/gif",
+}
+
 _Kind = Literal["video", "draft"]
 _T = TypeVar("_T")
 _Ts = TypeVarTuple("_Ts")
@@ -160,9 +170,14 @@ def get_content(
     if not path.is_file():
         what = "the video has no draft" if variant == "draft" else "the video has no file"
         raise ApiError(404, f"no_{'draft' if variant == 'draft' else 'content'}", what)
+    return _private_file(path, "video/mp4")
+
+
+def _private_file(path: Path, media_type: str) -> FileResponse:
+    """A file that never changes, for its owner alone."""
     return FileResponse(
         path,
-        media_type="video/mp4",
+        media_type=media_type,
         filename=path.name,
         content_disposition_type="inline",
         headers={"Cache-Control": "private, max-age=3600, immutable"},
@@ -173,6 +188,23 @@ def get_content(
 def head_content(id: str, service: Served, owner: Owned, variant: _Kind = "video") -> FileResponse:
     """The headers of the clip."""
     return get_content(id, service, owner, variant)
+
+
+@routes.get(
+    "/v1/videos/{id}/input",
+    response_class=FileResponse,
+    responses={
+        200: {"content": {"image/*": {"schema": {"type": "string", "format": "binary"}}}},
+        206: {"description": "The requested range."},
+        **documented(404, 416),
+    },
+)
+def get_input(id: str, service: Served, owner: Owned) -> FileResponse:
+    """The photograph, as the client sent it."""
+    path = service.photo_path(service.job(id, owner))
+    if not path.is_file():
+        raise ApiError(404, "no_input", "the video has no photograph any more")
+    return _private_file(path, _IMAGE_TYPES[path.suffix])
 
 
 @routes.get("/v1/videos/{id}/metadata", responses=documented(404, 409))
