@@ -7,10 +7,9 @@ import hashlib
 import secrets
 from dataclasses import asdict
 from http import HTTPStatus
-from pathlib import Path
 from typing import Any
 
-from fastapi import APIRouter, Depends, FastAPI, Request, Response
+from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request, Response
 from fastapi.responses import FileResponse, JSONResponse
 from fastapi.security import HTTPBearer
 from starlette.concurrency import run_in_threadpool
@@ -22,10 +21,10 @@ from svdpp.serve.api_errors import documented
 from svdpp.serve.api_requests import Owned, Served
 from svdpp.serve.guard import Guard, KeyCheck, Limits
 from svdpp.serve.metrics import CONTENT_TYPE
+from svdpp.serve.page_files import page_file
 from svdpp.serve.schemas import EngineStatus, Health, ModelList, Rank, RankSpan
 from svdpp.serve.service import Owner, Service
 
-_PAGE = Path(__file__).parent / "page"
 _ABOUT = """
 Photographs in, clips out: Stable Video Diffusion over several devices, bitwise equal to diffusers.
 
@@ -171,29 +170,16 @@ async def get_metrics(service: Served) -> Response:
 
 
 @page.get("/")
-def get_page() -> FileResponse:
-    """The page."""
-    return _page_file("index.html", "text/html; charset=utf-8")
-
-
-@page.get("/page.js")
-def get_script() -> FileResponse:
-    """The page's script."""
-    return _page_file("page.js", "text/javascript; charset=utf-8")
-
-
-@page.get("/page.css")
-def get_style() -> FileResponse:
-    """The page's style."""
-    return _page_file("page.css", "text/css; charset=utf-8")
+@page.get("/page/{name}")
+def get_page(request: Request) -> FileResponse:
+    """A file of the page."""
+    try:
+        return page_file(request.scope["path"])
+    except KeyError:
+        raise HTTPException(404) from None
 
 
 @page.get("/favicon.ico")
 async def get_icon() -> Response:
     """Nothing: the page names its icon."""
     return Response(status_code=204)
-
-
-def _page_file(name: str, kind: str) -> FileResponse:
-    # Asked again each time, so that page and server are of one version.
-    return FileResponse(_PAGE / name, media_type=kind, headers={"Cache-Control": "no-cache"})

@@ -19,14 +19,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from svdpp.serve.address import is_loopback
 from svdpp.serve.api_errors import ApiError, Refusal, error_answer
 from svdpp.serve.metrics import Metrics
+from svdpp.serve.page_files import PAGE_FILES
 from svdpp.serve.service import Owner
 
 #: The route whose body is a photograph.
 UPLOAD_PATH = "/v1/videos"
 #: Paths that need no key: the page, which asks for it, and what a load balancer asks.
-PUBLIC_PATHS = frozenset(
-    {"/", "/page.js", "/page.css", "/favicon.ico", "/health", "/ready", "/openapi.json"}
-)
+PUBLIC_PATHS = frozenset({*PAGE_FILES, "/favicon.ico", "/health", "/ready", "/openapi.json"})
 
 _MAX_OTHER_BODY = 64 * 2**10
 #: Of the fields beside the photograph, and of the boundaries between them.

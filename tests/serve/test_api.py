@@ -363,7 +363,7 @@ def test_health_says_whether_ranks_live(server: HttpServer) -> None:
         assert answer.json() == {"status": "ok", "state": "ready", "ranks": 2, "restarts": 0}
 
 
-@pytest.mark.parametrize("path", ["/", "/page.js", "/page.css", "/v1/models", "/nothing"])
+@pytest.mark.parametrize("path", ["/", "/page/main.js", "/page/page.css", "/v1/models", "/nothing"])
 def test_every_answer_has_the_headers_of_security(server: HttpServer, path: str) -> None:
     headers = server.client.get(path).headers
 

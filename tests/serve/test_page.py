@@ -18,6 +18,7 @@ from tests.cli.shell import ROOT
 from tests.serve.http_server import DEMO, HANG_SECONDS, QUICK, HttpServer, wait
 
 PAGE = ROOT / "svdpp" / "serve" / "page"
+CODE = ("text/javascript", "text/css")
 PHOTOS = example_photos()
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 DRIVER = shutil.which("chromedriver")
@@ -153,17 +154,30 @@ def clips(server: HttpServer) -> list[str]:
 
 def test_the_page_asks_no_other_server_and_needs_no_inline_code() -> None:
     files = {path.name: path.read_text() for path in PAGE.iterdir()}
+    scripts = {name: text for name, text in files.items() if name.endswith(".js")}
 
-    assert set(files) == {"index.html", "page.js", "page.css"}
+    assert set(files) == {"index.html", "page.css", *scripts}
     for text in files.values():
         links = re.findall(r"https?://[^\s\"'<]+", text)
         assert set(links) <= {"http://www.w3.org/2000/svg"}, "a request to another server"
     assert not re.search(
         r"<style|\sstyle=|\son[a-z]+=|<script(?! type=\"module\" src=)", files["index.html"]
     )
-    assert not re.search(
-        r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(", files["page.js"]
-    )
+    for name, text in scripts.items():
+        assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(", text)
+        assert set(re.findall(r"from \"\./([^\"]+)\"", text)) <= set(scripts)
+        assert text.startswith("// Owns "), f"{name} does not say what it owns"
+        assert text.count("\n") < 350
+
+
+def test_only_known_files_are_served(server: HttpServer) -> None:
+    for file in PAGE.iterdir():
+        path = "/" if file.name == "index.html" else f"/page/{file.name}"
+        answer = server.client.get(path)
+        assert answer.content == file.read_bytes()
+        assert answer.headers["content-type"].partition(";")[0] in ("text/html", *CODE)
+    for path in ("nothing.js", "index.html", "", "..%2fapi.py", "%2e%2e/api.py", "/etc/passwd"):
+        assert server.client.get(f"/page/{path}").status_code == 404, path
 
 
 def test_photographs_become_clips(page: Page, server: HttpServer) -> None:
