@@ -6,6 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEMO := demo-out
+SERVED := serve-demo-data
 ARGS ?=
 WORKERS ?= 2
 FOR ?= 3.12
@@ -20,7 +21,7 @@ NO_RANKS := lint.flake8-tidy-imports.banned-api={ \
 
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long test-full test-gpu rehearse-gpu offline-bundle soak \
+.PHONY: help demo serve-demo test test-long test-full test-gpu rehearse-gpu offline-bundle soak \
   lint format types imports docs check-docs clean
 
 help: ## Show these targets
@@ -33,6 +34,9 @@ demo: $(STAMP) ## Animate four photographs on two CPU ranks, then prove one clip
 	$(BIN)/svdpp verify $(DEMO)/astronaut_0.mp4
 	@echo "The clips:"
 	@ls -1 $(DEMO)/*.mp4
+
+serve-demo: $(STAMP) ## Serve the demo model on two CPU ranks: open http://127.0.0.1:8000
+	$(BIN)/svdpp serve --device cpu --model demo --data $(SERVED) $(ARGS)
 
 test: $(STAMP) ## Run the tests; ARGS="-k name" selects some
 	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
@@ -77,8 +81,9 @@ docs: $(STAMP) ## Generate docs/cli.md
 check-docs: $(STAMP) ## Check that docs/cli.md is up to date
 	$(BIN)/python docs/generate_cli_reference.py --check
 
-clean: ## Remove caches, builds and the demo's clips; the virtual environment stays
-	rm -rf $(DEMO) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+clean: ## Remove caches, builds and the demos' clips; the virtual environment stays
+	rm -rf $(DEMO) $(SERVED) build dist \
+	  .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -path ./$(VENV) -prune -o -path ./.git -prune -o \
 	  -type d -name __pycache__ -exec rm -rf {} +
 
