@@ -14,6 +14,8 @@ from fastapi.responses import FileResponse
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 from starlette.concurrency import run_in_threadpool
 
+from svdpp.errors import OutputError
+from svdpp.media import output_files
 from svdpp.serve.api_errors import ApiError, documented
 from svdpp.serve.api_requests import IdempotencyKey, LastEventId, Owned, Served
 from svdpp.serve.guard import UPLOAD_PATH, Limits
@@ -109,8 +111,12 @@ def _copy(photo: UploadFile, path: Path) -> None:
         with path.open("wb") as file:
             photo.file.seek(0)
             shutil.copyfileobj(photo.file, file, 2**20)
+    except OSError as error:
+        output_files.remove(path)
+        what = f"cannot store the photograph: {output_files.reason(error)}"
+        raise OutputError(what, "the disk of the server may be full") from error
     except BaseException:
-        path.unlink(missing_ok=True)
+        output_files.remove(path)
         raise
 
 

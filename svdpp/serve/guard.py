@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from loguru import logger
+from python_multipart.multipart import parse_options_header
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -31,7 +32,7 @@ _MAX_OTHER_BODY = 64 * 2**10
 #: Of the fields beside the photograph, and of the boundaries between them.
 _FORM_BYTES = 256 * 2**10
 _HEADERS = {
-    "content-security-policy": "default-src 'self'; img-src 'self' blob: data:; "
+    "content-security-policy": "default-src 'self'; img-src 'self' blob:; "
     "media-src 'self' blob:; object-src 'none'; base-uri 'none'; form-action 'self'; "
     "frame-ancestors 'none'",
     "cross-origin-opener-policy": "same-origin",
@@ -148,17 +149,18 @@ class Guard:
         limit = self.limits.upload_bytes + _FORM_BYTES if is_upload else _MAX_OTHER_BODY
         shown = self.limits.upload_bytes if is_upload else _MAX_OTHER_BODY
         length = headers.get("content-length", "0")
+        if "content-length" in headers and "transfer-encoding" in headers:
+            # A proxy before this server may take the other one, and find two requests in one.
+            raise ApiError(
+                400,
+                "two_lengths",
+                "a request has Content-Length or Transfer-Encoding, not both",
+                headers={"Connection": "close"},
+            )
         if length.isascii() and length.isdigit() and int(length) > limit:
             raise _too_large(shown)
         if is_upload:
-            kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-            if kind != "multipart/form-data":
-                raise ApiError(
-                    415,
-                    "unsupported_media_type",
-                    f"the body must be multipart/form-data, not {kind[:60] or 'without a type'}",
-                    "send the photograph as the form field input_reference",
-                )
+            _check_form(headers.get("content-type", ""))
             if self._uploads >= self.limits.uploads:
                 raise ApiError(
                     503,
@@ -230,6 +232,30 @@ def _limited(receive: Receive, limit: int, shown: int, seconds: float) -> Receiv
         return message
 
     return limited
+
+
+def _check_form(content_type: str) -> None:
+    """Refuses a body that is not a form in UTF-8.
+
+    Python would decode its fields by any codec that it names, and some take minutes for a megabyte.
+
+    Raises:
+        ApiError: with the type that it has.
+    """
+    kind, options = parse_options_header(content_type)
+    shown = kind.decode(errors="replace")[:60]
+    if kind != b"multipart/form-data":
+        raise ApiError(
+            415,
+            "unsupported_media_type",
+            f"the body must be multipart/form-data, not {shown or 'without a type'}",
+            "send the photograph as the form field input_reference",
+        )
+    charset = options.get(b"charset", b"utf-8").decode(errors="replace")
+    if charset.lower() not in ("utf-8", "utf8"):
+        raise ApiError(
+            415, "unsupported_charset", f"the form must be in UTF-8, not {charset[:60]!r}"
+        )
 
 
 def _too_large(limit: int) -> ApiError:

@@ -83,8 +83,11 @@ class Prover:
         return self._running
 
     def start(self) -> None:
-        """Starts the thread; first removes what a killed server left behind."""
+        """Starts the thread, with the requests that an earlier server has not answered."""
         self._remove_temporary()
+        for id in self._store.to_prove():
+            if not self.request(id):
+                self._store.set_proof(id, "none")
         self._thread.start()
 
     def close(self) -> None:
