@@ -93,13 +93,15 @@ function updateCard(card, video) {
   const { made, compare, download: file, remove } = card.parts;
   const isDone = video.status === "completed";
   if (isDone) card.player.becomeExact();
-  setText(made, isDone ? madeText(video) : [stepText(video), etaText(video)].filter(Boolean).join(" · "));
+  setText(made, isDone ? madeText(video) : comingText(video));
   for (const button of [compare, file, remove]) button.disabled = !isDone;
   showProof(card, video, isDone);
   const isPicked = state.picked.includes(video.id);
   setAttribute(compare, "aria-pressed", isPicked);
   card.classList.toggle("chosen", isPicked);
 }
+
+const comingText = (video) => ["Exact clip", stepText(video).toLowerCase(), etaText(video)].filter(Boolean).join(" · ");
 
 function madeText(video) {
   if (!video.completed_at) return "";
