@@ -21,7 +21,7 @@ NO_RANKS := lint.flake8-tidy-imports.banned-api={ \
 
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo serve-demo test test-long test-full test-gpu rehearse-gpu offline-bundle soak \
+.PHONY: help demo serve-demo test test-long test-full test-gpu rehearse-gpu offline-bundle soak soak-serve \
   lint format types imports docs check-docs clean
 
 help: ## Show these targets
@@ -58,6 +58,9 @@ offline-bundle: $(STAMP) ## Collect the wheels that the GPU tests need: FOR=3.12
 
 soak: $(STAMP) ## Kill and resume a run repeatedly for half an hour
 	$(BIN)/python -m tests.soak.soak $(ARGS)
+
+soak-serve: $(STAMP) ## Kill a server, its ranks and fork server while clients use it
+	$(BIN)/python -m tests.soak.serve_soak $(ARGS)
 
 lint: $(STAMP) ## Check style and formatting
 	$(BIN)/ruff check .
