@@ -1,6 +1,6 @@
 // Owns the small copies of photographs: of chosen files, and of those that the server has.
 
-import { getBlob } from "./api.js";
+import { getBlob, release } from "./api.js";
 import { make } from "./dom.js";
 
 const MOST = 400;
@@ -14,15 +14,20 @@ export async function shrink(blob) {
     const canvas = make("canvas", { width: bitmap.width, height: bitmap.height });
     canvas.getContext("2d").drawImage(bitmap, 0, 0);
     bitmap.close();
-    return canvas.toDataURL("image/jpeg", 0.85);
+    const small = await new Promise((resolve) => canvas.toBlob(resolve, "image/jpeg", 0.85));
+    return URL.createObjectURL(small);
   } catch {
     return null;
   }
 }
 
+/** Keeps the small copy of a photograph; the oldest of too many goes. */
 export function keepThumb(sha256, thumb) {
   thumbs.set(sha256, thumb);
-  while (thumbs.size > MOST) thumbs.delete(thumbs.keys().next().value);
+  if (thumbs.size <= MOST) return;
+  const [oldest, address] = thumbs.entries().next().value;
+  thumbs.delete(oldest);
+  address.then(release);
 }
 
 // One after another, and only those that are seen: photographs may be large.
