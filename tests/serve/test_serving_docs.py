@@ -52,12 +52,13 @@ METRICS = re.findall(r"^\| `(svdpp_\w+)` \| (\w+) \|([^|]*)\| [^|]+ \|$", TEXT, 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServer]:
     folder = tmp_path_factory.mktemp("serving") / "data"
-    with HttpServer(folder, *DEMO, "--steps", "8", "--max-queue", "2") as server:
+    with HttpServer(folder, *DEMO, "--steps", "8", "--frames", "2", "--max-queue", "2") as server:
         server.wait_ready()
-        server.wait_for(server.add(seed=1)[0], "completed")
-        answers = [server.request(seed=seed).status_code for seed in range(3)]
-        assert 429 in answers
-        server.wait_for(server.client.get("/v1/videos").json()["first_id"], "completed")
+        server.wait_for(server.add()[0], "completed")
+        endless = server.add(2, steps=1000)
+        assert server.request().status_code == 429
+        for id in endless:
+            assert server.client.delete(f"/v1/videos/{id}").status_code == 200
         yield server
 
 
