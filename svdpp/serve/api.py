@@ -19,7 +19,7 @@ from svdpp import __version__
 from svdpp.serve import api_errors, api_videos
 from svdpp.serve.api_errors import documented
 from svdpp.serve.api_requests import Owned, Served
-from svdpp.serve.guard import Guard, KeyCheck, Limits
+from svdpp.serve.guard import PUBLIC_PATHS, Guard, KeyCheck, Limits
 from svdpp.serve.metrics import CONTENT_TYPE
 from svdpp.serve.page_files import page_file
 from svdpp.serve.schemas import EngineStatus, Health, ModelList, Rank, RankSpan
@@ -63,15 +63,21 @@ def create_app(
     app.state.limits = limits or Limits()
     api_errors.install(app)
     for router in (api_videos.routes, about):
-        app.include_router(router, dependencies=[Depends(_bearer)])
+        app.include_router(router, dependencies=[Depends(_bearer)] if owner_of else [])
     app.include_router(page)
     app.openapi = functools.cache(lambda: _document(app))  # type: ignore[method-assign]
     return Guard(app, service.metrics, app.state.limits, owner_of)
 
 
 def _document(app: FastAPI) -> dict[str, Any]:
-    """The OpenAPI document, in which errors are JSON also where all else is a stream of events."""
+    """The OpenAPI document.
+
+    In it errors are JSON also where all else is a stream of events, and public paths need no key.
+    """
     document = FastAPI.openapi(app)
+    for path in PUBLIC_PATHS & document["paths"].keys():
+        for operation in document["paths"][path].values():
+            operation.pop("security", None)
     answers = (
         answer
         for path in document["paths"].values()

@@ -7,6 +7,7 @@ its body is read.
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -28,6 +29,8 @@ UPLOAD_PATH = "/v1/videos"
 #: Paths that need no key: the page, which asks for it, and what a load balancer asks.
 PUBLIC_PATHS = frozenset({*PAGE_FILES, "/favicon.ico", "/health", "/ready", "/openapi.json"})
 
+#: A name or an address, and a port.
+_HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(?::[0-9]{1,5})?")
 _MAX_OTHER_BODY = 64 * 2**10
 #: Of the fields beside the photograph, and of the boundaries between them.
 _FORM_BYTES = 256 * 2**10
@@ -289,7 +292,8 @@ def _check_host(headers: Headers) -> None:
         ApiError: the host or the origin is another.
     """
     host = headers.get("host", "")
-    if not is_loopback(_name_of(host)):
+    name = _HOST.fullmatch(host)
+    if name is None or not is_loopback(name[1].strip("[]")):
         raise ApiError(
             403,
             "wrong_host",
@@ -301,10 +305,3 @@ def _check_host(headers: Headers) -> None:
         raise ApiError(
             403, "wrong_origin", f"pages of {origin[:100]!r} may not use this server without a key"
         )
-
-
-def _name_of(host: str) -> str:
-    """The name in a Host header, without the port."""
-    if host.startswith("["):
-        return host[1:].partition("]")[0]
-    return host.partition(":")[0]

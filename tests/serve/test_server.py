@@ -27,6 +27,7 @@ from tests.serve.http_server import (
     QUICK,
     HttpServer,
     error_of,
+    raw,
     wait,
 )
 
@@ -191,6 +192,9 @@ def test_owners_see_only_their_own_clips(tmp_path: Path) -> None:
             error_of(anyone.get("/v1/videos"), 401, "invalid_api_key")
             error_of(anyone.get(f"/v1/videos/{id}"), 401, "invalid_api_key")
             assert anyone.get("/").status_code == 200
+            paths = anyone.get("/openapi.json").json()["paths"]
+            assert "security" in paths["/v1/videos"]["post"]
+            assert "security" not in paths["/health"]["get"]
             assert other.get("/v1/videos").json()["data"] == []
             for method, path in (
                 *(("GET", ""), ("GET", "/content"), ("GET", "/metadata"), ("GET", "/events")),
@@ -367,18 +371,6 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Any:
         yield server
 
 
-def raw(server: HttpServer, text: bytes) -> bytes:
-    """What the server answers to these bytes, until it closes the connection."""
-    url = httpx.URL(server.url)
-    with socket.create_connection((url.host, url.port or 0), timeout=HANG_SECONDS) as connection:
-        connection.sendall(text)
-        connection.shutdown(socket.SHUT_WR)
-        found = b""
-        while part := connection.recv(65536):
-            found += part
-    return found
-
-
 @pytest.mark.processes
 def test_what_is_not_http_is_answered_by_the_shape_of_all_errors(running: HttpServer) -> None:
     answer = raw(running, b"\x16\x03\x01\x02\x00 hello\r\n\r\n")
@@ -402,7 +394,7 @@ def test_half_a_request_leaves_nothing(running: HttpServer, body: bytes) -> None
         b"POST /v1/videos HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5000\r\n"
         b"Content-Type: multipart/form-data; boundary=x\r\n\r\n"
     )
-    raw(running, head + body)
+    raw(running, head + body, is_whole=False)
 
     assert running.client.get("/v1/videos").json()["data"] == []
     assert not list((running.folder / "photos").iterdir())
@@ -414,4 +406,4 @@ def test_a_longer_length_than_the_body_is_refused_early(running: HttpServer) -> 
         b"POST /v1/videos HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999999\r\n"
         b"Content-Type: multipart/form-data; boundary=x\r\n\r\n" + PHOTO[:1000]
     )
-    assert raw(running, head).startswith(b"HTTP/1.1 413 ")
+    assert raw(running, head, is_whole=False).startswith(b"HTTP/1.1 413 ")
