@@ -99,6 +99,7 @@ def test_a_killed_server(folder: Path) -> None:
         _assert_all_made(server, ids)
 
 
+@pytest.mark.long
 def test_a_killed_rank(folder: Path) -> None:
     with HttpServer(folder, *_OPTIONS) as server:
         ids = _begin(server)
@@ -107,6 +108,7 @@ def test_a_killed_rank(folder: Path) -> None:
         assert _restarts(server) == 1
 
 
+@pytest.mark.long
 def test_a_killed_fork_server(folder: Path) -> None:
     with HttpServer(folder, *_OPTIONS) as server:
         ids = _begin(server)
