@@ -46,6 +46,8 @@ _RAISED: Sequence[tuple[type[SvdppError], int, str]] = (
     (OutputError, 503, "storage_failed"),
     (DecoderBusyError, 503, "decoder_busy"),
 )
+#: Answers that are no faults: a client that tries again must not fill the log.
+_REFUSALS = (ClosedError, DecoderBusyError)
 _RETRY_SECONDS = 10
 
 
@@ -152,7 +154,7 @@ def _field_at_fault(error: SvdppError) -> dict[str, str]:
 async def _on_svdpp_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, SvdppError)
     api_error = as_api_error(error)
-    if api_error.status >= 500:
+    if api_error.status >= 500 and not isinstance(error, (ApiError, *_REFUSALS)):
         logger.error("{} {}: {}", request.method, request.url.path, redact(api_error.message))
     return error_answer(api_error)
 
