@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -272,4 +273,5 @@ async def follow_video(
 
 
 def _event(video: Mapping[str, Any], id: int) -> ServerSentEvent:
-    return ServerSentEvent(event="video", id=str(id), data=video)
+    # As text, because FastAPI would first copy it value by value, for each client.
+    return ServerSentEvent(event="video", id=str(id), raw_data=json.dumps(video))
