@@ -10,7 +10,6 @@ import socket
 import stat
 import time
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -23,11 +22,9 @@ from tests.serve.http_server import (
     DEMO,
     DUMMY,
     HANG_SECONDS,
-    PHOTO,
     QUICK,
     HttpServer,
     error_of,
-    raw,
     wait,
 )
 
@@ -76,6 +73,7 @@ def test_without_keys_other_hosts_are_refused(tmp_path: Path, host: str) -> None
     assert not (tmp_path / "data").exists()
 
 
+@pytest.mark.long
 def test_a_missing_model(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     model = str(tmp_path / "empty")
@@ -100,6 +98,7 @@ def test_a_key_file_that_others_may_read(tmp_path: Path) -> None:
     assert_error(answer, 2, "0644", "chmod 600")
 
 
+@pytest.mark.long
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "data").write_text("a file")
     assert_error(start(tmp_path, *DUMMY, "--port", "0"), 8, "data")
@@ -245,6 +244,24 @@ def test_a_clip_of_the_demo_model_from_end_to_end(tmp_path: Path) -> None:
         wait(lambda: server.video(id)["proof"] == "equal", HANG_SECONDS, lambda: server.err)
 
 
+# --- the start ---------------------------------------------------------------------------------
+
+
+@pytest.mark.long
+@pytest.mark.processes
+def test_a_second_server_on_the_same_folder(server: HttpServer) -> None:
+    answer = svdpp_alone("serve", "--data", str(server.folder), *QUICK, "--port", "0")
+    assert_error(answer, 2, "data")
+
+
+@pytest.mark.processes
+def test_it_says_where_it_is(server: HttpServer) -> None:
+    assert re.fullmatch(
+        r"serving dummy at http://127\.0\.0\.1:\d+ with 2 ranks on cpu; data in '.*data'",
+        server.err.splitlines()[0],
+    )
+
+
 # --- the end ------------------------------------------------------------------------------------
 
 
@@ -327,64 +344,3 @@ def _removes_old_clips_with_their_rows(folder: Path, old: str) -> None:
         (left,) = server.client.get("/v1/videos").json()["data"]
         assert left["status"] in ("queued", "in_progress")
     assert not [path for path in folder.rglob("*") if old in path.name]
-
-
-# --- connections --------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    with HttpServer(tmp_path_factory.mktemp("server") / "data", *QUICK) as server:
-        yield server
-
-
-@pytest.mark.processes
-def test_it_says_where_it_is(running: HttpServer) -> None:
-    assert re.fullmatch(
-        r"serving dummy at http://127\.0\.0\.1:\d+ with 2 ranks on cpu; data in '.*data'",
-        running.err.splitlines()[0],
-    )
-
-
-@pytest.mark.processes
-def test_a_second_server_on_the_same_folder(running: HttpServer) -> None:
-    answer = svdpp_alone("serve", "--data", str(running.folder), *QUICK, "--port", "0")
-    assert_error(answer, 2, "data")
-
-
-@pytest.mark.processes
-def test_what_is_not_http_is_answered_by_the_shape_of_all_errors(running: HttpServer) -> None:
-    answer = raw(running, b"\x16\x03\x01\x02\x00 hello\r\n\r\n")
-
-    assert answer.startswith(b"HTTP/1.1 400 Bad Request\r\n")
-    body = json.loads(answer.partition(b"\r\n\r\n")[2])
-    assert body["error"]["code"] == "invalid_http"
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"",
-        b"--x\r\n",
-        b'--x\r\nContent-Disposition: form-data; name="input_reference"; filename="a',
-    ],
-)
-def test_half_a_request_leaves_nothing(running: HttpServer, body: bytes) -> None:
-    head = (
-        b"POST /v1/videos HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5000\r\n"
-        b"Content-Type: multipart/form-data; boundary=x\r\n\r\n"
-    )
-    raw(running, head + body, is_whole=False)
-
-    assert running.client.get("/v1/videos").json()["data"] == []
-    assert not list((running.folder / "photos").iterdir())
-
-
-@pytest.mark.processes
-def test_a_longer_length_than_the_body_is_refused_early(running: HttpServer) -> None:
-    head = (
-        b"POST /v1/videos HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999999\r\n"
-        b"Content-Type: multipart/form-data; boundary=x\r\n\r\n" + PHOTO[:1000]
-    )
-    assert raw(running, head, is_whole=False).startswith(b"HTTP/1.1 413 ")
