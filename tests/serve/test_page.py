@@ -221,17 +221,6 @@ def test_photographs_become_clips(page: Page, server: HttpServer) -> None:
         assert row.find_element("css selector", "progress").get_attribute("aria-label")
     page.wait(lambda: len(page.all(".card")) == 2)
     assert page.text("#queue-empty") == "The queue is empty."
-    for video in server.client.get("/v1/videos").json()["data"]:
-        write_file(server, video["id"])
-    page.driver.refresh()
-    page.wait(lambda: len(page.all(".card")) == 2)
-    page.one("#play-all").click()
-    page.wait(
-        lambda: page.run(
-            "return [...document.querySelectorAll('.card video')].every("
-            "(video) => video.readyState > 2 && !video.paused && video.muted && video.loop)"
-        )
-    )
     titles = {card.find_element("css selector", ".title").text for card in page.all(".card")}
     assert titles == {photo.name for photo in PHOTOS[:2]}
     videos = server.client.get("/v1/videos").json()["data"]
@@ -239,6 +228,20 @@ def test_photographs_become_clips(page: Page, server: HttpServer) -> None:
     assert f"seed {2**63 - 1}" in page.text(".card")
 
 
+@pytest.mark.long
+@pytest.mark.usefixtures("clips")
+def test_finished_clips_play(page: Page) -> None:
+    page.wait(lambda: page.all(".card"))
+    page.one("#play-all").click()
+    page.wait(
+        lambda: page.run(
+            "return [...document.querySelectorAll('.card video')].some("
+            "(video) => video.readyState > 2 && !video.paused && video.muted && video.loop)"
+        )
+    )
+
+
+@pytest.mark.long
 def test_a_refusal_is_shown_where_it_can_be_corrected(page: Page, tmp_path: Path) -> None:
     text = tmp_path / "notes.png"
     text.write_text("no image")
@@ -267,6 +270,7 @@ def test_a_refusal_is_shown_where_it_can_be_corrected(page: Page, tmp_path: Path
     assert page.all("#queue-list .row") == []
 
 
+@pytest.mark.long
 def test_a_running_clip_is_cancelled_and_made_again(page: Page, server: HttpServer) -> None:
     page.choose(PHOTOS[2])
     page.fill("steps", 1000)
@@ -299,6 +303,7 @@ def test_a_running_clip_is_cancelled_and_made_again(page: Page, server: HttpServ
     assert server.client.get("/v1/videos?status=cancelled").json()["data"] == []
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("clips")
 def test_two_clips_are_compared_by_keyboard_alone(page: Page) -> None:
     from selenium.webdriver import Keys
@@ -328,6 +333,7 @@ def test_two_clips_are_compared_by_keyboard_alone(page: Page) -> None:
     assert page.all(".card [aria-pressed=true]") == []
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("clips")
 def test_the_focus_goes_through_the_page_in_its_order(page: Page) -> None:
     from selenium.webdriver import Keys
@@ -344,6 +350,7 @@ def test_the_focus_goes_through_the_page_in_its_order(page: Page) -> None:
     assert re.match(r"(Pause|Play) .*, seed \d+", seen[12])
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("clips")
 @pytest.mark.parametrize("width", [400, 1000, 1600])
 def test_nothing_is_wider_than_the_window(page: Page, width: int) -> None:
@@ -356,6 +363,7 @@ def test_nothing_is_wider_than_the_window(page: Page, width: int) -> None:
         page.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
+@pytest.mark.long
 def test_the_theme_is_chosen_and_kept(page: Page) -> None:
     colour = "return getComputedStyle(document.body).backgroundColor"
     page.one("#theme").click()
