@@ -6,6 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEMO := demo-out
+SERVED := serve-demo-data
 ARGS ?=
 WORKERS ?= 2
 FOR ?= 3.12
@@ -23,7 +24,7 @@ NO_RANKS := lint.flake8-tidy-imports.banned-api={ \
 
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long test-full test-gpu rehearse-gpu offline-bundle soak \
+.PHONY: help demo serve-demo test test-long test-full test-gpu rehearse-gpu offline-bundle soak soak-serve \
   lint format types imports docs check-docs clean
 
 help: ## Show these targets
@@ -36,6 +37,9 @@ demo: $(STAMP) ## Animate four photographs on two CPU ranks, then prove one clip
 	$(BIN)/svdpp verify $(DEMO)/astronaut_0.mp4
 	@echo "The clips:"
 	@ls -1 $(DEMO)/*.mp4
+
+serve-demo: $(STAMP) ## Serve the demo model on two CPU ranks: open http://127.0.0.1:8000
+	$(BIN)/svdpp serve --device cpu --model demo --data $(SERVED) $(ARGS)
 
 test: $(STAMP) ## Run the tests; ARGS="-k name" selects some
 	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
@@ -57,6 +61,9 @@ offline-bundle: $(STAMP) ## Collect the wheels that the GPU tests need: FOR=3.12
 
 soak: $(STAMP) ## Kill and resume a run repeatedly for half an hour
 	$(BIN)/python -m tests.soak.soak $(ARGS)
+
+soak-serve: $(STAMP) ## Kill a server, its ranks and fork server while clients use it
+	$(BIN)/python -m tests.soak.serve_soak $(ARGS)
 
 lint: $(STAMP) ## Check style and formatting
 	$(BIN)/ruff check .
@@ -80,8 +87,9 @@ docs: $(STAMP) ## Generate docs/cli.md
 check-docs: $(STAMP) ## Check that docs/cli.md is up to date
 	$(BIN)/python docs/generate_cli_reference.py --check
 
-clean: ## Remove caches, builds and the demo's clips; the virtual environment stays
-	rm -rf $(DEMO) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+clean: ## Remove caches, builds and the demos' clips; the virtual environment stays
+	rm -rf $(DEMO) $(SERVED) build dist \
+	  .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -path ./$(VENV) -prune -o -path ./.git -prune -o \
 	  -type d -name __pycache__ -exec rm -rf {} +
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from svdpp.config import PipelineConfig
 from svdpp.driver.leftover_files import LeftoverFiles
 from svdpp.driver.open_clips import OpenClips
 from svdpp.errors import InputError, error_from_dict
@@ -31,8 +32,8 @@ class ClipEvents:
     Args:
         clips: the unfinished clips.
         files: removes files that finished clips leave behind.
+        config: of the pipeline.
         tensor_folder: for tensors from other hosts; None if ranks send none.
-        world_size: number of ranks.
         send: sends a message to a rank.
     """
 
@@ -40,15 +41,15 @@ class ClipEvents:
         self,
         clips: OpenClips,
         files: LeftoverFiles,
+        config: PipelineConfig,
         *,
         tensor_folder: str | None,
-        world_size: int,
         send: Callable[[int, bytes], None],
     ) -> None:
         self._clips = clips
         self._files = files
         self._tensor_folder = tensor_folder
-        self._world_size = world_size
+        self._config = config
         self._send = send
 
     def __call__(self, rank: int, event: Event) -> None:
@@ -63,7 +64,7 @@ class ClipEvents:
                 action = Action.parse(event.action)
                 if action.kind in (Kind.ENCODE, Kind.LOAD):
                     self._clips.advance(action.clip, rank)
-            case StepDone():
+            case StepDone() if self._is_exact(event.clip, rank):
                 self._clips.advance(event.clip, rank, event.step + 1)
             case ClipDone():
                 self._finish(event)
@@ -79,7 +80,7 @@ class ClipEvents:
 
     def cancel(self, clip: int) -> None:
         """Tells all ranks to skip what is left of `clip`; any thread may call it."""
-        for rank in range(self._world_size):
+        for rank in range(self._config.world_size):
             self._send(rank, Cancel(clip=clip).to_bytes())
 
     def _finish(self, done: ClipDone) -> None:
@@ -91,6 +92,11 @@ class ClipEvents:
             self.cancel(done.clip)  # an accepted draft: the rest of the exact clip is not needed
         self._files.settled(request, is_finished=True)
         self._clips.finish(done.clip, done.metadata)
+
+    def _is_exact(self, clip: int, rank: int) -> bool:
+        """Whether `rank` makes the exact clip; in a draft only rank 0 does."""
+        request = self._clips.request(clip)
+        return rank == 0 or request is None or not self._config.is_draft(request)
 
     def _drop(self, clip: int) -> None:
         request = self._clips.drop(clip)

@@ -137,8 +137,8 @@ class Pipeline(LaunchedPipeline):
         self._events = ClipEvents(
             self._clips,
             self._files,
+            config,
             tensor_folder=tensor_folder,
-            world_size=config.world_size,
             send=lambda rank, message: self._entered.send(rank, message),
         )
 

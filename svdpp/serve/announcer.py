@@ -15,6 +15,9 @@ from svdpp.serve.job_estimates import JobEstimates
 from svdpp.serve.store import JobStore
 
 _PLACES_SECONDS = 0.5
+# The pause after places are published, in multiples of the time that it takes: with hundreds of
+# waiting jobs that are watched, it must not keep requests from the processor.
+_PLACES_PAUSE = 20.0
 _MAX_ERRORS = 1000
 
 
@@ -47,7 +50,7 @@ class Announcer:
         self._on_ended = on_ended
         self._places: dict[str, int | None] = {}
         self._places_changed = False
-        self._places_at = 0.0
+        self._places_next = 0.0
         self.eta_errors: deque[float] = deque(maxlen=_MAX_ERRORS)
         """(actual - promised) / promised of the latest completed jobs."""
 
@@ -73,10 +76,15 @@ class Announcer:
 
     def places(self) -> None:
         """Publishes waiting jobs whose place has changed, if somebody watches them."""
-        now = time.monotonic()
-        if not self._places_changed or now - self._places_at < _PLACES_SECONDS:
+        begun = time.monotonic()
+        if not self._places_changed or begun < self._places_next:
             return
-        self._places_changed, self._places_at = False, now
+        self._places_changed = False
+        self._publish_places()
+        pause = max(_PLACES_SECONDS, _PLACES_PAUSE * (time.monotonic() - begun))
+        self._places_next = begun + pause
+
+    def _publish_places(self) -> None:
         watched = self._events.watched()
         if not watched:
             self._places = {}

@@ -7,10 +7,9 @@ import hashlib
 import secrets
 from dataclasses import asdict
 from http import HTTPStatus
-from pathlib import Path
 from typing import Any
 
-from fastapi import APIRouter, Depends, FastAPI, Request, Response
+from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request, Response
 from fastapi.responses import FileResponse, JSONResponse
 from fastapi.security import HTTPBearer
 from starlette.concurrency import run_in_threadpool
@@ -20,12 +19,12 @@ from svdpp import __version__
 from svdpp.serve import api_errors, api_videos
 from svdpp.serve.api_errors import documented
 from svdpp.serve.api_requests import Owned, Served
-from svdpp.serve.guard import Guard, KeyCheck, Limits
+from svdpp.serve.guard import PUBLIC_PATHS, Guard, KeyCheck, Limits
 from svdpp.serve.metrics import CONTENT_TYPE
+from svdpp.serve.page_files import page_file
 from svdpp.serve.schemas import EngineStatus, Health, ModelList, Rank, RankSpan
 from svdpp.serve.service import Owner, Service
 
-_PAGE = Path(__file__).parent / "page"
 _ABOUT = """
 Photographs in, clips out: Stable Video Diffusion over several devices, bitwise equal to diffusers.
 
@@ -64,15 +63,21 @@ def create_app(
     app.state.limits = limits or Limits()
     api_errors.install(app)
     for router in (api_videos.routes, about):
-        app.include_router(router, dependencies=[Depends(_bearer)])
+        app.include_router(router, dependencies=[Depends(_bearer)] if owner_of else [])
     app.include_router(page)
     app.openapi = functools.cache(lambda: _document(app))  # type: ignore[method-assign]
     return Guard(app, service.metrics, app.state.limits, owner_of)
 
 
 def _document(app: FastAPI) -> dict[str, Any]:
-    """The OpenAPI document, in which errors are JSON also where all else is a stream of events."""
+    """The OpenAPI document.
+
+    In it errors are JSON also where all else is a stream of events, and public paths need no key.
+    """
     document = FastAPI.openapi(app)
+    for path in PUBLIC_PATHS & document["paths"].keys():
+        for operation in document["paths"][path].values():
+            operation.pop("security", None)
     answers = (
         answer
         for path in document["paths"].values()
@@ -171,29 +176,16 @@ async def get_metrics(service: Served) -> Response:
 
 
 @page.get("/")
-def get_page() -> FileResponse:
-    """The page."""
-    return _page_file("index.html", "text/html; charset=utf-8")
-
-
-@page.get("/page.js")
-def get_script() -> FileResponse:
-    """The page's script."""
-    return _page_file("page.js", "text/javascript; charset=utf-8")
-
-
-@page.get("/page.css")
-def get_style() -> FileResponse:
-    """The page's style."""
-    return _page_file("page.css", "text/css; charset=utf-8")
+@page.get("/page/{name}")
+def get_page(request: Request) -> FileResponse:
+    """A file of the page."""
+    try:
+        return page_file(request.scope["path"])
+    except KeyError:
+        raise HTTPException(404) from None
 
 
 @page.get("/favicon.ico")
 async def get_icon() -> Response:
     """Nothing: the page names its icon."""
     return Response(status_code=204)
-
-
-def _page_file(name: str, kind: str) -> FileResponse:
-    # Asked again each time, so that page and server are of one version.
-    return FileResponse(_PAGE / name, media_type=kind, headers={"Cache-Control": "no-cache"})

@@ -23,8 +23,9 @@ from svdpp.errors import (
     SvdppError,
     describe_fault,
 )
+from svdpp.media import output_files
 from svdpp.redaction import redact, redact_all
-from svdpp.serve.schemas import ErrorAnswer
+from svdpp.serve.schemas import ErrorAnswer, VideoRequest
 from svdpp.serve.upload import DecoderBusyError
 
 #: Kind of the error, for people, by status.
@@ -45,6 +46,8 @@ _RAISED: Sequence[tuple[type[SvdppError], int, str]] = (
     (OutputError, 503, "storage_failed"),
     (DecoderBusyError, 503, "decoder_busy"),
 )
+#: Answers that are no faults: a client that tries again must not fill the log.
+_REFUSALS = (ClosedError, DecoderBusyError)
 _RETRY_SECONDS = 10
 
 
@@ -107,7 +110,10 @@ def as_api_error(error: SvdppError) -> ApiError:
         if isinstance(error, kind):
             message, hint = _without_options(error.message), _without_options(error.hint)
             headers = {"Retry-After": str(_RETRY_SECONDS)} if status == 503 else {}
-            return ApiError(status, code, message, hint, details=error.details, headers=headers)
+            details = (
+                {**_field_at_fault(error), **error.details} if status == 422 else error.details
+            )
+            return ApiError(status, code, message, hint, details=details, headers=headers)
     return ApiError(500, "internal_error", error.message, error.hint, details=error.details)
 
 
@@ -133,10 +139,22 @@ def _without_options(text: str) -> str:
     return text.replace("num_inference_steps", "steps").replace("num_frames", "frames")
 
 
+def _field_at_fault(error: SvdppError) -> dict[str, str]:
+    """The first field of the form that `error` names as an option; empty if it names none."""
+    if isinstance(error, InputError):
+        return {"field": "input_reference"}
+    for option in re.findall(r"--[a-z][a-z-]*", f"{error.message} {error.hint}"):
+        name = _without_options(option)
+        name = "size" if name in ("width", "height") else name
+        if name in VideoRequest.model_fields:
+            return {"field": name}
+    return {}
+
+
 async def _on_svdpp_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, SvdppError)
     api_error = as_api_error(error)
-    if api_error.status >= 500:
+    if api_error.status >= 500 and not isinstance(error, (ApiError, *_REFUSALS)):
         logger.error("{} {}: {}", request.method, request.url.path, redact(api_error.message))
     return error_answer(api_error)
 
@@ -166,6 +184,9 @@ async def _on_http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     if isinstance(error, Refusal):
         return error_answer(error.error)
+    if isinstance(error.__cause__, OSError):  # FastAPI takes it for a fault of the body
+        reason = output_files.reason(error.__cause__)
+        return await _on_svdpp_error(request, OutputError(f"cannot store the body: {reason}"))
     status = error.status_code
     phrase = HTTPStatus(status).phrase.lower()
     path = redact(request.url.path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -14,6 +15,8 @@ from fastapi.responses import FileResponse
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 from starlette.concurrency import run_in_threadpool
 
+from svdpp.errors import OutputError
+from svdpp.media import output_files
 from svdpp.serve.api_errors import ApiError, documented
 from svdpp.serve.api_requests import IdempotencyKey, LastEventId, Owned, Served
 from svdpp.serve.guard import UPLOAD_PATH, Limits
@@ -26,6 +29,16 @@ from svdpp.serve.service import Owner, Service
 _WAITERS = 256
 #: Event streams that are open at the same time.
 MAX_STREAMS = 1000
+
+#: By the suffixes of stored photographs.
+_IMAGE_TYPES = {
+    ".png": "image/png",
+    ".jpg": "image/jpeg",
+    ".webp": "image/webp",
+    ".bmp": "image/bmp",
+    ".tif": "image/tiff",
+    ".gif": "image/gif",
+}
 
 _Kind = Literal["video", "draft"]
 _T = TypeVar("_T")
@@ -99,8 +112,12 @@ def _copy(photo: UploadFile, path: Path) -> None:
         with path.open("wb") as file:
             photo.file.seek(0)
             shutil.copyfileobj(photo.file, file, 2**20)
+    except OSError as error:
+        output_files.remove(path)
+        what = f"cannot store the photograph: {output_files.reason(error)}"
+        raise OutputError(what, "the disk of the server may be full") from error
     except BaseException:
-        path.unlink(missing_ok=True)
+        output_files.remove(path)
         raise
 
 
@@ -160,9 +177,14 @@ def get_content(
     if not path.is_file():
         what = "the video has no draft" if variant == "draft" else "the video has no file"
         raise ApiError(404, f"no_{'draft' if variant == 'draft' else 'content'}", what)
+    return _private_file(path, "video/mp4")
+
+
+def _private_file(path: Path, media_type: str) -> FileResponse:
+    """A file that never changes, for its owner alone."""
     return FileResponse(
         path,
-        media_type="video/mp4",
+        media_type=media_type,
         filename=path.name,
         content_disposition_type="inline",
         headers={"Cache-Control": "private, max-age=3600, immutable"},
@@ -173,6 +195,23 @@ def get_content(
 def head_content(id: str, service: Served, owner: Owned, variant: _Kind = "video") -> FileResponse:
     """The headers of the clip."""
     return get_content(id, service, owner, variant)
+
+
+@routes.get(
+    "/v1/videos/{id}/input",
+    response_class=FileResponse,
+    responses={
+        200: {"content": {"image/*": {"schema": {"type": "string", "format": "binary"}}}},
+        206: {"description": "The requested range."},
+        **documented(404, 416),
+    },
+)
+def get_input(id: str, service: Served, owner: Owned) -> FileResponse:
+    """The photograph, as the client sent it."""
+    path = service.photo_path(service.job(id, owner))
+    if not path.is_file():
+        raise ApiError(404, "no_input", "the video has no photograph any more")
+    return _private_file(path, _IMAGE_TYPES[path.suffix])
 
 
 @routes.get("/v1/videos/{id}/metadata", responses=documented(404, 409))
@@ -234,4 +273,5 @@ async def follow_video(
 
 
 def _event(video: Mapping[str, Any], id: int) -> ServerSentEvent:
-    return ServerSentEvent(event="video", id=str(id), data=video)
+    # As text, because FastAPI would first copy it value by value, for each client.
+    return ServerSentEvent(event="video", id=str(id), raw_data=json.dumps(video))

@@ -64,6 +64,7 @@ class ClipFeed:
         self._to_cancel: set[str] = set()
         self._is_woken = True
         self._is_queue_empty = False
+        self._has_latents = True
         self.num_completed = 0
         """Clips that the ranks have finished."""
 
@@ -116,9 +117,12 @@ class ClipFeed:
             job = self._persist(self._store.take_next)
             self._is_queue_empty = job is None
             if job is not None:
+                self._has_latents = True
                 self._submit(pipeline, job)
-            elif not self._running:
-                self._orders.forget_all()
+        if self._has_latents and self._is_queue_empty and not self._running:
+            # A server that is killed soon after a clip may leave a late checkpoint of it.
+            self._orders.forget_all()
+            self._has_latents = False
 
     def _submit(self, pipeline: Pipeline, job: Job) -> None:
         """Gives one job to the ranks; fails it if they cannot make it."""

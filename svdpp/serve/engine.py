@@ -39,7 +39,7 @@ _START_SECONDS = 5.0
 _POLL_SECONDS = 0.25
 # While no costs are known.
 _RETRY_SECONDS = 5.0
-_STEPS_SECONDS = 0.1
+_STEPS_SECONDS = 0.25
 _MAX_BACK_OFF = 60.0
 # After the grace: the ranks are killed, and the thread ends.
 _END_SECONDS = 30.0

@@ -7,32 +7,35 @@ its body is read.
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 from loguru import logger
+from python_multipart.multipart import parse_options_header
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from svdpp.serve.address import is_loopback
 from svdpp.serve.api_errors import ApiError, Refusal, error_answer
 from svdpp.serve.metrics import Metrics
+from svdpp.serve.page_files import PAGE_FILES
 from svdpp.serve.service import Owner
 
 #: The route whose body is a photograph.
 UPLOAD_PATH = "/v1/videos"
 #: Paths that need no key: the page, which asks for it, and what a load balancer asks.
-PUBLIC_PATHS = frozenset(
-    {"/", "/page.js", "/page.css", "/favicon.ico", "/health", "/ready", "/openapi.json"}
-)
+PUBLIC_PATHS = frozenset({*PAGE_FILES, "/favicon.ico", "/health", "/ready", "/openapi.json"})
 
+#: A name or an address, and a port.
+_HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(?::[0-9]{1,5})?")
 _MAX_OTHER_BODY = 64 * 2**10
 #: Of the fields beside the photograph, and of the boundaries between them.
 _FORM_BYTES = 256 * 2**10
 _HEADERS = {
-    "content-security-policy": "default-src 'self'; img-src 'self' blob: data:; "
+    "content-security-policy": "default-src 'self'; img-src 'self' blob:; "
     "media-src 'self' blob:; object-src 'none'; base-uri 'none'; form-action 'self'; "
     "frame-ancestors 'none'",
     "cross-origin-opener-policy": "same-origin",
@@ -149,17 +152,18 @@ class Guard:
         limit = self.limits.upload_bytes + _FORM_BYTES if is_upload else _MAX_OTHER_BODY
         shown = self.limits.upload_bytes if is_upload else _MAX_OTHER_BODY
         length = headers.get("content-length", "0")
+        if "content-length" in headers and "transfer-encoding" in headers:
+            # A proxy before this server may take the other one, and find two requests in one.
+            raise ApiError(
+                400,
+                "two_lengths",
+                "a request has Content-Length or Transfer-Encoding, not both",
+                headers={"Connection": "close"},
+            )
         if length.isascii() and length.isdigit() and int(length) > limit:
             raise _too_large(shown)
         if is_upload:
-            kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-            if kind != "multipart/form-data":
-                raise ApiError(
-                    415,
-                    "unsupported_media_type",
-                    f"the body must be multipart/form-data, not {kind[:60] or 'without a type'}",
-                    "send the photograph as the form field input_reference",
-                )
+            _check_form(headers.get("content-type", ""))
             if self._uploads >= self.limits.uploads:
                 raise ApiError(
                     503,
@@ -233,6 +237,30 @@ def _limited(receive: Receive, limit: int, shown: int, seconds: float) -> Receiv
     return limited
 
 
+def _check_form(content_type: str) -> None:
+    """Refuses a body that is not a form in UTF-8.
+
+    Python would decode its fields by any codec that it names, and some take minutes for a megabyte.
+
+    Raises:
+        ApiError: with the type that it has.
+    """
+    kind, options = parse_options_header(content_type)
+    shown = kind.decode(errors="replace")[:60]
+    if kind != b"multipart/form-data":
+        raise ApiError(
+            415,
+            "unsupported_media_type",
+            f"the body must be multipart/form-data, not {shown or 'without a type'}",
+            "send the photograph as the form field input_reference",
+        )
+    charset = options.get(b"charset", b"utf-8").decode(errors="replace")
+    if charset.lower() not in ("utf-8", "utf8"):
+        raise ApiError(
+            415, "unsupported_charset", f"the form must be in UTF-8, not {charset[:60]!r}"
+        )
+
+
 def _too_large(limit: int) -> ApiError:
     return ApiError(
         413,
@@ -264,7 +292,8 @@ def _check_host(headers: Headers) -> None:
         ApiError: the host or the origin is another.
     """
     host = headers.get("host", "")
-    if not is_loopback(_name_of(host)):
+    name = _HOST.fullmatch(host)
+    if name is None or not is_loopback(name[1].strip("[]")):
         raise ApiError(
             403,
             "wrong_host",
@@ -276,10 +305,3 @@ def _check_host(headers: Headers) -> None:
         raise ApiError(
             403, "wrong_origin", f"pages of {origin[:100]!r} may not use this server without a key"
         )
-
-
-def _name_of(host: str) -> str:
-    """The name in a Host header, without the port."""
-    if host.startswith("["):
-        return host[1:].partition("]")[0]
-    return host.partition(":")[0]

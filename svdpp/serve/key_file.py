@@ -27,7 +27,7 @@ def add_key(path: Path, name: str) -> str:
     """
     key, sha256 = keys.new_key()
     try:
-        keys._parse([name, sha256], [])
+        keys.parse_words([name, sha256], [])
     except ValueError as error:
         raise RequestError(f"--new-key {name!r}: {error}") from None
     if path.exists() and path.stat().st_size:

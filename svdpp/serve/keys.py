@@ -94,7 +94,7 @@ def read_keys(path: Path) -> Keys:
     for number, line in enumerate(text.splitlines(), start=1):
         if line.strip() and not line.lstrip().startswith("#"):
             try:
-                keys.append(_parse(line.split(), keys))
+                keys.append(parse_words(line.split(), keys))
             except ValueError as error:
                 raise InputError(
                     f"{_WHAT} {str(path)!r}, line {number}: {error}",
@@ -118,8 +118,16 @@ def _check_private(path: Path) -> None:
         )
 
 
-def _parse(words: list[str], before: Sequence[ApiKey]) -> ApiKey:
-    """One line's key; ValueError says what is wrong."""
+def parse_words(words: Sequence[str], before: Sequence[ApiKey]) -> ApiKey:
+    """The key of one line.
+
+    Args:
+        words: of the line.
+        before: the keys of the lines before it.
+
+    Raises:
+        ValueError: what is wrong.
+    """
     if len(words) not in (2, 3):
         raise ValueError(f"it has {len(words)} words instead of 2 or 3")
     if _NAME.fullmatch(words[0]) is None:

@@ -54,14 +54,24 @@ class Offer:
                 404,
                 "model_not_found",
                 f"this server runs {self.model!r}, not {request.model[:100]!r}",
-                details={"model": self.model},
+                details={"field": "model", "model": self.model},
             )
         if request.prompt:
             raise ApiError(
-                422, "no_prompt", "Stable Video Diffusion takes no prompt", "leave prompt empty"
+                422,
+                "no_prompt",
+                "Stable Video Diffusion takes no prompt",
+                "leave prompt empty",
+                details={"field": "prompt"},
             )
         if request.draft == "auto" and not self.drafts:
-            raise ApiError(422, "no_drafts", "this server makes no drafts", "leave draft out")
+            raise ApiError(
+                422,
+                "no_drafts",
+                "this server makes no drafts",
+                "leave draft out",
+                details={"field": "draft"},
+            )
         given = {
             "num_inference_steps": request.steps,
             "fps": request.fps,
@@ -89,7 +99,7 @@ class Offer:
                 "wrong_size",
                 f"this server makes clips of {', '.join(sizes)}, not {text}",
                 "--sizes at its start names more",
-                details={"size": text, "sizes": sizes},
+                details={"field": "size", "size": text, "sizes": sizes},
             )
         return size
 
@@ -98,7 +108,11 @@ class Offer:
             return self.sampling.frames if request.frames is None else request.frames
         if request.frames is not None:
             raise ApiError(
-                422, "frames_and_seconds", "frames and seconds contradict each other", "give one"
+                422,
+                "frames_and_seconds",
+                "frames and seconds contradict each other",
+                "give one",
+                details={"field": "seconds"},
             )
         fps = self.sampling.fps if request.fps is None else request.fps
         return max(1, round(request.seconds * fps))

@@ -83,8 +83,11 @@ class Prover:
         return self._running
 
     def start(self) -> None:
-        """Starts the thread; first removes what a killed server left behind."""
+        """Starts the thread, with the requests that an earlier server has not answered."""
         self._remove_temporary()
+        for id in self._store.to_prove():
+            if not self.request(id):
+                self._store.set_proof(id, "none")
         self._thread.start()
 
     def close(self) -> None:
@@ -113,12 +116,12 @@ class Prover:
         with self._changed:
             if id in self._requested or id == self._running:
                 return True
-            if len(self._requested) >= _MAX_REQUESTED:
+            if len(self._requested) >= _MAX_REQUESTED or not self._store.set_proof(id, "running"):
                 return False
             self._requested.append(id)
             self._failed.pop(id, None)
             self._changed.notify_all()
-        return self._store.set_proof(id, "running")
+        return True
 
     def stop(self, id: str) -> None:
         """Drops the request to verify a clip, and waits until nothing reads its files."""
@@ -180,6 +183,8 @@ class Prover:
 
     def _verify(self, job: Job) -> None:
         with self._changed:
+            if job.proof == "running" and job.id not in self._requested:
+                return  # dropped since it was read
             self._running = job.id
         try:
             self._store.set_proof(job.id, "running")

@@ -154,6 +154,8 @@ class RunningClips:
             steps_done = action.start
         else:
             return self._by_clip.get(getattr(event, "clip", -1))
+        if clip is not None and clip.order.request.draft and rank:
+            return clip  # in a draft only rank 0 makes the exact clip
         # Two ranks' events can arrive in the wrong order.
         if clip is not None and steps_done >= clip.steps_done:
             has_moved = (clip.rank, clip.steps_done) != (rank, steps_done)

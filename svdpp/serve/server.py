@@ -235,7 +235,11 @@ class _Protocol(H11Protocol):
         """Answers what is not HTTP by the API's shape of errors."""
         body = {"type": "invalid_request_error", "code": "invalid_http", "message": msg}
         text = json.dumps({"error": {**body, "hint": "", "details": {}}}).encode()
-        headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(text)).encode()),
+            (b"connection", b"close"),
+        ]
         with contextlib.suppress(h11.LocalProtocolError):  # in the middle of an answer
             for event in (
                 h11.Response(status_code=400, headers=headers, reason=b"Bad Request"),

@@ -21,7 +21,7 @@ from svdpp.serve.job import Job, JobState, new_id
 from svdpp.serve.metrics import Metrics
 from svdpp.serve.offer import Offer
 from svdpp.serve.proof import Prover
-from svdpp.serve.retention import CLIPS, remove_job
+from svdpp.serve.retention import CLIPS, PHOTOS, remove_job
 from svdpp.serve.schemas import DeletedVideo, Video, VideoRequest, video_of
 from svdpp.serve.store import JobStore, QueueFullError
 from svdpp.serve.upload import PhotoFolder, shown_name
@@ -314,6 +314,10 @@ class Service:
         """The file of a clip, or of its draft; it may not exist."""
         clip = OutputConfig(path=str(self.folder / CLIPS / f"{job.id}.mp4"))
         return Path((clip.draft if is_draft else clip).path)
+
+    def photo_path(self, job: Job) -> Path:
+        """The file of a clip's photograph; it may not exist."""
+        return self.folder / PHOTOS / job.photo
 
     def completed(self, id: str, owner: Owner) -> Job:
         """The job of that id, if it is completed.

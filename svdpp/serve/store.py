@@ -203,7 +203,7 @@ class JobStore:
         return {state: found.get(str(state), 0) for state in JobState}
 
     def recover(self) -> list[Job]:
-        """At the start of a server: put back every job in progress, and forget running proofs.
+        """At the start of a server: put back every job in progress.
 
         Returns:
             The jobs that were in progress, as they are now: QUEUED, or CANCELLED if asked for.
@@ -213,9 +213,14 @@ class JobStore:
             found = [id for (id,) in ids.fetchall()]
             for id in found:
                 turns.put_back(database, id, counts=False)
-            database.execute("UPDATE jobs SET proof = 'none' WHERE proof = 'running'")
             rows = [database.execute(f"{_JOBS} WHERE id = ?", (id,)).fetchone() for id in found]
             return [job_table.job_of(row) for row in rows]
+
+    def to_prove(self) -> list[str]:
+        """The ids of the jobs whose proof is `running`, or was when a server ended."""
+        with self._file.read() as database:
+            query = "SELECT id FROM jobs WHERE proof = 'running' ORDER BY seq"
+            return [id for (id,) in database.execute(query)]
 
     def finished(self) -> list[FinishedJob]:
         """The jobs in final states that are not being proved, the first to finish first."""

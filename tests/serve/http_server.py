@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,24 @@ class HttpServer:
 
         wait(has_status, HANG_SECONDS, lambda: f"{self.video(id)}\n{self.err}")
         return self.video(id)
+
+
+def raw(server: HttpServer, text: bytes, *, is_whole: bool = True) -> bytes:
+    """What the server answers to these bytes, until it closes the connection.
+
+    Otherwise the client closes its half of the connection, as after half a request.
+    """
+    url = httpx.URL(server.url)
+    with socket.create_connection((url.host, url.port or 0), timeout=HANG_SECONDS) as connection:
+        found = b""
+        with suppress(BrokenPipeError, ConnectionResetError):  # it has answered before the end
+            connection.sendall(text)
+            if not is_whole:
+                connection.shutdown(socket.SHUT_WR)
+        with suppress(ConnectionResetError):
+            while part := connection.recv(65536):
+                found += part
+    return found
 
 
 def wait(

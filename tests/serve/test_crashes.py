@@ -21,6 +21,7 @@ from svdpp.models.base import LATENTS
 from svdpp.models.dummy import DummyModel
 from svdpp.worker.tensor_store import tensor_sha256
 from tests.faults.processes import MARK
+from tests.serve.engines import dummy_config, serving
 from tests.serve.http_server import DUMMY, HANG_SECONDS, HttpServer, wait
 from tests.soak.serve_processes import belonging, fork_server_of, ranks_of
 from tests.soak.serve_soak import soak
@@ -99,6 +100,7 @@ def test_a_killed_server(folder: Path) -> None:
         _assert_all_made(server, ids)
 
 
+@pytest.mark.long
 def test_a_killed_rank(folder: Path) -> None:
     with HttpServer(folder, *_OPTIONS) as server:
         ids = _begin(server)
@@ -107,6 +109,7 @@ def test_a_killed_rank(folder: Path) -> None:
         assert _restarts(server) == 1
 
 
+@pytest.mark.long
 def test_a_killed_fork_server(folder: Path) -> None:
     with HttpServer(folder, *_OPTIONS) as server:
         ids = _begin(server)
@@ -117,6 +120,16 @@ def test_a_killed_fork_server(folder: Path) -> None:
         _assert_all_made(server, ids)
         assert _restarts(server) >= 1
         assert fork_server_of(server.process.pid) not in (None, fork_server)
+
+
+def test_checkpoints_of_a_killed_server_are_removed_after_the_last_clip(tmp_path: Path) -> None:
+    left = tmp_path / "latents" / f"{'0' * 64}_step3.safetensors"
+    with serving(tmp_path, dummy_config(2, step_seconds=0.02)) as service:
+        ids = service.add(0, 1)
+        service.wait_for_step(ids[1], 1)  # the queue is empty, and a clip runs
+        left.write_bytes(b"late")
+        service.wait_final(ids)
+        service.wait(lambda: not left.exists(), "the checkpoint stays")
 
 
 @pytest.mark.long

@@ -57,6 +57,7 @@ def _has_restarted(service: Serving, times: int) -> bool:
     return service.engine.restarts == times
 
 
+@pytest.mark.long
 def test_a_clip_during_which_ranks_die_twice_fails_by_name(tmp_path: Path) -> None:
     config = dummy_config(2, step_seconds=0.05)
     with serving(tmp_path, config) as service:
@@ -90,6 +91,7 @@ def test_an_idle_rank_that_dies_blames_no_job(tmp_path: Path) -> None:
         assert service.engine.state == "ready"
 
 
+@pytest.mark.long
 def test_the_back_off_doubles_and_a_finished_clip_resets_it(tmp_path: Path) -> None:
     with serving(tmp_path, dummy_config(1), first_back_off=0.2) as service:
         for restarts in (1, 2):
@@ -116,6 +118,7 @@ def test_a_cancelled_job_does_not_return_after_a_kill(tmp_path: Path) -> None:
     assert states == [JobState.CANCELLED, JobState.COMPLETED]
 
 
+@pytest.mark.long
 def test_a_checkpoint_that_does_not_fit_starts_the_clip_again(tmp_path: Path) -> None:
     config = dummy_config(2, step_seconds=0.05)
     with serving(tmp_path, config) as service:
@@ -130,6 +133,7 @@ def test_a_checkpoint_that_does_not_fit_starts_the_clip_again(tmp_path: Path) ->
     assert latents(jobs) == hashes(config, [0, 1])
 
 
+@pytest.mark.long
 def test_photographs_become_clips_through_a_kill(tmp_path: Path) -> None:
     config = demo_config()
     jobs = [demo_job(tmp_path, seed) for seed in range(4)]
@@ -157,6 +161,7 @@ def test_photographs_become_clips_through_a_kill(tmp_path: Path) -> None:
     assert list((tmp_path / "latents").iterdir()) == []
 
 
+@pytest.mark.long
 def test_a_dead_fork_server_is_replaced(tmp_path: Path) -> None:
     config = dummy_config(2, step_seconds=0.05)
     with serving(tmp_path, config) as service:
@@ -171,6 +176,7 @@ def test_a_dead_fork_server_is_replaced(tmp_path: Path) -> None:
     assert latents(jobs) == hashes(config, [0, 1, 2])
 
 
+@pytest.mark.long
 def test_a_stopped_rank_is_replaced(tmp_path: Path) -> None:
     config = dummy_config(2, step_seconds=0.05, heartbeat_timeout_seconds=3.0)
     with serving(tmp_path, config) as service:
@@ -183,6 +189,7 @@ def test_a_stopped_rank_is_replaced(tmp_path: Path) -> None:
     assert latents(jobs) == hashes(config, [0, 1, 2])
 
 
+@pytest.mark.long
 def test_a_killed_server_goes_on_at_the_next_start(tmp_path: Path) -> None:
     config = dummy_config(2, step_seconds=0.05)
     process = subprocess.Popen([sys.executable, "-m", "tests.serve.killed_engine", str(tmp_path)])

@@ -34,6 +34,7 @@ def test_a_uniform_split_refuses_steps_that_it_cannot_split(num_steps: int) -> N
         ClipGate(config, None).check(replace(SAMPLING, num_inference_steps=num_steps))
 
 
+@pytest.mark.long
 def test_a_clip_that_is_larger_than_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     config, checkpoint = resolve(
         PipelineConfig(

@@ -99,7 +99,7 @@ def test_without_a_key_nothing_is_served(header: str | None, words: str) -> None
         assert answer.headers["www-authenticate"] == "Bearer"
         assert words in answer.json()["error"]["message"]
         assert "s3cret" not in answer.text
-    for path in ("/", "/page.js", "/health", "/ready"):
+    for path in ("/", "/page/main.js", "/health", "/ready"):
         assert asked.get(path, headers).status_code == 200
 
 

@@ -7,18 +7,28 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from svdpp.config import OutputConfig
 from svdpp.media.examples import example_photos
+from svdpp.media.video import write_clip
 from tests.cli.shell import ROOT
-from tests.serve.http_server import DEMO, HANG_SECONDS, QUICK, HttpServer, wait
+from tests.serve.http_server import HANG_SECONDS, QUICK, HttpServer, wait
 
 PAGE = ROOT / "svdpp" / "serve" / "page"
+CODE = ("text/javascript", "text/css")
 PHOTOS = example_photos()
+#: Real clips; one that finds the ranks idle is drafted.
+DRAFTS = (
+    *("--model", "demo", "--device", "cpu", "--world", "2", "--threads", "1", "--steps", "8"),
+    *("--frames", "2", "--draft", "--draft-starts", "0,6"),
+)
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 DRIVER = shutil.which("chromedriver")
 
@@ -82,6 +92,7 @@ class Page:
         from selenium.common.exceptions import StaleElementReferenceException
 
         def has_happened() -> bool:
+            time.sleep(0.1)  # each question costs the browser more than this
             try:
                 return bool(happens())
             except StaleElementReferenceException:
@@ -108,6 +119,8 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     options.binary_location = CHROMIUM
     for name in ("headless=new", "no-sandbox", "disable-gpu", "disable-quic", "no-first-run"):
         options.add_argument(f"--{name}")
+    # Clips wait to be played: to draw them costs more than all else here.
+    options.add_argument("--force-prefers-reduced-motion")
     for name in ("background-networking", "component-update", "sync", "dev-shm-usage"):
         options.add_argument(f"--disable-{name}")
     options.add_argument(f"--user-data-dir={folder / 'profile'}")
@@ -126,13 +139,18 @@ def server(
     driver: Any,  # noqa: ARG001 without a browser no server is started
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[HttpServer]:
-    with HttpServer(tmp_path_factory.mktemp("data"), *DEMO) as server:
+    """Its clips take as long as their steps ask for, and have no file."""
+    with HttpServer(tmp_path_factory.mktemp("data"), *QUICK) as server:
         server.wait_ready()
         yield server
 
 
 @pytest.fixture
 def page(driver: Any, server: HttpServer) -> Iterator[Page]:
+    yield from opened(driver, server)
+
+
+def opened(driver: Any, server: HttpServer) -> Iterator[Page]:
     page = Page(driver, server.url)
     page.open()
     page.wait_text("#state", "Ready")
@@ -142,28 +160,51 @@ def page(driver: Any, server: HttpServer) -> Iterator[Page]:
 
 @pytest.fixture
 def clips(server: HttpServer) -> list[str]:
-    """At least two finished clips."""
+    """At least two finished clips, with files."""
     found = server.client.get("/v1/videos?status=completed").json()["data"]
     ids = [video["id"] for video in found]
     new = server.add(max(0, 2 - len(ids)), name="sea.jpg")
     for id in new:
         server.wait_for(id, "completed")
+    for id in ids + new:
+        write_file(server, id)
     return ids + new
+
+
+def write_file(server: HttpServer, id: str) -> None:
+    """Writes the file of a clip, which the dummy model does not make."""
+    path = server.folder / "clips" / f"{id}.mp4"
+    if not path.exists():
+        frames = np.random.default_rng(0).integers(0, 256, (14, 36, 64, 3), np.uint8)
+        write_clip(frames, OutputConfig(path=str(path)), fps=7, metadata={})
 
 
 def test_the_page_asks_no_other_server_and_needs_no_inline_code() -> None:
     files = {path.name: path.read_text() for path in PAGE.iterdir()}
+    scripts = {name: text for name, text in files.items() if name.endswith(".js")}
 
-    assert set(files) == {"index.html", "page.js", "page.css"}
+    assert set(files) == {"index.html", "page.css", *scripts}
     for text in files.values():
         links = re.findall(r"https?://[^\s\"'<]+", text)
         assert set(links) <= {"http://www.w3.org/2000/svg"}, "a request to another server"
     assert not re.search(
         r"<style|\sstyle=|\son[a-z]+=|<script(?! type=\"module\" src=)", files["index.html"]
     )
-    assert not re.search(
-        r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(", files["page.js"]
-    )
+    for name, text in scripts.items():
+        assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(", text)
+        assert set(re.findall(r"from \"\./([^\"]+)\"", text)) <= set(scripts)
+        assert text.startswith("// Owns "), f"{name} does not say what it owns"
+        assert text.count("\n") < 350
+
+
+def test_only_known_files_are_served(server: HttpServer) -> None:
+    for file in PAGE.iterdir():
+        path = "/" if file.name == "index.html" else f"/page/{file.name}"
+        answer = server.client.get(path)
+        assert answer.content == file.read_bytes()
+        assert answer.headers["content-type"].partition(";")[0] in ("text/html", *CODE)
+    for path in ("nothing.js", "index.html", "", "..%2fapi.py", "%2e%2e/api.py", "/etc/passwd"):
+        assert server.client.get(f"/page/{path}").status_code == 404, path
 
 
 def test_photographs_become_clips(page: Page, server: HttpServer) -> None:
@@ -171,6 +212,7 @@ def test_photographs_become_clips(page: Page, server: HttpServer) -> None:
     assert page.text("#make") == "Make 2 clips"
     page.wait(lambda: len(page.all(".photo img")) == 2)
     page.fill("seed", 2**63 - 1)
+    page.fill("steps", 250)  # long enough for both to be seen in the queue
     page.one("#make").click()
 
     page.wait(lambda: len(page.all("#queue-list .row")) == 2)
@@ -179,12 +221,6 @@ def test_photographs_become_clips(page: Page, server: HttpServer) -> None:
         assert row.find_element("css selector", "progress").get_attribute("aria-label")
     page.wait(lambda: len(page.all(".card")) == 2)
     assert page.text("#queue-empty") == "The queue is empty."
-    page.wait(
-        lambda: page.run(
-            "return [...document.querySelectorAll('.card video')].every("
-            "(video) => video.readyState > 2 && !video.paused && video.muted && video.loop)"
-        )
-    )
     titles = {card.find_element("css selector", ".title").text for card in page.all(".card")}
     assert titles == {photo.name for photo in PHOTOS[:2]}
     videos = server.client.get("/v1/videos").json()["data"]
@@ -192,6 +228,20 @@ def test_photographs_become_clips(page: Page, server: HttpServer) -> None:
     assert f"seed {2**63 - 1}" in page.text(".card")
 
 
+@pytest.mark.long
+@pytest.mark.usefixtures("clips")
+def test_finished_clips_play(page: Page) -> None:
+    page.wait(lambda: page.all(".card"))
+    page.one("#play-all").click()
+    page.wait(
+        lambda: page.run(
+            "return [...document.querySelectorAll('.card video')].some("
+            "(video) => video.readyState > 2 && !video.paused && video.muted && video.loop)"
+        )
+    )
+
+
+@pytest.mark.long
 def test_a_refusal_is_shown_where_it_can_be_corrected(page: Page, tmp_path: Path) -> None:
     text = tmp_path / "notes.png"
     text.write_text("no image")
@@ -220,19 +270,8 @@ def test_a_refusal_is_shown_where_it_can_be_corrected(page: Page, tmp_path: Path
     assert page.all("#queue-list .row") == []
 
 
-@pytest.fixture
-def quick(driver: Any, tmp_path: Path) -> Iterator[tuple[Page, HttpServer]]:
-    """The page of a server whose clips take as long as their steps ask for, and have no file."""
-    with HttpServer(tmp_path / "data", *QUICK) as server:
-        page = Page(driver, server.url)
-        page.open()
-        page.wait_text("#state", "Ready")
-        yield page, server
-        assert page.complaints() == []
-
-
-def test_a_running_clip_is_cancelled_and_made_again(quick: tuple[Page, HttpServer]) -> None:
-    page, server = quick
+@pytest.mark.long
+def test_a_running_clip_is_cancelled_and_made_again(page: Page, server: HttpServer) -> None:
     page.choose(PHOTOS[2])
     page.fill("steps", 1000)
     page.one("#make").click()
@@ -246,10 +285,14 @@ def test_a_running_clip_is_cancelled_and_made_again(quick: tuple[Page, HttpServe
     page.wait(lambda: page.all("#failed-list .row"))
     assert re.search(r"Cancelled at step \d+ of 1000", page.text("#failed-list"))
 
+    page.driver.refresh()  # from now on only the server has the photograph
+    page.wait(lambda: page.all("#failed-list img.thumb"))
     page.one("#failed-list button[aria-label^=Make]").click()
     page.wait(lambda: page.all("#queue-list .row"))
     page.one("#queue-list button[aria-label^=Cancel]").click()
     page.wait(lambda: len(page.all("#failed-list .row")) == 2)
+    hashes = [each["input"]["sha256"] for each in server.client.get("/v1/videos").json()["data"]]
+    assert hashes[0] == hashes[1]
     for _ in range(2):
         button = page.one("#failed-list button[aria-label^=Remove]")
         left = len(page.all("#failed-list .row"))
@@ -260,6 +303,7 @@ def test_a_running_clip_is_cancelled_and_made_again(quick: tuple[Page, HttpServe
     assert server.client.get("/v1/videos?status=cancelled").json()["data"] == []
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("clips")
 def test_two_clips_are_compared_by_keyboard_alone(page: Page) -> None:
     from selenium.webdriver import Keys
@@ -272,11 +316,12 @@ def test_two_clips_are_compared_by_keyboard_alone(page: Page) -> None:
     times = (
         "return [...document.querySelectorAll('#compare video')].map((each) => each.currentTime)"
     )
+    page.run("document.getElementById('compare-play').focus()")
+    page.press(Keys.ENTER)
     page.wait(lambda: min(page.run(times)) > 0.2)
     first, second = page.run(times)
     assert abs(first - second) < 0.2
 
-    page.run("document.getElementById('compare-play').focus()")
     page.press(Keys.ENTER)
     page.press(Keys.TAB, Keys.TAB)
     assert page.focused() == "compare-forth"
@@ -289,13 +334,6 @@ def test_two_clips_are_compared_by_keyboard_alone(page: Page) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("clips")
-def test_a_clip_is_verified(page: Page) -> None:
-    page.wait(lambda: page.all(".card"))
-    page.one(".card .link").click()
-    page.wait_text(".proof", "Bitwise equal to diffusers on one device")
-
-
 @pytest.mark.usefixtures("clips")
 def test_the_focus_goes_through_the_page_in_its_order(page: Page) -> None:
     from selenium.webdriver import Keys
@@ -312,6 +350,7 @@ def test_the_focus_goes_through_the_page_in_its_order(page: Page) -> None:
     assert re.match(r"(Pause|Play) .*, seed \d+", seen[12])
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("clips")
 @pytest.mark.parametrize("width", [400, 1000, 1600])
 def test_nothing_is_wider_than_the_window(page: Page, width: int) -> None:
@@ -324,6 +363,7 @@ def test_nothing_is_wider_than_the_window(page: Page, width: int) -> None:
         page.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
+@pytest.mark.long
 def test_the_theme_is_chosen_and_kept(page: Page) -> None:
     colour = "return getComputedStyle(document.body).backgroundColor"
     page.one("#theme").click()
@@ -333,6 +373,44 @@ def test_the_theme_is_chosen_and_kept(page: Page) -> None:
     assert light != dark
     page.driver.refresh()
     assert page.run(colour) == dark
+
+
+#: Remembers what a card shows, at each change.
+WATCH = """
+window.seen = [];
+new MutationObserver(() => {
+  const card = document.querySelector(".card");
+  if (!card) return;
+  const [video, badge] = [card.querySelector("video"), card.querySelector(".badge")];
+  const what = [badge.hidden ? "" : badge.textContent, video.getAttribute("src") ?? ""];
+  window.seen.push([...what, card.offsetHeight, [...card.parentNode.children].length]);
+}).observe(document.getElementById("clip-list"),
+  { subtree: true, childList: true, attributes: true });
+"""
+
+
+@pytest.mark.long
+def test_a_draft_is_shown_until_the_exact_clip_takes_its_place(driver: Any, tmp_path: Path) -> None:
+    with HttpServer(tmp_path / "data", *DRAFTS) as server:
+        server.wait_ready()
+        for page in opened(driver, server):
+            page.choose(PHOTOS[0])
+            assert page.one("[name=draft]").is_selected()
+            page.run(WATCH)
+            page.one("#make").click()
+            page.wait(lambda page=page: page.all(".card .link"))  # type: ignore[misc]
+            page.wait(lambda page=page: not page.all(".badge"))  # type: ignore[misc]
+
+            seen = page.run("return window.seen")
+            drafts = [each for each in seen if each[0] == "Draft: the exact clip follows"]
+            assert any(src.endswith("/content?variant=draft") for _, src, _, _ in drafts)
+            assert seen[-1][0] == ""
+            assert seen[-1][1].endswith("/content")
+            assert {height for _, src, height, _ in seen if src} == {seen[-1][2]}
+            assert {number for *_, number in seen} == {1}
+
+            page.one(".card .link").click()
+            page.wait_text(".proof", "Bitwise equal to diffusers on one device")
 
 
 @pytest.mark.long
@@ -371,10 +449,11 @@ def test_the_page_asks_for_a_key_and_uses_it(driver: Any, tmp_path: Path) -> Non
         check=True,
     )
     key = made.stdout.strip()
-    with HttpServer(tmp_path / "data", *DEMO, *keys, key=key) as server:
+    with HttpServer(tmp_path / "data", *QUICK, *keys, key=key) as server:
         server.wait_ready()
         (id,) = server.add()
         server.wait_for(id, "completed")
+        write_file(server, id)
         page = Page(driver, server.url)
         page.open()
         page.wait(lambda: page.all("#lock"))

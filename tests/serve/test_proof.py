@@ -83,6 +83,7 @@ def _children() -> list[int]:
     return found
 
 
+@pytest.mark.long
 def test_idle_time_proves_the_newest_first_and_finds_a_changed_file(
     made: tuple[Path, list[str]], tmp_path: Path
 ) -> None:
@@ -102,6 +103,7 @@ def test_idle_time_proves_the_newest_first_and_finds_a_changed_file(
     assert proving.verdicts == ["equal", "different"]
 
 
+@pytest.mark.long
 def test_work_stops_it_at_once_and_it_goes_on_when_idle(
     made: tuple[Path, list[str]], tmp_path: Path
 ) -> None:
@@ -123,6 +125,21 @@ def test_work_stops_it_at_once_and_it_goes_on_when_idle(
         assert not proving.prover.request("video_unknown")
 
 
+@pytest.mark.long
+def test_a_request_survives_a_restart(made: tuple[Path, list[str]], tmp_path: Path) -> None:
+    with _proving(made, tmp_path, when_idle=False) as proving:
+        for id in proving.ids:
+            assert proving.prover.request(id)
+        proving.idle.set()
+        wait_until(_children, HANG_SECONDS, "no process")
+    (tmp_path / "clips" / f"{proving.ids[0]}.mp4.json").unlink()
+    with _proving((tmp_path / "none", proving.ids), tmp_path, when_idle=False) as proving:
+        # One that cannot be verified any more is not said to be running.
+        assert proving.proofs() == ["none", "running"]
+        assert list(proving.prover._requested) == [proving.ids[1]]
+
+
+@pytest.mark.long
 def test_a_clip_that_is_removed_is_let_go(made: tuple[Path, list[str]], tmp_path: Path) -> None:
     with _proving(made, tmp_path, when_idle=False) as proving:
         proving.idle.set()
@@ -135,6 +152,7 @@ def test_a_clip_that_is_removed_is_let_go(made: tuple[Path, list[str]], tmp_path
         assert proving.proofs() == ["none"] * 2
 
 
+@pytest.mark.long
 def test_a_clip_without_its_photograph_is_not_tried_for_ever(
     made: tuple[Path, list[str]], tmp_path: Path
 ) -> None:

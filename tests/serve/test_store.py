@@ -196,7 +196,8 @@ def test_a_restart_puts_back_what_was_running(store: JobStore, tmp_path: Path) -
         assert (back.started_at, back.attempts) == (None, 0)
         done = again.get(ids[0])
         assert done is not None
-        assert (done.state, done.proof) == (JobState.COMPLETED, "none")
+        assert (done.state, done.proof) == (JobState.COMPLETED, "running")
+        assert again.to_prove() == [ids[0]]
         assert again.recover() == []
 
 

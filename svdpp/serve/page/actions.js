@@ -1,0 +1,109 @@
+// Owns what a person can do with a clip: cancel, remove, verify, download, copy its parameters.
+
+import { get, mediaOf, release, request, wordsOf } from "./api.js";
+import { drop, takeVideo } from "./clips.js";
+import { icon, iconButton, make, say, setAttribute } from "./dom.js";
+import { tell } from "./signals.js";
+import { state } from "./state.js";
+import { PARAMETERS, stemOf, titleOf } from "./words.js";
+
+/** Does what a person asked for with a clip, and shows that it is under way, and why it failed. */
+async function act(id, words, work) {
+  if (state.busy.has(id)) return;
+  state.busy.set(id, `${words}…`);
+  tell("change");
+  try {
+    await work();
+  } catch (error) {
+    if (error.status === 404) drop(id);
+    say(wordsOf(error));
+  } finally {
+    state.busy.delete(id);
+    tell("change");
+    tell("stale");
+  }
+}
+
+export async function cancel(id) {
+  const video = state.videos.get(id);
+  await act(id, "Cancelling", async () => {
+    const answer = await get(`/v1/videos/${id}`, { method: "DELETE" });
+    if (answer.deleted) drop(id);
+    else takeVideo({ ...video, status: answer.status, eta_seconds: null });
+    state.listAt = 0;
+  });
+}
+
+/** Removes only at the second press, so that a slip loses nothing. */
+export function removeButton(video) {
+  const label = `Remove ${titleOf(video)}`;
+  const reset = () => {
+    button.classList.remove("danger");
+    button.replaceChildren(icon("remove"));
+    setAttribute(button, "aria-label", label);
+  };
+  const button = iconButton("remove", label, () => {
+    if (button.classList.contains("danger")) { act(video.id, "Removing", () => remove(video.id)); return; }
+    button.classList.add("danger");
+    button.replaceChildren("Remove?");
+    setAttribute(button, "aria-label", `Really remove ${titleOf(video)}?`);
+    setTimeout(reset, 5000);
+  });
+  button.addEventListener("blur", reset);
+  return button;
+}
+
+async function remove(id) {
+  await request(`/v1/videos/${id}`, { method: "DELETE" });
+  drop(id);
+}
+
+export async function verify(id) {
+  await act(id, "Asking for the verification", async () => {
+    const video = await get(`/v1/videos/${id}/verify`, { method: "POST" });
+    takeVideo(video);
+    say("The clip is made again on one device, once the ranks are idle, and compared bit by bit.");
+  });
+}
+
+export async function download(id) {
+  const video = state.videos.get(id);
+  try {
+    const address = await mediaOf(id);
+    const link = make("a", { href: address, download: `${stemOf(video)}-seed${video.seed}.mp4` });
+    document.body.append(link);
+    link.click();
+    link.remove();
+    setTimeout(() => release(address), 60000);
+  } catch (error) {
+    say(wordsOf(error));
+  }
+}
+
+export async function copyParameters(id) {
+  const video = state.videos.get(id);
+  const pairs = ["model", ...PARAMETERS].map((name) => {
+    const value = video[name];
+    // A seed above 2^53 is text here, and a number for every other program.
+    return `  "${name}": ${name === "seed" ? value : JSON.stringify(value)}`;
+  });
+  const copied = await copyText(`{\n${pairs.join(",\n")}\n}\n`);
+  say(copied ? "Parameters copied." : "The browser did not allow to copy.");
+}
+
+async function copyText(text) {
+  try {
+    await navigator.clipboard.writeText(text);
+    return true;
+  } catch {
+    // Without HTTPS, browsers have the clipboard's interface only on localhost.
+    const area = make("textarea", { value: text, className: "hidden", "aria-hidden": "true" });
+    const before = document.activeElement;
+    document.body.append(area);
+    area.select();
+    const copied = document.execCommand("copy");
+    area.remove();
+    before?.focus();
+    return copied;
+  }
+}

@@ -1,0 +1,142 @@
+// Owns the finished clips and the drafts: a card for each, and what can be done with it.
+
+import { copyParameters, download, removeButton, verify } from "./actions.js";
+import { get, wordsOf } from "./api.js";
+import { tintOf } from "./clips.js";
+import { pick } from "./compare.js";
+import { $, icon, iconButton, make, renderList, setAttribute, setText } from "./dom.js";
+import { randomSeed } from "./photos.js";
+import { Player } from "./player.js";
+import { makeAgain } from "./send.js";
+import { tell } from "./signals.js";
+import { state } from "./state.js";
+import { capital, duration, plural } from "./text.js";
+import { ago, etaText, nameOf, PARAMETERS, proofOf, PROOFS, shapeOf, stepText, titleOf } from "./words.js";
+
+export function renderClips(videos) {
+  renderList($("clip-list"), videos, (video) => video.id, createCard, updateCard);
+  const number = videos.length;
+  $("clips-empty").hidden = number > 0;
+  setText($("clips-empty"), emptyText());
+  setText($("clips-note"), number ? plural(number, "clip") + (state.hasOlder ? " and older ones" : "") : "");
+  $("older").hidden = !state.hasOlder;
+  $("play-all").hidden = !number;
+  renderPlayAll();
+  renderPicked();
+}
+
+function emptyText() {
+  if (state.connection === "gone" && !state.listed) return "Unknown while the server is gone.";
+  if (!state.listed) return "Loading.";
+  return state.models ? "Nothing here yet. Choose a photograph, and its clip appears here." : "";
+}
+
+function renderPlayAll() {
+  const button = $("play-all");
+  if (button.dataset.paused === String(state.paused)) return;
+  button.dataset.paused = state.paused;
+  button.replaceChildren(icon(state.paused ? "play" : "pause"), state.paused ? "Play all" : "Pause all");
+}
+
+export function playAll() {
+  state.paused = !state.paused;
+  for (const card of $("clip-list").children) card.player.play(!state.paused);
+  tell("change");
+}
+
+/** Tries again the clips that could not be loaded. */
+export function retryCards() {
+  for (const card of $("clip-list").children) card.player.retry();
+}
+
+function renderPicked() {
+  const isPicking = state.picked.length === 1;
+  $("picked").hidden = !isPicking;
+  document.body.classList.toggle("picking", isPicking);
+  if (!isPicking) return;
+  const first = state.videos.get(state.picked[0]);
+  setText($("picked-text"), `${titleOf(first)}: choose a clip to compare it with`);
+}
+
+function createCard(video) {
+  const { id } = video;
+  const title = titleOf(video);
+  const player = new Player(video);
+  const parts = {
+    made: make("span", { className: "note" }),
+    proof: make("span"),
+    verify: make("button", { type: "button", className: "link", textContent: "Verify",
+      "aria-label": `Verify ${title} against diffusers on one device`, onclick: () => verify(id) }),
+    compare: make("button", { type: "button", className: "button small", textContent: "Compare",
+      "aria-label": `Compare ${title} with another clip`, onclick: () => pick(id) }),
+    download: iconButton("download", `Download ${title}`, () => download(id)),
+    remove: removeButton(video),
+  };
+  const about = make("div", { className: "about" },
+    make("div", { className: "head" }, make("span", { className: "dot" }),
+      make("span", { className: "title", title, textContent: nameOf(video) }),
+      make("span", { className: "note", textContent: `seed ${video.seed}` })),
+    make("span", { className: "note", textContent: `${shapeOf(video)} · ${video.seconds} s` }),
+    parts.made,
+    make("span", { className: "proof" }, parts.proof, parts.verify));
+  const actions = make("div", { className: "actions" }, parts.compare, make("span", { className: "push" }),
+    parts.download,
+    iconButton("copy", `Copy the parameters of ${title}`, () => copyParameters(id)),
+    iconButton("again", `Make ${nameOf(video)} again with another seed`, () => makeAgain(id, { seed: randomSeed() })),
+    parts.remove);
+  const card = make("li", { className: "card" }, player.screen, about, actions, details(id, title));
+  setAttribute(card, "data-tint", tintOf(id));
+  return Object.assign(card, { parts, player, forget: () => player.forget() });
+}
+
+function updateCard(card, video) {
+  const { made, compare, download: file, remove } = card.parts;
+  const isDone = video.status === "completed";
+  if (isDone) card.player.becomeExact();
+  setText(made, isDone ? madeText(video) : comingText(video));
+  for (const button of [compare, file, remove]) button.disabled = !isDone;
+  showProof(card, video, isDone);
+  const isPicked = state.picked.includes(video.id);
+  setAttribute(compare, "aria-pressed", isPicked);
+  card.classList.toggle("chosen", isPicked);
+}
+
+const comingText = (video) => ["Exact clip", stepText(video).toLowerCase(), etaText(video)].filter(Boolean).join(" · ");
+
+function madeText(video) {
+  if (!video.completed_at) return "";
+  const took = video.started_at ? `, after ${duration(video.completed_at - video.started_at)}` : "";
+  return `finished ${ago(video.completed_at)}${took}`;
+}
+
+function showProof({ parts: { proof, verify: button } }, video, isDone) {
+  const verdict = proofOf(video);
+  const asked = state.busy.get(video.id);
+  setText(proof, asked ?? (isDone ? capital(PROOFS[verdict]) : ""));
+  setAttribute(proof.parentNode, "data-proof", verdict);
+  button.hidden = !isDone || verdict !== "none" || Boolean(asked);
+}
+
+function details(id, title) {
+  const body = make("tbody");
+  const caption = make("caption", { className: "hidden", textContent: `Parameters of ${title}` });
+  const node = make("details", {}, make("summary", { textContent: "Parameters and hashes" }),
+    make("table", { className: "table" }, caption, body));
+  node.addEventListener("toggle", () => { if (node.open) fillDetails(body, state.videos.get(id)); });
+  return node;
+}
+
+const HASHES = ["model", "dtype", "device", "latents_sha256", "frames_sha256", "file_sha256", "input_sha256"];
+
+async function fillDetails(body, video) {
+  const line = (name, value) =>
+    make("tr", {}, make("th", { scope: "row", textContent: name }), make("td", { textContent: value }));
+  body.replaceChildren(...PARAMETERS.map((name) => line(name, video[name])));
+  if (video.status !== "completed") return;
+  try {
+    const metadata = await get(`/v1/videos/${video.id}/metadata`);
+    body.append(...HASHES.filter((name) => metadata[name]).map((name) => line(name, metadata[name])));
+  } catch (error) {
+    body.append(line("hashes", wordsOf(error)));
+  }
+}

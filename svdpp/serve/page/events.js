@@ -1,0 +1,66 @@
+// Owns the server-sent events: the running clips, followed as they go.
+
+import { parse, request } from "./api.js";
+import { byStart, isOpen, takeVideo } from "./clips.js";
+import { tell } from "./signals.js";
+import { state } from "./state.js";
+
+// A browser opens six connections to a server over HTTP/1.1, for all of its tabs together.
+const MAX_STREAMS = 2;
+
+const streams = new Map(); // id of a clip -> AbortController
+
+export const isFollowed = (id) => streams.has(id);
+
+/** Follows the running clips, the longest-running first; the list has the others. */
+export function follow() {
+  const running = [...state.videos.values()].filter((video) => video.status === "in_progress");
+  running.sort(byStart);
+  const wanted = new Set(document.hidden ? [] : running.slice(0, MAX_STREAMS).map((video) => video.id));
+  for (const id of streams.keys()) if (!wanted.has(id)) endStream(id);
+  for (const id of wanted) if (!streams.has(id)) readEvents(id);
+}
+
+async function readEvents(id) {
+  const control = new AbortController();
+  streams.set(id, control);
+  try {
+    const answer = await request(`/v1/videos/${id}/events`, {
+      signal: control.signal, headers: { Accept: "text/event-stream" },
+    });
+    for await (const event of eventsOf(answer.body)) takeEvent(event);
+  } catch {
+    // The next answer about the engine says whether the server is gone; the list says the rest.
+  }
+  // Not at once again: a stream that ends without a final state is a restart.
+  setTimeout(() => { if (streams.get(id) === control) streams.delete(id); }, 2000);
+}
+
+/** The events of a stream, as text; they end with an empty line. */
+async function* eventsOf(body) {
+  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
+  let text = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    const events = (text + value).split(/\r?\n\r?\n/);
+    text = events.pop();
+    yield* events;
+  }
+}
+
+function takeEvent(text) {
+  const data = text.split(/\r?\n/).filter((line) => line.startsWith("data:")).map((line) => line.slice(5).trim());
+  if (!data.length) return; // a comment that keeps the connection open
+  const video = parse(data.join("\n"));
+  takeVideo(video);
+  if (!isOpen(video)) state.listAt = 0; // the others have moved up
+  tell("change");
+}
+
+function endStream(id) {
+  streams.get(id)?.abort();
+  streams.delete(id);
+}
+
+export const stopStreams = () => [...streams.keys()].forEach(endStream);

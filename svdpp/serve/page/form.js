@@ -1,0 +1,116 @@
+// Owns the settings of new clips: the model's defaults, their limits, and where a wrong one is shown.
+
+import { $, make, say, setAttribute, setText } from "./dom.js";
+import { on } from "./signals.js";
+import { state } from "./state.js";
+import { sentence } from "./text.js";
+import { PARAMETERS } from "./words.js";
+
+const field = (name) => $("new").elements[name];
+
+export const model = () => state.models?.find((each) => each.id === field("model").value) ?? state.models?.[0];
+
+const option = (value, textContent = value) => make("option", { value, textContent });
+
+function fillModels() {
+  const select = field("model");
+  const before = select.value;
+  select.replaceChildren(...state.models.map((each) => option(each.id)));
+  select.closest("label").hidden = state.models.length < 2;
+  $("settings").disabled = false;
+  if (before && state.models.some((each) => each.id === before)) select.value = before; // a person's values stay
+  else fillDefaults();
+}
+
+function fillDefaults() {
+  if (!model()) return;
+  const { defaults, sizes, limits, drafts } = model();
+  field("size").replaceChildren(...sizes.map((each) => option(each, each.replace("x", " × "))));
+  const priorities = Array.from({ length: 10 }, (_, value) => option(value));
+  priorities[0].textContent = "0 (usual)";
+  priorities[9].textContent = "9 (first)";
+  field("priority").replaceChildren(...priorities);
+  for (const name of ["steps", "frames"]) if (limits[`max_${name}`]) field(name).max = limits[`max_${name}`];
+  field("draft").closest("label").hidden = !drafts;
+  field("draft").checked = true;
+  fillSettings({ ...defaults, seed: "", priority: 0 });
+}
+
+function fillSettings(values) {
+  clearErrors();
+  for (const name of PARAMETERS) if (values[name] !== undefined) field(name).value = values[name];
+  showLength();
+}
+
+function showLength() {
+  const [frames, fps] = [Number(field("frames").value), Number(field("fps").value)];
+  setText($("length"), frames > 0 && fps > 0 ? `${(frames / fps).toFixed(2)} s long` : "");
+}
+
+export function settings() {
+  const values = Object.fromEntries(PARAMETERS.map((name) => [name, field(name).value.trim()]));
+  return { model: field("model").value, ...values, draft: draftOf(field("draft").checked) };
+}
+
+/** The value for a request; a server without drafts is not asked. */
+export const draftOf = (isWanted) => (model()?.drafts ? (isWanted ? "auto" : "off") : "");
+
+export function fieldsAreValid() {
+  const wrong = PARAMETERS.map(field).filter((input) => !input.checkValidity());
+  for (const input of wrong) showFieldError(input.name, limitText(input));
+  wrong[0]?.focus();
+  return !wrong.length;
+}
+
+function limitText(input) {
+  if (input.name === "seed") return "A whole number, or empty.";
+  const whole = input.step === "1" ? "A whole number" : "A number";
+  if (input.max) return `${whole} from ${input.min} to ${input.max}.`;
+  return `${whole} of ${input.min} or more.`;
+}
+
+/** [field, words] of each setting that the server refuses. */
+export function faultsOf(error) {
+  const known = (name) => (["width", "height"].includes(name) ? "size" : name === "seconds" ? "frames" : name);
+  const has = (name) => [...PARAMETERS, "model"].includes(known(name));
+  const faults = (error.details.faults ?? []).filter((fault) => has(fault.field));
+  if (faults.length) return faults.map((fault) => [known(fault.field), sentence(fault.reason)]);
+  const named = Object.keys(error.details).find(has) ?? /^(?:a )?([a-z_]+)\b/.exec(error.message)?.[1];
+  return named && has(named) && error.status < 429 ? [[known(named), error.words]] : [];
+}
+
+export function showFieldError(name, words) {
+  const input = field(name);
+  const label = input.closest("label");
+  const id = `error-${name}`;
+  const old = $(id);
+  if (old) { setText(old, words); return; }
+  label.append(make("span", { className: "error", id, role: "alert", textContent: words }));
+  setAttribute(input, "aria-invalid", "true");
+  setAttribute(input, "aria-describedby", id);
+  const folded = label.closest("details");
+  if (folded) folded.open = true;
+}
+
+function clearFieldError(input) {
+  $(`error-${input.name}`)?.remove();
+  input.removeAttribute("aria-invalid");
+  input.removeAttribute("aria-describedby");
+}
+
+export function clearErrors() {
+  $("form-error").hidden = true;
+  for (const input of $("new").querySelectorAll("[aria-invalid]")) clearFieldError(input);
+}
+
+export function showFormError(words) {
+  setText($("form-error"), words);
+  $("form-error").hidden = false;
+}
+
+export function listenToForm() {
+  on("models", fillModels);
+  $("new").addEventListener("input", (event) => { clearFieldError(event.target); showLength(); });
+  field("model").addEventListener("change", fillDefaults);
+  $("reset").addEventListener("click", () => { fillDefaults(); say("Settings are the model's defaults again."); });
+}

@@ -1,0 +1,49 @@
+// Owns the panel for the API key: asking for it, and starting over with another.
+
+import { apiKey, keepKey } from "./api.js";
+import { forget } from "./clips.js";
+import { $, setText } from "./dom.js";
+import { stopStreams } from "./events.js";
+import { on, tell } from "./signals.js";
+import { state } from "./state.js";
+
+function lock(message) {
+  if (state.connection === "locked") return;
+  state.connection = "locked";
+  stopStreams();
+  const refused = `The server refuses this key: ${message ?? "it does not know it"}.`;
+  setText($("lock-text"), apiKey() ? refused : "This server needs an API key.");
+  openLock();
+}
+
+function openLock() {
+  $("lock").dataset.open = "yes";
+  $("key-forget").hidden = !apiKey();
+  $("key-cancel").hidden = state.connection === "locked";
+  tell("change");
+  $("key").focus();
+}
+
+function closeLock() {
+  delete $("lock").dataset.open;
+  $("key").value = "";
+  tell("change");
+}
+
+/** Starts with another key: what the former one could see goes. */
+function useKey(value) {
+  keepKey(value);
+  stopStreams();
+  [...state.videos.keys()].forEach(forget);
+  Object.assign(state, { connection: "loading", engine: null, listed: false, counts: "", models: null });
+  closeLock();
+  tell("stale");
+}
+
+export function listenToLock() {
+  on("refused", lock);
+  $("lock").addEventListener("submit", (event) => { event.preventDefault(); useKey($("key").value.trim()); });
+  $("key-button").addEventListener("click", openLock);
+  $("key-forget").addEventListener("click", () => useKey(""));
+  $("key-cancel").addEventListener("click", closeLock);
+}

@@ -1,0 +1,76 @@
+// Owns the loop that asks for /v1/engine every second; its answer also says when the list of clips is out of date.
+
+import { get, Gone, Refusal } from "./api.js";
+import { say } from "./dom.js";
+import { takeEngine } from "./engine.js";
+import { follow, stopStreams } from "./events.js";
+import { listIsOld, readList } from "./lists.js";
+import { on, tell } from "./signals.js";
+import { state } from "./state.js";
+import { now } from "./text.js";
+
+const MAX_BACKOFF_SECONDS = 30;
+const ANSWER_SECONDS = 15; // a server that takes longer to say what its ranks do is gone
+
+let wake = () => {};
+on("stale", () => wake());
+
+const sleep = (seconds) => new Promise((resolve) => { wake = resolve; setTimeout(resolve, seconds * 1000); });
+
+export async function loop() {
+  for (;;) {
+    try {
+      const signal = AbortSignal.timeout(ANSWER_SECONDS * 1000);
+      takeEngine(await get("/v1/engine", { signal }));
+      if (state.connection !== "online") await comeOnline();
+      if (listIsOld()) await readList();
+      follow();
+    } catch (error) {
+      lose(error);
+    }
+    tell("change");
+    await sleep(pauseSeconds());
+  }
+}
+
+function pauseSeconds() {
+  if (state.connection === "locked") return 3600;
+  if (state.connection === "gone") return Math.max(0.2, state.retryAt - now());
+  return document.hidden ? 5 : 1;
+}
+
+function lose(error) {
+  if (state.connection === "locked") return;
+  state.failures += 1;
+  state.problem = "";
+  if (error instanceof Refusal) state.problem = error.words;
+  else if (!(error instanceof Gone || error.name === "TimeoutError")) {
+    console.error(error);
+    state.problem = `The page cannot read the server's answer: ${error.message}.`;
+  }
+  state.retryAt = now() + Math.min(MAX_BACKOFF_SECONDS, 2 ** (state.failures - 1));
+  if (state.connection !== "gone") say("The server does not answer. The page tries again by itself.");
+  state.connection = "gone";
+  stopStreams();
+}
+
+async function comeOnline() {
+  const was = state.connection;
+  if (!state.models || was === "gone") await readModels();
+  state.connection = "online";
+  state.failures = 0;
+  await readList();
+  tell("online");
+  if (was === "gone") say("The server is back.");
+}
+
+async function readModels() {
+  state.models = (await get("/v1/models")).data;
+  tell("models");
+}
+
+/** Tries now what would be tried later. */
+export function retry() {
+  state.retryAt = 0;
+  tell("stale");
+}

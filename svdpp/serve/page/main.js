@@ -1,0 +1,67 @@
+// Owns the start of the page, and showing all of it again whenever something has changed.
+//
+// The page shows what the JSON API says, and asks the API for clips. Nothing here builds HTML from text, so no
+// name of a file can become markup.
+
+import { apiKey, wordsOf } from "./api.js";
+import { playAll, renderClips, retryCards } from "./cards.js";
+import { renderRanks } from "./chart.js";
+import { isOpen, newestFirst } from "./clips.js";
+import { listenToCompare } from "./compare.js";
+import { $, make, say } from "./dom.js";
+import { stopStreams } from "./events.js";
+import { renderFailed } from "./failed.js";
+import { listenToForm } from "./form.js";
+import { listenToLock } from "./key.js";
+import { readOlder } from "./lists.js";
+import { loop, retry } from "./loop.js";
+import { listenToPhotos } from "./photos.js";
+import { renderQueue } from "./queue.js";
+import { submit } from "./send.js";
+import { on, tell } from "./signals.js";
+import { state } from "./state.js";
+import { listenToTheme } from "./theme.js";
+import { renderBanner, renderTop } from "./top.js";
+
+function render() {
+  document.body.classList.toggle("gone", state.connection === "gone");
+  $("lock").hidden = state.connection !== "locked" && !$("lock").dataset.open;
+  $("main").hidden = state.connection === "locked";
+  $("key-button").hidden = !apiKey();
+  const videos = newestFirst([...state.videos.values()]);
+  renderTop();
+  renderBanner();
+  renderRanks();
+  renderQueue(videos.filter(isOpen));
+  renderFailed(videos.filter((video) => ["failed", "cancelled"].includes(video.status)));
+  renderClips(videos.filter((video) => video.status === "completed" || video.drafted));
+}
+
+function listen() {
+  on("change", render);
+  on("online", retryCards);
+  $("new").addEventListener("submit", submit);
+  $("queue-more").addEventListener("click", () => { state.wholeQueue = !state.wholeQueue; render(); });
+  $("older").addEventListener("click", () => readOlder().catch((error) => say(wordsOf(error))).finally(render));
+  $("play-all").addEventListener("click", playAll);
+  $("picked-cancel").addEventListener("click", () => { state.picked = []; render(); });
+  $("banner-button").addEventListener("click", retry);
+  document.addEventListener("visibilitychange", () => (document.hidden ? stopStreams() : tell("stale")));
+  addEventListener("online", retry);
+}
+
+/** The icon of the tab, drawn here: a file would be one more request. */
+function drawIcon() {
+  const drawing = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 32 32">'
+    + '<rect width="32" height="32" rx="7" fill="#3350c4"/>'
+    + '<path d="M6 9h9v4H6zM11 14.5h9v4h-9zM16 20h10v4H16z" fill="#fff"/></svg>';
+  const address = URL.createObjectURL(new Blob([drawing], { type: "image/svg+xml" }));
+  document.head.append(make("link", { rel: "icon", href: address }));
+}
+
+drawIcon();
+for (const start of [listenToTheme, listenToLock, listenToForm, listenToPhotos, listenToCompare, listen]) start();
+render();
+// The countdown of a server that is gone moves between two answers.
+setInterval(() => { if (!document.hidden && state.connection === "gone") renderBanner(); }, 1000);
+loop();

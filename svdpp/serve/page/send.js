@@ -1,0 +1,97 @@
+// Owns the requests for clips: of the chosen photographs, and of a clip once more.
+
+import { get, getBlob, Refusal, wordsOf } from "./api.js";
+import { takeVideo } from "./clips.js";
+import { $, say } from "./dom.js";
+import { clearErrors, draftOf, faultsOf, fieldsAreValid, settings, showFieldError, showFormError } from "./form.js";
+import { leaveOut, renderPhotos, token } from "./photos.js";
+import { tell } from "./signals.js";
+import { state } from "./state.js";
+import { duration, plural } from "./text.js";
+import { keepThumb } from "./thumbs.js";
+import { nameOf, PARAMETERS, titleOf } from "./words.js";
+
+/** Stores one clip's request on the server; a second try with the same values is the same request. */
+async function send(photo, values) {
+  const wanted = JSON.stringify(values);
+  if (photo.wanted !== wanted) Object.assign(photo, { wanted, key: token() });
+  const form = new FormData();
+  form.append("input_reference", photo.file, photo.file.name || "photograph");
+  for (const [name, value] of Object.entries(values)) if (String(value) !== "") form.append(name, value);
+  const video = await get("/v1/videos", { method: "POST", body: form, headers: { "Idempotency-Key": photo.key } });
+  if (photo.thumb) keepThumb(video.input.sha256, photo.thumb);
+  takeVideo(video, { quietly: true });
+  return video;
+}
+
+export async function submit(event) {
+  event.preventDefault();
+  clearErrors();
+  if (!state.photos.length) {
+    showFormError("Choose a photograph first.");
+    $("files").focus();
+    return;
+  }
+  if (!fieldsAreValid()) return;
+  $("make").disabled = true;
+  const made = await sendAll(settings());
+  $("make").disabled = false;
+  renderPhotos();
+  tell("change");
+  if (made.length) {
+    const eta = Math.max(...made.map((video) => video.eta_seconds ?? -1));
+    say(`${plural(made.length, "clip")} in the queue${eta < 0 ? "" : `, finished in about ${duration(eta)}`}.`);
+  }
+  tell("stale");
+}
+
+/** Sends the chosen photographs one after another; those that are refused stay. */
+async function sendAll(values) {
+  const made = [];
+  for (const photo of [...state.photos]) {
+    Object.assign(photo, { sending: true, error: "" });
+    renderPhotos();
+    try {
+      made.push(await send(photo, { ...values, seed: values.seed || photo.seed }));
+      leaveOut(photo);
+      tell("change");
+    } catch (error) {
+      if (showRefusal(error, photo)) break;
+    } finally {
+      photo.sending = false;
+    }
+  }
+  return made;
+}
+
+/** Shows why a request was refused, where it can be corrected; true if the next ones would be refused too. */
+function showRefusal(error, photo) {
+  if (!(error instanceof Refusal)) {
+    showFormError(wordsOf(error));
+    return true;
+  }
+  const faults = faultsOf(error);
+  for (const [name, words] of faults) showFieldError(name, words);
+  if (faults.length) {
+    $("new").querySelector("[aria-invalid=true]").focus();
+    return true;
+  }
+  const isAboutPhoto = error.code === "invalid_image" || [408, 413, 415].includes(error.status);
+  if (isAboutPhoto) photo.error = error.words;
+  else showFormError(error.words);
+  return !isAboutPhoto;
+}
+
+/** Requests a clip once more, of the photograph that the server has. */
+export async function makeAgain(id, changes = {}) {
+  const video = state.videos.get(id);
+  const values = Object.fromEntries(["model", ...PARAMETERS].map((name) => [name, video[name]]));
+  try {
+    const file = new File([await getBlob(`/v1/videos/${id}/input`)], nameOf(video));
+    const made = await send({ file }, { ...values, draft: draftOf(video.draft === "auto"), ...changes });
+    say(`${titleOf(made)}: in the queue.`);
+  } catch (error) {
+    say(wordsOf(error));
+  }
+  tell("change");
+}

@@ -1,0 +1,58 @@
+// Owns the small copies of photographs: of chosen files, and of those that the server has.
+
+import { getBlob, release } from "./api.js";
+import { make } from "./dom.js";
+
+const MOST = 400;
+
+const thumbs = new Map(); // sha256 of a photograph -> promise of an address, or of null
+
+/** The address of a small copy; null for what the browser cannot read, such as TIFF. */
+export async function shrink(blob) {
+  try {
+    const bitmap = await createImageBitmap(blob, { resizeWidth: 160, resizeQuality: "medium" });
+    const canvas = make("canvas", { width: bitmap.width, height: bitmap.height });
+    canvas.getContext("2d").drawImage(bitmap, 0, 0);
+    bitmap.close();
+    const small = await new Promise((resolve) => canvas.toBlob(resolve, "image/jpeg", 0.85));
+    return URL.createObjectURL(small);
+  } catch {
+    return null;
+  }
+}
+
+/** Keeps the small copy of a photograph; the oldest of too many goes. */
+export function keepThumb(sha256, thumb) {
+  thumbs.set(sha256, thumb);
+  if (thumbs.size <= MOST) return;
+  const [oldest, address] = thumbs.entries().next().value;
+  thumbs.delete(oldest);
+  address.then(release);
+}
+
+// One after another, and only those that are seen: photographs may be large.
+let last = Promise.resolve();
+const watcher = new IntersectionObserver((entries) => {
+  for (const { target, isIntersecting } of entries) {
+    if (!isIntersecting) continue;
+    watcher.unobserve(target);
+    fill(target);
+  }
+});
+
+async function fill(blank) {
+  const { id, input } = blank.video;
+  if (!thumbs.has(input.sha256)) {
+    last = last.then(() => getBlob(`/v1/videos/${id}/input`)).then(shrink).catch(() => null);
+    keepThumb(input.sha256, last);
+  }
+  const src = await thumbs.get(input.sha256);
+  if (src) blank.replaceWith(make("img", { className: "thumb", src, alt: "" }));
+}
+
+/** An element with a clip's photograph, once it is seen. */
+export function thumbOf(video) {
+  const blank = Object.assign(make("span", { className: "thumb" }), { video });
+  watcher.observe(blank);
+  return blank;
+}

@@ -1,0 +1,55 @@
+// Owns what the page says about a clip.
+
+import { state } from "./state.js";
+import { duration, now, plural } from "./text.js";
+
+export const PARAMETERS = ["size", "steps", "frames", "fps", "seed", "motion_bucket_id", "noise_aug_strength",
+  "min_guidance_scale", "max_guidance_scale", "fit", "priority"];
+export const PROOFS = {
+  none: "not verified",
+  asked: "to be verified when the ranks are idle",
+  running: "being verified on one device",
+  equal: "bitwise equal to diffusers on one device",
+  different: "different from diffusers on one device",
+};
+
+export const nameOf = (video) => video.input?.name || "photograph";
+export const stemOf = (video) => nameOf(video).replace(/\.\w+$/, "");
+export const titleOf = (video) => `${nameOf(video)}, seed ${video.seed}`;
+export const shapeOf = ({ size, frames, steps }) =>
+  `${size.replace("x", "×")} · ${plural(frames, "frame")} · ${plural(steps, "step")}`;
+
+/** A clip's proof; what is to be verified waits as long as the ranks have work. */
+export function proofOf(video) {
+  const { queued = 0, in_progress: running = 0 } = state.engine?.queue ?? {};
+  return video.proof === "running" && queued + running > 0 ? "asked" : video.proof;
+}
+
+export function placeText(video) {
+  if (video.place === null) return video.step ? `Continues at step ${video.step}` : "Waiting";
+  return video.place === 0 ? "Next" : `${plural(video.place, "clip")} before it`;
+}
+
+export function stepText(video) {
+  if (video.step >= video.steps) return "Decoding";
+  return video.step || video.rank !== null ? `Step ${video.step} of ${video.steps}` : "Begins";
+}
+
+/** Seconds until a clip is finished, counted down between two answers. */
+export function etaOf(video) {
+  if (video.eta_seconds === null || video.eta_seconds === undefined) return null;
+  return Math.max(0, video.eta_seconds - (now() - video.eta_at));
+}
+
+export function etaText(video) {
+  const left = etaOf(video);
+  if (left === null) return "";
+  return left < 1 ? "ready now" : `ready in ${duration(left)}`;
+}
+
+export function ago(seconds) {
+  const past = now() + state.clockOffset - seconds;
+  if (past < 60) return "just now";
+  if (past < 86400) return `${duration(past).replace(/ min \d\d s$/, " min")} ago`;
+  return new Date(seconds * 1000).toLocaleString([], { dateStyle: "medium", timeStyle: "short" });
+}

@@ -1,0 +1,68 @@
+"""The API against its own OpenAPI document: no request is a fault, no answer has another shape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi")
+pytest.importorskip("schemathesis")
+
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from schemathesis.specs.openapi.checks import positive_data_acceptance
+
+from tests.serve.http_server import HANG_SECONDS, PHOTO, QUICK, HttpServer
+
+pytestmark = [pytest.mark.processes, pytest.mark.long]
+
+EXAMPLES = 12
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServer]:
+    with HttpServer(tmp_path_factory.mktemp("data"), *QUICK, "--max-queue", "20") as server:
+        server.wait_ready()
+        yield server
+
+
+@pytest.fixture(scope="module")
+def ids(server: HttpServer) -> list[str]:
+    """Clips that paths may name: one finished, one in progress, one that waits."""
+    ids = server.add(1, steps=1) + server.add(2, steps=1000)
+    server.wait_for(ids[0], "completed")
+    return ids
+
+
+def test_every_answer_is_as_documented(server: HttpServer, ids: list[str]) -> None:
+    schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+    operations = [found.ok() for found in schema.get_all_operations()]
+    assert len(operations) >= 12
+    for operation in operations:
+        check(operation, ids)
+    assert server.client.get("/health").status_code == 200
+
+
+def check(operation: Any, ids: list[str]) -> None:
+    """Sends requests that the document allows, and checks the answers."""
+    ends_clips = operation.method == "delete" or operation.path.endswith("/events")
+
+    @given(case=operation.as_strategy(), id=st.sampled_from(ids), has_id=st.booleans())
+    @settings(
+        max_examples=EXAMPLES,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    def send(case: Any, id: str, has_id: bool) -> None:
+        if "id" in (case.path_parameters or {}) and has_id and not ends_clips:
+            case.path_parameters["id"] = id
+        if isinstance(case.body, dict) and has_id:
+            case.body["input_reference"] = PHOTO
+        case.call_and_validate(timeout=HANG_SECONDS, excluded_checks=[positive_data_acceptance])
+
+    send()

@@ -1,0 +1,281 @@
+"""Hostile requests to the real server: each is refused, and the server goes on as before."""
+
+from __future__ import annotations
+
+import json
+import select
+import socket
+import time
+import zlib
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.serve.http_server import HANG_SECONDS, PHOTO, HttpServer, error_of, raw
+
+pytest.importorskip("fastapi")
+pytestmark = pytest.mark.processes
+
+HEAD = b"POST /v1/videos HTTP/1.1\r\nHost: localhost\r\n"
+FORM = b"Content-Type: multipart/form-data; boundary=x\r\n"
+
+
+@pytest.fixture(autouse=True)
+def unharmed(server: HttpServer) -> Iterator[None]:
+    """Afterwards there is no new clip and no new file, and answers are quick."""
+    before = state_of(server)
+    log = server.err
+    yield
+    begun = time.monotonic()
+    assert state_of(server) == before
+    assert server.err == log
+    assert time.monotonic() - begun < 5
+    assert not [path for path in server.folder.parent.rglob("*") if "passwd" in path.name]
+
+
+def state_of(server: HttpServer) -> list[object]:
+    newest = server.client.get("/v1/videos?limit=1").json()["first_id"]
+    restarts = server.client.get("/health").json()["restarts"]
+    return [newest, restarts, sorted((server.folder / "photos").iterdir())]
+
+
+def part(name: str, value: bytes, more: str = "") -> bytes:
+    head = f'--x\r\nContent-Disposition: form-data; name="{name}"{more}\r\n\r\n'
+    return head.encode("latin-1") + value + b"\r\n"
+
+
+def photo(value: bytes = b"no photograph", name: str = "a.png") -> bytes:
+    return part("input_reference", value, f'; filename="{name}"')
+
+
+def send(server: HttpServer, body: bytes, kind: str = "", **headers: str) -> httpx.Response:
+    """The answer to a form of these bytes."""
+    about = {"content-type": f"multipart/form-data; boundary=x{kind}", **headers}
+    return server.client.post("/v1/videos", content=body, headers=about)
+
+
+# --- the form -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("charset", ["punycode", "idna", "utf-7", "hex", "zlib", "undefined", ""])
+def test_no_codec_but_utf_8(server: HttpServer, charset: str) -> None:
+    """Python decodes a megabyte of punycode for minutes."""
+    body = part("prompt", b"a" * 500_000 + b"-" + b"a" * 500_000) + photo() + b"--x--\r\n"
+    begun = time.monotonic()
+    error_of(send(server, body, f"; charset={charset}"), 415, "unsupported_charset")
+    assert time.monotonic() - begun < 5
+
+
+def test_text_that_is_not_utf_8(server: HttpServer) -> None:
+    body = part("fit", b"\xff\xfe\x00") + photo() + b"--x--\r\n"
+    error = error_of(send(server, body), 422, "invalid_request")
+    assert [fault["field"] for fault in error["details"]["faults"]] == ["fit"]
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (part("prompt", b"x" * (2**20 + 1)) + photo() + b"--x--\r\n", 400),
+        (b"".join(part(f"f{i}", b"") for i in range(2000)) + photo() + b"--x--\r\n", 400),
+        (b"".join(photo(b"", f"{i}.png") for i in range(2000)) + b"--x--\r\n", 400),
+        (b"--x\r\n" + b"a: b\r\n" * 10_000 + b"\r\n\r\n--x--\r\n", 400),
+        (b"--x\r\nContent-Disposition: form-data; name=" + b"a" * 2**20 + b"\r\n\r\n", 400),
+        (part("seed", b"9" * 900_000) + photo() + b"--x--\r\n", 422),
+        (part("steps", b"[" * 900_000) + photo() + b"--x--\r\n", 422),
+        (part("size", b"1x" * 400_000) + photo() + b"--x--\r\n", 422),
+        (part("seed", b"1") + part("seed", b"2") + photo() + photo() + b"--x--\r\n", 422),
+        (part("input_reference", PHOTO) + b"--x--\r\n", 422),
+    ],
+    ids=["field", "fields", "files", "headers", "name", "digits", "deep", "regex", "twice", "text"],
+)
+def test_forms_beyond_all_limits(server: HttpServer, body: bytes, status: int) -> None:
+    begun = time.monotonic()
+    answer = send(server, body)
+    assert answer.status_code == status, answer.text[:300]
+    assert len(answer.text) < 5000
+    assert time.monotonic() - begun < 10
+
+
+def test_a_compressed_body_is_not_inflated(server: HttpServer) -> None:
+    bomb = zlib.compress(bytes(64 * 2**20), 9)
+    for encoding in ("gzip", "deflate"):
+        answer = send(server, bomb, **{"content-encoding": encoding})
+        assert 400 <= answer.status_code < 500
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../../../../../../etc/passwd",
+        "..\\..\\passwd",
+        "/etc/passwd",
+        "%2e%2e%2fpasswd",
+        "passwd\x00.png",
+        "passwd" * 1000,
+        "$(touch passwd)",
+        "\r\nSet-Cookie: passwd",
+    ],
+    ids=repr,
+)
+def test_a_name_is_never_a_path(server: HttpServer, name: str) -> None:
+    answer = server.client.post("/v1/videos", files={"input_reference": (name, b"no photograph")})
+    assert answer.status_code in (400, 422)
+    assert len(answer.text) < 1000
+    assert "set-cookie" not in answer.headers
+
+
+def test_deep_json_where_no_json_is_taken(server: HttpServer) -> None:
+    deep = b"[" * 60_000
+    kind = {"content-type": "application/json"}
+    assert server.client.post("/v1/videos", content=deep, headers=kind).status_code == 415
+    path = "/v1/videos/video_0/verify"
+    error_of(server.client.post(path, content=deep, headers=kind), 404, "video_not_found")
+    large = server.client.post(path, content=bytes(2**20), headers=kind)
+    error_of(large, 413, "content_too_large")
+
+
+@pytest.mark.parametrize("key", ["x" * 256, "x" * 30_000, "a b", "\xe9", "a\tb"], ids=len)
+def test_idempotency_keys(server: HttpServer, key: str) -> None:
+    answer = send(server, photo() + b"--x--\r\n", **{"Idempotency-Key": key.encode("latin-1")})  # type: ignore[arg-type]
+    error_of(answer, 400, "invalid_idempotency_key")
+
+
+# --- HTTP itself --------------------------------------------------------------------------------
+
+
+def test_what_is_not_http_is_answered_by_the_shape_of_all_errors(server: HttpServer) -> None:
+    answer = raw(server, b"\x16\x03\x01\x02\x00 hello\r\n\r\n")
+
+    assert answer.startswith(b"HTTP/1.1 400 Bad Request\r\n")
+    body = json.loads(answer.partition(b"\r\n\r\n")[2])
+    assert body["error"]["code"] == "invalid_http"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"--x\r\n", part("input_reference", PHOTO[:1000], '; filename="a"')],
+    ids=len,
+)
+def test_half_a_request_leaves_nothing(server: HttpServer, body: bytes) -> None:
+    raw(server, HEAD + FORM + b"Content-Length: 5000\r\n\r\n" + body, is_whole=False)
+
+
+def test_a_longer_length_than_the_body_is_refused_early(server: HttpServer) -> None:
+    head = HEAD + FORM + b"Content-Length: 99999999999\r\n\r\n" + PHOTO[:1000]
+    assert raw(server, head).startswith(b"HTTP/1.1 413 ")
+
+
+SMUGGLED = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        HEAD + FORM + b"Content-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        HEAD + FORM + b"Transfer-Encoding: chunked\r\nContent-Length: 0\r\n\r\n0\r\n\r\n",
+        HEAD + FORM + b"Transfer-Encoding: chunked, identity\r\n\r\n0\r\n\r\n",
+        HEAD + FORM + b"Transfer-Encoding: xchunked\r\n\r\n0\r\n\r\n",
+        HEAD + FORM + b"Transfer-Encoding : chunked\r\n\r\n0\r\n\r\n",
+        HEAD + FORM + b"Content-Length: 0\r\nContent-Length: 4\r\n\r\n",
+        HEAD + FORM + b"Content-Length: -1\r\n\r\n",
+        HEAD + FORM + b"Content-Length: +0\r\n\r\n",
+        HEAD + FORM + b"Content-Length: 0x0\r\n\r\n",
+        HEAD + FORM + b"Transfer-Encoding: chunked\r\n\r\n-1\r\n\r\n",
+        HEAD + b"Host: localhost\r\n\r\n",
+        b"POST /v1/videos HTTP/1.1\r\n\r\n",
+        b"GET /v1/ models HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    ],
+    ids=range(13),
+)
+def test_no_request_hides_in_another(server: HttpServer, head: bytes) -> None:
+    answer = raw(server, head + SMUGGLED)
+
+    assert answer.startswith((b"HTTP/1.1 400 ", b"HTTP/1.1 501 ")), answer[:300]
+    assert answer.count(b"HTTP/1.1 ") == 1, answer
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"]
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (b"a: b\r\n" * 5_000, b"200"),
+        (b"a: b\r\n" * 10_000, b"200"),
+        (b"a%d: b\r\n" * 20_000, b"400"),
+        (b"a: " + b"b" * 1_000_000 + b"\r\n", b"400"),
+    ],
+    ids=["5000", "10000", "20000", "long"],
+)
+def test_many_headers(server: HttpServer, head: bytes, status: bytes) -> None:
+    text = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n" + head + b"\r\n"
+    assert raw(server, text).startswith(b"HTTP/1.1 " + status)
+
+
+@pytest.mark.parametrize(
+    ("target", "host", "status"),
+    [
+        (b"http://evil.example/v1/videos", b"localhost", b"404"),
+        (b"/v1/videos", b"evil.example", b"403"),
+        (b"/v1/videos", b"localhost:80@evil.example", b"403"),
+        (b"/v1/videos", b"evil.example#localhost", b"403"),
+        (b"/v1/videos", b"[::1].evil.example", b"403"),
+        (b"/v1/videos", b"", b"403"),
+        (b"//evil.example/v1/videos", b"localhost", b"404"),
+        (b"/v1/videos/../../etc/passwd", b"localhost", b"404"),
+        (b"/page/..%2f..%2fapi.py", b"localhost", b"404"),
+        (b"/page/%2e%2e/api.py", b"localhost", b"404"),
+        (b"/v1/videos/%00", b"localhost", b"404"),
+        (b"/v1/videos/" + b"a" * 60_000, b"localhost", b"404"),
+    ],
+    ids=range(12),
+)
+def test_other_hosts_and_paths(
+    server: HttpServer, target: bytes, host: bytes, status: bytes
+) -> None:
+    head = b"GET " + target + b" HTTP/1.1\r\nHost: " + host + b"\r\nConnection: close\r\n\r\n"
+    answer = raw(server, head)
+    assert answer.startswith(b"HTTP/1.1 " + status), answer[:300]
+    assert len(answer) < 5000
+
+
+def test_a_stream_of_pipelined_requests(server: HttpServer) -> None:
+    last = SMUGGLED.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
+    assert raw(server, SMUGGLED * 50 + last).count(b"HTTP/1.1 200 OK") == 51
+
+
+def test_slow_uploads_leave_places_for_others(server: HttpServer) -> None:
+    """Bodies that never end, as many as there may be, do not keep other requests waiting."""
+    url = httpx.URL(server.url)
+    with ExitStack() as opened:
+        waiting = []
+        for _ in range(40):
+            connection = socket.create_connection((url.host, url.port or 0), timeout=HANG_SECONDS)
+            waiting.append(opened.enter_context(connection))
+            connection.sendall(HEAD + FORM + b"Content-Length: 5000\r\n\r\n--x\r\n")
+        assert select.select(waiting, [], [], HANG_SECONDS)[0], "none is refused"
+        answer = send(server, photo() + b"--x--\r\n")
+        error_of(answer, 503, "too_many_uploads")
+        assert int(answer.headers["retry-after"]) > 0
+        assert server.client.get("/v1/videos").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("form", "field"),
+    [
+        ({"min_guidance_scale": 3, "max_guidance_scale": 1}, "min_guidance_scale"),
+        ({"frames": 1, "min_guidance_scale": 1, "max_guidance_scale": 3}, "min_guidance_scale"),
+        ({"frames": 3, "seconds": 1}, "seconds"),
+        ({"prompt": "a"}, "prompt"),
+        ({"model": "a"}, "model"),
+        ({"size": "8x8"}, "size"),
+        ({"draft": "auto"}, "draft"),
+        ({}, "input_reference"),
+    ],
+    ids=str,
+)
+def test_the_field_at_fault_is_named(server: HttpServer, form: dict[str, Any], field: str) -> None:
+    answer = server.request(photo=b"no photograph", **form)
+    assert 400 <= answer.status_code < 500
+    assert answer.json()["error"]["details"]["field"] == field

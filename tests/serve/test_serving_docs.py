@@ -1,0 +1,214 @@
+"""docs/serving.md and the dashboard say what the real server does, and their examples run."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi")
+pytest.importorskip("httpx")
+
+import pynvml
+from prometheus_client import CollectorRegistry, Metric, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+
+from svdpp.serve import metrics
+from svdpp.serve.job import JobState
+from tests.cli.shell import ROOT
+from tests.serve.http_server import DEMO, PHOTO, HttpServer
+
+pytestmark = pytest.mark.processes
+
+TEXT = (ROOT / "docs/serving.md").read_text(encoding="utf-8")
+DASHBOARD = json.loads((ROOT / "docs/grafana-dashboard.json").read_text(encoding="utf-8"))
+ROUTES = re.findall(r"^\| `([A-Z]+) (/\S*)` \| [^|]+ \| `(curl [^`]+)` \|$", TEXT, re.MULTILINE)
+#: The options of the command and their defaults, from the reference that is written from the code.
+OPTIONS = dict(
+    re.findall(
+        r"^- `(--[\w-]+)[^`]*`: .* \[default: (.*)\]$",
+        (ROOT / "docs/cli.md")
+        .read_text(encoding="utf-8")
+        .split("\n## `svdpp serve`\n")[1]
+        .split("\n## ")[0],
+        re.MULTILINE,
+    )
+)
+METRICS = re.findall(r"^\| `(svdpp_\w+)` \| (\w+) \|([^|]*)\| [^|]+ \|$", TEXT, re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServer]:
+    folder = tmp_path_factory.mktemp("serving") / "data"
+    with HttpServer(folder, *DEMO, "--steps", "8", "--frames", "2", "--max-queue", "2") as server:
+        server.wait_ready()
+        server.wait_for(server.add()[0], "completed")
+        endless = server.add(2, steps=1000)
+        assert server.request().status_code == 429
+        for id in endless:
+            assert server.client.delete(f"/v1/videos/{id}").status_code == 200
+        yield server
+
+
+# --- routes ---------------------------------------------------------------------------------------
+
+
+def test_every_route_is_in_the_table(server: HttpServer) -> None:
+    paths = server.client.get("/openapi.json").json()["paths"]
+    routes = {(method.upper(), path) for path, known in paths.items() for method in known}
+
+    assert {(method, path) for method, path, _ in ROUTES} == routes
+
+
+def test_every_field_of_a_request_is_named(server: HttpServer) -> None:
+    schemas = server.client.get("/openapi.json").json()["components"]["schemas"]
+
+    fields = schemas["VideoRequest"]["properties"]
+    assert [name for name in fields if f"`{name}`" not in TEXT] == []
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
+def test_every_line_of_the_table_runs(server: HttpServer, tmp_path: Path) -> None:
+    (tmp_path / "photo.jpg").write_bytes(PHOTO)
+    environment = {**os.environ, "U": server.url, "ID": "none"}
+    for method, path, line in ROUTES:
+        run = subprocess.run(
+            ["bash", "-c", f'curl() {{ command curl -sS --fail "$@"; }}; {line}'],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            timeout=100,
+            check=False,
+        )
+        assert run.returncode == 0, (line, run.stderr)
+        if (method, path) == ("POST", "/v1/videos"):
+            environment["ID"] = json.loads(run.stdout)["id"]
+
+    assert (tmp_path / "clip.mp4").read_bytes()[4:8] == b"ftyp"
+
+
+def test_the_python_client_runs(server: HttpServer, tmp_path: Path) -> None:
+    program = re.search(r"^```python\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
+    assert program is not None
+    (tmp_path / "photo.jpg").write_bytes(PHOTO)
+    (tmp_path / "client.py").write_text(program[1])
+    run = subprocess.run(
+        [sys.executable, "client.py", server.url, "photo.jpg", "clip.mp4"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+    assert run.returncode == 0, run.stderr
+    assert "completed 100% ETA None" in run.stdout
+    assert (tmp_path / "clip.mp4").read_bytes()[4:8] == b"ftyp"
+
+
+# --- limits ---------------------------------------------------------------------------------------
+
+
+def test_every_option_that_limits_something_is_in_the_table() -> None:
+    rows = re.findall(r"^\| [^|]+ \| `(--[\w-]+)` \| ([^|]+) \| [^|]+ \|$", TEXT, re.MULTILINE)
+    documented = {option: default.strip().replace("`", "") for option, default in rows}
+
+    assert documented == {
+        option: default for option, default in OPTIONS.items() if _LIMITS.fullmatch(option)
+    }
+
+
+_LIMITS = re.compile(r"--(max-queue|max-upload.*|keep-.*|sizes|grace|timeout|start-timeout)")
+
+
+def test_the_fixed_limits_have_these_values() -> None:
+    rows = re.findall(r"^\| ([^|]+) \| (\d+) \| `(\w+)\.([\w.]+)` \|$", TEXT, re.MULTILINE)
+    assert len(rows) > 5
+    for what, value, module, name in rows:
+        found: Any = importlib.import_module(f"svdpp.serve.{module}")
+        for part in name.split("."):
+            found = getattr(found, part)
+        assert found / (2**20 if "MiB" in what else 1) == int(value), what
+
+
+# --- metrics --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def exposed(server: HttpServer) -> dict[str, tuple[str, set[str]]]:
+    """The type and the labels of each metric, by name; those of GPUs from a driver that is not."""
+    text = server.client.get("/metrics").text + _gpu_metrics()
+    labels: defaultdict[str, set[str]] = defaultdict(set)
+    for family in text_string_to_metric_families(text):
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        labels[name] |= {label for sample in family.samples for label in sample.labels} - {"le"}
+    return {
+        name: (kind, labels[name])
+        for name, kind in re.findall(r"^# TYPE (\w+) (\w+)$", text, re.MULTILINE)
+    }
+
+
+class _OfGpus(Collector):
+    def collect(self) -> Iterator[Metric]:
+        yield from metrics._of_gpus()
+
+
+def _gpu_metrics() -> str:
+    gpu = SimpleNamespace(index=0, uuid="GPU-0", total_bytes=2, free_bytes=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(metrics, "visible_gpus", lambda: [gpu])
+        for name in ("nvmlInit", "nvmlShutdown", "nvmlDeviceGetHandleByUUID"):
+            patch.setattr(pynvml, name, lambda *_: None)
+        patch.setattr(pynvml, "nvmlDeviceGetUtilizationRates", lambda _: SimpleNamespace(gpu=50))
+        registry = CollectorRegistry()
+        registry.register(_OfGpus())
+        return generate_latest(registry).decode()
+
+
+def test_every_metric_is_in_the_table(exposed: dict[str, tuple[str, set[str]]]) -> None:
+    documented = {
+        name: (kind, set(re.findall(r"`(\w+)`", labels))) for name, kind, labels in METRICS
+    }
+
+    assert documented == exposed
+
+
+def test_the_dashboard_asks_for_metrics_that_exist(
+    exposed: dict[str, tuple[str, set[str]]],
+) -> None:
+    for panel in DASHBOARD["panels"]:
+        for target in panel["targets"]:
+            asked = re.findall(r"svdpp_\w+", target["expr"])
+            assert asked, target
+            labels: set[str] = set()
+            for name in asked:
+                base = re.sub(r"_(bucket|sum|count)$", "", name)
+                kind, its_labels = exposed.get(name) or exposed[base]
+                assert (kind == "histogram") == (base != name), name
+                labels |= its_labels
+            used = set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]))
+            assert used <= labels, target
+
+
+def test_the_dashboard_has_its_panels_side_by_side() -> None:
+    places = [tuple(panel["gridPos"].values()) for panel in DASHBOARD["panels"]]
+    ids = [panel["id"] for panel in DASHBOARD["panels"]]
+
+    assert len(set(places)) == len(places)
+    assert len(set(ids)) == len(ids)
+
+
+def test_the_states_are_named() -> None:
+    assert [state for state in JobState if f"`{state}`" not in TEXT] == []
