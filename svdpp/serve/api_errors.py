@@ -43,7 +43,6 @@ _RAISED: Sequence[tuple[type[SvdppError], int, str]] = (
     (InputError, 422, "invalid_image"),
     (RequestError, 422, "invalid_request"),
     (ClosedError, 503, "closing"),
-    (OutputError, 503, "storage_failed"),
     (DecoderBusyError, 503, "decoder_busy"),
 )
 #: Answers that are no faults: a client that tries again must not fill the log.
@@ -106,6 +105,9 @@ def as_api_error(error: SvdppError) -> ApiError:
     """`error` of another layer by the names of the API."""
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, OutputError):  # its message names files of the server: only for the log
+        retry = {"Retry-After": str(_RETRY_SECONDS)}
+        return ApiError(503, "storage_failed", "the server cannot store its data", headers=retry)
     for kind, status, code in _RAISED:
         if isinstance(error, kind):
             message, hint = _without_options(error.message), _without_options(error.hint)
@@ -155,7 +157,7 @@ async def _on_svdpp_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, SvdppError)
     api_error = as_api_error(error)
     if api_error.status >= 500 and not isinstance(error, (ApiError, *_REFUSALS)):
-        logger.error("{} {}: {}", request.method, request.url.path, redact(api_error.message))
+        logger.error("{} {}: {}", request.method, request.url.path, redact(error.message))
     return error_answer(api_error)
 
 

@@ -77,7 +77,7 @@ class Metrics:
         self._clips = Counter("clips", "Clips that reached a final state.", ["state"], **about)
         self._clip_seconds = Histogram(
             "clip_seconds",
-            "From the ranks' first work on a clip to its file.",
+            "From the ranks' taking of a clip to its file.",
             buckets=_CLIP_BUCKETS,
             **about,
         )
