@@ -21,6 +21,8 @@ class _Seen:
     heard: float
     """Time of the last message."""
     progressed: float
+    """Until when it has made progress, or had nothing to do."""
+    acted: float
     """Time of the last message that was not a heartbeat."""
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     started: bool = False
@@ -64,7 +66,7 @@ class Liveness:
         self._start_timeout = start_timeout
         self._heartbeat_timeout = heartbeat_timeout
         self._timeout = timeout
-        self._seen = [_Seen(now, now) for _ in range(world_size)]
+        self._seen = [_Seen(now, now, now) for _ in range(world_size)]
 
     def heard(self, rank: int, event: Event, now: float) -> None:
         """Takes one event."""
@@ -73,12 +75,13 @@ class Liveness:
         seen.started = True
         seen.heard = now
         if isinstance(event, Heartbeat):
-            # An idle rank makes no progress, and is not stalled.
-            if not event.action and not event.writing:
+            # An idle rank makes no progress, and is not stalled. One that waited has its packet.
+            is_idle = not event.action and not event.writing
+            if is_idle or (seen.heartbeat.waiting and not event.waiting):
                 seen.progressed = now
             seen.heartbeat = event
             return
-        seen.progressed = now
+        seen.progressed = seen.acted = now
         if isinstance(event, StepDone):
             seen.heartbeat = _at_next_step(seen.heartbeat, event)
         seen.joined = seen.joined or isinstance(event, Joined)
@@ -145,6 +148,7 @@ class Liveness:
             for seen in self._seen:
                 seen.heard += pause
                 seen.progressed += pause
+                seen.acted += pause
 
     def _without_progress(self, running: list[int], now: float) -> Stall | None:
         if not self.all_joined:
@@ -155,7 +159,9 @@ class Liveness:
         # has had something to write for all that time.
         causes = [rank for rank in slow if heartbeats[rank].writing or not heartbeats[rank].waiting]
         if not causes and all(rank in slow for rank in running if heartbeats[rank].action):
-            causes = slow
+            # Not if one has just sent its packet, which the waiting rank has not reported yet.
+            acted = max((self._seen[rank].acted for rank in running), default=now)
+            causes = slow if now - acted > self._timeout else []
         if not causes:
             return None
         rank = min(causes, key=lambda rank: self._seen[rank].progressed)

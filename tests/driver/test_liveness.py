@@ -57,6 +57,21 @@ def test_a_slow_rank_that_beats_is_left_alone_until_the_timeout() -> None:
     assert "no progress for 101 s" in stall.reason
 
 
+def test_a_rank_that_waited_long_has_all_its_time_once_it_begins() -> None:
+    """Its neighbour has sent its packet and is idle before the rank says that it computes."""
+    liveness = _liveness(2)
+    sent = 400
+    for second in range(sent + 104):
+        if second < sent:
+            liveness.heard(0, STEP, float(second))
+        liveness.heard(0, COMPUTING if second < sent else Heartbeat(), float(second))
+        liveness.heard(1, WAITING if second < sent + 2 else COMPUTING, float(second))
+        stall = liveness.stall(float(second))
+        assert (stall is None) == (second <= sent + 102), second
+    assert stall is not None
+    assert "no progress for 101 s" in stall.reason
+
+
 def test_idle_ranks_have_no_progress_to_make() -> None:
     liveness = _liveness()
     _heartbeats_until(liveness, 500, dict.fromkeys(range(3), Heartbeat()))

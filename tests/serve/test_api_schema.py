@@ -39,7 +39,7 @@ def ids(server: HttpServer) -> list[str]:
 
 def test_every_answer_is_as_documented(server: HttpServer, ids: list[str]) -> None:
     schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
-    operations = [found.ok() for found in schema.get_all_operations()]
+    operations: list[Any] = [found.ok() for found in schema.get_all_operations()]  # type: ignore[union-attr]
     assert len(operations) >= 12
     for operation in operations:
         check(operation, ids)
