@@ -42,6 +42,11 @@ def test_status_and_code(error: SvdppError, status: int, code: str) -> None:
     assert ("Retry-After" in found.headers) == (status == 503)
 
 
+def test_a_failed_disk_is_named_only_in_the_log() -> None:
+    error = as_api_error(OutputError("the queue '/srv/data/queue.sqlite3' cannot be used"))
+    assert error.message == "the server cannot store its data"
+
+
 def test_options_of_the_command_line_are_named_as_the_api_names_them() -> None:
     error = as_api_error(
         RequestError("--motion-bucket-id must be 0 to 9", "use --steps 4 or --frames 2")
@@ -53,7 +58,7 @@ def test_options_of_the_command_line_are_named_as_the_api_names_them() -> None:
 def test_an_answer_hides_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/alice")
     monkeypatch.setenv("HF_TOKEN", "a-secret-of-the-hub")
-    error = OutputError("'/home/alice/data' is full", details={"why": "a-secret-of-the-hub"})
+    error = InputError("'/home/alice/data' is full", details={"why": "a-secret-of-the-hub"})
     body = json.loads(bytes(error_answer(as_api_error(error)).body))
 
     assert body["error"]["message"] == "'~/data' is full"
