@@ -58,7 +58,7 @@ def test_options_of_the_command_line_are_named_as_the_api_names_them() -> None:
 def test_an_answer_hides_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/alice")
     monkeypatch.setenv("HF_TOKEN", "a-secret-of-the-hub")
-    error = InputError("'/home/alice/data' is full", details={"why": "a-secret-of-the-hub"})
+    error = RankError("'/home/alice/data' is full", details={"why": "a-secret-of-the-hub"})
     body = json.loads(bytes(error_answer(as_api_error(error)).body))
 
     assert body["error"]["message"] == "'~/data' is full"
