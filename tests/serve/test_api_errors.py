@@ -63,4 +63,4 @@ def test_an_answer_hides_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert body["error"]["message"] == "'~/data' is full"
     assert body["error"]["details"] == {"why": "***"}
-    assert body["error"]["type"] == "unavailable_error"
+    assert body["error"]["type"] == "server_error"
