@@ -91,6 +91,7 @@ def _restarts(server: HttpServer) -> int:
     return int(server.client.get("/health").json()["restarts"])
 
 
+@pytest.mark.long
 def test_a_killed_server(folder: Path) -> None:
     with HttpServer(folder, *_OPTIONS) as server:
         ids = _begin(server)

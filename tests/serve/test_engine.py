@@ -178,6 +178,7 @@ def test_callbacks_that_raise_stop_nothing(tmp_path: Path) -> None:
     assert {job.state for job in jobs} == {JobState.COMPLETED}
 
 
+@pytest.mark.long
 def test_a_clip_that_a_killed_server_had_finished_is_not_made_again(tmp_path: Path) -> None:
     job = demo_job(tmp_path, 5)
     with serving(tmp_path, demo_config()) as service:

@@ -16,7 +16,7 @@ from tests.cli.shell import ROOT
 from tests.serve.http_server import PHOTO, QUICK, HttpServer, error_of
 
 pytest.importorskip("fastapi")
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.long]
 
 TYPES = {"PNG": "png", "JPEG": "jpeg", "WEBP": "webp", "BMP": "bmp", "TIFF": "tiff", "GIF": "gif"}
 
