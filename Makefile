@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 DEMO := demo-out
 SERVED := serve-demo-data
 ARGS ?=
-WORKERS ?= 2
+WORKERS ?= 3
 FOR ?= 3.12
 
 # pip shows its progress on a terminal; in a log, only its errors.

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from svdpp.config import ClipRequest, DraftConfig, OutputConfig
+from svdpp.config import ClipRequest, DraftConfig, OutputConfig, PipelineConfig
 from svdpp.driver.clip_handle import ClipProgress
 from svdpp.driver.pipeline import Pipeline
 from svdpp.media.examples import example_photos
+from svdpp.plan.costs import Costs
 from svdpp.worker import latent_checkpoints
 from tests.driver.dummies import HANG_SECONDS, clips, config
 from tests.faults.stops import InjectedStop
@@ -32,6 +35,12 @@ def _held(release: Path, rank: int, place: str) -> InjectedStop:
     return InjectedStop("hang", rank, 0, place=place, until=str(release))
 
 
+def _slow(world_size: int, **changes: Any) -> PipelineConfig:
+    """Twelve steps of a tenth of a second, so that ranks learn of a cancellation in between."""
+    plain = config(world_size, steps=12, costs=Costs(step_seconds=0.1), **changes)
+    return replace(plain, model=replace(plain.model, dummy_sleeps=True))
+
+
 def test_a_waiting_clip_is_cancelled_at_once(release: Path) -> None:
     with Pipeline(config(3, steps=6), fault=_held(release, 0, "step0")) as pipeline:
         first, second, third = pipeline.submit(clips(0, 1, 2))
@@ -50,12 +59,12 @@ def test_a_waiting_clip_is_cancelled_at_once(release: Path) -> None:
 
 
 def test_a_running_clip_ends_when_all_ranks_have_let_go(release: Path) -> None:
-    alone = Pipeline(config(1, steps=6))
+    alone = Pipeline(config(1, steps=12))
     with alone:
         expected = alone.run(ClipRequest(seed=1)).metadata["latents_sha256"]
-    with Pipeline(config(3, steps=6), fault=_held(release, 1, "step3")) as pipeline:
+    with Pipeline(_slow(3), fault=_held(release, 1, "step5")) as pipeline:
         first = pipeline.submit(ClipRequest(seed=0))
-        while first.progress != ClipProgress(3, 6, 1):
+        while first.progress != ClipProgress(5, 12, 1):
             assert not first.done()
         assert first.running()
         assert first.cancel()
@@ -64,7 +73,7 @@ def test_a_running_clip_ends_when_all_ranks_have_let_go(release: Path) -> None:
         release.touch()
         with pytest.raises(CancelledError):
             first.exception(HANG_SECONDS)
-        assert first.progress.steps_done < 6
+        assert first.progress.steps_done < 12
         assert not first.running()
         assert second.result(HANG_SECONDS).metadata["latents_sha256"] == expected
         assert [result.clip for result in pipeline.results()] == []
@@ -80,8 +89,8 @@ def test_a_finished_clip_stays_finished() -> None:
 
 
 def test_a_cancelled_draft_leaves_no_exact_clip(release: Path) -> None:
-    draft = DraftConfig(start_steps=(0, 3))
-    with Pipeline(config(2, steps=6, draft=draft), fault=_held(release, 0, "step4")) as pipeline:
+    draft = DraftConfig(start_steps=(0, 6))
+    with Pipeline(_slow(2, draft=draft), fault=_held(release, 0, "step4")) as pipeline:
         handle, after = pipeline.submit(clips(0, 1))
         while handle.progress.steps_done < 4:
             assert not handle.done()
@@ -104,8 +113,8 @@ def test_a_cancelled_clip_leaves_neither_file_nor_latent_checkpoint(
         output=OutputConfig(path=str(out / "clip.mp4")),
         latents_key="a" * 64,
     )
-    fault = _held(release, 2, "step4")
-    with Pipeline(small_svd(3, steps=6), latents_folder=str(latents), fault=fault) as pipeline:
+    fault = _held(release, 2, "step8")
+    with Pipeline(small_svd(3, steps=12), latents_folder=str(latents), fault=fault) as pipeline:
         handle = pipeline.submit(request)
         while not latent_checkpoints.saved_steps(latents, "a" * 64):
             assert not handle.done()
