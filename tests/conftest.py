@@ -21,7 +21,7 @@ def pytest_configure() -> None:
     # pytest keeps the folders of failed tests, which are to outlive the session.
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
     folder = tempfile.tempdir = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="svdpp-")
-    # Two workers of pytest share the cores: threads that spin while they wait slow both down.
+    # The workers of pytest share the cores: threads that spin while they wait slow all down.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     # Importing diffusers into this process creates the folder that this variable names.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", folder)

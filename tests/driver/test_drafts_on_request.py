@@ -20,6 +20,7 @@ from tests.models.small_svd import small_svd
 PHOTO = str(example_photos()[0])
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_drafts_and_other_clips_alternate_with_the_bits_of_one_device(tmp_path: Path) -> None:
     settings = small_svd(

@@ -90,7 +90,9 @@ def test_a_waiting_job_is_cancelled_at_once(tmp_path: Path) -> None:
     assert states == [JobState.COMPLETED] * 5 + [JobState.CANCELLED]
 
 
-@pytest.mark.parametrize("victim", [0, 1, 2])
+@pytest.mark.parametrize(
+    "victim", [0, *(pytest.param(victim, marks=pytest.mark.long) for victim in (1, 2))]
+)
 def test_a_running_job_is_cancelled_when_the_ranks_have_let_go(victim: int, tmp_path: Path) -> None:
     config = dummy_config(2, step_seconds=0.1)
     with serving(tmp_path, config) as service:

@@ -30,8 +30,6 @@ from svdpp.serve.job import JobState
 from tests.cli.shell import ROOT
 from tests.serve.http_server import DEMO, PHOTO, HttpServer
 
-pytestmark = pytest.mark.processes
-
 TEXT = (ROOT / "docs/serving.md").read_text(encoding="utf-8")
 DASHBOARD = json.loads((ROOT / "docs/grafana-dashboard.json").read_text(encoding="utf-8"))
 ROUTES = re.findall(r"^\| `([A-Z]+) (/\S*)` \| [^|]+ \| `(curl [^`]+)` \|$", TEXT, re.MULTILINE)
@@ -65,6 +63,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServer]:
 # --- routes ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.processes
+@pytest.mark.long
 def test_every_route_is_in_the_table(server: HttpServer) -> None:
     paths = server.client.get("/openapi.json").json()["paths"]
     routes = {(method.upper(), path) for path, known in paths.items() for method in known}
@@ -72,6 +72,8 @@ def test_every_route_is_in_the_table(server: HttpServer) -> None:
     assert {(method, path) for method, path, _ in ROUTES} == routes
 
 
+@pytest.mark.processes
+@pytest.mark.long
 def test_every_field_of_a_request_is_named(server: HttpServer) -> None:
     schemas = server.client.get("/openapi.json").json()["components"]["schemas"]
 
@@ -79,6 +81,8 @@ def test_every_field_of_a_request_is_named(server: HttpServer) -> None:
     assert [name for name in fields if f"`{name}`" not in TEXT] == []
 
 
+@pytest.mark.processes
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
 def test_every_line_of_the_table_runs(server: HttpServer, tmp_path: Path) -> None:
     (tmp_path / "photo.jpg").write_bytes(PHOTO)
@@ -99,6 +103,8 @@ def test_every_line_of_the_table_runs(server: HttpServer, tmp_path: Path) -> Non
     assert (tmp_path / "clip.mp4").read_bytes()[4:8] == b"ftyp"
 
 
+@pytest.mark.processes
+@pytest.mark.long
 def test_the_python_client_runs(server: HttpServer, tmp_path: Path) -> None:
     program = re.search(r"^```python\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
     assert program is not None
@@ -177,6 +183,8 @@ def _gpu_metrics() -> str:
         return generate_latest(registry).decode()
 
 
+@pytest.mark.processes
+@pytest.mark.long
 def test_every_metric_is_in_the_table(exposed: dict[str, tuple[str, set[str]]]) -> None:
     documented = {
         name: (kind, set(re.findall(r"`(\w+)`", labels))) for name, kind, labels in METRICS
@@ -185,6 +193,8 @@ def test_every_metric_is_in_the_table(exposed: dict[str, tuple[str, set[str]]]) 
     assert documented == exposed
 
 
+@pytest.mark.processes
+@pytest.mark.long
 def test_the_dashboard_asks_for_metrics_that_exist(
     exposed: dict[str, tuple[str, set[str]]],
 ) -> None:
