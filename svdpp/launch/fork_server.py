@@ -7,10 +7,9 @@ diffusers initialises CUDA, and a process forked afterwards cannot use it.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from collections.abc import Sequence
-from multiprocessing import forkserver, resource_tracker, util
+from multiprocessing import forkserver, resource_tracker
 
 from svdpp.launch import environment, fork_server_preload
 from svdpp.launch.process_lifetime import signals_blocked
@@ -36,7 +35,6 @@ def start(preload: Sequence[str]) -> None:
     forkserver.set_forkserver_preload([fork_server_preload.__name__])
     modules = {
         fork_server_preload.STARTER: str(os.getpid()),
-        fork_server_preload.FOLDER: util.get_temp_dir(),
         fork_server_preload.MODULES: ",".join(preload),
     }
     with environment.defaults(modules), signals_blocked():
@@ -52,14 +50,3 @@ def start_early(*, svd: bool, device: str) -> None:
     """
     if find_world() is None and start_method(device) == "forkserver":
         start([RANK_MODULE, SVD_MODULE] if svd else [RANK_MODULE])
-
-
-def let_end_with_starter() -> None:
-    """In a rank: lets the server end, and the rank with it, when the process that started it ends.
-
-    Otherwise the server lives as long as its ranks, and a stopped rank for ever.
-    """
-    alive = getattr(forkserver._forkserver, "_forkserver_alive_fd", None)
-    if alive is not None and multiprocessing.parent_process() is not None:
-        os.close(alive)
-        forkserver._forkserver._forkserver_alive_fd = None  # type: ignore[attr-defined]

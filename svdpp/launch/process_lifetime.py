@@ -21,19 +21,18 @@ _PR_SET_PDEATHSIG = 1
 _SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
 
 
-def end_with_parent(parent: int | None = None, number: int = signal.SIGKILL) -> None:
+def end_with_parent(parent: int | None = None) -> None:
     """Makes the kernel kill this process when the thread that started it ends.
 
     Args:
         parent: process id of the starter. By default the current parent, so a starter that has
             already ended is not noticed.
-        number: the signal with which the kernel does it.
     """
     if parent is None:
         parent = os.getppid()
-    _set_parent_death_signal(number)
+    _set_parent_death_signal(signal.SIGKILL)
     if os.getppid() != parent:  # the starter ended before the prctl call
-        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def outlive_parent() -> None:

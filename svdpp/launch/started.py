@@ -14,7 +14,7 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from multiprocessing import resource_tracker, util
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -59,10 +59,8 @@ class StartedGroup:
         self.world_size = world_size
         start_method = fork_server.start_method(device)
         context: Any = torch_mp.get_context(start_method)
-        # Only this user can open the folder, so no other user can join the store in it. The fork
-        # server removes what is in that of multiprocessing, also if this process is killed early.
-        within = util.get_temp_dir() if start_method == "forkserver" else None
-        self._folder = temp_folders.make_folder("svdpp-", within)
+        # Only this user can open the folder, so no other user can join the store in it.
+        self._folder = temp_folders.make_folder("svdpp-")
         pipes = [context.Pipe(duplex=True) for _ in range(world_size)]
         self._channels = [QueuedChannel(ours) for ours, _ in pipes]
         is_main_thread = threading.current_thread() is threading.main_thread()
@@ -183,7 +181,6 @@ def _started_main(rank: int, start: _StartArguments, connections: Sequence[Conne
         process_lifetime.ignore_signals()
     else:  # a rank ends by the signal, so that the parent reports a dead rank
         process_lifetime.exit_on_signals(process_lifetime.exit_by_signal)
-    fork_server.let_end_with_starter()
     _end_with_starter(multiprocessing.parent_process(), start.folder)
     _redirect_output(_output_file(start.folder, rank))
     for other, connection in enumerate(connections):

@@ -20,9 +20,9 @@ from pathlib import Path
 _folders: dict[Path, int] = {}
 
 
-def make_folder(prefix: str, within: str | None = None) -> Path:
+def make_folder(prefix: str) -> Path:
     """Creates a folder that only this user can open (mkdtemp sets its mode to 0700)."""
-    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=within))
+    folder = Path(tempfile.mkdtemp(prefix=prefix))
     _folders[folder] = os.getpid()
     return folder
 
