@@ -52,7 +52,9 @@ def one_thread() -> Iterator[None]:
     ("world_size", "split"),
     [
         (3, {"split": "dithered"}),
-        pytest.param(4, {"split": "balanced", "replicas": 2}, marks=pytest.mark.long),
+        pytest.param(
+            4, {"split": "balanced", "replicas": 2}, marks=[pytest.mark.long, pytest.mark.full]
+        ),
     ],
 )
 def test_each_clip_has_the_bits_of_diffusers(

@@ -60,6 +60,7 @@ def restarts(server: HttpServer) -> int:
     return int(server.client.get("/health").json()["restarts"])
 
 
+@pytest.mark.full
 @pytest.mark.long
 def test_a_clip_may_take_longer_than_the_timeout(tmp_path: Path) -> None:
     """Only a rank without progress is started again."""

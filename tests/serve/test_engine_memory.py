@@ -29,6 +29,7 @@ def _make(service: Serving, seeds: range) -> None:
     gc.collect()
 
 
+@pytest.mark.full
 @pytest.mark.long
 @pytest.mark.processes
 def test_memory_does_not_grow_with_the_number_of_clips(tmp_path: Path) -> None:

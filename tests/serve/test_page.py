@@ -389,6 +389,7 @@ new MutationObserver(() => {
 """
 
 
+@pytest.mark.full
 @pytest.mark.long
 def test_a_draft_is_shown_until_the_exact_clip_takes_its_place(driver: Any, tmp_path: Path) -> None:
     with HttpServer(tmp_path / "data", *DRAFTS) as server:

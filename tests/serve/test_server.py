@@ -265,6 +265,7 @@ def test_it_says_where_it_is(server: HttpServer) -> None:
 # --- the end ------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.long
 @pytest.mark.processes
 def test_what_is_left_goes_on_from_start_to_start(tmp_path: Path) -> None:
