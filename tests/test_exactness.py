@@ -16,7 +16,7 @@ import torch
 from diffusers.image_processor import VaeImageProcessor
 from PIL import Image
 
-from svdpp.config import ModelConfig, SamplingConfig
+from svdpp.config import ClipRequest, ModelConfig, SamplingConfig
 from svdpp.media.image import fit_photo, read_photo
 from svdpp.models.base import LATENTS
 from svdpp.models.checkpoint import find_checkpoint
@@ -58,8 +58,8 @@ def _assert_equal(model: ModelConfig, sampling: SamplingConfig, *, seed: int = 7
     image = fit_photo(_photo(), sampling.width, sampling.height, sampling.fit)
     theirs, their_frames = latents_and_frames(model, sampling, image, seed)
     ours = _ours(model, sampling)
-    tensors = ours.encode(ours.prepare(image), seed)
-    for name, spec in ours.packet_spec().items():
+    tensors = ours.encode(ours.prepare(image), ClipRequest(seed=seed))
+    for name, spec in ours.packet_spec(0).items():
         assert tuple(tensors[name].shape) == spec.shape, name
         assert tensors[name].dtype == torch_dtype(spec.dtype), name
     # A new denoiser for every step: the clip is cut at every place at once.
@@ -67,7 +67,7 @@ def _assert_equal(model: ModelConfig, sampling: SamplingConfig, *, seed: int = 7
     for step, expected in enumerate(theirs):
         latent = ours.denoiser(tensors, step).forward(latent, step)
         assert torch.equal(latent, expected), f"step {step} differs"
-    assert np.array_equal(ours.decode(latent).numpy(), their_frames)
+    assert np.array_equal(ours.decode({LATENTS: latent}).numpy(), their_frames)
 
 
 @pytest.mark.parametrize(
@@ -118,26 +118,26 @@ def test_a_rank_between_needs_the_unet_alone(tiny: Path) -> None:
         return load_svd(checkpoint, model, sampling, "cpu", **{**nothing, **roles})
 
     whole = load(encode=True, denoise=True, decode=True)
-    tensors = whole.encode(whole.prepare(image), 1)
+    tensors = whole.encode(whole.prepare(image), ClipRequest(seed=1))
     encoder = load(encode=True)
-    for name, tensor in encoder.encode(encoder.prepare(image), 1).items():
+    for name, tensor in encoder.encode(encoder.prepare(image), ClipRequest(seed=1)).items():
         assert torch.equal(tensor, tensors[name]), name
     latent = whole.denoiser(tensors, 0).forward(tensors[LATENTS], 0)
     between = load(denoise=True).denoiser(tensors, 0).forward(tensors[LATENTS], 0)
     assert torch.equal(between, latent)
-    assert torch.equal(load(decode=True).decode(latent), whole.decode(latent))
+    assert torch.equal(load(decode=True).decode({LATENTS: latent}), whole.decode({LATENTS: latent}))
 
 
 def test_steps_out_of_order_are_a_programmers_error(tiny: Path) -> None:
     ours = _ours(ModelConfig(name=str(tiny)), SMALL)
-    tensors = ours.encode(ours.prepare(_photo()), 1)
+    tensors = ours.encode(ours.prepare(_photo()), ClipRequest(seed=1))
     with pytest.raises(AssertionError, match="expected step 2, got 3"):
         ours.denoiser(tensors, 2).forward(tensors[LATENTS], 3)
 
 
 def test_a_step_leaves_its_input_alone(tiny: Path) -> None:
     ours = _ours(ModelConfig(name=str(tiny)), SMALL)
-    tensors = ours.encode(ours.prepare(_photo()), 1)
+    tensors = ours.encode(ours.prepare(_photo()), ClipRequest(seed=1))
     before = {name: tensor.clone() for name, tensor in tensors.items()}
     ours.denoiser(tensors, 0).forward(tensors[LATENTS], 0)
     for name, tensor in tensors.items():

@@ -15,12 +15,12 @@ from itertools import accumulate
 from svdpp.config import TensorSpec
 from svdpp.errors import TransportError
 
-PROTOCOL_VERSION = 3
-HEADER_BYTES = 1024
-MAX_TENSORS = 8
+PROTOCOL_VERSION = 4
+HEADER_BYTES = 2048
+MAX_TENSORS = 16
 MAX_DIMS = 8
 _MAGIC = b"SVDPPKT\0"
-_DTYPE_CODES = {"fp32": 1, "fp16": 2, "bf16": 3, "uint8": 4}
+_DTYPE_CODES = {"fp32": 1, "fp16": 2, "bf16": 3, "uint8": 4, "int64": 5, "bool": 6}
 _DTYPE_NAMES = {code: name for name, code in _DTYPE_CODES.items()}
 # begun: unix time at which the clip's encode began; compute: seconds that ranks have computed for
 # the clip; crc: of the payload; count: of tensors.

@@ -14,6 +14,8 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = {
     "fp16": torch.float16,
     "bf16": torch.bfloat16,
     "uint8": torch.uint8,
+    "int64": torch.int64,
+    "bool": torch.bool,
 }
 _DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 

@@ -17,8 +17,8 @@ DUMMY_MODEL = "dummy"
 
 #: Bytes of one element, by dtype.
 DTYPE_BYTES: Mapping[str, int] = {"fp32": 4, "fp16": 2, "bf16": 2}
-# A packet of a draft also carries frames.
-_PACKET_DTYPE_BYTES: Mapping[str, int] = {**DTYPE_BYTES, "uint8": 1}
+# Packets also carry frames, masks and the state of schedulers and random generators.
+_PACKET_DTYPE_BYTES: Mapping[str, int] = {**DTYPE_BYTES, "uint8": 1, "int64": 8, "bool": 1}
 
 
 class TensorSpec(NamedTuple):

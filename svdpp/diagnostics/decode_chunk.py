@@ -164,10 +164,10 @@ def _measure(setup: _Setup) -> DecodeMemory:
 
     def peak(frames: int, chunk: int) -> int:
         part = model.with_sampling(replace(sampling, num_frames=frames, decode_chunk_size=chunk))
-        shape = part.packet_spec()[LATENTS].shape
+        shape = part.packet_spec(sampling.num_inference_steps)[LATENTS].shape
         latent = torch.zeros(shape, dtype=dtype, device=model.device)
         with out_of_memory_named(decode(0, 0), chunk):
-            return _peak(model.device, lambda: part.decode(latent))
+            return _peak(model.device, lambda: part.decode({LATENTS: latent}))
 
     peak(1, 1)  # warm-up: reads the mapped weights, selects kernels, allocates workspaces
     if model.device.type == "cuda":

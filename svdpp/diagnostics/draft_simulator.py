@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from svdpp.comm.streams import SideStream, mark
-from svdpp.models.base import LATENTS, Frames, Tensors, VideoModel
+from svdpp.models.base import LATENTS, DraftableModel, Frames, Tensors
 from svdpp.plan.draft import DraftPlan
 from svdpp.worker.draft_sampler import DraftSampler, Evaluation
 
@@ -35,7 +35,7 @@ class DraftSimulator:
 
     def __init__(
         self,
-        model: VideoModel,
+        model: DraftableModel,
         tensors: Tensors,
         num_steps: int,
     ) -> None:
@@ -52,7 +52,7 @@ class DraftSimulator:
     def frames(self, start_steps: tuple[int, ...]) -> Frames:
         """The decoded frames of `latent(start_steps)`."""
         latent = self.latent(start_steps)
-        frames = self._model.decode(latent)
+        frames = self._model.decode({LATENTS: latent})
         pixels: Frames = self._copies.to_host(frames, mark(self._model.device)).numpy()
         return pixels
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from svdpp.config import PipelineConfig
+from svdpp.config import ClipRequest, PipelineConfig
 from svdpp.diagnostics import rank_probe
 from svdpp.diagnostics.draft_simulator import DraftSimulator
 from svdpp.driver.pipeline import resolve
@@ -17,6 +17,7 @@ from svdpp.launch import process_group
 from svdpp.launch.group import RankContext
 from svdpp.media import image as photos
 from svdpp.media.distance import distance
+from svdpp.models.base import DraftableModel
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.plan.draft import DraftPlan
 from svdpp.plan.draft_starts import MeasuredStartSteps, candidates
@@ -85,11 +86,12 @@ def _measure(context: RankContext, config: PipelineConfig, asked: _Asked) -> dic
     world, sampling = context.world, config.sampling
     device = process_group.device_of_rank(config.device, world.local_rank, world.local_size)
     model = load_model(config, checkpoint, device, _ALL_PARTS)
+    assert isinstance(model, DraftableModel), "a draft needs Euler's method"
     found = []
     for name in names[world.rank :: world.size]:
         photo, _ = photos.read_photo(Path(name))
         fitted = photos.fit_photo(photo, sampling.width, sampling.height, sampling.fit)
-        tensors = model.encode(model.prepare(fitted), seed)
+        tensors = model.encode(model.prepare(fitted), ClipRequest(seed=seed))
         drafts = DraftSimulator(model, tensors, sampling.num_inference_steps)
         exact = drafts.frames((0,))
         for index, start_steps in enumerate(all_start_steps):

@@ -1,18 +1,18 @@
-"""Owns the interfaces that every model family implements: sampler, denoiser, video model."""
+"""Owns the interface between the engine and a model family: what one rank's model can do."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from svdpp.config import SamplingConfig, TensorSpec
+from svdpp.config import ClipRequest, SamplingConfig, TensorSpec
 
-#: Name of the latent in a packet. Each step replaces this tensor; the others stay the same.
+#: Name of the latent in a packet.
 LATENTS = "latents"
 
 #: Tensors by name: the contents of a packet, or a prepared image.
@@ -20,6 +20,9 @@ Tensors = dict[str, torch.Tensor]
 
 #: Decoded frames on the host: uint8 RGB, shape (F, H, W, 3).
 Frames = NDArray[np.uint8]
+
+#: Called after each step with the step's index and the new latent. What it raises ends the steps.
+AfterStep = Callable[[int, torch.Tensor], None]
 
 
 class Sampler(Protocol):
@@ -59,8 +62,12 @@ class VideoModel(Protocol):
         """Returns the same loaded components with other sampling parameters."""
         ...
 
-    def packet_spec(self) -> Mapping[str, TensorSpec]:
-        """Name, shape and dtype of each tensor in a packet, in packet order."""
+    def packet_spec(self, next_step: int) -> Mapping[str, TensorSpec]:
+        """Name, shape and dtype of each tensor of a packet after `next_step` steps, in order.
+
+        A packet carries everything that later steps and the decode need: the latent, what the steps
+        are conditioned on, and the scheduler's state if it has any.
+        """
         ...
 
     def prepare(self, image: Image.Image) -> Tensors:
@@ -70,24 +77,57 @@ class VideoModel(Protocol):
         """
         ...
 
-    def encode(self, prepared: Tensors, seed: int) -> Tensors:
-        """Returns the tensors for the first step.
+    def encode(self, prepared: Tensors, request: ClipRequest) -> Tensors:
+        """Returns the tensors of the packet before the first step.
 
         Args:
-            prepared: the result of `prepare`; empty for a model without an image.
-            seed: of the noise.
+            prepared: the result of `prepare`; empty for a clip without an image.
+            request: gives the seed of the noise, and the prompts.
         """
         ...
 
-    def denoiser(self, tensors: Tensors, start: int) -> Denoiser:
-        """Returns a denoiser for one clip; `start` is its first step."""
+    def denoise(self, tensors: Tensors, start: int, end: int, after_step: AfterStep) -> Tensors:
+        """Runs steps `start` to `end` (exclusive); returns the tensors of the packet after them.
+
+        Does not change `tensors`, the packet after `start` steps.
+        """
         ...
 
-    def decode(self, latent: torch.Tensor) -> torch.Tensor:
-        """Returns the frames of a final latent: (F, H, W, 3), uint8 RGB, on the device."""
+    def decode(self, tensors: Tensors) -> torch.Tensor:
+        """Returns the frames of the packet after the last step: (F, H, W, 3), uint8 RGB.
+
+        The frames are on the device.
+
+        Raises:
+            NotFiniteError: the VAE returned NaN or infinite values.
+        """
         ...
 
     @property
     def frames_shape(self) -> tuple[int, int, int, int]:
         """Shape of the decoded frames: F, H, W, 3."""
         ...
+
+
+@runtime_checkable
+class DraftableModel(VideoModel, Protocol):
+    """A model whose sampler is Euler's method, so that a clip can be drafted."""
+
+    def with_sampling(self, sampling: SamplingConfig) -> DraftableModel:
+        """See `VideoModel`."""
+        ...
+
+    def denoiser(self, tensors: Tensors, start: int) -> Denoiser:
+        """Returns a denoiser for one clip; `start` is its first step."""
+        ...
+
+
+def run_steps(
+    sampler: Sampler, tensors: Tensors, start: int, end: int, after_step: AfterStep
+) -> Tensors:
+    """`VideoModel.denoise` for a sampler whose steps change nothing but the latent."""
+    latent = tensors[LATENTS]
+    for step in range(start, end):
+        latent = sampler.forward(latent, step)
+        after_step(step, latent)
+    return {**tensors, LATENTS: latent}

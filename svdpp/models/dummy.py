@@ -14,8 +14,8 @@ import torch
 from PIL import Image
 from torch import nn
 
-from svdpp.config import LatentSpec, SamplingConfig, TensorSpec
-from svdpp.models.base import LATENTS, Denoiser, Tensors
+from svdpp.config import ClipRequest, LatentSpec, SamplingConfig, TensorSpec
+from svdpp.models.base import LATENTS, AfterStep, Denoiser, Tensors, run_steps
 
 _WEIGHT_SEED = 20231121
 
@@ -127,7 +127,7 @@ class DummyModel:
         spec = replace(self._spec, shape=(batch, channels, sampling.frames, *size))
         return DummyModel(spec, sampling.num_inference_steps, self.device, self._sleep_times)
 
-    def packet_spec(self) -> Mapping[str, TensorSpec]:
+    def packet_spec(self, next_step: int) -> Mapping[str, TensorSpec]:  # noqa: ARG002
         """Only the latent."""
         return {LATENTS: TensorSpec(self._spec.shape, self._spec.dtype)}
 
@@ -135,10 +135,10 @@ class DummyModel:
         """Returns nothing, because the dummy uses no image."""
         return {}
 
-    def encode(self, prepared: Tensors, seed: int) -> Tensors:  # noqa: ARG002
+    def encode(self, prepared: Tensors, request: ClipRequest) -> Tensors:  # noqa: ARG002
         """Noise, drawn on the CPU: every device starts from the same latent."""
         with _at_least(self._sleep_times.encode_seconds):
-            generator = torch.Generator().manual_seed(seed)
+            generator = torch.Generator().manual_seed(request.seed)
             noise = torch.randn(self._spec.shape, generator=generator)
             return {LATENTS: noise.to(self.device, self._dtype)}
 
@@ -147,7 +147,11 @@ class DummyModel:
         seconds = self._sleep_times.step_seconds
         return SleepingDenoiser(self._unet, seconds) if seconds else self._unet
 
-    def decode(self, latent: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
+    def denoise(self, tensors: Tensors, start: int, end: int, after_step: AfterStep) -> Tensors:
+        """See `run_steps`."""
+        return run_steps(self.denoiser(tensors, start), tensors, start, end, after_step)
+
+    def decode(self, tensors: Tensors) -> torch.Tensor:  # noqa: ARG002
         """Black frames, one for each of the latent's, in the time of a decode."""
         with _at_least(self._sleep_times.decode_seconds):
             return torch.zeros(self.frames_shape, dtype=torch.uint8, device=self.device)

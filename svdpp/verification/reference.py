@@ -247,13 +247,12 @@ class _Dummy:
     def compute(
         self, clip: int, request: ClipRequest, tensor_store: TensorStore | None, clock: _Clock
     ) -> tuple[torch.Tensor, None]:
-        tensors = self._model.encode({}, request.seed)
-        denoiser = self._model.denoiser(tensors, 0)
-        latent = tensors[LATENTS]
-        for step in range(self._setup.config.sampling.num_inference_steps):
-            clock.before_step()
-            latent = denoiser.forward(latent, step)
+        def after_step(step: int, latent: torch.Tensor) -> None:
             clock.after_step(step)
             if tensor_store is not None and step + 1 in self._setup.steps:
                 tensor_store.keep_latent(clip, step + 1, latent)
-        return latent, None
+
+        tensors = self._model.encode({}, request)
+        clock.before_step()
+        num_steps = self._setup.config.sampling.num_inference_steps
+        return self._model.denoise(tensors, 0, num_steps, after_step)[LATENTS], None

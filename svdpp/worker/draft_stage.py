@@ -13,7 +13,7 @@ from svdpp.comm.packet import Packet
 from svdpp.comm.transport import PendingPacket, Transport
 from svdpp.config import PipelineConfig, TensorSpec
 from svdpp.errors import SvdppError
-from svdpp.models.base import LATENTS, Sampler, VideoModel
+from svdpp.models.base import LATENTS, AfterStep, DraftableModel, Tensors, VideoModel, run_steps
 from svdpp.plan.actions import Action, Kind
 from svdpp.worker.clip_writer import ClipWriter
 from svdpp.worker.draft_results import DraftResults, Result
@@ -90,11 +90,14 @@ class DraftStage(PipelineStage):
             Kind.COMPARE: self._compare,
         }
 
-    def _sampler(self, packet: Packet, start: int) -> Sampler:
-        if packet.clip not in self._samplers:
-            denoiser = self._model_of(packet.clip).denoiser(packet.tensors, start)
-            self._samplers[packet.clip] = DraftSampler(denoiser, start)
-        return self._samplers[packet.clip]
+    def _run_steps(
+        self, clip: int, tensors: Tensors, start: int, end: int, after_step: AfterStep
+    ) -> Tensors:
+        if clip not in self._samplers:
+            model = self._model_of(clip)
+            assert isinstance(model, DraftableModel), "a draft needs Euler's method"
+            self._samplers[clip] = DraftSampler(model.denoiser(tensors, start), start)
+        return run_steps(self._samplers[clip], tensors, start, end, after_step)
 
     def _lost(self, clip: int, error: SvdppError) -> None:
         if self._rank == 0:
@@ -139,12 +142,12 @@ class DraftStage(PipelineStage):
             self._transport.send(sent, action.peer)
 
     def _recv_state(self, action: Action) -> None:
-        spec = self._model_of(action.clip).packet_spec()[LATENTS]
+        spec = self._packet_spec(action)[LATENTS]
         self._post(action, {LATENTS: spec, _DERIVATIVE: TensorSpec(spec.shape, "fp32")})
 
     def _recv_result(self, action: Action) -> None:
         model = self._model_of(action.clip)
-        expected = {LATENTS: model.packet_spec()[LATENTS]}
+        expected = {LATENTS: self._packet_spec(action)[LATENTS]}
         if self._draft_plan.decodes:
             expected[_FRAMES] = TensorSpec(model.frames_shape, "uint8")
         self._post(action, expected)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import cached_property, lru_cache, partial
 from typing import NoReturn
@@ -14,9 +14,9 @@ from PIL import Image
 from svdpp.comm import streams
 from svdpp.comm.packet import Packet
 from svdpp.comm.transport import PendingPacket, Transport
-from svdpp.config import SamplingConfig
+from svdpp.config import SamplingConfig, TensorSpec
 from svdpp.errors import InputError, NotFiniteError, SvdppError
-from svdpp.models.base import LATENTS, Sampler, Tensors, VideoModel
+from svdpp.models.base import LATENTS, AfterStep, Tensors, VideoModel
 from svdpp.plan.actions import Action, Kind
 from svdpp.worker.clip_writer import ClipWriter, FinishedClip
 from svdpp.worker.fault_injection import InjectedFault, one_ulp_off
@@ -172,7 +172,7 @@ class PipelineStage:
             self._check_wanted(action.clip)
             packet.begun_at = time.time()
             with self._timed(action):
-                packet.tensors = self._model_of(action.clip).encode(prepared, request.seed)
+                packet.tensors = self._model_of(action.clip).encode(prepared, request)
                 streams.wait_for_queue(self._device)
 
     def _load(self, action: Action) -> None:
@@ -184,46 +184,56 @@ class PipelineStage:
                 self._keys[action.clip],
                 action.clip,
                 action.start,
-                self._model_of(action.clip).packet_spec(),
+                self._packet_spec(action),
                 self._device,
             )
 
     def _recv(self, action: Action) -> None:
         self._pending[action.clip] = self._transport.post_receive(
-            action.clip, action.start, action.peer, self._model_of(action.clip).packet_spec()
+            action.clip, action.start, action.peer, self._packet_spec(action)
         )
+
+    def _packet_spec(self, action: Action) -> Mapping[str, TensorSpec]:
+        """Of the packet with which `action` starts."""
+        return self._model_of(action.clip).packet_spec(action.start)
 
     def _denoise(self, action: Action) -> None:
         packet = self._packet(action)
         if not packet.tombstone:
             with self._isolated(packet), self._timed(action):
-                latent = self._denoised(action, packet)
-                packet.tensors[LATENTS] = latent
+                packet.tensors = self._denoised(action, packet)
                 packet.memory_pressure |= self._memory_pressure.rose()
                 if self._tensor_store is not None:
-                    self._tensor_store.keep_latent(action.clip, action.end, self._on_host(latent))
+                    latent = self._on_host(packet.tensors[LATENTS])
+                    self._tensor_store.keep_latent(action.clip, action.end, latent)
         packet.next_step = action.end
 
-    def _denoised(self, action: Action, packet: Packet) -> torch.Tensor:
-        """The latent after the action's steps, all of them checked."""
+    def _denoised(self, action: Action, packet: Packet) -> Tensors:
+        """The packet's tensors after the action's steps, all of them checked."""
         start = self._start_with_faults(action)
-        sampler = self._sampler(packet, start)
-        latent = self._with_nan(action, packet.tensors[LATENTS])
         checks = StepChecks(self._device, self._rank, partial(self._report_step, action.clip))
-        for step in range(start, action.end):
-            self._before_step(action, step)
-            latent = sampler.forward(latent, step)
+
+        def after_step(step: int, latent: torch.Tensor) -> None:
             checks.add(step, latent)
+            self._before_step(action, step + 1)
+
+        self._before_step(action, start)
+        tensors = self._with_nan(action, packet.tensors)
+        tensors = self._run_steps(packet.clip, tensors, start, action.end, after_step)
         checks.finish()
         if self._fault and self._fault.strikes("ulp", self._rank, action.clip):
-            latent = one_ulp_off(latent)
-        return latent
+            tensors[LATENTS] = one_ulp_off(tensors[LATENTS])
+        return tensors
 
-    def _sampler(self, packet: Packet, start: int) -> Sampler:
-        """The sampler of a clip's steps from `start` on."""
-        return self._model_of(packet.clip).denoiser(packet.tensors, start)
+    def _run_steps(
+        self, clip: int, tensors: Tensors, start: int, end: int, after_step: AfterStep
+    ) -> Tensors:
+        return self._model_of(clip).denoise(tensors, start, end, after_step)
 
     def _before_step(self, action: Action, step: int) -> None:
+        """Ends the action if its clip is not wanted any more; notes the step that follows."""
+        if step == action.end:
+            return
         self._check_wanted(action.clip)
         self._reporter.at(action, step)
         if self._fault:
@@ -253,7 +263,7 @@ class PipelineStage:
         if packet.tombstone:
             return
         with self._isolated(packet), self._timed(action):
-            self._frames[action.clip] = self._model_of(action.clip).decode(packet.tensors[LATENTS])
+            self._frames[action.clip] = self._model_of(action.clip).decode(packet.tensors)
             streams.wait_for_queue(self._device)
             packet.memory_pressure |= self._memory_pressure.rose()
 
@@ -356,10 +366,10 @@ class PipelineStage:
             _hang()
         return action.start + self._fault.strikes("skip", self._rank, action.clip)
 
-    def _with_nan(self, action: Action, latent: torch.Tensor) -> torch.Tensor:
+    def _with_nan(self, action: Action, tensors: Tensors) -> Tensors:
         if self._fault and self._fault.strikes("nan", self._rank, action.clip):
-            return torch.full_like(latent, torch.nan)
-        return latent
+            return {**tensors, LATENTS: torch.full_like(tensors[LATENTS], torch.nan)}
+        return tensors
 
 
 def _hang() -> NoReturn:

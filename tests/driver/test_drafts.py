@@ -119,7 +119,7 @@ def _lab(config: PipelineConfig, seed: int) -> DraftSimulator:
     spec = LatentSpec(shape=SHAPE, dtype="fp32", dims="BCFHW")
     model = DummyModel(spec, num_steps, torch.device("cpu"))
     torch.set_num_threads(config.num_threads)
-    return DraftSimulator(model, model.encode({}, seed), num_steps)
+    return DraftSimulator(model, model.encode({}, ClipRequest(seed=seed)), num_steps)
 
 
 @pytest.mark.processes
@@ -331,4 +331,4 @@ def test_a_drafts_files_are_named_for_what_they_are() -> None:
 def test_latents_are_what_travels_first() -> None:
     """The packet of SEND_START is a clip's whole packet: a rank can begin from it alone."""
     spec = LatentSpec(shape=SHAPE, dtype="fp32", dims="BCFHW")
-    assert list(DummyModel(spec, 4, torch.device("cpu")).packet_spec()) == [LATENTS]
+    assert list(DummyModel(spec, 4, torch.device("cpu")).packet_spec(0)) == [LATENTS]

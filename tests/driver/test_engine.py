@@ -45,7 +45,7 @@ def _plain_loop(steps: int, seeds: Iterable[int]) -> list[str]:
     hashes = []
     with torch.no_grad():
         for seed in seeds:
-            latent = model.encode({}, seed)[LATENTS]
+            latent = model.encode({}, ClipRequest(seed=seed))[LATENTS]
             for step in range(steps):
                 latent = model.denoiser({}, 0).forward(latent, step)
             hashes.append(tensor_sha256(latent))

@@ -148,7 +148,7 @@ def _latent_after(steps: int, seed: int) -> torch.Tensor:
     from svdpp.models.dummy import DummyModel
 
     model = DummyModel(LatentSpec(shape=SHAPE, dims="BCFHW"), 28, torch.device("cpu"))
-    latent = model.encode({}, seed)["latents"]
+    latent = model.encode({}, ClipRequest(seed=seed))["latents"]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     for step in range(steps):

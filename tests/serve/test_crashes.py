@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from svdpp.config import LatentSpec
+from svdpp.config import ClipRequest, LatentSpec
 from svdpp.models.base import LATENTS
 from svdpp.models.dummy import DummyModel
 from svdpp.worker.tensor_store import tensor_sha256
@@ -81,7 +81,7 @@ def _assert_all_made(server: HttpServer, ids: list[str]) -> None:
 def _expected(seed: int) -> str:
     spec = LatentSpec(shape=_SHAPE, dims="BCFHW")
     model = DummyModel(spec, _STEPS, torch.device("cpu"))
-    latent = model.encode({}, seed)[LATENTS]
+    latent = model.encode({}, ClipRequest(seed=seed))[LATENTS]
     for step in range(_STEPS):
         latent = model.denoiser({}, 0).forward(latent, step)
     return tensor_sha256(latent)

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from svdpp.config import LatentSpec
+from svdpp.config import ClipRequest, LatentSpec
 from svdpp.models import determinism
 from svdpp.models.base import LATENTS
 from svdpp.models.dummy import DummyModel
@@ -178,7 +178,7 @@ def wrong_clips(folder: Path) -> list[int]:
     model = DummyModel(LatentSpec(shape=shape, dims="BCFHW"), steps, torch.device("cpu"))
     wrong = []
     for path in (folder / "done").iterdir():
-        latent = model.encode({}, int(path.stem))[LATENTS]
+        latent = model.encode({}, ClipRequest(seed=int(path.stem)))[LATENTS]
         for step in range(steps):
             latent = model.denoiser({}, 0).forward(latent, step)
         if tensor_sha256(latent) != json.loads(path.read_text())["latents_sha256"]:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
-from svdpp.config import LatentSpec, TensorSpec
+from svdpp.config import ClipRequest, LatentSpec
 from svdpp.diagnostics.draft_simulator import DraftSimulator
-from svdpp.models.base import LATENTS, Frames, Tensors
+from svdpp.models.base import LATENTS, Tensors
 from svdpp.models.dummy import DummyModel
 from svdpp.plan.draft import DraftPlan
 from svdpp.worker.draft_sampler import DraftSampler, Evaluation
@@ -47,14 +46,6 @@ class Double:
     def denoiser(self, tensors: Tensors, start: int) -> Double:  # noqa: ARG002
         return self
 
-    def packet_spec(self) -> Mapping[str, TensorSpec]:
-        return {LATENTS: TensorSpec((3,), "fp32")}
-
-    def encode(self, image: Image.Image | None, seed: int) -> Tensors:  # noqa: ARG002
-        return {LATENTS: START}
-
-    def decode(self, latent: torch.Tensor) -> Frames:
-        raise NotImplementedError
 
 
 def straight(latent: torch.Tensor, step: int) -> torch.Tensor:
@@ -131,7 +122,7 @@ def test_straight_paths_make_every_rank_exact(start_steps: tuple[int, ...]) -> N
 
 def test_slower_ranks_of_a_network_come_nearer() -> None:
     model = _network()
-    lab = DraftSimulator(model, model.encode({}, 0), N)
+    lab = DraftSimulator(model, model.encode({}, ClipRequest(seed=0)), N)
     start_steps = (0, 3, 5, 7)
     exact = lab.latent((0,))
     apart = [float((lab.latent(start_steps[:k]) - exact).abs().max()) for k in (4, 3, 2)]
@@ -142,7 +133,7 @@ def test_slower_ranks_of_a_network_come_nearer() -> None:
 def test_the_first_rank_is_the_sampler_itself() -> None:
     """On a real network, bit for bit."""
     model = _network()
-    tensors = model.encode({}, 0)
+    tensors = model.encode({}, ClipRequest(seed=0))
     latent, sampler = tensors[LATENTS], model.denoiser(tensors, 0)
     for step in range(N):
         latent = sampler.forward(latent, step)

@@ -8,8 +8,8 @@ import torch
 from diffusers import StableVideoDiffusionPipeline
 from PIL import Image
 
-from svdpp.config import ModelConfig, SamplingConfig, TensorSpec
-from svdpp.models.base import LATENTS, Tensors
+from svdpp.config import ClipRequest, ModelConfig, SamplingConfig, TensorSpec
+from svdpp.models.base import LATENTS, AfterStep, Tensors, run_steps
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.svd import load
 from svdpp.models.svd.decode import decode_latent
@@ -54,8 +54,8 @@ class SvdModel:
         """The same loaded components with other sampling parameters."""
         return SvdModel(self._checkpoint, self._parts, sampling, self._dtype)
 
-    def packet_spec(self) -> Mapping[str, TensorSpec]:
-        """Latents, image latents, image embedding and time ids, in this order."""
+    def packet_spec(self, next_step: int) -> Mapping[str, TensorSpec]:  # noqa: ARG002
+        """Latents, image latents, image embedding and time ids: the same after every step."""
         factor = self._checkpoint.vae_scale_factor
         size = self._sampling.height // factor, self._sampling.width // factor
         channels = self._checkpoint.latent_channels
@@ -71,13 +71,13 @@ class SvdModel:
         """See `prepare_image`."""
         return prepare_image(self._pipe, image, self._sampling)
 
-    def encode(self, prepared: Tensors, seed: int) -> Tensors:
+    def encode(self, prepared: Tensors, request: ClipRequest) -> Tensors:
         """See `encode_image`."""
         assert prepared, "SVD animates an image"
         return encode_image(
             self._pipe,
             prepared,
-            seed=seed,
+            seed=request.seed,
             sampling=self._sampling,
             latent_channels=self._checkpoint.latent_channels,
             device=self.device,
@@ -88,9 +88,13 @@ class SvdModel:
         scheduler = load.new_scheduler(self._checkpoint)
         return SvdDenoiser(self._parts.unet, scheduler, tensors, self._sampling, start)
 
-    def decode(self, latent: torch.Tensor) -> torch.Tensor:
+    def denoise(self, tensors: Tensors, start: int, end: int, after_step: AfterStep) -> Tensors:
+        """See `run_steps`."""
+        return run_steps(self.denoiser(tensors, start), tensors, start, end, after_step)
+
+    def decode(self, tensors: Tensors) -> torch.Tensor:
         """See `decode_latent`."""
-        return decode_latent(self._pipe, latent, self._sampling)
+        return decode_latent(self._pipe, tensors[LATENTS], self._sampling)
 
     @property
     def frames_shape(self) -> tuple[int, int, int, int]:
