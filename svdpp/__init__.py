@@ -12,7 +12,7 @@ __version__ = "0.3.0"
 _MODULES = {
     "svdpp.config": (
         *("ClipRequest", "DraftConfig", "ModelConfig", "OutputConfig"),
-        *("PipelineConfig", "SamplingConfig"),
+        *("LtxSampling", "PipelineConfig", "SvdSampling", "WanSampling"),
     ),
     "svdpp.driver.clip_handle": ("ClipFailure", "ClipHandle", "ClipResult"),
     "svdpp.driver.pipeline": ("Pipeline",),

@@ -20,6 +20,7 @@ from svdpp.config import (
     OutputConfig,
     PipelineConfig,
     SamplingConfig,
+    SvdSampling,
     TensorSpec,
     limits,
     sampling_defaults,
@@ -34,7 +35,7 @@ THREADS = limits.max_threads()
 def pipeline(**given: Any) -> PipelineConfig:
     """A pipeline of two ranks; `dtype` and sampler fields are passed to where they belong."""
     sampler = {field.name for field in dataclasses.fields(SamplingConfig)} & given.keys()
-    sampling = SamplingConfig(**{name: given.pop(name) for name in sampler})
+    sampling = SvdSampling(**{name: given.pop(name) for name in sampler})
     model = ModelConfig(dtype=given.pop("dtype", "fp32"))
     return PipelineConfig(**{"world_size": 2, **given}, model=model, sampling=sampling)
 
@@ -167,10 +168,10 @@ def test_a_value_of_another_type_or_beyond_any_limit_is_refused(make: Any, name:
 
 
 def test_a_clip_has_a_limit_of_pixels_whatever_its_frames() -> None:
-    SamplingConfig(height=2304, width=4096, num_frames=25)
+    SvdSampling(height=2304, width=4096, num_frames=25)
     with pytest.raises(RequestError, match="29 frames of 2304 x 4096 are 273678336 pixels, more"):
-        SamplingConfig(height=2304, width=4096, num_frames=29)
-    unresolved = SamplingConfig(height=4096, width=4096)
+        SvdSampling(height=2304, width=4096, num_frames=29)
+    unresolved = SvdSampling(height=4096, width=4096)
     with pytest.raises(RequestError, match="25 frames of 4096 x 4096 are"):
         unresolved.resolved(model_frames=25)
 
@@ -246,18 +247,18 @@ def test_guidance_that_rounds_to_one_is_refused(dtype: str, exponent: int) -> No
 )
 def test_the_nearest_sizes_are_named_and_work(value: int, hint: str) -> None:
     with pytest.raises(RequestError) as caught:
-        SamplingConfig(height=value)
+        SvdSampling(height=value)
 
     assert caught.value.hint == f"nearest: --height {hint}"
     for size in hint.split(" or "):
-        SamplingConfig(height=int(size))
+        SvdSampling(height=int(size))
 
 
 def test_defaults_are_those_of_diffusers_but_for_the_steps() -> None:
     from diffusers import StableVideoDiffusionPipeline
 
     parameters = inspect.signature(StableVideoDiffusionPipeline.__call__).parameters
-    ours = dataclasses.asdict(SamplingConfig())
+    ours = dataclasses.asdict(SvdSampling())
 
     assert ours.pop("num_inference_steps") == DEFAULT_NUM_STEPS == 28
     assert ours.pop("fit") == "stretch"  # diffusers has no other
@@ -270,33 +271,33 @@ def test_defaults_are_those_of_diffusers_but_for_the_steps() -> None:
 def test_the_demo_model_changes_known_knobs_only() -> None:
     assert sampling_defaults(DEMO_MODEL) == DEMO_SAMPLING
     assert sampling_defaults("stabilityai/stable-video-diffusion-img2vid") == {}
-    SamplingConfig(**DEMO_SAMPLING)
+    SvdSampling(**DEMO_SAMPLING)
 
 
 def test_resolved_takes_the_models_frames() -> None:
-    resolved = SamplingConfig().resolved(model_frames=25)
+    resolved = SvdSampling().resolved(model_frames=25)
 
     assert (resolved.frames, resolved.decode_chunk_size) == (25, 25)
-    given = SamplingConfig(num_frames=6, decode_chunk_size=2).resolved(model_frames=25)
+    given = SvdSampling(num_frames=6, decode_chunk_size=2).resolved(model_frames=25)
     assert (given.frames, given.decode_chunk_size) == (6, 2)
-    assert SamplingConfig(num_frames=6).resolved(model_frames=25).decode_chunk_size == 6
+    assert SvdSampling(num_frames=6).resolved(model_frames=25).decode_chunk_size == 6
 
 
 def test_one_frame_of_the_model_is_checked_when_it_is_known() -> None:
     with pytest.raises(RequestError, match="one frame uses only --min-guidance-scale"):
-        SamplingConfig().resolved(model_frames=1)
+        SvdSampling().resolved(model_frames=1)
 
 
 def test_frames_are_not_guessed() -> None:
     with pytest.raises(ValueError, match="resolve it with the model first") as caught:
-        _ = SamplingConfig().frames
+        _ = SvdSampling().frames
 
     assert not isinstance(caught.value, RequestError)  # a programmer's error
 
 
 @pytest.mark.parametrize(("scale", "guided"), [(0.0, False), (1.0, False), (1.1, True)])
 def test_guided(scale: float, guided: bool) -> None:
-    assert SamplingConfig(max_guidance_scale=scale).guided is guided
+    assert SvdSampling(max_guidance_scale=scale).guided is guided
 
 
 def test_the_way_of_a_clip_follows_the_split() -> None:
@@ -349,7 +350,7 @@ def test_sizes_in_bytes() -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [ModelConfig(), SamplingConfig(), pipeline(), OutputConfig(path="x"), ClipRequest(seed=0)],
+    [ModelConfig(), SvdSampling(), pipeline(), OutputConfig(path="x"), ClipRequest(seed=0)],
     ids=lambda value: type(value).__name__,
 )
 def test_values_are_frozen(value: Any) -> None:

@@ -16,19 +16,19 @@ import torch
 from diffusers.image_processor import VaeImageProcessor
 from PIL import Image
 
-from svdpp.config import ClipRequest, ModelConfig, SamplingConfig
+from svdpp.config import ClipRequest, ModelConfig, SamplingConfig, SvdSampling
 from svdpp.media.image import fit_photo, read_photo
 from svdpp.models.base import LATENTS
 from svdpp.models.checkpoint import find_checkpoint
+from svdpp.models.loading import torch_dtype
 from svdpp.models.svd.decode import stack_frames, to_bytes
-from svdpp.models.svd.load import torch_dtype
 from svdpp.models.svd.model import SvdModel, load_svd
 from tests.models.builders import save_tiny_checkpoint
 from tests.models.diffusers_pipeline import latents_and_frames
 
 PHOTO = Path(__file__).parent.parent / "svdpp/assets/photos/chelsea.jpg"
 STEPS = 5
-SMALL = SamplingConfig(num_inference_steps=STEPS, height=64, width=64, num_frames=4)
+SMALL = SvdSampling(num_inference_steps=STEPS, height=64, width=64, num_frames=4)
 
 
 @pytest.fixture(autouse=True)

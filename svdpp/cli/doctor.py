@@ -14,7 +14,7 @@ from svdpp.cli.console import Console, counted
 from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.outputs import FolderOptions
 from svdpp.cli.options.ranks import RankOptions
-from svdpp.cli.options.sampling import SamplingOptions
+from svdpp.cli.options.sampling import PROMPT_FIELDS, SamplingOptions
 from svdpp.cli.options.talk import AnswerOptions
 from svdpp.config import DEFAULT_MODEL, DEFAULT_NUM_STEPS, DEMO_MODEL, PipelineConfig
 from svdpp.redaction import redact, redact_all
@@ -31,6 +31,7 @@ _COLOURS = {"ok": "green", "failed": "bold red", "skipped": "dim"}
         *("timeout", "start_timeout", "checksum", "local_files_only", "latent_shape", "steps"),
         *("seed", "fit", "fps", "motion_bucket_id", "noise_aug_strength", "min_guidance_scale"),
         *("max_guidance_scale", "allow_mixed_devices"),
+        *PROMPT_FIELDS,
     ),
     defaults={"world": "all GPUs, if they divide the steps; on the CPU 2"},
     meanings={

@@ -12,7 +12,7 @@ from svdpp.config import PipelineConfig
 if TYPE_CHECKING:
     from svdpp.diagnostics.memory_estimate import RankMemory
     from svdpp.driver.jobs import ClipPlan
-    from svdpp.media.image import Photo
+    from svdpp.media.inputs import ClipInput
     from svdpp.plan.forecast import Forecast
 
 _MAX_NAMES = 20
@@ -25,7 +25,7 @@ def show_dry_run(
     console: Console,
     asked: RunRequest,
     config: PipelineConfig,
-    found: Sequence[Photo],
+    found: Sequence[ClipInput],
     remarks: Sequence[str],
 ) -> None:
     """Checks a run completely, and prints what it would make.
@@ -34,7 +34,7 @@ def show_dry_run(
         console: gets the output.
         asked: the options.
         config: of the run.
-        found: photographs.
+        found: what clips are made from.
         remarks: on the photographs.
 
     Raises:
@@ -42,7 +42,7 @@ def show_dry_run(
     """
     from svdpp.diagnostics.memory_estimate import estimate_ranks
     from svdpp.driver.jobs import check_outputs, plan_clips
-    from svdpp.driver.pipeline import resolve
+    from svdpp.driver.resolve import resolve
 
     policy = asked.output.policy()
     config, checkpoint = resolve(config, weights=False)

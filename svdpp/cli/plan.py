@@ -16,7 +16,7 @@ from svdpp.cli.options.forecast import ForecastOptions
 from svdpp.cli.options.layout import ASSUMED_COSTS, LayoutOptions
 from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.ranks import RankOptions
-from svdpp.cli.options.sampling import SamplingOptions
+from svdpp.cli.options.sampling import PROMPT_FIELDS, SamplingOptions
 from svdpp.cli.options.talk import TalkOptions
 from svdpp.cli.request import without_world
 from svdpp.errors import RequestError
@@ -48,6 +48,7 @@ _OF_MEMORY = {
         *("seed", "fit", "fps", "motion_bucket_id", "noise_aug_strength"),
         *("min_guidance_scale", "max_guidance_scale", "draft_psnr", "channels_last"),
         *("deterministic", "allow_mixed_devices"),
+        *PROMPT_FIELDS,
     ),
     defaults={"world": str(_DEFAULT_WORLD), "clips": "2 for each rank; with --compare 16"},
 )
@@ -70,7 +71,9 @@ def plan(
     """
     from svdpp.cli import plan_report
 
-    world_size, ranks_per_host = _world(forecast.hosts, ranks.world, draft.world(sampling.steps))
+    world_size, ranks_per_host = _world(
+        forecast.hosts, ranks.world, draft.world(sampling.num_steps())
+    )
     costs = seconds.applied(layout.assumed_costs(), ranks_per_host=ranks_per_host)
     if forecast.memory:
         costs = _with_memory(costs, model, ranks.device, sampling)
@@ -82,14 +85,14 @@ def plan(
         arrivals=_arrivals(forecast.arrivals, num_clips),
         remarks=[
             *_remarks(forecast, layout, seconds, costs, ranks.device),
-            *filter(None, [draft.remark(sampling.steps)]),
+            *filter(None, [draft.remark(sampling.num_steps())]),
         ],
     )
     if draft.draft:
         draft.refuse_beside({**layout.given, **forecast.of_queues})
-        _show_draft(console, draft, request, costs, (sampling.steps, world_size))
+        _show_draft(console, draft, request, costs, (sampling.num_steps(), world_size))
         return
-    counts = {"num_steps": sampling.steps, "world_size": world_size, "costs": costs}
+    counts = {"num_steps": sampling.num_steps(), "world_size": world_size, "costs": costs}
     limits = {"num_clips": num_clips, "memory_gib": forecast.limits(world_size)}
     show = _show_comparison if forecast.compare else _show_layout
     try:
@@ -104,12 +107,12 @@ def _show_draft(
     console: Console, draft: DraftOptions, request: Request, costs: Costs, counts: tuple[int, int]
 ) -> None:
     from svdpp.cli.plan_draft import show_draft_plan
-    from svdpp.config import PipelineConfig, SamplingConfig
+    from svdpp.config import PipelineConfig, SvdSampling
 
     num_steps, world_size = counts
     config = PipelineConfig(
         world_size=world_size,
-        sampling=SamplingConfig(num_inference_steps=num_steps),
+        sampling=SvdSampling(num_inference_steps=num_steps),
         **draft.settings(num_steps, world_size),
     )
     costs.check_world(world_size)
@@ -185,8 +188,8 @@ def _with_memory(
 ) -> Costs:
     """`costs` with the estimated memory of the model's parts in place of their own."""
     from svdpp.config import PipelineConfig
-    from svdpp.driver.pipeline import resolve
-    from svdpp.models.svd.memory import estimate
+    from svdpp.driver.resolve import resolve
+    from svdpp.models.memory import estimate
 
     if sampling.measures_chunk:
         raise RequestError(
@@ -196,7 +199,7 @@ def _with_memory(
     asked = PipelineConfig(
         world_size=1,
         model=model.to_config(device),
-        sampling=sampling.to_config(model.model, memory_opt=model.memory_opt),
+        sampling=sampling.to_config(model),
         device=device,
     )
     config, checkpoint = resolve(asked, weights=False)

@@ -17,7 +17,7 @@ from svdpp.cli.options.draft import DraftOptions
 from svdpp.cli.options.measure import MeasureOptions
 from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.ranks import RankOptions
-from svdpp.cli.options.sampling import SamplingOptions
+from svdpp.cli.options.sampling import PROMPT_FIELDS, SamplingOptions
 from svdpp.cli.options.talk import TalkOptions
 from svdpp.config import PipelineConfig
 from svdpp.errors import RequestError
@@ -41,6 +41,7 @@ _OF_DRAFT = {"inputs": "PHOTO has", "steps": "--steps has", "seed": "--seed has"
     without=(
         *("checksum", "fit", "fps", "motion_bucket_id", "noise_aug_strength", "draft_psnr"),
         *("min_guidance_scale", "max_guidance_scale"),
+        *PROMPT_FIELDS,
     ),
     defaults={"world": "all GPUs, if they divide the steps of svdpp run; on the CPU 2"},
     meanings={
@@ -124,10 +125,10 @@ def _measured(
     device = ranks.device_for(model.model)
     world_size = request.joined_world(ranks.world)
     if world_size is None and draft.draft:
-        world_size = request.default_draft_world(device, sampling.steps)
+        world_size = request.default_draft_world(device, sampling.num_steps())
     elif world_size is None:
         world_size = request.default_world(device, DEFAULT_NUM_STEPS, on_cpu=2)
-    steps = sampling.steps if draft.draft else world_size
+    steps = sampling.num_steps() if draft.draft else world_size
     return request.pipeline_config(
         ranks,
         model,

@@ -40,7 +40,7 @@ def pipeline_config(
     try:
         return PipelineConfig(
             model=model.to_config(device, **of_model),
-            sampling=sampling.to_config(model.model, memory_opt=model.memory_opt),
+            sampling=sampling.to_config(model),
             device=device,
             num_threads=ranks.threads_on(device, plan["world_size"]),
             timeout_seconds=ranks.timeout,

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from svdpp.driver.pipeline import Pipeline
     from svdpp.driver.run_manifest import RunManifest
     from svdpp.errors import SvdppError
-    from svdpp.media.image import Photo
+    from svdpp.media.inputs import ClipInput
 
 
 @command(
@@ -88,7 +88,7 @@ def run(
     asked.check()
     if not output.dry_run:  # the fork server imports torch at the same time as this process
         fork_server.start_early(svd=True, device=ranks.device_for(model.model))
-    found, refused = asked.photographs()
+    found, refused = asked.clip_inputs()
     config, why = asked.config(len(found) * len(asked.seeds))
     log.open(console)
     if is_joined_member():
@@ -190,7 +190,7 @@ def _planned(
     console: Console,
     asked: RunRequest,
     config: PipelineConfig,
-    found: Sequence[Photo],
+    found: Sequence[ClipInput],
     outputs: TraceOutputs,
 ) -> tuple[Pipeline, ClipPlan]:
     """The pipeline and the clips to make."""

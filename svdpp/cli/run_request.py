@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from svdpp.driver.pipeline import Pipeline
     from svdpp.media.image import Photo
+    from svdpp.media.inputs import ClipInput
 
 # Ratio of two aspect ratios whose difference is not visible.
 _SAME_SHAPE = 1.05
@@ -56,15 +57,18 @@ class RunRequest:
             RequestError: options contradict each other or are impossible.
             InputError: a photograph does not exist.
         """
-        self.sampling.to_config(self.model.model, memory_opt=self.model.memory_opt)
+        self.sampling.to_config(self.model)
         self.draft.refuse_beside({**self.layout.given, **self._no_draft})
         self.output.check()
         assert self.seeds
         if self.output.dry_run and is_joined():
             raise RequestError("--dry-run starts no ranks", "start it without torchrun or srun")
-        if not self.inputs.inputs:
-            raise RequestError("INPUT is missing: name a photograph", "svdpp run photo.jpg")
-        if not is_joined_member() and not self.inputs.keep_going:
+        if not self.inputs.inputs and not self.inputs.has_prompt:
+            raise RequestError(
+                "INPUT is missing: name a photograph, or give a prompt to a model that takes one",
+                "svdpp run photo.jpg",
+            )
+        if self.inputs.inputs and not is_joined_member() and not self.inputs.keep_going:
             self._check_names(self.inputs.inputs)
 
     def _check_names(self, inputs: Sequence[str]) -> None:
@@ -73,29 +77,44 @@ class RunRequest:
         try:
             find_images(inputs, recursive=self.inputs.recursive)
         except InputError:
-            self.photographs()  # its error also names unreadable photographs
+            self._photographs()  # its error also names unreadable photographs
             raise
 
-    def photographs(self) -> tuple[list[Photo], list[SvdppError]]:
-        """The photographs, and errors for those that make no clip; only rank 0 has them.
+    def clip_inputs(self) -> tuple[list[ClipInput], list[SvdppError]]:
+        """What clips are made from, and errors for inputs that make none; only rank 0 has them.
+
+        Each photograph is combined with each prompt.
 
         Raises:
             InputError: names all missing, unreadable or hostile photographs at once.
         """
-        from svdpp.media.inputs import raise_all, sift_inputs
+        from svdpp.media.inputs import ClipInput
 
         if is_joined_member():
             return [], []
-        inputs = self.inputs.inputs or []
-        found, problems = sift_inputs(inputs, recursive=self.inputs.recursive)
-        if problems and not self.inputs.keep_going:
-            raise_all(problems, "--keep-going makes the clips of the others" if found else "")
+        photographs, problems = self._photographs()
+        prompts: list[str | None] = [*self.inputs.all_prompts()] or [None]
+        found = [
+            ClipInput(photo, prompt, self.inputs.negative_prompt)
+            for photo in (photographs if self.inputs.inputs else [None])
+            for prompt in prompts
+        ]
         if not self.inputs.keep_going:
             return found, []
         from svdpp.driver.jobs import without_shared_names
 
         found, shared = without_shared_names(found, self.seeds, self.output.policy())
         return found, [*problems, *shared]
+
+    def _photographs(self) -> tuple[list[Photo], list[SvdppError]]:
+        from svdpp.media.inputs import raise_all, sift_inputs
+
+        if not self.inputs.inputs:
+            return [], []
+        found, problems = sift_inputs(self.inputs.inputs, recursive=self.inputs.recursive)
+        if problems and not self.inputs.keep_going:
+            raise_all(problems, "--keep-going makes the clips of the others" if found else "")
+        return found, list(problems)
 
     def config(self, num_clips: int) -> tuple[PipelineConfig, str]:
         """The configuration, and a remark on the choice of the layout; "" for none.
@@ -108,12 +127,12 @@ class RunRequest:
             draft=self.draft,
             layout=self.layout,
             world=self.ranks.world,
-            steps=self.sampling.steps,
+            steps=self.sampling.num_steps(self.model.family),
             device=device,
             no_draft=self._no_draft,
         )
         weights = self.model.to_config(device)
-        sampling = self.sampling.to_config(self.model.model, memory_opt=self.model.memory_opt)
+        sampling = self.sampling.to_config(self.model)
         shape, why = plan.settings(
             num_clips=None if is_joined() else num_clips,
             decodes=True,
@@ -136,21 +155,22 @@ class RunRequest:
         drawn = RANDOM_SEED in (self.sampling.seed, self.inputs.seeds)
         return to_go_on(self.seeds[0] if drawn else None)
 
-    def remarks(self, found: Sequence[Photo]) -> list[str]:
+    def remarks(self, found: Sequence[ClipInput]) -> list[str]:
         """Remarks on a drawn seed and on stretched photographs."""
         remarks = []
         if RANDOM_SEED in (self.sampling.seed, self.inputs.seeds):
             remarks.append(
                 f"seed: {self.seeds[0]}, drawn at random; --seed {self.seeds[0]} repeats it"
             )
-        if scaled := self.draft.remark(self.sampling.steps):
+        if scaled := self.draft.remark(self.sampling.num_steps(self.model.family)):
             remarks.append(scaled)
-        config = self.sampling.to_config(self.model.model)
+        config = self.sampling.to_config(self.model)
         shape = config.width / config.height
         stretched = [
             photo
-            for photo in found
-            if not 1 / _SAME_SHAPE <= photo.width / photo.height / shape <= _SAME_SHAPE
+            for photo in (each.photo for each in found)
+            if photo is not None
+            and not 1 / _SAME_SHAPE <= photo.width / photo.height / shape <= _SAME_SHAPE
         ]
         if stretched and config.fit == "stretch":
             first = stretched[0]

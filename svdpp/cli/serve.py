@@ -14,7 +14,7 @@ from svdpp.cli.options.draft import DraftOptions
 from svdpp.cli.options.layout import LayoutOptions
 from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.ranks import RankOptions
-from svdpp.cli.options.sampling import SamplingOptions, with_fitting_chunk
+from svdpp.cli.options.sampling import PROMPT_FIELDS, SamplingOptions, with_fitting_chunk
 from svdpp.cli.options.serve import ServeOptions
 from svdpp.cli.options.talk import LogOptions
 from svdpp.errors import Interrupted, RequestError
@@ -44,7 +44,7 @@ _SPLIT = "dithered"
         *("host", "port", "data", "api_key_file", "new_key", "world", "device", "model"),
         "sizes",
     ),
-    without=("seed", "draft_psnr"),
+    without=("seed", "draft_psnr", *PROMPT_FIELDS),
     defaults={"world": "all GPUs; on the CPU 2", "split": "dithered"},
     meanings={
         "steps": "Denoising steps of a clip, unless its request says otherwise.",
@@ -73,7 +73,7 @@ def serve(
     if service.new_key is not None:
         _create_key(console, service.new_key, service.api_key_file)
         return
-    sizes = service.all_sizes(sampling.to_config(model.model, memory_opt=model.memory_opt))
+    sizes = service.all_sizes(sampling.to_config(model))
     _check_extra()
     try:
         _serve(console, service, sizes, (sampling, model, ranks, layout, draft), log)
@@ -177,11 +177,15 @@ def _config(
     if not layout.given:
         layout = replace(layout, split=_SPLIT)
     plan = PlanChoice(
-        draft=DraftOptions(), layout=layout, world=ranks.world, steps=sampling.steps, device=device
+        draft=DraftOptions(),
+        layout=layout,
+        world=ranks.world,
+        steps=sampling.num_steps(),
+        device=device,
     )
     num_clips = None if is_joined() else _MANY_CLIPS
     shape, why = plan.settings(num_clips=num_clips, decodes=not model.is_dummy or sleeps)
-    shape |= draft.settings(sampling.steps, shape["world_size"])
+    shape |= draft.settings(sampling.num_steps(), shape["world_size"])
     shape["draft_on_request"] = draft.draft
     if time_scale is not None:
         from svdpp.cli.simulate import scaled_costs

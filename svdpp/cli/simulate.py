@@ -14,7 +14,7 @@ from svdpp.cli.options.layout import LayoutOptions
 from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.outputs import TraceOptions
 from svdpp.cli.options.ranks import RankOptions
-from svdpp.cli.options.sampling import SamplingOptions
+from svdpp.cli.options.sampling import PROMPT_FIELDS, SamplingOptions
 from svdpp.cli.options.talk import LogOptions
 from svdpp.config import DUMMY_MODEL, ClipRequest, PipelineConfig
 from svdpp.errors import OutOfMemoryError, RequestError
@@ -42,6 +42,7 @@ _MEMORY_HINT = "smaller sizes in --latent-shape, --dtype fp16 or a smaller --wor
         *("revision", "variant", "local_files_only", "memory_opt", "num_frames", "height"),
         *("decode_chunk_size", "width", "fit", "fps", "motion_bucket_id", "noise_aug_strength"),
         *("min_guidance_scale", "max_guidance_scale", "draft_psnr", "channels_last"),
+        *PROMPT_FIELDS,
     ),
     meanings={
         "model": "dummy (a small random Conv3d network without weight files), demo, a diffusers "
@@ -124,7 +125,7 @@ def _asked(
         draft=draft,
         layout=layout,
         world=ranks.world,
-        steps=sampling.steps,
+        steps=sampling.num_steps(model.family),
         device=device,
         default_world=_DEFAULT_WORLD,
     )

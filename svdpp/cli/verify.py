@@ -112,7 +112,7 @@ def _config(
         draft=draft,
         layout=layout,
         world=ranks.world,
-        steps=sampling.steps,
+        steps=sampling.num_steps(model.family),
         device=device,
         no_draft={"costs": layout.costs},
     )

@@ -19,9 +19,15 @@ from svdpp.config.pipeline import DraftConfig, PipelineConfig
 from svdpp.config.sampling import (
     DEFAULT_NUM_STEPS,
     DEMO_SAMPLING,
+    SAMPLING_CLASSES,
+    CommonSampling,
     Fit,
+    LtxSampling,
     SamplingConfig,
+    SvdSampling,
+    WanSampling,
     sampling_defaults,
+    sampling_from,
 )
 
 __all__ = [
@@ -31,16 +37,22 @@ __all__ = [
     "DEMO_SAMPLING",
     "DTYPE_BYTES",
     "DUMMY_MODEL",
+    "SAMPLING_CLASSES",
     "ClipRequest",
+    "CommonSampling",
     "DraftConfig",
     "Dtype",
     "Fit",
     "LatentSpec",
+    "LtxSampling",
     "ModelConfig",
     "OutputConfig",
     "PipelineConfig",
     "SamplingConfig",
+    "SvdSampling",
     "TensorSpec",
     "VideoFormat",
+    "WanSampling",
     "sampling_defaults",
+    "sampling_from",
 ]

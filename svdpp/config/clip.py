@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from svdpp.config.limits import MAX_STEPS, check_type, check_whole, require, shown
+from svdpp.config.limits import (
+    MAX_PROMPT_CHARACTERS,
+    MAX_STEPS,
+    check_type,
+    check_whole,
+    require,
+    shown,
+)
 from svdpp.config.sampling import SamplingConfig
 
 VideoFormat = Literal["mp4", "gif", "webp", "frames"]
@@ -48,11 +55,14 @@ class OutputConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ClipRequest:
-    """One clip: a photograph and a seed; the dummy model uses only the seed."""
+    """One clip: a seed, and a photograph or prompts; the dummy model uses only the seed."""
 
     seed: int
     image: str | None = None
     """Path of the image file."""
+    prompt: str | None = None
+    negative_prompt: str | None = None
+    """None: diffusers' default, the empty prompt."""
     image_sha256: str | None = None
     """SHA-256 of the file at the time of the check, in hex."""
     output: OutputConfig | None = None
@@ -74,10 +84,23 @@ class ClipRequest:
             is_whole and 0 <= self.seed < _SEEDS,
             f"a seed must be 0 to 2^63 - 1, got {shown(self.seed)}",
         )
+        for name in ("prompt", "negative_prompt"):
+            _check_prompt(name.replace("_", "-"), getattr(self, name))
         check_whole("done steps", self.done_steps, 0, MAX_STEPS)
         for name in ("image", "image_sha256", "latents_key"):
             check_type(f"a clip's {name}", getattr(self, name), str, type(None))
         check_type("a clip's draft", self.draft, bool)
-        check_type("a clip's sampling", self.sampling, SamplingConfig, type(None))
+        require(
+            self.sampling is None or isinstance(self.sampling, SamplingConfig),
+            f"a clip's sampling must be a SamplingConfig, got {shown(self.sampling)}",
+        )
         if self.done_steps and self.latents_key is None:
             raise ValueError("done_steps requires latents_key, which names the latent checkpoint")
+
+
+def _check_prompt(name: str, text: object) -> None:
+    check_type(f"--{name}", text, str, type(None))
+    require(
+        text is None or (len(str(text)) <= MAX_PROMPT_CHARACTERS and "\0" not in str(text)),
+        f"--{name} must be a text of at most {MAX_PROMPT_CHARACTERS} characters",
+    )

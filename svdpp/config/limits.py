@@ -24,6 +24,11 @@ MAX_CLIP_PIXELS = 2**28
 MAX_GUIDANCE_SCALE = 100.0
 #: Noise added to the image, relative to the image's range; SVD's default is 0.02.
 MAX_NOISE_AUG_STRENGTH = 10.0
+#: Shift of a flow-matching scheduler; Wan's is 3 to 12.
+MAX_FLOW_SHIFT = 100.0
+#: Tokens of a prompt, and characters of its text; Wan uses 512 tokens.
+MAX_PROMPT_TOKENS = 4096
+MAX_PROMPT_CHARACTERS = 20_000
 MAX_FPS = 240
 MAX_MOTION_BUCKET_ID = 1023
 #: Clips of one request: number of images x number of seeds.

@@ -19,7 +19,7 @@ from svdpp.config.limits import (
     shown,
 )
 from svdpp.config.model import ModelConfig
-from svdpp.config.sampling import SamplingConfig
+from svdpp.config.sampling import SamplingConfig, SvdSampling
 from svdpp.plan.costs import Costs
 from svdpp.plan.layout import Layout, Roles, Split
 from svdpp.plan.limits import MAX_RANKS
@@ -61,7 +61,7 @@ class PipelineConfig:
     world_size: int
     """Number of ranks W."""
     model: ModelConfig = field(default_factory=ModelConfig)
-    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    sampling: SamplingConfig = field(default_factory=SvdSampling)
     device: str = "cpu"
     """`cpu`, `cuda` (rank r on cuda:r), or one device such as `cuda:0` shared by all ranks."""
     num_threads: int = 1
@@ -118,6 +118,8 @@ class PipelineConfig:
         # diffusers decides whether to guide from a Python number when it encodes, but from a tensor
         # of the model's dtype in its loop. A maximum that rounds to 1 would give two answers.
         rounding = {"fp32": 2.0**-24, "fp16": 2.0**-11, "bf16": 2.0**-8}[self.model.dtype]
+        if not isinstance(self.sampling, SvdSampling):
+            return
         require(
             not 1 < self.sampling.max_guidance_scale <= 1 + rounding,
             f"--max-guidance-scale {self.sampling.max_guidance_scale} rounds to 1 in "

@@ -1,18 +1,20 @@
-"""Owns the parameters of diffusers' sampler: their defaults and limits."""
+"""Owns the parameters of diffusers' samplers, by model family: their defaults and limits."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, Self, get_args
 
 from svdpp.config.limits import (
     MAX_CLIP_PIXELS,
+    MAX_FLOW_SHIFT,
     MAX_FPS,
     MAX_FRAMES,
     MAX_GUIDANCE_SCALE,
     MAX_MOTION_BUCKET_ID,
     MAX_NOISE_AUG_STRENGTH,
+    MAX_PROMPT_TOKENS,
     MAX_SIDE,
     MAX_STEPS,
     check_number,
@@ -36,40 +38,36 @@ DEMO_SAMPLING: Mapping[str, Any] = {
     "noise_aug_strength": 0.02,
 }
 
-# A latent has an eighth of the frame's height and width.
-_SIDE_UNIT = 8
-
 
 @dataclass(frozen=True, kw_only=True)
-class SamplingConfig:
-    """The parameters of diffusers' `StableVideoDiffusionPipeline.__call__`, with its defaults.
-
-    None for `num_frames` or `decode_chunk_size` is replaced as in diffusers when the model is
-    known: by the frame count of the UNet's config, and by all frames at once.
+class CommonSampling:
+    """The parameters that the pipelines of all families take; each family has its subclass.
 
     Raises:
         RequestError: a value out of range, or a combination that diffusers cannot run.
     """
 
-    num_inference_steps: int = DEFAULT_NUM_STEPS
-    height: int = 576
-    width: int = 1024
+    #: Height and width are multiples of this number of pixels.
+    side_unit: ClassVar[int] = 8
+    #: The number of frames is a multiple of this number plus 1, if it is not 1.
+    frames_unit: ClassVar[int] = 1
+
+    family: str
+    num_inference_steps: int
+    height: int
+    width: int
     num_frames: int | None = None
-    fps: int = 7
-    motion_bucket_id: int = 127
-    noise_aug_strength: float = 0.02
-    min_guidance_scale: float = 1.0
-    max_guidance_scale: float = 3.0
+    """None: that of the model's config."""
+    fps: int
     decode_chunk_size: int | None = None
+    """Frames to decode at a time; None: all."""
     fit: Fit = "stretch"
+    """How a photograph of another shape is fitted to the frame."""
 
     def __post_init__(self) -> None:
         check_whole("--steps", self.num_inference_steps, 1, MAX_STEPS)
         self._check_size()
         check_whole("--fps", self.fps, 1, MAX_FPS, " frames a second")
-        check_whole("--motion-bucket-id", self.motion_bucket_id, 0, MAX_MOTION_BUCKET_ID)
-        check_number("--noise-aug-strength", self.noise_aug_strength, MAX_NOISE_AUG_STRENGTH)
-        self._check_guidance()
         require(
             self.fit in get_args(Fit),
             f"--fit must be crop, pad or stretch, got {shown(self.fit)}",
@@ -77,13 +75,14 @@ class SamplingConfig:
 
     def _check_size(self) -> None:
         for name in ("height", "width"):
-            _check_side(name, getattr(self, name))
+            _check_side(name, getattr(self, name), self.side_unit)
         for option, value in (
             ("--frames", self.num_frames),
             ("--decode-chunk-size", self.decode_chunk_size),
         ):
             if value is not None:
                 check_whole(option, value, 1, MAX_FRAMES)
+        self._check_frames()
         num_pixels = self.height * self.width * (self.num_frames or 1)
         require(
             num_pixels <= MAX_CLIP_PIXELS,
@@ -91,6 +90,63 @@ class SamplingConfig:
             f"pixels, more than {MAX_CLIP_PIXELS}",
             "use fewer --frames, or a smaller --height and --width",
         )
+
+    def _check_frames(self) -> None:
+        # diffusers rounds other numbers silently; the clip would not have the frames asked for.
+        unit, frames = self.frames_unit, self.num_frames
+        if frames is None or (frames - 1) % unit == 0:
+            return
+        below = (frames - 1) // unit * unit + 1
+        require(
+            condition=False,
+            message=f"--frames must be a multiple of {unit} plus 1, got {frames}",
+            hint=f"nearest: --frames {below} or --frames {below + unit}",
+        )
+
+    @property
+    def guided(self) -> bool:
+        """Whether classifier-free guidance does two forward passes for each step."""
+        raise NotImplementedError
+
+    @property
+    def frames(self) -> int:
+        """The frame count.
+
+        Raises:
+            ValueError: `num_frames` is still None.
+        """
+        if self.num_frames is None:
+            raise ValueError("num_frames is None: resolve it with the model first")
+        return self.num_frames
+
+    def resolved(self, *, model_frames: int) -> Self:
+        """A copy with numbers in place of the model's defaults, as diffusers sets them."""
+        return replace(self, num_frames=self.num_frames or model_frames)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SvdSampling(CommonSampling):
+    """The parameters of diffusers' `StableVideoDiffusionPipeline.__call__`, with its defaults.
+
+    None for `num_frames` or `decode_chunk_size` is replaced as in diffusers when the model is
+    known: by the frame count of the UNet's config, and by all frames at once.
+    """
+
+    family: Literal["svd"] = "svd"
+    num_inference_steps: int = DEFAULT_NUM_STEPS
+    height: int = 576
+    width: int = 1024
+    fps: int = 7
+    motion_bucket_id: int = 127
+    noise_aug_strength: float = 0.02
+    min_guidance_scale: float = 1.0
+    max_guidance_scale: float = 3.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_whole("--motion-bucket-id", self.motion_bucket_id, 0, MAX_MOTION_BUCKET_ID)
+        check_number("--noise-aug-strength", self.noise_aug_strength, MAX_NOISE_AUG_STRENGTH)
+        self._check_guidance()
 
     def _check_guidance(self) -> None:
         low, high = self.min_guidance_scale, self.max_guidance_scale
@@ -115,36 +171,135 @@ class SamplingConfig:
         """Whether classifier-free guidance does two forward passes for each step."""
         return self.max_guidance_scale > 1
 
-    @property
-    def frames(self) -> int:
-        """The frame count.
-
-        Raises:
-            ValueError: `num_frames` is still None.
-        """
-        if self.num_frames is None:
-            raise ValueError("num_frames is None: resolve it with the model first")
-        return self.num_frames
-
-    def resolved(self, *, model_frames: int) -> SamplingConfig:
+    def resolved(self, *, model_frames: int) -> Self:
         """A copy with numbers for `num_frames` and `decode_chunk_size`, as diffusers sets them."""
         frames = self.num_frames or model_frames
         return replace(self, num_frames=frames, decode_chunk_size=self.decode_chunk_size or frames)
 
 
-def _check_side(name: str, value: Any) -> None:
-    is_whole = isinstance(value, int) and not isinstance(value, bool)
+@dataclass(frozen=True, kw_only=True)
+class WanSampling(CommonSampling):
+    """The parameters of diffusers' `WanPipeline` and `WanImageToVideoPipeline`, with defaults."""
+
+    side_unit: ClassVar[int] = 16
+    frames_unit: ClassVar[int] = 4
+
+    family: Literal["wan"] = "wan"
+    num_inference_steps: int = 50
+    height: int = 480
+    width: int = 832
+    num_frames: int | None = 81
+    fps: int = 16
+    """Of the file; the model does not depend on it."""
+    guidance_scale: float = 5.0
+    guidance_scale_2: float | None = None
+    """Of the low-noise expert; None: `guidance_scale`."""
+    flow_shift: float | None = None
+    """Of the scheduler; None: that of its config."""
+    max_sequence_length: int = 512
+    """Tokens of a prompt; diffusers cuts longer prompts."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_number("--guidance-scale", self.guidance_scale, MAX_GUIDANCE_SCALE)
+        if self.guidance_scale_2 is not None:
+            check_number("--guidance-scale-2", self.guidance_scale_2, MAX_GUIDANCE_SCALE)
+        if self.flow_shift is not None:
+            check_number("--flow-shift", self.flow_shift, MAX_FLOW_SHIFT)
+            require(self.flow_shift > 0, "--flow-shift must be above 0, got 0")
+        check_whole("--max-prompt-tokens", self.max_sequence_length, 1, MAX_PROMPT_TOKENS)
+        _refuse_chunk(self)
+
+    @property
+    def guided(self) -> bool:
+        """See `CommonSampling`; in diffusers the first expert's scale decides."""
+        return self.guidance_scale > 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class LtxSampling(CommonSampling):
+    """The parameters of diffusers' `LTXPipeline` and `LTXImageToVideoPipeline`, with defaults."""
+
+    side_unit: ClassVar[int] = 32
+    frames_unit: ClassVar[int] = 8
+
+    family: Literal["ltx"] = "ltx"
+    num_inference_steps: int = 50
+    height: int = 512
+    width: int = 704
+    num_frames: int | None = 161
+    fps: int = 25
+    guidance_scale: float = 3.0
+    guidance_rescale: float = 0.0
+    decode_timestep: float = 0.0
+    """Noise level of the decode, for a VAE that is conditioned on it."""
+    decode_noise_scale: float | None = None
+    """None: `decode_timestep`."""
+    max_sequence_length: int = 128
+    """Tokens of a prompt; diffusers cuts longer prompts."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_number("--guidance-scale", self.guidance_scale, MAX_GUIDANCE_SCALE)
+        check_number("--guidance-rescale", self.guidance_rescale, 1.0)
+        check_number("--decode-timestep", self.decode_timestep, 1.0)
+        if self.decode_noise_scale is not None:
+            check_number("--decode-noise-scale", self.decode_noise_scale, 1.0)
+        check_whole("--max-prompt-tokens", self.max_sequence_length, 1, MAX_PROMPT_TOKENS)
+        _refuse_chunk(self)
+
+    @property
+    def guided(self) -> bool:
+        """See `CommonSampling`."""
+        return self.guidance_scale > 1
+
+
+#: Any family's parameters; the field `family` tells which.
+SamplingConfig = SvdSampling | WanSampling | LtxSampling
+
+SAMPLING_CLASSES: Mapping[str, type[SamplingConfig]] = {
+    "svd": SvdSampling,
+    "wan": WanSampling,
+    "ltx": LtxSampling,
+}
+
+
+def sampling_from(values: Mapping[str, Any]) -> SamplingConfig:
+    """The sampling parameters with these fields; without `family`, those of SVD.
+
+    Raises:
+        RequestError: the family is unknown, or a value is out of range.
+        TypeError: a field that the family does not have.
+    """
+    family = values.get("family", "svd")
+    known = ", ".join(SAMPLING_CLASSES)
     require(
-        is_whole and 0 < value <= MAX_SIDE and value % _SIDE_UNIT == 0,
-        f"--{name} must be a multiple of {_SIDE_UNIT} from {_SIDE_UNIT} to {MAX_SIDE}, "
-        f"got {shown(value)}",
-        _nearest_side(name, value) if is_whole else "",
+        isinstance(family, str) and family in SAMPLING_CLASSES,
+        f"family must be one of {known}, got {shown(family)}",
+    )
+    return SAMPLING_CLASSES[family](**values)
+
+
+def _refuse_chunk(sampling: CommonSampling) -> None:
+    require(
+        sampling.decode_chunk_size is None,
+        f"--decode-chunk-size is for Stable Video Diffusion; {sampling.family} decodes all frames "
+        "at once",
     )
 
 
-def _nearest_side(name: str, value: int) -> str:
-    down, up = value // _SIDE_UNIT * _SIDE_UNIT, -(-value // _SIDE_UNIT) * _SIDE_UNIT
-    below, above = (min(max(side, _SIDE_UNIT), MAX_SIDE) for side in (down, up))
+def _check_side(name: str, value: Any, unit: int) -> None:
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    require(
+        is_whole and 0 < value <= MAX_SIDE and value % unit == 0,
+        f"--{name} must be a multiple of {unit} from {unit} to {MAX_SIDE}, got {shown(value)}",
+        _nearest_side(name, value, unit) if is_whole else "",
+    )
+
+
+def _nearest_side(name: str, value: int, unit: int) -> str:
+    down, up = value // unit * unit, -(-value // unit) * unit
+    below, above = (min(max(side, unit), MAX_SIDE) for side in (down, up))
     nearest = f"{below}" if below == above else f"{below} or {above}"
     return f"nearest: --{name} {nearest}"
 

@@ -15,16 +15,17 @@ import numpy as np
 from svdpp.config import ClipRequest, OutputConfig, PipelineConfig
 from svdpp.diagnostics import rank_probe
 from svdpp.diagnostics.environment import cpu_model
-from svdpp.driver.pipeline import Pipeline, resolve
+from svdpp.driver.pipeline import Pipeline
+from svdpp.driver.resolve import resolve
 from svdpp.driver.supervisor import OpenObserver, no_observer
 from svdpp.launch import gpus
 from svdpp.launch.world import find_world
 from svdpp.media import image as photos
 from svdpp.media import video
 from svdpp.media.examples import example_photos
+from svdpp.models import memory as model_memory
 from svdpp.models.base import Frames
 from svdpp.models.checkpoint import Checkpoint
-from svdpp.models.svd import memory as model_memory
 from svdpp.plan.actions import Action, Kind
 from svdpp.plan.costs import Costs
 from svdpp.worker.messages import ActionDone, Event, StepDone, TransferDone

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from svdpp.config import PipelineConfig
+from svdpp.config import PipelineConfig, SvdSampling
 from svdpp.diagnostics.memory_estimate import CUDA_PROCESS_BYTES
-from svdpp.driver.pipeline import resolve
+from svdpp.driver.resolve import resolve
 from svdpp.errors import OutOfMemoryError, RankError, error_from_dict, error_to_dict
 from svdpp.launch import fork_server, process_group
 from svdpp.launch.group import RankContext
@@ -32,6 +32,7 @@ from svdpp.plan.layout import Roles
 from svdpp.worker.device import take_device
 from svdpp.worker.out_of_memory import out_of_memory_named
 from svdpp.worker.peak_memory import peak_in_use, reset_peak_of
+from svdpp.worker.rank import load_model
 
 #: The rest is for what the estimate leaves out: fragmentation, other programs, libraries' caches.
 _SHARE_OF_FREE = 0.8
@@ -144,8 +145,7 @@ def _measure_main(context: RankContext, setup: _Setup) -> None:
 
 
 def _measure(setup: _Setup) -> DecodeMemory:
-    from svdpp.models.svd.load import torch_dtype
-    from svdpp.models.svd.model import load_svd  # imports diffusers, for this process only
+    from svdpp.models.loading import torch_dtype
 
     config, checkpoint = setup.config, setup.checkpoint
     assert checkpoint is not None, "the dummy model decodes nothing"
@@ -157,9 +157,10 @@ def _measure(setup: _Setup) -> DecodeMemory:
         denoise=any(each.denoise for each in decoding),
         decode=True,
     )
-    model = load_svd(checkpoint, config.model, config.sampling, str(device), **asdict(roles))
+    model = load_model(config, checkpoint, str(device), roles)
 
     # Decoding does not depend on guidance, which a clip of one frame cannot have.
+    assert isinstance(config.sampling, SvdSampling), "other families decode all frames at once"
     sampling = replace(config.sampling, min_guidance_scale=1.0, max_guidance_scale=1.0)
 
     def peak(frames: int, chunk: int) -> int:
@@ -204,11 +205,11 @@ def _free_for_each(
 
 def _weights_of_others(config: PipelineConfig, checkpoint: Checkpoint, loaded: Roles) -> int:
     """Bytes that the run's other ranks will need on a shared GPU once they are loaded."""
-    from svdpp.models.svd.memory import estimate
+    from svdpp.models.memory import estimate
 
     parts = estimate(checkpoint, config.model, config.sampling, device=config.device)
-    weights = [parts.of_rank(**asdict(roles)).weight_bytes for roles in config.roles]
-    own = parts.of_rank(**asdict(loaded)).weight_bytes
+    weights = [parts.of_rank(roles).weight_bytes for roles in config.roles]
+    own = parts.of_rank(loaded).weight_bytes
     others = max(0, sum(weights) - own)
     return others + (config.world_size - 1) * CUDA_PROCESS_BYTES
 

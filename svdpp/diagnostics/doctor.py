@@ -14,11 +14,12 @@ import numpy as np
 from svdpp.config import DEMO_MODEL, ModelConfig, OutputConfig, PipelineConfig, sampling_defaults
 from svdpp.diagnostics import rank_probe
 from svdpp.diagnostics.memory_estimate import estimate_ranks
-from svdpp.driver.pipeline import resolve
+from svdpp.driver.resolve import resolve
 from svdpp.errors import OutOfMemoryError, OutputError, SvdppError, VerificationError
 from svdpp.launch import gpus, process_group
 from svdpp.media import output_files, video
 from svdpp.models.checkpoint import Checkpoint
+from svdpp.models.families import family_of
 from svdpp.models.free_memory import available_bytes
 from svdpp.plan.schedule import build_schedule
 
@@ -160,9 +161,7 @@ def _model(examination: Examination) -> str:
     local = replace(examination.config.model, local_files_only=True)
     examination.config, examination.checkpoint = resolve(replace(examination.config, model=local))
     assert examination.checkpoint is not None
-    from svdpp.models.svd.load import check_weights
-
-    num_weights = check_weights(examination.checkpoint)
+    num_weights = family_of(examination.checkpoint).check_weights(examination.checkpoint)
     return f"{local.name}: {num_weights} weights complete, safetensors, no code, no pickle"
 
 

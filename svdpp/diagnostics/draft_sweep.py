@@ -11,7 +11,7 @@ from typing import Any
 from svdpp.config import ClipRequest, PipelineConfig
 from svdpp.diagnostics import rank_probe
 from svdpp.diagnostics.draft_simulator import DraftSimulator
-from svdpp.driver.pipeline import resolve
+from svdpp.driver.resolve import resolve
 from svdpp.errors import RequestError
 from svdpp.launch import process_group
 from svdpp.launch.group import RankContext

@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from svdpp.config import ModelConfig, PipelineConfig, SamplingConfig
-from svdpp.driver.pipeline import resolve
+from svdpp.driver.resolve import resolve
 from svdpp.launch import process_group
 from svdpp.launch.gpus import free_bytes
-from svdpp.models.svd.memory import bare_process_bytes, estimate
+from svdpp.models.memory import bare_process_bytes, estimate
 from svdpp.plan.actions import Action, Kind
+from svdpp.plan.layout import Roles
 from svdpp.plan.schedule import Schedule
 
 # A process's GPU memory outside torch's allocator: about 0.5 GB for the context and 0.1 GB for the
@@ -62,8 +63,7 @@ def estimate_ranks(
     )
     result = []
     for rank, actions in enumerate(schedule):
-        encode, denoise, decode = _roles(actions)
-        memory = estimate_of_parts.of_rank(encode=encode, denoise=denoise, decode=decode)
+        memory = estimate_of_parts.of_rank(_roles(actions))
         result.append(
             RankMemory(
                 rank=rank,
@@ -121,6 +121,8 @@ def _process_bytes(config: PipelineConfig, rank: int) -> int:
     return CUDA_PROCESS_BYTES + pairs * _NCCL_PAIR_BYTES
 
 
-def _roles(actions: Iterable[Action]) -> tuple[bool, bool, bool]:
+def _roles(actions: Iterable[Action]) -> Roles:
     kinds = {action.kind for action in actions}
-    return Kind.ENCODE in kinds, Kind.DENOISE in kinds, Kind.DECODE in kinds
+    return Roles(
+        encode=Kind.ENCODE in kinds, denoise=Kind.DENOISE in kinds, decode=Kind.DECODE in kinds
+    )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
 
-from svdpp.config import ClipRequest, PipelineConfig
+from svdpp.config import ClipRequest, PipelineConfig, SamplingConfig
 from svdpp.errors import RequestError
 from svdpp.plan.schedule import Route
 
@@ -21,12 +22,14 @@ class ClipConfigs:
 
     Args:
         config: of the pipeline, resolved.
-        model_frames: the frame count of clips whose sampling parameters give none.
+        resolve: puts the model's own values in place of None in sampling parameters.
     """
 
-    def __init__(self, config: PipelineConfig, model_frames: int) -> None:
+    def __init__(
+        self, config: PipelineConfig, resolve: Callable[[SamplingConfig], SamplingConfig]
+    ) -> None:
         self._config = config
-        self._model_frames = model_frames
+        self._resolve = resolve
         self._links = frozenset(config.links)
         self._with = lru_cache(_CONFIGS_KEPT)(config.with_sampling)
 
@@ -39,9 +42,9 @@ class ClipConfigs:
         asked = request.sampling
         if asked is None:
             return request
-        sampling = asked.resolved(model_frames=self._model_frames)
+        sampling = self._resolve(asked)
         chunk = self._config.sampling.decode_chunk_size
-        if asked.decode_chunk_size is None and chunk is not None:
+        if chunk is not None and asked.decode_chunk_size is None:
             sampling = replace(sampling, decode_chunk_size=min(chunk, sampling.frames))
         if sampling == self._config.sampling:
             return replace(request, sampling=None)

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from svdpp.config import ClipRequest, PipelineConfig
 from svdpp.driver.clip_configs import ClipConfigs
 from svdpp.errors import RequestError
+from svdpp.models.checkpoint import Checkpoint
 from svdpp.plan.actions import Action, Kind
 from svdpp.plan.draft import check_draft_schedule
 from svdpp.plan.schedule import Schedule, build_schedule, check_schedule
@@ -69,6 +70,7 @@ def check_requests(
     requests: ClipRequest | Iterable[ClipRequest],
     config: PipelineConfig,
     configs: ClipConfigs,
+    checkpoint: Checkpoint | None,
     *,
     keeps_latents: bool,
 ) -> list[ClipRequest]:
@@ -78,11 +80,12 @@ def check_requests(
         requests: one or several.
         config: of the pipeline.
         configs: of the clips.
+        checkpoint: of the model; None for the dummy model.
         keeps_latents: whether the pipeline has a folder of latent checkpoints.
 
     Raises:
         TypeError: an element is not a `ClipRequest`.
-        RequestError: a clip lacks an image or a latent checkpoint that it needs, or has sampling
+        RequestError: a clip lacks an input or a latent checkpoint that it needs, or has sampling
             parameters that the pipeline cannot run.
     """
     one = isinstance(requests, ClipRequest)
@@ -92,7 +95,8 @@ def check_requests(
         if not isinstance(request, ClipRequest):
             raise TypeError(f"{name} is {_kind(request)}, not a ClipRequest")
         resolved = configs.resolved(request)
-        _check_request(name, resolved, config, configs.num_steps(resolved), keeps_latents)
+        num_steps = configs.num_steps(resolved)
+        _check_request(name, resolved, config, checkpoint, num_steps, keeps_latents)
         found.append(resolved)
     return found
 
@@ -174,7 +178,12 @@ def _work(
 
 
 def _check_request(
-    name: str, request: ClipRequest, config: PipelineConfig, num_steps: int, keeps_latents: bool
+    name: str,
+    request: ClipRequest,
+    config: PipelineConfig,
+    checkpoint: Checkpoint | None,
+    num_steps: int,
+    keeps_latents: bool,
 ) -> None:
     if request.draft and not config.draft_on_request:
         raise RequestError(
@@ -182,11 +191,11 @@ def _check_request(
             "give its PipelineConfig draft=... and draft_on_request=True",
         )
     is_resumed = bool(request.done_steps) and not config.is_draft(request)
-    if request.image is None and not config.model.is_dummy and not is_resumed:
-        raise RequestError(
-            f"{name} has no image, which the model {config.model.name} needs",
-            "give its ClipRequest the path of an image file, as image=...",
-        )
+    if checkpoint is not None and not is_resumed:
+        try:
+            checkpoint.check_inputs(image=request.image is not None, prompt=request.prompt)
+        except RequestError as error:
+            raise RequestError(f"{name}: {error.message}", error.hint) from error
     if is_resumed and not keeps_latents:
         raise RequestError(
             f"{name} has done_steps={request.done_steps}, but there are no latent checkpoints",

@@ -9,8 +9,8 @@ from svdpp.config import DraftConfig, OutputConfig
 from svdpp.errors import InputError, RequestError
 from svdpp.media import output_files, video
 from svdpp.worker.clip_metadata import (
-    IDENTITY,
     checked_clip_metadata,
+    identity,
     parameters_sha256,
     read_clip_metadata,
     read_draft,
@@ -80,7 +80,8 @@ def _whole(output: OutputConfig, metadata: dict[str, Any]) -> dict[str, Any] | N
 def _check_same(path: Path, existing: dict[str, Any], metadata: dict[str, Any]) -> None:
     if parameters_sha256(existing) == metadata["parameters_sha256"]:
         return
-    name = next(name for name in IDENTITY if existing[name] != metadata[name])
+    names = identity(metadata)
+    name = next(name for name in names if existing.get(name) != metadata[name])
     # The default number of threads depends on the number of ranks.
     same = f"--threads {existing[name]} keeps it; " if name == "num_threads" else ""
     raise RequestError(

@@ -17,7 +17,7 @@ from svdpp.driver.existing_outputs import clip_as_asked, taken_places
 from svdpp.driver.run_manifest import NAME, RunManifest, check_replaceable, how_made
 from svdpp.errors import InputError, RequestError
 from svdpp.media import disk_space, output_files, video
-from svdpp.media import image as photos
+from svdpp.media.inputs import ClipInput
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.worker import latent_checkpoints
 from svdpp.worker.clip_metadata import clip_metadata, latents_key
@@ -66,7 +66,7 @@ class ClipPlan:
 
 
 def check_outputs(
-    found: Sequence[photos.Photo],
+    inputs: Sequence[ClipInput],
     seeds: Sequence[int],
     policy: OutputPolicy,
     draft: DraftConfig | None = None,
@@ -74,7 +74,7 @@ def check_outputs(
     """Checks the output paths and the encoder, before the model is searched for.
 
     Args:
-        found: photographs, each combined with each seed.
+        inputs: each combined with each seed.
         seeds: of the noise.
         policy: where clips go, and what happens to existing files.
         draft: not None if drafts need output paths as well.
@@ -89,12 +89,12 @@ def check_outputs(
     """
     if policy.overwrite and policy.resume:
         raise RequestError("--overwrite and --resume contradict each other")
-    check_num_clips(len(found) * len(seeds), "images x seeds")
-    for _, _, error in _shared_names(found, seeds, policy):
+    check_num_clips(len(inputs) * len(seeds), "inputs x seeds")
+    for _, _, error in _shared_names(inputs, seeds, policy):
         raise error
     places: list[OutputConfig] = []
     existing: list[Path] = []
-    for _, _, output in _outputs(found, seeds, policy):
+    for _, _, output in _outputs(inputs, seeds, policy):
         existing += taken_places(output, draft)[:1]
         places += [output] if draft is None else [output, output.draft]
     if existing and not (policy.overwrite or policy.keeps_finished):
@@ -102,7 +102,7 @@ def check_outputs(
         raise RequestError(
             f"{count} already, the first is {str(existing[0])!r}",
             "--resume keeps what is finished, --overwrite replaces it",
-            details={"existing": len(existing), "asked": len(found) * len(seeds)},
+            details={"existing": len(existing), "asked": len(inputs) * len(seeds)},
         )
     for each in places:
         video.check_output(each)
@@ -118,27 +118,27 @@ def check_outputs(
 
 
 def without_shared_names(
-    found: Sequence[photos.Photo], seeds: Sequence[int], policy: OutputPolicy
-) -> tuple[list[photos.Photo], list[RequestError]]:
-    """`found` without photographs whose clips share a name with an earlier one's; their errors."""
-    refused: dict[Path, RequestError] = {}
-    for path, first, error in _shared_names(found, seeds, policy):
-        if first != path:
-            refused.setdefault(path, error)
-    return [photo for photo in found if photo.path not in refused], list(refused.values())
+    inputs: Sequence[ClipInput], seeds: Sequence[int], policy: OutputPolicy
+) -> tuple[list[ClipInput], list[RequestError]]:
+    """`inputs` without those whose clips share a name with an earlier one's; their errors."""
+    refused: dict[ClipInput, RequestError] = {}
+    for each, first, error in _shared_names(inputs, seeds, policy):
+        if first != each:
+            refused.setdefault(each, error)
+    return [each for each in inputs if each not in refused], list(refused.values())
 
 
 def plan_clips(
-    found: Sequence[photos.Photo],
+    inputs: Sequence[ClipInput],
     seeds: Sequence[int],
     policy: OutputPolicy,
     config: PipelineConfig,
     checkpoint: Checkpoint,
 ) -> ClipPlan:
-    """One clip for each photograph and seed, without the finished ones that `resume` keeps.
+    """One clip for each input and seed, without the finished ones that `resume` keeps.
 
     Args:
-        found: photographs, each combined with each seed.
+        inputs: each combined with each seed.
         seeds: of the noise.
         policy: where clips go, and what happens to existing files.
         config: resolved.
@@ -150,8 +150,9 @@ def plan_clips(
     """
     plan = ClipPlan()
     folder = policy.latents_folder
-    for photo, seed, output in _outputs(found, seeds, policy):
-        metadata = clip_metadata(photo, seed, output, config, checkpoint)
+    for made_from, seed, output in _outputs(inputs, seeds, policy):
+        checkpoint.check_inputs(image=made_from.photo is not None, prompt=made_from.prompt)
+        metadata = clip_metadata(made_from, seed, output, config, checkpoint)
         key = None if folder is None else latents_key(metadata, checkpoint)
         finished = finished_clip(output, metadata, config.draft, policy)
         if finished is not None:
@@ -160,11 +161,14 @@ def plan_clips(
                 latent_checkpoints.prune(folder, key)  # of a run killed before it removed them
             continue
         plan.metadata.append(metadata)
+        photo = made_from.photo
         plan.requests.append(
             ClipRequest(
                 seed=seed,
-                image=str(photo.path),
-                image_sha256=photo.sha256,
+                image=None if photo is None else str(photo.path),
+                image_sha256=None if photo is None else photo.sha256,
+                prompt=made_from.prompt,
+                negative_prompt=made_from.negative_prompt,
                 output=output,
                 latents_key=key,
                 done_steps=_done_steps(folder, key) if policy.keeps_finished else 0,
@@ -248,28 +252,28 @@ def _other_threads(plan: ClipPlan, folder: Path, checkpoint: Checkpoint) -> int 
 
 
 def _outputs(
-    found: Sequence[photos.Photo], seeds: Sequence[int], policy: OutputPolicy
-) -> Iterator[tuple[photos.Photo, int, OutputConfig]]:
-    """Every requested clip, in order: photograph, seed, and output."""
+    inputs: Sequence[ClipInput], seeds: Sequence[int], policy: OutputPolicy
+) -> Iterator[tuple[ClipInput, int, OutputConfig]]:
+    """Every requested clip, in order: input, seed, and output."""
     folder = policy.folder.absolute()
-    for index, (photo, seed) in enumerate(itertools.product(found, seeds), start=1):
-        stem, template = photo.path.stem, policy.template
-        path = video.clip_path(folder, stem, seed, policy.format, template=template, index=index)
-        yield photo, seed, OutputConfig(path=str(path), format=policy.format, crf=policy.crf)
+    for index, (made_from, seed) in enumerate(itertools.product(inputs, seeds), start=1):
+        name, template = made_from.name, policy.template
+        path = video.clip_path(folder, name, seed, policy.format, template=template, index=index)
+        yield made_from, seed, OutputConfig(path=str(path), format=policy.format, crf=policy.crf)
 
 
 def _shared_names(
-    found: Sequence[photos.Photo], seeds: Sequence[int], policy: OutputPolicy
-) -> Iterator[tuple[Path, Path, RequestError]]:
-    """For each output that an earlier clip has: its photograph, the earlier one, and the error."""
-    owners: dict[str, tuple[Path, str]] = {}
-    for photo, seed, output in _outputs(found, seeds, policy):
-        owner = f"{str(photo.path)!r} with seed {seed}"
+    inputs: Sequence[ClipInput], seeds: Sequence[int], policy: OutputPolicy
+) -> Iterator[tuple[ClipInput, ClipInput, RequestError]]:
+    """For each output that an earlier clip has: its input, the earlier one's, and the error."""
+    owners: dict[str, tuple[ClipInput, str]] = {}
+    for made_from, seed, output in _outputs(inputs, seeds, policy):
+        owner = f"{made_from} with seed {seed}"
         if output.path in owners:
             first, name = owners[output.path]
-            yield photo.path, first, _one_name(name, owner, output, policy)
+            yield made_from, first, _one_name(name, owner, output, policy)
         else:
-            owners[output.path] = photo.path, owner
+            owners[output.path] = made_from, owner
 
 
 def _one_name(one: str, other: str, output: OutputConfig, policy: OutputPolicy) -> RequestError:

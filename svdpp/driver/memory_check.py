@@ -76,7 +76,7 @@ def _estimate(
 ) -> _Need:
     """An estimate from the model's configs; takes seconds."""
     with environment.defaults():
-        from svdpp.models.svd.memory import estimate
+        from svdpp.models.memory import estimate
 
     parts = estimate(
         checkpoint,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from types import TracebackType
 from typing import Any, overload
 
@@ -20,13 +19,13 @@ from svdpp.driver.memory_check import check_memory
 from svdpp.driver.open_clips import OpenClips
 from svdpp.driver.rank_launcher import RankLauncher
 from svdpp.driver.rank_session import RankSession
+from svdpp.driver.resolve import resolve, resolver
 from svdpp.driver.shared_settings import new_liveness
 from svdpp.driver.supervisor import Supervisor
 from svdpp.driver.trace import Trace
 from svdpp.errors import ClosedError, Interrupted, RequestError, reraisable
 from svdpp.launch import process_group
 from svdpp.launch.world import find_world
-from svdpp.models.checkpoint import Checkpoint, find_checkpoint
 from svdpp.plan.costs import Costs
 from svdpp.plan.forecast import Forecast, Span, replay, summarise
 from svdpp.plan.schedule import Schedule
@@ -72,11 +71,11 @@ class Pipeline(LaunchedPipeline):
         ModelError: the model is missing or incomplete.
 
     Example:
-        >>> from svdpp import ClipRequest, ModelConfig, Pipeline, PipelineConfig, SamplingConfig
+        >>> from svdpp import ClipRequest, ModelConfig, Pipeline, PipelineConfig, SvdSampling
         >>> config = PipelineConfig(
         ...     world_size=2,
         ...     model=ModelConfig(name="dummy", dummy_latent_shape=(1, 4, 2, 8, 8)),
-        ...     sampling=SamplingConfig(num_inference_steps=4),
+        ...     sampling=SvdSampling(num_inference_steps=4),
         ... )
         >>> with Pipeline(config) as pipeline:
         ...     results = pipeline.run([ClipRequest(seed=seed) for seed in range(3)])
@@ -121,9 +120,7 @@ class Pipeline(LaunchedPipeline):
             config.world_size, self.backend, allow_mixed=config.allow_mixed_devices
         )
         self._history_clips = history_clips
-        own_frames = self.config.model.dummy_latent.shape[2]
-        model_frames = own_frames if self.checkpoint is None else self.checkpoint.num_frames
-        self._configs = ClipConfigs(self.config, model_frames)
+        self._configs = ClipConfigs(self.config, resolver(self.config.model, self.checkpoint))
         self._clips = OpenClips(lambda clip: self._events.cancel(clip), max_failures=history_clips)
         self._files = LeftoverFiles(latents_folder)
         # Of the whole run, for its forecast.
@@ -243,7 +240,9 @@ class Pipeline(LaunchedPipeline):
     ) -> list[ClipHandle]:
         self._check_open()
         keeps_latents = self._setup.latents_folder is not None
-        asked = check_requests(requests, self.config, self._configs, keeps_latents=keeps_latents)
+        asked = check_requests(
+            requests, self.config, self._configs, self.checkpoint, keeps_latents=keeps_latents
+        )
         num_steps = list(map(self._configs.num_steps, asked))
         about = [self._marked(each) for each in check_metadata(metadata, len(asked))]
         with self._submitting:
@@ -412,23 +411,3 @@ class Pipeline(LaunchedPipeline):
                 observer(rank, event)
         finally:  # last, so that observers have seen a clip's event before its result is available
             self._events(rank, event)
-
-
-def resolve(
-    config: PipelineConfig, *, weights: bool = True
-) -> tuple[PipelineConfig, Checkpoint | None]:
-    """`config` with its frame count and decode chunk as numbers, and the model's checkpoint.
-
-    Args:
-        config: of the run.
-        weights: whether the weights must be present; if not, the model's configs are enough.
-
-    Raises:
-        ModelError: the model is missing or incomplete.
-    """
-    if config.model.is_dummy:
-        frames = config.model.dummy_latent.shape[2]
-        return replace(config, sampling=config.sampling.resolved(model_frames=frames)), None
-    checkpoint = find_checkpoint(config.model, weights=weights)
-    sampling = config.sampling.resolved(model_frames=checkpoint.num_frames)
-    return replace(config, sampling=sampling), checkpoint

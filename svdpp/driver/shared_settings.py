@@ -5,14 +5,18 @@ from __future__ import annotations
 import time
 from dataclasses import fields
 
-from svdpp.config import ModelConfig, PipelineConfig, SamplingConfig
+from svdpp.config import SAMPLING_CLASSES, ModelConfig, PipelineConfig
 from svdpp.driver.liveness import Liveness
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.worker.clip_metadata import versions
 
 #: Fields of the configuration that ranks must agree on: all but those that may differ by host.
 _SHARED_FIELDS = frozenset(
-    {field.name for kind in (PipelineConfig, ModelConfig, SamplingConfig) for field in fields(kind)}
+    {
+        field.name
+        for kind in (PipelineConfig, ModelConfig, *SAMPLING_CLASSES.values())
+        for field in fields(kind)
+    }
     - {"sampling", "local_files_only", "start_timeout_seconds"}
 )
 

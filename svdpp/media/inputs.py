@@ -1,10 +1,12 @@
-"""Owns finding and checking the photographs that a command's inputs name."""
+"""Owns what clips are made from: finding and checking photographs, and naming prompts."""
 
 from __future__ import annotations
 
 import glob
 import os
+import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from svdpp.errors import InputError
@@ -12,6 +14,32 @@ from svdpp.media.image import Photo, file_problem, read_photo
 
 #: Suffixes of the files that are taken from a folder or a pattern.
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif")
+
+# Characters of a prompt in the name of its clips.
+_NAME_CHARACTERS = 48
+
+
+@dataclass(frozen=True)
+class ClipInput:
+    """What a clip is made from, besides its seed: a photograph, a prompt, or both."""
+
+    photo: Photo | None = None
+    prompt: str | None = None
+    negative_prompt: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The part of its clips' file names that stands for the input."""
+        if self.photo is not None:
+            return self.photo.path.stem
+        words = re.sub(r"[^a-z0-9]+", "-", (self.prompt or "").lower()).strip("-")
+        return words[:_NAME_CHARACTERS].rstrip("-") or "prompt"
+
+    def __str__(self) -> str:
+        if self.photo is not None:
+            return repr(str(self.photo.path))
+        text = self.prompt or ""
+        return repr(text if len(text) <= 60 else text[:57] + "...")
 
 
 def find_images(inputs: Sequence[str], *, recursive: bool = False) -> list[Path]:

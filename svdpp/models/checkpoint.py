@@ -1,62 +1,101 @@
-"""Owns finding a checkpoint and checking its configs and headers; reads no weight, knows no torch.
+"""Owns finding a checkpoint, and the checks that all families share; knows no torch.
 
 A checkpoint is untrusted. The values of its configs are checked against limits, and every error is
-a `ModelError` that names the file.
+a `ModelError` that names the file. `models.<family>.checkpoint` checks the configs of a family.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar, Literal
 
-from svdpp.config import DEFAULT_MODEL, DEMO_MODEL, DUMMY_MODEL, ModelConfig
+from svdpp.config import DEFAULT_MODEL, DEMO_MODEL, DUMMY_MODEL, ModelConfig, SamplingConfig
 from svdpp.errors import ModelError, RequestError
 from svdpp.models import hub
 from svdpp.models.fingerprint import fingerprint
-from svdpp.models.safetensors_header import (
-    WEIGHT_STEMS,
-    JsonFile,
-    read_json,
-    short_repr,
-    weight_headers,
-)
+from svdpp.models.safetensors_header import JsonFile, read_json, short_repr, weight_headers
 from svdpp.redaction import redact_tokens
+
+#: What a model does with an input of a clip.
+Use = Literal["needed", "optional", "refused"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A checked folder in diffusers' format, and the sizes that later checks need."""
+    """A checked folder in diffusers' format; each family adds the sizes that later checks need."""
+
+    family: ClassVar[str]
+    can_draft: ClassVar[bool] = False
+    """Whether the sampler is Euler's method, which drafts need."""
 
     name: str
     """As the user typed it."""
     folder: Path
     revision: str | None
     """Commit hash of a hub model; None for a folder."""
-    fingerprint: str | None
+    fingerprint: str | None = None
     """Of the weights in a user's folder, which may change; None for hub models and the demo."""
     variant: str | None
-    num_frames: int
-    """Number of frames for which the UNet was trained."""
-    vae_scale_factor: int
-    """Pixels per latent cell, in each direction."""
-    latent_channels: int
-    in_channels: int
-    """Of the UNet: noisy latents and image latents, so twice `latent_channels`."""
-    out_channels: int
-    cross_attention_dim: int
-    """Of the UNet; also the size of the image embedding."""
-    addition_time_embed_dim: int
-    projection_class_embeddings_input_dim: int
-    feature_extractor_class: str
 
     @property
     def label(self) -> str:
         """The model's name in messages."""
         return f"model {hub.show_name(self.name)}"
+
+    @property
+    def weighted(self) -> tuple[str, ...]:
+        """The components that have weights."""
+        raise NotImplementedError
+
+    @property
+    def image_use(self) -> Use:
+        """What a clip has to do with photographs."""
+        raise NotImplementedError
+
+    @property
+    def prompt_use(self) -> Use:
+        """What a clip has to do with prompts."""
+        raise NotImplementedError
+
+    def check_inputs(self, *, image: bool, prompt: str | None) -> None:
+        """Checks that a clip has what the model needs, and nothing that it ignores.
+
+        Args:
+            image: whether the clip has a photograph.
+            prompt: of the clip; None if it has none.
+
+        Raises:
+            RequestError: it lacks one, or has one that the model does not take.
+        """
+        inputs = (
+            ("a photograph", image, self.image_use, "name a photograph"),
+            ("a prompt", prompt is not None, self.prompt_use, 'give --prompt "..."'),
+        )
+        for what, is_given, use, hint in inputs:
+            if use == "needed" and not is_given:
+                raise RequestError(f"{self.label} needs {what}", hint)
+            if use == "refused" and is_given:
+                raise RequestError(f"{self.label} takes no {what.split()[-1]}", "leave it out")
+        if self.prompt_use == "needed" and not (prompt or "").strip():
+            raise RequestError("--prompt is empty", 'say what happens, as in --prompt "a wave"')
+
+    def resolve(self, sampling: SamplingConfig) -> SamplingConfig:
+        """`sampling` with the model's own values in place of None.
+
+        Raises:
+            RequestError: the parameters are those of another family, or this model cannot run them.
+        """
+        raise NotImplementedError
+
+    def expert_boundary(self, sampling: SamplingConfig) -> int | None:  # noqa: ARG002
+        """The number of steps of the first expert, of resolved `sampling`; None: one expert."""
+        return None
 
 
 def find_checkpoint(model: ModelConfig, *, weights: bool = True) -> Checkpoint:
@@ -72,7 +111,7 @@ def find_checkpoint(model: ModelConfig, *, weights: bool = True) -> Checkpoint:
 
     Raises:
         ModelError: there is no such model, the user may not download it, or it is not a valid
-            Stable Video Diffusion checkpoint with safetensors.
+            checkpoint of a known family with safetensors.
         RequestError: a folder with a revision, or an invalid name of a variant.
         ValueError: the dummy model, which has no checkpoint (a programming error).
     """
@@ -85,14 +124,29 @@ def find_checkpoint(model: ModelConfig, *, weights: bool = True) -> Checkpoint:
         raise RequestError(f"--revision is for hub models; {hub.show_name(model.name)} is a folder")
     if not weights and (model.name, model.revision) == (DEFAULT_MODEL, None):
         local = _ASSETS / "svd-xt"  # as published, and there without a network
-    wanted = (_INDEX_FILE, *_CONFIG_FILES.values())
-    folder = local or hub.download(model, wanted, weights=weights)
+    folder = local or hub.download(model, weights=weights)
     try:
         checkpoint = _check_configs(model, folder, None if local else hub.commit_of(folder))
         return _check_weight_headers(checkpoint) if weights else checkpoint
     except ModelError as error:
         message = f"model {hub.show_name(model.name)}: {error.message}"
         raise ModelError(message, error.hint or _hint(model, local)) from error
+
+
+def family_of_model(model: ModelConfig) -> str:
+    """The family of a model, from its `model_index.json`; downloads at most the configs.
+
+    Raises:
+        ModelError: there is no such model, or its family is not known.
+    """
+    if model.name in (DEFAULT_MODEL, DEMO_MODEL, DUMMY_MODEL):
+        return "svd"
+    folder = _local_folder(model.name) or hub.download(model, weights=False)
+    try:
+        return family_of_pipeline(_read_index(folder))
+    except ModelError as error:
+        message = f"model {hub.show_name(model.name)}: {error.message}"
+        raise ModelError(message, error.hint) from error
 
 
 # 1. Find the folder.
@@ -129,28 +183,28 @@ def _hint(model: ModelConfig, local: Path | None) -> str:
 
 def _check_configs(model: ModelConfig, folder: Path, revision: str | None) -> Checkpoint:
     index = _read_index(folder)
-    feature_extractor_class = _check_classes(index)
+    family = family_of_pipeline(index)
     _check_no_code(folder)
-    configs = {part: read_json(folder / file, file) for part, file in _CONFIG_FILES.items()}
-    for part, config in configs.items():
-        _check_own_class(part, config)
-    _check_scheduler(configs["scheduler"])
-    sizes = _check_sizes(configs["unet"], configs["vae"], configs["image_encoder"])
-    return Checkpoint(
-        name=model.name,
-        folder=folder,
-        revision=revision,
-        fingerprint=None,
-        variant=model.variant,
-        feature_extractor_class=feature_extractor_class,
-        **sizes,
+    rules = importlib.import_module(f"svdpp.models.{family}.checkpoint")
+    checkpoint: Checkpoint = rules.check(
+        index, name=model.name, folder=folder, revision=revision, variant=model.variant
     )
+    return checkpoint
+
+
+def family_of_pipeline(index: JsonFile) -> str:
+    """The family of the pipeline that `model_index.json` names."""
+    name = index.values.get("_class_name")
+    if not isinstance(name, str) or name not in FAMILIES:
+        known = ", ".join(FAMILIES)
+        raise index.error(f"the pipeline is {short_repr(name)}, not one of {known}", hub.MODEL_HINT)
+    return FAMILIES[name]
 
 
 def _check_weight_headers(checkpoint: Checkpoint) -> Checkpoint:
     """Checks that all weight files are complete; returns the checkpoint with its fingerprint."""
     folder, variant = checkpoint.folder, checkpoint.variant
-    files = [path for part in WEIGHT_STEMS for path in weight_headers(folder, part, variant)]
+    files = [path for part in checkpoint.weighted for path in weight_headers(folder, part, variant)]
     if checkpoint.revision is not None or checkpoint.name == DEMO_MODEL:
         return checkpoint
     return replace(checkpoint, fingerprint=fingerprint(folder, files))
@@ -163,12 +217,9 @@ def _read_index(folder: Path) -> JsonFile:
     return read_json(path, _INDEX_FILE)
 
 
-def _check_classes(index: JsonFile) -> str:
-    """Checks the class of every component; returns the class of the feature extractor."""
-    name = index.values.get("_class_name")
-    if name != _PIPELINE:
-        raise index.error(f"the pipeline is {short_repr(name)}, not {_PIPELINE}", hub.MODEL_HINT)
-    for part in _CLASSES:
+def check_classes(index: JsonFile, classes: Mapping[str, tuple[str, ...]]) -> None:
+    """Checks that an index has exactly the components `classes`, of one of their classes."""
+    for part in classes:
         if part not in index.values:
             raise index.error(f"the component {part} is missing")
     for part, entry in index.values.items():
@@ -177,27 +228,27 @@ def _check_classes(index: JsonFile) -> str:
         key, value = short_repr(part), short_repr(entry)
         if not (isinstance(entry, list) and len(entry) == 2):
             raise index.error(f"{key} is {value}, not a library and a class")
-        if part in _CLASSES and entry[0] in ("diffusers", "transformers"):
-            _check_class(index, part, entry[1])
-        elif entry[0] not in ("diffusers", "transformers", None):
-            raise index.error(f"{key} is from the module {short_repr(entry[0])}, but {_NO_CODE}")
+        if part in classes and entry[0] in _LIBRARIES:
+            check_class(index, part, entry[1], classes[part])
+        elif entry[0] not in (*_LIBRARIES, None):
+            raise index.error(f"{key} is from the module {short_repr(entry[0])}, but {NO_CODE}")
         else:
-            raise index.error(f"{key} is {value}, which {_PIPELINE} does not have")
-    return str(index.values["feature_extractor"][1])
+            pipeline = index.values["_class_name"]
+            raise index.error(f"{key} is {value}, which {pipeline} does not have")
 
 
-def _check_class(config: JsonFile, part: str, name: object) -> None:
-    if name in _CLASSES[part]:
-        return
-    if part != "scheduler":
-        expected = " or ".join(_CLASSES[part])
+def check_class(config: JsonFile, part: str, name: object, allowed: tuple[str, ...]) -> None:
+    """ModelError if `name` is not one of the classes `allowed` for a component."""
+    if name not in allowed:
+        expected = " or ".join(allowed)
         raise config.error(f"the {part} is of class {short_repr(name)}, not {expected}")
-    hint = "use the model with EulerDiscreteScheduler, with which SVD was published"
-    if isinstance(name, str) and name in _HISTORY_SCHEDULERS:
-        reason = "keeps state from earlier steps, so its steps cannot be split between ranks"
-        raise config.error(f"the scheduler {name} {reason}", hint)
-    message = f"the scheduler is {short_repr(name)}; only EulerDiscreteScheduler is supported"
-    raise config.error(message, hint)
+
+
+def check_no_code_keys(config: JsonFile) -> None:
+    """ModelError if a component's config names other code or other weights."""
+    for key in config.values:
+        if _CODE_KEYS.search(key):
+            raise config.error(f"the key {short_repr(key)} is not supported: {NO_CODE}")
 
 
 def _check_no_code(folder: Path) -> None:
@@ -206,121 +257,27 @@ def _check_no_code(folder: Path) -> None:
         for path in sorted(folder.glob(pattern)):
             name = short_repr(path.relative_to(folder).as_posix())
             raise ModelError(
-                f"the folder contains {name}, but {_NO_CODE}",
+                f"the folder contains {name}, but {NO_CODE}",
                 "remove the file if the weights do not need it",
             )
 
 
-def _check_own_class(part: str, config: JsonFile) -> None:
-    """Checks that the component's config names the right class and no other code or weights."""
-    for key in config.values:
-        if _CODE_KEYS.search(key):
-            raise config.error(f"the key {short_repr(key)} is not supported: {_NO_CODE}")
-    if part == "feature_extractor":
-        old = config.values.get("feature_extractor_type", _CLASSES[part][0])
-        _check_class(config, part, config.values.get("image_processor_type", old))
-    elif part == "image_encoder":
-        names = config.values.get("architectures")
-        _check_class(config, part, names[0] if isinstance(names, list) and names else names)
-        if config.values.get("model_type") != "clip_vision_model":
-            name = short_repr(config.values.get("model_type"))
-            raise config.error(f"model_type is {name}, not 'clip_vision_model'")
-    else:
-        _check_class(config, part, config.values.get("_class_name"))
-
-
-def _check_scheduler(config: JsonFile) -> None:
-    config.count("num_train_timesteps", 100_000)
-    if config.values.get("use_beta_sigmas"):
-        raise config.error("use_beta_sigmas needs scipy and is not supported")
-    if config.values.get("use_karras_sigmas") and config.values.get("use_exponential_sigmas"):
-        raise config.error("use_karras_sigmas and use_exponential_sigmas exclude each other")
-
-
-def _check_sizes(unet: JsonFile, vae: JsonFile, image_encoder: JsonFile) -> dict[str, int]:
-    """Checks the sizes that determine memory, and that the components fit each other."""
-    for config, limits in ((unet, _UNET_LIMITS), (vae, _VAE_LIMITS), (image_encoder, _CLIP_LIMITS)):
-        for key, largest in limits.items():
-            config.counts(key, largest)
-    latent_channels = vae.count("latent_channels", 64)
-    embedding = image_encoder.count("projection_dim", _MAX_WIDTH)
-    time_dim = unet.count("addition_time_embed_dim", _MAX_WIDTH)
-    vae.require("in_channels", 3, "for red, green and blue")
-    vae.require("out_channels", 3, "for red, green and blue")
-    image_encoder.require("num_channels", 3, "for red, green and blue")
-    image_encoder.require("image_size", 224, "the size of diffusers' CLIP input")
-    unet.require("in_channels", 2 * latent_channels, "twice the VAE's latent_channels")
-    unet.require("out_channels", latent_channels, "the VAE's latent_channels")
-    if set(unet.counts("cross_attention_dim", _MAX_WIDTH)) != {embedding}:
-        value = short_repr(unet.values["cross_attention_dim"])
-        reason = "the image encoder's projection_dim"
-        raise unet.error(f"cross_attention_dim is {value} but must be {embedding}, {reason}")
-    key = "projection_class_embeddings_input_dim"
-    unet.require(key, 3 * time_dim, "three times addition_time_embed_dim")
-    return {
-        "num_frames": unet.count("num_frames", 1024),
-        "vae_scale_factor": 2 ** (len(vae.counts("block_out_channels", _MAX_WIDTH)) - 1),
-        "latent_channels": latent_channels,
-        "in_channels": 2 * latent_channels,
-        "out_channels": latent_channels,
-        "cross_attention_dim": embedding,
-        "addition_time_embed_dim": time_dim,
-        key: 3 * time_dim,
-    }
-
-
 _ASSETS = Path(__file__).resolve().parents[1] / "assets"
 _INDEX_FILE = "model_index.json"
-_NO_CODE = "svdpp runs no code from a checkpoint"
+_LIBRARIES = ("diffusers", "transformers")
+NO_CODE = "svdpp runs no code from a checkpoint"
 
-_PIPELINE = "StableVideoDiffusionPipeline"
-_CLASSES: Mapping[str, tuple[str, ...]] = {
-    "unet": ("UNetSpatioTemporalConditionModel",),
-    "vae": ("AutoencoderKLTemporalDecoder",),
-    "image_encoder": ("CLIPVisionModelWithProjection",),
-    "feature_extractor": ("CLIPImageProcessor", "CLIPImageProcessorPil", "CLIPFeatureExtractor"),
-    "scheduler": ("EulerDiscreteScheduler",),
+#: The family of each pipeline that diffusers' `model_index.json` can name.
+FAMILIES: Mapping[str, str] = {
+    "StableVideoDiffusionPipeline": "svd",
+    "WanPipeline": "wan",
+    "WanImageToVideoPipeline": "wan",
+    "LTXPipeline": "ltx",
+    "LTXImageToVideoPipeline": "ltx",
 }
-_CONFIG_FILES: Mapping[str, str] = {
-    "unet": "unet/config.json",
-    "vae": "vae/config.json",
-    "image_encoder": "image_encoder/config.json",
-    "feature_extractor": "feature_extractor/preprocessor_config.json",
-    "scheduler": "scheduler/scheduler_config.json",
-}
-
-#: The schedulers of diffusers 0.42 whose step() reads state that an earlier step() has stored.
-_HISTORY_SCHEDULERS = frozenset(
-    f"{name}Scheduler"
-    for name in (
-        *("CosineDPMSolverMultistep", "DEISMultistep", "DPMSolverMultistep"),
-        *("DPMSolverMultistepInverse", "DPMSolverSDE", "DPMSolverSinglestep"),
-        *("EDMDPMSolverMultistep", "FlowMatchHeunDiscrete", "HeunDiscrete", "IPNDM"),
-        *("KDPM2Discrete", "KDPM2AncestralDiscrete", "LMSDiscrete", "PNDM", "SASolver"),
-        "UniPCMultistep",
-    )
-)
 
 #: Config keys that make the libraries load other code or weights: attn_implementation can name a
 #: kernel on the hub, transformers_weights another file.
 _CODE_KEYS = re.compile(
     r"auto_map|custom_pipeline|quantization_config|_implementation|kernel|transformers_weights"
 )
-
-# For comparison, SVD-XT has a width of 1280, 2 layers and 1 transformer layer per block, and 32
-# CLIP layers.
-_MAX_WIDTH = 16384
-_UNET_LIMITS: Mapping[str, int] = {
-    "block_out_channels": _MAX_WIDTH,
-    "layers_per_block": 8,
-    "transformer_layers_per_block": 16,
-    "num_attention_heads": 256,
-}
-_VAE_LIMITS: Mapping[str, int] = {"block_out_channels": _MAX_WIDTH, "layers_per_block": 8}
-_CLIP_LIMITS: Mapping[str, int] = {
-    "hidden_size": _MAX_WIDTH,
-    "intermediate_size": 4 * _MAX_WIDTH,
-    "num_hidden_layers": 128,
-    "num_attention_heads": 256,
-    "patch_size": 224,
-}

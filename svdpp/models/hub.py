@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from svdpp.config import ModelConfig
@@ -19,7 +19,7 @@ from svdpp.redaction import redact, redact_tokens
 MODEL_HINT = "--model takes a folder written by save_pretrained, a hub id, or demo"
 
 
-def download(model: ModelConfig, config_files: Iterable[str], *, weights: bool) -> Path:
+def download(model: ModelConfig, *, weights: bool) -> Path:
     """Downloads the files that svdpp reads, unless they are cached; returns the snapshot's folder.
 
     The errors do not quote the library's messages, which contain URLs and advice for other
@@ -27,7 +27,6 @@ def download(model: ModelConfig, config_files: Iterable[str], *, weights: bool) 
 
     Args:
         model: a hub id, with the revision and the variant of its weights.
-        config_files: files to download besides the weights, as paths in the repository.
         weights: whether to download the weights too.
 
     Raises:
@@ -42,7 +41,10 @@ def download(model: ModelConfig, config_files: Iterable[str], *, weights: bool) 
             model.name,
             revision=model.revision,
             local_files_only=model.local_files_only,
-            allow_patterns=[*config_files, *(_weight_patterns(model.variant) if weights else ())],
+            allow_patterns=[
+                *_CONFIG_PATTERNS,
+                *(_weight_patterns(model.variant) if weights else ()),
+            ],
         )
     except errors.HFValidationError as error:
         raise ModelError(f"{name} is neither a folder nor a valid hub id", MODEL_HINT) from error
@@ -80,6 +82,17 @@ def commit_of(snapshot: Path) -> str | None:
 def show_name(name: str) -> str:
     """A model's name for messages: short, on one line, without home folder and tokens."""
     return short_repr(redact(name))
+
+
+#: Configs of all families, and tokenizers; a few megabytes.
+_CONFIG_PATTERNS = (
+    "model_index.json",
+    *(f"{part}/config.json" for part in WEIGHT_STEMS),
+    "scheduler/scheduler_config.json",
+    "feature_extractor/preprocessor_config.json",
+    "image_processor/preprocessor_config.json",
+    "tokenizer/*",
+)
 
 
 def _weight_patterns(variant: str | None) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """Owns an upper bound of the memory that a model takes, by arithmetic alone: no torch, no weights.
 
-`models.svd.memory` tells the memory exactly, but takes seconds and imports diffusers. Most runs fit
+`models.memory` tells the memory exactly, but takes seconds and imports diffusers. Most runs fit
 many times over, and this bound says so at once. Its factors lie above what the exact estimate gives
 for the demo model and for SVD-XT (tests/models/test_memory_bound.py compares them).
 """
@@ -11,7 +11,8 @@ import math
 
 from svdpp.config import DTYPE_BYTES, ModelConfig, SamplingConfig
 from svdpp.models.checkpoint import Checkpoint
-from svdpp.models.safetensors_header import WEIGHT_STEMS, read_json, weight_headers
+from svdpp.models.safetensors_header import read_json, weight_headers
+from svdpp.models.svd.checkpoint import SvdCheckpoint
 
 # Live bytes for each position and channel of a part's widest tensor, in elements. Convolutions that
 # unfold their input take 9 (two dimensions) or 27 (three) of them.
@@ -22,13 +23,14 @@ _DUMMY_ELEMENTS, _DUMMY_ELEMENTS_PER_CHANNEL = 600, 40
 # CLIP, and tensors whose size does not go by the clip's.
 _FIXED_BYTES = 256 * 2**20
 _MAX_CHANNELS = 16384
+_UNKNOWN = 2**62
 _DTYPES = {"F32": "fp32", "F16": "fp16", "BF16": "bf16"}
 
 
 def activation_bound(
     checkpoint: Checkpoint | None, model: ModelConfig, sampling: SamplingConfig
 ) -> int:
-    """Bytes above the weights that no part of the model exceeds.
+    """Bytes above the weights that no part of the model exceeds; huge if no bound is known.
 
     Args:
         checkpoint: None for the dummy model.
@@ -40,6 +42,8 @@ def activation_bound(
         batch, channels, *sides = model.dummy_latent.shape
         per_position = _DUMMY_ELEMENTS + _DUMMY_ELEMENTS_PER_CHANNEL * channels
         return batch * math.prod(sides) * per_position * size
+    if not isinstance(checkpoint, SvdCheckpoint):
+        return _UNKNOWN
     unet, vae = (_widest(checkpoint, part) for part in ("unet", "vae"))
     pixels = sampling.height * sampling.width
     chunk = min(sampling.decode_chunk_size or sampling.frames, sampling.frames)
@@ -62,7 +66,7 @@ def weight_bytes(checkpoint: Checkpoint, model: ModelConfig) -> tuple[int, bool]
         ModelError: the files are not whole.
     """
     num_elements, dtypes = 0, set()
-    for part in WEIGHT_STEMS:
+    for part in checkpoint.weighted:
         for header in weight_headers(checkpoint.folder, part, checkpoint.variant).values():
             for dtype, shape in header.values():
                 num_elements += math.prod(shape)

@@ -23,9 +23,8 @@ Header = dict[str, tuple[str, tuple[int, ...]]]
 
 #: Beginning of the names of each component's weight files.
 WEIGHT_STEMS: Mapping[str, str] = {
-    "unet": "diffusion_pytorch_model",
-    "vae": "diffusion_pytorch_model",
-    "image_encoder": "model",
+    **dict.fromkeys(("unet", "transformer", "transformer_2", "vae"), "diffusion_pytorch_model"),
+    **dict.fromkeys(("image_encoder", "text_encoder"), "model"),
 }
 
 
@@ -37,7 +36,7 @@ def weight_headers(folder: Path, component: str, variant: str | None) -> dict[Pa
 
     Args:
         folder: the checkpoint's folder.
-        component: `unet`, `vae` or `image_encoder`.
+        component: one of `WEIGHT_STEMS`.
         variant: such as `fp16` in `diffusion_pytorch_model.fp16.safetensors`; None for the plain
             names.
 
@@ -47,7 +46,7 @@ def weight_headers(folder: Path, component: str, variant: str | None) -> dict[Pa
     stem, tag = WEIGHT_STEMS[component], f".{variant}" if variant else ""
     single = folder / component / f"{stem}{tag}.safetensors"
     index = folder / component / f"{stem}.safetensors.index{tag}.json"
-    if index.is_file() and not (component == "image_encoder" and single.is_file()):
+    if index.is_file() and not (stem == "model" and single.is_file()):
         return _shard_headers(index)
     if not single.is_file():
         raise _missing_weights(single, stem, variant)

@@ -8,10 +8,11 @@ from typing import Any
 
 from starlette.types import ASGIApp
 
-from svdpp.config import PipelineConfig
+from svdpp.config import PipelineConfig, SvdSampling
 from svdpp.driver.memory_check import check_memory
-from svdpp.driver.pipeline import resolve
+from svdpp.driver.resolve import resolve
 from svdpp.driver.supervisor import Observer
+from svdpp.errors import RequestError
 from svdpp.launch import process_group
 from svdpp.launch.world import find_world
 from svdpp.media import output_files, video
@@ -74,6 +75,11 @@ def check_config(config: PipelineConfig) -> PipelineConfig:
     on_this_host = config.world_size if world is None else world.local_size
     process_group.check_devices(config.device, on_this_host, launched=world is not None)
     config, checkpoint = resolve(config)
+    if not isinstance(config.sampling, SvdSampling):
+        raise RequestError(
+            f"svdpp serve makes clips of Stable Video Diffusion, not of {config.sampling.family}",
+            "use svdpp run for other families",
+        )
     check_memory(config, checkpoint, config.roles[:on_this_host])
     if not config.model.is_dummy:
         video.find_ffmpeg()
@@ -176,9 +182,11 @@ def _offer(settings: ServerSettings, checkpoint: Checkpoint | None) -> Offer:
     name = settings.config.model.name
     if checkpoint is not None and checkpoint.fingerprint is not None:
         name = checkpoint.folder.name  # clients need not know where it is
+    sampling = settings.config.sampling
+    assert isinstance(sampling, SvdSampling), "check_config refuses other families"
     return Offer(
         model=name,
-        sampling=settings.config.sampling,
+        sampling=sampling,
         sizes=settings.sizes,
         drafts=settings.config.draft_on_request,
     )

@@ -13,6 +13,7 @@ from svdpp.config import ClipRequest, OutputConfig, PipelineConfig
 from svdpp.driver.existing_outputs import clip_as_asked
 from svdpp.errors import InputError, OutputError, RequestError, SvdppError
 from svdpp.media.image import Photo
+from svdpp.media.inputs import ClipInput
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.serve.job import Job
 from svdpp.worker import latent_checkpoints
@@ -121,7 +122,7 @@ class ClipOrders:
             return {}
         photo = Photo(self.photo(job), job.photo_sha256, 0, 0)
         config = self._config.with_sampling(job.sampling)
-        return clip_metadata(photo, job.seed, output, config, self._checkpoint)
+        return clip_metadata(ClipInput(photo), job.seed, output, config, self._checkpoint)
 
     def _key(self, job: Job, metadata: dict[str, Any]) -> str:
         """The key of the job's latent checkpoints.

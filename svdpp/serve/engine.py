@@ -14,7 +14,8 @@ from typing import Any, Literal
 from loguru import logger
 
 from svdpp.config import PipelineConfig
-from svdpp.driver.pipeline import Pipeline, resolve
+from svdpp.driver.pipeline import Pipeline
+from svdpp.driver.resolve import resolve
 from svdpp.driver.supervisor import Observer
 from svdpp.errors import SvdppError, reraisable
 from svdpp.launch.world import find_world

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 
-from svdpp.config import ClipRequest, PipelineConfig, SamplingConfig
+from svdpp.config import ClipRequest, PipelineConfig, SamplingConfig, SvdSampling
 from svdpp.driver.clip_configs import ClipConfigs
 from svdpp.driver.memory_check import check_memory
+from svdpp.driver.resolve import resolver
 from svdpp.errors import OutOfMemoryError
 from svdpp.launch.gpus import visible_gpus
 from svdpp.models.checkpoint import Checkpoint
@@ -42,7 +43,7 @@ class ClipGate:
         self._check_memory(sampling)
 
     def _check_new_route(self, sampling: SamplingConfig) -> None:
-        configs = ClipConfigs(self._config, self._config.sampling.frames)
+        configs = ClipConfigs(self._config, resolver(self._config.model, self._checkpoint))
         request = configs.resolved(ClipRequest(seed=0, sampling=sampling))
         # A dithered split gives clips different routes.
         for clip in range(_ROUTES * self._config.world_size):
@@ -90,9 +91,9 @@ class ClipGate:
         return ""
 
 
-def _shape_only(sampling: SamplingConfig) -> SamplingConfig:
+def _shape_only(sampling: SamplingConfig) -> SvdSampling:
     """`sampling` with only what memory depends on, so that few estimates are made."""
-    return SamplingConfig(
+    return SvdSampling(
         height=sampling.height,
         width=sampling.width,
         num_frames=sampling.num_frames,

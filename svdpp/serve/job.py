@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal
 
-from svdpp.config import SamplingConfig
+from svdpp.config import SvdSampling
 
 Proof = Literal["none", "running", "equal", "different"]
 
@@ -57,7 +57,7 @@ class Job:
     id: str
     owner: str = ""
     seed: int
-    sampling: SamplingConfig
+    sampling: SvdSampling
     photo: str
     photo_name: str
     photo_sha256: str

@@ -9,7 +9,7 @@ import sqlite3
 from dataclasses import asdict, fields
 from typing import Any
 
-from svdpp.config import SamplingConfig
+from svdpp.config import SvdSampling
 from svdpp.errors import RequestError
 from svdpp.serve.job import Job, JobState
 
@@ -119,5 +119,5 @@ def _finite(value: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=256)  # most jobs of a queue have the same parameters
-def _sampling(text: str) -> SamplingConfig:
-    return SamplingConfig(**json.loads(text))
+def _sampling(text: str) -> SvdSampling:
+    return SvdSampling(**json.loads(text))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from svdpp.config import SamplingConfig
+from svdpp.config import SvdSampling
 from svdpp.config.limits import MAX_FRAMES, MAX_STEPS
 from svdpp.serve.api_errors import ApiError
 from svdpp.serve.schemas import Model, VideoRequest, model_defaults, size_of
@@ -23,7 +23,7 @@ class Offer:
     """
 
     model: str
-    sampling: SamplingConfig
+    sampling: SvdSampling
     sizes: tuple[tuple[int, int], ...]
     drafts: bool = False
 
@@ -42,7 +42,7 @@ class Offer:
         """Whether the ranks draft the requested clip if it finds them idle."""
         return self.drafts and request.draft != "off"
 
-    def sampling_of(self, request: VideoRequest) -> SamplingConfig:
+    def sampling_of(self, request: VideoRequest) -> SvdSampling:
         """The parameters of the requested clip.
 
         Raises:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from fastapi import UploadFile
 from pydantic import BaseModel, ConfigDict, Field
 
-from svdpp.config import SamplingConfig
+from svdpp.config import SvdSampling
 from svdpp.config.limits import (
     MAX_FPS,
     MAX_FRAMES,
@@ -230,8 +230,8 @@ class Health(BaseModel):
     restarts: int
 
 
-def model_defaults(sampling: SamplingConfig) -> dict[str, Any]:
-    """A `SamplingConfig` by the names of the API."""
+def model_defaults(sampling: SvdSampling) -> dict[str, Any]:
+    """An `SvdSampling` by the names of the API."""
     return {
         "steps": sampling.num_inference_steps,
         "frames": sampling.frames,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from svdpp.config import OutputConfig, SamplingConfig
+from svdpp.config import OutputConfig, SvdSampling
 from svdpp.media import output_files
 from svdpp.serve.api_errors import ApiError
 from svdpp.serve.engine import Engine
@@ -107,7 +107,7 @@ class Service:
         if num_open >= self.max_open:
             raise self._full({"open": num_open, "limit": self.max_open})
 
-    def sampling_of(self, request: VideoRequest) -> SamplingConfig:
+    def sampling_of(self, request: VideoRequest) -> SvdSampling:
         """The parameters of the requested clip.
 
         Raises:
@@ -122,7 +122,7 @@ class Service:
     def submit(
         self,
         request: VideoRequest,
-        sampling: SamplingConfig,
+        sampling: SvdSampling,
         upload: Path,
         *,
         owner: Owner,

@@ -214,10 +214,14 @@ def _new_task(path: Path, settings: Settings) -> ClipTask:
         )
     config = _config(clip, settings)
     _check_device(clip, config)
-    photo = find_photo(clip, settings.image)
+    photo = None if metadata["input"] is None else str(find_photo(clip, settings.image))
     _check_weights(clip, config)
     request = ClipRequest(
-        seed=metadata["seed"], image=str(photo), image_sha256=metadata["input_sha256"]
+        seed=metadata["seed"],
+        image=photo,
+        image_sha256=metadata["input_sha256"],
+        prompt=metadata.get("prompt"),
+        negative_prompt=metadata.get("negative_prompt"),
     )
     return ClipTask(clip=clip, config=config, request=request)
 

@@ -17,8 +17,8 @@ from PIL import Image
 
 from svdpp.config import ClipRequest, PipelineConfig
 from svdpp.driver.memory_check import check_memory
-from svdpp.driver.pipeline import resolve
 from svdpp.driver.rank_task import run_rank_task
+from svdpp.driver.resolve import resolve
 from svdpp.driver.supervisor import Observer
 from svdpp.errors import RequestError
 from svdpp.launch.group import RankContext
@@ -26,6 +26,7 @@ from svdpp.media import image as photos
 from svdpp.media import video
 from svdpp.models.base import LATENTS, Frames
 from svdpp.models.checkpoint import Checkpoint
+from svdpp.models.families import family_of
 from svdpp.plan import actions
 from svdpp.plan.actions import Action
 from svdpp.plan.layout import Roles
@@ -107,7 +108,7 @@ def _compute_all(
     begun = time.monotonic()
     checkpoint = setup.checkpoint
     with out_of_memory_named(None):
-        model = _Svd(setup, checkpoint, device) if checkpoint else _Dummy(setup, device)
+        model = _Diffusers(setup, checkpoint, device) if checkpoint else _Dummy(setup, device)
     reporter.send(Joined(device=device, load_seconds=time.monotonic() - begun))
     tensor_store = TensorStore(Path(setup.tensor_folder)) if setup.tensor_folder else None
     for clip, request in enumerate(setup.requests):
@@ -135,8 +136,8 @@ class _Clock:
         self._begun = self._mark = time.monotonic()
         self._denoising = False
 
-    def before_step(self, *_: object) -> None:
-        """Called before each step; the time before the first one counts as the encode."""
+    def before_steps(self) -> None:
+        """Called before the first step, or before each; the time until then is the encode's."""
         if not self._denoising:
             self._denoising = True
             self._report(actions.encode(self._clip), self._now())
@@ -163,74 +164,35 @@ class _Clock:
         return time.monotonic()
 
 
-class _Svd:
-    """`StableVideoDiffusionPipeline.__call__`, as diffusers ships it."""
+class _Diffusers:
+    """diffusers' own pipeline of the model's family."""
 
     def __init__(self, setup: _Setup, checkpoint: Checkpoint, device: str) -> None:
-        from diffusers import StableVideoDiffusionPipeline  # takes seconds, which the dummy avoids
-
-        from svdpp.models.svd.load import convert_to_channels_last, silence_libraries, torch_dtype
-
-        silence_libraries()
         self._setup = setup
-        self._pipe = StableVideoDiffusionPipeline.from_pretrained(
-            checkpoint.folder,
-            dtype=torch_dtype(setup.config.model.dtype),
-            variant=checkpoint.variant,
-            use_safetensors=True,
-            local_files_only=True,
-        ).to(device)
-        self._pipe.set_progress_bar_config(disable=True)
-        if setup.config.model.memory_opt:
-            self._pipe.unet.enable_forward_chunking()
-        if setup.config.model.channels_last:
-            for module in (self._pipe.unet, self._pipe.vae):
-                convert_to_channels_last(module)
+        family = family_of(checkpoint)  # imports diffusers: seconds, which the dummy avoids
+        self._reference = family.load_reference(checkpoint, setup.config.model, device)
 
     def compute(
         self, clip: int, request: ClipRequest, tensor_store: TensorStore | None, clock: _Clock
     ) -> tuple[torch.Tensor, Frames]:
-        from svdpp.models.svd.decode import stack_frames
-
-        sampling = self._setup.config.sampling
-        last: dict[str, torch.Tensor] = {}
-
-        def after_step(
-            pipe: Any,  # noqa: ARG001
-            step: int,
-            timestep: Any,  # noqa: ARG001
-            tensors: dict[str, torch.Tensor],
-        ) -> dict[str, torch.Tensor]:
+        def after_step(step: int, latent: torch.Tensor) -> None:
             clock.after_step(step)
             if tensor_store is not None and step + 1 in self._setup.steps:
-                tensor_store.keep_latent(clip, step + 1, tensors[LATENTS])
-            last[LATENTS] = tensors[LATENTS]
-            return {}
+                tensor_store.keep_latent(clip, step + 1, latent)
 
-        hook = self._pipe.unet.register_forward_pre_hook(clock.before_step)  # changes no tensor
-        images = self._pipe(
-            self._read(request),
-            height=sampling.height,
-            width=sampling.width,
-            num_frames=sampling.num_frames,
-            num_inference_steps=sampling.num_inference_steps,
-            min_guidance_scale=sampling.min_guidance_scale,
-            max_guidance_scale=sampling.max_guidance_scale,
-            fps=sampling.fps,
-            motion_bucket_id=sampling.motion_bucket_id,
-            noise_aug_strength=sampling.noise_aug_strength,
-            decode_chunk_size=sampling.decode_chunk_size,
-            generator=torch.Generator("cpu").manual_seed(request.seed),
-            callback_on_step_end=after_step,
-            output_type="pil",
-        ).frames[0]
-        hook.remove()
-        frames = stack_frames(images)
+        latent, frames = self._reference.run(
+            request,
+            self._photo(request),
+            self._setup.config.sampling,
+            before_steps=clock.before_steps,
+            after_step=after_step,
+        )
         clock.after_decode()
-        return last[LATENTS], frames
+        return latent, frames
 
-    def _read(self, request: ClipRequest) -> Image.Image:
-        assert request.image is not None, "SVD animates an image"
+    def _photo(self, request: ClipRequest) -> Image.Image | None:
+        if request.image is None:
+            return None
         sampling = self._setup.config.sampling
         image, _ = photos.read_photo(Path(request.image))
         return photos.fit_photo(image, sampling.width, sampling.height, sampling.fit)
@@ -253,6 +215,6 @@ class _Dummy:
                 tensor_store.keep_latent(clip, step + 1, latent)
 
         tensors = self._model.encode({}, request)
-        clock.before_step()
+        clock.before_steps()
         num_steps = self._setup.config.sampling.num_inference_steps
         return self._model.denoise(tensors, 0, num_steps, after_step)[LATENTS], None

@@ -44,11 +44,11 @@ def verify(
         SvdppError: one of the two sides failed.
 
     Example:
-        >>> from svdpp import ClipRequest, ModelConfig, PipelineConfig, SamplingConfig, verify
+        >>> from svdpp import ClipRequest, ModelConfig, PipelineConfig, SvdSampling, verify
         >>> config = PipelineConfig(
         ...     world_size=2,
         ...     model=ModelConfig(name="dummy", dummy_latent_shape=(1, 4, 2, 8, 8)),
-        ...     sampling=SamplingConfig(num_inference_steps=4),
+        ...     sampling=SvdSampling(num_inference_steps=4),
         ... )
         >>> verify(config, [ClipRequest(seed=0)]).bitwise
         True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -12,9 +13,17 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from svdpp import __version__
-from svdpp.config import Fit, OutputConfig, PipelineConfig, SamplingConfig, VideoFormat
+from svdpp.config import (
+    SAMPLING_CLASSES,
+    Fit,
+    OutputConfig,
+    PipelineConfig,
+    SamplingConfig,
+    VideoFormat,
+    sampling_from,
+)
 from svdpp.errors import InputError
-from svdpp.media import image as photos
+from svdpp.media.inputs import ClipInput
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.plan.small_file import read_small_file
 from svdpp.redaction import recorded_name, recorded_path
@@ -24,21 +33,8 @@ SCHEMA_VERSION = 2
 
 _LIBRARIES = ("torch", "diffusers", "transformers", "numpy", "pillow", "imageio-ffmpeg")
 
-_SAMPLING_FIELDS = (
-    "num_inference_steps",
-    "height",
-    "width",
-    "num_frames",
-    "fps",
-    "motion_bucket_id",
-    "noise_aug_strength",
-    "min_guidance_scale",
-    "max_guidance_scale",
-    "decode_chunk_size",
-    "fit",
-)
-
-#: What a latent's bits depend on. They do not depend on the number of ranks or the split.
+#: What a latent's bits depend on, besides the sampling parameters and prompts of its family. They
+#: do not depend on the number of ranks or the split.
 _LATENT_IDENTITY = (
     "input_sha256",
     "seed",
@@ -52,14 +48,29 @@ _LATENT_IDENTITY = (
     "device",
     "num_threads",
     "deterministic",
-    *_SAMPLING_FIELDS,
 )
-#: What identifies a clip: two clips with the same values are the same clip.
-IDENTITY = (*_LATENT_IDENTITY, "format", "crf")
+_PROMPTS = ("prompt", "negative_prompt")
+
+
+def identity(metadata: Mapping[str, Any]) -> tuple[str, ...]:
+    """The names of the values that identify a clip: two clips with the same ones are the same."""
+    return (*_latent_identity(metadata), "format", "crf")
+
+
+def _latent_identity(metadata: Mapping[str, Any]) -> tuple[str, ...]:
+    family = metadata["family"]
+    if family == "svd":  # the family's name is not part of it: clips of svdpp 0.3 have none
+        return (*_LATENT_IDENTITY, *_sampling_fields(family))
+    return (*_LATENT_IDENTITY, "family", *_PROMPTS, *_sampling_fields(family))
+
+
+def _sampling_fields(family: str) -> tuple[str, ...]:
+    names = (field.name for field in fields(SAMPLING_CLASSES[family]))
+    return tuple(name for name in names if name != "family")
 
 
 def clip_metadata(
-    photo: photos.Photo,
+    made_from: ClipInput,
     seed: int,
     output: OutputConfig,
     config: PipelineConfig,
@@ -70,11 +81,13 @@ def clip_metadata(
     Paths are relative to the JSON's folder or to the user's home, so that the JSON does not reveal
     the user's name.
     """
-    folder = Path(output.path).parent
+    folder, photo = Path(output.path).parent, made_from.photo
+    sampling = config.sampling
     metadata = {
         "schema_version": SCHEMA_VERSION,
-        "input": recorded_path(photo.path, folder),
-        "input_sha256": photo.sha256,
+        "family": sampling.family,
+        "input": None if photo is None else recorded_path(photo.path, folder),
+        "input_sha256": None if photo is None else photo.sha256,
         "output": Path(output.path).name,
         "seed": seed,
         "model": _model_name(checkpoint),
@@ -91,13 +104,18 @@ def clip_metadata(
         "decoders": config.decoders,
         "num_threads": config.num_threads,
         "deterministic": config.deterministic,
-        **{name: getattr(config.sampling, name) for name in _SAMPLING_FIELDS},
+        **({} if sampling.family == "svd" else _prompts(made_from)),
+        **{name: getattr(sampling, name) for name in _sampling_fields(sampling.family)},
         "format": output.format,
         "crf": output.crf,
         "versions": versions(),
         "exact": True,
     }
     return {**metadata, "parameters_sha256": parameters_sha256(metadata)}
+
+
+def _prompts(made_from: ClipInput) -> dict[str, str | None]:
+    return {name: getattr(made_from, name) for name in _PROMPTS}
 
 
 def _model_name(checkpoint: Checkpoint) -> str:
@@ -107,8 +125,8 @@ def _model_name(checkpoint: Checkpoint) -> str:
 
 
 def parameters_sha256(metadata: Mapping[str, Any]) -> str:
-    """The hash of the values in `IDENTITY`, equal for equal clips."""
-    return _sha256({name: metadata[name] for name in IDENTITY})
+    """The hash of the values that identify a clip, equal for equal clips."""
+    return _sha256({name: metadata[name] for name in identity(metadata)})
 
 
 def versions() -> dict[str, str]:
@@ -129,8 +147,9 @@ class _ClipMetadata(BaseModel):
 
     # Not Literal[1, 2], which accepts true and 1.0 as 1.
     schema_version: Annotated[int, Field(ge=1, le=SCHEMA_VERSION)]
-    input: str
-    input_sha256: _Sha256
+    family: str
+    input: str | None
+    input_sha256: _Sha256 | None
     output: str
     seed: Annotated[int, Field(ge=0, lt=2**63)]
     model: str
@@ -148,11 +167,7 @@ class _ClipMetadata(BaseModel):
     width: int
     num_frames: int
     fps: int
-    motion_bucket_id: int
-    noise_aug_strength: float
-    min_guidance_scale: float
-    max_guidance_scale: float
-    decode_chunk_size: int
+    decode_chunk_size: int | None
     fit: Fit
     format: VideoFormat
     crf: int
@@ -170,6 +185,45 @@ class _ClipMetadata(BaseModel):
         if name in ("", ".", "..") or "/" in name or "\0" in name:
             raise ValueError("not a file name")
         return name
+
+
+class _SvdMetadata(_ClipMetadata):
+    family: Literal["svd"] = "svd"
+    input: str
+    input_sha256: _Sha256
+    motion_bucket_id: int
+    noise_aug_strength: float
+    min_guidance_scale: float
+    max_guidance_scale: float
+    decode_chunk_size: int
+
+
+class _WanMetadata(_ClipMetadata):
+    family: Literal["wan"]
+    prompt: str
+    negative_prompt: str | None
+    guidance_scale: float
+    guidance_scale_2: float | None
+    flow_shift: float | None
+    max_sequence_length: int
+
+
+class _LtxMetadata(_ClipMetadata):
+    family: Literal["ltx"]
+    prompt: str
+    negative_prompt: str | None
+    guidance_scale: float
+    guidance_rescale: float
+    decode_timestep: float
+    decode_noise_scale: float | None
+    max_sequence_length: int
+
+
+_METADATA: Mapping[str, type[_ClipMetadata]] = {
+    "svd": _SvdMetadata,
+    "wan": _WanMetadata,
+    "ltx": _LtxMetadata,
+}
 
 
 def read_clip_metadata(path: Path) -> dict[str, Any]:
@@ -205,8 +259,11 @@ def checked_clip_metadata(values: object, fault: str) -> dict[str, Any]:
     Raises:
         InputError: a field is wrong; the message names the first one.
     """
+    family = values.get("family") if isinstance(values, dict) else None
+    # An unknown family, or none, is checked as SVD, whose error then names the field.
+    model = _METADATA.get(family, _SvdMetadata) if isinstance(family, str) else _SvdMetadata
     try:
-        found = _ClipMetadata.model_validate(values)
+        found = model.model_validate(values)
         return found.model_dump(exclude={"draft"} - found.model_fields_set)
     except ValidationError as error:
         first = error.errors()[0]
@@ -234,7 +291,8 @@ def recorded_sampling(metadata: dict[str, Any]) -> SamplingConfig:
     Raises:
         RequestError: a value is out of range.
     """
-    return SamplingConfig(**{name: metadata[name] for name in _SAMPLING_FIELDS})
+    names = ("family", *_sampling_fields(metadata["family"]))
+    return sampling_from({name: metadata[name] for name in names})
 
 
 def latents_key(metadata: Mapping[str, Any], checkpoint: Checkpoint) -> str:
@@ -246,7 +304,7 @@ def latents_key(metadata: Mapping[str, Any], checkpoint: Checkpoint) -> str:
     """
     return _sha256(
         {
-            **{name: metadata[name] for name in _LATENT_IDENTITY},
+            **{name: metadata[name] for name in _latent_identity(metadata)},
             "versions": {name: metadata["versions"][name] for name in _LIBRARIES},
             "weights": checkpoint.revision or _age_of_weights(checkpoint.folder),
         }

@@ -10,6 +10,7 @@ from svdpp.config import PipelineConfig
 from svdpp.launch import gpus
 from svdpp.models import determinism
 from svdpp.models.checkpoint import Checkpoint
+from svdpp.models.families import family_of
 
 
 def conditions_of(
@@ -26,9 +27,7 @@ def conditions_of(
     if device.startswith("cuda"):
         found["driver"] = gpus.driver_version()
     if checkpoint is not None:
-        from svdpp.models.svd.load import feature_extractor_name  # imports diffusers
-
-        found["feature_extractor"] = feature_extractor_name(checkpoint)
+        found |= family_of(checkpoint).conditions(checkpoint)
     return found
 
 

@@ -18,6 +18,7 @@ from svdpp.launch.group import RankContext
 from svdpp.models.base import VideoModel
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.dummy import DummyModel, SleepTimes
+from svdpp.models.families import family_of
 from svdpp.plan.layout import Roles
 from svdpp.plan.schedule import connect_rounds
 from svdpp.worker.clip_writer import ClipWriter, WriterEvents
@@ -251,17 +252,8 @@ def load_model(
         latent, num_steps = config.model.dummy_latent, config.sampling.num_inference_steps
         sleeps = _sleep_times(config, rank) if config.model.dummy_sleeps else SleepTimes()
         return DummyModel(latent, num_steps, torch.device(device), sleeps)
-    from svdpp.models.svd.model import load_svd  # imports diffusers: seconds the dummy avoids
-
-    return load_svd(
-        checkpoint,
-        config.model,
-        config.sampling,
-        device,
-        encode=roles.encode,
-        denoise=roles.denoise,
-        decode=roles.decode,
-    )
+    family = family_of(checkpoint)  # imports diffusers: seconds, which the dummy avoids
+    return family.load_model(checkpoint, config.model, config.sampling, device, roles)
 
 
 def _sleep_times(config: PipelineConfig, rank: int) -> SleepTimes:

@@ -17,9 +17,9 @@ from dataclasses import replace
 
 import torch
 
-from svdpp.config import ModelConfig, PipelineConfig, SamplingConfig, sampling_defaults
+from svdpp.config import ModelConfig, PipelineConfig, SvdSampling, sampling_defaults
 from svdpp.diagnostics.draft_simulator import DraftSimulator
-from svdpp.driver.pipeline import resolve
+from svdpp.driver.resolve import resolve
 from svdpp.media import image as photos
 from svdpp.media.distance import Difference, distance
 from svdpp.media.examples import example_photos
@@ -34,7 +34,7 @@ def load(num_steps: int) -> SvdModel:
     config = PipelineConfig(
         world_size=1,
         model=ModelConfig(name="demo"),
-        sampling=SamplingConfig(num_inference_steps=num_steps, **sampling_defaults("demo")),
+        sampling=SvdSampling(num_inference_steps=num_steps, **sampling_defaults("demo")),
     )
     config, checkpoint = resolve(config)
     assert checkpoint is not None
@@ -50,7 +50,7 @@ def measure(
     The key (rounds,) is that of the plain sampler with `rounds` steps.
     """
     found = defaultdict(list)
-    sampling = SamplingConfig(num_inference_steps=num_steps, **sampling_defaults("demo"))
+    sampling = SvdSampling(num_inference_steps=num_steps, **sampling_defaults("demo"))
     for path in example_photos()[:num_photos]:
         photo, _ = photos.read_photo(path)
         fitted = photos.fit_photo(photo, sampling.width, sampling.height, sampling.fit)

@@ -23,7 +23,7 @@ from svdpp.config import (
     ModelConfig,
     OutputConfig,
     PipelineConfig,
-    SamplingConfig,
+    SvdSampling,
     sampling_defaults,
 )
 from svdpp.driver.pipeline import Pipeline
@@ -66,7 +66,7 @@ def _run(
     config = PipelineConfig(
         world_size=world_size,
         model=ModelConfig(name="demo"),
-        sampling=SamplingConfig(num_inference_steps=num_steps, **sampling_defaults("demo")),
+        sampling=SvdSampling(num_inference_steps=num_steps, **sampling_defaults("demo")),
         **layout,
     )
     written: dict[tuple[type, int], float] = {}

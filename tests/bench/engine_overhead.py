@@ -22,8 +22,9 @@ from pathlib import Path
 
 import torch
 
-from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SamplingConfig, sampling_defaults
-from svdpp.driver.pipeline import Pipeline, resolve
+from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SvdSampling, sampling_defaults
+from svdpp.driver.pipeline import Pipeline
+from svdpp.driver.resolve import resolve
 from svdpp.media.examples import example_photos
 from svdpp.media.image import read_photo
 from svdpp.models.base import LATENTS
@@ -97,7 +98,7 @@ def main() -> None:
     config = PipelineConfig(
         world_size=arguments.world,
         model=ModelConfig(name="demo"),
-        sampling=SamplingConfig(**sampling_defaults("demo")),
+        sampling=SvdSampling(**sampling_defaults("demo")),
         num_threads=1,
         decode=False,
     )

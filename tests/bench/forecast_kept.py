@@ -13,7 +13,7 @@ import argparse
 from dataclasses import replace
 from typing import Any
 
-from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SamplingConfig, sampling_defaults
+from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SvdSampling, sampling_defaults
 from svdpp.driver.pipeline import Pipeline
 from svdpp.media.examples import example_photos
 from svdpp.plan.costs import Costs
@@ -64,7 +64,7 @@ def demo_model(num_clips: int) -> None:
     config = PipelineConfig(
         world_size=2,
         model=ModelConfig(name="demo"),
-        sampling=SamplingConfig(**sampling_defaults("demo")),
+        sampling=SvdSampling(**sampling_defaults("demo")),
     )
     photo = str(example_photos()[0])
     requests = [ClipRequest(seed=seed, image=photo) for seed in range(num_clips)]

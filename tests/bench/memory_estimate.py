@@ -23,26 +23,26 @@ from pathlib import Path
 
 import torch
 
-from svdpp.config import ModelConfig, SamplingConfig
+from svdpp.config import ModelConfig, SvdSampling
 from svdpp.models.checkpoint import find_checkpoint
-from svdpp.models.svd.memory import bare_process_bytes, estimate
+from svdpp.models.memory import bare_process_bytes, estimate
 from tests.models.builders import save_tiny_checkpoint
 
 MIB = 2**20
 
 MEASURE = """
 import json, sys
-from svdpp.config import ModelConfig, PipelineConfig, SamplingConfig
+from svdpp.config import ModelConfig, PipelineConfig, SvdSampling
 from svdpp.launch import environment
 environment.set_defaults()
 from svdpp.models import determinism
 from svdpp.diagnostics import rank_probe
 from svdpp.worker.peak_memory import status_bytes
-from svdpp.driver.pipeline import resolve
+from svdpp.driver.resolve import resolve
 from svdpp.worker.rank import load_model
 name, dtype, side, frames, part = json.loads(sys.argv[1])
 determinism.apply_settings(num_threads=1, device="cpu")
-sampling = SamplingConfig(num_inference_steps=1, height=side, width=side, num_frames=frames)
+sampling = SvdSampling(num_inference_steps=1, height=side, width=side, num_frames=frames)
 config, checkpoint = resolve(
     PipelineConfig(world_size=1, model=ModelConfig(name=name, dtype=dtype), sampling=sampling)
 )
@@ -73,7 +73,7 @@ def main() -> None:
 def compare(name: str, dtype: str, side: int, parts: tuple[str, ...], base: int) -> None:
     """Prints estimate and measurement for 14 frames of `side` x `side`."""
     model = ModelConfig(name=name, dtype=dtype)  # type: ignore[arg-type]
-    sampling = SamplingConfig(height=side, width=side, num_frames=14, decode_chunk_size=14)
+    sampling = SvdSampling(height=side, width=side, num_frames=14, decode_chunk_size=14)
     told = estimate(find_checkpoint(model), model, sampling, device="cpu")
     for part in parts:
         estimated = base + getattr(told, part).peak_bytes

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import torch
 
-from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SamplingConfig
+from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SvdSampling
 
 #: Channels of the UNet's four levels; SVD has 320, 640, 1280, 1280 (1.52 G parameters).
 UNETS = {"full": (320, 640, 1280, 1280), "medium": (96, 192, 384, 384)}
@@ -42,7 +42,7 @@ def measure(model: str, dtype: str, world_size: int, start_method: str) -> dict[
     config = PipelineConfig(
         world_size=world_size,
         model=ModelConfig(name=model, dtype=dtype),  # type: ignore[arg-type]
-        sampling=SamplingConfig(num_inference_steps=world_size, num_frames=2, height=64, width=64),
+        sampling=SvdSampling(num_inference_steps=world_size, num_frames=2, height=64, width=64),
         decode=False,
     )
     fork_server.start_method = lambda device: start_method  # noqa: ARG005
@@ -91,7 +91,7 @@ def save_checkpoint(folder: Path, unet: str, dtype: torch.dtype) -> int:
     from diffusers import StableVideoDiffusionPipeline, UNetSpatioTemporalConditionModel
 
     from svdpp.models.checkpoint import find_checkpoint
-    from svdpp.models.svd.load import silence_libraries
+    from svdpp.models.loading import silence_libraries
 
     silence_libraries()
     demo = find_checkpoint(ModelConfig(name="demo")).folder

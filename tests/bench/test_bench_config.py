@@ -11,7 +11,7 @@ import yaml
 
 from svdpp.bench.config import BenchConfig, read_grid, shipped
 from svdpp.cli.bench_fields import pipeline_config
-from svdpp.config import ModelConfig, PipelineConfig, SamplingConfig
+from svdpp.config import ModelConfig, PipelineConfig, SvdSampling
 from svdpp.errors import InputError, RequestError
 
 
@@ -130,7 +130,7 @@ def test_what_was_resolved_is_a_configuration_again(tmp_path: Path) -> None:
     config = PipelineConfig(
         world_size=2,
         model=ModelConfig(name="demo", dtype="bf16"),
-        sampling=SamplingConfig(num_inference_steps=4, num_frames=8, decode_chunk_size=8),
+        sampling=SvdSampling(num_inference_steps=4, num_frames=8, decode_chunk_size=8),
         num_threads=3,
     )
     resolved = point.resolved(config)

@@ -10,7 +10,7 @@ from svdpp.bench.config import read_grid
 from svdpp.bench.costs import costs_of
 from svdpp.bench.names import DATA_PARALLEL, PIPELINE
 from svdpp.bench.runner import Bench, Round
-from svdpp.config import DraftConfig, ModelConfig, PipelineConfig, SamplingConfig
+from svdpp.config import DraftConfig, ModelConfig, PipelineConfig, SvdSampling
 from svdpp.driver.trace import Trace
 from svdpp.plan.layout import Layout
 from svdpp.worker.messages import ActionDone, StepDone, TransferDone
@@ -23,7 +23,7 @@ def _bench(device: str, world_size: int) -> Bench:
     config = PipelineConfig(
         world_size=world_size,
         model=ModelConfig(name="dummy"),
-        sampling=SamplingConfig(num_inference_steps=world_size),
+        sampling=SvdSampling(num_inference_steps=world_size),
     )
     one = Bench(point, config)
     one.config = replace(config, device=device)

@@ -25,7 +25,7 @@ from svdpp.bench.runner import (
 )
 from svdpp.cli.bench_report import show_summary
 from svdpp.cli.console import Console
-from svdpp.config import DraftConfig, ModelConfig, PipelineConfig, SamplingConfig
+from svdpp.config import DraftConfig, ModelConfig, PipelineConfig, SvdSampling
 from svdpp.driver.trace import Trace
 from svdpp.errors import InputError, OutOfMemoryError
 from svdpp.plan.costs import Costs
@@ -36,7 +36,7 @@ def _config(name: str = "dummy", **layout: object) -> PipelineConfig:
     return PipelineConfig(
         world_size=2,
         model=ModelConfig(name=name),
-        sampling=SamplingConfig(num_inference_steps=2, num_frames=2, decode_chunk_size=2),
+        sampling=SvdSampling(num_inference_steps=2, num_frames=2, decode_chunk_size=2),
         **layout,  # type: ignore[arg-type]
     )
 

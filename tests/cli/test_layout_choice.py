@@ -8,7 +8,7 @@ import pytest
 
 from svdpp.cli.options.layout import LayoutOptions
 from svdpp.cli.request import default_world
-from svdpp.config import ModelConfig, PipelineConfig, SamplingConfig, sampling_defaults
+from svdpp.config import ModelConfig, PipelineConfig, SvdSampling, sampling_defaults
 from svdpp.diagnostics.memory_estimate import CUDA_PROCESS_BYTES, memory_of_devices
 from svdpp.errors import RequestError
 from svdpp.plan.costs import Costs
@@ -30,7 +30,7 @@ def test_what_is_given_is_taken_and_the_rest_left_to_the_default() -> None:
     shape, why = given.settings(**COUNTS)
     assert shape == {"split": "dithered", "decoders": 2, "costs": PRESETS["svd-xt-a100"]}
     assert why == ""
-    config = PipelineConfig(world_size=4, sampling=SamplingConfig(num_inference_steps=25), **shape)
+    config = PipelineConfig(world_size=4, sampling=SvdSampling(num_inference_steps=25), **shape)
     assert str(config.layout) == "1 replica of 4 ranks, dithered, 2 decoders"
     steps, _ = LayoutOptions().settings(**{**COUNTS, "decodes": False})
     assert steps == {"costs": Costs()}
@@ -97,7 +97,7 @@ def test_data_parallel_is_as_many_replicas_as_ranks() -> None:
 
 def test_what_devices_have_and_the_model_needs() -> None:
     model = ModelConfig(name="demo", dtype="fp16")
-    sampling = SamplingConfig(**sampling_defaults("demo"))
+    sampling = SvdSampling(**sampling_defaults("demo"))
     free = {"cuda:0": 8 * 2**30, "cuda:1": 6 * 2**30}
     needs, has = memory_of_devices(model, sampling, "cuda", 2, free.__getitem__)
     nccl_bytes = 200_000_000  # a pair of ranks on each side

@@ -12,7 +12,7 @@ from rich.console import Console as RichConsole
 
 from svdpp.cli.console import Console
 from svdpp.cli.run_report import announce_look, print_clips
-from svdpp.config import ModelConfig, PipelineConfig, SamplingConfig, VideoFormat
+from svdpp.config import ModelConfig, PipelineConfig, SvdSampling, VideoFormat
 from svdpp.driver.jobs import OutputPolicy
 from svdpp.launch import fork_server
 from svdpp.worker.peak_memory import MemoryPressure
@@ -83,7 +83,7 @@ def test_what_takes_a_while_and_what_will_not_be_kept(
         world_size=world_size,
         replicas=replicas,
         model=ModelConfig(name="demo"),
-        sampling=SamplingConfig(num_inference_steps=4),
+        sampling=SvdSampling(num_inference_steps=4),
     )
     announce_look(console, config, policy, num_there)
     assert heard.getvalue().splitlines() == words

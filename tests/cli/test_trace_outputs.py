@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from svdpp.cli.trace_outputs import TraceOutputs
-from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SamplingConfig
+from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SvdSampling
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import RankError
 from svdpp.worker.fault_injection import InjectedFault
@@ -79,7 +79,7 @@ def test_a_run_that_fails_leaves_what_was_measured_until_then(tmp_path: Path) ->
     config = PipelineConfig(
         world_size=2,
         model=ModelConfig(name="dummy", dummy_latent_shape=(1, 4, 2, 8, 8)),
-        sampling=SamplingConfig(num_inference_steps=2),
+        sampling=SvdSampling(num_inference_steps=2),
     )
     pipeline = Pipeline(config, fault=InjectedFault.parse("raise@rank1.clip1"))
     trace_outputs = TraceOutputs(trace=tmp_path / "trace.json")

@@ -92,7 +92,7 @@ def test_another_protocol_version_is_named_with_the_mend() -> None:
     struct.pack_into("<H", data, 8, 7)
     with pytest.raises(TransportError) as caught:
         Header.unpack(bytes(data))
-    assert "protocol 7, this rank 3" in caught.value.message
+    assert "protocol 7, this rank 4" in caught.value.message
     assert "same svdpp version" in caught.value.hint
 
 
@@ -114,5 +114,5 @@ def test_a_time_that_is_none_is_refused(field: str, value: float) -> None:
 
 
 def test_short_headers_are_refused() -> None:
-    with pytest.raises(TransportError, match="1024 bytes, got 3"):
+    with pytest.raises(TransportError, match="2048 bytes, got 3"):
         Header.unpack(b"abc")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SamplingConfig
+from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SvdSampling
 from svdpp.diagnostics.chrome_trace import trace_events, write_chrome_trace
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.trace import Trace
@@ -136,7 +136,7 @@ def test_the_trace_of_real_ranks_holds_every_step_and_hop(tmp_path: Path) -> Non
     config = PipelineConfig(
         world_size=2,
         model=ModelConfig(name="dummy", dummy_latent_shape=(1, 4, 2, 8, 8)),
-        sampling=SamplingConfig(num_inference_steps=4),
+        sampling=SvdSampling(num_inference_steps=4),
     )
     with Pipeline(config) as pipeline:
         pipeline.run([ClipRequest(seed=seed) for seed in range(3)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from svdpp.config import ModelConfig, PipelineConfig, SamplingConfig
+from svdpp.config import ModelConfig, PipelineConfig, SvdSampling
 from svdpp.diagnostics.cost_profile import Profile, _Measured, _moving_photo
 from svdpp.diagnostics.rank_probe import LinkSpeed
 from svdpp.worker.messages import ActionDone, StepDone, TransferDone
@@ -14,7 +14,7 @@ def _profile(device: str, *steps: float) -> Profile:
     config = PipelineConfig(
         world_size=len(steps),
         model=ModelConfig(name="dummy"),
-        sampling=SamplingConfig(num_inference_steps=len(steps)),
+        sampling=SvdSampling(num_inference_steps=len(steps)),
         device=device,
     )
     return Profile(config, step_seconds=list(steps))
@@ -67,7 +67,7 @@ def test_the_first_clip_warms_up_and_does_not_count() -> None:
 
 
 def test_the_clip_whose_writing_is_timed_moves() -> None:
-    sampling = SamplingConfig(num_inference_steps=1, height=32, width=48, num_frames=3)
+    sampling = SvdSampling(num_inference_steps=1, height=32, width=48, num_frames=3)
     config = PipelineConfig(world_size=1, model=ModelConfig(name="demo"), sampling=sampling)
 
     frames = _moving_photo(config)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from svdpp.config import DEMO_SAMPLING, ModelConfig, PipelineConfig, SamplingConfig
+from svdpp.config import DEMO_SAMPLING, ModelConfig, PipelineConfig, SvdSampling
 from svdpp.diagnostics import decode_chunk
 from svdpp.diagnostics.decode_chunk import (
     DecodeMemory,
@@ -21,10 +21,10 @@ from svdpp.diagnostics.decode_chunk import (
     measure_decode,
 )
 from svdpp.diagnostics.memory_estimate import CUDA_PROCESS_BYTES
-from svdpp.driver.pipeline import resolve
+from svdpp.driver.resolve import resolve
 from svdpp.errors import OutOfMemoryError, RequestError
 from svdpp.launch import fork_server
-from svdpp.models.svd.memory import estimate
+from svdpp.models.memory import estimate
 from svdpp.plan.layout import Roles
 from tests.cli.shell import DEMO, PHOTO, TINY, svdpp_alone
 
@@ -63,7 +63,7 @@ def test_peak_is_what_is_taken_and_given_back() -> None:
 @pytest.mark.long
 @pytest.mark.processes
 def test_measured_memory_grows_with_the_frames_and_their_size() -> None:
-    sampling = SamplingConfig(**DEMO_SAMPLING)
+    sampling = SvdSampling(**DEMO_SAMPLING)
     config = PipelineConfig(world_size=2, model=ModelConfig(name="demo"), sampling=sampling)
     small = measure_decode(config)
     large = measure_decode(replace(config, sampling=replace(sampling, height=256, width=256)))
@@ -80,7 +80,7 @@ def test_the_other_ranks_of_a_shared_gpu_take_weights_and_a_process() -> None:
     config = PipelineConfig(
         world_size=3,
         model=ModelConfig(name="demo"),
-        sampling=SamplingConfig(num_inference_steps=27),
+        sampling=SvdSampling(num_inference_steps=27),
         device="cuda:0",
     )
     config, checkpoint = resolve(config)

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from svdpp.config import ModelConfig, PipelineConfig, SamplingConfig
+from svdpp.config import ModelConfig, PipelineConfig, SvdSampling
 from svdpp.diagnostics import rank_probe
 from svdpp.diagnostics.memory_estimate import estimate_ranks
-from svdpp.driver.pipeline import resolve
+from svdpp.driver.resolve import resolve
 from svdpp.errors import InputError, RankError
 from svdpp.launch.group import RankContext
 from svdpp.plan.schedule import build_schedule
@@ -19,7 +19,7 @@ def _dummy(world_size: int) -> PipelineConfig:
     return PipelineConfig(
         world_size=world_size,
         model=ModelConfig(name="dummy", dummy_latent_shape=(1, 4, 8, 64, 64)),
-        sampling=SamplingConfig(num_inference_steps=world_size),
+        sampling=SvdSampling(num_inference_steps=world_size),
     )
 
 
@@ -81,7 +81,7 @@ def test_a_step_done_twice_gives_the_same_bits() -> None:
 
 
 def test_ranks_hold_what_their_actions_need() -> None:
-    sampling = SamplingConfig(num_inference_steps=3, height=32, width=32, num_frames=2)
+    sampling = SvdSampling(num_inference_steps=3, height=32, width=32, num_frames=2)
     config = PipelineConfig(world_size=3, model=ModelConfig(name="demo"), sampling=sampling)
     schedule = build_schedule(config.layout.routes(range(4)), 3)
 

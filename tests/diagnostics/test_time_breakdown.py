@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SamplingConfig
+from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SvdSampling
 from svdpp.diagnostics.time_breakdown import overrun, time_breakdown
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.trace import Trace
@@ -100,7 +100,7 @@ def test_the_parts_of_real_ranks_add_up(layout: dict[str, int]) -> None:
     config = PipelineConfig(
         world_size=3,
         model=ModelConfig(name="dummy", dummy_latent_shape=(1, 4, 2, 8, 8), dummy_sleeps=True),
-        sampling=SamplingConfig(num_inference_steps=6),
+        sampling=SvdSampling(num_inference_steps=6),
         costs=Costs(step_seconds=0.1, encode_seconds=0.1, decode_seconds=0.2),
         **layout,  # type: ignore[arg-type]
     )

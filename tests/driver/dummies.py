@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SamplingConfig
+from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SvdSampling
 from svdpp.driver.pipeline import Pipeline
 
 #: Far longer than any of these tests takes; a wait of this length is a hang.
@@ -17,7 +17,7 @@ def config(world_size: int = 2, *, steps: int = 4, **changes: Any) -> PipelineCo
     plain = PipelineConfig(
         world_size=world_size,
         model=ModelConfig(name="dummy", dummy_latent_shape=(1, 4, 2, 8, 8)),
-        sampling=SamplingConfig(num_inference_steps=steps),
+        sampling=SvdSampling(num_inference_steps=steps),
     )
     return replace(plain, **changes)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from svdpp.config import ClipRequest, DraftConfig, OutputConfig, SamplingConfig
+from svdpp.config import ClipRequest, DraftConfig, OutputConfig, SvdSampling
 from svdpp.driver.clip_configs import ClipConfigs
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import RequestError
@@ -100,7 +100,7 @@ def test_the_pipelines_own_values_fill_those_that_a_clip_leaves_open() -> None:
 @pytest.mark.processes
 def test_what_a_pipeline_cannot_run_is_refused_by_name() -> None:
     def clip(steps: int) -> ClipRequest:
-        return ClipRequest(seed=0, sampling=SamplingConfig(num_inference_steps=steps))
+        return ClipRequest(seed=0, sampling=SvdSampling(num_inference_steps=steps))
 
     with Pipeline(config(2)) as pipeline:
         with pytest.raises(RequestError, match="5 steps cannot be split evenly over 2 ranks"):

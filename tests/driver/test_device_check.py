@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SamplingConfig
+from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SvdSampling
 from svdpp.driver.device_check import DeviceCheck
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import RequestError
@@ -59,7 +59,7 @@ def test_clips_of_mixed_devices_are_not_called_exact() -> None:
     config = PipelineConfig(
         world_size=2,
         model=ModelConfig(name="dummy", dummy_latent_shape=(1, 4, 2, 8, 8)),
-        sampling=SamplingConfig(num_inference_steps=2),
+        sampling=SvdSampling(num_inference_steps=2),
         allow_mixed_devices=True,
     )
     pipeline = Pipeline(config)

@@ -18,7 +18,7 @@ from svdpp.config import (
     ModelConfig,
     OutputConfig,
     PipelineConfig,
-    SamplingConfig,
+    SvdSampling,
 )
 from svdpp.diagnostics.draft_simulator import DraftSimulator
 from svdpp.driver.pipeline import Pipeline
@@ -45,7 +45,7 @@ def _dummy(start_steps: tuple[int, ...], num_steps: int = 28) -> PipelineConfig:
     return PipelineConfig(
         world_size=len(start_steps),
         model=ModelConfig(name="dummy", dummy_latent_shape=SHAPE),
-        sampling=SamplingConfig(num_inference_steps=num_steps),
+        sampling=SvdSampling(num_inference_steps=num_steps),
         draft=DraftConfig(start_steps=start_steps),
     )
 
@@ -53,7 +53,7 @@ def _dummy(start_steps: tuple[int, ...], num_steps: int = 28) -> PipelineConfig:
 def _svd(
     model: str, start_steps: tuple[int, ...], num_steps: int, *, accept_psnr_db: float | None = None
 ) -> PipelineConfig:
-    sampling = SamplingConfig(
+    sampling = SvdSampling(
         num_inference_steps=num_steps, height=64, width=64, num_frames=2, max_guidance_scale=1.1
     )
     return PipelineConfig(

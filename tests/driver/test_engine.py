@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from svdpp.config import ClipRequest, LatentSpec, ModelConfig, PipelineConfig, SamplingConfig
+from svdpp.config import ClipRequest, LatentSpec, ModelConfig, PipelineConfig, SvdSampling
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import RankError
 from svdpp.launch import fork_server
@@ -34,7 +34,7 @@ def _config(world_size: int, steps: int = 28, **changes: object) -> PipelineConf
     config = PipelineConfig(
         world_size=world_size,
         model=ModelConfig(name="dummy", dummy_latent_shape=SHAPE),
-        sampling=SamplingConfig(num_inference_steps=steps),
+        sampling=SvdSampling(num_inference_steps=steps),
     )
     return replace(config, **changes)  # type: ignore[arg-type]
 

@@ -17,7 +17,7 @@ from svdpp.config import (
     ModelConfig,
     OutputConfig,
     PipelineConfig,
-    SamplingConfig,
+    SvdSampling,
     VideoFormat,
 )
 from svdpp.driver.existing_outputs import taken_places
@@ -26,6 +26,7 @@ from svdpp.driver.run_manifest import RunManifest
 from svdpp.errors import OutputError, RequestError
 from svdpp.media import output_files, video
 from svdpp.media.image import Photo, read_photo
+from svdpp.media.inputs import ClipInput
 from svdpp.models.checkpoint import find_checkpoint
 from svdpp.worker.clip_metadata import clip_metadata
 from tests.cli.shell import DEMO, PHOTO, TINY, svdpp_here
@@ -33,7 +34,7 @@ from tests.cli.shell import DEMO, PHOTO, TINY, svdpp_here
 CONFIG = PipelineConfig(
     world_size=2,
     model=ModelConfig(name="demo"),
-    sampling=SamplingConfig(num_inference_steps=2, height=32, width=32, num_frames=2),
+    sampling=SvdSampling(num_inference_steps=2, height=32, width=32, num_frames=2),
 )
 CONFIG = replace(CONFIG, sampling=CONFIG.sampling.resolved(model_frames=14))
 
@@ -47,7 +48,7 @@ def _finish(
     photo: Photo, output: OutputConfig, config: PipelineConfig = CONFIG, **more: Any
 ) -> dict[str, Any]:
     """Writes a clip as a run would; returns its JSON."""
-    record = clip_metadata(photo, 0, output, config, find_checkpoint(config.model))
+    record = clip_metadata(ClipInput(photo), 0, output, config, find_checkpoint(config.model))
     record |= {"latents_sha256": "0" * 64, "frames_sha256": "0" * 64, **more}
     Path(output.path).parent.mkdir(exist_ok=True)
     frames = np.random.default_rng(0).integers(0, 256, (2, 32, 32, 3), np.uint8)
@@ -57,8 +58,8 @@ def _finish(
 
 
 def _plan(photo: Photo, policy: OutputPolicy, config: PipelineConfig = CONFIG) -> ClipPlan:
-    check_outputs([photo], [0], policy)
-    return plan_clips([photo], [0], policy, config, find_checkpoint(config.model))
+    check_outputs([ClipInput(photo)], [0], policy)
+    return plan_clips([ClipInput(photo)], [0], policy, config, find_checkpoint(config.model))
 
 
 def _other_fps(config: PipelineConfig) -> PipelineConfig:
@@ -217,7 +218,7 @@ EXACT = replace(DRAFTING, draft=replace(DRAFT, accept_psnr_db=None))
 
 
 def _check(photo: Photo, policy: OutputPolicy, config: PipelineConfig = DRAFTING) -> None:
-    check_outputs([photo], [0], policy, config.draft)
+    check_outputs([ClipInput(photo)], [0], policy, config.draft)
 
 
 def test_a_folder_of_somebody_elses_in_the_drafts_place_is_refused(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SamplingConfig
+from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SvdSampling
 from svdpp.driver.pipeline import Pipeline
 from svdpp.media.examples import example_photos
 from svdpp.plan.actions import Action
@@ -23,7 +23,7 @@ UNLIKE_RANKS = Costs(step_seconds=(1.0, 3.0, 2.0), encode_seconds=0.5)
 DUMMY = PipelineConfig(
     world_size=1,
     model=ModelConfig(name="dummy", dummy_latent_shape=(1, 4, 2, 8, 8)),
-    sampling=SamplingConfig(num_inference_steps=7),
+    sampling=SvdSampling(num_inference_steps=7),
 )
 LAYOUTS: dict[str, dict[str, Any]] = {
     "more ranks than steps": {"world_size": 9, "split": "balanced"},
@@ -89,7 +89,7 @@ def test_svd_is_bitwise_diffusers(
     folder = save_tiny_checkpoint(tmp_path_factory.mktemp("tiny") / "model")
     config = PipelineConfig(
         model=ModelConfig(name=str(folder)),
-        sampling=SamplingConfig(num_inference_steps=4, height=64, width=64, num_frames=3),
+        sampling=SvdSampling(num_inference_steps=4, height=64, width=64, num_frames=3),
         **layout,
     )
     photo = str(example_photos()[0])

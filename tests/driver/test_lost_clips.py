@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from svdpp.config import ClipRequest, ModelConfig, OutputConfig, PipelineConfig, SamplingConfig
+from svdpp.config import ClipRequest, ModelConfig, OutputConfig, PipelineConfig, SvdSampling
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.run_manifest import RunManifest
 from svdpp.errors import InputError, NotFiniteError, OutputError, RankError, error_to_dict
@@ -25,13 +25,13 @@ def _dummy(world_size: int = 3, *, checksum: bool = False) -> PipelineConfig:
     return PipelineConfig(
         world_size=world_size,
         model=ModelConfig(name="dummy", dummy_latent_shape=SHAPE),
-        sampling=SamplingConfig(num_inference_steps=6),
+        sampling=SvdSampling(num_inference_steps=6),
         checksum=checksum,
     )
 
 
 def _demo(folder: Path, num_clips: int) -> tuple[PipelineConfig, list[ClipRequest]]:
-    sampling = SamplingConfig(
+    sampling = SvdSampling(
         num_inference_steps=2, height=64, width=64, num_frames=2, max_guidance_scale=1.0
     )
     requests = [

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SamplingConfig
+from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SvdSampling
 from svdpp.driver import memory_check, rank_launcher, rank_task
 from svdpp.driver.memory_check import check_memory
-from svdpp.driver.pipeline import Pipeline, resolve
+from svdpp.driver.pipeline import Pipeline
+from svdpp.driver.resolve import resolve
 from svdpp.errors import OutOfMemoryError
 from svdpp.plan.layout import Roles
 from svdpp.verification.reference import run_reference
@@ -22,7 +23,7 @@ DENOISE = Roles(encode=False, denoise=True, decode=False)
 def _config(world_size: int = 2, **sampling: int) -> PipelineConfig:
     sizes = {"height": 256, "width": 256, "num_frames": 14, "num_inference_steps": 4, **sampling}
     return PipelineConfig(
-        world_size=world_size, model=ModelConfig(name="demo"), sampling=SamplingConfig(**sizes)
+        world_size=world_size, model=ModelConfig(name="demo"), sampling=SvdSampling(**sizes)
     )
 
 

@@ -18,7 +18,7 @@ from svdpp.config import (
     ModelConfig,
     OutputConfig,
     PipelineConfig,
-    SamplingConfig,
+    SvdSampling,
 )
 from svdpp.driver import hosts
 from svdpp.driver.jobs import ClipPlan, OutputPolicy
@@ -26,6 +26,7 @@ from svdpp.driver.shared_settings import shared_settings, silence_limit
 from svdpp.errors import OutputError, RequestError, SvdppError
 from svdpp.media import output_files, video
 from svdpp.media.image import read_photo
+from svdpp.media.inputs import ClipInput
 from svdpp.models.checkpoint import find_checkpoint
 from svdpp.worker.clip_metadata import clip_metadata
 from tests.cli.shell import PHOTO
@@ -33,7 +34,7 @@ from tests.cli.shell import PHOTO
 CONFIG = PipelineConfig(
     world_size=2,
     model=ModelConfig(name="demo"),
-    sampling=SamplingConfig(num_inference_steps=2, height=32, width=32, num_frames=2),
+    sampling=SvdSampling(num_inference_steps=2, height=32, width=32, num_frames=2),
 )
 
 
@@ -48,7 +49,7 @@ def _plan(folder: Path, seeds: tuple[int, ...] = (1, 2), key: str | None = None)
             for seed, output in zip(seeds, outputs, strict=True)
         ],
         metadata=[
-            clip_metadata(photo, seed, output, config, checkpoint)
+            clip_metadata(ClipInput(photo), seed, output, config, checkpoint)
             for seed, output in zip(seeds, outputs, strict=True)
         ],
     )

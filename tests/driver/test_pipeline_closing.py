@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from svdpp.config import ClipRequest, ModelConfig, OutputConfig, PipelineConfig, SamplingConfig
+from svdpp.config import ClipRequest, ModelConfig, OutputConfig, PipelineConfig, SvdSampling
 from svdpp.driver import rank_session
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import ClosedError, Interrupted, RankError, SvdppError
@@ -191,7 +191,7 @@ def test_closing_while_the_ranks_start(tmp_path: Path) -> None:
 
 def test_a_clip_that_is_being_written_leaves_nothing_behind(tmp_path: Path) -> None:
     """The ranks are killed while they write, and their partly written files are removed."""
-    sampling = SamplingConfig(
+    sampling = SvdSampling(
         num_inference_steps=1, height=64, width=64, num_frames=14, max_guidance_scale=1.0
     )
     demo = PipelineConfig(world_size=1, model=ModelConfig(name="demo"), sampling=sampling)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from svdpp.config import ClipRequest, ModelConfig, OutputConfig, PipelineConfig, SamplingConfig
+from svdpp.config import ClipRequest, ModelConfig, OutputConfig, PipelineConfig, SvdSampling
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import ClosedError, NotFiniteError, RequestError
 from svdpp.media.examples import example_photos
@@ -146,7 +146,7 @@ def test_a_single_request_gives_a_single_handle_and_result() -> None:
 
 @pytest.mark.processes
 def test_a_clip_without_an_image_is_refused_where_the_model_starts_from_one() -> None:
-    sampling = SamplingConfig(
+    sampling = SvdSampling(
         num_inference_steps=2, height=64, width=64, num_frames=2, max_guidance_scale=1.0
     )
     demo = PipelineConfig(world_size=2, model=ModelConfig(name="demo"), sampling=sampling)

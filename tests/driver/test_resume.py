@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from svdpp.comm.packet import Packet
-from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SamplingConfig, TensorSpec
+from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SvdSampling, TensorSpec
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import InputError, RankError
 from svdpp.models import determinism
@@ -32,7 +32,7 @@ def _config(world_size: int) -> PipelineConfig:
     return PipelineConfig(
         world_size=world_size,
         model=ModelConfig(name="dummy", dummy_latent_shape=SHAPE),
-        sampling=SamplingConfig(num_inference_steps=28),
+        sampling=SvdSampling(num_inference_steps=28),
     )
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from svdpp.config import ClipRequest, DraftConfig, ModelConfig, PipelineConfig, SamplingConfig
+from svdpp.config import ClipRequest, DraftConfig, ModelConfig, PipelineConfig, SvdSampling
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import RankError
 from svdpp.worker.messages import ClipDone, Event, Heartbeat, StepDone
@@ -39,12 +39,12 @@ pytestmark = [pytest.mark.processes, pytest.mark.long]
 DUMMY = PipelineConfig(
     world_size=WORLD_SIZE,
     model=ModelConfig(name="dummy", dummy_latent_shape=(1, 4, 2, 8, 8)),
-    sampling=SamplingConfig(num_inference_steps=6),
+    sampling=SvdSampling(num_inference_steps=6),
 )
 DEMO = replace(
     DUMMY,
     model=ModelConfig(name="demo"),
-    sampling=SamplingConfig(
+    sampling=SvdSampling(
         num_inference_steps=3, num_frames=NUM_FRAMES, height=64, width=64, max_guidance_scale=1.1
     ),
 )

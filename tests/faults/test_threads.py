@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SamplingConfig
+from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SvdSampling
 from svdpp.errors import RequestError
 from svdpp.verification.verify import compare, run_pipelined, run_sequential
 from tests.cli.shell import assert_error, svdpp_alone, svdpp_here
@@ -32,7 +32,7 @@ def test_one_thread_against_two_is_refused_whatever_the_tolerance(tmp_path: Path
     one = PipelineConfig(
         world_size=2,
         model=ModelConfig(name="dummy", dummy_latent_shape=(1, 4, 2, 8, 8)),
-        sampling=SamplingConfig(num_inference_steps=2),
+        sampling=SvdSampling(num_inference_steps=2),
     )
     requests = [ClipRequest(seed=0)]
     run_pipelined(one, requests, tmp_path)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from svdpp.config import ModelConfig, PipelineConfig, SamplingConfig
+from svdpp.config import ModelConfig, PipelineConfig, SamplingConfig, SvdSampling
 from svdpp.diagnostics.environment import environment
 from svdpp.launch import gpus
 
@@ -64,7 +64,7 @@ class Machine:
         """Small clips for the demo model."""
         size = 64 if self.is_rehearsal else 256
         chosen = {"height": size, "width": size, "num_frames": 4, "max_guidance_scale": 1.1}
-        return SamplingConfig(**{**chosen, **changes})
+        return SvdSampling(**{**chosen, **changes})
 
 
 def find_machine() -> Machine:

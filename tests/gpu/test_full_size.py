@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SamplingConfig
+from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SvdSampling
 from svdpp.diagnostics.memory_estimate import estimate_ranks
 from svdpp.media.examples import example_photos
 from svdpp.plan.schedule import build_schedule
@@ -58,7 +58,7 @@ def _config(machine: Machine, folder: Path, world_size: int = 2) -> PipelineConf
     return PipelineConfig(
         world_size=world_size,
         model=ModelConfig(name=str(folder), dtype=machine.dtype),
-        sampling=SamplingConfig(num_inference_steps=4, decode_chunk_size=chunk, **size),
+        sampling=SvdSampling(num_inference_steps=4, decode_chunk_size=chunk, **size),
         device=machine.shared,
     )
 
@@ -113,9 +113,9 @@ _STEP_AND_DECODE = """
 import hashlib, json, sys
 import torch
 from svdpp.comm import streams
-from svdpp.config import ModelConfig, PipelineConfig, SamplingConfig
+from svdpp.config import ModelConfig, PipelineConfig, SvdSampling
 from svdpp.diagnostics import rank_probe
-from svdpp.driver.pipeline import resolve
+from svdpp.driver.resolve import resolve
 from svdpp.models.base import LATENTS
 from svdpp.plan.layout import Roles
 from svdpp.worker.rank import load_model
@@ -125,7 +125,7 @@ streams.use_device(device)
 torch.set_num_threads(1)
 exec(asked["flag"])
 model = ModelConfig(name=asked["folder"], dtype=asked["dtype"])
-sampling = SamplingConfig(num_inference_steps=4, **asked["sampling"])
+sampling = SvdSampling(num_inference_steps=4, **asked["sampling"])
 config = PipelineConfig(world_size=1, model=model, sampling=sampling, device=asked["device"])
 config, checkpoint = resolve(config)
 model = load_model(config, checkpoint, str(device), Roles(encode=False, denoise=True, decode=True))

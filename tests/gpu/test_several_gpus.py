@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from svdpp.config import ClipRequest, DraftConfig, ModelConfig, PipelineConfig, SamplingConfig
+from svdpp.config import ClipRequest, DraftConfig, ModelConfig, PipelineConfig, SvdSampling
 from svdpp.diagnostics import rank_probe
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import RankError
@@ -42,7 +42,7 @@ def _full_size(machine: Machine, folder: Path, **changes: Any) -> PipelineConfig
     return PipelineConfig(
         world_size=machine.world_size,
         model=ModelConfig(name=str(folder), dtype=machine.dtype),
-        sampling=SamplingConfig(num_inference_steps=14, decode_chunk_size=8, **size),
+        sampling=SvdSampling(num_inference_steps=14, decode_chunk_size=8, **size),
         device=machine.own,
         **changes,
     )

@@ -36,7 +36,7 @@ def test_a_server_ends_if_its_starter_ended_before_its_first_import(tmp_path: Pa
 
 _START_IN_A_FOLDER_THAT_GOES = """
 import os
-from svdpp import ClipRequest, ModelConfig, Pipeline, PipelineConfig, SamplingConfig
+from svdpp import ClipRequest, ModelConfig, Pipeline, PipelineConfig, SvdSampling
 from svdpp.launch import fork_server
 
 if __name__ == "__main__":
@@ -48,7 +48,7 @@ if __name__ == "__main__":
     config = PipelineConfig(
         world_size=1,
         model=ModelConfig(name="dummy", dummy_latent_shape=(1, 4, 2, 8, 8)),
-        sampling=SamplingConfig(num_inference_steps=1),
+        sampling=SvdSampling(num_inference_steps=1),
     )
     with Pipeline(config) as pipeline:
         pipeline.run(ClipRequest(seed=0))
@@ -68,7 +68,7 @@ def test_a_server_outlives_the_folder_it_was_started_in(tmp_path: Path) -> None:
 
 _START_RANKS = """
 import os, sys
-from svdpp.config import ModelConfig, PipelineConfig, SamplingConfig
+from svdpp.config import ModelConfig, PipelineConfig, SvdSampling
 from svdpp.driver.pipeline import Pipeline
 from svdpp.launch import fork_server
 
@@ -77,7 +77,7 @@ if __name__ == "__main__":
     config = PipelineConfig(
         world_size=1,
         model=ModelConfig(name="demo"),
-        sampling=SamplingConfig(num_inference_steps=1, num_frames=2, height=32, width=32),
+        sampling=SvdSampling(num_inference_steps=1, num_frames=2, height=32, width=32),
     )
     fork_server.start_method = lambda device: sys.argv[1]
     with Pipeline(config):

@@ -11,8 +11,8 @@ from PIL import Image
 from svdpp.config import ModelConfig, SamplingConfig
 from svdpp.models.base import Frames
 from svdpp.models.checkpoint import find_checkpoint
+from svdpp.models.loading import torch_dtype
 from svdpp.models.svd.decode import stack_frames
-from svdpp.models.svd.load import torch_dtype
 
 
 def latents_and_frames(

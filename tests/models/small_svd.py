@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from svdpp.config import ModelConfig, PipelineConfig, SamplingConfig, sampling_defaults
+from svdpp.config import ModelConfig, PipelineConfig, SvdSampling, sampling_defaults
 
 
 def small_svd(world_size: int, *, steps: int = 6, **changes: Any) -> PipelineConfig:
@@ -13,6 +13,6 @@ def small_svd(world_size: int, *, steps: int = 6, **changes: Any) -> PipelineCon
     return PipelineConfig(
         world_size=world_size,
         model=ModelConfig(name="demo"),
-        sampling=SamplingConfig(num_inference_steps=steps, **values),
+        sampling=SvdSampling(num_inference_steps=steps, **values),
         **changes,
     )

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from svdpp.config import Dtype, ModelConfig, SamplingConfig
+from svdpp.config import Dtype, ModelConfig, SamplingConfig, SvdSampling
 from svdpp.models.checkpoint import Checkpoint, find_checkpoint
+from svdpp.models.memory import estimate
 from svdpp.models.memory_bound import activation_bound, weight_bytes
-from svdpp.models.svd.memory import estimate
 
 #: The configs of stabilityai/stable-video-diffusion-img2vid-xt, as far as sizes go.
 _XT: dict[str, dict[str, Any]] = {
@@ -70,9 +70,7 @@ def test_the_bound_lies_above_the_demos_estimate(
     height: int, width: int, frames: int, chunk: int, dtype: Dtype
 ) -> None:
     model = ModelConfig(name="demo", dtype=dtype)
-    sampling = SamplingConfig(
-        height=height, width=width, num_frames=frames, decode_chunk_size=chunk
-    )
+    sampling = SvdSampling(height=height, width=width, num_frames=frames, decode_chunk_size=chunk)
     checkpoint = find_checkpoint(model)
     peak = max(_peaks(checkpoint, model, sampling))
     assert peak < activation_bound(checkpoint, model, sampling) < 5 * peak + 2**29
@@ -80,7 +78,7 @@ def test_the_bound_lies_above_the_demos_estimate(
 
 @pytest.mark.parametrize("chunk", [1, pytest.param(25, marks=pytest.mark.long)])
 def test_the_bound_lies_above_the_estimate_for_svd_xt(xt: ModelConfig, chunk: int) -> None:
-    sampling = SamplingConfig(num_frames=25, decode_chunk_size=chunk)
+    sampling = SvdSampling(num_frames=25, decode_chunk_size=chunk)
     checkpoint = find_checkpoint(xt, weights=False)
     peak = max(_peaks(checkpoint, xt, sampling))
     assert peak < activation_bound(checkpoint, xt, sampling) < 3 * peak
@@ -89,14 +87,14 @@ def test_the_bound_lies_above_the_estimate_for_svd_xt(xt: ModelConfig, chunk: in
 @pytest.mark.parametrize("shape", [(1, 4, 14, 64, 64), (1, 1, 2, 8, 8), (2, 16, 8, 32, 32)])
 def test_the_bound_lies_above_the_dummys_estimate(shape: tuple[int, ...]) -> None:
     model = ModelConfig(name="dummy", dummy_latent_shape=shape)
-    (peak,) = _peaks(None, model, SamplingConfig())
-    assert peak < activation_bound(None, model, SamplingConfig()) < 25 * peak
+    (peak,) = _peaks(None, model, SvdSampling())
+    assert peak < activation_bound(None, model, SvdSampling()) < 25 * peak
 
 
 def test_ranks_share_the_weights_of_files_that_have_the_dtype() -> None:
     model = ModelConfig(name="demo")
     checkpoint = find_checkpoint(model)
-    sampling = SamplingConfig(height=64, width=64, num_frames=2, decode_chunk_size=2)
+    sampling = SvdSampling(height=64, width=64, num_frames=2, decode_chunk_size=2)
     parts = estimate(checkpoint, model, sampling, device="cpu")
     assert parts.encode is not None
     assert parts.decode is not None

@@ -15,18 +15,18 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from svdpp.config import ModelConfig, SamplingConfig
+from svdpp.config import ModelConfig, SvdSampling
 from svdpp.models.base import LATENTS
 from svdpp.models.checkpoint import find_checkpoint
 from svdpp.models.dummy import DummyUNet
 from svdpp.models.live_bytes import LiveBytes
+from svdpp.models.memory import MemoryEstimate, PartMemory, estimate
 from svdpp.models.svd import load
-from svdpp.models.svd.memory import MemoryEstimate, PartMemory, estimate
 from svdpp.models.svd.model import SvdModel, load_svd
 from svdpp.plan.costs import Costs
 
 DEMO = ModelConfig(name="demo")
-SAMPLING = SamplingConfig(
+SAMPLING = SvdSampling(
     num_inference_steps=4, height=64, width=64, num_frames=6, decode_chunk_size=6
 )
 
@@ -180,7 +180,7 @@ def test_storages_count_once_and_until_they_are_freed() -> None:
 @pytest.mark.full
 def test_bare_process_bytes_include_the_libraries() -> None:
     code = (
-        "from svdpp.models.svd.memory import bare_process_bytes\n"
+        "from svdpp.models.memory import bare_process_bytes\n"
         "print(bare_process_bytes())\n"
         "print(*(line.split()[1] for line in open('/proc/self/status') if 'VmHWM' in line))"
     )

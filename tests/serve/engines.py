@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SamplingConfig
+from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SvdSampling
 from svdpp.driver.pipeline import Pipeline
 from svdpp.media.examples import example_photos
 from svdpp.plan.costs import Costs
@@ -24,7 +24,7 @@ from tests.driver.dummies import HANG_SECONDS
 from tests.faults.processes import wait_until
 
 STEPS = 8
-SAMPLING = SamplingConfig(num_inference_steps=STEPS, num_frames=2, decode_chunk_size=2)
+SAMPLING = SvdSampling(num_inference_steps=STEPS, num_frames=2, decode_chunk_size=2)
 
 
 def dummy_config(world_size: int = 2, step_seconds: float = 0.0, **changes: Any) -> PipelineConfig:
@@ -142,7 +142,7 @@ def latents(jobs: list[Job]) -> list[str]:
     return [job.metadata["latents_sha256"] for job in jobs]
 
 
-DEMO_SAMPLING = SamplingConfig(
+DEMO_SAMPLING = SvdSampling(
     num_inference_steps=4,
     height=64,
     width=64,

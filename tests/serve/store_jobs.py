@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from svdpp.config import SamplingConfig
+from svdpp.config import SvdSampling
 from svdpp.serve.job import Job, new_id
 from svdpp.serve.store import JobStore
 
-SAMPLING = SamplingConfig(num_inference_steps=4, num_frames=14)
+SAMPLING = SvdSampling(num_inference_steps=4, num_frames=14)
 
 
 def new_job(**values: Any) -> Job:

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from svdpp.config import SamplingConfig
+from svdpp.config import SvdSampling
 from svdpp.plan.costs import Costs
 from svdpp.plan.presets import PRESETS
 from svdpp.serve.cost_book import CostBook
 from svdpp.worker.messages import ActionDone, StepDone, TransferDone
 
-SAMPLING = SamplingConfig(num_frames=25)
+SAMPLING = SvdSampling(num_frames=25)
 HALF = replace(SAMPLING, width=512)
 
 

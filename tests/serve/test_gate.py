@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from svdpp.config import ModelConfig, PipelineConfig, SamplingConfig, sampling_defaults
+from svdpp.config import ModelConfig, PipelineConfig, SvdSampling, sampling_defaults
 from svdpp.driver import memory_check
-from svdpp.driver.pipeline import resolve
+from svdpp.driver.resolve import resolve
 from svdpp.errors import OutOfMemoryError, RequestError
 from svdpp.plan.presets import PRESETS
 from svdpp.serve.gate import ClipGate
 
 DUMMY = ModelConfig(name="dummy", dummy_sleeps=True)
-SAMPLING = SamplingConfig(num_frames=2, decode_chunk_size=2)
+SAMPLING = SvdSampling(num_frames=2, decode_chunk_size=2)
 COSTS = PRESETS["svd-xt-a100"]
 
 
@@ -40,7 +40,7 @@ def test_a_clip_that_is_larger_than_the_memory(monkeypatch: pytest.MonkeyPatch) 
         PipelineConfig(
             world_size=2,
             model=ModelConfig(name="demo"),
-            sampling=SamplingConfig(**sampling_defaults("demo")),
+            sampling=SvdSampling(**sampling_defaults("demo")),
             split="dithered",
             costs=COSTS,
         )

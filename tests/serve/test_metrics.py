@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from svdpp.config import SamplingConfig
+from svdpp.config import SvdSampling
 from svdpp.serve.job import Job, JobState, new_id
 from svdpp.worker.messages import ActionDone, Joined, StepDone, TransferDone
 
@@ -20,7 +20,7 @@ from svdpp.serve.metrics import Metrics, Sources
 JOB = Job(
     id=new_id(),
     seed=0,
-    sampling=SamplingConfig(num_frames=14),
+    sampling=SvdSampling(num_frames=14),
     photo="a.png",
     photo_name="a.png",
     photo_sha256="0" * 64,

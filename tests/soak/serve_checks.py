@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SamplingConfig
+from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SamplingConfig, SvdSampling
 from svdpp.driver.pipeline import Pipeline
 from svdpp.media.video import file_sha256
 from tests.soak.serve_clients import Request, photos
@@ -134,7 +134,7 @@ def _reference(asked: list[Request]) -> dict[tuple[int, ...], str]:
 
 
 def _sampling(steps: int, frames: int) -> SamplingConfig:
-    return SamplingConfig(
+    return SvdSampling(
         num_inference_steps=steps,
         num_frames=frames,
         width=64,

@@ -18,7 +18,7 @@ import typer
 
 from svdpp.cli.console import Console
 from svdpp.cli.failures import answered
-from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SamplingConfig
+from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SvdSampling
 from svdpp.driver.pipeline import Pipeline
 from svdpp.media import output_files
 from svdpp.plan.costs import Costs
@@ -29,7 +29,7 @@ CONFIG = PipelineConfig(
     # Steps sleep half a second, whatever the machine's load, so that faults hit every place.
     model=ModelConfig(name="dummy", dummy_latent_shape=(1, 4, 14, 32, 32), dummy_sleeps=True),
     costs=Costs(step_seconds=0.5),
-    sampling=SamplingConfig(num_inference_steps=28),
+    sampling=SvdSampling(num_inference_steps=28),
     heartbeat_timeout_seconds=15.0,
     checksum=True,
 )

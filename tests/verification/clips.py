@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from svdpp.config import ModelConfig, OutputConfig, PipelineConfig, SamplingConfig, VideoFormat
+from svdpp.config import ModelConfig, OutputConfig, PipelineConfig, SvdSampling, VideoFormat
 from svdpp.media import output_files, video
 from svdpp.media.image import read_photo
+from svdpp.media.inputs import ClipInput
 from svdpp.models.checkpoint import find_checkpoint
 from svdpp.worker.clip_metadata import clip_metadata
 from tests.cli.shell import PHOTO
@@ -47,13 +48,13 @@ def put_clip(
         changes: to the metadata, also inside the file.
     """
     pixels = frames_of(seed)
-    sampling = SamplingConfig(
+    sampling = SvdSampling(
         num_inference_steps=2, height=32, width=48, num_frames=3, decode_chunk_size=3
     )
     config = PipelineConfig(world_size=1, model=ModelConfig(name="demo"), sampling=sampling)
     output = OutputConfig(path=str(folder / f"{name}{video.SUFFIXES[format]}"), format=format)
     _, photo = read_photo(Path(PHOTO))
-    record = clip_metadata(photo, seed, output, config, find_checkpoint(config.model))
+    record = clip_metadata(ClipInput(photo), seed, output, config, find_checkpoint(config.model))
     latent = hashlib.sha256(bytes([seed])).hexdigest()
     record |= {"latents_sha256": latent, "frames_sha256": video.frames_sha256(pixels), **changes}
     shown = pixels if frames is None else frames

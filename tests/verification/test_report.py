@@ -15,7 +15,7 @@ from PIL import Image
 
 from svdpp.cli.console import Console
 from svdpp.cli.verify_report import print_drafts
-from svdpp.config import ClipRequest, DraftConfig, ModelConfig, PipelineConfig, SamplingConfig
+from svdpp.config import ClipRequest, DraftConfig, ModelConfig, PipelineConfig, SvdSampling
 from svdpp.verification.report import write_report
 from svdpp.verification.result import VerificationResult
 from svdpp.verification.verify import compare, new_side
@@ -24,7 +24,7 @@ from svdpp.worker.tensor_store import TensorStore
 DUMMY = PipelineConfig(
     world_size=2,
     model=ModelConfig(name="dummy", dummy_latent_shape=(1, 4, 2, 8, 8)),
-    sampling=SamplingConfig(num_inference_steps=2),
+    sampling=SvdSampling(num_inference_steps=2),
 )
 
 
@@ -121,7 +121,7 @@ def local(tmp_path: Path) -> PipelineConfig:
     return PipelineConfig(
         world_size=2,
         model=ModelConfig(name=str(tmp_path / "checkpoint")),
-        sampling=SamplingConfig(num_inference_steps=2),
+        sampling=SvdSampling(num_inference_steps=2),
     )
 
 
@@ -160,7 +160,7 @@ def test_a_lost_walk_has_a_row_and_no_pictures(
 ) -> None:
     start_steps = DraftConfig(start_steps=(0, 1, 2))
     config = replace(
-        local, world_size=3, sampling=SamplingConfig(num_inference_steps=4), draft=start_steps
+        local, world_size=3, sampling=SvdSampling(num_inference_steps=4), draft=start_steps
     )
     latent, frames = torch.ones((1, 2, 4, 8, 8)), np.full((2, 16, 24, 3), 5, np.uint8)
     for side in ("pipelined", "sequential"):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SamplingConfig
+from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SvdSampling
 from svdpp.media.examples import example_photos
 from svdpp.verification.result import Check
 from svdpp.verification.verify import compare, run_pipelined, run_sequential, verify
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.processes
 DUMMY = PipelineConfig(
     world_size=2,
     model=ModelConfig(name="dummy", dummy_latent_shape=(1, 4, 2, 8, 8)),
-    sampling=SamplingConfig(num_inference_steps=6),
+    sampling=SvdSampling(num_inference_steps=6),
 )
 
 
@@ -33,7 +33,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> PipelineConfig:
     return PipelineConfig(
         world_size=2,
         model=ModelConfig(name=str(folder)),
-        sampling=SamplingConfig(num_inference_steps=4, height=64, width=64, num_frames=3),
+        sampling=SvdSampling(num_inference_steps=4, height=64, width=64, num_frames=3),
     )
 
 

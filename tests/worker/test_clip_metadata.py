@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from svdpp.config import ModelConfig, OutputConfig, PipelineConfig, SamplingConfig
+from svdpp.config import ModelConfig, OutputConfig, PipelineConfig, SvdSampling
 from svdpp.media.image import read_photo
+from svdpp.media.inputs import ClipInput
 from svdpp.models.checkpoint import find_checkpoint
 from svdpp.worker.clip_metadata import clip_metadata, latents_key, parameters_sha256
 from tests.cli.shell import PHOTO, assert_error, svdpp_here
@@ -32,7 +33,7 @@ def folder(sound: Path, tmp_path: Path) -> Path:
 
 
 def _record(name: str, out: Path, **model: Any) -> dict[str, Any]:
-    sampling = SamplingConfig(num_inference_steps=2, height=32, width=32, num_frames=2)
+    sampling = SvdSampling(num_inference_steps=2, height=32, width=32, num_frames=2)
     config = PipelineConfig(
         world_size=2,
         model=ModelConfig(name=name, **model),
@@ -40,7 +41,7 @@ def _record(name: str, out: Path, **model: Any) -> dict[str, Any]:
     )
     _, photo = read_photo(Path(PHOTO))
     output = OutputConfig(path=str(out / "rocket_0.mp4"))
-    return clip_metadata(photo, 0, output, config, find_checkpoint(config.model))
+    return clip_metadata(ClipInput(photo), 0, output, config, find_checkpoint(config.model))
 
 
 def _replace_weights(folder: Path) -> None:

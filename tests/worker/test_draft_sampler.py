@@ -47,7 +47,6 @@ class Double:
         return self
 
 
-
 def straight(latent: torch.Tensor, step: int) -> torch.Tensor:
     """Linear in x and predicts the same image everywhere: Euler's paths are straight."""
     image = torch.tensor([1.0, 2.0, -3.0])

@@ -9,12 +9,12 @@ import pytest
 import torch
 from PIL import Image
 
-from svdpp.config import ClipRequest, SamplingConfig
+from svdpp.config import ClipRequest, SamplingConfig, SvdSampling
 from svdpp.errors import InputError
 from svdpp.media import image as photos
 from svdpp.worker.prefetch import PhotoReader
 
-SAMPLING = SamplingConfig(height=16, width=24, num_frames=2)
+SAMPLING = SvdSampling(height=16, width=24, num_frames=2)
 CPU = torch.device("cpu")
 
 

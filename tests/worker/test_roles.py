@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from svdpp.config import ModelConfig, PipelineConfig, SamplingConfig
+from svdpp.config import ModelConfig, PipelineConfig, SvdSampling
 from svdpp.driver.pipeline import Pipeline
 from tests.models.builders import save_tiny_checkpoint
 
@@ -19,7 +19,7 @@ def test_each_rank_maps_the_weights_of_its_own_parts_alone(tmp_path: Path) -> No
     config = PipelineConfig(
         world_size=3,
         model=ModelConfig(name=str(folder)),
-        sampling=SamplingConfig(num_inference_steps=3, num_frames=2, height=64, width=64),
+        sampling=SvdSampling(num_inference_steps=3, num_frames=2, height=64, width=64),
     )
     with Pipeline(config) as pipeline:
         pids: list[int] = pipeline._supervisor._group.pids  # type: ignore[union-attr, attr-defined]

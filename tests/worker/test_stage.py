@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from svdpp.config import ClipRequest, LatentSpec, SamplingConfig
+from svdpp.config import ClipRequest, LatentSpec, SvdSampling
 from svdpp.models.dummy import DummyModel
 from svdpp.plan.actions import Action
 from svdpp.worker import stage
@@ -53,7 +53,7 @@ def test_waits_after_the_last_work_are_not_the_next_runs(monkeypatch: pytest.Mon
     spec = LatentSpec(shape=(1, 4, 2, 8, 8), dims="BCFHW")
     model = DummyModel(spec, 1, torch.device("cpu"))
     doubles: Any = clock
-    alone = stage.PipelineStage(0, model, doubles, doubles, doubles, SamplingConfig())
+    alone = stage.PipelineStage(0, model, doubles, doubles, doubles, SvdSampling())
     for clip in range(2):
         texts = f"ENCODE c{clip} @0", f"DENOISE c{clip} 0:1", f"FINISH c{clip} @1"
         job = ClipJob(clip=clip, request=ClipRequest(seed=0))

@@ -9,6 +9,7 @@ import typer
 
 # Panels of the help, in the order in which `--help-all` shows them.
 VIDEO = "Video"
+PROMPTS = "Prompts (Wan and LTX)"
 MODEL = "Model and precision"
 LAYOUT = "Layout"
 COSTS = "Costs"
@@ -17,7 +18,7 @@ DRAFT = "Draft"
 SERVICE = "Service"
 RECOVERY = "Recovery"
 DIAGNOSTICS = "Diagnostics"
-PANELS = (SERVICE, VIDEO, MODEL, LAYOUT, COSTS, MEMORY, DRAFT, RECOVERY, DIAGNOSTICS)
+PANELS = (SERVICE, VIDEO, PROMPTS, MODEL, LAYOUT, COSTS, MEMORY, DRAFT, RECOVERY, DIAGNOSTICS)
 
 #: Accepted spellings that the help does not show: those of diffusers and earlier versions.
 HIDDEN_NAMES = frozenset(

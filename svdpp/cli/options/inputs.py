@@ -6,8 +6,10 @@ from typing import Annotated
 
 import typer
 
-from svdpp.cli.options.declare import LAYOUT, RECOVERY, VIDEO, flag, option
+from svdpp.cli.options.declare import LAYOUT, PROMPTS, RECOVERY, VIDEO, flag, option
 from svdpp.config.limits import check_num_clips
+from svdpp.errors import InputError, RequestError
+from svdpp.plan.small_file import read_small_file
 
 
 def _take_from(context: typer.Context, path: Path | None) -> Path | None:
@@ -47,7 +49,7 @@ class ClipOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class InputOptions:
-    """Photographs and seeds; each photograph becomes one clip per seed."""
+    """Photographs, prompts and seeds; each combination of them becomes a clip."""
 
     inputs: Annotated[
         list[str] | None,
@@ -61,6 +63,33 @@ class InputOptions:
             metavar="LIST",
             help="Several seeds for each photograph, such as 1-8 or 1,3,5-7.",
             default="--seed alone",
+        ),
+    ] = None
+    prompt: Annotated[
+        str | None,
+        option(
+            "--prompt",
+            panel=PROMPTS,
+            metavar="TEXT",
+            help="What happens in the clip; with a photograph or, for text to video, without.",
+        ),
+    ] = None
+    prompts: Annotated[
+        Path | None,
+        option(
+            "--prompts",
+            panel=PROMPTS,
+            metavar="FILE",
+            help="Several prompts, one in each line of a UTF-8 file.",
+        ),
+    ] = None
+    negative_prompt: Annotated[
+        str | None,
+        option(
+            "--negative-prompt",
+            panel=PROMPTS,
+            metavar="TEXT",
+            help="What must not be in the clip.",
         ),
     ] = None
     recursive: Annotated[
@@ -88,3 +117,29 @@ class InputOptions:
             callback=_take_from,
         ),
     ] = None
+
+    @property
+    def has_prompt(self) -> bool:
+        """Whether any prompt is given."""
+        return self.prompt is not None or self.prompts is not None
+
+    def all_prompts(self) -> list[str]:
+        """The given prompts, in order; empty if there are none.
+
+        Raises:
+            RequestError: both options are given, or a prompt is empty.
+            InputError: the file cannot be read, or has no prompt.
+        """
+        if self.prompts is None:
+            return [] if self.prompt is None else [self.prompt]
+        if self.prompt is not None:
+            raise RequestError("--prompt and --prompts contradict each other", "use one of them")
+        name = repr(str(self.prompts))
+        try:
+            text = read_small_file(self.prompts, "file of prompts").decode()
+        except UnicodeDecodeError as error:
+            raise InputError(f"{name} is not UTF-8 text") from error
+        prompts = [line.strip() for line in text.splitlines() if line.strip()]
+        if not prompts:
+            raise InputError(f"{name} has no prompt", "write one prompt in each line")
+        return prompts

@@ -120,6 +120,19 @@ class ModelOptions:
         """Whether this is the stand-in without weights."""
         return self.model == DUMMY_MODEL
 
+    @property
+    def family(self) -> str:
+        """The model's family; reads its `model_index.json`, and may download it.
+
+        Raises:
+            ModelError: there is no such model, or its family is not known.
+        """
+        if self.model in (DEFAULT_MODEL, DEMO_MODEL, DUMMY_MODEL):
+            return "svd"
+        from svdpp.models.checkpoint import family_of_model  # light commands need it rarely
+
+        return family_of_model(self.to_config("cpu"))
+
     def to_config(self, device: str, **more: bool) -> ModelConfig:
         """The configuration on `device`; `more` are further fields of it."""
         return ModelConfig(

@@ -1,12 +1,13 @@
 """Owns the options for sampling: steps, seeds, size, motion, guidance."""
 
 import re
-from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from dataclasses import dataclass, fields, replace
+from typing import Annotated, get_type_hints
 
-from svdpp.cli.options.declare import VIDEO, option
+from svdpp.cli.options.declare import PROMPTS, VIDEO, option
+from svdpp.cli.options.model import ModelOptions
 from svdpp.config import (
-    DEFAULT_NUM_STEPS,
+    SAMPLING_CLASSES,
     PipelineConfig,
     SamplingConfig,
     sampling_defaults,
@@ -26,19 +27,27 @@ _LOW_MEMORY_CHUNK = 2
 _DRAWN_BITS = 32
 
 
+#: The fields for the families that take prompts, which few commands have.
+PROMPT_FIELDS = (
+    *("guidance_scale", "guidance_scale_2", "guidance_rescale", "flow_shift"),
+    *("decode_timestep", "decode_noise_scale", "max_sequence_length"),
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
     """The arguments of diffusers' `__call__`; None stands for the model's default."""
 
     steps: Annotated[
-        int,
+        int | None,
         option(
             *("--steps", "--num-inference-steps", "--total-steps"),
             panel=VIDEO,
             metavar="N",
             help="Denoising steps of each clip.",
+            default="28; Wan and LTX 50",
         ),
-    ] = DEFAULT_NUM_STEPS
+    ] = None
     num_frames: Annotated[
         int | None,
         option(
@@ -150,6 +159,76 @@ class SamplingOptions:
             default="3.0; demo 1.1",
         ),
     ] = None
+    guidance_scale: Annotated[
+        float | None,
+        option(
+            "--guidance-scale",
+            panel=PROMPTS,
+            metavar="X",
+            help="Guidance by the prompt; 1 or less turns guidance off.",
+            default="Wan 5.0, LTX 3.0",
+        ),
+    ] = None
+    guidance_scale_2: Annotated[
+        float | None,
+        option(
+            "--guidance-scale-2",
+            panel=PROMPTS,
+            metavar="X",
+            help="Guidance in the steps of Wan's low-noise expert.",
+            default="--guidance-scale",
+        ),
+    ] = None
+    flow_shift: Annotated[
+        float | None,
+        option(
+            "--flow-shift",
+            panel=PROMPTS,
+            metavar="X",
+            help="Shift of Wan's noise levels, for example 3 at 480p and 5 at 720p.",
+            default="that of the model's scheduler",
+        ),
+    ] = None
+    guidance_rescale: Annotated[
+        float | None,
+        option(
+            "--guidance-rescale",
+            panel=PROMPTS,
+            metavar="X",
+            help="Rescaling of LTX's guided prediction, 0 to 1.",
+            default="0",
+        ),
+    ] = None
+    decode_timestep: Annotated[
+        float | None,
+        option(
+            "--decode-timestep",
+            panel=PROMPTS,
+            metavar="X",
+            help="Noise level of LTX's decode, 0 to 1.",
+            default="0",
+        ),
+    ] = None
+    decode_noise_scale: Annotated[
+        float | None,
+        option(
+            "--decode-noise-scale",
+            panel=PROMPTS,
+            metavar="X",
+            help="Noise added before LTX's decode, 0 to 1.",
+            default="--decode-timestep",
+        ),
+    ] = None
+    max_sequence_length: Annotated[
+        int | None,
+        option(
+            *("--max-prompt-tokens", "--max-sequence-length"),
+            panel=PROMPTS,
+            metavar="N",
+            help="Tokens of a prompt that the model reads; the rest is cut off.",
+            default="Wan 512, LTX 128",
+        ),
+    ] = None
 
     @property
     def measures_chunk(self) -> bool:
@@ -164,33 +243,45 @@ class SamplingOptions:
         """
         return parse_seeds(self.seed, None)[0]
 
-    def to_config(self, model: str, *, memory_opt: bool = False) -> SamplingConfig:
+    def num_steps(self, family: str = "svd") -> int:
+        """The number of steps, by default that of the family."""
+        return self.steps or SAMPLING_CLASSES[family]().num_inference_steps
+
+    def to_config(self, model: ModelOptions) -> SamplingConfig:
         """The given values, else the model's defaults, else those of diffusers.
 
         Raises:
-            RequestError: a value cannot be used.
+            RequestError: a value cannot be used, or an option is for another family.
+            ModelError: there is no such model.
         """
-        chunk = parse_decode_chunk(self.decode_chunk_size)
-        return sampling_config(
-            model,
-            self.steps,
-            memory_opt=memory_opt,
-            decode_chunk_size=chunk,
-            **{name: value for name, value in vars(self).items() if name not in _HANDLED},
-        )
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        given.pop("seed", None)
+        if "steps" in given:
+            given["num_inference_steps"] = given.pop("steps")
+        if (chunk := parse_decode_chunk(self.decode_chunk_size)) is None:
+            given.pop("decode_chunk_size", None)
+        else:
+            given["decode_chunk_size"] = chunk
+        if model.memory_opt:
+            given.setdefault("decode_chunk_size", _LOW_MEMORY_CHUNK)
+        kind = SAMPLING_CLASSES[model.family]
+        known = {field.name for field in fields(kind)}
+        for name in given.keys() - known:
+            option_name = _OPTIONS[name]
+            raise RequestError(
+                f"{option_name} is not for {model.model}, a model of the family {model.family}",
+                f"leave {option_name} out",
+            )
+        return kind(**{**sampling_defaults(model.model), **given})
 
 
-_HANDLED = frozenset({"steps", "seed", "decode_chunk_size"})
+def _option_names() -> dict[str, str]:
+    """The name of each field's option."""
+    hints = get_type_hints(SamplingOptions, include_extras=True)
+    return {name: hint.__metadata__[0].names[0] for name, hint in hints.items()}
 
 
-def sampling_config(
-    model: str, num_steps: int, *, memory_opt: bool = False, **given: Any
-) -> SamplingConfig:
-    """As `SamplingOptions.to_config`, from fields of a `SamplingConfig`; None is not given."""
-    chosen = {name: value for name, value in given.items() if value is not None}
-    if memory_opt:
-        chosen.setdefault("decode_chunk_size", _LOW_MEMORY_CHUNK)
-    return SamplingConfig(num_inference_steps=num_steps, **{**sampling_defaults(model), **chosen})
+_OPTIONS = _option_names()
 
 
 def parse_seeds(seed: str | None, seeds: str | None) -> list[int]:

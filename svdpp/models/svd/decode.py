@@ -7,14 +7,14 @@ import torch
 from diffusers import StableVideoDiffusionPipeline
 from PIL import Image
 
-from svdpp.config import SamplingConfig
+from svdpp.config import SvdSampling
 from svdpp.errors import NotFiniteError
 from svdpp.models.base import Frames
 
 
 @torch.no_grad()
 def decode_latent(
-    pipe: StableVideoDiffusionPipeline, latent: torch.Tensor, sampling: SamplingConfig
+    pipe: StableVideoDiffusionPipeline, latent: torch.Tensor, sampling: SvdSampling
 ) -> torch.Tensor:
     """Decodes `latent` (1, F, C, h, w) to frames (F, H, W, 3) uint8 on the same device.
 

@@ -10,7 +10,7 @@ import torch
 from diffusers import EulerDiscreteScheduler, UNetSpatioTemporalConditionModel
 from diffusers.schedulers.scheduling_euler_discrete import EulerDiscreteSchedulerOutput
 
-from svdpp.config import SamplingConfig
+from svdpp.config import SvdSampling
 from svdpp.models.base import Tensors
 from svdpp.models.svd.encode import ADDED_TIME_IDS, IMAGE_EMBEDDING, IMAGE_LATENTS
 
@@ -31,7 +31,7 @@ class SvdDenoiser:
         unet: UNetSpatioTemporalConditionModel,
         scheduler: EulerDiscreteScheduler,
         tensors: Tensors,
-        sampling: SamplingConfig,
+        sampling: SvdSampling,
         start: int,
     ) -> None:
         self._unet = unet
@@ -99,9 +99,7 @@ class SvdDenoiser:
         return torch.cat([torch.zeros_like(tensor), tensor]) if self._guided else tensor
 
 
-def guidance_scale(
-    sampling: SamplingConfig, device: torch.device, dtype: torch.dtype
-) -> torch.Tensor:
+def guidance_scale(sampling: SvdSampling, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     """Guidance scale per frame, from the minimum to the maximum: shape (1, F, 1, 1, 1)."""
     scale = torch.linspace(
         sampling.min_guidance_scale, sampling.max_guidance_scale, sampling.frames

@@ -15,7 +15,7 @@ from diffusers.pipelines.stable_video_diffusion.pipeline_stable_video_diffusion 
 from diffusers.utils.torch_utils import randn_tensor
 from PIL import Image
 
-from svdpp.config import SamplingConfig
+from svdpp.config import SvdSampling
 from svdpp.models.base import LATENTS, Tensors
 
 IMAGE_LATENTS = "image_latents"
@@ -30,7 +30,7 @@ _CLIP_SIZE = (224, 224)
 
 @torch.no_grad()
 def prepare_image(
-    pipe: StableVideoDiffusionPipeline, image: Image.Image, sampling: SamplingConfig
+    pipe: StableVideoDiffusionPipeline, image: Image.Image, sampling: SvdSampling
 ) -> Tensors:
     """Resizes the image for CLIP and for the VAE: the CPU part of diffusers' stages 3 and 4.
 
@@ -61,7 +61,7 @@ def encode_image(
     prepared: Tensors,
     *,
     seed: int,
-    sampling: SamplingConfig,
+    sampling: SvdSampling,
     latent_channels: int,
     device: torch.device,
 ) -> Tensors:

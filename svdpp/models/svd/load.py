@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import diffusers.utils.logging
 import torch
-import tqdm
 import transformers
-import transformers.utils.logging
 from diffusers import (
     AutoencoderKLTemporalDecoder,
     EulerDiscreteScheduler,
@@ -24,9 +20,10 @@ from transformers import CLIPVisionModelWithProjection
 from transformers.utils import is_torchvision_available
 
 from svdpp.errors import ModelError, OutOfMemoryError, RequestError
-from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.free_memory import free_bytes
-from svdpp.models.safetensors_header import WEIGHT_STEMS, Header, weight_headers
+from svdpp.models.loading import silence_libraries, torch_dtype
+from svdpp.models.safetensors_header import Header, weight_headers
+from svdpp.models.svd.checkpoint import SvdCheckpoint
 from svdpp.models.svd.weights import DIFFUSERS_CLASSES, check_names, meta_module
 
 
@@ -50,7 +47,7 @@ class Parts:
 
 
 def load_parts(
-    checkpoint: Checkpoint,
+    checkpoint: SvdCheckpoint,
     *,
     encode: bool,
     denoise: bool,
@@ -111,7 +108,7 @@ def convert_to_channels_last(module: torch.nn.Module) -> None:
                 layer.weight.data = layer.weight.data.contiguous(memory_format=memory_format)
 
 
-def feature_extractor_name(checkpoint: Checkpoint) -> str:
+def feature_extractor_name(checkpoint: SvdCheckpoint) -> str:
     """The class of CLIP image processor that diffusers' own pipeline uses on this machine.
 
     transformers 5 has two, based on torchvision (`CLIPImageProcessor`) and on PIL. Without
@@ -122,14 +119,14 @@ def feature_extractor_name(checkpoint: Checkpoint) -> str:
     return "CLIPImageProcessor" if is_torchvision_available() else "CLIPImageProcessorPil"
 
 
-def load_feature_extractor(checkpoint: Checkpoint) -> Any:
+def load_feature_extractor(checkpoint: SvdCheckpoint) -> Any:
     """The CLIP image processor; see `feature_extractor_name`."""
     cls = getattr(transformers, feature_extractor_name(checkpoint))
     with _library_errors("feature_extractor", checkpoint):
         return cls.from_pretrained(checkpoint.folder / "feature_extractor", local_files_only=True)
 
 
-def new_scheduler(source: Checkpoint | Mapping[str, Any]) -> EulerDiscreteScheduler:
+def new_scheduler(source: SvdCheckpoint | Mapping[str, Any]) -> EulerDiscreteScheduler:
     """Creates a scheduler for one clip; diffusers' schedulers store their step index.
 
     Args:
@@ -138,13 +135,13 @@ def new_scheduler(source: Checkpoint | Mapping[str, Any]) -> EulerDiscreteSchedu
     Raises:
         ModelError: the scheduler's class rejects the config.
     """
-    if isinstance(source, Checkpoint):
+    if isinstance(source, SvdCheckpoint):
         source = _scheduler_config(source)
     with _library_errors("scheduler"):
         return EulerDiscreteScheduler.from_config(dict(source))
 
 
-def check_weights(checkpoint: Checkpoint) -> int:
+def check_weights(checkpoint: SvdCheckpoint) -> int:
     """Compares the name and shape of every weight with the model's classes; reads no weight.
 
     Returns:
@@ -154,7 +151,7 @@ def check_weights(checkpoint: Checkpoint) -> int:
         ModelError: a weight is missing or unknown, or has a wrong shape or dtype.
     """
     count = 0
-    for component in WEIGHT_STEMS:
+    for component in checkpoint.weighted:
         folder = checkpoint.folder / component
         with _library_errors(component, checkpoint):
             headers = weight_headers(checkpoint.folder, component, checkpoint.variant)
@@ -163,33 +160,9 @@ def check_weights(checkpoint: Checkpoint) -> int:
     return count
 
 
-def torch_dtype(name: str) -> torch.dtype:
-    """torch's dtype for `fp32`, `fp16` or `bf16`.
-
-    Raises:
-        RequestError: any other name.
-    """
-    dtypes = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-    if name not in dtypes:
-        raise RequestError(f"dtype must be one of {', '.join(dtypes)}, got {name!r}")
-    return dtypes[name]
-
-
-def silence_libraries() -> None:
-    """Turns off the progress bars and warnings of diffusers and transformers in this process.
-
-    Call it before the first import of a diffusers pipeline, which prints warnings.
-    """
-    for logging in (diffusers.utils.logging, transformers.utils.logging):
-        logging.set_verbosity_error()
-        logging.disable_progress_bar()
-    # tqdm's own lock has a semaphore, which a rank that a signal ends would leave behind.
-    tqdm.tqdm.set_lock(threading.RLock())
-
-
 @dataclass(frozen=True)
 class _Loader:
-    checkpoint: Checkpoint
+    checkpoint: SvdCheckpoint
     dtype: torch.dtype
     device: torch.device
 
@@ -242,7 +215,7 @@ class _Loader:
             raise RequestError(f"{self.device} cannot be used: {_first_line(error)}") from error
 
 
-def _scheduler_config(checkpoint: Checkpoint) -> Mapping[str, Any]:
+def _scheduler_config(checkpoint: SvdCheckpoint) -> Mapping[str, Any]:
     with _library_errors("scheduler", checkpoint):
         config: Mapping[str, Any] = EulerDiscreteScheduler.load_config(
             checkpoint.folder / "scheduler", local_files_only=True
@@ -251,7 +224,7 @@ def _scheduler_config(checkpoint: Checkpoint) -> Mapping[str, Any]:
 
 
 @contextmanager
-def _library_errors(component: str, checkpoint: Checkpoint | None = None) -> Iterator[None]:
+def _library_errors(component: str, checkpoint: SvdCheckpoint | None = None) -> Iterator[None]:
     """Converts errors of the libraries to ModelError: their input comes from the checkpoint."""
     label = f"{checkpoint.label}: " if checkpoint else ""
     try:

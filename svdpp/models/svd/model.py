@@ -8,10 +8,10 @@ import torch
 from diffusers import StableVideoDiffusionPipeline
 from PIL import Image
 
-from svdpp.config import ClipRequest, ModelConfig, SamplingConfig, TensorSpec
+from svdpp.config import ClipRequest, ModelConfig, SamplingConfig, SvdSampling, TensorSpec
 from svdpp.models.base import LATENTS, AfterStep, Tensors, run_steps
-from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.svd import load
+from svdpp.models.svd.checkpoint import SvdCheckpoint
 from svdpp.models.svd.decode import decode_latent
 from svdpp.models.svd.denoise import SvdDenoiser
 from svdpp.models.svd.encode import (
@@ -21,6 +21,7 @@ from svdpp.models.svd.encode import (
     encode_image,
     prepare_image,
 )
+from svdpp.plan.layout import Roles
 
 
 class SvdModel:
@@ -34,7 +35,7 @@ class SvdModel:
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, parts: load.Parts, sampling: SamplingConfig, dtype: str
+        self, checkpoint: SvdCheckpoint, parts: load.Parts, sampling: SvdSampling, dtype: str
     ) -> None:
         self.device = parts.device
         self._checkpoint = checkpoint
@@ -52,6 +53,7 @@ class SvdModel:
 
     def with_sampling(self, sampling: SamplingConfig) -> SvdModel:
         """The same loaded components with other sampling parameters."""
+        assert isinstance(sampling, SvdSampling)
         return SvdModel(self._checkpoint, self._parts, sampling, self._dtype)
 
     def packet_spec(self, next_step: int) -> Mapping[str, TensorSpec]:  # noqa: ARG002
@@ -103,16 +105,13 @@ class SvdModel:
 
 
 def load_svd(
-    checkpoint: Checkpoint,
+    checkpoint: SvdCheckpoint,
     model: ModelConfig,
-    sampling: SamplingConfig,
+    sampling: SvdSampling,
     device: str,
-    *,
-    encode: bool,
-    denoise: bool,
-    decode: bool,
+    roles: Roles,
 ) -> SvdModel:
-    """Loads only the components for a rank that encodes, denoises or decodes.
+    """Loads only the components for a rank with these roles.
 
     Raises:
         ModelError: the weights do not fit the checkpoint's configuration.
@@ -120,9 +119,9 @@ def load_svd(
     """
     parts = load.load_parts(
         checkpoint,
-        encode=encode,
-        denoise=denoise,
-        decode=decode,
+        encode=roles.encode,
+        denoise=roles.denoise,
+        decode=roles.decode,
         dtype=model.dtype,
         device=device,
         memory_opt=model.memory_opt,

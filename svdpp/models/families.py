@@ -1,0 +1,86 @@
+"""Owns what the engine asks of a model family, and finds the family of a checkpoint.
+
+A family is a package in `svdpp/models/` with three modules: `family` has the functions below,
+`checkpoint` checks configs without torch, and `memory` estimates the memory of the parts.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any, Protocol, cast
+
+import torch
+from PIL import Image
+
+from svdpp.config import ClipRequest, ModelConfig, SamplingConfig
+from svdpp.models.base import AfterStep, Frames, VideoModel
+from svdpp.models.checkpoint import Checkpoint
+from svdpp.plan.layout import Roles
+
+
+class Reference(Protocol):
+    """diffusers' own pipeline of a family, unmodified, with all components on one device."""
+
+    def run(
+        self,
+        request: ClipRequest,
+        image: Image.Image | None,
+        sampling: SamplingConfig,
+        *,
+        before_steps: Callable[[], None],
+        after_step: AfterStep,
+    ) -> tuple[torch.Tensor, Frames]:
+        """Makes one clip by `__call__`; returns its final latent and its frames.
+
+        Args:
+            request: gives seed and prompts.
+            image: fitted to the frame's size; None for a clip without a photograph.
+            sampling: resolved.
+            before_steps: called before the first step.
+            after_step: called after each step.
+        """
+        ...
+
+
+class Family(Protocol):
+    """The functions in the module `family` of each family's package."""
+
+    def load_model(
+        self,
+        checkpoint: Checkpoint,
+        model: ModelConfig,
+        sampling: SamplingConfig,
+        device: str,
+        roles: Roles,
+    ) -> VideoModel:
+        """Loads only the components that a rank with these roles uses.
+
+        Raises:
+            ModelError: the weights do not fit the checkpoint's configs.
+            OutOfMemoryError: the device has too little memory.
+        """
+        ...
+
+    def load_reference(self, checkpoint: Checkpoint, model: ModelConfig, device: str) -> Reference:
+        """Loads the whole pipeline, as a user of diffusers does."""
+        ...
+
+    def check_weights(self, checkpoint: Checkpoint) -> int:
+        """Compares the name and shape of every weight with the model's classes.
+
+        Reads no weight; returns the number of tensors.
+
+        Raises:
+            ModelError: a weight is missing or unknown, or has a wrong shape or dtype.
+        """
+        ...
+
+    def conditions(self, checkpoint: Checkpoint) -> dict[str, Any]:
+        """What this family's bits depend on besides the request and the device."""
+        ...
+
+
+def family_of(checkpoint: Checkpoint) -> Family:
+    """The family's functions; imports diffusers, which takes seconds."""
+    return cast(Family, importlib.import_module(f"svdpp.models.{checkpoint.family}.family"))
