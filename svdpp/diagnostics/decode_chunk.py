@@ -157,7 +157,7 @@ def _measure(setup: _Setup) -> DecodeMemory:
         denoise=any(each.denoise for each in decoding),
         decode=True,
     )
-    model = load_svd(checkpoint, config.model, config.sampling, str(device), **asdict(roles))
+    model = load_svd(checkpoint, config.model, config.sampling, str(device), **roles.parts)
 
     # Decoding does not depend on guidance, which a clip of one frame cannot have.
     sampling = replace(config.sampling, min_guidance_scale=1.0, max_guidance_scale=1.0)
@@ -207,8 +207,8 @@ def _weights_of_others(config: PipelineConfig, checkpoint: Checkpoint, loaded: R
     from svdpp.models.svd.memory import estimate
 
     parts = estimate(checkpoint, config.model, config.sampling, device=config.device)
-    weights = [parts.of_rank(**asdict(roles)).weight_bytes for roles in config.roles]
-    own = parts.of_rank(**asdict(loaded)).weight_bytes
+    weights = [parts.of_rank(**roles.parts).weight_bytes for roles in config.roles]
+    own = parts.of_rank(**loaded.parts).weight_bytes
     others = max(0, sum(weights) - own)
     return others + (config.world_size - 1) * CUDA_PROCESS_BYTES
 

@@ -14,7 +14,8 @@ from svdpp.plan.draft import DraftPlan
 from svdpp.plan.draft_starts import default_start_steps
 from svdpp.plan.forecast import Forecast, replay, sum_up, summarise
 from svdpp.plan.large_forecast import forecast_layout, steady_seconds_per_clip
-from svdpp.plan.layout import SPLITS, Layout, divisors
+from svdpp.plan.layout import SPLITS, Layout
+from svdpp.plan.replicas import divisors
 from svdpp.plan.split import check_counts
 
 # Longer replicas are not tried: the cost of a forecast grows with the square of the length, and

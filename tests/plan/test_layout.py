@@ -12,7 +12,8 @@ from svdpp.errors import RequestError
 from svdpp.plan.actions import Kind
 from svdpp.plan.costs import Costs
 from svdpp.plan.forecast import replay
-from svdpp.plan.layout import Layout, Roles, divisors
+from svdpp.plan.layout import Layout, Roles
+from svdpp.plan.replicas import divisors
 from svdpp.plan.schedule import (
     Schedule,
     build_schedule,
