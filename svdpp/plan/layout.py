@@ -134,9 +134,8 @@ class Layout:
         boundary = self.expert_boundary
         if boundary is not None and not 1 <= boundary < self.num_steps:
             raise RequestError(
-                f"with {self.num_steps} steps the boundary between the experts must be "
-                f"1 to {self.num_steps - 1}, got {boundary}",
-                "with a boundary outside this range, one expert does all steps",
+                "--expert-boundary must be 1 or more and less than the number of steps "
+                f"({self.num_steps}), got {boundary}",
             )
         if self.separates_experts and self.num_stages == 1:
             raise RequestError(

@@ -209,10 +209,12 @@ class DitheredCuts:
     """
 
     def __init__(self, parts: Sequence[Part]) -> None:
-        turns = math.lcm(*(len(stage.ranks) for part in parts for stage in part.stages))
-        by_part = [_positions_by_turn(part, turns) for part in parts]
-        # A sum of steps is a whole number, which no phase rounds to another one.
-        self.positions = tuple(map(join_cuts, zip(*by_part, strict=True)))
+        by_part = [_positions_by_turn(part) for part in parts]
+        turns = math.lcm(*map(len, by_part))
+        # Parts meet at whole steps, which the phase does not move.
+        self.positions = tuple(
+            join_cuts(each[turn % len(each)] for each in by_part) for turn in range(turns)
+        )
         self._phase_step = _phase_step(turns)
 
     def cuts(self, index: int) -> Cuts:
@@ -264,7 +266,9 @@ def _terms(increment: int) -> list[int]:
     return terms
 
 
-def _positions_by_turn(part: Part, turns: int) -> list[tuple[int, ...]]:
+def _positions_by_turn(part: Part) -> list[tuple[int, ...]]:
+    """Cut positions for each rank of the last stage; the other stages have one rank."""
+    turns = len(part.stages[-1].ranks)
     shares = _shares_worth_a_unet(part, turns)
     return [
         _grid_positions(part.num_steps, [share[turn] for share in shares]) for turn in range(turns)
