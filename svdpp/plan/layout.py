@@ -141,7 +141,7 @@ class Layout:
             raise RequestError(
                 f"--decoders must be 1 to {self.replica_size - 1}, got {self.decoders}: all "
                 f"decoders hold the {EXPERTS[1]} expert, and a rank must hold the other",
-                f"use --replicas {self.world_size} or --share-experts for ranks that hold both",
+                "use --layout data-parallel or --share-experts for ranks that hold both",
             )
 
     def _check_uniform(self) -> None:

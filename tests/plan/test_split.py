@@ -16,9 +16,11 @@ from svdpp.plan.split import (
     Stage,
     StepRange,
     balanced_cuts,
+    join_cuts,
     largest_world,
     split_steps,
 )
+from tests.plan.plans import steps_in
 
 
 @given(st.integers(1, 60), st.integers(1, 20))
@@ -190,16 +192,7 @@ def test_stages_that_do_steps_have_equal_work(num_steps: int, stages: list[Stage
                 loads.append((fixed + steps * step) / turns)
     if loads:
         assert max(loads) == pytest.approx(min(loads), rel=1e-6, abs=1e-6)
-        assert steps_in(max(loads) / 1.00501 - 1e-6, num_steps, stages) < num_steps
-
-
-def steps_in(seconds: float, num_steps: int, stages: list[Stage]) -> float:
-    """Steps that the stages could do of every clip in this time, if steps were divisible."""
-    return sum(
-        sum(min(num_steps, stage.steps_within(seconds, turn)) for turn in range(len(stage.ranks)))
-        / len(stage.ranks)
-        for stage in stages
-    )
+        assert steps_in(max(loads) / 1.00501 - 1e-6, Part(num_steps, stages)) < num_steps
 
 
 @given(st.integers(1, 30), replica_ranks(), st.integers(1, 300))
@@ -248,3 +241,25 @@ def test_a_scrap_of_a_step_is_not_worth_the_unets_weights() -> None:
     assert nearly.mean_steps(6, 0, 1) == 0
     clearly = DitheredCuts([Part(24, one_rank_each(0, 0, 0, 0, 0, 0, 3.0))])
     assert clearly.mean_steps(6, 0, 1) == pytest.approx(27 / 7 - 3)
+
+
+@given(st.integers(1, 12), st.integers(1, 12), replica_ranks())
+def test_the_second_part_is_dithered_as_if_it_were_alone(
+    first: int, second: int, stages: list[Stage]
+) -> None:
+    part = Part(second, stages)
+    alone, both = DitheredCuts([part]), DitheredCuts([Part(first, one_rank_each(0)), part])
+    turns = len(both.positions)
+
+    for index in range(3 * turns):
+        cuts = both.cuts(index)
+        assert cuts == (0, *(first + cut for cut in alone.cuts(index)))
+        assert (index % turns, cuts) in both.all_cuts()
+
+
+def test_parts_are_cut_by_the_phases_of_one_clip() -> None:
+    parts = [Part(10, one_rank_each(0, 0, 0)), Part(7, one_rank_each(0, 0))]
+    whole, *each = (DitheredCuts(some) for some in (parts, *([part] for part in parts)))
+
+    for index in range(100):
+        assert whole.cuts(index) == join_cuts(alone.cuts(index) for alone in each)
