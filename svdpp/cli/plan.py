@@ -41,7 +41,6 @@ _OF_MEMORY = {
         "svdpp plan --gpus 7 --split dithered",
         "svdpp plan --gpus 8 --clips 100 --compare",
         "svdpp plan --hosts 2x4 --split dithered --inter-host-transfer-seconds 0.002",
-        "svdpp plan --world 4 --steps 40 --expert-boundary 13",
     ),
     common=("world", "clips", "steps", "layout", "split", "costs", "compare", "memory", "as_json"),
     without=(

@@ -59,13 +59,9 @@ def check_even(
     """
     if _even_divisions(num_steps, num_stages, boundary):
         return
-    # Two stages always have a division, so there is one with fewer stages.
-    pairs = product(divisors(boundary), divisors(num_steps - boundary))
-    possible = sorted({first + second for first, second in pairs})
-    below = [count for count in possible if count < num_stages][-1:]
-    nearest = [
-        world_of(count) for count in below + [count for count in possible if count > num_stages][:1]
-    ]
+    counts = even_stage_counts(num_steps, boundary)
+    above = bisect_left(counts, num_stages)
+    nearest = [world_of(count) for count in counts[above - 1 : above + 1]]
     first, second = EXPERTS
     stages = f"{num_stages} ranks that hold one expert each"
     if world_of(num_stages) != num_stages:
@@ -76,6 +72,12 @@ def check_even(
         f"use --split dithered, or {' or '.join(f'--world {world}' for world in nearest)}",
         details={"steps": num_steps, "ranks": world_of(num_stages), "nearest": nearest},
     )
+
+
+def even_stage_counts(num_steps: int, boundary: int) -> list[int]:
+    """Numbers of stages over which `uniform` can split both experts' steps, from 2 up."""
+    pairs = product(divisors(boundary), divisors(num_steps - boundary))
+    return sorted({first + second for first, second in pairs})
 
 
 def _even_divisions(num_steps: int, num_stages: int, boundary: int) -> list[int]:
