@@ -56,7 +56,7 @@ class Roles:
 
     @property
     def parts(self) -> dict[str, bool]:
-        """Whether the rank uses each part, without which experts it needs."""
+        """Whether the rank encodes, denoises and decodes, without its experts."""
         return {"encode": self.encode, "denoise": self.denoise, "decode": self.decode}
 
 
@@ -99,7 +99,7 @@ class Layout:
     decoders: int = 1
     """Ranks at the end of each replica that finish its clips alternately, 1 to W / R."""
     costs: Costs = field(default_factory=Costs)
-    """The costs by which `balanced` and `dithered` cut."""
+    """The costs by which `balanced` and `dithered` cut, and stages are divided between experts."""
     decodes: bool = True
     """Whether clips are decoded to frames."""
     expert_boundary: int | None = None
