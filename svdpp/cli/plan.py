@@ -13,7 +13,7 @@ from svdpp.cli.console import Console
 from svdpp.cli.options.costs import SecondsOptions
 from svdpp.cli.options.draft import DraftOptions
 from svdpp.cli.options.forecast import ForecastOptions
-from svdpp.cli.options.layout import ASSUMED_COSTS, LayoutOptions
+from svdpp.cli.options.layout import ASSUMED_COSTS, ExpertOptions, LayoutOptions
 from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.ranks import RankOptions
 from svdpp.cli.options.sampling import PROMPT_FIELDS, SamplingOptions
@@ -60,6 +60,7 @@ def plan(
     sampling: SamplingOptions,
     model: ModelOptions,
     layout: LayoutOptions,
+    experts: ExpertOptions,
     draft: DraftOptions,
     talk: TalkOptions,  # noqa: ARG001  read where every command is called
     ranks: RankOptions = RankOptions(device="cuda"),
@@ -75,6 +76,7 @@ def plan(
         forecast.hosts, ranks.world, draft.world(sampling.num_steps())
     )
     costs = seconds.applied(layout.assumed_costs(), ranks_per_host=ranks_per_host)
+    _check_experts(experts, forecast)
     if forecast.memory:
         costs = _with_memory(costs, model, ranks.device, sampling)
     else:
@@ -89,10 +91,11 @@ def plan(
         ],
     )
     if draft.draft:
-        draft.refuse_beside({**layout.given, **forecast.of_queues})
+        draft.refuse_beside({**layout.given, **experts.given, **forecast.of_queues})
         _show_draft(console, draft, request, costs, (sampling.num_steps(), world_size))
         return
     counts = {"num_steps": sampling.num_steps(), "world_size": world_size, "costs": costs}
+    counts |= experts.fields
     limits = {"num_clips": num_clips, "memory_gib": forecast.limits(world_size)}
     show = _show_comparison if forecast.compare else _show_layout
     try:
@@ -205,6 +208,20 @@ def _with_memory(
     config, checkpoint = resolve(asked, weights=False)
     estimate_of_parts = estimate(checkpoint, config.model, config.sampling, device=device)
     return replace(costs, **estimate_of_parts.as_costs())  # type: ignore[arg-type]
+
+
+def _check_experts(experts: ExpertOptions, forecast: ForecastOptions) -> None:
+    if experts.expert_boundary is None:
+        if experts.share_experts:
+            raise RequestError(
+                "--share-experts has an effect only with --expert-boundary",
+                "add --expert-boundary N, or leave out --share-experts",
+            )
+    elif forecast.memory:
+        raise RequestError(
+            "--memory estimates a model with one expert: leave out --expert-boundary",
+            "for two experts, give a --costs file with the GiB of each part",
+        )
 
 
 def _refuse_idle(context: typer.Context) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from svdpp.cli.console import Console, counted
+from svdpp.plan.experts import EXPERTS
 from svdpp.plan.forecast import Forecast, replay
 from svdpp.plan.grid import draw_grid
 from svdpp.plan.large_forecast import forecast_layout, steady_seconds_per_clip
@@ -74,6 +75,7 @@ def show_layout(console: Console, request: Request, layout: Layout, reason: str 
 def _print_ranks(console: Console, layout: Layout) -> None:
     """Prints a row for each rank; if all replicas are alike, only those of the first."""
     sigmas = karras_sigmas(layout.num_steps)
+    has_experts = layout.expert_boundary is not None
     alike = layout.replicas_are_alike
     hosts = layout.costs.ranks_per_host is not None
     shares = [
@@ -89,17 +91,29 @@ def _print_ranks(console: Console, layout: Layout) -> None:
             str(share.start),
             str(share.end),
             f"{share.mean_steps:.4g}",
-            _noise(share, sigmas),
+            _held_experts(layout, share.rank) if has_experts else _noise(share, sigmas),
             *([gib([layout.peak_gib[share.rank]])] if known else []),
         )
         for share in shares[:_MAX_ROWS]
     ]
-    columns = "rank", *(["host"] if hosts else []), "start", "end", "steps", "sigma"
-    console.table((*columns, *(["GiB"] if known else [])), rows)
+    columns = ("rank", *(["host"] if hosts else []), "start", "end", "steps")
+    # The noise levels are SVD's, and SVD has one expert.
+    columns += ("expert" if has_experts else "sigma", *(["GiB"] if known else []))
+    console.table(columns, rows)
     if len(shares) > _MAX_ROWS:
         console.result(f"... and {len(shares) - _MAX_ROWS} more ranks")
     if alike and layout.replicas > 1:
         console.result(f"and so on, in {layout.replicas} replicas of {layout.replica_size}")
+
+
+def _held_experts(layout: Layout, rank: int) -> str:
+    """The experts whose steps a rank does; empty if it does no steps."""
+    names = _expert_names(layout, rank)
+    return "both" if len(names) > 1 else "".join(names)
+
+
+def _expert_names(layout: Layout, rank: int) -> list[str]:
+    return [EXPERTS[expert] for expert in sorted(layout.roles[rank].experts)]
 
 
 def _noise(share: StepShare, sigmas: Sequence[float]) -> str:
@@ -200,7 +214,10 @@ def _layout_json(
         "split": layout.split,
         "layout": facts(layout) | {"reason": reason or None},
         "ranks": [
-            vars(share) | vars(layout.roles[share.rank]) | {"peak_gib": layout.peak_gib[share.rank]}
+            vars(share)
+            | layout.roles[share.rank].parts
+            | ({"experts": _expert_names(layout, share.rank)} if layout.expert_boundary else {})
+            | {"peak_gib": layout.peak_gib[share.rank]}
             for share in shares
         ],
         "costs": layout.costs.to_json(),
@@ -218,13 +235,17 @@ def _layout_json(
 
 
 def facts(layout: Layout) -> dict[str, Any]:
-    """The properties of a layout, for JSON."""
+    """The properties of a layout, for JSON; those of experts only if the model has two."""
+    of_experts = {
+        "expert_boundary": layout.expert_boundary,
+        "share_experts": layout.share_experts,
+    }
     return {
         "description": str(layout),
         "split": layout.split,
         "replicas": layout.replicas,
         "decoders": layout.decoders,
-    }
+    } | ({} if layout.expert_boundary is None else of_experts)
 
 
 def times(forecast: Forecast, seconds_per_clip: float) -> dict[str, float]:

@@ -46,20 +46,20 @@ class MemoryEstimate:
     encode: PartMemory | None
     """Image encoder and VAE encoder, at the clip's size; without the original photograph."""
     denoise: PartMemory
-    """The UNet, for one step."""
+    """The denoiser, or one of two experts, for one step."""
     decode: PartMemory | None
     """The VAE decoder, for `decode_chunk_size` frames at a time."""
 
     def of_rank(self, roles: Roles) -> PartMemory:
         """Memory of a rank with these roles: the sum of the weights, the largest activations."""
-        parts = (
-            (roles.encode, self.encode),
-            (roles.denoise, self.denoise),
-            (roles.decode, self.decode),
-        )
-        loaded = [part for has_role, part in parts if has_role and part is not None]
+        loaded = [
+            part
+            for name, has_role in roles.parts.items()
+            if has_role and (part := getattr(self, name)) is not None
+        ]
+        other_experts = max(0, len(roles.experts) - 1)
         return PartMemory(
-            sum(part.weight_bytes for part in loaded),
+            sum(part.weight_bytes for part in loaded) + other_experts * self.denoise.weight_bytes,
             max((part.activation_bytes for part in loaded), default=0),
         )
 

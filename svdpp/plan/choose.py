@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,8 @@ from svdpp.plan.draft import DraftPlan
 from svdpp.plan.draft_starts import default_start_steps
 from svdpp.plan.forecast import Forecast, replay, sum_up, summarise
 from svdpp.plan.large_forecast import forecast_layout, steady_seconds_per_clip
-from svdpp.plan.layout import SPLITS, Layout, divisors
+from svdpp.plan.layout import SPLITS, Layout
+from svdpp.plan.replicas import divisors
 from svdpp.plan.split import check_counts
 
 # Longer replicas are not tried: the cost of a forecast grows with the square of the length, and
@@ -67,6 +68,8 @@ def choose_layout(
     costs: Costs,
     decodes: bool = True,
     memory_gib: Sequence[float] = (),
+    expert_boundary: int | None = None,
+    share_experts: bool = False,
 ) -> Choice:
     """The layout that fits in memory and, by forecast, finishes `num_clips` clips first.
 
@@ -77,12 +80,23 @@ def choose_layout(
         costs: of each kind of work; memory is checked only if they include it.
         decodes: whether clips are decoded to frames.
         memory_gib: memory available to each rank, GiB; empty if unknown.
+        expert_boundary: as in `Layout`.
+        share_experts: as in `Layout`.
 
     Raises:
         RequestError: counts below 1, costs for another number of ranks, no layout that fits in
             memory, or no cost for the transfers between hosts.
     """
-    layouts = list(_candidates(num_steps, world_size, costs, decodes))
+    whole = Layout(
+        num_steps=num_steps,
+        world_size=world_size,
+        replicas=world_size,
+        costs=costs,
+        decodes=decodes,
+        expert_boundary=expert_boundary,
+        share_experts=share_experts,
+    )
+    layouts = list(_candidates(whole))
     in_memory = [layout for layout in layouts if not _needs_more(layout, memory_gib)]
     if not in_memory:
         least = min(max(peak or 0.0 for peak in layout.peak_gib) for layout in layouts)
@@ -100,8 +114,13 @@ def choose_layout(
     chosen = next(i for i, each in enumerate(seconds) if each <= min(seconds) * _EQUAL)
     layout, soonest = fitting.pop(chosen), seconds.pop(chosen)
     remarks = [_reason(num_clips, soonest, list(zip(seconds, map(str, fitting), strict=True)))]
+    if expert_boundary is not None:
+        remarks.append(_held_experts(layout))
     if left_out := len(layouts) - len(in_memory):
         remarks.append(f"{left_out} of {len(layouts)} layouts need more memory")
+        if expert_boundary is not None and layouts[0] is not in_memory[0]:
+            least = max(peak or 0.0 for peak in layouts[0].peak_gib)
+            remarks.append(f"data parallel needs {least:.4g} GiB, with both experts on each rank")
     if num_unknown:
         remarks.append(
             f"{num_unknown} of {len(layouts)} layouts have transfers between hosts, whose time the "
@@ -130,6 +149,8 @@ def faster_layout(layout: Layout, num_clips: int, *, by: float) -> tuple[Layout,
             num_clips=num_clips,
             costs=layout.costs,
             decodes=layout.decodes,
+            expert_boundary=layout.expert_boundary,
+            share_experts=layout.share_experts,
         ).layout
         times = _makespan(layout, num_clips) / _makespan(best, num_clips)
     except RequestError:
@@ -147,6 +168,16 @@ def _reason(num_clips: int, seconds: float, rivals: Sequence[tuple[float, str]])
     return f"the next best, {rival}, takes {next_seconds / seconds - 1:.1%} longer for {clips}"
 
 
+def _held_experts(layout: Layout) -> str:
+    """How many ranks hold both experts."""
+    num_both = sum(len(role.experts) > 1 for role in layout.roles)
+    if not num_both:
+        return "each rank holds one expert at most"
+    if num_both == layout.world_size:
+        return "each rank holds both experts"
+    return f"{num_both} of {layout.world_size} ranks hold both experts"
+
+
 def compare_layouts(
     *,
     num_steps: int,
@@ -155,6 +186,8 @@ def compare_layouts(
     costs: Costs,
     arrivals: Sequence[float] = (),
     memory_gib: Sequence[float] = (),
+    expert_boundary: int | None = None,
+    share_experts: bool = False,
 ) -> list[Row]:
     """The layouts that `plan --compare` shows.
 
@@ -167,9 +200,16 @@ def compare_layouts(
     check_counts(num_steps, world_size)
     costs.check_world(world_size)
     decoders = min(world_size, max(2, _decoders_needed(num_steps, world_size, costs)))
+    counts: dict[str, Any] = {
+        "num_steps": num_steps,
+        "world_size": world_size,
+        "costs": costs,
+        "expert_boundary": expert_boundary,
+        "share_experts": share_experts,
+    }
 
     def build(**options: Any) -> Choice:
-        layout = Layout(num_steps=num_steps, world_size=world_size, costs=costs, **options)
+        layout = Layout(**counts, **options)
         return Choice(layout=layout, reason=_needs_more(layout, memory_gib))
 
     def row(name: str, choose: Callable[[], Choice]) -> Row:
@@ -188,20 +228,16 @@ def compare_layouts(
             note=choice.reason,
         )
 
-    auto = partial(
-        choose_layout,
-        num_steps=num_steps,
-        world_size=world_size,
-        num_clips=num_clips,
-        costs=costs,
-        memory_gib=memory_gib,
-    )
+    auto = partial(choose_layout, **counts, num_clips=num_clips, memory_gib=memory_gib)
+    draft = Row(name="draft", note="a draft needs a model with one expert")
+    if expert_boundary is None:
+        draft = _draft_row(num_steps, world_size, num_clips, costs, arrivals)
     return [
         *(row(split, partial(build, split=split)) for split in SPLITS),
         row(f"{decoders} decoders", partial(build, split="dithered", decoders=decoders)),
         row("auto", auto),
         row("data parallel", partial(build, replicas=world_size)),
-        _draft_row(num_steps, world_size, num_clips, costs, arrivals),
+        draft,
     ]
 
 
@@ -247,26 +283,25 @@ def _one_by_one(
         free = begun + seconds_per_clip
 
 
-def _candidates(num_steps: int, world_size: int, costs: Costs, decodes: bool) -> Iterator[Layout]:
+def _candidates(data_parallel: Layout) -> Iterator[Layout]:
     """Layouts to forecast, the simplest first: short replicas, one decoder, equal ranges."""
-    check_counts(num_steps, world_size)
+    num_steps, world_size = data_parallel.num_steps, data_parallel.world_size
     for replica_size in divisors(world_size):
         if replica_size > min(_MAX_REPLICA_SIZE, num_steps + 2) and replica_size > 1:
             return
-        needed = _decoders_needed(num_steps, replica_size, costs) if decodes else 1
+        needed = 1
+        if data_parallel.decodes:
+            needed = _decoders_needed(num_steps, replica_size, data_parallel.costs)
         for decoders in sorted({1, needed} - ({replica_size} if replica_size > 1 else set())):
             for split in SPLITS if replica_size > 1 else SPLITS[:1]:
-                # Only the uniform rule restricts the counts.
-                if split != "uniform" or num_steps % (replica_size - decoders + 1) == 0:
-                    yield Layout(
-                        num_steps=num_steps,
-                        world_size=world_size,
-                        split=split,
-                        replicas=world_size // replica_size,
-                        decoders=decoders,
-                        costs=costs,
-                        decodes=decodes,
+                replicas = world_size // replica_size
+                try:
+                    layout = replace(
+                        data_parallel, split=split, replicas=replicas, decoders=decoders
                     )
+                except RequestError:
+                    continue  # only the uniform rule refuses these counts
+                yield layout
 
 
 def _decoders_needed(num_steps: int, replica_size: int, costs: Costs) -> int:

@@ -64,7 +64,8 @@ class Costs:
     encode_weights_gib: float | None = None
     denoise_weights_gib: float | None = None
     decode_weights_gib: float | None = None
-    """Weights of the part, GiB; a rank holds the weights of each part that it uses."""
+    """Weights of the part, GiB; a rank holds the weights of each part that it uses. Those of
+    denoise are of one expert."""
     encode_work_gib: float | None = None
     denoise_work_gib: float | None = None
     decode_work_gib: float | None = None
@@ -142,19 +143,28 @@ class Costs:
             return self.encode_on(rank)
         return self.decode_on(rank) if action.kind is Kind.DECODE else 0.0
 
-    def peak_gib(self, *, encode: bool, denoise: bool, decode: bool) -> float | None:
+    def peak_gib(
+        self, *, encode: bool, denoise: bool, decode: bool, num_experts: int = 1
+    ) -> float | None:
         """Peak memory of a rank that does these parts, GiB; None if a value is unknown.
 
         The sum of the weights of all its parts and the largest work of one part. Shared weights
         (encode and decode use one VAE) count twice, so it is an upper bound.
+
+        Args:
+            encode: whether it encodes.
+            denoise: whether it does steps.
+            decode: whether it decodes.
+            num_experts: denoisers that it holds if it does steps.
         """
-        asked = {"encode": encode, "denoise": denoise, "decode": decode}
-        parts = [part for part, used in asked.items() if used]
+        asked = {"encode": int(encode), "denoise": denoise * num_experts, "decode": int(decode)}
+        parts = [part for part, copies in asked.items() if copies]
         weights = [getattr(self, f"{part}_weights_gib") for part in parts]
         work = [getattr(self, f"{part}_work_gib") for part in parts]
         if None in weights or None in work:
             return None
-        return float(sum(weights) + max(work, default=0.0))
+        held = sum(asked[part] * size for part, size in zip(parts, weights, strict=True))
+        return float(held + max(work, default=0.0))
 
     def scaled(self, pace: float) -> Costs:
         """A copy for `simulate`: device work takes `pace` times as long, all else no time.

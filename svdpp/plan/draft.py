@@ -139,10 +139,7 @@ class DraftPlan:
 
     def peak_gib(self, costs: Costs) -> tuple[float | None, ...]:
         """Peak memory of each rank, GiB; None if the costs do not give it."""
-        return tuple(
-            costs.peak_gib(encode=role.encode, denoise=role.denoise, decode=role.decode)
-            for role in self.roles
-        )
+        return tuple(costs.peak_gib(**role.parts) for role in self.roles)
 
     def _clip_actions(self, rank: int, clip: int) -> Iterator[Action]:
         """The actions of `rank` for `clip`, in order."""

@@ -10,14 +10,16 @@ from typing import Literal, get_args
 
 from svdpp.errors import RequestError
 from svdpp.plan.costs import Costs
+from svdpp.plan.experts import EXPERTS, check_even, cut_stages
+from svdpp.plan.replicas import assign_replicas, divisors
 from svdpp.plan.schedule import Route
 from svdpp.plan.split import (
     Cuts,
     DitheredCuts,
     FixedCuts,
+    Part,
     Stage,
     StepRange,
-    balanced_cuts,
     check_counts,
     split_steps,
 )
@@ -33,6 +35,15 @@ class Roles:
     encode: bool
     denoise: bool
     decode: bool
+    experts: frozenset[int] = frozenset()
+    """The denoisers that its steps need, by index in `EXPERTS`. A model with one denoiser has
+    number 0, which is the default of a rank that denoises; other ranks have none."""
+
+    def __post_init__(self) -> None:
+        if self.denoise and not self.experts:
+            object.__setattr__(self, "experts", frozenset({0}))
+        if self.experts and not self.denoise:
+            raise ValueError(f"a rank that does not denoise has experts: {self}")
 
     def __or__(self, other: Roles) -> Roles:
         """The parts of both."""
@@ -40,7 +51,13 @@ class Roles:
             encode=self.encode or other.encode,
             denoise=self.denoise or other.denoise,
             decode=self.decode or other.decode,
+            experts=self.experts | other.experts,
         )
+
+    @property
+    def parts(self) -> dict[str, bool]:
+        """Whether the rank encodes, denoises and decodes, without its experts."""
+        return {"encode": self.encode, "denoise": self.denoise, "decode": self.decode}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +81,10 @@ class Layout:
     and the decode of every `decoders`-th clip. Replicas of one rank are data parallel. Every rank
     gets its clips in increasing order, so action lists made from these routes cannot deadlock.
 
+    With two experts, all clips are cut at the boundary, and the stages of a replica are divided
+    between the experts, at least one each. So a rank holds one expert, unless it is a replica by
+    itself or `share_experts` is set.
+
     Raises:
         RequestError: counts that do not fit together.
     """
@@ -78,13 +99,18 @@ class Layout:
     decoders: int = 1
     """Ranks at the end of each replica that finish its clips alternately, 1 to W / R."""
     costs: Costs = field(default_factory=Costs)
-    """The costs by which `balanced` and `dithered` cut."""
+    """The costs by which `balanced` and `dithered` cut, and stages are divided between experts."""
     decodes: bool = True
     """Whether clips are decoded to frames."""
+    expert_boundary: int | None = None
+    """Number of steps that the first of two experts does, 1 to N - 1; None: the model has one."""
+    share_experts: bool = False
+    """Whether one rank of a longer replica can hold both experts; the boundary is then no cut."""
 
     def __post_init__(self) -> None:
         check_counts(self.num_steps, self.world_size)
         self._check_replicas()
+        self._check_experts()
         if self.split not in SPLITS:
             raise RequestError(f"--split must be one of {', '.join(SPLITS)}, got {self.split!r}")
         self.costs.check_world(self.world_size)
@@ -104,7 +130,29 @@ class Layout:
                 f"got {self.decoders}"
             )
 
+    def _check_experts(self) -> None:
+        boundary = self.expert_boundary
+        if boundary is not None and not 1 <= boundary < self.num_steps:
+            raise RequestError(
+                "--expert-boundary must be 1 or more and less than the number of steps "
+                f"({self.num_steps}), got {boundary}",
+            )
+        if self.separates_experts and self.num_stages == 1:
+            raise RequestError(
+                f"--decoders must be 1 to {self.replica_size - 1}, got {self.decoders}: all "
+                f"decoders hold the {EXPERTS[1]} expert, and a rank must hold the other",
+                "use --layout data-parallel or --share-experts for ranks that hold both",
+            )
+
     def _check_uniform(self) -> None:
+        if self.expert_boundary is not None and self.separates_experts:
+            check_even(
+                self.num_steps,
+                self.num_stages,
+                self.expert_boundary,
+                world_of=lambda stages: (stages + self.decoders - 1) * self.replicas,
+            )
+            return
         if self.num_stages != self.world_size and self.num_steps % self.num_stages:
             raise RequestError(
                 f"{self.num_steps} steps cannot be split evenly over the {self.num_stages} stages "
@@ -122,7 +170,8 @@ class Layout:
             return "data parallel" if self.replicas > 1 else "one rank"
         count = f"{self.replicas} replica{'s' if self.replicas > 1 else ''}"
         decoders = f", {self.decoders} decoders" if self.decoders > 1 else ""
-        return f"{count} of {self.replica_size} ranks, {self.split}{decoders}"
+        shared = ", shared experts" if self.share_experts and self.expert_boundary else ""
+        return f"{count} of {self.replica_size} ranks, {self.split}{decoders}{shared}"
 
     @property
     def replica_size(self) -> int:
@@ -148,6 +197,18 @@ class Layout:
             return ()
         hosts = [self.costs.host_of(rank) for rank in ranks]
         return tuple(index for index, pair in enumerate(pairwise(hosts)) if pair[0] != pair[1])
+
+    @property
+    def separates_experts(self) -> bool:
+        """Whether all clips are cut at the boundary, so that no rank holds both experts."""
+        has_two = self.expert_boundary is not None
+        return has_two and not self.share_experts and self.replica_size > 1
+
+    def experts_of(self, part: StepRange) -> frozenset[int]:
+        """The experts that these steps need; none if there are no steps."""
+        boundary = self.num_steps if self.expert_boundary is None else self.expert_boundary
+        needs = part.start < min(part.end, boundary), max(part.start, boundary) < part.end
+        return frozenset(expert for expert, is_needed in enumerate(needs) if is_needed)
 
     @property
     def num_stages(self) -> int:
@@ -189,23 +250,23 @@ class Layout:
     def roles(self) -> tuple[Roles, ...]:
         """The parts of the model that each rank can need."""
         encode: set[int] = set()
-        denoise: set[int] = set()
         decode: set[int] = set()
+        experts: list[frozenset[int]] = [frozenset()] * self.world_size
         for route in self._all_kinds_of_route():
             encode.add(route.ranges[0].rank)
-            denoise.update(part.rank for part in route.ranges if part.num_steps)
             decode.update([route.ranges[-1].rank] if route.decodes else [])
+            for part in route.ranges:
+                experts[part.rank] |= self.experts_of(part)
         return tuple(
-            Roles(encode=rank in encode, denoise=rank in denoise, decode=rank in decode)
-            for rank in range(self.world_size)
+            Roles(encode=rank in encode, denoise=bool(held), decode=rank in decode, experts=held)
+            for rank, held in enumerate(experts)
         )
 
     @cached_property
     def peak_gib(self) -> tuple[float | None, ...]:
         """Peak memory of each rank, GiB; None if the costs do not give it."""
         return tuple(
-            self.costs.peak_gib(encode=role.encode, denoise=role.denoise, decode=role.decode)
-            for role in self.roles
+            self.costs.peak_gib(**role.parts, num_experts=len(role.experts)) for role in self.roles
         )
 
     def shares(self, replica: int) -> list[StepShare]:
@@ -272,15 +333,9 @@ class Layout:
     def _cuts(self) -> tuple[FixedCuts | DitheredCuts, ...]:
         """One for each replica, or a single one if all ranks are alike."""
         replicas = range(self.replicas if self.costs.differ_by_rank else 1)
-        return tuple(self._new_cuts(self.stages(replica)) for replica in replicas)
-
-    def _new_cuts(self, stages: list[Stage]) -> FixedCuts | DitheredCuts:
-        if self.split == "dithered":
-            return DitheredCuts(self.num_steps, stages)
-        if self.split == "balanced":
-            return FixedCuts(balanced_cuts(self.num_steps, stages), self.decoders)
-        parts = split_steps(self.num_steps, self.num_stages)
-        return FixedCuts((0, *(part.end for part in parts)), self.decoders)
+        boundary = self.expert_boundary if self.separates_experts else None
+        wholes = (Part(self.num_steps, self.stages(replica)) for replica in replicas)
+        return tuple(cut_stages(self.split, whole, boundary) for whole in wholes)
 
     def _all_kinds_of_route(self) -> Iterator[Route]:
         for replica in range(self.replicas):
@@ -290,36 +345,3 @@ class Layout:
         """One route of each kind that a clip of the replica can take; its clip index is 0."""
         for turn, cuts in self._cuts_of(replica).all_cuts():
             yield self._route(0, replica, turn, cuts)
-
-
-def assign_replicas(
-    world_size: int, replica_size: int, ranks_per_host: int | None
-) -> tuple[tuple[int, ...], ...]:
-    """The ranks of each replica; as many replicas as possible are within one host.
-
-    Each host gets as many whole replicas as fit. The remaining ranks of all hosts form the other
-    replicas, in order. On a single host replica 0 has the first ranks, replica 1 the next ones, and
-    so on.
-
-    Args:
-        world_size: W.
-        replica_size: a divisor of W.
-        ranks_per_host: a divisor of W; None: all ranks are on one host.
-    """
-    on_host = ranks_per_host or world_size
-    replica_ranks: list[tuple[int, ...]] = []
-    left: list[int] = []
-    for first in range(0, world_size, on_host):
-        whole = on_host // replica_size * replica_size
-        for begin in range(first, first + whole, replica_size):
-            replica_ranks.append(tuple(range(begin, begin + replica_size)))
-        left += range(first + whole, first + on_host)
-    replica_ranks += [
-        tuple(left[at : at + replica_size]) for at in range(0, len(left), replica_size)
-    ]
-    return tuple(sorted(replica_ranks))
-
-
-def divisors(number: int) -> list[int]:
-    """All divisors of `number`, in increasing order."""
-    return [each for each in range(1, number + 1) if number % each == 0]

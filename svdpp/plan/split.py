@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from svdpp.errors import RequestError
@@ -74,6 +74,32 @@ class Stage:
         return max(0.0, left / self.step_seconds[turn])
 
 
+@dataclass(frozen=True)
+class Part:
+    """Consecutive stages of a replica, and the consecutive steps of each clip that they share.
+
+    It is the whole replica, or the stages of one expert.
+    """
+
+    num_steps: int
+    stages: Sequence[Stage]
+
+    def slowest_seconds(self, cuts: Cuts) -> float:
+        """Seconds for each clip of the slowest stage that does steps, if `cuts` cut the steps."""
+        counts = (after - before for before, after in pairwise(cuts))
+        pairs = zip(self.stages, counts, strict=True)
+        return max(stage.seconds(count) for stage, count in pairs if count)
+
+
+def join_cuts(each: Iterable[Cuts]) -> Cuts:
+    """The cuts of successive parts, each counted from 0, as cuts of the whole clip."""
+    whole = [0]
+    for cuts in each:
+        done = whole[-1]
+        whole += [done + cut for cut in cuts[1:]]
+    return tuple(whole)
+
+
 def split_steps(num_steps: int, world_size: int) -> tuple[StepRange, ...]:
     """The uniform rule: `start = rank * (num_steps // world_size)`, all ranges of equal length.
 
@@ -121,17 +147,24 @@ def largest_world(num_steps: int, at_most: int) -> int:
     return max(world for world in range(1, at_most + 1) if num_steps % world == 0)
 
 
-def balanced_cuts(num_steps: int, stages: Sequence[Stage]) -> Cuts:
+def uniform_cuts(part: Part) -> Cuts:
+    """Cuts, the same for every clip, that give each stage as many steps; they must divide."""
+    count = part.num_steps // len(part.stages)
+    return tuple(range(0, part.num_steps + 1, count))
+
+
+def balanced_cuts(part: Part) -> Cuts:
     """Cuts, the same for every clip, that make the slowest stage as fast as possible.
 
     Each step goes to the stage that would finish first with it. This greedy rule is optimal: the
     slowest stage got its last step because every other stage would have been at least as slow with
     it. So in any other split some stage is at least as slow. A stage can have no steps.
     """
+    stages = part.stages
     counts = [0] * len(stages)
     offers = [(stage.seconds(1), index) for index, stage in enumerate(stages)]
     heapq.heapify(offers)
-    for _ in range(num_steps):
+    for _ in range(part.num_steps):
         index = offers[0][1]
         counts[index] += 1
         heapq.heapreplace(offers, (stages[index].seconds(counts[index] + 1), index))
@@ -171,16 +204,16 @@ class DitheredCuts:
     All positions of a clip share its phase, which keeps them in order.
 
     Args:
-        num_steps: N, of each clip.
-        stages: of the replica. If a stage has several ranks of unequal speed, each turn has its own
-            positions.
+        parts: of the replica, in order; all clips are cut between them. If a stage has several
+            ranks of unequal speed, each turn has its own positions.
     """
 
-    def __init__(self, num_steps: int, stages: Sequence[Stage]) -> None:
-        turns = math.lcm(*(len(stage.ranks) for stage in stages))
-        shares = _shares_worth_a_unet(num_steps, stages, turns)
+    def __init__(self, parts: Sequence[Part]) -> None:
+        by_part = [_positions_by_turn(part) for part in parts]
+        turns = math.lcm(*map(len, by_part))
+        # Parts meet at whole steps, which the phase does not move.
         self.positions = tuple(
-            _grid_positions(num_steps, [share[turn] for share in shares]) for turn in range(turns)
+            join_cuts(each[turn % len(each)] for each in by_part) for turn in range(turns)
         )
         self._phase_step = _phase_step(turns)
 
@@ -233,29 +266,38 @@ def _terms(increment: int) -> list[int]:
     return terms
 
 
-def _shares_worth_a_unet(
-    num_steps: int, stages: Sequence[Stage], turns: int
-) -> list[tuple[float, ...]]:
+def _positions_by_turn(part: Part) -> list[tuple[int, ...]]:
+    """Cut positions for each rank of the last stage; the other stages have one rank."""
+    turns = len(part.stages[-1].ranks)
+    shares = _shares_worth_a_unet(part, turns)
+    return [
+        _grid_positions(part.num_steps, [share[turn] for share in shares]) for turn in range(turns)
+    ]
+
+
+def _shares_worth_a_unet(part: Part, turns: int) -> list[tuple[float, ...]]:
     """`_shares`, with no steps in the first or last stage if they would gain too little."""
     free: list[int] = []
-    seconds = best = _fair_seconds(num_steps, stages, free)
+    stages = part.stages
+    seconds = best = fair_seconds(part)
     for index in (len(stages) - 1, 0) if len(stages) > 1 else ():
         if any(stages[index].fixed_seconds):
-            without = _fair_seconds(num_steps, stages, [*free, index])
+            without = fair_seconds(part, [*free, index])
             if without <= best * (1 + _WORTH_A_UNET):
                 free.append(index)
                 seconds = without
-    return _shares(num_steps, stages, turns, seconds, free)
+    return _shares(part.num_steps, stages, turns, seconds, free)
 
 
-def _fair_seconds(num_steps: int, stages: Sequence[Stage], free: Sequence[int]) -> float:
+def fair_seconds(part: Part, free: Sequence[int] = ()) -> float:
     """The least seconds for each clip in which the stages can do all its steps.
 
     Steps count as divisible. Stages in `free` do no steps, and neither does a stage whose encode or
     decode alone takes longer. Found by bisection, because the number of steps that can be done
     grows with the time.
     """
-    working = [stage for index, stage in enumerate(stages) if index not in free]
+    num_steps = part.num_steps
+    working = [stage for index, stage in enumerate(part.stages) if index not in free]
     if not working:
         return math.inf
     low = 0.0

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from svdpp.plan.costs import Costs
 from svdpp.plan.layout import SPLITS, Layout
 from svdpp.plan.schedule import Route, Schedule, build_schedule
-from svdpp.plan.split import StepRange, split_steps
+from svdpp.plan.split import Part, StepRange, split_steps
 
 # Binary fractions have exact sums in any order, so times can be compared with ==.
 seconds = st.integers(0, 64).map(lambda quarters: quarters / 4)
@@ -65,30 +65,55 @@ def pipelines(draw: st.DrawFn) -> Pipeline:
 
 
 @st.composite
-def layouts(draw: st.DrawFn, *, unequal: bool = True) -> Layout:
+def layouts(draw: st.DrawFn, *, unequal: bool = True, experts: int | None = None) -> Layout:
     """Any layout that can be built.
 
     Args:
         unequal: whether ranks can differ in speed.
+        experts: of the model; None: 1 or 2.
     """
     replicas, replica_size = draw(st.integers(1, 3)), draw(st.integers(1, 6))
     world_size = replicas * replica_size
-    decoders = draw(st.integers(1, replica_size))
+    has_two = draw(st.booleans()) if experts is None else experts == 2
+    share = draw(st.booleans())
+    apart = has_two and not share and replica_size > 1
+    decoders = draw(st.integers(1, replica_size - apart))
     num_stages = replica_size - decoders + 1
     split = draw(st.sampled_from(SPLITS))
-    num_steps = draw(st.integers(1, 4 if split == "uniform" else 12))
+    boundary = None
+    if apart and split == "uniform":
+        first = draw(st.integers(1, num_stages - 1))
+        boundary = first * draw(st.integers(1, 4))
+        num_steps = boundary + (num_stages - first) * draw(st.integers(1, 4))
+    elif split == "uniform":
+        num_steps = num_stages * draw(st.integers(1 + has_two, 4))
+    else:
+        num_steps = draw(st.integers(1 + has_two, 12))
+    if has_two and boundary is None:
+        boundary = draw(st.integers(1, num_steps - 1))
     each = draw(costs)
     if unequal and draw(st.booleans()):
         steps = st.lists(st.integers(1, 16).map(lambda n: n / 4), min_size=world_size)
         each = replace(each, step_seconds=tuple(draw(steps)[:world_size]))
     return Layout(
-        num_steps=num_steps * (num_stages if split == "uniform" else 1),
+        num_steps=num_steps,
         world_size=world_size,
         split=split,
         replicas=replicas,
         decoders=decoders,
         costs=each,
         decodes=draw(st.booleans()),
+        expert_boundary=boundary,
+        share_experts=share,
+    )
+
+
+def steps_in(seconds: float, part: Part) -> float:
+    """Steps that the stages could do of every clip in this time, if steps were divisible."""
+    return sum(
+        sum(min(part.num_steps, stage.steps_within(seconds, t)) for t in range(len(stage.ranks)))
+        / len(stage.ranks)
+        for stage in part.stages
     )
 
 

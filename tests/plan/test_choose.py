@@ -13,8 +13,9 @@ from svdpp.errors import RequestError
 from svdpp.plan.choose import choose_layout, compare_layouts
 from svdpp.plan.costs import Costs
 from svdpp.plan.large_forecast import forecast_layout
-from svdpp.plan.layout import Layout, divisors
+from svdpp.plan.layout import Layout
 from svdpp.plan.presets import PRESETS
+from svdpp.plan.replicas import divisors
 from tests.plan.plans import costs
 
 A100 = PRESETS["svd-xt-a100"]

@@ -88,6 +88,7 @@ def test_peak_is_all_weights_and_the_largest_work() -> None:
     assert peak(encode=False, denoise=False, decode=False) == 0.0
     partly = Costs(denoise_weights_gib=3.0, denoise_work_gib=6.0, decode_weights_gib=1.0)
     assert partly.peak_gib(encode=False, denoise=True, decode=False) == 9.0
+    assert partly.peak_gib(encode=False, denoise=True, decode=False, num_experts=2) == 12.0
     assert partly.peak_gib(encode=False, denoise=True, decode=True) is None
 
 

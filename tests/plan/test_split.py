@@ -12,12 +12,15 @@ from hypothesis import strategies as st
 from svdpp.errors import RequestError
 from svdpp.plan.split import (
     DitheredCuts,
+    Part,
     Stage,
     StepRange,
     balanced_cuts,
+    join_cuts,
     largest_world,
     split_steps,
 )
+from tests.plan.plans import steps_in
 
 
 @given(st.integers(1, 60), st.integers(1, 20))
@@ -127,7 +130,7 @@ def counts_of(cuts: tuple[int, ...]) -> tuple[int, ...]:
 def test_balanced_is_as_good_as_any_split(num_steps: int, stages: list[Stage]) -> None:
     every = itertools.product(range(num_steps + 1), repeat=len(stages))
     best = min(slowest(stages, counts) for counts in every if sum(counts) == num_steps)
-    counts = counts_of(balanced_cuts(num_steps, stages))
+    counts = counts_of(balanced_cuts(Part(num_steps, stages)))
 
     assert sum(counts) == num_steps
     assert min(counts) >= 0
@@ -140,21 +143,21 @@ def one_rank_each(*fixed: float, step: float = 1.0) -> list[Stage]:
 
 @given(st.integers(1, 40), st.integers(1, 10))
 def test_without_other_costs_balanced_is_even(num_steps: int, world_size: int) -> None:
-    counts = counts_of(balanced_cuts(num_steps, one_rank_each(*[0.0] * world_size)))
+    counts = counts_of(balanced_cuts(Part(num_steps, one_rank_each(*[0.0] * world_size))))
 
     assert max(counts) - min(counts) <= 1
     assert list(counts) == sorted(counts, reverse=True)
 
 
 def test_a_rank_that_only_decodes_is_a_result() -> None:
-    assert counts_of(balanced_cuts(12, one_rank_each(0, 0, 0, 4))) == (4, 4, 4, 0)
+    assert counts_of(balanced_cuts(Part(12, one_rank_each(0, 0, 0, 4)))) == (4, 4, 4, 0)
 
 
 @given(st.integers(1, 12), replica_ranks(), st.integers(0, 500))
 def test_dithered_ranges_are_in_order_and_near_their_means(
     num_steps: int, stages: list[Stage], index: int
 ) -> None:
-    dithered = DitheredCuts(num_steps, stages)
+    dithered = DitheredCuts([Part(num_steps, stages)])
     cuts = dithered.cuts(index)
 
     assert (cuts[0], cuts[-1]) == (0, num_steps)
@@ -166,7 +169,7 @@ def test_dithered_ranges_are_in_order_and_near_their_means(
 
 @given(st.integers(1, 12), replica_ranks())
 def test_every_cut_that_comes_is_among_all_cuts(num_steps: int, stages: list[Stage]) -> None:
-    dithered = DitheredCuts(num_steps, stages)
+    dithered = DitheredCuts([Part(num_steps, stages)])
     turns = len(dithered.positions)
 
     came = {(index % turns, dithered.cuts(index)) for index in range(200)}
@@ -176,7 +179,7 @@ def test_every_cut_that_comes_is_among_all_cuts(num_steps: int, stages: list[Sta
 @given(st.integers(1, 30), replica_ranks())
 def test_stages_that_do_steps_have_equal_work(num_steps: int, stages: list[Stage]) -> None:
     """On average over clips, and within half a percent of the optimum."""
-    dithered = DitheredCuts(num_steps, stages)
+    dithered = DitheredCuts([Part(num_steps, stages)])
     loads = []
     for place, stage in enumerate(stages):
         turns = len(stage.ranks)
@@ -189,23 +192,14 @@ def test_stages_that_do_steps_have_equal_work(num_steps: int, stages: list[Stage
                 loads.append((fixed + steps * step) / turns)
     if loads:
         assert max(loads) == pytest.approx(min(loads), rel=1e-6, abs=1e-6)
-        assert steps_in(max(loads) / 1.00501 - 1e-6, num_steps, stages) < num_steps
-
-
-def steps_in(seconds: float, num_steps: int, stages: list[Stage]) -> float:
-    """Steps that the stages could do of every clip in this time, if steps were divisible."""
-    return sum(
-        sum(min(num_steps, stage.steps_within(seconds, turn)) for turn in range(len(stage.ranks)))
-        / len(stage.ranks)
-        for stage in stages
-    )
+        assert steps_in(max(loads) / 1.00501 - 1e-6, Part(num_steps, stages)) < num_steps
 
 
 @given(st.integers(1, 30), replica_ranks(), st.integers(1, 300))
 def test_over_any_clips_a_stage_is_within_steps_of_its_mean(
     num_steps: int, stages: list[Stage], num_clips: int
 ) -> None:
-    dithered = DitheredCuts(num_steps, stages)
+    dithered = DitheredCuts([Part(num_steps, stages)])
     turns = len(dithered.positions)
     for turn, positions in enumerate(dithered.positions):
         means = [(after - each) / 2**64 for each, after in itertools.pairwise(positions)]
@@ -218,7 +212,7 @@ def test_over_any_clips_a_stage_is_within_steps_of_its_mean(
 def test_decoders_own_clips_are_spread_as_evenly_as_all(turns: int) -> None:
     """13 golden ratios are 8.034, so their phases at every 13th clip would hardly move."""
     tail = Stage(tuple(range(1, turns + 1)), (1.0,) * turns, (0.0,) * turns)
-    dithered = DitheredCuts(turns * 7 + 3, [Stage((0,), (1.0,), (0.63,)), tail])
+    dithered = DitheredCuts([Part(turns * 7 + 3, [Stage((0,), (1.0,), (0.63,)), tail])])
     steps = [counts_of(dithered.cuts(index)) for index in range(100 * turns)]
     for turn in range(turns):
         assert furthest([count for _, count in steps[turn::turns]]) < 2.2
@@ -233,7 +227,7 @@ def furthest(counts: list[int]) -> float:
 
 def test_thirds_are_dithered_as_they_should_be() -> None:
     """10 steps over 3 equal ranks: cuts 3.33 and 6.67; one and two thirds are rounded up."""
-    dithered = DitheredCuts(10, one_rank_each(0, 0, 0))
+    dithered = DitheredCuts([Part(10, one_rank_each(0, 0, 0))])
     cuts = Counter(dithered.cuts(index) for index in range(300))
 
     assert set(cuts) == {(0, 3, 6, 10), (0, 3, 7, 10), (0, 4, 7, 10)}
@@ -243,7 +237,29 @@ def test_thirds_are_dithered_as_they_should_be() -> None:
 
 def test_a_scrap_of_a_step_is_not_worth_the_unets_weights() -> None:
     """Decode takes 0.05 steps less than a fair share: a rank that only decodes costs little."""
-    nearly = DitheredCuts(24, one_rank_each(0, 0, 0, 0, 0, 0, 4 - 0.05))
+    nearly = DitheredCuts([Part(24, one_rank_each(0, 0, 0, 0, 0, 0, 4 - 0.05))])
     assert nearly.mean_steps(6, 0, 1) == 0
-    clearly = DitheredCuts(24, one_rank_each(0, 0, 0, 0, 0, 0, 3.0))
+    clearly = DitheredCuts([Part(24, one_rank_each(0, 0, 0, 0, 0, 0, 3.0))])
     assert clearly.mean_steps(6, 0, 1) == pytest.approx(27 / 7 - 3)
+
+
+@given(st.integers(1, 12), st.integers(1, 12), replica_ranks())
+def test_the_second_part_is_dithered_as_if_it_were_alone(
+    first: int, second: int, stages: list[Stage]
+) -> None:
+    part = Part(second, stages)
+    alone, both = DitheredCuts([part]), DitheredCuts([Part(first, one_rank_each(0)), part])
+    turns = len(both.positions)
+
+    for index in range(3 * turns):
+        cuts = both.cuts(index)
+        assert cuts == (0, *(first + cut for cut in alone.cuts(index)))
+        assert (index % turns, cuts) in both.all_cuts()
+
+
+def test_parts_are_cut_by_the_phases_of_one_clip() -> None:
+    parts = [Part(10, one_rank_each(0, 0, 0)), Part(7, one_rank_each(0, 0))]
+    whole, *each = (DitheredCuts(some) for some in (parts, *([part] for part in parts)))
+
+    for index in range(100):
+        assert whole.cuts(index) == join_cuts(alone.cuts(index) for alone in each)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from svdpp.cli.console import counted
-from svdpp.cli.options.declare import LAYOUT, option
+from svdpp.cli.options.declare import LAYOUT, flag, option
 from svdpp.errors import RequestError
 from svdpp.launch.world import find_world
 from svdpp.plan.costs import Costs
@@ -171,6 +171,7 @@ class LayoutOptions:
         num_clips: int | None,
         decodes: bool,
         memory: Memory | None = None,
+        experts: Mapping[str, Any] | None = None,
     ) -> tuple[dict[str, Any], str]:
         """The layout's fields of a `PipelineConfig`, and a remark on the choice, empty for none.
 
@@ -180,6 +181,7 @@ class LayoutOptions:
             num_clips: None if only another process knows it.
             decodes: whether clips become frames.
             memory: tells `auto` what fits; None: everything fits.
+            experts: as `ExpertOptions.fields`; None: the model has one expert.
 
         Raises:
             RequestError: `auto` needs the number of clips, which this process does not know.
@@ -208,11 +210,47 @@ class LayoutOptions:
             costs=costs,
             decodes=decodes,
             memory_gib=has,
+            **(experts or {}),
         )
         why = f"layout: {choice.reason}"
         if self.costs is None and decodes:
             why += f"; by the costs of {ASSUMED_COSTS}, svdpp profile measures yours"
         return {**_fields(choice.layout), "costs": costs}, why
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertOptions:
+    """Which steps each of two experts does, and whether a rank may hold both."""
+
+    expert_boundary: Annotated[
+        int | None,
+        option(
+            "--expert-boundary",
+            panel=LAYOUT,
+            metavar="N",
+            help="The model changes its expert after N steps, as Wan 2.2 A14B does. Each rank "
+            "then does steps of one expert only, and loads no other.",
+            default="one expert",
+        ),
+    ] = None
+    share_experts: Annotated[
+        bool,
+        flag(
+            "--share-experts",
+            panel=LAYOUT,
+            help="Let one rank hold both experts, so that the steps can be cut anywhere.",
+        ),
+    ] = False
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The options as fields of a `Layout`."""
+        return {"expert_boundary": self.expert_boundary, "share_experts": self.share_experts}
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The options by name; None and False count as not given."""
+        return {name.replace("_", "-"): value for name, value in self.fields.items()}
 
 
 def options_for(layout: Layout) -> str:

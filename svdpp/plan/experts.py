@@ -1,0 +1,122 @@
+"""Owns the division of a replica's stages between the two experts of a model, and its cuts."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable
+from functools import partial
+from itertools import product
+
+from svdpp.errors import RequestError
+from svdpp.plan.replicas import divisors
+from svdpp.plan.split import (
+    Cuts,
+    DitheredCuts,
+    FixedCuts,
+    Part,
+    balanced_cuts,
+    fair_seconds,
+    join_cuts,
+    uniform_cuts,
+)
+
+#: Names of the experts: the first does the steps before the boundary, the second the others.
+EXPERTS = ("high-noise", "low-noise")
+
+
+def cut_stages(split: str, whole: Part, boundary: int | None) -> FixedCuts | DitheredCuts:
+    """The cuts of the clips of one replica.
+
+    Args:
+        split: the rule.
+        whole: steps and stages of the replica.
+        boundary: number of steps of the first expert if every clip is cut there; else None.
+    """
+    rule = uniform_cuts if split == "uniform" else balanced_cuts
+    seconds_of = fair_seconds if split == "dithered" else partial(_slowest_seconds, rule)
+    parts: tuple[Part, ...] = (whole,)
+    if boundary is not None:
+        even = _even_divisions(whole.num_steps, len(whole.stages), boundary)
+        parts = _divide(whole, boundary, seconds_of, even if split == "uniform" else None)
+    if split == "dithered":
+        return DitheredCuts(parts)
+    return FixedCuts(join_cuts(map(rule, parts)), len(whole.stages[-1].ranks))
+
+
+def check_even(
+    num_steps: int, num_stages: int, boundary: int, *, world_of: Callable[[int], int]
+) -> None:
+    """Check that some division of the stages lets `uniform` split the steps of each expert.
+
+    Args:
+        num_steps: N, of each clip.
+        num_stages: of a replica, 2 or more.
+        boundary: number of steps of the first expert.
+        world_of: the number of ranks that makes a number of stages, for the hint.
+
+    Raises:
+        RequestError: there is none; it names the nearest numbers of ranks that have one.
+    """
+    if _even_divisions(num_steps, num_stages, boundary):
+        return
+    counts = even_stage_counts(num_steps, boundary)
+    above = bisect_left(counts, num_stages)
+    nearest = [world_of(count) for count in counts[above - 1 : above + 1]]
+    first, second = EXPERTS
+    stages = f"{num_stages} ranks that hold one expert each"
+    if world_of(num_stages) != num_stages:
+        stages = f"the {num_stages} stages of a replica, each with one expert"
+    raise RequestError(
+        f"{boundary} {first} and {num_steps - boundary} {second} steps cannot be split evenly over "
+        f"{stages}",
+        f"use --split dithered, or {' or '.join(f'--world {world}' for world in nearest)}",
+        details={"steps": num_steps, "ranks": world_of(num_stages), "nearest": nearest},
+    )
+
+
+def even_stage_counts(num_steps: int, boundary: int) -> list[int]:
+    """Numbers of stages over which `uniform` can split both experts' steps, from 2 up."""
+    pairs = product(divisors(boundary), divisors(num_steps - boundary))
+    return sorted({first + second for first, second in pairs})
+
+
+def _even_divisions(num_steps: int, num_stages: int, boundary: int) -> list[int]:
+    """Numbers of stages of the first expert with which each expert's steps can be split evenly."""
+    return [
+        count
+        for count in divisors(boundary)
+        if count < num_stages and (num_steps - boundary) % (num_stages - count) == 0
+    ]
+
+
+def _divide(
+    whole: Part, boundary: int, seconds_of: Callable[[Part], float], counts: Iterable[int] | None
+) -> tuple[Part, Part]:
+    """Divide the stages between the experts so that the slower part is as fast as possible.
+
+    Args:
+        whole: at least 2 stages.
+        boundary: number of steps of the first expert.
+        seconds_of: seconds that a part takes for each clip; more stages do not make it slower.
+        counts: possible numbers of stages of the first expert; None: any.
+    """
+
+    def parts(count: int) -> tuple[Part, Part]:
+        first, second = whole.stages[:count], whole.stages[count:]
+        return Part(boundary, first), Part(whole.num_steps - boundary, second)
+
+    def is_first_faster(count: int) -> bool:
+        first, second = map(seconds_of, parts(count))
+        return first <= second
+
+    if counts is None:
+        # With more stages the first part gets faster and the second slower. The best count is at
+        # one side of the point where the first part becomes the faster one.
+        last = len(whole.stages) - 1
+        faster = 1 + bisect_left(range(1, last), True, key=is_first_faster)
+        counts = range(max(1, faster - 1), faster + 1)
+    return parts(min(counts, key=lambda count: max(map(seconds_of, parts(count)))))
+
+
+def _slowest_seconds(rule: Callable[[Part], Cuts], part: Part) -> float:
+    return part.slowest_seconds(rule(part))

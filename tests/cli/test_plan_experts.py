@@ -1,0 +1,81 @@
+"""`svdpp plan --expert-boundary`: the expert and memory of each rank, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from svdpp.plan.costs import Costs
+from tests.cli.shell import assert_error, svdpp_here
+
+WAN = ("plan", "--world", "4", "--steps", "40", "--expert-boundary", "13")
+COSTS = Costs(
+    decode_seconds=3,
+    encode_weights_gib=11,
+    denoise_weights_gib=27,
+    decode_weights_gib=0.5,
+    encode_work_gib=1,
+    denoise_work_gib=9,
+    decode_work_gib=6,
+)
+
+
+@pytest.fixture
+def costs_file(tmp_path: Path) -> str:
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps(COSTS.to_json()), encoding="utf-8")
+    return str(path)
+
+
+def test_the_table_shows_the_expert_and_memory_of_each_rank(costs_file: str) -> None:
+    lines = svdpp_here(*WAN, "--costs", costs_file).out.splitlines()
+    assert [line.split() for line in lines[:5]] == [
+        ["rank", "start", "end", "steps", "expert", "GiB"],
+        ["0", "0", "13", "13", "high-noise", "47.0"],
+        ["1", "13", "22", "9", "low-noise", "36.0"],
+        ["2", "22", "31", "9", "low-noise", "36.0"],
+        ["3", "31", "40", "9", "low-noise", "36.5"],
+    ]
+    shared = svdpp_here(*WAN, "--costs", costs_file, "--share-experts").out.splitlines()
+    assert shared[2].split() == ["1", "10", "20", "10", "both", "63.0"]
+
+
+def test_json_shows_the_experts(costs_file: str) -> None:
+    plan = json.loads(svdpp_here(*WAN, "--costs", costs_file, "--json").out)
+    assert (plan["layout"]["expert_boundary"], plan["layout"]["share_experts"]) == (13, False)
+    assert [rank["experts"] for rank in plan["ranks"]] == [["high-noise"], *[["low-noise"]] * 3]
+    assert [rank["peak_gib"] for rank in plan["ranks"]] == [47, 36, 36, 36.5]
+
+    options = (*WAN, "--costs", costs_file, "--layout", "auto", "--device-memory", "80", "--json")
+    plan = json.loads(svdpp_here(*options).out)
+    assert plan["layout"]["reason"].endswith("; each rank holds both experts")
+    assert plan["ranks"][0]["experts"] == ["high-noise", "low-noise"]
+
+
+def test_layouts_of_two_experts_are_compared() -> None:
+    answer = svdpp_here(*WAN, "--compare")
+    assert answer.code == 0
+    assert "draft: a draft needs a model with one expert" in answer.out
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--share-experts",), "--share-experts has an effect only with --expert-boundary"),
+        (
+            ("--expert-boundary", "28"),
+            "--expert-boundary must be 1 or more and less than the number of steps (28), got 28",
+        ),
+        (("--draft", "--expert-boundary", "9"), "--expert-boundary has no effect with --draft"),
+        (("--memory", "--expert-boundary", "9"), "leave out --expert-boundary"),
+        (
+            ("--hosts", "2x4", "--expert-boundary", "5"),
+            "5 high-noise and 23 low-noise steps cannot be split evenly over 8 ranks",
+        ),
+    ],
+    ids=str,
+)
+def test_refused(options: tuple[str, ...], words: str) -> None:
+    assert_error(svdpp_here("plan", *options), 2, words)

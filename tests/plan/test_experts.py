@@ -1,0 +1,266 @@
+"""Layouts of two experts: no rank holds both, ranks follow the work, refusals name what works."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from svdpp.errors import RequestError
+from svdpp.plan.choose import choose_layout, compare_layouts
+from svdpp.plan.costs import Costs
+from svdpp.plan.forecast import replay
+from svdpp.plan.layout import Layout, Roles
+from svdpp.plan.schedule import Route, build_schedule, check_schedule
+from svdpp.plan.split import Part, Stage, balanced_cuts, uniform_cuts
+from tests.plan.plans import layouts, steps_in
+
+two_experts = layouts(experts=2)
+HIGH, LOW = frozenset({0}), frozenset({1})
+#: Wan 2.2 A14B, roughly: GiB of one expert, of the text encoder and of the VAE.
+WAN = Costs(
+    step_seconds=4,
+    encode_seconds=2,
+    decode_seconds=10,
+    encode_weights_gib=11,
+    denoise_weights_gib=27,
+    decode_weights_gib=0.5,
+    encode_work_gib=1,
+    denoise_work_gib=9,
+    decode_work_gib=6,
+)
+WAN_STEPS: dict[str, Any] = {"num_steps": 40, "expert_boundary": 13, "costs": WAN}
+
+
+def experts_of_steps(layout: Layout, routes: list[Route]) -> list[set[int]]:
+    """The experts whose steps each rank does on these routes."""
+    assert layout.expert_boundary is not None
+    experts: list[set[int]] = [set() for _ in range(layout.world_size)]
+    for route in routes:
+        for part in route.ranges:
+            experts[part.rank] |= {
+                int(step >= layout.expert_boundary) for step in range(part.start, part.end)
+            }
+    return experts
+
+
+@given(two_experts, st.integers(1, 20), st.data())
+@settings(max_examples=200)
+def test_no_rank_does_steps_of_both_experts(
+    layout: Layout, clips: int, data: st.DataObject
+) -> None:
+    """On no route, complete, resumed or over all stages; roles hold what each rank needs."""
+    routes = [
+        layout.route(clip, all_stages=data.draw(st.booleans())).resumed(
+            data.draw(st.integers(0, layout.num_steps))
+        )
+        for clip in range(clips)
+    ]
+    experts = experts_of_steps(layout, layout.routes(range(clips)) + routes)
+
+    for role, needed in zip(layout.roles, experts, strict=True):
+        assert needed <= role.experts
+        assert role.denoise == bool(role.experts)
+        if layout.replica_size > 1 and not layout.share_experts:
+            assert len(role.experts) < 2
+        elif layout.replica_size == 1:
+            assert role.experts == HIGH | LOW
+    schedule = build_schedule(routes, layout.world_size)
+    check_schedule(schedule, layout.num_steps)
+    replay(schedule, layout.costs)
+
+
+@given(two_experts.filter(lambda layout: layout.separates_experts))
+def test_each_expert_has_ranks_in_order(layout: Layout) -> None:
+    for ranks in layout.replica_ranks:
+        held = [min(layout.roles[rank].experts, default=None) for rank in ranks]
+        some = [expert for expert in held if expert is not None]
+        assert some == sorted(some)
+        assert set(some) == {0, 1}
+        assert 0 not in held[-layout.decoders :]
+
+
+@given(two_experts.filter(lambda layout: layout.separates_experts))
+def test_no_division_of_the_ranks_is_faster(layout: Layout) -> None:
+    """Of fixed cuts the slowest stage is as fast as possible, of dithered ones up to 0.5%."""
+    for replica in range(layout.replicas):
+        stages = layout.stages(replica)
+        shares = {share.rank: share.mean_steps for share in layout.shares(replica)}
+        slowest = max(busy_seconds(stage, shares) for stage in stages)
+        for parts in divisions(layout, stages):
+            if layout.split == "dithered":
+                enough = slowest / 1.00501 - 1e-6
+                assert any(steps_in(enough, part) < part.num_steps for part in parts)
+            elif layout.split == "balanced":
+                cuts = [(part, balanced_cuts(part)) for part in parts]
+                assert slowest <= max(part.slowest_seconds(each) for part, each in cuts)
+            elif not any(part.num_steps % len(part.stages) for part in parts):
+                cuts = [(part, uniform_cuts(part)) for part in parts]
+                assert slowest <= max(part.slowest_seconds(each) for part, each in cuts)
+
+
+def busy_seconds(stage: Stage, mean_steps: dict[int, float]) -> float:
+    """Mean seconds for each clip of the replica in the stage's slowest rank that does steps."""
+    return max(
+        (fixed + mean_steps[rank] * step) / len(stage.ranks) if mean_steps[rank] > 1e-9 else 0.0
+        for rank, step, fixed in zip(
+            stage.ranks, stage.step_seconds, stage.fixed_seconds, strict=True
+        )
+    )
+
+
+def divisions(layout: Layout, stages: list[Stage]) -> list[tuple[Part, Part]]:
+    """All divisions of the stages between the experts, at least one each."""
+    assert layout.expert_boundary is not None
+    low_noise = layout.num_steps - layout.expert_boundary
+    return [
+        (Part(layout.expert_boundary, stages[:count]), Part(low_noise, stages[count:]))
+        for count in range(1, len(stages))
+    ]
+
+
+@given(layouts(experts=2, unequal=False), st.integers(1, 12))
+def test_a_replay_does_all_work_once(layout: Layout, clips: int) -> None:
+    spans = replay(build_schedule(layout.routes(range(clips)), layout.world_size), layout.costs)
+    costs = layout.costs
+    each = costs.encode_on(0) + layout.num_steps * costs.step_on(0)
+    each += costs.decode_on(0) * layout.decodes
+
+    assert sum(span.end - span.start for span in spans) == clips * each
+
+
+@pytest.mark.parametrize(
+    ("options", "cuts"),
+    [
+        ({"world_size": 4}, (0, 13, 22, 31, 40)),
+        ({"world_size": 4, "split": "balanced"}, (0, 13, 23, 33, 40)),
+        ({"world_size": 4, "split": "balanced", "share_experts": True}, (0, 10, 21, 32, 40)),
+        ({"world_size": 2, "split": "dithered"}, (0, 13, 40)),
+        ({"world_size": 8, "split": "balanced"}, (0, 4, 9, 13, 19, 25, 31, 37, 40)),
+    ],
+    ids=str,
+)
+def test_wan(options: dict[str, Any], cuts: tuple[int, ...]) -> None:
+    layout = Layout(**WAN_STEPS, **options)
+
+    assert layout.cuts(0) == cuts
+
+
+def test_memory_counts_the_experts_of_each_rank() -> None:
+    separate = Layout(**WAN_STEPS, world_size=4, split="balanced")
+    assert [role.experts for role in separate.roles] == [HIGH, LOW, LOW, LOW]
+    assert separate.peak_gib == (47, 36, 36, 36.5)
+
+    shared = Layout(**WAN_STEPS, world_size=4, split="balanced", share_experts=True)
+    assert [role.experts for role in shared.roles] == [HIGH, HIGH | LOW, LOW, LOW]
+    assert shared.peak_gib == (47, 63, 36, 36.5)
+
+    assert Layout(**WAN_STEPS, world_size=4, replicas=4).peak_gib == (74.5,) * 4
+
+
+def test_a_rank_that_only_decodes_holds_no_expert() -> None:
+    costs = Costs(decode_seconds=9)
+    layout = Layout(num_steps=12, world_size=4, split="dithered", costs=costs, expert_boundary=6)
+    assert layout.roles[3] == Roles(encode=False, denoise=False, decode=True)
+    assert [role.experts for role in layout.roles] == [HIGH, LOW, LOW, frozenset()]
+
+
+def test_roles_join_their_experts() -> None:
+    high = Roles(encode=True, denoise=True, decode=False)
+    low = Roles(encode=False, denoise=True, decode=True, experts=LOW)
+
+    assert high.experts == HIGH
+    assert (high | low).experts == HIGH | LOW
+    assert Roles(encode=True, denoise=False, decode=True).experts == frozenset()
+    with pytest.raises(ValueError, match="does not denoise has experts"):
+        Roles(encode=True, denoise=False, decode=False, experts=LOW)
+
+
+@pytest.mark.parametrize(
+    ("options", "message", "hint"),
+    [
+        (
+            {"expert_boundary": 40},
+            "--expert-boundary must be 1 or more and less than the number of steps (40), got 40",
+            "",
+        ),
+        (
+            {"expert_boundary": 0, "replicas": 8},
+            "--expert-boundary must be 1 or more and less than the number of steps (40), got 0",
+            "",
+        ),
+        (
+            {},
+            "13 high-noise and 27 low-noise steps cannot be split evenly over 8 ranks that hold "
+            "one expert each",
+            "use --split dithered, or --world 4 or --world 10",
+        ),
+        (
+            {"world_size": 50},
+            "13 high-noise and 27 low-noise steps cannot be split evenly over 50 ranks that hold "
+            "one expert each",
+            "use --split dithered, or --world 40",
+        ),
+        (
+            {"replicas": 2, "decoders": 2},
+            "13 high-noise and 27 low-noise steps cannot be split evenly over the 3 stages of a "
+            "replica, each with one expert",
+            "use --split dithered, or --world 6 or --world 10",
+        ),
+        (
+            {"decoders": 4, "replicas": 2, "split": "dithered"},
+            "--decoders must be 1 to 3, got 4: all decoders hold the low-noise expert, and a rank "
+            "must hold the other",
+            "use --layout data-parallel or --share-experts for ranks that hold both",
+        ),
+    ],
+    ids=str,
+)
+def test_refused(options: dict[str, Any], message: str, hint: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        Layout(**{**WAN_STEPS, "world_size": 8, **options})
+
+    assert (caught.value.message, caught.value.hint) == (message, hint)
+    for world_size in caught.value.details.get("nearest", []):
+        assert Layout(**{**WAN_STEPS, **options, "world_size": world_size})
+
+
+def test_auto_takes_data_parallel_only_if_both_experts_fit() -> None:
+    counts = {**WAN_STEPS, "world_size": 4, "num_clips": 16}
+    roomy = choose_layout(**counts, memory_gib=(80.0,) * 4)
+    assert str(roomy.layout) == "data parallel"
+    assert roomy.reason.endswith("; each rank holds both experts")
+
+    small = choose_layout(**counts, memory_gib=(48.0,) * 4)
+    assert small.layout.separates_experts
+    assert small.reason.endswith(
+        "; each rank holds one expert at most; 1 of 7 layouts need more memory; "
+        "data parallel needs 74.5 GiB, with both experts on each rank"
+    )
+    with pytest.raises(RequestError, match="no layout of 4 ranks fits in 40 GiB a rank"):
+        choose_layout(**counts, memory_gib=(40.0,) * 4)
+
+
+def test_auto_says_how_many_ranks_share_experts() -> None:
+    """Ranks of unequal speed are faster in one replica, whose second rank crosses the boundary."""
+    costs = Costs(step_seconds=(1.0, 1.0, 2.0))
+    choice = choose_layout(
+        **{**WAN_STEPS, "costs": costs}, world_size=3, num_clips=50, share_experts=True
+    )
+    assert str(choice.layout) == "1 replica of 3 ranks, balanced, shared experts"
+    assert choice.reason.endswith("; 1 of 3 ranks hold both experts")
+
+
+def test_layouts_of_two_experts_can_be_compared() -> None:
+    rows = {
+        row.name: row
+        for row in compare_layouts(**WAN_STEPS, world_size=4, num_clips=16, memory_gib=(48.0,) * 4)
+    }
+    assert max(peak or 99 for peak in rows["dithered"].peak_gib) == 47
+    assert rows["data parallel"].note == "rank 0 needs 74.5 GiB and has 48"
+    assert (rows["draft"].forecast, rows["draft"].note) == (
+        None,
+        "a draft needs a model with one expert",
+    )
