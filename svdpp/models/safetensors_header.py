@@ -27,6 +27,13 @@ WEIGHT_STEMS: Mapping[str, str] = {
     "vae": "diffusion_pytorch_model",
     "image_encoder": "model",
 }
+#: As `WEIGHT_STEMS`, for the components of all families.
+ALL_WEIGHT_STEMS: Mapping[str, str] = {
+    **WEIGHT_STEMS,
+    "transformer": "diffusion_pytorch_model",
+    "transformer_2": "diffusion_pytorch_model",
+    "text_encoder": "model",
+}
 
 
 def weight_headers(folder: Path, component: str, variant: str | None) -> dict[Path, Header]:
@@ -37,17 +44,17 @@ def weight_headers(folder: Path, component: str, variant: str | None) -> dict[Pa
 
     Args:
         folder: the checkpoint's folder.
-        component: `unet`, `vae` or `image_encoder`.
+        component: one of `ALL_WEIGHT_STEMS`.
         variant: such as `fp16` in `diffusion_pytorch_model.fp16.safetensors`; None for the plain
             names.
 
     Raises:
         ModelError: a file is missing, incomplete, or not a safetensors file.
     """
-    stem, tag = WEIGHT_STEMS[component], f".{variant}" if variant else ""
+    stem, tag = ALL_WEIGHT_STEMS[component], f".{variant}" if variant else ""
     single = folder / component / f"{stem}{tag}.safetensors"
     index = folder / component / f"{stem}.safetensors.index{tag}.json"
-    if index.is_file() and not (component == "image_encoder" and single.is_file()):
+    if index.is_file() and not (stem == "model" and single.is_file()):
         return _shard_headers(index)
     if not single.is_file():
         raise _missing_weights(single, stem, variant)

@@ -1,0 +1,157 @@
+"""Owns LTX-Video as a `VideoModel`: what travels between ranks, and its reference."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Self
+
+import torch
+from PIL import Image
+
+from svdpp.config import TensorSpec
+from svdpp.models.base import LATENTS, Tensors
+from svdpp.models.family_config import SchedulerConfig
+from svdpp.models.family_sampling import Request
+from svdpp.models.ltx.checkpoint import LtxCheckpoint
+from svdpp.models.ltx.load import load_parts, load_reference
+from svdpp.models.ltx.sampling import LtxSampling
+from svdpp.models.range_model import (
+    NEGATIVE_PROMPT_EMBEDS,
+    PROMPT_EMBEDS,
+    RangeModel,
+    RangeParts,
+    request_arguments,
+)
+from svdpp.models.step_range import call_range, recorder, replaced
+
+PROMPT_ATTENTION_MASK = "prompt_attention_mask"
+NEGATIVE_PROMPT_ATTENTION_MASK = "negative_prompt_attention_mask"
+GENERATOR = "generator"
+
+# In the order in which `encode_prompt` returns them.
+_TEXT = (
+    PROMPT_EMBEDS,
+    PROMPT_ATTENTION_MASK,
+    NEGATIVE_PROMPT_EMBEDS,
+    NEGATIVE_PROMPT_ATTENTION_MASK,
+)
+
+
+class LtxModel(RangeModel):
+    """LTX-Video, from text or from an image.
+
+    Args:
+        checkpoint: from `read_ltx`.
+        parts: the loaded components.
+        sampling: checked by `check_ltx`.
+    """
+
+    def __init__(self, checkpoint: LtxCheckpoint, parts: RangeParts, sampling: LtxSampling) -> None:
+        super().__init__(parts, sampling)
+        self._checkpoint = checkpoint
+
+    def with_sampling(self, sampling: LtxSampling) -> Self:
+        """The same loaded components with other sampling parameters."""
+        return type(self)(self._checkpoint, self._parts, sampling)
+
+    def packet_spec(self, next_step: int) -> Mapping[str, TensorSpec]:
+        """Latents (1, tokens, channels), prompt embeddings, and the generator if decoding draws."""
+        del next_step  # Euler's method keeps no state
+        checkpoint, sampling = self._checkpoint, self._sampling
+        factor = checkpoint.vae_scale_factor_spatial
+        frames = (sampling.num_frames - 1) // checkpoint.vae_scale_factor_temporal + 1
+        tokens = frames * (sampling.height // factor) * (sampling.width // factor)
+        length = sampling.max_sequence_length
+        embeds = TensorSpec((1, length, checkpoint.text_dim), self._parts.dtype)
+        mask = TensorSpec((1, length), "bool")
+        specs = {LATENTS: TensorSpec((1, tokens, checkpoint.latent_channels), "fp32")}
+        specs |= {PROMPT_EMBEDS: embeds, PROMPT_ATTENTION_MASK: mask}
+        if sampling.guidance_scale > 1:
+            specs |= {NEGATIVE_PROMPT_EMBEDS: embeds, NEGATIVE_PROMPT_ATTENTION_MASK: mask}
+        if checkpoint.timestep_conditioning:
+            specs[GENERATOR] = TensorSpec(tuple(torch.Generator().get_state().shape), "uint8")
+        return specs
+
+    def _scheduler(self) -> SchedulerConfig:
+        return self._checkpoint.scheduler
+
+    def _arguments(self) -> dict[str, Any]:
+        return sampling_arguments(self._sampling)
+
+    def _encode(self, arguments: Mapping[str, Any], scheduler: Any) -> Tensors:
+        prompts: list[Any] = []
+        with replaced(self._pipe, encode_prompt=recorder(self._pipe.encode_prompt, prompts)):
+            latent = call_range(self._pipe, scheduler, arguments)
+        return {
+            LATENTS: latent,
+            **dict(zip(_TEXT, prompts[0], strict=True)),
+            GENERATOR: arguments["generator"].get_state(),
+        }
+
+    def _inputs(self, tensors: Tensors) -> dict[str, Any]:
+        generator = None
+        if GENERATOR in tensors:
+            generator = torch.Generator("cpu")
+            generator.set_state(tensors[GENERATOR].cpu())
+        return {
+            LATENTS: tensors[LATENTS],
+            **{name: tensors.get(name) for name in _TEXT},
+            "generator": generator,
+        }
+
+
+def load_ltx(
+    checkpoint: LtxCheckpoint,
+    sampling: LtxSampling,
+    *,
+    has_image: bool,
+    encode: bool,
+    denoise: bool,
+    decode: bool,
+    dtype: str,
+    device: str,
+) -> LtxModel:
+    """Loads only the components for one rank; see `load_parts` for arguments and errors."""
+    parts = load_parts(
+        checkpoint,
+        has_image=has_image,
+        encode=encode,
+        denoise=denoise,
+        decode=decode,
+        dtype=dtype,
+        device=device,
+    )
+    return LtxModel(checkpoint, parts, sampling)
+
+
+def sampling_arguments(sampling: LtxSampling) -> dict[str, Any]:
+    """Arguments of `__call__` that only depend on the sampling parameters."""
+    return {
+        "height": sampling.height,
+        "width": sampling.width,
+        "num_frames": sampling.num_frames,
+        "frame_rate": sampling.fps,
+        "num_inference_steps": sampling.num_inference_steps,
+        "guidance_scale": sampling.guidance_scale,
+        "guidance_rescale": sampling.guidance_rescale,
+        "decode_timestep": sampling.decode_timestep,
+        "decode_noise_scale": sampling.decode_noise_scale,
+        "max_sequence_length": sampling.max_sequence_length,
+    }
+
+
+def reference(
+    checkpoint: LtxCheckpoint,
+    sampling: LtxSampling,
+    request: Request,
+    image: Image.Image | None,
+    *,
+    dtype: str,
+    device: str,
+) -> tuple[Any, dict[str, Any]]:
+    """The unmodified pipeline with all components, and the arguments of its `__call__`.
+
+    The caller adds `output_type` and `callback_on_step_end`.
+    """
+    pipe = load_reference(checkpoint, has_image=image is not None, dtype=dtype, device=device)
+    return pipe, request_arguments(request, image) | sampling_arguments(sampling)
