@@ -193,7 +193,10 @@ class RangeModel(ABC):
 
     def _packet(self, tensors: Tensors, next_step: int) -> Tensors:
         """The tensors that travel after `next_step` steps, in packet order."""
-        return {name: tensors[name].to(self.device) for name in self.packet_spec(next_step)}
+        packet = {name: tensors[name].to(self.device) for name in self.packet_spec(next_step)}
+        # Another order in memory can change the bits; `_inputs` restores it where it differs.
+        packet[LATENTS] = packet[LATENTS].contiguous()
+        return packet
 
     def _cached_embeds(self) -> Any:
         encode, cache = self._pipe._get_t5_prompt_embeds, self._parts.prompts

@@ -106,6 +106,17 @@ def travelled(tensors: Tensors) -> Tensors:
     return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
+def assert_same_clip(ours: tuple[list[torch.Tensor], Any], theirs: Any) -> None:
+    """Fails unless latents and frames have the same bits, and the latents the same strides."""
+    assert len(ours[0]) == len(theirs[0])
+    for step, (our, their) in enumerate(zip(ours[0], theirs[0], strict=True)):
+        assert our.dtype == their.dtype
+        assert torch.equal(our, their), f"step {step}"
+        # Strides of an axis of one element mean nothing; the first is such an axis.
+        assert our.stride()[1:] == their.stride()[1:], f"step {step}"
+    assert torch.equal(ours[1], theirs[1])
+
+
 def assert_equal(ours: Tensors, theirs: Tensors) -> None:
     """Fails unless both hold the same bits."""
     assert ours.keys() == theirs.keys()

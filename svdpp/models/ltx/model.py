@@ -93,8 +93,11 @@ class LtxModel(RangeModel):
         if GENERATOR in tensors:
             generator = torch.Generator("cpu")
             generator.set_state(tensors[GENERATOR].cpu())
+        # The pipeline's latents are a view of (1, channels, tokens). In another order in memory the
+        # transformer's first matrix product rounds differently.
+        latents = tensors[LATENTS].transpose(1, 2).contiguous().transpose(1, 2)
         return {
-            LATENTS: tensors[LATENTS],
+            LATENTS: latents,
             **{name: tensors.get(name) for name in _TEXT},
             "generator": generator,
         }
