@@ -22,7 +22,6 @@ from svdpp.models.base import LATENTS, Tensors
 from svdpp.models.family_config import SchedulerConfig
 from svdpp.models.family_sampling import Request
 from svdpp.models.step_range import (
-    STATE_PREFIX,
     AfterStep,
     call_range,
     check_pipeline,
@@ -61,6 +60,8 @@ class RangeModel(ABC):
         parts: the loaded components.
         sampling: the parameters of the family.
     """
+
+    _generator_device = "cpu"
 
     def __init__(self, parts: RangeParts, sampling: Any) -> None:
         check_pipeline(parts.pipe)
@@ -112,12 +113,12 @@ class RangeModel(ABC):
 
         Args:
             prepared: the result of `prepare`; empty if clips are made from text alone.
-            request: its seed is that of a CPU generator, which draws the same numbers for every
-                device.
+            request: gives the prompts and the seed.
         """
         image = Image.fromarray(prepared[_IMAGE].numpy()) if prepared else None
         assert (image is not None) == self._parts.has_image
-        arguments = request_arguments(request, image) | self._arguments()
+        arguments = request_arguments(request, image, self._generator_device)
+        arguments |= self._arguments()
         with replaced(self._pipe, _get_t5_prompt_embeds=self._cached_embeds()):
             tensors = self._encode(arguments, self._range(0, 0))
         return self._packet(tensors, 0)
@@ -212,16 +213,16 @@ class RangeModel(ABC):
         return embeds
 
 
-def request_arguments(request: Request, image: Image.Image | None) -> dict[str, Any]:
-    """Arguments of `__call__` for one clip: prompts, generator and, if there is one, image."""
+def request_arguments(
+    request: Request, image: Image.Image | None, generator_device: str = "cpu"
+) -> dict[str, Any]:
+    """Arguments of `__call__` for one clip: prompts, generator and, if there is one, image.
+
+    A generator on the CPU draws the same numbers for every device.
+    """
     return {
         "prompt": request.prompt,
         "negative_prompt": request.negative_prompt,
-        "generator": torch.Generator("cpu").manual_seed(request.seed),
+        "generator": torch.Generator(generator_device).manual_seed(request.seed),
         **({} if image is None else {"image": image}),
     }
-
-
-def without_state(tensors: Tensors) -> Tensors:
-    """The tensors of a packet that are not the scheduler's."""
-    return {name: each for name, each in tensors.items() if not name.startswith(STATE_PREFIX)}

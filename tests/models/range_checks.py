@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,6 @@ from svdpp.models.svd.decode import to_bytes
 DTYPES = {
     torch.float32: "fp32",
     torch.bfloat16: "bf16",
-    torch.float16: "fp16",
     torch.uint8: "uint8",
     torch.int64: "int64",
     torch.bool: "bool",
@@ -44,9 +42,8 @@ def nothing(_: int, __: torch.Tensor) -> None:
     """Does nothing after a step."""
 
 
-def run_reference(reference: tuple[Any, dict[str, Any]]) -> tuple[list[torch.Tensor], Any]:
+def run_reference(pipe: Any, arguments: dict[str, Any]) -> tuple[list[torch.Tensor], torch.Tensor]:
     """The latents after each step, and the frames, of the unmodified pipeline."""
-    pipe, arguments = reference
     latents: list[torch.Tensor] = []
 
     def keep(_: Any, __: int, ___: Any, values: dict[str, Any]) -> dict[str, Any]:
@@ -57,37 +54,55 @@ def run_reference(reference: tuple[Any, dict[str, Any]]) -> tuple[list[torch.Ten
     return latents, to_bytes(video[0].float())
 
 
-def run_ranges(
+def check_every_cut(
     rank_for: Callable[[int, int], Any],
-    cuts: list[int],
+    num_steps: int,
+    reference: tuple[Any, dict[str, Any]],
     request: Prompt,
     image: Image.Image | None,
-) -> tuple[list[torch.Tensor], Any]:
-    """The same from models that each run the steps between two cuts.
+) -> None:
+    """Fails unless the ranks' packets, latents and frames equal the reference's at every cut.
 
     Args:
-        rank_for: returns the model for steps `start` to `end`.
-        cuts: rising, from 0 to the number of steps.
+        rank_for: the model for steps `start` to `end`: `(0, 0)` encodes, and `(N, N)` decodes.
+        num_steps: N.
+        reference: pipeline and arguments.
         request: of the clip.
         image: of the clip.
     """
-    latents: list[torch.Tensor] = []
+    latents, frames = run_reference(*reference)
+    encoder = rank_for(0, 0)
+    packets = [encoder.encode({} if image is None else encoder.prepare(image), request)]
+    assert_spec(packets[0], encoder.packet_spec(0))
+    for step in range(num_steps):
+        packets.append(_run(rank_for, packets[-1], step, step + 1, latents))
+    for cut in range(1, num_steps):
+        assert_equal(_run(rank_for, packets[0], 0, cut, latents), packets[cut])
+        assert_equal(_run(rank_for, packets[cut], cut, num_steps, latents), packets[-1])
+    assert torch.equal(rank_for(num_steps, num_steps).decode(_received(packets[-1])), frames)
 
-    def keep(step: int, latent: torch.Tensor) -> None:
-        assert step == len(latents)
-        latents.append(latent.clone())
 
-    first = rank_for(0, cuts[1])
-    tensors = first.encode({} if image is None else first.prepare(image), request)
-    assert_spec(tensors, first.packet_spec(0))
-    model = first
-    for start, end in pairwise(cuts):
-        model = rank_for(start, end)
-        received = travelled(tensors)
-        tensors = model.denoise(received, start, end, keep)
-        assert_equal(received, travelled(received))
-        assert_spec(tensors, model.packet_spec(end))
-    return latents, model.decode(travelled(tensors))
+def _run(
+    rank_for: Callable[[int, int], Any],
+    packet: Tensors,
+    start: int,
+    end: int,
+    latents: list[torch.Tensor],
+) -> Tensors:
+    model, received, steps = rank_for(start, end), _received(packet), []
+
+    def check(step: int, latent: torch.Tensor) -> None:
+        steps.append(step)
+        assert latent.dtype == latents[step].dtype
+        assert torch.equal(latent, latents[step]), f"step {step} of {start} to {end}"
+        # Strides of an axis of one element mean nothing; the first is such an axis.
+        assert latent.stride()[1:] == latents[step].stride()[1:]
+
+    result: Tensors = model.denoise(received, start, end, check)
+    assert steps == list(range(start, end))
+    assert_equal(received, packet)
+    assert_spec(result, model.packet_spec(end))
+    return result
 
 
 def assert_spec(tensors: Tensors, specs: Any) -> None:
@@ -101,23 +116,12 @@ def assert_spec(tensors: Tensors, specs: Any) -> None:
     assert all(tensor.is_contiguous() for tensor in tensors.values())
 
 
-def travelled(tensors: Tensors) -> Tensors:
-    """Copies, as a receiver gets them."""
-    return {name: tensor.clone() for name, tensor in tensors.items()}
-
-
-def assert_same_clip(ours: tuple[list[torch.Tensor], Any], theirs: Any) -> None:
-    """Fails unless latents and frames have the same bits, and the latents the same strides."""
-    assert len(ours[0]) == len(theirs[0])
-    for step, (our, their) in enumerate(zip(ours[0], theirs[0], strict=True)):
-        assert our.dtype == their.dtype
-        assert torch.equal(our, their), f"step {step}"
-        # Strides of an axis of one element mean nothing; the first is such an axis.
-        assert our.stride()[1:] == their.stride()[1:], f"step {step}"
-    assert torch.equal(ours[1], theirs[1])
-
-
 def assert_equal(ours: Tensors, theirs: Tensors) -> None:
     """Fails unless both hold the same bits."""
     assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    for name, tensor in ours.items():
+        assert torch.equal(tensor, theirs[name]), name
+
+
+def _received(tensors: Tensors) -> Tensors:
+    return {name: tensor.clone() for name, tensor in tensors.items()}

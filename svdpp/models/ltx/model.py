@@ -35,6 +35,8 @@ _TEXT = (
     NEGATIVE_PROMPT_EMBEDS,
     NEGATIVE_PROMPT_ATTENTION_MASK,
 )
+# Bytes of a generator's state, by device.
+_STATE_BYTES = {"cpu": 5056, "cuda": 16}
 
 
 class LtxModel(RangeModel):
@@ -49,6 +51,7 @@ class LtxModel(RangeModel):
     def __init__(self, checkpoint: LtxCheckpoint, parts: RangeParts, sampling: LtxSampling) -> None:
         super().__init__(parts, sampling)
         self._checkpoint = checkpoint
+        self._generator_device = generator_device(checkpoint, parts.has_image, self.device.type)
 
     def with_sampling(self, sampling: LtxSampling) -> Self:
         """The same loaded components with other sampling parameters."""
@@ -69,7 +72,7 @@ class LtxModel(RangeModel):
         if sampling.guidance_scale > 1:
             specs |= {NEGATIVE_PROMPT_EMBEDS: embeds, NEGATIVE_PROMPT_ATTENTION_MASK: mask}
         if checkpoint.timestep_conditioning:
-            specs[GENERATOR] = TensorSpec(tuple(torch.Generator().get_state().shape), "uint8")
+            specs[GENERATOR] = TensorSpec((_STATE_BYTES[self._generator_device],), "uint8")
         return specs
 
     def _scheduler(self) -> SchedulerConfig:
@@ -91,7 +94,7 @@ class LtxModel(RangeModel):
     def _inputs(self, tensors: Tensors) -> dict[str, Any]:
         generator = None
         if GENERATOR in tensors:
-            generator = torch.Generator("cpu")
+            generator = torch.Generator(self._generator_device)
             generator.set_state(tensors[GENERATOR].cpu())
         # The pipeline's latents are a view of (1, channels, tokens). In another order in memory the
         # transformer's first matrix product rounds differently.
@@ -127,6 +130,15 @@ def load_ltx(
     return LtxModel(checkpoint, parts, sampling)
 
 
+def generator_device(checkpoint: LtxCheckpoint, has_image: bool, device: str) -> str:
+    """The device of a clip's generator: the CPU wherever diffusers accepts one.
+
+    `LTXImageToVideoPipeline` draws the decoder's noise by `torch.randn` on the pipeline's device,
+    which takes no generator of the CPU.
+    """
+    return device if has_image and checkpoint.timestep_conditioning else "cpu"
+
+
 def sampling_arguments(sampling: LtxSampling) -> dict[str, Any]:
     """Arguments of `__call__` that only depend on the sampling parameters."""
     return {
@@ -156,5 +168,7 @@ def reference(
 
     The caller adds `output_type` and `callback_on_step_end`.
     """
-    pipe = load_reference(checkpoint, has_image=image is not None, dtype=dtype, device=device)
-    return pipe, request_arguments(request, image) | sampling_arguments(sampling)
+    has_image = image is not None
+    pipe = load_reference(checkpoint, has_image=has_image, dtype=dtype, device=device)
+    draws_on = generator_device(checkpoint, has_image, torch.device(device).type)
+    return pipe, request_arguments(request, image, draws_on) | sampling_arguments(sampling)

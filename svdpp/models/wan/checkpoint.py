@@ -171,7 +171,10 @@ _CLASSES: Mapping[str, tuple[str, ...]] = {
     "vae": ("AutoencoderKLWan",),
     "scheduler": ("UniPCMultistepScheduler", "FlowMatchEulerDiscreteScheduler"),
 }
-_UNSUPPORTED = {"use_dynamic_shifting": "needs a value that Wan's pipeline does not give"}
+_UNSUPPORTED = {
+    "use_dynamic_shifting": "needs a value that Wan's pipeline does not give",
+    "invert_sigmas": "reverses the order of the noise levels",
+}
 
 # Defaults of diffusers' classes, for keys that older files lack.
 _VAE_DEFAULTS: Mapping[str, Any] = {
