@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from diffusers.configuration_utils import FrozenDict
 
 from svdpp.errors import ModelError, OutOfMemoryError, RequestError
 from svdpp.models.free_memory import free_bytes
@@ -70,13 +72,17 @@ class ComponentLoader:
             return module.to(self.device)
 
     def configuration(
-        self, cls: Any, component: str, dtype: torch.dtype, *names: str
+        self, cls: Any, component: str, dtype: torch.dtype, **attributes: Any
     ) -> UnloadedComponent:
-        """The config of one component, `dtype`, and the attributes in `names`."""
+        """Stands for a component of diffusers that this rank does not load.
+
+        It has the component's config with the defaults of `cls`, `dtype`, and `attributes`.
+        """
         with library_errors(component):
-            module = meta_module(cls, self.folder / component)
-            attributes = {name: getattr(module, name) for name in names}
-            return UnloadedComponent(module.config, dtype, attributes)
+            config = cls.load_config(self.folder / component, local_files_only=True)
+        parameters = inspect.signature(cls.__init__).parameters.values()
+        defaults = {each.name: each.default for each in parameters if each.name != "self"}
+        return UnloadedComponent(FrozenDict({**defaults, **config}), dtype, attributes)
 
     def processor(self, cls: Any, component: str) -> Any:
         """Loads a component without weights: a tokenizer or an image processor."""

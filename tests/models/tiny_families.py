@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -128,8 +129,8 @@ def _tokenizer() -> T5TokenizerFast:
         vocab_size=60, special_tokens=special, unk_token="<unk>", show_progress=False
     )
     tokenizer.train_from_iterator(_SENTENCES, trainer)
-    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
-    return T5TokenizerFast(vocab=[(token, -float(i)) for token, i in vocabulary], extra_ids=0)
+    vocabulary = json.loads(tokenizer.to_str())["model"]["vocab"]
+    return T5TokenizerFast(vocab=[(token, score) for token, score in vocabulary], extra_ids=0)
 
 
 def _t5_sizes() -> dict[str, Any]:

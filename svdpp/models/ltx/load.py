@@ -52,7 +52,17 @@ def load_parts(
         parts["text_encoder"] = load.module(T5EncoderModel, "text_encoder", weights)
     load_transformer = load.module if denoise else load.configuration
     parts["transformer"] = load_transformer(LTXVideoTransformer3DModel, "transformer", weights)
-    parts["vae"] = _vae(load, weights, encode=encode and has_image, decode=decode)
+    if (encode and has_image) or decode:
+        unused = () if encode and has_image and decode else ("encoder" if decode else "decoder",)
+        parts["vae"] = load.module(AutoencoderKLLTXVideo, "vae", weights, unused)
+    else:
+        parts["vae"] = load.configuration(
+            AutoencoderKLLTXVideo,
+            "vae",
+            weights,
+            spatial_compression_ratio=checkpoint.vae_scale_factor_spatial,
+            temporal_compression_ratio=checkpoint.vae_scale_factor_temporal,
+        )
     with library_errors("scheduler"):
         config = dict(checkpoint.scheduler.values)
         parts["scheduler"] = getattr(diffusers, checkpoint.scheduler.name).from_config(config)
@@ -77,11 +87,3 @@ def load_reference(checkpoint: LtxCheckpoint, *, has_image: bool, dtype: str, de
         )
     pipe.set_progress_bar_config(disable=True)
     return pipe.to(device)
-
-
-def _vae(load: ComponentLoader, dtype: torch.dtype, *, encode: bool, decode: bool) -> Any:
-    if not encode and not decode:
-        ratios = ("spatial_compression_ratio", "temporal_compression_ratio")
-        return load.configuration(AutoencoderKLLTXVideo, "vae", dtype, *ratios)
-    unused = () if encode and decode else ("encoder",) if decode else ("decoder",)
-    return load.module(AutoencoderKLLTXVideo, "vae", dtype, unused)

@@ -81,12 +81,12 @@ def read_wan(folder: Path, variant: str | None = None) -> WanCheckpoint:
         check_counts(config, limits)
     text_dim = text_encoder.count("d_model", _MAX_WIDTH)
     require_equal(transformer, "text_dim", text_dim, "the text encoder's d_model")
-    if boundary_ratio is not None:
-        _check_second_expert(folder, transformer)
     scheduler = read_scheduler(folder, classes["scheduler"])
     check_unset(JsonFile("scheduler/scheduler_config.json", scheduler.values), _UNSUPPORTED)
     expand_timesteps = bool(index.values.get("expand_timesteps"))
     takes_image = _takes_image(transformer, vae.count("z_dim", 1024), expand_timesteps)
+    if boundary_ratio is not None:
+        _check_second_expert(folder, transformer)
     return WanCheckpoint(
         folder=folder,
         variant=variant,
