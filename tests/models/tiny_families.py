@@ -18,7 +18,7 @@ from diffusers import (
     WanPipeline,
     WanTransformer3DModel,
 )
-from tokenizers import Tokenizer, models, trainers
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import (
     CLIPImageProcessorPil,
     CLIPVisionConfig,
@@ -125,6 +125,7 @@ def save_tiny_ltx(
 def _tokenizer() -> T5TokenizerFast:
     special = ["<pad>", "</s>", "<unk>"]
     tokenizer = Tokenizer(models.Unigram())
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()  # as in T5's own tokenizer
     trainer = trainers.UnigramTrainer(
         vocab_size=60, special_tokens=special, unk_token="<unk>", show_progress=False
     )
