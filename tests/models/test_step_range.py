@@ -77,11 +77,12 @@ def test_two_ranges_give_the_bits_of_one(real: Any, config: dict[str, Any]) -> N
         assert torch.equal(run(second, latent), expected)
 
 
-@pytest.mark.parametrize("real", [UniPCMultistepScheduler, FlowMatchEulerDiscreteScheduler])
-def test_pipelines_see_the_real_class_and_its_signatures(real: Any) -> None:
-    scheduler = range_scheduler(
-        real.__name__, {"shift": 2.0} if real is not _CLASSES[UNIPC] else {}, 2, 4
-    )
+@pytest.mark.parametrize(
+    ("real", "config"),
+    [(UniPCMultistepScheduler, WAN_UNIPC), (FlowMatchEulerDiscreteScheduler, {"shift": 2.0})],
+)
+def test_pipelines_see_the_real_class_and_its_signatures(real: Any, config: Any) -> None:
+    scheduler = range_scheduler(real.__name__, config, 2, 4)
     assert isinstance(scheduler, real)
     assert scheduler.__class__.__name__ == real.__name__
     for name in ("set_timesteps", "step"):
