@@ -23,6 +23,7 @@ from svdpp.config.limits import (
     shown,
 )
 from svdpp.config.model import DEMO_MODEL
+from svdpp.errors import RequestError
 
 Fit = Literal["crop", "pad", "stretch"]
 
@@ -74,33 +75,20 @@ class CommonSampling:
         )
 
     def _check_size(self) -> None:
-        for name in ("height", "width"):
-            _check_side(name, getattr(self, name), self.side_unit)
+        check_sides(self, (self.side_unit, self.side_unit))
         for option, value in (
             ("--frames", self.num_frames),
             ("--decode-chunk-size", self.decode_chunk_size),
         ):
             if value is not None:
                 check_whole(option, value, 1, MAX_FRAMES)
-        self._check_frames()
+        check_frames(self, self.frames_unit)
         num_pixels = self.height * self.width * (self.num_frames or 1)
         require(
             num_pixels <= MAX_CLIP_PIXELS,
             f"{self.num_frames or 1} frames of {self.height} x {self.width} are {num_pixels} "
             f"pixels, more than {MAX_CLIP_PIXELS}",
             "use fewer --frames, or a smaller --height and --width",
-        )
-
-    def _check_frames(self) -> None:
-        # diffusers rounds other numbers silently; the clip would not have the frames asked for.
-        unit, frames = self.frames_unit, self.num_frames
-        if frames is None or (frames - 1) % unit == 0:
-            return
-        below = (frames - 1) // unit * unit + 1
-        require(
-            condition=False,
-            message=f"--frames must be a multiple of {unit} plus 1, got {frames}",
-            hint=f"nearest: --frames {below} or --frames {below + unit}",
         )
 
     @property
@@ -188,7 +176,7 @@ class WanSampling(CommonSampling):
     num_inference_steps: int = 50
     height: int = 480
     width: int = 832
-    num_frames: int | None = 81
+    num_frames: int = 81
     fps: int = 16
     """Of the file; the model does not depend on it."""
     guidance_scale: float = 5.0
@@ -198,6 +186,8 @@ class WanSampling(CommonSampling):
     """Of the scheduler; None: that of its config."""
     max_sequence_length: int = 512
     """Tokens of a prompt; diffusers cuts longer prompts."""
+    from_image: bool = False
+    """Whether clips start from a photograph; otherwise they are made from text alone."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -227,7 +217,7 @@ class LtxSampling(CommonSampling):
     num_inference_steps: int = 50
     height: int = 512
     width: int = 704
-    num_frames: int | None = 161
+    num_frames: int = 161
     fps: int = 25
     guidance_scale: float = 3.0
     guidance_rescale: float = 0.0
@@ -237,6 +227,8 @@ class LtxSampling(CommonSampling):
     """None: `decode_timestep`."""
     max_sequence_length: int = 128
     """Tokens of a prompt; diffusers cuts longer prompts."""
+    from_image: bool = False
+    """Whether clips start from a photograph; otherwise they are made from text alone."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -285,6 +277,32 @@ def _refuse_chunk(sampling: CommonSampling) -> None:
         sampling.decode_chunk_size is None,
         f"--decode-chunk-size is for Stable Video Diffusion; {sampling.family} decodes all frames "
         "at once",
+    )
+
+
+def check_sides(sampling: CommonSampling, units: tuple[int, int]) -> None:
+    """Checks that height and width are multiples of `units`.
+
+    Raises:
+        RequestError: one is not; the hint names the nearest ones.
+    """
+    for name, unit in zip(("height", "width"), units, strict=True):
+        _check_side(name, getattr(sampling, name), unit)
+
+
+def check_frames(sampling: CommonSampling, unit: int) -> None:
+    """Checks that the frame count is a multiple of `unit` plus 1; diffusers rounds other ones.
+
+    Raises:
+        RequestError: it is not; the hint names the nearest ones.
+    """
+    frames = sampling.num_frames
+    if frames is None or (frames - 1) % unit == 0:
+        return
+    below = (frames - 1) // unit * unit + 1
+    raise RequestError(
+        f"--frames must be a multiple of {unit} plus 1, got {frames}",
+        f"nearest: --frames {below} or --frames {below + unit}",
     )
 
 

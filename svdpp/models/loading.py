@@ -1,15 +1,151 @@
-"""Owns what loading needs in every family: dtypes, and libraries that print nothing."""
+"""Owns loading one component of a checkpoint: checked, mapped from its files, and to the device."""
 
 from __future__ import annotations
 
+import inspect
+import math
+import re
 import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import diffusers.utils.logging
 import torch
 import tqdm
 import transformers.utils.logging
+from diffusers.configuration_utils import FrozenDict
 
-from svdpp.errors import RequestError
+from svdpp.errors import ModelError, OutOfMemoryError, RequestError
+from svdpp.models.checkpoint import Checkpoint
+from svdpp.models.free_memory import free_bytes
+from svdpp.models.safetensors_header import Header, weight_headers
+from svdpp.models.svd.weights import check_names
+
+
+class UnloadedComponent:
+    """What a pipeline reads of a component that this rank does not load."""
+
+    def __init__(self, config: Any, dtype: torch.dtype, attributes: Mapping[str, Any]) -> None:
+        self.config = config
+        self.dtype = dtype
+        self.__dict__.update(attributes)
+
+
+@dataclass(frozen=True)
+class ComponentLoader:
+    """Loads components of a checked folder to one device.
+
+    On the CPU, weights whose file has the same dtype stay mapped to the file, so that ranks share
+    their memory.
+
+    Args:
+        folder: of the checkpoint.
+        variant: such as `fp16` in the names of the weight files; None for the plain names.
+        device: of the modules.
+    """
+
+    folder: Path
+    variant: str | None
+    device: torch.device
+
+    def module(
+        self, cls: Any, component: str, dtype: torch.dtype, unused: tuple[str, ...] = ()
+    ) -> Any:
+        """Loads one component of class `cls` in eval mode, without its `unused` submodules.
+
+        Raises:
+            ModelError: the weights do not fit the class, or a library rejects them.
+            OutOfMemoryError: the device or the host has too little memory.
+            RequestError: the device cannot be used.
+        """
+        folder = self.folder / component
+        with library_errors(component):
+            headers = weight_headers(self.folder, component, self.variant)
+        with library_errors(component), self._memory_errors(component, headers, dtype):
+            expected = meta_module(cls, folder)
+            check_names(component, expected, _comparable(headers, expected))
+            module = self._from_pretrained(cls, folder, dtype)
+            for name in unused:
+                delattr(module, name)
+            # Parameters keep requires_grad, as in diffusers' pipeline. Without it torch uses other
+            # CPU kernels, which give other bits.
+            module.eval()
+        with self._device_errors(), self._memory_errors(component, headers, dtype):
+            return module.to(self.device)
+
+    def configuration(
+        self, cls: Any, component: str, dtype: torch.dtype, **attributes: Any
+    ) -> UnloadedComponent:
+        """Stands for a component of diffusers that this rank does not load.
+
+        It has the component's config with the defaults of `cls`, `dtype`, and `attributes`.
+        """
+        with library_errors(component):
+            config = cls.load_config(self.folder / component, local_files_only=True)
+        parameters = inspect.signature(cls.__init__).parameters.values()
+        defaults = {each.name: each.default for each in parameters if each.name != "self"}
+        return UnloadedComponent(FrozenDict({**defaults, **config}), dtype, attributes)
+
+    def processor(self, cls: Any, component: str) -> Any:
+        """Loads a component without weights: a tokenizer or an image processor."""
+        with library_errors(component):
+            return cls.from_pretrained(self.folder / component, local_files_only=True)
+
+    def _from_pretrained(self, cls: Any, folder: Path, dtype: torch.dtype) -> Any:
+        options: dict[str, Any] = {"local_files_only": True, "use_safetensors": True}
+        options |= {"variant": self.variant, "dtype": dtype}
+        if _is_diffusers(cls):
+            options["low_cpu_mem_usage"] = True
+        return cls.from_pretrained(folder, **options)
+
+    @contextmanager
+    def _memory_errors(
+        self, component: str, headers: Mapping[Path, Header], dtype: torch.dtype
+    ) -> Iterator[None]:
+        try:
+            yield
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            shapes = (shape for header in headers.values() for _, shape in header.values())
+            gigabytes = sum(map(math.prod, shapes)) * dtype.itemsize / 1e9
+            free = f", where {free_bytes(self.device) / 1e9:.2f} GB are free"
+            if self.device.type != "cuda":
+                free = ", more than is free"
+            raise OutOfMemoryError(
+                f"{component} needs {gigabytes:.2f} GB on {self.device}{free}",
+                "use --dtype bf16, which halves the weights, or fewer ranks on this device",
+            ) from error
+
+    @contextmanager
+    def _device_errors(self) -> Iterator[None]:
+        # torch raises AssertionError if it has no CUDA support, RuntimeError if there is no device.
+        try:
+            yield
+        except (AssertionError, RuntimeError) as error:
+            raise RequestError(f"{self.device} cannot be used: {_first_line(error)}") from error
+
+
+def check_components(checkpoint: Checkpoint, classes: Mapping[str, Any]) -> int:
+    """Compares the name and shape of every weight with `classes`, by component; reads no weight.
+
+    Returns:
+        The number of tensors.
+
+    Raises:
+        ModelError: a weight is missing or unknown, or has a wrong shape or dtype.
+    """
+    count = 0
+    for component in checkpoint.weighted:
+        with library_errors(component):
+            headers = weight_headers(checkpoint.folder, component, checkpoint.variant)
+            expected = meta_module(classes[component], checkpoint.folder / component)
+            check_names(component, expected, _comparable(headers, expected))
+        count += sum(map(len, headers.values()))
+    return count
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -34,3 +170,65 @@ def silence_libraries() -> None:
         logging.disable_progress_bar()
     # tqdm's own lock has a semaphore, which a rank that a signal ends would leave behind.
     tqdm.tqdm.set_lock(threading.RLock())
+
+
+def meta_module(cls: Any, folder: Path) -> Any:
+    """The module of class `cls` that the config in `folder` describes, on the meta device."""
+    with torch.device("meta"):
+        if _is_diffusers(cls):
+            return cls.from_config(cls.load_config(folder, local_files_only=True))
+        config = cls.config_class.from_pretrained(folder, local_files_only=True)
+        config.dtype = torch.get_default_dtype()  # the config has the dtype of the files
+        return cls(config)
+
+
+@contextmanager
+def library_errors(component: str) -> Iterator[None]:
+    """Converts errors of the libraries to ModelError: their input comes from the checkpoint."""
+    try:
+        yield
+    except (ModelError, MemoryError):
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise ModelError(f"{component} cannot be loaded: {_first_line(error)}") from error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether torch or Python says with `error` that memory ran out."""
+    # The CPU allocator raises a plain RuntimeError: "... can't allocate memory: you tried ...".
+    if isinstance(error, (MemoryError, torch.cuda.OutOfMemoryError)):
+        return True
+    return any(text in str(error) for text in ("can't allocate memory", "not enough memory"))
+
+
+def _comparable(headers: Mapping[Path, Header], module: Any) -> dict[Path, Header]:
+    """`headers` as the library reads them: without ignored weights, and with tied ones.
+
+    Files hold one of several tied weights, such as the embedding of a T5 encoder.
+    """
+    ignored = [re.compile(key) for key in module._keys_to_ignore_on_load_unexpected or ()]
+    kept = {
+        path: {
+            name: entry
+            for name, entry in header.items()
+            if not any(pattern.search(name) for pattern in ignored)
+        }
+        for path, header in headers.items()
+    }
+    for name, other in (getattr(module, "all_tied_weights_keys", None) or {}).items():
+        for header in kept.values():
+            for present, absent in ((name, other), (other, name)):
+                if present in header:
+                    header.setdefault(absent, header[present])
+    return kept
+
+
+def _is_diffusers(cls: Any) -> bool:
+    return bool(cls.__module__.split(".")[0] == "diffusers")
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return "".join(char if char.isprintable() else "?" for char in lines[0][:300])

@@ -1,0 +1,127 @@
+"""Owns the comparison of ranks that run ranges of steps with the whole `__call__` of diffusers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from svdpp.config import TensorSpec
+from svdpp.models.base import LATENTS, Tensors
+from svdpp.models.svd.decode import to_bytes
+
+DTYPES = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.uint8: "uint8",
+    torch.int64: "int64",
+    torch.bool: "bool",
+}
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A clip's request."""
+
+    seed: int = 3
+    prompt: str | None = "a cat walks over the grass"
+    negative_prompt: str | None = None
+
+
+def photograph() -> Image.Image:
+    """A picture that fits no size of the tests."""
+    pixels = np.random.default_rng(0).integers(0, 256, (50, 70, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
+def nothing(_: int, __: torch.Tensor) -> None:
+    """Does nothing after a step."""
+
+
+def run_reference(pipe: Any, arguments: dict[str, Any]) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """The latents after each step, and the frames, of the unmodified pipeline."""
+    latents: list[torch.Tensor] = []
+
+    def keep(_: Any, __: int, ___: Any, values: dict[str, Any]) -> dict[str, Any]:
+        latents.append(values[LATENTS].clone())
+        return {}
+
+    video = pipe(**arguments, callback_on_step_end=keep, output_type="pt").frames
+    return latents, to_bytes(video[0].float())
+
+
+def check_every_cut(
+    rank_for: Callable[[int, int], Any],
+    num_steps: int,
+    reference: tuple[Any, dict[str, Any]],
+    request: Prompt,
+    image: Image.Image | None,
+) -> None:
+    """Fails unless the ranks' packets, latents and frames equal the reference's at every cut.
+
+    Args:
+        rank_for: the model for steps `start` to `end`: `(0, 0)` encodes, and `(N, N)` decodes.
+        num_steps: N.
+        reference: pipeline and arguments.
+        request: of the clip.
+        image: of the clip.
+    """
+    latents, frames = run_reference(*reference)
+    encoder = rank_for(0, 0)
+    packets = [encoder.encode({} if image is None else encoder.prepare(image), request)]
+    assert_spec(packets[0], encoder.packet_spec(0))
+    for step in range(num_steps):
+        packets.append(_run(rank_for, packets[-1], step, step + 1, latents))
+    for cut in range(1, num_steps):
+        assert_equal(_run(rank_for, packets[0], 0, cut, latents), packets[cut])
+        assert_equal(_run(rank_for, packets[cut], cut, num_steps, latents), packets[-1])
+    assert torch.equal(rank_for(num_steps, num_steps).decode(_received(packets[-1])), frames)
+
+
+def _run(
+    rank_for: Callable[[int, int], Any],
+    packet: Tensors,
+    start: int,
+    end: int,
+    latents: list[torch.Tensor],
+) -> Tensors:
+    model, received, steps = rank_for(start, end), _received(packet), []
+
+    def check(step: int, latent: torch.Tensor) -> None:
+        steps.append(step)
+        assert latent.dtype == latents[step].dtype
+        assert torch.equal(latent, latents[step]), f"step {step} of {start} to {end}"
+        # Strides of an axis of one element mean nothing; the first is such an axis.
+        assert latent.stride()[1:] == latents[step].stride()[1:]
+
+    result: Tensors = model.denoise(received, start, end, check)
+    assert steps == list(range(start, end))
+    assert_equal(received, packet)
+    assert_spec(result, model.packet_spec(end))
+    return result
+
+
+def assert_spec(tensors: Tensors, specs: Any) -> None:
+    """Fails unless the tensors are those that the packet announces, in its order."""
+    found = {
+        name: TensorSpec(tuple(tensor.shape), DTYPES[tensor.dtype])
+        for name, tensor in tensors.items()
+    }
+    assert list(found.items()) == list(specs.items())
+    # A transfer makes them contiguous, so others could change the bits.
+    assert all(tensor.is_contiguous() for tensor in tensors.values())
+
+
+def assert_equal(ours: Tensors, theirs: Tensors) -> None:
+    """Fails unless both hold the same bits."""
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert torch.equal(tensor, theirs[name]), name
+
+
+def _received(tensors: Tensors) -> Tensors:
+    return {name: tensor.clone() for name, tensor in tensors.items()}

@@ -1,0 +1,202 @@
+"""Ranks that run ranges of LTX-Video's steps give the bits of diffusers' whole `__call__`."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from svdpp.errors import ModelError, RequestError
+from svdpp.models.family_sampling import check_prompt
+from svdpp.models.ltx.checkpoint import LtxCheckpoint, read_ltx
+from svdpp.models.ltx.model import GENERATOR, LtxModel, generator_device, load_ltx, reference
+from svdpp.models.ltx.sampling import LtxSampling, check_ltx
+from tests.models.builders import edit_json
+from tests.models.range_checks import Prompt, check_every_cut, nothing, photograph
+from tests.models.tiny_families import save_tiny_ltx
+
+STEPS = 4
+
+TIMESTEP = {"timestep_conditioning": True}
+BF16 = {"dtype": torch.bfloat16}
+MORE = [pytest.mark.long, pytest.mark.full]
+
+Save = Callable[..., Path]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def save(tmp_path_factory: pytest.TempPathFactory) -> Save:
+    """Saves each tiny checkpoint once."""
+    folders: dict[str, Path] = {}
+
+    def folder(**options: Any) -> Path:
+        if repr(options) not in folders:
+            folders[repr(options)] = save_tiny_ltx(tmp_path_factory.mktemp("ltx"), **options)
+        return folders[repr(options)]
+
+    return folder
+
+
+def sampling_of(**changes: Any) -> LtxSampling:
+    sizes = {"height": 64, "width": 96, "num_frames": 9, "max_sequence_length": 8}
+    return LtxSampling(**{**sizes, "num_inference_steps": STEPS, **changes})
+
+
+def ranks(
+    checkpoint: LtxCheckpoint, sampling: LtxSampling, *, has_image: bool, dtype: str = "fp32"
+) -> Callable[[int, int], LtxModel]:
+    """Returns models that hold only what they need: one encodes, one denoises, one decodes."""
+    models: dict[str, LtxModel] = {}
+
+    def rank_for(start: int, end: int) -> LtxModel:
+        roles = {
+            "encode": (start, end) == (0, 0),
+            "denoise": start < end,
+            "decode": (start, end) == (STEPS, STEPS),
+        }
+        if repr(roles) not in models:
+            models[repr(roles)] = load_ltx(
+                checkpoint, sampling, has_image=has_image, dtype=dtype, device="cpu", **roles
+            )
+        return models[repr(roles)]
+
+    return rank_for
+
+
+@pytest.mark.parametrize(
+    ("saved", "has_image", "changes"),
+    [
+        pytest.param({}, False, {"guidance_rescale": 0.7}, id="t2v"),
+        pytest.param({}, False, {"guidance_scale": 1.0}, id="t2v-no-guidance"),
+        pytest.param({}, True, {"guidance_scale": 1.0}, id="i2v-no-guidance"),
+        pytest.param(
+            {**TIMESTEP, **BF16},
+            True,
+            {"decode_timestep": 0.05, "decode_noise_scale": 0.025},
+            id="i2v-timestep-bf16",
+        ),
+        pytest.param(TIMESTEP, False, {"decode_timestep": 0.05}, id="t2v-timestep"),
+        pytest.param({}, True, {}, id="i2v", marks=MORE),
+        pytest.param(BF16, False, {}, id="t2v-bf16", marks=MORE),
+        pytest.param(TIMESTEP, True, {"decode_timestep": 0.05}, id="i2v-timestep", marks=MORE),
+    ],
+)
+def test_every_cut_gives_the_bits_of_the_whole_call(
+    save: Save, saved: dict[str, Any], has_image: bool, changes: dict[str, Any]
+) -> None:
+    checkpoint, sampling = read_ltx(save(**saved)), sampling_of(**changes)
+    dtype = "bf16" if "dtype" in saved else "fp32"
+    request, image = Prompt(), photograph() if has_image else None
+    check_ltx(sampling, checkpoint, has_image=has_image)
+    whole = reference(checkpoint, sampling, request, image, dtype=dtype, device="cpu")
+    rank_for = ranks(checkpoint, sampling, has_image=has_image, dtype=dtype)
+    check_every_cut(rank_for, STEPS, whole, request, image)
+
+
+def test_a_rank_holds_only_what_it_runs(save: Save) -> None:
+    rank_for = ranks(read_ltx(save()), sampling_of(), has_image=False)
+    loaded = [
+        {
+            name
+            for name, part in rank_for(*steps)._pipe.components.items()
+            if isinstance(part, torch.nn.Module)
+        }
+        for steps in ((0, 0), (0, 1), (STEPS, STEPS))
+    ]
+    assert loaded == [{"text_encoder"}, {"transformer"}, {"vae"}]
+
+
+def test_the_noise_of_the_decoder_is_that_of_the_packet(save: Save) -> None:
+    sampling = sampling_of(decode_timestep=0.05, decode_noise_scale=0.5)
+    rank_for = ranks(read_ltx(save(**TIMESTEP)), sampling, has_image=False)
+    packet = rank_for(0, 0).encode({}, Prompt())
+    packet = rank_for(0, STEPS).denoise(packet, 0, STEPS, nothing)
+    frames = rank_for(STEPS, STEPS).decode(packet)
+    assert torch.equal(rank_for(STEPS, STEPS).decode(packet), frames)
+    other = {**packet, GENERATOR: torch.Generator().manual_seed(9).get_state()}
+    assert not torch.equal(rank_for(STEPS, STEPS).decode(other), frames)
+
+
+def test_an_image_and_a_timestep_need_a_generator_on_the_device(save: Save) -> None:
+    conditioned, plain = read_ltx(save(**TIMESTEP)), read_ltx(save())
+    assert generator_device(conditioned, True, "cuda") == "cuda"
+    assert generator_device(conditioned, False, "cuda") == "cpu"
+    assert generator_device(plain, True, "cuda") == "cpu"
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("changes", "message", "hint"),
+    [
+        ({"num_frames": 10}, "--frames must be a multiple of 8 plus 1, got 10", "17"),
+        ({"height": 80}, "--height must be a multiple of 32, got 80", "--height 64 or --height 96"),
+        ({"decode_timestep": 0.1}, "--decode-timestep has no effect", ""),
+        ({"decode_noise_scale": 0.1}, "--decode-noise-scale has no effect", ""),
+        ({"guidance_scale": 1.0, "guidance_rescale": 0.5}, "--guidance-rescale has no effect", ""),
+    ],
+)
+def test_wrong_requests_are_refused(
+    save: Save, changes: dict[str, Any], message: str, hint: str
+) -> None:
+    with pytest.raises(RequestError, match=message) as error:
+        check_ltx(sampling_of(**changes), read_ltx(save()), has_image=True)
+    assert hint in error.value.hint
+
+
+def test_prompts_are_checked() -> None:
+    check_prompt(Prompt(negative_prompt="blurred"), 3.0)
+    for prompt in (None, "", " \n"):
+        with pytest.raises(RequestError, match="the prompt is empty"):
+            check_prompt(Prompt(prompt=prompt), 3.0)
+    with pytest.raises(RequestError, match="--negative-prompt has no effect"):
+        check_prompt(Prompt(negative_prompt="blurred"), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("file", "changes", "message"),
+    [
+        ("model_index.json", {"_class_name": "LTXConditionPipeline"}, "LTXConditionPipeline"),
+        ("model_index.json", {"scheduler": ["diffusers", "UniPCMultistepScheduler"]}, "scheduler"),
+        ("model_index.json", {"text_encoder": [None, None]}, "text_encoder is missing"),
+        ("vae/config.json", {"decoder_inject_noise": [True]}, "global generator"),
+        ("vae/config.json", {"latent_channels": 0}, "latent_channels is 0"),
+        ("vae/config.json", {"spatio_temporal_scaling": 3}, "not a list"),
+        ("transformer/config.json", {"patch_size": 2}, "patch_size is 2 but must be 1"),
+        ("transformer/config.json", {"in_channels": 4}, "the VAE's latent_channels"),
+        ("scheduler/scheduler_config.json", {"stochastic_sampling": True}, "global generator"),
+    ],
+)
+def test_wrong_configs_are_refused(
+    save: Save, tmp_path: Path, file: str, changes: dict[str, Any], message: str
+) -> None:
+    folder = Path(shutil.copytree(save(), tmp_path / "ltx"))
+    edit_json(folder / file, **changes)
+    with pytest.raises(ModelError, match=message):
+        read_ltx(folder)
+
+
+def test_a_latent_spec_is_that_of_the_published_model(save: Save) -> None:
+    spec = ranks(read_ltx(save()), LtxSampling(), has_image=False)(0, 1).packet_spec(3)
+    # 161 frames of 512 x 704: 21 x 16 x 22 tokens.
+    assert spec["latents"].shape == (1, 7392, 8)
+    assert list(spec) == [
+        "latents",
+        "prompt_embeds",
+        "prompt_attention_mask",
+        "negative_prompt_embeds",
+        "negative_prompt_attention_mask",
+    ]

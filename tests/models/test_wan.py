@@ -1,0 +1,338 @@
+"""Ranks that run ranges of Wan's steps give the bits of diffusers' whole `__call__`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
+
+from svdpp.errors import ModelError, NotFiniteError, RequestError
+from svdpp.models.wan.checkpoint import WanCheckpoint, read_wan
+from svdpp.models.wan.model import WanModel, boundary_step, load_wan, reference
+from svdpp.models.wan.sampling import WanSampling, check_wan
+from tests.models.builders import edit_json
+from tests.models.range_checks import Prompt, check_every_cut, nothing, photograph
+from tests.models.tiny_families import WAN_UNIPC, save_tiny_wan
+
+STEPS = 4
+
+ORDER_3 = UniPCMultistepScheduler(**{**WAN_UNIPC, "solver_order": 3})
+EULER = FlowMatchEulerDiscreteScheduler(shift=3.0)
+T2V = {"boundary_ratio": 0.875}
+I2V = {"boundary_ratio": 0.9, "image_to_video": True}
+I2V_CLIP = {"image_encoder": True, "image_to_video": True}
+WAN_5B = {"expand_timesteps": True}
+BF16 = {"dtype": torch.bfloat16}
+
+Save = Callable[..., Path]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def save(tmp_path_factory: pytest.TempPathFactory) -> Save:
+    """Saves each tiny checkpoint once."""
+    folders: dict[str, Path] = {}
+
+    def folder(**options: Any) -> Path:
+        key = repr(sorted(options.items(), key=lambda item: item[0]))
+        if key not in folders:
+            folders[key] = save_tiny_wan(tmp_path_factory.mktemp("wan"), **options)
+        return folders[key]
+
+    return folder
+
+
+@pytest.fixture
+def copy(save: Save, tmp_path: Path) -> Save:
+    return lambda **options: Path(shutil.copytree(save(**options), tmp_path / "wan"))
+
+
+def sampling_of(side: int = 32, **changes: Any) -> WanSampling:
+    sizes = {"height": side, "width": side, "num_frames": 5, "max_sequence_length": 8}
+    return WanSampling(**{**sizes, "num_inference_steps": STEPS, **changes})
+
+
+def experts_of(checkpoint: WanCheckpoint, sampling: WanSampling, start: int, end: int) -> set[int]:
+    boundary = boundary_step(checkpoint, sampling)
+    return {int(boundary is not None and step >= boundary) for step in range(start, end)}
+
+
+def ranks(
+    checkpoint: WanCheckpoint, sampling: WanSampling, *, has_image: bool, dtype: str = "fp32"
+) -> Callable[[int, int], WanModel]:
+    """Returns models that hold only what their steps need; equal ones are loaded once."""
+    models: dict[str, WanModel] = {}
+
+    def rank_for(start: int, end: int) -> WanModel:
+        roles = {
+            "encode": (start, end) == (0, 0),
+            "decode": (start, end) == (STEPS, STEPS),
+            "experts": frozenset(experts_of(checkpoint, sampling, start, end)),
+        }
+        if repr(roles) not in models:
+            models[repr(roles)] = load_wan(
+                checkpoint, sampling, has_image=has_image, dtype=dtype, device="cpu", **roles
+            )
+        return models[repr(roles)]
+
+    return rank_for
+
+
+OWN_SCALES = {"guidance_scale_2": 2.0, "flow_shift": 5.0}
+NO_GUIDANCE = {"guidance_scale": 1.0}
+MORE = [pytest.mark.long, pytest.mark.full]
+
+
+@pytest.mark.parametrize(
+    ("saved", "side", "has_image", "changes", "negative"),
+    [
+        pytest.param(T2V, 32, False, OWN_SCALES, "blurred", id="t2v-unipc"),
+        pytest.param({**T2V, **BF16, "scheduler": EULER}, 32, False, {}, None, id="t2v-euler-bf16"),
+        pytest.param({**I2V, **BF16}, 32, True, {}, None, id="i2v-unipc-bf16"),
+        pytest.param(I2V_CLIP, 32, True, {}, None, id="i2v-wan-2.1"),
+        pytest.param(WAN_5B, 64, False, NO_GUIDANCE, None, id="t2v-5b-no-guidance"),
+        pytest.param(WAN_5B, 64, True, {}, "static", id="i2v-5b"),
+        pytest.param({**T2V, "scheduler": EULER}, 32, False, {}, None, id="t2v-euler", marks=MORE),
+        pytest.param({**T2V, **BF16}, 32, False, {}, None, id="t2v-unipc-bf16", marks=MORE),
+        pytest.param(I2V, 32, True, NO_GUIDANCE, None, id="i2v-no-guidance", marks=MORE),
+        pytest.param({**T2V, "scheduler": ORDER_3}, 32, False, {}, None, id="order-3", marks=MORE),
+    ],
+)
+def test_every_cut_gives_the_bits_of_the_whole_call(
+    save: Save,
+    saved: dict[str, Any],
+    side: int,
+    has_image: bool,
+    changes: dict[str, Any],
+    negative: str | None,
+) -> None:
+    checkpoint = read_wan(save(**saved))
+    sampling = sampling_of(side, **changes)
+    dtype = "bf16" if "dtype" in saved else "fp32"
+    request = Prompt(negative_prompt=negative)
+    image = photograph() if has_image else None
+    check_wan(sampling, checkpoint, has_image=has_image)
+    whole = reference(checkpoint, sampling, request, image, dtype=dtype, device="cpu")
+    rank_for = ranks(checkpoint, sampling, has_image=has_image, dtype=dtype)
+    check_every_cut(rank_for, STEPS, whole, request, image)
+
+
+def test_a_rank_holds_only_what_it_runs(save: Save) -> None:
+    checkpoint = read_wan(save(**I2V))
+    rank_for = ranks(checkpoint, sampling_of(), has_image=True)
+    loaded = {
+        (start, end): {
+            name
+            for name, part in rank_for(start, end)._pipe.components.items()
+            if isinstance(part, torch.nn.Module)
+        }
+        for start, end in ((0, 0), (0, 1), (STEPS - 1, STEPS), (STEPS, STEPS))
+    }
+    assert loaded == {
+        (0, 0): {"text_encoder", "vae"},
+        (0, 1): {"transformer"},
+        (STEPS - 1, STEPS): {"transformer_2"},
+        (STEPS, STEPS): {"vae"},
+    }
+    decoder = rank_for(STEPS, STEPS)._pipe.vae
+    assert not any(name.startswith("encoder") for name in decoder.state_dict())
+    assert decoder.dtype == torch.float32
+    assert not decoder.training
+
+
+def test_weights_are_mapped_and_the_other_expert_is_not_opened(copy: Save) -> None:
+    folder = copy(**T2V)
+    rank_for = ranks(read_wan(folder), sampling_of(), has_image=False)
+    models = [rank_for(0, 0), rank_for(STEPS - 1, STEPS)]
+    maps = Path("/proc/self/maps").read_text()
+    mapped = [part for part in os.listdir(folder) if f"{folder / part}/" in maps]
+    assert sorted(mapped) == ["text_encoder", "transformer_2"]
+    del models
+
+
+def test_flipped_bits_in_the_solvers_history_change_the_clip(save: Save) -> None:
+    sampling = sampling_of()
+    rank_for = ranks(read_wan(save(**T2V)), sampling, has_image=False)
+    packet = rank_for(0, 0).encode({}, Prompt())
+    half = rank_for(0, 2).denoise(packet, 0, 2, nothing)
+    expected = rank_for(2, STEPS).denoise(half, 2, STEPS, nothing)["latents"]
+    # Of the older output, one bit is lost in rounding.
+    for name in ("scheduler.last_sample", "scheduler.model_outputs.1"):
+        sample = torch.nextafter(half[name], torch.tensor(torch.inf))
+        result = rank_for(2, STEPS).denoise({**half, name: sample}, 2, STEPS, nothing)
+        assert not torch.equal(result["latents"], expected), name
+
+
+def test_an_exception_after_a_step_ends_the_call(save: Save) -> None:
+    rank_for = ranks(read_wan(save(**T2V)), sampling_of(), has_image=False)
+    packet = rank_for(0, 0).encode({}, Prompt())
+    steps = []
+
+    def cancel(step: int, _: torch.Tensor) -> None:
+        steps.append(step)
+        raise KeyError("cancelled")
+
+    with pytest.raises(KeyError, match="cancelled"):
+        rank_for(0, 2).denoise(packet, 0, 2, cancel)
+    assert steps == [0]
+
+
+def test_frames_that_are_not_finite_are_an_error(save: Save) -> None:
+    rank_for = ranks(read_wan(save(**T2V)), sampling_of(), has_image=False)
+    packet = rank_for(0, 0).encode({}, Prompt())
+    packet["latents"][:] = torch.nan
+    with pytest.raises(NotFiniteError, match="VAE"):
+        rank_for(STEPS, STEPS).decode(packet)
+
+
+def test_each_distinct_prompt_is_encoded_once(save: Save) -> None:
+    model = ranks(read_wan(save(**T2V)), sampling_of(), has_image=False)(0, 0)
+    texts: list[int] = []
+    model._pipe.text_encoder.register_forward_hook(lambda *_: texts.append(1))
+    first = model.encode({}, Prompt(prompt="the sea"))
+    second = model.encode({}, Prompt(prompt="the sea", seed=4))
+    other = model.with_sampling(sampling_of(num_frames=9)).encode({}, Prompt(prompt="a cat"))
+    assert len(texts) == 3  # two prompts, and the empty negative one
+    assert torch.equal(first["prompt_embeds"], second["prompt_embeds"])
+    assert not torch.equal(first["prompt_embeds"], other["prompt_embeds"])
+    assert not torch.equal(first["latents"], second["latents"])
+    assert model.with_sampling(sampling_of(num_frames=9)).frames_shape == (9, 32, 32, 3)
+
+
+def test_the_end_of_a_long_prompt_is_named(save: Save) -> None:
+    sampling = sampling_of(max_sequence_length=16)
+    model = ranks(read_wan(save(**T2V)), sampling, has_image=False)(0, 0)
+    assert model.removed_text("the sea") == ""
+    assert model.removed_text("the sea at night " * 8).endswith("sea at night")
+
+
+@pytest.mark.parametrize("scheduler", [None, EULER], ids=["unipc", "euler"])
+@pytest.mark.parametrize("shift", [None, 12.0])
+def test_boundary_is_the_first_step_of_the_second_expert(
+    save: Save, scheduler: Any, shift: float | None
+) -> None:
+    checkpoint = read_wan(save(**T2V, **({"scheduler": scheduler} if scheduler else {})))
+    sampling = sampling_of(num_inference_steps=40, flow_shift=shift)
+    found = boundary_step(checkpoint, sampling)
+    if scheduler is None:
+        assert found == (13 if shift is None else 26)
+    assert found is not None
+    assert 0 < found < 40
+
+
+def test_a_model_with_one_expert_has_no_boundary(save: Save) -> None:
+    assert boundary_step(read_wan(save(**I2V_CLIP)), sampling_of()) is None
+
+
+def test_variant_and_shards_are_read(tmp_path: Path) -> None:
+    folder = save_tiny_wan(tmp_path, **T2V, variant="bf16", max_shard_size="20KB", **BF16)
+    assert list((folder / "transformer").glob("*-00002-of-*.safetensors"))
+    model = load_wan(
+        read_wan(folder, "bf16"),
+        sampling_of(),
+        has_image=False,
+        encode=True,
+        decode=True,
+        experts={0, 1},
+        dtype="bf16",
+        device="cpu",
+    )
+    packet = model.denoise(model.encode({}, Prompt()), 0, STEPS, nothing)
+    assert model.decode(packet).shape == model.frames_shape
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("changes", "has_image", "message", "hint"),
+    [
+        ({"num_frames": 80}, False, "--frames must be a multiple of 4 plus 1, got 80", "77"),
+        ({"num_frames": 0}, False, "--frames must be a multiple of 4 plus 1, got 0", "--frames 1"),
+        ({"height": 40}, False, "--height must be a multiple of 16, got 40", "48"),
+        ({"width": 8}, False, "--width must be a multiple of 16, got 8", "--width 16"),
+        ({}, True, "from text alone", "omit the image"),
+        ({"guidance_scale": 1.0, "guidance_scale_2": 2.0}, False, "has no effect", ""),
+    ],
+)
+def test_wrong_requests_are_refused(
+    save: Save, changes: dict[str, Any], has_image: bool, message: str, hint: str
+) -> None:
+    with pytest.raises(RequestError, match=message) as error:
+        check_wan(sampling_of(**changes), read_wan(save(**T2V)), has_image=has_image)
+    assert hint in error.value.hint
+
+
+def test_requests_that_the_model_cannot_run_are_refused(save: Save) -> None:
+    with pytest.raises(RequestError, match="none was given"):
+        check_wan(sampling_of(), read_wan(save(**I2V)), has_image=False)
+    with pytest.raises(RequestError, match="two experts"):
+        check_wan(sampling_of(guidance_scale_2=2.0), read_wan(save(**I2V_CLIP)), has_image=True)
+    with pytest.raises(RequestError, match="multiple of 32, got 48"):
+        check_wan(sampling_of(48), read_wan(save(**WAN_5B)), has_image=True)
+
+
+@pytest.mark.parametrize(
+    ("file", "changes", "message"),
+    [
+        ("model_index.json", {"boundary_ratio": None}, "no boundary_ratio"),
+        ("model_index.json", {"boundary_ratio": 2.0}, "boundary_ratio is 2.0"),
+        ("model_index.json", {"transformer_2": [None, None]}, "transformer_2 is missing"),
+        ("model_index.json", {"transformer": [None, None]}, "transformer is missing"),
+        ("model_index.json", {"_class_name": "WanVACEPipeline"}, "WanVACEPipeline"),
+        ("model_index.json", {"scheduler": ["diffusers", "DPMSolverSDE"]}, "DPMSolverSDE"),
+        ("model_index.json", {"vae": ["diffusers", "AutoencoderKL"]}, "vae is of class"),
+        ("transformer/config.json", {"in_channels": 7}, "in_channels is 7, not 4 or 12"),
+        ("transformer/config.json", {"num_layers": 10**6}, "num_layers"),
+        ("transformer/config.json", {"text_dim": 8}, "text_dim is 8 but must be 16"),
+        ("transformer_2/config.json", {"in_channels": 12}, "as in the transformer"),
+        ("scheduler/scheduler_config.json", {"use_beta_sigmas": True}, "needs scipy"),
+        ("scheduler/scheduler_config.json", {"use_dynamic_shifting": True}, "dynamic_shifting"),
+        ("scheduler/scheduler_config.json", {"solver_p": {"a": 1}}, "solver_p"),
+    ],
+)
+def test_wrong_configs_are_refused(
+    copy: Save, file: str, changes: dict[str, Any], message: str
+) -> None:
+    folder = copy(**T2V)
+    edit_json(folder / file, **changes)
+    with pytest.raises(ModelError, match=message) as error:
+        read_wan(folder)
+    assert error.value.message.startswith(file)
+
+
+def test_a_missing_or_wrong_weight_is_named(copy: Save) -> None:
+    folder = copy(**T2V)
+    roles = {"has_image": False, "encode": False, "decode": False}
+    options: dict[str, Any] = {**roles, "dtype": "fp32", "device": "cpu"}
+    edit_json(folder / "transformer_2/config.json", ffn_dim=32)
+    with pytest.raises(ModelError, match=r"transformer_2.*wrong shape"):
+        load_wan(read_wan(folder), sampling_of(), experts={1}, **options)
+    (folder / "transformer_2/diffusion_pytorch_model.safetensors").unlink()
+    with pytest.raises(ModelError, match="is missing"):
+        load_wan(read_wan(folder), sampling_of(), experts={1}, **options)
+    load_wan(read_wan(folder), sampling_of(), experts={0}, **options)
+
+
+def test_the_solver_order_decides_how_much_history_travels(save: Save) -> None:
+    checkpoint = read_wan(save(**T2V))
+    model = ranks(checkpoint, sampling_of(), has_image=False)(0, 1)
+    assert WAN_UNIPC["solver_order"] == 2
+    counts = [
+        sum(name.startswith("scheduler.model_outputs") for name in model.packet_spec(step))
+        for step in range(STEPS)
+    ]
+    assert counts == [0, 1, 2, 2]

@@ -1,0 +1,219 @@
+"""Owns small random checkpoints of Wan's and LTX-Video's classes, saved as diffusers does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import (
+    AutoencoderKLLTXVideo,
+    AutoencoderKLWan,
+    FlowMatchEulerDiscreteScheduler,
+    LTXPipeline,
+    LTXVideoTransformer3DModel,
+    UniPCMultistepScheduler,
+    WanImageToVideoPipeline,
+    WanPipeline,
+    WanTransformer3DModel,
+)
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import (
+    CLIPImageProcessorPil,
+    CLIPVisionConfig,
+    CLIPVisionModel,
+    T5Config,
+    T5EncoderModel,
+    T5TokenizerFast,
+    UMT5Config,
+    UMT5EncoderModel,
+)
+
+_TEXT_DIM = 16
+_IMAGE_DIM = 16
+_SENTENCES = ["a cat walks over the grass", "the sea at night", "blurred, static, worst quality"]
+
+#: Config of the published Wan 2.2 (Wan-AI/Wan2.2-T2V-A14B-Diffusers).
+WAN_UNIPC = {
+    "num_train_timesteps": 1000,
+    "prediction_type": "flow_prediction",
+    "use_flow_sigmas": True,
+    "flow_shift": 3.0,
+    "solver_order": 2,
+}
+#: Config of the published LTX-Video (Lightricks/LTX-Video).
+LTX_EULER = {
+    "base_image_seq_len": 1024,
+    "base_shift": 0.95,
+    "max_image_seq_len": 4096,
+    "max_shift": 2.05,
+    "shift_terminal": 0.1,
+    "use_dynamic_shifting": True,
+}
+
+
+def save_tiny_wan(
+    folder: Path,
+    *,
+    image_to_video: bool = False,
+    boundary_ratio: float | None = None,
+    expand_timesteps: bool = False,
+    image_encoder: bool = False,
+    scheduler: Any = None,
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> Path:
+    """Saves a Wan pipeline with random weights to `folder`, and returns the folder.
+
+    Args:
+        folder: created if it does not exist.
+        image_to_video: whether the transformer takes an image beside the latent.
+        boundary_ratio: with it there are two transformers, as in Wan 2.2 A14B.
+        expand_timesteps: as in Wan 2.2 5B, whose VAE halves the latent's sides once more.
+        image_encoder: as in Wan 2.1 image to video.
+        scheduler: UniPC as published if None.
+        dtype: of all weights but the VAE's.
+        options: of `save_pretrained`.
+    """
+    z_dim = 8 if expand_timesteps else 4
+    channels = 2 * z_dim + 4 if image_to_video and not expand_timesteps else z_dim
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        parts = {
+            "tokenizer": _tokenizer(),
+            "text_encoder": UMT5EncoderModel(UMT5Config(**_t5_sizes())).to(dtype),
+            "vae": _wan_vae(z_dim, expand_timesteps),
+            "scheduler": scheduler or UniPCMultistepScheduler(**WAN_UNIPC),
+            "transformer": _wan_transformer(channels, z_dim, image_encoder).to(dtype),
+            "transformer_2": None,
+            "boundary_ratio": boundary_ratio,
+            "expand_timesteps": expand_timesteps,
+        }
+        if boundary_ratio is not None:
+            parts["transformer_2"] = _wan_transformer(channels, z_dim, image_encoder).to(dtype)
+        cls: Any = WanPipeline
+        if image_to_video and not expand_timesteps:
+            cls = WanImageToVideoPipeline
+            parts["image_processor"] = CLIPImageProcessorPil() if image_encoder else None
+            parts["image_encoder"] = _image_encoder() if image_encoder else None
+    cls(**parts).save_pretrained(folder, safe_serialization=True, **options)
+    return folder
+
+
+def save_tiny_ltx(
+    folder: Path,
+    *,
+    timestep_conditioning: bool = False,
+    scheduler: Any = None,
+    dtype: torch.dtype = torch.float32,
+) -> Path:
+    """Saves an LTX-Video pipeline with random weights to `folder`, and returns the folder."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        pipe = LTXPipeline(
+            tokenizer=_tokenizer(),
+            text_encoder=T5EncoderModel(T5Config(**_t5_sizes())).to(dtype),
+            vae=_ltx_vae(timestep_conditioning).to(dtype),
+            scheduler=scheduler or FlowMatchEulerDiscreteScheduler(**LTX_EULER),
+            transformer=_ltx_transformer().to(dtype),
+        )
+    pipe.save_pretrained(folder, safe_serialization=True)
+    return folder
+
+
+def _tokenizer() -> T5TokenizerFast:
+    special = ["<pad>", "</s>", "<unk>"]
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()  # as in T5's own tokenizer
+    trainer = trainers.UnigramTrainer(
+        vocab_size=60, special_tokens=special, unk_token="<unk>", show_progress=False
+    )
+    tokenizer.train_from_iterator(_SENTENCES, trainer)
+    vocabulary = json.loads(tokenizer.to_str())["model"]["vocab"]
+    return T5TokenizerFast(vocab=[(token, score) for token, score in vocabulary], extra_ids=0)
+
+
+def _t5_sizes() -> dict[str, Any]:
+    return {
+        "vocab_size": 64,
+        "d_model": _TEXT_DIM,
+        "d_kv": 8,
+        "d_ff": 16,
+        "num_layers": 1,
+        "num_heads": 2,
+    }
+
+
+def _wan_vae(z_dim: int, residual: bool) -> AutoencoderKLWan:
+    sizes: dict[str, Any] = {
+        "latents_mean": [0.1 * index for index in range(z_dim)],
+        "latents_std": [1.0 + 0.1 * index for index in range(z_dim)],
+    }
+    if residual:
+        sizes |= {"is_residual": True, "patch_size": 2, "in_channels": 12, "out_channels": 12}
+        sizes |= {"scale_factor_spatial": 16}
+    return AutoencoderKLWan(
+        base_dim=4,
+        z_dim=z_dim,
+        dim_mult=[1, 1, 1, 1],
+        num_res_blocks=1,
+        temperal_downsample=[False, True, True],
+        **sizes,
+    )
+
+
+def _wan_transformer(in_channels: int, z_dim: int, image: bool) -> WanTransformer3DModel:
+    return WanTransformer3DModel(
+        patch_size=(1, 2, 2),
+        num_attention_heads=2,
+        attention_head_dim=12,
+        in_channels=in_channels,
+        out_channels=z_dim,
+        text_dim=_TEXT_DIM,
+        freq_dim=16,
+        ffn_dim=24,
+        num_layers=1,
+        image_dim=_IMAGE_DIM if image else None,
+        added_kv_proj_dim=24 if image else None,
+        rope_max_seq_len=32,
+    )
+
+
+def _image_encoder() -> CLIPVisionModel:
+    return CLIPVisionModel(
+        CLIPVisionConfig(
+            hidden_size=_IMAGE_DIM,
+            intermediate_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            image_size=224,
+            patch_size=56,
+        )
+    )
+
+
+def _ltx_vae(timestep_conditioning: bool) -> AutoencoderKLLTXVideo:
+    vae = AutoencoderKLLTXVideo(
+        latent_channels=8,
+        block_out_channels=(8, 8, 8, 8),
+        decoder_block_out_channels=(8, 8, 8, 8),
+        layers_per_block=(1, 1, 1, 1, 1),
+        decoder_layers_per_block=(1, 1, 1, 1, 1),
+        timestep_conditioning=timestep_conditioning,
+    )
+    vae.latents_mean += 0.1 * torch.arange(8)
+    vae.latents_std += 0.1 * torch.arange(8)
+    return vae
+
+
+def _ltx_transformer() -> LTXVideoTransformer3DModel:
+    return LTXVideoTransformer3DModel(
+        in_channels=8,
+        out_channels=8,
+        num_attention_heads=2,
+        attention_head_dim=12,
+        cross_attention_dim=24,
+        num_layers=1,
+        caption_channels=_TEXT_DIM,
+    )
