@@ -5,17 +5,21 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
 
 from svdpp.errors import ModelError, NotFiniteError, RequestError
+from svdpp.models.family_config import SchedulerConfig
 from svdpp.models.wan.checkpoint import WanCheckpoint, read_wan
-from svdpp.models.wan.model import WanModel, boundary_step, load_wan, reference
+from svdpp.models.wan.model import WanModel, load_wan, reference
 from svdpp.models.wan.sampling import WanSampling, check_wan
+from svdpp.models.wan.schedule import boundary_step, scheduler_config
 from tests.models.builders import edit_json
 from tests.models.range_checks import Prompt, check_every_cut, nothing, photograph
 from tests.models.tiny_families import WAN_UNIPC, save_tiny_wan
@@ -219,18 +223,44 @@ def test_the_end_of_a_long_prompt_is_named(save: Save) -> None:
     assert model.removed_text("the sea at night " * 8).endswith("sea at night")
 
 
-@pytest.mark.parametrize("scheduler", [None, EULER], ids=["unipc", "euler"])
-@pytest.mark.parametrize("shift", [None, 12.0])
-def test_boundary_is_the_first_step_of_the_second_expert(
-    save: Save, scheduler: Any, shift: float | None
+@pytest.mark.parametrize("ratio", [0.875, 0.9])
+@pytest.mark.parametrize("name", ["UniPCMultistepScheduler", "FlowMatchEulerDiscreteScheduler"])
+def test_boundary_is_where_the_pipeline_changes_experts(
+    save: Save, name: str, ratio: float
 ) -> None:
-    checkpoint = read_wan(save(**T2V, **({"scheduler": scheduler} if scheduler else {})))
-    sampling = sampling_of(num_inference_steps=40, flow_shift=shift)
-    found = boundary_step(checkpoint, sampling)
-    if scheduler is None:
-        assert found == (13 if shift is None else 26)
-    assert found is not None
-    assert 0 < found < 40
+    config = WAN_UNIPC if name.startswith("UniPC") else {"shift": 3.0}
+    checkpoint = replace(
+        read_wan(save(**T2V)),
+        scheduler=SchedulerConfig(name=name, values=config),
+        boundary_ratio=ratio,
+    )
+    for shift in (None, 1.0, 5.0, 8.3, 12.0):
+        for steps in (*range(1, 61), 100, 1000):
+            sampling = sampling_of(num_inference_steps=steps, flow_shift=shift)
+            scheduler = getattr(diffusers, name).from_config(
+                scheduler_config(checkpoint, sampling).values
+            )
+            scheduler.set_timesteps(steps, device="cpu")
+            expected = int((scheduler.timesteps >= ratio * 1000).sum())
+            assert boundary_step(checkpoint, sampling) == expected, (shift, steps)
+
+
+def test_boundary_of_the_published_model(save: Save) -> None:
+    checkpoint = read_wan(save(**T2V))
+    shifts = {
+        shift: boundary_step(checkpoint, sampling_of(num_inference_steps=40, flow_shift=shift))
+        for shift in (3.0, 12.0)
+    }
+    assert shifts == {3.0: 13, 12.0: 26}
+
+
+def test_steps_of_an_expert_that_is_not_loaded_are_an_error(save: Save) -> None:
+    rank_for = ranks(read_wan(save(**T2V)), sampling_of(), has_image=False)
+    packet = rank_for(0, 0).encode({}, Prompt())
+    with pytest.raises(ValueError, match="steps 0 to 0 need transformer, which is not loaded"):
+        rank_for(STEPS - 1, STEPS).denoise(packet, 0, 1, nothing)
+    with pytest.raises(ValueError, match="steps 0 to 3 need transformer_2"):
+        rank_for(0, 1).denoise(packet, 0, STEPS, nothing)
 
 
 def test_a_model_with_one_expert_has_no_boundary(save: Save) -> None:

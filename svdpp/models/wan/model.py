@@ -19,10 +19,11 @@ from svdpp.models.range_model import (
     RangeParts,
     request_arguments,
 )
-from svdpp.models.step_range import call_range, range_scheduler, recorder, replaced, state_spec
+from svdpp.models.step_range import AfterStep, call_range, recorder, replaced, state_spec
 from svdpp.models.wan.checkpoint import WanCheckpoint
 from svdpp.models.wan.load import load_parts, load_reference
 from svdpp.models.wan.sampling import WanSampling
+from svdpp.models.wan.schedule import boundary_step, scheduler_config
 
 CONDITION = "condition"
 FIRST_FRAME_MASK = "first_frame_mask"
@@ -62,6 +63,21 @@ class WanModel(RangeModel):
         if self._parts.has_image:
             specs |= self._image_specs()
         return specs | state_spec(scheduler.name, scheduler.values, next_step, sample)
+
+    def denoise(self, tensors: Tensors, start: int, end: int, after_step: AfterStep) -> Tensors:
+        """See `RangeModel.denoise`.
+
+        Raises:
+            ValueError: this rank has not loaded an expert that the steps need.
+        """
+        boundary = boundary_step(self._checkpoint, self._sampling)
+        for name, is_needed in (
+            ("transformer", boundary is None or start < boundary),
+            ("transformer_2", boundary is not None and end > boundary),
+        ):
+            if is_needed and not isinstance(getattr(self._pipe, name), torch.nn.Module):
+                raise ValueError(f"steps {start} to {end - 1} need {name}, which is not loaded")
+        return super().denoise(tensors, start, end, after_step)
 
     def _image_specs(self) -> dict[str, TensorSpec]:
         checkpoint = self._checkpoint
@@ -167,33 +183,6 @@ def sampling_arguments(sampling: WanSampling) -> dict[str, Any]:
         "guidance_scale_2": sampling.guidance_scale_2,
         "max_sequence_length": sampling.max_sequence_length,
     }
-
-
-def scheduler_config(checkpoint: WanCheckpoint, sampling: WanSampling) -> SchedulerConfig:
-    """The checkpoint's scheduler, with the shift that the user asked for."""
-    scheduler = checkpoint.scheduler
-    if sampling.flow_shift is None:
-        return scheduler
-    key = "flow_shift" if scheduler.name == "UniPCMultistepScheduler" else "shift"
-    return SchedulerConfig(
-        name=scheduler.name, values={**scheduler.values, key: sampling.flow_shift}
-    )
-
-
-def boundary_step(checkpoint: WanCheckpoint, sampling: WanSampling) -> int | None:
-    """Number of steps that the first expert runs; None for a model with one expert.
-
-    Step `s` belongs to the first expert if its timestep is at least `boundary_ratio` of the
-    training timesteps (`WanPipeline.__call__`, stage 6).
-    """
-    if checkpoint.boundary_ratio is None:
-        return None
-    config = scheduler_config(checkpoint, sampling)
-    steps = sampling.num_inference_steps
-    scheduler = range_scheduler(config.name, config.values, 0, steps)
-    scheduler.set_timesteps(steps, device="cpu")
-    boundary = checkpoint.boundary_ratio * scheduler.config.num_train_timesteps
-    return int((scheduler.timesteps >= boundary).sum())
 
 
 def reference(
