@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from svdpp.cli.options.draft import DraftOptions
 from svdpp.cli.options.layout import LayoutOptions, Memory
 from svdpp.cli.request import default_draft_world, default_world, joined_world, launcher_name
+from svdpp.config import ModelConfig, SamplingConfig
 from svdpp.errors import RequestError
 from svdpp.launch.world import find_world
 
@@ -60,7 +61,12 @@ class PlanChoice:
         return default_world(self.device, self.steps, on_cpu=2, divide=self.layout.must_divide)
 
     def settings(
-        self, *, num_clips: int | None, decodes: bool, memory: Memory | None = None
+        self,
+        *,
+        num_clips: int | None,
+        decodes: bool,
+        memory: Memory | None = None,
+        experts: Mapping[str, Any] | None = None,
     ) -> tuple[dict[str, Any], str]:
         """Fields of a `PipelineConfig`, and a remark on the layout, empty for none.
 
@@ -68,6 +74,7 @@ class PlanChoice:
             num_clips: None if only another process knows it.
             decodes: whether clips become frames.
             memory: tells `auto` what fits; None: everything fits.
+            experts: from `experts_of`; None: the model has one expert.
 
         Raises:
             RequestError: as `LayoutOptions.settings` and `DraftOptions.settings`; or the launcher
@@ -80,6 +87,7 @@ class PlanChoice:
             num_clips=num_clips,
             decodes=decodes,
             memory=memory,
+            experts=experts,
         )
         drafting = self.draft.settings(self.steps, world_size)
         if drafting:
@@ -98,3 +106,38 @@ def _check_joined(num_start_steps: int) -> None:
             f"{num_start_steps} ranks",
             details={"asked": num_start_steps, "found": world.size},
         )
+
+
+def experts_of(
+    model: ModelConfig, sampling: SamplingConfig, *, share: bool
+) -> dict[str, Any] | None:
+    """The fields of a `PipelineConfig` for a model with two experts; None for other models.
+
+    Args:
+        model: its configs are read, and downloaded if needed.
+        sampling: decides at which step the model changes its expert.
+        share: whether one rank may hold both.
+
+    Raises:
+        ModelError: there is no such model.
+        RequestError: the model cannot run the parameters, or `share` has no effect.
+    """
+    boundary = None
+    if sampling.family != "svd":
+        from svdpp.models.checkpoint import find_checkpoint
+
+        checkpoint = find_checkpoint(model, weights=False)
+        boundary = checkpoint.expert_boundary(checkpoint.resolve(sampling))
+    if boundary is None:
+        if share:
+            raise RequestError(
+                "--share-experts is for models with two experts, such as Wan 2.2 A14B",
+                "leave it out",
+            )
+        return None
+    return {"expert_boundary": boundary, "share_experts": share}
+
+
+def balanced_by_default(layout: LayoutOptions) -> LayoutOptions:
+    """The options, balanced unless the user says otherwise: experts rarely have equal steps."""
+    return replace(layout, split="balanced") if layout.must_divide and not layout.split else layout

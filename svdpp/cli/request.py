@@ -22,6 +22,7 @@ def pipeline_config(
     *,
     device: str,
     plan: Mapping[str, Any],
+    from_image: bool = True,
     **of_model: bool,
 ) -> PipelineConfig:
     """One checked configuration of all options.
@@ -32,6 +33,7 @@ def pipeline_config(
         sampling: options of the sampler.
         device: name, as decided by `RankOptions.device_for`.
         plan: `world_size` and the other fields of `PlanChoice.settings`.
+        from_image: whether the clips start from photographs.
         of_model: further fields of the `ModelConfig`.
 
     Raises:
@@ -40,7 +42,7 @@ def pipeline_config(
     try:
         return PipelineConfig(
             model=model.to_config(device, **of_model),
-            sampling=sampling.to_config(model),
+            sampling=sampling.to_config(model, from_image=from_image),
             device=device,
             num_threads=ranks.threads_on(device, plan["world_size"]),
             timeout_seconds=ranks.timeout,

@@ -10,8 +10,8 @@ import typer
 from svdpp.cli.command import command
 from svdpp.cli.console import Console, counted
 from svdpp.cli.options.draft import DraftOptions
-from svdpp.cli.options.inputs import InputOptions
-from svdpp.cli.options.layout import LayoutOptions
+from svdpp.cli.options.inputs import InputOptions, PromptOptions
+from svdpp.cli.options.layout import LayoutOptions, ShareOptions
 from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.outputs import OutputOptions, TraceOptions
 from svdpp.cli.options.ranks import RankOptions
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
         "svdpp run photo.jpg",
         "svdpp run photos/ --seeds 1-4 --out clips --resume",
         "svdpp run photo.jpg --model demo --device cpu",
+        'svdpp run photo.jpg --model Wan-AI/Wan2.2-I2V-A14B-Diffusers --prompt "it rains"',
     ),
     common=(
         *("out", "world", "model", "seeds", "layout", "resume", "overwrite", "steps"),
@@ -58,16 +59,18 @@ def run(
     context: typer.Context,
     console: Console,
     inputs: InputOptions,
+    prompts: PromptOptions,
     output: OutputOptions,
     sampling: SamplingOptions,
     model: ModelOptions,
     ranks: RankOptions,
     layout: LayoutOptions,
+    experts: ShareOptions,
     draft: DraftOptions,
     traces: TraceOptions,
     log: LogOptions,
 ) -> None:
-    """Animate photographs: each becomes a clip.
+    """Animate photographs, or make clips from prompts.
 
     A clip is OUT/NAME_SEED.mp4, with its parameters in NAME_SEED.mp4.json beside it. The whole
     request is checked before weights are loaded.
@@ -78,12 +81,14 @@ def run(
     inputs, sampling = without_other_seeds(context, inputs, sampling)
     asked = RunRequest(
         inputs=inputs,
+        prompts=prompts,
         output=output,
         sampling=sampling,
         model=model,
         ranks=ranks,
         layout=layout,
         draft=draft,
+        experts=experts,
     )
     asked.check()
     if not output.dry_run:  # the fork server imports torch at the same time as this process

@@ -11,13 +11,13 @@ import typer
 from svdpp.cli.command import is_given
 from svdpp.cli.command_line import to_go_on
 from svdpp.cli.options.draft import DraftOptions
-from svdpp.cli.options.inputs import InputOptions
-from svdpp.cli.options.layout import LayoutOptions
+from svdpp.cli.options.inputs import InputOptions, PromptOptions
+from svdpp.cli.options.layout import LayoutOptions, ShareOptions
 from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.outputs import OutputOptions
 from svdpp.cli.options.ranks import RankOptions
 from svdpp.cli.options.sampling import RANDOM_SEED, SamplingOptions, parse_seeds
-from svdpp.cli.plan_choice import PlanChoice
+from svdpp.cli.plan_choice import PlanChoice, balanced_by_default, experts_of
 from svdpp.cli.request import is_joined, is_joined_member, pipeline_config
 from svdpp.config import DEMO_MODEL, ModelConfig, PipelineConfig, SamplingConfig
 from svdpp.errors import InputError, RequestError, SvdppError
@@ -38,12 +38,14 @@ class RunRequest:
     """All option groups of a run."""
 
     inputs: InputOptions
+    prompts: PromptOptions
     output: OutputOptions
     sampling: SamplingOptions
     model: ModelOptions
     ranks: RankOptions
     layout: LayoutOptions
     draft: DraftOptions
+    experts: ShareOptions
 
     @cached_property
     def seeds(self) -> list[int]:
@@ -57,13 +59,13 @@ class RunRequest:
             RequestError: options contradict each other or are impossible.
             InputError: a photograph does not exist.
         """
-        self.sampling.to_config(self.model)
+        self._sampling()
         self.draft.refuse_beside({**self.layout.given, **self._no_draft})
         self.output.check()
         assert self.seeds
         if self.output.dry_run and is_joined():
             raise RequestError("--dry-run starts no ranks", "start it without torchrun or srun")
-        if not self.inputs.inputs and not self.inputs.has_prompt:
+        if not self.inputs.inputs and not self.prompts.has_prompt:
             raise RequestError(
                 "INPUT is missing: name a photograph, or give a prompt to a model that takes one",
                 "svdpp run photo.jpg",
@@ -93,9 +95,9 @@ class RunRequest:
         if is_joined_member():
             return [], []
         photographs, problems = self._photographs()
-        prompts: list[str | None] = [*self.inputs.all_prompts()] or [None]
+        prompts: list[str | None] = [*self.prompts.all_prompts()] or [None]
         found = [
-            ClipInput(photo, prompt, self.inputs.negative_prompt)
+            ClipInput(photo, prompt, self.prompts.negative_prompt)
             for photo in (photographs if self.inputs.inputs else [None])
             for prompt in prompts
         ]
@@ -123,22 +125,31 @@ class RunRequest:
             RequestError: options that contradict each other or the machine.
         """
         device = self.ranks.device_for(self.model.model)
+        weights = self.model.to_config(device)
+        sampling = self._sampling()
+        experts = experts_of(weights, sampling, share=self.experts.share_experts)
         plan = PlanChoice(
             draft=self.draft,
-            layout=self.layout,
+            layout=self.layout if experts is None else balanced_by_default(self.layout),
             world=self.ranks.world,
             steps=self.sampling.num_steps(self.model.family),
             device=device,
             no_draft=self._no_draft,
         )
-        weights = self.model.to_config(device)
-        sampling = self.sampling.to_config(self.model)
         shape, why = plan.settings(
             num_clips=None if is_joined() else num_clips,
             decodes=True,
             memory=partial(_memory_of_devices, weights, sampling, device, plan.world_size()),
+            experts=experts,
         )
-        config = pipeline_config(self.ranks, self.model, self.sampling, device=device, plan=shape)
+        config = pipeline_config(
+            self.ranks,
+            self.model,
+            self.sampling,
+            device=device,
+            plan={**shape, **(experts or {})},
+            from_image=self._from_image,
+        )
         if num_clips and config.draft is None:
             is_real = self.model.model != DEMO_MODEL
             why = why or self.layout.remark(config.layout, num_clips, is_real=is_real)
@@ -164,7 +175,7 @@ class RunRequest:
             )
         if scaled := self.draft.remark(self.sampling.num_steps(self.model.family)):
             remarks.append(scaled)
-        config = self.sampling.to_config(self.model)
+        config = self._sampling()
         shape = config.width / config.height
         stretched = [
             photo
@@ -194,6 +205,13 @@ class RunRequest:
             output_folder=str(self.output.place().folder.absolute()),
             profile_path=profile_path,
         )
+
+    @property
+    def _from_image(self) -> bool:
+        return bool(self.inputs.inputs)
+
+    def _sampling(self) -> SamplingConfig:
+        return self.sampling.to_config(self.model, from_image=self._from_image)
 
     @property
     def _no_draft(self) -> dict[str, Any]:

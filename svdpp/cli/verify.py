@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -10,7 +11,8 @@ from svdpp.cli import verify_clips
 from svdpp.cli.command import command
 from svdpp.cli.console import Console
 from svdpp.cli.options.draft import DraftOptions
-from svdpp.cli.options.layout import LayoutOptions
+from svdpp.cli.options.inputs import PromptOptions
+from svdpp.cli.options.layout import LayoutOptions, ShareOptions
 from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.proof import ProofOptions
 from svdpp.cli.options.ranks import RankOptions
@@ -18,9 +20,12 @@ from svdpp.cli.options.sampling import SamplingOptions, with_fitting_chunk
 from svdpp.cli.options.talk import LogOptions
 from svdpp.cli.run_report import labels
 from svdpp.cli.verify_report import difference, print_drafts, print_verdict
-from svdpp.config import DEMO_MODEL, DUMMY_MODEL, ClipRequest, PipelineConfig
+from svdpp.config import DEMO_MODEL, ClipRequest, PipelineConfig
 from svdpp.errors import RequestError, VerificationError
 from svdpp.launch import temp_folders
+
+if TYPE_CHECKING:
+    from svdpp.media.inputs import ClipInput
 
 
 @command(
@@ -43,8 +48,10 @@ def verify(
     context: typer.Context,
     console: Console,
     proof: ProofOptions,
+    prompts: PromptOptions,
     sampling: SamplingOptions,
     layout: LayoutOptions,
+    experts: ShareOptions,
     draft: DraftOptions,
     ranks: RankOptions,
     log: LogOptions,
@@ -79,10 +86,15 @@ def verify(
     if proof.image is not None:
         raise RequestError("--image is for finished clips", "give the photograph as INPUT")
     is_member = request.is_joined_member()
+    from_image = not model.is_dummy and (bool(inputs) or _needs_image(model))
     requests = []
     if not is_member:
-        requests = _requests(model.model, inputs, proof, sampling.one_seed())
-    config, why = _config(ranks, model, sampling, layout, draft, len(requests))
+        requests = _requests(
+            model, inputs, prompts, proof, sampling.one_seed(), from_image=from_image
+        )
+    config, why = _config(
+        ranks, model, sampling, layout, experts, draft, len(requests), from_image=from_image
+    )
     if is_member:
         _serve(console, config, proof.inject_fault)
         return
@@ -99,49 +111,92 @@ def _config(
     model: ModelOptions,
     sampling: SamplingOptions,
     layout: LayoutOptions,
+    share: ShareOptions,
     draft: DraftOptions,
     num_clips: int,
+    *,
+    from_image: bool,
 ) -> tuple[PipelineConfig, str]:
     """The configuration, and a remark on the choice of the layout; "" for none."""
     from svdpp.cli import request
-    from svdpp.cli.plan_choice import PlanChoice
+    from svdpp.cli.plan_choice import PlanChoice, balanced_by_default, experts_of
 
     # `auto` may take the CPU for every model: a proof need not be fast.
     device = ranks.device_for(DEMO_MODEL)
+    sampled = sampling.to_config(model, from_image=from_image)
+    experts = experts_of(model.to_config(device), sampled, share=share.share_experts)
     plan = PlanChoice(
         draft=draft,
-        layout=layout,
+        layout=layout if experts is None else balanced_by_default(layout),
         world=ranks.world,
         steps=sampling.num_steps(model.family),
         device=device,
         no_draft={"costs": layout.costs},
     )
     shape, why = plan.settings(
-        num_clips=None if request.is_joined() else num_clips, decodes=not model.is_dummy
+        num_clips=None if request.is_joined() else num_clips,
+        decodes=not model.is_dummy,
+        experts=experts,
     )
-    config = request.pipeline_config(ranks, model, sampling, device=device, plan=shape)
+    plan_fields = {**shape, **(experts or {})}
+    config = request.pipeline_config(
+        ranks, model, sampling, device=device, plan=plan_fields, from_image=from_image
+    )
     return config, why
 
 
-def _requests(
-    model: str, inputs: Sequence[str], proof: ProofOptions, seed: int
-) -> list[ClipRequest]:
-    from svdpp.media.examples import example_photos
-    from svdpp.media.inputs import check_inputs
+def _needs_image(model: ModelOptions) -> bool:
+    """Whether clips of the model need a photograph; reads its configs only if it takes prompts."""
+    if model.family == "svd":
+        return True
+    from svdpp.models.checkpoint import find_checkpoint
 
-    if model == DUMMY_MODEL:
+    return find_checkpoint(model.to_config("cpu"), weights=False).image_use == "needed"
+
+
+def _requests(
+    model: ModelOptions,
+    inputs: Sequence[str],
+    prompts: PromptOptions,
+    proof: ProofOptions,
+    seed: int,
+    *,
+    from_image: bool,
+) -> list[ClipRequest]:
+    if model.is_dummy:
         if inputs:
             raise RequestError("the dummy model takes no images", "use --model demo")
         return [ClipRequest(seed=seed + clip) for clip in range(proof.at_least_one(2))]
-    found = check_inputs(inputs or [str(example_photos()[0])])
+    found = _inputs(inputs, prompts, takes_prompts=model.family != "svd", from_image=from_image)
     num_clips = proof.at_least_one(max(2, len(found)))
-    return [
-        ClipRequest(
-            seed=seed + clip // len(found),
-            image=str(found[clip % len(found)].path),
-            image_sha256=found[clip % len(found)].sha256,
+    requests = []
+    for clip in range(num_clips):
+        turn, made_from = clip // len(found), found[clip % len(found)]
+        photo = made_from.photo
+        requests.append(
+            ClipRequest(
+                seed=seed + turn,
+                image=None if photo is None else str(photo.path),
+                image_sha256=None if photo is None else photo.sha256,
+                prompt=made_from.prompt,
+                negative_prompt=made_from.negative_prompt,
+            )
         )
-        for clip in range(num_clips)
+    return requests
+
+
+def _inputs(
+    inputs: Sequence[str], prompts: PromptOptions, *, takes_prompts: bool, from_image: bool
+) -> list[ClipInput]:
+    """Each photograph with each prompt; an example of what the model needs and is not given."""
+    from svdpp.media.examples import EXAMPLE_PROMPT, example_photos
+    from svdpp.media.inputs import ClipInput, check_inputs
+
+    photographs = check_inputs(inputs or [str(example_photos()[0])]) if from_image else [None]
+    given: list[str | None] = [*prompts.all_prompts()]
+    texts = given or ([EXAMPLE_PROMPT] if takes_prompts else [None])
+    return [
+        ClipInput(photo, text, prompts.negative_prompt) for photo in photographs for text in texts
     ]
 
 

@@ -80,6 +80,10 @@ class PipelineConfig:
     """Ranks at the end of each replica that finish its clips alternately."""
     costs: Costs = field(default_factory=Costs)
     """The costs by which splits other than `uniform` cut."""
+    expert_boundary: int | None = None
+    """Steps of the first of two experts; the model gives it when the configuration is resolved."""
+    share_experts: bool = False
+    """Whether one rank may hold both experts, so that the steps can be cut anywhere."""
     draft: DraftConfig | None = None
     """If set, all ranks denoise the same clip from several start steps."""
     draft_on_request: bool = False
@@ -110,7 +114,7 @@ class PipelineConfig:
         check_seconds("--start-timeout", self.start_timeout_seconds)
         check_seconds("--heartbeat-timeout", self.heartbeat_timeout_seconds)
         check_type("--checksum", self.checksum, bool)
-        for name in ("deterministic", "allow_mixed_devices"):
+        for name in ("deterministic", "allow_mixed_devices", "share_experts"):
             check_type(f"--{name.replace('_', '-')}", getattr(self, name), bool)
         check_type("decode", self.decode, bool)
 
@@ -187,6 +191,8 @@ class PipelineConfig:
             decoders=self.decoders,
             costs=self.costs,
             decodes=self.decodes,
+            expert_boundary=self.expert_boundary,
+            share_experts=self.share_experts,
         )
 
     def with_sampling(self, sampling: SamplingConfig) -> PipelineConfig:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
 
 from svdpp.config import ClipRequest, PipelineConfig, SamplingConfig
+from svdpp.driver.resolve import resolved
 from svdpp.errors import RequestError
+from svdpp.models.checkpoint import Checkpoint
+from svdpp.plan.layout import Layout
 from svdpp.plan.schedule import Route
 
 _CONFIGS_KEPT = 64
@@ -22,16 +24,17 @@ class ClipConfigs:
 
     Args:
         config: of the pipeline, resolved.
-        resolve: puts the model's own values in place of None in sampling parameters.
+        checkpoint: of the model; None for the dummy model.
     """
 
-    def __init__(
-        self, config: PipelineConfig, resolve: Callable[[SamplingConfig], SamplingConfig]
-    ) -> None:
+    def __init__(self, config: PipelineConfig, checkpoint: Checkpoint | None) -> None:
         self._config = config
-        self._resolve = resolve
+        self._checkpoint = checkpoint
         self._links = frozenset(config.links)
-        self._with = lru_cache(_CONFIGS_KEPT)(config.with_sampling)
+        self._with = lru_cache(_CONFIGS_KEPT)(self._new_config)
+
+    def _new_config(self, sampling: SamplingConfig) -> PipelineConfig:
+        return resolved(self._config.with_sampling(sampling), self._checkpoint)
 
     def resolved(self, request: ClipRequest) -> ClipRequest:
         """`request` with numbers for its frame count and decode chunk; the latter the pipeline's.
@@ -42,7 +45,7 @@ class ClipConfigs:
         asked = request.sampling
         if asked is None:
             return request
-        sampling = self._resolve(asked)
+        sampling = self._with(asked).sampling
         chunk = self._config.sampling.decode_chunk_size
         if chunk is not None and asked.decode_chunk_size is None:
             sampling = replace(sampling, decode_chunk_size=min(chunk, sampling.frames))
@@ -70,9 +73,9 @@ class ClipConfigs:
         """
         layout = self.of(request).layout
         route = layout.route(clip)
-        if request.sampling is not None and not self._can_take(route):
+        if request.sampling is not None and not self._can_take(layout, route):
             route = layout.route(clip, all_stages=True)
-            if not self._can_take(route):
+            if not self._can_take(layout, route):
                 raise RequestError(
                     f"this pipeline cannot make clips of {layout.num_steps} steps: they need a "
                     "rank that holds no denoiser",
@@ -80,9 +83,9 @@ class ClipConfigs:
                 )
         return route.resumed(request.done_steps) if request.done_steps else route
 
-    def _can_take(self, route: Route) -> bool:
+    def _can_take(self, layout: Layout, route: Route) -> bool:
         pairs = {(part.rank, after.rank) for part, after in pairwise(route.ranges)}
         roles = self._config.roles
         return pairs <= self._links and all(
-            roles[part.rank].denoise for part in route.ranges if part.num_steps
+            layout.experts_of(part) <= roles[part.rank].experts for part in route.ranges
         )

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from svdpp.config import ClipRequest, PipelineConfig
+from svdpp.config import ClipRequest, PipelineConfig, SamplingConfig
 from svdpp.driver.clip_configs import ClipConfigs
 from svdpp.errors import RequestError
 from svdpp.models.checkpoint import Checkpoint
@@ -95,8 +95,8 @@ def check_requests(
         if not isinstance(request, ClipRequest):
             raise TypeError(f"{name} is {_kind(request)}, not a ClipRequest")
         resolved = configs.resolved(request)
-        num_steps = configs.num_steps(resolved)
-        _check_request(name, resolved, config, checkpoint, num_steps, keeps_latents)
+        sampling = configs.of(resolved).sampling
+        _check_request(name, resolved, config, checkpoint, sampling, keeps_latents)
         found.append(resolved)
     return found
 
@@ -182,7 +182,7 @@ def _check_request(
     request: ClipRequest,
     config: PipelineConfig,
     checkpoint: Checkpoint | None,
-    num_steps: int,
+    sampling: SamplingConfig,
     keeps_latents: bool,
 ) -> None:
     if request.draft and not config.draft_on_request:
@@ -190,10 +190,16 @@ def _check_request(
             f"{name} asks for a draft, but the pipeline makes none on request",
             "give its PipelineConfig draft=... and draft_on_request=True",
         )
+    num_steps = sampling.num_inference_steps
     is_resumed = bool(request.done_steps) and not config.is_draft(request)
     if checkpoint is not None and not is_resumed:
         try:
-            checkpoint.check_inputs(image=request.image is not None, prompt=request.prompt)
+            checkpoint.check_inputs(
+                sampling,
+                image=request.image is not None,
+                prompt=request.prompt,
+                negative_prompt=request.negative_prompt,
+            )
         except RequestError as error:
             raise RequestError(f"{name}: {error.message}", error.hint) from error
     if is_resumed and not keeps_latents:

@@ -151,7 +151,12 @@ def plan_clips(
     plan = ClipPlan()
     folder = policy.latents_folder
     for made_from, seed, output in _outputs(inputs, seeds, policy):
-        checkpoint.check_inputs(image=made_from.photo is not None, prompt=made_from.prompt)
+        checkpoint.check_inputs(
+            config.sampling,
+            image=made_from.photo is not None,
+            prompt=made_from.prompt,
+            negative_prompt=made_from.negative_prompt,
+        )
         metadata = clip_metadata(made_from, seed, output, config, checkpoint)
         key = None if folder is None else latents_key(metadata, checkpoint)
         finished = finished_clip(output, metadata, config.draft, policy)

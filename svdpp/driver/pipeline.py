@@ -19,7 +19,7 @@ from svdpp.driver.memory_check import check_memory
 from svdpp.driver.open_clips import OpenClips
 from svdpp.driver.rank_launcher import RankLauncher
 from svdpp.driver.rank_session import RankSession
-from svdpp.driver.resolve import resolve, resolver
+from svdpp.driver.resolve import resolve
 from svdpp.driver.shared_settings import new_liveness
 from svdpp.driver.supervisor import Supervisor
 from svdpp.driver.trace import Trace
@@ -120,7 +120,7 @@ class Pipeline(LaunchedPipeline):
             config.world_size, self.backend, allow_mixed=config.allow_mixed_devices
         )
         self._history_clips = history_clips
-        self._configs = ClipConfigs(self.config, resolver(self.config.model, self.checkpoint))
+        self._configs = ClipConfigs(self.config, self.checkpoint)
         self._clips = OpenClips(lambda clip: self._events.cancel(clip), max_failures=history_clips)
         self._files = LeftoverFiles(latents_folder)
         # Of the whole run, for its forecast.

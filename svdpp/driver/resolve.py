@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
-from svdpp.config import ModelConfig, PipelineConfig, SamplingConfig
+from svdpp.config import PipelineConfig
+from svdpp.errors import RequestError
 from svdpp.models.checkpoint import Checkpoint, find_checkpoint
 
 
 def resolve(
     config: PipelineConfig, *, weights: bool = True
 ) -> tuple[PipelineConfig, Checkpoint | None]:
-    """`config` with its frame count and decode chunk as numbers, and the model's checkpoint.
+    """`config` with the model's own values in place of None, and the model's checkpoint.
 
     Args:
         config: of the run.
@@ -20,23 +20,31 @@ def resolve(
 
     Raises:
         ModelError: the model is missing or incomplete.
+        RequestError: the model cannot run these sampling parameters.
     """
     is_dummy = config.model.is_dummy
     checkpoint = None if is_dummy else find_checkpoint(config.model, weights=weights)
-    sampling = resolver(config.model, checkpoint)(config.sampling)
-    return replace(config, sampling=sampling), checkpoint
+    return resolved(config, checkpoint), checkpoint
 
 
-def resolver(
-    model: ModelConfig, checkpoint: Checkpoint | None
-) -> Callable[[SamplingConfig], SamplingConfig]:
-    """A function that puts the model's own values in place of None in sampling parameters.
+def resolved(config: PipelineConfig, checkpoint: Checkpoint | None) -> PipelineConfig:
+    """`config` with the model's own values in place of None.
 
     Args:
-        model: whose latent shape gives the frame count of the dummy model.
-        checkpoint: None for the dummy model.
+        config: of a run, or of one clip of it.
+        checkpoint: of its model; None for the dummy model.
+
+    Raises:
+        RequestError: the model cannot run these sampling parameters.
     """
-    if checkpoint is not None:
-        return checkpoint.resolve
-    frames = model.dummy_latent.shape[2]
-    return lambda sampling: sampling.resolved(model_frames=frames)
+    if checkpoint is None:
+        frames = config.model.dummy_latent.shape[2]
+        return replace(config, sampling=config.sampling.resolved(model_frames=frames))
+    sampling = checkpoint.resolve(config.sampling)
+    if config.draft is not None and not checkpoint.can_draft:
+        raise RequestError(
+            f"{checkpoint.label} cannot be drafted: a draft needs the derivative of Euler's "
+            "method, and diffusers' loop for this family does not give it",
+            "leave --draft out",
+        )
+    return replace(config, sampling=sampling, expert_boundary=checkpoint.expert_boundary(sampling))

@@ -63,15 +63,24 @@ class Checkpoint:
         """What a clip has to do with prompts."""
         raise NotImplementedError
 
-    def check_inputs(self, *, image: bool, prompt: str | None) -> None:
+    def check_inputs(
+        self,
+        sampling: SamplingConfig,
+        *,
+        image: bool,
+        prompt: str | None,
+        negative_prompt: str | None,
+    ) -> None:
         """Checks that a clip has what the model needs, and nothing that it ignores.
 
         Args:
+            sampling: of the clip, resolved.
             image: whether the clip has a photograph.
-            prompt: of the clip; None if it has none.
+            prompt: None if the clip has none.
+            negative_prompt: None if the clip has none.
 
         Raises:
-            RequestError: it lacks one, or has one that the model does not take.
+            RequestError: the clip lacks an input, or has one that the model does not take.
         """
         inputs = (
             ("a photograph", image, self.image_use, "name a photograph"),
@@ -84,6 +93,16 @@ class Checkpoint:
                 raise RequestError(f"{self.label} takes no {what.split()[-1]}", "leave it out")
         if self.prompt_use == "needed" and not (prompt or "").strip():
             raise RequestError("--prompt is empty", 'say what happens, as in --prompt "a wave"')
+        if negative_prompt is not None and not (prompt and sampling.guided):
+            raise RequestError(
+                "--negative-prompt has no effect without a prompt and guidance",
+                "leave it out, or use a --guidance-scale above 1",
+            )
+        if self.image_use == "optional" and image != getattr(sampling, "from_image", image):
+            raise RequestError(
+                "the clips of a pipeline start from photographs, or all from text alone",
+                "set from_image in the pipeline's sampling parameters accordingly",
+            )
 
     def resolve(self, sampling: SamplingConfig) -> SamplingConfig:
         """`sampling` with the model's own values in place of None.

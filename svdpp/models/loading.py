@@ -172,14 +172,22 @@ def silence_libraries() -> None:
     tqdm.tqdm.set_lock(threading.RLock())
 
 
+def new_module(cls: Any, folder: Path) -> Any:
+    """The module of class `cls` that the config in `folder` describes, without its weights.
+
+    Call it on the meta device or under fake tensors; otherwise it allocates the weights.
+    """
+    if _is_diffusers(cls):
+        return cls.from_config(cls.load_config(folder, local_files_only=True))
+    config = cls.config_class.from_pretrained(folder, local_files_only=True)
+    config.dtype = torch.get_default_dtype()  # the config has the dtype of the files
+    return cls(config)
+
+
 def meta_module(cls: Any, folder: Path) -> Any:
-    """The module of class `cls` that the config in `folder` describes, on the meta device."""
+    """`new_module` on the meta device."""
     with torch.device("meta"):
-        if _is_diffusers(cls):
-            return cls.from_config(cls.load_config(folder, local_files_only=True))
-        config = cls.config_class.from_pretrained(folder, local_files_only=True)
-        config.dtype = torch.get_default_dtype()  # the config has the dtype of the files
-        return cls(config)
+        return new_module(cls, folder)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,9 +58,9 @@ class MemoryEstimate:
             if has_role and (part := getattr(self, name)) is not None
         ]
         other_experts = max(0, len(roles.experts) - 1)
-        return PartMemory(
-            sum(part.weight_bytes for part in loaded) + other_experts * self.denoise.weight_bytes,
-            max((part.activation_bytes for part in loaded), default=0),
+        rank = joined(loaded) if loaded else PartMemory(0, 0)
+        return rank._replace(
+            weight_bytes=rank.weight_bytes + other_experts * self.denoise.weight_bytes
         )
 
     def as_costs(self) -> dict[str, float]:
@@ -166,6 +166,13 @@ class FakeRun:
         with self._fake, live:
             forward()
         return PartMemory(num_bytes(modules), live.peak)
+
+
+def joined(parts: Sequence[PartMemory]) -> PartMemory:
+    """Parts that are loaded together and run one after the other."""
+    return PartMemory(
+        sum(part.weight_bytes for part in parts), max(part.activation_bytes for part in parts)
+    )
 
 
 def _tensors(modules: Iterable[torch.nn.Module]) -> Iterator[torch.Tensor]:

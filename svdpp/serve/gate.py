@@ -7,7 +7,6 @@ import functools
 from svdpp.config import ClipRequest, PipelineConfig, SamplingConfig, SvdSampling
 from svdpp.driver.clip_configs import ClipConfigs
 from svdpp.driver.memory_check import check_memory
-from svdpp.driver.resolve import resolver
 from svdpp.errors import OutOfMemoryError
 from svdpp.launch.gpus import visible_gpus
 from svdpp.models.checkpoint import Checkpoint
@@ -43,7 +42,7 @@ class ClipGate:
         self._check_memory(sampling)
 
     def _check_new_route(self, sampling: SamplingConfig) -> None:
-        configs = ClipConfigs(self._config, resolver(self._config.model, self._checkpoint))
+        configs = ClipConfigs(self._config, self._checkpoint)
         request = configs.resolved(ClipRequest(seed=0, sampling=sampling))
         # A dithered split gives clips different routes.
         for clip in range(_ROUTES * self._config.world_size):

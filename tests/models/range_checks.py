@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
 
-from svdpp.config import TensorSpec
-from svdpp.models.base import LATENTS, Tensors
-from svdpp.models.svd.decode import to_bytes
+from svdpp.config import ClipRequest, ModelConfig, TensorSpec
+from svdpp.models.base import Tensors
+from svdpp.models.checkpoint import find_checkpoint
+from svdpp.models.families import family_of
 
 DTYPES = {
     torch.float32: "fp32",
@@ -23,13 +24,16 @@ DTYPES = {
 }
 
 
-@dataclass(frozen=True)
-class Prompt:
+def request_of(
+    prompt: str = "a cat walks over the grass", seed: int = 3, negative_prompt: str | None = None
+) -> ClipRequest:
     """A clip's request."""
+    return ClipRequest(seed=seed, prompt=prompt, negative_prompt=negative_prompt)
 
-    seed: int = 3
-    prompt: str | None = "a cat walks over the grass"
-    negative_prompt: str | None = None
+
+def read_folder(folder: Path, variant: str | None = None) -> Any:
+    """The checkpoint in `folder`; reads no weight."""
+    return find_checkpoint(ModelConfig(name=str(folder), variant=variant), weights=False)
 
 
 def photograph() -> Image.Image:
@@ -42,23 +46,28 @@ def nothing(_: int, __: torch.Tensor) -> None:
     """Does nothing after a step."""
 
 
-def run_reference(pipe: Any, arguments: dict[str, Any]) -> tuple[list[torch.Tensor], torch.Tensor]:
+def run_reference(
+    checkpoint: Any, dtype: str, sampling: Any, request: ClipRequest, image: Image.Image | None
+) -> tuple[list[torch.Tensor], torch.Tensor]:
     """The latents after each step, and the frames, of the unmodified pipeline."""
     latents: list[torch.Tensor] = []
-
-    def keep(_: Any, __: int, ___: Any, values: dict[str, Any]) -> dict[str, Any]:
-        latents.append(values[LATENTS].clone())
-        return {}
-
-    video = pipe(**arguments, callback_on_step_end=keep, output_type="pt").frames
-    return latents, to_bytes(video[0].float())
+    model = ModelConfig(name="tiny", dtype=dtype)  # type: ignore[arg-type]
+    whole = family_of(checkpoint).load_reference(checkpoint, model, "cpu")
+    _, frames = whole.run(
+        request,
+        image,
+        sampling,
+        before_steps=lambda: None,
+        after_step=lambda _, latent: latents.append(latent.clone()),
+    )
+    return latents, torch.from_numpy(frames)
 
 
 def check_every_cut(
     rank_for: Callable[[int, int], Any],
     num_steps: int,
-    reference: tuple[Any, dict[str, Any]],
-    request: Prompt,
+    reference: tuple[list[torch.Tensor], torch.Tensor],
+    request: ClipRequest,
     image: Image.Image | None,
 ) -> None:
     """Fails unless the ranks' packets, latents and frames equal the reference's at every cut.
@@ -66,11 +75,11 @@ def check_every_cut(
     Args:
         rank_for: the model for steps `start` to `end`: `(0, 0)` encodes, and `(N, N)` decodes.
         num_steps: N.
-        reference: pipeline and arguments.
+        reference: from `run_reference`.
         request: of the clip.
         image: of the clip.
     """
-    latents, frames = run_reference(*reference)
+    latents, frames = reference
     encoder = rank_for(0, 0)
     packets = [encoder.encode({} if image is None else encoder.prepare(image), request)]
     assert_spec(packets[0], encoder.packet_spec(0))

@@ -5,19 +5,31 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
 
+from svdpp.config import ModelConfig, SvdSampling, WanSampling
 from svdpp.errors import ModelError, NotFiniteError, RequestError
-from svdpp.models.wan.checkpoint import WanCheckpoint, read_wan
-from svdpp.models.wan.model import WanModel, boundary_step, load_wan, reference
-from svdpp.models.wan.sampling import WanSampling, check_wan
+from svdpp.models.family_config import SchedulerConfig
+from svdpp.models.wan.checkpoint import WanCheckpoint
+from svdpp.models.wan.model import WanModel, load_wan
+from svdpp.models.wan.schedule import boundary_step, scheduler_config
+from svdpp.plan.layout import Roles
 from tests.models.builders import edit_json
-from tests.models.range_checks import Prompt, check_every_cut, nothing, photograph
+from tests.models.range_checks import (
+    check_every_cut,
+    nothing,
+    photograph,
+    read_folder,
+    request_of,
+    run_reference,
+)
 from tests.models.tiny_families import WAN_UNIPC, save_tiny_wan
 
 STEPS = 4
@@ -71,22 +83,22 @@ def experts_of(checkpoint: WanCheckpoint, sampling: WanSampling, start: int, end
 
 
 def ranks(
-    checkpoint: WanCheckpoint, sampling: WanSampling, *, has_image: bool, dtype: str = "fp32"
+    checkpoint: WanCheckpoint, sampling: WanSampling, *, dtype: str = "fp32"
 ) -> Callable[[int, int], WanModel]:
     """Returns models that hold only what their steps need; equal ones are loaded once."""
-    models: dict[str, WanModel] = {}
+    model = ModelConfig(name=checkpoint.name, dtype=dtype)  # type: ignore[arg-type]
+    models: dict[Roles, WanModel] = {}
 
     def rank_for(start: int, end: int) -> WanModel:
-        roles = {
-            "encode": (start, end) == (0, 0),
-            "decode": (start, end) == (STEPS, STEPS),
-            "experts": frozenset(experts_of(checkpoint, sampling, start, end)),
-        }
-        if repr(roles) not in models:
-            models[repr(roles)] = load_wan(
-                checkpoint, sampling, has_image=has_image, dtype=dtype, device="cpu", **roles
-            )
-        return models[repr(roles)]
+        roles = Roles(
+            encode=(start, end) == (0, 0),
+            denoise=start < end,
+            decode=(start, end) == (STEPS, STEPS),
+            experts=frozenset(experts_of(checkpoint, sampling, start, end)),
+        )
+        if roles not in models:
+            models[roles] = load_wan(checkpoint, model, sampling, "cpu", roles)
+        return models[roles]
 
     return rank_for
 
@@ -119,20 +131,19 @@ def test_every_cut_gives_the_bits_of_the_whole_call(
     changes: dict[str, Any],
     negative: str | None,
 ) -> None:
-    checkpoint = read_wan(save(**saved))
-    sampling = sampling_of(side, **changes)
+    checkpoint = read_folder(save(**saved))
+    sampling = checkpoint.resolve(sampling_of(side, from_image=has_image, **changes))
     dtype = "bf16" if "dtype" in saved else "fp32"
-    request = Prompt(negative_prompt=negative)
+    request = request_of(negative_prompt=negative)
     image = photograph() if has_image else None
-    check_wan(sampling, checkpoint, has_image=has_image)
-    whole = reference(checkpoint, sampling, request, image, dtype=dtype, device="cpu")
-    rank_for = ranks(checkpoint, sampling, has_image=has_image, dtype=dtype)
+    whole = run_reference(checkpoint, dtype, sampling, request, image)
+    rank_for = ranks(checkpoint, sampling, dtype=dtype)
     check_every_cut(rank_for, STEPS, whole, request, image)
 
 
 def test_a_rank_holds_only_what_it_runs(save: Save) -> None:
-    checkpoint = read_wan(save(**I2V))
-    rank_for = ranks(checkpoint, sampling_of(), has_image=True)
+    checkpoint = read_folder(save(**I2V))
+    rank_for = ranks(checkpoint, sampling_of(from_image=True))
     loaded = {
         (start, end): {
             name
@@ -155,7 +166,7 @@ def test_a_rank_holds_only_what_it_runs(save: Save) -> None:
 
 def test_weights_are_mapped_and_the_other_expert_is_not_opened(copy: Save) -> None:
     folder = copy(**T2V)
-    rank_for = ranks(read_wan(folder), sampling_of(), has_image=False)
+    rank_for = ranks(read_folder(folder), sampling_of())
     models = [rank_for(0, 0), rank_for(STEPS - 1, STEPS)]
     maps = Path("/proc/self/maps").read_text()
     mapped = [part for part in os.listdir(folder) if f"{folder / part}/" in maps]
@@ -165,8 +176,8 @@ def test_weights_are_mapped_and_the_other_expert_is_not_opened(copy: Save) -> No
 
 def test_flipped_bits_in_the_solvers_history_change_the_clip(save: Save) -> None:
     sampling = sampling_of()
-    rank_for = ranks(read_wan(save(**T2V)), sampling, has_image=False)
-    packet = rank_for(0, 0).encode({}, Prompt())
+    rank_for = ranks(read_folder(save(**T2V)), sampling)
+    packet = rank_for(0, 0).encode({}, request_of())
     half = rank_for(0, 2).denoise(packet, 0, 2, nothing)
     expected = rank_for(2, STEPS).denoise(half, 2, STEPS, nothing)["latents"]
     # Of the older output, one bit is lost in rounding.
@@ -177,8 +188,8 @@ def test_flipped_bits_in_the_solvers_history_change_the_clip(save: Save) -> None
 
 
 def test_an_exception_after_a_step_ends_the_call(save: Save) -> None:
-    rank_for = ranks(read_wan(save(**T2V)), sampling_of(), has_image=False)
-    packet = rank_for(0, 0).encode({}, Prompt())
+    rank_for = ranks(read_folder(save(**T2V)), sampling_of())
+    packet = rank_for(0, 0).encode({}, request_of())
     steps = []
 
     def cancel(step: int, _: torch.Tensor) -> None:
@@ -191,20 +202,20 @@ def test_an_exception_after_a_step_ends_the_call(save: Save) -> None:
 
 
 def test_frames_that_are_not_finite_are_an_error(save: Save) -> None:
-    rank_for = ranks(read_wan(save(**T2V)), sampling_of(), has_image=False)
-    packet = rank_for(0, 0).encode({}, Prompt())
+    rank_for = ranks(read_folder(save(**T2V)), sampling_of())
+    packet = rank_for(0, 0).encode({}, request_of())
     packet["latents"][:] = torch.nan
     with pytest.raises(NotFiniteError, match="VAE"):
         rank_for(STEPS, STEPS).decode(packet)
 
 
 def test_each_distinct_prompt_is_encoded_once(save: Save) -> None:
-    model = ranks(read_wan(save(**T2V)), sampling_of(), has_image=False)(0, 0)
+    model = ranks(read_folder(save(**T2V)), sampling_of())(0, 0)
     texts: list[int] = []
     model._pipe.text_encoder.register_forward_hook(lambda *_: texts.append(1))
-    first = model.encode({}, Prompt(prompt="the sea"))
-    second = model.encode({}, Prompt(prompt="the sea", seed=4))
-    other = model.with_sampling(sampling_of(num_frames=9)).encode({}, Prompt(prompt="a cat"))
+    first = model.encode({}, request_of(prompt="the sea"))
+    second = model.encode({}, request_of(prompt="the sea", seed=4))
+    other = model.with_sampling(sampling_of(num_frames=9)).encode({}, request_of(prompt="a cat"))
     assert len(texts) == 3  # two prompts, and the empty negative one
     assert torch.equal(first["prompt_embeds"], second["prompt_embeds"])
     assert not torch.equal(first["prompt_embeds"], other["prompt_embeds"])
@@ -214,43 +225,62 @@ def test_each_distinct_prompt_is_encoded_once(save: Save) -> None:
 
 def test_the_end_of_a_long_prompt_is_named(save: Save) -> None:
     sampling = sampling_of(max_sequence_length=16)
-    model = ranks(read_wan(save(**T2V)), sampling, has_image=False)(0, 0)
+    model = ranks(read_folder(save(**T2V)), sampling)(0, 0)
     assert model.removed_text("the sea") == ""
     assert model.removed_text("the sea at night " * 8).endswith("sea at night")
 
 
-@pytest.mark.parametrize("scheduler", [None, EULER], ids=["unipc", "euler"])
-@pytest.mark.parametrize("shift", [None, 12.0])
-def test_boundary_is_the_first_step_of_the_second_expert(
-    save: Save, scheduler: Any, shift: float | None
+@pytest.mark.parametrize("ratio", [0.875, 0.9])
+@pytest.mark.parametrize("name", ["UniPCMultistepScheduler", "FlowMatchEulerDiscreteScheduler"])
+def test_boundary_is_where_the_pipeline_changes_experts(
+    save: Save, name: str, ratio: float
 ) -> None:
-    checkpoint = read_wan(save(**T2V, **({"scheduler": scheduler} if scheduler else {})))
-    sampling = sampling_of(num_inference_steps=40, flow_shift=shift)
-    found = boundary_step(checkpoint, sampling)
-    if scheduler is None:
-        assert found == (13 if shift is None else 26)
-    assert found is not None
-    assert 0 < found < 40
+    config = WAN_UNIPC if name.startswith("UniPC") else {"shift": 3.0}
+    checkpoint = replace(
+        read_folder(save(**T2V)),
+        scheduler=SchedulerConfig(name=name, values=config),
+        boundary_ratio=ratio,
+    )
+    for shift in (None, 1.0, 5.0, 8.3, 12.0):
+        for steps in (*range(1, 61), 100, 1000):
+            sampling = sampling_of(num_inference_steps=steps, flow_shift=shift)
+            scheduler = getattr(diffusers, name).from_config(
+                scheduler_config(checkpoint, sampling).values
+            )
+            scheduler.set_timesteps(steps, device="cpu")
+            expected = int((scheduler.timesteps >= ratio * 1000).sum())
+            assert boundary_step(checkpoint, sampling) == expected, (shift, steps)
+
+
+def test_boundary_of_the_published_model(save: Save) -> None:
+    checkpoint = read_folder(save(**T2V))
+    shifts = {
+        shift: boundary_step(checkpoint, sampling_of(num_inference_steps=40, flow_shift=shift))
+        for shift in (3.0, 12.0)
+    }
+    assert shifts == {3.0: 13, 12.0: 26}
+
+
+def test_steps_of_an_expert_that_is_not_loaded_are_an_error(save: Save) -> None:
+    rank_for = ranks(read_folder(save(**T2V)), sampling_of())
+    packet = rank_for(0, 0).encode({}, request_of())
+    with pytest.raises(ValueError, match="steps 0 to 0 need transformer, which is not loaded"):
+        rank_for(STEPS - 1, STEPS).denoise(packet, 0, 1, nothing)
+    with pytest.raises(ValueError, match="steps 0 to 3 need transformer_2"):
+        rank_for(0, 1).denoise(packet, 0, STEPS, nothing)
 
 
 def test_a_model_with_one_expert_has_no_boundary(save: Save) -> None:
-    assert boundary_step(read_wan(save(**I2V_CLIP)), sampling_of()) is None
+    assert boundary_step(read_folder(save(**I2V_CLIP)), sampling_of()) is None
 
 
 def test_variant_and_shards_are_read(tmp_path: Path) -> None:
     folder = save_tiny_wan(tmp_path, **T2V, variant="bf16", max_shard_size="20KB", **BF16)
     assert list((folder / "transformer").glob("*-00002-of-*.safetensors"))
-    model = load_wan(
-        read_wan(folder, "bf16"),
-        sampling_of(),
-        has_image=False,
-        encode=True,
-        decode=True,
-        experts={0, 1},
-        dtype="bf16",
-        device="cpu",
-    )
-    packet = model.denoise(model.encode({}, Prompt()), 0, STEPS, nothing)
+    roles = Roles(encode=True, denoise=True, decode=True, experts=frozenset({0, 1}))
+    config = ModelConfig(name=str(folder), dtype="bf16")
+    model = load_wan(read_folder(folder, "bf16"), config, sampling_of(), "cpu", roles)
+    packet = model.denoise(model.encode({}, request_of()), 0, STEPS, nothing)
     assert model.decode(packet).shape == model.frames_shape
 
 
@@ -258,31 +288,57 @@ def test_variant_and_shards_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "has_image", "message", "hint"),
+    ("changes", "message", "hint"),
     [
-        ({"num_frames": 80}, False, "--frames must be a multiple of 4 plus 1, got 80", "77"),
-        ({"num_frames": 0}, False, "--frames must be a multiple of 4 plus 1, got 0", "--frames 1"),
-        ({"height": 40}, False, "--height must be a multiple of 16, got 40", "48"),
-        ({"width": 8}, False, "--width must be a multiple of 16, got 8", "--width 16"),
-        ({}, True, "from text alone", "omit the image"),
-        ({"guidance_scale": 1.0, "guidance_scale_2": 2.0}, False, "has no effect", ""),
+        ({"num_frames": 80}, "--frames must be a multiple of 4 plus 1, got 80", "77"),
+        ({"num_frames": 0}, "--frames must be 1 to 1024, got 0", ""),
+        ({"height": 40}, "--height must be a multiple of 16 .*, got 40", "48"),
+        ({"width": 8}, "--width must be a multiple of 16 .*, got 8", "--width 16"),
+        ({"guidance_scale": 1.0, "guidance_scale_2": 2.0}, "has no effect", ""),
+        ({"decode_chunk_size": 2}, "decodes all frames", ""),
+        ({"flow_shift": 0.0}, "--flow-shift must be above 0", ""),
     ],
 )
 def test_wrong_requests_are_refused(
-    save: Save, changes: dict[str, Any], has_image: bool, message: str, hint: str
+    save: Save, changes: dict[str, Any], message: str, hint: str
 ) -> None:
     with pytest.raises(RequestError, match=message) as error:
-        check_wan(sampling_of(**changes), read_wan(save(**T2V)), has_image=has_image)
+        read_folder(save(**T2V)).resolve(sampling_of(**changes))
     assert hint in error.value.hint
 
 
 def test_requests_that_the_model_cannot_run_are_refused(save: Save) -> None:
-    with pytest.raises(RequestError, match="none was given"):
-        check_wan(sampling_of(), read_wan(save(**I2V)), has_image=False)
     with pytest.raises(RequestError, match="two experts"):
-        check_wan(sampling_of(guidance_scale_2=2.0), read_wan(save(**I2V_CLIP)), has_image=True)
-    with pytest.raises(RequestError, match="multiple of 32, got 48"):
-        check_wan(sampling_of(48), read_wan(save(**WAN_5B)), has_image=True)
+        read_folder(save(**I2V_CLIP)).resolve(sampling_of(guidance_scale_2=2.0))
+    with pytest.raises(RequestError, match=r"multiple of 32 .*, got 48"):
+        read_folder(save(**WAN_5B)).resolve(sampling_of(48))
+    with pytest.raises(RequestError, match="is of the family wan, not svd"):
+        read_folder(save(**T2V)).resolve(SvdSampling())
+
+
+@pytest.mark.parametrize(
+    ("saved", "inputs", "message"),
+    [
+        (T2V, {"image": True, "prompt": "the sea"}, "takes no photograph"),
+        (I2V, {"image": False, "prompt": "the sea"}, "needs a photograph"),
+        (T2V, {"image": False, "prompt": None}, "needs a prompt"),
+        (T2V, {"image": False, "prompt": " \n"}, "--prompt is empty"),
+        (WAN_5B, {"image": True, "prompt": "the sea"}, "or all from text alone"),
+    ],
+)
+def test_wrong_inputs_are_refused(
+    save: Save, saved: dict[str, Any], inputs: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(RequestError, match=message):
+        read_folder(save(**saved)).check_inputs(sampling_of(64), negative_prompt=None, **inputs)
+
+
+def test_a_negative_prompt_without_guidance_is_refused(save: Save) -> None:
+    checkpoint = read_folder(save(**T2V))
+    inputs = {"image": False, "prompt": "the sea", "negative_prompt": "blurred"}
+    checkpoint.check_inputs(sampling_of(), **inputs)
+    with pytest.raises(RequestError, match="--negative-prompt has no effect"):
+        checkpoint.check_inputs(sampling_of(**NO_GUIDANCE), **inputs)
 
 
 @pytest.mark.parametrize(
@@ -310,26 +366,25 @@ def test_wrong_configs_are_refused(
     folder = copy(**T2V)
     edit_json(folder / file, **changes)
     with pytest.raises(ModelError, match=message) as error:
-        read_wan(folder)
-    assert error.value.message.startswith(file)
+        read_folder(folder)
+    assert f": {file}: " in error.value.message
 
 
 def test_a_missing_or_wrong_weight_is_named(copy: Save) -> None:
     folder = copy(**T2V)
-    roles = {"has_image": False, "encode": False, "decode": False}
-    options: dict[str, Any] = {**roles, "dtype": "fp32", "device": "cpu"}
+    rank_for = ranks(read_folder(folder), sampling_of())
     edit_json(folder / "transformer_2/config.json", ffn_dim=32)
     with pytest.raises(ModelError, match=r"transformer_2.*wrong shape"):
-        load_wan(read_wan(folder), sampling_of(), experts={1}, **options)
+        rank_for(STEPS - 1, STEPS)
     (folder / "transformer_2/diffusion_pytorch_model.safetensors").unlink()
     with pytest.raises(ModelError, match="is missing"):
-        load_wan(read_wan(folder), sampling_of(), experts={1}, **options)
-    load_wan(read_wan(folder), sampling_of(), experts={0}, **options)
+        rank_for(STEPS - 1, STEPS)
+    rank_for(0, 1)
 
 
 def test_the_solver_order_decides_how_much_history_travels(save: Save) -> None:
-    checkpoint = read_wan(save(**T2V))
-    model = ranks(checkpoint, sampling_of(), has_image=False)(0, 1)
+    checkpoint = read_folder(save(**T2V))
+    model = ranks(checkpoint, sampling_of())(0, 1)
     assert WAN_UNIPC["solver_order"] == 2
     counts = [
         sum(name.startswith("scheduler.model_outputs") for name in model.packet_spec(step))

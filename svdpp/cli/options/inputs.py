@@ -48,23 +48,9 @@ class ClipOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class InputOptions:
-    """Photographs, prompts and seeds; each combination of them becomes a clip."""
+class PromptOptions:
+    """Prompts, for models that take them."""
 
-    inputs: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="INPUT...", help="Image files, folders of images, or quoted globs."),
-    ] = None
-    seeds: Annotated[
-        str | None,
-        option(
-            "--seeds",
-            panel=VIDEO,
-            metavar="LIST",
-            help="Several seeds for each photograph, such as 1-8 or 1,3,5-7.",
-            default="--seed alone",
-        ),
-    ] = None
     prompt: Annotated[
         str | None,
         option(
@@ -90,31 +76,6 @@ class InputOptions:
             panel=PROMPTS,
             metavar="TEXT",
             help="What must not be in the clip.",
-        ),
-    ] = None
-    recursive: Annotated[
-        bool,
-        flag("--recursive", "-r", panel=VIDEO, help="Include images in subfolders."),
-    ] = False
-    keep_going: Annotated[
-        bool,
-        flag(
-            "--keep-going",
-            panel=RECOVERY,
-            help="If some photographs cannot be used, make the clips of the others; the exit code "
-            "is the highest of all errors.",
-        ),
-    ] = False
-    repeat: Annotated[
-        Path | None,
-        option(
-            "--from",
-            panel=RECOVERY,
-            metavar="RUN.json",
-            help="Repeat the run of this manifest; options on the command line replace its own.",
-            default="none",
-            is_eager=True,
-            callback=_take_from,
         ),
     ] = None
 
@@ -143,3 +104,48 @@ class InputOptions:
         if not prompts:
             raise InputError(f"{name} has no prompt", "write one prompt in each line")
         return prompts
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputOptions:
+    """Photographs and seeds; each combination of them, and of prompts, becomes a clip."""
+
+    inputs: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="INPUT...", help="Image files, folders of images, or quoted globs."),
+    ] = None
+    seeds: Annotated[
+        str | None,
+        option(
+            "--seeds",
+            panel=VIDEO,
+            metavar="LIST",
+            help="Several seeds for each photograph, such as 1-8 or 1,3,5-7.",
+            default="--seed alone",
+        ),
+    ] = None
+    recursive: Annotated[
+        bool,
+        flag("--recursive", "-r", panel=VIDEO, help="Include images in subfolders."),
+    ] = False
+    keep_going: Annotated[
+        bool,
+        flag(
+            "--keep-going",
+            panel=RECOVERY,
+            help="If some photographs cannot be used, make the clips of the others; the exit code "
+            "is the highest of all errors.",
+        ),
+    ] = False
+    repeat: Annotated[
+        Path | None,
+        option(
+            "--from",
+            panel=RECOVERY,
+            metavar="RUN.json",
+            help="Repeat the run of this manifest; options on the command line replace its own.",
+            default="none",
+            is_eager=True,
+            callback=_take_from,
+        ),
+    ] = None

@@ -219,8 +219,22 @@ class LayoutOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpertOptions:
-    """Which steps each of two experts does, and whether a rank may hold both."""
+class ShareOptions:
+    """Whether a rank may hold both experts of a model that has two."""
+
+    share_experts: Annotated[
+        bool,
+        flag(
+            "--share-experts",
+            panel=LAYOUT,
+            help="Let one rank hold both experts, so that the steps can be cut anywhere.",
+        ),
+    ] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertOptions(ShareOptions):
+    """The same, and the number of steps of the first expert, for a plan without a model."""
 
     expert_boundary: Annotated[
         int | None,
@@ -233,14 +247,6 @@ class ExpertOptions:
             default="one expert",
         ),
     ] = None
-    share_experts: Annotated[
-        bool,
-        flag(
-            "--share-experts",
-            panel=LAYOUT,
-            help="Let one rank hold both experts, so that the steps can be cut anywhere.",
-        ),
-    ] = False
 
     @property
     def fields(self) -> dict[str, Any]:

@@ -247,8 +247,12 @@ class SamplingOptions:
         """The number of steps, by default that of the family."""
         return self.steps or SAMPLING_CLASSES[family]().num_inference_steps
 
-    def to_config(self, model: ModelOptions) -> SamplingConfig:
+    def to_config(self, model: ModelOptions, *, from_image: bool = True) -> SamplingConfig:
         """The given values, else the model's defaults, else those of diffusers.
+
+        Args:
+            model: whose family decides which options there are.
+            from_image: whether the clips start from photographs.
 
         Raises:
             RequestError: a value cannot be used, or an option is for another family.
@@ -266,6 +270,8 @@ class SamplingOptions:
             given.setdefault("decode_chunk_size", _LOW_MEMORY_CHUNK)
         kind = SAMPLING_CLASSES[model.family]
         known = {field.name for field in fields(kind)}
+        if "from_image" in known:
+            given["from_image"] = from_image
         for name in given.keys() - known:
             option_name = _OPTIONS[name]
             raise RequestError(

@@ -48,6 +48,12 @@ class LtxCheckpoint(Checkpoint):
         """Height and width of a frame are multiples of these: 32, as `check_inputs` requires."""
         return self.vae_scale_factor_spatial, self.vae_scale_factor_spatial
 
+    def latent_size(self, sampling: LtxSampling) -> tuple[int, int, int]:
+        """The latent's frames, height and width."""
+        frames = (sampling.num_frames - 1) // self.vae_scale_factor_temporal + 1
+        factor = self.vae_scale_factor_spatial
+        return frames, sampling.height // factor, sampling.width // factor
+
     @property
     def weighted(self) -> tuple[str, ...]:
         """See `Checkpoint`."""

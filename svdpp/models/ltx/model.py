@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, Self
 
@@ -60,9 +61,7 @@ class LtxModel(RangeModel):
         """Latents (1, tokens, channels), prompt embeddings, and the generator if decoding draws."""
         del next_step  # Euler's method keeps no state
         checkpoint, sampling = self._checkpoint, self._sampling
-        factor = checkpoint.vae_scale_factor_spatial
-        frames = (sampling.num_frames - 1) // checkpoint.vae_scale_factor_temporal + 1
-        tokens = frames * (sampling.height // factor) * (sampling.width // factor)
+        tokens = math.prod(checkpoint.latent_size(sampling))
         length = sampling.max_sequence_length
         embeds = TensorSpec((1, length, checkpoint.text_dim), self._parts.dtype)
         mask = TensorSpec((1, length), "bool")

@@ -66,6 +66,12 @@ class WanCheckpoint(Checkpoint):
         factor = self.vae_scale_factor_spatial
         return factor * self.patch_size[1], factor * self.patch_size[2]
 
+    def latent_shape(self, sampling: WanSampling, channels: int) -> tuple[int, ...]:
+        """1, channels, and the latent's frames, height and width."""
+        frames = (sampling.num_frames - 1) // self.vae_scale_factor_temporal + 1
+        factor = self.vae_scale_factor_spatial
+        return 1, channels, frames, sampling.height // factor, sampling.width // factor
+
     @property
     def weighted(self) -> tuple[str, ...]:
         """See `Checkpoint`."""

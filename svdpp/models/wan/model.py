@@ -95,10 +95,7 @@ class WanModel(RangeModel):
         return specs
 
     def _latent_shape(self, channels: int) -> tuple[int, ...]:
-        checkpoint, sampling = self._checkpoint, self._sampling
-        frames = (sampling.num_frames - 1) // checkpoint.vae_scale_factor_temporal + 1
-        factor = checkpoint.vae_scale_factor_spatial
-        return 1, channels, frames, sampling.height // factor, sampling.width // factor
+        return self._checkpoint.latent_shape(self._sampling, channels)
 
     def _scheduler(self) -> SchedulerConfig:
         return scheduler_config(self._checkpoint, self._sampling)
