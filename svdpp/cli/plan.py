@@ -18,7 +18,7 @@ from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.ranks import RankOptions
 from svdpp.cli.options.sampling import PROMPT_FIELDS, SamplingOptions
 from svdpp.cli.options.talk import TalkOptions
-from svdpp.cli.request import without_world
+from svdpp.cli.request import needs_image, without_world
 from svdpp.errors import RequestError
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ _OF_MEMORY = {
         *("seed", "fit", "fps", "motion_bucket_id", "noise_aug_strength"),
         *("min_guidance_scale", "max_guidance_scale", "draft_psnr", "channels_last"),
         *("deterministic", "allow_mixed_devices"),
-        *PROMPT_FIELDS,
+        *(name for name in PROMPT_FIELDS if name != "flow_shift"),
     ),
     defaults={"world": str(_DEFAULT_WORLD), "clips": "2 for each rank; with --compare 16"},
 )
@@ -72,13 +72,15 @@ def plan(
     """
     from svdpp.cli import plan_report
 
-    world_size, ranks_per_host = _world(
-        forecast.hosts, ranks.world, draft.world(sampling.num_steps())
+    num_steps = sampling.num_steps(model.family)
+    world_size, ranks_per_host = _world(forecast.hosts, ranks.world, draft.world(num_steps))
+    costs = seconds.applied(
+        layout.assumed_costs(family=model.family), ranks_per_host=ranks_per_host
     )
-    costs = seconds.applied(layout.assumed_costs(), ranks_per_host=ranks_per_host)
     _check_experts(experts, forecast)
     if forecast.memory:
-        costs = _with_memory(costs, model, ranks.device, sampling)
+        costs, boundary = _with_memory(costs, model, ranks.device, sampling)
+        experts = replace(experts, expert_boundary=boundary)
     else:
         _refuse_idle(context)
     num_clips = forecast.num_clips(world_size)
@@ -87,14 +89,14 @@ def plan(
         arrivals=_arrivals(forecast.arrivals, num_clips),
         remarks=[
             *_remarks(forecast, layout, seconds, costs, ranks.device),
-            *filter(None, [draft.remark(sampling.num_steps())]),
+            *filter(None, [draft.remark(num_steps)]),
         ],
     )
     if draft.draft:
         draft.refuse_beside({**layout.given, **experts.given, **forecast.of_queues})
-        _show_draft(console, draft, request, costs, (sampling.num_steps(), world_size))
+        _show_draft(console, draft, request, costs, (num_steps, world_size))
         return
-    counts = {"num_steps": sampling.num_steps(), "world_size": world_size, "costs": costs}
+    counts = {"num_steps": num_steps, "world_size": world_size, "costs": costs}
     counts |= experts.fields
     limits = {"num_clips": num_clips, "memory_gib": forecast.limits(world_size)}
     show = _show_comparison if forecast.compare else _show_layout
@@ -188,8 +190,8 @@ def _world(hosts: str | None, asked: int | None, drafted: int | None) -> tuple[i
 
 def _with_memory(
     costs: Costs, model: ModelOptions, device: str, sampling: SamplingOptions
-) -> Costs:
-    """`costs` with the estimated memory of the model's parts in place of their own."""
+) -> tuple[Costs, int | None]:
+    """`costs` with the estimated memory of the model's parts, and the boundary of its experts."""
     from svdpp.config import PipelineConfig
     from svdpp.driver.resolve import resolve
     from svdpp.models.memory import estimate
@@ -202,25 +204,25 @@ def _with_memory(
     asked = PipelineConfig(
         world_size=1,
         model=model.to_config(device),
-        sampling=sampling.to_config(model),
+        sampling=sampling.to_config(model, from_image=needs_image(model)),
         device=device,
     )
     config, checkpoint = resolve(asked, weights=False)
     estimate_of_parts = estimate(checkpoint, config.model, config.sampling, device=device)
-    return replace(costs, **estimate_of_parts.as_costs())  # type: ignore[arg-type]
+    costs = replace(costs, **estimate_of_parts.as_costs())  # type: ignore[arg-type]
+    return costs, config.expert_boundary
 
 
 def _check_experts(experts: ExpertOptions, forecast: ForecastOptions) -> None:
-    if experts.expert_boundary is None:
-        if experts.share_experts:
-            raise RequestError(
-                "--share-experts has an effect only with --expert-boundary",
-                "add --expert-boundary N, or leave out --share-experts",
-            )
-    elif forecast.memory:
+    if experts.share_experts and experts.expert_boundary is None and not forecast.memory:
         raise RequestError(
-            "--memory estimates a model with one expert: leave out --expert-boundary",
-            "for two experts, give a --costs file with the GiB of each part",
+            "--share-experts has an effect only with --expert-boundary",
+            "add --expert-boundary N, or leave out --share-experts",
+        )
+    if experts.expert_boundary is not None and forecast.memory:
+        raise RequestError(
+            "with --memory the model gives the boundary between its experts",
+            "leave out --expert-boundary",
         )
 
 

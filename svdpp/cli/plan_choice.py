@@ -24,6 +24,7 @@ class PlanChoice:
         world: number of ranks; None if it is not given.
         steps: of each clip.
         device: as a `PipelineConfig` has it.
+        family: of the model.
         default_world: default number of ranks; None: it depends on device and plan.
         no_draft: further options that have no effect on a draft, by name.
 
@@ -36,6 +37,7 @@ class PlanChoice:
     world: int | None
     steps: int
     device: str
+    family: str = "svd"
     default_world: int | None = None
     no_draft: Mapping[str, Any] = field(default_factory=dict)
 
@@ -88,6 +90,7 @@ class PlanChoice:
             decodes=decodes,
             memory=memory,
             experts=experts,
+            family=self.family,
         )
         drafting = self.draft.settings(self.steps, world_size)
         if drafting:
@@ -138,6 +141,7 @@ def experts_of(
     return {"expert_boundary": boundary, "share_experts": share}
 
 
-def balanced_by_default(layout: LayoutOptions) -> LayoutOptions:
+def balanced_by_default(layout: LayoutOptions, draft: DraftOptions) -> LayoutOptions:
     """The options, balanced unless the user says otherwise: experts rarely have equal steps."""
-    return replace(layout, split="balanced") if layout.must_divide and not layout.split else layout
+    is_default = layout.must_divide and not layout.split and not draft.draft
+    return replace(layout, split="balanced") if is_default else layout

@@ -58,6 +58,15 @@ def pipeline_config(
         raise
 
 
+def needs_image(model: ModelOptions) -> bool:
+    """Whether clips of the model need a photograph; reads its configs only if it takes prompts."""
+    if model.family == "svd":
+        return True
+    from svdpp.models.checkpoint import find_checkpoint
+
+    return find_checkpoint(model.to_config("cpu"), weights=False).image_use == "needed"
+
+
 def without_world(hint: str) -> str:
     """`hint` without its advice on `--world`, for when something else sets the number of ranks."""
     return re.sub(r",? or --world \d+(?: or fewer)?", "", hint)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import socket
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,11 +65,17 @@ def announce(console: Console, config: PipelineConfig, clips: ClipPlan) -> None:
 
 
 def labels(requests: Sequence[ClipRequest]) -> list[str]:
-    """A name for each clip in the progress: its photograph, and the seed if there are several."""
-    names = [Path(request.image or "clip").name for request in requests]
+    """A name for each clip in the progress: its input, and the seed if there are several."""
+    names = [_name(request) for request in requests]
     if len({request.seed for request in requests}) == 1:
         return names
     return [f"{name} seed {request.seed}" for name, request in zip(names, requests, strict=True)]
+
+
+def _name(request: ClipRequest) -> str:
+    if request.image is not None:
+        return Path(request.image).name
+    return "clip" if request.prompt is None else textwrap.shorten(request.prompt, 40)
 
 
 def raise_worst(lost: Sequence[Metadata], num_clips: int) -> None:

@@ -130,9 +130,10 @@ class RunRequest:
         experts = experts_of(weights, sampling, share=self.experts.share_experts)
         plan = PlanChoice(
             draft=self.draft,
-            layout=self.layout if experts is None else balanced_by_default(self.layout),
+            layout=self.layout if experts is None else balanced_by_default(self.layout, self.draft),
             world=self.ranks.world,
             steps=self.sampling.num_steps(self.model.family),
+            family=self.model.family,
             device=device,
             no_draft=self._no_draft,
         )
@@ -158,7 +159,8 @@ class RunRequest:
     @property
     def knows_costs(self) -> bool:
         """Whether the costs fit the model."""
-        return self.layout.costs is not None or self.model.model != DEMO_MODEL
+        is_svd = self.model.family == "svd" and self.model.model != DEMO_MODEL
+        return is_svd or self.layout.costs is not None
 
     @property
     def command_to_go_on(self) -> str:

@@ -86,7 +86,7 @@ def verify(
     if proof.image is not None:
         raise RequestError("--image is for finished clips", "give the photograph as INPUT")
     is_member = request.is_joined_member()
-    from_image = not model.is_dummy and (bool(inputs) or _needs_image(model))
+    from_image = not model.is_dummy and (bool(inputs) or request.needs_image(model))
     requests = []
     if not is_member:
         requests = _requests(
@@ -127,9 +127,10 @@ def _config(
     experts = experts_of(model.to_config(device), sampled, share=share.share_experts)
     plan = PlanChoice(
         draft=draft,
-        layout=layout if experts is None else balanced_by_default(layout),
+        layout=layout if experts is None else balanced_by_default(layout, draft),
         world=ranks.world,
         steps=sampling.num_steps(model.family),
+        family=model.family,
         device=device,
         no_draft={"costs": layout.costs},
     )
@@ -143,15 +144,6 @@ def _config(
         ranks, model, sampling, device=device, plan=plan_fields, from_image=from_image
     )
     return config, why
-
-
-def _needs_image(model: ModelOptions) -> bool:
-    """Whether clips of the model need a photograph; reads its configs only if it takes prompts."""
-    if model.family == "svd":
-        return True
-    from svdpp.models.checkpoint import find_checkpoint
-
-    return find_checkpoint(model.to_config("cpu"), weights=False).image_use == "needed"
 
 
 def _requests(

@@ -149,11 +149,13 @@ class LayoutOptions:
             f"{counted(num_clips, 'clip')}{fits}"
         )
 
-    def assumed_costs(self, *, decodes: bool = True) -> Costs:
-        """The costs of `--costs`, or else published costs.
+    def assumed_costs(self, *, decodes: bool = True, family: str = "svd") -> Costs:
+        """The costs of `--costs`, or else published costs of SVD.
 
         Args:
-            decodes: whether clips become frames; if not, a step costs 1 and all else 0.
+            decodes: whether clips become frames.
+            family: of the model. Without `--costs`, for another family than SVD and for clips that
+                are not decoded, a step costs 1 and all else 0.
 
         Raises:
             InputError: the file cannot be read.
@@ -161,7 +163,7 @@ class LayoutOptions:
         """
         if self.costs is not None:
             return find_costs(self.costs)
-        return find_costs(ASSUMED_COSTS) if decodes else Costs()
+        return find_costs(ASSUMED_COSTS) if decodes and family == "svd" else Costs()
 
     def settings(
         self,
@@ -172,6 +174,7 @@ class LayoutOptions:
         decodes: bool,
         memory: Memory | None = None,
         experts: Mapping[str, Any] | None = None,
+        family: str = "svd",
     ) -> tuple[dict[str, Any], str]:
         """The layout's fields of a `PipelineConfig`, and a remark on the choice, empty for none.
 
@@ -182,13 +185,14 @@ class LayoutOptions:
             decodes: whether clips become frames.
             memory: tells `auto` what fits; None: everything fits.
             experts: as `ExpertOptions.fields`; None: the model has one expert.
+            family: of the model.
 
         Raises:
             RequestError: `auto` needs the number of clips, which this process does not know.
         """
         launched = find_world()
         costs = replace(
-            self.assumed_costs(decodes=decodes),
+            self.assumed_costs(decodes=decodes, family=family),
             # The launcher, not the costs, knows which ranks share a host.
             ranks_per_host=None if launched is None else launched.ranks_per_host,
         )
@@ -213,7 +217,7 @@ class LayoutOptions:
             **(experts or {}),
         )
         why = f"layout: {choice.reason}"
-        if self.costs is None and decodes:
+        if self.costs is None and decodes and family == "svd":
             why += f"; by the costs of {ASSUMED_COSTS}, svdpp profile measures yours"
         return {**_fields(choice.layout), "costs": costs}, why
 

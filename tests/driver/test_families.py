@@ -1,0 +1,181 @@
+"""Wan and LTX-Video on real ranks: the bits of diffusers' unmodified pipelines."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from svdpp.comm.packet import Packet
+from svdpp.config import (
+    ClipRequest,
+    DraftConfig,
+    LtxSampling,
+    ModelConfig,
+    PipelineConfig,
+    WanSampling,
+)
+from svdpp.driver.pipeline import Pipeline
+from svdpp.driver.resolve import resolve
+from svdpp.errors import RequestError, VerificationError
+from svdpp.media.examples import example_photos
+from svdpp.media.image import fit_photo, read_photo
+from svdpp.media.video import frames_sha256
+from svdpp.models import determinism
+from svdpp.models.families import family_of
+from svdpp.plan.layout import Roles
+from svdpp.verification.verify import verify
+from svdpp.worker.fault_injection import InjectedFault
+from svdpp.worker.latent_checkpoints import LatentCheckpoints
+from svdpp.worker.tensor_store import tensor_sha256
+from tests.models.range_checks import nothing, read_folder, run_reference
+from tests.models.tiny_families import save_tiny_ltx, save_tiny_wan
+
+STEPS = 6
+PHOTO = str(example_photos()[0])
+WAN = {"num_inference_steps": STEPS, "height": 32, "width": 32, "num_frames": 5}
+LTX = {"num_inference_steps": STEPS, "height": 64, "width": 96, "num_frames": 9}
+REQUESTS = [
+    ClipRequest(seed=1, prompt="the sea at night"),
+    ClipRequest(seed=2, prompt="a cat", negative_prompt="blurred"),
+    ClipRequest(seed=3, prompt="the sea at night"),
+]
+
+
+@dataclass(frozen=True)
+class Family:
+    """A tiny checkpoint, its clips, and what diffusers makes of them."""
+
+    config: PipelineConfig
+    requests: list[ClipRequest]
+    expected: list[tuple[str, str]]
+    """Hashes of the final latent and of the frames, by clip."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """As many threads in this process as a rank has."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def _family(folder: Path, sampling: WanSampling | LtxSampling, dtype: Any = "fp32") -> Family:
+    photo = PHOTO if sampling.from_image else None
+    requests = [replace(request, image=photo) for request in REQUESTS]
+    image = _fitted(sampling) if photo else None
+    checkpoint = read_folder(folder)
+    expected = []
+    for request in requests:
+        latents, frames = run_reference(checkpoint, dtype, sampling, request, image)
+        expected.append((tensor_sha256(latents[-1]), frames_sha256(frames.numpy())))
+    model = ModelConfig(name=str(folder), dtype=dtype)
+    config = PipelineConfig(world_size=1, model=model, sampling=sampling)
+    return Family(config=config, requests=requests, expected=expected)
+
+
+def _fitted(sampling: WanSampling | LtxSampling) -> Image.Image:
+    return fit_photo(read_photo(Path(PHOTO))[0], sampling.width, sampling.height, sampling.fit)
+
+
+@pytest.fixture(scope="module")
+def wan(tmp_path_factory: pytest.TempPathFactory) -> Family:
+    folder = save_tiny_wan(tmp_path_factory.mktemp("wan"), boundary_ratio=0.875)
+    return _family(folder, WanSampling(**WAN, max_sequence_length=8))
+
+
+@pytest.fixture(scope="module")
+def wan_from_image(tmp_path_factory: pytest.TempPathFactory) -> Family:
+    folder = save_tiny_wan(
+        tmp_path_factory.mktemp("wan"),
+        boundary_ratio=0.9,
+        image_to_video=True,
+        dtype=torch.bfloat16,
+    )
+    sampling = WanSampling(**WAN, max_sequence_length=8, from_image=True)
+    return _family(folder, sampling, "bf16")
+
+
+@pytest.fixture(scope="module")
+def ltx(tmp_path_factory: pytest.TempPathFactory) -> Family:
+    folder = save_tiny_ltx(tmp_path_factory.mktemp("ltx"))
+    return _family(folder, LtxSampling(**LTX, max_sequence_length=8, from_image=True))
+
+
+MORE = [pytest.mark.long, pytest.mark.full]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("name", "world_size", "layout"),
+    [
+        ("wan", 2, {"split": "uniform", "share_experts": True}),
+        ("wan", 3, {"split": "dithered"}),
+        ("wan_from_image", 4, {"split": "balanced", "replicas": 2}),
+        ("ltx", 3, {"split": "dithered"}),
+        pytest.param("wan", 1, {}, marks=MORE),
+        pytest.param("wan", 2, {"split": "balanced", "replicas": 2}, marks=MORE),
+        pytest.param("wan", 4, {"split": "balanced"}, marks=MORE),
+        pytest.param("wan_from_image", 3, {"split": "dithered"}, marks=MORE),
+        pytest.param("ltx", 2, {"split": "uniform"}, marks=MORE),
+    ],
+)
+def test_ranks_give_the_bits_of_diffusers(
+    name: str, world_size: int, layout: dict[str, Any], request: pytest.FixtureRequest
+) -> None:
+    family: Family = request.getfixturevalue(name)
+    with Pipeline(replace(family.config, world_size=world_size, **layout)) as pipeline:
+        results = pipeline.run(family.requests)
+    found = [(each.metadata["latents_sha256"], each.metadata["frames_sha256"]) for each in results]
+    assert found == family.expected
+
+
+@pytest.mark.processes
+def test_a_clip_resumes_in_the_middle_of_the_solvers_history(wan: Family, tmp_path: Path) -> None:
+    """Another run stopped after 3 of 6 steps; 3 other ranks go on, with UniPC's older outputs."""
+    config, checkpoint = resolve(wan.config)
+    assert checkpoint is not None
+    both = Roles(encode=True, denoise=True, decode=False, experts=frozenset({0, 1}))
+    model = family_of(checkpoint).load_model(checkpoint, config.model, config.sampling, "cpu", both)
+    tensors = model.denoise(model.encode({}, wan.requests[1]), 0, 3, nothing)
+    assert "scheduler.model_outputs.0" in tensors
+    key = hashlib.sha256(b"clip").hexdigest()
+    conditions = determinism.conditions("cpu")
+    LatentCheckpoints(tmp_path, conditions).save(key, Packet(0, 3, 0.0, tensors))
+    again = replace(wan.requests[1], latents_key=key, done_steps=3)
+    three = replace(wan.config, world_size=3, split="balanced")
+    with Pipeline(three, latents_folder=str(tmp_path)) as pipeline:
+        metadata = pipeline.run([again])[0].metadata
+    assert (metadata["latents_sha256"], metadata["frames_sha256"]) == wan.expected[1]
+
+
+@pytest.mark.processes
+def test_verify_names_the_transfer_after_which_bits_differ(wan: Family) -> None:
+    config = replace(wan.config, world_size=3, split="balanced")
+    assert verify(config, wan.requests[:1]).is_equal
+    found = verify(config, wan.requests[:1], fault=InjectedFault("ulp", 1, 0))
+    with pytest.raises(VerificationError, match="rank 1"):
+        found.raise_if_different()
+
+
+def test_ranks_hold_one_expert_each(wan: Family) -> None:
+    config, _ = resolve(replace(wan.config, world_size=3, split="balanced"))
+    assert config.expert_boundary is not None
+    held = [sorted(roles.experts) for roles in config.roles]
+    assert held[0] == [0]
+    assert held[-1] in ([1], [])
+    assert all(len(experts) <= 1 for experts in held)
+    shared, _ = resolve(replace(wan.config, world_size=2, share_experts=True))
+    assert {0, 1} in [set(roles.experts) for roles in shared.roles]
+
+
+def test_drafts_are_refused(wan: Family) -> None:
+    with pytest.raises(RequestError, match="cannot be drafted"):
+        resolve(replace(wan.config, world_size=2, draft=DraftConfig(start_steps=(0, 2))))
