@@ -186,6 +186,7 @@ def _range_class(real: Any) -> Any:
             self.set_begin_index(0)
             if self.start_state is not None:
                 write_state(self, self.start_state)
+                self.start_state = None  # frees the packet
 
         def set_begin_index(self, begin_index: int = 0) -> None:
             super().set_begin_index(self.first_step + begin_index)

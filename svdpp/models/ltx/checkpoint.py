@@ -121,7 +121,7 @@ def check(index: JsonFile, *, folder: Path, **common: Any) -> LtxCheckpoint:
         folder=folder,
         **common,
         pipeline_class=str(index.values["_class_name"]),
-        scheduler=read_scheduler(folder, classes["scheduler"]),
+        scheduler=read_scheduler(folder, index, _SCHEDULERS),
         tokenizer_class=classes["tokenizer"],
         text_encoder_class=classes["text_encoder"],
         text_dim=text_dim,
@@ -151,12 +151,12 @@ def _list(config: JsonFile, key: str) -> list[Any]:
     return value
 
 
+_SCHEDULERS = ("FlowMatchEulerDiscreteScheduler",)
 _CLASSES: Mapping[str, tuple[str, ...]] = {
     "tokenizer": ("T5TokenizerFast", "T5Tokenizer"),
     "text_encoder": ("T5EncoderModel",),
     "transformer": ("LTXVideoTransformer3DModel",),
     "vae": ("AutoencoderKLLTXVideo",),
-    "scheduler": ("FlowMatchEulerDiscreteScheduler",),
 }
 # Defaults of diffusers' classes, for keys that older files lack.
 _VAE_DEFAULTS: Mapping[str, Any] = {
