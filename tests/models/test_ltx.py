@@ -12,6 +12,7 @@ import torch
 
 from svdpp.config import LtxSampling, ModelConfig
 from svdpp.errors import ModelError, RequestError
+from svdpp.models import loading
 from svdpp.models.ltx.checkpoint import LtxCheckpoint
 from svdpp.models.ltx.model import GENERATOR, LtxModel, generator_device, load_ltx
 from svdpp.plan.layout import Roles
@@ -188,6 +189,21 @@ def test_wrong_configs_are_refused(
     edit_json(folder / file, **changes)
     with pytest.raises(ModelError, match=message):
         read_folder(folder)
+
+
+def test_a_missing_tokenizer_is_named(
+    save: Save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path(shutil.copytree(save(), tmp_path / "ltx"))
+    rank_for = ranks(read_folder(folder), sampling_of())
+    (folder / "tokenizer/tokenizer.json").rename(folder / "tokenizer/spiece.model")
+    monkeypatch.setattr(loading, "is_sentencepiece_available", lambda: False)
+    with pytest.raises(ModelError, match="needs the packages") as error:
+        rank_for(0, 0)
+    assert error.value.hint == "pip install sentencepiece protobuf"
+    (folder / "tokenizer/spiece.model").unlink()
+    with pytest.raises(ModelError, match=r"tokenizer.json is missing"):
+        rank_for(0, 0)
 
 
 def test_a_latent_spec_is_that_of_the_published_model(save: Save) -> None:

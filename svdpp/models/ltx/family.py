@@ -34,7 +34,7 @@ def load_reference(checkpoint: LtxCheckpoint, model: ModelConfig, device: str) -
         return load_pipeline(checkpoint, has_image=has_image, dtype=model.dtype, device=device)
 
     def draws_on(sampling: LtxSampling) -> str:
-        return generator_device(checkpoint, sampling.from_image, torch.device(device).type)
+        return generator_device(checkpoint, sampling.from_image, device)
 
     return RangeReference(load, sampling_arguments, draws_on)
 
