@@ -155,6 +155,7 @@ def test_an_image_and_a_timestep_need_a_generator_on_the_device(save: Save) -> N
             "--height must be a multiple of 32 .*, got 80",
             "64 or 96",
         ),
+        ({"num_inference_steps": 1}, "--steps must be 2 or more", ""),
         ({"decode_timestep": 0.1}, "--decode-timestep has no effect", ""),
         ({"decode_noise_scale": 0.1}, "--decode-noise-scale has no effect", ""),
         ({"guidance_scale": 1.0, "guidance_rescale": 0.5}, "--guidance-rescale has no effect", ""),

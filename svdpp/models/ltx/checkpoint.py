@@ -75,6 +75,10 @@ class LtxCheckpoint(Checkpoint):
             raise RequestError(f"{self.label} is of the family ltx, not {sampling.family}")
         check_frames(sampling, self.vae_scale_factor_temporal)
         check_sides(sampling, self.size_multiple)
+        require(
+            sampling.num_inference_steps > 1 or not self.scheduler.values.get("shift_terminal"),
+            "--steps must be 2 or more: the model's scheduler divides by zero for 1",
+        )
         if not self.timestep_conditioning:
             for name, given in (
                 ("--decode-timestep", sampling.decode_timestep != 0.0),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from diffusers import AutoencoderKLLTXVideo, LTXVideoTransformer3DModel
 from transformers import T5EncoderModel
 
