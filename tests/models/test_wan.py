@@ -307,6 +307,29 @@ def test_wrong_requests_are_refused(
     assert hint in error.value.hint
 
 
+@pytest.mark.parametrize("from_image", [True, False])
+def test_two_first_steps_at_one_timestep_are_refused(save: Save, from_image: bool) -> None:
+    checkpoint = read_folder(save(**WAN_5B))
+    plain = UniPCMultistepScheduler(**WAN_UNIPC)
+    plain.set_timesteps(500, device="cpu")
+    assert plain.timesteps[0] == plain.timesteps[1]
+    for changes in ({"num_inference_steps": 500}, {"num_inference_steps": 40, "flow_shift": 60.0}):
+        sampling = sampling_of(64, from_image=from_image, **changes)
+        if from_image:
+            with pytest.raises(RequestError, match="have the same timestep, 999"):
+                checkpoint.resolve(sampling)
+        else:  # this pipeline says where it begins
+            assert checkpoint.resolve(sampling) == sampling
+
+
+def test_two_experts_need_plain_noise_levels(copy: Save) -> None:
+    folder = copy(**T2V)
+    for key, value in (("use_karras_sigmas", True), ("use_flow_sigmas", False)):
+        edit_json(folder / "scheduler/scheduler_config.json", **{key: value})
+        with pytest.raises(ModelError, match=f"{key} is {value}, which is not supported"):
+            boundary_step(read_folder(folder), sampling_of())
+
+
 def test_requests_that_the_model_cannot_run_are_refused(save: Save) -> None:
     with pytest.raises(RequestError, match="two experts"):
         read_folder(save(**I2V_CLIP)).resolve(sampling_of(guidance_scale_2=2.0))

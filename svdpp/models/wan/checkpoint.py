@@ -107,6 +107,9 @@ class WanCheckpoint(Checkpoint):
                 "--guidance-scale-2 has no effect: --guidance-scale of 1 or less turns guidance "
                 "off",
             )
+        from svdpp.models.wan.schedule import check_first_timesteps  # imports this module
+
+        check_first_timesteps(self, sampling)
         return sampling
 
     def expert_boundary(self, sampling: SamplingConfig) -> int | None:
