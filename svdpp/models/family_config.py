@@ -63,17 +63,21 @@ def read_config(folder: Path, part: str, defaults: Mapping[str, Any]) -> JsonFil
     return JsonFile(config.label, {**defaults, **config.values})
 
 
-def read_scheduler(folder: Path, name: str) -> SchedulerConfig:
-    """The config of the scheduler, which is of class `name`.
+def read_scheduler(folder: Path, index: JsonFile, classes: tuple[str, ...]) -> SchedulerConfig:
+    """The class and config of the scheduler, which must be one of `classes`.
 
     Raises:
-        ModelError: the file is missing, the scheduler's state is not declared, or the config sets
-            an unsupported option.
+        ModelError: a file is missing, the scheduler's state is not declared, or its config sets an
+            unsupported option.
     """
+    entry = index.values.get("scheduler")
+    name = entry[1] if isinstance(entry, list) and len(entry) == 2 else entry
+    if name in SCHEDULERS:  # otherwise `check_scheduler` gives the reason
+        require_class(index, "scheduler", classes)
     label = "scheduler/scheduler_config.json"
     config = read_json(folder / "scheduler" / "scheduler_config.json", label)
     check_scheduler(name, config)
-    return SchedulerConfig(name=name, values=config.values)
+    return SchedulerConfig(name=str(name), values=config.values)
 
 
 def check_scheduler(name: object, config: JsonFile) -> None:

@@ -17,6 +17,7 @@ import torch
 import tqdm
 import transformers.utils.logging
 from diffusers.configuration_utils import FrozenDict
+from transformers.utils import is_protobuf_available, is_sentencepiece_available
 
 from svdpp.errors import ModelError, OutOfMemoryError, RequestError
 from svdpp.models.checkpoint import Checkpoint
@@ -93,6 +94,23 @@ class ComponentLoader:
         """Loads a component without weights: a tokenizer or an image processor."""
         with library_errors(component):
             return cls.from_pretrained(self.folder / component, local_files_only=True)
+
+    def tokenizer(self, cls: Any) -> Any:
+        """Loads the tokenizer.
+
+        Raises:
+            ModelError: its files are missing, for which transformers would make up a vocabulary, or
+                a library that reads them.
+        """
+        files = [self.folder / "tokenizer" / name for name in ("tokenizer.json", "spiece.model")]
+        if not any(file.is_file() for file in files):
+            raise ModelError("tokenizer/tokenizer.json is missing")
+        if not files[0].is_file() and not _can_read_spiece():
+            raise ModelError(
+                "tokenizer/spiece.model needs the packages sentencepiece and protobuf",
+                "pip install sentencepiece protobuf",
+            )
+        return self.processor(cls, "tokenizer")
 
     def _from_pretrained(self, cls: Any, folder: Path, dtype: torch.dtype) -> Any:
         options: dict[str, Any] = {"local_files_only": True, "use_safetensors": True}
@@ -231,6 +249,10 @@ def _comparable(headers: Mapping[Path, Header], module: Any) -> dict[Path, Heade
                 if present in header:
                     header.setdefault(absent, header[present])
     return kept
+
+
+def _can_read_spiece() -> bool:
+    return bool(is_sentencepiece_available() and is_protobuf_available())
 
 
 def _is_diffusers(cls: Any) -> bool:

@@ -147,7 +147,7 @@ def range_scheduler(
         scheduler = ranged.from_config(dict(config))
     except Exception as error:
         raise ModelError(f"the scheduler cannot be created: {error}") from error
-    scheduler.first_step, scheduler.last_step = start, end
+    scheduler.first_step, scheduler.end_step = start, end
     scheduler.start_state = tensors if start > 0 and end > start else None
     return scheduler
 
@@ -157,14 +157,14 @@ def _range_class(real: Any) -> Any:
     """A subclass of the scheduler class `real` that shows only a range of its timesteps."""
 
     class RangeScheduler(real):  # type: ignore[misc]
-        first_step, last_step = 0, None
+        first_step, end_step = 0, None
         start_state: Tensors | None = None
         _shows_all = False
 
         @property
         def timesteps(self) -> torch.Tensor:
             full: torch.Tensor = self._full_timesteps
-            return full if self._shows_all else full[self.first_step : self.last_step]
+            return full if self._shows_all else full[self.first_step : self.end_step]
 
         @timesteps.setter
         def timesteps(self, full: torch.Tensor) -> None:
@@ -186,6 +186,7 @@ def _range_class(real: Any) -> Any:
             self.set_begin_index(0)
             if self.start_state is not None:
                 write_state(self, self.start_state)
+                self.start_state = None  # frees the packet
 
         def set_begin_index(self, begin_index: int = 0) -> None:
             super().set_begin_index(self.first_step + begin_index)

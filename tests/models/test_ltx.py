@@ -12,6 +12,7 @@ import torch
 
 from svdpp.config import LtxSampling, ModelConfig
 from svdpp.errors import ModelError, RequestError
+from svdpp.models import loading
 from svdpp.models.ltx.checkpoint import LtxCheckpoint
 from svdpp.models.ltx.model import GENERATOR, LtxModel, generator_device, load_ltx
 from svdpp.plan.layout import Roles
@@ -154,6 +155,7 @@ def test_an_image_and_a_timestep_need_a_generator_on_the_device(save: Save) -> N
             "--height must be a multiple of 32 .*, got 80",
             "64 or 96",
         ),
+        ({"num_inference_steps": 1}, "--steps must be 2 or more", ""),
         ({"decode_timestep": 0.1}, "--decode-timestep has no effect", ""),
         ({"decode_noise_scale": 0.1}, "--decode-noise-scale has no effect", ""),
         ({"guidance_scale": 1.0, "guidance_rescale": 0.5}, "--guidance-rescale has no effect", ""),
@@ -188,6 +190,21 @@ def test_wrong_configs_are_refused(
     edit_json(folder / file, **changes)
     with pytest.raises(ModelError, match=message):
         read_folder(folder)
+
+
+def test_a_missing_tokenizer_is_named(
+    save: Save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path(shutil.copytree(save(), tmp_path / "ltx"))
+    rank_for = ranks(read_folder(folder), sampling_of())
+    (folder / "tokenizer/tokenizer.json").rename(folder / "tokenizer/spiece.model")
+    monkeypatch.setattr(loading, "is_sentencepiece_available", lambda: False)
+    with pytest.raises(ModelError, match="needs the packages") as error:
+        rank_for(0, 0)
+    assert error.value.hint == "pip install sentencepiece protobuf"
+    (folder / "tokenizer/spiece.model").unlink()
+    with pytest.raises(ModelError, match=r"tokenizer.json is missing"):
+        rank_for(0, 0)
 
 
 def test_a_latent_spec_is_that_of_the_published_model(save: Save) -> None:

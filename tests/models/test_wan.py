@@ -307,6 +307,29 @@ def test_wrong_requests_are_refused(
     assert hint in error.value.hint
 
 
+@pytest.mark.parametrize("from_image", [True, False])
+def test_two_first_steps_at_one_timestep_are_refused(save: Save, from_image: bool) -> None:
+    checkpoint = read_folder(save(**WAN_5B))
+    plain = UniPCMultistepScheduler(**WAN_UNIPC)
+    plain.set_timesteps(500, device="cpu")
+    assert plain.timesteps[0] == plain.timesteps[1]
+    for changes in ({"num_inference_steps": 500}, {"num_inference_steps": 40, "flow_shift": 60.0}):
+        sampling = sampling_of(64, from_image=from_image, **changes)
+        if from_image:
+            with pytest.raises(RequestError, match="have the same timestep, 999"):
+                checkpoint.resolve(sampling)
+        else:  # this pipeline says where it begins
+            assert checkpoint.resolve(sampling) == sampling
+
+
+def test_two_experts_need_plain_noise_levels(copy: Save) -> None:
+    folder = copy(**T2V)
+    for key, value in (("use_karras_sigmas", True), ("use_flow_sigmas", False)):
+        edit_json(folder / "scheduler/scheduler_config.json", **{key: value})
+        with pytest.raises(ModelError, match=f"{key} is {value}, which is not supported"):
+            boundary_step(read_folder(folder), sampling_of())
+
+
 def test_requests_that_the_model_cannot_run_are_refused(save: Save) -> None:
     with pytest.raises(RequestError, match="two experts"):
         read_folder(save(**I2V_CLIP)).resolve(sampling_of(guidance_scale_2=2.0))
@@ -349,10 +372,11 @@ def test_a_negative_prompt_without_guidance_is_refused(save: Save) -> None:
         ("model_index.json", {"transformer_2": [None, None]}, "transformer_2 is missing"),
         ("model_index.json", {"transformer": [None, None]}, "transformer is missing"),
         ("model_index.json", {"_class_name": "WanVACEPipeline"}, "WanVACEPipeline"),
-        ("model_index.json", {"scheduler": ["diffusers", "DPMSolverSDE"]}, "DPMSolverSDE"),
+        ("model_index.json", {"scheduler": ["diffusers", "EulerScheduler"]}, "not declared"),
         ("model_index.json", {"vae": ["diffusers", "AutoencoderKL"]}, "vae is of class"),
         ("transformer/config.json", {"in_channels": 7}, "in_channels is 7, not 4 or 12"),
         ("transformer/config.json", {"num_layers": 10**6}, "num_layers"),
+        ("transformer/config.json", {"pos_embed_seq_len": 514}, "a first and a last image"),
         ("transformer/config.json", {"text_dim": 8}, "text_dim is 8 but must be 16"),
         ("transformer_2/config.json", {"in_channels": 12}, "as in the transformer"),
         ("scheduler/scheduler_config.json", {"use_beta_sigmas": True}, "needs scipy"),
@@ -367,7 +391,7 @@ def test_wrong_configs_are_refused(
     edit_json(folder / file, **changes)
     with pytest.raises(ModelError, match=message) as error:
         read_folder(folder)
-    assert f": {file}: " in error.value.message
+    assert f": {file}: " in error.value.message or ": scheduler/" in error.value.message
 
 
 def test_a_missing_or_wrong_weight_is_named(copy: Save) -> None:

@@ -75,6 +75,10 @@ class LtxCheckpoint(Checkpoint):
             raise RequestError(f"{self.label} is of the family ltx, not {sampling.family}")
         check_frames(sampling, self.vae_scale_factor_temporal)
         check_sides(sampling, self.size_multiple)
+        require(
+            sampling.num_inference_steps > 1 or not self.scheduler.values.get("shift_terminal"),
+            "--steps must be 2 or more: the model's scheduler divides by zero for 1",
+        )
         if not self.timestep_conditioning:
             for name, given in (
                 ("--decode-timestep", sampling.decode_timestep != 0.0),
@@ -121,7 +125,7 @@ def check(index: JsonFile, *, folder: Path, **common: Any) -> LtxCheckpoint:
         folder=folder,
         **common,
         pipeline_class=str(index.values["_class_name"]),
-        scheduler=read_scheduler(folder, classes["scheduler"]),
+        scheduler=read_scheduler(folder, index, _SCHEDULERS),
         tokenizer_class=classes["tokenizer"],
         text_encoder_class=classes["text_encoder"],
         text_dim=text_dim,
@@ -151,12 +155,12 @@ def _list(config: JsonFile, key: str) -> list[Any]:
     return value
 
 
+_SCHEDULERS = ("FlowMatchEulerDiscreteScheduler",)
 _CLASSES: Mapping[str, tuple[str, ...]] = {
     "tokenizer": ("T5TokenizerFast", "T5Tokenizer"),
     "text_encoder": ("T5EncoderModel",),
     "transformer": ("LTXVideoTransformer3DModel",),
     "vae": ("AutoencoderKLLTXVideo",),
-    "scheduler": ("FlowMatchEulerDiscreteScheduler",),
 }
 # Defaults of diffusers' classes, for keys that older files lack.
 _VAE_DEFAULTS: Mapping[str, Any] = {

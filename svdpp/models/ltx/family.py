@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from diffusers import AutoencoderKLLTXVideo, LTXVideoTransformer3DModel
 from transformers import T5EncoderModel
 
@@ -34,7 +33,7 @@ def load_reference(checkpoint: LtxCheckpoint, model: ModelConfig, device: str) -
         return load_pipeline(checkpoint, has_image=has_image, dtype=model.dtype, device=device)
 
     def draws_on(sampling: LtxSampling) -> str:
-        return generator_device(checkpoint, sampling.from_image, torch.device(device).type)
+        return generator_device(checkpoint, sampling.from_image, device)
 
     return RangeReference(load, sampling_arguments, draws_on)
 

@@ -47,7 +47,7 @@ def load_parts(
     parts: dict[str, Any] = {"tokenizer": None, "text_encoder": None}
     if encode:
         tokenizer = getattr(transformers, checkpoint.tokenizer_class)
-        parts["tokenizer"] = load.processor(tokenizer, "tokenizer")
+        parts["tokenizer"] = load.tokenizer(tokenizer)
         parts["text_encoder"] = load.module(T5EncoderModel, "text_encoder", weights)
     load_transformer = load.module if denoise else load.configuration
     parts["transformer"] = load_transformer(LTXVideoTransformer3DModel, "transformer", weights)

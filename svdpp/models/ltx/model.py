@@ -33,7 +33,7 @@ _TEXT = (
     NEGATIVE_PROMPT_EMBEDS,
     NEGATIVE_PROMPT_ATTENTION_MASK,
 )
-# Bytes of a generator's state, by device.
+# Bytes of a generator's state, by type of device.
 _STATE_BYTES = {"cpu": 5056, "cuda": 16}
 
 
@@ -49,7 +49,7 @@ class LtxModel(RangeModel):
     def __init__(self, checkpoint: LtxCheckpoint, parts: RangeParts, sampling: LtxSampling) -> None:
         super().__init__(parts, sampling)
         self._checkpoint = checkpoint
-        self._generator_device = generator_device(checkpoint, parts.has_image, self.device.type)
+        self._generator_device = generator_device(checkpoint, parts.has_image, str(self.device))
 
     def with_sampling(self, sampling: SamplingConfig) -> Self:
         """The same loaded components with other sampling parameters."""
@@ -70,7 +70,8 @@ class LtxModel(RangeModel):
         if sampling.guidance_scale > 1:
             specs |= {NEGATIVE_PROMPT_EMBEDS: embeds, NEGATIVE_PROMPT_ATTENTION_MASK: mask}
         if checkpoint.timestep_conditioning:
-            specs[GENERATOR] = TensorSpec((_STATE_BYTES[self._generator_device],), "uint8")
+            num_bytes = _STATE_BYTES[torch.device(self._generator_device).type]
+            specs[GENERATOR] = TensorSpec((num_bytes,), "uint8")
         return specs
 
     def _scheduler(self) -> SchedulerConfig:

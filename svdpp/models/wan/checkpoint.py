@@ -107,6 +107,9 @@ class WanCheckpoint(Checkpoint):
                 "--guidance-scale-2 has no effect: --guidance-scale of 1 or less turns guidance "
                 "off",
             )
+        from svdpp.models.wan.schedule import check_first_timesteps  # imports this module
+
+        check_first_timesteps(self, sampling)
         return sampling
 
     def expert_boundary(self, sampling: SamplingConfig) -> int | None:
@@ -137,9 +140,10 @@ def check(index: JsonFile, *, folder: Path, **common: Any) -> WanCheckpoint:
     text_encoder = read_config(folder, "text_encoder", {})
     for config, limits in ((vae, _VAE_LIMITS), (transformer, _TRANSFORMER_LIMITS)):
         check_counts(config, limits)
+    check_unset(transformer, _TWO_IMAGES)
     text_dim = text_encoder.count("d_model", _MAX_WIDTH)
     require_equal(transformer, "text_dim", text_dim, "the text encoder's d_model")
-    scheduler = read_scheduler(folder, classes["scheduler"])
+    scheduler = read_scheduler(folder, index, _SCHEDULERS)
     check_unset(JsonFile("scheduler/scheduler_config.json", scheduler.values), _UNSUPPORTED)
     expand_timesteps = bool(index.values.get("expand_timesteps"))
     takes_image = _takes_image(transformer, vae.count("z_dim", 1024), expand_timesteps)
@@ -223,16 +227,17 @@ def _image_embeds(folder: Path, index: JsonFile, transformer: JsonFile) -> tuple
 
 
 _IMAGE_PROCESSORS = ("CLIPImageProcessor", "CLIPImageProcessorPil")
+_SCHEDULERS = ("UniPCMultistepScheduler", "FlowMatchEulerDiscreteScheduler")
 _CLASSES: Mapping[str, tuple[str, ...]] = {
     "tokenizer": ("T5TokenizerFast", "T5Tokenizer"),
     "text_encoder": ("UMT5EncoderModel", "T5EncoderModel"),
     "vae": ("AutoencoderKLWan",),
-    "scheduler": ("UniPCMultistepScheduler", "FlowMatchEulerDiscreteScheduler"),
 }
 _UNSUPPORTED = {
     "use_dynamic_shifting": "needs a value that Wan's pipeline does not give",
     "invert_sigmas": "reverses the order of the noise levels",
 }
+_TWO_IMAGES = {"pos_embed_seq_len": "is for models that take a first and a last image"}
 
 # Defaults of diffusers' classes, for keys that older files lack.
 _VAE_DEFAULTS: Mapping[str, Any] = {

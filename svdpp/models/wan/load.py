@@ -105,7 +105,7 @@ def _text_parts(
     tokenizer = getattr(transformers, checkpoint.tokenizer_class)
     text_encoder = getattr(transformers, checkpoint.text_encoder_class)
     return {
-        "tokenizer": load.processor(tokenizer, "tokenizer"),
+        "tokenizer": load.tokenizer(tokenizer),
         "text_encoder": load.module(text_encoder, "text_encoder", dtype),
     }
 

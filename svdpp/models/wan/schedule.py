@@ -7,11 +7,11 @@ compares them), so that `svdpp plan` needs no libraries.
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from svdpp.config import WanSampling
-from svdpp.errors import ModelError
+from svdpp.errors import ModelError, RequestError
 from svdpp.models.family_config import SchedulerConfig
 from svdpp.models.wan.checkpoint import WanCheckpoint
 
@@ -40,24 +40,49 @@ def boundary_step(checkpoint: WanCheckpoint, sampling: WanSampling) -> int | Non
         return None
     scheduler = scheduler_config(checkpoint, sampling)
     count = int(scheduler.values.get("num_train_timesteps", 1000))
+    timesteps: Callable[[Mapping[str, Any], int, int], Sequence[float]]
     timesteps = _unipc_timesteps if scheduler.name == _UNIPC else _euler_timesteps
-    _check_plain(scheduler)
+    special = _special(scheduler)
+    if special is not None:
+        raise ModelError(
+            f"scheduler/scheduler_config.json: {special} is {scheduler.values.get(special)}, which "
+            "is not supported for a model with two experts"
+        )
     boundary = _float32(checkpoint.boundary_ratio * count)
     steps = timesteps(scheduler.values, count, sampling.num_inference_steps)
     return sum(step >= boundary for step in steps)
 
 
-def _check_plain(scheduler: SchedulerConfig) -> None:
-    is_flow = scheduler.name != _UNIPC or bool(scheduler.values.get("use_flow_sigmas"))
-    special = next((key for key in _SPECIAL if scheduler.values.get(key)), None)
-    if special is not None or not is_flow:
-        raise ModelError(
-            f"scheduler/scheduler_config.json: {special or 'use_flow_sigmas'} is not supported for "
-            "a model with two experts"
+def check_first_timesteps(checkpoint: WanCheckpoint, sampling: WanSampling) -> None:
+    """Refuses parameters for which diffusers' image-to-video pipeline fails.
+
+    UniPC's timesteps are whole numbers. If the first two are equal, the pipeline, which does not
+    say where it begins, takes the second for the first.
+
+    Raises:
+        RequestError: the first two timesteps are equal.
+    """
+    scheduler = scheduler_config(checkpoint, sampling)
+    if not sampling.from_image or scheduler.name != _UNIPC or _special(scheduler) is not None:
+        return
+    count = int(scheduler.values.get("num_train_timesteps", 1000))
+    first, *others = _unipc_timesteps(scheduler.values, count, sampling.num_inference_steps)
+    if others and others[0] == first:
+        raise RequestError(
+            f"the first two of {sampling.num_inference_steps} steps have the same timestep, "
+            f"{first}: diffusers cannot run that",
+            "use fewer --steps or a lower --flow-shift",
         )
 
 
-def _unipc_timesteps(config: Mapping[str, Any], count: int, steps: int) -> list[float]:
+def _special(scheduler: SchedulerConfig) -> str | None:
+    """The key of the config that gives the scheduler another kind of noise levels."""
+    if scheduler.name == _UNIPC and not scheduler.values.get("use_flow_sigmas"):
+        return "use_flow_sigmas"
+    return next((key for key in _SPECIAL if scheduler.values.get(key)), None)
+
+
+def _unipc_timesteps(config: Mapping[str, Any], count: int, steps: int) -> list[int]:
     """As `UniPCMultistepScheduler.set_timesteps` with flow sigmas: float64, cut to integers."""
     shift = config.get("flow_shift", 1.0)
     sigmas = [_shifted(sigma, shift) for sigma in _linspace(1, 1 / count, steps + 1)[:-1]]
