@@ -23,14 +23,14 @@ from svdpp.config import (
 )
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.resolve import resolve
-from svdpp.errors import RequestError, VerificationError
+from svdpp.errors import RequestError
 from svdpp.media.examples import example_photos
 from svdpp.media.image import fit_photo, read_photo
 from svdpp.media.video import frames_sha256
 from svdpp.models import determinism
 from svdpp.models.families import family_of
 from svdpp.plan.layout import Roles
-from svdpp.verification.verify import verify
+from svdpp.verification.verify import compare, run_pipelined, run_sequential
 from svdpp.worker.fault_injection import InjectedFault
 from svdpp.worker.latent_checkpoints import LatentCheckpoints
 from svdpp.worker.tensor_store import tensor_sha256
@@ -157,12 +157,15 @@ def test_a_clip_resumes_in_the_middle_of_the_solvers_history(wan: Family, tmp_pa
 
 
 @pytest.mark.processes
-def test_verify_names_the_transfer_after_which_bits_differ(wan: Family) -> None:
-    config = replace(wan.config, world_size=3, split="balanced")
-    assert verify(config, wan.requests[:1]).is_equal
-    found = verify(config, wan.requests[:1], fault=InjectedFault("ulp", 1, 0))
-    with pytest.raises(VerificationError, match="rank 1"):
-        found.raise_if_different()
+@pytest.mark.parametrize("fault", [None, InjectedFault("ulp", 1, 0)])
+def test_the_proof_finds_the_transfer_after_which_bits_differ(
+    wan: Family, tmp_path: Path, fault: InjectedFault | None
+) -> None:
+    config, requests = replace(wan.config, world_size=3, split="balanced"), wan.requests[:1]
+    run_pipelined(config, requests, tmp_path, fault=fault)
+    run_sequential(config, requests, tmp_path)
+    first = compare(config, len(requests), tmp_path).first_difference
+    assert (None if first is None else first.rank) == (None if fault is None else 1)
 
 
 def test_ranks_hold_one_expert_each(wan: Family) -> None:
