@@ -70,13 +70,16 @@ class Difference(NamedTuple):
         return self.low <= 0 <= self.high and not self.is_apart
 
 
-def difference(a: Sequence[float], b: Sequence[float], drift: float = 0.0) -> Difference:
+def difference(
+    a: Sequence[float], b: Sequence[float], drift: float = 0.0, *, spreads: float = 1.0
+) -> Difference:
     """B minus A, with Welch's interval.
 
     Args:
         a: one value for each round of A.
         b: the same for B.
         drift: how far the machine itself has changed; widens the interval.
+        spreads: how many times the spread of the rounds a gap between A and B must exceed.
     """
     value = statistics.fmean(b) - statistics.fmean(a)
     low = high = None
@@ -84,10 +87,20 @@ def difference(a: Sequence[float], b: Sequence[float], drift: float = 0.0) -> Di
         errors = [statistics.variance(each) / len(each) for each in (a, b)]
         margin = _t999(errors, [len(a), len(b)]) * math.sqrt(sum(errors)) + abs(drift)
         low, high = value - margin, value + margin
-    return Difference(value, low, high, _are_apart(a, b, abs(drift)))
+    return Difference(value, low, high, _are_apart(a, b, abs(drift), spreads))
 
 
-def _are_apart(a: Sequence[float], b: Sequence[float], drift: float) -> bool:
+def difference_from_bound(bound: float, rounds: Sequence[float]) -> Difference:
+    """`rounds` minus `bound`, with Student's interval.
+
+    A bound has no spread of its own, so the rounds lie beyond it by chance more often than two sets
+    lie apart. At three spreads that happens to 4 rounds in 3 of 10,000 cases (by simulation: normal
+    and Student's t with 2 degrees of freedom; exponential 60).
+    """
+    return difference([bound] * len(rounds), rounds, spreads=3.0)
+
+
+def _are_apart(a: Sequence[float], b: Sequence[float], drift: float, spreads: float) -> bool:
     """Whether the gap between two sets, less the drift of the machine, is wider than either set.
 
     It assumes no distribution: a single disturbed round widens Welch's interval far more than this
@@ -96,7 +109,7 @@ def _are_apart(a: Sequence[float], b: Sequence[float], drift: float) -> bool:
     """
     gap = max(min(b) - max(a), min(a) - max(b)) - drift
     widest = max(max(values) - min(values) for values in (a, b))
-    return min(len(a), len(b)) >= _ENOUGH_ROUNDS and gap > widest
+    return min(len(a), len(b)) >= _ENOUGH_ROUNDS and gap > spreads * widest
 
 
 def _t999(errors: list[float], counts: list[int]) -> float:

@@ -17,7 +17,7 @@ from svdpp.bench.names import (
     TIME_PARTS,
     is_share,
 )
-from svdpp.bench.noise import NEGLIGIBLE, difference
+from svdpp.bench.noise import NEGLIGIBLE, difference_from_bound
 from svdpp.errors import RequestError
 
 Verdict = Literal["met", "within noise", "missed", "not measured"]
@@ -140,14 +140,13 @@ def _range(target: Target, rounds: list[float]) -> tuple[float | None, float | N
     """The range of the true figure, and whether it includes the bound."""
     if target.name.startswith("peak_"):
         return None, None, False  # the largest of all rounds, and not a mean
-    bounds = [target.bound] * len(rounds)
-    if is_share(target.name) or not all(value > 0 for value in (*bounds, *rounds)):
-        found = difference(bounds, rounds)
+    if is_share(target.name) or not all(value > 0 for value in (target.bound, *rounds)):
+        found = difference_from_bound(target.bound, rounds)
         if found.low is None or found.high is None:
             return None, None, True
         return target.bound + found.low, target.bound + found.high, bool(found.is_noise)
     # By logarithms, as in a comparison: the geometric mean of the rounds against the bound.
-    found = difference(list(map(math.log, bounds)), list(map(math.log, rounds)))
+    found = difference_from_bound(math.log(target.bound), list(map(math.log, rounds)))
     if found.low is None or found.high is None:  # this case ran out of memory in the other rounds
         return None, None, True
     is_noise = bool(found.is_noise) or abs(found.value) < NEGLIGIBLE

@@ -72,6 +72,7 @@ def rank_main(context: RankContext, setup: RankSetup) -> None:
     reporter.start()
     try:
         device = take_device(setup.config, context.world)
+        reporter.measure_memory(str(device))
         _serve(context, setup, device, reporter)
     except BaseException as error:
         reporter.failed(error)

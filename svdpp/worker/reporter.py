@@ -11,6 +11,7 @@ from svdpp.errors import error_to_dict
 from svdpp.launch.channel import Channel
 from svdpp.plan.actions import Action
 from svdpp.worker.messages import ClipFailed, DraftLost, Event, Failed, Heartbeat, TransferDone
+from svdpp.worker.peak_memory import bytes_in_use
 
 HEARTBEAT_SECONDS = 1.0
 
@@ -21,6 +22,7 @@ class Reporter:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._now = Heartbeat()
+        self._device = ""
         self._writers: list[Callable[[], bool]] = []
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._heartbeat, name="heartbeat", daemon=True)
@@ -37,6 +39,10 @@ class Reporter:
     def add_writer(self, is_busy: Callable[[], bool]) -> None:
         """Adds a writer thread; heartbeats report whether it is busy."""
         self._writers.append(is_busy)
+
+    def measure_memory(self, device: str) -> None:
+        """From now on, heartbeats report the memory in use on `device`."""
+        self._device = device
 
     def send(self, event: Event) -> None:
         """Sends one event."""
@@ -100,7 +106,9 @@ class Reporter:
     def _heartbeat(self) -> None:
         try:
             while True:
-                self.send(self._now.model_copy(update={"writing": self._is_writing()}))
+                memory = bytes_in_use(self._device) if self._device else None
+                current = {"writing": self._is_writing(), "memory_bytes": memory}
+                self.send(self._now.model_copy(update=current))
                 if self._stopped.wait(HEARTBEAT_SECONDS):
                     return
         except OSError:
