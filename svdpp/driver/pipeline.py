@@ -63,6 +63,7 @@ class Pipeline(LaunchedPipeline):
             ranks that a launcher has started.
         history_clips: how many of the latest clips `trace` keeps, and how many of the latest
             losses `failures` keeps. A pipeline that runs for days needs a limit; None keeps all.
+        trace_clips: how many of the latest clips `trace` keeps; None: as `history_clips`.
         ranks_ignore_signals: whether ranks that this process starts survive INT, TERM and HUP. A
             service finishes its clips after such a signal, which often reaches all processes.
         fault: the fault to inject, to test that it is detected.
@@ -93,6 +94,7 @@ class Pipeline(LaunchedPipeline):
         profile_path: str | None = None,
         output_folder: str | None = None,
         history_clips: int | None = None,
+        trace_clips: int | None = None,
         ranks_ignore_signals: bool = False,
         fault: InjectedFault | None = None,
     ) -> None:
@@ -121,6 +123,7 @@ class Pipeline(LaunchedPipeline):
             config.world_size, self.backend, allow_mixed=config.allow_mixed_devices
         )
         self._history_clips = history_clips
+        self._trace_clips = history_clips if trace_clips is None else trace_clips
         own_frames = self.config.model.dummy_latent.shape[2]
         model_frames = own_frames if self.checkpoint is None else self.checkpoint.num_frames
         self._configs = ClipConfigs(self.config, model_frames)
@@ -320,7 +323,7 @@ class Pipeline(LaunchedPipeline):
             new_liveness(self.config),
             device=self.config.device,
             observers=(self._take_event,),
-            trace=Trace(self.config.world_size, self._history_clips),
+            trace=Trace(self.config.world_size, self._trace_clips),
         )
         self._session = RankSession(
             supervisor,

@@ -89,7 +89,7 @@ class Heartbeat(_Message):
     writing: bool = False
     """Whether a writer thread has a clip or a latent checkpoint to write."""
     memory_bytes: int | None = None
-    """On CUDA the bytes in tensors, on the CPU the resident set; once a second."""
+    """On CUDA the bytes in tensors, on the CPU the resident set; None before the rank has one."""
     phase: str = ""
     """Before `Joined`: what the rank is doing."""
     peer: int = -1

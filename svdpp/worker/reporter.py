@@ -55,7 +55,7 @@ class Reporter:
         changed = (now.action, now.waiting) != (self._now.action, self._now.waiting)
         self._now = now
         if changed:
-            self.send(now)
+            self.send(now.model_copy(update={"memory_bytes": self._memory()}))
 
     def phase(self, phase: str, peer: int = -1) -> None:
         """Sets what heartbeats report before the rank has joined."""
@@ -100,14 +100,16 @@ class Reporter:
             )
         )
 
+    def _memory(self) -> int | None:
+        return bytes_in_use(self._device) if self._device else None
+
     def _is_writing(self) -> bool:
         return any(is_busy() for is_busy in self._writers)
 
     def _heartbeat(self) -> None:
         try:
             while True:
-                memory = bytes_in_use(self._device) if self._device else None
-                current = {"writing": self._is_writing(), "memory_bytes": memory}
+                current = {"writing": self._is_writing(), "memory_bytes": self._memory()}
                 self.send(self._now.model_copy(update=current))
                 if self._stopped.wait(HEARTBEAT_SECONDS):
                     return

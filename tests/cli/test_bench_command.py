@@ -18,6 +18,7 @@ from svdpp.cli.console import Console
 from svdpp.driver.trace import Trace
 from svdpp.errors import OutOfMemoryError, RankError
 from tests.cli.shell import assert_error, python, svdpp_alone, svdpp_here
+from tests.trace_format import check_trace
 
 TINY = (
     *("--model.name=dummy", "--model.latent_shape=[1, 4, 2, 8, 8]", "--workload.clips=2"),
@@ -178,7 +179,8 @@ def test_a_bench_of_the_dummy_and_its_comparison_with_itself(tmp_path: Path) -> 
     ranks = found["cases"]["pipeline"]["rounds"][0]["ranks"]
     assert all(rank["peak_reserved_gib"] > 0 for rank in ranks)
     trace = json.loads((tmp_path / "t.json").read_text())
-    assert trace["otherData"]["round"] == 0
+    check_trace(trace)
+    assert trace[0]["args"]["round"] == 0
     (command,) = [line for line in answer.err.splitlines() if line.startswith("plan with it: ")]
     planned = svdpp_here(*shlex.split(command)[4:-2], str(folder / "costs.json"), "--compare")
     assert planned.code == 0, planned
