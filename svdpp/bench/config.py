@@ -153,15 +153,10 @@ class BenchConfig(_Section):
             )
         return value
 
-    @field_validator("targets")
-    @classmethod
-    def _known_targets(cls, values: dict[str, str]) -> dict[str, str]:
-        for name, bound in values.items():
-            parse_target(name, bound)
-        return values
-
     @model_validator(mode="after")
-    def _enough_rounds(self) -> BenchConfig:
+    def _targets_can_be_judged(self) -> BenchConfig:
+        for name, bound in self.targets.items():
+            parse_target(name, bound)
         if self.targets:
             check_rounds(self.measure.repeats, "targets need")
         return self

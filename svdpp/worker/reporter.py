@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import traceback
 from collections.abc import Callable
@@ -101,7 +102,10 @@ class Reporter:
         )
 
     def _memory(self) -> int | None:
-        return bytes_in_use(self._device) if self._device else None
+        if self._device:
+            with contextlib.suppress(OSError, RuntimeError):  # a heartbeat matters more
+                return bytes_in_use(self._device)
+        return None
 
     def _is_writing(self) -> bool:
         return any(is_busy() for is_busy in self._writers)
