@@ -280,7 +280,8 @@ def _misses(found: dict[str, Any]) -> list[TargetError]:
     said = [f"missed {counted(len(targets), 'target')}: {', '.join(targets)}"] if targets else []
     if slower:
         said.append(f"slower than the baseline by more than noise: {', '.join(slower)}")
-    return [TargetError("; ".join(said))] if said else []
+    hint = "the tables above show each figure and its range"
+    return [TargetError("; ".join(said), hint)] if said else []
 
 
 def _raise_worst(failures: list[SvdppError], num_points: int) -> None:

@@ -33,14 +33,14 @@ def show_summary(console: Console, found: dict[str, Any]) -> None:
     bits = "the same bits in every case" if found["same_bits"] else "DIFFERENT BITS between cases"
     console.result(f"latents and frames: {bits}")
     if found["targets"]:
-        headings = ("target", "bound", "measured", "99.9% within", "")
+        headings = ("target", "bound", "value", "99.9% within", "")
         console.table(headings, [_target_row(*each) for each in found["targets"].items()])
 
 
 def _target_row(name: str, outcome: dict[str, Any]) -> tuple[str, ...]:
     value, low, high = outcome["value"], outcome["low"], outcome["high"]
-    measured = "-" if value is None else f"{value:.4g}"
-    within = "-" if low is None else f"{low:.3g} to {high:.3g}"
+    measured = "-" if value is None else f"{value:.3g}"
+    within = "-" if low is None else f"{low:.2g} to {high:.2g}"
     return name, outcome["target"], measured, within, outcome["verdict"]
 
 

@@ -74,6 +74,7 @@ class TraceFile:
         self._maker = _Maker(time.monotonic() if begin is None else begin)
         self._placement = Placement()
         self._queues: dict[int, _Queue] = defaultdict(_Queue)
+        self._memory: dict[int, float] = {}
         self._file: TextIO | None = None
         self._error: OSError | None = None
 
@@ -83,7 +84,7 @@ class TraceFile:
             return
         made = list(self._made(rank, event))
         if self._file is None and not isinstance(event, ActionDone):
-            self._head += made  # as many as there are ranks and links
+            self._head += made  # names, and memory while the ranks load their models
         elif made:
             try:
                 self._write(made)
@@ -112,7 +113,9 @@ class TraceFile:
             yield from self._maker.rank(rank, {rank: event.device})
         elif isinstance(event, Heartbeat) and event.memory_bytes is not None:
             mib = round(event.memory_bytes / 2**20, 1)
-            yield self._maker.counter(rank, "memory", time.monotonic(), MiB=mib)
+            if self._memory.get(rank) != mib:
+                self._memory[rank] = mib
+                yield self._maker.counter(rank, "memory", time.monotonic(), MiB=mib)
         for each in self._placement.place(rank, event):
             yield from self._maker.events(each)
             for when, depth in self._queues[rank].depths(each):
