@@ -32,7 +32,7 @@ def _no_file(device: str) -> int:
 
 
 def test_memory_is_reported_once_the_rank_has_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A heartbeat goes out even if the memory cannot be read: without it the rank counts as dead."""
+    """A heartbeat goes out even if memory cannot be read: without it the rank counts as dead."""
     channel = _Channel()
     reporter = Reporter(cast("Channel", channel))
     reporter.at(Action.parse("ENCODE c0 @0"))
