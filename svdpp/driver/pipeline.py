@@ -102,8 +102,9 @@ class Pipeline(LaunchedPipeline):
         self.backend = process_group.choose_backend(config.device, config.world_size)
         on_this_host = config.world_size if world is None else world.local_size
         process_group.check_devices(config.device, on_this_host, launched=world is not None)
-        if history_clips is not None and history_clips < 1:
-            raise RequestError(f"history_clips must be 1 or more, got {history_clips}")
+        for name, limit in (("history_clips", history_clips), ("trace_clips", trace_clips)):
+            if limit is not None and limit < 1:
+                raise RequestError(f"{name} must be 1 or more, got {limit}")
         self.config, self.checkpoint = resolve(config)
         self._setup = RankSetup(
             config=self.config,
