@@ -155,16 +155,19 @@ class Placement:
                 pass
         return []
 
+    def on_rank_0(self, rank: int, when: float) -> float:
+        """A time of a rank's monotonic clock, by that of rank 0's machine."""
+        return when - self._clock_ahead[rank]
+
     def _action(self, rank: int, done: ActionDone, action: Action) -> list[Placed]:
         steps = [step for step in self._unplaced.pop(rank, []) if step.clip == action.clip]
-        ahead = self._clock_ahead[rank]
-        start, end = done.start - ahead, done.end - ahead
+        start, end = self.on_rank_0(rank, done.start), self.on_rank_0(rank, done.end)
         # It may be two waits, for a send and then a receive, with almost nothing between.
         waits = [WaitSpan(rank, start - done.waited, start)] if done.waited > 0 else []
         return [Span(rank, action, start, end), *_placed(rank, steps, start, end), *waits]
 
     def _transfer(self, rank: int, done: TransferDone) -> TransferSpan:
-        end = done.end - self._clock_ahead[rank]
+        end = self.on_rank_0(rank, done.end)
         return TransferSpan(
             rank=rank,
             direction=done.direction,
