@@ -124,7 +124,6 @@ class Pipeline(LaunchedPipeline):
             config.world_size, self.backend, allow_mixed=config.allow_mixed_devices
         )
         self._history_clips = history_clips
-        self._trace_clips = history_clips if trace_clips is None else trace_clips
         own_frames = self.config.model.dummy_latent.shape[2]
         model_frames = own_frames if self.checkpoint is None else self.checkpoint.num_frames
         self._configs = ClipConfigs(self.config, model_frames)
@@ -135,6 +134,7 @@ class Pipeline(LaunchedPipeline):
         # Held while clips get their indices and go to the ranks, in the same order for all ranks.
         # Reentrant: a signal handler may close the pipeline meanwhile.
         self._submitting = threading.RLock()
+        self._trace_clips = history_clips if trace_clips is None else trace_clips
         self._is_entered = False
         self._supervisor: Supervisor | None = None
         self._session: RankSession | None = None

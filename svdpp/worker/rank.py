@@ -72,7 +72,6 @@ def rank_main(context: RankContext, setup: RankSetup) -> None:
     reporter.start()
     try:
         device = take_device(setup.config, context.world)
-        reporter.measure_memory(str(device))
         _serve(context, setup, device, reporter)
     except BaseException as error:
         reporter.failed(error)
@@ -114,6 +113,7 @@ def _prepare(
     config, rank = setup.config, context.world.rank
     conditions = conditions_of(config, setup.checkpoint, str(device))
     reporter.send(Started(device=str(device), uuid=gpu_uuid(str(device)), conditions=conditions))
+    reporter.measure_memory(str(device))
     reporter.phase("loading the model")
     begun = time.monotonic()
     if setup.fault:
