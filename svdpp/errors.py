@@ -124,6 +124,13 @@ class NotFiniteError(SvdppError):
     meaning = "a latent is not finite"
 
 
+class TargetError(SvdppError):
+    """A bench missed a target, or is slower than its baseline, by more than noise."""
+
+    exit_code = 10
+    meaning = "a bench missed a target"
+
+
 class Interrupted(BaseException):
     """A signal ended the run; the exit code is 128 plus the signal's number, as in a shell.
 
@@ -154,6 +161,7 @@ _TYPES: dict[str, type[SvdppError]] = {
         OutputError,
         ClosedError,
         NotFiniteError,
+        TargetError,
     )
 }
 

@@ -20,6 +20,7 @@ from svdpp.errors import (
     RankError,
     RequestError,
     SvdppError,
+    TargetError,
     TransportError,
     VerificationError,
     error_from_dict,
@@ -42,6 +43,7 @@ EXIT_CODES = {
     OutputError: 8,
     ClosedError: 1,
     NotFiniteError: 9,
+    TargetError: 10,
 }
 
 
@@ -66,7 +68,7 @@ def test_exit_codes_are_distinct_but_for_kinds_of_one_another() -> None:
     kinds = (DeviceError, TransportError, ClosedError)
     codes = [cls.exit_code for cls in EXIT_CODES if cls not in kinds]
 
-    assert sorted(codes) == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    assert sorted(codes) == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

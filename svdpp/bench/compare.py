@@ -13,33 +13,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, Field, ValidationError
 
 from svdpp.bench.names import DATA_PARALLEL, ENVIRONMENT, ONE_DEVICE, PIPELINE, SUMMARY
-from svdpp.errors import InputError, describe_fault
-
-#: Two-sided 99.9% quantiles of Student's t, by degrees of freedom; between two entries the smaller
-#: one applies, which errs towards noise. The level is strict because ten figures are compared: at
-#: 99% each, every tenth pair of equal benches would be called different.
-_T999 = {
-    1: 636.62,
-    2: 31.599,
-    3: 12.924,
-    4: 8.610,
-    5: 6.869,
-    6: 5.959,
-    7: 5.408,
-    8: 5.041,
-    9: 4.781,
-    10: 4.587,
-    15: 4.073,
-    20: 3.850,
-    30: 3.646,
-    60: 3.460,
-    120: 3.373,
-}
-
-_ENOUGH_ROUNDS = 4
-
-#: Ratios closer to 1 than this are never called different, however small their spread.
-_NEGLIGIBLE = 0.01
+from svdpp.bench.noise import MIN_ROUNDS, NEGLIGIBLE, check_rounds, difference
+from svdpp.errors import InputError, RequestError, describe_fault
 
 
 class _Round(BaseModel):
@@ -93,15 +68,22 @@ class Ratio:
     """Whether the gap between A's and B's rounds exceeds the spread of either."""
     is_baseline: bool = False
     """Whether A and B are the same work with the same libraries on the same machine."""
+    is_rate: bool = True
+    """Whether a higher figure is the faster one."""
 
     @property
     def is_noise(self) -> bool | None:
         """Whether the difference is within noise; None if unknown."""
-        if self.is_baseline or abs(math.log(self.value)) < _NEGLIGIBLE:
+        if self.is_baseline or abs(math.log(self.value)) < NEGLIGIBLE:
             return True
         if self.low is None or self.high is None:
             return None
         return self.low <= 1 <= self.high and not self.is_apart
+
+    @property
+    def is_slower(self) -> bool:
+        """Whether B is slower than A by more than noise."""
+        return self.is_noise is False and (self.value < 1) == self.is_rate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +94,7 @@ class Comparison:
     b: Summary
     ratios: list[Ratio]
     settings: list[str]
-    """The configuration fields that differ, such as `pipeline.world: 2, 4`."""
+    """The configuration fields that differ, such as `pipeline.world: 2, 4`; without targets."""
     machines: list[str]
     """The facts about the machines that differ."""
     same_bits: bool | None
@@ -134,6 +116,19 @@ class Comparison:
             return "unknown: a single round has no spread; use --measure.repeats=3 or more"
         return "equal: every difference is within noise"
 
+    @property
+    def slower(self) -> list[Ratio]:
+        """The figures in which svdpp became slower by more than noise.
+
+        On another machine only the pipeline's ratio to diffusers says anything of svdpp. Its ratio
+        to data parallel never counts: it also falls where data parallel became faster.
+        """
+        ours = {f"{PIPELINE} / {ONE_DEVICE}"}
+        if not self.machines:
+            figures = _FIGURES.values()
+            ours |= {f"{case}: {words}" for case in (PIPELINE, DATA_PARALLEL) for words in figures}
+        return [each for each in self.ratios if each.name in ours and each.is_slower]
+
 
 def compare(a: Path, b: Path) -> Comparison:
     """Compares the bench in folder `b` with that in folder `a`.
@@ -152,10 +147,40 @@ def compare(a: Path, b: Path) -> Comparison:
         a=one,
         b=other,
         ratios=list(_ratios(one, other, same_baseline=same_work and not machines)),
-        settings=_differences(one.config, other.config),
+        settings=_differences(_measured(one.config), _measured(other.config)),
         machines=machines,
         same_bits=one.latents_sha256 == other.latents_sha256 if same_clips else None,
     )
+
+
+def check_baseline(folder: Path, config: Mapping[str, Any], repeats: int) -> None:
+    """Checks before a bench that it can be compared with the earlier one in `folder`.
+
+    Args:
+        folder: of the earlier bench.
+        config: of the new one, resolved.
+        repeats: its number of rounds.
+
+    Raises:
+        InputError: the folder holds no finished bench, or one with too few rounds.
+        RequestError: the new bench does other work, or has too few rounds.
+    """
+    check_rounds(repeats, "--baseline needs")
+    earlier = _read_summary(folder)
+    _machine(folder)
+    num_rounds = len(earlier.cases[PIPELINE].rounds)
+    if num_rounds < MIN_ROUNDS:
+        raise InputError(
+            f"the bench in {str(folder)!r} has too few rounds to know its noise: "
+            f"{num_rounds}, and {MIN_ROUNDS} are needed",
+            f"measure it again with --measure.repeats={MIN_ROUNDS + 2}",
+        )
+    other = _differences(_baseline(earlier.config), _baseline(config))
+    if other:
+        raise RequestError(
+            f"the bench in {str(folder)!r} did other work: {'; '.join(other)}",
+            "svdpp bench --compare compares any two benches",
+        )
 
 
 def ratio(
@@ -165,6 +190,7 @@ def ratio(
     *,
     drift: float = 0.0,
     is_baseline: bool = False,
+    is_rate: bool = True,
 ) -> Ratio:
     """B over A: the ratio of geometric means over the rounds, with Welch's interval.
 
@@ -174,43 +200,20 @@ def ratio(
         b: the same for B.
         drift: the logarithm of the change of the machine itself; added to the margin.
         is_baseline: whether `drift` was computed from this figure.
+        is_rate: whether a higher figure is the faster one.
     """
-    logs = [[math.log(value) for value in values] for values in (a, b)]
-    means = [statistics.fmean(each) for each in logs]
-    low = high = None
-    if min(map(len, logs)) > 1:
-        errors = [statistics.variance(each) / len(each) for each in logs]
-        margin = _t999(errors, [len(each) for each in logs]) * math.sqrt(sum(errors)) + abs(drift)
-        low, high = (math.exp(means[1] - means[0] + sign * margin) for sign in (-1, 1))
+    found = difference(list(map(math.log, a)), list(map(math.log, b)), drift)
     return Ratio(
         name=name,
-        a=math.exp(means[0]),
-        b=math.exp(means[1]),
-        value=math.exp(means[1] - means[0]),
-        low=low,
-        high=high,
-        is_apart=_are_apart(logs[0], logs[1], abs(drift)),
+        a=statistics.geometric_mean(a),
+        b=statistics.geometric_mean(b),
+        value=math.exp(found.value),
+        low=None if found.low is None else math.exp(found.low),
+        high=None if found.high is None else math.exp(found.high),
+        is_apart=found.is_apart,
         is_baseline=is_baseline,
+        is_rate=is_rate,
     )
-
-
-def _are_apart(a: list[float], b: list[float], drift: float) -> bool:
-    """Whether the gap between two sets, less the drift of the machine, is wider than either set.
-
-    It assumes no distribution: a single disturbed round widens Welch's interval far more than this
-    one. For two equal sets of 4 values it is true in 6 of 10,000 cases (by simulation: normal,
-    exponential and Student's t with 2 degrees of freedom); with fewer values it is more often true.
-    """
-    gap = max(min(b) - max(a), min(a) - max(b)) - drift
-    widest = max(max(values) - min(values) for values in (a, b))
-    return min(len(a), len(b)) >= _ENOUGH_ROUNDS and gap > widest
-
-
-def _t999(errors: list[float], counts: list[int]) -> float:
-    """The quantile of Student's t for the Welch-Satterthwaite degrees of freedom."""
-    below = sum(error**2 / (n - 1) for error, n in zip(errors, counts, strict=True))
-    freedom = sum(errors) ** 2 / below if below else 1.0
-    return _T999[max(each for each in _T999 if each <= max(1.0, freedom + 1e-6))]
 
 
 def _ratios(a: Summary, b: Summary, *, same_baseline: bool) -> Iterator[Ratio]:
@@ -226,7 +229,13 @@ def _ratios(a: Summary, b: Summary, *, same_baseline: bool) -> Iterator[Ratio]:
             values = _values(a, case, name), _values(b, case, name)
             is_baseline = same_baseline and case == ONE_DEVICE
             if all(values):
-                yield ratio(f"{case}: {words}", *values, drift=drift, is_baseline=is_baseline)
+                yield ratio(
+                    f"{case}: {words}",
+                    *values,
+                    drift=drift,
+                    is_baseline=is_baseline,
+                    is_rate=name == "steady_clips_per_minute",
+                )
 
 
 def _values(summary: Summary, case: str, name: str) -> list[float]:
@@ -244,6 +253,11 @@ def _baseline(config: Mapping[str, Any]) -> dict[str, Any]:
     workload = {name: value for name, value in config["workload"].items() if name != "clips"}
     same = {name: config[name] for name in ("model", "precision")}
     return {**same, "workload": workload, "ranks": ranks}
+
+
+def _measured(config: Mapping[str, Any]) -> dict[str, Any]:
+    """All fields but the targets, which change nothing that is measured."""
+    return {name: value for name, value in config.items() if name != "targets"}
 
 
 def _clips(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,8 +12,18 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
+from svdpp.bench.noise import check_rounds
+from svdpp.bench.targets import parse_target
 from svdpp.config import DEFAULT_MODEL, DEFAULT_NUM_STEPS, Fit, PipelineConfig
 from svdpp.config.limits import MAX_CLIPS
 from svdpp.errors import InputError, RequestError, describe_fault
@@ -130,6 +140,8 @@ class BenchConfig(_Section):
     measure: Measure = Measure()
     profile: bool = False
     """Whether torch.profiler profiles one clip on rank 0, in a separate run at the end."""
+    targets: dict[str, str] = {}
+    """Bounds for figures of the summary, such as `overhead: "<= 1.05"`."""
 
     @field_validator("precision", mode="before")
     @classmethod
@@ -140,6 +152,14 @@ class BenchConfig(_Section):
                 "ranks nor the proof support it; bf16 and fp16 apply to weights and latents"
             )
         return value
+
+    @model_validator(mode="after")
+    def _targets_can_be_judged(self) -> BenchConfig:
+        for name, bound in self.targets.items():
+            parse_target(name, bound)
+        if self.targets:
+            check_rounds(self.measure.repeats, "targets need")
+        return self
 
     def resolved(self, config: PipelineConfig) -> BenchConfig:
         """A copy with the values that depend on the machine, the model and its defaults."""
@@ -157,8 +177,8 @@ class BenchConfig(_Section):
 
     @property
     def sha256(self) -> str:
-        """The hash of all fields but the experiment's name; equal for equal measurements."""
-        values = self.model_dump(exclude={"experiment"})
+        """The hash of all fields but the name and the targets; equal for equal measurements."""
+        values = self.model_dump(exclude={"experiment", "targets"})
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
     def to_yaml(self) -> str:
@@ -235,7 +255,8 @@ def _override(content: dict[str, Any], text: str) -> None:
     dotted, equals, value = text.partition("=")
     if not equals or not dotted:
         raise RequestError(f"an override is section.field=value, got {text!r}")
-    *sections, field = dotted.split(".")
+    is_target = dotted.startswith("targets.")  # the name of a target may have a dot
+    *sections, field = dotted.split(".", 1) if is_target else dotted.split(".")
     place = content
     for section in sections:
         if place.get(section) is None:
@@ -244,7 +265,7 @@ def _override(content: dict[str, Any], text: str) -> None:
         if not isinstance(place, dict):
             raise RequestError(f"{text!r}: {section!r} is not a section")
     try:
-        place[field] = _parsed(value)
+        place[field] = value if is_target else _parsed(value)  # YAML takes '>' for a block of text
     except yaml.YAMLError as error:
         raise RequestError(f"{text!r}: the value is not YAML") from error
 
@@ -270,7 +291,8 @@ def _leaves(content: dict[str, Any], above: tuple[str, ...] = ()) -> Iterator[An
 
 def _is_sweep(place: tuple[str, ...], value: object) -> bool:
     """Whether `value` is a list for a field of single values; validation refuses an empty one."""
-    return isinstance(value, list) and bool(value) and ".".join(place) not in _LISTS
+    is_single = ".".join(place) not in _LISTS and place[0] != "targets"
+    return isinstance(value, list) and bool(value) and is_single
 
 
 def _set(content: dict[str, Any], place: tuple[str, ...], value: object) -> None:
@@ -298,6 +320,9 @@ def _validated(content: dict[str, Any], name: str) -> BenchConfig:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
+        cause = first.get("ctx", {}).get("error")
+        if isinstance(cause, RequestError):
+            raise RequestError(f"{name}: {cause.message}", cause.hint) from error
         if first["type"] == "extra_forbidden":
             raise RequestError(f"{name}: no field {where!r}", _known(where)) from error
         raise RequestError(f"{name}: {where} {describe_fault(first)}") from error

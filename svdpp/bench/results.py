@@ -22,13 +22,17 @@ from svdpp.bench.names import (
     SPANS,
     SUMMARY,
     TABLE,
+    TIME_PARTS,
+    is_share,
 )
-from svdpp.bench.runner import Bench, Round, differing
+from svdpp.bench.runner import Bench, Round, differing, schedule_of
+from svdpp.bench.targets import outcomes
+from svdpp.config import PipelineConfig
 from svdpp.diagnostics.environment import environment
 from svdpp.diagnostics.time_breakdown import time_breakdown
 from svdpp.errors import OutputError
 from svdpp.media import output_files
-from svdpp.plan.forecast import percentile
+from svdpp.plan.forecast import percentile, replay, summarise
 
 SCHEMA_VERSION = 2
 _GIB = 2**30
@@ -131,10 +135,12 @@ def span_records(done: Round) -> Iterator[dict[str, Any]]:
 def summary(bench: Bench, run_id: str) -> dict[str, Any]:
     """The content of `summary.json`."""
     cases = {
-        case: _case(bench, case, [_figures(each) for each in bench.rounds if each.case == case])
-        for case in bench.cases
+        case: _case(
+            bench, case, [_figures(each, config) for each in bench.rounds if each.case == case]
+        )
+        for case, config in bench.cases.items()
     }
-    return {
+    found = {
         "schema_version": SCHEMA_VERSION,
         "experiment": bench.asked.experiment,
         "run_id": run_id,
@@ -145,6 +151,7 @@ def summary(bench: Bench, run_id: str) -> dict[str, Any]:
         "same_bits": not differing(bench.rounds),
         "latents_sha256": _hashes(bench),
     }
+    return {**found, "targets": outcomes(bench.asked.targets, found)}
 
 
 def _case(bench: Bench, case: str, rounds: list[dict[str, Any]]) -> dict[str, Any]:
@@ -172,12 +179,12 @@ def _over_rounds(name: str, rounds: list[dict[str, Any]]) -> float | None:
         return None
     if name.startswith("peak_"):
         return float(max(values))
-    if name.endswith("_share") or name == "bubble":
+    if is_share(name):
         return statistics.fmean(values)
     return statistics.geometric_mean(values) if all(values) else 0.0
 
 
-def _figures(done: Round) -> dict[str, Any]:
+def _figures(done: Round, config: PipelineConfig) -> dict[str, Any]:
     """A round's figures: plain numbers, with those of each rank under `ranks`."""
     times = done.trace.summary()
     steps = [step.end - step.start for step in done.trace.steps]
@@ -197,6 +204,7 @@ def _figures(done: Round) -> dict[str, Any]:
         "round": done.number,
         "clips": times.clips,
         "makespan_seconds": round(times.makespan, 4),
+        "overhead": round(times.makespan / _ideal_makespan(done, config), 4),
         "first_clip_seconds": round(times.first_clip, 4),
         "draft_seconds": round(statistics.median(drafts), 4) if drafts else None,
         "steady_clips_per_minute": round(60 / times.seconds_per_clip, 4),
@@ -206,7 +214,7 @@ def _figures(done: Round) -> dict[str, Any]:
         "bubble": round(times.bubble, 4),
         **{
             f"{part}_share": round(sum(rank[part] for rank in ranks) / wall, 4)
-            for part in ("compute", "wait", "transfer", "idle", "unaccounted")
+            for part in TIME_PARTS
         },
         "start_seconds": round(done.start_seconds, 3),
         "load_seconds": max(rank["load_seconds"] for rank in ranks),
@@ -214,6 +222,12 @@ def _figures(done: Round) -> dict[str, Any]:
         "peak_reserved_gib": max(r["peak_reserved_gib"] or 0.0 for r in ranks) or None,
         "ranks": ranks,
     }
+
+
+def _ideal_makespan(done: Round, config: PipelineConfig) -> float:
+    """The makespan of the same actions at the round's own mean costs, without an engine."""
+    schedule = schedule_of(config, done.trace.summary().clips)
+    return summarise(replay(schedule, done.trace.costs()), config.world_size).makespan
 
 
 def _speedups(cases: Mapping[str, Any]) -> dict[str, Any]:

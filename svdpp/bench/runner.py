@@ -10,6 +10,7 @@ from pathlib import Path
 from svdpp.bench.config import BenchConfig
 from svdpp.bench.names import DATA_PARALLEL, ONE_DEVICE, PIPELINE
 from svdpp.bench.ranks import Ranks, StartedRanks
+from svdpp.bench.targets import check_measurable
 from svdpp.config import ClipRequest, PipelineConfig
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.supervisor import OpenObserver, no_observer
@@ -69,6 +70,7 @@ class Bench:
         is_member: whether this is a launched rank other than 0, which measures nothing.
 
     Raises:
+        RequestError: the bench does not measure a figure that has a target.
         InputError: an image cannot be read.
     """
 
@@ -78,6 +80,12 @@ class Bench:
         self.config = config
         self.asked = asked.resolved(config)
         self.cases = cases_of(config)
+        check_measurable(
+            asked.targets,
+            self.cases,
+            is_draft=config.draft is not None,
+            has_gpu=config.device != "cpu",
+        )
         self.rounds: list[Round] = []
         self.out_of_memory: dict[str, OutOfMemoryError] = {}
         """The baselines that do not fit on the devices."""
@@ -153,7 +161,7 @@ class Bench:
         listener = _Listener(done)
         clips = [*warmups, *self.requests]
         with self.open_observer(
-            self._place(case, number), _schedule(config, len(clips))
+            self._place(case, number), schedule_of(config, len(clips))
         ) as progress:
             if case == ONE_DEVICE:
                 run_reference(config, clips, observers=(listener, progress, ranks.check_alive))
@@ -168,8 +176,8 @@ class Bench:
         return f"round {number + 1} of {self.asked.measure.repeats}, {case}"
 
 
-def _schedule(config: PipelineConfig, num_clips: int) -> Schedule:
-    """What the ranks of a case do, including the warm-up."""
+def schedule_of(config: PipelineConfig, num_clips: int) -> Schedule:
+    """What the ranks of a case do."""
     clips = range(num_clips)
     if config.draft is not None:
         return config.draft_plan.schedule(clips)

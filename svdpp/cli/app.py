@@ -39,8 +39,8 @@ folder, and by variables such as SVDPP_MODEL; svdpp env shows them.
 
 Exit codes: 0 success; 1 unexpected error; 2 wrong request; 3 verify found a difference; 4 out of
 memory; 5 model missing, gated, incomplete or not safetensors; 6 a rank died or stalled; 7 input
-unreadable or hostile; 8 output cannot be written; 9 a latent is not finite; 128 + n ended by signal
-n. If several clips fail, the exit code is the highest of theirs.
+unreadable or hostile; 8 output cannot be written; 9 a latent is not finite; 10 a bench missed a
+target; 128 + n ended by signal n. If several clips fail, the exit code is the highest of theirs.
 """
 
 

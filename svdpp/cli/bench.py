@@ -15,7 +15,14 @@ from svdpp.cli.options.bench import BenchOptions
 from svdpp.cli.options.outputs import TraceOptions
 from svdpp.cli.options.talk import TalkOptions
 from svdpp.config import DEMO_MODEL, DUMMY_MODEL
-from svdpp.errors import RequestError, SvdppError, VerificationError, error_to_dict, highest_code
+from svdpp.errors import (
+    RequestError,
+    SvdppError,
+    TargetError,
+    VerificationError,
+    error_to_dict,
+    highest_code,
+)
 
 if TYPE_CHECKING:
     from svdpp.bench.config import BenchConfig
@@ -26,8 +33,8 @@ if TYPE_CHECKING:
 @command(
     examples=(
         "svdpp bench smoke",
-        "svdpp bench smoke --workload.clips=4 --measure.repeats=2",
         "svdpp bench --compare results/smoke/A results/smoke/B",
+        "svdpp bench smoke --measure.repeats=7 --baseline results/smoke/A",
     ),
     without=("timeline", "profile"),
     # Options of the form --section.field=value are the configuration's, not this command's.
@@ -42,13 +49,14 @@ def bench(
     """Measure a pipeline against data parallel and against diffusers on one device.
 
     Each round starts, warms up and measures all three on the same devices. If a clip's bits differ
-    from those of diffusers, the results are written and the exit code is 3.
+    from those of diffusers, the results are written and the exit code is 3. It is 10 if a target
+    is missed by more than noise.
     """
     from svdpp.cli.request import is_joined_member
 
     names, overrides = _sorted_out(asked.words or [])
     if asked.compare is not None:
-        if names or overrides or asked.settings:
+        if names or overrides or asked.settings or asked.baseline is not None:
             raise RequestError("--compare takes two folders and no configuration")
         if not is_joined_member():
             _compare(console, *asked.compare)
@@ -57,11 +65,12 @@ def bench(
     if asked.torch_profile:
         overrides.append("profile=true")
     points = _points(names, overrides)
-    if traces.trace is not None and len(points) > 1:
-        raise RequestError(
-            f"--trace shows one point, and the lists span {len(points)}",
-            "leave --trace out, or give one value for each field",
-        )
+    for option, value in (("--trace", traces.trace), ("--baseline", asked.baseline)):
+        if value is not None and len(points) > 1:
+            raise RequestError(
+                f"{option} takes one point, and the lists span {len(points)}",
+                f"leave {option} out, or give one value for each field",
+            )
     if is_joined_member():
         _serve(console, _benches(points, is_member=True))
         return
@@ -72,14 +81,28 @@ def bench(
         svd=any(point.model.name != DUMMY_MODEL for point in points),
         device=points[0].pipeline.device,
     )
-    _measure(console, _benches(points, is_member=False), asked.results, traces.trace)
+    benches = _benches(points, is_member=False)
+    if asked.baseline is not None:
+        _check_baseline(asked.baseline, benches[0])
+    _measure(console, benches, asked, traces.trace)
 
 
 def _compare(console: Console, a: Path, b: Path) -> None:
     from svdpp.bench.compare import compare
-    from svdpp.cli.bench_report import show_comparison
+    from svdpp.cli.bench_report import comparison_record, show_comparison
 
-    show_comparison(console, a, b, compare(a, b))
+    found = compare(a, b)
+    if console.as_json:
+        console.json(comparison_record(found))
+    else:
+        show_comparison(console, a, b, found)
+
+
+def _check_baseline(folder: Path, one: Bench) -> None:
+    from svdpp.bench.compare import check_baseline
+
+    config = one.asked.model_dump(mode="json")
+    check_baseline(folder, config, one.asked.measure.repeats)
 
 
 def _sorted_out(words: list[str]) -> tuple[list[str], list[str]]:
@@ -135,7 +158,9 @@ def _serve(console: Console, benches: list[Bench]) -> None:
     serve_all(pipelines_of(benches), lambda pipeline: launched.serve(pipeline, console))
 
 
-def _measure(console: Console, benches: list[Bench], root: Path, trace: Path | None) -> None:
+def _measure(
+    console: Console, benches: list[Bench], asked: BenchOptions, trace: Path | None
+) -> None:
     """Measures point by point.
 
     If this command starts the ranks, the other points are measured even when one fails. Ranks that
@@ -155,7 +180,7 @@ def _measure(console: Console, benches: list[Bench], root: Path, trace: Path | N
             if len(benches) > 1:
                 console.info(f"point {index + 1} of {len(benches)}")
             try:
-                found.append(_run(console, one, ranks, root, trace))
+                found.append(_run(console, one, ranks, asked, trace))
             except SvdppError as error:
                 if len(benches) == 1:
                     raise
@@ -166,22 +191,23 @@ def _measure(console: Console, benches: list[Bench], root: Path, trace: Path | N
                     break  # the ranks ended with the point
                 console.info(f"point {index + 1} of {len(benches)}: {error.message}")
             else:
-                failures += _differences(one)
+                failures += _differences(one) or _misses(found[-1])
         if console.as_json:
             console.json(found)
         _raise_worst(failures, len(benches))
 
 
 def _run(
-    console: Console, one: Bench, ranks: Ranks | None, root: Path, trace: Path | None
+    console: Console, one: Bench, ranks: Ranks | None, asked: BenchOptions, trace: Path | None
 ) -> dict[str, Any]:
     """Measures one point, writes its results and prints them."""
+    from svdpp.bench.compare import compare
     from svdpp.bench.names import COSTS, PROFILE
     from svdpp.bench.results import Results
-    from svdpp.cli.bench_report import show_summary
+    from svdpp.cli.bench_report import comparison_record, show_comparison, show_summary
     from svdpp.cli.progress import Progress
 
-    kept = Results(root, one)
+    kept = Results(asked.results, one)
     one.profile_path = (kept.folder / PROFILE).absolute()
     one.open_observer = partial(Progress, console, costs=one.config.costs, ranks=False)
     console.info(_headline(one))
@@ -191,6 +217,11 @@ def _run(
     if trace is not None:
         _write_trace(one, trace)
     show_summary(console, found)
+    if asked.baseline is not None:
+        comparison = compare(asked.baseline, kept.folder)
+        found["baseline"] = comparison_record(comparison)
+        console.result()
+        show_comparison(console, asked.baseline, kept.folder, comparison)
     console.result(f"results: {kept.folder}")
     folder, costs = (shlex.quote(str(each)) for each in (kept.folder, kept.folder / COSTS))
     world = one.config.world_size
@@ -241,11 +272,27 @@ def _differences(one: Bench) -> list[VerificationError]:
     ]
 
 
+def _misses(found: dict[str, Any]) -> list[TargetError]:
+    """An error if a point missed targets or became slower than its baseline; empty if not."""
+    from svdpp.bench.targets import missed
+
+    targets, slower = missed(found.get("targets", {})), found.get("baseline", {}).get("slower", [])
+    said = [f"missed {counted(len(targets), 'target')}: {', '.join(targets)}"] if targets else []
+    if slower:
+        said.append(f"slower than the baseline by more than noise: {', '.join(slower)}")
+    hint = "the tables above show each figure and its range"
+    return [TargetError("; ".join(said), hint)] if said else []
+
+
 def _raise_worst(failures: list[SvdppError], num_points: int) -> None:
-    """Ends the command with the highest exit code of its points; returns if none failed."""
+    """Ends the command with the highest exit code of its points; returns if none failed.
+
+    A missed target decides it only if nothing else failed.
+    """
     if not failures:
         return
-    worst = highest_code(failures)
+    others = [error for error in failures if not isinstance(error, TargetError)]
+    worst = highest_code(others or failures)
     if num_points > 1:
         worst.message = f"{len(failures)} of {num_points} points failed: {worst.message}"
     raise worst

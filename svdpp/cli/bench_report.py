@@ -32,6 +32,16 @@ def show_summary(console: Console, found: dict[str, Any]) -> None:
     console.result(_accounted(found))
     bits = "the same bits in every case" if found["same_bits"] else "DIFFERENT BITS between cases"
     console.result(f"latents and frames: {bits}")
+    if found["targets"]:
+        headings = ("target", "bound", "value", "99.9% within", "")
+        console.table(headings, [_target_row(*each) for each in found["targets"].items()])
+
+
+def _target_row(name: str, outcome: dict[str, Any]) -> tuple[str, ...]:
+    value, low, high = outcome["value"], outcome["low"], outcome["high"]
+    measured = "-" if value is None else f"{value:.3g}"
+    within = "-" if low is None else f"{low:.2g} to {high:.2g}"
+    return name, outcome["target"], measured, within, outcome["verdict"]
 
 
 def _row(case: str, about: dict[str, Any]) -> tuple[str, ...]:
@@ -64,9 +74,6 @@ def _accounted(found: dict[str, Any]) -> str:
 
 def show_comparison(console: Console, a: Path, b: Path, found: Comparison) -> None:
     """Prints differences of settings and machine, every ratio, and the verdict."""
-    if console.as_json:
-        console.json(_as_record(found))
-        return
     console.result(f"A {a}")
     console.result(f"B {b}")
     for what, lines in (("setting", found.settings), ("machine", found.machines)):
@@ -89,13 +96,15 @@ def _ratio_row(ratio: Ratio) -> tuple[str, ...]:
     return ratio.name, f"{ratio.a:.4g}", f"{ratio.b:.4g}", f"{ratio.value:.3g}", within, word
 
 
-def _as_record(found: Comparison) -> dict[str, Any]:
+def comparison_record(found: Comparison) -> dict[str, Any]:
+    """What `--compare --json` prints, and `--baseline` adds to a result."""
     return {
         "schema_version": 1,
         "a": found.a.run_id,
         "b": found.b.run_id,
         "equal": found.is_equal,
         "verdict": found.verdict,
+        "slower": [each.name for each in found.slower],
         "same_bits": found.same_bits,
         "settings": found.settings,
         "machines": found.machines,

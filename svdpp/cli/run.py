@@ -208,7 +208,7 @@ def _planned(
     if asked.sampling.measures_chunk:
         config, measured = with_fitting_chunk(config)
         console.info(measured)
-    pipeline = asked.pipeline(config, outputs.profile_path)
+    pipeline = asked.pipeline(config, outputs)
     assert pipeline.checkpoint is not None
     clips = plan_clips(found, asked.seeds, policy, pipeline.config, pipeline.checkpoint)
     if pipeline.spans_hosts:

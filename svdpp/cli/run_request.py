@@ -25,9 +25,13 @@ from svdpp.errors import InputError, RequestError, SvdppError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from svdpp.cli.trace_outputs import TraceOutputs
     from svdpp.driver.pipeline import Pipeline
     from svdpp.media.image import Photo
     from svdpp.media.inputs import ClipInput
+
+# Clips whose measurements a run keeps in memory; about 10 MB, however long it is.
+_TRACE_CLIPS = 1000
 
 # Ratio of two aspect ratios whose difference is not visible.
 _SAME_SHAPE = 1.05
@@ -196,8 +200,8 @@ class RunRequest:
             )
         return remarks
 
-    def pipeline(self, config: PipelineConfig, profile_path: str | None = None) -> Pipeline:
-        """The pipeline of `config`, with the folders of the request."""
+    def pipeline(self, config: PipelineConfig, outputs: TraceOutputs | None = None) -> Pipeline:
+        """The pipeline of `config`, with the folders of the request, for rank 0 with `outputs`."""
         from svdpp.driver.pipeline import Pipeline
 
         latents = self.output.latents_dir
@@ -205,7 +209,8 @@ class RunRequest:
             config,
             latents_folder=None if latents is None else str(latents.absolute()),
             output_folder=str(self.output.place().folder.absolute()),
-            profile_path=profile_path,
+            profile_path=None if outputs is None else outputs.profile_path,
+            trace_clips=_TRACE_CLIPS if outputs is None or outputs.timeline is None else None,
         )
 
     @property

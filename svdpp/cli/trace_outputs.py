@@ -14,13 +14,16 @@ from svdpp.cli.console import counted
 from svdpp.errors import OutputError, RequestError
 
 if TYPE_CHECKING:
+    from svdpp.diagnostics.chrome_trace import TraceFile
     from svdpp.driver.pipeline import Pipeline
     from svdpp.plan.forecast import Forecast
 
 
 @dataclass(frozen=True)
 class TraceOutputs:
-    """Files to write at the end of a run; None for those not requested.
+    """Files of a run; None for those not requested.
+
+    A trace is written while the run goes on, a timeline at its end.
 
     Raises:
         RequestError: a name has an unknown suffix, or matplotlib is not installed.
@@ -54,29 +57,33 @@ class TraceOutputs:
 
     @contextlib.contextmanager
     def of(self, pipeline: Pipeline) -> Iterator[None]:
-        """Writes the files when the block ends, also after a failure.
+        """Completes the files when the block ends, also after a failure.
+
+        Args:
+            pipeline: not entered yet.
 
         Raises:
             OutputError: a file cannot be written, and the run did not fail.
         """
+        file = None if self.trace is None else _trace_file(pipeline, self.trace)
         try:
             yield
         except BaseException:
             with contextlib.suppress(OutputError):  # report the failure of the run
-                self._write(pipeline)
+                self._complete(pipeline, file)
             raise
-        self._write(pipeline)
+        self._complete(pipeline, file)
 
-    def _write(self, pipeline: Pipeline) -> None:
+    def _complete(self, pipeline: Pipeline, file: TraceFile | None) -> None:
+        if file is not None:
+            file.close()
+        if self.timeline is None:
+            return
         try:
-            trace = pipeline.trace
+            has_worked = bool(pipeline.trace.spans)
         except RuntimeError:
             return  # no rank was started
-        if not trace.spans:
-            return
-        if self.trace is not None:
-            _write_trace(pipeline, self.trace)
-        if self.timeline is not None:
+        if has_worked:
             draw_run(pipeline, self.timeline)
 
 
@@ -116,8 +123,9 @@ def draw_run(pipeline: Pipeline, path: Path) -> None:
     draw_timeline(panels, world_size, path)
 
 
-def _write_trace(pipeline: Pipeline, path: Path) -> None:
-    from svdpp.diagnostics.chrome_trace import write_chrome_trace
+def _trace_file(pipeline: Pipeline, path: Path) -> TraceFile:
+    """A trace that is written from now on."""
+    from svdpp.diagnostics.chrome_trace import TraceFile
 
     config = pipeline.config
     about = {
@@ -129,7 +137,9 @@ def _write_trace(pipeline: Pipeline, path: Path) -> None:
         "num_threads": config.num_threads,
         "backend": pipeline.backend,
     }
-    write_chrome_trace(pipeline.trace, path, about)
+    file = TraceFile(path, about)
+    pipeline.observe(file)
+    return file
 
 
 def _words(summary: Forecast) -> str:

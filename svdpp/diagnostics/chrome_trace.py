@@ -1,21 +1,27 @@
 """Owns the trace file: a run's measurements in Chrome's trace event format, for Perfetto.
 
-Each rank is a process, with a track for compute (steps within their actions) and a track for each
-link. The format is "Trace Event Format", Google, 2016, linked from https://perfetto.dev/docs/faq
-(JSON trace format).
+Each rank is a process, with a track for compute (steps within their actions), a track for each link
+and its counters. The format is "Trace Event Format", Google, 2016, linked from
+https://perfetto.dev/docs/faq (JSON trace format). Of its two forms this is the array: a viewer also
+reads one without the closing bracket, so the file of a killed run is of use.
 """
 
 from __future__ import annotations
 
+import heapq
 import json
-from collections import Counter
+import time
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-from svdpp.driver.trace import Trace, TransferSpan
+from svdpp.driver.trace import Placed, Placement, StepSpan, Trace, TransferSpan, WaitSpan
+from svdpp.errors import OutputError
 from svdpp.media import output_files
 from svdpp.plan.actions import Action, Kind
+from svdpp.plan.forecast import Span
+from svdpp.worker.messages import ActionDone, Event, Heartbeat, Joined
 
 _COMPUTE = 0
 
@@ -28,66 +34,266 @@ def write_chrome_trace(trace: Trace, path: Path, about: Mapping[str, Any]) -> No
     Args:
         trace: of a run, finished or not.
         path: of the file; replaced if it exists.
-        about: plain values that describe the run; viewers show them as the trace's metadata.
+        about: plain values that describe the run; arguments of the first event.
 
     Raises:
         OutputError: the file cannot be written.
     """
-    head = json.dumps({"displayTimeUnit": "ms", "otherData": dict(about)})
+    events = [_about(about), *trace_events(trace)]
     with output_files.atomic_output(str(path), ".json") as temporary, temporary.open("w") as file:
-        file.write(head[:-1] + ', "traceEvents": [\n')
-        file.write(",\n".join(map(json.dumps, trace_events(trace))))
-        file.write("\n]}\n")
+        file.write("[\n" + ",\n".join(map(json.dumps, events)) + "\n]\n")
 
 
 def trace_events(trace: Trace) -> list[_TraceEvent]:
     """The names of all tracks, then all events by their start; time 0 is the first start."""
-    tracks = _link_tracks(trace.transfers)
-    starts = [span.start for span in trace.spans]
-    starts += [transfer.start for transfer in trace.transfers]
-    starts += [wait.start for wait in trace.waits]
-    begin = min(starts, default=0.0)
-    events = [*_compute_events(trace, begin), *_transfer_events(trace.transfers, tracks, begin)]
+    placed: list[Placed] = [*trace.spans, *trace.steps, *trace.waits, *trace.transfers]
+    maker = _Maker(min((each.start for each in placed), default=0.0))
+    names = [event for rank in range(trace.world_size) for event in maker.rank(rank, trace.devices)]
+    events = [event for each in placed for event in maker.events(each)]
+    names += [event for event in events if event["ph"] == "M"]
     # Of two events with the same start the longer one contains the other, and must come first.
-    events.sort(key=lambda event: (event["ts"], -event.get("dur", 0)))
-    return [*_names(trace, tracks), *events]
+    timed = [event for event in events if event["ph"] != "M"]
+    return [*names, *sorted(timed, key=lambda event: (event["ts"], -event.get("dur", 0)))]
 
 
-def _names(trace: Trace, tracks: Mapping[tuple[int, str, int], int]) -> Iterator[_TraceEvent]:
-    for rank in range(trace.world_size):
-        device = trace.devices.get(rank, "")
-        yield _metadata(rank, _COMPUTE, "process_name", name=f"rank {rank} ({device})")
+class TraceFile:
+    """Observes a run and writes its trace while it goes on, in constant memory.
+
+    Its first line is written when the first work is done; `close` writes the last one. Time 0 is
+    the creation of this object, by the monotonic clock. One thread calls it.
+
+    Args:
+        path: of the file; replaced if it exists.
+        about: plain values that describe the run; arguments of the first event.
+        begin: time 0, in seconds of the monotonic clock; None: now.
+    """
+
+    def __init__(self, path: Path, about: Mapping[str, Any], *, begin: float | None = None) -> None:
+        self._path = path
+        self._head = [_about(about)]
+        self._maker = _Maker(time.monotonic() if begin is None else begin)
+        self._placement = Placement()
+        self._queues: dict[int, _Queue] = defaultdict(_Queue)
+        self._memory: dict[int, float] = {}
+        self._file: TextIO | None = None
+        self._error: OSError | None = None
+
+    def __call__(self, rank: int, event: Event) -> None:
+        """Writes what `event` completes. A full disk does not end the run: `close` reports it."""
+        if self._error is not None:
+            return
+        made = list(self._made(rank, event))
+        if self._file is None and not isinstance(event, ActionDone):
+            self._head += made  # names, and memory while the ranks load their models
+        elif made:
+            try:
+                self._write(made)
+            except OSError as error:
+                self._error = error
+
+    def close(self) -> None:
+        """Completes the file; there is none if no work was done.
+
+        Raises:
+            OutputError: the file could not be written.
+        """
+        if self._file is not None:
+            try:
+                with self._file:
+                    if self._error is None:
+                        self._file.write("\n]\n")
+            except OSError as error:
+                self._error = self._error or error
+        if self._error is not None:
+            why = output_files.reason(self._error)
+            raise OutputError(f"{str(self._path)!r} cannot be written: {why}") from self._error
+
+    def _made(self, rank: int, event: Event) -> Iterator[_TraceEvent]:
+        if isinstance(event, Joined):
+            yield from self._maker.rank(rank, {rank: event.device})
+        elif isinstance(event, Heartbeat) and event.memory_bytes is not None:
+            mib = round(event.memory_bytes / 2**20, 1)
+            if self._memory.get(rank) != mib:
+                self._memory[rank] = mib
+                yield self._maker.counter(rank, "memory", time.monotonic(), MiB=mib)
+        for each in self._placement.place(rank, event):
+            yield from self._maker.events(each)
+            for when, depth in self._queues[rank].depths(each):
+                yield self._maker.counter(rank, "waiting", when, packets=depth)
+
+    def _write(self, events: Iterable[_TraceEvent]) -> None:
+        lines = ",\n".join(map(json.dumps, events))
+        if self._file is None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self._path.open("w")
+            lines = "[\n" + ",\n".join([*map(json.dumps, self._head), lines])
+            self._head.clear()
+        else:
+            lines = ",\n" + lines
+        self._file.write(lines)
+        self._file.flush()  # what is written stays, even if this process is killed
+
+
+class _Queue:
+    """One rank's packets that have arrived and wait for their work to start."""
+
+    def __init__(self) -> None:
+        self._arrivals: list[tuple[float, int]] = []
+        """Times and clips; a heap."""
+        self._waiting: list[int] = []
+        """Clips, in the order of arrival."""
+
+    def depths(self, placed: Placed) -> Iterator[tuple[float, int]]:
+        """Times and depths until the end of an action: until there all arrivals are known."""
+        if isinstance(placed, TransferSpan) and placed.direction == "recv":
+            heapq.heappush(self._arrivals, (placed.end, placed.clip))
+        elif isinstance(placed, Span):
+            yield from self._until(placed.start)
+            clip = placed.action.clip
+            while clip in self._waiting:  # packets before it belong to lost clips
+                self._waiting = self._waiting[self._waiting.index(clip) + 1 :]
+                yield placed.start, len(self._waiting)
+            yield from self._until(placed.end)
+
+    def _until(self, end: float) -> Iterator[tuple[float, int]]:
+        while self._arrivals and self._arrivals[0][0] <= end:
+            when, clip = heapq.heappop(self._arrivals)
+            self._waiting.append(clip)
+            yield when, len(self._waiting)
+
+
+class _Maker:
+    """Makes events, one measurement at a time; keeps what later events refer to.
+
+    Args:
+        begin: time 0 of the trace.
+    """
+
+    def __init__(self, begin: float) -> None:
+        self._begin = begin
+        self._tracks: dict[tuple[int, str, int], int] = {}
+        self._arrows: dict[tuple[str, int, int], tuple[int, Counter[int]]] = {}
+
+    def rank(self, rank: int, devices: Mapping[int, str]) -> Iterator[_TraceEvent]:
+        """The names of a rank's process and of its first track."""
+        name = f"rank {rank} ({devices.get(rank, '')})"
+        yield _metadata(rank, _COMPUTE, "process_name", name=name)
         yield _metadata(rank, _COMPUTE, "process_sort_index", sort_index=rank)
         yield _metadata(rank, _COMPUTE, "thread_name", name="compute")
-    for (rank, direction, peer), track in tracks.items():
+
+    def events(self, placed: Placed) -> Iterator[_TraceEvent]:
+        """What shows one measurement."""
+        match placed:
+            case Span(rank, action, start, end):
+                name, args = _action(action)
+                yield self._complete(rank, _COMPUTE, name, "compute", start, end, args)
+            case StepSpan(rank, clip, step, start, end):
+                args = {"clip": clip, "step": step}
+                yield self._complete(rank, _COMPUTE, f"step {step}", "step", start, end, args)
+            case WaitSpan(rank, start, end):
+                yield self._complete(rank, _COMPUTE, "wait", "wait", start, end, {})
+            case TransferSpan():
+                yield from self._transfer(placed)
+
+    def counter(self, rank: int, name: str, when: float, **values: float) -> _TraceEvent:
+        """Values of a rank from `when` on, each on a track of its own, by their units."""
+        ts = self._microseconds(when)
+        return {"ph": "C", "pid": rank, "tid": _COMPUTE, "name": name, "ts": ts, "args": values}
+
+    def _transfer(self, transfer: TransferSpan) -> Iterator[_TraceEvent]:
+        """A transfer at one of its ends, and that end of the arrow to the other."""
+        rank, start, end = transfer.rank, transfer.start, transfer.end
+        is_send = transfer.direction == "send"
+        link = (rank, transfer.direction, transfer.peer)
+        if link not in self._tracks:
+            yield from self._new_track(link)
+        track = self._tracks[link]
+        args = {"clip": transfer.clip, "step": transfer.next_step, "bytes": transfer.num_bytes}
+        name = f"{transfer.direction} clip {transfer.clip}"
+        yield self._complete(rank, track, name, "transfer", start, end, args)
+        ready = start - transfer.waited
+        if transfer.waited > 0:
+            yield self._complete(rank, track, "wait for receiver", "wait", ready, start, {})
+        yield {
+            "ph": "s" if is_send else "f",
+            **({} if is_send else {"bp": "e"}),
+            "id": self._arrow(transfer),
+            "pid": rank,
+            "tid": track,
+            "name": "transfer",
+            "cat": "transfer",
+            "ts": self._microseconds(ready),
+        }
+
+    def _new_track(self, link: tuple[int, str, int]) -> Iterator[_TraceEvent]:
+        """Names the track of a link; transfers of one link never overlap."""
+        rank, direction, peer = link
+        track = self._tracks[link] = 1 + sum(1 for other, _, _ in self._tracks if other == rank)
         name = f"{'from' if direction == 'recv' else 'to'} rank {peer}"
         yield _metadata(rank, track, "thread_name", name=name)
         yield _metadata(rank, track, "thread_sort_index", sort_index=track)
 
+    def _arrow(self, transfer: TransferSpan) -> str:
+        """The same text at both ends of a transfer, and at no other.
+
+        In a draft several packets of a clip on one link may have the same step; they are numbered,
+        because both ends see them in the same order.
+        """
+        ends = transfer.rank, transfer.peer
+        sender, receiver = ends if transfer.direction == "send" else ends[::-1]
+        link = transfer.direction, sender, receiver
+        clip, seen = self._arrows.get(link, (-1, Counter()))
+        if clip != transfer.clip:
+            seen = Counter()
+        self._arrows[link] = transfer.clip, seen
+        seen[transfer.next_step] += 1
+        number = seen[transfer.next_step]
+        return f"{sender}-{receiver}, clip {transfer.clip}, step {transfer.next_step}, {number}"
+
+    def _complete(
+        self,
+        rank: int,
+        track: int,
+        name: str,
+        category: str,
+        start: float,
+        end: float,
+        args: Mapping[str, Any],
+    ) -> _TraceEvent:
+        """A complete event; its ends are rounded before the subtraction, so that slices nest."""
+        ts = self._microseconds(start)
+        return {
+            "ph": "X",
+            "pid": rank,
+            "tid": track,
+            "name": name,
+            "cat": category,
+            "ts": ts,
+            "dur": self._microseconds(end) - ts,
+            "args": dict(args),
+        }
+
+    def _microseconds(self, when: float) -> int:
+        """Whole numbers: viewers add start and duration, and fractions would round to overlaps."""
+        return round((when - self._begin) * 1e6)
+
+
+def _about(values: Mapping[str, Any]) -> _TraceEvent:
+    """An event that describes the run; the array form has no other place for it."""
+    return {
+        "ph": "i",
+        "s": "g",
+        "pid": 0,
+        "tid": _COMPUTE,
+        "name": "svdpp",
+        "cat": "run",
+        "ts": 0,
+        "args": dict(values),
+    }
+
 
 def _metadata(rank: int, track: int, what: str, **values: Any) -> _TraceEvent:
     return {"ph": "M", "pid": rank, "tid": track, "name": what, "args": values}
-
-
-def _link_tracks(transfers: Iterable[TransferSpan]) -> dict[tuple[int, str, int], int]:
-    """The track of each (rank, direction, peer); transfers of one link never overlap."""
-    tracks: dict[tuple[int, str, int], int] = {}
-    for rank, direction, peer in sorted(
-        {(transfer.rank, transfer.direction, transfer.peer) for transfer in transfers}
-    ):
-        tracks[rank, direction, peer] = 1 + sum(1 for other, _, _ in tracks if other == rank)
-    return tracks
-
-
-def _compute_events(trace: Trace, begin: float) -> Iterator[_TraceEvent]:
-    for rank, action, start, end in trace.spans:
-        name, args = _action(action)
-        yield _complete(rank, _COMPUTE, name, "compute", start - begin, end - begin, args)
-    for rank, clip, step, start, end in trace.steps:
-        args = {"clip": clip, "step": step}
-        yield _complete(rank, _COMPUTE, f"step {step}", "step", start - begin, end - begin, args)
-    for rank, start, end in trace.waits:
-        yield _complete(rank, _COMPUTE, "wait", "wait", start - begin, end - begin, {})
 
 
 def _action(action: Action) -> tuple[str, dict[str, Any]]:
@@ -95,63 +301,3 @@ def _action(action: Action) -> tuple[str, dict[str, Any]]:
     if action.kind is Kind.DENOISE:
         args["end_step"] = action.end
     return f"{action.kind.lower()} clip {action.clip}", args
-
-
-def _transfer_events(
-    transfers: Iterable[TransferSpan], tracks: Mapping[tuple[int, str, int], int], begin: float
-) -> Iterator[_TraceEvent]:
-    """Each transfer at both of its ends, and an arrow between them."""
-    arrows: dict[tuple[int, ...], int] = {}
-    # In a draft two packets of one step may use one link; both ends see them in the same order.
-    seen: Counter[tuple[int, ...]] = Counter()
-    for transfer in transfers:
-        track = tracks[transfer.rank, transfer.direction, transfer.peer]
-        args = {"clip": transfer.clip, "step": transfer.next_step, "bytes": transfer.num_bytes}
-        start, end = transfer.start - begin, transfer.end - begin
-        is_send = transfer.direction == "send"
-        ends = (transfer.rank, transfer.peer) if is_send else (transfer.peer, transfer.rank)
-        name = f"{transfer.direction} clip {transfer.clip}"
-        yield _complete(transfer.rank, track, name, "transfer", start, end, args)
-        if transfer.waited > 0:
-            ready = start - transfer.waited
-            yield _complete(transfer.rank, track, "wait for receiver", "wait", ready, start, {})
-        which = transfer.clip, transfer.next_step, *ends
-        yield {
-            "ph": "s" if is_send else "f",
-            **({} if is_send else {"bp": "e"}),
-            "id": arrows.setdefault((*which, seen[is_send, *which]), len(arrows)),
-            "pid": transfer.rank,
-            "tid": track,
-            "name": "transfer",
-            "cat": "transfer",
-            "ts": _microseconds(start - transfer.waited),  # when the sender was ready
-        }
-        seen[is_send, *which] += 1
-
-
-def _complete(
-    rank: int,
-    track: int,
-    name: str,
-    category: str,
-    start: float,
-    end: float,
-    args: Mapping[str, Any],
-) -> _TraceEvent:
-    """A complete event; its ends are rounded before the subtraction, so that slices nest."""
-    ts = _microseconds(start)
-    return {
-        "ph": "X",
-        "pid": rank,
-        "tid": track,
-        "name": name,
-        "cat": category,
-        "ts": ts,
-        "dur": _microseconds(end) - ts,
-        "args": dict(args),
-    }
-
-
-def _microseconds(seconds: float) -> int:
-    """Whole microseconds: viewers add start and duration, and fractions would round to overlaps."""
-    return round(seconds * 1e6)

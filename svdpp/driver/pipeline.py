@@ -62,6 +62,7 @@ class Pipeline(LaunchedPipeline):
             ranks that a launcher has started.
         history_clips: how many of the latest clips `trace` keeps, and how many of the latest
             losses `failures` keeps. A pipeline that runs for days needs a limit; None keeps all.
+        trace_clips: how many of the latest clips `trace` keeps; None: as `history_clips`.
         ranks_ignore_signals: whether ranks that this process starts survive INT, TERM and HUP. A
             service finishes its clips after such a signal, which often reaches all processes.
         fault: the fault to inject, to test that it is detected.
@@ -92,6 +93,7 @@ class Pipeline(LaunchedPipeline):
         profile_path: str | None = None,
         output_folder: str | None = None,
         history_clips: int | None = None,
+        trace_clips: int | None = None,
         ranks_ignore_signals: bool = False,
         fault: InjectedFault | None = None,
     ) -> None:
@@ -99,8 +101,9 @@ class Pipeline(LaunchedPipeline):
         self.backend = process_group.choose_backend(config.device, config.world_size)
         on_this_host = config.world_size if world is None else world.local_size
         process_group.check_devices(config.device, on_this_host, launched=world is not None)
-        if history_clips is not None and history_clips < 1:
-            raise RequestError(f"history_clips must be 1 or more, got {history_clips}")
+        for name, limit in (("history_clips", history_clips), ("trace_clips", trace_clips)):
+            if limit is not None and limit < 1:
+                raise RequestError(f"{name} must be 1 or more, got {limit}")
         self.config, self.checkpoint = resolve(config)
         self._setup = RankSetup(
             config=self.config,
@@ -128,6 +131,7 @@ class Pipeline(LaunchedPipeline):
         # Held while clips get their indices and go to the ranks, in the same order for all ranks.
         # Reentrant: a signal handler may close the pipeline meanwhile.
         self._submitting = threading.RLock()
+        self._trace_clips = history_clips if trace_clips is None else trace_clips
         self._is_entered = False
         self._supervisor: Supervisor | None = None
         self._session: RankSession | None = None
@@ -319,7 +323,7 @@ class Pipeline(LaunchedPipeline):
             new_liveness(self.config),
             device=self.config.device,
             observers=(self._take_event,),
-            trace=Trace(self.config.world_size, self._history_clips),
+            trace=Trace(self.config.world_size, self._trace_clips),
         )
         self._session = RankSession(
             supervisor,

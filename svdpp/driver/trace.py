@@ -126,6 +126,61 @@ class MeanCosts:
         return self._sums[what] / max(1, self._counts[what])
 
 
+#: Anything with a start and an end.
+Placed = Span | StepSpan | WaitSpan | TransferSpan
+
+
+class Placement:
+    """Places events on the clock of rank 0's machine; keeps only the steps of current actions."""
+
+    def __init__(self) -> None:
+        self._clock_ahead: dict[int, float] = defaultdict(float)
+        self._unplaced: dict[int, list[StepDone]] = defaultdict(list)
+
+    def place(self, rank: int, event: Event) -> list[Placed]:
+        """What `event` completes: an action first, then its steps, then the wait before it."""
+        match event:
+            case Joined():
+                self._clock_ahead[rank] = event.clock_ahead
+            case StepDone():
+                steps = self._unplaced[rank]
+                if steps and steps[-1].clip != event.clip:
+                    steps.clear()  # of an action that a bad clip ended early
+                steps.append(event)
+            case ActionDone():
+                return self._action(rank, event, Action.parse(event.action))
+            case TransferDone():
+                return [self._transfer(rank, event)]
+            case _:
+                pass
+        return []
+
+    def on_rank_0(self, rank: int, when: float) -> float:
+        """A time of a rank's monotonic clock, by that of rank 0's machine."""
+        return when - self._clock_ahead[rank]
+
+    def _action(self, rank: int, done: ActionDone, action: Action) -> list[Placed]:
+        steps = [step for step in self._unplaced.pop(rank, []) if step.clip == action.clip]
+        start, end = self.on_rank_0(rank, done.start), self.on_rank_0(rank, done.end)
+        # It may be two waits, for a send and then a receive, with almost nothing between.
+        waits = [WaitSpan(rank, start - done.waited, start)] if done.waited > 0 else []
+        return [Span(rank, action, start, end), *_placed(rank, steps, start, end), *waits]
+
+    def _transfer(self, rank: int, done: TransferDone) -> TransferSpan:
+        end = self.on_rank_0(rank, done.end)
+        return TransferSpan(
+            rank=rank,
+            direction=done.direction,
+            clip=done.clip,
+            next_step=done.next_step,
+            peer=done.peer,
+            num_bytes=done.num_bytes,
+            start=end - done.seconds,
+            end=end,
+            waited=done.waited,
+        )
+
+
 class Trace:
     """Collects the events of a run. All times are by the monotonic clock of rank 0's machine.
 
@@ -148,52 +203,26 @@ class Trace:
         self._last_clips = last_clips
         self._newest_clip = -1
         self._means = MeanCosts()
-        self._clock_ahead: dict[int, float] = defaultdict(float)
-        self._unplaced: dict[int, list[StepDone]] = defaultdict(list)
+        self._placement = Placement()
 
     def add(self, rank: int, event: Event) -> None:
         """Records an event; ignores those without a time."""
         self._means.add(event)
-        match event:
-            case Joined():
-                self.devices[rank] = event.device
-                self._clock_ahead[rank] = event.clock_ahead
-            case StepDone():
-                steps = self._unplaced[rank]
-                if steps and steps[-1].clip != event.clip:
-                    steps.clear()  # of an action that a bad clip ended early
-                steps.append(event)
-            case ActionDone():
-                self._add_action(rank, event, Action.parse(event.action))
-            case TransferDone() if self._keeps(event.clip):
-                end = event.end - self._clock_ahead[rank]
-                self.transfers.append(
-                    TransferSpan(
-                        rank=rank,
-                        direction=event.direction,
-                        clip=event.clip,
-                        next_step=event.next_step,
-                        peer=event.peer,
-                        num_bytes=event.num_bytes,
-                        start=end - event.seconds,
-                        end=end,
-                        waited=event.waited,
-                    )
-                )
-            case _:
-                pass
-
-    def _add_action(self, rank: int, done: ActionDone, action: Action) -> None:
-        steps = [step for step in self._unplaced.pop(rank, []) if step.clip == action.clip]
-        if not self._keeps(action.clip):
+        if isinstance(event, Joined):
+            self.devices[rank] = event.device
+        placed = self._placement.place(rank, event)
+        if not placed or not self._keeps(_clip_of(placed[0])):
             return
-        ahead = self._clock_ahead[rank]
-        start, end = done.start - ahead, done.end - ahead
-        self.spans.append(Span(rank, action, start, end))
-        if done.waited > 0:
-            # It may be two waits, for a send and then a receive, with almost nothing between.
-            self.waits.append(WaitSpan(rank, start - done.waited, start))
-        self.steps += _placed(rank, steps, start, end)
+        for each in placed:
+            match each:
+                case Span():
+                    self.spans.append(each)
+                case StepSpan():
+                    self.steps.append(each)
+                case WaitSpan():
+                    self.waits.append(each)
+                case TransferSpan():
+                    self.transfers.append(each)
 
     def _keeps(self, clip: int) -> bool:
         """Whether to keep the events of `clip`; a new clip drops the oldest one."""
@@ -252,6 +281,16 @@ class Trace:
     def to_json(self) -> list[dict[str, Any]]:
         """The rank statistics as plain values."""
         return [asdict(stats) for stats in self.rank_stats()]
+
+
+def _clip_of(placed: Placed) -> int:
+    match placed:
+        case Span():
+            return placed.action.clip
+        case StepSpan() | TransferSpan():
+            return placed.clip
+        case WaitSpan():
+            raise AssertionError("a wait follows its action")
 
 
 def _placed(rank: int, steps: list[StepDone], start: float, end: float) -> list[StepSpan]:

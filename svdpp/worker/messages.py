@@ -88,6 +88,8 @@ class Heartbeat(_Message):
     """Whether the rank waits for a packet rather than computes."""
     writing: bool = False
     """Whether a writer thread has a clip or a latent checkpoint to write."""
+    memory_bytes: int | None = None
+    """On CUDA the bytes in tensors, on the CPU the resident set; None before the rank has one."""
     phase: str = ""
     """Before `Joined`: what the rank is doing."""
     peer: int = -1

@@ -1,4 +1,4 @@
-"""Owns a process's memory figures: its peak, and whether the CUDA allocator ran short."""
+"""Owns a process's memory figures: its use, its peak, and whether the CUDA allocator ran short."""
 
 from __future__ import annotations
 
@@ -46,6 +46,13 @@ def peak_bytes(device: str) -> tuple[int | None, int]:
             int(torch.cuda.max_memory_reserved(torch.device(device))),
         )
     return None, status_bytes("VmHWM")
+
+
+def bytes_in_use(device: str) -> int:
+    """What this process uses on `device` now: on CUDA in tensors, on the CPU its resident set."""
+    if device.startswith("cuda"):
+        return int(torch.cuda.memory_allocated(torch.device(device)))
+    return status_bytes("VmRSS")
 
 
 def reset_peak() -> None:

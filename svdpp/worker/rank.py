@@ -114,6 +114,7 @@ def _prepare(
     config, rank = setup.config, context.world.rank
     conditions = conditions_of(config, setup.checkpoint, str(device))
     reporter.send(Started(device=str(device), uuid=gpu_uuid(str(device)), conditions=conditions))
+    reporter.measure_memory(str(device))
     reporter.phase("loading the model")
     begun = time.monotonic()
     if setup.fault:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import traceback
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from svdpp.errors import error_to_dict
 from svdpp.launch.channel import Channel
 from svdpp.plan.actions import Action
 from svdpp.worker.messages import ClipFailed, DraftLost, Event, Failed, Heartbeat, TransferDone
+from svdpp.worker.peak_memory import bytes_in_use
 
 HEARTBEAT_SECONDS = 1.0
 
@@ -21,6 +23,7 @@ class Reporter:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._now = Heartbeat()
+        self._device = ""
         self._writers: list[Callable[[], bool]] = []
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._heartbeat, name="heartbeat", daemon=True)
@@ -38,6 +41,10 @@ class Reporter:
         """Adds a writer thread; heartbeats report whether it is busy."""
         self._writers.append(is_busy)
 
+    def measure_memory(self, device: str) -> None:
+        """From now on, heartbeats report the memory in use on `device`."""
+        self._device = device
+
     def send(self, event: Event) -> None:
         """Sends one event."""
         self._channel.send(event.to_bytes())
@@ -49,7 +56,7 @@ class Reporter:
         changed = (now.action, now.waiting) != (self._now.action, self._now.waiting)
         self._now = now
         if changed:
-            self.send(now)
+            self.send(now.model_copy(update={"memory_bytes": self._memory()}))
 
     def phase(self, phase: str, peer: int = -1) -> None:
         """Sets what heartbeats report before the rank has joined."""
@@ -94,13 +101,20 @@ class Reporter:
             )
         )
 
+    def _memory(self) -> int | None:
+        if self._device:
+            with contextlib.suppress(OSError, RuntimeError):  # a heartbeat matters more
+                return bytes_in_use(self._device)
+        return None
+
     def _is_writing(self) -> bool:
         return any(is_busy() for is_busy in self._writers)
 
     def _heartbeat(self) -> None:
         try:
             while True:
-                self.send(self._now.model_copy(update={"writing": self._is_writing()}))
+                current = {"writing": self._is_writing(), "memory_bytes": self._memory()}
+                self.send(self._now.model_copy(update=current))
                 if self._stopped.wait(HEARTBEAT_SECONDS):
                     return
         except OSError:

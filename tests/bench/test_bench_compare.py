@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from svdpp.bench.compare import Comparison, compare, ratio
+from svdpp.bench.compare import Comparison, check_baseline, compare, ratio
 from svdpp.bench.config import read_grid
-from svdpp.errors import InputError
+from svdpp.errors import InputError, RequestError
 
 ENVIRONMENT = {
     "versions": {"svdpp": "1", "torch": "2"},
@@ -164,6 +164,49 @@ def test_one_wild_round_does_not_hide_what_is_plain() -> None:
     assert not ratio("", a, b, drift=math.log(2)).is_apart  # most of it may be drift
     assert not ratio("", a, [3.0, 4.0, 5.0, 18.0]).is_apart  # no wider than the spread of B
     assert not ratio("", a[:3], b[:3]).is_apart  # noise would do it too often
+
+
+def test_only_what_is_slower_is_slower(tmp_path: Path) -> None:
+    a = _bench(tmp_path / "a")
+    slower = _bench(tmp_path / "slower", tuple(0.7 * rate for rate in PIPELINE))
+    faster = _bench(tmp_path / "faster", tuple(1.4 * rate for rate in PIPELINE))
+    assert [each.name for each in compare(a, slower).slower] == [
+        *("pipeline / diffusers", "pipeline: clips/min"),
+        *("pipeline: first clip, s", "pipeline: step, s"),
+    ]
+    assert compare(a, faster).is_equal is False
+    assert compare(a, faster).slower == compare(a, a).slower == []
+
+
+def test_a_slower_machine_is_no_slower_svdpp(tmp_path: Path) -> None:
+    host = {**ENVIRONMENT["host"], "cpu": "slow"}  # type: ignore[dict-item]
+    slow = tuple(0.5 * rate for rate in PIPELINE), tuple(0.5 * rate for rate in ALONE)
+    found = compare(_bench(tmp_path / "a"), _bench(tmp_path / "b", *slow, host=host))
+    assert found.is_equal is False
+    assert found.slower == []
+
+
+def test_targets_are_no_setting_of_what_is_measured(tmp_path: Path) -> None:
+    a = _bench(tmp_path / "a")
+    b = _bench(tmp_path / "b", overrides=("targets.overhead=<= 1.05",))
+    assert compare(a, b).settings == []
+
+
+def test_a_baseline_of_other_work_is_refused(tmp_path: Path) -> None:
+    (point,) = read_grid("smoke", ["pipeline.replicas=2", "workload.clips=9"])
+    check_baseline(_bench(tmp_path / "a"), point.model_dump(), 5)
+    (longer,) = read_grid("smoke", ["workload.steps=8"])
+    with pytest.raises(RequestError, match=r"did other work: workload\.steps: 4, 8"):
+        check_baseline(tmp_path / "a", longer.model_dump(), 5)
+
+
+def test_a_baseline_needs_rounds_on_both_sides(tmp_path: Path) -> None:
+    (point,) = read_grid("smoke", [])
+    with pytest.raises(RequestError, match="--baseline needs 3 rounds or more"):
+        check_baseline(_bench(tmp_path / "a"), point.model_dump(), 2)
+    short = _bench(tmp_path / "b", (100.0, 100.0), (50.0, 50.0))
+    with pytest.raises(InputError, match="too few rounds to know its noise: 2, and 3"):
+        check_baseline(short, point.model_dump(), 5)
 
 
 @pytest.mark.parametrize("name", ["summary.json", "env.json"])

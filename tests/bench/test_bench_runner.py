@@ -32,7 +32,7 @@ from svdpp.plan.costs import Costs
 from svdpp.worker.messages import ActionDone, Finished, Joined, StepDone
 
 
-def _config(name: str = "dummy", **layout: object) -> PipelineConfig:
+def config_of(name: str = "dummy", **layout: object) -> PipelineConfig:
     return PipelineConfig(
         world_size=2,
         model=ModelConfig(name=name),
@@ -41,12 +41,12 @@ def _config(name: str = "dummy", **layout: object) -> PipelineConfig:
     )
 
 
-def _bench(name: str = "dummy", *overrides: str) -> Bench:
+def bench_of(name: str = "dummy", *overrides: str) -> Bench:
     (point,) = read_grid("smoke", [f"model.name={name}", *overrides])
-    return Bench(point, _config(name))
+    return Bench(point, config_of(name))
 
 
-def _round(case: str, number: int, *, seconds: float = 1.0, sha256: str = "aa") -> Round:
+def round_of(case: str, number: int, *, seconds: float = 1.0, sha256: str = "aa") -> Round:
     """A clip of two steps, on one rank."""
     done = Round(case, number, 1, Trace(1), start_seconds=3.0, load_seconds={0: 2.0})
     done.peaks[0] = Finished(allocated_bytes=None, reserved_bytes=2**30)
@@ -59,7 +59,7 @@ def _round(case: str, number: int, *, seconds: float = 1.0, sha256: str = "aa") 
 
 
 def test_the_pipeline_has_two_yardsticks_on_the_same_devices() -> None:
-    cases = cases_of(_config(split="dithered", checksum=True))
+    cases = cases_of(config_of(split="dithered", checksum=True))
     assert list(cases) == [PIPELINE, DATA_PARALLEL, ONE_DEVICE]
     assert str(cases[DATA_PARALLEL].layout) == "data parallel"
     assert (cases[DATA_PARALLEL].world_size, cases[DATA_PARALLEL].checksum) == (2, True)
@@ -67,19 +67,19 @@ def test_the_pipeline_has_two_yardsticks_on_the_same_devices() -> None:
 
 
 def test_data_parallel_is_not_measured_against_itself() -> None:
-    assert list(cases_of(_config(replicas=2))) == [PIPELINE, ONE_DEVICE]
-    assert list(cases_of(_config().alone())) == [PIPELINE, ONE_DEVICE]
+    assert list(cases_of(config_of(replicas=2))) == [PIPELINE, ONE_DEVICE]
+    assert list(cases_of(config_of().alone())) == [PIPELINE, ONE_DEVICE]
 
 
 def test_a_draft_is_measured_beside_data_parallel() -> None:
-    cases = cases_of(_config(draft=DraftConfig(start_steps=(0, 1))))
+    cases = cases_of(config_of(draft=DraftConfig(start_steps=(0, 1))))
     assert [str(cases[case].plan) for case in cases] == [
         *("draft, start steps 0 1", "data parallel", "one rank")
     ]
 
 
 def test_each_image_has_the_first_seed_before_any_has_the_second() -> None:
-    requests = _bench("demo", "workload.clips=9", "measure.seeds=[7, 8]").requests
+    requests = bench_of("demo", "workload.clips=9", "measure.seeds=[7, 8]").requests
     assert [each.seed for each in requests] == [7] * 4 + [8] * 4 + [7]
     names = [Path(str(each.image)).stem for each in requests]
     assert names[:5] == ["astronaut", "chelsea", "coffee", "rocket", "astronaut"]
@@ -87,7 +87,7 @@ def test_each_image_has_the_first_seed_before_any_has_the_second() -> None:
 
 def test_images_are_read_before_anything_is_measured(tmp_path: Path) -> None:
     with pytest.raises(InputError):
-        _bench("demo", f"workload.images=[{tmp_path}/absent.jpg]")
+        bench_of("demo", f"workload.images=[{tmp_path}/absent.jpg]")
 
 
 def test_arms_take_turns_and_one_that_does_not_fit_is_a_result(
@@ -99,10 +99,10 @@ def test_arms_take_turns_and_one_that_does_not_fit_is_a_result(
         asked.append((number, case))
         if case == DATA_PARALLEL:
             raise OutOfMemoryError("out of memory while decoding")
-        return _round(case, number)
+        return round_of(case, number)
 
     monkeypatch.setattr(module.Bench, "_measure", measure)
-    one = _bench("dummy", "measure.repeats=2")
+    one = bench_of("dummy", "measure.repeats=2")
     said: list[str] = []
     one.run(said.append, lambda done: None)  # noqa: ARG005
     found = summary(one, "run")
@@ -122,11 +122,11 @@ def test_a_pipeline_that_does_not_fit_ends_the_bench(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(module.Bench, "_measure", measure)
     with pytest.raises(OutOfMemoryError):
-        _bench().run(lambda said: None, lambda done: None)  # noqa: ARG005
+        bench_of().run(lambda said: None, lambda done: None)  # noqa: ARG005
 
 
 def test_bits_are_held_against_diffusers_own() -> None:
-    rounds = [_round(PIPELINE, 0), _round(ONE_DEVICE, 0), _round(PIPELINE, 1, sha256="bb")]
+    rounds = [round_of(PIPELINE, 0), round_of(ONE_DEVICE, 0), round_of(PIPELINE, 1, sha256="bb")]
     assert differing(rounds[:2]) == []
     assert differing(rounds) == ["pipeline, round 2, clip 0"]
     rounds[0].frames_sha256[0] = "cc"
@@ -134,11 +134,11 @@ def test_bits_are_held_against_diffusers_own() -> None:
 
 
 def test_files_of_a_run(tmp_path: Path) -> None:
-    one = _bench()
+    one = bench_of()
     kept, other = Results(tmp_path, one), Results(tmp_path, one)
     for number in range(2):
         for case, seconds in ((PIPELINE, 1.0 + number), (ONE_DEVICE, 4.0)):
-            done = _round(case, number, seconds=seconds)
+            done = round_of(case, number, seconds=seconds)
             one.rounds.append(done)
             kept.add(done)
     found = kept.finish()
@@ -181,10 +181,10 @@ def test_a_bench_prints_the_figures_that_its_comparison_has(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Rounds of 60, 60 and 7.5 clips per minute: the median is 60, the geometric mean 30."""
-    one = _bench()
+    one = bench_of()
     kept = Results(tmp_path, one)
     for number, seconds in enumerate((1.0, 1.0, 8.0)):
-        one.rounds += [_round(PIPELINE, number, seconds=seconds), _round(ONE_DEVICE, number)]
+        one.rounds += [round_of(PIPELINE, number, seconds=seconds), round_of(ONE_DEVICE, number)]
     found = kept.finish()
     for ratio in compare(kept.folder, kept.folder).ratios:
         case, _, figure = ratio.name.partition(": ")

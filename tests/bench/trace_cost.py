@@ -1,15 +1,15 @@
 """Measures the cost of tracing: the same clips with and without `--trace` and `--log-file`.
 
-Ranks report every step, action and transfer in any case; the parent keeps the trace and writes it
-after the last clip. So the options add the log's records in the parent, and the file at the end.
+Ranks report every step, action and transfer in any case. So the options add only work in the
+parent: the records of the log, and the events of the trace, which it writes as they arrive.
 There are three figures, because the first is only as good as the machine is quiet:
 
 - the ratio of makespans, in alternating rounds (without, with, with, without), with the spread of
   equal rounds;
 - the parent's processor time in the same rounds: the difference is what the options add to it;
 - the cost of one event's whole path, measured alone in this process: created and sent by the rank;
-  read, traced and logged by the parent. Multiplied by the number of events it is an upper bound of
-  the share of the makespan, as if the parent ran on the busiest rank's core.
+  read, kept, logged and written to the trace by the parent. Multiplied by the number of events it
+  is an upper bound of the share of the makespan, as if the parent ran on the busiest rank's core.
 
     python tests/bench/trace_cost.py [--world 2] [--clips 4] [--repeats 3]
 """
@@ -29,10 +29,10 @@ import torch
 
 from svdpp.cli.log import EventLog, open_log
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig
-from svdpp.diagnostics.chrome_trace import write_chrome_trace
+from svdpp.diagnostics.chrome_trace import TraceFile
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.trace import Trace
-from svdpp.worker.messages import Event, StepDone, parse_event
+from svdpp.worker.messages import ActionDone, Event, StepDone, parse_event
 
 _NUM_EVENTS = 20_000
 
@@ -42,7 +42,7 @@ class Round(NamedTuple):
 
     makespan: float
     parent_seconds: float
-    """Processor time of the parent, including its start and the trace's file."""
+    """Processor time of the parent, including its start and end."""
     num_events: int
 
 
@@ -59,10 +59,13 @@ def run_once(config: PipelineConfig, num_clips: int, folder: Path | None) -> Rou
     pipeline = Pipeline(config)
     pipeline.observe(count)
     pipeline.observe(EventLog(config.layout))
+    file = None if folder is None else TraceFile(folder / "trace.json", {})
+    if file is not None:
+        pipeline.observe(file)
     with pipeline:
         pipeline.run([ClipRequest(seed=seed) for seed in range(num_clips)])
-    if folder is not None:
-        write_chrome_trace(pipeline.trace, folder / "trace.json", {})
+    if file is not None:
+        file.close()
     makespan = pipeline.trace.summary().makespan
     return Round(makespan, time.process_time() - begun, num_events)
 
@@ -71,8 +74,10 @@ def seconds_an_event(config: PipelineConfig, folder: Path) -> Iterator[tuple[str
     """The processor seconds of one step's report, by part."""
     open_log(verbosity=0, log_file=folder / "alone.jsonl")
     trace, log = Trace(config.world_size), EventLog(config.layout)
+    file = TraceFile(folder / "alone.json", {})
     reader, writer = os.pipe()
-    parts = {"rank: make and send": 0.0, "parent: read and trace": 0.0, "parent: log": 0.0}
+    names = ("rank: make and send", "parent: read and keep", "parent: log", "parent: write trace")
+    parts = dict.fromkeys(names, 0.0)
     for step in range(_NUM_EVENTS):
         begun = time.process_time()
         os.write(writer, StepDone(clip=step // 28, step=step % 28, seconds=0.25).to_bytes())
@@ -81,7 +86,13 @@ def seconds_an_event(config: PipelineConfig, folder: Path) -> Iterator[tuple[str
         trace.add(0, event)
         traced = time.process_time()
         log(0, event)
-        ends = (begun, sent, traced, time.process_time())
+        logged = time.process_time()
+        file(0, event)
+        if step % 14 == 13:  # the trace writes the steps of an action when that ends
+            end = float(step)
+            action = f"DENOISE c{step // 28} {step % 28 - 13}:{step % 28 + 1}"
+            file(0, ActionDone(action=action, start=end - 13, end=end, waited=0.0))
+        ends = (begun, sent, traced, logged, time.process_time())
         for part, start, end in zip(parts, ends, ends[1:], strict=False):
             parts[part] += end - start
     for part, seconds in parts.items():

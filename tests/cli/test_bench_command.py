@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from svdpp.cli.console import Console
 from svdpp.driver.trace import Trace
 from svdpp.errors import OutOfMemoryError, RankError
 from tests.cli.shell import assert_error, python, svdpp_alone, svdpp_here
+from tests.trace_format import check_trace
 
 TINY = (
     *("--model.name=dummy", "--model.latent_shape=[1, 4, 2, 8, 8]", "--workload.clips=2"),
@@ -58,6 +60,11 @@ def test_overrides_stand_anywhere() -> None:
         (("smoke", "--results", "/dev/null"), 8, ("/dev/null",)),
         (("smoke", "--compare", "a", "b"), 2, ("and no configuration",)),
         (("--compare", "/absent/a", "/absent/b"), 7, ("/absent/a/summary.json",)),
+        (("--compare", "a", "b", "--baseline", "c"), 2, ("and no configuration",)),
+        (("smoke", "--baseline", "/absent"), 7, ("/absent/summary.json",)),
+        (("smoke", "--baseline", "a", "--precision=[fp32, bf16]"), 2, ("span 2",)),
+        (("smoke", "--targets.overhed=<= 1"), 2, ("no figure 'overhed'", "'overhead'")),
+        (("smoke", "--targets.draft_seconds=<= 1"), 2, ("no draft is asked for",)),
     ],
 )
 def test_what_cannot_be_measured_is_refused_first(
@@ -105,6 +112,50 @@ def test_a_point_that_fails_keeps_no_other_from_being_measured(
     assert_error(one_point, 4, "error: too little", "fewer frames")
 
 
+def test_a_missed_target_decides_the_exit_code_only_if_nothing_else_failed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Replaces the measurement; other tests cover when a target is missed."""
+    outcomes = {"overhead": {"verdict": "missed"}, "bubble": {"verdict": "met"}}
+    sha256 = ["aa", "bb"]
+
+    def run(_: Console, one: Bench, *others: object) -> dict[str, Any]:
+        assert others
+        for number in range(2):
+            done = Round(PIPELINE, number, 0, Trace(2))
+            done.latents_sha256[0], done.frames_sha256[0] = sha256[number], None
+            one.rounds.append(done)
+        return {"targets": outcomes, "baseline": {"slower": ["pipeline: step, s"]}}
+
+    monkeypatch.setattr(bench, "_run", run)
+    arguments = ("bench", "smoke", *TINY, "--results", str(tmp_path))
+    assert_error(svdpp_here(*arguments), 3, "bits differ")
+    sha256[1] = "aa"
+    slower = "slower than the baseline by more than noise: pipeline: step, s"
+    assert_error(svdpp_here(*arguments), 10, f"missed 1 target: overhead; {slower}")
+
+
+@pytest.mark.processes
+@pytest.mark.long
+def test_targets_and_a_baseline_of_a_real_bench(tmp_path: Path) -> None:
+    asked = ("bench", "smoke", *TINY, "--pipeline.replicas=2", "-q", "--measure.repeats=4")
+    targets = ("--targets.step_seconds.p95=< 100", "--targets.makespan_seconds=< 0.000000001")
+    answer = svdpp_alone(*asked, *targets, "--json", cwd=tmp_path)
+    assert answer.code == 10, answer
+    assert "missed 1 target: makespan_seconds" in answer.err
+    (found,) = json.loads(answer.out)
+    verdicts = [each["verdict"] for each in found["targets"].values()]
+    assert verdicts == ["met", "missed"]
+    written = json.loads((tmp_path / found["folder"] / "summary.json").read_text())
+    assert written["targets"] == found["targets"]
+
+    possible = ("--targets.pipeline_over_diffusers=> 0.000001", "--baseline", found["folder"])
+    answer = svdpp_alone(*asked, *possible, cwd=tmp_path)
+    assert answer.code == 0, answer
+    assert re.search(r"pipeline_over_diffusers +> 0\.000001 .* met", answer.out)
+    assert "pipeline / diffusers" in answer.out
+
+
 @pytest.mark.processes
 @pytest.mark.long
 def test_a_bench_of_the_dummy_and_its_comparison_with_itself(tmp_path: Path) -> None:
@@ -128,7 +179,8 @@ def test_a_bench_of_the_dummy_and_its_comparison_with_itself(tmp_path: Path) -> 
     ranks = found["cases"]["pipeline"]["rounds"][0]["ranks"]
     assert all(rank["peak_reserved_gib"] > 0 for rank in ranks)
     trace = json.loads((tmp_path / "t.json").read_text())
-    assert trace["otherData"]["round"] == 0
+    check_trace(trace)
+    assert trace[0]["args"]["round"] == 0
     (command,) = [line for line in answer.err.splitlines() if line.startswith("plan with it: ")]
     planned = svdpp_here(*shlex.split(command)[4:-2], str(folder / "costs.json"), "--compare")
     assert planned.code == 0, planned

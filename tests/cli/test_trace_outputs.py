@@ -13,6 +13,7 @@ from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import RankError
 from svdpp.worker.fault_injection import InjectedFault
 from tests.cli.shell import DEMO, PHOTO, TINY, assert_error, svdpp_alone, svdpp_here
+from tests.trace_format import check_trace
 
 SMALL = ("--world", "2", "--steps", "2", "--latent-shape", "1", "4", "2", "8", "8", "--clips", "2")
 RUN = ("run", PHOTO, *DEMO, *TINY)
@@ -64,8 +65,9 @@ def test_simulate_writes_a_trace_a_timeline_and_a_profile(tmp_path: Path) -> Non
 
     assert (answer.code, answer.err) == (0, "")
     trace = json.loads((tmp_path / "new/trace.json").read_text())
-    assert trace["otherData"]["world_size"] == 2
-    steps = [event for event in trace["traceEvents"] if event.get("cat") == "step"]
+    check_trace(trace)
+    assert trace[0]["args"]["world_size"] == 2
+    steps = [event for event in trace if event.get("cat") == "step"]
     assert len(steps) == 2 * 2
     assert (tmp_path / "timeline.svg").read_text().rstrip().endswith("</svg>")
     assert {path.name for path in tmp_path.iterdir()} == {"new", "timeline.svg"}
@@ -86,7 +88,8 @@ def test_a_run_that_fails_leaves_what_was_measured_until_then(tmp_path: Path) ->
     with pytest.raises(RankError, match="an injected fault"), trace_outputs.of(pipeline), pipeline:
         pipeline.run([ClipRequest(seed=seed) for seed in range(2)])
 
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    events = json.loads((tmp_path / "trace.json").read_text())
+    check_trace(events, is_whole=False)
     done = {(e["pid"], e["args"]["clip"]) for e in events if e.get("cat") == "step"}
     assert (1, 0) in done
     assert (1, 1) not in done

@@ -1,4 +1,4 @@
-"""The trace file is valid Chrome trace JSON, and holds exactly the measurements."""
+"""The trace file obeys the format, and holds exactly the measurements."""
 
 from __future__ import annotations
 
@@ -10,69 +10,53 @@ from typing import Any
 import pytest
 
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SvdSampling
-from svdpp.diagnostics.chrome_trace import trace_events, write_chrome_trace
+from svdpp.diagnostics.chrome_trace import TraceFile, trace_events, write_chrome_trace
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.trace import Trace
-from svdpp.worker.messages import ActionDone, Joined, StepDone, TransferDone
-
-_REQUIRED = {"X": {"name", "cat", "ts", "dur", "args"}, "s": {"id", "ts"}, "f": {"id", "ts", "bp"}}
-
-
-def check_schema(events: list[dict[str, Any]]) -> None:
-    """What viewers require: known phases, all fields, ascending times, nested slices."""
-    timed = [event for event in events if event["ph"] != "M"]
-    assert events == [event for event in events if event["ph"] == "M"] + timed
-    for event in events:
-        assert isinstance(event["pid"], int)
-        assert isinstance(event["tid"], int)
-    for event in timed:
-        assert _REQUIRED[event["ph"]] <= event.keys()
-        assert event["ts"] >= 0
-        assert event.get("dur", 0) >= 0
-        assert isinstance(event["ts"] + event.get("dur", 0), int)  # sums of floats are not exact
-    assert [event["ts"] for event in timed] == sorted(event["ts"] for event in timed)
-    tracks = defaultdict(list)
-    for event in timed:
-        if event["ph"] == "X":
-            tracks[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
-    for slices in tracks.values():
-        _check_nesting(slices)
-    named = {(e["pid"], e["tid"]) for e in events if e["name"] == "thread_name"}
-    assert set(tracks) <= named
+from svdpp.errors import OutputError
+from svdpp.worker.messages import ActionDone, Event, Heartbeat, Joined, StepDone, TransferDone
+from svdpp.worker.peak_memory import status_bytes
+from tests.trace_format import check_trace, read_trace
 
 
-def _check_nesting(slices: list[tuple[float, float]]) -> None:
-    """On one track a slice ends before the next begins, or contains it."""
-    above: list[float] = []
-    for start, end in slices:
-        while above and above[-1] <= start:
-            above.pop()
-        assert not above or end <= above[-1]
-        above.append(end)
+def _events() -> list[tuple[int, Event]]:
+    """Two steps on each of two ranks, and the transfer between them."""
+    transfer = {"clip": 0, "next_step": 2, "num_bytes": 8}
+    sent = {"direction": "send", "peer": 1, "seconds": 0.25, "waited": 0.25, "end": 105.5}
+    received = {"direction": "recv", "peer": 0, "seconds": 0.25, "end": 105.5}
+    return [
+        *((rank, Joined(device="cpu", load_seconds=0.5)) for rank in range(2)),
+        (0, ActionDone(action="ENCODE c0 @0", start=100.0, end=101.0, waited=0.0)),
+        (0, StepDone(clip=0, step=0, seconds=1.5)),
+        (0, StepDone(clip=0, step=1, seconds=2.0)),
+        (0, ActionDone(action="DENOISE c0 0:2", start=101.0, end=105.0, waited=0.0)),
+        (1, TransferDone.model_validate({**transfer, **received})),
+        (0, TransferDone.model_validate({**transfer, **sent})),
+        (1, StepDone(clip=0, step=2, seconds=1.0)),
+        (1, ActionDone(action="DENOISE c0 2:3", start=105.5, end=106.5, waited=5.5)),
+    ]
 
 
 def _trace() -> Trace:
-    """Two steps on each of two ranks, and the transfer between them."""
     trace = Trace(2)
-    transfer = {"clip": 0, "next_step": 2, "num_bytes": 8}
-    for rank in range(2):
-        trace.add(rank, Joined(device="cpu", load_seconds=0.5))
-    trace.add(0, ActionDone(action="ENCODE c0 @0", start=100.0, end=101.0, waited=0.0))
-    trace.add(0, StepDone(clip=0, step=0, seconds=1.5))
-    trace.add(0, StepDone(clip=0, step=1, seconds=2.0))
-    trace.add(0, ActionDone(action="DENOISE c0 0:2", start=101.0, end=105.0, waited=0.0))
-    trace.add(1, TransferDone(direction="recv", peer=0, seconds=0.25, end=105.5, **transfer))
-    trace.add(
-        0, TransferDone(direction="send", peer=1, seconds=0.25, waited=0.25, end=105.5, **transfer)
-    )
-    trace.add(1, StepDone(clip=0, step=2, seconds=1.0))
-    trace.add(1, ActionDone(action="DENOISE c0 2:3", start=105.5, end=106.5, waited=5.5))
+    for rank, event in _events():
+        trace.add(rank, event)
     return trace
+
+
+def _counted(events: list[dict[str, Any]], name: str) -> list[tuple[int, float, dict[str, float]]]:
+    return [
+        (e["pid"], e["ts"] / 1e6, e["args"]) for e in events if (e["ph"], e["name"]) == ("C", name)
+    ]
+
+
+def _by_text(events: list[dict[str, Any]]) -> list[str]:
+    return sorted(json.dumps(event, sort_keys=True) for event in events if event["ph"] not in "iC")
 
 
 def test_every_event_is_where_it_was_measured() -> None:
     events = trace_events(_trace())
-    check_schema(events)
+    check_trace(events)
     slices = [
         (e["pid"], e["tid"], e["name"], e["ts"] / 1e6, e["dur"] / 1e6)
         for e in events
@@ -138,15 +122,16 @@ def test_the_trace_of_real_ranks_holds_every_step_and_hop(tmp_path: Path) -> Non
         model=ModelConfig(name="dummy", dummy_latent_shape=(1, 4, 2, 8, 8)),
         sampling=SvdSampling(num_inference_steps=4),
     )
-    with Pipeline(config) as pipeline:
+    pipeline = Pipeline(config)
+    file = TraceFile(tmp_path / "trace.json", {"note": 'a "quoted" word'})
+    pipeline.observe(file)
+    with pipeline:
         pipeline.run([ClipRequest(seed=seed) for seed in range(3)])
-    path = tmp_path / "trace.json"
-    write_chrome_trace(pipeline.trace, path, {"note": 'a "quoted" word'})
-    whole = json.loads(path.read_text())
+    file.close()
+    events = json.loads((tmp_path / "trace.json").read_text())
 
-    assert whole["otherData"] == {"note": 'a "quoted" word'}
-    events = whole["traceEvents"]
-    check_schema(events)
+    check_trace(events)
+    assert events[0]["args"] == {"note": 'a "quoted" word'}
     steps = sorted(
         (e["pid"], e["args"]["clip"], e["args"]["step"]) for e in events if e.get("cat") == "step"
     )
@@ -155,4 +140,156 @@ def test_the_trace_of_real_ranks_holds_every_step_and_hop(tmp_path: Path) -> Non
         transfers = [e for e in events if e["name"].startswith(name)]
         assert [(e["pid"], e["args"]["clip"]) for e in transfers] == [(rank, c) for c in range(3)]
     arrows = [e["id"] for e in events if e["ph"] in "sf"]
-    assert sorted(arrows) == [0, 0, 1, 1, 2, 2]
+    assert len(arrows) == 2 * len(set(arrows)) == 2 * 3
+    memory = _counted(events, "memory")
+    assert {rank for rank, _, _ in memory} == {0, 1}
+    assert all(1 < values["MiB"] < 100_000 for _, _, values in memory)
+    waiting = _counted(events, "waiting")
+    assert {rank for rank, _, _ in waiting} == {1}
+    assert waiting[-1][2] == {"packets": 0}
+
+
+def test_a_file_written_on_the_way_holds_what_one_written_at_the_end_does(tmp_path: Path) -> None:
+    on_the_way = TraceFile(tmp_path / "new" / "a.json", {"note": 1}, begin=100.0)
+    for rank, event in _events():
+        on_the_way(rank, event)
+    on_the_way.close()
+    write_chrome_trace(_trace(), tmp_path / "b.json", {"note": 1})
+    first, second = (json.loads((tmp_path / each).read_text()) for each in ("new/a.json", "b.json"))
+
+    check_trace(first)
+    check_trace(second)
+    assert _by_text(first) == _by_text(second)
+    assert first[0] == second[0]
+
+
+def test_the_file_of_a_killed_run_is_a_trace(tmp_path: Path) -> None:
+    """What is on the disk after each event, without `close`."""
+    path = tmp_path / "trace.json"
+    file = TraceFile(path, {}, begin=100.0)
+    lengths = []
+    for rank, event in _events():
+        file(rank, event)
+        if path.exists():
+            events = read_trace(path.read_text())
+            check_trace(events, is_whole=False)
+            lengths.append(len(events))
+    assert lengths == sorted(lengths)
+    assert lengths[-1] > 20
+    file.close()
+
+
+def test_packets_wait_from_their_arrival_to_the_start_of_their_work(tmp_path: Path) -> None:
+    """Two packets arrive during the work on another clip; one more is never worked on."""
+    file = TraceFile(tmp_path / "trace.json", {}, begin=0.0)
+
+    def arrives(clip: int, end: float) -> None:
+        transfer = {"clip": clip, "next_step": 2, "num_bytes": 8, "peer": 0, "seconds": 0.5}
+        file(1, TransferDone(direction="recv", end=end, **transfer))
+
+    def works(clip: int, start: float, end: float) -> None:
+        file(1, ActionDone(action=f"DENOISE c{clip} 2:3", start=start, end=end, waited=0.0))
+
+    arrives(0, 1.0)
+    arrives(1, 3.0)
+    arrives(2, 4.0)
+    works(0, 1.5, 5.0)
+    file(1, ActionDone(action="DECODE c0 @3", start=5.0, end=6.0, waited=0.0))
+    works(2, 6.5, 7.0)
+    file.close()
+    events = read_trace((tmp_path / "trace.json").read_text())
+    depths = [(when, values["packets"]) for _, when, values in _counted(events, "waiting")]
+    assert depths == [(1.0, 1), (1.5, 0), (3.0, 1), (4.0, 2), (6.5, 0)]
+
+
+def test_memory_is_a_counter_of_its_changes(tmp_path: Path) -> None:
+    file = TraceFile(tmp_path / "trace.json", {})
+    for num_bytes in (3 * 2**20, 3 * 2**20 + 1, None, 4 * 2**20):
+        file(1, Heartbeat(memory_bytes=num_bytes))
+    file(0, ActionDone(action="ENCODE c0 @0", start=1e9, end=1e9, waited=0.0))
+    file.close()
+    events = read_trace((tmp_path / "trace.json").read_text())
+    found = [(rank, values["MiB"]) for rank, _, values in _counted(events, "memory")]
+    assert found == [(1, 3.0), (1, 4.0)]
+
+
+def test_a_hundred_thousand_events_do_not_grow_the_parent(tmp_path: Path) -> None:
+    """As an endless run of two ranks: 30 events for each clip."""
+    file = TraceFile(tmp_path / "trace.json", {}, begin=0.0)
+    trace = Trace(2, last_clips=20)
+
+    def take(rank: int, event: Event) -> None:
+        trace.add(rank, event)
+        file(rank, event)
+
+    def make(clip: int) -> None:
+        begin = 10.0 * clip
+        moved = {"clip": clip, "next_step": 13, "num_bytes": 8, "seconds": 0.5, "end": begin + 9.0}
+        for rank in range(2):
+            for step in range(13):
+                take(rank, StepDone(clip=clip, step=13 * rank + step, seconds=0.25))
+        took = {"end": begin + 8.0, "waited": 0.5}
+        take(0, ActionDone(action=f"DENOISE c{clip} 0:13", start=begin, **took))
+        take(1, TransferDone(direction="recv", peer=0, **moved))
+        take(0, TransferDone(direction="send", peer=1, **moved))
+        took = {"end": begin + 18.0, "waited": 0.5}
+        take(1, ActionDone(action=f"DENOISE c{clip} 13:26", start=begin + 9.5, **took))
+
+    for clip in range(300):
+        make(clip)
+    before = status_bytes("VmRSS")
+    for clip in range(300, 300 + 100_000 // 30):
+        make(clip)
+    grown = status_bytes("VmRSS") - before
+    file.close()
+    assert grown < 4 * 2**20, f"{grown / 2**20:.1f} MiB"
+    assert (tmp_path / "trace.json").stat().st_size > 10_000_000
+
+
+def test_a_full_disk_is_reported_at_the_end(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    file = TraceFile(tmp_path / "file" / "trace.json", {})
+    for rank, event in _events():
+        file(rank, event)
+    with pytest.raises(OutputError, match=r"trace\.json' cannot be written"):
+        file.close()
+
+
+_X = {"ph": "X", "pid": 0, "tid": 0, "name": "step", "ts": 10, "dur": 10}
+_NAME = {"ph": "M", "pid": 0, "tid": 0, "name": "thread_name", "args": {"name": "compute"}}
+_FLOW = {"pid": 0, "tid": 0, "name": "transfer", "cat": "transfer", "id": "1"}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ([{**_X, "ph": "Q"}], "unknown phase"),
+        ([{**_X, "dur": -1}], "dur is negative"),
+        ([{**_X, "ts": True}], "ts is no number"),
+        ([{**_X, "pid": "0"}], "pid is no integer"),
+        ([{"ph": "X", "pid": 0, "tid": 0, "name": "step", "ts": 1}], "X without {'dur'}"),
+        ([_X, {**_X, "ts": 15}], "slices that cross"),
+        ([{**_X, "dur": 5}, _X], "slices that cross"),  # the longer one comes first
+        ([{**_X, "tid": 7}], "a track has no name"),
+        ([{**_X, "ph": "B"}], "a begin without an end"),
+        ([{**_X, "ph": "E"}], "an end without a begin"),
+        ([{**_X, "ph": "B"}, {**_X, "ph": "E", "name": "other"}], "slices that cross"),
+        ([{**_X, "ph": "B"}, {**_X, "ph": "E", "ts": 5}], "an end before its begin"),
+        ([{**_X, "ph": "C", "args": {}}], "a counter without a value"),
+        ([{**_X, "ph": "C", "args": {"MiB": "3"}}], "a counter that is no number"),
+        ([{**_NAME, "name": "colour"}], "no metadata 'colour'"),
+        ([_X, {**_FLOW, "ph": "s", "ts": 12}], "a flow with one end"),
+        ([_X, {**_FLOW, "ph": "s", "ts": 30}], "an arrow without a slice"),
+        ([_X, *({**_FLOW, "ph": each, "ts": 12} for each in "sfs")], "two starts"),
+        ([_X, {**_FLOW, "ph": "s", "ts": 13}, {**_FLOW, "ph": "f", "ts": 12}], "back in time"),
+    ],
+)
+def test_the_checker_finds_each_breach(wrong: list[dict[str, Any]], words: str) -> None:
+    with pytest.raises(AssertionError, match=words):
+        check_trace([_NAME, *wrong])
+
+
+def test_the_checker_accepts_what_the_format_allows() -> None:
+    inner = [{**_X, "ph": "B", "ts": 12}, {**_X, "ph": "E", "ts": 14}]
+    flow = [{**_FLOW, "ph": phase, "ts": ts} for phase, ts in (("s", 12), ("t", 13), ("f", 14))]
+    check_trace([_NAME, _X, *inner, *flow, {**_X, "ts": 20}])

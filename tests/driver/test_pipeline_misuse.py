@@ -65,8 +65,9 @@ def test_a_pipeline_that_was_not_entered_closes_without_a_word() -> None:
 
 @pytest.mark.parametrize("number", [0, -1])
 def test_a_history_has_a_clip(number: int) -> None:
-    with pytest.raises(RequestError, match=f"history_clips must be 1 or more, got {number}"):
-        Pipeline(config(), history_clips=number)
+    for name in ("history_clips", "trace_clips"):
+        with pytest.raises(RequestError, match=f"{name} must be 1 or more, got {number}"):
+            Pipeline(config(), **{name: number})
 
 
 @pytest.mark.processes

@@ -41,6 +41,16 @@ class BenchOptions:
             help="Compare the results in folder B with those in folder A; measure nothing.",
         ),
     ] = None
+    baseline: Annotated[
+        Path | None,
+        option(
+            "--baseline",
+            panel=DIAGNOSTICS,
+            metavar="DIR",
+            help="After measuring, compare with the earlier results in DIR. The exit code is 10 if "
+            "svdpp became slower by more than noise.",
+        ),
+    ] = None
     results: Annotated[
         Path,
         option(

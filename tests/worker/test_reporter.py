@@ -1,0 +1,46 @@
+"""What a rank's heartbeats report."""
+
+from __future__ import annotations
+
+import queue
+from typing import cast
+
+import pytest
+
+from svdpp.launch.channel import Channel
+from svdpp.plan.actions import Action
+from svdpp.worker import reporter as module
+from svdpp.worker.messages import Heartbeat, parse_event
+from svdpp.worker.reporter import Reporter
+
+
+class _Channel:
+    def __init__(self) -> None:
+        self._sent: queue.Queue[bytes] = queue.Queue()
+
+    def send(self, message: bytes) -> None:
+        self._sent.put(message)
+
+    def heartbeat(self) -> Heartbeat:
+        event = parse_event(self._sent.get(timeout=60.0))
+        assert isinstance(event, Heartbeat)
+        return event
+
+
+def _no_file(device: str) -> int:
+    raise OSError(24, f"too many open files for {device}")
+
+
+def test_memory_is_reported_once_the_rank_has_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A heartbeat goes out even if memory cannot be read: without it the rank counts as dead."""
+    channel = _Channel()
+    reporter = Reporter(cast("Channel", channel))
+    reporter.at(Action.parse("ENCODE c0 @0"))
+    assert channel.heartbeat().memory_bytes is None
+    reporter.measure_memory("cpu")
+    reporter.at(Action.parse("DENOISE c0 0:2"))
+    assert (channel.heartbeat().memory_bytes or 0) > 2**20
+    monkeypatch.setattr(module, "bytes_in_use", _no_file)
+    reporter.start()
+    assert channel.heartbeat() == Heartbeat(action="DENOISE c0 0:2")
+    reporter.stop()
