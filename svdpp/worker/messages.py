@@ -10,6 +10,9 @@ from pydantic import Base64Bytes, BaseModel, ConfigDict, Field, TypeAdapter
 from svdpp.config import ClipRequest, SamplingConfig
 from svdpp.plan.actions import Action
 
+#: What a rank waits for: a photograph, a packet, a neighbour that takes packets late, or the disk.
+WaitCause = Literal["photograph", "packet", "send", "writer"]
+
 
 class _Message(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -122,6 +125,8 @@ class ActionDone(_Message):
     end: float
     waited: float
     """Seconds of waiting since the previous action: for a packet, or for a slow neighbour."""
+    waits: dict[WaitCause, float] = Field(default_factory=dict)
+    """`waited` by its causes."""
 
 
 class TransferDone(_Message):
@@ -146,6 +151,8 @@ class ClipDone(_Message):
     kind: Literal["clip"] = "clip"
     clip: int
     metadata: dict[str, Any]
+    write_seconds: float = 0.0
+    """Hashes, video file and JSON together, in the writer's thread."""
 
 
 class DraftDone(_Message):
@@ -216,6 +223,8 @@ class Finished(_Message):
     """Peak of the bytes in tensors; see `worker.peak_memory`."""
     reserved_bytes: int | None = None
     """Peak of all bytes."""
+    cpu_seconds: float | None = None
+    """CPU time of the rank's process since it joined, all threads together."""
 
 
 Event = Annotated[

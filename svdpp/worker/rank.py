@@ -72,21 +72,25 @@ def rank_main(context: RankContext, setup: RankSetup) -> None:
     reporter.start()
     try:
         device = take_device(setup.config, context.world)
-        _serve(context, setup, device, reporter)
+        cpu_seconds = _serve(context, setup, device, reporter)
     except BaseException as error:
         reporter.failed(error)
         raise
     allocated, reserved = peak_bytes(str(device))
-    reporter.send(Finished(allocated_bytes=allocated, reserved_bytes=reserved))
+    reporter.send(
+        Finished(allocated_bytes=allocated, reserved_bytes=reserved, cpu_seconds=cpu_seconds)
+    )
     reporter.stop()
     context.leave()
 
 
 def _serve(
     context: RankContext, setup: RankSetup, device: torch.device, reporter: Reporter
-) -> None:
+) -> float:
+    """Works until the parent says stop; returns the CPU seconds from the first action on."""
     inbox = Inbox(context.channel)
     stages = _prepare(context, setup, device, reporter, inbox)
+    cpu_begun = time.process_time()
 
     def rest() -> None:
         for stage in stages.values():
@@ -96,6 +100,7 @@ def _serve(
         stages[inbox.is_draft(action.clip)].perform(action)
     for stage in stages.values():
         stage.finish()
+    return time.process_time() - cpu_begun
 
 
 def _prepare(
