@@ -48,7 +48,7 @@ def _print(console: Console, found: RunReport) -> None:
     states = ", ".join(f"{number} {state}" for state, number in found.states.items())
     console.result(f"clips: {states or 'none'}")
     for clip in found.lost:
-        console.result(f"  {clip.get('output') or '(no clip)'}: {clip['error']['message']}")
+        console.result(f"  {clip.output or '(no clip)'}: {clip.why}")
     figures = found.figures
     console.result(found.times)
     if figures is None:

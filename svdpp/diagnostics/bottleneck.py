@@ -139,9 +139,10 @@ def _work_text(limit: RankFigures, what: Literal["decode", "encode"], figures: R
     work = limit.decode if what == "decode" else limit.encode
     part = work.seconds / limit.compute
     share = _mean(rank.compute for rank in figures.ranks) / max(1, figures.clips)
+    clips = max(1, figures.clips)
     return (
-        f"its {what}s take {part:.0%} of its work, {work.mean_seconds:.3g} s each, where an equal "
-        f"share of all work is {share:.3g} s a clip"
+        f"its {what}s take {part:.0%} of its work, so it works {limit.compute / clips:.3g} s a "
+        f"clip, where an equal share would be {share:.3g} s"
     )
 
 

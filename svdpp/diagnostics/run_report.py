@@ -19,6 +19,20 @@ _TEMPLATE = "run_report.html.j2"
 
 
 @dataclass(frozen=True, kw_only=True)
+class Lost:
+    """A clip that failed."""
+
+    output: str
+    """Name of its file; empty if the photograph could not be read."""
+    why: str
+
+    @staticmethod
+    def of(clip: Mapping[str, Any]) -> Lost:
+        """The clip of a manifest's entry."""
+        return Lost(output=str(clip.get("output") or ""), why=str(clip["error"]["message"]))
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunReport:
     """What one page says of a run."""
 
@@ -28,8 +42,8 @@ class RunReport:
     """The manifest's fields about the run."""
     states: Mapping[str, int]
     """Number of clips in each state."""
-    lost: tuple[Mapping[str, Any], ...]
-    """The manifest's entries of the clips that failed."""
+    lost: tuple[Lost, ...]
+    """The clips that failed."""
     figures: RunFigures | None
     """None if the run was killed, or all its clips existed."""
     findings: tuple[Finding, ...] = ()
@@ -53,8 +67,9 @@ class RunReport:
         figures = self.figures
         if figures is None:
             return "times: none, because the run was killed, made no clip, or left no figures"
+        clips = f"{figures.clips} clip{'s' if figures.clips > 1 else ''}"
         return (
-            f"times: {figures.start_seconds:.1f} s to start, then {figures.clips} clips in "
+            f"times: {figures.start_seconds:.1f} s to start, then {clips} in "
             f"{figures.makespan:.1f} s, the first after {figures.first_clip:.1f} s, then one every "
             f"{figures.seconds_per_clip:.2f} s; bubble {figures.bubble:.0%}"
         )
@@ -77,7 +92,7 @@ class RunReport:
             "schema_version": SCHEMA_VERSION,
             "manifest": str(self.path),
             "clips": dict(self.states),
-            "lost": [dict(each) for each in self.lost],
+            "lost": [asdict(each) for each in self.lost],
             "headline": self.headline,
             "findings": [asdict(each) for each in self.findings],
             "advice": [asdict(each) for each in self.advice],
@@ -98,6 +113,7 @@ def read_report(path: Path) -> RunReport:
     try:
         clips = [dict(clip) for clip in content["clips"]]
         states = Counter(str(clip["state"]) for clip in clips)
+        lost = tuple(Lost.of(clip) for clip in clips if clip["state"] == "failed")
         options = dict(content.get("options") or {})
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(f"{str(manifest)!r} does not say what became of its clips") from error
@@ -107,7 +123,7 @@ def read_report(path: Path) -> RunReport:
         path=manifest,
         about={name: content.get(name) for name in ("started_at", "model", "device")},
         states=states,
-        lost=tuple(clip for clip in clips if clip["state"] == "failed"),
+        lost=lost,
         figures=figures,
         findings=findings,
         advice=() if figures is None else tuple(advise(figures, findings, options, str(manifest))),
