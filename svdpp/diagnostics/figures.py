@@ -44,6 +44,8 @@ class RankFigures(_Checked):
 
     rank: Count
     device: str = ""
+    device_name: str = ""
+    """Of the product; empty on the CPU."""
     start: Count = 0
     end: Count = 0
     """The steps that it does of a clip: the earliest, and the latest (exclusive)."""
@@ -119,6 +121,9 @@ class RunFigures(_Checked):
     transfer_seconds: Seconds = 0.0
     """Mean of one transfer, at its receiver."""
     forecast: ForecastFigures = field(default_factory=ForecastFigures)
+    model: Mapping[str, Any] = field(default_factory=dict)
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    """The fields of `ModelConfig` and `SamplingConfig`, to count FLOPs."""
 
     @property
     def world_size(self) -> int:

@@ -7,7 +7,7 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from svdpp.config import ClipRequest
 from svdpp.diagnostics.figures import ForecastFigures, RankFigures, RunFigures, WorkFigures
@@ -110,6 +110,8 @@ class RunRecorder:
             bubble=measured.bubble,
             write_tail=max(0.0, (self._last_written or end) - end),
             transfer_seconds=self._means.costs().transfer_seconds,
+            model=asdict(config.model),
+            sampling=asdict(config.sampling),
         )
         return replace(figures, forecast=self._forecast(figures))
 
@@ -117,13 +119,14 @@ class RunRecorder:
         rank = times.rank
         share = self._pipeline.config.plan.all_shares[rank]
         finished = self._finished.get(rank)
-        memory = {gpu.uuid: gpu.total_bytes for gpu in gpus}
         uuid = self._uuids.get(rank)
+        gpu = next((each for each in gpus if each.uuid.endswith(uuid or "none")), None)
         on_host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         writes = self._writes[rank]
         return RankFigures(
             rank=rank,
             device=stats.device,
+            device_name=gpu.name if gpu else "",
             start=share.start,
             end=share.end,
             wall=times.wall,
@@ -143,7 +146,7 @@ class RunRecorder:
             load_seconds=self._loads.get(rank, 0.0),
             cpu_seconds=None if finished is None else finished.cpu_seconds,
             peak_bytes=None if finished is None else finished.reserved_bytes,
-            device_bytes=on_host if uuid is None else memory.get(uuid),
+            device_bytes=on_host if uuid is None else gpu.total_bytes if gpu else None,
             memory_id=uuid or "host",
         )
 

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from svdpp.diagnostics.advice import Advice, advise
 from svdpp.diagnostics.bottleneck import Finding, HeadRoom, find_limits, head_rooms
 from svdpp.diagnostics.figures import RunFigures, figures_of
+from svdpp.diagnostics.utilisation import (
+    Utilisation,
+    count_flops_again,
+    utilisation,
+    why_no_mfu,
+)
 from svdpp.driver.run_manifest import NAME, read_manifest
 from svdpp.errors import InputError
 
@@ -49,6 +55,9 @@ class RunReport:
     findings: tuple[Finding, ...] = ()
     advice: tuple[Advice, ...] = ()
     head_rooms: tuple[HeadRoom, ...] = ()
+    utilisation: tuple[Utilisation, ...] = ()
+    utilisation_note: str = ""
+    """Why there is no utilisation, or no MFU; empty if there is."""
 
     @property
     def headline(self) -> str:
@@ -97,6 +106,8 @@ class RunReport:
             "findings": [asdict(each) for each in self.findings],
             "advice": [asdict(each) for each in self.advice],
             "memory": [{**asdict(room), "free_share": room.free_share} for room in self.head_rooms],
+            "utilisation": [asdict(each) for each in self.utilisation],
+            "utilisation_note": self.utilisation_note,
             "forecast_errors": self.eta_errors,
             "measured": None if self.figures is None else self.figures.to_json(),
         }
@@ -129,6 +140,19 @@ def read_report(path: Path) -> RunReport:
         advice=() if figures is None else tuple(advise(figures, findings, options, str(manifest))),
         head_rooms=() if figures is None else tuple(head_rooms(figures)),
     )
+
+
+def with_utilisation(report: RunReport) -> RunReport:
+    """The report with each rank's TFLOP/s; takes seconds to build the model without weights."""
+    figures = report.figures
+    if figures is None or not figures.model:
+        return report
+    flops = count_flops_again(figures.model, figures.sampling)
+    if flops is None:
+        return replace(report, utilisation_note="no TFLOP/s: the run's model is not here any more")
+    found = tuple(utilisation(figures.ranks, flops, str(figures.model.get("dtype"))))
+    note = why_no_mfu(figures.ranks, found)
+    return replace(report, utilisation=found, utilisation_note=note)
 
 
 def find_manifest(path: Path) -> Path:

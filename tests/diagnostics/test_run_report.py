@@ -76,7 +76,8 @@ def _disk() -> RunFigures:
 #: What each made-up run suffers from, the rank that limits it, and words of the report.
 BOTTLENECKS: dict[str, tuple[RunFigures, int | None, str]] = {
     "balanced": (replayed(**_ON_CUDA), None, "no rank limits the others"),
-    "decode": (replayed(_DECODE, **_ON_CUDA), 1, "its decodes take 67% of its work, so it works 1.5 s a clip"),
+    "decode": (replayed(_DECODE, **_ON_CUDA), 1,
+               "its decodes take 67% of its work, so it works 1.5 s a clip"),
     "encode": (replayed(replace(EVEN, encode_seconds=0.8), **_ON_CUDA), 0, "its encodes"),
     "steps": (_few_steps_left(), 0, "it does 300 steps, the others 100"),
     "slow_device": (replayed(slow=(1.0, 1.8, 1.0, 1.0), world_size=4, num_steps=12, **_ON_CUDA),

@@ -28,5 +28,6 @@ class ReportOptions:
             panel=DIAGNOSTICS,
             metavar="FILE.html",
             help="Also write the report as one page.",
+            default="write none",
         ),
     ] = None
