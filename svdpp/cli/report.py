@@ -31,10 +31,10 @@ def report(console: Console, options: ReportOptions, answer: AnswerOptions) -> N
     limits the others and why, how much memory was left, and how good the forecasts were.
     """
     from svdpp.cli.trace_outputs import check_target
-    from svdpp.diagnostics.run_report import read_report, with_utilisation, write_page
+    from svdpp.diagnostics.run_report import read_report, with_speeds, write_page
 
     check_target("--html", options.html, ".html")
-    found = with_utilisation(read_report(options.folder))
+    found = with_speeds(read_report(options.folder))
     if options.html is not None:
         write_page(found, options.html)
         console.info(f"wrote {shlex.quote(str(options.html))}")
@@ -67,14 +67,10 @@ def _print(console: Console, found: RunReport) -> None:
         if advice.command:
             console.result(f"    {advice.command}")
     console.result()
-    speeds = [
-        f"rank {each.rank} {each.tflops:.3g}" + ("" if each.mfu is None else f" ({each.mfu:.0%})")
-        for each in found.utilisation
-    ]
-    if speeds:
-        console.result(f"TFLOP/s while computing (MFU): {', '.join(speeds)}")
-    if found.utilisation_note:
-        console.result(found.utilisation_note)
+    for line in found.gpu_lines:
+        console.result(line)
+    if str(found.speeds):
+        console.result(str(found.speeds))
     for room in found.head_rooms:
         names = ", ".join(map(str, room.ranks))
         console.result(

@@ -187,6 +187,10 @@ def _rules(figures: RunFigures, repeat: _Repeat) -> Iterator[Advice]:
         "the ranks stay as slow as they were",
         kinds=("shared_cores", "busy_machine"),
     )
+    yield Advice(
+        text="cool the GPU or raise its power limit: svdpp cannot do either",
+        kinds=("throttled",),
+    )
     chunk, frames = figures.decode_chunk_size, figures.frames
     has_room = all(room.free_share >= _ROOM_FOR_A_CHUNK for room in head_rooms(figures))
     if 0 < chunk < frames and has_room:

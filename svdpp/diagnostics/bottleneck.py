@@ -14,6 +14,7 @@ FindingKind = Literal[
     "balanced",
     "slow_device",
     "shared_cores",
+    "throttled",
     "busy_machine",
     "too_many_threads",
     "decode",
@@ -75,6 +76,7 @@ def _all_causes(figures: RunFigures) -> Iterator[Finding]:
     yield from _transfers(figures)
     yield from _gaps(figures)
     yield from _cores(figures)
+    yield from _throttled(figures)
 
 
 def busiest(figures: RunFigures) -> RankFigures:
@@ -259,6 +261,23 @@ def _cores(figures: RunFigures) -> Iterator[Finding]:
             lost_seconds=compute * (1 - max(shares)),
             text=f"no rank gets more than {max(shares):.0%} of a core's time while it computes: "
             "something else uses this machine",
+        )
+
+
+def _throttled(figures: RunFigures) -> Iterator[Finding]:
+    """GPUs that lower their clock, because of heat or power."""
+    for rank in figures.ranks:
+        gpu = rank.gpu
+        if gpu is None or not gpu.throttled or not gpu.mean_sm_mhz or not gpu.peak_sm_mhz:
+            continue
+        reason = max(gpu.throttled, key=lambda each: gpu.throttled[each])
+        yield Finding(
+            kind="throttled",
+            rank=rank.rank,
+            lost_seconds=rank.compute * (1 - gpu.mean_sm_mhz / gpu.peak_sm_mhz),
+            text=f"the GPU of rank {rank.rank} lowers its clock in {gpu.throttled[reason]:.0%} of "
+            f"the samples ({reason}): {gpu.mean_sm_mhz:.0f} MHz on average, "
+            f"{gpu.peak_sm_mhz:.0f} at most",
         )
 
 

@@ -14,6 +14,7 @@ from svdpp.plan.layout import Layout, Split
 
 #: Checked when they are read back, because a manifest is untrusted input.
 Seconds = Annotated[float, Field(ge=0, le=1e9)]
+Amount = Seconds
 Count = Annotated[int, Field(ge=0, le=10**15)]
 AtLeastOne = Annotated[int, Field(ge=1, le=10**6)]
 
@@ -36,6 +37,40 @@ class WorkFigures(_Checked):
     def seconds(self) -> float:
         """All of them together."""
         return self.count * self.mean_seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuFigures(_Checked):
+    """What NVML said of a rank's GPU, once a second from its start to its end; None: nothing.
+
+    Clocks are those of samples in which the GPU had work: an idle GPU lowers its clock.
+    """
+
+    samples: Count
+    mean_utilisation: Amount | None = None
+    peak_utilisation: Amount | None = None
+    """Part of the time in which a kernel ran, 0 to 1."""
+    peak_memory_bytes: Count | None = None
+    mean_watts: Amount | None = None
+    peak_watts: Amount | None = None
+    peak_celsius: Amount | None = None
+    mean_sm_mhz: Amount | None = None
+    peak_sm_mhz: Amount | None = None
+    joules: Amount | None = None
+    """Energy of the whole GPU, whatever else ran on it."""
+    throttled: Mapping[str, Amount] = field(default_factory=dict)
+    """For each reason, the part of the samples in which it lowered the clock."""
+
+    def __str__(self) -> str:
+        mean = f"{self.mean_utilisation:.0%}" if self.mean_utilisation is not None else "?"
+        peak = f"{self.peak_utilisation:.0%}" if self.peak_utilisation is not None else "?"
+        known = [
+            f"load {mean} (at most {peak})",
+            *_known(self.mean_watts, "{:.0f} W"),
+            *_known(self.peak_celsius, "at most {:.0f} C"),
+            *_known(self.mean_sm_mhz, "{:.0f} MHz"),
+        ]
+        return ", ".join(known)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +110,7 @@ class RankFigures(_Checked):
     """Memory of its device; for a CPU rank, of the host."""
     memory_id: str = ""
     """Ranks with the same one share `device_bytes`."""
+    gpu: GpuFigures | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +165,13 @@ class RunFigures(_Checked):
     def world_size(self) -> int:
         """Number of ranks."""
         return len(self.ranks)
+
+    @property
+    def joules_per_clip(self) -> float | None:
+        """Energy of all GPUs for each clip; None if that of one is not known."""
+        by_gpu = {rank.memory_id: rank.gpu.joules if rank.gpu else None for rank in self.ranks}
+        known = [joules for joules in by_gpu.values() if joules is not None]
+        return sum(known) / self.clips if len(known) == len(by_gpu) else None
 
     @property
     def costs(self) -> Costs:
@@ -206,6 +249,10 @@ def figures_of(manifest: Mapping[str, Any], where: str) -> RunFigures | None:
     if figures.schema_version != 1 or not figures.ranks:
         raise InputError(f"{where}: the run's figures are of another version of svdpp")
     return figures
+
+
+def _known(value: float | None, pattern: str) -> list[str]:
+    return [] if value is None else [pattern.format(value)]
 
 
 def _by_rank(works: list[WorkFigures], slowness: list[float]) -> PerRank:

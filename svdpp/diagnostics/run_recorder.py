@@ -11,16 +11,29 @@ from dataclasses import asdict, replace
 
 from svdpp.config import ClipRequest
 from svdpp.diagnostics.figures import ForecastFigures, RankFigures, RunFigures, WorkFigures
+from svdpp.diagnostics.gpu_samples import GpuSums
 from svdpp.diagnostics.time_breakdown import TimeBreakdown, time_breakdown
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.run_manifest import RunManifest
-from svdpp.driver.trace import MeanCosts, RankStats
+from svdpp.driver.trace import MeanCosts, RankStats, Trace
 from svdpp.errors import RequestError
 from svdpp.launch.gpus import Gpu, visible_gpus
 from svdpp.plan.actions import Kind
 from svdpp.plan.costs import Costs
 from svdpp.plan.forecast import replay, summarise
-from svdpp.worker.messages import ActionDone, ClipDone, Event, Finished, Joined, Started, WaitCause
+from svdpp.worker.messages import (
+    ActionDone,
+    ClipDone,
+    Event,
+    Finished,
+    GpuSample,
+    Joined,
+    Started,
+    WaitCause,
+)
+
+# The times of longer runs are those of their last clips.
+_KEPT_CLIPS = 1000
 
 
 class RunRecorder:
@@ -48,11 +61,16 @@ class RunRecorder:
         self._loads: dict[int, float] = {}
         self._uuids: dict[int, str | None] = {}
         self._finished: dict[int, Finished] = {}
+        self._gpus: dict[int, GpuSums] = defaultdict(GpuSums)
+        self._trace = Trace(pipeline.config.world_size, _KEPT_CLIPS)
 
     def __call__(self, rank: int, event: Event) -> None:
         """Takes one event of `rank`."""
         self._means.add(event)
+        self._trace.add(rank, event)
         match event:
+            case GpuSample():
+                self._gpus[rank].add(event)
             case Started():
                 self._uuids[rank] = event.uuid
             case Joined():
@@ -76,11 +94,10 @@ class RunRecorder:
 
     def figures(self) -> RunFigures | None:
         """The figures so far; None if no rank has done an action."""
-        try:
-            trace = self._pipeline.trace
-            measured, stats = trace.summary(), trace.rank_stats()
-        except (ValueError, RuntimeError):
+        trace = self._trace
+        if not trace.spans:
             return None
+        measured, stats = trace.summary(), trace.rank_stats()
         config = self._pipeline.config
         end = max(span.end for span in trace.spans)
         gpus = _gpus(config.device)
@@ -148,10 +165,11 @@ class RunRecorder:
             peak_bytes=None if finished is None else finished.reserved_bytes,
             device_bytes=on_host if uuid is None else gpu.total_bytes if gpu else None,
             memory_id=uuid or "host",
+            gpu=self._gpus[rank].figures(),
         )
 
     def _work(self, rank: int, kind: Kind) -> WorkFigures:
-        spans = self._pipeline.trace.spans
+        spans = self._trace.spans
         return _mean([s.end - s.start for s in spans if s.rank == rank and s.action.kind is kind])
 
     def _forecast(self, figures: RunFigures) -> ForecastFigures:

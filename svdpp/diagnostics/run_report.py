@@ -4,19 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from svdpp.diagnostics.advice import Advice, advise
 from svdpp.diagnostics.bottleneck import Finding, HeadRoom, find_limits, head_rooms
 from svdpp.diagnostics.figures import RunFigures, figures_of
-from svdpp.diagnostics.utilisation import (
-    Utilisation,
-    count_flops_again,
-    utilisation,
-    why_no_mfu,
-)
+from svdpp.diagnostics.utilisation import Speeds, speeds_of
 from svdpp.driver.run_manifest import NAME, read_manifest
 from svdpp.errors import InputError
 
@@ -55,9 +50,7 @@ class RunReport:
     findings: tuple[Finding, ...] = ()
     advice: tuple[Advice, ...] = ()
     head_rooms: tuple[HeadRoom, ...] = ()
-    utilisation: tuple[Utilisation, ...] = ()
-    utilisation_note: str = ""
-    """Why there is no utilisation, or no MFU; empty if there is."""
+    speeds: Speeds = field(default_factory=Speeds)
 
     @property
     def headline(self) -> str:
@@ -84,6 +77,20 @@ class RunReport:
         )
 
     @property
+    def gpu_lines(self) -> list[str]:
+        """One line for each GPU that was sampled, the energy, or why there is nothing."""
+        figures = self.figures
+        if figures is None or figures.device == "cpu":
+            return []
+        sampled = [rank for rank in figures.ranks if rank.gpu is not None]
+        if not sampled:
+            return ["no figures of the GPUs: NVML gave none"]
+        lines = [f"GPU of rank {rank.rank}: {rank.gpu}" for rank in sampled]
+        if figures.joules_per_clip is not None:
+            lines.append(f"energy: {figures.joules_per_clip:.0f} J a clip, all GPUs together")
+        return lines
+
+    @property
     def eta_errors(self) -> dict[str, float]:
         """By how much each forecast was off: 0.1 if the run took a tenth longer than forecast."""
         if self.figures is None:
@@ -106,8 +113,8 @@ class RunReport:
             "findings": [asdict(each) for each in self.findings],
             "advice": [asdict(each) for each in self.advice],
             "memory": [{**asdict(room), "free_share": room.free_share} for room in self.head_rooms],
-            "utilisation": [asdict(each) for each in self.utilisation],
-            "utilisation_note": self.utilisation_note,
+            "utilisation": asdict(self.speeds),
+            "joules_per_clip": None if self.figures is None else self.figures.joules_per_clip,
             "forecast_errors": self.eta_errors,
             "measured": None if self.figures is None else self.figures.to_json(),
         }
@@ -142,17 +149,9 @@ def read_report(path: Path) -> RunReport:
     )
 
 
-def with_utilisation(report: RunReport) -> RunReport:
+def with_speeds(report: RunReport) -> RunReport:
     """The report with each rank's TFLOP/s; takes seconds to build the model without weights."""
-    figures = report.figures
-    if figures is None or not figures.model:
-        return report
-    flops = count_flops_again(figures.model, figures.sampling)
-    if flops is None:
-        return replace(report, utilisation_note="no TFLOP/s: the run's model is not here any more")
-    found = tuple(utilisation(figures.ranks, flops, str(figures.model.get("dtype"))))
-    note = why_no_mfu(figures.ranks, found)
-    return replace(report, utilisation=found, utilisation_note=note)
+    return replace(report, speeds=speeds_of(report.figures))
 
 
 def find_manifest(path: Path) -> Path:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
-from svdpp.config import ModelConfig, SamplingConfig
+from svdpp.config import DUMMY_MODEL, ModelConfig, SamplingConfig
 from svdpp.diagnostics.device_peaks import peak_tflops
-from svdpp.diagnostics.figures import RankFigures
+from svdpp.diagnostics.figures import RankFigures, RunFigures
 from svdpp.errors import SvdppError
 
 
@@ -31,6 +30,10 @@ class Utilisation:
     mfu: float | None
     """Of its device's published peak, 0 to 1 (model FLOPs utilisation); None if that is unknown."""
 
+    def __str__(self) -> str:
+        share = "" if self.mfu is None else f" ({self.mfu:.0%})"
+        return f"rank {self.rank} {self.tflops:.3g}{share}"
+
 
 def utilisation(ranks: Iterable[RankFigures], flops: PartFlops, dtype: str) -> list[Utilisation]:
     """The utilisation of each rank that has computed.
@@ -52,6 +55,39 @@ def _of_rank(rank: RankFigures, flops: PartFlops, dtype: str) -> Utilisation:
     tflops = done / rank.compute / 1e12
     peak = peak_tflops(rank.device_name, dtype)
     return Utilisation(rank=rank.rank, tflops=tflops, mfu=None if peak is None else tflops / peak)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speeds:
+    """The utilisation of a run's ranks."""
+
+    ranks: tuple[Utilisation, ...] = ()
+    note: str = ""
+    """Why there is none, or no MFU; empty if there is."""
+
+    def __str__(self) -> str:
+        speeds = (
+            f"rank {each.rank} {each.tflops:.3g}"
+            + ("" if each.mfu is None else f" ({each.mfu:.0%})")
+            for each in self.ranks
+        )
+        line = f"TFLOP/s while computing (MFU): {', '.join(speeds)}" if self.ranks else ""
+        return "; ".join(filter(None, [line, self.note]))
+
+
+def speeds_of(figures: RunFigures | None) -> Speeds:
+    """The utilisation of a run's ranks; takes seconds to build the model without weights.
+
+    The dummy model has none.
+    """
+    if figures is None or not figures.model or figures.model.get("name") == DUMMY_MODEL:
+        return Speeds()
+    try:
+        flops = count_flops(ModelConfig(**figures.model), SamplingConfig(**figures.sampling))
+    except (SvdppError, TypeError):
+        return Speeds(note="no TFLOP/s: the run's model is not here any more")
+    found = tuple(utilisation(figures.ranks, flops, str(figures.model.get("dtype"))))
+    return Speeds(ranks=found, note=why_no_mfu(figures.ranks, found))
 
 
 def why_no_mfu(ranks: Iterable[RankFigures], found: Iterable[Utilisation]) -> str:
@@ -79,11 +115,3 @@ def count_flops(model: ModelConfig, sampling: SamplingConfig) -> PartFlops:
     assert parts.encode is not None
     assert parts.decode is not None
     return PartFlops(encode=parts.encode.flops, step=parts.denoise.flops, decode=parts.decode.flops)
-
-
-def count_flops_again(model: Mapping[str, Any], sampling: Mapping[str, Any]) -> PartFlops | None:
-    """As `count_flops`, from the recorded fields; None if the model cannot be found any more."""
-    try:
-        return count_flops(ModelConfig(**model), SamplingConfig(**sampling))
-    except (SvdppError, TypeError):
-        return None

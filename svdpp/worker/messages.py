@@ -145,6 +145,38 @@ class TransferDone(_Message):
     end: float
 
 
+class GpuSample(_Message):
+    """What NVML says of the rank's GPU, which other processes may use too; None if it does not."""
+
+    kind: Literal["gpu"] = "gpu"
+    when: float
+    """By the rank's monotonic clock."""
+    utilisation: float | None = None
+    """Part of the last second in which a kernel ran, 0 to 1."""
+    memory_bytes: int | None = None
+    """In use by all processes."""
+    watts: float | None = None
+    joules: float | None = None
+    """Since the driver was loaded."""
+    celsius: float | None = None
+    sm_mhz: float | None = None
+    throttled: tuple[str, ...] = ()
+    """Why the clock is lower than it could be."""
+
+    def counters(self) -> dict[str, dict[str, float]]:
+        """The known values for a trace: name of the counter, then values by unit."""
+        mib = None if self.memory_bytes is None else self.memory_bytes / 2**20
+        known = {
+            "gpu load": ("percent", None if self.utilisation is None else 100 * self.utilisation),
+            "gpu memory": ("MiB", mib),
+            "gpu power": ("W", self.watts),
+            "gpu temperature": ("C", self.celsius),
+            "gpu clock": ("MHz", self.sm_mhz),
+            "gpu throttle reasons": ("count", len(self.throttled)),
+        }
+        return {name: {unit: value} for name, (unit, value) in known.items() if value is not None}
+
+
 class ClipDone(_Message):
     """A clip is finished, and its file, if requested, is written."""
 
@@ -234,6 +266,7 @@ Event = Annotated[
     | StepDone
     | ActionDone
     | TransferDone
+    | GpuSample
     | DraftDone
     | StoredTensor
     | PhotoWanted
