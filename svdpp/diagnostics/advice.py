@@ -22,6 +22,8 @@ _ROOM_FOR_A_CHUNK = 0.3
 # A forecast of more clips takes long, and says no more.
 _MOST_CLIPS = 2000
 _DEFAULTS = {"layout": "pipeline", "split": "uniform", "replicas": "1", "decoders": "1"}
+# `--layout data-parallel` allows none of these.
+_REFINEMENTS = {"split", "replicas", "decoders"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +77,8 @@ class _Repeat:
 
     def layout(self, layout: Layout) -> list[str]:
         """The options that turn the run's layout into `layout`."""
+        if layout.replica_size == 1 and not self.options.keys() & _REFINEMENTS:
+            return ["--layout data-parallel"]
         wanted = {
             "layout": "pipeline",
             "split": layout.split,

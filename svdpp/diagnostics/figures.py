@@ -103,7 +103,7 @@ class RankFigures(_Checked):
     p95_step_seconds: Seconds = 0.0
     load_seconds: Seconds = 0.0
     cpu_seconds: Seconds | None = None
-    """Of the process, all threads together, after it had joined; a killed rank does not tell."""
+    """Of the process while it computed, all threads together."""
     peak_bytes: Count | None = None
     """Peak memory on its device; for a CPU rank, of the process."""
     device_bytes: Count | None = None

@@ -57,6 +57,7 @@ class RunRecorder:
         self._means = MeanCosts()
         self._early_costs: Costs | None = None
         self._waits: dict[tuple[int, WaitCause], float] = defaultdict(float)
+        self._cpu: dict[int, float] = defaultdict(float)
         self._writes: dict[int, list[float]] = defaultdict(list)
         self._loads: dict[int, float] = {}
         self._uuids: dict[int, str | None] = {}
@@ -77,6 +78,7 @@ class RunRecorder:
                 self._loads[rank] = event.load_seconds
                 self._ready = time.monotonic()
             case ActionDone():
+                self._cpu[rank] += event.cpu_seconds
                 for cause, seconds in event.waits.items():
                     self._waits[rank, cause] += seconds
             case ClipDone():
@@ -161,7 +163,7 @@ class RunRecorder:
             write=_mean(writes),
             p95_step_seconds=stats.p95_step_seconds,
             load_seconds=self._loads.get(rank, 0.0),
-            cpu_seconds=None if finished is None else finished.cpu_seconds,
+            cpu_seconds=self._cpu[rank],
             peak_bytes=None if finished is None else finished.reserved_bytes,
             device_bytes=on_host if uuid is None else gpu.total_bytes if gpu else None,
             memory_id=uuid or "host",

@@ -127,6 +127,8 @@ class ActionDone(_Message):
     """Seconds of waiting since the previous action: for a packet, or for a slow neighbour."""
     waits: dict[WaitCause, float] = Field(default_factory=dict)
     """`waited` by its causes."""
+    cpu_seconds: float = 0.0
+    """CPU time of the rank's process from `start` to `end`, all threads together."""
 
 
 class TransferDone(_Message):
@@ -255,8 +257,6 @@ class Finished(_Message):
     """Peak of the bytes in tensors; see `worker.peak_memory`."""
     reserved_bytes: int | None = None
     """Peak of all bytes."""
-    cpu_seconds: float | None = None
-    """CPU time of the rank's process since it joined, all threads together."""
 
 
 Event = Annotated[

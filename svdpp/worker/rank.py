@@ -77,27 +77,23 @@ def rank_main(context: RankContext, setup: RankSetup) -> None:
         if (uuid := gpu_uuid(str(device))) is not None:
             sampler = GpuSampler(uuid, reporter.send)
             sampler.start()
-        cpu_seconds = _serve(context, setup, device, reporter)
+        _serve(context, setup, device, reporter)
     except BaseException as error:
         reporter.failed(error)
         raise
     if sampler is not None:
         sampler.stop()
     allocated, reserved = peak_bytes(str(device))
-    reporter.send(
-        Finished(allocated_bytes=allocated, reserved_bytes=reserved, cpu_seconds=cpu_seconds)
-    )
+    reporter.send(Finished(allocated_bytes=allocated, reserved_bytes=reserved))
     reporter.stop()
     context.leave()
 
 
 def _serve(
     context: RankContext, setup: RankSetup, device: torch.device, reporter: Reporter
-) -> float:
-    """Works until the parent says stop; returns the CPU seconds from the first action on."""
+) -> None:
     inbox = Inbox(context.channel)
     stages = _prepare(context, setup, device, reporter, inbox)
-    cpu_begun = time.process_time()
 
     def rest() -> None:
         for stage in stages.values():
@@ -107,7 +103,6 @@ def _serve(
         stages[inbox.is_draft(action.clip)].perform(action)
     for stage in stages.values():
         stage.finish()
-    return time.process_time() - cpu_begun
 
 
 def _prepare(

@@ -328,13 +328,19 @@ class PipelineStage:
     @contextmanager
     def _timed(self, action: Action) -> Iterator[None]:
         """Reports the time of a compute action and the wait before it; adds it to the clip's."""
-        start = time.monotonic()
+        start, cpu_start = time.monotonic(), time.process_time()
         yield
-        end = time.monotonic()
+        end, cpu_end = time.monotonic(), time.process_time()
         self._packets[action.clip].compute_seconds += end - start
-        waited = sum(self._waits.values())
         self._reporter.send(
-            ActionDone(action=str(action), start=start, end=end, waited=waited, waits=self._waits)
+            ActionDone(
+                action=str(action),
+                start=start,
+                end=end,
+                waited=sum(self._waits.values()),
+                waits=self._waits,
+                cpu_seconds=cpu_end - cpu_start,
+            )
         )
         self._waits = {}
 

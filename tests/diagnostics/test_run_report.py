@@ -126,17 +126,18 @@ def test_advice_names_the_layout_that_the_forecast_prefers(tmp_path: Path) -> No
     best = report.advice[0]
     assert best.times_as_fast is not None
     assert best.times_as_fast == pytest.approx(1.5, abs=0.1)
-    assert f"--costs {report.path}" in best.command
     asked = parsed(best.command)
-    assert asked["layout"].split == "dithered" or asked["layout"].replicas == 2
+    assert asked["layout"].layout == "data-parallel"
+    assert asked["output"].out == Path("out-again")
     assert best.text in report.headline
 
 
-def test_advice_overrides_the_layout_of_the_run(tmp_path: Path) -> None:
-    options = {"layout": "data-parallel", "world": 2}
+def test_advice_replaces_the_layout_options_of_the_run(tmp_path: Path) -> None:
     figures = replayed(_DECODE, **_ON_CUDA)
-    report = read_report(leave(tmp_path, figures, options))
-    assert "--layout pipeline" in report.advice[0].command
+    report = read_report(leave(tmp_path, figures, {"layout": "pipeline", "split": "balanced"}))
+    asked = parsed(report.advice[0].command)["layout"]
+    assert (asked.layout, asked.split, asked.replicas) == (None, "uniform", 2)
+    assert asked.costs == str(report.path)
 
 
 @pytest.mark.parametrize(
