@@ -56,6 +56,8 @@ class Finding:
 def find_limits(figures: RunFigures) -> list[Finding]:
     """What limits the run, the costliest first; a single `balanced` finding if nothing does.
 
+    A busy machine comes last: it slows all ranks alike, and what limits one of them says more.
+
     The busiest rank sets the pace of a full pipeline. The rules ask why it is busier than the mean
     of all ranks, and what keeps it from working.
     """
@@ -63,7 +65,7 @@ def find_limits(figures: RunFigures) -> list[Finding]:
     found = [
         finding for finding in _all_causes(figures) if finding.lost_seconds >= _WORTH_NAMING * whole
     ]
-    found.sort(key=lambda finding: -finding.lost_seconds)
+    found.sort(key=lambda finding: (finding.kind == "busy_machine", -finding.lost_seconds))
     if not found:
         found = [Finding(kind="balanced", text=_balanced(figures))]
     return [*found, *_start_up(figures, whole), *_memory(figures)]

@@ -135,8 +135,8 @@ def test_advice_names_the_layout_that_the_forecast_prefers(tmp_path: Path) -> No
 def test_advice_replaces_the_layout_options_of_the_run(tmp_path: Path) -> None:
     figures = replayed(_DECODE, **_ON_CUDA)
     report = read_report(leave(tmp_path, figures, {"layout": "pipeline", "split": "balanced"}))
-    asked = parsed(report.advice[0].command)["layout"]
-    assert (asked.layout, asked.split, asked.replicas) == (None, "uniform", 2)
+    asked = parsed(report.advice[0].command)["layout"]  # --from reads the other options
+    assert (asked.layout, asked.split, asked.replicas) == ("pipeline", "uniform", 2)
     assert asked.costs == str(report.path)
 
 
