@@ -54,7 +54,7 @@ class Finding:
 
 
 def find_limits(figures: RunFigures) -> list[Finding]:
-    """What limits the run, the costliest first; a single `balanced` finding if nothing does.
+    """What limits the run, the costliest first; `balanced` if no rank does.
 
     A busy machine comes last: it slows all ranks alike, and what limits one of them says more.
 
@@ -66,8 +66,8 @@ def find_limits(figures: RunFigures) -> list[Finding]:
         finding for finding in _all_causes(figures) if finding.lost_seconds >= _WORTH_NAMING * whole
     ]
     found.sort(key=lambda finding: (finding.kind == "busy_machine", -finding.lost_seconds))
-    if not found:
-        found = [Finding(kind="balanced", text=_balanced(figures))]
+    if all(finding.kind == "busy_machine" for finding in found):
+        found.append(Finding(kind="balanced", text=_balanced(figures)))
     return [*found, *_start_up(figures, whole), *_memory(figures)]
 
 
