@@ -21,6 +21,7 @@ from svdpp.cli.repeated_run import given_options
 from svdpp.cli.run_report import (
     announce,
     announce_look,
+    announce_report,
     labels,
     print_clips,
     raise_worst,
@@ -151,6 +152,8 @@ def _make(
     else:
         print_clips(console, policy.folder, clips.skipped, made, lost)
     warn_of_memory_pressure(console, made)
+    if made:
+        announce_report(console, policy.manifest)
     raise_worst(lost, len(clips.skipped) + len(made) + len(lost))
 
 
@@ -165,6 +168,7 @@ def _perform(
     """Runs the clips; returns the metadata of the finished ones in the order of the request."""
     from svdpp.cli.log import EventLog
     from svdpp.cli.progress import Progress
+    from svdpp.diagnostics.run_recorder import RunRecorder, left_in
 
     announce(console, pipeline.config, clips)
     progress = Progress(
@@ -175,11 +179,14 @@ def _perform(
         costs=pipeline.config.costs,
         forecasts=asked.knows_costs,
     )
+    recorder = RunRecorder(
+        pipeline, clips.requests, pipeline.config.costs if asked.knows_costs else None
+    )
     with progress, manifest:
-        for observer in (progress, EventLog(pipeline.config.plan), manifest):
+        for observer in (progress, EventLog(pipeline.config.plan), manifest, recorder):
             pipeline.observe(observer)
         try:
-            with outputs.of(pipeline), pipeline:
+            with left_in(manifest, recorder), outputs.of(pipeline), pipeline:
                 pipeline.submit(clips.requests, clips.metadata)
                 results = sorted(pipeline.results(), key=lambda result: result.clip)
         except (Interrupted, RankError) as error:

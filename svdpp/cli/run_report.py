@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import socket
 import textwrap
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from svdpp.cli.console import Console, counted
 from svdpp.config import ClipRequest, OutputConfig, PipelineConfig
-from svdpp.errors import error_from_dict, error_to_dict, highest_code
+from svdpp.errors import SvdppError, error_from_dict, error_to_dict, highest_code
 
 if TYPE_CHECKING:
     from svdpp.driver.jobs import ClipPlan, OutputPolicy
@@ -94,6 +95,16 @@ def warn_of_memory_pressure(console: Console, made: Sequence[Metadata]) -> None:
             "warning: GPU memory ran short, so cuDNN may have used another kernel and the bits may "
             "differ; a smaller --decode-chunk-size or fewer --gpus on the card lower memory"
         )
+
+
+def announce_report(console: Console, manifest: Path) -> None:
+    """Announces the most useful line of the run's report, and the command that shows all of it."""
+    from svdpp.diagnostics.run_report import read_report
+
+    with contextlib.suppress(SvdppError):  # a run that ended early has left no figures
+        report = read_report(manifest)
+        if report.figures is not None:
+            console.info(f"report: {report.headline}; svdpp report {shlex.quote(str(manifest))}")
 
 
 def print_clips(

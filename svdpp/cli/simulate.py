@@ -21,6 +21,7 @@ from svdpp.errors import OutOfMemoryError, RequestError
 
 if TYPE_CHECKING:
     from svdpp.cli.trace_outputs import TraceOutputs
+    from svdpp.diagnostics.utilisation import Speeds
     from svdpp.driver.pipeline import Pipeline
     from svdpp.plan.costs import Costs
     from svdpp.plan.forecast import Forecast
@@ -83,7 +84,9 @@ def simulate(
     """
     from svdpp.cli import launched
     from svdpp.cli.log import open_log
+    from svdpp.diagnostics.run_recorder import RunRecorder
     from svdpp.diagnostics.time_breakdown import overrun
+    from svdpp.diagnostics.utilisation import speeds_of
     from svdpp.driver.pipeline import Pipeline
 
     outputs = traces.checked()
@@ -96,15 +99,21 @@ def simulate(
         launched.serve(pipeline, console)
         return
     requests = _requests(config, num_clips, sampling.one_seed())
+    recorder = RunRecorder(pipeline, requests, None)
+    pipeline.observe(recorder)
     _perform(console, pipeline, requests, outputs)
     measured, forecast = pipeline.trace.summary(), pipeline.forecast()
     reason = overrun(pipeline.trace, forecast, pipeline.forecast_costs())
     if reason:
         console.info(f"warning: {reason}")
+    speeds = speeds_of(recorder.figures())
     if log.as_json:
-        console.json({**_to_json(pipeline, measured, forecast), "overrun": reason or None})
+        content = _to_json(pipeline, measured, forecast, speeds)
+        console.json({**content, "overrun": reason or None})
     else:
         _print(console, pipeline, measured, forecast)
+        if speeds.ranks:
+            console.result(str(speeds))
 
 
 def _asked(
@@ -184,9 +193,13 @@ def _requests(config: PipelineConfig, num_clips: int, seed: int) -> list[ClipReq
     return [ClipRequest(seed=seed + index, image=image) for index in range(num_clips)]
 
 
-def _to_json(pipeline: Pipeline, measured: Forecast, forecast: Forecast) -> dict[str, Any]:
+def _to_json(
+    pipeline: Pipeline, measured: Forecast, forecast: Forecast, speeds: Speeds
+) -> dict[str, Any]:
     config = pipeline.config
     ranks = pipeline.trace.to_json()
+    for each in speeds.ranks:
+        ranks[each.rank].update(tflops=each.tflops, mfu=each.mfu)
     for rank, share in zip(ranks, config.plan.all_shares, strict=True):
         rank.update(start=share.start, end=share.end)
     return {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from svdpp.plan.actions import Action
-from svdpp.worker.messages import Event, Finished, Heartbeat, Joined, StepDone
+from svdpp.worker.messages import Event, Finished, GpuSample, Heartbeat, Joined, StepDone
 
 # The parent polls several times a second; a longer pause means that it was stopped itself.
 _PAUSE_SECONDS = 3.0
@@ -71,6 +71,8 @@ class Liveness:
     def heard(self, rank: int, event: Event, now: float) -> None:
         """Takes one event."""
         self._discount_pause(now)
+        if isinstance(event, GpuSample):
+            return  # of a thread that goes on even if the rank is stuck
         seen = self._seen[rank]
         seen.started = True
         seen.heard = now

@@ -92,6 +92,7 @@ class RunManifest:
         self._about = dict(about)
         self._clips: list[dict[str, Any]] = [{**clip, "state": "pending"} for clip in clips]
         self._before = [dict(clip) for clip in before]
+        self._measured: Mapping[str, Any] | None = None
         self._written_at = 0.0
         self._changed = True
 
@@ -132,6 +133,11 @@ class RunManifest:
         if self._changed and time.monotonic() - self._written_at >= _WRITE_SECONDS:
             self._try_to_write()
 
+    def measured(self, figures: Mapping[str, Any]) -> None:
+        """Adds the figures of the run, for `svdpp report`; they are written on leaving."""
+        self._measured = figures
+        self._changed = True
+
     def _see_action(self, action: Action) -> None:
         if action.kind in _BEGINNINGS and self._clips[action.clip]["state"] == "pending":
             self._set(action.clip, "running")
@@ -151,6 +157,8 @@ class RunManifest:
         self._written_at = time.monotonic()
         clips = [*self._before, *self._clips]
         content = {"schema_version": SCHEMA_VERSION, **self._about, "clips": clips}
+        if self._measured is not None:
+            content["measured"] = self._measured
         output_files.write_json(self._path, redact_all(content))
         self._changed = False
 

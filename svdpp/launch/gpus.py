@@ -35,7 +35,7 @@ def visible_gpus(environment: Mapping[str, str] = os.environ) -> list[Gpu]:
     Raises:
         RequestError: the order is unknown, or CUDA_VISIBLE_DEVICES names a MIG slice.
     """
-    with _nvml() as nvml:
+    with open_nvml() as nvml:
         if nvml is None:
             return []
         handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
@@ -60,7 +60,7 @@ def free_bytes(device: str) -> int:
 def peer_access() -> list[list[bool]]:
     """Whether each visible GPU (row) can read the memory of each other GPU (column) directly."""
     uuids = [gpu.uuid for gpu in visible_gpus()]
-    with _nvml() as nvml:
+    with open_nvml() as nvml:
         if nvml is None:
             return []
         read, ok = nvml.NVML_P2P_CAPS_INDEX_READ, nvml.NVML_P2P_STATUS_OK
@@ -74,12 +74,12 @@ def peer_access() -> list[list[bool]]:
 
 def driver_version() -> str | None:
     """Version of the NVIDIA driver; None if there is no driver."""
-    with _nvml() as nvml:
+    with open_nvml() as nvml:
         return None if nvml is None else str(nvml.nvmlSystemGetDriverVersion())
 
 
 @contextlib.contextmanager
-def _nvml() -> Iterator[Any]:
+def open_nvml() -> Iterator[Any]:
     """The initialised NVML module; None if there is no NVIDIA driver."""
     import pynvml
 

@@ -1,8 +1,9 @@
-"""Owns the estimate of a model's memory from its configs; reads no weight.
+"""Owns the estimate of a model's memory and FLOPs from its configs; reads no weight.
 
 Each part is built from fake tensors, which have a shape but no data, and runs the code of a rank,
-while every storage that is created and freed is counted. Of the kernels' workspaces, only those of
-CPU convolutions are counted, because torch reports only which convolution kernel it chooses.
+while every storage that is created and freed is counted, and the FLOPs of every kernel. Of the
+kernels' workspaces, only those of CPU convolutions are counted, because torch reports only which
+convolution kernel it chooses.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as functional
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from svdpp.config import ModelConfig, SamplingConfig
 from svdpp.models.checkpoint import Checkpoint
@@ -27,11 +29,24 @@ from svdpp.models.loading import silence_libraries, torch_dtype
 from svdpp.plan.layout import Roles
 
 
+def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    return int(sdpa_flop_count(query, key, value))
+
+
+# torch registers its GPU kernels only; the sizes of the arguments are the same.
+_CPU_ATTENTION = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+    torch.ops.aten._scaled_dot_product_attention_math: _attention_flops,
+}
+
+
 class PartMemory(NamedTuple):
     """Memory of one part on its device: the weights, and the peak of the activations above them."""
 
     weight_bytes: int
     activation_bytes: int
+    flops: int = 0
+    """Of one run: a clip's encode or decode, or one step. A multiply-add counts as two."""
 
     @property
     def peak_bytes(self) -> int:
@@ -160,18 +175,21 @@ class FakeRun:
     def measure(
         self, modules: Iterable[torch.nn.Module], forward: Callable[[], object]
     ) -> PartMemory:
-        """Measures the bytes of the modules, and the peak of `forward` above them."""
+        """Measures the modules' bytes, the peak of `forward` above them, and its FLOPs."""
         modules = list(modules)
         live = LiveBytes(_tensors(modules), count_workspace=self.on_cpu)
-        with self._fake, live:
+        counter = FlopCounterMode(display=False, custom_mapping=_CPU_ATTENTION)
+        with self._fake, counter, live:
             forward()
-        return PartMemory(num_bytes(modules), live.peak)
+        return PartMemory(num_bytes(modules), live.peak, counter.get_total_flops())
 
 
 def joined(parts: Sequence[PartMemory]) -> PartMemory:
     """Parts that are loaded together and run one after the other."""
     return PartMemory(
-        sum(part.weight_bytes for part in parts), max(part.activation_bytes for part in parts)
+        sum(part.weight_bytes for part in parts),
+        max(part.activation_bytes for part in parts),
+        sum(part.flops for part in parts),
     )
 
 

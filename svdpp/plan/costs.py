@@ -21,6 +21,8 @@ PerRank = float | tuple[float, ...]
 # Within these limits sums over any number of clips stay finite.
 _MAX_SECONDS = 1e9
 _MAX_OTHER = 1e18
+# A run's manifest, which holds the run's costs, grows with its clips.
+_MAX_BYTES = 2**30
 _TEXTS = ("name", "source", "device")
 _PER_RANK = ("step_seconds", "encode_seconds", "decode_seconds")
 _ABOVE_ZERO = (
@@ -239,16 +241,21 @@ class Costs:
 
     @staticmethod
     def load(path: str | Path) -> Costs:
-        """The costs in a costs file.
+        """The costs in a costs file, or those that a run measured, in its `run.json`.
 
         Raises:
             InputError: the file cannot be read, or is not JSON.
-            RequestError: as `from_json`.
+            RequestError: as `from_json`, or the run measured none.
         """
         try:
-            content = json.loads(read_small_file(Path(path), "costs file"))
+            content = json.loads(read_small_file(Path(path), "costs file", _MAX_BYTES))
         except (ValueError, RecursionError) as error:
             raise InputError(f"costs file {str(path)!r} is not JSON: {error}") from error
+        if isinstance(content, Mapping) and "clips" in content:
+            measured = content.get("measured")
+            content = measured.get("costs") if isinstance(measured, Mapping) else None
+            if content is None:
+                raise RequestError(f"{path}: the run has measured no costs")
         return Costs.from_json(content, str(path))
 
 

@@ -131,6 +131,7 @@ class ClipWriter:
         return True
 
     def _write(self, finished: FinishedClip) -> None:
+        begun = time.monotonic()
         job, frames = finished.job, self._frames_on_host(finished)
         if self._tensor_store is not None and frames is not None:
             self._tensor_store.keep_frames(job.clip, frames)
@@ -158,8 +159,11 @@ class ClipWriter:
                 self._drafts.add(output.path)
             output_files.write_json(Path(output.json_path), metadata)
             self._remove_draft(self._on_this_host(finished.replaces))
-        done = DraftDone if finished.is_draft else ClipDone
-        self._events.done(done(clip=job.clip, metadata=metadata))
+        if finished.is_draft:
+            self._events.done(DraftDone(clip=job.clip, metadata=metadata))
+            return
+        seconds = time.monotonic() - begun
+        self._events.done(ClipDone(clip=job.clip, metadata=metadata, write_seconds=seconds))
 
     def _frames_on_host(self, finished: FinishedClip) -> Frames | None:
         if finished.frames is None:

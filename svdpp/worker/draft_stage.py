@@ -138,7 +138,7 @@ class DraftStage(PipelineStage):
     ) -> None:
         """Sends `tensors` for the packet's clip; a tombstone packet if there are none."""
         sent = replace(packet, next_step=action.end, tensors=tensors, tombstone=not tensors)
-        with self._waiting(action):
+        with self._waiting(action, "send"):
             self._transport.send(sent, action.peer)
 
     def _recv_state(self, action: Action) -> None:
@@ -199,7 +199,7 @@ class DraftStage(PipelineStage):
         self, action: Action, rank: int, packet: Packet, frames: torch.Tensor | None
     ) -> None:
         seconds = time.time() - packet.begun_at
-        with self._waiting(action):
+        with self._waiting(action, "writer"):
             result = Result(
                 rank=rank,
                 latent=self._on_host(packet.tensors[LATENTS]),

@@ -10,6 +10,9 @@ from pydantic import Base64Bytes, BaseModel, ConfigDict, Field, TypeAdapter
 from svdpp.config import ClipRequest, SamplingConfig
 from svdpp.plan.actions import Action
 
+#: What a rank waits for: a photograph, a packet, a neighbour that takes packets late, or the disk.
+WaitCause = Literal["photograph", "packet", "send", "writer"]
+
 
 class _Message(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -124,6 +127,10 @@ class ActionDone(_Message):
     end: float
     waited: float
     """Seconds of waiting since the previous action: for a packet, or for a slow neighbour."""
+    waits: dict[WaitCause, float] = Field(default_factory=dict)
+    """`waited` by its causes."""
+    cpu_seconds: float = 0.0
+    """CPU time of the rank's process from `start` to `end`, all threads together."""
 
 
 class TransferDone(_Message):
@@ -142,12 +149,46 @@ class TransferDone(_Message):
     end: float
 
 
+class GpuSample(_Message):
+    """What NVML says of the rank's GPU, which other processes may use too; None if it does not."""
+
+    kind: Literal["gpu"] = "gpu"
+    when: float
+    """By the rank's monotonic clock."""
+    utilisation: float | None = None
+    """Part of the last second in which a kernel ran, 0 to 1."""
+    memory_bytes: int | None = None
+    """In use by all processes."""
+    watts: float | None = None
+    joules: float | None = None
+    """Since the driver was loaded."""
+    celsius: float | None = None
+    sm_mhz: float | None = None
+    throttled: tuple[str, ...] = ()
+    """Why the clock is lower than it could be."""
+
+    def counters(self) -> dict[str, dict[str, float]]:
+        """The known values for a trace: name of the counter, then values by unit."""
+        mib = None if self.memory_bytes is None else self.memory_bytes / 2**20
+        known = {
+            "gpu load": ("percent", None if self.utilisation is None else 100 * self.utilisation),
+            "gpu memory": ("MiB", mib),
+            "gpu power": ("W", self.watts),
+            "gpu temperature": ("C", self.celsius),
+            "gpu clock": ("MHz", self.sm_mhz),
+            "gpu throttle reasons": ("count", len(self.throttled)),
+        }
+        return {name: {unit: value} for name, (unit, value) in known.items() if value is not None}
+
+
 class ClipDone(_Message):
     """A clip is finished, and its file, if requested, is written."""
 
     kind: Literal["clip"] = "clip"
     clip: int
     metadata: dict[str, Any]
+    write_seconds: float = 0.0
+    """Hashes, video file and JSON together, in the writer's thread."""
 
 
 class DraftDone(_Message):
@@ -227,6 +268,7 @@ Event = Annotated[
     | StepDone
     | ActionDone
     | TransferDone
+    | GpuSample
     | DraftDone
     | StoredTensor
     | PhotoWanted

@@ -26,6 +26,7 @@ from svdpp.worker.conditions import conditions_of, gpu_uuid
 from svdpp.worker.device import take_device
 from svdpp.worker.draft_stage import DraftStage
 from svdpp.worker.fault_injection import InjectedFault
+from svdpp.worker.gpu_sampler import GpuSampler
 from svdpp.worker.inbox import Inbox
 from svdpp.worker.latent_checkpoints import LatentCheckpoints
 from svdpp.worker.messages import Finished, Joined, PhotoWanted, Started, StoredTensor
@@ -71,12 +72,18 @@ def rank_main(context: RankContext, setup: RankSetup) -> None:
         setup.fault.reach(context.world.rank, -1, "start")
     reporter = Reporter(context.channel)
     reporter.start()
+    sampler = None
     try:
         device = take_device(setup.config, context.world)
+        if (uuid := gpu_uuid(str(device))) is not None:
+            sampler = GpuSampler(uuid, reporter.send)
+            sampler.start()
         _serve(context, setup, device, reporter)
     except BaseException as error:
         reporter.failed(error)
         raise
+    if sampler is not None:
+        sampler.stop()
     allocated, reserved = peak_bytes(str(device))
     reporter.send(Finished(allocated_bytes=allocated, reserved_bytes=reserved))
     reporter.stop()

@@ -21,7 +21,7 @@ from svdpp.plan.actions import Action, Kind
 from svdpp.worker.clip_writer import ClipWriter, FinishedClip
 from svdpp.worker.fault_injection import InjectedFault, one_ulp_off
 from svdpp.worker.latent_checkpoints import LatentCheckpoints, LatentCheckpointWriter
-from svdpp.worker.messages import ActionDone, ClipDropped, ClipJob, StepDone, Work
+from svdpp.worker.messages import ActionDone, ClipDropped, ClipJob, StepDone, WaitCause, Work
 from svdpp.worker.out_of_memory import out_of_memory_named
 from svdpp.worker.peak_memory import MemoryPressure
 from svdpp.worker.prefetch import PhotoReader, ReadPhoto, from_disk
@@ -105,7 +105,7 @@ class PipelineStage:
         self._packets: dict[int, Packet] = {}
         self._frames: dict[int, torch.Tensor] = {}
         self._pending: dict[int, PendingPacket] = {}
-        self._waited = 0.0
+        self._waits: dict[WaitCause, float] = {}
 
     def expect(self, work: Work) -> None:
         """Prepares for the actions of `work`, which `perform` gets later."""
@@ -138,7 +138,7 @@ class PipelineStage:
 
     def rest(self) -> None:
         """Notes that no action is left for now; the time until the next one is not a wait."""
-        self._waited = 0.0
+        self._waits = {}
         self._reporter.at(None)
 
     def finish(self) -> None:
@@ -167,7 +167,7 @@ class PipelineStage:
         request = self._jobs[action.clip].request
         packet = self._packets[action.clip] = Packet(action.clip, 0, time.time(), {})
         with self._isolated(packet):
-            with self._waiting(action):
+            with self._waiting(action, "photograph"):
                 prepared = self._photos.take(action.clip)
             self._check_wanted(action.clip)
             packet.begun_at = time.time()
@@ -248,7 +248,7 @@ class PipelineStage:
 
     def _send(self, action: Action) -> None:
         packet = self._packet(action)
-        with self._waiting(action):
+        with self._waiting(action, "send"):
             if (
                 self._checkpoint_writer is not None
                 and action.clip in self._keys
@@ -270,7 +270,7 @@ class PipelineStage:
     def _finish_clip(self, action: Action) -> None:
         packet = self._packet(action)
         if not packet.tombstone:
-            with self._waiting(action):
+            with self._waiting(action, "writer"):
                 self._clip_writer.put(
                     FinishedClip(
                         job=self._jobs[action.clip],
@@ -338,22 +338,29 @@ class PipelineStage:
     @contextmanager
     def _timed(self, action: Action) -> Iterator[None]:
         """Reports the time of a compute action and the wait before it; adds it to the clip's."""
-        start = time.monotonic()
+        start, cpu_start = time.monotonic(), time.process_time()
         yield
-        end = time.monotonic()
+        end, cpu_end = time.monotonic(), time.process_time()
         self._packets[action.clip].compute_seconds += end - start
         self._reporter.send(
-            ActionDone(action=str(action), start=start, end=end, waited=self._waited)
+            ActionDone(
+                action=str(action),
+                start=start,
+                end=end,
+                waited=sum(self._waits.values()),
+                waits=self._waits,
+                cpu_seconds=cpu_end - cpu_start,
+            )
         )
-        self._waited = 0.0
+        self._waits = {}
 
     @contextmanager
-    def _waiting(self, action: Action | None) -> Iterator[None]:
+    def _waiting(self, action: Action | None, cause: WaitCause = "packet") -> Iterator[None]:
         start = time.monotonic()
         self._reporter.at(action, waiting=True)
         yield
         self._reporter.at(action)
-        self._waited += time.monotonic() - start
+        self._waits[cause] = self._waits.get(cause, 0.0) + time.monotonic() - start
 
     def _start_with_faults(self, action: Action) -> int:
         """Performs a fault injected before the first step; returns the step to begin with."""

@@ -306,6 +306,20 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Answer]:
 
 
 @pytest.mark.processes
+def test_report_of_a_real_run(made: tuple[Path, Answer]) -> None:
+    folder, _ = made
+    answer = svdpp_here("report", str(folder / "out"), "--json")
+    report = json.loads(answer.out)
+    assert (answer.code, report["clips"]) == (0, {"done": 1})
+    first, last = report["measured"]["ranks"]
+    assert (first["step"]["count"], last["step"]["count"]) == (1, 1)
+    assert (last["decode"]["count"], last["write"]["count"]) == (1, 1)
+    assert first["peak_bytes"] > 2**20
+    assert report["findings"]
+    assert (folder / "out/run.json").stat().st_size < 10_000
+
+
+@pytest.mark.processes
 def test_run_json(made: tuple[Path, Answer]) -> None:
     folder, answer = made
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SvdSampling
+from svdpp.diagnostics.figures import RunFigures
+from svdpp.diagnostics.run_recorder import RunRecorder
 from svdpp.diagnostics.time_breakdown import overrun, time_breakdown
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.trace import Trace
@@ -104,9 +108,31 @@ def test_the_parts_of_real_ranks_add_up(layout: dict[str, int]) -> None:
         costs=Costs(step_seconds=0.1, encode_seconds=0.1, decode_seconds=0.2),
         **layout,  # type: ignore[arg-type]
     )
-    with Pipeline(config) as pipeline:
-        pipeline.run([ClipRequest(seed=seed) for seed in range(6)])
+    requests = [ClipRequest(seed=seed) for seed in range(6)]
+    pipeline = Pipeline(config)
+    recorder = RunRecorder(pipeline, requests, config.costs)
+    pipeline.observe(recorder)
+    with pipeline:
+        pipeline.run(requests)
+    _check_figures(recorder.figures(), pipeline)
     for account in time_breakdown(pipeline.trace):
         parts = account.compute + account.wait + account.transfer + account.idle
         assert parts == pytest.approx(account.wall, rel=0.01), account
         assert min(account.compute, account.wait, account.transfer, account.idle) >= 0
+
+
+def _check_figures(figures: RunFigures | None, pipeline: Pipeline) -> None:
+    """The figures of the same ranks, for `svdpp report`."""
+    assert figures is not None
+    assert figures.layout == replace(pipeline.config.layout, costs=figures.costs)
+    assert figures.clips == 6
+    for rank in figures.ranks:
+        causes = rank.photograph_wait + rank.packet_wait + rank.send_wait + rank.writer_wait
+        assert causes == pytest.approx(rank.wait + rank.transfer, abs=1e-6)
+        assert rank.peak_bytes
+        assert rank.cpu_seconds is not None
+    counts = [(rank.encode.count, rank.decode.count) for rank in figures.ranks]
+    assert counts == ([(2, 2)] * 3 if figures.replicas == 3 else [(6, 0), (0, 0), (0, 6)])
+    forecast = figures.forecast
+    assert forecast.before == pytest.approx(forecast.afterwards, rel=0.3)
+    assert forecast.after_first_clip == pytest.approx(figures.makespan, rel=0.3)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from svdpp.driver.liveness import Liveness
-from svdpp.worker.messages import ClipDone, Finished, Heartbeat, Joined, StepDone
+from svdpp.worker.messages import ClipDone, Finished, GpuSample, Heartbeat, Joined, StepDone
 
 JOINED = Joined(device="cpu", load_seconds=0.1)
 COMPUTING = Heartbeat(action="DENOISE c0 0:4", step=2)
@@ -55,6 +55,17 @@ def test_a_slow_rank_that_beats_is_left_alone_until_the_timeout() -> None:
     assert stall is not None
     assert stall.rank == 1
     assert "no progress for 101 s" in stall.reason
+
+
+def test_samples_of_a_gpu_are_no_sign_of_life() -> None:
+    liveness = _liveness()
+    for second in range(12):
+        for rank in (0, 2):
+            liveness.heard(rank, COMPUTING, float(second))
+        liveness.heard(1, GpuSample(when=float(second)), float(second))
+    stall = liveness.stall(12.0)
+    assert stall is not None
+    assert (stall.rank, stall.silent) == (1, True)
 
 
 def test_a_rank_that_waited_long_has_all_its_time_once_it_begins() -> None:

@@ -20,6 +20,7 @@ from svdpp.comm import streams
 from svdpp.comm.packet import Packet, tensor_spec
 from svdpp.comm.transport import Transport
 from svdpp.config import ClipRequest, TensorSpec
+from svdpp.diagnostics.run_recorder import RunRecorder
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import RankError
 from svdpp.launch.group import RankContext
@@ -215,3 +216,25 @@ def test_packets_cross_nccl_whole_beneath_matmuls(machine: Machine, report: Repo
         seconds=answers[2]["seconds"],
         seconds_to_end=ended,
     )
+
+
+@pytest.mark.no_rehearsal
+def test_a_run_samples_its_gpu(machine: Machine, report: Report) -> None:
+    """NVML is the real one here."""
+    config = machine.config(1)
+    requests = _requests(4)
+    pipeline = Pipeline(config)
+    recorder = RunRecorder(pipeline, requests, None)
+    pipeline.observe(recorder)
+    with pipeline:
+        pipeline.run(requests)
+    figures = recorder.figures()
+    assert figures is not None
+    gpu = figures.ranks[0].gpu
+    assert gpu is not None
+    assert gpu.samples >= 1
+    assert gpu.peak_memory_bytes
+    assert 0 < (gpu.mean_watts or 0) < 2000
+    assert 10 < (gpu.peak_celsius or 0) < 110
+    assert figures.ranks[0].device_name
+    report.add("GPU samples of one rank", gpu=str(gpu), joules_per_clip=figures.joules_per_clip)

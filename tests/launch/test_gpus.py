@@ -69,7 +69,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     def fake_nvml() -> Iterator[Any]:
         yield nvml
 
-    monkeypatch.setattr(gpus, "_nvml", fake_nvml)
+    monkeypatch.setattr(gpus, "open_nvml", fake_nvml)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
 
 

@@ -80,8 +80,8 @@ class LayoutOptions:
             panel=LAYOUT,
             metavar="FILE|PRESET",
             choices=tuple(PRESETS),
-            help="Costs for splits and forecasts: a file that svdpp profile wrote, or published "
-            f"costs: {', '.join(PRESETS)}.",
+            help="Costs for splits and forecasts: a file that svdpp profile wrote, the run.json of "
+            f"an earlier run, or published costs: {', '.join(PRESETS)}.",
             default=ASSUMED_COSTS,
         ),
     ] = None

@@ -44,6 +44,7 @@ def _encode(fake_run: FakeRun, checkpoint: SvdCheckpoint, sampling: SvdSampling)
     return PartMemory(
         embedding.weight_bytes + weight_bytes,
         max(embedding.activation_bytes, encoded.peak_bytes - weight_bytes),
+        embedding.flops + encoded.flops,
     )
 
 

@@ -69,7 +69,8 @@ def _denoise(fake_run: FakeRun, checkpoint: WanCheckpoint, sampling: WanSampling
         inputs["encoder_hidden_states_image"] = torch.zeros(
             1, *checkpoint.image_embeds, dtype=dtype
         )
-    return fake_run.measure([transformer], lambda: transformer(**inputs))
+    one = fake_run.measure([transformer], lambda: transformer(**inputs))
+    return one._replace(flops=one.flops * (1 + sampling.guided))
 
 
 def _decode(fake_run: FakeRun, checkpoint: WanCheckpoint, sampling: WanSampling) -> PartMemory:

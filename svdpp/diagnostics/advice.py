@@ -1,0 +1,247 @@
+"""Owns the advice of a report: what would help a run, by forecast, with the command to type."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from svdpp.diagnostics.bottleneck import Finding, FindingKind, head_rooms
+from svdpp.diagnostics.figures import RunFigures
+from svdpp.errors import RequestError
+from svdpp.plan.choose import choose_layout
+from svdpp.plan.costs import Costs
+from svdpp.plan.large_forecast import forecast_layout
+from svdpp.plan.layout import Layout
+
+# Less than this is within the noise of a forecast.
+_WORTH_A_CHANGE = 1.05
+# A larger decode chunk needs more memory: this share must be free.
+_ROOM_FOR_A_CHUNK = 0.3
+# A forecast of more clips takes long, and says no more.
+_MOST_CLIPS = 2000
+_DEFAULTS = {"layout": "pipeline", "split": "uniform", "replicas": "1", "decoders": "1"}
+# `--layout data-parallel` allows none of these.
+_REFINEMENTS = {"split", "replicas", "decoders"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """One thing that would help."""
+
+    text: str
+    command: str = ""
+    """To type; empty if no command of svdpp does it."""
+    times_as_fast: float | None = None
+    """By forecast; None if nothing forecasts it."""
+    kinds: tuple[FindingKind, ...] = ()
+    """The findings that it answers; empty: any."""
+
+
+def advise(
+    figures: RunFigures, findings: Sequence[Finding], options: Mapping[str, Any], manifest: str
+) -> list[Advice]:
+    """What would help, the most helpful by forecast first.
+
+    Args:
+        figures: of the run.
+        findings: of `find_limits`.
+        options: of the run, by parameter, as in its manifest.
+        manifest: path of the manifest, for commands.
+    """
+    kinds = {finding.kind for finding in findings}
+    repeat = _Repeat(manifest, options)
+    by_forecast: list[Advice] = []
+    if not figures.is_draft and figures.forecast.afterwards:
+        by_forecast = [*_layout(figures, repeat), *_ranks(figures, repeat)]
+    by_forecast.sort(key=lambda advice: -(advice.times_as_fast or 0))
+    rules = [advice for advice in _rules(figures, repeat) if kinds & set(advice.kinds)]
+    return [*by_forecast, *rules, *_free_cores(figures, repeat)]
+
+
+class _Repeat:
+    """Builds the command that repeats a run with other options."""
+
+    def __init__(self, manifest: str, options: Mapping[str, Any]) -> None:
+        self._manifest = manifest
+        self.options = options
+
+    def __call__(self, *changes: str) -> str:
+        path = shlex.quote(self._manifest)
+        return " ".join(["svdpp run --from", path, *changes, "--out out-again"])
+
+    @property
+    def measured_costs(self) -> str:
+        return f"--costs {shlex.quote(self._manifest)}"
+
+    def layout(self, layout: Layout) -> list[str]:
+        """The options that turn the run's layout into `layout`."""
+        if layout.replica_size == 1 and not self.options.keys() & _REFINEMENTS:
+            return ["--layout data-parallel"]
+        wanted = {
+            "layout": "pipeline",
+            "split": layout.split,
+            "replicas": str(layout.replicas),
+            "decoders": str(layout.decoders),
+        }
+        given = {**_DEFAULTS, **{name: str(value) for name, value in self.options.items()}}
+        changes = [f"--{name} {value}" for name, value in wanted.items() if given[name] != value]
+        return [*changes, self.measured_costs]
+
+
+# 1. By forecast.
+
+
+def _layout(figures: RunFigures, repeat: _Repeat) -> Iterator[Advice]:
+    """The layout that finishes the same clips first on the same ranks."""
+    best = _best(figures, figures.world_size, figures.costs)
+    if best is None:
+        return
+    layout, times = best
+    if times < _WORTH_A_CHANGE:
+        return
+    fits = "; each device needs room for the whole model" if layout.replica_size == 1 else ""
+    yield Advice(
+        text=f"at the measured costs, {layout} would be {times:.2f} times as fast{fits}",
+        command=repeat(*repeat.layout(layout)),
+        times_as_fast=times,
+    )
+
+
+def _ranks(figures: RunFigures, repeat: _Repeat) -> Iterator[Advice]:
+    """More ranks if the machine has room for them; fewer if that costs nothing."""
+    world = figures.world_size
+    alike = _mean_costs(figures.costs)
+    more = min(2 * world, _most_ranks(figures))
+    best = _best(figures, more, alike) if more > world else None
+    if best is not None and best[1] >= _WORTH_A_CHANGE:
+        yield Advice(
+            text=f"{more} ranks, for which this machine has room, would be {best[1]:.2f} times as "
+            f"fast, as {best[0]}",
+            command=repeat(f"--world {more}", *_without_costs(repeat.layout(best[0]))),
+            times_as_fast=best[1],
+        )
+    for fewer in range(1, world):
+        best = _best(figures, fewer, alike)
+        if best is not None and best[1] >= 1 / _WORTH_A_CHANGE:
+            yield Advice(
+                text=f"{fewer} of {world} ranks would do, as {best[0]}: {best[1]:.2f} times as "
+                "fast",
+                command=repeat(f"--world {fewer}", *_without_costs(repeat.layout(best[0]))),
+                times_as_fast=best[1],
+            )
+            return
+
+
+def _without_costs(changes: list[str]) -> list[str]:
+    """Costs for each rank do not fit another number of ranks."""
+    return [change for change in changes if not change.startswith("--costs")]
+
+
+def _most_ranks(figures: RunFigures) -> int:
+    if figures.device == "cpu":
+        return figures.usable_cores // figures.num_threads
+    return figures.num_devices if figures.device == "cuda" else 0
+
+
+def _best(figures: RunFigures, world_size: int, costs: Costs) -> tuple[Layout, float] | None:
+    """The best layout on that many ranks, and how many times as fast as the run it would be.
+
+    Both sides are forecasts, so that what no forecast knows of is in neither.
+    """
+    clips = min(figures.clips, _MOST_CLIPS)
+    assert figures.forecast.afterwards is not None
+    now = figures.forecast.afterwards * clips / figures.clips
+    try:
+        layout = choose_layout(
+            num_steps=figures.num_steps,
+            world_size=world_size,
+            num_clips=clips,
+            costs=costs,
+            decodes=figures.decodes,
+        ).layout
+        return layout, now / forecast_layout(layout, clips).makespan
+    except (RequestError, ZeroDivisionError):
+        return None
+
+
+def _mean_costs(costs: Costs) -> Costs:
+    """`costs` with the mean over all ranks in place of a number for each."""
+    means = {
+        name: sum(value) / len(value)
+        for name, value in vars(costs).items()
+        if isinstance(value, tuple)
+    }
+    return replace(costs, **means)  # type: ignore[arg-type]
+
+
+# 2. By rule.
+
+
+def _rules(figures: RunFigures, repeat: _Repeat) -> Iterator[Advice]:
+    cores_each = max(1, figures.usable_cores // figures.world_size)
+    yield Advice(
+        text=f"{cores_each} threads a rank fit the cores; the clips get other bits",
+        command=repeat(f"--threads {cores_each}"),
+        kinds=("too_many_threads",),
+    )
+    yield Advice(
+        text="end the other processes, or run at another time: the forecasts here assume that "
+        "the ranks stay as slow as they were",
+        kinds=("shared_cores", "busy_machine"),
+    )
+    yield Advice(
+        text="cool the GPU or raise its power limit: svdpp cannot do either",
+        kinds=("throttled",),
+    )
+    chunk, frames = figures.decode_chunk_size, figures.frames
+    has_room = all(room.free_share >= _ROOM_FOR_A_CHUNK for room in head_rooms(figures))
+    if 0 < chunk < frames and has_room:
+        yield Advice(
+            text=f"decode more than {chunk} of {frames} frames at a time, as memory allows; the "
+            "clips get other bits",
+            command=repeat("--decode-chunk-size auto"),
+            kinds=("decode",),
+        )
+    if chunk > 1:
+        yield Advice(
+            text="decode fewer frames at a time; the clips get other bits",
+            command=repeat(f"--decode-chunk-size {max(1, chunk // 2)}"),
+            kinds=("memory",),
+        )
+    yield Advice(
+        text="copy the photographs to a local disk, or make them smaller: a rank reads one ahead",
+        kinds=("photographs",),
+    )
+    yield Advice(
+        text="write to a faster disk: name a folder on it with --out",
+        command=repeat(),
+        kinds=("disk",),
+    )
+    yield Advice(
+        text="make more clips in one run: all ranks work only between the first clip and the last",
+        command=f"svdpp plan --compare --clips {10 * figures.clips} --steps {figures.num_steps} "
+        f"--world {figures.world_size} {repeat.measured_costs}",
+        kinds=("few_clips",),
+    )
+    model = repeat.options.get("model")
+    named = f" --model {shlex.quote(model)}" if isinstance(model, str) else ""
+    yield Advice(
+        text="keep the ranks between runs: a service loads the model once",
+        command=f"svdpp serve --gpus {figures.world_size} --device {figures.device}{named}",
+        kinds=("start_up",),
+    )
+
+
+def _free_cores(figures: RunFigures, repeat: _Repeat) -> Iterator[Advice]:
+    """More threads, if the CPU ranks leave cores free."""
+    if figures.device != "cpu":
+        return
+    each = figures.usable_cores // figures.world_size
+    if each > figures.num_threads:
+        yield Advice(
+            text=f"{figures.usable_cores - figures.world_size * figures.num_threads} of "
+            f"{figures.usable_cores} cores have no thread; the clips get other bits",
+            command=repeat(f"--threads {each}"),
+        )

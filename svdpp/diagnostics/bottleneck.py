@@ -1,0 +1,358 @@
+"""Owns the rules that say what limits a run: plain figures in, findings out."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from svdpp.diagnostics.figures import RankFigures, RunFigures
+
+FindingKind = Literal[
+    "balanced",
+    "slow_device",
+    "shared_cores",
+    "throttled",
+    "busy_machine",
+    "too_many_threads",
+    "decode",
+    "encode",
+    "steps",
+    "transfers",
+    "photographs",
+    "disk",
+    "few_clips",
+    "uneven_steps",
+    "start_up",
+    "memory",
+]
+
+# A cause that costs less than this share of the run is left out.
+_WORTH_NAMING = 0.05
+# Starting the ranks always takes a while: it counts only if it takes this share of everything.
+_LONG_START = 0.25
+# A step is slow if it takes this many times the usual time of the other ranks.
+_SLOW = 1.15
+# A rank shares its cores if it gets less than this part of the CPU time that another rank gets.
+_FEWER_CORES = 0.8
+_UNEVEN = 1.3
+_LOW_MEMORY = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One cause that makes a run longer than its work needs, or that threatens it."""
+
+    kind: FindingKind
+    rank: int | None = None
+    """The rank that limits the others; None if it is not one rank."""
+    lost_seconds: float = 0.0
+    """What it costs: an estimate of how much shorter the run would be without it."""
+    text: str
+
+
+def find_limits(figures: RunFigures) -> list[Finding]:
+    """What limits the run, the costliest first; `balanced` if no rank does.
+
+    A busy machine comes last: it slows all ranks alike, and what limits one of them says more.
+
+    The busiest rank sets the pace of a full pipeline. The rules ask why it is busier than the mean
+    of all ranks, and what keeps it from working.
+    """
+    whole = figures.makespan + figures.write_tail
+    found = [
+        finding for finding in _all_causes(figures) if finding.lost_seconds >= _WORTH_NAMING * whole
+    ]
+    found.sort(key=lambda finding: (finding.kind == "busy_machine", -finding.lost_seconds))
+    if all(finding.kind == "busy_machine" for finding in found):
+        found.append(Finding(kind="balanced", text=_balanced(figures)))
+    return [*found, *_start_up(figures, whole), *_memory(figures)]
+
+
+def _all_causes(figures: RunFigures) -> Iterator[Finding]:
+    yield from _imbalance(figures)
+    yield from _late_photographs(figures)
+    yield from _slow_disk(figures)
+    yield from _transfers(figures)
+    yield from _gaps(figures)
+    yield from _cores(figures)
+    yield from _throttled(figures)
+
+
+def busiest(figures: RunFigures) -> RankFigures:
+    """The rank with the least time for more work."""
+    return max(figures.ranks, key=_busy)
+
+
+def _busy(rank: RankFigures) -> float:
+    """Seconds in which a rank works, or waits for something that is no other rank's fault."""
+    return rank.compute + rank.photograph_wait + rank.writer_wait
+
+
+# 1. Why the busiest rank is busier than the others.
+
+
+def _imbalance(figures: RunFigures) -> Iterator[Finding]:
+    limit = busiest(figures)
+    others = [rank for rank in figures.ranks if rank is not limit]
+    excess = limit.compute - _mean(rank.compute for rank in figures.ranks)
+    if not others or excess <= 0:
+        return
+    slowness = _slowness(limit, others)
+    step_seconds = limit.step.mean_seconds / slowness
+    causes: list[tuple[FindingKind, float, str]] = [
+        (
+            "decode",
+            limit.decode.seconds / slowness - _mean(rank.decode.seconds for rank in others),
+            _work_text(limit, "decode", figures),
+        ),
+        (
+            "encode",
+            limit.encode.seconds / slowness - _mean(rank.encode.seconds for rank in others),
+            _work_text(limit, "encode", figures),
+        ),
+        (
+            "steps",
+            (limit.step.count - _mean(rank.step.count for rank in others)) * step_seconds,
+            f"it does {limit.step.count} steps, the others "
+            f"{_mean(rank.step.count for rank in others):.0f} on average",
+        ),
+        (
+            "shared_cores" if _gets_fewer_cores(figures, limit, others) else "slow_device",
+            limit.compute * (1 - 1 / slowness),
+            _slow_text(figures, limit, others),
+        ),
+    ]
+    kind, part, why = max(causes, key=lambda cause: cause[1])
+    text = f"rank {limit.rank} limits the others: {why}"
+    yield Finding(kind=kind, rank=limit.rank, lost_seconds=min(excess, part), text=text)
+
+
+def _slowness(limit: RankFigures, others: Sequence[RankFigures]) -> float:
+    """How many times as long as usual a step takes on `limit`; 1 if that is not noticeable."""
+    steps = [rank.step.mean_seconds for rank in others if rank.step.count]
+    if not (steps and limit.step.count and min(steps) > 0):
+        return 1.0
+    slowness = limit.step.mean_seconds / statistics.median(steps)
+    return slowness if slowness >= _SLOW else 1.0
+
+
+def _work_text(limit: RankFigures, what: Literal["decode", "encode"], figures: RunFigures) -> str:
+    work = limit.decode if what == "decode" else limit.encode
+    part = work.seconds / limit.compute
+    share = _mean(rank.compute for rank in figures.ranks) / max(1, figures.clips)
+    clips = max(1, figures.clips)
+    return (
+        f"its {what}s take {part:.0%} of its work, so it works {limit.compute / clips:.3g} s a "
+        f"clip, where an equal share would be {share:.3g} s"
+    )
+
+
+def _slow_text(figures: RunFigures, limit: RankFigures, others: Sequence[RankFigures]) -> str:
+    steps = [rank.step.mean_seconds for rank in others if rank.step.count] or [0.0]
+    text = (
+        f"a step takes {limit.step.mean_seconds:.3g} s on it, and "
+        f"{statistics.median(steps):.3g} s on the others"
+    )
+    if not _gets_fewer_cores(figures, limit, others):
+        return f"{text}: its device is slower"
+    mine, best = _cpu_share(limit), max(map(_cpu_share, others))
+    return (
+        f"{text}, because it gets {mine:.0%} of a core's time while it computes, and they up to "
+        f"{best:.0%}: something else uses its cores"
+    )
+
+
+def _cpu_share(rank: RankFigures) -> float:
+    """CPU seconds for each second of computing; 0 if they are unknown."""
+    if rank.cpu_seconds is None or not rank.compute:
+        return 0.0
+    return rank.cpu_seconds / rank.compute
+
+
+def _gets_fewer_cores(
+    figures: RunFigures, limit: RankFigures, others: Sequence[RankFigures]
+) -> bool:
+    mine, best = _cpu_share(limit), max(map(_cpu_share, others), default=0.0)
+    return figures.device == "cpu" and 0 < mine < _FEWER_CORES * best
+
+
+# 2. What keeps a rank from working.
+
+
+def _late_photographs(figures: RunFigures) -> Iterator[Finding]:
+    rank = max(figures.ranks, key=lambda each: each.photograph_wait)
+    text = (
+        f"rank {rank.rank} waits {rank.photograph_wait:.1f} s for photographs: they are read more "
+        "slowly than the ranks make clips"
+    )
+    lost = rank.photograph_wait
+    yield Finding(kind="photographs", rank=rank.rank, lost_seconds=lost, text=text)
+
+
+def _slow_disk(figures: RunFigures) -> Iterator[Finding]:
+    rank = max(figures.ranks, key=lambda each: each.writer_wait + each.write.seconds)
+    lost = rank.writer_wait + figures.write_tail
+    text = (
+        f"writing a clip takes rank {rank.rank} {rank.write.mean_seconds:.3g} s, and there is a "
+        f"clip every {figures.seconds_per_clip:.3g} s: it waited {rank.writer_wait:.1f} s for its "
+        f"writer, and the last clip was written {figures.write_tail:.1f} s after the last decode"
+    )
+    yield Finding(kind="disk", rank=rank.rank, lost_seconds=lost, text=text)
+
+
+def _transfers(figures: RunFigures) -> Iterator[Finding]:
+    rank = max(figures.ranks, key=lambda each: each.transfer)
+    text = (
+        f"rank {rank.rank} waits {rank.transfer:.1f} s while packets arrive, "
+        f"{figures.transfer_seconds:.3g} s each: the link to it is too slow for the layout"
+    )
+    yield Finding(kind="transfers", rank=rank.rank, lost_seconds=rank.transfer, text=text)
+
+
+def _gaps(figures: RunFigures) -> Iterator[Finding]:
+    """Time in which even the busiest rank has nothing to do."""
+    limit = busiest(figures)
+    gap = limit.idle + limit.packet_wait - limit.transfer
+    filling = min(gap, max(0.0, figures.first_clip))
+    yield Finding(
+        kind="few_clips",
+        lost_seconds=filling,
+        text=f"even the busiest rank, {limit.rank}, has no work for {filling:.1f} s, while the "
+        f"first clip comes through and the last one leaves: {figures.clips} clips are few for "
+        f"{figures.world_size} ranks",
+    )
+    uneven = max((_unevenness(rank) for rank in figures.ranks), default=1.0)
+    if uneven >= _UNEVEN:
+        yield Finding(
+            kind="uneven_steps",
+            lost_seconds=gap - filling,
+            text=f"steps take unequal time, the 95th percentile {uneven:.1f} times the mean, so "
+            "the ranks wait for each other by turns",
+        )
+
+
+def _unevenness(rank: RankFigures) -> float:
+    mean = rank.step.mean_seconds
+    return rank.p95_step_seconds / mean if mean else 1.0
+
+
+# 3. The machine.
+
+
+def _cores(figures: RunFigures) -> Iterator[Finding]:
+    """CPU ranks that want more cores than there are, or do not get those that there are."""
+    if figures.device != "cpu":
+        return
+    wanted, cores = figures.world_size * figures.num_threads, figures.usable_cores
+    compute = max(rank.compute for rank in figures.ranks)
+    if wanted > cores:
+        yield Finding(
+            kind="too_many_threads",
+            lost_seconds=compute * (1 - cores / wanted),
+            text=f"{figures.world_size} ranks of {figures.num_threads} threads want {wanted} "
+            f"cores, and there are {cores}",
+        )
+        return
+    shares = [_cpu_share(rank) for rank in figures.ranks if _cpu_share(rank)]
+    if figures.num_threads == 1 and shares and max(shares) < _FEWER_CORES:
+        yield Finding(
+            kind="busy_machine",
+            lost_seconds=compute * (1 - max(shares)),
+            text=f"no rank gets more than {max(shares):.0%} of a core's time while it computes: "
+            "something else uses this machine",
+        )
+
+
+def _throttled(figures: RunFigures) -> Iterator[Finding]:
+    """GPUs that lower their clock, because of heat or power."""
+    for rank in figures.ranks:
+        gpu = rank.gpu
+        if gpu is None or not gpu.throttled or not gpu.mean_sm_mhz or not gpu.peak_sm_mhz:
+            continue
+        reason = max(gpu.throttled, key=lambda each: gpu.throttled[each])
+        yield Finding(
+            kind="throttled",
+            rank=rank.rank,
+            lost_seconds=rank.compute * (1 - gpu.mean_sm_mhz / gpu.peak_sm_mhz),
+            text=f"the GPU of rank {rank.rank} lowers its clock in {gpu.throttled[reason]:.0%} of "
+            f"the samples ({reason}): {gpu.mean_sm_mhz:.0f} MHz on average, "
+            f"{gpu.peak_sm_mhz:.0f} at most",
+        )
+
+
+def _start_up(figures: RunFigures, whole: float) -> list[Finding]:
+    share = figures.start_seconds / (figures.start_seconds + whole)
+    if share < _LONG_START:
+        return []
+    load = max(rank.load_seconds for rank in figures.ranks)
+    text = (
+        f"starting the ranks takes {figures.start_seconds:.1f} s, {share:.0%} of the whole run, "
+        f"{load:.1f} s of it to load the model"
+    )
+    return [Finding(kind="start_up", lost_seconds=figures.start_seconds, text=text)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadRoom:
+    """Peak memory of the ranks that share one memory, and its size, in bytes."""
+
+    ranks: tuple[int, ...]
+    peak_bytes: int
+    total_bytes: int
+
+    @property
+    def free_share(self) -> float:
+        """The part of the memory that was never used."""
+        return 1 - self.peak_bytes / self.total_bytes
+
+
+def head_rooms(figures: RunFigures) -> list[HeadRoom]:
+    """The head-room of each memory whose size and users' peaks are known."""
+    sharing: dict[str, list[RankFigures]] = defaultdict(list)
+    for rank in figures.ranks:
+        sharing[rank.memory_id or f"rank {rank.rank}"].append(rank)
+    return [
+        HeadRoom(
+            ranks=tuple(rank.rank for rank in ranks),
+            peak_bytes=sum(rank.peak_bytes or 0 for rank in ranks),
+            total_bytes=ranks[0].device_bytes,
+        )
+        for ranks in sharing.values()
+        if ranks[0].device_bytes and all(rank.peak_bytes for rank in ranks)
+    ]
+
+
+def _memory(figures: RunFigures) -> list[Finding]:
+    rooms = head_rooms(figures)
+    tightest = min(rooms, key=lambda room: room.free_share, default=None)
+    if tightest is None or tightest.free_share >= _LOW_MEMORY:
+        return []
+    text = (
+        f"memory is short: {_names(tightest.ranks)} used {tightest.peak_bytes / 2**30:.1f} of "
+        f"{tightest.total_bytes / 2**30:.1f} GiB"
+    )
+    return [Finding(kind="memory", rank=tightest.ranks[0], text=text)]
+
+
+def _names(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
+def _balanced(figures: RunFigures) -> str:
+    shares = [rank.compute / rank.wall if rank.wall else 0.0 for rank in figures.ranks]
+    if len(shares) == 1:
+        return f"the only rank computes {shares[0]:.0%} of the time: nothing holds it up"
+    return (
+        f"no rank limits the others: each computes {min(shares):.0%} to {max(shares):.0%} of the "
+        "time"
+    )
+
+
+def _mean(values: Iterable[float]) -> float:
+    known = list(values)
+    return statistics.fmean(known) if known else 0.0

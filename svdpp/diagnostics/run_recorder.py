@@ -1,0 +1,226 @@
+"""Owns the recording of a run's figures: from the events of its ranks to one `RunFigures`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+
+from svdpp.config import ClipRequest
+from svdpp.diagnostics.figures import ForecastFigures, RankFigures, RunFigures, WorkFigures
+from svdpp.diagnostics.gpu_samples import GpuSums
+from svdpp.diagnostics.time_breakdown import TimeBreakdown, time_breakdown
+from svdpp.driver.pipeline import Pipeline
+from svdpp.driver.run_manifest import RunManifest
+from svdpp.driver.trace import MeanCosts, RankStats, Trace
+from svdpp.errors import RequestError
+from svdpp.launch.gpus import Gpu, visible_gpus
+from svdpp.plan.actions import Kind
+from svdpp.plan.costs import Costs
+from svdpp.plan.forecast import replay, summarise
+from svdpp.worker.messages import (
+    ActionDone,
+    ClipDone,
+    Event,
+    Finished,
+    GpuSample,
+    Joined,
+    Started,
+    WaitCause,
+)
+
+# The times of longer runs are those of their last clips.
+_KEPT_CLIPS = 1000
+
+
+class RunRecorder:
+    """An observer of a pipeline's events that sums up what `svdpp report` needs, in little memory.
+
+    Args:
+        pipeline: not entered yet.
+        requests: the clips that it will make, for the forecasts.
+        assumed: costs for a forecast before the first step; None if none fit the model.
+    """
+
+    def __init__(
+        self, pipeline: Pipeline, requests: Sequence[ClipRequest], assumed: Costs | None
+    ) -> None:
+        self._pipeline = pipeline
+        self._requests = list(requests)
+        self._assumed = assumed
+        self._begun = time.monotonic()
+        self._ready = self._begun
+        self._last_written: float | None = None
+        self._means = MeanCosts()
+        self._early_costs: Costs | None = None
+        self._waits: dict[tuple[int, WaitCause], float] = defaultdict(float)
+        self._cpu: dict[int, float] = defaultdict(float)
+        self._writes: dict[int, list[float]] = defaultdict(list)
+        self._loads: dict[int, float] = {}
+        self._uuids: dict[int, str | None] = {}
+        self._finished: dict[int, Finished] = {}
+        self._gpus: dict[int, GpuSums] = defaultdict(GpuSums)
+        self._trace = Trace(pipeline.config.world_size, _KEPT_CLIPS)
+
+    def __call__(self, rank: int, event: Event) -> None:
+        """Takes one event of `rank`."""
+        self._means.add(event)
+        self._trace.add(rank, event)
+        match event:
+            case GpuSample():
+                self._gpus[rank].add(event)
+            case Started():
+                self._uuids[rank] = event.uuid
+            case Joined():
+                self._loads[rank] = event.load_seconds
+                self._ready = time.monotonic()
+            case ActionDone():
+                self._cpu[rank] += event.cpu_seconds
+                for cause, seconds in event.waits.items():
+                    self._waits[rank, cause] += seconds
+            case ClipDone():
+                self._see_clip(rank, event)
+            case Finished():
+                self._finished[rank] = event
+            case _:
+                pass
+
+    def _see_clip(self, rank: int, event: ClipDone) -> None:
+        self._last_written = time.monotonic()
+        self._writes[rank].append(event.write_seconds)
+        if self._early_costs is None and self._means.has_stepped:
+            self._early_costs = self._means.costs_like(self._pipeline.config.costs)
+
+    def figures(self) -> RunFigures | None:
+        """The figures so far; None if no rank has done an action."""
+        trace = self._trace
+        if not trace.spans:
+            return None
+        measured, stats = trace.summary(), trace.rank_stats()
+        config = self._pipeline.config
+        end = max(span.end for span in trace.spans)
+        gpus = _gpus(config.device)
+        ranks = tuple(
+            self._rank(each, one, gpus)
+            for each, one in zip(time_breakdown(trace), stats, strict=True)
+        )
+        figures = RunFigures(
+            ranks=ranks,
+            clips=measured.clips,
+            num_steps=config.sampling.num_inference_steps,
+            split=config.split,
+            replicas=config.replicas,
+            decoders=config.decoders,
+            decodes=config.decodes,
+            is_draft=config.draft is not None,
+            device=config.device,
+            num_threads=config.num_threads,
+            usable_cores=len(os.sched_getaffinity(0)),
+            num_devices=len(gpus),
+            frames=config.sampling.frames,
+            decode_chunk_size=config.sampling.decode_chunk_size or 0,
+            start_seconds=self._ready - self._begun,
+            makespan=measured.makespan,
+            first_clip=measured.first_clip,
+            seconds_per_clip=measured.seconds_per_clip,
+            bubble=measured.bubble,
+            write_tail=max(0.0, (self._last_written or end) - end),
+            transfer_seconds=self._means.costs().transfer_seconds,
+            model=asdict(config.model),
+            sampling=asdict(config.sampling),
+        )
+        return replace(figures, forecast=self._forecast(figures))
+
+    def _rank(self, times: TimeBreakdown, stats: RankStats, gpus: Sequence[Gpu]) -> RankFigures:
+        rank = times.rank
+        share = self._pipeline.config.plan.all_shares[rank]
+        finished = self._finished.get(rank)
+        uuid = self._uuids.get(rank)
+        gpu = next((each for each in gpus if each.uuid.endswith(uuid or "none")), None)
+        on_host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        writes = self._writes[rank]
+        return RankFigures(
+            rank=rank,
+            device=stats.device,
+            device_name=gpu.name if gpu else "",
+            start=share.start,
+            end=share.end,
+            wall=times.wall,
+            compute=times.compute,
+            wait=times.wait,
+            transfer=times.transfer,
+            idle=times.idle,
+            photograph_wait=self._waits[rank, "photograph"],
+            packet_wait=self._waits[rank, "packet"],
+            send_wait=self._waits[rank, "send"],
+            writer_wait=self._waits[rank, "writer"],
+            step=WorkFigures(count=stats.steps_done, mean_seconds=stats.mean_step_seconds),
+            encode=self._work(rank, Kind.ENCODE),
+            decode=self._work(rank, Kind.DECODE),
+            write=_mean(writes),
+            p95_step_seconds=stats.p95_step_seconds,
+            load_seconds=self._loads.get(rank, 0.0),
+            cpu_seconds=self._cpu[rank],
+            peak_bytes=None if finished is None else finished.reserved_bytes,
+            device_bytes=on_host if uuid is None else gpu.total_bytes if gpu else None,
+            memory_id=uuid or "host",
+            gpu=self._gpus[rank].figures(),
+        )
+
+    def _work(self, rank: int, kind: Kind) -> WorkFigures:
+        spans = self._trace.spans
+        return _mean([s.end - s.start for s in spans if s.rank == rank and s.action.kind is kind])
+
+    def _forecast(self, figures: RunFigures) -> ForecastFigures:
+        """Forecasts of the clips that were asked for; none if some were not made."""
+        if figures.clips != len(self._requests) or self._pipeline.failures:
+            return ForecastFigures()
+        return ForecastFigures(
+            before=self._makespan(self._assumed),
+            after_first_clip=self._makespan(self._early_costs),
+            afterwards=self._makespan(_costs_of(figures)),
+        )
+
+    def _makespan(self, costs: Costs | None) -> float | None:
+        if costs is None:
+            return None
+        try:
+            spans = replay(self._pipeline.schedule(self._requests), costs)
+        except RequestError:  # the costs of transfers between hosts are unknown
+            return None
+        return summarise(spans, self._pipeline.config.world_size).makespan
+
+
+@contextlib.contextmanager
+def left_in(manifest: RunManifest, recorder: RunRecorder) -> Iterator[None]:
+    """Leaves the figures in the run's manifest when the block ends, also after a failure."""
+    try:
+        yield
+    finally:
+        figures = recorder.figures()
+        if figures is not None:
+            manifest.measured(figures.to_json())
+
+
+def _costs_of(figures: RunFigures) -> Costs | None:
+    try:
+        return figures.costs
+    except RequestError:
+        return None
+
+
+def _gpus(device: str) -> list[Gpu]:
+    """The GPUs of this host that the run could use."""
+    if device == "cpu":
+        return []
+    try:
+        return visible_gpus()
+    except RequestError:  # MIG slices
+        return []
+
+
+def _mean(values: list[float]) -> WorkFigures:
+    return WorkFigures(count=len(values), mean_seconds=sum(values) / max(1, len(values)))

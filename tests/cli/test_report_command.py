@@ -1,0 +1,69 @@
+"""`svdpp report` on folders of runs, and on others."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.shell import assert_error, svdpp_here
+from tests.diagnostics.made_up_runs import EVEN, leave, replayed
+
+
+def test_the_report_fits_one_page(tmp_path: Path) -> None:
+    leave(tmp_path / "out", replayed(EVEN, clips=2, world_size=4, num_steps=12))
+
+    answer = svdpp_here("report", str(tmp_path / "out"), "--html", str(tmp_path / "page.html"))
+
+    assert answer.code == 0, answer
+    assert "clips: 1 done, 1 failed" in answer.out
+    assert "a_1.mp4: a latent is not finite" in answer.out
+    assert "2 clips are few for 4 ranks" in answer.out
+    assert "svdpp run --from" in answer.out
+    assert "memory of rank 0, 1, 2, 3: peak 4.0 of 16.0 GiB, 75% left" in answer.out
+    assert len(answer.out.splitlines()) <= 40
+    assert "</html>" in (tmp_path / "page.html").read_text()
+
+
+def test_a_run_that_left_no_figures(tmp_path: Path) -> None:
+    path = leave(tmp_path, None)
+    answer = svdpp_here("report", str(path))
+    assert answer.code == 0
+    assert "times: none" in answer.out
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "is not the folder of a run: it has no run.json"),
+        ("{", "is not a run's manifest"),
+        ("[]", "is not a run's manifest"),
+        ('{"schema_version": 9, "clips": []}', "schema_version must be 1"),
+        ('{"schema_version": 1, "clips": [{}]}', "does not say what became of its clips"),
+        ('{"schema_version": 1, "clips": [{"state": "failed"}]}', "does not say"),
+        ('{"schema_version": 1, "clips": [], "measured": {}}', "figures are damaged"),
+    ],
+)
+def test_a_folder_without_a_readable_run_is_one_sentence(
+    content: str | None, words: str, tmp_path: Path
+) -> None:
+    if content is not None:
+        (tmp_path / "run.json").write_text(content)
+    assert_error(svdpp_here("report", str(tmp_path)), 7, words)
+
+
+def test_several_runs_in_one_folder_are_told_apart(tmp_path: Path) -> None:
+    content = leave(tmp_path / "one", replayed()).read_text()
+    for name in ("sea", "sky"):
+        (tmp_path / f"{name}.run.json").write_text(content)
+    assert_error(svdpp_here("report", str(tmp_path)), 7, "2 runs", "svdpp report")
+    (tmp_path / "sky.run.json").unlink()
+    report = json.loads(svdpp_here("report", str(tmp_path), "--json").out)
+    assert report["findings"][0]["kind"] == "balanced"
+
+
+def test_other_names_are_refused_before_anything_is_read(tmp_path: Path) -> None:
+    assert_error(svdpp_here("report", str(tmp_path / "gone")), 7, "does not exist")
+    answer = svdpp_here("report", str(tmp_path), "--html", "page.txt")
+    assert_error(answer, 2, "--html must end in .html")

@@ -1,0 +1,228 @@
+"""The report names the one known bottleneck of each made-up run, and what would help."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from svdpp.diagnostics.figures import RunFigures, WorkFigures, figures_of
+from svdpp.diagnostics.run_report import RunReport, read_report, write_page
+from svdpp.errors import InputError, RequestError
+from svdpp.plan.costs import Costs
+from tests.cli.test_help import parsed
+from tests.diagnostics.made_up_runs import EVEN, delayed, leave, replayed, with_rank
+
+_DECODE = replace(EVEN, decode_seconds=1.0)
+_ON_CUDA = {"device": "cuda", "num_devices": 2}
+
+
+def _transfers() -> RunFigures:
+    figures = delayed(replayed(**_ON_CUDA), 1, 30.0)
+    return with_rank(
+        replace(figures, transfer_seconds=0.8),
+        1,
+        transfer=30.0,
+        wait=0.5,
+        packet_wait=30.5,
+    )
+
+
+def _uneven() -> RunFigures:
+    figures = delayed(replayed(**_ON_CUDA), 1, 10.0, packet_wait=10.5)
+    return with_rank(figures, 1, p95_step_seconds=0.2)
+
+
+def _shared_cores() -> RunFigures:
+    figures = replayed(slow=(1.0, 2.5))
+    return with_rank(figures, 1, cpu_seconds=0.4 * figures.ranks[1].compute)
+
+
+def _busy_machine() -> RunFigures:
+    figures = replayed()
+    for rank in figures.ranks:
+        figures = with_rank(figures, rank.rank, cpu_seconds=0.5 * rank.compute)
+    return figures
+
+
+def _few_steps_left() -> RunFigures:
+    """A split by wrong costs: rank 0 does three steps in four."""
+    figures = replayed(**_ON_CUDA)
+    wall = figures.makespan * 1.5
+    figures = with_rank(
+        figures, 0, compute=wall, wait=0.0, packet_wait=0.0, idle=0.0,
+        step=WorkFigures(count=300, mean_seconds=0.1),
+    )  # fmt: skip
+    return with_rank(
+        figures, 1, compute=wall / 3, packet_wait=wall * 2 / 3,
+        step=WorkFigures(count=100, mean_seconds=0.1),
+    )  # fmt: skip
+
+
+def _full_memory() -> RunFigures:
+    return with_rank(replayed(**_ON_CUDA), 1, memory_id="GPU-1", peak_bytes=int(15.5 * 2**30))
+
+
+def _disk() -> RunFigures:
+    figures = delayed(replayed(**_ON_CUDA), 1, 20.0, writer_wait=20.0)
+    return with_rank(
+        replace(figures, write_tail=2.0), 1, write=WorkFigures(count=40, mean_seconds=1.2)
+    )
+
+
+#: What each made-up run suffers from, the rank that limits it, and words of the report.
+BOTTLENECKS: dict[str, tuple[RunFigures, int | None, str]] = {
+    "balanced": (replayed(**_ON_CUDA), None, "no rank limits the others"),
+    "decode": (replayed(_DECODE, **_ON_CUDA), 1,
+               "its decodes take 67% of its work, so it works 1.5 s a clip"),
+    "encode": (replayed(replace(EVEN, encode_seconds=0.8), **_ON_CUDA), 0, "its encodes"),
+    "steps": (_few_steps_left(), 0, "it does 300 steps, the others 100"),
+    "slow_device": (replayed(slow=(1.0, 1.8, 1.0, 1.0), world_size=4, num_steps=12, **_ON_CUDA),
+                    1, "a step takes 0.18 s on it, and 0.1 s on the others: its device is slower"),
+    "shared_cores": (_shared_cores(), 1, "it gets 40% of a core's time"),
+    "busy_machine": (_busy_machine(), None, "no rank gets more than 50% of a core's time"),
+    "too_many_threads": (replayed(num_threads=4, usable_cores=4), None,
+                         "2 ranks of 4 threads want 8 cores, and there are 4"),
+    "transfers": (_transfers(), 1, "waits 30.0 s while packets arrive, 0.8 s each"),
+    "photographs": (delayed(replayed(**_ON_CUDA), 0, 15.0, photograph_wait=15.0), 0,
+                    "waits 15.0 s for photographs"),
+    "disk": (_disk(), 1, "writing a clip takes rank 1 1.2 s"),
+    "few_clips": (replayed(clips=2, world_size=4, num_steps=12, **_ON_CUDA), None,
+                  "2 clips are few for 4 ranks"),
+    "uneven_steps": (_uneven(), None, "95th percentile 2.0 times the mean"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", BOTTLENECKS)
+def test_the_known_bottleneck_comes_first(kind: str, tmp_path: Path) -> None:
+    figures, rank, words = BOTTLENECKS[kind]
+
+    report = read_report(leave(tmp_path, figures))
+
+    first = report.findings[0]
+    assert (first.kind, first.rank) == (kind, rank)
+    assert words in first.text
+    assert report.headline.startswith(first.text)
+    for advice in report.advice:
+        assert advice.text
+        if advice.command:
+            parsed(advice.command)
+
+
+def test_starting_and_memory_are_named_beside_what_limits_the_ranks(tmp_path: Path) -> None:
+    slow_start = replace(replayed(**_ON_CUDA), start_seconds=60.0)
+    kinds = [each.kind for each in _report(tmp_path, slow_start).findings]
+    assert kinds == ["balanced", "start_up"]
+    kinds = [each.kind for each in _report(tmp_path, _full_memory()).findings]
+    assert kinds == ["balanced", "memory"]
+
+
+def test_advice_names_the_layout_that_the_forecast_prefers(tmp_path: Path) -> None:
+    report = _report(tmp_path, replayed(_DECODE, **_ON_CUDA))
+
+    best = report.advice[0]
+    assert best.times_as_fast is not None
+    assert best.times_as_fast == pytest.approx(1.5, abs=0.1)
+    asked = parsed(best.command)
+    assert asked["layout"].layout == "data-parallel"
+    assert asked["output"].out == Path("out-again")
+    assert best.text in report.headline
+
+
+def test_advice_replaces_the_layout_options_of_the_run(tmp_path: Path) -> None:
+    figures = replayed(_DECODE, **_ON_CUDA)
+    report = read_report(leave(tmp_path, figures, {"layout": "pipeline", "split": "balanced"}))
+    asked = parsed(report.advice[0].command)["layout"]  # --from reads the other options
+    assert (asked.layout, asked.split, asked.replicas) == ("pipeline", "uniform", 2)
+    assert asked.costs == str(report.path)
+
+
+@pytest.mark.parametrize(
+    ("figures", "words"),
+    [
+        (replayed(**{**_ON_CUDA, "num_devices": 4}), "4 ranks, for which this machine has room"),
+        (replayed(clips=1, world_size=4, num_steps=12, **_ON_CUDA), "1 of 4 ranks would do"),
+        (replayed(usable_cores=8), "6 of 8 cores have no thread"),
+        (replayed(_DECODE, decode_chunk_size=2, **_ON_CUDA), "decode more than 2 of 14 frames"),
+    ],
+)
+def test_advice_on_ranks_threads_and_the_decode_chunk(
+    figures: RunFigures, words: str, tmp_path: Path
+) -> None:
+    report = _report(tmp_path, figures)
+    assert any(words in advice.text for advice in report.advice), report.advice
+
+
+def test_a_slow_rank_gets_costs_of_its_own(tmp_path: Path) -> None:
+    path = leave(tmp_path, replayed(slow=(1.0, 2.0)))
+    costs = Costs.load(path)
+    assert costs.step_seconds == (0.1, 0.2)
+    assert costs.encode_seconds == (0.01, 0.02)
+    even = Costs.load(leave(tmp_path / "even", replayed()))
+    assert (even.step_seconds, even.decode_seconds) == (0.1, 0.01)
+    with pytest.raises(RequestError, match="the run has measured no costs"):
+        Costs.load(leave(tmp_path / "none", None))
+
+
+def test_the_forecasts_errors_are_shares_of_the_forecast(tmp_path: Path) -> None:
+    figures = replayed()
+    forecast = replace(figures.forecast, before=figures.makespan / 2)
+    report = _report(tmp_path, replace(figures, forecast=forecast))
+    assert report.eta_errors == pytest.approx({"before": 1.0, "afterwards": 0.0}, abs=1e-4)
+
+
+def test_the_page_and_the_json_hold_what_the_report_says(tmp_path: Path) -> None:
+    report = _report(tmp_path, with_rank(_full_memory(), 0, device="<script>"))
+    write_page(report, tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert report.findings[0].text in page
+    assert "a latent is not finite" in page
+    assert "<script>" not in page
+    content = json.loads(json.dumps(report.to_json()))
+    assert content["clips"] == {"done": 1, "failed": 1}
+    assert content["findings"][0]["kind"] == "balanced"
+
+
+def test_a_run_without_figures_still_has_a_report(tmp_path: Path) -> None:
+    report = read_report(leave(tmp_path, None))
+    assert (report.figures, report.findings, report.states["done"]) == (None, (), 1)
+    write_page(report, tmp_path / "page.html")
+    assert "made no clip" in (tmp_path / "page.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "words"),
+    [
+        (("makespan",), 0.0, "makespan must be above 0"),
+        (("makespan",), float("nan"), "makespan must be a finite number"),
+        (("ranks",), [], "of another version"),
+        (("ranks",), "many", "ranks"),
+        (("schema_version",), 2, "of another version"),
+        (("clips",), 0, "clips must be 1 or more"),
+        ((), [], "damaged"),
+    ],
+)
+def test_damaged_figures_are_refused(place: tuple[str, ...], value: Any, words: str) -> None:
+    measured: Any = replayed().to_json()
+    if place:
+        measured[place[0]] = value
+    else:
+        measured = value
+    with pytest.raises(InputError, match=words):
+        figures_of({"measured": measured}, "'run.json'")
+
+
+def test_figures_read_back_are_the_same_and_small() -> None:
+    figures = replayed(clips=100, world_size=8, num_steps=16)
+    content = json.dumps({"measured": figures.to_json()})
+    found = figures_of(json.loads(content), "")
+    assert found is not None
+    assert found.to_json() == figures.to_json()
+    assert len(content) < 100_000
+
+
+def _report(folder: Path, figures: RunFigures) -> RunReport:
+    return read_report(leave(folder, figures))

@@ -1,0 +1,103 @@
+"""FLOPs from configs equal a hand count on a loaded model, within 2 %."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as functional
+from torch import nn
+
+from svdpp.config import ModelConfig, SvdSampling
+from svdpp.diagnostics.utilisation import PartFlops, count_flops, utilisation, why_no_mfu
+from svdpp.models.base import LATENTS
+from svdpp.models.checkpoint import find_checkpoint
+from svdpp.models.memory import estimate
+from svdpp.models.svd.model import load_svd
+from tests.diagnostics.made_up_runs import replayed, with_rank
+
+DEMO = ModelConfig(name="demo")
+SAMPLING = SvdSampling(
+    num_inference_steps=4, height=64, width=64, num_frames=6, decode_chunk_size=6
+)
+
+
+class HandCount:
+    """Counts two FLOPs for each multiply-add, by the sizes of layers and attention matrices."""
+
+    def __init__(self, module: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.flops = 0
+        for layer in module.modules():
+            if isinstance(layer, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+                layer.register_forward_hook(self._count_layer)
+        attend = functional.scaled_dot_product_attention
+
+        def counted(query: Any, key: Any, value: Any, *args: Any, **more: Any) -> Any:
+            batch, heads, length, size = query.shape
+            # Scores and their product with the values, each length x keys x size multiply-adds.
+            self.flops += 4 * batch * heads * length * key.shape[2] * size
+            return attend(query, key, value, *args, **more)
+
+        monkeypatch.setattr(functional, "scaled_dot_product_attention", counted)
+
+    def _count_layer(self, layer: nn.Module, _: Any, output: torch.Tensor) -> None:
+        weight = layer.weight
+        assert isinstance(weight, torch.Tensor)
+        # Every output element sums over a row of the weight: input channels x kernel.
+        self.flops += 2 * output.numel() * weight[0].numel()
+
+
+_FLOPS = functools.cache(lambda: count_flops(DEMO, SAMPLING))
+
+
+def test_a_step_equals_a_hand_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load_svd(
+        find_checkpoint(DEMO), DEMO, SAMPLING, "cpu", encode=False, denoise=True, decode=False
+    )
+    tensors = {name: torch.zeros(spec.shape) for name, spec in model.packet_spec().items()}
+    hand = HandCount(model._parts.unet, monkeypatch)
+    model.denoiser(tensors, 0).forward(tensors[LATENTS], 0)
+
+    assert hand.flops > 1e9
+    assert _FLOPS().step == pytest.approx(hand.flops, rel=0.02)
+
+
+def test_a_decode_equals_a_hand_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load_svd(
+        find_checkpoint(DEMO), DEMO, SAMPLING, "cpu", encode=False, denoise=False, decode=True
+    )
+    hand = HandCount(model._parts.vae, monkeypatch)
+    model.decode(torch.zeros(model.packet_spec()[LATENTS].shape))
+    assert _FLOPS().decode == pytest.approx(hand.flops, rel=0.02)
+
+
+def test_flops_follow_the_request() -> None:
+    def step(**changes: Any) -> int:
+        sampling = SvdSampling(
+            **{"height": 64, "width": 64, "num_frames": 6, "decode_chunk_size": 6, **changes}
+        )
+        return estimate(find_checkpoint(DEMO), DEMO, sampling, device="cpu").denoise.flops
+
+    # Without guidance a step computes one half only.
+    assert step(max_guidance_scale=1.0) == pytest.approx(_FLOPS().step / 2, rel=0.02)
+    # Attention grows with the square of the size.
+    assert 2 * _FLOPS().step < step(width=128) < 4 * _FLOPS().step
+
+
+def test_mfu_is_of_the_published_peak_and_missing_where_there_is_none() -> None:
+    figures = replayed()
+    (first, last), flops = figures.ranks, PartFlops(encode=10**12, step=10**12, decode=0)
+    figures = with_rank(figures, 0, device_name="NVIDIA H100 80GB HBM3")
+
+    on_h100, on_cpu = utilisation(figures.ranks, flops, "bf16")
+
+    seconds, done = first.compute, first.step.count + first.encode.count
+    assert on_h100.tflops == pytest.approx(done / seconds)
+    assert on_h100.mfu == pytest.approx(done / seconds / 989.5)
+    assert on_cpu.tflops == pytest.approx(last.step.count / last.compute)
+    assert on_cpu.mfu is None
+    note = why_no_mfu(figures.ranks, [on_h100, on_cpu])
+    assert note == "no MFU: no published peak is known for cpu"
+    assert why_no_mfu(figures.ranks, [on_h100]) == ""
