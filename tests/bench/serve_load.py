@@ -35,6 +35,7 @@ from typing import Any
 
 from tests.serve.http_server import DUMMY, HttpServer
 from tests.soak.serve_clients import photos
+from tests.soak.serve_processes import cpu_seconds
 
 _HOST = "127.0.0.1"
 _BODY_BYTES = 700
@@ -231,10 +232,10 @@ def run(asked: argparse.Namespace, control: int) -> dict[str, Any]:
         HttpServer(Path(folder) / "data", *DUMMY, *scale) as server,
     ):
         server.wait_ready()
-        begun, cpu = time.monotonic(), _cpu_seconds(server.process.pid)
+        begun, cpu = time.monotonic(), cpu_seconds(server.process.pid)
         state = asyncio.run(load(server, control, asked))
         seconds = time.monotonic() - begun
-        cpu = _cpu_seconds(server.process.pid) - cpu
+        cpu = cpu_seconds(server.process.pid) - cpu
         completed = _all_completed(server)
         below = _server_p99(server.client.get("/metrics").text)
         restarts = server.client.get("/health").json()["restarts"]
@@ -289,11 +290,6 @@ def _milliseconds(seconds: Sequence[float]) -> dict[str, float]:
 def _resident(pid: int) -> int:
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
-
-
-def _cpu_seconds(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
