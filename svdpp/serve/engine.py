@@ -23,7 +23,6 @@ from svdpp.serve.announcer import Announcer
 from svdpp.serve.clip_feed import ClipFeed
 from svdpp.serve.clip_orders import ClipOrders
 from svdpp.serve.cost_book import CostBook
-from svdpp.serve.estimate import Estimate
 from svdpp.serve.events import Events
 from svdpp.serve.job import Job, JobState
 from svdpp.serve.job_estimates import JobEstimates
@@ -37,8 +36,6 @@ State = Literal["starting", "ready", "restarting", "closing"]
 # A guess, until the ranks have been started once.
 _START_SECONDS = 5.0
 _POLL_SECONDS = 0.25
-# While no costs are known.
-_RETRY_SECONDS = 5.0
 _STEPS_SECONDS = 0.25
 _MAX_BACK_OFF = 60.0
 # After the grace: the ranks are killed, and the thread ends.
@@ -101,11 +98,12 @@ class Engine:
         self._changed = threading.Condition()
         self._running = RunningClips(self._changed)
         self._view = RankView(config.world_size, self._running.job_of)
-        self._estimates = JobEstimates(
+        self.estimates = JobEstimates(
             self.config, store, self._running, self._costs, self._seconds_to_ready
         )
+        """Places and ETAs of the open jobs."""
         self._announcer = Announcer(
-            store, events, self._estimates, describe=describe, on_ended=on_ended
+            store, events, self.estimates, describe=describe, on_ended=on_ended
         )
         self._feed = ClipFeed(
             self.config,
@@ -216,15 +214,6 @@ class Engine:
     def costs(self) -> Costs:
         """The costs of a clip with the pipeline's own sampling, measured if possible."""
         return self._costs.costs(self.config.sampling)
-
-    def estimate(self, job_id: str) -> Estimate | None:
-        """A job's place and ETA; None if it is not open."""
-        return self._estimates.of(job_id)
-
-    def seconds_until_room(self) -> float:
-        """Seconds until the next clip is finished: when a full queue is worth another request."""
-        etas = [each.eta_seconds for each in self._estimates.all().values()]
-        return min((eta for eta in etas if eta is not None), default=_RETRY_SECONDS)
 
     # --- one pipeline after the other, in the engine's thread ------------------------------------
 

@@ -15,6 +15,8 @@ from svdpp.serve.running_clips import RunningClip, RunningClips
 from svdpp.serve.store import JobStore
 
 _MAX_AGE = 0.5
+# While no costs are known.
+_RETRY_SECONDS = 5.0
 
 
 class JobEstimates:
@@ -54,6 +56,16 @@ class JobEstimates:
                 found = self.all(max_age=0.0).get(job_id)
         return found
 
+    def at_hand(self, job_id: str) -> Estimate | None:
+        """The estimate of a job as far as it needs no computing now; None says nothing."""
+        is_new = time.monotonic() - self._made_at <= _MAX_AGE or self._lock.locked()
+        return self._found.get(job_id) if is_new else None
+
+    def seconds_until_room(self) -> float:
+        """Seconds until the next clip is finished: when a full queue is worth another request."""
+        etas = [each.eta_seconds for each in self.all().values()]
+        return min((eta for eta in etas if eta is not None), default=_RETRY_SECONDS)
+
     def all(self, max_age: float = _MAX_AGE) -> dict[str, Estimate]:
         """The estimate of each open job, by its id.
 
@@ -81,15 +93,16 @@ class JobEstimates:
 
     def _clips(self) -> list[ClipAhead]:
         """The open clips: those in the pipeline, those on the way to it, those in the queue."""
-        waiting = self._store.waiting()  # read first, so that a job that moves is not missed
+        waiting = self._store.waiting_clips()  # read first, so that a job that moves is not missed
         running = self._running.all()
         costs_of = functools.cache(self._costs.costs)
         clips = {clip.job.id: self._in_pipeline(clip) for clip in running}
         next_clip = running[-1].clip + 1 if running else 0
-        for job in (*self._store.running(), *waiting):
-            if job.id not in clips:
-                route = self._layouts.route(next_clip, job.sampling.num_inference_steps)
-                clips[job.id] = ClipAhead(id=job.id, route=route, costs=costs_of(job.sampling))
+        taken = [(job.id, job.sampling) for job in self._store.running()]
+        for id, sampling in (*taken, *waiting):
+            if id not in clips:
+                route = self._layouts.route(next_clip, sampling.num_inference_steps)
+                clips[id] = ClipAhead(id=id, route=route, costs=costs_of(sampling))
                 next_clip += 1
         return list(clips.values())
 

@@ -126,7 +126,7 @@ def test_events_tell_states_steps_and_places(tmp_path: Path) -> None:
 
     def describe(job: Job) -> dict[str, Any]:
         (engine,) = engines
-        progress, estimate = engine.progress(job.id), engine.estimate(job.id)
+        progress, estimate = engine.progress(job.id), engine.estimates.of(job.id)
         return {
             "status": str(job.state),
             "steps": 0 if progress is None else progress.steps_done,
@@ -156,14 +156,14 @@ def test_promises_are_kept_and_scored(tmp_path: Path) -> None:
         ids = []
         for seed in range(6):
             ids += service.add(seed)
-            estimate = service.engine.estimate(ids[-1])
+            estimate = service.engine.estimates.of(ids[-1])
             assert estimate is not None
             service.store.set_promise(ids[-1], estimate.eta_seconds)
-        assert 0 < service.engine.seconds_until_room() < 3
+        assert 0 < service.engine.estimates.seconds_until_room() < 3
         jobs = service.wait_final(ids)
         service.wait(lambda: len(service.engine.eta_errors) == 6, "not scored")
         errors = list(service.engine.eta_errors)
-        assert service.engine.estimate(ids[0]) is None
+        assert service.engine.estimates.of(ids[0]) is None
     promises = [job.promised_seconds or 0.0 for job in jobs]
     print("promised", [f"{each:.2f}" for each in promises], "errors", [f"{e:.3f}" for e in errors])
     assert max(map(abs, errors)) < 0.5
