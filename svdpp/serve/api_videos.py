@@ -52,7 +52,7 @@ routes = APIRouter(tags=["videos"])
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events. An event of FastAPI's own response takes three times the processor time."""
+    """Server-sent events; FastAPI's own response takes three times the processor time for each."""
 
     media_type = "text/event-stream"
 
