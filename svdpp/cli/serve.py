@@ -198,7 +198,12 @@ def _join(console: Console, asked: ServeOptions, config: PipelineConfig, log: Lo
 
     _open_log(console, log)
     folder = asked.data.absolute()
-    pipeline = Pipeline(config, latents_folder=str(folder / "latents"), history_clips=1)
+    pipeline = Pipeline(
+        config,
+        latents_folder=str(folder / "latents"),
+        history_clips=1,
+        ranks_ignore_signals=True,
+    )
     launched.serve(pipeline, console)
 
 
