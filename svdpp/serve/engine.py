@@ -6,7 +6,6 @@ import math
 import multiprocessing
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -27,7 +26,7 @@ from svdpp.serve.events import Events
 from svdpp.serve.job import Job, JobState
 from svdpp.serve.job_estimates import JobEstimates
 from svdpp.serve.rank_view import RankNow, RankSpan, RankView
-from svdpp.serve.running_clips import JobProgress, RunningClips
+from svdpp.serve.running_clips import RunningClip, RunningClips
 from svdpp.serve.store import JobStore
 from svdpp.worker.messages import Event
 
@@ -193,15 +192,9 @@ class Engine:
         """Seconds until ranks that have ended are started again; 0 if none have."""
         return max(0.0, self._retry_at - time.monotonic())
 
-    @property
-    def eta_errors(self) -> deque[float]:
-        """(actual - promised) / promised of the latest completed jobs."""
-        return self._announcer.eta_errors
-
-    def progress(self, job_id: str) -> JobProgress | None:
-        """How far the ranks are with a job; None if they do not have it."""
-        clip = self._running.get(job_id)
-        return None if clip is None else clip.progress
+    def clip(self, job_id: str) -> RunningClip | None:
+        """The clip of a job that the ranks have; None if they do not have it."""
+        return self._running.get(job_id)
 
     def ranks(self) -> list[RankNow]:
         """What each rank does now."""
@@ -304,7 +297,7 @@ class Engine:
     def _observe(self, rank: int, event: Event) -> None:
         """Takes an event, in the pipeline's thread."""
         try:
-            clip = self._running.report(rank, event, self._view.add(rank, event))
+            clip = self._running.report(event, self._view.add(rank, event))
             if clip is not None:
                 self._costs.add(rank, event, clip.job.sampling)
         except Exception:

@@ -108,10 +108,12 @@ class JobEstimates:
 
     def _in_pipeline(self, clip: RunningClip) -> ClipAhead:
         sampling = clip.job.sampling
-        passed = time.monotonic() - clip.reported_at if clip.has_begun else 0.0
+        passed = time.monotonic() - clip.moved_at if clip.has_begun else 0.0
         return ClipAhead(
             id=clip.job.id,
-            route=self._layouts.route(clip.clip, sampling.num_inference_steps, clip.steps_done),
+            route=self._layouts.route(
+                clip.clip, sampling.num_inference_steps, clip.progress.steps_done
+            ),
             costs=self._costs.costs(sampling),
             has_begun=clip.has_begun,
             begun_seconds=passed,

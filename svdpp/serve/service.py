@@ -262,16 +262,16 @@ class Service:
         return None if estimate is None else self._open_video(job, estimate)
 
     def _open_video(self, job: Job, estimate: Estimate | None) -> Video:
-        progress = self.engine.progress(job.id)
+        clip = self.engine.clip(job.id)
         eta = None if estimate is None else estimate.eta_seconds
-        if job.state is JobState.IN_PROGRESS and progress is not None and progress.has_begun:
+        if job.state is JobState.IN_PROGRESS and clip is not None and clip.has_begun:
             return video_of(
                 job,
                 model=self.offer.model,
                 eta_seconds=eta,
-                steps_done=progress.steps_done,
-                rank=progress.rank,
-                has_draft=progress.has_draft,
+                steps_done=clip.progress.steps_done,
+                rank=clip.progress.rank,
+                has_draft=clip.has_draft,
             )
         return video_of(
             replace(job, state=JobState.QUEUED, started_at=None),
