@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.serve.http_server import DUMMY, HttpServer
-from tests.soak.serve_clients import photos
+from tests.soak.serve_clients import arguments, photos
 from tests.soak.serve_processes import cpu_seconds
 
 _HOST = "127.0.0.1"
@@ -308,13 +308,10 @@ async def _control() -> None:
 
 def main() -> None:
     """Prints one line for each run."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--jobs", type=int, default=500)
-    parser.add_argument("--clients", type=int, default=200)
+    parser = arguments(__doc__, jobs=500, clients=200, minutes=15.0)
     parser.add_argument("--interval", type=float, default=1.0)
     parser.add_argument("--time-scale", type=float, default=0.1)
     parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--minutes", type=float, default=15.0)
     parser.add_argument("--control", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.control:

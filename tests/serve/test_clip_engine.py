@@ -16,14 +16,7 @@ from svdpp.serve.engine import Engine
 from svdpp.serve.events import Events, JobEvent
 from svdpp.serve.job import Job, JobState
 from svdpp.serve.store import JobStore
-from tests.serve.engines import (
-    demo_config,
-    demo_job,
-    dummy_config,
-    hashes,
-    latents,
-    serving,
-)
+from tests.serve.engines import demo_config, demo_job, dummy_config, hashes, latents, serving
 
 pytestmark = pytest.mark.processes
 
