@@ -321,6 +321,7 @@ class Engine:
         if time.monotonic() - self._stepped_at >= _STEPS_SECONDS:
             self._stepped_at = time.monotonic()
             self._announcer.stepped(self._running.take_stepped())
+            self.estimates.refresh()
         self._announcer.places()
 
     # --- helpers ----------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import time
@@ -9,12 +10,14 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from svdpp.config import PipelineConfig
+from svdpp.errors import OutputError
 from svdpp.serve.cost_book import CostBook
 from svdpp.serve.estimate import ClipAhead, Estimate, Layouts, estimate
 from svdpp.serve.running_clips import RunningClip, RunningClips
 from svdpp.serve.store import JobStore
 
 _MAX_AGE = 0.5
+_MAX_AGE_AT_HAND = 2.0
 # While no costs are known.
 _RETRY_SECONDS = 5.0
 
@@ -44,7 +47,8 @@ class JobEstimates:
         self._costs = costs
         self._delay = delay
         self._lock = threading.Lock()
-        self._made_at = -_MAX_AGE
+        self._made_at = -_MAX_AGE_AT_HAND
+        self._is_wanted = False
         self._found: dict[str, Estimate] = {}
 
     def of(self, job_id: str) -> Estimate | None:
@@ -57,9 +61,20 @@ class JobEstimates:
         return found
 
     def at_hand(self, job_id: str) -> Estimate | None:
-        """The estimate of a job as far as it needs no computing now; None says nothing."""
-        is_new = time.monotonic() - self._made_at <= _MAX_AGE or self._lock.locked()
+        """The estimate of a job if it needs no computing; None says nothing.
+
+        `refresh` keeps these estimates new.
+        """
+        self._is_wanted = True
+        is_new = time.monotonic() - self._made_at <= _MAX_AGE_AT_HAND
         return self._found.get(job_id) if is_new else None
+
+    def refresh(self) -> None:
+        """Computes the estimates again if `at_hand` was called since they were too old."""
+        if self._is_wanted:
+            self._is_wanted = False
+            with contextlib.suppress(OutputError):  # the disk; whoever asks next gets the error
+                self.all()
 
     def seconds_until_room(self) -> float:
         """Seconds until the next clip is finished: when a full queue is worth another request."""
