@@ -1,8 +1,7 @@
 """Owns the imports of the fork server, and the end of the server with the process that started it.
 
-Python's fork server lives as long as its ranks, so it would wait for a stopped rank for ever, and
-it notices nothing while it imports. Here a signal of the kernel ends it as soon as its starter has
-ended, in whatever way.
+Python's own fork server lives as long as its ranks, so it would wait for a stopped rank for ever,
+and it notices nothing while it imports. This one gets a signal of the kernel when its starter ends.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def _preload(starter: int, folder: Path, modules: str) -> None:
 
 
 def _end_with_starter(starter: int, folder: Path) -> None:
-    """Makes this process end with its starter, and end the ranks and remove `folder` then."""
+    """Makes this process end with its starter; it then kills the ranks and removes `folder`."""
 
     def end_if_starter_has_ended() -> None:
         if os.getppid() != starter:
@@ -47,7 +46,7 @@ def _end_with_starter(starter: int, folder: Path) -> None:
             os._exit(0)  # unloading torch takes Python a second
 
     def end() -> None:
-        """At the exit after the end of starter and ranks, which may come before the signal."""
+        """Called at exit: Python's server may notice the end of all others before the signal."""
         deadline = time.monotonic() + _WAIT_SECONDS
         while time.monotonic() < deadline:
             end_if_starter_has_ended()

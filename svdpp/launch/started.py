@@ -238,9 +238,8 @@ def _redirect_output(path: Path) -> None:
 def _end_with_starter(parent: Any, folder: Path) -> None:
     """Starts a thread that kills this process when its starter ends, also if a call blocks.
 
-    The thread also removes the temporary files of the starter, which cannot do so any more. It
-    waits for the starter itself: under forkserver the kernel's parent is the server, which lives as
-    long as its children.
+    The thread also removes the temporary files of the starter, which cannot do so any more. The
+    fork server does the same, but it may have been killed, and a spawned rank has none.
     """
 
     def wait_for_end() -> None:
