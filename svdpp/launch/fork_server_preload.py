@@ -27,7 +27,16 @@ _WAIT_SECONDS = 1.0
 
 
 def _preload(starter: int, folder: Path, modules: str) -> None:
-    _end_with_starter(starter, folder)
+    def end_if_starter_has_ended() -> None:
+        if os.getppid() != starter:
+            process_lifetime.kill_descendants()
+            _remove(folder)
+            os._exit(0)  # unloading torch takes Python a second
+
+    # The kernel sends the signal also when only the thread that started this server has ended.
+    signal.signal(signal.SIGUSR1, lambda *_: end_if_starter_has_ended())
+    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGUSR1, signal.SIG_DFL))
+    process_lifetime.end_with_parent(starter, signal.SIGUSR1)
     os.chdir("/")  # MKL ends a process whose working folder has been deleted; each rank has its own
     for module in filter(None, modules.split(",")):
         importlib.import_module(module)
@@ -35,29 +44,15 @@ def _preload(starter: int, folder: Path, modules: str) -> None:
     # every rank.
     gc.freeze()
 
-
-def _end_with_starter(starter: int, folder: Path) -> None:
-    """Makes this process end with its starter; it then kills the ranks and removes `folder`."""
-
-    def end_if_starter_has_ended() -> None:
-        if os.getppid() != starter:
-            process_lifetime.kill_descendants()
-            _remove(folder)
-            os._exit(0)  # unloading torch takes Python a second
-
     def end() -> None:
-        """Called at exit: Python's server may notice the end of all others before the signal."""
+        """Ends this server when Python's own loop has noticed the end of starter and ranks."""
         deadline = time.monotonic() + _WAIT_SECONDS
-        while time.monotonic() < deadline:
+        while time.monotonic() < deadline:  # the kernel may still be ending the starter
             end_if_starter_has_ended()
             time.sleep(0.01)
         os._exit(0)
 
-    # The kernel sends the signal also when only the thread that started the server has ended.
-    signal.signal(signal.SIGUSR1, lambda *_: end_if_starter_has_ended())
-    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGUSR1, signal.SIG_DFL))
     atexit.register(end)
-    process_lifetime.end_with_parent(starter, signal.SIGUSR1)
 
 
 def _remove(folder: Path) -> None:
