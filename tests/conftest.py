@@ -49,6 +49,7 @@ def _temporary_files_of_a_test(request: pytest.FixtureRequest) -> Iterator[None]
 
 
 def _left() -> list[str]:
-    """What lies in the session's folder, beside that of this process's own fork server."""
-    own = os.path.basename(util.get_temp_dir())
-    return [name for name in os.listdir(os.environ["TMPDIR"]) if name != own]
+    """What lies in the session's folder, beside the sockets of this process's own fork server."""
+    own = util.get_temp_dir()
+    runs = [name for name in os.listdir(own) if name.startswith("svdpp-")]
+    return runs + [n for n in os.listdir(os.environ["TMPDIR"]) if n != os.path.basename(own)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from svdpp.plan.layout import Layout
 from svdpp.redaction import redact
 from svdpp.worker.messages import (
     ActionDone,
+    CheckpointLost,
     ClipDone,
     ClipFailed,
     DraftDone,
@@ -98,6 +100,10 @@ def _redact(record: Record) -> None:
     record["file"].path = redact(record["file"].path)  # often below the home folder
 
 
+# All ranks report a disk that is full; one warning is enough.
+_WARNING_SECONDS = 3600.0
+
+
 class EventLog:
     """Writes each event as one record.
 
@@ -107,6 +113,7 @@ class EventLog:
 
     def __init__(self, plan: Layout | DraftPlan) -> None:
         self._shares = plan.all_shares
+        self._next_warning = 0.0
 
     def __call__(self, rank: int, event: Event) -> None:
         """Takes one event of `rank`."""
@@ -139,6 +146,9 @@ class EventLog:
                 log.info("clip {} has a draft, by rank {}", event.clip, rank_of)
             case DraftLost():
                 log.warning("no draft of clip {} from here: {}", event.clip, event.error["message"])
+            case CheckpointLost() if time.monotonic() >= self._next_warning:
+                self._next_warning = time.monotonic() + _WARNING_SECONDS
+                log.warning("{}: {}", event.error["message"], event.error["hint"])
             case ClipFailed():
                 log.error("clip {} is lost: {}", event.clip, event.error["message"])
             case Failed():

@@ -18,6 +18,7 @@ from svdpp.plan.costs import Costs
 from svdpp.plan.forecast import replay, summarise
 from svdpp.plan.schedule import Schedule
 from svdpp.worker.messages import (
+    CheckpointLost,
     ClipDone,
     ClipFailed,
     DraftDone,
@@ -71,6 +72,7 @@ class Progress:
         self.num_done = 0
         self.num_failed = 0
         self._joined: set[int] = set()
+        self._has_lost_checkpoints = False
         self._started = time.monotonic()
         self._begun: float | None = None
         self._ended: float | None = None
@@ -120,6 +122,9 @@ class Progress:
             case DraftLost():
                 why = event.error["message"]
                 self._say(f"no draft of {self._labels[event.clip]} by rank {rank}: {why}")
+            case CheckpointLost() if not self._has_lost_checkpoints:
+                self._has_lost_checkpoints = True
+                self._say(f"{event.error['message']}: {event.error['hint']}")
             case _:
                 pass
         if self._live is None and time.monotonic() >= self._next_line:

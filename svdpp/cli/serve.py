@@ -95,11 +95,11 @@ def _serve(
 
     sampling, model, ranks, *_ = options
     if is_joined_member():
-        _join(console, asked, _config(*options, asked.time_scale)[0], log)
+        _join(console, asked, _config(asked, *options)[0], log)
         return
     keys = check_host(asked.host, asked.api_key_file)
     with bind(asked.host, asked.port) as bound:
-        config, why = _config(*options, asked.time_scale)
+        config, why = _config(asked, *options)
         fork_server.start_early(svd=not model.is_dummy, device=ranks.device_for(model.model))
         _open_log(console, log)
         if why:
@@ -162,18 +162,18 @@ def _run(
 
 
 def _config(
+    asked: ServeOptions,
     sampling: SamplingOptions,
     model: ModelOptions,
     ranks: RankOptions,
     layout: LayoutOptions,
     draft: DraftOptions,
-    time_scale: float | None,
 ) -> tuple[PipelineConfig, str]:
     """The configuration, and a remark on the layout; "" for none."""
     from svdpp.cli.plan_choice import PlanChoice
     from svdpp.cli.request import is_joined, pipeline_config
 
-    device, sleeps = ranks.device_for(model.model), time_scale is not None
+    device, sleeps = ranks.device_for(model.model), asked.time_scale is not None
     if not layout.given:
         layout = replace(layout, split=_SPLIT)
     plan = PlanChoice(
@@ -187,12 +187,12 @@ def _config(
     shape, why = plan.settings(num_clips=num_clips, decodes=not model.is_dummy or sleeps)
     shape |= draft.settings(sampling.num_steps(), shape["world_size"])
     shape["draft_on_request"] = draft.draft
-    if time_scale is not None:
+    if asked.time_scale is not None:
         from svdpp.cli.simulate import scaled_costs
 
-        shape["costs"] = scaled_costs(shape["costs"], time_scale, model)
+        shape["costs"] = scaled_costs(shape["costs"], asked.time_scale, model)
     config = pipeline_config(ranks, model, sampling, device=device, plan=shape, dummy_sleeps=sleeps)
-    return config, why
+    return replace(config, heartbeat_timeout_seconds=asked.heartbeat_timeout), why
 
 
 def _join(console: Console, asked: ServeOptions, config: PipelineConfig, log: LogOptions) -> None:
@@ -202,7 +202,12 @@ def _join(console: Console, asked: ServeOptions, config: PipelineConfig, log: Lo
 
     _open_log(console, log)
     folder = asked.data.absolute()
-    pipeline = Pipeline(config, latents_folder=str(folder / "latents"), history_clips=1)
+    pipeline = Pipeline(
+        config,
+        latents_folder=str(folder / "latents"),
+        history_clips=1,
+        ranks_ignore_signals=True,
+    )
     launched.serve(pipeline, console)
 
 

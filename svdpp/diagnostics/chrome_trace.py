@@ -21,7 +21,7 @@ from svdpp.errors import OutputError
 from svdpp.media import output_files
 from svdpp.plan.actions import Action, Kind
 from svdpp.plan.forecast import Span
-from svdpp.worker.messages import ActionDone, Event, Heartbeat, Joined
+from svdpp.worker.messages import ActionDone, Event, GpuSample, Heartbeat, Joined
 
 _COMPUTE = 0
 
@@ -116,6 +116,10 @@ class TraceFile:
             if self._memory.get(rank) != mib:
                 self._memory[rank] = mib
                 yield self._maker.counter(rank, "memory", time.monotonic(), MiB=mib)
+        elif isinstance(event, GpuSample):
+            when = self._placement.on_rank_0(rank, event.when)
+            for name, values in event.counters().items():
+                yield self._maker.counter(rank, name, when, **values)
         for each in self._placement.place(rank, event):
             yield from self._maker.events(each)
             for when, depth in self._queues[rank].depths(each):

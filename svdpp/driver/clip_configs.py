@@ -76,10 +76,11 @@ class ClipConfigs:
         if request.sampling is not None and not self._can_take(layout, route):
             route = layout.route(clip, all_stages=True)
             if not self._can_take(layout, route):
+                own = self._config.sampling.num_inference_steps
                 raise RequestError(
-                    f"this pipeline cannot make clips of {layout.num_steps} steps: they need a "
-                    "rank that holds no denoiser",
-                    f"use {self._config.sampling.num_inference_steps} steps, or another split",
+                    f"the ranks were started for clips of {own} steps, and some have not loaded "
+                    f"what clips of {layout.num_steps} steps need",
+                    f"use {own} steps, or start svdpp for such clips (--steps {layout.num_steps})",
                 )
         return route.resumed(request.done_steps) if request.done_steps else route
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -87,10 +88,28 @@ class ClipHandle(Future[ClipResult]):
         self.progress = ClipProgress(request.done_steps, num_steps)
         """How far the clip is; it changes while the clip is made."""
         self._owner = owner
+        self._progress_callbacks: list[Callable[[ClipHandle], object]] = []
 
     def running(self) -> bool:
         """Whether a rank has begun the clip, and the clip is neither finished nor lost."""
         return self.progress.rank is not None and not self.done()
+
+    def add_progress_callback(self, callback: Callable[[ClipHandle], object]) -> None:
+        """Has `callback` called with the handle after each change of `progress`.
+
+        It must be quick and raise nothing: the pipeline's thread calls it. If a rank has begun the
+        clip, it is also called at once.
+        """
+        self._progress_callbacks.append(callback)
+        if self.progress.rank is not None:
+            callback(self)
+
+    def set_progress(self, progress: ClipProgress) -> None:
+        """Changes `progress`; only its owner calls this."""
+        if progress != self.progress:
+            self.progress = progress
+            for callback in self._progress_callbacks:
+                callback(self)
 
     def cancel(self) -> bool:
         """Asks the ranks to skip the clip from the next step on; does not wait.

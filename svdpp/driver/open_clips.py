@@ -123,7 +123,7 @@ class OpenClips:
             return
         done = handle.progress.steps_done if steps_done is None else steps_done
         if done >= handle.progress.steps_done:  # the events of two ranks can arrive out of order
-            handle.progress = replace(handle.progress, steps_done=done, rank=rank)
+            handle.set_progress(replace(handle.progress, steps_done=done, rank=rank))
 
     def cancel(self, handle: ClipHandle) -> bool:
         """See `HandleOwner`."""

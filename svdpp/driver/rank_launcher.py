@@ -23,7 +23,7 @@ class RankLauncher:
     Args:
         setup: what every rank gets before it starts.
         backend: of the transfers.
-        ignores_signals: see `StartedGroup`; a launcher's ranks never ignore them.
+        ignores_signals: see `StartedGroup`. A launcher's ranks ignore them only on rank 0's host.
     """
 
     def __init__(self, setup: RankSetup, backend: str, *, ignores_signals: bool = False) -> None:
@@ -107,4 +107,5 @@ class RankLauncher:
             start_timeout=config.start_timeout_seconds,
             peer_timeout=silence_limit(config),
             hooks=LaunchedRankHooks(name, world.rank, observers, answer, say),
+            ignores_signals=self._ignores_signals and world.on_first_host,
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import forkserver, resource_tracker, util
 
 from svdpp.launch import environment, fork_server_preload
 from svdpp.launch.process_lifetime import signals_blocked
@@ -35,6 +35,7 @@ def start(preload: Sequence[str]) -> None:
     forkserver.set_forkserver_preload([fork_server_preload.__name__])
     modules = {
         fork_server_preload.STARTER: str(os.getpid()),
+        fork_server_preload.FOLDER: util.get_temp_dir(),
         fork_server_preload.MODULES: ",".join(preload),
     }
     with environment.defaults(modules), signals_blocked():

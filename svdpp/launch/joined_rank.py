@@ -56,17 +56,22 @@ def serve_joined(
     start_timeout: float,
     peer_timeout: float,
     hooks: RankHooks,
+    ignores_signals: bool = False,
 ) -> None:
     """Runs `entry` as a rank other than 0 of a launcher's world.
 
     Returns only if all work succeeded; otherwise the process exits. For the arguments see
-    `joined.JoinedGroup`.
+    `joined.JoinedGroup`. With `ignores_signals` the rank survives INT, TERM and HUP, which its
+    launcher also sends to rank 0: that one ends the run in its own time.
 
     Raises:
         RankError: rank 0 cannot be reached in time.
     """
     process_lifetime.end_with_parent()
-    process_lifetime.exit_on_signals(_exit_on_signal)
+    if ignores_signals:
+        process_lifetime.ignore_signals()
+    else:
+        process_lifetime.exit_on_signals(_exit_on_signal)
     hello = _hello(world, shared_settings)
     _, store = process_group.open_store(world, start_timeout)
     deadline = time.monotonic() + start_timeout

@@ -21,23 +21,22 @@ _PR_SET_PDEATHSIG = 1
 _SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
 
 
-def end_with_parent(parent: int | None = None) -> None:
-    """Makes the kernel kill this process when the thread that started it ends.
+def end_with_parent(parent: int | None = None, number: int = signal.SIGKILL) -> None:
+    """Makes the kernel send this process a signal when the thread that started it ends.
+
+    If the process goes on after that, the same holds for its next parent: another thread of the
+    starter or, once the starter has ended, another process.
 
     Args:
         parent: process id of the starter. By default the current parent, so a starter that has
             already ended is not noticed.
+        number: of the signal.
     """
     if parent is None:
         parent = os.getppid()
-    _set_parent_death_signal(signal.SIGKILL)
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:  # the starter ended before the prctl call
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def outlive_parent() -> None:
-    """Reverts `end_with_parent`."""
-    _set_parent_death_signal(0)
+        os.kill(os.getpid(), number)
 
 
 def kill_with_children(pids: Collection[int]) -> None:
@@ -49,6 +48,11 @@ def kill_with_children(pids: Collection[int]) -> None:
     stopped first: if this process were killed then, they would stay stopped.
     """
     _kill([*pids, *_children(pids)])
+
+
+def kill_descendants() -> None:
+    """Kills this process's children and theirs, as `kill_with_children` does."""
+    kill_with_children(_children([os.getpid()]))
 
 
 @contextlib.contextmanager
@@ -153,10 +157,6 @@ def _kill(pids: Collection[int]) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-
-
-def _set_parent_death_signal(number: int) -> None:
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
 
 
 def _children(pids: Collection[int]) -> list[int]:

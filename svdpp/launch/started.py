@@ -14,7 +14,7 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from multiprocessing import resource_tracker
+from multiprocessing import resource_tracker, util
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -59,8 +59,10 @@ class StartedGroup:
         self.world_size = world_size
         start_method = fork_server.start_method(device)
         context: Any = torch_mp.get_context(start_method)
-        # Only this user can open the folder, so no other user can join the store in it.
-        self._folder = temp_folders.make_folder("svdpp-")
+        # Only this user can open the folder, so no other user can join the store in it. The fork
+        # server removes what is in multiprocessing's folder if this process is killed.
+        within = util.get_temp_dir() if start_method == "forkserver" else None
+        self._folder = temp_folders.make_folder("svdpp-", within)
         pipes = [context.Pipe(duplex=True) for _ in range(world_size)]
         self._channels = [QueuedChannel(ours) for ours, _ in pipes]
         is_main_thread = threading.current_thread() is threading.main_thread()
@@ -236,9 +238,8 @@ def _redirect_output(path: Path) -> None:
 def _end_with_starter(parent: Any, folder: Path) -> None:
     """Starts a thread that kills this process when its starter ends, also if a call blocks.
 
-    The thread also removes the temporary files of the starter, which cannot do so any more. It
-    waits for the starter itself: under forkserver the kernel's parent is the server, which lives as
-    long as its children.
+    The thread also removes the temporary files of the starter, which cannot do so any more. The
+    fork server does the same, but it may have been killed, and a spawned rank has none.
     """
 
     def wait_for_end() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 import socket
 from pathlib import Path
@@ -29,6 +30,7 @@ def check_host(host: str, key_file: Path | None) -> Keys | None:
     return None
 
 
+@functools.lru_cache(64)  # for each request
 def is_loopback(host: str) -> bool:
     """Whether `host` is a name or an address of this machine alone."""
     if host.lower().rstrip(".") == "localhost":

@@ -1,16 +1,15 @@
-"""Owns what the engine says about jobs: their events, their end, and how good the ETAs were."""
+"""Owns what the engine says about jobs: their events and their end."""
 
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from loguru import logger
 
 from svdpp.serve.events import Events
-from svdpp.serve.job import Job, JobState
+from svdpp.serve.job import Job
 from svdpp.serve.job_estimates import JobEstimates
 from svdpp.serve.store import JobStore
 
@@ -18,7 +17,6 @@ _PLACES_SECONDS = 0.5
 # The pause after places are published, in multiples of the time that it takes: with hundreds of
 # waiting jobs that are watched, it must not keep requests from the processor.
 _PLACES_PAUSE = 20.0
-_MAX_ERRORS = 1000
 
 
 class Announcer:
@@ -51,8 +49,6 @@ class Announcer:
         self._places: dict[str, int | None] = {}
         self._places_changed = False
         self._places_next = 0.0
-        self.eta_errors: deque[float] = deque(maxlen=_MAX_ERRORS)
-        """(actual - promised) / promised of the latest completed jobs."""
 
     def changed(self, job_id: str) -> Job | None:
         """Publishes the job as it is now; returns it, None if it does not exist any more."""
@@ -62,7 +58,6 @@ class Announcer:
             self._events.forget(job_id)
             return None
         if job.state.is_final:
-            self._score(job)
             self._quietly(lambda: self._on_ended(job))
         self._publish(job)
         return job
@@ -94,11 +89,6 @@ class Announcer:
         moved = [job_id for job_id, place in places.items() if self._places.get(job_id) != place]
         self._places = places
         self.stepped(moved)
-
-    def _score(self, job: Job) -> None:
-        if job.state is JobState.COMPLETED and job.promised_seconds and job.finished_at:
-            actual = job.finished_at - job.created_at
-            self.eta_errors.append((actual - job.promised_seconds) / job.promised_seconds)
 
     def _publish(self, job: Job) -> None:
         self._quietly(

@@ -24,6 +24,7 @@ from svdpp.serve.metrics import CONTENT_TYPE
 from svdpp.serve.page_files import page_file
 from svdpp.serve.schemas import EngineStatus, Health, ModelList, Rank, RankSpan
 from svdpp.serve.service import Owner, Service
+from svdpp.serve.status_calls import StatusCalls
 
 _ABOUT = """
 Photographs in, clips out: Stable Video Diffusion over several devices, bitwise equal to diffusers.
@@ -66,7 +67,7 @@ def create_app(
         app.include_router(router, dependencies=[Depends(_bearer)] if owner_of else [])
     app.include_router(page)
     app.openapi = functools.cache(lambda: _document(app))  # type: ignore[method-assign]
-    return Guard(app, service.metrics, app.state.limits, owner_of)
+    return Guard(StatusCalls(app, service), service.metrics, app.state.limits, owner_of)
 
 
 def _document(app: FastAPI) -> dict[str, Any]:

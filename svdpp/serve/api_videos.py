@@ -11,8 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar, TypeVarTuple
 
 from anyio import CapacityLimiter, to_thread
 from fastapi import APIRouter, Depends, Form, Query, Request, Response, UploadFile
-from fastapi.responses import FileResponse
-from fastapi.sse import EventSourceResponse, ServerSentEvent
+from fastapi.responses import FileResponse, StreamingResponse
 from starlette.concurrency import run_in_threadpool
 
 from svdpp.errors import OutputError
@@ -40,11 +39,22 @@ _IMAGE_TYPES = {
     ".gif": "image/gif",
 }
 
+#: Proxies are not to hold events back.
+_STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+#: Keeps a silent connection open.
+_COMMENT = b": ping\n\n"
+
 _Kind = Literal["video", "draft"]
 _T = TypeVar("_T")
 _Ts = TypeVarTuple("_Ts")
 
 routes = APIRouter(tags=["videos"])
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events; FastAPI's own response takes three times the processor time for each."""
+
+    media_type = "text/event-stream"
 
 
 class _Waiters:
@@ -243,16 +253,20 @@ def _followed(id: str, service: Served, owner: Owned) -> Job:
 
 @routes.get(
     "/v1/videos/{id}/events",
-    response_class=EventSourceResponse,
+    response_class=EventStream,
     responses=documented(404, 503),
 )
 async def follow_video(
     job: Annotated[Job, Depends(_followed)], service: Served, last_id: LastEventId
-) -> AsyncIterator[ServerSentEvent]:
+) -> EventStream:
     """The video's state as server-sent events, on every change; ends after a final state.
 
     A client that comes back with `Last-Event-ID` gets the present state if it has changed.
     """
+    return EventStream(_events(job, service, last_id), headers=_STREAM_HEADERS)
+
+
+async def _events(job: Job, service: Service, last_id: int | None) -> AsyncIterator[bytes]:
     async with service.events.subscribe(job.id, last_id) as subscription:
         newest = service.events.newest(job.id)
         if newest is not None and newest.is_final:  # also to a client that has it
@@ -267,11 +281,8 @@ async def follow_video(
             if found.state.is_final:
                 return
         async for event in subscription:
-            if event is None:  # silence; FastAPI sends comments
-                continue
-            yield _event(event.data, event.id)
+            yield _COMMENT if event is None else _event(event.data, event.id)
 
 
-def _event(video: Mapping[str, Any], id: int) -> ServerSentEvent:
-    # As text, because FastAPI would first copy it value by value, for each client.
-    return ServerSentEvent(event="video", id=str(id), raw_data=json.dumps(video))
+def _event(video: Mapping[str, Any], id: int) -> bytes:
+    return f"event: video\ndata: {json.dumps(video)}\nid: {id}\n\n".encode()

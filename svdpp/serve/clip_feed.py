@@ -136,7 +136,7 @@ class ClipFeed:
         if finished is not None:
             self._complete(job.id, finished)
             return
-        clip = RunningClip(self._next_clip, job, order, order.request.done_steps)
+        clip = RunningClip(self._next_clip, job, order)
         self._running.add(clip)
         try:
             handle = pipeline.submit(order.request, [order.metadata])
@@ -149,6 +149,7 @@ class ClipFeed:
         assert handle.clip == clip.clip, "only the engine submits clips"
         self._next_clip += 1
         clip.handle = handle
+        handle.add_progress_callback(lambda _: self._running.moved(job.id))
         handle.add_done_callback(functools.partial(self._note, pipeline, job.id))
         self._announcer.changed(job.id)
 

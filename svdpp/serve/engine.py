@@ -6,7 +6,6 @@ import math
 import multiprocessing
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -24,12 +23,11 @@ from svdpp.serve.announcer import Announcer
 from svdpp.serve.clip_feed import ClipFeed
 from svdpp.serve.clip_orders import ClipOrders
 from svdpp.serve.cost_book import CostBook
-from svdpp.serve.estimate import Estimate
 from svdpp.serve.events import Events
 from svdpp.serve.job import Job, JobState
 from svdpp.serve.job_estimates import JobEstimates
 from svdpp.serve.rank_view import RankNow, RankSpan, RankView
-from svdpp.serve.running_clips import JobProgress, RunningClips
+from svdpp.serve.running_clips import RunningClip, RunningClips
 from svdpp.serve.store import JobStore
 from svdpp.worker.messages import Event
 
@@ -38,8 +36,6 @@ State = Literal["starting", "ready", "restarting", "closing"]
 # A guess, until the ranks have been started once.
 _START_SECONDS = 5.0
 _POLL_SECONDS = 0.25
-# While no costs are known.
-_RETRY_SECONDS = 5.0
 _STEPS_SECONDS = 0.25
 _MAX_BACK_OFF = 60.0
 # After the grace: the ranks are killed, and the thread ends.
@@ -102,11 +98,12 @@ class Engine:
         self._changed = threading.Condition()
         self._running = RunningClips(self._changed)
         self._view = RankView(config.world_size, self._running.job_of)
-        self._estimates = JobEstimates(
+        self.estimates = JobEstimates(
             self.config, store, self._running, self._costs, self._seconds_to_ready
         )
+        """Places and ETAs of the open jobs."""
         self._announcer = Announcer(
-            store, events, self._estimates, describe=describe, on_ended=on_ended
+            store, events, self.estimates, describe=describe, on_ended=on_ended
         )
         self._feed = ClipFeed(
             self.config,
@@ -196,15 +193,9 @@ class Engine:
         """Seconds until ranks that have ended are started again; 0 if none have."""
         return max(0.0, self._retry_at - time.monotonic())
 
-    @property
-    def eta_errors(self) -> deque[float]:
-        """(actual - promised) / promised of the latest completed jobs."""
-        return self._announcer.eta_errors
-
-    def progress(self, job_id: str) -> JobProgress | None:
-        """How far the ranks are with a job; None if they do not have it."""
-        clip = self._running.get(job_id)
-        return None if clip is None else clip.progress
+    def clip(self, job_id: str) -> RunningClip | None:
+        """The clip of a job that the ranks have; None if they do not have it."""
+        return self._running.get(job_id)
 
     def ranks(self) -> list[RankNow]:
         """What each rank does now."""
@@ -217,15 +208,6 @@ class Engine:
     def costs(self) -> Costs:
         """The costs of a clip with the pipeline's own sampling, measured if possible."""
         return self._costs.costs(self.config.sampling)
-
-    def estimate(self, job_id: str) -> Estimate | None:
-        """A job's place and ETA; None if it is not open."""
-        return self._estimates.of(job_id)
-
-    def seconds_until_room(self) -> float:
-        """Seconds until the next clip is finished: when a full queue is worth another request."""
-        etas = [each.eta_seconds for each in self._estimates.all().values()]
-        return min((eta for eta in etas if eta is not None), default=_RETRY_SECONDS)
 
     # --- one pipeline after the other, in the engine's thread ------------------------------------
 
@@ -316,7 +298,7 @@ class Engine:
     def _observe(self, rank: int, event: Event) -> None:
         """Takes an event, in the pipeline's thread."""
         try:
-            clip = self._running.report(rank, event, self._view.add(rank, event))
+            clip = self._running.report(event, self._view.add(rank, event))
             if clip is not None:
                 self._costs.add(rank, event, clip.job.sampling)
         except Exception:
@@ -340,6 +322,7 @@ class Engine:
         if time.monotonic() - self._stepped_at >= _STEPS_SECONDS:
             self._stepped_at = time.monotonic()
             self._announcer.stepped(self._running.take_stepped())
+            self.estimates.refresh()
         self._announcer.places()
 
     # --- helpers ----------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -79,3 +80,13 @@ class Job:
 def new_id() -> str:
     """A new job's id, which cannot be guessed."""
     return f"video_{secrets.token_hex(16)}"
+
+
+def seed_of(asked: int | None, owner: str, idempotency_key: str | None) -> int:
+    """The requested seed, else a drawn one; the same one for the same idempotency key."""
+    if asked is not None:
+        return asked
+    if idempotency_key is None:
+        return secrets.randbits(32)
+    digest = hashlib.sha256(f"{owner}\0{idempotency_key}".encode()).digest()
+    return int.from_bytes(digest[:4])

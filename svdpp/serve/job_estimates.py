@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import time
@@ -9,12 +10,16 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from svdpp.config import PipelineConfig
+from svdpp.errors import OutputError
 from svdpp.serve.cost_book import CostBook
 from svdpp.serve.estimate import ClipAhead, Estimate, Layouts, estimate
 from svdpp.serve.running_clips import RunningClip, RunningClips
 from svdpp.serve.store import JobStore
 
 _MAX_AGE = 0.5
+_MAX_AGE_AT_HAND = 2.0
+# While no costs are known.
+_RETRY_SECONDS = 5.0
 
 
 class JobEstimates:
@@ -42,7 +47,8 @@ class JobEstimates:
         self._costs = costs
         self._delay = delay
         self._lock = threading.Lock()
-        self._made_at = -_MAX_AGE
+        self._made_at = -_MAX_AGE_AT_HAND
+        self._is_wanted = False
         self._found: dict[str, Estimate] = {}
 
     def of(self, job_id: str) -> Estimate | None:
@@ -53,6 +59,27 @@ class JobEstimates:
             if job is not None and not job.state.is_final:
                 found = self.all(max_age=0.0).get(job_id)
         return found
+
+    def at_hand(self, job_id: str) -> Estimate | None:
+        """The estimate of a job if it needs no computing; None says nothing.
+
+        `refresh` keeps these estimates new.
+        """
+        self._is_wanted = True
+        is_new = time.monotonic() - self._made_at <= _MAX_AGE_AT_HAND
+        return self._found.get(job_id) if is_new else None
+
+    def refresh(self) -> None:
+        """Computes the estimates again if `at_hand` was called since they were too old."""
+        if self._is_wanted:
+            self._is_wanted = False
+            with contextlib.suppress(OutputError):  # the disk; whoever asks next gets the error
+                self.all()
+
+    def seconds_until_room(self) -> float:
+        """Seconds until the next clip is finished: when a full queue is worth another request."""
+        etas = [each.eta_seconds for each in self.all().values()]
+        return min((eta for eta in etas if eta is not None), default=_RETRY_SECONDS)
 
     def all(self, max_age: float = _MAX_AGE) -> dict[str, Estimate]:
         """The estimate of each open job, by its id.
@@ -81,24 +108,27 @@ class JobEstimates:
 
     def _clips(self) -> list[ClipAhead]:
         """The open clips: those in the pipeline, those on the way to it, those in the queue."""
-        waiting = self._store.waiting()  # read first, so that a job that moves is not missed
+        waiting = self._store.waiting_clips()  # read first, so that a job that moves is not missed
         running = self._running.all()
         costs_of = functools.cache(self._costs.costs)
         clips = {clip.job.id: self._in_pipeline(clip) for clip in running}
         next_clip = running[-1].clip + 1 if running else 0
-        for job in (*self._store.running(), *waiting):
-            if job.id not in clips:
-                route = self._layouts.route(next_clip, job.sampling.num_inference_steps)
-                clips[job.id] = ClipAhead(id=job.id, route=route, costs=costs_of(job.sampling))
+        taken = [(job.id, job.sampling) for job in self._store.running()]
+        for id, sampling in (*taken, *waiting):
+            if id not in clips:
+                route = self._layouts.route(next_clip, sampling.num_inference_steps)
+                clips[id] = ClipAhead(id=id, route=route, costs=costs_of(sampling))
                 next_clip += 1
         return list(clips.values())
 
     def _in_pipeline(self, clip: RunningClip) -> ClipAhead:
         sampling = clip.job.sampling
-        passed = time.monotonic() - clip.reported_at if clip.has_begun else 0.0
+        passed = time.monotonic() - clip.moved_at if clip.has_begun else 0.0
         return ClipAhead(
             id=clip.job.id,
-            route=self._layouts.route(clip.clip, sampling.num_inference_steps, clip.steps_done),
+            route=self._layouts.route(
+                clip.clip, sampling.num_inference_steps, clip.progress.steps_done
+            ),
             costs=self._costs.costs(sampling),
             has_begun=clip.has_begun,
             begun_seconds=passed,

@@ -96,7 +96,7 @@ def insert(database: sqlite3.Connection, job: Job) -> None:
 def job_of(row: tuple[Any, ...]) -> Job:
     """The job of a row of `COLUMNS`."""
     values = dict(zip(_FIELDS, row, strict=True))
-    values["sampling"] = _sampling(values["sampling"])
+    values["sampling"] = sampling_of(values["sampling"])
     values["state"] = JobState(values["state"])
     for flag in ("cancel_asked", "wants_draft"):
         values[flag] = bool(values[flag])
@@ -119,5 +119,6 @@ def _finite(value: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=256)  # most jobs of a queue have the same parameters
-def _sampling(text: str) -> SvdSampling:
+def sampling_of(text: str) -> SvdSampling:
+    """The parameters in the column `sampling`."""
     return SvdSampling(**json.loads(text))

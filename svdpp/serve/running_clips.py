@@ -9,62 +9,45 @@ from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from svdpp.driver.clip_handle import ClipHandle, ClipResult
+from svdpp.driver.clip_handle import ClipHandle, ClipProgress, ClipResult
 from svdpp.errors import ClosedError
-from svdpp.plan.actions import Action, Kind
+from svdpp.plan.actions import Action
 from svdpp.serve.clip_orders import ClipOrder
 from svdpp.serve.job import Job
-from svdpp.worker.messages import DraftDone, Event, StepDone
-
-# Other actions begin with a wait for the clip, so they say nothing about its progress.
-_BEGINNINGS = (Kind.ENCODE, Kind.LOAD)
-
-
-@dataclass(frozen=True)
-class JobProgress:
-    """How far the ranks are with a job.
-
-    Args:
-        steps_done: denoising steps, those of an earlier run included.
-        num_steps: of the clip.
-        rank: that works on it, or did so last; None before the first.
-        has_begun: whether a rank works on it or has done so; until then it waits.
-        has_draft: whether its draft is written.
-    """
-
-    steps_done: int
-    num_steps: int
-    rank: int | None
-    has_begun: bool
-    has_draft: bool = False
+from svdpp.worker.messages import DraftDone, Event
 
 
 @dataclass
 class RunningClip:
-    """One clip in the pipeline. The pipeline's thread changes its progress.
+    """One clip in the pipeline.
 
     Args:
         clip: its index in the pipeline.
         job: as it was taken from the queue.
         order: what the ranks got.
-        steps_done: denoising steps, those of an earlier run included.
+        handle: of the pipeline; None until it has the clip.
+        has_draft: whether its draft is written.
+        moved_at: monotonic time of the latest change of its progress.
     """
 
     clip: int
     job: Job
     order: ClipOrder
-    steps_done: int
-    rank: int | None = None
-    has_begun: bool = False
-    has_draft: bool = False
-    reported_at: float = 0.0
     handle: ClipHandle | None = None
+    has_draft: bool = False
+    moved_at: float = 0.0
 
     @property
-    def progress(self) -> JobProgress:
-        """The progress as a value."""
-        num_steps = self.job.sampling.num_inference_steps
-        return JobProgress(self.steps_done, num_steps, self.rank, self.has_begun, self.has_draft)
+    def progress(self) -> ClipProgress:
+        """How far the ranks are; steps of an earlier run count."""
+        if self.handle is not None:
+            return self.handle.progress
+        return ClipProgress(self.order.request.done_steps, self.job.sampling.num_inference_steps)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a rank works on it or has done so; until then it waits."""
+        return self.progress.rank is not None
 
 
 @dataclass(frozen=True)
@@ -136,45 +119,30 @@ class RunningClips:
             del self._by_clip[clip.clip]
             self._changed.notify_all()
 
-    def report(self, rank: int, event: Event, action: Action | None) -> RunningClip | None:
-        """Takes an event of the ranks; returns the clip that it is about.
+    def report(self, event: Event, action: Action | None) -> RunningClip | None:
+        """Notes a draft that is written; returns the clip that an event is about, None if none.
 
         Args:
-            rank: that sent it.
-            event: of any kind.
+            event: of a rank.
             action: that it names; None if none.
         """
-        if isinstance(event, DraftDone):
-            return self._note_draft(event.clip)
-        if isinstance(event, StepDone):
-            clip = self._by_clip.get(event.clip)
-            steps_done = event.step + 1
-        elif action is not None and action.kind in _BEGINNINGS:
-            clip = self._by_clip.get(action.clip)
-            steps_done = action.start
-        else:
-            return self._by_clip.get(getattr(event, "clip", -1))
-        if clip is not None and clip.order.request.draft and rank:
-            return clip  # in a draft only rank 0 makes the exact clip
-        # Two ranks' events can arrive in the wrong order.
-        if clip is not None and steps_done >= clip.steps_done:
-            has_moved = (clip.rank, clip.steps_done) != (rank, steps_done)
-            clip.steps_done, clip.rank = steps_done, rank
-            clip.has_begun, clip.reported_at = True, time.monotonic()
-            if has_moved:
-                with self._changed:
-                    self._stepped.add(clip.job.id)
-                    self._changed.notify_all()
+        index = getattr(event, "clip", None if action is None else action.clip)
+        clip = self.of_clip(index)
+        if clip is not None and isinstance(event, DraftDone):
+            clip.has_draft = True
+            self._note_change(clip)
         return clip
 
-    def _note_draft(self, index: int) -> RunningClip | None:
-        clip = self._by_clip.get(index)
-        if clip is not None:
-            clip.has_draft = True
-            with self._changed:
-                self._stepped.add(clip.job.id)
-                self._changed.notify_all()
-        return clip
+    def moved(self, job_id: str) -> None:
+        """Notes that a clip's progress has changed."""
+        if (clip := self.get(job_id)) is not None:
+            clip.moved_at = time.monotonic()
+            self._note_change(clip)
+
+    def _note_change(self, clip: RunningClip) -> None:
+        with self._changed:
+            self._stepped.add(clip.job.id)
+            self._changed.notify_all()
 
     def settle(self, job_id: str, handle: ClipHandle, *, run_has_ended: bool) -> None:
         """Notes the outcome of a handle that is done; does not wait."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
-import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -15,9 +13,10 @@ from svdpp.config import OutputConfig, SvdSampling
 from svdpp.media import output_files
 from svdpp.serve.api_errors import ApiError
 from svdpp.serve.engine import Engine
+from svdpp.serve.estimate import Estimate
 from svdpp.serve.events import Events
 from svdpp.serve.gate import ClipGate
-from svdpp.serve.job import Job, JobState, new_id
+from svdpp.serve.job import Job, JobState, new_id, seed_of
 from svdpp.serve.metrics import Metrics
 from svdpp.serve.offer import Offer
 from svdpp.serve.proof import Prover
@@ -150,7 +149,7 @@ class Service:
         job = Job(
             id=id,
             owner=owner.name,
-            seed=_seed(request.seed, owner.name, idempotency_key),
+            seed=seed_of(request.seed, owner.name, idempotency_key),
             sampling=sampling,
             photo=photo.path.name,
             photo_name=name,
@@ -175,7 +174,7 @@ class Service:
 
     def _promised(self, job: Job) -> Job:
         """`job` with the ETA that its client is given, which is scored when it is completed."""
-        estimate = self.engine.estimate(job.id)
+        estimate = self.engine.estimates.of(job.id)
         if estimate is None or estimate.eta_seconds is None:
             return job
         self.store.set_promise(job.id, estimate.eta_seconds)
@@ -183,7 +182,7 @@ class Service:
 
     def _full(self, details: Mapping[str, Any]) -> ApiError:
         """The refusal of a full queue, with the seconds until the next clip is finished."""
-        seconds = min(_MAX_RETRY, max(1, math.ceil(self.engine.seconds_until_room())))
+        seconds = min(_MAX_RETRY, max(1, math.ceil(self.engine.estimates.seconds_until_room())))
         whose = "of this key" if "owner" in details else "of this server"
         self.metrics.refused("queue_full")
         return ApiError(
@@ -252,16 +251,27 @@ class Service:
             keeps = self.keep_seconds is not None and job.finished_at is not None
             expires_at = (job.finished_at or 0) + (self.keep_seconds or 0) if keeps else None
             return video_of(job, model=self.offer.model, expires_at=expires_at)
-        estimate, progress = self.engine.estimate(job.id), self.engine.progress(job.id)
+        return self._open_video(job, self.engine.estimates.of(job.id))
+
+    def video_at_hand(self, id: str, owner: Owner) -> Video | None:
+        """The view of an open job of `owner` from memory alone; None says nothing."""
+        job = self.store.at_hand(id)
+        if job is None or job.owner != owner.name:
+            return None
+        estimate = self.engine.estimates.at_hand(id)
+        return None if estimate is None else self._open_video(job, estimate)
+
+    def _open_video(self, job: Job, estimate: Estimate | None) -> Video:
+        clip = self.engine.clip(job.id)
         eta = None if estimate is None else estimate.eta_seconds
-        if job.state is JobState.IN_PROGRESS and progress is not None and progress.has_begun:
+        if job.state is JobState.IN_PROGRESS and clip is not None and clip.has_begun:
             return video_of(
                 job,
                 model=self.offer.model,
                 eta_seconds=eta,
-                steps_done=progress.steps_done,
-                rank=progress.rank,
-                has_draft=progress.has_draft,
+                steps_done=clip.progress.steps_done,
+                rank=clip.progress.rank,
+                has_draft=clip.has_draft,
             )
         return video_of(
             replace(job, state=JobState.QUEUED, started_at=None),
@@ -336,13 +346,3 @@ class Service:
                 details={"status": str(status)},
             )
         return job
-
-
-def _seed(asked: int | None, owner: str, idempotency_key: str | None) -> int:
-    """The requested seed, else a drawn one; the same one for the same idempotency key."""
-    if asked is not None:
-        return asked
-    if idempotency_key is None:
-        return secrets.randbits(32)
-    digest = hashlib.sha256(f"{owner}\0{idempotency_key}".encode()).digest()
-    return int.from_bytes(digest[:4])

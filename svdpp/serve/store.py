@@ -5,14 +5,18 @@ Every change of a state names the states that it may start from, so a late one c
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from svdpp.config import SamplingConfig
 from svdpp.errors import RequestError, SvdppError, error_to_dict
 from svdpp.serve import job_table, turns
 from svdpp.serve.job import Job, JobState, Proof
+from svdpp.serve.job_cache import JobCache
 from svdpp.serve.queue_file import QueueFile
 
 _JOBS = f"SELECT {job_table.COLUMNS} FROM jobs"
@@ -51,10 +55,12 @@ class JobStore:
 
     def __init__(self, folder: Path) -> None:
         self._file = QueueFile(folder)
+        self._cache = JobCache()
 
     def close(self) -> None:
         """Close the file and release the folder; does nothing the second time."""
         self._file.close()
+        self._cache.clear()
 
     def add(self, job: Job, *, max_open: int | None, max_open_of_owner: int | None = None) -> Job:
         """Store a new job, or find the one that the same request has created before.
@@ -86,7 +92,17 @@ class JobStore:
 
     def get(self, id: str) -> Job | None:
         """The job of that id, in any state."""
-        return next(iter(self._jobs("WHERE id = ?", id)), None)
+        job = self._cache.get(id)
+        if job is None:
+            num_changes = self._cache.num_changes
+            job = next(iter(self._jobs("WHERE id = ?", id)), None)
+            if job is not None:
+                self._cache.keep(job, num_changes)
+        return job
+
+    def at_hand(self, id: str) -> Job | None:
+        """The open job of that id if it is in memory; None says nothing."""
+        return self._cache.get(id)
 
     def page(
         self,
@@ -122,12 +138,18 @@ class JobStore:
 
     def waiting(self) -> list[Job]:
         """The queued jobs, in the order in which `take_next` will take them."""
+        return [job_table.job_of(row) for row in self._waiting(job_table.COLUMNS)]
+
+    def waiting_clips(self) -> list[tuple[str, SamplingConfig]]:
+        """Id and parameters of the jobs in `waiting`; takes a fraction of its time."""
+        return [(id, job_table.sampling_of(text)) for id, text in self._waiting("id, sampling")]
+
+    def _waiting(self, columns: str) -> list[tuple[Any, ...]]:
+        query = f"SELECT due, seq, owner, {columns} FROM jobs WHERE state = 'queued'"
         with self._file.read() as database:
-            query = f"SELECT due, seq, {job_table.COLUMNS} FROM jobs WHERE state = 'queued'"
             rows = database.execute(f"{query} ORDER BY due, seq").fetchall()
             spent = turns.by_owner(database)
-        jobs = [(due, seq, job_table.job_of(tuple(row))) for due, seq, *row in rows]
-        return list(turns.in_turn(jobs, spent))
+        return [row[3:] for row in turns.in_turn(rows, spent)]
 
     def running(self) -> list[Job]:
         """The jobs in progress, in the order in which they were taken."""
@@ -135,11 +157,13 @@ class JobStore:
 
     def take_next(self) -> Job | None:
         """QUEUED to IN_PROGRESS for the next job; None if none is queued."""
-        with self._file.change() as database:
+        with self._changes() as (database, discard):
             seq = turns.take_next(database)
             if seq is None:
                 return None
-            return job_table.job_of(database.execute(f"{_JOBS} WHERE seq = ?", (seq,)).fetchone())
+            job = job_table.job_of(database.execute(f"{_JOBS} WHERE seq = ?", (seq,)).fetchone())
+            discard(job.id)
+            return job
 
     def put_back(self, id: str, *, counts: bool) -> bool:
         """IN_PROGRESS to QUEUED, at the place that the job had; CANCELLED if that was asked for.
@@ -148,7 +172,8 @@ class JobStore:
             id: of the job.
             counts: whether ranks died during it, which adds to `attempts`.
         """
-        with self._file.change() as database:
+        with self._changes() as (database, discard):
+            discard(id)
             return turns.put_back(database, id, counts=counts)
 
     def complete(self, id: str, metadata: dict[str, Any]) -> bool:
@@ -191,7 +216,8 @@ class JobStore:
 
     def remove(self, id: str) -> bool:
         """Remove the row of a job in a final state; `retention.remove_job` also removes files."""
-        with self._file.change() as database:
+        with self._changes() as (database, discard):
+            discard(id)
             marks = ", ".join("?" * len(_FINAL))
             query = f"DELETE FROM jobs WHERE id = ? AND state IN ({marks})"
             return database.execute(query, (id, *_FINAL)).rowcount == 1
@@ -208,10 +234,11 @@ class JobStore:
         Returns:
             The jobs that were in progress, as they are now: QUEUED, or CANCELLED if asked for.
         """
-        with self._file.change() as database:
+        with self._changes() as (database, discard):
             ids = database.execute("SELECT id FROM jobs WHERE state = 'in_progress' ORDER BY seq")
             found = [id for (id,) in ids.fetchall()]
             for id in found:
+                discard(id)
                 turns.put_back(database, id, counts=False)
             rows = [database.execute(f"{_JOBS} WHERE id = ?", (id,)).fetchone() for id in found]
             return [job_table.job_of(row) for row in rows]
@@ -237,6 +264,12 @@ class JobStore:
         with self._file.read() as database:
             return dict(database.execute("SELECT id, photo FROM jobs"))
 
+    @contextlib.contextmanager
+    def _changes(self) -> Iterator[tuple[sqlite3.Connection, Callable[[str], None]]]:
+        """A transaction, and the function to call with the id of each job that it changes."""
+        with self._cache.changes() as discard, self._file.change() as database:
+            yield database, discard
+
     def _jobs(self, tail: str, *values: Any) -> list[Job]:
         with self._file.read() as database:
             rows = database.execute(f"{_JOBS} {tail}", values).fetchall()
@@ -257,7 +290,8 @@ class JobStore:
         """Change the row if its state is one of `states`; whether it was."""
         marks = ", ".join("?" * len(states))
         query = f"UPDATE jobs SET {change} WHERE id = ? AND state IN ({marks})"
-        with self._file.change() as database:
+        with self._changes() as (database, discard):
+            discard(id)
             return database.execute(query, (*values, id, *map(str, states))).rowcount == 1
 
 

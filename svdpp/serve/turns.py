@@ -11,8 +11,9 @@ import sqlite3
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
-from svdpp.serve.job import Job
+Row = tuple[Any, ...]
 
 
 def by_owner(database: sqlite3.Connection) -> dict[str, int]:
@@ -62,23 +63,23 @@ def put_back(database: sqlite3.Connection, id: str, *, counts: bool) -> bool:
     return True
 
 
-def in_turn(jobs: Iterable[tuple[float, int, Job]], turns: Mapping[str, int]) -> Iterator[Job]:
-    """Queued jobs in the order in which `take_next` takes them.
+def in_turn(rows: Iterable[Row], turns: Mapping[str, int]) -> Iterator[Row]:
+    """Rows of queued jobs in the order in which `take_next` takes them.
 
     Args:
-        jobs: (due, seq, job), in order.
+        rows: their due, seq, owner and other columns, in the order of due and seq.
         turns: see `by_owner`.
     """
-    queues: defaultdict[str, deque[tuple[float, int, Job]]] = defaultdict(deque)
-    for entry in jobs:
-        queues[entry[2].owner].append(entry)
+    queues: defaultdict[str, deque[Row]] = defaultdict(deque)
+    for row in rows:
+        queues[row[2]].append(row)
     largest = max(turns.values(), default=0)
     heap = [(turns.get(owner, 0), *queue[0][:2], owner) for owner, queue in queues.items()]
     heapq.heapify(heap)
     while heap:
         owner = heap[0][3]
         queue = queues[owner]
-        yield queue.popleft()[2]
+        yield queue.popleft()
         largest += 1
         if queue:
             heapq.heapreplace(heap, (largest, *queue[0][:2], owner))

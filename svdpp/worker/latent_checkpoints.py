@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from svdpp.comm.packet import Packet, tensor_spec
 from svdpp.comm.streams import Mark, SideStream, mark
 from svdpp.config import TensorSpec
-from svdpp.errors import InputError
+from svdpp.errors import InputError, OutputError
 from svdpp.media import output_files
 from svdpp.worker.bounded_executor import BoundedExecutor
 
@@ -59,11 +59,18 @@ class LatentCheckpoints:
             "sha256": _sha256(packet.tensors),
         }
         path = self._path(key, packet.next_step)
-        with output_files.atomic_output(str(path), ".safetensors") as temporary:
-            save_file(packet.tensors, temporary, metadata={"svdpp": json.dumps(metadata)})
-        for step in saved_steps(self._folder, key):
-            if step < packet.next_step:
-                self._path(key, step).unlink(missing_ok=True)
+        about = {"svdpp": json.dumps(metadata)}
+        try:
+            with output_files.atomic_output(str(path), ".safetensors") as temporary:
+                save_file(packet.tensors, temporary, metadata=about)
+            for step in saved_steps(self._folder, key):
+                if step < packet.next_step:
+                    self._path(key, step).unlink(missing_ok=True)
+        except (OutputError, SafetensorError, OSError) as error:
+            raise OutputError(
+                f"no latent checkpoints in {str(self._folder)!r}: {_reason(error)}",
+                "clips go on without them, but cannot be resumed",
+            ) from error
 
     def load(
         self,
@@ -118,38 +125,38 @@ class LatentCheckpoints:
 class LatentCheckpointWriter:
     """Writes latent checkpoints in a thread beside the denoising.
 
+    A checkpoint that cannot be written, because the disk is full, ends nothing: its clip goes on.
+
     Args:
         checkpoints: where it writes them.
         device: of the rank.
-        on_failed: called from the thread with an error.
+        on_lost: called from the thread with the error of the first checkpoint that cannot be
+            written, and again after one that could be.
+        on_failed: called from the thread with any other error.
     """
 
     def __init__(
         self,
         checkpoints: LatentCheckpoints,
         device: torch.device,
+        *,
+        on_lost: Callable[[OutputError], None],
         on_failed: Callable[[BaseException], None],
     ) -> None:
         self._checkpoints = checkpoints
         self._device = device
+        self._on_lost = on_lost
         self._on_failed = on_failed
+        self._is_losing = False
         self._stream = SideStream(device)
         self._executor = BoundedExecutor(self._save, "checkpoints", device)
 
     def put(self, key: str, packet: Packet) -> None:
-        """Queues a packet, whose tensors must not change from now on; blocks while two are queued.
-
-        Raises:
-            OutputError: an earlier packet could not be written.
-        """
+        """Queues a packet, whose tensors must not change any more; blocks while two are queued."""
         self._executor.put(key, packet, mark(self._device))
 
     def finish(self) -> None:
-        """Waits until every queued packet is written.
-
-        Raises:
-            OutputError: a packet could not be written.
-        """
+        """Waits until every queued packet is written, or cannot be."""
         self._executor.finish()
 
     def is_busy(self) -> bool:
@@ -163,6 +170,11 @@ class LatentCheckpointWriter:
                 for name, tensor in packet.tensors.items()
             }
             self._checkpoints.save(key, replace(packet, tensors=on_host))
+            self._is_losing = False
+        except OutputError as error:
+            if not self._is_losing:
+                self._is_losing = True
+                self._on_lost(error)
         except BaseException as error:
             self._on_failed(error)
             raise
@@ -197,6 +209,12 @@ def _read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         if metadata["schema_version"] != _SCHEMA_VERSION:
             raise ValueError(f"schema version {metadata['schema_version']}")
         return {name: file.get_tensor(name).clone() for name in file.keys()}, metadata  # noqa: SIM118
+
+
+def _reason(error: Exception) -> str:
+    """Why a checkpoint could not be written, without the names of its files."""
+    cause = error.__cause__ if isinstance(error, OutputError) else error
+    return output_files.reason(cause if isinstance(cause, Exception) else error)
 
 
 def _sha256(tensors: Mapping[str, torch.Tensor]) -> str:

@@ -208,6 +208,14 @@ class DraftLost(_Message):
     """See `errors.error_to_dict`."""
 
 
+class CheckpointLost(_Message):
+    """A rank cannot write latent checkpoints; its clips go on. Sent once until it can again."""
+
+    kind: Literal["checkpoint_lost"] = "checkpoint_lost"
+    error: dict[str, Any]
+    """See `errors.error_to_dict`."""
+
+
 class StoredTensor(_Message):
     """A tensor to keep for verification, from a rank that may be on another host than rank 0."""
 
@@ -273,6 +281,7 @@ Event = Annotated[
     | StoredTensor
     | PhotoWanted
     | DraftLost
+    | CheckpointLost
     | ClipDone
     | ClipFailed
     | ClipDropped

@@ -11,7 +11,15 @@ from svdpp.comm.transport import Transfer
 from svdpp.errors import error_to_dict
 from svdpp.launch.channel import Channel
 from svdpp.plan.actions import Action
-from svdpp.worker.messages import ClipFailed, DraftLost, Event, Failed, Heartbeat, TransferDone
+from svdpp.worker.messages import (
+    CheckpointLost,
+    ClipFailed,
+    DraftLost,
+    Event,
+    Failed,
+    Heartbeat,
+    TransferDone,
+)
 from svdpp.worker.peak_memory import bytes_in_use
 
 HEARTBEAT_SECONDS = 1.0
@@ -89,6 +97,10 @@ class Reporter:
     def draft_lost(self, clip: int, error: BaseException) -> None:
         """Reports that this rank has no draft of `clip`; the exact clip still follows."""
         self.send(DraftLost(clip=clip, error=error_to_dict(error)))
+
+    def checkpoint_lost(self, error: BaseException) -> None:
+        """Reports that latent checkpoints cannot be written; the clips go on."""
+        self.send(CheckpointLost(error=error_to_dict(error)))
 
     def failed(self, error: BaseException) -> None:
         """Reports the error that ends the rank, and what it was doing."""

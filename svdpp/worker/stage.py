@@ -88,7 +88,12 @@ class PipelineStage:
         self._photos = PhotoReader(sampling, self._prepare, model.device, read_photo)
         self._checkpoints = checkpoints
         self._checkpoint_writer = (
-            LatentCheckpointWriter(checkpoints, model.device, reporter.failed)
+            LatentCheckpointWriter(
+                checkpoints,
+                model.device,
+                on_lost=reporter.checkpoint_lost,
+                on_failed=reporter.failed,
+            )
             if checkpoints
             else None
         )

@@ -34,7 +34,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.serve.http_server import DUMMY, HttpServer
-from tests.soak.serve_clients import photos
+from tests.soak.serve_clients import arguments, photos
+from tests.soak.serve_processes import cpu_seconds
 
 _HOST = "127.0.0.1"
 _BODY_BYTES = 700
@@ -231,10 +232,10 @@ def run(asked: argparse.Namespace, control: int) -> dict[str, Any]:
         HttpServer(Path(folder) / "data", *DUMMY, *scale) as server,
     ):
         server.wait_ready()
-        begun, cpu = time.monotonic(), _cpu_seconds(server.process.pid)
+        begun, cpu = time.monotonic(), cpu_seconds(server.process.pid)
         state = asyncio.run(load(server, control, asked))
         seconds = time.monotonic() - begun
-        cpu = _cpu_seconds(server.process.pid) - cpu
+        cpu = cpu_seconds(server.process.pid) - cpu
         completed = _all_completed(server)
         below = _server_p99(server.client.get("/metrics").text)
         restarts = server.client.get("/health").json()["restarts"]
@@ -291,11 +292,6 @@ def _resident(pid: int) -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def _cpu_seconds(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
 async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """The control: fixed bytes for each request without a body."""
     answer = f"HTTP/1.1 200 OK\r\nContent-Length: {_BODY_BYTES}\r\n\r\n".encode()
@@ -312,13 +308,10 @@ async def _control() -> None:
 
 def main() -> None:
     """Prints one line for each run."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--jobs", type=int, default=500)
-    parser.add_argument("--clients", type=int, default=200)
+    parser = arguments(__doc__, jobs=500, clients=200, minutes=15.0)
     parser.add_argument("--interval", type=float, default=1.0)
     parser.add_argument("--time-scale", type=float, default=0.1)
     parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--minutes", type=float, default=15.0)
     parser.add_argument("--control", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.control:

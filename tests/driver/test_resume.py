@@ -6,6 +6,7 @@ import hashlib
 import os
 import signal
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ from svdpp.models import determinism
 from svdpp.plan.actions import Action, Kind
 from svdpp.worker.fault_injection import InjectedFault
 from svdpp.worker.latent_checkpoints import LatentCheckpoints, prune, saved_steps
-from svdpp.worker.messages import ActionDone, Event
+from svdpp.worker.messages import ActionDone, CheckpointLost, Event
+from tests.small_disk import small_disk
 
 SHAPE = (1, 4, 2, 8, 8)
 KEYS = [hashlib.sha256(bytes([clip])).hexdigest() for clip in range(2)]
@@ -88,6 +90,35 @@ def test_after_a_kill_at_every_hand_over(
         assert requests[1].done_steps == handed_over
         assert _hashes(world_size, requests, tmp_path) == uninterrupted
         assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture(params=["full", "not writable"])
+def no_space(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """A folder in which no file of a packet's size can be written."""
+    if request.param == "not writable":
+        yield Path("/proc/svdpp")
+        return
+    with small_disk(tmp_path / "disk", "size=16k") as disk:
+        (disk / "filler").write_bytes(bytes(2**14))
+        yield disk
+
+
+@pytest.mark.processes
+def test_clips_go_on_if_their_latents_cannot_be_kept(
+    no_space: Path, uninterrupted: list[str]
+) -> None:
+    lost: list[CheckpointLost] = []
+    pipeline = Pipeline(_config(4), latents_folder=str(no_space))
+    pipeline.observe(
+        lambda _, event: lost.append(event) if isinstance(event, CheckpointLost) else None
+    )
+    with pipeline:
+        results = pipeline.run(_requests())
+    assert [result.metadata["latents_sha256"] for result in results] == uninterrupted
+    assert len(lost) == 3, "once by each rank that sends"
+    assert {event.error["type"] for event in lost} == {"OutputError"}
+    assert all(repr(str(no_space)) in event.error["message"] for event in lost)
+    assert not no_space.is_dir() or [path.name for path in no_space.iterdir()] == ["filler"]
 
 
 def _wait_until_kept(folder: Path, key: str, step: int) -> None:

@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from multiprocessing import util
 from pathlib import Path
 
 import pytest
@@ -64,17 +65,27 @@ def _warm_fork_server() -> None:
 @pytest.fixture
 def temporary_files(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The temporary folder of this process and its ranks; nothing may be left in it."""
-    ranks_before, before = set(_child_ranks()), set(os.listdir(os.environ["TMPDIR"]))
+    ranks_before, before = set(_ranks().values()), _temporary_names()
     monkeypatch.setattr(tempfile, "tempdir", str(home))
     yield home
-    assert set(_child_ranks()) <= ranks_before
+    assert set(_ranks().values()) <= ranks_before
     left = {path.name for path in home.iterdir()} - {"gate", "out"}
     assert not left, left
-    assert set(os.listdir(os.environ["TMPDIR"])) <= before
+    assert _temporary_names() <= before
 
 
-def _child_ranks() -> list[int]:
-    return list(ranks_below(Path(tempfile.gettempdir())).values())
+def _ranks() -> dict[int, int]:
+    """Process id by rank, of this process's ranks."""
+    return ranks_below(_folder_of_runs())
+
+
+def _folder_of_runs() -> Path:
+    """Where each run of this process has a folder with its store and its ranks' output."""
+    return Path(util.get_temp_dir())
+
+
+def _temporary_names() -> set[str]:
+    return {*os.listdir(os.environ["TMPDIR"]), *os.listdir(_folder_of_runs())}
 
 
 class Faulty:
@@ -117,9 +128,8 @@ class Faulty:
             self.finished.append(event.clip)
         happens = self._when(rank, event)
         if self._fault is None and happens:
-            here = Path(tempfile.gettempdir())
-            wait_until(lambda: len(ranks_below(here)) == WORLD_SIZE, 60, "ranks")
-            self._pids = ranks_below(here)
+            wait_until(lambda: len(_ranks()) == WORLD_SIZE, 60, "ranks")
+            self._pids = _ranks()
             self._fault = time.monotonic()
             self._act(self._pids)
 
@@ -192,7 +202,7 @@ def _killed_while_connecting(victim: int, gate: Path) -> tuple[RankError, list[i
     def others_have_published(rank: int, event: Event) -> bool:
         if event.kind == "failed":
             failed.append(rank)
-        stores = [store.read_bytes() for store in gate.parent.glob("svdpp-*/store")]
+        stores = [store.read_bytes() for store in _folder_of_runs().glob("svdpp-*/store")]
         is_published = bool(stores) and stores[0].count(b"/cpu/") == WORLD_SIZE - 1
         return is_published and rank == LAST and isinstance(event, Heartbeat)
 
@@ -258,12 +268,13 @@ def test_a_frozen_rank_is_named_and_not_its_neighbour(
     assert f"at clip 1, step {step} " in error.message
 
 
-def test_a_rank_frozen_at_the_very_end_is_named(temporary_files: Path) -> None:
+@pytest.mark.usefixtures("temporary_files")
+def test_a_rank_frozen_at_the_very_end_is_named() -> None:
     """After all clips are done, when ranks only have to report it."""
     config = replace(DUMMY, heartbeat_timeout_seconds=allowing_for_others(2.5))
     with pytest.raises(RankError) as caught, Pipeline(config) as pipeline:
         pipeline.run(_clips())
-        os.kill(ranks_below(temporary_files)[MIDDLE], signal.SIGSTOP)
+        os.kill(_ranks()[MIDDLE], signal.SIGSTOP)
         begun = time.monotonic()
     assert time.monotonic() - begun <= config.heartbeat_timeout_seconds + allowing_for_others(5)
     assert re.match(r"rank 1 \(cpu of .*\) has sent no heartbeat for", caught.value.message)

@@ -11,38 +11,43 @@ import pytest
 
 from tests.faults.processes import is_there, wait_until
 
-_START_AND_END = """
-import os
+_START_AND_DIE = """
+import os, signal
 from multiprocessing import forkserver
-from svdpp.launch import fork_server, temp_folders
+from svdpp.launch import fork_server
 fork_server.start(["tests.launch.never_imported"])
 print(forkserver._forkserver._forkserver_pid, flush=True)
-temp_folders.remove_multiprocessing_folder()
-os._exit(0)
+os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
 @pytest.mark.processes
 def test_a_server_ends_if_its_starter_ended_before_its_first_import(tmp_path: Path) -> None:
-    """By then it has another parent, and must not wait for that one to end."""
+    """By then it has another parent, and must not wait for that one to end. It leaves no file."""
+    output, temporary = tmp_path / "pid", tmp_path / "t"
+    temporary.mkdir()
+    environment = {**os.environ, "TMPDIR": str(temporary)}
     for _ in range(3):
-        output = tmp_path / "pid"
         with output.open("w") as file:
             # To a file, because the server would hold a pipe open as long as it runs.
-            subprocess.run([sys.executable, "-c", _START_AND_END], stdout=file, check=True)
+            command = [sys.executable, "-c", _START_AND_DIE]
+            subprocess.run(command, stdout=file, env=environment, check=False)
         pid = int(output.read_text())
         wait_until(lambda pid=pid: not is_there(pid), 30, f"server {pid} has ended")
+        assert not os.listdir(temporary)
 
 
-_START_IN_A_FOLDER_THAT_GOES = """
-import os
+_START_IN_A_THREAD_AND_A_FOLDER_THAT_GO = """
+import os, threading
 from svdpp import ClipRequest, ModelConfig, Pipeline, PipelineConfig, SvdSampling
 from svdpp.launch import fork_server
 
 if __name__ == "__main__":
     os.mkdir("gone")
     os.chdir("gone")
-    fork_server.start([fork_server.RANK_MODULE])
+    starter = threading.Thread(target=fork_server.start, args=[[fork_server.RANK_MODULE]])
+    starter.start()
+    starter.join()
     os.chdir("..")
     os.rmdir("gone")
     config = PipelineConfig(
@@ -57,9 +62,9 @@ if __name__ == "__main__":
 
 @pytest.mark.long
 @pytest.mark.processes
-def test_a_server_outlives_the_folder_it_was_started_in(tmp_path: Path) -> None:
+def test_a_server_outlives_the_thread_and_the_folder_it_was_started_in(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text(_START_IN_A_FOLDER_THAT_GOES)
+    script.write_text(_START_IN_A_THREAD_AND_A_FOLDER_THAT_GO)
     environment = {**os.environ, "PYTHONPATH": os.getcwd(), "TMPDIR": str(tmp_path)}
     subprocess.run(
         [sys.executable, str(script)], cwd=tmp_path, env=environment, timeout=250, check=True

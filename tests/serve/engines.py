@@ -93,8 +93,8 @@ class Serving:
         """Waits until so many steps of the job are done."""
 
         def is_there() -> bool:
-            progress = self.engine.progress(job_id)
-            return progress is not None and progress.steps_done >= step
+            clip = self.engine.clip(job_id)
+            return clip is not None and clip.progress.steps_done >= step
 
         self.wait(is_there, f"no step {step}")
 

@@ -40,13 +40,21 @@ class HttpServer:
         folder: `--data`.
         options: of the command.
         key: for the client.
+        launcher: arguments of Python before the command's.
     """
 
-    def __init__(self, folder: Path, *options: str, key: str | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *options: str,
+        key: str | None = None,
+        launcher: tuple[str, ...] = (),
+    ) -> None:
         self.folder = folder
         self.err = ""
+        command = ("-m", "svdpp", "serve", "--port", "0", "--data", str(folder), *options)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "svdpp", "serve", "--port", "0", "--data", folder, *options],
+            [sys.executable, *launcher, *command],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "COLUMNS": "200"},

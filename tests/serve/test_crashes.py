@@ -134,10 +134,11 @@ def test_checkpoints_of_a_killed_server_are_removed_after_the_last_clip(tmp_path
 
 
 @pytest.mark.long
-def test_a_server_killed_beside_a_dead_rank(folder: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=str)
+def test_a_server_killed_beside_a_faulty_rank(folder: Path, number: signal.Signals) -> None:
     with HttpServer(folder, *_OPTIONS) as server:
         ids = _begin(server)
-        os.kill(ranks_of(server.process.pid)[0], signal.SIGKILL)
+        os.kill(ranks_of(server.process.pid)[0], number)
         server.stop(signal.SIGKILL)
     with HttpServer(folder, *_OPTIONS) as server:
         _assert_all_made(server, ids)

@@ -11,6 +11,7 @@ from svdpp.driver import memory_check
 from svdpp.driver.resolve import resolve
 from svdpp.errors import OutOfMemoryError, RequestError
 from svdpp.plan.presets import PRESETS
+from svdpp.serve.api_errors import as_api_error
 from svdpp.serve.gate import ClipGate
 
 DUMMY = ModelConfig(name="dummy", dummy_sleeps=True)
@@ -32,6 +33,20 @@ def test_a_uniform_split_refuses_steps_that_it_cannot_split(num_steps: int) -> N
     config = PipelineConfig(world_size=4, model=DUMMY, sampling=SAMPLING)
     with pytest.raises(RequestError):
         ClipGate(config, None).check(replace(SAMPLING, num_inference_steps=num_steps))
+
+
+def test_steps_that_need_a_rank_without_weights() -> None:
+    sampling = replace(SAMPLING, num_inference_steps=2)
+    config = PipelineConfig(
+        world_size=4, model=DUMMY, sampling=sampling, split="dithered", costs=COSTS
+    )
+    with pytest.raises(RequestError, match="started for clips of 2 steps") as caught:
+        ClipGate(config, None).check(replace(sampling, num_inference_steps=25))
+    error = as_api_error(caught.value)
+    assert error.hint == "use 2 steps, or start svdpp for such clips (steps 25)"
+    assert error.details == {"field": "steps"}
+    config = config.with_sampling(replace(sampling, num_inference_steps=25))
+    ClipGate(config, None).check(replace(sampling, num_inference_steps=25))
 
 
 @pytest.mark.long

@@ -262,6 +262,12 @@ def test_a_refusal_is_shown_where_it_can_be_corrected(page: Page, tmp_path: Path
     page.wait(lambda: page.all("#error-min_guidance_scale"))
     assert "diffusers cannot run" in page.text("#error-min_guidance_scale")
 
+    found = page.run(
+        "return import('/page/form.js').then((form) => form.faultsOf("
+        "{ status: 422, message: 'these ranks', words: 'why', details: { field: 'steps' } }))"
+    )
+    assert found == [["steps", "why"]]
+
     page.one("#reset").click()
     assert page.all(".field .error") == []
     page.one("#make").click()

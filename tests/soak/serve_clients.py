@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import random
@@ -54,6 +55,17 @@ class Request:
     def key(self) -> str:
         """The idempotency key."""
         return f"request-{self.number}"
+
+
+def arguments(
+    about: str | None, *, jobs: int, clients: int, minutes: float
+) -> argparse.ArgumentParser:
+    """The options of a program with clients, by their defaults."""
+    parser = argparse.ArgumentParser(description=about)
+    parser.add_argument("--jobs", type=int, default=jobs)
+    parser.add_argument("--clients", type=int, default=clients)
+    parser.add_argument("--minutes", type=float, default=minutes)
+    return parser
 
 
 def photos() -> list[bytes]:

@@ -1,4 +1,4 @@
-"""Owns finding the processes of a server from outside: its fork server, ranks and helpers."""
+"""Owns the view of a server's processes from outside: its fork server, ranks and helpers."""
 
 from __future__ import annotations
 
@@ -43,3 +43,9 @@ def belonging(mark: str, folder: Path) -> list[int]:
     found = set(marked(mark))
     found |= {pid for pid, _ in _with_parents() if str(folder) in command_line(pid)}
     return sorted(found - {os.getpid()})
+
+
+def cpu_seconds(pid: int) -> float:
+    """Processor time of a process so far, of all its threads, without its children."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

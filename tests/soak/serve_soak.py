@@ -30,7 +30,7 @@ from tests.soak.serve_checks import (
     wrong_files,
     wrong_rows,
 )
-from tests.soak.serve_clients import Clients, Request, requests
+from tests.soak.serve_clients import Clients, Request, arguments, requests
 from tests.soak.serve_server import FaultyServer
 
 _SHOWN = 20
@@ -38,10 +38,7 @@ _SHOWN = 20
 
 def main() -> int:
     """Runs the soak; returns its exit code."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--jobs", type=int, default=300)
-    parser.add_argument("--minutes", type=float, default=20.0)
-    parser.add_argument("--clients", type=int, default=24)
+    parser = arguments(__doc__, jobs=300, clients=24, minutes=20.0)
     parser.add_argument("--seconds-between", type=float, default=5.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", action="store_true", help="keep the folder")

@@ -142,7 +142,19 @@ class ServeOptions:
         ),
     ] = 30.0
 
+    heartbeat_timeout: Annotated[
+        float,
+        option(
+            "--heartbeat-timeout",
+            panel=RECOVERY,
+            metavar="SECONDS",
+            help="Start the ranks again if one does not send its heartbeat, due every second, for "
+            "this long.",
+        ),
+    ] = 15.0
+
     def __post_init__(self) -> None:
+        check_seconds("--heartbeat-timeout", self.heartbeat_timeout)
         check_whole("--port", self.port, 0, _MAX_PORT)
         check_whole("--max-queue", self.max_queue, 1, _MAX_QUEUE)
         check_whole("--max-upload-mb", self.max_upload_mb, 1, _MAX_UPLOAD_MB)

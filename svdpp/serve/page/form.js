@@ -75,8 +75,9 @@ export function faultsOf(error) {
   const has = (name) => [...PARAMETERS, "model"].includes(known(name));
   const faults = (error.details.faults ?? []).filter((fault) => has(fault.field));
   if (faults.length) return faults.map((fault) => [known(fault.field), sentence(fault.reason)]);
-  const named = Object.keys(error.details).find(has) ?? /^(?:a )?([a-z_]+)\b/.exec(error.message)?.[1];
-  return named && has(named) && error.status < 429 ? [[known(named), error.words]] : [];
+  const first = /^(?:a )?([a-z_]+)\b/.exec(error.message)?.[1];
+  const named = [error.details.field, ...Object.keys(error.details), first].find(has);
+  return named && error.status < 429 ? [[known(named), error.words]] : [];
 }
 
 export function showFieldError(name, words) {

@@ -1,0 +1,67 @@
+"""Measures the server's processor time for a status call while the ranks do nothing new.
+
+    python -m tests.bench.status_cost [--calls 2000] [--waiting 20]
+
+One step of the dummy model takes longer than the measurement, so the server only answers. Unlike a
+time, its processor time hardly depends on what else the machine does. Prints one line of JSON, in
+microseconds for each call: of a running, a waiting and an unknown clip, and of `/health`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import tempfile
+import time
+from pathlib import Path
+
+from tests.bench.serve_load import Connection
+from tests.serve.http_server import DUMMY, HttpServer
+from tests.soak.serve_processes import cpu_seconds
+
+_WARM_UP = 200
+
+
+async def _cost(port: int, pid: int, path: str, calls: int) -> float:
+    """Microseconds of the process for each call."""
+    connection = Connection(port)
+    for _ in range(_WARM_UP):
+        await connection.call("GET", path)
+    before = cpu_seconds(pid)
+    for _ in range(calls):
+        await connection.call("GET", path)
+    spent = cpu_seconds(pid) - before
+    connection.close()
+    return round(1e6 * spent / calls, 1)
+
+
+def main() -> None:
+    """Prints the figures."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--calls", type=int, default=2000)
+    parser.add_argument("--waiting", type=int, default=20)
+    asked = parser.parse_args()
+    with (
+        tempfile.TemporaryDirectory(prefix="status-cost-") as folder,
+        HttpServer(Path(folder) / "data", *DUMMY, "--time-scale", "2000", "--grace", "0") as server,
+    ):
+        server.wait_ready()
+        ids = server.add(asked.waiting)
+        while server.video(ids[0])["status"] != "in_progress":
+            time.sleep(0.1)
+        paths = {
+            "running": f"/v1/videos/{ids[0]}",
+            "waiting": f"/v1/videos/{ids[-1]}",
+            "unknown": "/v1/videos/video_none",
+            "health": "/health",
+        }
+        port, pid = int(server.url.rpartition(":")[2]), server.process.pid
+        found = {
+            name: asyncio.run(_cost(port, pid, path, asked.calls)) for name, path in paths.items()
+        }
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
