@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import tempfile
@@ -10,6 +11,8 @@ from collections.abc import Iterator
 from multiprocessing import util
 
 import pytest
+
+from svdpp.launch import fork_server
 
 # Processes that have just been killed may still be removing their folders.
 _GRACE_SECONDS = 10.0
@@ -28,6 +31,28 @@ def pytest_configure() -> None:
     util.get_temp_dir()  # multiprocessing's own folder, which lasts as long as this process
     # By a finalizer of lower priority than the one that removes that folder.
     util.Finalize(None, shutil.rmtree, [folder], {"ignore_errors": True}, exitpriority=-200)
+
+
+def pytest_collectstart() -> None:
+    gc.disable()  # what an import creates stays
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # torch's modules and the collected tests, which no collection needs to visit
+    gc.enable()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _fork_server_knows_svd() -> Iterator[None]:
+    """All ranks that tests start share one fork server, whichever test starts it.
+
+    Ranks of a server that has not imported SVD would each import it.
+    """
+    start = fork_server.start
+    with pytest.MonkeyPatch.context() as patch:
+        modules = [fork_server.RANK_MODULE, fork_server.SVD_MODULE]
+        patch.setattr(fork_server, "start", lambda _: start(modules))
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)
