@@ -28,18 +28,14 @@ def pytest_configure() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     # Importing diffusers into this process creates the folder that this variable names.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", folder)
+    gc.set_threshold(50_000, 20, 100)  # importing torch creates a million objects that stay
     util.get_temp_dir()  # multiprocessing's own folder, which lasts as long as this process
     # By a finalizer of lower priority than the one that removes that folder.
     util.Finalize(None, shutil.rmtree, [folder], {"ignore_errors": True}, exitpriority=-200)
 
 
-def pytest_collectstart() -> None:
-    gc.disable()  # what an import creates stays
-
-
-def pytest_collection_finish() -> None:
-    gc.freeze()  # torch's modules and the collected tests, which no collection needs to visit
-    gc.enable()
+def pytest_unconfigure() -> None:
+    gc.freeze()  # otherwise Python searches torch for garbage several times before it ends
 
 
 @pytest.fixture(scope="session", autouse=True)

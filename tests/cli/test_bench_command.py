@@ -107,8 +107,11 @@ def test_a_point_that_fails_keeps_no_other_from_being_measured(
 
 @pytest.mark.processes
 @pytest.mark.long
-def test_a_bench_of_the_dummy_and_its_comparison_with_itself(tmp_path: Path) -> None:
-    answer = svdpp_alone("bench", "smoke", *TINY, "--json", "--trace", "t.json", cwd=tmp_path)
+def test_a_bench_of_the_dummy_and_its_comparison_with_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    answer = svdpp_here("bench", "smoke", *TINY, "--json", "--trace", "t.json")
 
     assert answer.code == 0, answer
     (found,) = json.loads(answer.out)
