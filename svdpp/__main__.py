@@ -5,15 +5,10 @@ Imports nothing of the program before `main` has taken care of Ctrl-C.
 
 from __future__ import annotations
 
-import gc
 import io
 import os
 import signal
 import sys
-
-# Collections per allocated objects: importing torch creates a million that stay, and searching
-# them as often as by default takes a tenth of the time.
-_GC_THRESHOLDS = (50_000, 20, 100)
 
 
 def main() -> None:
@@ -22,10 +17,10 @@ def main() -> None:
         # Until a command has its own handler there is nothing to end in order.
         signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
     _print_any_name()
-    gc.set_threshold(*_GC_THRESHOLDS)
 
-    from svdpp.launch import environment
+    from svdpp.launch import environment, garbage
 
+    garbage.collect_rarely()
     environment.set_defaults()  # before libraries are imported
     from svdpp.cli.app import run_command_line
     from svdpp.cli.failures import end_at_once
@@ -41,7 +36,6 @@ def main() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         end_at_once(code - 128)
-    gc.freeze()  # otherwise Python searches all modules for garbage several times before it ends
     sys.exit(code)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import shutil
 import tempfile
@@ -12,7 +11,7 @@ from multiprocessing import util
 
 import pytest
 
-from svdpp.launch import fork_server
+from svdpp.launch import fork_server, garbage
 
 # Processes that have just been killed may still be removing their folders.
 _GRACE_SECONDS = 10.0
@@ -28,14 +27,10 @@ def pytest_configure() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     # Importing diffusers into this process creates the folder that this variable names.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", folder)
-    gc.set_threshold(50_000, 20, 100)  # importing torch creates a million objects that stay
+    garbage.collect_rarely()
     util.get_temp_dir()  # multiprocessing's own folder, which lasts as long as this process
     # By a finalizer of lower priority than the one that removes that folder.
     util.Finalize(None, shutil.rmtree, [folder], {"ignore_errors": True}, exitpriority=-200)
-
-
-def pytest_unconfigure() -> None:
-    gc.freeze()  # otherwise Python searches torch for garbage several times before it ends
 
 
 @pytest.fixture(scope="session", autouse=True)
