@@ -42,10 +42,10 @@ serve-demo: $(STAMP) ## Serve the demo model on two CPU ranks: open http://127.0
 	$(BIN)/svdpp serve --device cpu --model demo --data $(SERVED) $(ARGS)
 
 test: $(STAMP) ## Run the tests; ARGS="-k name" selects some
-	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 test-long: $(STAMP) ## Run the fault table and other long tests
-	$(BIN)/python -m pytest -n $(WORKERS) -m "long and not full" $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "long and not full" $(ARGS)
 
 test-full: $(STAMP) ## Run the full test grids, which CI leaves out
 	$(BIN)/python -m pytest -m full $(ARGS)

@@ -11,6 +11,8 @@ from multiprocessing import util
 
 import pytest
 
+from svdpp.launch import fork_server, garbage
+
 # Processes that have just been killed may still be removing their folders.
 _GRACE_SECONDS = 10.0
 
@@ -25,9 +27,23 @@ def pytest_configure() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     # Importing diffusers into this process creates the folder that this variable names.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", folder)
+    garbage.collect_rarely()
     util.get_temp_dir()  # multiprocessing's own folder, which lasts as long as this process
     # By a finalizer of lower priority than the one that removes that folder.
     util.Finalize(None, shutil.rmtree, [folder], {"ignore_errors": True}, exitpriority=-200)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _fork_server_knows_svd() -> Iterator[None]:
+    """All ranks that tests start share one fork server, whichever test starts it.
+
+    Ranks of a server that has not imported SVD would each import it.
+    """
+    start = fork_server.start
+    with pytest.MonkeyPatch.context() as patch:
+        modules = [fork_server.RANK_MODULE, fork_server.SVD_MODULE]
+        patch.setattr(fork_server, "start", lambda _: start(modules))
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -38,11 +38,15 @@ def _preload(starter: int, folder: Path, modules: str) -> None:
     os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGUSR1, signal.SIG_DFL))
     process_lifetime.end_with_parent(starter, signal.SIGUSR1)
     os.chdir("/")  # MKL ends a process whose working folder has been deleted; each rank has its own
+    # The garbage collector would find nothing: what an import creates stays. Its searches take a
+    # fifth of the time.
+    gc.disable()
     for module in filter(None, modules.split(",")):
         importlib.import_module(module)
     # The garbage collector writes to every object it visits, which would copy their pages into
     # every rank.
     gc.freeze()
+    gc.enable()
 
     def end() -> None:
         """Ends this server when Python's own loop has noticed the end of starter and ranks."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from svdpp.errors import SvdppError, error_to_dict
+from svdpp.launch import garbage
 from svdpp.launch.process_lifetime import end_with_parent
 
 _NICE = 19
@@ -19,6 +20,7 @@ def main() -> None:
     clip, photo, answer, parent = sys.argv[1:]
     end_with_parent(int(parent))
     os.nice(_NICE)
+    garbage.collect_rarely()
     path = Path(answer)
     unfinished = path.with_suffix(".part")
     unfinished.write_text(json.dumps(_verified(Path(clip), Path(photo))))

@@ -158,8 +158,11 @@ def test_targets_and_a_baseline_of_a_real_bench(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 @pytest.mark.long
-def test_a_bench_of_the_dummy_and_its_comparison_with_itself(tmp_path: Path) -> None:
-    answer = svdpp_alone("bench", "smoke", *TINY, "--json", "--trace", "t.json", cwd=tmp_path)
+def test_a_bench_of_the_dummy_and_its_comparison_with_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    answer = svdpp_here("bench", "smoke", *TINY, "--json", "--trace", "t.json")
 
     assert answer.code == 0, answer
     (found,) = json.loads(answer.out)

@@ -128,8 +128,8 @@ def test_a_draft_of_one_step_is_not_measured(tmp_path: Path) -> None:
 @pytest.mark.processes
 def test_run_says_what_came_when(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    answer = svdpp_alone(
-        *("run", PHOTO, *DEMO, *SMALL, "--draft", "--world", "3", "--out", str(out)), cwd=tmp_path
+    answer = svdpp_here(
+        *("run", PHOTO, *DEMO, *SMALL, "--draft", "--world", "3", "--out", str(out))
     )
     assert answer.code == 0, answer.err
     assert answer.out == f"{out}/rocket_0.mp4\n"
@@ -151,7 +151,7 @@ def test_an_accepted_draft_is_kept_resumed_and_never_verified(tmp_path: Path) ->
     out = tmp_path / "out"
     command = ("run", PHOTO, *DEMO, *SMALL, "--world", "3", "--out", str(out))
     drafting = (*command, "--draft", "--draft-starts", "0,7,9")
-    answer = svdpp_alone(*drafting, "--draft-psnr", "10dB")
+    answer = svdpp_here(*drafting, "--draft-psnr", "10dB")
     assert answer.code == 0, answer.err
     assert answer.out == f"{out}/rocket_0.draft.mp4\n"
     assert "approximate: the result of rank 1" in answer.err
@@ -166,7 +166,7 @@ def test_an_accepted_draft_is_kept_resumed_and_never_verified(tmp_path: Path) ->
     assert_error(refused, 2, "marked as not exact", "without --draft-psnr")
     again = svdpp_here(*drafting, "--draft-psnr", "10dB", "--resume")
     assert again.out == f"{out}/rocket_0.draft.mp4  (was finished)\n"
-    better = svdpp_alone(*drafting, "--resume")
+    better = svdpp_here(*drafting, "--resume")
     assert better.out == f"{out}/rocket_0.mp4\n", better.err
     assert not (out / "rocket_0.draft.mp4").exists()
     assert json.loads((out / "rocket_0.mp4.json").read_text())["exact"] is True
@@ -197,7 +197,7 @@ def test_profile_measures_starts_that_run_takes(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_verify_and_simulate_know_drafts(tmp_path: Path) -> None:
     page = tmp_path / "proof.html"
-    verified = svdpp_alone(
+    verified = svdpp_here(
         *("verify", PHOTO, *DEMO, *SMALL, *STARTS, "--draft", "--clips", "1"),
         *("--report", str(page)),
     )
@@ -207,7 +207,7 @@ def test_verify_and_simulate_know_drafts(tmp_path: Path) -> None:
     text = page.read_text()
     assert "Drafts" in text
     assert "Draft by rank 2, after 5 rounds" in text
-    scaled = svdpp_alone(
+    scaled = svdpp_here(
         *("simulate", "--draft", *STARTS, "--latent-shape", "1", "4", "2", "8", "8", "--json")
     )
     assert scaled.code == 0, scaled.err

@@ -103,9 +103,9 @@ def test_run_makes_clips_that_are_diffusers_own(tiny: Path, tmp_path: Path) -> N
     assert_error(svdpp_here(*whole), 2, "--resume")
     missing = out / f"{photos[0].stem}_4.mp4"
     missing.unlink()
-    skipping = _svdpp(*whole, "--resume")
-    assert skipping.returncode == 0, skipping.stderr
-    assert skipping.stdout.count("was finished") == 3
+    skipping = svdpp_here(*whole, "--resume")
+    assert skipping.code == 0, skipping
+    assert skipping.out.count("was finished") == 3
     assert np.array_equal(read_frames(missing, "mp4").shape, (3, 64, 64, 3))
     for path, content in before.items():
         if path.name.partition(".")[0] not in (missing.stem, "run"):
@@ -116,10 +116,10 @@ def test_run_makes_clips_that_are_diffusers_own(tiny: Path, tmp_path: Path) -> N
     record_path = out / f"{photos[1].stem}_3.mp4.json"
     record = json.loads(record_path.read_text())
     record_path.write_text(json.dumps({**record, "latents_sha256": "0" * 64}))
-    proof = _svdpp("verify", record_path)
-    assert proof.returncode == 3
-    assert "is not as recorded: latent, file (the metadata inside says latents" in proof.stderr
-    assert "Traceback" not in proof.stderr
+    proof = svdpp_here("verify", str(record_path))
+    assert proof.code == 3
+    assert "is not as recorded: latent, file (the metadata inside says latents" in proof.err
+    assert "Traceback" not in proof.err
 
 
 @pytest.mark.long
@@ -129,29 +129,30 @@ def test_run_makes_clips_that_are_diffusers_own(tiny: Path, tmp_path: Path) -> N
 def test_run_writes_other_formats(tiny: Path, tmp_path: Path, kind: str) -> None:
     photo = tmp_path / "my photo, naïve.v2.png"
     Image.open(example_photos()[0]).save(photo)
-    done = _svdpp(
-        *("run", photo, "--device", "cpu", "--world", "1", "--model", tiny, *KNOBS),
-        *("--format", kind, "--out", tmp_path / "out", "--json"),
+    done = svdpp_here(
+        *("run", str(photo), "--device", "cpu", "--world", "1", "--model", str(tiny), *KNOBS),
+        *("--format", kind, "--out", str(tmp_path / "out"), "--json"),
     )
-    assert done.returncode == 0, done.stderr
-    (record,) = json.loads(done.stdout)
+    assert done.code == 0, done
+    (record,) = json.loads(done.out)
     assert (tmp_path / "out" / "my photo, naïve.v2_0.json").exists()
     frames = read_frames(tmp_path / "out" / record["output"], kind)  # type: ignore[arg-type]
     assert frames.shape == (3, 64, 64, 3)
 
 
 def test_verify_catches_a_planted_fault_with_exit_code_3() -> None:
-    done = _svdpp(
-        *("verify", "--model", "dummy", "--latent-shape", 1, 4, 2, 8, 8, "--steps", 4),
+    shape = ("--latent-shape", "1", "4", "2", "8", "8")
+    done = svdpp_here(
+        *("verify", "--model", "dummy", *shape, "--steps", "4"),
         *("--inject-fault", "ulp@rank1.clip1", "--json"),
     )
-    assert done.returncode == 3
-    report = json.loads(done.stdout)
+    assert done.code == 3
+    report = json.loads(done.out)
     assert (report["equal"], report["bitwise"]) == (False, False)
     bad = [check for check in report["checks"] if not check["equal"]]
     assert [(check["clip"], check["step"], check["rank"]) for check in bad] == [(1, 4, 1)]
     where = "first at frame 0, channel 2, row 0, column 0 (index [0, 2, 0, 0, 0])"
-    assert f"clip 1, the final latent, done by rank 1: {where}, max difference" in done.stderr
+    assert f"clip 1, the final latent, done by rank 1: {where}, max difference" in done.err
 
 
 def test_torchrun_joins_its_world(tmp_path: Path) -> None:
@@ -177,12 +178,11 @@ def test_torchrun_joins_its_world(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_the_log_has_one_record_for_each_event_bound_to_its_rank(tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
-    done = _svdpp(
-        *("simulate", "--world", 2, "--clips", 3, "--steps", 4, "--log-file", log),
-        *("--latent-shape", 1, 4, 2, 8, 8, "--quiet"),
+    done = svdpp_here(
+        *("simulate", "--world", "2", "--clips", "3", "--steps", "4", "--log-file", str(log)),
+        *("--latent-shape", "1", "4", "2", "8", "8", "--quiet"),
     )
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
+    assert (done.code, done.err) == (0, "")
     records = [json.loads(line)["record"] for line in log.read_text().splitlines()]
     said = [(record["extra"]["rank"], record["message"]) for record in records]
     assert [r for r, text in said if text.startswith("ready: steps")] == [0, 1] or [

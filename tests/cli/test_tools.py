@@ -33,7 +33,7 @@ def test_env_in_words_and_as_json() -> None:
 @pytest.mark.long
 @pytest.mark.processes
 def test_a_healthy_machine(tmp_path: Path) -> None:
-    answer = svdpp_alone(
+    answer = svdpp_here(
         *("doctor", "--device", "cpu", "--world", "2", "--out", str(tmp_path / "out")),
         *("--height", "32", "--width", "32", "--frames", "2"),
     )

@@ -12,7 +12,7 @@ from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SvdSampling
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import RankError
 from svdpp.worker.fault_injection import InjectedFault
-from tests.cli.shell import DEMO, PHOTO, TINY, assert_error, svdpp_alone, svdpp_here
+from tests.cli.shell import DEMO, PHOTO, TINY, assert_error, svdpp_here
 from tests.trace_format import check_trace
 
 SMALL = ("--world", "2", "--steps", "2", "--latent-shape", "1", "4", "2", "8", "8", "--clips", "2")
@@ -55,12 +55,14 @@ def test_reports_that_cannot_be_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_simulate_writes_a_trace_a_timeline_and_a_profile(tmp_path: Path) -> None:
+def test_simulate_writes_a_trace_a_timeline_and_a_profile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("matplotlib")
-    answer = svdpp_alone(
+    monkeypatch.chdir(tmp_path)
+    answer = svdpp_here(
         *("simulate", *SMALL, "-q", "--trace", "new/trace.json", "--timeline", "timeline.svg"),
         *("--profile", "new/profile.json"),
-        cwd=tmp_path,
     )
 
     assert (answer.code, answer.err) == (0, "")
@@ -106,11 +108,13 @@ def test_a_run_that_never_began_leaves_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.processes
-def test_a_verify_that_finds_a_difference_writes_its_report(tmp_path: Path) -> None:
-    answer = svdpp_alone(
+def test_a_verify_that_finds_a_difference_writes_its_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    answer = svdpp_here(
         *("verify", "--model", "dummy", "--device", "cpu", *SMALL, "--json", "-q"),
         *("--inject-fault", "ulp@rank0.clip1", "--report", "report.html"),
-        cwd=tmp_path,
     )
 
     assert answer.code == 3

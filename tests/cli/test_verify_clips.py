@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from pathlib import Path
@@ -15,7 +16,7 @@ from svdpp.driver import rank_task
 from svdpp.media import video
 from svdpp.media.video import write_clip
 from svdpp.verification import reference
-from tests.cli.shell import DEMO, PHOTO, TINY, assert_error, svdpp_alone, svdpp_here
+from tests.cli.shell import DEMO, PHOTO, TINY, assert_error, svdpp_here
 
 pytestmark = pytest.mark.processes
 
@@ -27,7 +28,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copy(PHOTO, folder / "rocket.jpg")
     run = ("run", "rocket.jpg", *DEMO, *TINY, "--world", "1", "-q")
     for more in (("--seeds", "0-1"), ("--format", "frames")):
-        answer = svdpp_alone(*run, *more, cwd=folder)
+        with contextlib.chdir(folder):
+            answer = svdpp_here(*run, *more)
         assert answer.code == 0, answer
     return folder
 

@@ -26,7 +26,7 @@ from svdpp.errors import OutOfMemoryError, RequestError
 from svdpp.launch import fork_server
 from svdpp.models.memory import estimate
 from svdpp.plan.layout import Roles
-from tests.cli.shell import DEMO, PHOTO, TINY, svdpp_alone
+from tests.cli.shell import DEMO, PHOTO, TINY, svdpp_here
 
 MEMORY = DecodeMemory(num_frames=25, one_frame=100, each_in_chunk=50, each_kept=1, free=0)
 
@@ -126,9 +126,10 @@ def test_a_measurement_that_runs_out_of_memory(
 
 @pytest.mark.processes
 @pytest.mark.long
-def test_run_records_what_auto_chose(tmp_path: Path) -> None:
+def test_run_records_what_auto_chose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     run = ("run", PHOTO, *DEMO, *TINY, "--world", "2", "--decode-chunk-size", "auto")
-    answer = svdpp_alone(*run, cwd=tmp_path)
+    answer = svdpp_here(*run)
 
     assert answer.code == 0, answer
     assert "decode: 2 of 2 frames at a time: one takes " in answer.err

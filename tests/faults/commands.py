@@ -23,6 +23,7 @@ from tests.faults.processes import (
     collected,
     described,
     marked,
+    process_ids,
     ranks_below,
     wait_until,
 )
@@ -66,6 +67,7 @@ class Command:
         self._events = home / f"{self.mark}.events"
         self._stderr = home / f"{self.mark}.err"
         self._seen: set[int] = set()
+        self._older = frozenset(process_ids())  # which `pids`, called often, need not read
         program = ["-m", "svdpp"]
         if plan is not None:
             plan_file = home / f"{self.mark}.json"
@@ -121,7 +123,7 @@ class Command:
 
     def pids(self) -> list[int]:
         """Every process of the run."""
-        found = marked(self.mark)
+        found = marked(self.mark, self._older)
         self._seen.update(found)
         return found
 

@@ -7,21 +7,24 @@ import ctypes
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from pathlib import Path
 
 #: An environment variable of the command under test, inherited by all its processes.
 MARK = "TEST_RUN_OF_SVDPP"
 
 
-def _process_ids() -> Iterator[int]:
+def process_ids() -> Iterator[int]:
+    """Of all processes of this machine."""
     return (int(name) for name in os.listdir("/proc") if name.isdecimal())
 
 
-def marked(mark: str) -> list[int]:
-    """Ids of the processes with `mark` in their environment."""
+def marked(mark: str, older: Set[int] = frozenset()) -> list[int]:
+    """Ids of the processes with `mark` in their environment, without those in `older`."""
     found = []
-    for pid in _process_ids():
+    for pid in process_ids():
+        if pid in older:
+            continue
         with contextlib.suppress(OSError):
             if f"{MARK}={mark}\0".encode() in Path(f"/proc/{pid}/environ").read_bytes():
                 found.append(pid)
@@ -31,7 +34,7 @@ def marked(mark: str) -> list[int]:
 def ranks_below(folder: Path) -> dict[int, int]:
     """Process id by rank, of ranks whose output goes to a file in `folder`."""
     found = {}
-    for pid in _process_ids():
+    for pid in process_ids():
         with contextlib.suppress(OSError):
             match = re.search(r"/rank(\d+)\.txt$", os.readlink(f"/proc/{pid}/fd/1"))
             if match and match.string.startswith(str(folder)):

@@ -12,7 +12,7 @@ import pytest
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SvdSampling
 from svdpp.errors import RequestError
 from svdpp.verification.verify import compare, run_pipelined, run_sequential
-from tests.cli.shell import assert_error, svdpp_alone, svdpp_here
+from tests.cli.shell import assert_error, svdpp_here
 from tests.models.builders import save_tiny_checkpoint
 
 NO_HASH = "0" * 64
@@ -66,15 +66,17 @@ def test_a_clip_is_not_recomputed_under_other_threads(tmp_path: Path) -> None:
     ],
     ids=["dithered bf16", "falling guidance"],
 )
-def test_four_times_more_threads_than_cores(name: str, options: str, tmp_path: Path) -> None:
+def test_four_times_more_threads_than_cores(
+    name: str, options: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Threads that spin while they wait would take minutes of each other's time."""
     if name == "vae4":
         save_tiny_checkpoint(tmp_path / name, vae_factor=4)
+    monkeypatch.chdir(tmp_path)
     threads = str(4 * len(os.sched_getaffinity(0)))
-    answer = svdpp_alone(
+    answer = svdpp_here(
         *("verify", "--device", "cpu", "--model", name, "--threads", threads),
         *options.split(),
-        cwd=tmp_path,
     )
     assert answer.code == 0, answer
     assert "bitwise equal: 2 clips" in answer.out

@@ -26,10 +26,10 @@ pytestmark = pytest.mark.processes
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
-    """A data folder with two finished clips, and their ids, the oldest first."""
+    """A data folder with three finished clips, and their ids, the oldest first."""
     folder = tmp_path_factory.mktemp("data")
     with serving(folder, demo_config()) as service:
-        jobs = [demo_job(folder, seed) for seed in range(2)]
+        jobs = [demo_job(folder, seed) for seed in range(3)]
         for job in jobs:
             service.store.add(job, max_open=None)
         service.engine.wake()
@@ -87,19 +87,24 @@ def _children() -> list[int]:
 def test_idle_time_proves_the_newest_first_and_finds_a_changed_file(
     made: tuple[Path, list[str]], tmp_path: Path
 ) -> None:
+    """One that lacks its photograph is not tried for ever."""
     with _proving(made, tmp_path, when_idle=True) as proving:
         oldest = tmp_path / "clips" / f"{proving.ids[0]}.mp4.json"
         metadata = json.loads(oldest.read_text())
         metadata["latents_sha256"] = "0" * 64
         oldest.write_text(json.dumps(metadata))
-        assert proving.proofs() == ["none"] * 2
+        (tmp_path / "photos" / f"{proving.ids[1]}.jpg").unlink()
+        assert proving.proofs() == ["none"] * 3
         proving.idle.set()
-        proving.wait_for("none", "running")
+        proving.wait_for("none", "none", "running")
         wait_until(_children, HANG_SECONDS, "no process")
         (child,) = _children()
         wait_until(lambda: os.getpriority(os.PRIO_PROCESS, child) == 19, HANG_SECONDS, "not nice")
-        proving.wait_for("running", "equal")
-        proving.wait_for("different", "equal")
+        proving.wait_for("running", "none", "equal")
+        assert "photograph" in str(proving.prover.last_error)
+        proving.wait_for("different", "none", "equal")
+        (tmp_path / "clips" / f"{proving.ids[1]}.mp4.json").unlink()
+        assert not proving.prover.request(proving.ids[1])
     assert proving.verdicts == ["equal", "different"]
 
 
@@ -110,7 +115,7 @@ def test_work_stops_it_at_once_and_it_goes_on_when_idle(
     with _proving(made, tmp_path, when_idle=False) as proving:
         assert proving.prover.request(proving.ids[1])
         assert proving.prover.request(proving.ids[1])
-        assert proving.proofs() == ["none", "running"]
+        assert proving.proofs() == ["none", "running", "none"]
         assert _children() == []
         proving.idle.set()
         wait_until(_children, HANG_SECONDS, "no process")
@@ -119,23 +124,23 @@ def test_work_stops_it_at_once_and_it_goes_on_when_idle(
         seconds = wait_until(lambda: not is_there(child), HANG_SECONDS, "it goes on")
         print(f"stopped after {1000 * seconds:.0f} ms")
         wait_until(lambda: proving.prover.running is None, HANG_SECONDS, "it runs")
-        assert proving.proofs() == ["none", "running"], "it is still requested"
+        assert proving.proofs() == ["none", "running", "none"], "it is still requested"
         proving.idle.set()
-        proving.wait_for("none", "equal")
+        proving.wait_for("none", "equal", "none")
         assert not proving.prover.request("video_unknown")
 
 
 @pytest.mark.long
 def test_a_request_survives_a_restart(made: tuple[Path, list[str]], tmp_path: Path) -> None:
     with _proving(made, tmp_path, when_idle=False) as proving:
-        for id in proving.ids:
+        for id in proving.ids[:2]:
             assert proving.prover.request(id)
         proving.idle.set()
         wait_until(_children, HANG_SECONDS, "no process")
     (tmp_path / "clips" / f"{proving.ids[0]}.mp4.json").unlink()
     with _proving((tmp_path / "none", proving.ids), tmp_path, when_idle=False) as proving:
         # One that cannot be verified any more is not said to be running.
-        assert proving.proofs() == ["none", "running"]
+        assert proving.proofs() == ["none", "running", "none"]
         assert list(proving.prover._requested) == [proving.ids[1]]
 
 
@@ -149,21 +154,7 @@ def test_a_clip_that_is_removed_is_let_go(made: tuple[Path, list[str]], tmp_path
         for id in proving.ids:
             proving.prover.stop(id)
         assert _children() == []
-        assert proving.proofs() == ["none"] * 2
-
-
-@pytest.mark.long
-def test_a_clip_without_its_photograph_is_not_tried_for_ever(
-    made: tuple[Path, list[str]], tmp_path: Path
-) -> None:
-    with _proving(made, tmp_path, when_idle=True) as proving:
-        (tmp_path / "photos" / f"{proving.ids[1]}.jpg").unlink()
-        proving.idle.set()
-        proving.wait_for("equal", "none")
-        assert "photograph" in str(proving.prover.last_error)
-        (tmp_path / "clips" / f"{proving.ids[1]}.mp4.json").unlink()
-        assert not proving.prover.request(proving.ids[1])
-    assert proving.verdicts == ["equal"]
+        assert proving.proofs() == ["none"] * 3
 
 
 def test_what_a_killed_server_left_is_removed(tmp_path: Path) -> None:
