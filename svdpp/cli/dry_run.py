@@ -51,7 +51,7 @@ def show_dry_run(
     clips = plan_clips(found, asked.seeds, policy, config, checkpoint)
     num_clips = len(clips.requests)
     forecast = _forecast(config, num_clips) if num_clips and asked.knows_costs else None
-    memory = estimate_ranks(config, _schedule(config, 2 * config.world_size), weights=False)
+    memory = estimate_ranks(config, weights=False)
     disk = _disk(asked, config, num_clips)
     console.infos(remarks)
     if console.as_json:

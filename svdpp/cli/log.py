@@ -25,6 +25,7 @@ from svdpp.worker.messages import (
     Event,
     Failed,
     Joined,
+    PromptCut,
     StepDone,
     TransferDone,
 )
@@ -146,6 +147,8 @@ class EventLog:
                 log.info("clip {} has a draft, by rank {}", event.clip, rank_of)
             case DraftLost():
                 log.warning("no draft of clip {} from here: {}", event.clip, event.error["message"])
+            case PromptCut():
+                log.warning("the model does not read the end of a prompt: {!r}", event.text)
             case CheckpointLost() if time.monotonic() >= self._next_warning:
                 self._next_warning = time.monotonic() + _WARNING_SECONDS
                 log.warning("{}: {}", event.error["message"], event.error["hint"])

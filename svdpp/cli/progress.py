@@ -26,6 +26,7 @@ from svdpp.worker.messages import (
     Event,
     Heartbeat,
     Joined,
+    PromptCut,
     StepDone,
 )
 
@@ -122,6 +123,12 @@ class Progress:
             case DraftLost():
                 why = event.error["message"]
                 self._say(f"no draft of {self._labels[event.clip]} by rank {rank}: {why}")
+            case PromptCut():
+                name = self._labels[event.clip]
+                self._say(
+                    f"warning: the model does not read the end of the prompt of {name}: "
+                    f"{event.text!r}"
+                )
             case CheckpointLost() if not self._has_lost_checkpoints:
                 self._has_lost_checkpoints = True
                 self._say(f"{event.error['message']}: {event.error['hint']}")

@@ -21,7 +21,6 @@ from svdpp.media import output_files, video
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.families import family_of
 from svdpp.models.free_memory import available_bytes
-from svdpp.plan.schedule import build_schedule
 
 _GIB = 2**30
 #: Enough for about a hundred clips and the log.
@@ -171,11 +170,7 @@ def _memory(examination: Examination) -> str:
     if not examination.config.model.is_dummy:
         _needs(examination, "model")
     config = examination.config
-    routes = config.layout.routes(range(config.world_size))
-    needed = [
-        rank.total_bytes
-        for rank in estimate_ranks(config, build_schedule(routes, config.world_size))
-    ]
+    needed = [rank.total_bytes for rank in estimate_ranks(config)]
     if config.device == "cpu":
         return _enough("the CPU", sum(needed), available_bytes())
     if config.device != "cuda":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from svdpp.config import ModelConfig, PipelineConfig, SamplingConfig
@@ -10,9 +10,6 @@ from svdpp.driver.resolve import resolve
 from svdpp.launch import process_group
 from svdpp.launch.gpus import free_bytes
 from svdpp.models.memory import bare_process_bytes, estimate
-from svdpp.plan.actions import Action, Kind
-from svdpp.plan.layout import Roles
-from svdpp.plan.schedule import Schedule
 
 # A process's GPU memory outside torch's allocator: about 0.5 GB for the context and 0.1 GB for the
 # handles of cuBLAS and cuDNN. NCCL's buffers add about 0.1 GB for each pair of ranks.
@@ -37,17 +34,14 @@ class RankMemory:
         return self.weight_bytes + self.activation_bytes + self.process_bytes
 
 
-def estimate_ranks(
-    config: PipelineConfig, schedule: Schedule, *, weights: bool = True
-) -> list[RankMemory]:
-    """The memory that each rank needs for its actions, from the model's configs.
+def estimate_ranks(config: PipelineConfig, *, weights: bool = True) -> list[RankMemory]:
+    """The memory that each rank needs, from the model's configs.
 
     Each CPU rank counts the weights that it maps, although the ranks of one machine share them if
     the files already have the requested dtype.
 
     Args:
         config: of the run.
-        schedule: of enough clips that every rank has all its kinds of actions.
         weights: whether the weights must be present; if not, the model's configs are enough.
 
     Raises:
@@ -62,8 +56,8 @@ def estimate_ranks(
         num_threads=config.num_threads,
     )
     result = []
-    for rank, actions in enumerate(schedule):
-        memory = estimate_of_parts.of_rank(_roles(actions))
+    for rank, roles in enumerate(config.roles):
+        memory = estimate_of_parts.of_rank(roles)
         result.append(
             RankMemory(
                 rank=rank,
@@ -119,10 +113,3 @@ def _process_bytes(config: PipelineConfig, rank: int) -> int:
     backend = process_group.choose_backend(config.device, config.world_size)
     pairs = sum(rank in link for link in config.links) if backend == "nccl" else 0
     return CUDA_PROCESS_BYTES + pairs * _NCCL_PAIR_BYTES
-
-
-def _roles(actions: Iterable[Action]) -> Roles:
-    kinds = {action.kind for action in actions}
-    return Roles(
-        encode=Kind.ENCODE in kinds, denoise=Kind.DENOISE in kinds, decode=Kind.DECODE in kinds
-    )

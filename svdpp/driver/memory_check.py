@@ -95,7 +95,9 @@ def _estimate(
             if getattr(roles, name) and (part := getattr(parts, name)) is not None
         }
         for name, part in held.items():
-            weights[name if are_shared else f"{name} of rank {rank}"] = part.weight_bytes
+            for expert in roles.experts if name == "denoise" else (0,):
+                owner = 0 if are_shared else rank
+                weights[f"{name} {expert} of {owner}"] = part.weight_bytes
         if held:
             largest_part = max(held, key=lambda name: held[name].activation_bytes)
             activations[largest_part] += held[largest_part].activation_bytes

@@ -86,6 +86,10 @@ class VideoModel(Protocol):
         """
         ...
 
+    def removed_text(self, prompt: str) -> str:
+        """Returns the end of `prompt` that the model does not read; only on the encoding rank."""
+        ...
+
     def denoise(self, tensors: Tensors, start: int, end: int, after_step: AfterStep) -> Tensors:
         """Runs steps `start` to `end` (exclusive); returns the tensors of the packet after them.
 

@@ -147,6 +147,10 @@ class DummyModel:
         seconds = self._sleep_times.step_seconds
         return SleepingDenoiser(self._unet, seconds) if seconds else self._unet
 
+    def removed_text(self, prompt: str) -> str:  # noqa: ARG002
+        """Nothing, because the model takes no prompt."""
+        return ""
+
     def denoise(self, tensors: Tensors, start: int, end: int, after_step: AfterStep) -> Tensors:
         """See `run_steps`."""
         return run_steps(self.denoiser(tensors, start), tensors, start, end, after_step)

@@ -208,6 +208,15 @@ class DraftLost(_Message):
     """See `errors.error_to_dict`."""
 
 
+class PromptCut(_Message):
+    """A prompt is longer than the model reads."""
+
+    kind: Literal["prompt_cut"] = "prompt_cut"
+    clip: int
+    text: str
+    """The end that is cut off."""
+
+
 class CheckpointLost(_Message):
     """A rank cannot write latent checkpoints; its clips go on. Sent once until it can again."""
 
@@ -282,6 +291,7 @@ Event = Annotated[
     | PhotoWanted
     | DraftLost
     | CheckpointLost
+    | PromptCut
     | ClipDone
     | ClipFailed
     | ClipDropped

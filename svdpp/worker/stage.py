@@ -177,8 +177,11 @@ class PipelineStage:
             self._check_wanted(action.clip)
             packet.begun_at = time.time()
             with self._timed(action):
-                packet.tensors = self._model_of(action.clip).encode(prepared, request)
+                model = self._model_of(action.clip)
+                packet.tensors = model.encode(prepared, request)
                 streams.wait_for_queue(self._device)
+            if request.prompt is not None and (cut := model.removed_text(request.prompt)):
+                self._reporter.send(PromptCut(clip=action.clip, text=cut))
 
     def _load(self, action: Action) -> None:
         assert self._checkpoints is not None, f"{action} without latent checkpoints"

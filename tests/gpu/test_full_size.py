@@ -14,7 +14,6 @@ import pytest
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SvdSampling
 from svdpp.diagnostics.memory_estimate import estimate_ranks
 from svdpp.media.examples import example_photos
-from svdpp.plan.schedule import build_schedule
 from svdpp.verification.verify import compare, run_pipelined, run_sequential
 from svdpp.worker.messages import Event, Finished, StepDone
 from tests.gpu.machine import Machine, Report
@@ -72,8 +71,7 @@ def test_two_ranks_are_exact_within_their_memory_and_as_fast_as_diffusers(
     run_pipelined(config, requests, tmp_path, observers=[ours])
     run_sequential(config, requests, tmp_path, observers=[theirs])
     result = compare(config, 2, tmp_path)
-    routes = config.layout.routes(range(4))
-    estimates = estimate_ranks(config, build_schedule(routes, config.world_size))
+    estimates = estimate_ranks(config)
     needed = [each.weight_bytes + each.activation_bytes for each in estimates]
     peaks = [ours.peaks[rank].allocated_bytes or 0 for rank in range(2)]
     ratios = [peak / need for peak, need in zip(peaks, needed, strict=True)]

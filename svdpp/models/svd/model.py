@@ -90,6 +90,10 @@ class SvdModel:
         scheduler = load.new_scheduler(self._checkpoint)
         return SvdDenoiser(self._parts.unet, scheduler, tensors, self._sampling, start)
 
+    def removed_text(self, prompt: str) -> str:  # noqa: ARG002
+        """Nothing, because the model takes no prompt."""
+        return ""
+
     def denoise(self, tensors: Tensors, start: int, end: int, after_step: AfterStep) -> Tensors:
         """See `run_steps`."""
         return run_steps(self.denoiser(tensors, start), tensors, start, end, after_step)
