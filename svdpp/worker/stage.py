@@ -21,7 +21,15 @@ from svdpp.plan.actions import Action, Kind
 from svdpp.worker.clip_writer import ClipWriter, FinishedClip
 from svdpp.worker.fault_injection import InjectedFault, one_ulp_off
 from svdpp.worker.latent_checkpoints import LatentCheckpoints, LatentCheckpointWriter
-from svdpp.worker.messages import ActionDone, ClipDropped, ClipJob, StepDone, WaitCause, Work
+from svdpp.worker.messages import (
+    ActionDone,
+    ClipDropped,
+    ClipJob,
+    PromptCut,
+    StepDone,
+    WaitCause,
+    Work,
+)
 from svdpp.worker.out_of_memory import out_of_memory_named
 from svdpp.worker.peak_memory import MemoryPressure
 from svdpp.worker.prefetch import PhotoReader, ReadPhoto, from_disk
