@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from svdpp.diagnostics.bottleneck import Finding, FindingKind, head_rooms
+from svdpp.diagnostics.bottleneck import Finding, FindingKind
 from svdpp.diagnostics.figures import RunFigures
+from svdpp.diagnostics.head_room import head_rooms
 from svdpp.errors import RequestError
 from svdpp.plan.choose import choose_layout
 from svdpp.plan.costs import Costs

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from svdpp.diagnostics.advice import Advice, advise
-from svdpp.diagnostics.bottleneck import Finding, HeadRoom, find_limits, head_rooms
+from svdpp.diagnostics.bottleneck import Finding, find_limits
 from svdpp.diagnostics.figures import RunFigures, figures_of
+from svdpp.diagnostics.head_room import HeadRoom, head_rooms
 from svdpp.diagnostics.utilisation import Speeds, speeds_of
 from svdpp.driver.run_manifest import NAME, read_manifest
 from svdpp.errors import InputError
