@@ -7,20 +7,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from svdpp.diagnostics.bottleneck import Finding, FindingKind, head_rooms
+from svdpp.diagnostics.bottleneck import Finding, FindingKind
 from svdpp.diagnostics.figures import RunFigures
+from svdpp.diagnostics.head_room import head_rooms
 from svdpp.errors import RequestError
 from svdpp.plan.choose import choose_layout
 from svdpp.plan.costs import Costs
 from svdpp.plan.large_forecast import forecast_layout
 from svdpp.plan.layout import Layout
 
-# Less than this is within the noise of a forecast.
-_WORTH_A_CHANGE = 1.05
+#: A smaller gain is within the noise of a forecast.
+WORTH_A_CHANGE = 1.05
 # A larger decode chunk needs more memory: this share must be free.
 _ROOM_FOR_A_CHUNK = 0.3
-# A forecast of more clips takes long, and says no more.
-_MOST_CLIPS = 2000
+# A forecast of more clips takes longer, and says no more.
+_CLIPS_PER_RANK = 16
 _DEFAULTS = {"layout": "pipeline", "split": "uniform", "replicas": "1", "decoders": "1"}
 # `--layout data-parallel` allows none of these.
 _REFINEMENTS = {"split", "replicas", "decoders"}
@@ -99,7 +100,7 @@ def _layout(figures: RunFigures, repeat: _Repeat) -> Iterator[Advice]:
     if best is None:
         return
     layout, times = best
-    if times < _WORTH_A_CHANGE:
+    if times < WORTH_A_CHANGE:
         return
     fits = "; each device needs room for the whole model" if layout.replica_size == 1 else ""
     yield Advice(
@@ -115,27 +116,29 @@ def _ranks(figures: RunFigures, repeat: _Repeat) -> Iterator[Advice]:
     alike = _mean_costs(figures.costs)
     more = min(2 * world, _most_ranks(figures))
     best = _best(figures, more, alike) if more > world else None
-    if best is not None and best[1] >= _WORTH_A_CHANGE:
+    if best is not None and best[1] >= WORTH_A_CHANGE:
         yield Advice(
             text=f"{more} ranks, for which this machine has room, would be {best[1]:.2f} times as "
             f"fast, as {best[0]}",
-            command=repeat(f"--world {more}", *_without_costs(repeat.layout(best[0]))),
+            command=repeat(f"--world {more}", *_for_others(figures, repeat.layout(best[0]))),
             times_as_fast=best[1],
         )
-    for fewer in range(1, world):
+    for fewer in sorted({1, world // 4, world // 2, world - 1} - {0, world}):
         best = _best(figures, fewer, alike)
-        if best is not None and best[1] >= 1 / _WORTH_A_CHANGE:
+        if best is not None and best[1] >= 1 / WORTH_A_CHANGE:
             yield Advice(
                 text=f"{fewer} of {world} ranks would do, as {best[0]}: {best[1]:.2f} times as "
                 "fast",
-                command=repeat(f"--world {fewer}", *_without_costs(repeat.layout(best[0]))),
+                command=repeat(f"--world {fewer}", *_for_others(figures, repeat.layout(best[0]))),
                 times_as_fast=best[1],
             )
             return
 
 
-def _without_costs(changes: list[str]) -> list[str]:
-    """Costs for each rank do not fit another number of ranks."""
+def _for_others(figures: RunFigures, changes: list[str]) -> list[str]:
+    """`changes` for another number of ranks, which costs for each rank do not fit."""
+    if not figures.costs.differ_by_rank:
+        return changes
     return [change for change in changes if not change.startswith("--costs")]
 
 
@@ -150,7 +153,7 @@ def _best(figures: RunFigures, world_size: int, costs: Costs) -> tuple[Layout, f
 
     Both sides are forecasts, so that what no forecast knows of is in neither.
     """
-    clips = min(figures.clips, _MOST_CLIPS)
+    clips = min(figures.clips, _CLIPS_PER_RANK * figures.world_size)
     assert figures.forecast.afterwards is not None
     now = figures.forecast.afterwards * clips / figures.clips
     try:

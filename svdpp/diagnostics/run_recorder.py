@@ -21,6 +21,7 @@ from svdpp.launch.gpus import Gpu, visible_gpus
 from svdpp.plan.actions import Kind
 from svdpp.plan.costs import Costs
 from svdpp.plan.forecast import replay, summarise
+from svdpp.plan.schedule import Schedule
 from svdpp.worker.messages import (
     ActionDone,
     ClipDone,
@@ -58,7 +59,8 @@ class RunRecorder:
         self._early_costs: Costs | None = None
         self._waits: dict[tuple[int, WaitCause], float] = defaultdict(float)
         self._cpu: dict[int, float] = defaultdict(float)
-        self._writes: dict[int, list[float]] = defaultdict(list)
+        self._compute: dict[int, float] = defaultdict(float)
+        self._writes: dict[int, WorkFigures] = defaultdict(WorkFigures)
         self._loads: dict[int, float] = {}
         self._uuids: dict[int, str | None] = {}
         self._finished: dict[int, Finished] = {}
@@ -78,6 +80,7 @@ class RunRecorder:
                 self._loads[rank] = event.load_seconds
                 self._ready = time.monotonic()
             case ActionDone():
+                self._compute[rank] += event.end - event.start
                 self._cpu[rank] += event.cpu_seconds
                 for cause, seconds in event.waits.items():
                     self._waits[rank, cause] += seconds
@@ -90,7 +93,7 @@ class RunRecorder:
 
     def _see_clip(self, rank: int, event: ClipDone) -> None:
         self._last_written = time.monotonic()
-        self._writes[rank].append(event.write_seconds)
+        self._writes[rank] = _with(self._writes[rank], event.write_seconds)
         if self._early_costs is None and self._means.has_stepped:
             self._early_costs = self._means.costs_like(self._pipeline.config.costs)
 
@@ -141,7 +144,8 @@ class RunRecorder:
         uuid = self._uuids.get(rank)
         gpu = next((each for each in gpus if each.uuid.endswith(uuid or "none")), None)
         on_host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        writes = self._writes[rank]
+        # The part of the run that the trace still has.
+        kept = times.compute / self._compute[rank] if self._compute[rank] else 1.0
         return RankFigures(
             rank=rank,
             device=stats.device,
@@ -153,17 +157,17 @@ class RunRecorder:
             wait=times.wait,
             transfer=times.transfer,
             idle=times.idle,
-            photograph_wait=self._waits[rank, "photograph"],
-            packet_wait=self._waits[rank, "packet"],
-            send_wait=self._waits[rank, "send"],
-            writer_wait=self._waits[rank, "writer"],
+            photograph_wait=kept * self._waits[rank, "photograph"],
+            packet_wait=kept * self._waits[rank, "packet"],
+            send_wait=kept * self._waits[rank, "send"],
+            writer_wait=kept * self._waits[rank, "writer"],
             step=WorkFigures(count=stats.steps_done, mean_seconds=stats.mean_step_seconds),
             encode=self._work(rank, Kind.ENCODE),
             decode=self._work(rank, Kind.DECODE),
-            write=_mean(writes),
+            write=self._writes[rank],
             p95_step_seconds=stats.p95_step_seconds,
             load_seconds=self._loads.get(rank, 0.0),
-            cpu_seconds=self._cpu[rank],
+            cpu_seconds=kept * self._cpu[rank],
             peak_bytes=None if finished is None else finished.reserved_bytes,
             device_bytes=on_host if uuid is None else gpu.total_bytes if gpu else None,
             memory_id=uuid or "host",
@@ -175,21 +179,23 @@ class RunRecorder:
         return _mean([s.end - s.start for s in spans if s.rank == rank and s.action.kind is kind])
 
     def _forecast(self, figures: RunFigures) -> ForecastFigures:
-        """Forecasts of the clips that were asked for; none if some were not made."""
-        if figures.clips != len(self._requests) or self._pipeline.failures:
+        """Forecasts of as many clips as the figures are of; none if some clips were not made."""
+        requests = self._requests[-_KEPT_CLIPS:]
+        if figures.clips != len(requests) or self._pipeline.failures:
             return ForecastFigures()
+        schedule = self._pipeline.schedule(requests)
         return ForecastFigures(
-            before=self._makespan(self._assumed),
-            after_first_clip=self._makespan(self._early_costs),
-            afterwards=self._makespan(_costs_of(figures)),
+            before=self._makespan(schedule, self._assumed),
+            after_first_clip=self._makespan(schedule, self._early_costs),
+            afterwards=self._makespan(schedule, _costs_of(figures)),
         )
 
-    def _makespan(self, costs: Costs | None) -> float | None:
+    def _makespan(self, schedule: Schedule, costs: Costs | None) -> float | None:
         if costs is None:
             return None
         try:
-            spans = replay(self._pipeline.schedule(self._requests), costs)
-        except RequestError:  # the costs of transfers between hosts are unknown
+            spans = replay(schedule, costs)
+        except (RequestError, ValueError):  # the costs of transfers between hosts are unknown
             return None
         return summarise(spans, self._pipeline.config.world_size).makespan
 
@@ -220,6 +226,12 @@ def _gpus(device: str) -> list[Gpu]:
         return visible_gpus()
     except RequestError:  # MIG slices
         return []
+
+
+def _with(work: WorkFigures, seconds: float) -> WorkFigures:
+    """`work` and once more the same, in `seconds`."""
+    count = work.count + 1
+    return WorkFigures(count=count, mean_seconds=(work.seconds + seconds) / count)
 
 
 def _mean(values: list[float]) -> WorkFigures:

@@ -8,9 +8,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from svdpp.diagnostics.advice import Advice, advise
-from svdpp.diagnostics.bottleneck import Finding, HeadRoom, find_limits, head_rooms
+from svdpp.diagnostics.advice import WORTH_A_CHANGE, Advice, advise
+from svdpp.diagnostics.bottleneck import Finding, find_limits
 from svdpp.diagnostics.figures import RunFigures, figures_of
+from svdpp.diagnostics.head_room import HeadRoom, head_rooms
 from svdpp.diagnostics.utilisation import Speeds, speeds_of
 from svdpp.driver.run_manifest import NAME, read_manifest
 from svdpp.errors import InputError
@@ -59,7 +60,7 @@ class RunReport:
             return "the run has left no figures"
         first = self.findings[0]
         answers = [advice for advice in self.advice if first.kind in advice.kinds]
-        faster = [advice for advice in self.advice if (advice.times_as_fast or 0) > 1]
+        faster = [advice for advice in self.advice if (advice.times_as_fast or 0) >= WORTH_A_CHANGE]
         best = next(iter([*faster, *answers]), None)
         return first.text if best is None else f"{first.text}. What helps: {best.text}"
 

@@ -22,7 +22,7 @@ PerRank = float | tuple[float, ...]
 _MAX_SECONDS = 1e9
 _MAX_OTHER = 1e18
 # A run's manifest, which holds the run's costs, grows with its clips.
-_MAX_BYTES = 2**30
+_MAX_BYTES = 2**26
 _TEXTS = ("name", "source", "device")
 _PER_RANK = ("step_seconds", "encode_seconds", "decode_seconds")
 _ABOVE_ZERO = (

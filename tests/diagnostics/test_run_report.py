@@ -114,8 +114,9 @@ def test_the_known_bottleneck_comes_first(kind: str, tmp_path: Path) -> None:
 
 def test_starting_and_memory_are_named_beside_what_limits_the_ranks(tmp_path: Path) -> None:
     slow_start = replace(replayed(**_ON_CUDA), start_seconds=60.0)
-    kinds = [each.kind for each in _report(tmp_path, slow_start).findings]
-    assert kinds == ["balanced", "start_up"]
+    report = _report(tmp_path, slow_start)
+    assert [each.kind for each in report.findings] == ["balanced", "start_up"]
+    assert parsed(report.advice[-1].command)["ranks"].world == 2
     kinds = [each.kind for each in _report(tmp_path, _full_memory()).findings]
     assert kinds == ["balanced", "memory"]
 

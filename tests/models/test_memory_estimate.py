@@ -148,9 +148,9 @@ def test_a_rank_needs_the_weights_of_all_its_parts_and_the_largest_activations()
         encode=PartMemory(1, 10), denoise=PartMemory(2, 30), decode=PartMemory(4, 20)
     )
 
-    assert estimate_of_parts.of_rank(encode=True, denoise=True, decode=False) == (3, 30)
-    assert estimate_of_parts.of_rank(encode=False, denoise=False, decode=True) == (4, 20)
-    assert estimate_of_parts.of_rank(encode=False, denoise=False, decode=False) == (0, 0)
+    assert estimate_of_parts.of_rank(encode=True, denoise=True, decode=False)[:2] == (3, 30)
+    assert estimate_of_parts.of_rank(encode=False, denoise=False, decode=True)[:2] == (4, 20)
+    assert estimate_of_parts.of_rank(encode=False, denoise=False, decode=False)[:2] == (0, 0)
 
 
 def test_an_estimate_becomes_costs() -> None:
