@@ -131,7 +131,7 @@ class RunRecorder:
             seconds_per_clip=measured.seconds_per_clip,
             bubble=measured.bubble,
             write_tail=max(0.0, (self._last_written or end) - end),
-            transfer_seconds=self._means.costs().transfer_seconds,
+            transfer_seconds=self._means.transfer_seconds,
             model=asdict(config.model),
             sampling=asdict(config.sampling),
         )

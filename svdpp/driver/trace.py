@@ -88,6 +88,11 @@ class MeanCosts:
         """Whether a step has been measured."""
         return self._counts["step"] > 0
 
+    @property
+    def transfer_seconds(self) -> float:
+        """Mean seconds of a transfer; 0 if there was none."""
+        return self._mean("transfer")
+
     def costs(self) -> Costs:
         """The costs for a forecast of this run.
 
@@ -98,7 +103,7 @@ class MeanCosts:
             step_seconds=self._mean("step"),
             encode_seconds=self._mean(Kind.ENCODE),
             decode_seconds=self._mean(Kind.DECODE),
-            transfer_seconds=self._mean("transfer"),
+            transfer_seconds=self.transfer_seconds,
         )
 
     def costs_like(self, assumed: Costs) -> Costs:
