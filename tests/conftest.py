@@ -41,7 +41,7 @@ def _fork_server_knows_svd() -> Iterator[None]:
     """
     start = fork_server.start
     with pytest.MonkeyPatch.context() as patch:
-        modules = [fork_server.RANK_MODULE, fork_server.SVD_MODULE]
+        modules = fork_server.modules_for("svd")
         patch.setattr(fork_server, "start", lambda _: start(modules))
         yield
 

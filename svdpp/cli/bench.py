@@ -78,7 +78,7 @@ def bench(
 
     traces.checked()
     fork_server.start_early(
-        svd=any(point.model.name != DUMMY_MODEL for point in points),
+        family="svd" if any(point.model.name != DUMMY_MODEL for point in points) else None,
         device=points[0].pipeline.device,
     )
     benches = _benches(points, is_member=False)

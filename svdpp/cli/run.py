@@ -93,7 +93,7 @@ def run(
     )
     asked.check()
     if not output.dry_run:  # the fork server imports torch at the same time as this process
-        fork_server.start_early(svd=True, device=ranks.device_for(model.model))
+        fork_server.start_early(family=model.family, device=ranks.device_for(model.model))
     found, refused = asked.clip_inputs()
     config, why = asked.config(len(found) * len(asked.seeds))
     log.open(console)

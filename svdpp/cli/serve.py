@@ -100,7 +100,8 @@ def _serve(
     keys = check_host(asked.host, asked.api_key_file)
     with bind(asked.host, asked.port) as bound:
         config, why = _config(asked, *options)
-        fork_server.start_early(svd=not model.is_dummy, device=ranks.device_for(model.model))
+        family = None if model.is_dummy else model.family
+        fork_server.start_early(family=family, device=ranks.device_for(model.model))
         _open_log(console, log)
         if why:
             console.info(why)

@@ -104,7 +104,7 @@ def measure_decode(config: PipelineConfig) -> DecodeMemory:
         world_size=1,
         backend="gloo",
         device=config.device,
-        preload=[fork_server.RANK_MODULE, fork_server.SVD_MODULE],  # as for the ranks that follow
+        preload=fork_server.modules_for("svd"),  # as for the ranks that follow
     )
     try:
         answer = _wait(group, config.start_timeout_seconds + config.timeout_seconds)

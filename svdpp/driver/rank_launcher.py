@@ -43,10 +43,8 @@ class RankLauncher:
             group = self.join()
             group.begin(rank_main, self._setup)
             return group
-        preload = [
-            fork_server.RANK_MODULE,
-            *([fork_server.SVD_MODULE] if self._setup.checkpoint else []),
-        ]
+        checkpoint = self._setup.checkpoint
+        preload = fork_server.modules_for(None if checkpoint is None else checkpoint.family)
         return StartedGroup(
             rank_main,
             self._setup,

@@ -15,9 +15,8 @@ from svdpp.launch import environment, fork_server_preload
 from svdpp.launch.process_lifetime import signals_blocked
 from svdpp.launch.world import find_world
 
-#: Modules to preload: the first for all ranks, the second for ranks that run SVD.
+#: Imported for all ranks.
 RANK_MODULE = "svdpp.worker.rank"
-SVD_MODULE = "svdpp.models.svd.model"
 
 
 def start_method(device: str) -> str:
@@ -42,12 +41,17 @@ def start(preload: Sequence[str]) -> None:
         forkserver.ensure_running()
 
 
-def start_early(*, svd: bool, device: str) -> None:
+def modules_for(family: str | None) -> list[str]:
+    """The modules that ranks need; `family` is that of their model, None for the dummy model."""
+    return [RANK_MODULE, *([] if family is None else [f"svdpp.models.{family}.family"])]
+
+
+def start_early(*, family: str | None, device: str) -> None:
     """Starts the server before the command itself imports torch, if its ranks will be forked.
 
     Args:
-        svd: whether the ranks run SVD; otherwise the dummy model.
+        family: of the ranks' model; None for the dummy model.
         device: of the ranks.
     """
     if find_world() is None and start_method(device) == "forkserver":
-        start([RANK_MODULE, SVD_MODULE] if svd else [RANK_MODULE])
+        start(modules_for(family))
