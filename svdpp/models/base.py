@@ -15,6 +15,9 @@ from svdpp.config import ClipRequest, SamplingConfig, TensorSpec
 #: Name of the latent in a packet.
 LATENTS = "latents"
 
+#: Beginning of the names of the tensors that hold the scheduler's state in a packet.
+STATE_PREFIX = "scheduler."
+
 #: Tensors by name: the contents of a packet, or a prepared image.
 Tensors = dict[str, torch.Tensor]
 
@@ -124,6 +127,15 @@ class DraftableModel(VideoModel, Protocol):
     def denoiser(self, tensors: Tensors, start: int) -> Denoiser:
         """Returns a denoiser for one clip; `start` is its first step."""
         ...
+
+
+def solver_history(tensors: Tensors) -> Tensors:
+    """Those tensors of a packet that hold earlier samples or outputs of a multistep solver."""
+    return {
+        name: tensor
+        for name, tensor in tensors.items()
+        if name.startswith(STATE_PREFIX) and tensor.is_floating_point()
+    }
 
 
 def run_steps(

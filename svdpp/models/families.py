@@ -14,9 +14,12 @@ import torch
 from PIL import Image
 
 from svdpp.config import ClipRequest, ModelConfig, SamplingConfig
-from svdpp.models.base import AfterStep, Frames, VideoModel
+from svdpp.models.base import Frames, Tensors, VideoModel
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.plan.layout import Roles
+
+#: Called after each step of a reference with the step's index and the packet's tensors.
+AfterReferenceStep = Callable[[int, Tensors], None]
 
 
 class Reference(Protocol):
@@ -29,7 +32,7 @@ class Reference(Protocol):
         sampling: SamplingConfig,
         *,
         before_steps: Callable[[], None],
-        after_step: AfterStep,
+        after_step: AfterReferenceStep,
     ) -> tuple[torch.Tensor, Frames]:
         """Makes one clip by `__call__`; returns its final latent and its frames.
 
@@ -38,7 +41,7 @@ class Reference(Protocol):
             image: fitted to the frame's size; None for a clip without a photograph.
             sampling: resolved.
             before_steps: called before the first step.
-            after_step: called after each step.
+            after_step: called after each step, with the latent and the solver's history.
         """
         ...
 

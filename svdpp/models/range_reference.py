@@ -9,8 +9,9 @@ import torch
 from PIL import Image
 
 from svdpp.config import ClipRequest, SamplingConfig
-from svdpp.models.base import LATENTS, AfterStep, Frames
+from svdpp.models.base import LATENTS, Frames, Tensors
 from svdpp.models.range_model import request_arguments
+from svdpp.models.step_range import read_state
 from svdpp.models.svd.decode import stack_frames
 
 
@@ -41,17 +42,17 @@ class RangeReference:
         sampling: SamplingConfig,
         *,
         before_steps: Callable[[], None],
-        after_step: AfterStep,
+        after_step: Callable[[int, Tensors], None],
     ) -> tuple[torch.Tensor, Frames]:
         """See `models.families.Reference`."""
         pipe = self._pipe(sampling)
         last: dict[str, torch.Tensor] = {}
 
         def on_step_end(
-            _: Any, step: int, __: Any, tensors: dict[str, torch.Tensor]
+            pipe: Any, step: int, __: Any, tensors: dict[str, torch.Tensor]
         ) -> dict[str, torch.Tensor]:
-            after_step(step, tensors[LATENTS])
             last[LATENTS] = tensors[LATENTS]
+            after_step(step, last | read_state(pipe.scheduler))
             return {}
 
         # Changes no tensor; the first call is the end of the encode.

@@ -17,13 +17,9 @@ from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
 
 from svdpp.config import TensorSpec
 from svdpp.errors import ModelError
-from svdpp.models.base import LATENTS, AfterStep, Tensors
+from svdpp.models.base import LATENTS, STATE_PREFIX, AfterStep, Tensors
 from svdpp.models.family_config import check_scheduler
 from svdpp.models.safetensors_header import JsonFile
-
-#: Beginning of the names of the tensors that hold the scheduler's state.
-STATE_PREFIX = "scheduler."
-
 
 # 1. What the supported schedulers carry from step to step.
 

@@ -24,7 +24,7 @@ from svdpp.errors import RequestError
 from svdpp.launch.group import RankContext
 from svdpp.media import image as photos
 from svdpp.media import video
-from svdpp.models.base import LATENTS, Frames
+from svdpp.models.base import LATENTS, Frames, Tensors, solver_history
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.families import family_of
 from svdpp.plan import actions
@@ -175,10 +175,11 @@ class _Diffusers:
     def compute(
         self, clip: int, request: ClipRequest, tensor_store: TensorStore | None, clock: _Clock
     ) -> tuple[torch.Tensor, Frames]:
-        def after_step(step: int, latent: torch.Tensor) -> None:
+        def after_step(step: int, tensors: Tensors) -> None:
             clock.after_step(step)
             if tensor_store is not None and step + 1 in self._setup.steps:
-                tensor_store.keep_latent(clip, step + 1, latent)
+                history = solver_history(tensors)
+                tensor_store.keep_latent(clip, step + 1, tensors[LATENTS], history)
 
         latent, frames = self._reference.run(
             request,

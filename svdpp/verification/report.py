@@ -131,13 +131,17 @@ def _sections(
 
 def _input(request: ClipRequest) -> str:
     name = f"{Path(request.image).name}, " if request.image else ""
-    return f"{name}seed {request.seed}"
+    prompt = f"{request.prompt!r}, " if request.prompt else ""
+    return f"{name}{prompt}seed {request.seed}"
 
 
 def _latents_strip(
     config: PipelineConfig, clip: int, ours: TensorStore, theirs: TensorStore
-) -> _Strip:
+) -> _Strip | None:
+    """Maps of the final latents; None if they are packed, so that they have no rows."""
     num_steps, axes = config.sampling.num_inference_steps, latent_axes(config)
+    if "H" not in axes:
+        return None
     one, other = (side.latent(clip, num_steps).float().numpy() for side in (ours, theirs))
     difference = latent_difference(one, other)
     values, place = "", difference.largest_at

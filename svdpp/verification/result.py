@@ -38,7 +38,8 @@ class Check:
 
     Args:
         clip: index of the clip.
-        what: `latent` at a transfer, `final_latent`, or `frames`.
+        what: `latent` at a transfer, `final_latent`, `frames`, or `solver_history`, which is what a
+            multistep solver keeps of earlier steps, listed only if it differs.
         step: number of steps done.
         rank: the rank that computed it.
         equal: bitwise, or within the tolerance if there is one.
@@ -52,7 +53,7 @@ class Check:
     """
 
     clip: int
-    what: Literal["latent", "final_latent", "frames"]
+    what: Literal["latent", "final_latent", "frames", "solver_history"]
     step: int
     rank: int
     equal: bool
@@ -81,6 +82,7 @@ class Check:
             "latent": f"the latent after step {self.step - 1}",
             "final_latent": "the final latent",
             "frames": "the frames",
+            "solver_history": f"the solver's history after step {self.step - 1}",
         }[self.what]
         return (
             f"clip {self.clip}, {what}, done by rank {self.rank}: first at {self.first_place} "

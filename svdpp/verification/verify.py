@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +174,7 @@ def _compare_all(
                     axes=latent_axes(config),
                 )
             )
+            checks += _compare_histories(ours, theirs, clip, end, rank)
         if config.decodes:
             checks.append(
                 compare_frames(
@@ -187,9 +189,28 @@ def _compare_all(
     return checks
 
 
+def _compare_histories(
+    ours: TensorStore, theirs: TensorStore, clip: int, step: int, rank: int
+) -> list[Check]:
+    """The first part of the solver's history that differs after `step` steps, if any."""
+    expected = theirs.history(clip, step)
+    for name, tensor in ours.history(clip, step).items():
+        check = compare_latents(
+            tensor, expected[name], clip=clip, step=step, rank=rank, final=False, axes=""
+        )
+        if not check.bitwise:
+            return [replace(check, what="solver_history")]
+    return []
+
+
 def latent_axes(config: PipelineConfig) -> str:
-    """The axes of the model's latents, one letter each: B, F (frames), C (channels), H, W."""
-    return "BCFHW" if config.model.is_dummy else "BFCHW"
+    """The axes of the model's latents, one letter each: B, F (frames), C (channels), H, W.
+
+    Those of LTX-Video are packed: B, N (all positions), C.
+    """
+    if config.model.is_dummy:
+        return "BCFHW"
+    return {"svd": "BFCHW", "wan": "BCFHW", "ltx": "BNC"}[config.sampling.family]
 
 
 def our_frames(config: PipelineConfig, ours: TensorStore, clip: int) -> Frames:

@@ -12,7 +12,7 @@ import torch
 from svdpp.comm.header import FIELDS
 from svdpp.errors import RequestError
 
-Kind = Literal["ulp", "skip", "nan", "raise", "hang", "header"]
+Kind = Literal["ulp", "state", "skip", "nan", "raise", "hang", "header"]
 
 _PATTERN = re.compile(rf"({'|'.join(get_args(Kind))})(?:-([a-z]+))?@rank(\d+)\.clip(\d+)", re.ASCII)
 
@@ -27,9 +27,10 @@ class InjectedFault:
     """One fault, at one rank and clip.
 
     Kinds: `ulp` changes one element of the latent that leaves the rank to the next larger
-    floating-point number; `skip` omits the rank's first step of the clip; `raise` raises before
-    that step; `hang` hangs there; `nan` fills the latent that enters the rank with NaN;
-    `header-FIELD` changes one field of the header that the rank sends.
+    floating-point number; `state` does so in the history of a multistep solver; `skip` omits the
+    rank's first step of the clip; `raise` raises before that step; `hang` hangs there; `nan` fills
+    the latent that enters the rank with NaN; `header-FIELD` changes one field of the header that
+    the rank sends.
     """
 
     kind: Kind

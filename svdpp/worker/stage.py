@@ -16,7 +16,7 @@ from svdpp.comm.packet import Packet
 from svdpp.comm.transport import PendingPacket, Transport
 from svdpp.config import SamplingConfig, TensorSpec
 from svdpp.errors import InputError, NotFiniteError, SvdppError
-from svdpp.models.base import LATENTS, AfterStep, Tensors, VideoModel
+from svdpp.models.base import LATENTS, AfterStep, Tensors, VideoModel, solver_history
 from svdpp.plan.actions import Action, Kind
 from svdpp.worker.clip_writer import ClipWriter, FinishedClip
 from svdpp.worker.fault_injection import InjectedFault, one_ulp_off
@@ -221,7 +221,11 @@ class PipelineStage:
                 packet.memory_pressure |= self._memory_pressure.rose()
                 if self._tensor_store is not None:
                     latent = self._on_host(packet.tensors[LATENTS])
-                    self._tensor_store.keep_latent(action.clip, action.end, latent)
+                    history = {
+                        name: self._on_host(tensor)
+                        for name, tensor in solver_history(packet.tensors).items()
+                    }
+                    self._tensor_store.keep_latent(action.clip, action.end, latent, history)
         packet.next_step = action.end
 
     def _denoised(self, action: Action, packet: Packet) -> Tensors:
@@ -239,6 +243,8 @@ class PipelineStage:
         checks.finish()
         if self._fault and self._fault.strikes("ulp", self._rank, action.clip):
             tensors[LATENTS] = one_ulp_off(tensors[LATENTS])
+        if self._fault and self._fault.strikes("state", self._rank, action.clip):
+            tensors |= {n: one_ulp_off(t) for n, t in list(solver_history(tensors).items())[:1]}
         return tensors
 
     def _run_steps(

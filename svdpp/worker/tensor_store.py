@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save
 
-from svdpp.models.base import LATENTS, Frames
+from svdpp.models.base import LATENTS, Frames, Tensors, solver_history
 
 _NAME = re.compile(r"clip\d+(_rank\d+)?_(step\d+\.safetensors|frames\.npy)", re.ASCII)
 
@@ -43,10 +43,25 @@ class TensorStore:
         (self._folder / name).write_bytes(data)
 
     def keep_latent(
-        self, clip: int, step: int, latent: torch.Tensor, *, draft_rank: int | None = None
+        self,
+        clip: int,
+        step: int,
+        latent: torch.Tensor,
+        history: Tensors | None = None,
+        *,
+        draft_rank: int | None = None,
     ) -> None:
-        """Keeps the CPU latent of `clip` after `step` steps; in a draft, that of one rank."""
-        data = save({LATENTS: latent.detach().contiguous()})
+        """Keeps CPU tensors of `clip` after `step` steps; in a draft, those of one rank.
+
+        Args:
+            clip: index of the clip.
+            step: number of steps done.
+            latent: after these steps.
+            history: of a multistep solver, see `solver_history`.
+            draft_rank: whose latent it is; None: that of a clip that is no draft.
+        """
+        tensors = {LATENTS: latent, **(history or {})}
+        data = save({name: tensor.detach().contiguous() for name, tensor in tensors.items()})
         self._keep(self._path(clip, draft_rank, f"step{step}.safetensors").name, data)
 
     def has_latent(self, clip: int, step: int, *, draft_rank: int | None = None) -> bool:
@@ -58,6 +73,10 @@ class TensorStore:
         path = self._path(clip, draft_rank, f"step{step}.safetensors")
         latent: torch.Tensor = load_file(path)[LATENTS]
         return latent
+
+    def history(self, clip: int, step: int) -> Tensors:
+        """The kept history of a multistep solver; empty if there is none."""
+        return solver_history(load_file(self._path(clip, None, f"step{step}.safetensors")))
 
     def keep_frames(self, clip: int, frames: Frames, *, draft_rank: int | None = None) -> None:
         """Keeps the frames of `clip`; in a draft, those of one rank."""

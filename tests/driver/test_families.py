@@ -157,15 +157,19 @@ def test_a_clip_resumes_in_the_middle_of_the_solvers_history(wan: Family, tmp_pa
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("fault", [None, InjectedFault("ulp", 1, 0)])
-def test_the_proof_finds_the_transfer_after_which_bits_differ(
-    wan: Family, tmp_path: Path, fault: InjectedFault | None
+@pytest.mark.parametrize(
+    ("fault", "what"), [("ulp", "the latent"), ("state", "the solver's history")]
+)
+def test_the_proof_names_what_differs_first(
+    wan: Family, tmp_path: Path, fault: Any, what: str
 ) -> None:
     config, requests = replace(wan.config, world_size=3, split="balanced"), wan.requests[:1]
-    run_pipelined(config, requests, tmp_path, fault=fault)
+    run_pipelined(config, requests, tmp_path, fault=InjectedFault(fault, 0, 0))
     run_sequential(config, requests, tmp_path)
     first = compare(config, len(requests), tmp_path).first_difference
-    assert (None if first is None else first.rank) == (None if fault is None else 1)
+    assert first is not None
+    assert (first.rank, first.max_ulp) == (0, 1)
+    assert what in str(first)
 
 
 def test_ranks_hold_one_expert_each(wan: Family) -> None:

@@ -58,7 +58,7 @@ def run_reference(
         image,
         sampling,
         before_steps=lambda: None,
-        after_step=lambda _, latent: latents.append(latent.clone()),
+        after_step=lambda _, tensors: latents.append(tensors["latents"].clone()),
     )
     return latents, torch.from_numpy(frames)
 

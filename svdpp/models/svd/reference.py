@@ -10,7 +10,7 @@ from diffusers import StableVideoDiffusionPipeline
 from PIL import Image
 
 from svdpp.config import ClipRequest, ModelConfig, SvdSampling
-from svdpp.models.base import LATENTS, AfterStep, Frames
+from svdpp.models.base import LATENTS, Frames, Tensors
 from svdpp.models.loading import silence_libraries, torch_dtype
 from svdpp.models.svd.checkpoint import SvdCheckpoint
 from svdpp.models.svd.decode import stack_frames
@@ -49,7 +49,7 @@ class SvdReference:
         sampling: SvdSampling,
         *,
         before_steps: Callable[[], None],
-        after_step: AfterStep,
+        after_step: Callable[[int, Tensors], None],
     ) -> tuple[torch.Tensor, Frames]:
         """See `models.families.Reference`."""
         last: dict[str, torch.Tensor] = {}
@@ -60,8 +60,8 @@ class SvdReference:
             timestep: Any,  # noqa: ARG001
             tensors: dict[str, torch.Tensor],
         ) -> dict[str, torch.Tensor]:
-            after_step(step, tensors[LATENTS])
             last[LATENTS] = tensors[LATENTS]
+            after_step(step, last)
             return {}
 
         # Changes no tensor; its first call is the end of the encode.
