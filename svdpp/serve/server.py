@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import logging
 import resource
@@ -95,6 +96,9 @@ class Server:
         """
         _allow_connections()
         sys.setswitchinterval(_SWITCH_SECONDS)
+        # A garbage collection stops all threads, and would visit every object of torch each time.
+        gc.collect()
+        gc.freeze()
         with self._signals():
             for part in (self._watch, self._keep_in_limits):
                 threading.Thread(target=part, name=part.__name__, daemon=True).start()

@@ -27,6 +27,8 @@ _ID = re.compile(r"video_[0-9a-f]{32}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _SUFFIX = re.compile(r"\.[a-z]{3,4}")
 _MAX_NAME = 100
+# Two decoders can keep both cores of a small machine busy, and answers to others come first.
+_NICE = 10
 #: Longer answers are not a decoder's own.
 _MAX_ANSWER = 16 * 1024
 #: Of this process's variables, those that a Python process may need to start.
@@ -164,6 +166,8 @@ def _decode(upload: Path, name: str, limits: DecodeLimits) -> dict[str, Any]:
             cwd="/",
             start_new_session=True,
         )
+    with contextlib.suppress(ProcessLookupError):
+        os.setpriority(os.PRIO_PROCESS, process.pid, _NICE)
     with process:
         try:
             text = _read(process, limits.seconds)
