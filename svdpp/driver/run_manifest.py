@@ -157,9 +157,13 @@ class RunManifest:
         self._written_at = time.monotonic()
         clips = [*self._before, *self._clips]
         content = {"schema_version": SCHEMA_VERSION, **self._about, "clips": clips}
-        if self._measured is not None:
-            content["measured"] = self._measured
-        output_files.write_json(self._path, redact_all(content))
+        measured = {} if self._measured is None else {"measured": self._measured}
+        try:
+            output_files.write_json(self._path, redact_all({**content, **measured}))
+        except OutputError:  # on a full disk the states of the clips matter more
+            if not measured:
+                raise
+            output_files.write_json(self._path, redact_all(content))
         self._changed = False
 
 

@@ -48,7 +48,9 @@ class _Clock:
 def test_waits_after_the_last_work_are_not_the_next_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bench warms up in one call and measures in the next."""
     clock = _Clock()
-    times = SimpleNamespace(monotonic=clock.monotonic, time=time.time)
+    times = SimpleNamespace(
+        monotonic=clock.monotonic, time=time.time, process_time=time.process_time
+    )
     monkeypatch.setattr(stage, "time", times)
     spec = LatentSpec(shape=(1, 4, 2, 8, 8), dims="BCFHW")
     model = DummyModel(spec, 1, torch.device("cpu"))

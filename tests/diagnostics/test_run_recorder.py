@@ -1,0 +1,93 @@
+"""What a run leaves for its report, from events alone: no rank is started."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SamplingConfig
+from svdpp.diagnostics import run_recorder
+from svdpp.diagnostics.run_recorder import RunRecorder, left_in
+from svdpp.diagnostics.run_report import read_report
+from svdpp.driver.pipeline import Pipeline
+from svdpp.driver.run_manifest import RunManifest
+from svdpp.worker.messages import ActionDone, ClipDone, GpuSample, StepDone
+
+
+def _recorder(num_clips: int) -> RunRecorder:
+    config = PipelineConfig(
+        world_size=1,
+        model=ModelConfig(name="dummy", dummy_latent_shape=(1, 4, 2, 8, 8)),
+        sampling=SamplingConfig(num_inference_steps=2),
+    )
+    return RunRecorder(Pipeline(config), [ClipRequest(seed=s) for s in range(num_clips)], None)
+
+
+def _make_clip(recorder: RunRecorder, clip: int, *, wait: float = 0.0) -> None:
+    """Events of a clip: it begins at its index, waits, and computes for half a second."""
+    for step in range(2):
+        recorder(0, StepDone(clip=clip, step=step, seconds=0.25))
+    done = ActionDone(
+        action=f"DENOISE c{clip} 0:2",
+        start=clip + wait,
+        end=clip + wait + 0.5,
+        waited=wait,
+        waits={"photograph": wait},
+        cpu_seconds=0.4,
+    )
+    recorder(0, done)
+    recorder(0, ClipDone(clip=clip, metadata={}, write_seconds=0.1 * (clip + 1)))
+
+
+def test_figures_are_sums_of_the_events() -> None:
+    recorder = _recorder(3)
+    for clip in range(3):
+        _make_clip(recorder, clip, wait=0.2)
+    recorder(0, GpuSample(when=0.0, watts=100, utilisation=1.0))
+    figures = recorder.figures()
+    assert figures is not None
+    (rank,) = figures.ranks
+    assert (figures.clips, rank.step.count, rank.step.mean_seconds) == (3, 6, 0.25)
+    assert (rank.compute, rank.cpu_seconds) == (pytest.approx(1.5), pytest.approx(1.2))
+    assert rank.photograph_wait == pytest.approx(0.6)
+    assert (rank.write.count, rank.write.mean_seconds) == (3, pytest.approx(0.2))
+    assert rank.gpu is not None
+    assert figures.forecast.afterwards == pytest.approx(1.5)
+    assert figures.forecast.before is None
+
+
+def test_a_long_run_leaves_the_figures_of_its_last_clips(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_recorder, "_KEPT_CLIPS", 5)
+    recorder = _recorder(20)
+    for clip in range(20):
+        _make_clip(recorder, clip, wait=0.2)
+    figures = recorder.figures()
+    assert figures is not None
+    assert (figures.clips, figures.ranks[0].step.count) == (5, 10)
+    # Waits and CPU time are of the same clips.
+    assert figures.ranks[0].photograph_wait == pytest.approx(1.0)
+    assert figures.ranks[0].cpu_seconds == pytest.approx(2.0)
+    assert figures.forecast.afterwards == pytest.approx(2.5)
+    assert len(json.dumps(figures.to_json())) < 10_000
+
+
+def test_a_run_that_fails_leaves_its_figures(tmp_path: Path) -> None:
+    recorder = _recorder(3)
+    manifest = RunManifest(tmp_path / "run.json", {"model": "dummy"}, [{"output": "a.mp4"}])
+    with pytest.raises(RuntimeError, match="died"), manifest, left_in(manifest, recorder):
+        _make_clip(recorder, 0)
+        raise RuntimeError("a rank died")
+    report = read_report(tmp_path)
+    assert report.figures is not None
+    assert report.figures.clips == 1
+    assert report.figures.forecast.afterwards is None  # not all clips were made
+    assert report.findings
+
+
+def test_a_run_that_ends_before_its_first_step_leaves_none(tmp_path: Path) -> None:
+    manifest = RunManifest(tmp_path / "run.json", {}, [])
+    with manifest, left_in(manifest, _recorder(1)):
+        pass
+    assert "measured" not in json.loads((tmp_path / "run.json").read_text())
