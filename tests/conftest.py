@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import tempfile
@@ -15,6 +16,8 @@ from svdpp.launch import fork_server, garbage
 
 # Processes that have just been killed may still be removing their folders.
 _GRACE_SECONDS = 10.0
+
+_GC_THRESHOLDS = gc.get_threshold()
 
 _found_after: dict[str, str] = {}
 
@@ -31,6 +34,10 @@ def pytest_configure() -> None:
     util.get_temp_dir()  # multiprocessing's own folder, which lasts as long as this process
     # By a finalizer of lower priority than the one that removes that folder.
     util.Finalize(None, shutil.rmtree, [folder], {"ignore_errors": True}, exitpriority=-200)
+
+
+def pytest_collection_finish() -> None:
+    gc.set_threshold(*_GC_THRESHOLDS)  # tests of memory shall find little garbage
 
 
 @pytest.fixture(scope="session", autouse=True)

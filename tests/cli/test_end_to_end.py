@@ -175,7 +175,6 @@ def test_torchrun_joins_its_world(tmp_path: Path) -> None:
     assert [rank["steps_done"] for rank in report["ranks"]] == [56] * 4
 
 
-@pytest.mark.long
 def test_the_log_has_one_record_for_each_event_bound_to_its_rank(tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
     done = svdpp_here(

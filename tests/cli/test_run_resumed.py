@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from svdpp.media.examples import example_photos
 from svdpp.media.video import read_frames
+from tests.cli.shell import Answer, svdpp_here
 from tests.models.builders import save_tiny_checkpoint
 
 pytestmark = [pytest.mark.processes, pytest.mark.long]
@@ -24,15 +25,12 @@ KNOBS = ["--steps", "6", "--height", "64", "--width", "64", "--frames", "2", "--
 PHOTOS = [str(photo) for photo in example_photos()[:2]]
 
 
-def _command(*arguments: object) -> list[str]:
-    fixed = ["--device", "cpu", "--model", "demo", *KNOBS]
-    return [sys.executable, "-m", "svdpp", "run", *map(str, arguments), *fixed]
+def _command(*arguments: object, model: object = "demo") -> list[str]:
+    return ["run", *map(str, arguments), "--device", "cpu", "--model", str(model), *KNOBS]
 
 
-def _run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        _command(*arguments), capture_output=True, text=True, timeout=200, check=False
-    )
+def _run(*arguments: object, model: object = "demo") -> Answer:
+    return svdpp_here(*_command(*arguments, model=model))
 
 
 def _latents(out: Path) -> dict[str, str]:
@@ -43,10 +41,10 @@ def _latents(out: Path) -> dict[str, str]:
 def test_a_killed_run_goes_on_from_its_hand_overs(tmp_path: Path) -> None:
     whole, out, kept = tmp_path / "whole", tmp_path / "out", tmp_path / "saved"
     uninterrupted = _run(*PHOTOS, "--world", 1, "--out", whole)
-    assert uninterrupted.returncode == 0, uninterrupted.stderr
+    assert uninterrupted.code == 0, uninterrupted.err
     keeping = ("--out", out, "--latents-dir", kept)
     killed = subprocess.Popen(
-        _command(*PHOTOS, "--world", 3, *keeping),
+        [sys.executable, "-m", "svdpp", *_command(*PHOTOS, "--world", 3, *keeping)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
@@ -60,8 +58,8 @@ def test_a_killed_run_goes_on_from_its_hand_overs(tmp_path: Path) -> None:
     assert len(states) == 2
     assert set(states) <= {"pending", "running", "done"}
     resumed = _run(*PHOTOS, "--world", 2, *keeping, "--resume", "-v")
-    assert resumed.returncode == 0, resumed.stderr
-    assert "of them continued from an earlier run" in resumed.stderr
+    assert resumed.code == 0, resumed.err
+    assert "of them continued from an earlier run" in resumed.err
     assert _latents(out) == _latents(whole)
     assert list(kept.iterdir()) == []
     manifest = json.loads((out / "run.json").read_text())
@@ -76,18 +74,18 @@ def test_unreadable_images_lose_no_other_with_keep_going(tmp_path: Path) -> None
     inputs = (PHOTOS[0], tmp_path / "torn.png", tmp_path / "absent.png")
     out = tmp_path / "out"
     refused = _run(*inputs, "--world", 1, "--out", out)
-    assert refused.returncode == 7
+    assert refused.code == 7
     assert not out.exists()
     done = _run(*inputs, "--world", 1, "--out", out, "--keep-going", "--json")
-    assert done.returncode == 7
-    made, *lost = json.loads(done.stdout)
+    assert done.code == 7
+    made, *lost = json.loads(done.out)
     assert len(read_frames(out / made["output"], "mp4")) == 2
     assert [clip["error"]["type"] for clip in lost] == ["InputError"] * 2
-    assert "error: 2 of 3 clips lost: " in done.stderr
+    assert "error: 2 of 3 clips lost: " in done.err
     manifest = json.loads((out / "run.json").read_text())["clips"]
     assert sorted(clip["state"] for clip in manifest) == ["done", "failed", "failed"]
     nothing = _run(*inputs[1:], "--world", 1, "--out", out, "--keep-going")
-    assert nothing.returncode == 7
+    assert nothing.code == 7
 
 
 def test_what_is_lost_ends_with_the_highest_code(tmp_path: Path) -> None:
@@ -99,8 +97,7 @@ def test_what_is_lost_ends_with_the_highest_code(tmp_path: Path) -> None:
     save_file(tensors, weights, metadata={"format": "pt"})
     (tmp_path / "torn.png").write_bytes(b"\x89PNG\r\n")
     inputs, out = (PHOTOS[0], tmp_path / "torn.png"), tmp_path / "out"
-    command = [*_command(*inputs, "--world", 1, "--out", out, "--keep-going"), "--model", model]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 9, done.stderr
-    assert "error: 2 of 2 clips lost: the latent is not finite after step 0" in done.stderr
-    assert done.stdout.count("(lost: ") == 2
+    done = _run(*inputs, "--world", 1, "--out", out, "--keep-going", model=model)
+    assert done.code == 9, done.err
+    assert "error: 2 of 2 clips lost: the latent is not finite after step 0" in done.err
+    assert done.out.count("(lost: ") == 2

@@ -106,7 +106,6 @@ def test_a_run_that_never_began_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.long
 @pytest.mark.processes
 def test_a_verify_that_finds_a_difference_writes_its_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SamplingConfig
+from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SvdSampling
 from svdpp.diagnostics import run_recorder
 from svdpp.diagnostics.run_recorder import RunRecorder, left_in
 from svdpp.diagnostics.run_report import read_report
@@ -20,7 +20,7 @@ def _recorder(num_clips: int) -> RunRecorder:
     config = PipelineConfig(
         world_size=1,
         model=ModelConfig(name="dummy", dummy_latent_shape=(1, 4, 2, 8, 8)),
-        sampling=SamplingConfig(num_inference_steps=2),
+        sampling=SvdSampling(num_inference_steps=2),
     )
     return RunRecorder(Pipeline(config), [ClipRequest(seed=s) for s in range(num_clips)], None)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.cli.shell import DEMO, PHOTO, svdpp_alone
+from tests.cli.shell import DEMO, PHOTO, svdpp_here
 from tests.faults.processes import allowing_for_others
 from tests.hosts.conftest import MakeHosts
 from tests.hosts.hosts import Host, Hosts, wait_for
@@ -45,7 +45,7 @@ def _bits(records: dict[str, dict[str, Any]]) -> Bits:
 def bits_of_one_host(tmp_path_factory: pytest.TempPathFactory) -> Bits:
     """The same clips, made by ranks on one host."""
     folder = tmp_path_factory.mktemp("one-host")
-    done = svdpp_alone("run", *_CLIPS, "--world", "2", "--out", str(folder))
+    done = svdpp_here("run", *_CLIPS, "--world", "2", "--out", str(folder))
     assert done.code == 0, done.err
     return _bits(_records(folder))
 

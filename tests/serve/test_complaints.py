@@ -9,7 +9,7 @@ TTL that removes files and keeps rows     test_server.test_what_is_left_goes_on_
                                           test_retention.test_rows_and_files_stay_together_...
 a client's disconnect orphans its job     test_a_client_that_does_not_wait_for_the_answer,
                                           test_api.test_a_client_that_leaves_does_not_end_its_clip
-queue lost on restart                     test_crashes.test_a_killed_server
+queue lost on restart                     test_crashes.test_a_killed_server_then_another_...
 a task visible before its row             test_an_answer_comes_after_the_row
 completion that resurrects a deleted job  test_a_deleted_clip_does_not_return,
                                           test_store.test_nothing_brings_a_removed_job_back

@@ -16,7 +16,7 @@ import pytest
 
 from svdpp.media.video import file_sha256
 from tests.cli.shell import DEMO as ON_CPU
-from tests.cli.shell import Answer, assert_error, python, svdpp_alone, svdpp_here
+from tests.cli.shell import Answer, assert_error, python, svdpp_here
 from tests.cli.test_cli_alone import HEAVY, LIST_MODULES
 from tests.serve.http_server import (
     DEMO,
@@ -34,13 +34,8 @@ pytest.importorskip("fastapi")
 # --- errors before the start --------------------------------------------------------------------
 
 
-def start(tmp_path: Path, *options: str) -> Answer:
-    """A server that does not start."""
-    return svdpp_alone("serve", "--data", str(tmp_path / "data"), *options)
-
-
 def start_here(tmp_path: Path, *options: str) -> Answer:
-    """A server that is refused before anything is started, in this process."""
+    """A server of the dummy model, which is refused."""
     return svdpp_here("serve", "--data", str(tmp_path / "data"), *DUMMY, *options)
 
 
@@ -73,11 +68,10 @@ def test_without_keys_other_hosts_are_refused(tmp_path: Path, host: str) -> None
     assert not (tmp_path / "data").exists()
 
 
-@pytest.mark.long
 def test_a_missing_model(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    model = str(tmp_path / "empty")
-    answer = start(tmp_path, "--device", "cpu", "--model", model, "--port", "0")
+    model = ("--device", "cpu", "--model", str(tmp_path / "empty"))
+    answer = svdpp_here("serve", "--data", str(tmp_path / "data"), *model, "--port", "0")
 
     assert_error(answer, 5, "empty")
     assert not (tmp_path / "data").exists()
@@ -98,10 +92,9 @@ def test_a_key_file_that_others_may_read(tmp_path: Path) -> None:
     assert_error(answer, 2, "0644", "chmod 600")
 
 
-@pytest.mark.long
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "data").write_text("a file")
-    assert_error(start(tmp_path, *DUMMY, "--port", "0"), 8, "data")
+    assert_error(start_here(tmp_path, "--port", "0"), 8, "data")
 
 
 @pytest.mark.parametrize("missing", ["fastapi", "prometheus_client"])
@@ -250,7 +243,7 @@ def test_a_clip_of_the_demo_model_from_end_to_end(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.processes
 def test_a_second_server_on_the_same_folder(server: HttpServer) -> None:
-    answer = svdpp_alone("serve", "--data", str(server.folder), *QUICK, "--port", "0")
+    answer = svdpp_here("serve", "--data", str(server.folder), *QUICK, "--port", "0")
     assert_error(answer, 2, "data")
 
 
