@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -11,6 +12,7 @@ import torch
 
 from svdpp.comm.header import FIELDS
 from svdpp.errors import RequestError
+from svdpp.models.base import LATENTS, Tensors, solver_history
 
 Kind = Literal["ulp", "state", "skip", "nan", "raise", "hang", "header"]
 
@@ -68,6 +70,30 @@ class InjectedFault:
     def strikes(self, kind: str, rank: int, clip: int) -> bool:
         """Whether this fault is of `kind`, at `rank` and `clip`."""
         return (self.kind, self.rank, self.clip) == (kind, rank, clip)
+
+    def skipped_steps(self, rank: int, clip: int) -> int:
+        """Called before the rank's first step of a clip; returns how many steps it leaves out.
+
+        Raises or hangs if that is the fault.
+        """
+        if self.strikes("raise", rank, clip):
+            raise RuntimeError("an injected fault")
+        while self.strikes("hang", rank, clip):
+            time.sleep(1)
+        return int(self.strikes("skip", rank, clip))
+
+    def received(self, rank: int, clip: int, tensors: Tensors) -> Tensors:
+        """The tensors with which the rank starts, given those that it has received."""
+        if self.strikes("nan", rank, clip):
+            return {**tensors, LATENTS: torch.full_like(tensors[LATENTS], torch.nan)}
+        return tensors
+
+    def sent(self, rank: int, clip: int, tensors: Tensors) -> Tensors:
+        """The tensors that the rank sends, given those that it has computed."""
+        name = LATENTS if self.strikes("ulp", rank, clip) else None
+        if self.strikes("state", rank, clip):
+            name = next(iter(solver_history(tensors)), None)
+        return tensors if name is None else {**tensors, name: one_ulp_off(tensors[name])}
 
     def tamper(self, rank: int) -> Callable[[int, bytes], bytes] | None:
         """The function that changes the headers `rank` sends; None if they stay as they are."""

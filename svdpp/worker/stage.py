@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import cached_property, lru_cache, partial
-from typing import NoReturn
 
 import torch
 from PIL import Image
@@ -19,7 +18,7 @@ from svdpp.errors import InputError, NotFiniteError, SvdppError
 from svdpp.models.base import LATENTS, AfterStep, Tensors, VideoModel, solver_history
 from svdpp.plan.actions import Action, Kind
 from svdpp.worker.clip_writer import ClipWriter, FinishedClip
-from svdpp.worker.fault_injection import InjectedFault, one_ulp_off
+from svdpp.worker.fault_injection import InjectedFault
 from svdpp.worker.latent_checkpoints import LatentCheckpoints, LatentCheckpointWriter
 from svdpp.worker.messages import (
     ActionDone,
@@ -230,7 +229,11 @@ class PipelineStage:
 
     def _denoised(self, action: Action, packet: Packet) -> Tensors:
         """The packet's tensors after the action's steps, all of them checked."""
-        start = self._start_with_faults(action)
+        start, tensors = action.start, packet.tensors
+        if self._fault:
+            self._reporter.at(action, start)
+            start += self._fault.skipped_steps(self._rank, action.clip)
+            tensors = self._fault.received(self._rank, action.clip, tensors)
         checks = StepChecks(self._device, self._rank, partial(self._report_step, action.clip))
 
         def after_step(step: int, latent: torch.Tensor) -> None:
@@ -238,14 +241,9 @@ class PipelineStage:
             self._before_step(action, step + 1)
 
         self._before_step(action, start)
-        tensors = self._with_nan(action, packet.tensors)
         tensors = self._run_steps(packet.clip, tensors, start, action.end, after_step)
         checks.finish()
-        if self._fault and self._fault.strikes("ulp", self._rank, action.clip):
-            tensors[LATENTS] = one_ulp_off(tensors[LATENTS])
-        if self._fault and self._fault.strikes("state", self._rank, action.clip):
-            tensors |= {n: one_ulp_off(t) for n, t in list(solver_history(tensors).items())[:1]}
-        return tensors
+        return self._fault.sent(self._rank, action.clip, tensors) if self._fault else tensors
 
     def _run_steps(
         self, clip: int, tensors: Tensors, start: int, end: int, after_step: AfterStep
@@ -383,24 +381,3 @@ class PipelineStage:
         yield
         self._reporter.at(action)
         self._waits[cause] = self._waits.get(cause, 0.0) + time.monotonic() - start
-
-    def _start_with_faults(self, action: Action) -> int:
-        """Performs a fault injected before the first step; returns the step to begin with."""
-        if self._fault is None:
-            return action.start
-        self._reporter.at(action, action.start)
-        if self._fault.strikes("raise", self._rank, action.clip):
-            raise RuntimeError("an injected fault")
-        if self._fault.strikes("hang", self._rank, action.clip):
-            _hang()
-        return action.start + self._fault.strikes("skip", self._rank, action.clip)
-
-    def _with_nan(self, action: Action, tensors: Tensors) -> Tensors:
-        if self._fault and self._fault.strikes("nan", self._rank, action.clip):
-            return {**tensors, LATENTS: torch.full_like(tensors[LATENTS], torch.nan)}
-        return tensors
-
-
-def _hang() -> NoReturn:
-    while True:
-        time.sleep(1)
