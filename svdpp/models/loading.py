@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import re
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ from svdpp.errors import ModelError, OutOfMemoryError, RequestError
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.free_memory import free_bytes
 from svdpp.models.safetensors_header import Header, weight_headers
-from svdpp.models.svd.weights import check_names
+from svdpp.models.weight_check import check_weights
 
 
 class UnloadedComponent:
@@ -43,13 +42,11 @@ class ComponentLoader:
     their memory.
 
     Args:
-        folder: of the checkpoint.
-        variant: such as `fp16` in the names of the weight files; None for the plain names.
+        checkpoint: found and checked.
         device: of the modules.
     """
 
-    folder: Path
-    variant: str | None
+    checkpoint: Checkpoint
     device: torch.device
 
     def module(
@@ -62,12 +59,12 @@ class ComponentLoader:
             OutOfMemoryError: the device or the host has too little memory.
             RequestError: the device cannot be used.
         """
-        folder = self.folder / component
-        with library_errors(component):
-            headers = weight_headers(self.folder, component, self.variant)
-        with library_errors(component), self._memory_errors(component, headers, dtype):
+        checkpoint, folder = self.checkpoint, self.checkpoint.folder / component
+        with library_errors(component, checkpoint):
+            headers = weight_headers(checkpoint.folder, component, checkpoint.variant)
+        with library_errors(component, checkpoint), self._memory_errors(component, headers, dtype):
             expected = meta_module(cls, folder)
-            check_names(component, expected, _comparable(headers, expected))
+            check_weights(component, expected, headers)
             module = self._from_pretrained(cls, folder, dtype)
             for name in unused:
                 delattr(module, name)
@@ -84,16 +81,16 @@ class ComponentLoader:
 
         It has the component's config with the defaults of `cls`, `dtype`, and `attributes`.
         """
-        with library_errors(component):
-            config = cls.load_config(self.folder / component, local_files_only=True)
+        with library_errors(component, self.checkpoint):
+            config = cls.load_config(self.checkpoint.folder / component, local_files_only=True)
         parameters = inspect.signature(cls.__init__).parameters.values()
         defaults = {each.name: each.default for each in parameters if each.name != "self"}
         return UnloadedComponent(FrozenDict({**defaults, **config}), dtype, attributes)
 
     def processor(self, cls: Any, component: str) -> Any:
         """Loads a component without weights: a tokenizer or an image processor."""
-        with library_errors(component):
-            return cls.from_pretrained(self.folder / component, local_files_only=True)
+        with library_errors(component, self.checkpoint):
+            return cls.from_pretrained(self.checkpoint.folder / component, local_files_only=True)
 
     def tokenizer(self, cls: Any) -> Any:
         """Loads the tokenizer.
@@ -102,7 +99,8 @@ class ComponentLoader:
             ModelError: its files are missing, for which transformers would make up a vocabulary, or
                 a library that reads them.
         """
-        files = [self.folder / "tokenizer" / name for name in ("tokenizer.json", "spiece.model")]
+        folder = self.checkpoint.folder / "tokenizer"
+        files = [folder / name for name in ("tokenizer.json", "spiece.model")]
         if not any(file.is_file() for file in files):
             raise ModelError("tokenizer/tokenizer.json is missing")
         if not files[0].is_file() and not _can_read_spiece():
@@ -114,7 +112,7 @@ class ComponentLoader:
 
     def _from_pretrained(self, cls: Any, folder: Path, dtype: torch.dtype) -> Any:
         options: dict[str, Any] = {"local_files_only": True, "use_safetensors": True}
-        options |= {"variant": self.variant, "dtype": dtype}
+        options |= {"variant": self.checkpoint.variant, "dtype": dtype}
         if _is_diffusers(cls):
             options["low_cpu_mem_usage"] = True
         return cls.from_pretrained(folder, **options)
@@ -135,7 +133,7 @@ class ComponentLoader:
                 free = ", more than is free"
             raise OutOfMemoryError(
                 f"{component} needs {gigabytes:.2f} GB on {self.device}{free}",
-                "use --dtype bf16, which halves the weights, or fewer ranks on this device",
+                "use --dtype bf16 or fp16, which halve the weights, or fewer ranks on this device",
             ) from error
 
     @contextmanager
@@ -158,10 +156,10 @@ def check_components(checkpoint: Checkpoint, classes: Mapping[str, Any]) -> int:
     """
     count = 0
     for component in checkpoint.weighted:
-        with library_errors(component):
+        with library_errors(component, checkpoint):
             headers = weight_headers(checkpoint.folder, component, checkpoint.variant)
             expected = meta_module(classes[component], checkpoint.folder / component)
-            check_names(component, expected, _comparable(headers, expected))
+            check_weights(component, expected, headers)
         count += sum(map(len, headers.values()))
     return count
 
@@ -209,16 +207,19 @@ def meta_module(cls: Any, folder: Path) -> Any:
 
 
 @contextmanager
-def library_errors(component: str) -> Iterator[None]:
+def library_errors(component: str, checkpoint: Checkpoint | None = None) -> Iterator[None]:
     """Converts errors of the libraries to ModelError: their input comes from the checkpoint."""
+    label = f"{checkpoint.label}: " if checkpoint else ""
     try:
         yield
-    except (ModelError, MemoryError):
+    except ModelError as error:
+        raise ModelError(label + error.message, error.hint) from error
+    except MemoryError:
         raise
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        raise ModelError(f"{component} cannot be loaded: {_first_line(error)}") from error
+        raise ModelError(f"{label}{component} cannot be loaded: {_first_line(error)}") from error
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -227,28 +228,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, (MemoryError, torch.cuda.OutOfMemoryError)):
         return True
     return any(text in str(error) for text in ("can't allocate memory", "not enough memory"))
-
-
-def _comparable(headers: Mapping[Path, Header], module: Any) -> dict[Path, Header]:
-    """`headers` as the library reads them: without ignored weights, and with tied ones.
-
-    Files hold one of several tied weights, such as the embedding of a T5 encoder.
-    """
-    ignored = [re.compile(key) for key in module._keys_to_ignore_on_load_unexpected or ()]
-    kept = {
-        path: {
-            name: entry
-            for name, entry in header.items()
-            if not any(pattern.search(name) for pattern in ignored)
-        }
-        for path, header in headers.items()
-    }
-    for name, other in (getattr(module, "all_tied_weights_keys", None) or {}).items():
-        for header in kept.values():
-            for present, absent in ((name, other), (other, name)):
-                if present in header:
-                    header.setdefault(absent, header[present])
-    return kept
 
 
 def _can_read_spiece() -> bool:

@@ -353,7 +353,7 @@ def test_too_little_memory(tiny: Path, monkeypatch: pytest.MonkeyPatch, error: E
             with pytest.raises(OutOfMemoryError, match=r"unet needs 0\.00 GB on cpu") as caught:
                 parts_of(tiny, "X")
         assert caught.value.exit_code == 4
-        assert "--dtype fp16" in caught.value.hint
+        assert "--dtype bf16 or fp16" in caught.value.hint
         assert caught.value.__cause__ is error
 
 

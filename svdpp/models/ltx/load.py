@@ -43,7 +43,7 @@ def load_parts(
     """
     silence_libraries()
     weights = torch_dtype(dtype)
-    load = ComponentLoader(checkpoint.folder, checkpoint.variant, torch.device(device))
+    load = ComponentLoader(checkpoint, torch.device(device))
     parts: dict[str, Any] = {"tokenizer": None, "text_encoder": None}
     if encode:
         tokenizer = getattr(transformers, checkpoint.tokenizer_class)

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 
 from svdpp.config import ModelConfig, SvdSampling
+from svdpp.models.loading import new_module
 from svdpp.models.memory import FakeRun, MemoryEstimate, PartMemory, num_bytes
 from svdpp.models.svd import load
 from svdpp.models.svd.checkpoint import SvdCheckpoint
 from svdpp.models.svd.denoise import SvdDenoiser
 from svdpp.models.svd.encode import ADDED_TIME_IDS, IMAGE_EMBEDDING, IMAGE_LATENTS
-from svdpp.models.svd.weights import empty_module
 
 
 def estimate_parts(
@@ -98,4 +98,4 @@ def _module(
 ) -> Any:
     """One component, without some submodules, as `load` does."""
     folder = checkpoint.folder / component
-    return fake_run.module(lambda: empty_module(component, folder), without, dtype)
+    return fake_run.module(lambda: new_module(load.CLASSES[component], folder), without, dtype)

@@ -48,7 +48,7 @@ def load_parts(
     """
     silence_libraries()
     weights = torch_dtype(dtype)
-    load = ComponentLoader(checkpoint.folder, checkpoint.variant, torch.device(device))
+    load = ComponentLoader(checkpoint, torch.device(device))
     parts: dict[str, Any] = {"tokenizer": None, "text_encoder": None}
     if encode:
         parts |= _text_parts(checkpoint, load, weights)

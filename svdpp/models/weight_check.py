@@ -2,52 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import AutoencoderKLTemporalDecoder, UNetSpatioTemporalConditionModel
-from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
 
 from svdpp.errors import ModelError
 from svdpp.models.safetensors_header import Header
-
-#: Class of each component that diffusers implements.
-DIFFUSERS_CLASSES: Mapping[str, Any] = {
-    "unet": UNetSpatioTemporalConditionModel,
-    "vae": AutoencoderKLTemporalDecoder,
-}
 
 #: Other dtypes are those of quantised weights, which need their scales.
 _FLOATS = frozenset({"F16", "BF16", "F32", "F64"})
 
 
-def empty_module(component: str, folder: Path) -> Any:
-    """The module that a component's config describes, with uninitialised or fake weights.
-
-    Call it on the meta device or under fake tensors; otherwise it allocates the weights.
-
-    Args:
-        component: `unet`, `vae` or `image_encoder`.
-        folder: the component's folder.
-    """
-    if component == "image_encoder":
-        config = CLIPVisionConfig.from_pretrained(folder, local_files_only=True)
-        config.dtype = torch.get_default_dtype()  # the config has the dtype of the files
-        return CLIPVisionModelWithProjection(config)
-    cls = DIFFUSERS_CLASSES[component]
-    return cls.from_config(cls.load_config(folder, local_files_only=True))
-
-
-def meta_module(component: str, folder: Path) -> torch.nn.Module:
-    """The module that a component's config describes, on the meta device."""
-    with torch.device("meta"):
-        module: torch.nn.Module = empty_module(component, folder)
-    return module
-
-
-def check_names(component: str, module: torch.nn.Module, headers: Mapping[Path, Header]) -> None:
+def check_weights(component: str, module: torch.nn.Module, headers: Mapping[Path, Header]) -> None:
     """Compares names, shapes and dtypes of the weight files with the module.
 
     Otherwise a missing weight would raise an unclear error about meta tensors, and diffusers only
@@ -57,6 +26,7 @@ def check_names(component: str, module: torch.nn.Module, headers: Mapping[Path, 
         ModelError: a weight is missing or unknown, or has a wrong shape or dtype; it names the
             first one.
     """
+    headers = _comparable(headers, module)
     expected = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
     found = {name: entry for header in headers.values() for name, entry in header.items()}
     # Files of old transformers versions contain buffers such as position_ids.
@@ -78,3 +48,25 @@ def check_names(component: str, module: torch.nn.Module, headers: Mapping[Path, 
         if names:
             count = f"{len(names)} of {len(expected)} weights are {problem}"
             raise ModelError(f"{where}: {count}, the first is {names[0][:200]!r}")
+
+
+def _comparable(headers: Mapping[Path, Header], module: Any) -> dict[Path, Header]:
+    """`headers` as the library reads them: without ignored weights, and with tied ones.
+
+    Files hold one of several tied weights, such as the embedding of a T5 encoder.
+    """
+    ignored = [re.compile(key) for key in module._keys_to_ignore_on_load_unexpected or ()]
+    kept = {
+        path: {
+            name: entry
+            for name, entry in header.items()
+            if not any(pattern.search(name) for pattern in ignored)
+        }
+        for path, header in headers.items()
+    }
+    for name, other in (getattr(module, "all_tied_weights_keys", None) or {}).items():
+        for header in kept.values():
+            for present, absent in ((name, other), (other, name)):
+                if present in header:
+                    header.setdefault(absent, header[present])
+    return kept
