@@ -23,6 +23,7 @@ from svdpp.models.checkpoint import find_checkpoint
 from svdpp.models.loading import torch_dtype
 from svdpp.models.svd.decode import stack_frames, to_bytes
 from svdpp.models.svd.model import SvdModel, load_svd
+from svdpp.plan.layout import Roles
 from tests.models.builders import save_tiny_checkpoint
 from tests.models.diffusers_pipeline import latents_and_frames
 
@@ -47,7 +48,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _ours(model: ModelConfig, sampling: SamplingConfig) -> SvdModel:
     checkpoint = find_checkpoint(model)
     sampling = sampling.resolved(model_frames=checkpoint.num_frames)
-    return load_svd(checkpoint, model, sampling, "cpu", encode=True, denoise=True, decode=True)
+    roles = Roles(encode=True, denoise=True, decode=True)
+    return load_svd(checkpoint, model, sampling, "cpu", roles)
 
 
 def _photo() -> Image.Image:
@@ -115,7 +117,7 @@ def test_a_rank_between_needs_the_unet_alone(tiny: Path) -> None:
 
     def load(**roles: bool) -> SvdModel:
         nothing = {"encode": False, "denoise": False, "decode": False}
-        return load_svd(checkpoint, model, sampling, "cpu", **{**nothing, **roles})
+        return load_svd(checkpoint, model, sampling, "cpu", Roles(**{**nothing, **roles}))
 
     whole = load(encode=True, denoise=True, decode=True)
     tensors = whole.encode(whole.prepare(image), ClipRequest(seed=1))

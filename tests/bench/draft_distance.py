@@ -27,6 +27,7 @@ from svdpp.models import determinism
 from svdpp.models.svd.model import SvdModel, load_svd
 from svdpp.plan.draft import DraftPlan
 from svdpp.plan.draft_starts import default_start_steps
+from svdpp.plan.layout import Roles
 
 
 def load(num_steps: int) -> SvdModel:
@@ -38,8 +39,8 @@ def load(num_steps: int) -> SvdModel:
     )
     config, checkpoint = resolve(config)
     assert checkpoint is not None
-    parts = {"encode": True, "denoise": True, "decode": True}
-    return load_svd(checkpoint, config.model, config.sampling, "cpu", **parts)
+    roles = Roles(encode=True, denoise=True, decode=True)
+    return load_svd(checkpoint, config.model, config.sampling, "cpu", roles)
 
 
 def measure(

@@ -15,9 +15,9 @@ import pytest
 
 from svdpp.config import ModelConfig
 from svdpp.errors import ModelError, RequestError
-from svdpp.models import checkpoint
 from svdpp.models.checkpoint import find_checkpoint
 from svdpp.models.safetensors_header import weight_headers
+from svdpp.models.svd import checkpoint
 from tests.models.builders import edit_json, save_tiny_checkpoint
 
 UNET = "unet/diffusion_pytorch_model.safetensors"

@@ -16,6 +16,7 @@ from svdpp.models.base import LATENTS
 from svdpp.models.checkpoint import find_checkpoint
 from svdpp.models.memory import estimate
 from svdpp.models.svd.model import load_svd
+from svdpp.plan.layout import Roles
 from tests.diagnostics.made_up_runs import replayed, with_rank
 
 DEMO = ModelConfig(name="demo")
@@ -54,9 +55,13 @@ _FLOPS = functools.cache(lambda: count_flops(DEMO, SAMPLING))
 
 def test_a_step_equals_a_hand_count(monkeypatch: pytest.MonkeyPatch) -> None:
     model = load_svd(
-        find_checkpoint(DEMO), DEMO, SAMPLING, "cpu", encode=False, denoise=True, decode=False
+        find_checkpoint(DEMO),
+        DEMO,
+        SAMPLING,
+        "cpu",
+        Roles(encode=False, denoise=True, decode=False),
     )
-    tensors = {name: torch.zeros(spec.shape) for name, spec in model.packet_spec().items()}
+    tensors = {name: torch.zeros(spec.shape) for name, spec in model.packet_spec(0).items()}
     hand = HandCount(model._parts.unet, monkeypatch)
     model.denoiser(tensors, 0).forward(tensors[LATENTS], 0)
 
@@ -66,10 +71,14 @@ def test_a_step_equals_a_hand_count(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_decode_equals_a_hand_count(monkeypatch: pytest.MonkeyPatch) -> None:
     model = load_svd(
-        find_checkpoint(DEMO), DEMO, SAMPLING, "cpu", encode=False, denoise=False, decode=True
+        find_checkpoint(DEMO),
+        DEMO,
+        SAMPLING,
+        "cpu",
+        Roles(encode=False, denoise=False, decode=True),
     )
     hand = HandCount(model._parts.vae, monkeypatch)
-    model.decode(torch.zeros(model.packet_spec()[LATENTS].shape))
+    model.decode({LATENTS: torch.zeros(model.packet_spec(0)[LATENTS].shape)})
     assert _FLOPS().decode == pytest.approx(hand.flops, rel=0.02)
 
 

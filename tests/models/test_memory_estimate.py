@@ -24,6 +24,7 @@ from svdpp.models.memory import MemoryEstimate, PartMemory, estimate
 from svdpp.models.svd import load
 from svdpp.models.svd.model import SvdModel, load_svd
 from svdpp.plan.costs import Costs
+from svdpp.plan.layout import Roles
 
 DEMO = ModelConfig(name="demo")
 SAMPLING = SvdSampling(
@@ -47,8 +48,8 @@ def _estimated(model: ModelConfig = DEMO, *, threads: int = 1, **changes: object
 
 
 def _loaded(part: str) -> SvdModel:
-    roles = {name: name == part for name in ("encode", "denoise", "decode")}
-    return load_svd(find_checkpoint(DEMO), DEMO, SAMPLING, "cpu", **roles)
+    roles = Roles(**{name: name == part for name in ("encode", "denoise", "decode")})
+    return load_svd(find_checkpoint(DEMO), DEMO, SAMPLING, "cpu", roles)
 
 
 @pytest.mark.parametrize("part", ["encode", "denoise", "decode"])
@@ -64,7 +65,7 @@ def test_weight_bytes_equal_those_of_a_rank(part: str) -> None:
 def test_activation_bytes_match_torchs_allocator(part: str, threads: int) -> None:
     torch.set_num_threads(threads)
     model = _loaded(part)
-    tensors = {name: torch.zeros(spec.shape) for name, spec in model.packet_spec().items()}
+    tensors = {name: torch.zeros(spec.shape) for name, spec in model.packet_spec(0).items()}
 
     def step() -> object:
         return model.denoiser(tensors, 0).forward(tensors[LATENTS], 0)
@@ -148,9 +149,9 @@ def test_a_rank_needs_the_weights_of_all_its_parts_and_the_largest_activations()
         encode=PartMemory(1, 10), denoise=PartMemory(2, 30), decode=PartMemory(4, 20)
     )
 
-    assert estimate_of_parts.of_rank(encode=True, denoise=True, decode=False)[:2] == (3, 30)
-    assert estimate_of_parts.of_rank(encode=False, denoise=False, decode=True)[:2] == (4, 20)
-    assert estimate_of_parts.of_rank(encode=False, denoise=False, decode=False)[:2] == (0, 0)
+    assert estimate_of_parts.of_rank(Roles(encode=True, denoise=True, decode=False))[:2] == (3, 30)
+    assert estimate_of_parts.of_rank(Roles(encode=False, denoise=False, decode=True))[:2] == (4, 20)
+    assert estimate_of_parts.of_rank(Roles(encode=False, denoise=False, decode=False))[:2] == (0, 0)
 
 
 def test_an_estimate_becomes_costs() -> None:
