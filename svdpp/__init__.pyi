@@ -1,9 +1,11 @@
 from svdpp.config import ClipRequest as ClipRequest
 from svdpp.config import DraftConfig as DraftConfig
+from svdpp.config import LtxSampling as LtxSampling
 from svdpp.config import ModelConfig as ModelConfig
 from svdpp.config import OutputConfig as OutputConfig
 from svdpp.config import PipelineConfig as PipelineConfig
-from svdpp.config import SamplingConfig as SamplingConfig
+from svdpp.config import SvdSampling as SvdSampling
+from svdpp.config import WanSampling as WanSampling
 from svdpp.driver.clip_handle import ClipFailure as ClipFailure
 from svdpp.driver.clip_handle import ClipHandle as ClipHandle
 from svdpp.driver.clip_handle import ClipResult as ClipResult

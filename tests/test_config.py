@@ -19,7 +19,6 @@ from svdpp.config import (
     ModelConfig,
     OutputConfig,
     PipelineConfig,
-    SamplingConfig,
     SvdSampling,
     TensorSpec,
     limits,
@@ -34,7 +33,7 @@ THREADS = limits.max_threads()
 
 def pipeline(**given: Any) -> PipelineConfig:
     """A pipeline of two ranks; `dtype` and sampler fields are passed to where they belong."""
-    sampler = {field.name for field in dataclasses.fields(SamplingConfig)} & given.keys()
+    sampler = {field.name for field in dataclasses.fields(SvdSampling)} & given.keys()
     sampling = SvdSampling(**{name: given.pop(name) for name in sampler})
     model = ModelConfig(dtype=given.pop("dtype", "fp32"))
     return PipelineConfig(**{"world_size": 2, **given}, model=model, sampling=sampling)
@@ -49,27 +48,27 @@ REFUSED = [
     (ModelConfig, {"dtype": "float64"}, "--dtype must be one of fp32, fp16, bf16, got 'float64'"),
     (ModelConfig, {"name": ""}, "--model is empty"),
     (ModelConfig, {"name": "  "}, "--model is empty"),
-    (SamplingConfig, {"num_inference_steps": 0}, "--steps must be 1 to 1000, got 0"),
-    (SamplingConfig, {"num_inference_steps": -28}, "--steps must be 1 to 1000, got -28"),
+    (SvdSampling, {"num_inference_steps": 0}, "--steps must be 1 to 1000, got 0"),
+    (SvdSampling, {"num_inference_steps": -28}, "--steps must be 1 to 1000, got -28"),
     *[
         (
-            SamplingConfig,
+            SvdSampling,
             {side: value},
             f"--{side} must be a multiple of 8 from 8 to 4096, got {value}",
         )
         for side in ("height", "width")
         for value in (0, -8, 7, 100, 577)
     ],
-    (SamplingConfig, {"num_frames": 0}, "--frames must be 1 to 1024, got 0"),
-    (SamplingConfig, {"num_frames": -1}, "--frames must be 1 to 1024, got -1"),
-    (SamplingConfig, {"decode_chunk_size": 0}, "--decode-chunk-size must be 1 to 1024, got 0"),
-    (SamplingConfig, {"fps": 0}, "--fps must be 1 to 240 frames a second, got 0"),
-    (SamplingConfig, {"fps": 241}, "--fps must be 1 to 240 frames a second, got 241"),
-    (SamplingConfig, {"motion_bucket_id": -1}, "--motion-bucket-id must be 0 to 1023, got -1"),
-    (SamplingConfig, {"motion_bucket_id": 1024}, "--motion-bucket-id must be 0 to 1023"),
+    (SvdSampling, {"num_frames": 0}, "--frames must be 1 to 1024, got 0"),
+    (SvdSampling, {"num_frames": -1}, "--frames must be 1 to 1024, got -1"),
+    (SvdSampling, {"decode_chunk_size": 0}, "--decode-chunk-size must be 1 to 1024, got 0"),
+    (SvdSampling, {"fps": 0}, "--fps must be 1 to 240 frames a second, got 0"),
+    (SvdSampling, {"fps": 241}, "--fps must be 1 to 240 frames a second, got 241"),
+    (SvdSampling, {"motion_bucket_id": -1}, "--motion-bucket-id must be 0 to 1023, got -1"),
+    (SvdSampling, {"motion_bucket_id": 1024}, "--motion-bucket-id must be 0 to 1023"),
     *[
         (
-            SamplingConfig,
+            SvdSampling,
             {name: value},
             f"--{name.replace('_', '-')} must be a finite number, 0 to 1",
         )
@@ -77,12 +76,12 @@ REFUSED = [
         for value in (-0.1, INF, -INF, NAN)
     ],
     (
-        SamplingConfig,
+        SvdSampling,
         {"min_guidance_scale": 2.0, "max_guidance_scale": 1.0},
         "--min-guidance-scale 2.0 is above 1 but --max-guidance-scale 1.0 is not",
     ),
-    (SamplingConfig, {"num_frames": 1}, "one frame uses only --min-guidance-scale"),
-    (SamplingConfig, {"fit": "zoom"}, "--fit must be crop, pad or stretch, got 'zoom'"),
+    (SvdSampling, {"num_frames": 1}, "one frame uses only --min-guidance-scale"),
+    (SvdSampling, {"fit": "zoom"}, "--fit must be crop, pad or stretch, got 'zoom'"),
     (pipeline, {"world_size": 0}, "--world must be 1 to 65536, got 0"),
     (pipeline, {"world_size": 29}, "29 ranks are more than 28 steps"),
     (pipeline, {"world_size": 3}, "28 steps cannot be split evenly over 3 ranks"),
@@ -146,7 +145,7 @@ _SCALES = ("noise_aug_strength", "min_guidance_scale", "max_guidance_scale")
 @pytest.mark.parametrize(
     ("make", "name"),
     [
-        *((SamplingConfig, name) for name in (*_KNOBS, *_SCALES, "decode_chunk_size", "fit")),
+        *((SvdSampling, name) for name in (*_KNOBS, *_SCALES, "decode_chunk_size", "fit")),
         *((pipeline, name) for name in ("world_size", "num_threads", "device", "timeout_seconds")),
         *((ModelConfig, name) for name in ("name", "dtype", "memory_opt", "channels_last")),
         *((partial(OutputConfig, path="x"), name) for name in ("format", "crf")),
@@ -200,14 +199,14 @@ def test_the_number_of_clips_has_limits(number: Any) -> None:
 
 ACCEPTED = [
     (LatentSpec, {"shape": (1, 14, 4, 64, 64)}),
-    (SamplingConfig, {"height": 8, "width": 8}),
-    (SamplingConfig, {"fps": 1}),
-    (SamplingConfig, {"fps": 240, "motion_bucket_id": 1023}),
-    (SamplingConfig, {"motion_bucket_id": 0, "noise_aug_strength": 0.0}),
-    (SamplingConfig, {"min_guidance_scale": 0.0, "max_guidance_scale": 0.0}),
-    (SamplingConfig, {"min_guidance_scale": 3.0, "max_guidance_scale": 1.1}),
-    (SamplingConfig, {"num_frames": 1, "max_guidance_scale": 1.0}),
-    (SamplingConfig, {"num_frames": 1, "min_guidance_scale": 1.5}),
+    (SvdSampling, {"height": 8, "width": 8}),
+    (SvdSampling, {"fps": 1}),
+    (SvdSampling, {"fps": 240, "motion_bucket_id": 1023}),
+    (SvdSampling, {"motion_bucket_id": 0, "noise_aug_strength": 0.0}),
+    (SvdSampling, {"min_guidance_scale": 0.0, "max_guidance_scale": 0.0}),
+    (SvdSampling, {"min_guidance_scale": 3.0, "max_guidance_scale": 1.1}),
+    (SvdSampling, {"num_frames": 1, "max_guidance_scale": 1.0}),
+    (SvdSampling, {"num_frames": 1, "min_guidance_scale": 1.5}),
     (pipeline, {"world_size": 28}),
     (pipeline, {"max_guidance_scale": 1 + 2**-23}),
     (pipeline, {"max_guidance_scale": 1 + 2**-10, "dtype": "fp16"}),

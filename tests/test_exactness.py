@@ -58,7 +58,7 @@ def _photo() -> Image.Image:
 
 def _assert_equal(model: ModelConfig, sampling: SamplingConfig, *, seed: int = 7) -> None:
     image = fit_photo(_photo(), sampling.width, sampling.height, sampling.fit)
-    theirs, their_frames = latents_and_frames(model, sampling, image, seed)
+    theirs, their_frames = latents_and_frames(model, sampling, ClipRequest(seed=seed), image)
     ours = _ours(model, sampling)
     tensors = ours.encode(ours.prepare(image), ClipRequest(seed=seed))
     for name, spec in ours.packet_spec(0).items():

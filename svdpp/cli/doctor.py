@@ -17,6 +17,7 @@ from svdpp.cli.options.ranks import RankOptions
 from svdpp.cli.options.sampling import PROMPT_FIELDS, SamplingOptions
 from svdpp.cli.options.talk import AnswerOptions
 from svdpp.config import DEFAULT_MODEL, DEFAULT_NUM_STEPS, DEMO_MODEL, PipelineConfig
+from svdpp.errors import ModelError
 from svdpp.redaction import redact, redact_all
 
 if TYPE_CHECKING:
@@ -87,12 +88,17 @@ def _examined(ranks: RankOptions, model: ModelOptions, sampling: SamplingOptions
     world_size = ranks.world
     if world_size is None:
         world_size = request.default_world(device, DEFAULT_NUM_STEPS, on_cpu=2)
+    try:
+        family = model.family
+    except ModelError:  # one of the checks will say so
+        family = "svd"
     return request.pipeline_config(
         replace(ranks, timeout=120.0, start_timeout=120.0),
         model,
         replace(sampling, steps=world_size),
         device=device,
         plan={"world_size": world_size},
+        family=family,
     )
 
 

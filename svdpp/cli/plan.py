@@ -72,17 +72,16 @@ def plan(
     """
     from svdpp.cli import plan_report
 
-    num_steps = sampling.num_steps(model.family)
+    if not forecast.memory:
+        _refuse_idle(context)
+    family = model.family if forecast.memory else "svd"
+    num_steps = sampling.num_steps(family)
     world_size, ranks_per_host = _world(forecast.hosts, ranks.world, draft.world(num_steps))
-    costs = seconds.applied(
-        layout.assumed_costs(family=model.family), ranks_per_host=ranks_per_host
-    )
+    costs = seconds.applied(layout.assumed_costs(family=family), ranks_per_host=ranks_per_host)
     _check_experts(experts, forecast)
     if forecast.memory:
         costs, boundary = _with_memory(costs, model, ranks.device, sampling)
         experts = replace(experts, expert_boundary=boundary)
-    else:
-        _refuse_idle(context)
     num_clips = forecast.num_clips(world_size)
     request = plan_report.Request(
         num_clips=num_clips,

@@ -23,6 +23,7 @@ def pipeline_config(
     device: str,
     plan: Mapping[str, Any],
     from_image: bool = True,
+    family: str | None = None,
     **of_model: bool,
 ) -> PipelineConfig:
     """One checked configuration of all options.
@@ -34,6 +35,7 @@ def pipeline_config(
         device: name, as decided by `RankOptions.device_for`.
         plan: `world_size` and the other fields of `PlanChoice.settings`.
         from_image: whether the clips start from photographs.
+        family: of the model; None: its files say so.
         of_model: further fields of the `ModelConfig`.
 
     Raises:
@@ -42,7 +44,7 @@ def pipeline_config(
     try:
         return PipelineConfig(
             model=model.to_config(device, **of_model),
-            sampling=sampling.to_config(model, from_image=from_image),
+            sampling=sampling.to_config(model, from_image=from_image, family=family),
             device=device,
             num_threads=ranks.threads_on(device, plan["world_size"]),
             timeout_seconds=ranks.timeout,

@@ -47,7 +47,6 @@ if TYPE_CHECKING:
         "svdpp run photo.jpg",
         "svdpp run photos/ --seeds 1-4 --out clips --resume",
         "svdpp run photo.jpg --model demo --device cpu",
-        'svdpp run photo.jpg --model Wan-AI/Wan2.2-I2V-A14B-Diffusers --prompt "it rains"',
     ),
     common=(
         *("out", "world", "model", "seeds", "layout", "resume", "overwrite", "steps"),
@@ -147,13 +146,13 @@ def _make(
         {"output": clips.metadata[failure.clip]["output"], "error": error_to_dict(failure.error)}
         for failure in pipeline.failures
     ]
+    warn_of_memory_pressure(console, made)
+    if made:
+        announce_report(console, policy.manifest)
     if console.as_json:
         console.json([*clips.skipped, *made, *lost])
     else:
         print_clips(console, policy.folder, clips.skipped, made, lost)
-    warn_of_memory_pressure(console, made)
-    if made:
-        announce_report(console, policy.manifest)
     raise_worst(lost, len(clips.skipped) + len(made) + len(lost))
 
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
         "clips": "one for each input, at least 2",
     },
     meanings={
-        "clips": "Number of clips; inputs are used in turn, in each turn with the next seed.",
+        "clips": "Number of clips: inputs in turn, each turn with the next seed.",
     },
 )
 def verify(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +57,8 @@ def names(*options: str) -> list[str]:
 def config_of(options: str, num_clips: int) -> PipelineConfig:
     """The layout of `svdpp run` with these options."""
     values = parsed(f"svdpp run photo.jpg --model demo --device cpu {options}")
-    groups = ("inputs", "output", "sampling", "model", "ranks", "layout", "draft")
-    return RunRequest(**{name: values[name] for name in groups}).config(num_clips)[0]
+    names = fields(RunRequest)
+    return RunRequest(**{each.name: values[each.name] for each in names}).config(num_clips)[0]
 
 
 SHAPES = [

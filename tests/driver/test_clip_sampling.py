@@ -13,6 +13,7 @@ import torch
 from svdpp.config import ClipRequest, DraftConfig, OutputConfig, SvdSampling
 from svdpp.driver.clip_configs import ClipConfigs
 from svdpp.driver.pipeline import Pipeline
+from svdpp.driver.resolve import resolve
 from svdpp.errors import RequestError
 from svdpp.media.examples import example_photos
 from svdpp.media.image import fit_photo, read_photo
@@ -77,8 +78,8 @@ def test_each_clip_has_the_bits_of_diffusers(
     for result in results:
         own = result.request.sampling or pipeline.config.sampling
         image = fit_photo(read_photo(Path(PHOTO))[0], own.width, own.height, own.fit)
-        seed = result.request.seed
-        latents, frames = latents_and_frames(pipeline_config.model, own, image, seed)
+        model = pipeline_config.model
+        latents, frames = latents_and_frames(model, own, result.request, image)
         assert result.metadata["latents_sha256"] == tensor_sha256(latents[-1]), own
         assert result.metadata["frames_sha256"] == frames_sha256(frames), own
     assert len(read_frames(tmp_path / "3.mp4", "mp4")) == 3
@@ -86,9 +87,9 @@ def test_each_clip_has_the_bits_of_diffusers(
 
 
 def test_the_pipelines_own_values_fill_those_that_a_clip_leaves_open() -> None:
-    pipeline_config = small_svd(2)
+    pipeline_config, checkpoint = resolve(small_svd(2))
     own = replace(pipeline_config.sampling, num_frames=14, decode_chunk_size=4)
-    configs = ClipConfigs(replace(pipeline_config, sampling=own), 14)
+    configs = ClipConfigs(replace(pipeline_config, sampling=own), checkpoint)
     request = ClipRequest(seed=0, sampling=replace(own, num_frames=None, decode_chunk_size=None))
     assert configs.resolved(request).sampling is None  # the same as the pipeline's
     short = replace(own, num_frames=3, decode_chunk_size=None)

@@ -34,7 +34,8 @@ from svdpp.verification.verify import compare, run_pipelined, run_sequential
 from svdpp.worker.fault_injection import InjectedFault
 from svdpp.worker.latent_checkpoints import LatentCheckpoints
 from svdpp.worker.tensor_store import tensor_sha256
-from tests.models.range_checks import nothing, read_folder, run_reference
+from tests.models.diffusers_pipeline import latents_and_frames
+from tests.models.range_checks import nothing
 from tests.models.tiny_families import save_tiny_ltx, save_tiny_wan
 
 STEPS = 6
@@ -71,12 +72,11 @@ def _family(folder: Path, sampling: WanSampling | LtxSampling, dtype: Any = "fp3
     photo = PHOTO if sampling.from_image else None
     requests = [replace(request, image=photo) for request in REQUESTS]
     image = _fitted(sampling) if photo else None
-    checkpoint = read_folder(folder)
+    model = ModelConfig(name=str(folder), dtype=dtype)
     expected = []
     for request in requests:
-        latents, frames = run_reference(checkpoint, dtype, sampling, request, image)
-        expected.append((tensor_sha256(latents[-1]), frames_sha256(frames.numpy())))
-    model = ModelConfig(name=str(folder), dtype=dtype)
+        latents, frames = latents_and_frames(model, sampling, request, image)
+        expected.append((tensor_sha256(latents[-1]), frames_sha256(frames)))
     config = PipelineConfig(world_size=1, model=model, sampling=sampling)
     return Family(config=config, requests=requests, expected=expected)
 

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from svdpp.cli.options.sampling import sampling_config
 from svdpp.config import (
     DraftConfig,
     ModelConfig,
@@ -19,6 +18,7 @@ from svdpp.config import (
     PipelineConfig,
     SvdSampling,
     VideoFormat,
+    sampling_defaults,
 )
 from svdpp.driver.existing_outputs import taken_places
 from svdpp.driver.jobs import ClipPlan, OutputPolicy, check_outputs, plan_clips
@@ -279,7 +279,8 @@ def test_an_accepted_draft_with_other_parameters_is_not_replaced_by_resume(
 def test_run_json_says_so(
     photo: Photo, more: dict[str, Any], says: dict[str, Any], tmp_path: Path
 ) -> None:
-    sampling = sampling_config("demo", 2, height=32, width=32, num_frames=2)
+    changes = {"num_inference_steps": 2, "height": 32, "width": 32, "num_frames": 2}
+    sampling = SvdSampling(**{**sampling_defaults("demo"), **changes})
     config = replace(CONFIG, sampling=sampling.resolved(model_frames=14))
     _finish(photo, OutputConfig(path=str(tmp_path / "rocket_0.mp4")), config, **more)
     (tmp_path / "run.json").write_text('{"schema_version": 1, "clips": [{"state": "running"}]}')

@@ -11,9 +11,8 @@ import torch
 from PIL import Image
 
 from svdpp.config import ClipRequest, ModelConfig, TensorSpec
-from svdpp.models.base import Tensors
+from svdpp.models.base import Frames, Tensors
 from svdpp.models.checkpoint import find_checkpoint
-from svdpp.models.families import family_of
 
 DTYPES = {
     torch.float32: "fp32",
@@ -36,6 +35,11 @@ def read_folder(folder: Path, variant: str | None = None) -> Any:
     return find_checkpoint(ModelConfig(name=str(folder), variant=variant), weights=False)
 
 
+def model_of(checkpoint: Any, dtype: Any = "fp32") -> ModelConfig:
+    """The model that a checkpoint belongs to."""
+    return ModelConfig(name=checkpoint.name, variant=checkpoint.variant, dtype=dtype)
+
+
 def photograph() -> Image.Image:
     """A picture that fits no size of the tests."""
     pixels = np.random.default_rng(0).integers(0, 256, (50, 70, 3), dtype=np.uint8)
@@ -46,27 +50,10 @@ def nothing(_: int, __: torch.Tensor) -> None:
     """Does nothing after a step."""
 
 
-def run_reference(
-    checkpoint: Any, dtype: str, sampling: Any, request: ClipRequest, image: Image.Image | None
-) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """The latents after each step, and the frames, of the unmodified pipeline."""
-    latents: list[torch.Tensor] = []
-    model = ModelConfig(name="tiny", dtype=dtype)  # type: ignore[arg-type]
-    whole = family_of(checkpoint).load_reference(checkpoint, model, "cpu")
-    _, frames = whole.run(
-        request,
-        image,
-        sampling,
-        before_steps=lambda: None,
-        after_step=lambda _, tensors: latents.append(tensors["latents"].clone()),
-    )
-    return latents, torch.from_numpy(frames)
-
-
 def check_every_cut(
     rank_for: Callable[[int, int], Any],
     num_steps: int,
-    reference: tuple[list[torch.Tensor], torch.Tensor],
+    reference: tuple[list[torch.Tensor], Frames],
     request: ClipRequest,
     image: Image.Image | None,
 ) -> None:
@@ -75,7 +62,7 @@ def check_every_cut(
     Args:
         rank_for: the model for steps `start` to `end`: `(0, 0)` encodes, and `(N, N)` decodes.
         num_steps: N.
-        reference: from `run_reference`.
+        reference: from `latents_and_frames`.
         request: of the clip.
         image: of the clip.
     """
@@ -88,7 +75,8 @@ def check_every_cut(
     for cut in range(1, num_steps):
         assert_equal(_run(rank_for, packets[0], 0, cut, latents), packets[cut])
         assert_equal(_run(rank_for, packets[cut], cut, num_steps, latents), packets[-1])
-    assert torch.equal(rank_for(num_steps, num_steps).decode(_received(packets[-1])), frames)
+    decoded = rank_for(num_steps, num_steps).decode(_received(packets[-1]))
+    assert np.array_equal(decoded.numpy(), frames)
 
 
 def _run(

@@ -10,20 +10,21 @@ from typing import Any
 import pytest
 import torch
 
-from svdpp.config import LtxSampling, ModelConfig
+from svdpp.config import LtxSampling
 from svdpp.errors import ModelError, RequestError
 from svdpp.models import loading
 from svdpp.models.ltx.checkpoint import LtxCheckpoint
 from svdpp.models.ltx.model import GENERATOR, LtxModel, generator_device, load_ltx
 from svdpp.plan.layout import Roles
 from tests.models.builders import edit_json
+from tests.models.diffusers_pipeline import latents_and_frames
 from tests.models.range_checks import (
     check_every_cut,
+    model_of,
     nothing,
     photograph,
     read_folder,
     request_of,
-    run_reference,
 )
 from tests.models.tiny_families import save_tiny_ltx
 
@@ -66,7 +67,7 @@ def ranks(
     checkpoint: LtxCheckpoint, sampling: LtxSampling, *, dtype: str = "fp32"
 ) -> Callable[[int, int], LtxModel]:
     """Returns models that hold only what they need: one encodes, one denoises, one decodes."""
-    model = ModelConfig(name=checkpoint.name, dtype=dtype)  # type: ignore[arg-type]
+    model = model_of(checkpoint, dtype)
     models: dict[Roles, LtxModel] = {}
 
     def rank_for(start: int, end: int) -> LtxModel:
@@ -107,7 +108,7 @@ def test_every_cut_gives_the_bits_of_the_whole_call(
     sampling = checkpoint.resolve(sampling_of(from_image=has_image, **changes))
     dtype = "bf16" if "dtype" in saved else "fp32"
     request, image = request_of(), photograph() if has_image else None
-    whole = run_reference(checkpoint, dtype, sampling, request, image)
+    whole = latents_and_frames(model_of(checkpoint, dtype), sampling, request, image)
     rank_for = ranks(checkpoint, sampling, dtype=dtype)
     check_every_cut(rank_for, STEPS, whole, request, image)
 

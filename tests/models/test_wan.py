@@ -22,13 +22,14 @@ from svdpp.models.wan.model import WanModel, load_wan
 from svdpp.models.wan.schedule import boundary_step, scheduler_config
 from svdpp.plan.layout import Roles
 from tests.models.builders import edit_json
+from tests.models.diffusers_pipeline import latents_and_frames
 from tests.models.range_checks import (
     check_every_cut,
+    model_of,
     nothing,
     photograph,
     read_folder,
     request_of,
-    run_reference,
 )
 from tests.models.tiny_families import WAN_UNIPC, save_tiny_wan
 
@@ -86,7 +87,7 @@ def ranks(
     checkpoint: WanCheckpoint, sampling: WanSampling, *, dtype: str = "fp32"
 ) -> Callable[[int, int], WanModel]:
     """Returns models that hold only what their steps need; equal ones are loaded once."""
-    model = ModelConfig(name=checkpoint.name, dtype=dtype)  # type: ignore[arg-type]
+    model = model_of(checkpoint, dtype)
     models: dict[Roles, WanModel] = {}
 
     def rank_for(start: int, end: int) -> WanModel:
@@ -136,7 +137,7 @@ def test_every_cut_gives_the_bits_of_the_whole_call(
     dtype = "bf16" if "dtype" in saved else "fp32"
     request = request_of(negative_prompt=negative)
     image = photograph() if has_image else None
-    whole = run_reference(checkpoint, dtype, sampling, request, image)
+    whole = latents_and_frames(model_of(checkpoint, dtype), sampling, request, image)
     rank_for = ranks(checkpoint, sampling, dtype=dtype)
     check_every_cut(rank_for, STEPS, whole, request, image)
 

@@ -136,7 +136,9 @@ def test_every_option_that_limits_something_is_in_the_table() -> None:
     }
 
 
-_LIMITS = re.compile(r"--(max-queue|max-upload.*|keep-.*|sizes|grace|timeout|start-timeout)")
+_LIMITS = re.compile(
+    r"--(max-queue|max-upload.*|keep-.*|sizes|grace|timeout|start-timeout|heartbeat-timeout)"
+)
 
 
 def test_the_fixed_limits_have_these_values() -> None:

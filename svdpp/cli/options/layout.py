@@ -36,7 +36,7 @@ class LayoutOptions:
             metavar="auto|pipeline|data-parallel",
             choices=_LAYOUTS,
             help="How ranks share the work. pipeline: each does some steps of every clip; "
-            "data-parallel: each makes whole clips; auto: whichever the forecast says is fastest.",
+            "data-parallel: each makes whole clips; auto: the fastest by forecast.",
             default="pipeline",
         ),
     ] = None

@@ -43,8 +43,7 @@ class ModelOptions:
             panel=MODEL,
             metavar="MODEL",
             choices=_known_models,
-            help="A hub id, a diffusers folder, or demo: a small built-in stand-in for trying the "
-            "tool, not Stable Video Diffusion.",
+            help="A hub id, a diffusers folder, or demo: a small built-in stand-in for trials.",
         ),
     ] = DEFAULT_MODEL
     revision: Annotated[

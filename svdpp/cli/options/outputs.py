@@ -40,8 +40,8 @@ class FolderOptions:
             *("--out", "-o"),
             panel=VIDEO,
             metavar="PATH",
-            help="Folder for the clips; or the file of a single clip, such as sea.mp4; or a "
-            "template such as 'clips/{name}_{index}.mp4', with the fields name, seed and index.",
+            help="Folder for the clips, or the file of a single clip, or a template such as "
+            "'clips/{name}_{index}.mp4' of name, seed and index.",
         ),
     ] = Path("out")
 
@@ -84,8 +84,7 @@ class OutputOptions(OverwriteOptions, FolderOptions):
         flag(
             *("--resume", "--skip-existing"),
             panel=RECOVERY,
-            help="Continue an interrupted run: keep finished clips, continue started ones from "
-            "--latents-dir, make the others.",
+            help="Keep finished clips, continue started ones from --latents-dir, make the others.",
         ),
     ] = False
     latents_dir: Annotated[

@@ -45,7 +45,7 @@ class SamplingOptions:
             panel=VIDEO,
             metavar="N",
             help="Denoising steps of each clip.",
-            default="28; Wan and LTX 50",
+            default="28 or 50",
         ),
     ] = None
     num_frames: Annotated[
@@ -55,7 +55,7 @@ class SamplingOptions:
             panel=VIDEO,
             metavar="F",
             help="Frames of each clip.",
-            default="the model's own, 14 or 25",
+            default="the model's own",
         ),
     ] = None
     decode_chunk_size: Annotated[
@@ -245,14 +245,17 @@ class SamplingOptions:
 
     def num_steps(self, family: str = "svd") -> int:
         """The number of steps, by default that of the family."""
-        return self.steps or SAMPLING_CLASSES[family]().num_inference_steps
+        return SAMPLING_CLASSES[family]().num_inference_steps if self.steps is None else self.steps
 
-    def to_config(self, model: ModelOptions, *, from_image: bool = True) -> SamplingConfig:
+    def to_config(
+        self, model: ModelOptions, *, from_image: bool = True, family: str | None = None
+    ) -> SamplingConfig:
         """The given values, else the model's defaults, else those of diffusers.
 
         Args:
             model: whose family decides which options there are.
             from_image: whether the clips start from photographs.
+            family: of the model; None: its files say so.
 
         Raises:
             RequestError: a value cannot be used, or an option is for another family.
@@ -268,14 +271,15 @@ class SamplingOptions:
             given["decode_chunk_size"] = chunk
         if model.memory_opt:
             given.setdefault("decode_chunk_size", _LOW_MEMORY_CHUNK)
-        kind = SAMPLING_CLASSES[model.family]
+        family = family or model.family
+        kind = SAMPLING_CLASSES[family]
         known = {field.name for field in fields(kind)}
         if "from_image" in known:
             given["from_image"] = from_image
         for name in given.keys() - known:
             option_name = _OPTIONS[name]
             raise RequestError(
-                f"{option_name} is not for {model.model}, a model of the family {model.family}",
+                f"{option_name} is not for {model.model}, a model of the family {family}",
                 f"leave {option_name} out",
             )
         return kind(**{**sampling_defaults(model.model), **given})
