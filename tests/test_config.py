@@ -260,6 +260,7 @@ def test_defaults_are_those_of_diffusers_but_for_the_steps() -> None:
     ours = dataclasses.asdict(SvdSampling())
 
     assert ours.pop("num_inference_steps") == DEFAULT_NUM_STEPS == 28
+    assert ours.pop("family") == "svd"
     assert ours.pop("fit") == "stretch"  # diffusers has no other
     assert ours == {name: parameters[name].default for name in ours}
     assert {name: type(value) for name, value in ours.items()} == {

@@ -201,7 +201,10 @@ def _check_request(
                 negative_prompt=request.negative_prompt,
             )
         except RequestError as error:
-            raise RequestError(f"{name}: {error.message}", error.hint) from error
+            raise RequestError(
+                f"{name}: {error.message}",
+                "give its ClipRequest image=... or prompt=..., as the model needs",
+            ) from error
     if is_resumed and not keeps_latents:
         raise RequestError(
             f"{name} has done_steps={request.done_steps}, but there are no latent checkpoints",
