@@ -53,6 +53,17 @@ def _fork_server_knows_svd() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """As many threads in this process as a rank has: bits depend on their number."""
+    import torch  # many tests need none
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _temporary_files() -> Iterator[None]:
     """Fails the session if anything is left."""

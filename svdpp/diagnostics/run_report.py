@@ -17,7 +17,7 @@ from svdpp.driver.run_manifest import NAME, read_manifest
 from svdpp.errors import InputError
 
 SCHEMA_VERSION = 1
-_TEMPLATE = "run_report.html.j2"
+_TEMPLATE = Path(__file__).with_name("run_report.html.j2")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,19 +187,7 @@ def write_page(report: RunReport, path: Path) -> None:
     Raises:
         OutputError: the page cannot be written.
     """
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from svdpp.media.html_page import write_html_page
 
-    from svdpp.media import output_files
-
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    page = environment.get_template(_TEMPLATE).render(
-        report=report, name=report.path.absolute().parent.name, times=report.times
-    )
-    with output_files.atomic_output(str(path), ".html") as temporary:
-        temporary.write_text(page, encoding="utf-8", errors="replace")
+    name = report.path.absolute().parent.name
+    write_html_page(_TEMPLATE, path, report=report, name=name, times=report.times)

@@ -7,7 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from svdpp.config import CommonSampling
+from svdpp.config.sampling import check_frames, check_sides
 from svdpp.errors import ModelError
+from svdpp.models.checkpoint import Checkpoint, Use
 from svdpp.models.safetensors_header import JsonFile, read_json, short_repr
 
 _NEEDS_SCIPY = "needs scipy"
@@ -31,6 +34,45 @@ class SchedulerConfig:
 
     name: str
     values: Mapping[str, Any] = field(hash=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptedCheckpoint(Checkpoint):
+    """A checkpoint of a family that takes prompts: a text encoder, a transformer and a VAE."""
+
+    pipeline_class: str
+    """In model_index.json."""
+    scheduler: SchedulerConfig
+    tokenizer_class: str
+    text_encoder_class: str
+    text_dim: int
+    """Width of the prompt embeddings."""
+    latent_channels: int
+    vae_scale_factor_spatial: int
+    """Pixels per latent cell, in height and width."""
+    vae_scale_factor_temporal: int
+    """Frames per latent frame, after the first one."""
+
+    @property
+    def prompt_use(self) -> Use:
+        """See `Checkpoint`."""
+        return "needed"
+
+    @property
+    def size_multiple(self) -> tuple[int, int]:
+        """Height and width of a frame are multiples of these."""
+        raise NotImplementedError
+
+    def latent_size(self, sampling: CommonSampling) -> tuple[int, int, int]:
+        """The latent's frames, height and width."""
+        frames = (sampling.frames - 1) // self.vae_scale_factor_temporal + 1
+        factor = self.vae_scale_factor_spatial
+        return frames, sampling.height // factor, sampling.width // factor
+
+    def check_size(self, sampling: CommonSampling) -> None:
+        """RequestError unless the VAE can make such frames; diffusers rounds their number."""
+        check_frames(sampling, self.vae_scale_factor_temporal)
+        check_sides(sampling, self.size_multiple)
 
 
 def component_class(index: JsonFile, part: str, classes: tuple[str, ...]) -> str | None:

@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from PIL import Image
 
 from svdpp.config import ClipRequest, PipelineConfig
-from svdpp.media import output_files
+from svdpp.media.html_page import write_html_page
 from svdpp.models.base import Frames
 from svdpp.verification.difference_image import (
     DifferenceImage,
@@ -29,7 +28,7 @@ from svdpp.verification.verify import both_sides, latent_axes, our_frames
 from svdpp.worker.clip_metadata import versions
 from svdpp.worker.tensor_store import TensorStore
 
-_TEMPLATE = "report.html.j2"
+_TEMPLATE = Path(__file__).with_name("report.html.j2")
 _FRAME_AXES = "FHWC"
 # Keeps the page at a few MB; its table has every clip.
 _MAX_CLIPS = 4
@@ -77,14 +76,9 @@ def write_report(
     Raises:
         OutputError: the page cannot be written.
     """
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    page = environment.get_template(_TEMPLATE).render(
+    write_html_page(
+        _TEMPLATE,
+        path,
         verdict=verdict,
         colours={"bitwise equal": "good", "equal within tolerance": "fair", "different": "bad"},
         word=_word,
@@ -96,8 +90,6 @@ def write_report(
         num_left_out=max(0, len(requests) - _MAX_CLIPS),
         conditions=list(_conditions(config, requests, {**asked, **conditions})),
     )
-    with output_files.atomic_output(str(path), ".html") as temporary:
-        temporary.write_text(page, encoding="utf-8", errors="replace")
 
 
 def _word(verdict: VerificationResult | Check) -> str:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from svdpp.config import ClipRequest, DraftConfig, OutputConfig, SvdSampling
 from svdpp.driver.clip_configs import ClipConfigs
@@ -36,15 +34,6 @@ _CHANGES: list[dict[str, Any]] = [
     {"max_guidance_scale": 1.0},
     {"min_guidance_scale": 1.5, "max_guidance_scale": 2.5, "decode_chunk_size": 1},
 ]
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """As many threads in this process as a rank has."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -25,6 +25,8 @@ from svdpp.worker.messages import ActionDone, Event, StepDone, TransferDone
 from svdpp.worker.tensor_store import tensor_sha256
 from tests.faults.stops import InjectedStop
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 pytestmark = pytest.mark.processes
 
 SHAPE = (1, 4, 2, 8, 8)
@@ -50,14 +52,6 @@ def _plain_loop(steps: int, seeds: Iterable[int]) -> list[str]:
                 latent = model.denoiser({}, 0).forward(latent, step)
             hashes.append(tensor_sha256(latent))
     return hashes
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterable[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 7, pytest.param(28, marks=pytest.mark.long)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +37,8 @@ from tests.models.diffusers_pipeline import latents_and_frames
 from tests.models.range_checks import nothing
 from tests.models.tiny_families import save_tiny_ltx, save_tiny_wan
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 STEPS = 6
 PHOTO = str(example_photos()[0])
 WAN = {"num_inference_steps": STEPS, "height": 32, "width": 32, "num_frames": 5}
@@ -57,15 +58,6 @@ class Family:
     requests: list[ClipRequest]
     expected: list[tuple[str, str]]
     """Hashes of the final latent and of the frames, by clip."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """As many threads in this process as a rank has."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def _family(folder: Path, sampling: WanSampling | LtxSampling, dtype: Any = "fp32") -> Family:

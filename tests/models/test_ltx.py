@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,8 @@ from tests.models.range_checks import (
 )
 from tests.models.tiny_families import save_tiny_ltx
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 STEPS = 4
 
 TIMESTEP = {"timestep_conditioning": True}
@@ -35,14 +37,6 @@ BF16 = {"dtype": torch.bfloat16}
 MORE = [pytest.mark.long, pytest.mark.full]
 
 Save = Callable[..., Path]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -26,18 +26,12 @@ from svdpp.models.svd.model import SvdModel, load_svd
 from svdpp.plan.costs import Costs
 from svdpp.plan.layout import Roles
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 DEMO = ModelConfig(name="demo")
 SAMPLING = SvdSampling(
     num_inference_steps=4, height=64, width=64, num_frames=6, decode_chunk_size=6
 )
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> object:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @functools.cache

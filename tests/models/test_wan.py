@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,8 @@ from tests.models.range_checks import (
 )
 from tests.models.tiny_families import WAN_UNIPC, save_tiny_wan
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 STEPS = 4
 
 ORDER_3 = UniPCMultistepScheduler(**{**WAN_UNIPC, "solver_order": 3})
@@ -44,14 +46,6 @@ WAN_5B = {"expand_timesteps": True}
 BF16 = {"dtype": torch.bfloat16}
 
 Save = Callable[..., Path]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -9,11 +9,10 @@ from typing import Any, ClassVar
 
 from svdpp.config import LtxSampling, SamplingConfig
 from svdpp.config.limits import require
-from svdpp.config.sampling import check_frames, check_sides
 from svdpp.errors import RequestError
-from svdpp.models.checkpoint import Checkpoint, Use
+from svdpp.models.checkpoint import Use
 from svdpp.models.family_config import (
-    SchedulerConfig,
+    PromptedCheckpoint,
     check_counts,
     read_config,
     read_scheduler,
@@ -24,35 +23,18 @@ from svdpp.models.safetensors_header import JsonFile, short_repr
 
 
 @dataclass(frozen=True, kw_only=True)
-class LtxCheckpoint(Checkpoint):
+class LtxCheckpoint(PromptedCheckpoint):
     """A checkpoint of LTX-Video. It runs with text or an image."""
 
     family: ClassVar[str] = "ltx"
 
-    pipeline_class: str
-    """In model_index.json; either pipeline can run."""
-    scheduler: SchedulerConfig
-    tokenizer_class: str
-    text_encoder_class: str
-    text_dim: int
-    """Width of the prompt embeddings."""
-    latent_channels: int
-    vae_scale_factor_spatial: int
-    """Pixels per latent cell, in height and width."""
-    vae_scale_factor_temporal: int
     timestep_conditioning: bool
     """Whether the VAE's decoder takes a timestep, and noise is drawn for it."""
 
     @property
     def size_multiple(self) -> tuple[int, int]:
-        """Height and width of a frame are multiples of these: 32, as `check_inputs` requires."""
+        """See `PromptedCheckpoint`; 32 and 32, as diffusers' `check_inputs` requires."""
         return self.vae_scale_factor_spatial, self.vae_scale_factor_spatial
-
-    def latent_size(self, sampling: LtxSampling) -> tuple[int, int, int]:
-        """The latent's frames, height and width."""
-        frames = (sampling.num_frames - 1) // self.vae_scale_factor_temporal + 1
-        factor = self.vae_scale_factor_spatial
-        return frames, sampling.height // factor, sampling.width // factor
 
     @property
     def weighted(self) -> tuple[str, ...]:
@@ -64,17 +46,11 @@ class LtxCheckpoint(Checkpoint):
         """See `Checkpoint`."""
         return "optional"
 
-    @property
-    def prompt_use(self) -> Use:
-        """See `Checkpoint`."""
-        return "needed"
-
     def resolve(self, sampling: SamplingConfig) -> LtxSampling:
         """See `Checkpoint`."""
         if not isinstance(sampling, LtxSampling):
             raise RequestError(f"{self.label} is of the family ltx, not {sampling.family}")
-        check_frames(sampling, self.vae_scale_factor_temporal)
-        check_sides(sampling, self.size_multiple)
+        self.check_size(sampling)
         require(
             sampling.num_inference_steps > 1 or not self.scheduler.values.get("shift_terminal"),
             "--steps must be 2 or more: the model's scheduler divides by zero for 1",

@@ -9,11 +9,10 @@ from typing import Any, ClassVar
 
 from svdpp.config import SamplingConfig, WanSampling
 from svdpp.config.limits import require
-from svdpp.config.sampling import check_frames, check_sides
 from svdpp.errors import RequestError
-from svdpp.models.checkpoint import Checkpoint, Use
+from svdpp.models.checkpoint import Use
 from svdpp.models.family_config import (
-    SchedulerConfig,
+    PromptedCheckpoint,
     check_counts,
     check_unset,
     component_class,
@@ -27,22 +26,11 @@ from svdpp.models.safetensors_header import JsonFile, short_repr
 
 
 @dataclass(frozen=True, kw_only=True)
-class WanCheckpoint(Checkpoint):
+class WanCheckpoint(PromptedCheckpoint):
     """A checkpoint of Wan 2.1 or 2.2."""
 
     family: ClassVar[str] = "wan"
 
-    pipeline_class: str
-    """In model_index.json. `text_to_video` and `image_to_video` say which pipelines can run."""
-    scheduler: SchedulerConfig
-    tokenizer_class: str
-    text_encoder_class: str
-    text_dim: int
-    """Width of the prompt embeddings."""
-    latent_channels: int
-    vae_scale_factor_spatial: int
-    """Pixels per latent cell, in height and width."""
-    vae_scale_factor_temporal: int
     patch_size: tuple[int, int, int]
     """Latent cells per token: frames, height, width."""
     boundary_ratio: float | None
@@ -62,15 +50,13 @@ class WanCheckpoint(Checkpoint):
 
     @property
     def size_multiple(self) -> tuple[int, int]:
-        """Height and width of a frame are multiples of these: 16 for most, 32 for Wan 2.2 5B."""
+        """See `PromptedCheckpoint`; 16 for most models, 32 for Wan 2.2 5B."""
         factor = self.vae_scale_factor_spatial
         return factor * self.patch_size[1], factor * self.patch_size[2]
 
     def latent_shape(self, sampling: WanSampling, channels: int) -> tuple[int, ...]:
         """1, channels, and the latent's frames, height and width."""
-        frames = (sampling.num_frames - 1) // self.vae_scale_factor_temporal + 1
-        factor = self.vae_scale_factor_spatial
-        return 1, channels, frames, sampling.height // factor, sampling.width // factor
+        return 1, channels, *self.latent_size(sampling)
 
     @property
     def weighted(self) -> tuple[str, ...]:
@@ -86,17 +72,11 @@ class WanCheckpoint(Checkpoint):
             return "optional" if self.image_to_video else "refused"
         return "needed"
 
-    @property
-    def prompt_use(self) -> Use:
-        """See `Checkpoint`."""
-        return "needed"
-
     def resolve(self, sampling: SamplingConfig) -> WanSampling:
         """See `Checkpoint`."""
         if not isinstance(sampling, WanSampling):
             raise RequestError(f"{self.label} is of the family wan, not {sampling.family}")
-        check_frames(sampling, self.vae_scale_factor_temporal)
-        check_sides(sampling, self.size_multiple)
+        self.check_size(sampling)
         if sampling.guidance_scale_2 is not None:
             require(
                 self.num_experts == 2,
