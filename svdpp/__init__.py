@@ -1,4 +1,4 @@
-"""svdpp: Stable Video Diffusion over several devices by splitting the denoising steps.
+"""svdpp: video diffusion over several devices by splitting the denoising steps.
 
 The public names are imported when they are first used, so that `import svdpp` and light commands do
 not import torch. Their types are in `__init__.pyi`.

@@ -120,7 +120,7 @@ def _main(
         bool, _eager("--version", help="Show the version.", callback=_show_version)
     ] = False,
 ) -> None:
-    """Run Stable Video Diffusion on several devices by splitting the denoising steps.
+    """Run video diffusion on several devices by splitting the denoising steps.
 
     Every clip has the same bits as from diffusers on one device, and `svdpp verify` proves it. The
     pipeline finishes more clips per hour; it does not make a single clip faster.
