@@ -8,8 +8,8 @@ import pytest
 
 from tests.serve.http_server import HttpServer, error_of, stream
 
-#: Large enough for a draft to be seen before the exact clip replaces it.
-DEMO = ("--model", "demo", "--device", "cpu", "--world", "2", "--threads", "1", "--steps", "8")
+#: So many steps follow the draft that it is written and seen before the exact clip replaces it.
+DEMO = ("--model", "demo", "--device", "cpu", "--world", "2", "--threads", "1", "--steps", "24")
 
 pytestmark = [pytest.mark.processes, pytest.mark.long]
 
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.long]
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServer]:
     folder = tmp_path_factory.mktemp("drafts") / "data"
-    with HttpServer(folder, *DEMO, "--frames", "2", "--draft", "--draft-starts", "0,6") as found:
+    with HttpServer(folder, *DEMO, "--frames", "2", "--draft", "--draft-starts", "0,22") as found:
         found.wait_ready()
         yield found
 
