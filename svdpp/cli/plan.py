@@ -256,6 +256,9 @@ def _remarks(
     if layout.costs is None and None in (seconds.step_seconds, seconds.decode_seconds):
         remarks.append(
             f"by the costs of {ASSUMED_COSTS} ({costs.device}); svdpp profile measures yours"
+            if costs.device
+            else "no times are known for this model: a step counts as 1 s, all else as nothing; "
+            "--costs gives others"
         )
     return remarks
 
