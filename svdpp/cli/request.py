@@ -22,7 +22,7 @@ def pipeline_config(
     *,
     device: str,
     plan: Mapping[str, Any],
-    from_image: bool = True,
+    from_image: bool | None = None,
     family: str | None = None,
     **of_model: bool,
 ) -> PipelineConfig:
@@ -34,17 +34,25 @@ def pipeline_config(
         sampling: options of the sampler.
         device: name, as decided by `RankOptions.device_for`.
         plan: `world_size` and the other fields of `PlanChoice.settings`.
-        from_image: whether the clips start from photographs.
+        from_image: whether the clips start from photographs; None: the command makes no clips of
+            families that take prompts.
         family: of the model; None: its files say so.
         of_model: further fields of the `ModelConfig`.
 
     Raises:
         RequestError: they contradict each other.
     """
+    family = family or model.family
+    if from_image is None and family != "svd":
+        raise RequestError(
+            f"this command is for Stable Video Diffusion, and {model.model} is of another family, "
+            f"{family}",
+            "svdpp run, verify and plan --memory know it",
+        )
     try:
         return PipelineConfig(
             model=model.to_config(device, **of_model),
-            sampling=sampling.to_config(model, from_image=from_image, family=family),
+            sampling=sampling.to_config(model, from_image=bool(from_image), family=family),
             device=device,
             num_threads=ranks.threads_on(device, plan["world_size"]),
             timeout_seconds=ranks.timeout,

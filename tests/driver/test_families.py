@@ -33,6 +33,7 @@ from svdpp.verification.verify import compare, run_pipelined, run_sequential
 from svdpp.worker.fault_injection import InjectedFault
 from svdpp.worker.latent_checkpoints import LatentCheckpoints
 from svdpp.worker.tensor_store import tensor_sha256
+from tests.cli.shell import assert_error, svdpp_here
 from tests.models.diffusers_pipeline import latents_and_frames
 from tests.models.range_checks import nothing
 from tests.models.tiny_families import save_tiny_ltx, save_tiny_wan
@@ -178,3 +179,9 @@ def test_ranks_hold_one_expert_each(wan: Family) -> None:
 def test_drafts_are_refused(wan: Family) -> None:
     with pytest.raises(RequestError, match="cannot be drafted"):
         resolve(replace(wan.config, world_size=2, draft=DraftConfig(start_steps=(0, 2))))
+
+
+@pytest.mark.parametrize("command", ["simulate", "profile", "doctor"])
+def test_commands_that_know_no_prompts_refuse_the_family_by_name(wan: Family, command: str) -> None:
+    answer = svdpp_here(command, "--model", wan.config.model.name, "--device", "cpu")
+    assert_error(answer, 2, "is of another family, wan", "svdpp run, verify and plan --memory")
