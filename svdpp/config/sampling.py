@@ -166,14 +166,41 @@ class SvdSampling(CommonSampling):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WanSampling(CommonSampling):
+class PromptedSampling(CommonSampling):
+    """The parameters that the families with prompts share."""
+
+    num_inference_steps: int = 50
+    num_frames: int
+    guidance_scale: float
+    max_sequence_length: int
+    """Tokens of a prompt; diffusers cuts longer prompts."""
+    from_image: bool = False
+    """Whether clips start from a photograph; otherwise they are made from text alone."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_number("--guidance-scale", self.guidance_scale, MAX_GUIDANCE_SCALE)
+        check_whole("--max-prompt-tokens", self.max_sequence_length, 1, MAX_PROMPT_TOKENS)
+        require(
+            self.decode_chunk_size is None,
+            f"--decode-chunk-size is for Stable Video Diffusion; {self.family} decodes all frames "
+            "at once",
+        )
+
+    @property
+    def guided(self) -> bool:
+        """See `CommonSampling`; of two experts, the scale of the first decides in diffusers."""
+        return self.guidance_scale > 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class WanSampling(PromptedSampling):
     """The parameters of diffusers' `WanPipeline` and `WanImageToVideoPipeline`, with defaults."""
 
     side_unit: ClassVar[int] = 16
     frames_unit: ClassVar[int] = 4
 
     family: Literal["wan"] = "wan"
-    num_inference_steps: int = 50
     height: int = 480
     width: int = 832
     num_frames: int = 81
@@ -185,36 +212,24 @@ class WanSampling(CommonSampling):
     flow_shift: float | None = None
     """Of the scheduler; None: that of its config."""
     max_sequence_length: int = 512
-    """Tokens of a prompt; diffusers cuts longer prompts."""
-    from_image: bool = False
-    """Whether clips start from a photograph; otherwise they are made from text alone."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_number("--guidance-scale", self.guidance_scale, MAX_GUIDANCE_SCALE)
         if self.guidance_scale_2 is not None:
             check_number("--guidance-scale-2", self.guidance_scale_2, MAX_GUIDANCE_SCALE)
         if self.flow_shift is not None:
             check_number("--flow-shift", self.flow_shift, MAX_FLOW_SHIFT)
             require(self.flow_shift > 0, "--flow-shift must be above 0, got 0")
-        check_whole("--max-prompt-tokens", self.max_sequence_length, 1, MAX_PROMPT_TOKENS)
-        _refuse_chunk(self)
-
-    @property
-    def guided(self) -> bool:
-        """See `CommonSampling`; in diffusers the first expert's scale decides."""
-        return self.guidance_scale > 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class LtxSampling(CommonSampling):
+class LtxSampling(PromptedSampling):
     """The parameters of diffusers' `LTXPipeline` and `LTXImageToVideoPipeline`, with defaults."""
 
     side_unit: ClassVar[int] = 32
     frames_unit: ClassVar[int] = 8
 
     family: Literal["ltx"] = "ltx"
-    num_inference_steps: int = 50
     height: int = 512
     width: int = 704
     num_frames: int = 161
@@ -226,24 +241,13 @@ class LtxSampling(CommonSampling):
     decode_noise_scale: float | None = None
     """None: `decode_timestep`."""
     max_sequence_length: int = 128
-    """Tokens of a prompt; diffusers cuts longer prompts."""
-    from_image: bool = False
-    """Whether clips start from a photograph; otherwise they are made from text alone."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_number("--guidance-scale", self.guidance_scale, MAX_GUIDANCE_SCALE)
         check_number("--guidance-rescale", self.guidance_rescale, 1.0)
         check_number("--decode-timestep", self.decode_timestep, 1.0)
         if self.decode_noise_scale is not None:
             check_number("--decode-noise-scale", self.decode_noise_scale, 1.0)
-        check_whole("--max-prompt-tokens", self.max_sequence_length, 1, MAX_PROMPT_TOKENS)
-        _refuse_chunk(self)
-
-    @property
-    def guided(self) -> bool:
-        """See `CommonSampling`."""
-        return self.guidance_scale > 1
 
 
 #: Any family's parameters; the field `family` tells which.
@@ -270,14 +274,6 @@ def sampling_from(values: Mapping[str, Any]) -> SamplingConfig:
         f"family must be one of {known}, got {shown(family)}",
     )
     return SAMPLING_CLASSES[family](**values)
-
-
-def _refuse_chunk(sampling: CommonSampling) -> None:
-    require(
-        sampling.decode_chunk_size is None,
-        f"--decode-chunk-size is for Stable Video Diffusion; {sampling.family} decodes all frames "
-        "at once",
-    )
 
 
 def check_sides(sampling: CommonSampling, units: tuple[int, int]) -> None:

@@ -10,17 +10,10 @@ import numpy as np
 import torch
 from PIL import Image
 
-from svdpp.config import ClipRequest, ModelConfig, TensorSpec
+from svdpp.comm import packet
+from svdpp.config import ClipRequest, ModelConfig
 from svdpp.models.base import Frames, Tensors
 from svdpp.models.checkpoint import find_checkpoint
-
-DTYPES = {
-    torch.float32: "fp32",
-    torch.bfloat16: "bf16",
-    torch.uint8: "uint8",
-    torch.int64: "int64",
-    torch.bool: "bool",
-}
 
 
 def request_of(
@@ -104,11 +97,8 @@ def _run(
 
 def assert_spec(tensors: Tensors, specs: Any) -> None:
     """Fails unless the tensors are those that the packet announces, in its order."""
-    found = {
-        name: TensorSpec(tuple(tensor.shape), DTYPES[tensor.dtype])
-        for name, tensor in tensors.items()
-    }
-    assert list(found.items()) == list(specs.items())
+    found = packet.specs(tensors)
+    assert found == tuple(specs.items())
     # A transfer makes them contiguous, so others could change the bits.
     assert all(tensor.is_contiguous() for tensor in tensors.values())
 

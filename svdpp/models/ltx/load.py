@@ -13,15 +13,14 @@ from transformers import T5EncoderModel
 from svdpp.models.loading import ComponentLoader, library_errors, silence_libraries, torch_dtype
 from svdpp.models.ltx.checkpoint import LtxCheckpoint
 from svdpp.models.range_model import RangeParts
+from svdpp.plan.layout import Roles
 
 
 def load_parts(
     checkpoint: LtxCheckpoint,
     *,
     has_image: bool,
-    encode: bool,
-    denoise: bool,
-    decode: bool,
+    roles: Roles,
     dtype: str,
     device: str,
 ) -> RangeParts:
@@ -30,9 +29,8 @@ def load_parts(
     Args:
         checkpoint: from `read_ltx`.
         has_image: whether clips are made from an image.
-        encode: loads tokenizer and text encoder and, for an image, the VAE's encoder.
-        denoise: loads the transformer.
-        decode: loads the VAE's decoder.
+        roles: a rank that encodes needs tokenizer and text encoder and, for an image, the VAE's
+            encoder; one that denoises, the transformer; one that decodes, the VAE's decoder.
         dtype: `fp32`, `fp16` or `bf16`, of all components.
         device: as torch spells it.
 
@@ -45,14 +43,15 @@ def load_parts(
     weights = torch_dtype(dtype)
     load = ComponentLoader(checkpoint, torch.device(device))
     parts: dict[str, Any] = {"tokenizer": None, "text_encoder": None}
-    if encode:
+    if roles.encode:
         tokenizer = getattr(transformers, checkpoint.tokenizer_class)
         parts["tokenizer"] = load.tokenizer(tokenizer)
         parts["text_encoder"] = load.module(T5EncoderModel, "text_encoder", weights)
-    load_transformer = load.module if denoise else load.configuration
+    load_transformer = load.module if roles.denoise else load.configuration
     parts["transformer"] = load_transformer(LTXVideoTransformer3DModel, "transformer", weights)
-    if (encode and has_image) or decode:
-        unused = () if encode and has_image and decode else ("encoder" if decode else "decoder",)
+    encode_image, decode = roles.encode and has_image, roles.decode
+    if encode_image or decode:
+        unused = () if encode_image and decode else ("encoder" if decode else "decoder",)
         parts["vae"] = load.module(AutoencoderKLLTXVideo, "vae", weights, unused)
     else:
         parts["vae"] = load.configuration(

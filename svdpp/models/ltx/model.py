@@ -116,9 +116,7 @@ def load_ltx(
     parts = load_parts(
         checkpoint,
         has_image=sampling.from_image,
-        encode=roles.encode,
-        decode=roles.decode,
-        denoise=roles.denoise,
+        roles=roles,
         dtype=model.dtype,
         device=device,
     )

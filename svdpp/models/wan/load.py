@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import diffusers
@@ -14,6 +14,7 @@ from transformers import CLIPVisionModel
 from svdpp.models.loading import ComponentLoader, library_errors, silence_libraries, torch_dtype
 from svdpp.models.range_model import RangeParts
 from svdpp.models.wan.checkpoint import WanCheckpoint
+from svdpp.plan.layout import Roles
 
 _EXPERTS = ("transformer", "transformer_2")
 # As in diffusers' documentation of Wan.
@@ -24,9 +25,7 @@ def load_parts(
     checkpoint: WanCheckpoint,
     *,
     has_image: bool,
-    encode: bool,
-    decode: bool,
-    experts: Collection[int],
+    roles: Roles,
     dtype: str,
     device: str,
 ) -> RangeParts:
@@ -35,9 +34,9 @@ def load_parts(
     Args:
         checkpoint: from `read_wan`.
         has_image: whether clips are made from an image.
-        encode: loads tokenizer and text encoder and, for an image, the VAE's encoder and CLIP.
-        decode: loads the VAE's decoder.
-        experts: 0 for `transformer`, 1 for `transformer_2`, which runs the low-noise steps.
+        roles: a rank that encodes needs tokenizer and text encoder and, for an image, the VAE's
+            encoder and CLIP; one that decodes, the VAE's decoder. Expert 0 is `transformer`, 1 is
+            `transformer_2`, which runs the low-noise steps.
         dtype: `fp32`, `fp16` or `bf16`; VAE and CLIP are always in fp32.
         device: as torch spells it.
 
@@ -50,15 +49,15 @@ def load_parts(
     weights = torch_dtype(dtype)
     load = ComponentLoader(checkpoint, torch.device(device))
     parts: dict[str, Any] = {"tokenizer": None, "text_encoder": None}
-    if encode:
+    if roles.encode:
         parts |= _text_parts(checkpoint, load, weights)
     if has_image:
-        parts |= _image_parts(checkpoint, load, encode)
-    parts["vae"] = _vae(load, encode=encode and has_image, decode=decode)
+        parts |= _image_parts(checkpoint, load, roles.encode)
+    parts["vae"] = _vae(load, encode=roles.encode and has_image, decode=roles.decode)
     for expert, name in enumerate(_EXPERTS):
-        wanted = expert in experts
+        wanted = expert in roles.experts
         parts[name] = load.module(WanTransformer3DModel, name, weights) if wanted else None
-    if not experts:
+    if not roles.experts:
         parts["transformer"] = load.configuration(WanTransformer3DModel, "transformer", weights)
     with library_errors("scheduler"):
         parts["scheduler"] = _scheduler(checkpoint, checkpoint.scheduler.values)

@@ -155,9 +155,7 @@ def load_wan(
     parts = load_parts(
         checkpoint,
         has_image=sampling.from_image,
-        encode=roles.encode,
-        decode=roles.decode,
-        experts=roles.experts,
+        roles=roles,
         dtype=model.dtype,
         device=device,
     )
