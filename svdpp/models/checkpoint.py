@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from svdpp.config import DEFAULT_MODEL, DEMO_MODEL, DUMMY_MODEL, ModelConfig, SamplingConfig
+from svdpp.config.sampling import PromptedSampling
 from svdpp.errors import ModelError, RequestError
 from svdpp.models import hub
 from svdpp.models.fingerprint import fingerprint
@@ -98,7 +99,7 @@ class Checkpoint:
                 "--negative-prompt has no effect without a prompt and guidance",
                 "leave it out, or use a --guidance-scale above 1",
             )
-        if self.image_use == "optional" and image != getattr(sampling, "from_image", image):
+        if isinstance(sampling, PromptedSampling) and image != sampling.from_image:
             raise RequestError(
                 "the clips of a pipeline start from photographs, or all from text alone",
                 "set from_image in the pipeline's sampling parameters accordingly",
