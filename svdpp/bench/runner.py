@@ -18,7 +18,6 @@ from svdpp.driver.trace import Trace
 from svdpp.errors import OutOfMemoryError
 from svdpp.media.examples import example_photos
 from svdpp.media.inputs import check_inputs
-from svdpp.plan.actions import Action
 from svdpp.plan.schedule import Schedule, build_schedule
 from svdpp.verification.reference import run_reference
 from svdpp.worker.messages import (
@@ -217,7 +216,7 @@ class _Listener:
                 self._round.draft_seconds[event.clip - self._first] = event.metadata["wall_seconds"]
             case StepDone() | TransferDone() if event.clip >= self._first:
                 self._round.trace.add(rank, event)
-            case ActionDone() if Action.parse(event.action).clip >= self._first:
+            case ActionDone() if event.action.clip >= self._first:
                 self._round.trace.add(rank, event)
             case _:
                 pass

@@ -141,13 +141,13 @@ class _Row:
                 pass
 
     def _see_heartbeat(self, heartbeat: Heartbeat) -> None:
-        if not heartbeat.action:
+        action = heartbeat.action
+        if action is None:
             if self._state == "starting":
                 self._state = "loading"
             elif self._state != "loading":
                 self._state, self._clip = "idle", ""
             return
-        action = Action.parse(heartbeat.action)
         self._clip = self._labels[action.clip]
         if heartbeat.waiting:
             self._state = "waiting"

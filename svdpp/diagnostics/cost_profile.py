@@ -26,7 +26,7 @@ from svdpp.media.examples import example_photos
 from svdpp.models import memory as model_memory
 from svdpp.models.base import Frames
 from svdpp.models.checkpoint import Checkpoint
-from svdpp.plan.actions import Action, Kind
+from svdpp.plan.actions import Kind
 from svdpp.plan.costs import Costs
 from svdpp.worker.messages import ActionDone, Event, StepDone, TransferDone
 
@@ -209,7 +209,7 @@ class _Measured:
             case StepDone() if event.clip > 0:
                 self.steps[rank].append(event.seconds)
             case ActionDone():
-                action = Action.parse(event.action)
+                action = event.action
                 if action.clip > 0:
                     self.actions[action.kind].append(event.end - event.start)
             case TransferDone():

@@ -60,10 +60,8 @@ class ClipEvents:
                 TensorStore(Path(self._tensor_folder)).put(event.name, event.data)
             case PhotoWanted():
                 self._send(rank, FILE + self._image_bytes(event.clip))
-            case Heartbeat() if event.action:
-                action = Action.parse(event.action)
-                if action.kind in (Kind.ENCODE, Kind.LOAD):
-                    self._clips.advance(action.clip, rank)
+            case Heartbeat(action=Action(kind=Kind.ENCODE | Kind.LOAD, clip=clip)):
+                self._clips.advance(clip, rank)
             case StepDone() if self._is_exact(event.clip, rank):
                 self._clips.advance(event.clip, rank, event.step + 1)
             case ClipDone():

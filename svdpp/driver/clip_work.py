@@ -169,7 +169,7 @@ def _work(
     keys = {clip: request.latents_key for clip, request in requests.items() if keeps_latents}
     samplings = {clip: request.sampling for clip, request in requests.items()}
     return Work(
-        actions=tuple(map(str, actions)),
+        actions=tuple(actions),
         jobs=tuple(jobs[clip] for clip in sorted(needed)),
         latents_keys={clip: key for clip, key in keys.items() if key is not None},
         samplings={clip: own for clip, own in samplings.items() if own is not None},

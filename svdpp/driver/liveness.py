@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from svdpp.plan.actions import Action
 from svdpp.worker.messages import Event, Finished, GpuSample, Heartbeat, Joined, StepDone
 
 # The parent polls several times a second; a longer pause means that it was stopped itself.
@@ -78,7 +77,7 @@ class Liveness:
         seen.heard = now
         if isinstance(event, Heartbeat):
             # An idle rank makes no progress, and is not stalled. One that waited has its packet.
-            is_idle = not event.action and not event.writing
+            is_idle = event.action is None and not event.writing
             if is_idle or (seen.heartbeat.waiting and not event.waiting):
                 seen.progressed = now
             seen.heartbeat = event
@@ -168,7 +167,9 @@ class Liveness:
             return None
         rank = min(causes, key=lambda rank: self._seen[rank].progressed)
         waited = now - self._seen[rank].progressed
-        if heartbeats[rank].writing and (heartbeats[rank].waiting or not heartbeats[rank].action):
+        if heartbeats[rank].writing and (
+            heartbeats[rank].waiting or heartbeats[rank].action is None
+        ):
             reason = f"has waited for its disk for {waited:.0f} s"
             return Stall(rank, reason, "check that the folder it writes to still responds")
         reason = f"has made no progress for {waited:.0f} s"
@@ -177,7 +178,7 @@ class Liveness:
 
 def _at_next_step(heartbeat: Heartbeat, done: StepDone) -> Heartbeat:
     """The position after a step: the next step of the same action, or the same after the last."""
-    if not heartbeat.action:
+    if heartbeat.action is None:
         return heartbeat
-    last = Action.parse(heartbeat.action).end - 1
+    last = heartbeat.action.end - 1
     return heartbeat.model_copy(update={"step": min(done.step + 1, last)})

@@ -118,10 +118,8 @@ class RunManifest:
     def __call__(self, rank: int, event: Event) -> None:  # noqa: ARG002
         """Takes one event of a rank."""
         match event:
-            case Heartbeat() if event.action:
-                self._see_action(Action.parse(event.action))
-            case ActionDone():
-                self._see_action(Action.parse(event.action))
+            case Heartbeat(action=Action() as action) | ActionDone(action=action):
+                self._see_action(action)
             case DraftDone():
                 self._set(event.clip, "running", draft=event.metadata["output"])
             case ClipDone():

@@ -247,10 +247,9 @@ def _is_interrupt(event: Failed) -> bool:
     return bool(event.error["type"] == Interrupted.__name__)
 
 
-def describe_position(action: str, step: int) -> str:
+def describe_position(action: Action | None, step: int) -> str:
     """A rank's position in words; empty outside of actions."""
-    if not action:
+    if action is None:
         return ""
-    parsed = Action.parse(action)
     at = f", step {step}" if step >= 0 else ""
-    return f" at clip {parsed.clip}{at} ({action})"
+    return f" at clip {action.clip}{at} ({action})"

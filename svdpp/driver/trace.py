@@ -7,7 +7,7 @@ from collections import defaultdict
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
-from svdpp.plan.actions import Action, Kind
+from svdpp.plan.actions import Kind
 from svdpp.plan.costs import Costs
 from svdpp.plan.forecast import Forecast, Span, percentile, summarise
 from svdpp.worker.messages import ActionDone, Event, Joined, StepDone, TransferDone
@@ -77,7 +77,7 @@ class MeanCosts:
             case StepDone():
                 self._count("step", event.seconds)
             case ActionDone():
-                self._count(Action.parse(event.action).kind, event.end - event.start)
+                self._count(event.action.kind, event.end - event.start)
             case TransferDone(direction="recv"):
                 self._count("transfer", event.seconds)
             case _:
@@ -153,7 +153,7 @@ class Placement:
                     steps.clear()  # of an action that a bad clip ended early
                 steps.append(event)
             case ActionDone():
-                return self._action(rank, event, Action.parse(event.action))
+                return self._action(rank, event)
             case TransferDone():
                 return [self._transfer(rank, event)]
             case _:
@@ -164,7 +164,8 @@ class Placement:
         """A time of a rank's monotonic clock, by that of rank 0's machine."""
         return when - self._clock_ahead[rank]
 
-    def _action(self, rank: int, done: ActionDone, action: Action) -> list[Placed]:
+    def _action(self, rank: int, done: ActionDone) -> list[Placed]:
+        action = done.action
         steps = [step for step in self._unplaced.pop(rank, []) if step.clip == action.clip]
         start, end = self.on_rank_0(rank, done.start), self.on_rank_0(rank, done.end)
         # It may be two waits, for a send and then a receive, with almost nothing between.

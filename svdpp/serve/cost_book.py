@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from svdpp.config import SamplingConfig
-from svdpp.plan.actions import Action, Kind
+from svdpp.plan.actions import Kind
 from svdpp.plan.costs import Costs, PerRank
 from svdpp.plan.presets import PRESETS
 from svdpp.worker.messages import ActionDone, Event, StepDone, TransferDone
@@ -139,7 +139,7 @@ def _measured(event: Event) -> tuple[str, float] | None:
         case TransferDone(direction="recv"):
             return _TRANSFER, event.seconds
         case ActionDone():
-            kind = Action.parse(event.action).kind
+            kind = event.action.kind
             return (str(kind), event.end - event.start) if kind in _MEASURED else None
         case _:
             return None

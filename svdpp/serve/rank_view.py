@@ -138,7 +138,7 @@ class RankView:
         return found
 
     def _moved(self, at: _Rank, event: Heartbeat | Failed) -> Action | None:
-        action = Action.parse(event.action) if event.action else None
+        action = event.action
         waits = isinstance(event, Heartbeat) and event.waiting
         if (action, waits) != (at.action, at.waits):
             at.action, at.waits, at.since = action, waits, time.monotonic()
@@ -147,7 +147,7 @@ class RankView:
         return action
 
     def _done(self, rank: int, at: _Rank, event: ActionDone) -> Action:
-        action = Action.parse(event.action)
+        action = event.action
         if (kind := _SPAN_KINDS.get(action.kind)) is not None:
             start, end = (_unix(each - at.clock_ahead) for each in (event.start, event.end))
             self._spans.append(RankSpan(rank, self._job_of(action.clip), kind, start, end))

@@ -153,7 +153,7 @@ class _Clock:
         self._report(actions.decode(self._clip, self._num_steps), self._now())
 
     def _report(self, action: Action, now: float) -> None:
-        done = ActionDone(action=str(action), start=self._begun, end=now, waited=0.0)
+        done = ActionDone(action=action, start=self._begun, end=now, waited=0.0)
         self._reporter.send(done)
         self._begun = self._mark = now
 

@@ -76,10 +76,9 @@ class Inbox:
         match parse_command(message):
             case Work() as work:
                 self._new.append(work)
-                actions = work.parsed()
-                self._queue.add(actions, joins=not work.is_draft)
+                self._queue.add(work.actions, joins=not work.is_draft)
                 if work.is_draft:
-                    self._drafts.update(action.clip for action in actions)
+                    self._drafts.update(action.clip for action in work.actions)
             case Cancel(clip=clip) if clip == self._now or self._queue.holds(clip):
                 self._cancelled.add(clip)
             case Stop():

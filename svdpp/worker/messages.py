@@ -5,13 +5,29 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import Base64Bytes, BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import (
+    Base64Bytes,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    TypeAdapter,
+)
 
 from svdpp.config import ClipRequest, SamplingConfig
 from svdpp.plan.actions import Action
 
 #: What a rank waits for: a photograph, a packet, a neighbour that takes packets late, or the disk.
 WaitCause = Literal["photograph", "packet", "send", "writer"]
+
+
+def _action(value: Action | str) -> Action:
+    return value if isinstance(value, Action) else Action.parse(value)
+
+
+#: An action, which JSON has as text.
+ActionField = Annotated[Action, PlainValidator(_action), PlainSerializer(str)]
 
 
 class _Message(BaseModel):
@@ -35,10 +51,10 @@ class ClipJob(_Message):
 
 
 class Work(_Message):
-    """Parent to rank: further actions, as text, and the clips to encode or finish."""
+    """Parent to rank: further actions, and the clips to encode or finish."""
 
     kind: Literal["work"] = "work"
-    actions: tuple[str, ...]
+    actions: tuple[ActionField, ...]
     jobs: tuple[ClipJob, ...]
     latents_keys: dict[int, str] = Field(default_factory=dict)
     """By clip, for those with latent checkpoints to write or read."""
@@ -46,10 +62,6 @@ class Work(_Message):
     """By clip, for those with sampling parameters of their own; resolved."""
     is_draft: bool = False
     """Whether the clips are drafts."""
-
-    def parsed(self) -> list[Action]:
-        """The actions as values."""
-        return [Action.parse(text) for text in self.actions]
 
 
 class Stop(_Message):
@@ -83,8 +95,8 @@ class Heartbeat(_Message):
     """Sent every second by a separate thread, whatever the rank is doing."""
 
     kind: Literal["heartbeat"] = "heartbeat"
-    action: str = ""
-    """The current action; empty between actions."""
+    action: ActionField | None = None
+    """The current action; None between actions."""
     step: int = -1
     """The current step; -1 outside of DENOISE."""
     waiting: bool = False
@@ -122,7 +134,7 @@ class ActionDone(_Message):
     """One ENCODE, DENOISE or DECODE is done. Times are by the machine's monotonic clock."""
 
     kind: Literal["action"] = "action"
-    action: str
+    action: ActionField
     start: float
     end: float
     waited: float
@@ -264,7 +276,7 @@ class Failed(_Message):
     error: dict[str, Any]
     """See `errors.error_to_dict`."""
     traceback: str
-    action: str
+    action: ActionField | None
     step: int
 
 

@@ -60,7 +60,7 @@ class Reporter:
     def at(self, action: Action | None, step: int = -1, *, waiting: bool = False) -> None:
         """Sets what heartbeats report; sends one at once if the action or the waiting changes."""
         writing = self._is_writing()
-        now = Heartbeat(action=str(action or ""), step=step, waiting=waiting, writing=writing)
+        now = Heartbeat(action=action, step=step, waiting=waiting, writing=writing)
         changed = (now.action, now.waiting) != (self._now.action, self._now.waiting)
         self._now = now
         if changed:

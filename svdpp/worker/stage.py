@@ -125,11 +125,10 @@ class PipelineStage:
         self._jobs.update(jobs)
         self._keys.update(work.latents_keys)
         self._samplings.update(work.samplings)
-        actions = work.parsed()
-        encoded = [action.clip for action in actions if action.kind is Kind.ENCODE]
+        encoded = [action.clip for action in work.actions if action.kind is Kind.ENCODE]
         self._photos.expect((clip, jobs[clip].request) for clip in encoded)
         if self._profiler is not None:
-            self._profiler.expect(actions)
+            self._profiler.expect(work.actions)
 
     def perform(self, action: Action) -> None:
         """Performs one action.
@@ -364,7 +363,7 @@ class PipelineStage:
         self._packets[action.clip].compute_seconds += end - start
         self._reporter.send(
             ActionDone(
-                action=str(action),
+                action=action,
                 start=start,
                 end=end,
                 waited=sum(self._waits.values()),

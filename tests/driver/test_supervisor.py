@@ -15,7 +15,7 @@ from svdpp.worker.messages import Event, Failed, Finished, Joined
 
 
 def _failed(error: BaseException) -> Failed:
-    return Failed(error=error_to_dict(error), traceback="", action="", step=-1)
+    return Failed(error=error_to_dict(error), traceback="", action=None, step=-1)
 
 
 INTERRUPTED = _failed(Interrupted(signal.SIGTERM))

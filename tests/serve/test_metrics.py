@@ -78,8 +78,8 @@ def test_events_of_the_ranks_are_counted() -> None:
     observe(1, Joined(device="cpu", load_seconds=1))
     for step in range(3):
         observe(1, StepDone(clip=0, step=step, seconds=0.2))
-    observe(1, ActionDone(action="DENOISE(0, 0:3)", start=10.0, end=10.6, waited=1.0))
-    observe(1, ActionDone(action="DECODE(0)", start=13.0, end=13.5, waited=0.4))
+    observe(1, ActionDone(action="DENOISE c0 0:3", start=10.0, end=10.6, waited=1.0))
+    observe(1, ActionDone(action="DECODE c0 @3", start=13.0, end=13.5, waited=0.4))
     observe(
         1,
         TransferDone(
@@ -101,7 +101,7 @@ def test_a_restarted_rank_was_not_idle_while_it_was_dead() -> None:
     server = Server()
     for start in (0.0, 1000.0):
         server.metrics(0, Joined(device="cpu", load_seconds=1))
-        action = "DENOISE(0, 0:3)"
+        action = "DENOISE c0 0:3"
         server.metrics(0, ActionDone(action=action, start=start, end=start + 2, waited=0))
 
     assert server.value("svdpp_rank_seconds_total", rank=0, state="compute") == 4
