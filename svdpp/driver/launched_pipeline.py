@@ -6,10 +6,13 @@ from collections.abc import Callable
 
 from svdpp.driver.rank_launcher import RankLauncher
 from svdpp.driver.supervisor import Observer
+from svdpp.launch.world import World
 
 
 class LaunchedPipeline:
     """The methods of `Pipeline` for ranks that torchrun or srun has started.
+
+    Without a launcher, `serve`, `ask`, `gather` and `check_gathered` raise `ClosedError`.
 
     Args:
         launcher: starts or joins the pipeline's ranks.
@@ -20,14 +23,19 @@ class LaunchedPipeline:
         self._observers: tuple[Observer, ...] = ()
 
     @property
+    def world(self) -> World | None:
+        """What the launcher says of this process; None if it starts the ranks itself."""
+        return self._launcher.world
+
+    @property
     def is_member(self) -> bool:
         """Whether this process is a launched rank other than 0, and must call `serve`."""
-        return self._launcher.world is not None and self._launcher.world.is_member
+        return self.world is not None and self.world.is_member
 
     @property
     def spans_hosts(self) -> bool:
         """Whether the ranks are on several hosts."""
-        return self._launcher.world is not None and self._launcher.world.spans_hosts
+        return self.world is not None and self.world.spans_hosts
 
     def observe(self, observer: Observer) -> None:
         """Calls `observer` with (rank, event) for every later event of the ranks.

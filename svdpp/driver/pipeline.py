@@ -117,7 +117,7 @@ class Pipeline(LaunchedPipeline):
             fault=fault,
         )
         super().__init__(
-            RankLauncher(self._setup, self.backend, ignores_signals=ranks_ignore_signals)
+            RankLauncher(self._setup, self.backend, world, ignores_signals=ranks_ignore_signals)
         )
         self._devices = DeviceCheck(
             config.world_size, self.backend, allow_mixed=config.allow_mixed_devices
@@ -315,8 +315,7 @@ class Pipeline(LaunchedPipeline):
             if self._is_entered:
                 raise ClosedError("a pipeline can be entered once: create another one")
             self._is_entered = True
-        world = self._launcher.world
-        on_this_host = self.config.world_size if world is None else world.local_size
+        on_this_host = self.config.world_size if self.world is None else self.world.local_size
         check_memory(self.config, self.checkpoint, self._setup.roles[:on_this_host])
         supervisor = self._supervisor = Supervisor(
             self._launcher.open(),
@@ -331,7 +330,7 @@ class Pipeline(LaunchedPipeline):
             is_idle=lambda: self._clips.is_idle,
             on_end=self._clips.end,
             clean_up=lambda: self._files.remove(self._clips.unfinished),
-            is_launched=self._launcher.world is not None,
+            is_launched=self.world is not None,
         )
         self._clips.finished_by(self._session.thread)
         try:
@@ -358,11 +357,10 @@ class Pipeline(LaunchedPipeline):
 
     def _leave_by(self, error: BaseException) -> None:
         """Drops the unfinished clips because of `error`."""
-        assert self._session is not None
-        failure = self._session.drop(error)
+        failure = None if self._session is None else self._session.drop(error)
         if failure is None or failure in (error, error.__cause__):
             return
-        if isinstance(error, Interrupted) and self._launcher.world is not None:
+        if isinstance(error, Interrupted) and self.world is not None:
             raise reraisable(failure)  # a launcher also ends rank 0 when another rank has died
         error.add_note(f"The run had failed before: {failure}")
 

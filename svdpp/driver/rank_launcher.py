@@ -8,12 +8,13 @@ from collections.abc import Callable, Sequence
 from svdpp.driver.rank_hooks import LaunchedRankHooks
 from svdpp.driver.shared_settings import shared_settings, silence_limit
 from svdpp.driver.supervisor import Observer
+from svdpp.errors import ClosedError
 from svdpp.launch import fork_server, process_group
 from svdpp.launch.group import Group
 from svdpp.launch.joined import JoinedGroup
 from svdpp.launch.joined_rank import serve_joined
 from svdpp.launch.started import StartedGroup
-from svdpp.launch.world import find_world
+from svdpp.launch.world import World
 from svdpp.worker.rank import RankSetup, rank_main
 
 
@@ -23,11 +24,14 @@ class RankLauncher:
     Args:
         setup: what every rank gets before it starts.
         backend: of the transfers.
+        world: of this process; None if it starts the ranks.
         ignores_signals: see `StartedGroup`. A launcher's ranks ignore them only on rank 0's host.
     """
 
-    def __init__(self, setup: RankSetup, backend: str, *, ignores_signals: bool = False) -> None:
-        self.world = find_world()
+    def __init__(
+        self, setup: RankSetup, backend: str, world: World | None, *, ignores_signals: bool = False
+    ) -> None:
+        self.world = world
         self._setup = setup
         self._backend = backend
         self._ignores_signals = ignores_signals
@@ -59,13 +63,14 @@ class RankLauncher:
         """The launched ranks, waiting for work. Rank 0 calls it, once or more often.
 
         Raises:
+            ClosedError: no launcher has started this process.
             SvdppError: a rank is missing, or was started with other settings.
         """
-        assert self.world is not None
+        world = self._launched_world()
         config = self._setup.config
         if self._joined is None:
             self._joined = JoinedGroup(
-                world=self.world,
+                world=world,
                 backend=self._backend,
                 shared_settings=shared_settings(config, self._setup.checkpoint),
                 start_timeout=config.start_timeout_seconds,
@@ -90,10 +95,10 @@ class RankLauncher:
         """Works as a launched rank other than 0; see `LaunchedPipeline.serve`.
 
         Raises:
+            ClosedError: no launcher has started this process.
             SvdppError: the work could not begin.
         """
-        assert self.world is not None
-        world, config = self.world, self._setup.config
+        world, config = self._launched_world(), self._setup.config
         device = process_group.device_of_rank(config.device, world.local_rank, world.local_size)
         name = f"rank {world.rank} ({device} of {socket.gethostname()})"
         serve_joined(
@@ -107,3 +112,8 @@ class RankLauncher:
             hooks=LaunchedRankHooks(name, world.rank, observers, answer, say),
             ignores_signals=self._ignores_signals and world.on_first_host,
         )
+
+    def _launched_world(self) -> World:
+        if self.world is None:
+            raise ClosedError("no launcher has started this process: enter the pipeline's block")
+        return self.world
