@@ -73,7 +73,7 @@ def test_processes_perform_exactly_the_planned_lists() -> None:
         pipeline.schedule([ClipRequest(seed=seed) for seed in range(5)])
     ):
         events = [event for r, event in seen if r == rank]
-        done = [Action.parse(e.action) for e in events if isinstance(e, ActionDone)]
+        done = [e.action for e in events if isinstance(e, ActionDone)]
         assert done == [action for action in planned if action.is_compute]
         for direction, kind in (("recv", Kind.RECV), ("send", Kind.SEND)):
             transfers = [

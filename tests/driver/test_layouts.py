@@ -10,7 +10,6 @@ import pytest
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SvdSampling
 from svdpp.driver.pipeline import Pipeline
 from svdpp.media.examples import example_photos
-from svdpp.plan.actions import Action
 from svdpp.plan.costs import Costs
 from svdpp.verification.verify import verify
 from svdpp.worker.messages import ActionDone
@@ -58,7 +57,7 @@ def test_ranks_do_what_their_layout_says() -> None:
 
     def see(rank: int, event: object) -> None:
         if isinstance(event, ActionDone):
-            done.setdefault(Action.parse(event.action).clip, set()).add(f"{rank} {event.action}")
+            done.setdefault(event.action.clip, set()).add(f"{rank} {event.action}")
 
     pipeline.observe(see)
     with pipeline:

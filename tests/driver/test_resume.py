@@ -19,7 +19,7 @@ from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SvdSampling, 
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import InputError, RankError
 from svdpp.models import determinism
-from svdpp.plan.actions import Action, Kind
+from svdpp.plan.actions import Kind
 from svdpp.worker.fault_injection import InjectedFault
 from svdpp.worker.latent_checkpoints import LatentCheckpoints, prune, saved_steps
 from svdpp.worker.messages import ActionDone, CheckpointLost, Event
@@ -72,7 +72,7 @@ def test_after_a_kill_at_every_hand_over(
 
     def kill_when_kept(rank: int, event: Event) -> None:
         if rank == victim - 1 and isinstance(event, ActionDone):
-            action = Action.parse(event.action)
+            action = event.action
             if (action.kind, action.clip) == (Kind.DENOISE, 1):
                 _wait_until_kept(tmp_path, KEYS[1], handed_over)
                 pids: list[int] = pipeline._supervisor._group.pids  # type: ignore[union-attr, attr-defined]
@@ -138,7 +138,7 @@ def test_steps_done_before_are_not_done_again(tmp_path: Path, uninterrupted: lis
     steps: list[tuple[int, str]] = []
     pipeline.observe(
         lambda rank, event: (
-            steps.append((rank, event.action)) if isinstance(event, ActionDone) else None
+            steps.append((rank, str(event.action))) if isinstance(event, ActionDone) else None
         )
     )
     with pipeline:

@@ -150,10 +150,11 @@ def _stands(stop: InjectedStop) -> Happens:
             return isinstance(event, Heartbeat)  # that of another rank: this one sends nothing
         if rank != stop.rank:
             return False
+        action = str(event.action)
         if stop.place.startswith("step"):
-            at_clip = event.action.startswith(f"DENOISE c{stop.clip} ")
+            at_clip = action.startswith(f"DENOISE c{stop.clip} ")
             return at_clip and event.step == int(stop.place.removeprefix("step"))
-        return stop.place == "load" or event.action.startswith(f"{stop.place.upper()} c{stop.clip}")
+        return stop.place == "load" or action.startswith(f"{stop.place.upper()} c{stop.clip}")
 
     return happens
 
