@@ -8,12 +8,13 @@ from collections.abc import Callable, Sequence
 from svdpp.driver.rank_hooks import LaunchedRankHooks
 from svdpp.driver.shared_settings import shared_settings, silence_limit
 from svdpp.driver.supervisor import Observer
-from svdpp.launch import fork_server, process_group
+from svdpp.launch import fork_server
 from svdpp.launch.group import Group
 from svdpp.launch.joined import JoinedGroup
 from svdpp.launch.joined_rank import serve_joined
 from svdpp.launch.started import StartedGroup
 from svdpp.launch.world import find_world
+from svdpp.worker.device import device_of
 from svdpp.worker.rank import RankSetup, rank_main
 
 
@@ -94,7 +95,7 @@ class RankLauncher:
         """
         assert self.world is not None
         world, config = self.world, self._setup.config
-        device = process_group.device_of_rank(config.device, world.local_rank, world.local_size)
+        device = device_of(config, world)
         name = f"rank {world.rank} ({device} of {socket.gethostname()})"
         serve_joined(
             rank_main,
