@@ -136,10 +136,12 @@ class PipelineConfig:
         )
 
     def _check_device_order(self) -> None:
-        is_permutation = sorted(self.device_order) == list(range(self.world_size))
+        check_type("device_order", self.device_order, tuple)
+        has_all = set(self.device_order) == set(range(self.world_size))
         require(
-            not self.device_order or (self.device == "cuda" and is_permutation),
-            f"device_order must name the {self.world_size} devices of --device cuda once each, "
+            not self.device_order
+            or (self.device == "cuda" and has_all and len(self.device_order) == self.world_size),
+            f"device_order must name each of {self.world_size} devices of --device cuda once, "
             f"got {shown(self.device_order)}",
         )
 

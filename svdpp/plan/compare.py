@@ -133,7 +133,7 @@ def _offload_rows(
         preview_seconds=forecast.latency.mean,
         peak_gib=(offload.peak_gib,),
         note=f"{offload}, which svdpp does not run; "
-        + (shortfall or f"{offload.move_seconds:.4g} s of each clip to move weights"),
+        + (shortfall or offload.moves),
     )
 
 

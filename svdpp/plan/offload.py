@@ -22,13 +22,20 @@ class Offload:
 
     layout: Layout
     """Data parallel; the encode of each clip includes the time of its moves."""
+    weights_gib: float
+    """All weights, which each rank keeps in host memory."""
     move_seconds: float
-    """Time of each clip in which weights move and the device waits."""
+    """Time of each clip in which the weights move and the device waits."""
     peak_gib: float
     """Peak memory of a card: the largest part with its weights and work."""
 
     def __str__(self) -> str:
         return "data parallel with diffusers' model offload"
+
+    @property
+    def moves(self) -> str:
+        """Its cost in words."""
+        return f"{self.move_seconds:.4g} s of each clip to move {self.weights_gib:.4g} GiB"
 
     def shortfall(self, memory_gib: Sequence[float]) -> str:
         """What it needs if some card has less; empty if all have enough or it is unknown."""
@@ -43,9 +50,8 @@ def forecast_offload(layout: Layout) -> Offload | None:
     rate, peak = costs.offload_gib_per_second, _peak_gib(layout)
     if rate is None or peak is None:
         return None
-    weights = (costs.encode_weights_gib or 0.0) + (costs.denoise_weights_gib or 0.0) * (
-        1 if layout.expert_boundary is None else 2
-    )
+    num_experts = 1 if layout.expert_boundary is None else 2
+    weights = (costs.encode_weights_gib or 0.0) + num_experts * (costs.denoise_weights_gib or 0.0)
     if layout.decodes:
         weights += costs.decode_weights_gib or 0.0
     move_seconds = 2 * weights / rate  # to the device and back
@@ -56,7 +62,9 @@ def forecast_offload(layout: Layout) -> Offload | None:
         decoders=1,
         costs=_with_longer_encode(costs, move_seconds),
     )
-    return Offload(layout=data_parallel, move_seconds=move_seconds, peak_gib=peak)
+    return Offload(
+        layout=data_parallel, weights_gib=weights, move_seconds=move_seconds, peak_gib=peak
+    )
 
 
 def offload_remark(
@@ -82,10 +90,7 @@ def offload_remark(
     asked = makespan(offload.layout, num_clips)
     ratio = asked / seconds if seconds else 1.0
     compared = f"{ratio - 1:.1%} longer" if ratio >= 1 else f"{1 - ratio:.1%} less"
-    return (
-        f"{_NAME} would take {asked:.4g} s, {compared}, "
-        f"with {offload.move_seconds:.4g} s of each clip to move weights"
-    )
+    return f"{_NAME} would take {asked:.4g} s, {compared}, with {offload.moves}"
 
 
 def unknown_offload(costs: Costs) -> str:
@@ -105,7 +110,7 @@ def offload_hint(layout: Layout, num_clips: int, memory_gib: Sequence[float]) ->
     time = (
         "--offload-gib-per-second gives its time"
         if offload is None
-        else f"it would take {makespan(offload.layout, num_clips):.4g} s"
+        else f"it would take {makespan(offload.layout, num_clips):.4g} s for all clips"
     )
     return f"{_NAME} needs {peak:.4g} GiB: {time}"
 

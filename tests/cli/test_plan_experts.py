@@ -54,6 +54,41 @@ def test_json_shows_the_experts(costs_file: str) -> None:
     assert plan["ranks"][0]["experts"] == ["high-noise", "low-noise"]
 
 
+def test_unequal_cards_are_assigned_by_memory(costs_file: str) -> None:
+    options = (*WAN, "--costs", costs_file, "--layout", "auto", "--device-memory", "3x37,48")
+    lines = svdpp_here(*options).out.splitlines()
+    assert [line.split()[4:] for line in lines[:5]] == [
+        ["expert", "GiB", "card"],
+        ["high-noise", "47.0", "3", "(48", "GiB)"],
+        ["low-noise", "36.0", "0", "(37", "GiB)"],
+        ["low-noise", "36.0", "1", "(37", "GiB)"],
+        ["low-noise", "36.5", "2", "(37", "GiB)"],
+    ]
+    plan = json.loads(svdpp_here(*options, "--json").out)
+    assert [rank["card"] for rank in plan["ranks"]] == [3, 0, 1, 2]
+    equal = json.loads(svdpp_here(*options[:-1], "48,48,48,48", "--json").out)
+    assert not any("card" in rank for rank in equal["ranks"])
+
+
+def test_model_offload_is_compared(costs_file: str) -> None:
+    rate = ("--offload-gib-per-second", "10")
+    options = (*WAN, "--costs", costs_file, "--device-memory", "48")
+    answer = svdpp_here(*options, *rate, "--compare")
+    [row] = [line.split() for line in answer.out.splitlines() if line.startswith("model offload  ")]
+    assert row[-2] == "36.0"
+    assert "13.1 s of each clip to move 65.5 GiB" in answer.out
+
+    rows = json.loads(svdpp_here(*options, *rate, "--compare", "--json").out)["layouts"]
+    assert rows[-1]["layout"]["move_seconds"] == 13.1
+    without = json.loads(svdpp_here(*options, "--compare", "--json").out)["layouts"]
+    assert (without[-1]["forecast"], without[-1]["layout"]) == (None, None)
+    assert "--offload-gib-per-second gives its cost" in without[-1]["note"]
+
+    no_room = svdpp_here(*options[:-1], "40", *rate, "--layout", "auto")
+    assert_error(no_room, 2, "no layout of 4 ranks fits in 40 GiB a rank")
+    assert "diffusers' model offload, which svdpp does not run, needs 36 GiB" in no_room.err
+
+
 def test_layouts_of_two_experts_are_compared() -> None:
     answer = svdpp_here(*WAN, "--compare")
     assert answer.code == 0
