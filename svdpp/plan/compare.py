@@ -132,8 +132,7 @@ def _offload_rows(
         seconds_per_clip=steady_seconds_per_clip(offload.layout),
         preview_seconds=forecast.latency.mean,
         peak_gib=(offload.peak_gib,),
-        note=f"{offload}, which svdpp does not run; "
-        + (shortfall or offload.moves),
+        note=f"{offload}, which svdpp does not run; " + (shortfall or offload.moves),
     )
 
 

@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from svdpp.errors import RequestError
 from svdpp.plan.costs import Costs
 from svdpp.plan.large_forecast import makespan
 from svdpp.plan.layout import Layout
 
+# More would be no valid cost.
+_MAX_MOVE_SECONDS = 1e8
 _NAME = "diffusers' model offload, which svdpp does not run,"
 
 
@@ -45,7 +48,11 @@ class Offload:
 
 
 def forecast_offload(layout: Layout) -> Offload | None:
-    """Model offload on the ranks of `layout`; None if its costs lack the rate or the memory."""
+    """Model offload on the ranks of `layout`; None if its costs lack the rate or the memory.
+
+    Raises:
+        RequestError: the rate is so low that a clip would take years.
+    """
     costs = layout.costs
     rate, peak = costs.offload_gib_per_second, _peak_gib(layout)
     if rate is None or peak is None:
@@ -55,6 +62,11 @@ def forecast_offload(layout: Layout) -> Offload | None:
     if layout.decodes:
         weights += costs.decode_weights_gib or 0.0
     move_seconds = 2 * weights / rate  # to the device and back
+    if move_seconds > _MAX_MOVE_SECONDS:
+        raise RequestError(
+            f"--offload-gib-per-second {rate:g} is too low: the weights of a clip, {weights:.4g} "
+            f"GiB, would move for {move_seconds:.4g} s"
+        )
     data_parallel = replace(
         layout,
         split="uniform",
@@ -97,7 +109,7 @@ def unknown_offload(costs: Costs) -> str:
     """Why model offload is not compared, and which option gives what is missing."""
     lacks = "svdpp plan --offload-gib-per-second gives its cost"
     if costs.offload_gib_per_second is not None:
-        lacks = "the costs do not give the weights, svdpp plan --memory estimates them"
+        lacks = "the costs do not give its memory, svdpp plan --memory estimates it"
     return f"diffusers' model offload is not compared: {lacks}"
 
 
