@@ -101,15 +101,20 @@ def measure_transfers(config: PipelineConfig) -> list[LinkSpeed]:
     return [LinkSpeed(rank, rank + 1, **answer) for rank, answer in enumerate(answers[:-1])]
 
 
-def measure_offload(config: PipelineConfig) -> float:
+def measure_offload(config: PipelineConfig, num_weights: int = _NUM_WEIGHTS) -> float:
     """GiB per second at which weights move between host memory and the slowest device.
 
     All ranks move weights at the same time, because their devices share the host's memory.
 
+    Args:
+        config: of the ranks.
+        num_weights: that each rank moves, of 64 MiB each.
+
     Raises:
         SvdppError: a rank failed.
     """
-    return min(float(answer["gib_per_second"]) for answer in ask_ranks(_move_weights, config))
+    answers = ask_ranks(_move_weights, config, num_weights)
+    return min(float(answer["gib_per_second"]) for answer in answers)
 
 
 def measure_work(config: PipelineConfig, checkpoint: Checkpoint | None, part: str) -> int:
@@ -220,11 +225,11 @@ def _blob(num_bytes: int) -> TensorSpec:
     return TensorSpec((num_bytes // 4,), "fp32")
 
 
-def _move_weights(context: RankContext, config: PipelineConfig, _: Any) -> dict[str, Any]:
+def _move_weights(context: RankContext, config: PipelineConfig, num_weights: int) -> dict[str, Any]:
     copies = SideStream(_device(context, config))
-    weights = [torch.ones(_WEIGHT_BYTES, dtype=torch.uint8) for _ in range(_NUM_WEIGHTS)]
+    weights = [torch.ones(_WEIGHT_BYTES, dtype=torch.uint8) for _ in range(num_weights)]
     seconds = [copies.round_trip_seconds(weights) for _ in range(_MOVES + 1)]
-    moved_gib = 2 * _WEIGHT_BYTES * _NUM_WEIGHTS / 2**30
+    moved_gib = 2 * _WEIGHT_BYTES * num_weights / 2**30
     return {"gib_per_second": moved_gib / statistics.median(seconds[1:])}
 
 

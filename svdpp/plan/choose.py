@@ -86,23 +86,19 @@ def choose_layout(
     chosen = next(i for i, each in enumerate(seconds) if each <= min(seconds) * _EQUAL)
     layout, soonest = fitting.pop(chosen), seconds.pop(chosen)
     cards = _cards(layout, memory_gib) or ()
-    remarks = [_reason(num_clips, soonest, list(zip(seconds, map(str, fitting), strict=True)))]
-    if expert_boundary is not None:
-        remarks.append(_held_experts(layout))
-    if num_left_out:
-        remarks.append(f"{num_left_out} of {len(layouts)} layouts need more memory")
-    if expert_boundary is not None and layouts[0] is not in_memory[0]:
-        least = max(peak or 0.0 for peak in layouts[0].peak_gib)
-        remarks.append(f"data parallel needs {least:.4g} GiB, with both experts on each rank")
-    if num_unknown:
-        remarks.append(
-            f"{num_unknown} of {len(layouts)} layouts have transfers between hosts, whose time the "
-            "costs do not give: set --inter-host-transfer-seconds"
-        )
-    if memory_gib and None in layout.peak_gib:
-        remarks.append("the costs do not give its memory")
-    remarks.append(offload_remark(layout, num_clips, soonest, memory_gib))
-    remarks.append(_named_cards(cards))
+    remarks = [
+        _reason(num_clips, soonest, list(zip(seconds, map(str, fitting), strict=True))),
+        _held_experts(layout),
+        f"{num_left_out} of {len(layouts)} layouts need more memory" if num_left_out else "",
+        _needs_of_data_parallel(whole) if layouts[0] is not in_memory[0] else "",
+        f"{num_unknown} of {len(layouts)} layouts have transfers between hosts, whose time the "
+        "costs do not give: set --inter-host-transfer-seconds"
+        if num_unknown
+        else "",
+        "the costs do not give its memory" if memory_gib and None in layout.peak_gib else "",
+        offload_remark(layout, num_clips, soonest, memory_gib),
+        _named_cards(cards),
+    ]
     return Choice(
         layout=layout, reason=f"{layout}: {'; '.join(filter(None, remarks))}", cards=cards
     )
@@ -205,8 +201,18 @@ def _reason(num_clips: int, seconds: float, rivals: Sequence[tuple[float, str]])
     return f"the next best, {rival}, takes {next_seconds / seconds - 1:.1%} longer for {clips}"
 
 
+def _needs_of_data_parallel(layout: Layout) -> str:
+    """The memory of data parallel with two experts; empty for a model with one."""
+    if layout.expert_boundary is None:
+        return ""
+    needs = max(peak or 0.0 for peak in layout.peak_gib)
+    return f"data parallel needs {needs:.4g} GiB, with both experts on each rank"
+
+
 def _held_experts(layout: Layout) -> str:
-    """How many ranks hold both experts."""
+    """How many ranks hold both experts; empty for a model with one."""
+    if layout.expert_boundary is None:
+        return ""
     num_both = sum(len(role.experts) > 1 for role in layout.roles)
     if not num_both:
         return "each rank holds one expert at most"
