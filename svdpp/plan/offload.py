@@ -128,7 +128,11 @@ def offload_hint(layout: Layout, num_clips: int, memory_gib: Sequence[float]) ->
 
 
 def _peak_gib(layout: Layout) -> float | None:
-    """The largest part, with its weights and work, at a time; None if the costs lack a value."""
+    """The largest part, with its weights and work; None if the costs lack a value.
+
+    A VAE that encodes a photograph stays on the device until it decodes. It is not counted beside
+    the denoiser: it is small (0.5 GB in Wan).
+    """
     peaks = []
     for part in ("encode", "denoise", "decode"):
         if part != "decode" or layout.decodes:
