@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from svdpp.plan.costs import Costs
-from tests.cli.shell import assert_error, svdpp_here
+from tests.cli.shell import ROOT, assert_error, svdpp_here
 
 WAN = ("plan", "--world", "4", "--steps", "40", "--expert-boundary", "13")
 COSTS = Costs(
@@ -87,6 +87,36 @@ def test_model_offload_is_compared(costs_file: str) -> None:
     no_room = svdpp_here(*options[:-1], "40", *rate, "--layout", "auto")
     assert_error(no_room, 2, "no layout of 4 ranks fits in 40 GiB a rank")
     assert "diffusers' model offload, which svdpp does not run, needs 36 GiB" in no_room.err
+
+
+#: The estimate of --memory for Wan 2.2 T2V A14B, 81 frames at 480p in bf16, and assumed seconds.
+T2V_480P = Costs(
+    step_seconds=10,
+    encode_seconds=2,
+    decode_seconds=10,
+    encode_weights_gib=10.58,
+    denoise_weights_gib=26.62,
+    decode_weights_gib=0.27,
+    encode_work_gib=0.12,
+    denoise_work_gib=3.48,
+    decode_work_gib=7.61,
+)
+
+
+@pytest.mark.parametrize("memory", ["47", "79", "2x79,2x47"])
+def test_the_table_of_cards_holds(memory: str, tmp_path: Path) -> None:
+    guide = (ROOT / "docs/models.md").read_text(encoding="utf-8")
+    [row] = [line for line in guide.splitlines() if f"| `{memory}` |" in line]
+    _, _, _, picked, seconds, offload, _ = map(str.strip, row.split("|"))
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps(T2V_480P.to_json()), encoding="utf-8")
+
+    options = ("--costs", str(path), "--clips", "64", "--layout", "auto")
+    rate = ("--offload-gib-per-second", "10", "--device-memory", memory)
+    plan = json.loads(svdpp_here(*WAN, *options, *rate, "--json").out)
+    assert plan["layout"]["description"] == picked.partition(";")[0]
+    assert f"{plan['forecast']['makespan_seconds']:.4g} s" == seconds
+    assert f"would take {offload}, with 12.82 s of each clip" in plan["layout"]["reason"]
 
 
 def test_layouts_of_two_experts_are_compared() -> None:
