@@ -41,11 +41,6 @@ class Machine:
         return "cpu" if self.is_rehearsal else "cuda"
 
     @property
-    def reversed_cards(self) -> tuple[int, ...]:
-        """The order of devices in which rank 0 has the last card; empty without cards."""
-        return () if self.is_rehearsal else tuple(reversed(range(self.num_gpus)))
-
-    @property
     def shared(self) -> str:
         """The one device that several ranks share."""
         return "cpu" if self.is_rehearsal else "cuda:0"
