@@ -131,7 +131,7 @@ def _show_comparison(
     limits: dict[str, Any],
 ) -> None:
     from svdpp.cli.plan_compare import show_comparison
-    from svdpp.plan.choose import compare_layouts
+    from svdpp.plan.compare import compare_layouts
 
     layout.leave_to("--compare")
     if layout.layout is not None:
@@ -154,7 +154,10 @@ def _show_layout(
         from svdpp.plan.choose import choose_layout
 
         choice = choose_layout(**counts, **limits)
-        show_layout(console, request, choice.layout, choice.reason)
+        cards = choice.cards or range(counts["world_size"])
+        memory = limits["memory_gib"]
+        unequal = {card: memory[card] for card in cards} if len(set(memory)) > 1 else {}
+        show_layout(console, request, choice.layout, choice.reason, unequal)
         return
     if limits["memory_gib"]:
         raise RequestError(

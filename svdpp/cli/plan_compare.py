@@ -7,7 +7,7 @@ from typing import Any
 
 from svdpp.cli.console import Console
 from svdpp.cli.plan_report import SCHEMA_VERSION, Request, facts, gib, num_idle_ranks, times
-from svdpp.plan.choose import Row
+from svdpp.plan.compare import Row
 
 
 def show_comparison(
@@ -76,6 +76,8 @@ def _row_json(row: Row) -> dict[str, Any]:
         return {"name": row.name, "note": row.note, "layout": None, "forecast": None}
     if row.layout is not None:
         what = facts(row.layout)
+    elif row.offload is not None:
+        what = {"description": str(row.offload), "move_seconds": row.offload.move_seconds}
     else:
         assert row.draft_plan is not None
         what = {"description": str(row.draft_plan), "start_steps": row.draft_plan.start_steps}

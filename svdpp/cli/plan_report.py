@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -46,7 +46,13 @@ class Request:
         return counted(self.num_clips, "clip")
 
 
-def show_layout(console: Console, request: Request, layout: Layout, reason: str = "") -> None:
+def show_layout(
+    console: Console,
+    request: Request,
+    layout: Layout,
+    reason: str = "",
+    cards: Mapping[int, float] | None = None,
+) -> None:
     """Prints the ranks, picture and forecast of a layout, with the forecast of data parallel.
 
     Args:
@@ -54,14 +60,16 @@ def show_layout(console: Console, request: Request, layout: Layout, reason: str 
         request: clips and arrivals of the forecast.
         layout: to show.
         reason: why it was chosen; empty if the user named it.
+        cards: number and GiB of the card of each rank, in the order of the ranks; empty: they are
+            equal or unknown.
     """
     forecast = forecast_layout(layout, request.num_clips, request.arrivals)
     data_parallel = forecast_layout(_as_data_parallel(layout), request.num_clips, request.arrivals)
     console.infos(request.remarks)
     if console.as_json:
-        console.json(_layout_json(layout, forecast, data_parallel, reason))
+        console.json(_layout_json(layout, forecast, data_parallel, reason, cards or {}))
         return
-    _print_ranks(console, layout)
+    _print_ranks(console, layout, cards or {})
     _print_cuts(console, layout, request.num_clips)
     console.result()
     _print_picture(console, layout, request)
@@ -72,11 +80,12 @@ def show_layout(console: Console, request: Request, layout: Layout, reason: str 
         console.info(f"warning: {num_idle} of {layout.world_size} ranks have nothing to do")
 
 
-def _print_ranks(console: Console, layout: Layout) -> None:
-    """Prints a row for each rank; if all replicas are alike, only those of the first."""
+def _print_ranks(console: Console, layout: Layout, cards: Mapping[int, float]) -> None:
+    """Prints a row for each rank; if all replicas and cards are alike, only those of the first."""
     sigmas = karras_sigmas(layout.num_steps)
     has_experts = layout.expert_boundary is not None
-    alike = layout.replicas_are_alike
+    alike = layout.replicas_are_alike and not cards
+    card_of = [f"{card} ({memory:.4g} GiB)" for card, memory in cards.items()]
     hosts = layout.costs.ranks_per_host is not None
     shares = [
         share
@@ -93,12 +102,14 @@ def _print_ranks(console: Console, layout: Layout) -> None:
             f"{share.mean_steps:.4g}",
             _held_experts(layout, share.rank) if has_experts else _noise(share, sigmas),
             *([gib([layout.peak_gib[share.rank]])] if known else []),
+            *([card_of[share.rank]] if cards else []),
         )
         for share in shares[:_MAX_ROWS]
     ]
     columns = ("rank", *(["host"] if hosts else []), "start", "end", "steps")
     # The noise levels are SVD's, and SVD has one expert.
     columns += ("expert" if has_experts else "sigma", *(["GiB"] if known else []))
+    columns += ("card",) if cards else ()
     console.table(columns, rows)
     if len(shares) > _MAX_ROWS:
         console.result(f"... and {len(shares) - _MAX_ROWS} more ranks")
@@ -204,9 +215,14 @@ def num_idle_ranks(layout: Layout) -> int:
 
 
 def _layout_json(
-    layout: Layout, forecast: Forecast, data_parallel: Forecast, reason: str
+    layout: Layout,
+    forecast: Forecast,
+    data_parallel: Forecast,
+    reason: str,
+    cards: Mapping[int, float],
 ) -> dict[str, Any]:
     shares = [share for replica in range(layout.replicas) for share in layout.shares(replica)]
+    card_of = list(cards)
     return {
         "schema_version": SCHEMA_VERSION,
         "num_steps": layout.num_steps,
@@ -218,6 +234,7 @@ def _layout_json(
             | layout.roles[share.rank].parts
             | ({"experts": _expert_names(layout, share.rank)} if layout.expert_boundary else {})
             | {"peak_gib": layout.peak_gib[share.rank]}
+            | ({"card": card_of[share.rank]} if cards else {})
             for share in shares
         ],
         "costs": layout.costs.to_json(),

@@ -212,6 +212,11 @@ def _print(console: Console, profiled: Profile, costs: Costs) -> None:
             f"a packet's transfer between hosts: {between * 1000:.2f} ms, within one: "
             f"{costs.transfer_seconds * 1000:.2f} ms"
         )
+    if costs.offload_gib_per_second is not None:
+        console.result(
+            f"weights to the device and back: {costs.offload_gib_per_second:.1f} GiB/s, for the "
+            "forecast of diffusers' model offload"
+        )
     if profiled.transfers:
         console.result(f"one packet of a clip: {size(profiled.packet_bytes)}")
     if profiled.config.device == "cpu":

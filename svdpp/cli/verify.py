@@ -139,7 +139,7 @@ def _config(
         decodes=not model.is_dummy,
         experts=experts,
     )
-    plan_fields = {**shape, **(experts or {})}
+    plan_fields = {**(experts or {}), **shape}
     config = request.pipeline_config(
         ranks, model, sampling, device=device, plan=plan_fields, from_image=from_image
     )

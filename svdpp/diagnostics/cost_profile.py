@@ -60,6 +60,8 @@ class Profile:
     """By part."""
     work_bytes: dict[str, int] = field(default_factory=dict)
     """By part: the peak above its weights."""
+    offload_gib_per_second: float | None = None
+    """Of weights, between host memory and device; None on the CPU."""
 
     def costs(self, command: str) -> Costs:
         """The costs for a plan.
@@ -84,6 +86,7 @@ class Profile:
             packet_bytes=float(self.packet_bytes),
             ranks_per_host=self.ranks_per_host,
             inter_host_transfer_seconds=self.inter_host_transfer_seconds,
+            offload_gib_per_second=self.offload_gib_per_second,
             name=self._name(),
             source=f"measured by: {command}",
             device=self.device,
@@ -154,6 +157,9 @@ def profile(
     if find_world() is None:  # launched ranks have measured the packets of the run itself
         log("packets between neighbours")
         result.transfers = rank_probe.measure_transfers(config)
+        if config.device != "cpu":
+            log("weights to the devices and back")
+            result.offload_gib_per_second = rank_probe.measure_offload(config)
     log("memory of each part")
     _measure_memory(result, checkpoint)
     return result

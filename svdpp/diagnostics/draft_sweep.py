@@ -13,7 +13,6 @@ from svdpp.diagnostics import rank_probe
 from svdpp.diagnostics.draft_simulator import DraftSimulator
 from svdpp.driver.resolve import resolve
 from svdpp.errors import RequestError
-from svdpp.launch import process_group
 from svdpp.launch.group import RankContext
 from svdpp.media import image as photos
 from svdpp.media.distance import distance
@@ -22,6 +21,7 @@ from svdpp.models.checkpoint import Checkpoint
 from svdpp.plan.draft import DraftPlan
 from svdpp.plan.draft_starts import MeasuredStartSteps, candidates
 from svdpp.plan.layout import Roles
+from svdpp.worker.device import device_of
 from svdpp.worker.rank import load_model
 
 _ALL_PARTS = Roles(encode=True, denoise=True, decode=True)
@@ -84,8 +84,7 @@ def _worst(
 def _measure(context: RankContext, config: PipelineConfig, asked: _Asked) -> dict[str, Any]:
     checkpoint, names, seed, all_start_steps = asked
     world, sampling = context.world, config.sampling
-    device = process_group.device_of_rank(config.device, world.local_rank, world.local_size)
-    model = load_model(config, checkpoint, device, _ALL_PARTS)
+    model = load_model(config, checkpoint, device_of(config, world), _ALL_PARTS)
     assert isinstance(model, DraftableModel), "a draft needs Euler's method"
     found = []
     for name in names[world.rank :: world.size]:

@@ -16,12 +16,13 @@ from svdpp.comm.streams import SideStream, mark
 from svdpp.comm.transport import Transfer, Transport
 from svdpp.config import ClipRequest, PipelineConfig, TensorSpec
 from svdpp.driver.rank_task import run_rank_task
-from svdpp.launch import fork_server, process_group
+from svdpp.launch import fork_server
 from svdpp.launch.group import RankContext
 from svdpp.models.base import LATENTS, Tensors, VideoModel
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.plan.layout import Roles
 from svdpp.plan.schedule import connect_rounds
+from svdpp.worker.device import device_of
 from svdpp.worker.messages import ClipDone, Event, Joined
 from svdpp.worker.out_of_memory import out_of_memory_named
 from svdpp.worker.peak_memory import peak_in_use, reset_peak_of
@@ -32,6 +33,8 @@ from svdpp.worker.tensor_store import tensor_sha256
 _SMALL_BYTES = 1024
 _LARGE_BYTES = 2**24
 _SMALL_TRIPS, _LARGE_TRIPS = 21, 5
+# Weights of a transformer are mostly matrices of this size or larger.
+_WEIGHT_BYTES, _NUM_WEIGHTS, _MOVES = 2**26, 16, 3
 #: The model's parts, each of which can be measured alone.
 PARTS = {
     "encode": Roles(encode=True, denoise=False, decode=False),
@@ -98,6 +101,22 @@ def measure_transfers(config: PipelineConfig) -> list[LinkSpeed]:
     return [LinkSpeed(rank, rank + 1, **answer) for rank, answer in enumerate(answers[:-1])]
 
 
+def measure_offload(config: PipelineConfig, num_weights: int = _NUM_WEIGHTS) -> float:
+    """GiB per second at which weights move between host memory and the slowest device.
+
+    All ranks move weights at the same time, because their devices share the host's memory.
+
+    Args:
+        config: of the ranks.
+        num_weights: that each rank moves, of 64 MiB each.
+
+    Raises:
+        SvdppError: a rank failed.
+    """
+    answers = ask_ranks(_move_weights, config, num_weights)
+    return min(float(answer["gib_per_second"]) for answer in answers)
+
+
 def measure_work(config: PipelineConfig, checkpoint: Checkpoint | None, part: str) -> int:
     """The peak of bytes that `part` of the model needs above its weights.
 
@@ -140,10 +159,7 @@ def _answer(
 
 
 def _device(context: RankContext, config: PipelineConfig) -> torch.device:
-    world = context.world
-    return torch.device(
-        process_group.device_of_rank(config.device, world.local_rank, world.local_size)
-    )
+    return torch.device(device_of(config, context.world))
 
 
 def _ping_neighbours(context: RankContext, config: PipelineConfig, _: Any) -> dict[str, Any]:
@@ -207,6 +223,14 @@ class _Pinger:
 
 def _blob(num_bytes: int) -> TensorSpec:
     return TensorSpec((num_bytes // 4,), "fp32")
+
+
+def _move_weights(context: RankContext, config: PipelineConfig, num_weights: int) -> dict[str, Any]:
+    copies = SideStream(_device(context, config))
+    weights = [torch.ones(_WEIGHT_BYTES, dtype=torch.uint8) for _ in range(num_weights)]
+    seconds = [copies.round_trip_seconds(weights) for _ in range(_MOVES + 1)]
+    moved_gib = 2 * _WEIGHT_BYTES * num_weights / 2**30
+    return {"gib_per_second": moved_gib / statistics.median(seconds[1:])}
 
 
 def _measure_work(

@@ -321,6 +321,7 @@ class Pipeline(LaunchedPipeline):
             self._launcher.open(),
             new_liveness(self.config),
             device=self.config.device,
+            device_order=self.config.device_order,
             observers=(self._take_event,),
             trace=Trace(self.config.world_size, self._trace_clips),
         )

@@ -9,12 +9,13 @@ from svdpp.driver.rank_hooks import LaunchedRankHooks
 from svdpp.driver.shared_settings import shared_settings, silence_limit
 from svdpp.driver.supervisor import Observer
 from svdpp.errors import ClosedError
-from svdpp.launch import fork_server, process_group
+from svdpp.launch import fork_server
 from svdpp.launch.group import Group
 from svdpp.launch.joined import JoinedGroup
 from svdpp.launch.joined_rank import serve_joined
 from svdpp.launch.started import StartedGroup
 from svdpp.launch.world import World
+from svdpp.worker.device import device_of
 from svdpp.worker.rank import RankSetup, rank_main
 
 
@@ -99,7 +100,7 @@ class RankLauncher:
             SvdppError: the work could not begin.
         """
         world, config = self._launched_world(), self._setup.config
-        device = process_group.device_of_rank(config.device, world.local_rank, world.local_size)
+        device = device_of(config, world)
         name = f"rank {world.rank} ({device} of {socket.gethostname()})"
         serve_joined(
             rank_main,

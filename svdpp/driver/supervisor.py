@@ -44,6 +44,7 @@ class Supervisor:
         group: the ranks, started or joined.
         liveness: finds stalled ranks.
         device: as the user named it, for messages.
+        device_order: as a `PipelineConfig` has it, for messages.
         observers: called in turn with every event.
         trace: records the events; None: a new one.
     """
@@ -54,12 +55,13 @@ class Supervisor:
         liveness: Liveness,
         *,
         device: str,
+        device_order: tuple[int, ...] = (),
         observers: tuple[Observer, ...] = (),
         trace: Trace | None = None,
     ) -> None:
         self._group = group
         self._liveness = liveness
-        self._device = device
+        self._device, self._device_order = device, device_order
         self._observers = observers
         self._failures: dict[int, Failed] = {}
         self._aborted: BaseException | None = None
@@ -228,8 +230,9 @@ class Supervisor:
 
     def _name(self, rank: int) -> str:
         host, local_rank = self._group.location(rank)
+        index = self._device_order[rank] if self._device_order else local_rank
         device = self.trace.devices.get(rank) or (
-            f"cuda:{local_rank}" if self._device == "cuda" else self._device
+            f"cuda:{index}" if self._device == "cuda" else self._device
         )
         return f"rank {rank} ({device} of {host})"
 

@@ -26,7 +26,7 @@ class World:
 
     Args:
         rank: number over all hosts.
-        local_rank: number on this host; also the index of its GPU.
+        local_rank: number on this host; also the index of its GPU, unless the run orders them.
         size: number of ranks on all hosts.
         local_size: number of ranks on this host.
         host: index of this host; 0 is the host of rank 0.

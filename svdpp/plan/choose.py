@@ -1,34 +1,26 @@
-"""Owns the choice of a layout by forecast, and the comparison of layouts."""
+"""Owns the choice of a layout by forecast: the fastest one that fits in memory."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
 
 from svdpp.errors import RequestError
+from svdpp.plan.cards import assign_cards
 from svdpp.plan.costs import Costs, PerRank
-from svdpp.plan.draft import DraftPlan
-from svdpp.plan.draft_starts import default_start_steps
-from svdpp.plan.forecast import Forecast, replay, sum_up, summarise
-from svdpp.plan.large_forecast import forecast_layout, steady_seconds_per_clip
+from svdpp.plan.large_forecast import makespan
 from svdpp.plan.layout import SPLITS, Layout
+from svdpp.plan.offload import offload_hint, offload_remark
 from svdpp.plan.replicas import divisors
-from svdpp.plan.split import check_counts
 
 # Longer replicas are not tried: the cost of a forecast grows with the square of the length, and
 # they promise no gain.
 _MAX_REPLICA_SIZE = 64
-# A forecast covers this many clips for each rank, at most `_LARGE_SAMPLE` in all, and extrapolates
-# the rest at a constant time per clip.
-_SAMPLE_PER_RANK = 16
-_LARGE_SAMPLE = 65_536
-# Drafts in a queue; enough that the time per clip is constant.
-_QUEUED_DRAFTS = 8
 # Times whose ratio is below this count as equal; the simplest layout wins.
 _EQUAL = 1.001
+# A reason names the card of each rank up to this many ranks.
+_MAX_NAMED_CARDS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,27 +29,8 @@ class Choice:
 
     layout: Layout
     reason: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One layout of a comparison.
-
-    A layout that cannot run has no forecast, and its note gives the reason. Otherwise the note
-    says why the layout was chosen, or which rank has too little memory for it.
-    """
-
-    name: str
-    layout: Layout | None = None
-    draft_plan: DraftPlan | None = None
-    """Set instead of `layout` if all ranks draft one clip at a time."""
-    forecast: Forecast | None = None
-    seconds_per_clip: float = 0.0
-    """Mean time between finished clips in a long queue."""
-    preview_seconds: float = 0.0
-    """Mean latency until the first frames of a clip, from the same start as `forecast.latency`."""
-    peak_gib: tuple[float | None, ...] = ()
-    note: str = ""
+    cards: tuple[int, ...] = ()
+    """The card of each rank, by rank; empty: rank r takes card r."""
 
 
 def choose_layout(
@@ -73,15 +46,19 @@ def choose_layout(
 ) -> Choice:
     """The layout that fits in memory and, by forecast, finishes `num_clips` clips first.
 
+    If rank r on card r does not fit, ranks that need more get cards that have more. If some card
+    has room for both experts of a model, layouts in which a rank holds both count as well.
+
     Args:
         num_steps: N, of each clip.
         world_size: W.
         num_clips: M.
         costs: of each kind of work; memory is checked only if they include it.
         decodes: whether clips are decoded to frames.
-        memory_gib: memory available to each rank, GiB; empty if unknown.
+        memory_gib: memory available on each of W cards, GiB; empty if unknown.
         expert_boundary: as in `Layout`.
-        share_experts: as in `Layout`.
+        share_experts: as in `Layout`; False: a rank of a longer replica holds both experts only if
+            its card is known to have room.
 
     Raises:
         RequestError: counts below 1, costs for another number of ranks, no layout that fits in
@@ -97,38 +74,94 @@ def choose_layout(
         share_experts=share_experts,
     )
     layouts = list(_candidates(whole))
-    in_memory = [layout for layout in layouts if not _needs_more(layout, memory_gib)]
+    in_memory = [layout for layout in layouts if _cards(layout, memory_gib) is not None]
+    num_left_out = len(layouts) - len(in_memory)
+    in_memory += _shared_candidates(whole, memory_gib)
     if not in_memory:
-        least = min(max(peak or 0.0 for peak in layout.peak_gib) for layout in layouts)
-        raise RequestError(
-            f"no layout of {world_size} ranks fits in {min(memory_gib):.4g} GiB a rank: "
-            f"the smallest one needs {least:.4g}",
-            "use a smaller --decode-chunk-size, fewer --frames, a smaller --height and --width, or "
-            "--memory-opt",
-            details={"asked": least, "free": min(memory_gib)},
-        )
+        raise _nothing_fits(layouts, num_clips, memory_gib)
     # If no layout has known transfer costs, the forecast of the first names the missing one.
     fitting = [layout for layout in in_memory if _has_known_transfers(layout)] or in_memory[:1]
     num_unknown = len(in_memory) - len(fitting)
-    seconds = [_makespan(layout, num_clips) for layout in fitting]
+    seconds = [makespan(layout, num_clips) for layout in fitting]
     chosen = next(i for i, each in enumerate(seconds) if each <= min(seconds) * _EQUAL)
     layout, soonest = fitting.pop(chosen), seconds.pop(chosen)
-    remarks = [_reason(num_clips, soonest, list(zip(seconds, map(str, fitting), strict=True)))]
-    if expert_boundary is not None:
-        remarks.append(_held_experts(layout))
-    if left_out := len(layouts) - len(in_memory):
-        remarks.append(f"{left_out} of {len(layouts)} layouts need more memory")
-        if expert_boundary is not None and layouts[0] is not in_memory[0]:
-            least = max(peak or 0.0 for peak in layouts[0].peak_gib)
-            remarks.append(f"data parallel needs {least:.4g} GiB, with both experts on each rank")
-    if num_unknown:
-        remarks.append(
-            f"{num_unknown} of {len(layouts)} layouts have transfers between hosts, whose time the "
-            "costs do not give: set --inter-host-transfer-seconds"
+    cards = _cards(layout, memory_gib) or ()
+    remarks = [
+        _reason(num_clips, soonest, list(zip(seconds, map(str, fitting), strict=True))),
+        _held_experts(layout),
+        f"{num_left_out} of {len(layouts)} layouts need more memory" if num_left_out else "",
+        _needs_of_data_parallel(whole) if layouts[0] is not in_memory[0] else "",
+        f"{num_unknown} of {len(layouts)} layouts have transfers between hosts, whose time the "
+        "costs do not give: set --inter-host-transfer-seconds"
+        if num_unknown
+        else "",
+        "the costs do not give its memory" if memory_gib and None in layout.peak_gib else "",
+        offload_remark(layout, num_clips, soonest, memory_gib),
+        _named_cards(cards),
+    ]
+    return Choice(
+        layout=layout, reason=f"{layout}: {'; '.join(filter(None, remarks))}", cards=cards
+    )
+
+
+def _cards(layout: Layout, memory_gib: Sequence[float]) -> tuple[int, ...] | None:
+    """The card of each rank, empty for rank r on card r; None if the layout does not fit."""
+    if not memory_gib:
+        return ()
+    needs = [peak or 0.0 for peak in layout.peak_gib]
+    cards = assign_cards(needs, memory_gib)
+    is_in_order = cards == tuple(range(layout.world_size))
+    # Costs of single ranks, and hosts, hold for rank r on card r only.
+    is_fixed = layout.costs.differ_by_rank or layout.costs.ranks_per_host is not None
+    if cards is None or (is_fixed and not is_in_order):
+        return None
+    return () if is_in_order else cards
+
+
+def _shared_candidates(whole: Layout, memory_gib: Sequence[float]) -> list[Layout]:
+    """Layouts that fit with a rank of a longer replica that holds both experts."""
+    if not memory_gib or whole.expert_boundary is None or whole.share_experts:
+        return []
+    return [
+        layout
+        for layout in _candidates(replace(whole, share_experts=True))
+        if layout.replica_size > 1
+        and any(len(role.experts) > 1 for role in layout.roles)
+        and None not in layout.peak_gib
+        and _cards(layout, memory_gib) is not None
+    ]
+
+
+def _nothing_fits(
+    layouts: Sequence[Layout], num_clips: int, memory_gib: Sequence[float]
+) -> RequestError:
+    least = min(max(peak or 0.0 for peak in layout.peak_gib) for layout in layouts)
+    smallest, largest = min(memory_gib), max(memory_gib)
+    what = f"in {smallest:.4g} GiB a rank: the smallest one needs {least:.4g}"
+    if smallest < largest:
+        what = (
+            f"on cards of {smallest:.4g} to {largest:.4g} GiB: the smallest one needs {least:.4g} "
+            "for one of its ranks"
         )
-    if memory_gib and None in layout.peak_gib:
-        remarks.append("the costs do not give its memory")
-    return Choice(layout=layout, reason=f"{layout}: {'; '.join(remarks)}")
+    hints = (
+        "use a smaller --decode-chunk-size, fewer --frames, a smaller --height and --width, or "
+        "--memory-opt",
+        offload_hint(layouts[0], num_clips, memory_gib),
+    )
+    return RequestError(
+        f"no layout of {layouts[0].world_size} ranks fits {what}",
+        "; ".join(filter(None, hints)),
+        details={"asked": least, "free": smallest},
+    )
+
+
+def _named_cards(cards: Sequence[int]) -> str:
+    if not cards:
+        return ""
+    larger = "larger cards take larger parts"
+    if len(cards) > _MAX_NAMED_CARDS:
+        return larger
+    return f"{larger}: ranks 0 to {len(cards) - 1} take cards {', '.join(map(str, cards))}"
 
 
 def faster_layout(layout: Layout, num_clips: int, *, by: float) -> tuple[Layout, float] | None:
@@ -152,7 +185,7 @@ def faster_layout(layout: Layout, num_clips: int, *, by: float) -> tuple[Layout,
             expert_boundary=layout.expert_boundary,
             share_experts=layout.share_experts,
         ).layout
-        times = _makespan(layout, num_clips) / _makespan(best, num_clips)
+        times = makespan(layout, num_clips) / makespan(best, num_clips)
     except RequestError:
         return None
     return (best, times) if times > by else None
@@ -168,119 +201,24 @@ def _reason(num_clips: int, seconds: float, rivals: Sequence[tuple[float, str]])
     return f"the next best, {rival}, takes {next_seconds / seconds - 1:.1%} longer for {clips}"
 
 
+def _needs_of_data_parallel(layout: Layout) -> str:
+    """The memory of data parallel with two experts; empty for a model with one."""
+    if layout.expert_boundary is None:
+        return ""
+    needs = max(peak or 0.0 for peak in layout.peak_gib)
+    return f"data parallel needs {needs:.4g} GiB, with both experts on each rank"
+
+
 def _held_experts(layout: Layout) -> str:
-    """How many ranks hold both experts."""
+    """How many ranks hold both experts; empty for a model with one."""
+    if layout.expert_boundary is None:
+        return ""
     num_both = sum(len(role.experts) > 1 for role in layout.roles)
     if not num_both:
         return "each rank holds one expert at most"
     if num_both == layout.world_size:
         return "each rank holds both experts"
     return f"{num_both} of {layout.world_size} ranks hold both experts"
-
-
-def compare_layouts(
-    *,
-    num_steps: int,
-    world_size: int,
-    num_clips: int,
-    costs: Costs,
-    arrivals: Sequence[float] = (),
-    memory_gib: Sequence[float] = (),
-    expert_boundary: int | None = None,
-    share_experts: bool = False,
-) -> list[Row]:
-    """The layouts that `plan --compare` shows.
-
-    They are one replica with each split, one with several decoders, the layout of `choose_layout`,
-    data parallel, and a draft. Arguments as for `choose_layout` and `forecast_layout`.
-
-    Raises:
-        RequestError: counts below 1, or costs for another number of ranks.
-    """
-    check_counts(num_steps, world_size)
-    costs.check_world(world_size)
-    decoders = min(world_size, max(2, _decoders_needed(num_steps, world_size, costs)))
-    counts: dict[str, Any] = {
-        "num_steps": num_steps,
-        "world_size": world_size,
-        "costs": costs,
-        "expert_boundary": expert_boundary,
-        "share_experts": share_experts,
-    }
-
-    def build(**options: Any) -> Choice:
-        layout = Layout(**counts, **options)
-        return Choice(layout=layout, reason=_needs_more(layout, memory_gib))
-
-    def row(name: str, choose: Callable[[], Choice]) -> Row:
-        try:
-            choice = choose()
-            forecast = forecast_layout(choice.layout, num_clips, arrivals)
-        except RequestError as error:
-            return Row(name=name, note=error.message)
-        return Row(
-            name=name,
-            layout=choice.layout,
-            forecast=forecast,
-            seconds_per_clip=steady_seconds_per_clip(choice.layout),
-            preview_seconds=forecast.latency.mean,
-            peak_gib=choice.layout.peak_gib,
-            note=choice.reason,
-        )
-
-    auto = partial(choose_layout, **counts, num_clips=num_clips, memory_gib=memory_gib)
-    draft = Row(name="draft", note="a draft needs a model with one expert")
-    if expert_boundary is None:
-        draft = _draft_row(num_steps, world_size, num_clips, costs, arrivals)
-    return [
-        *(row(split, partial(build, split=split)) for split in SPLITS),
-        row(f"{decoders} decoders", partial(build, split="dithered", decoders=decoders)),
-        row("auto", auto),
-        row("data parallel", partial(build, replicas=world_size)),
-        draft,
-    ]
-
-
-def _draft_row(
-    num_steps: int, world_size: int, num_clips: int, costs: Costs, arrivals: Sequence[float]
-) -> Row:
-    """The row of a draft plan: all ranks work on one clip at a time."""
-    try:
-        draft_plan = DraftPlan(
-            num_steps=num_steps, start_steps=default_start_steps(num_steps, world_size)
-        )
-        spans = replay(draft_plan.schedule(range(_QUEUED_DRAFTS)), costs)
-    except RequestError as error:
-        return Row(name="draft", note=error.message)
-    queue = summarise(spans, world_size)
-    ready = draft_plan.ready_at(costs)
-    sooner = ready[0] - ready[-1]
-    forecast = sum_up(
-        list(_one_by_one(num_clips, queue.seconds_per_clip, ready[0], arrivals)),
-        busy=num_clips * sum(span.end - span.start for span in spans) / _QUEUED_DRAFTS,
-        world_size=world_size,
-        num_finishers=1,
-    )
-    return Row(
-        name="draft",
-        draft_plan=draft_plan,
-        forecast=forecast,
-        seconds_per_clip=queue.seconds_per_clip,
-        preview_seconds=forecast.latency.mean - sooner,
-        peak_gib=draft_plan.peak_gib(costs),
-        note=f"an approximation {sooner:.4g} s before the exact clip; {draft_plan}",
-    )
-
-
-def _one_by_one(
-    num_clips: int, seconds_per_clip: float, latency: float, arrivals: Sequence[float]
-) -> Iterator[tuple[float, float]]:
-    """Start (arrival, if `arrivals` are given) and end of each clip in a queue of drafts."""
-    free = 0.0
-    for clip in range(num_clips):
-        begun = max(free, arrivals[clip]) if arrivals else free
-        yield (arrivals[clip] if arrivals else begun), begun + latency
-        free = begun + seconds_per_clip
 
 
 def _candidates(data_parallel: Layout) -> Iterator[Layout]:
@@ -291,7 +229,7 @@ def _candidates(data_parallel: Layout) -> Iterator[Layout]:
             return
         needed = 1
         if data_parallel.decodes:
-            needed = _decoders_needed(num_steps, replica_size, data_parallel.costs)
+            needed = decoders_needed(num_steps, replica_size, data_parallel.costs)
         for decoders in sorted({1, needed} - ({replica_size} if replica_size > 1 else set())):
             for split in SPLITS if replica_size > 1 else SPLITS[:1]:
                 replicas = world_size // replica_size
@@ -304,7 +242,7 @@ def _candidates(data_parallel: Layout) -> Iterator[Layout]:
                 yield layout
 
 
-def _decoders_needed(num_steps: int, replica_size: int, costs: Costs) -> int:
+def decoders_needed(num_steps: int, replica_size: int, costs: Costs) -> int:
     """The least number of decoders whose decodes fit in an equal share of the work."""
     encode, decode = _mean(costs.encode_seconds), _mean(costs.decode_seconds)
     share = (encode + num_steps * _mean(costs.step_seconds) + decode) / replica_size
@@ -315,25 +253,6 @@ def _mean(value: PerRank) -> float:
     return math.fsum(value) / len(value) if isinstance(value, tuple) else value
 
 
-def _needs_more(layout: Layout, memory_gib: Sequence[float]) -> str:
-    """Names the first rank that is known to need more memory than it has; empty if none does."""
-    if not memory_gib:
-        return ""
-    for rank, (has, needs) in enumerate(zip(memory_gib, layout.peak_gib, strict=False)):
-        if needs is not None and needs > has:
-            return f"rank {rank} needs {needs:.4g} GiB and has {has:.4g}"
-    return ""
-
-
 def _has_known_transfers(layout: Layout) -> bool:
     """Whether the costs give the time of each of its transfers."""
     return all(layout.costs.knows_transfer(source, target) for source, target in layout.links)
-
-
-def _makespan(layout: Layout, num_clips: int) -> float:
-    """Seconds until all clips are finished; beyond a sample, at a constant time per clip."""
-    world_size = layout.world_size
-    sample = max(2 * world_size, min(_SAMPLE_PER_RANK * world_size, _LARGE_SAMPLE))
-    sample = min(num_clips, sample)
-    forecast = forecast_layout(layout, sample)
-    return forecast.makespan + (num_clips - sample) * forecast.seconds_per_clip

@@ -30,6 +30,7 @@ _ABOVE_ZERO = (
     "transfer_bytes_per_second",
     "inter_host_bytes_per_second",
     "ranks_per_host",
+    "offload_gib_per_second",
 )
 
 
@@ -72,6 +73,9 @@ class Costs:
     denoise_work_gib: float | None = None
     decode_work_gib: float | None = None
     """Peak memory of the part at work, GiB, without any weights."""
+    offload_gib_per_second: float | None = None
+    """Rate at which weights move between host memory and the device, in either direction; None:
+    unknown. Only the forecast of diffusers' model offload uses it."""
     name: str = ""
     """What the costs describe, such as a model."""
     source: str = ""

@@ -18,6 +18,10 @@ MAX_VISITS = 5_000_000
 
 # Clips for each rank in a queue that is long enough for a constant rate.
 _QUEUED_PER_RANK = 16
+# A makespan is forecast for this many clips for each rank, at most `_LARGE_SAMPLE` in all, and
+# extrapolated at a constant time per clip.
+_SAMPLE_PER_RANK = 16
+_LARGE_SAMPLE = 65_536
 
 #: The path of one clip: each rank that it visits, and the seconds of work there.
 Way = tuple[tuple[int, float], ...]
@@ -58,6 +62,15 @@ def forecast_layout(layout: Layout, num_clips: int, arrivals: Sequence[float] = 
         world_size=layout.world_size,
         num_finishers=min(layout.replicas * layout.decoders, num_clips),
     )
+
+
+def makespan(layout: Layout, num_clips: int) -> float:
+    """Seconds until all clips are finished; beyond a sample, at a constant time per clip."""
+    world_size = layout.world_size
+    sample = max(2 * world_size, min(_SAMPLE_PER_RANK * world_size, _LARGE_SAMPLE))
+    sample = min(num_clips, sample)
+    forecast = forecast_layout(layout, sample)
+    return forecast.makespan + (num_clips - sample) * forecast.seconds_per_clip
 
 
 def steady_seconds_per_clip(layout: Layout) -> float:

@@ -12,6 +12,13 @@ from svdpp.launch.world import World
 from svdpp.models import determinism
 
 
+def device_of(config: PipelineConfig, world: World) -> str:
+    """The device of the rank in `world`, such as `cuda:1`."""
+    return process_group.device_of_rank(
+        config.device, world.local_rank, world.local_size, config.device_order
+    )
+
+
 def take_device(config: PipelineConfig, world: World) -> torch.device:
     """Chooses this rank's device, makes it the thread's current one, and applies the settings.
 
@@ -19,7 +26,7 @@ def take_device(config: PipelineConfig, world: World) -> torch.device:
         RequestError: the device cannot be used.
         OutOfMemoryError: it has too little free memory for a CUDA context.
     """
-    name = process_group.device_of_rank(config.device, world.local_rank, world.local_size)
+    name = device_of(config, world)
     device = torch.device(name)
     try:
         streams.use_device(device)

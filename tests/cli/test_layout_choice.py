@@ -11,8 +11,10 @@ from svdpp.cli.request import default_world
 from svdpp.config import ModelConfig, PipelineConfig, SvdSampling, sampling_defaults
 from svdpp.diagnostics.memory_estimate import CUDA_PROCESS_BYTES, memory_of_devices
 from svdpp.errors import RequestError
+from svdpp.launch.world import World
 from svdpp.plan.costs import Costs
 from svdpp.plan.presets import PRESETS
+from svdpp.worker.device import device_of
 
 COUNTS: dict[str, Any] = {"num_steps": 25, "world_size": 4, "num_clips": 40, "decodes": True}
 NEEDS = {
@@ -51,6 +53,41 @@ def test_auto_heeds_the_memory_of_devices() -> None:
     assert "need more memory" in why
     with pytest.raises(RequestError, match="no layout of 4 ranks fits in 5 GiB a rank"):
         LayoutOptions(layout="auto").settings(**COUNTS, memory=lambda: (NEEDS, (5.0,) * 4))
+
+
+def test_auto_orders_unequal_devices() -> None:
+    """Steps with encode need 9 GiB, steps with decode 12.2."""
+
+    def chosen(*has: float) -> dict[str, Any]:
+        counts = {**COUNTS, "world_size": 2}
+        return LayoutOptions(layout="auto").settings(**counts, memory=lambda: (NEEDS, has))[0]
+
+    shape = chosen(13.0, 10.0)
+    assert shape["device_order"] == (1, 0)
+    sampling = SvdSampling(num_inference_steps=25)
+    config = PipelineConfig(world_size=2, sampling=sampling, device="cuda", **shape)
+    devices = [
+        device_of(config, World(rank=rank, local_rank=rank, size=2, local_size=2))
+        for rank in (0, 1)
+    ]
+    assert devices == ["cuda:1", "cuda:0"]
+    assert config.alone().device_order == ()
+    for in_order in (chosen(13.0, 13.0), chosen(10.0, 13.0)):
+        assert "device_order" not in in_order
+
+
+def test_auto_may_let_a_rank_hold_both_experts() -> None:
+    needs = {**NEEDS, "denoise_weights_gib": 27.0}
+    options: dict[str, Any] = {
+        **COUNTS,
+        "experts": {"expert_boundary": 9, "share_experts": False},
+        "memory": lambda: (needs, (41.0, 62.0, 41.0, 41.0)),
+    }
+    shape, why = LayoutOptions(layout="auto").settings(**options)
+    assert shape["share_experts"] is True
+    assert "1 of 4 ranks hold both experts" in why
+    options["memory"] = lambda: (needs, (41.0,) * 4)
+    assert "share_experts" not in LayoutOptions(layout="auto").settings(**options)[0]
 
 
 @pytest.mark.parametrize(

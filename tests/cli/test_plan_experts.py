@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from svdpp.plan.costs import Costs
-from tests.cli.shell import assert_error, svdpp_here
+from tests.cli.shell import ROOT, assert_error, svdpp_here
 
 WAN = ("plan", "--world", "4", "--steps", "40", "--expert-boundary", "13")
 COSTS = Costs(
@@ -52,6 +52,71 @@ def test_json_shows_the_experts(costs_file: str) -> None:
     plan = json.loads(svdpp_here(*options).out)
     assert plan["layout"]["reason"].endswith("; each rank holds both experts")
     assert plan["ranks"][0]["experts"] == ["high-noise", "low-noise"]
+
+
+def test_unequal_cards_are_assigned_by_memory(costs_file: str) -> None:
+    options = (*WAN, "--costs", costs_file, "--layout", "auto", "--device-memory", "3x37,48")
+    lines = svdpp_here(*options).out.splitlines()
+    assert [line.split()[4:] for line in lines[:5]] == [
+        ["expert", "GiB", "card"],
+        ["high-noise", "47.0", "3", "(48", "GiB)"],
+        ["low-noise", "36.0", "0", "(37", "GiB)"],
+        ["low-noise", "36.0", "1", "(37", "GiB)"],
+        ["low-noise", "36.5", "2", "(37", "GiB)"],
+    ]
+    plan = json.loads(svdpp_here(*options, "--json").out)
+    assert [rank["card"] for rank in plan["ranks"]] == [3, 0, 1, 2]
+    equal = json.loads(svdpp_here(*options[:-1], "48,48,48,48", "--json").out)
+    assert not any("card" in rank for rank in equal["ranks"])
+
+
+def test_model_offload_is_compared(costs_file: str) -> None:
+    rate = ("--offload-gib-per-second", "10")
+    options = (*WAN, "--costs", costs_file, "--device-memory", "48")
+    answer = svdpp_here(*options, *rate, "--compare")
+    [row] = [line.split() for line in answer.out.splitlines() if line.startswith("model offload  ")]
+    assert row[-2] == "36.0"
+    assert "13.1 s of each clip to move 65.5 GiB" in answer.out
+
+    rows = json.loads(svdpp_here(*options, *rate, "--compare", "--json").out)["layouts"]
+    assert rows[-1]["layout"]["move_seconds"] == 13.1
+    without = json.loads(svdpp_here(*options, "--compare", "--json").out)["layouts"]
+    assert (without[-1]["forecast"], without[-1]["layout"]) == (None, None)
+    assert "--offload-gib-per-second gives its cost" in without[-1]["note"]
+
+    no_room = svdpp_here(*options[:-1], "40", *rate, "--layout", "auto")
+    assert_error(no_room, 2, "no layout of 4 ranks fits in 40 GiB a rank")
+    assert "diffusers' model offload, which svdpp does not run, needs 36 GiB" in no_room.err
+
+
+#: The estimate of --memory for Wan 2.2 T2V A14B, 81 frames at 480p in bf16, and assumed seconds.
+T2V_480P = Costs(
+    step_seconds=10,
+    encode_seconds=2,
+    decode_seconds=10,
+    encode_weights_gib=10.58,
+    denoise_weights_gib=26.62,
+    decode_weights_gib=0.27,
+    encode_work_gib=0.12,
+    denoise_work_gib=3.48,
+    decode_work_gib=7.61,
+)
+
+
+@pytest.mark.parametrize("memory", ["47", "79", "2x79,2x47"])
+def test_the_table_of_cards_holds(memory: str, tmp_path: Path) -> None:
+    guide = (ROOT / "docs/models.md").read_text(encoding="utf-8")
+    [row] = [line for line in guide.splitlines() if f"| `{memory}` |" in line]
+    _, _, _, picked, seconds, offload, _ = map(str.strip, row.split("|"))
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps(T2V_480P.to_json()), encoding="utf-8")
+
+    options = ("--costs", str(path), "--clips", "64", "--layout", "auto")
+    rate = ("--offload-gib-per-second", "10", "--device-memory", memory)
+    plan = json.loads(svdpp_here(*WAN, *options, *rate, "--json").out)
+    assert plan["layout"]["description"] == picked.partition(";")[0]
+    assert f"{plan['forecast']['makespan_seconds']:.4g} s" == seconds
+    assert f"would take {offload}, with 12.82 s of each clip" in plan["layout"]["reason"]
 
 
 def test_layouts_of_two_experts_are_compared() -> None:

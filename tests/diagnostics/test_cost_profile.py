@@ -38,12 +38,14 @@ def test_the_slowest_wire_counts() -> None:
     profile = _profile("cpu", 1.0, 1.0, 1.0)
     profile.transfers = [LinkSpeed(0, 1, 0.001, 2e9), LinkSpeed(1, 2, 0.003, 1e9)]
     profile.packet_bytes = 1_000_000
+    profile.offload_gib_per_second = 12.5
     profile.weight_bytes, profile.work_bytes = {"denoise": 2**30}, {"denoise": 2**29}
 
     costs = profile.costs("svdpp profile")
 
     assert costs.local_transfer_seconds == pytest.approx(0.003 + 0.001)
     assert costs.peak_gib(encode=False, denoise=True, decode=False) == 1.5
+    assert costs.offload_gib_per_second == 12.5
     assert costs.source == "measured by: svdpp profile"
     assert costs.name == "dummy 1x4x14x64x64 fp32"
 

@@ -37,6 +37,11 @@ def _break(*_: Any) -> dict[str, Any]:
 
 
 @pytest.mark.processes
+def test_the_rate_of_moving_weights_is_that_of_the_slowest_rank() -> None:
+    assert 0 < rank_probe.measure_offload(_dummy(2), num_weights=1) < 1000
+
+
+@pytest.mark.processes
 def test_each_rank_answers_for_itself() -> None:
     answers = rank_probe.ask_ranks(_who, _dummy(3), "x")
 

@@ -110,3 +110,13 @@ def test_a_rank_that_ends_badly_after_its_last_word_is_blamed() -> None:
     said: list[tuple[int, Event]] = [(rank, Finished()) for rank in (0, 1)]
     with pytest.raises(RankError, match=r"rank 1 .* ended with exit code 1"):
         _supervisor(said, {0: 0, 1: 1}).stop(1)
+
+
+def test_before_it_joins_a_rank_is_named_by_the_device_of_the_order() -> None:
+    liveness = Liveness(3, 0.0, start_timeout=1e9, heartbeat_timeout=1e9, timeout=1e9)
+    ordered = Supervisor(Group([], {}), liveness, device="cuda", device_order=(2, 0, 1))
+    assert [ordered._name(rank).split()[2] for rank in range(3)] == [
+        "(cuda:2",
+        "(cuda:0",
+        "(cuda:1",
+    ]

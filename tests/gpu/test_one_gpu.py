@@ -20,6 +20,7 @@ from svdpp.comm import streams
 from svdpp.comm.packet import Packet, tensor_spec
 from svdpp.comm.transport import Transport
 from svdpp.config import ClipRequest, TensorSpec
+from svdpp.diagnostics import rank_probe
 from svdpp.diagnostics.run_recorder import RunRecorder
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import RankError
@@ -129,6 +130,12 @@ def test_the_command_makes_clips_and_proves_one(machine: Machine, tmp_path: Path
     assert record["exact"] is True
     if not machine.is_rehearsal:
         assert {"gpu", "cudnn", "driver", "matmul_tf32"} <= record["conditions"].keys()
+
+
+def test_the_rate_of_moving_weights_is_measured(machine: Machine, report: Report) -> None:
+    rate = rank_probe.measure_offload(machine.config(1))
+    report.add("weights to the card and back, pageable memory", gib_per_second=rate)
+    assert rate > 0.1
 
 
 def test_doctor_finds_nothing_wrong(machine: Machine, tmp_path: Path) -> None:

@@ -91,7 +91,13 @@ def test_transfers_between_cards_are_measured(machine: Machine, report: Report) 
     assert len(links) == machine.world_size - 1
 
 
-@pytest.mark.parametrize("layout", ["uniform", "dithered", "data parallel", "draft"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        *("uniform", "dithered", "data parallel", "draft"),
+        pytest.param("reversed", marks=pytest.mark.no_rehearsal),
+    ],
+)
 def test_all_cards_at_full_size_are_exact(
     machine: Machine, report: Report, full_size: Path, tmp_path: Path, layout: str
 ) -> None:
@@ -99,6 +105,7 @@ def test_all_cards_at_full_size_are_exact(
     changes: dict[str, Any] = {
         "uniform": {"split": "balanced" if steps % world_size else "uniform"},
         "dithered": {"split": "dithered"},
+        "reversed": {"split": "dithered", "device_order": tuple(reversed(range(world_size)))},
         "data parallel": {"replicas": world_size},
         "draft": {"draft": DraftConfig(start_steps=default_start_steps(steps, min(world_size, 8)))},
     }[layout]

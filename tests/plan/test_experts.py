@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from svdpp.errors import RequestError
-from svdpp.plan.choose import choose_layout, compare_layouts
+from svdpp.plan.choose import choose_layout
+from svdpp.plan.compare import compare_layouts
 from svdpp.plan.costs import Costs
 from svdpp.plan.forecast import replay
 from svdpp.plan.layout import Layout, Roles
@@ -237,10 +239,58 @@ def test_auto_takes_data_parallel_only_if_both_experts_fit() -> None:
     assert small.layout.separates_experts
     assert small.reason.endswith(
         "; each rank holds one expert at most; 1 of 7 layouts need more memory; "
-        "data parallel needs 74.5 GiB, with both experts on each rank"
+        "data parallel needs 74.5 GiB, with both experts on each rank; diffusers' model offload is "
+        "not compared: svdpp plan --offload-gib-per-second gives its cost"
     )
     with pytest.raises(RequestError, match="no layout of 4 ranks fits in 40 GiB a rank"):
         choose_layout(**counts, memory_gib=(40.0,) * 4)
+
+
+def test_auto_gives_larger_cards_the_larger_parts() -> None:
+    """Rank 0 needs 47 GiB, ranks 1 and 2 need 36, rank 3 needs 36.5."""
+    choice = choose_layout(
+        **WAN_STEPS, world_size=4, num_clips=16, memory_gib=(36.0, 36.5, 47.0, 36.0)
+    )
+    assert (choice.layout.replicas, choice.cards) == (1, (2, 0, 3, 1))
+    assert choice.reason.endswith(
+        "; larger cards take larger parts: ranks 0 to 3 take cards 2, 0, 3, 1"
+    )
+    equal = choose_layout(**WAN_STEPS, world_size=4, num_clips=16, memory_gib=(48.0,) * 4)
+    assert equal.cards == ()
+    assert "cards" not in equal.reason
+
+
+@pytest.mark.parametrize(
+    "costs",
+    [
+        {"step_seconds": (4.0,) * 4},
+        {"ranks_per_host": 2, "inter_host_transfer_seconds": 0.1},
+    ],
+    ids=str,
+)
+def test_cards_keep_their_ranks_where_costs_hold_for_one_rank(costs: dict[str, Any]) -> None:
+    counts = {**WAN_STEPS, "costs": replace(WAN, **costs), "world_size": 4, "num_clips": 16}
+    assert choose_layout(**counts, memory_gib=(47.0, 36.0, 36.0, 36.5)).cards == ()
+    with pytest.raises(RequestError) as caught:
+        choose_layout(**counts, memory_gib=(36.0, 36.5, 47.0, 36.0))
+    assert caught.value.message == (
+        "no layout of 4 ranks fits on cards of 36 to 47 GiB: the smallest one needs 47 for one of "
+        "its ranks"
+    )
+
+
+def test_a_rank_holds_both_experts_where_its_card_has_room() -> None:
+    counts = {**WAN_STEPS, "world_size": 4, "num_clips": 64}
+    choice = choose_layout(**counts, memory_gib=(48.0, 64.0, 48.0, 48.0))
+    assert str(choice.layout) == "1 replica of 4 ranks, dithered, shared experts"
+    assert [len(role.experts) for role in choice.layout.roles] == [1, 2, 1, 1]
+    assert choice.cards == ()
+    assert "; 1 of 4 ranks hold both experts; " in choice.reason
+
+    other = choose_layout(**counts, memory_gib=(64.0, 48.0, 48.0, 48.0))
+    assert other.layout == choice.layout
+    assert other.cards[1] == 0
+    assert not choose_layout(**counts, memory_gib=(48.0,) * 4).layout.share_experts
 
 
 def test_auto_says_how_many_ranks_share_experts() -> None:
@@ -250,7 +300,7 @@ def test_auto_says_how_many_ranks_share_experts() -> None:
         **{**WAN_STEPS, "costs": costs}, world_size=3, num_clips=50, share_experts=True
     )
     assert str(choice.layout) == "1 replica of 3 ranks, balanced, shared experts"
-    assert choice.reason.endswith("; 1 of 3 ranks hold both experts")
+    assert "; 1 of 3 ranks hold both experts; " in choice.reason
 
 
 def test_layouts_of_two_experts_can_be_compared() -> None:

@@ -62,12 +62,24 @@ class SecondsOptions:
             default="that of --costs",
         ),
     ] = None
+    offload_gib_per_second: Annotated[
+        float | None,
+        option(
+            "--offload-gib-per-second",
+            panel=COSTS,
+            metavar="RATE",
+            help="GiB of weights that move per second between host memory and each device, in "
+            "either direction. --layout auto and --compare then forecast diffusers' model offload "
+            "too, which svdpp does not run.",
+            default="that of --costs",
+        ),
+    ] = None
 
     def applied(self, costs: Costs, *, ranks_per_host: int | None) -> Costs:
         """`costs` with the given values in place of theirs, for hosts of `ranks_per_host` ranks.
 
         Raises:
-            RequestError: a value is not a finite number of 0 or more.
+            RequestError: a value is not a finite number, or below 0; or a rate is 0.
         """
         given = {name: value for name, value in vars(self).items() if value is not None}
         if ranks_per_host is not None:

@@ -56,13 +56,13 @@ class ForecastOptions(ClipOptions):
         ),
     ] = False
     device_memory: Annotated[
-        float | None,
+        str | None,
         option(
             "--device-memory",
             panel=MEMORY,
-            metavar="GIB",
-            help="Memory of each device; --layout auto and --compare leave out layouts that need "
-            "more.",
+            metavar="GIB|CARDS",
+            help="Memory of each device, or a list such as 2x79,2x47; --layout auto and --compare "
+            "leave out layouts that need more.",
         ),
     ] = None
 
@@ -90,14 +90,42 @@ class ForecastOptions(ClipOptions):
         return self.at_least_one(min(per_rank * world_size, MAX_CLIPS))
 
     def limits(self, world_size: int) -> tuple[float, ...]:
-        """Memory of each rank's device in GiB; empty without `--device-memory`.
+        """Memory of each device in GiB; empty without `--device-memory`.
 
         Raises:
-            RequestError: not a finite number above 0.
+            RequestError: not a finite number above 0, or a list for another number of devices.
         """
-        gib = self.device_memory
-        if gib is None:
+        asked = self.device_memory
+        if asked is None:
             return ()
-        if not (math.isfinite(gib) and gib > 0):
-            raise RequestError(f"--device-memory must be a finite number above 0, got {gib}")
-        return (gib,) * world_size
+        cards = [gib for entry in asked.split(",") for gib in _cards(entry, world_size)]
+        if len(cards) == 1:
+            return (cards[0],) * world_size
+        if len(cards) != world_size:
+            raise RequestError(
+                f"--device-memory {asked} names {len(cards)} devices, but there are {world_size} "
+                "ranks",
+                f"use --gpus {len(cards)}, or name {world_size} devices",
+            )
+        return tuple(cards)
+
+
+def _cards(entry: str, most: int) -> list[float]:
+    """The GiB of each card of an entry such as 79 or 2x79.
+
+    Args:
+        entry: to parse.
+        most: a count above it yields one card more, so that the caller finds too many.
+    """
+    count, times, gib = entry.rpartition("x")
+    try:
+        size = float(gib)
+        number = int(count) if times else 1
+    except ValueError:
+        size = number = 0
+    if not (math.isfinite(size) and size > 0 and number > 0):
+        raise RequestError(
+            f"--device-memory must be a finite number above 0, got {entry!r}",
+            "such as --device-memory 79, or 2x79,2x47 for devices that differ",
+        )
+    return [size] * min(number, most + 1)

@@ -217,9 +217,14 @@ class LayoutOptions:
             **(experts or {}),
         )
         why = f"layout: {choice.reason}"
+        chosen = {**_fields(choice.layout), "costs": costs}
+        if choice.layout.share_experts:
+            chosen["share_experts"] = True
+        if choice.cards:
+            chosen["device_order"] = choice.cards
         if self.costs is None and decodes and family == "svd":
             why += f"; by the costs of {ASSUMED_COSTS}, svdpp profile measures yours"
-        return {**_fields(choice.layout), "costs": costs}, why
+        return chosen, why
 
 
 @dataclass(frozen=True, kw_only=True)

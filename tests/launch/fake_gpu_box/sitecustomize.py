@@ -50,7 +50,9 @@ def _after_fork() -> None:
 
 
 def _fake_nvml() -> types.ModuleType:
-    """Two GPUs with 80 GB each, 70 of them free."""
+    """Two GPUs with 80 GB each, of which FAKE_GPU_FREE gives the free bytes, or else 70 GB each."""
+    free = [int(each) for each in os.environ.get("FAKE_GPU_FREE", "").split(",") if each]
+    free = free or [70 * 10**9] * 2
     module = types.ModuleType("pynvml")
     module.NVMLError = RuntimeError
     module.nvmlInit = module.nvmlShutdown = lambda: None
@@ -60,8 +62,10 @@ def _fake_nvml() -> types.ModuleType:
     module.nvmlDeviceGetUUID = lambda index: f"GPU-{index}"
     module.nvmlDeviceGetName = lambda index: "Fake GPU"  # noqa: ARG005
     module.nvmlDeviceGetCudaComputeCapability = lambda index: (9, 0)  # noqa: ARG005
-    memory = types.SimpleNamespace(total=80 * 10**9, free=70 * 10**9, used=10 * 10**9)
-    module.nvmlDeviceGetMemoryInfo = lambda index: memory  # noqa: ARG005
+    total = 80 * 10**9
+    module.nvmlDeviceGetMemoryInfo = lambda index: types.SimpleNamespace(
+        total=total, free=free[index], used=total - free[index]
+    )
     return module
 
 

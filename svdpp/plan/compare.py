@@ -1,0 +1,188 @@
+"""Owns the comparison of layouts, a draft and model offload, side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from svdpp.errors import RequestError
+from svdpp.plan.choose import Choice, choose_layout, decoders_needed
+from svdpp.plan.costs import Costs
+from svdpp.plan.draft import DraftPlan
+from svdpp.plan.draft_starts import default_start_steps
+from svdpp.plan.forecast import Forecast, replay, sum_up, summarise
+from svdpp.plan.large_forecast import forecast_layout, steady_seconds_per_clip
+from svdpp.plan.layout import SPLITS, Layout
+from svdpp.plan.offload import Offload, forecast_offload, unknown_offload
+from svdpp.plan.split import check_counts
+
+# Drafts in a queue; enough that the time per clip is constant.
+_QUEUED_DRAFTS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One layout of a comparison.
+
+    A layout that cannot run has no forecast, and its note gives the reason. Otherwise the note
+    says why the layout was chosen, or which rank has too little memory for it.
+    """
+
+    name: str
+    layout: Layout | None = None
+    draft_plan: DraftPlan | None = None
+    """Set instead of `layout` if all ranks draft one clip at a time."""
+    offload: Offload | None = None
+    """Set instead of `layout` for model offload, which svdpp does not run."""
+    forecast: Forecast | None = None
+    seconds_per_clip: float = 0.0
+    """Mean time between finished clips in a long queue."""
+    preview_seconds: float = 0.0
+    """Mean latency until the first frames of a clip, from the same start as `forecast.latency`."""
+    peak_gib: tuple[float | None, ...] = ()
+    note: str = ""
+
+
+def compare_layouts(
+    *,
+    num_steps: int,
+    world_size: int,
+    num_clips: int,
+    costs: Costs,
+    arrivals: Sequence[float] = (),
+    memory_gib: Sequence[float] = (),
+    expert_boundary: int | None = None,
+    share_experts: bool = False,
+) -> list[Row]:
+    """The layouts that `plan --compare` shows.
+
+    They are one replica with each split, one with several decoders, the layout of `choose_layout`,
+    data parallel, and a draft; and model offload, if the model has two experts or its cost is
+    known. Arguments as for `choose_layout` and `forecast_layout`.
+
+    Raises:
+        RequestError: counts below 1, or costs for another number of ranks.
+    """
+    check_counts(num_steps, world_size)
+    costs.check_world(world_size)
+    decoders = min(world_size, max(2, decoders_needed(num_steps, world_size, costs)))
+    counts: dict[str, Any] = {
+        "num_steps": num_steps,
+        "world_size": world_size,
+        "costs": costs,
+        "expert_boundary": expert_boundary,
+        "share_experts": share_experts,
+    }
+
+    def build(**options: Any) -> Choice:
+        layout = Layout(**counts, **options)
+        return Choice(layout=layout, reason=_needs_more(layout, memory_gib))
+
+    def row(name: str, choose: Callable[[], Choice]) -> Row:
+        try:
+            choice = choose()
+            forecast = forecast_layout(choice.layout, num_clips, arrivals)
+        except RequestError as error:
+            return Row(name=name, note=error.message)
+        return Row(
+            name=name,
+            layout=choice.layout,
+            forecast=forecast,
+            seconds_per_clip=steady_seconds_per_clip(choice.layout),
+            preview_seconds=forecast.latency.mean,
+            peak_gib=choice.layout.peak_gib,
+            note=choice.reason,
+        )
+
+    auto = partial(choose_layout, **counts, num_clips=num_clips, memory_gib=memory_gib)
+    data_parallel = row("data parallel", partial(build, replicas=world_size))
+    draft = Row(name="draft", note="a draft needs a model with one expert")
+    if expert_boundary is None:
+        draft = _draft_row(num_steps, world_size, num_clips, costs, arrivals)
+    return [
+        *(row(split, partial(build, split=split)) for split in SPLITS),
+        row(f"{decoders} decoders", partial(build, split="dithered", decoders=decoders)),
+        row("auto", auto),
+        data_parallel,
+        draft,
+        *_offload_rows(data_parallel.layout, num_clips, arrivals, memory_gib),
+    ]
+
+
+def _offload_rows(
+    layout: Layout | None, num_clips: int, arrivals: Sequence[float], memory_gib: Sequence[float]
+) -> Iterator[Row]:
+    """The row of model offload, if the model has two experts or the cost is known."""
+    if layout is None:
+        return
+    if layout.expert_boundary is None and layout.costs.offload_gib_per_second is None:
+        return
+    offload = forecast_offload(layout)
+    if offload is None:
+        yield Row(name="model offload", note=unknown_offload(layout.costs))
+        return
+    forecast = forecast_layout(offload.layout, num_clips, arrivals)
+    shortfall = offload.shortfall(memory_gib)
+    yield Row(
+        name="model offload",
+        offload=offload,
+        forecast=forecast,
+        seconds_per_clip=steady_seconds_per_clip(offload.layout),
+        preview_seconds=forecast.latency.mean,
+        peak_gib=(offload.peak_gib,),
+        note=f"{offload}, which svdpp does not run; " + (shortfall or offload.moves),
+    )
+
+
+def _draft_row(
+    num_steps: int, world_size: int, num_clips: int, costs: Costs, arrivals: Sequence[float]
+) -> Row:
+    """The row of a draft plan: all ranks work on one clip at a time."""
+    try:
+        draft_plan = DraftPlan(
+            num_steps=num_steps, start_steps=default_start_steps(num_steps, world_size)
+        )
+        spans = replay(draft_plan.schedule(range(_QUEUED_DRAFTS)), costs)
+    except RequestError as error:
+        return Row(name="draft", note=error.message)
+    queue = summarise(spans, world_size)
+    ready = draft_plan.ready_at(costs)
+    sooner = ready[0] - ready[-1]
+    forecast = sum_up(
+        list(_one_by_one(num_clips, queue.seconds_per_clip, ready[0], arrivals)),
+        busy=num_clips * sum(span.end - span.start for span in spans) / _QUEUED_DRAFTS,
+        world_size=world_size,
+        num_finishers=1,
+    )
+    return Row(
+        name="draft",
+        draft_plan=draft_plan,
+        forecast=forecast,
+        seconds_per_clip=queue.seconds_per_clip,
+        preview_seconds=forecast.latency.mean - sooner,
+        peak_gib=draft_plan.peak_gib(costs),
+        note=f"an approximation {sooner:.4g} s before the exact clip; {draft_plan}",
+    )
+
+
+def _one_by_one(
+    num_clips: int, seconds_per_clip: float, latency: float, arrivals: Sequence[float]
+) -> Iterator[tuple[float, float]]:
+    """Start (arrival, if `arrivals` are given) and end of each clip in a queue of drafts."""
+    free = 0.0
+    for clip in range(num_clips):
+        begun = max(free, arrivals[clip]) if arrivals else free
+        yield (arrivals[clip] if arrivals else begun), begun + latency
+        free = begun + seconds_per_clip
+
+
+def _needs_more(layout: Layout, memory_gib: Sequence[float]) -> str:
+    """Names the first rank that is known to need more memory than it has; empty if none does."""
+    if not memory_gib:
+        return ""
+    for rank, (has, needs) in enumerate(zip(memory_gib, layout.peak_gib, strict=False)):
+        if needs is not None and needs > has:
+            return f"rank {rank} needs {needs:.4g} GiB and has {has:.4g}"
+    return ""
