@@ -38,6 +38,9 @@ FIGURES = (
     "peak_reserved_gib",
 )
 
+#: Those that some benches do not measure.
+OPTIONAL_FIGURES = ("draft_seconds", "peak_allocated_gib", "tflops", "mfu")
+
 
 def is_share(figure: str) -> bool:
     """Whether `figure` is a share of a whole; shares can be 0, and their mean is arithmetic."""

@@ -103,7 +103,7 @@ def announce_report(console: Console, manifest: Path) -> None:
 
     with contextlib.suppress(SvdppError):  # a run that ended early has left no figures
         report = read_report(manifest)
-        if report.figures is not None:
+        if report.diagnosis is not None:
             console.info(f"report: {report.headline}; svdpp report {shlex.quote(str(manifest))}")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -53,22 +53,29 @@ class Finding:
     text: str
 
 
-def find_limits(figures: RunFigures) -> list[Finding]:
+def find_limits(figures: RunFigures, without: Collection[FindingKind] = ()) -> list[Finding]:
     """What limits the run, the costliest first; `balanced` if no rank does.
 
     A busy machine comes last: it slows all ranks alike, and what limits one of them says more.
 
     The busiest rank sets the pace of a full pipeline. The rules ask why it is busier than the mean
     of all ranks, and what keeps it from working.
+
+    Args:
+        figures: of the run.
+        without: kinds of findings to leave out.
     """
     whole = figures.makespan + figures.write_tail
     found = [
-        finding for finding in _all_causes(figures) if finding.lost_seconds >= _WORTH_NAMING * whole
+        finding
+        for finding in _all_causes(figures)
+        if finding.lost_seconds >= _WORTH_NAMING * whole and finding.kind not in without
     ]
     found.sort(key=lambda finding: (finding.kind == "busy_machine", -finding.lost_seconds))
     if all(finding.kind == "busy_machine" for finding in found):
         found.append(Finding(kind="balanced", text=_balanced(figures)))
-    return [*found, *_start_up(figures, whole), *_memory(figures)]
+    beside = [*_start_up(figures, whole), *_memory(figures)]
+    return [*found, *(finding for finding in beside if finding.kind not in without)]
 
 
 def _all_causes(figures: RunFigures) -> Iterator[Finding]:
