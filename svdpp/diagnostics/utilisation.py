@@ -52,9 +52,14 @@ def _of_rank(rank: RankFigures, flops: PartFlops, dtype: str) -> Utilisation:
         + rank.step.count * flops.step
         + rank.decode.count * flops.decode
     )
-    tflops = done / rank.compute / 1e12
-    peak = peak_tflops(rank.device_name, dtype)
-    return Utilisation(rank=rank.rank, tflops=tflops, mfu=None if peak is None else tflops / peak)
+    return achieved(rank.rank, done, rank.compute, rank.device_name, dtype)
+
+
+def achieved(rank: int, flops: int, seconds: float, device_name: str, dtype: str) -> Utilisation:
+    """The utilisation of a rank that computed `flops` in `seconds`, above 0."""
+    tflops = flops / seconds / 1e12
+    peak = peak_tflops(device_name, dtype)
+    return Utilisation(rank=rank, tflops=tflops, mfu=None if peak is None else tflops / peak)
 
 
 @dataclass(frozen=True, kw_only=True)
