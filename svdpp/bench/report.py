@@ -76,7 +76,7 @@ class BenchReport:
         """The most useful line."""
         pipeline = next((each for each in self.cases if each.name == PIPELINE), None)
         if pipeline is None or pipeline.diagnosis is None:
-            limits = "the bench has left no figures of the pipeline's ranks"
+            limits = "the bench has left no figures of the ranks"
         else:
             limits = pipeline.diagnosis.headline
         lost = [] if self.summary is None else missed(self.summary["targets"])
