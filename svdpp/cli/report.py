@@ -113,7 +113,7 @@ def _print_case(console: Console, case: CaseReport) -> None:
 
 
 def _range(ratio: Ratio) -> str:
-    return "one round" if ratio.low is None else f"{ratio.low:.2g} to {ratio.high:.2g}"
+    return "one round" if ratio.low is None else f"{ratio.low:.3g} to {ratio.high:.3g}"
 
 
 def _print_diagnosis(console: Console, found: Diagnosis) -> None:
