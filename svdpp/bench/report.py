@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shlex
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
-
-from pydantic import AfterValidator, BaseModel, Field, ValidationError
+from typing import Any
 
 from svdpp.bench.compare import Ratio, compare
 from svdpp.bench.names import (
@@ -19,27 +15,23 @@ from svdpp.bench.names import (
     COSTS,
     DATA_PARALLEL,
     ENVIRONMENT,
-    FIGURES,
-    ONE_DEVICE,
-    OPTIONAL_FIGURES,
     PIPELINE,
     ROUNDS,
     SUMMARY,
 )
 from svdpp.bench.noise import difference_from_bound
-from svdpp.bench.targets import Verdict, missed
+from svdpp.bench.result_files import read_rounds, read_summary
+from svdpp.bench.targets import missed
 from svdpp.diagnostics.advice import Advice
 from svdpp.diagnostics.bottleneck import FindingKind
 from svdpp.diagnostics.diagnosis import Diagnosis, diagnose
 from svdpp.diagnostics.figures import RunFigures, figures_of
 from svdpp.diagnostics.utilisation import Speeds, Utilisation, why_no_mfu
-from svdpp.errors import InputError, describe_fault
+from svdpp.errors import InputError
 from svdpp.plan.layout import Layout
-from svdpp.plan.small_file import read_small_file
 
 SCHEMA_VERSION = 1
 _TEMPLATE = Path(__file__).with_name("bench_report.html.j2")
-_MAX_BYTES = 2**28
 # Each round starts the ranks again on purpose, and no case writes files.
 _NOT_IN_A_BENCH: tuple[FindingKind, ...] = ("start_up", "disk")
 
@@ -104,7 +96,8 @@ class BenchReport:
 
 def is_bench(folder: Path) -> bool:
     """Whether `folder` is that of a bench, finished or not."""
-    return any((folder / name).exists() for name in (SUMMARY, ROUNDS, ENVIRONMENT))
+    has_begun = any((folder / name).exists() for name in (CONFIG, ROUNDS, SUMMARY))
+    return has_begun and (folder / ENVIRONMENT).exists()
 
 
 def read_bench_report(folder: Path) -> BenchReport:
@@ -113,8 +106,8 @@ def read_bench_report(folder: Path) -> BenchReport:
     Raises:
         InputError: its files are damaged.
     """
-    rounds, error = _read_rounds(folder / ROUNDS)
-    summary = _read_summary(folder / SUMMARY) if (folder / SUMMARY).exists() else None
+    rounds, error = read_rounds(folder / ROUNDS)
+    summary = read_summary(folder / SUMMARY) if (folder / SUMMARY).exists() else None
     noise: Sequence[Ratio] = ()
     if summary is not None:
         noise = [each for each in compare(folder, folder).ratios if each.name.startswith(PIPELINE)]
@@ -188,7 +181,7 @@ def _case(
     report = CaseReport(
         name=name,
         num_rounds=len(rounds) if about is None else len(about["rounds"]),
-        error=(about and about["error"]) or "",
+        error="" if about is None else about["error"] or "",
     )
     if not rounds:
         return report
@@ -255,88 +248,3 @@ def _case_to_json(case: CaseReport, summary: Mapping[str, Any] | None) -> dict[s
         "median_round": case.round,
         "diagnosis": case.diagnosis and case.diagnosis.to_json(),
     }
-
-
-# --- the files ------------------------------------------------------------------------------------
-
-
-def _read_rounds(path: Path) -> tuple[dict[str, list[dict[str, Any]]], str]:
-    """The rounds of each case, and what ended the bench."""
-    rounds: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
-    error = ""
-    if not path.exists():  # none was measured, or the bench is of an earlier version
-        return {}, ""
-    for line in read_small_file(path, "bench's rounds", _MAX_BYTES).splitlines():
-        try:
-            record = json.loads(line)
-            if "error" in record:
-                error = str(record["error"]["message"])
-            elif record["case"] in (PIPELINE, DATA_PARALLEL, ONE_DEVICE):
-                rounds[record["case"]].append(record)
-        except ValueError:
-            break  # the last line of a bench that was killed
-        except (KeyError, TypeError, RecursionError) as problem:
-            raise InputError(f"{str(path)!r} is not the rounds of a bench") from problem
-    return dict(rounds), error
-
-
-class _Rank(BaseModel):
-    rank: int
-    tflops: float | None = None
-    mfu: float | None = None
-
-
-class _Round(BaseModel):
-    round: int
-    steady_clips_per_minute: float
-    ranks: list[_Rank]
-
-
-def _with_all_figures(over_rounds: dict[str, float | None]) -> dict[str, float | None]:
-    for name in set(FIGURES) - set(OPTIONAL_FIGURES):
-        if over_rounds and over_rounds.get(name) is None:
-            raise ValueError(f"{name} is missing")
-    return {**dict.fromkeys(FIGURES), **over_rounds}
-
-
-class _Case(BaseModel):
-    layout: str
-    error: str | None
-    rounds: list[_Round]
-    over_rounds: Annotated[dict[str, float | None], AfterValidator(_with_all_figures)]
-
-
-class _Speedup(BaseModel):
-    rounds: Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=1)]
-    over_rounds: Annotated[float, Field(gt=0)]
-
-
-class _Outcome(BaseModel):
-    target: str
-    value: float | None
-    low: float | None
-    high: float | None
-    verdict: Verdict
-
-
-class _Summary(BaseModel):
-    """What is shown of a summary."""
-
-    cases: dict[str, _Case]
-    speedups: dict[str, _Speedup]
-    same_bits: bool
-    targets: dict[str, _Outcome] = {}
-
-
-def _read_summary(path: Path) -> dict[str, Any]:
-    data = read_small_file(path, "bench's summary", _MAX_BYTES)
-    try:
-        return _Summary.model_validate(json.loads(data)).model_dump()
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise InputError(
-            f"{str(path)!r} is not a bench's summary: {where} {describe_fault(first)}"
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{str(path)!r} is not a bench's summary: {error}") from error

@@ -96,12 +96,13 @@ def read_report(path: Path) -> RunReport:
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(f"{str(manifest)!r} does not say what became of its clips") from error
     figures = figures_of(content, repr(str(manifest)))
+    again = RunAgain(str(manifest), options)
     return RunReport(
         path=manifest,
         about={name: content.get(name) for name in ("started_at", "model", "device")},
         states=states,
         lost=lost,
-        diagnosis=figures and diagnose(figures, RunAgain(str(manifest), options)),
+        diagnosis=None if figures is None else diagnose(figures, again),
     )
 
 
@@ -135,7 +136,7 @@ def find_manifest(path: Path) -> Path:
         )
     raise InputError(
         f"{str(path)!r} is not the folder of a run: it has no {NAME}",
-        "name the folder that svdpp run wrote with --out",
+        "name the folder that svdpp run wrote with --out, or results/EXPERIMENT/RUN of a bench",
     )
 
 

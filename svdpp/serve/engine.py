@@ -302,7 +302,7 @@ class Engine:
         """Takes an event, in the pipeline's thread."""
         try:
             clip = self._running.report(event, self._view.add(rank, event))
-            self.speeds.add(rank, event, clip and clip.job.sampling)
+            self.speeds.add(rank, event, None if clip is None else clip.job.sampling)
             if clip is not None:
                 self._costs.add(rank, event, clip.job.sampling)
         except Exception:
