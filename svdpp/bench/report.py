@@ -64,21 +64,25 @@ class BenchReport:
     """The pipeline's figures over those of an equal bench."""
 
     @property
+    def failures(self) -> list[str]:
+        """What failed of the bench as a whole, one line each."""
+        if self.summary is None:
+            failed = f"the bench failed: {self.error}"
+            return [failed if self.error else "the bench has not finished"]
+        lost = missed(self.summary["targets"])
+        bits = [] if self.summary["same_bits"] else ["DIFFERENT BITS between cases"]
+        return [*bits, *([f"missed targets: {', '.join(lost)}"] if lost else [])]
+
+    @property
     def headline(self) -> str:
-        """The most useful line."""
-        pipeline = next((each for each in self.cases if each.name == PIPELINE), None)
-        if pipeline is None or pipeline.diagnosis is None:
-            limits = "the bench has left no figures of the ranks"
-        else:
-            limits = pipeline.diagnosis.headline
-        lost = [] if self.summary is None else missed(self.summary["targets"])
-        targets = f"missed targets: {', '.join(lost)}" if lost else ""
-        early = "" if self.summary else f"the bench ended early{self.error and ': '}{self.error}"
-        return ". ".join(filter(None, [early, targets, limits]))
+        """The most useful line: what failed, or else what limits the pipeline."""
+        pipeline = [each.diagnosis for each in self.cases if each.name == PIPELINE]
+        limits = (each.headline for each in pipeline if each)
+        return ". ".join([*self.failures, next(limits, "no round of the pipeline has figures")])
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain values."""
-        shown = dict.fromkeys(("speedups", "same_bits", "targets"))
+        shown = ("speedups", "same_bits", "targets")
         return {
             "schema_version": SCHEMA_VERSION,
             "bench": str(self.folder),

@@ -91,7 +91,7 @@ def _print_bench(console: Console, found: BenchReport) -> None:
 
     if found.summary is None:
         rounds = ", ".join(f"{case.name} {case.num_rounds}" for case in found.cases)
-        console.result(f"the bench ended early{found.error and ': '}{found.error}")
+        console.result(found.failures[0])
         console.result(f"rounds: {rounds or 'none'}")
     else:
         show_summary(console, dict(found.summary))

@@ -110,7 +110,7 @@ def test_a_bench_that_failed_reports_what_it_measured(tmp_path: Path) -> None:
 
     report = read_bench_report(kept.folder)
 
-    assert report.headline.startswith("the bench ended early: rank 1 died. rank 1 limits")
+    assert report.headline.startswith("the bench failed: rank 1 died. rank 1 limits")
     assert [each.num_rounds for each in report.cases] == [3, 3, 3]
     write_page(report, tmp_path / "page.html")
     assert "rank 1 died" in (tmp_path / "page.html").read_text()
@@ -123,7 +123,7 @@ def test_a_bench_without_a_round_has_a_report(tmp_path: Path) -> None:
     _, kept = begun_bench(tmp_path)
     assert is_bench(kept.folder)
     report = read_bench_report(kept.folder)
-    assert report.headline == "the bench ended early. the bench has left no figures of the ranks"
+    assert report.headline == "the bench has not finished. no round of the pipeline has figures"
     assert report.to_json()["cases"] == {}
 
 

@@ -50,7 +50,7 @@ def test_the_report_on_a_bench_that_measured_nothing(tmp_path: Path) -> None:
     _, kept = begun_bench(tmp_path)
     answer = svdpp_here("report", str(kept.folder))
     assert answer.code == 0, answer
-    assert answer.out == "the bench ended early\nrounds: none\n"
+    assert answer.out == "the bench has not finished\nrounds: none\n"
 
 
 def test_a_run_that_left_no_figures(tmp_path: Path) -> None:
