@@ -234,7 +234,9 @@ def _with_measured(
 def _speeds(figures: RunFigures, about: Mapping[str, Any] | None, number: int) -> Speeds:
     """The utilisation of each rank, from the summary of its round."""
     rounds = [] if about is None else about["rounds"]
-    ranks = next((each["ranks"] for each in rounds if each["round"] == number), [])
+    ranks: Sequence[Mapping[str, Any]] = next(
+        (each["ranks"] for each in rounds if each["round"] == number), ()
+    )
     found = tuple(
         Utilisation(rank=rank["rank"], tflops=rank["tflops"], mfu=rank["mfu"])
         for rank in ranks

@@ -83,7 +83,7 @@ def _print_run(console: Console, found: RunReport) -> None:
     if found.diagnosis is not None:
         console.result()
         _print_ranks(console, found.diagnosis.figures)
-        _print_diagnosis(console, found.diagnosis)
+        _print_diagnosis(console, found.diagnosis, "run")
 
 
 def _print_bench(console: Console, found: BenchReport) -> None:
@@ -109,14 +109,14 @@ def _print_case(console: Console, case: CaseReport) -> None:
     console.result(f"\n{case.name}, round {(case.round or 0) + 1}, whose makespan is the median")
     console.result(case.diagnosis.times)
     _print_ranks(console, case.diagnosis.figures)
-    _print_diagnosis(console, case.diagnosis)
+    _print_diagnosis(console, case.diagnosis, "round")
 
 
 def _range(ratio: Ratio) -> str:
     return "one round" if ratio.low is None else f"{ratio.low:.3g} to {ratio.high:.3g}"
 
 
-def _print_diagnosis(console: Console, found: Diagnosis) -> None:
+def _print_diagnosis(console: Console, found: Diagnosis, what: str) -> None:
     console.result("\nWhat limits it")
     for finding in found.findings:
         lost = f" ({finding.lost_seconds:.1f} s)" if finding.lost_seconds else ""
@@ -136,7 +136,7 @@ def _print_diagnosis(console: Console, found: Diagnosis) -> None:
         )
     errors = [f"{_FORECASTS[name]} {error:+.0%}" for name, error in found.forecast_errors.items()]
     if errors:
-        console.result(f"the run took, against its forecast: {', '.join(errors)}")
+        console.result(f"the {what} took, against its forecast: {', '.join(errors)}")
 
 
 def _print_advice(console: Console, advice: Sequence[Advice]) -> None:

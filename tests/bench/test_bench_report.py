@@ -53,7 +53,7 @@ def test_layouts_are_advised_as_fields_of_the_configuration(tmp_path: Path) -> N
     folder = leave_bench(tmp_path, replayed(slow=(1.0, 2.0), device="cuda", num_devices=2))
     (best, *_) = _pipeline(read_bench_report(folder)).advice
     asked = _asked(best.command).pipeline
-    assert (asked.split, asked.replicas) == ("balanced", 1)
+    assert (asked.split, asked.replicas) == ("dithered", 1)
     assert asked.costs == str(folder / "costs.json")
 
     (apart, *_) = _pipeline(
@@ -158,7 +158,7 @@ def test_the_page_and_the_json_hold_what_the_report_says(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        (SUMMARY, "{", "is not JSON"),
+        (SUMMARY, "{", "is not a bench.s summary"),
         (SUMMARY, "{}", "is not a bench's summary"),
         (ROUNDS, '{"case": "pipeline"}', "is not the rounds of a bench"),
         (ROUNDS, "[]", "is not the rounds of a bench"),
