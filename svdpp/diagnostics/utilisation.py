@@ -114,9 +114,10 @@ def count_flops(model: ModelConfig, sampling: SamplingConfig) -> PartFlops:
         ModelError: the model is missing, or its class rejects a config.
     """
     from svdpp.models.checkpoint import find_checkpoint
-    from svdpp.models.memory import estimate  # imports diffusers
 
     checkpoint = find_checkpoint(model, weights=False)
+    from svdpp.models.memory import estimate  # imports diffusers: seconds
+
     parts = estimate(checkpoint, model, sampling, device="cpu")
     assert parts.encode is not None
     assert parts.decode is not None
