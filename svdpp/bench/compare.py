@@ -21,6 +21,7 @@ class _Round(BaseModel):
     steady_clips_per_minute: Annotated[float, Field(gt=0)]
     first_clip_seconds: Annotated[float, Field(gt=0)]
     step_p50_seconds: Annotated[float, Field(gt=0)]
+    tflops: Annotated[float, Field(gt=0)] | None = None
 
 
 class _Case(BaseModel):
@@ -125,7 +126,7 @@ class Comparison:
         """
         ours = {f"{PIPELINE} / {ONE_DEVICE}"}
         if not self.machines:
-            figures = _FIGURES.values()
+            figures = [words for name, words in _FIGURES.items() if name not in _NOT_JUDGED]
             ours |= {f"{case}: {words}" for case in (PIPELINE, DATA_PARALLEL) for words in figures}
         return [each for each in self.ratios if each.name in ours and each.is_slower]
 
@@ -234,16 +235,15 @@ def _ratios(a: Summary, b: Summary, *, same_baseline: bool) -> Iterator[Ratio]:
                     *values,
                     drift=drift,
                     is_baseline=is_baseline,
-                    is_rate=name == "steady_clips_per_minute",
+                    is_rate=not name.endswith("_seconds"),
                 )
 
 
 def _values(summary: Summary, case: str, name: str) -> list[float]:
-    return (
-        [getattr(each, name) for each in summary.cases[case].rounds]
-        if case in summary.cases
-        else []
-    )
+    """A figure of a case in each round; empty if it was not measured."""
+    rounds = summary.cases[case].rounds if case in summary.cases else []
+    values = [getattr(each, name) for each in rounds]
+    return [] if None in values else values
 
 
 def _baseline(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -318,4 +318,7 @@ _FIGURES = {
     "steady_clips_per_minute": "clips/min",
     "first_clip_seconds": "first clip, s",
     "step_p50_seconds": "step, s",
+    "tflops": "TFLOP/s",
 }
+# It follows from the seconds of the work, which are judged, and from how FLOPs are counted.
+_NOT_JUDGED = ("tflops",)

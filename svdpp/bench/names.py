@@ -9,6 +9,7 @@ SUMMARY = "summary.json"
 CONFIG = "config.yaml"
 ENVIRONMENT = "env.json"
 SPANS = "spans.jsonl"
+ROUNDS = "rounds.jsonl"
 TABLE = "summary.csv"
 PROFILE = "profile.json"
 COSTS = "costs.json"
@@ -29,11 +30,16 @@ FIGURES = (
     "step_p95_seconds",
     "bubble",
     *(f"{part}_share" for part in TIME_PARTS),
+    "tflops",
+    "mfu",
     "start_seconds",
     "load_seconds",
     "peak_allocated_gib",
     "peak_reserved_gib",
 )
+
+#: Those that some benches do not measure.
+OPTIONAL_FIGURES = ("draft_seconds", "peak_allocated_gib", "tflops", "mfu")
 
 
 def is_share(figure: str) -> bool:

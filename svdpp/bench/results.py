@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import json
 import statistics
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,6 +21,7 @@ from svdpp.bench.names import (
     ENVIRONMENT,
     ONE_DEVICE,
     PIPELINE,
+    ROUNDS,
     SPANS,
     SUMMARY,
     TABLE,
@@ -30,12 +33,15 @@ from svdpp.bench.targets import outcomes
 from svdpp.config import PipelineConfig
 from svdpp.diagnostics.environment import environment
 from svdpp.diagnostics.time_breakdown import time_breakdown
-from svdpp.errors import OutputError
+from svdpp.diagnostics.utilisation import speeds_of
+from svdpp.errors import OutputError, SvdppError, error_to_dict
 from svdpp.media import output_files
 from svdpp.plan.forecast import percentile, replay, summarise
+from svdpp.redaction import redact_all
 
 SCHEMA_VERSION = 2
 _GIB = 2**30
+_SPEEDS = ("tflops", "mfu")
 
 
 class Results:
@@ -59,16 +65,32 @@ class Results:
         output_files.write_json(self.folder / ENVIRONMENT, environment())
 
     def add(self, done: Round) -> None:
-        """Appends a round's spans.
+        """Appends a round's spans, and its figures for `svdpp report`.
 
         Raises:
             OutputError: they cannot be written.
         """
+        self._append(SPANS, span_records(done))
+        if done.figures is not None:
+            measured = redact_all(done.figures.to_json())
+            self._append(ROUNDS, [{"case": done.case, "round": done.number, "measured": measured}])
+
+    @contextlib.contextmanager
+    def failure_recorded(self) -> Iterator[None]:
+        """Records an error that ends the block, for `svdpp report`."""
         try:
-            with (self.folder / SPANS).open("a", encoding="ascii") as file:
-                file.writelines(json.dumps(record) + "\n" for record in span_records(done))
+            yield
+        except SvdppError as error:
+            with contextlib.suppress(OutputError):  # it would hide the error
+                self._append(ROUNDS, [{"error": redact_all(error_to_dict(error))}])
+            raise
+
+    def _append(self, name: str, records: Iterable[Mapping[str, Any]]) -> None:
+        try:
+            with (self.folder / name).open("a", encoding="ascii") as file:
+                file.writelines(json.dumps(record) + "\n" for record in records)
         except OSError as error:
-            raise OutputError(f"{SPANS} cannot be written: {error.strerror}") from error
+            raise OutputError(f"{name} cannot be written: {error.strerror}") from error
 
     def finish(self) -> dict[str, Any]:
         """Writes summary, table and costs; returns what `summary.json` holds.
@@ -189,6 +211,7 @@ def _figures(done: Round, config: PipelineConfig) -> dict[str, Any]:
     times = done.trace.summary()
     steps = [step.end - step.start for step in done.trace.steps]
     drafts = done.draft_seconds.values()
+    speeds = _speeds(done)
     ranks = [
         {
             **{name: round(value, 6) for name, value in asdict(times_of_rank).items()},
@@ -196,6 +219,7 @@ def _figures(done: Round, config: PipelineConfig) -> dict[str, Any]:
             "load_seconds": round(done.load_seconds[times_of_rank.rank], 3),
             "peak_allocated_gib": _gib(done.peaks[times_of_rank.rank].allocated_bytes),
             "peak_reserved_gib": _gib(done.peaks[times_of_rank.rank].reserved_bytes),
+            **speeds[times_of_rank.rank],
         }
         for times_of_rank in time_breakdown(done.trace)
     ]
@@ -216,12 +240,33 @@ def _figures(done: Round, config: PipelineConfig) -> dict[str, Any]:
             f"{part}_share": round(sum(rank[part] for rank in ranks) / wall, 4)
             for part in TIME_PARTS
         },
+        **{name: _mean_speed(name, ranks) for name in _SPEEDS},
         "start_seconds": round(done.start_seconds, 3),
         "load_seconds": max(rank["load_seconds"] for rank in ranks),
         "peak_allocated_gib": max(r["peak_allocated_gib"] or 0.0 for r in ranks) or None,
         "peak_reserved_gib": max(r["peak_reserved_gib"] or 0.0 for r in ranks) or None,
         "ranks": ranks,
     }
+
+
+def _speeds(done: Round) -> dict[int, dict[str, float | None]]:
+    """TFLOP/s and MFU of each rank that computed; None where they are unknown."""
+    found: dict[int, dict[str, float | None]] = defaultdict(lambda: dict.fromkeys(_SPEEDS))
+    for each in speeds_of(done.figures).ranks:
+        speeds = {"tflops": each.tflops, "mfu": each.mfu}
+        found[each.rank] = {
+            name: None if value is None else float(f"{value:.6g}") for name, value in speeds.items()
+        }
+    return found
+
+
+def _mean_speed(name: str, ranks: Sequence[Mapping[str, Any]]) -> float | None:
+    """The mean of all ranks while they compute; None if that of one is unknown."""
+    computing = [rank for rank in ranks if rank["compute"]]
+    if not computing or any(rank[name] is None for rank in computing):
+        return None
+    done = sum(rank[name] * rank["compute"] for rank in computing)
+    return float(f"{done / sum(rank['compute'] for rank in computing):.6g}")
 
 
 def _ideal_makespan(done: Round, config: PipelineConfig) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from svdpp.bench.config import BenchConfig
@@ -12,6 +13,8 @@ from svdpp.bench.names import DATA_PARALLEL, ONE_DEVICE, PIPELINE
 from svdpp.bench.ranks import Ranks, StartedRanks
 from svdpp.bench.targets import check_measurable
 from svdpp.config import ClipRequest, PipelineConfig
+from svdpp.diagnostics.figures import RunFigures
+from svdpp.diagnostics.run_recorder import FigureRecorder
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.supervisor import OpenObserver, no_observer
 from svdpp.driver.trace import Trace
@@ -26,6 +29,7 @@ from svdpp.worker.messages import (
     DraftDone,
     Event,
     Finished,
+    GpuSample,
     Joined,
     StepDone,
     TransferDone,
@@ -58,6 +62,8 @@ class Round:
     """By clip, in a draft: from its encode until the draft was written."""
     peaks: dict[int, Finished] = field(default_factory=dict)
     """By rank; includes loading and warm-up."""
+    figures: RunFigures | None = None
+    """For `svdpp report`."""
 
 
 class Bench:
@@ -84,6 +90,7 @@ class Bench:
             self.cases,
             is_draft=config.draft is not None,
             has_gpu=config.device != "cpu",
+            is_dummy=config.model.is_dummy,
         )
         self.rounds: list[Round] = []
         self.out_of_memory: dict[str, OutOfMemoryError] = {}
@@ -157,18 +164,20 @@ class Bench:
         num_warmups = self.asked.measure.warmups * num_routes
         warmups = [self.requests[i % len(self.requests)] for i in range(num_warmups)]
         done = Round(case, number, num_warmups, Trace(config.world_size))
-        listener = _Listener(done)
+        recorder = FigureRecorder(config, partial(schedule_of, config), trace=done.trace)
+        listener = _Listener(done, recorder)
         clips = [*warmups, *self.requests]
         with self.open_observer(
             self._place(case, number), schedule_of(config, len(clips))
         ) as progress:
             if case == ONE_DEVICE:
                 run_reference(config, clips, observers=(listener, progress, ranks.check_alive))
-                return done
-            with ranks.at_work(listener, progress) as pipeline:
-                if warmups:
-                    pipeline.run(warmups)
-                pipeline.run(self.requests)
+            else:
+                with ranks.at_work(listener, progress) as pipeline:
+                    if warmups:
+                        pipeline.run(warmups)
+                    pipeline.run(self.requests)
+        done.figures = recorder.figures()
         return done
 
     def _place(self, case: str, number: int) -> str:
@@ -195,31 +204,40 @@ def cases_of(config: PipelineConfig) -> dict[str, PipelineConfig]:
 class _Listener:
     """Records the ranks' events in a round, without the warm-up clips."""
 
-    def __init__(self, done: Round) -> None:
-        self._round = done
+    def __init__(self, done: Round, recorder: FigureRecorder) -> None:
+        self._round, self._recorder = done, recorder
         self._first = done.num_warmups
         self._begun = time.monotonic()
 
     def __call__(self, rank: int, event: Event) -> None:
+        if not self._is_measured(event):
+            return
+        self._recorder(rank, event)
         match event:
             case Joined():
                 self._round.start_seconds = time.monotonic() - self._begun
                 self._round.load_seconds[rank] = event.load_seconds
-                self._round.trace.add(rank, event)
             case Finished():
                 self._round.peaks[rank] = event
-            case ClipDone() if event.clip >= self._first:
+            case ClipDone():
                 clip = event.clip - self._first
                 self._round.latents_sha256[clip] = event.metadata["latents_sha256"]
                 self._round.frames_sha256[clip] = event.metadata["frames_sha256"]
-            case DraftDone() if event.clip >= self._first:
+            case DraftDone():
                 self._round.draft_seconds[event.clip - self._first] = event.metadata["wall_seconds"]
-            case StepDone() | TransferDone() if event.clip >= self._first:
-                self._round.trace.add(rank, event)
-            case ActionDone() if event.action.clip >= self._first:
-                self._round.trace.add(rank, event)
             case _:
                 pass
+
+    def _is_measured(self, event: Event) -> bool:
+        match event:
+            case StepDone() | TransferDone() | ClipDone() | DraftDone():
+                return event.clip >= self._first
+            case ActionDone():
+                return event.action.clip >= self._first
+            case GpuSample():
+                return bool(self._round.trace.spans)
+            case _:
+                return True
 
 
 def pipelines_of(benches: Sequence[Bench]) -> Iterator[Pipeline]:

@@ -77,7 +77,12 @@ def parse_target(name: str, text: str) -> Target:
 
 
 def check_measurable(
-    targets: Mapping[str, str], cases: Collection[str], *, is_draft: bool, has_gpu: bool
+    targets: Mapping[str, str],
+    cases: Collection[str],
+    *,
+    is_draft: bool,
+    has_gpu: bool,
+    is_dummy: bool,
 ) -> None:
     """Checks before a bench that it will measure all figures with a target.
 
@@ -92,6 +97,10 @@ def check_measurable(
             why = "no draft is asked for"
         elif figure == "peak_allocated_gib" and not has_gpu:
             why = "on the CPU only peak_reserved_gib is measured"
+        elif figure == "mfu" and not has_gpu:
+            why = "no published peak is known for the CPU"
+        elif figure in ("tflops", "mfu") and is_dummy:
+            why = "the FLOPs of the dummy model are not counted"
         else:
             continue
         raise RequestError(f"targets.{name}: {why}", f"leave targets.{name} out")

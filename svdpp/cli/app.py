@@ -28,7 +28,7 @@ COMMANDS: Mapping[str, str] = {
     "profile": "Measure the costs that plans are based on.",
     "bench": "Measure a pipeline against data parallel and against diffusers on one device.",
     "serve": "Serve clips over HTTP, with a queue that survives crashes and a web page.",
-    "report": "Say what limits a finished run, and what would make it faster.",
+    "report": "Say what limits a finished run or bench, and what would make it faster.",
     "doctor": "Check in seconds that a run has what it needs.",
     "env": "Show versions, devices, ffmpeg and settings, ready to paste into a report.",
 }

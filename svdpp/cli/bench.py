@@ -211,7 +211,7 @@ def _run(
     one.profile_path = (kept.folder / PROFILE).absolute()
     one.open_observer = partial(Progress, console, costs=one.config.costs, ranks=False)
     console.info(_headline(one))
-    with bench_fields.named():
+    with kept.failure_recorded(), bench_fields.named():
         one.run(console.info, kept.add, ranks)
     found = kept.finish()
     if trace is not None:

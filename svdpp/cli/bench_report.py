@@ -30,6 +30,8 @@ def show_summary(console: Console, found: dict[str, Any]) -> None:
     if drafted is not None:
         console.result(f"the draft of a clip is ready {drafted:.2f} s after its encode starts")
     console.result(_accounted(found))
+    if speeds := _speeds(found):
+        console.result(speeds)
     bits = "the same bits in every case" if found["same_bits"] else "DIFFERENT BITS between cases"
     console.result(f"latents and frames: {bits}")
     if found["targets"]:
@@ -70,6 +72,19 @@ def _accounted(found: dict[str, Any]) -> str:
         for name in ("compute", "wait", "transfer", "idle", "unaccounted")
     )
     return f"time of the pipeline's ranks: {parts}"
+
+
+def _speeds(found: dict[str, Any]) -> str:
+    """TFLOP/s and MFU of each case; empty if they are unknown."""
+    from svdpp.diagnostics.utilisation import speed_text
+
+    figures = {case: about["over_rounds"] for case, about in found["cases"].items()}
+    speeds = ", ".join(
+        f"{case} {speed_text(each['tflops'], each['mfu'])}"
+        for case, each in figures.items()
+        if each.get("tflops") is not None
+    )
+    return f"TFLOP/s of a rank while it computes (MFU): {speeds}" if speeds else ""
 
 
 def show_comparison(console: Console, a: Path, b: Path, found: Comparison) -> None:

@@ -25,6 +25,7 @@ from svdpp.cli.run_report import (
     labels,
     print_clips,
     raise_worst,
+    utilisation,
     warn_of_memory_pressure,
 )
 from svdpp.cli.run_request import RunRequest, without_other_seeds
@@ -150,7 +151,8 @@ def _make(
     if made:
         announce_report(console, policy.manifest)
     if console.as_json:
-        console.json([*clips.skipped, *made, *lost])
+        speeds = utilisation(policy.manifest) if made else None
+        console.json([*clips.skipped, *({**clip, "utilisation": speeds} for clip in made), *lost])
     else:
         print_clips(console, policy.folder, clips.skipped, made, lost)
     raise_worst(lost, len(clips.skipped) + len(made) + len(lost))

@@ -7,6 +7,7 @@ import shlex
 import socket
 import textwrap
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -103,8 +104,21 @@ def announce_report(console: Console, manifest: Path) -> None:
 
     with contextlib.suppress(SvdppError):  # a run that ended early has left no figures
         report = read_report(manifest)
-        if report.figures is not None:
+        if report.diagnosis is not None:
             console.info(f"report: {report.headline}; svdpp report {shlex.quote(str(manifest))}")
+
+
+def utilisation(manifest: Path) -> dict[str, Any] | None:
+    """TFLOP/s and MFU of the run's ranks, as in its report; None if it has left no figures.
+
+    Takes seconds to build the model without weights.
+    """
+    from svdpp.diagnostics.run_report import read_report, with_speeds
+
+    with contextlib.suppress(SvdppError):
+        diagnosis = with_speeds(read_report(manifest)).diagnosis
+        return None if diagnosis is None else asdict(diagnosis.speeds)
+    return None
 
 
 def print_clips(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from svdpp.diagnostics.bottleneck import Finding, FindingKind
 from svdpp.diagnostics.figures import RunFigures
@@ -40,45 +40,57 @@ class Advice:
     """The findings that it answers; empty: any."""
 
 
-def advise(
-    figures: RunFigures, findings: Sequence[Finding], options: Mapping[str, Any], manifest: str
-) -> list[Advice]:
-    """What would help, the most helpful by forecast first.
+class Again(Protocol):
+    """Builds the command that makes the same clips with other settings."""
 
-    Args:
-        figures: of the run.
-        findings: of `find_limits`.
-        options: of the run, by parameter, as in its manifest.
-        manifest: path of the manifest, for commands.
-    """
-    kinds = {finding.kind for finding in findings}
-    repeat = _Repeat(manifest, options)
-    by_forecast: list[Advice] = []
-    if not figures.is_draft and figures.forecast.afterwards:
-        by_forecast = [*_layout(figures, repeat), *_ranks(figures, repeat)]
-    by_forecast.sort(key=lambda advice: -(advice.times_as_fast or 0))
-    rules = [advice for advice in _rules(figures, repeat) if kinds & set(advice.kinds)]
-    return [*by_forecast, *rules, *_free_cores(figures, repeat)]
-
-
-class _Repeat:
-    """Builds the command that repeats a run with other options."""
-
-    def __init__(self, manifest: str, options: Mapping[str, Any]) -> None:
-        self._manifest = manifest
-        self.options = options
+    costs: str
+    """The file with the measured costs."""
 
     def __call__(self, *changes: str) -> str:
-        path = shlex.quote(self._manifest)
-        return " ".join(["svdpp run --from", path, *changes, "--out out-again"])
+        """The command with these changes."""
+        ...
 
-    @property
-    def measured_costs(self) -> str:
-        return f"--costs {shlex.quote(self._manifest)}"
+    def layout(self, layout: Layout, *, with_costs: bool = True) -> list[str]:
+        """The changes to another layout.
 
-    def layout(self, layout: Layout) -> list[str]:
-        """The options that turn the run's layout into `layout`."""
-        if layout.replica_size == 1 and not self.options.keys() & _REFINEMENTS:
+        Args:
+            layout: the other one.
+            with_costs: whether its split may need the measured costs.
+        """
+        ...
+
+    def ranks(self, number: int) -> str:
+        """The change to another number of ranks."""
+        ...
+
+    def threads(self, number: int) -> str:
+        """The change to another number of threads for each rank."""
+        ...
+
+    def decode_chunk(self, frames: int | None) -> str:
+        """The change to another decode chunk; None: the largest that fits."""
+        ...
+
+
+class RunAgain:
+    """The command for a run.
+
+    Args:
+        manifest: path of its manifest.
+        options: of the run, by parameter, as in its manifest.
+    """
+
+    def __init__(self, manifest: str, options: Mapping[str, Any]) -> None:
+        self.costs = manifest
+        self._options = options
+
+    def __call__(self, *changes: str) -> str:
+        """See `Again`."""
+        return " ".join(["svdpp run --from", shlex.quote(self.costs), *changes, "--out out-again"])
+
+    def layout(self, layout: Layout, *, with_costs: bool = True) -> list[str]:
+        """See `Again`."""
+        if layout.replica_size == 1 and not self._options.keys() & _REFINEMENTS:
             return ["--layout data-parallel"]
         wanted = {
             "layout": "pipeline",
@@ -86,15 +98,44 @@ class _Repeat:
             "replicas": str(layout.replicas),
             "decoders": str(layout.decoders),
         }
-        given = {**_DEFAULTS, **{name: str(value) for name, value in self.options.items()}}
+        given = {**_DEFAULTS, **{name: str(value) for name, value in self._options.items()}}
         changes = [f"--{name} {value}" for name, value in wanted.items() if given[name] != value]
-        return [*changes, self.measured_costs]
+        return [*changes, f"--costs {shlex.quote(self.costs)}"] if with_costs else changes
+
+    def ranks(self, number: int) -> str:
+        """See `Again`."""
+        return f"--world {number}"
+
+    def threads(self, number: int) -> str:
+        """See `Again`."""
+        return f"--threads {number}"
+
+    def decode_chunk(self, frames: int | None) -> str:
+        """See `Again`."""
+        return f"--decode-chunk-size {frames or 'auto'}"
+
+
+def advise(figures: RunFigures, findings: Sequence[Finding], again: Again) -> list[Advice]:
+    """What would help, the most helpful by forecast first.
+
+    Args:
+        figures: what was measured.
+        findings: of `find_limits`.
+        again: builds commands.
+    """
+    kinds = {finding.kind for finding in findings}
+    by_forecast: list[Advice] = []
+    if not figures.is_draft and figures.forecast.afterwards:
+        by_forecast = [*_layout(figures, again), *_ranks(figures, again)]
+    by_forecast.sort(key=lambda advice: -(advice.times_as_fast or 0))
+    rules = [advice for advice in _rules(figures, again) if kinds & set(advice.kinds)]
+    return [*by_forecast, *rules, *_free_cores(figures, again)]
 
 
 # 1. By forecast.
 
 
-def _layout(figures: RunFigures, repeat: _Repeat) -> Iterator[Advice]:
+def _layout(figures: RunFigures, again: Again) -> Iterator[Advice]:
     """The layout that finishes the same clips first on the same ranks."""
     best = _best(figures, figures.world_size, figures.costs)
     if best is None:
@@ -105,12 +146,12 @@ def _layout(figures: RunFigures, repeat: _Repeat) -> Iterator[Advice]:
     fits = "; each device needs room for the whole model" if layout.replica_size == 1 else ""
     yield Advice(
         text=f"at the measured costs, {layout} would be {times:.2f} times as fast{fits}",
-        command=repeat(*repeat.layout(layout)),
+        command=again(*again.layout(layout)),
         times_as_fast=times,
     )
 
 
-def _ranks(figures: RunFigures, repeat: _Repeat) -> Iterator[Advice]:
+def _ranks(figures: RunFigures, again: Again) -> Iterator[Advice]:
     """More ranks if the machine has room for them; fewer if that costs nothing."""
     world = figures.world_size
     alike = _mean_costs(figures.costs)
@@ -120,7 +161,7 @@ def _ranks(figures: RunFigures, repeat: _Repeat) -> Iterator[Advice]:
         yield Advice(
             text=f"{more} ranks, for which this machine has room, would be {best[1]:.2f} times as "
             f"fast, as {best[0]}",
-            command=repeat(f"--world {more}", *_for_others(figures, repeat.layout(best[0]))),
+            command=_on_others(figures, again, more, best[0]),
             times_as_fast=best[1],
         )
     for fewer in sorted({1, world // 4, world // 2, world - 1} - {0, world}):
@@ -129,17 +170,16 @@ def _ranks(figures: RunFigures, repeat: _Repeat) -> Iterator[Advice]:
             yield Advice(
                 text=f"{fewer} of {world} ranks would do, as {best[0]}: {best[1]:.2f} times as "
                 "fast",
-                command=repeat(f"--world {fewer}", *_for_others(figures, repeat.layout(best[0]))),
+                command=_on_others(figures, again, fewer, best[0]),
                 times_as_fast=best[1],
             )
             return
 
 
-def _for_others(figures: RunFigures, changes: list[str]) -> list[str]:
-    """`changes` for another number of ranks, which costs for each rank do not fit."""
-    if not figures.costs.differ_by_rank:
-        return changes
-    return [change for change in changes if not change.startswith("--costs")]
+def _on_others(figures: RunFigures, again: Again, world_size: int, layout: Layout) -> str:
+    """The command for another number of ranks, which costs for each rank do not fit."""
+    with_costs = not figures.costs.differ_by_rank
+    return again(again.ranks(world_size), *again.layout(layout, with_costs=with_costs))
 
 
 def _most_ranks(figures: RunFigures) -> int:
@@ -182,11 +222,11 @@ def _mean_costs(costs: Costs) -> Costs:
 # 2. By rule.
 
 
-def _rules(figures: RunFigures, repeat: _Repeat) -> Iterator[Advice]:
+def _rules(figures: RunFigures, again: Again) -> Iterator[Advice]:
     cores_each = max(1, figures.usable_cores // figures.world_size)
     yield Advice(
         text=f"{cores_each} threads a rank fit the cores; the clips get other bits",
-        command=repeat(f"--threads {cores_each}"),
+        command=again(again.threads(cores_each)),
         kinds=("too_many_threads",),
     )
     yield Advice(
@@ -204,13 +244,13 @@ def _rules(figures: RunFigures, repeat: _Repeat) -> Iterator[Advice]:
         yield Advice(
             text=f"decode more than {chunk} of {frames} frames at a time, as memory allows; the "
             "clips get other bits",
-            command=repeat("--decode-chunk-size auto"),
+            command=again(again.decode_chunk(None)),
             kinds=("decode",),
         )
     if chunk > 1:
         yield Advice(
             text="decode fewer frames at a time; the clips get other bits",
-            command=repeat(f"--decode-chunk-size {max(1, chunk // 2)}"),
+            command=again(again.decode_chunk(chunk // 2)),
             kinds=("memory",),
         )
     yield Advice(
@@ -219,25 +259,26 @@ def _rules(figures: RunFigures, repeat: _Repeat) -> Iterator[Advice]:
     )
     yield Advice(
         text="write to a faster disk: name a folder on it with --out",
-        command=repeat(),
+        command=again(),
         kinds=("disk",),
     )
     yield Advice(
         text="make more clips in one run: all ranks work only between the first clip and the last",
         command=f"svdpp plan --compare --clips {10 * figures.clips} --steps {figures.num_steps} "
-        f"--world {figures.world_size} {repeat.measured_costs}",
+        f"--world {figures.world_size} --costs {shlex.quote(again.costs)}",
         kinds=("few_clips",),
     )
-    model = repeat.options.get("model")
-    named = f" --model {shlex.quote(model)}" if isinstance(model, str) else ""
-    yield Advice(
-        text="keep the ranks between runs: a service loads the model once",
-        command=f"svdpp serve --gpus {figures.world_size} --device {figures.device}{named}",
-        kinds=("start_up",),
-    )
+    if figures.sampling.get("family", "svd") == "svd":
+        model = figures.model.get("name")
+        named = f" --model {shlex.quote(model)}" if isinstance(model, str) else ""
+        yield Advice(
+            text="keep the ranks between runs: a service loads the model once",
+            command=f"svdpp serve --gpus {figures.world_size} --device {figures.device}{named}",
+            kinds=("start_up",),
+        )
 
 
-def _free_cores(figures: RunFigures, repeat: _Repeat) -> Iterator[Advice]:
+def _free_cores(figures: RunFigures, again: Again) -> Iterator[Advice]:
     """More threads, if the CPU ranks leave cores free."""
     if figures.device != "cpu":
         return
@@ -246,5 +287,5 @@ def _free_cores(figures: RunFigures, repeat: _Repeat) -> Iterator[Advice]:
         yield Advice(
             text=f"{figures.usable_cores - figures.world_size * figures.num_threads} of "
             f"{figures.usable_cores} cores have no thread; the clips get other bits",
-            command=repeat(f"--threads {each}"),
+            command=again(again.threads(each)),
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -53,22 +53,29 @@ class Finding:
     text: str
 
 
-def find_limits(figures: RunFigures) -> list[Finding]:
+def find_limits(figures: RunFigures, without: Collection[FindingKind] = ()) -> list[Finding]:
     """What limits the run, the costliest first; `balanced` if no rank does.
 
     A busy machine comes last: it slows all ranks alike, and what limits one of them says more.
 
     The busiest rank sets the pace of a full pipeline. The rules ask why it is busier than the mean
     of all ranks, and what keeps it from working.
+
+    Args:
+        figures: of the run.
+        without: kinds of findings to leave out.
     """
     whole = figures.makespan + figures.write_tail
     found = [
-        finding for finding in _all_causes(figures) if finding.lost_seconds >= _WORTH_NAMING * whole
+        finding
+        for finding in _all_causes(figures)
+        if finding.lost_seconds >= _WORTH_NAMING * whole and finding.kind not in without
     ]
     found.sort(key=lambda finding: (finding.kind == "busy_machine", -finding.lost_seconds))
     if all(finding.kind == "busy_machine" for finding in found):
         found.append(Finding(kind="balanced", text=_balanced(figures)))
-    return [*found, *_start_up(figures, whole), *_memory(figures)]
+    beside = [*_start_up(figures, whole), *_memory(figures)]
+    return [*found, *(finding for finding in beside if finding.kind not in without)]
 
 
 def _all_causes(figures: RunFigures) -> Iterator[Finding]:
@@ -101,68 +108,59 @@ def _imbalance(figures: RunFigures) -> Iterator[Finding]:
     if not others or excess <= 0:
         return
     slowness = _slowness(limit, others)
-    step_seconds = limit.step.mean_seconds / slowness
-    causes: list[tuple[FindingKind, float, str]] = [
-        (
-            "decode",
-            limit.decode.seconds / slowness - _mean(rank.decode.seconds for rank in others),
-            _work_text(limit, "decode", figures),
-        ),
-        (
-            "encode",
-            limit.encode.seconds / slowness - _mean(rank.encode.seconds for rank in others),
-            _work_text(limit, "encode", figures),
-        ),
-        (
-            "steps",
-            (limit.step.count - _mean(rank.step.count for rank in others)) * step_seconds,
-            f"it does {limit.step.count} steps, the others "
-            f"{_mean(rank.step.count for rank in others):.0f} on average",
-        ),
-        (
-            "shared_cores" if _gets_fewer_cores(figures, limit, others) else "slow_device",
-            limit.compute * (1 - 1 / slowness),
-            _slow_text(figures, limit, others),
-        ),
-    ]
-    kind, part, why = max(causes, key=lambda cause: cause[1])
-    text = f"rank {limit.rank} limits the others: {why}"
-    yield Finding(kind=kind, rank=limit.rank, lost_seconds=min(excess, part), text=text)
+    more_steps = limit.step.count - _mean(rank.step.count for rank in others)
+    shares_cores = figures.device == "cpu" and _gets_fewer_cores(limit, others)
+    slow: FindingKind = "shared_cores" if shares_cores else "slow_device"
+    # Seconds of the excess, each cause alone.
+    causes: dict[FindingKind, float] = {
+        "decode": limit.decode.seconds / slowness - _mean(rank.decode.seconds for rank in others),
+        "encode": limit.encode.seconds / slowness - _mean(rank.encode.seconds for rank in others),
+        "steps": more_steps * limit.step.mean_seconds / slowness,
+        slow: limit.compute * (1 - 1 / slowness),
+    }
+    kind = max(causes, key=lambda each: causes[each])
+    text = f"rank {limit.rank} limits the others: {_why_busy(kind, figures, limit, others)}"
+    yield Finding(kind=kind, rank=limit.rank, lost_seconds=min(excess, causes[kind]), text=text)
+
+
+def _why_busy(
+    kind: FindingKind, figures: RunFigures, limit: RankFigures, others: Sequence[RankFigures]
+) -> str:
+    if kind in ("decode", "encode"):
+        part = (limit.decode if kind == "decode" else limit.encode).seconds / limit.compute
+        share = _mean(rank.compute for rank in figures.ranks) / figures.clips
+        return (
+            f"its {kind}s take {part:.0%} of its work, so it works "
+            f"{limit.compute / figures.clips:.3g} s a clip, where an equal share would be "
+            f"{share:.3g} s"
+        )
+    if kind == "steps":
+        usual = _mean(rank.step.count for rank in others)
+        return f"it does {limit.step.count} steps, the others {usual:.0f} on average"
+    slow = (
+        f"a step takes {limit.step.mean_seconds:.3g} s on it, and {_usual_step(others):.3g} s on "
+        "the others"
+    )
+    if kind == "slow_device":
+        return f"{slow}: its device is slower"
+    mine, best = _cpu_share(limit), max(map(_cpu_share, others))
+    return (
+        f"{slow}, because it gets {mine:.0%} of a core's time while it computes, and they up to "
+        f"{best:.0%}: something else uses its cores"
+    )
 
 
 def _slowness(limit: RankFigures, others: Sequence[RankFigures]) -> float:
     """How many times as long as usual a step takes on `limit`; 1 if that is not noticeable."""
-    steps = [rank.step.mean_seconds for rank in others if rank.step.count]
-    if not (steps and limit.step.count and min(steps) > 0):
-        return 1.0
-    slowness = limit.step.mean_seconds / statistics.median(steps)
+    usual = _usual_step(others)
+    slowness = limit.step.mean_seconds / usual if usual and limit.step.count else 1.0
     return slowness if slowness >= _SLOW else 1.0
 
 
-def _work_text(limit: RankFigures, what: Literal["decode", "encode"], figures: RunFigures) -> str:
-    work = limit.decode if what == "decode" else limit.encode
-    part = work.seconds / limit.compute
-    share = _mean(rank.compute for rank in figures.ranks) / max(1, figures.clips)
-    clips = max(1, figures.clips)
-    return (
-        f"its {what}s take {part:.0%} of its work, so it works {limit.compute / clips:.3g} s a "
-        f"clip, where an equal share would be {share:.3g} s"
-    )
-
-
-def _slow_text(figures: RunFigures, limit: RankFigures, others: Sequence[RankFigures]) -> str:
-    steps = [rank.step.mean_seconds for rank in others if rank.step.count] or [0.0]
-    text = (
-        f"a step takes {limit.step.mean_seconds:.3g} s on it, and "
-        f"{statistics.median(steps):.3g} s on the others"
-    )
-    if not _gets_fewer_cores(figures, limit, others):
-        return f"{text}: its device is slower"
-    mine, best = _cpu_share(limit), max(map(_cpu_share, others))
-    return (
-        f"{text}, because it gets {mine:.0%} of a core's time while it computes, and they up to "
-        f"{best:.0%}: something else uses its cores"
-    )
+def _usual_step(ranks: Sequence[RankFigures]) -> float:
+    """The median of their mean seconds of a step; 0 if none did a step."""
+    steps = [rank.step.mean_seconds for rank in ranks if rank.step.count]
+    return statistics.median(steps) if steps else 0.0
 
 
 def _cpu_share(rank: RankFigures) -> float:
@@ -172,11 +170,8 @@ def _cpu_share(rank: RankFigures) -> float:
     return rank.cpu_seconds / rank.compute
 
 
-def _gets_fewer_cores(
-    figures: RunFigures, limit: RankFigures, others: Sequence[RankFigures]
-) -> bool:
-    mine, best = _cpu_share(limit), max(map(_cpu_share, others), default=0.0)
-    return figures.device == "cpu" and 0 < mine < _FEWER_CORES * best
+def _gets_fewer_cores(limit: RankFigures, others: Sequence[RankFigures]) -> bool:
+    return 0 < _cpu_share(limit) < _FEWER_CORES * max(map(_cpu_share, others))
 
 
 # 2. What keeps a rank from working.

@@ -6,10 +6,10 @@ import contextlib
 import os
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 
-from svdpp.config import ClipRequest
+from svdpp.config import ClipRequest, PipelineConfig
 from svdpp.diagnostics.figures import ForecastFigures, RankFigures, RunFigures, WorkFigures
 from svdpp.diagnostics.gpu_samples import GpuSums
 from svdpp.diagnostics.time_breakdown import TimeBreakdown, time_breakdown
@@ -37,20 +37,25 @@ from svdpp.worker.messages import (
 _KEPT_CLIPS = 1000
 
 
-class RunRecorder:
-    """An observer of a pipeline's events that sums up what `svdpp report` needs, in little memory.
+class FigureRecorder:
+    """An observer of ranks that sums up what `svdpp report` needs of their events.
 
     Args:
-        pipeline: not entered yet.
-        requests: the clips that it will make, for the forecasts.
+        config: of the ranks, resolved.
+        schedule: what the ranks do to make this many clips, for forecasts; None if it is unknown.
         assumed: costs for a forecast before the first step; None if none fit the model.
+        trace: gets the events; None: one that keeps the last clips.
     """
 
     def __init__(
-        self, pipeline: Pipeline, requests: Sequence[ClipRequest], assumed: Costs | None
+        self,
+        config: PipelineConfig,
+        schedule: Callable[[int], Schedule | None],
+        assumed: Costs | None = None,
+        trace: Trace | None = None,
     ) -> None:
-        self._pipeline = pipeline
-        self._requests = list(requests)
+        self._config = config
+        self._schedule = schedule
         self._assumed = assumed
         self._begun = time.monotonic()
         self._ready = self._begun
@@ -65,7 +70,7 @@ class RunRecorder:
         self._uuids: dict[int, str | None] = {}
         self._finished: dict[int, Finished] = {}
         self._gpus: dict[int, GpuSums] = defaultdict(GpuSums)
-        self._trace = Trace(pipeline.config.world_size, _KEPT_CLIPS)
+        self._trace = trace or Trace(config.world_size, _KEPT_CLIPS)
 
     def __call__(self, rank: int, event: Event) -> None:
         """Takes one event of `rank`."""
@@ -95,7 +100,7 @@ class RunRecorder:
         self._last_written = time.monotonic()
         self._writes[rank] = _with(self._writes[rank], event.write_seconds)
         if self._early_costs is None and self._means.has_stepped:
-            self._early_costs = self._means.costs_like(self._pipeline.config.costs)
+            self._early_costs = self._means.costs_like(self._config.costs)
 
     def figures(self) -> RunFigures | None:
         """The figures so far; None if no rank has done an action."""
@@ -103,7 +108,7 @@ class RunRecorder:
         if not trace.spans:
             return None
         measured, stats = trace.summary(), trace.rank_stats()
-        config = self._pipeline.config
+        config = self._config
         end = max(span.end for span in trace.spans)
         gpus = _gpus(config.device)
         ranks = tuple(
@@ -139,10 +144,10 @@ class RunRecorder:
 
     def _rank(self, times: TimeBreakdown, stats: RankStats, gpus: Sequence[Gpu]) -> RankFigures:
         rank = times.rank
-        share = self._pipeline.config.plan.all_shares[rank]
+        share = self._config.plan.all_shares[rank]
         finished = self._finished.get(rank)
-        uuid = self._uuids.get(rank)
-        gpu = next((each for each in gpus if each.uuid.endswith(uuid or "none")), None)
+        gpu = self._gpu_of(rank, gpus)
+        uuid = self._uuids.get(rank) or (gpu.uuid if gpu else None)
         on_host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         # The part of the run that the trace still has.
         kept = times.compute / self._compute[rank] if self._compute[rank] else 1.0
@@ -174,16 +179,23 @@ class RunRecorder:
             gpu=self._gpus[rank].figures(),
         )
 
+    def _gpu_of(self, rank: int, gpus: Sequence[Gpu]) -> Gpu | None:
+        """The GPU of a rank, if it is one of this host."""
+        if rank in self._uuids:
+            uuid = self._uuids[rank]
+            return next((gpu for gpu in gpus if gpu.uuid.endswith(uuid or "none")), None)
+        # The process of diffusers' own pipeline does not report its GPU.
+        device = self._trace.devices.get(rank)
+        return next((gpu for gpu in gpus if device == f"cuda:{gpu.index}"), None)
+
     def _work(self, rank: int, kind: Kind) -> WorkFigures:
         spans = self._trace.spans
         return _mean([s.end - s.start for s in spans if s.rank == rank and s.action.kind is kind])
 
     def _forecast(self, figures: RunFigures) -> ForecastFigures:
-        """Forecasts of as many clips as the figures are of; none if some clips were not made."""
-        requests = self._requests[-_KEPT_CLIPS:]
-        if figures.clips != len(requests) or self._pipeline.failures:
+        schedule = self._schedule(figures.clips)
+        if schedule is None:
             return ForecastFigures()
-        schedule = self._pipeline.schedule(requests)
         return ForecastFigures(
             before=self._makespan(schedule, self._assumed),
             after_first_clip=self._makespan(schedule, self._early_costs),
@@ -197,7 +209,27 @@ class RunRecorder:
             spans = replay(schedule, costs)
         except (RequestError, ValueError):  # the costs of transfers between hosts are unknown
             return None
-        return summarise(spans, self._pipeline.config.world_size).makespan
+        return summarise(spans, self._config.world_size).makespan
+
+
+class RunRecorder(FigureRecorder):
+    """Records the figures of a pipeline's run.
+
+    Args:
+        pipeline: not entered yet.
+        requests: the clips that it will make.
+        assumed: costs for a forecast before the first step; None if none fit the model.
+    """
+
+    def __init__(
+        self, pipeline: Pipeline, requests: Sequence[ClipRequest], assumed: Costs | None
+    ) -> None:
+        def schedule(clips: int) -> Schedule | None:
+            kept = list(requests)[-_KEPT_CLIPS:]
+            is_whole = clips == len(kept) and not pipeline.failures
+            return pipeline.schedule(kept) if is_whole else None
+
+        super().__init__(pipeline.config, schedule, assumed)
 
 
 @contextlib.contextmanager

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from svdpp.diagnostics.advice import WORTH_A_CHANGE, Advice, advise
-from svdpp.diagnostics.bottleneck import Finding, find_limits
-from svdpp.diagnostics.figures import RunFigures, figures_of
-from svdpp.diagnostics.head_room import HeadRoom, head_rooms
+from svdpp.diagnostics.advice import RunAgain
+from svdpp.diagnostics.diagnosis import Diagnosis, diagnose
+from svdpp.diagnostics.figures import figures_of
 from svdpp.diagnostics.utilisation import Speeds, speeds_of
 from svdpp.driver.run_manifest import NAME, read_manifest
 from svdpp.errors import InputError
 
 SCHEMA_VERSION = 1
+_NOTHING: Mapping[str, Any] = {
+    **dict.fromkeys(("findings", "advice", "memory"), ()),
+    "utilisation": asdict(Speeds()),
+    "joules_per_clip": None,
+    "forecast_errors": {},
+    "measured": None,
+}
 _TEMPLATE = Path(__file__).with_name("run_report.html.j2")
 
 
@@ -46,78 +52,31 @@ class RunReport:
     """Number of clips in each state."""
     lost: tuple[Lost, ...]
     """The clips that failed."""
-    figures: RunFigures | None
-    """None if the run was killed, or all its clips existed."""
-    findings: tuple[Finding, ...] = ()
-    advice: tuple[Advice, ...] = ()
-    head_rooms: tuple[HeadRoom, ...] = ()
-    speeds: Speeds = field(default_factory=Speeds)
+    diagnosis: Diagnosis | None
+    """None if the run was killed, made no clip, or is of an earlier version."""
 
     @property
     def headline(self) -> str:
-        """The most useful line: the costliest finding, and the best advice for it."""
-        if not self.findings:
-            return "the run has left no figures"
-        first = self.findings[0]
-        answers = [advice for advice in self.advice if first.kind in advice.kinds]
-        faster = [advice for advice in self.advice if (advice.times_as_fast or 0) >= WORTH_A_CHANGE]
-        best = next(iter([*faster, *answers]), None)
-        return first.text if best is None else f"{first.text}. What helps: {best.text}"
+        """The most useful line."""
+        return self.diagnosis.headline if self.diagnosis else "the run has left no figures"
 
     @property
     def times(self) -> str:
         """Start, first clip and rate in one line."""
-        figures = self.figures
-        if figures is None:
+        if self.diagnosis is None:
             return "times: none, because the run was killed, made no clip, or left no figures"
-        clips = f"{figures.clips} clip{'s' if figures.clips > 1 else ''}"
-        return (
-            f"times: {figures.start_seconds:.1f} s to start, then {clips} in "
-            f"{figures.makespan:.1f} s, the first after {figures.first_clip:.1f} s, then one every "
-            f"{figures.seconds_per_clip:.2f} s; bubble {figures.bubble:.0%}"
-        )
-
-    @property
-    def gpu_lines(self) -> list[str]:
-        """One line for each GPU that was sampled, the energy, or why there is nothing."""
-        figures = self.figures
-        if figures is None or figures.device == "cpu":
-            return []
-        sampled = [rank for rank in figures.ranks if rank.gpu is not None]
-        if not sampled:
-            return ["no figures of the GPUs: NVML gave none"]
-        lines = [f"GPU of rank {rank.rank}: {rank.gpu}" for rank in sampled]
-        if figures.joules_per_clip is not None:
-            lines.append(f"energy: {figures.joules_per_clip:.0f} J a clip, all GPUs together")
-        return lines
-
-    @property
-    def eta_errors(self) -> dict[str, float]:
-        """By how much each forecast was off: 0.1 if the run took a tenth longer than forecast."""
-        if self.figures is None:
-            return {}
-        forecasts = asdict(self.figures.forecast)
-        return {
-            name: self.figures.makespan / seconds - 1
-            for name, seconds in forecasts.items()
-            if seconds
-        }
+        return self.diagnosis.times
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain values."""
+        diagnosis = _NOTHING if self.diagnosis is None else self.diagnosis.to_json()
         return {
             "schema_version": SCHEMA_VERSION,
             "manifest": str(self.path),
             "clips": dict(self.states),
             "lost": [asdict(each) for each in self.lost],
+            **diagnosis,
             "headline": self.headline,
-            "findings": [asdict(each) for each in self.findings],
-            "advice": [asdict(each) for each in self.advice],
-            "memory": [{**asdict(room), "free_share": room.free_share} for room in self.head_rooms],
-            "utilisation": asdict(self.speeds),
-            "joules_per_clip": None if self.figures is None else self.figures.joules_per_clip,
-            "forecast_errors": self.eta_errors,
-            "measured": None if self.figures is None else self.figures.to_json(),
         }
 
 
@@ -137,22 +96,22 @@ def read_report(path: Path) -> RunReport:
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(f"{str(manifest)!r} does not say what became of its clips") from error
     figures = figures_of(content, repr(str(manifest)))
-    findings = () if figures is None else tuple(find_limits(figures))
+    again = RunAgain(str(manifest), options)
     return RunReport(
         path=manifest,
         about={name: content.get(name) for name in ("started_at", "model", "device")},
         states=states,
         lost=lost,
-        figures=figures,
-        findings=findings,
-        advice=() if figures is None else tuple(advise(figures, findings, options, str(manifest))),
-        head_rooms=() if figures is None else tuple(head_rooms(figures)),
+        diagnosis=None if figures is None else diagnose(figures, again),
     )
 
 
 def with_speeds(report: RunReport) -> RunReport:
     """The report with each rank's TFLOP/s; takes seconds to build the model without weights."""
-    return replace(report, speeds=speeds_of(report.figures))
+    if report.diagnosis is None:
+        return report
+    speeds = speeds_of(report.diagnosis.figures)
+    return replace(report, diagnosis=replace(report.diagnosis, speeds=speeds))
 
 
 def find_manifest(path: Path) -> Path:
@@ -177,7 +136,7 @@ def find_manifest(path: Path) -> Path:
         )
     raise InputError(
         f"{str(path)!r} is not the folder of a run: it has no {NAME}",
-        "name the folder that svdpp run wrote with --out",
+        "name the folder that svdpp run wrote with --out, or results/EXPERIMENT/RUN of a bench",
     )
 
 
@@ -190,4 +149,4 @@ def write_page(report: RunReport, path: Path) -> None:
     from svdpp.media.html_page import write_html_page
 
     name = report.path.absolute().parent.name
-    write_html_page(_TEMPLATE, path, report=report, name=name, times=report.times)
+    write_html_page(_TEMPLATE, path, report=report, name=name)

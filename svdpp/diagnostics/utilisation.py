@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -31,8 +32,7 @@ class Utilisation:
     """Of its device's published peak, 0 to 1 (model FLOPs utilisation); None if that is unknown."""
 
     def __str__(self) -> str:
-        share = "" if self.mfu is None else f" ({self.mfu:.0%})"
-        return f"rank {self.rank} {self.tflops:.3g}{share}"
+        return f"rank {self.rank} {speed_text(self.tflops, self.mfu)}"
 
 
 def utilisation(ranks: Iterable[RankFigures], flops: PartFlops, dtype: str) -> list[Utilisation]:
@@ -52,9 +52,14 @@ def _of_rank(rank: RankFigures, flops: PartFlops, dtype: str) -> Utilisation:
         + rank.step.count * flops.step
         + rank.decode.count * flops.decode
     )
-    tflops = done / rank.compute / 1e12
-    peak = peak_tflops(rank.device_name, dtype)
-    return Utilisation(rank=rank.rank, tflops=tflops, mfu=None if peak is None else tflops / peak)
+    return achieved(rank.rank, done, rank.compute, rank.device_name, dtype)
+
+
+def achieved(rank: int, flops: int, seconds: float, device_name: str, dtype: str) -> Utilisation:
+    """The utilisation of a rank that computed `flops` in `seconds`, above 0."""
+    tflops = flops / seconds / 1e12
+    peak = peak_tflops(device_name, dtype)
+    return Utilisation(rank=rank, tflops=tflops, mfu=None if peak is None else tflops / peak)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,13 +71,14 @@ class Speeds:
     """Why there is none, or no MFU; empty if there is."""
 
     def __str__(self) -> str:
-        speeds = (
-            f"rank {each.rank} {each.tflops:.3g}"
-            + ("" if each.mfu is None else f" ({each.mfu:.0%})")
-            for each in self.ranks
-        )
-        line = f"TFLOP/s while computing (MFU): {', '.join(speeds)}" if self.ranks else ""
+        speeds = ", ".join(map(str, self.ranks))
+        line = f"TFLOP/s while computing (MFU): {speeds}" if speeds else ""
         return "; ".join(filter(None, [line, self.note]))
+
+
+def speed_text(tflops: float, mfu: float | None) -> str:
+    """Such as `412 (42%)`; without the share if MFU is unknown."""
+    return f"{tflops:.3g}" if mfu is None else f"{tflops:.3g} ({mfu:.0%})"
 
 
 def speeds_of(figures: RunFigures | None) -> Speeds:
@@ -83,7 +89,7 @@ def speeds_of(figures: RunFigures | None) -> Speeds:
     if figures is None or not figures.model or figures.model.get("name") == DUMMY_MODEL:
         return Speeds()
     try:
-        flops = count_flops(ModelConfig(**figures.model), sampling_from(figures.sampling))
+        flops = _counted(ModelConfig(**figures.model), sampling_from(figures.sampling))
     except (SvdppError, TypeError):
         return Speeds(note="no TFLOP/s: the run's model is not here any more")
     found = tuple(utilisation(figures.ranks, flops, str(figures.model.get("dtype"))))
@@ -108,10 +114,15 @@ def count_flops(model: ModelConfig, sampling: SamplingConfig) -> PartFlops:
         ModelError: the model is missing, or its class rejects a config.
     """
     from svdpp.models.checkpoint import find_checkpoint
-    from svdpp.models.memory import estimate  # imports diffusers
 
     checkpoint = find_checkpoint(model, weights=False)
+    from svdpp.models.memory import estimate  # imports diffusers: seconds
+
     parts = estimate(checkpoint, model, sampling, device="cpu")
     assert parts.encode is not None
     assert parts.decode is not None
     return PartFlops(encode=parts.encode.flops, step=parts.denoise.flops, decode=parts.decode.flops)
+
+
+# The rounds of a bench all have the same model and sampling.
+_counted = functools.lru_cache(8)(count_flops)

@@ -121,6 +121,7 @@ def _service(settings: ServerSettings, folder: Path, store: JobStore) -> Service
             oldest_waiting=lambda: _oldest_waiting(store),
             restarts=lambda: service.engine.restarts,
             live_ranks=lambda: service.engine.live_ranks,
+            speeds=lambda: service.engine.speeds.read(),
             subscribers=lambda: events.num_subscribers,
         )
     )

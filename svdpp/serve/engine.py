@@ -26,6 +26,7 @@ from svdpp.serve.cost_book import CostBook
 from svdpp.serve.events import Events
 from svdpp.serve.job import Job, JobState
 from svdpp.serve.job_estimates import JobEstimates
+from svdpp.serve.rank_speeds import RankSpeeds
 from svdpp.serve.rank_view import RankNow, RankSpan, RankView
 from svdpp.serve.running_clips import RunningClip, RunningClips
 from svdpp.serve.store import JobStore
@@ -95,6 +96,8 @@ class Engine:
         self._orders = ClipOrders(self.config, self.checkpoint, folder)
         assumed = self.config.costs if self.config.model.dummy_sleeps else costs
         self._costs = CostBook(assumed, self.config.sampling)
+        self.speeds = RankSpeeds(self.config.model)
+        """How fast each rank computes."""
         self._changed = threading.Condition()
         self._running = RunningClips(self._changed)
         self._view = RankView(config.world_size, self._running.job_of)
@@ -299,6 +302,7 @@ class Engine:
         """Takes an event, in the pipeline's thread."""
         try:
             clip = self._running.report(event, self._view.add(rank, event))
+            self.speeds.add(rank, event, None if clip is None else clip.job.sampling)
             if clip is not None:
                 self._costs.add(rank, event, clip.job.sampling)
         except Exception:

@@ -62,7 +62,7 @@ class ClipGate:
             config = self._config.with_sampling(sampling)
             check_memory(config, self._checkpoint, self._config.roles)
             return
-        if problem := self._problem(_shape_only(sampling)):
+        if problem := self._problem(shape_only(sampling)):
             raise OutOfMemoryError(
                 problem, "request fewer frames or a smaller size", details={"device": "cuda"}
             )
@@ -90,8 +90,8 @@ class ClipGate:
         return ""
 
 
-def _shape_only(sampling: SamplingConfig) -> SvdSampling:
-    """`sampling` with only what memory depends on, so that few estimates are made."""
+def shape_only(sampling: SamplingConfig) -> SvdSampling:
+    """`sampling` with only what memory and FLOPs depend on, so that few sizes are estimated."""
     return SvdSampling(
         height=sampling.height,
         width=sampling.width,

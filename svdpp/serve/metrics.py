@@ -12,7 +12,7 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from svdpp.diagnostics.utilisation import Utilisation
 from svdpp.errors import RequestError
 from svdpp.launch.gpus import visible_gpus
 from svdpp.serve.job import Job, JobState, Proof
@@ -55,6 +56,8 @@ class Sources:
     restarts: Callable[[], int]
     """How often the ranks have been restarted."""
     live_ranks: Callable[[], int]
+    speeds: Callable[[], Sequence[Utilisation]] = tuple
+    """How fast each rank computes."""
     subscribers: Callable[[], int] = lambda: 0
     """Open event streams."""
 
@@ -256,6 +259,7 @@ class _AtScrape(Collector):
         for (rank, state), value in sorted(self._times.read().items()):
             seconds.add_metric([str(rank), state], value)
         yield seconds
+        yield from _of_speeds(self._sources.speeds())
         yield _gauge(
             "svdpp_resident_bytes", "Resident memory.", "process", _resident_bytes().items()
         )
@@ -269,6 +273,22 @@ def _gauge(
     for value_of_label, value in values:
         family.add_metric([value_of_label], value)
     return family
+
+
+def _of_speeds(speeds: Sequence[Utilisation]) -> Iterator[GaugeMetricFamily]:
+    """TFLOP/s and MFU; a rank whose device has no published peak has no MFU."""
+    yield _gauge(
+        "svdpp_rank_tflops",
+        "TFLOP/s of the rank while it computed its latest steps, encodes and decodes.",
+        "rank",
+        ((str(each.rank), each.tflops) for each in speeds),
+    )
+    yield _gauge(
+        "svdpp_rank_mfu_ratio",
+        "The same over the published peak of its device.",
+        "rank",
+        ((str(each.rank), each.mfu) for each in speeds if each.mfu is not None),
+    )
 
 
 def _resident_bytes() -> dict[str, int]:

@@ -12,7 +12,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 from collections import OrderedDict, deque
@@ -23,6 +22,7 @@ from typing import Any, Literal
 from loguru import logger
 
 from svdpp.errors import SvdppError, error_to_dict
+from svdpp.serve.helper_process import helper_command, helper_environment
 from svdpp.serve.job import Job, JobState
 from svdpp.serve.store import JobStore
 
@@ -35,8 +35,6 @@ _PAGE = 50
 _MAX_REQUESTED = 1000
 _MAX_FAILED = 1000
 _ANSWER = "answer.json"
-# A launcher's, which would make the process one of its ranks.
-_OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "SLURM_PROCID")
 
 
 class Prover:
@@ -237,23 +235,15 @@ class Prover:
             return _read_answer(temporary, process.returncode)
 
     def _start(self, job: Job, temporary: Path) -> subprocess.Popen[bytes]:
-        environment = {
-            name: value for name, value in os.environ.items() if name not in _OF_LAUNCHERS
-        }
-        environment |= {
-            "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)),
-            "TMPDIR": str(temporary),
-        }
         photo = self._folder / "photos" / job.photo
         arguments = [str(self._json(job)), str(photo), str(temporary / _ANSWER), str(os.getpid())]
         with (temporary / "output.txt").open("wb") as output:
             return subprocess.Popen(
-                # -P, because otherwise -m adds the working folder to the search path.
-                [sys.executable, "-P", "-m", "svdpp.serve.prove_clip", *arguments],
+                helper_command("svdpp.serve.prove_clip", *arguments),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env=environment,
+                env={**helper_environment(), "TMPDIR": str(temporary)},
                 cwd="/",
                 start_new_session=True,  # its group has its own processes, to be killed together
             )

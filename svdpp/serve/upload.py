@@ -22,6 +22,7 @@ from svdpp.errors import InputError, OutputError, SvdppError, error_from_dict
 from svdpp.launch.process_lifetime import signals_blocked
 from svdpp.media import output_files
 from svdpp.media.image import Photo
+from svdpp.serve.helper_process import helper_command
 
 _ID = re.compile(r"video_[0-9a-f]{32}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -157,8 +158,7 @@ def _decode(upload: Path, name: str, limits: DecodeLimits) -> dict[str, Any]:
     arguments = [str(upload), str(os.getpid()), str(limits.max_bytes), str(limits.cpu_seconds)]
     with signals_blocked():  # SIGTERM must not fail an upload that the server still finishes
         process = subprocess.Popen(
-            # -P, because otherwise -m adds the working folder to the search path.
-            [sys.executable, "-P", "-m", "svdpp.serve.decode_photo", *arguments],
+            helper_command("svdpp.serve.decode_photo", *arguments),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -189,6 +189,15 @@ def test_a_bench_of_the_dummy_and_its_comparison_with_itself(
     assert planned.code == 0, planned
     assert "data parallel" in planned.out
 
+    answer = svdpp_here("report", str(folder), "--json")
+    assert answer.code == 0, answer
+    report = json.loads(answer.out)
+    assert report["finished"] is True
+    diagnosed = [each["diagnosis"]["measured"] for each in report["cases"].values()]
+    counts = [sum(rank["step"]["count"] for rank in each["ranks"]) for each in diagnosed]
+    assert counts == [4, 4, 4], "without the warm-up"
+    assert (folder / "rounds.jsonl").stat().st_size < 20_000
+
     answer = svdpp_here("bench", "--compare", str(folder), str(folder), "--json")
     assert answer.code == 0, answer
     compared = json.loads(answer.out)

@@ -324,6 +324,10 @@ def test_run_json(made: tuple[Path, Answer]) -> None:
 
     assert (answer.code, answer.err) == (0, "")
     (record,) = json.loads(answer.out)
+    utilisation = record.pop("utilisation")
+    assert [each["rank"] for each in utilisation["ranks"]] == [0, 1]
+    assert all(each["tflops"] > 0 and each["mfu"] is None for each in utilisation["ranks"])
+    assert utilisation["note"] == "no MFU: no published peak is known for cpu"
     assert record == json.loads((folder / "out/a photo_0.mp4.json").read_text())
     names = {path.name for path in (folder / "out").iterdir()}
     assert names == {"a photo_0.mp4", "a photo_0.mp4.json", "run.json"}

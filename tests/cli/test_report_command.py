@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.bench.made_up_benches import begun_bench, leave_bench
 from tests.cli.shell import assert_error, svdpp_here
 from tests.diagnostics.made_up_runs import EVEN, leave, replayed
 
@@ -24,6 +25,32 @@ def test_the_report_fits_one_page(tmp_path: Path) -> None:
     assert "memory of rank 0, 1, 2, 3: peak 4.0 of 16.0 GiB, 75% left" in answer.out
     assert len(answer.out.splitlines()) <= 40
     assert "</html>" in (tmp_path / "page.html").read_text()
+
+
+def test_the_report_on_a_bench(tmp_path: Path) -> None:
+    targets = ("targets.makespan_seconds=<= 0.5",)
+    folder = leave_bench(tmp_path / "results", replayed(EVEN, clips=2), *targets)
+
+    answer = svdpp_here("report", str(folder), "--html", str(tmp_path / "page.html"))
+
+    assert answer.code == 0, answer
+    for words in (
+        *("pipeline over data parallel: 1.997", "the same bits in every case"),
+        *("makespan_seconds", "missed", "pipeline, round 2, whose makespan is the median"),
+        *("What limits it", "2 clips are few for 2 ranks", "What would help"),
+        *("Noise: an equal bench", "pipeline: clips/min"),
+    ):
+        assert words in answer.out
+    assert "</html>" in (tmp_path / "page.html").read_text()
+    report = json.loads(svdpp_here("report", str(folder), "--json").out)
+    assert report["headline"].startswith("missed targets: makespan_seconds. ")
+
+
+def test_the_report_on_a_bench_that_measured_nothing(tmp_path: Path) -> None:
+    _, kept = begun_bench(tmp_path)
+    answer = svdpp_here("report", str(kept.folder))
+    assert answer.code == 0, answer
+    assert answer.out == "the bench has not finished\nrounds: none\n"
 
 
 def test_a_run_that_left_no_figures(tmp_path: Path) -> None:

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from svdpp.diagnostics.diagnosis import Diagnosis
 from svdpp.diagnostics.figures import RunFigures, WorkFigures, figures_of
-from svdpp.diagnostics.run_report import RunReport, read_report, write_page
+from svdpp.diagnostics.run_report import read_report, write_page
 from svdpp.errors import InputError, RequestError
 from svdpp.plan.costs import Costs
 from tests.cli.test_help import parsed
@@ -100,7 +101,7 @@ BOTTLENECKS: dict[str, tuple[RunFigures, int | None, str]] = {
 def test_the_known_bottleneck_comes_first(kind: str, tmp_path: Path) -> None:
     figures, rank, words = BOTTLENECKS[kind]
 
-    report = read_report(leave(tmp_path, figures))
+    report = _diagnosis(tmp_path, figures)
 
     first = report.findings[0]
     assert (first.kind, first.rank) == (kind, rank)
@@ -114,15 +115,15 @@ def test_the_known_bottleneck_comes_first(kind: str, tmp_path: Path) -> None:
 
 def test_starting_and_memory_are_named_beside_what_limits_the_ranks(tmp_path: Path) -> None:
     slow_start = replace(replayed(**_ON_CUDA), start_seconds=60.0)
-    report = _report(tmp_path, slow_start)
+    report = _diagnosis(tmp_path, slow_start)
     assert [each.kind for each in report.findings] == ["balanced", "start_up"]
     assert parsed(report.advice[-1].command)["ranks"].world == 2
-    kinds = [each.kind for each in _report(tmp_path, _full_memory()).findings]
+    kinds = [each.kind for each in _diagnosis(tmp_path, _full_memory()).findings]
     assert kinds == ["balanced", "memory"]
 
 
 def test_advice_names_the_layout_that_the_forecast_prefers(tmp_path: Path) -> None:
-    report = _report(tmp_path, replayed(_DECODE, **_ON_CUDA))
+    report = _diagnosis(tmp_path, replayed(_DECODE, **_ON_CUDA))
 
     best = report.advice[0]
     assert best.times_as_fast is not None
@@ -135,10 +136,12 @@ def test_advice_names_the_layout_that_the_forecast_prefers(tmp_path: Path) -> No
 
 def test_advice_replaces_the_layout_options_of_the_run(tmp_path: Path) -> None:
     figures = replayed(_DECODE, **_ON_CUDA)
-    report = read_report(leave(tmp_path, figures, {"layout": "pipeline", "split": "balanced"}))
+    path = leave(tmp_path, figures, {"layout": "pipeline", "split": "balanced"})
+    report = read_report(path).diagnosis
+    assert report is not None
     asked = parsed(report.advice[0].command)["layout"]  # --from reads the other options
     assert (asked.layout, asked.split, asked.replicas) == ("pipeline", "uniform", 2)
-    assert asked.costs == str(report.path)
+    assert asked.costs == str(path)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +156,7 @@ def test_advice_replaces_the_layout_options_of_the_run(tmp_path: Path) -> None:
 def test_advice_on_ranks_threads_and_the_decode_chunk(
     figures: RunFigures, words: str, tmp_path: Path
 ) -> None:
-    report = _report(tmp_path, figures)
+    report = _diagnosis(tmp_path, figures)
     assert any(words in advice.text for advice in report.advice), report.advice
 
 
@@ -171,15 +174,16 @@ def test_a_slow_rank_gets_costs_of_its_own(tmp_path: Path) -> None:
 def test_the_forecasts_errors_are_shares_of_the_forecast(tmp_path: Path) -> None:
     figures = replayed()
     forecast = replace(figures.forecast, before=figures.makespan / 2)
-    report = _report(tmp_path, replace(figures, forecast=forecast))
-    assert report.eta_errors == pytest.approx({"before": 1.0, "afterwards": 0.0}, abs=1e-4)
+    report = _diagnosis(tmp_path, replace(figures, forecast=forecast))
+    assert report.forecast_errors == pytest.approx({"before": 1.0, "afterwards": 0.0}, abs=1e-4)
 
 
 def test_the_page_and_the_json_hold_what_the_report_says(tmp_path: Path) -> None:
-    report = _report(tmp_path, with_rank(_full_memory(), 0, device="<script>"))
+    report = read_report(leave(tmp_path, with_rank(_full_memory(), 0, device="<script>")))
+    assert report.diagnosis is not None
     write_page(report, tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
-    assert report.findings[0].text in page
+    assert report.diagnosis.findings[0].text in page
     assert "a latent is not finite" in page
     assert "<script>" not in page
     content = json.loads(json.dumps(report.to_json()))
@@ -189,7 +193,7 @@ def test_the_page_and_the_json_hold_what_the_report_says(tmp_path: Path) -> None
 
 def test_a_run_without_figures_still_has_a_report(tmp_path: Path) -> None:
     report = read_report(leave(tmp_path, None))
-    assert (report.figures, report.findings, report.states["done"]) == (None, (), 1)
+    assert (report.diagnosis, report.states["done"]) == (None, 1)
     write_page(report, tmp_path / "page.html")
     assert "made no clip" in (tmp_path / "page.html").read_text()
 
@@ -225,5 +229,7 @@ def test_figures_read_back_are_the_same_and_small() -> None:
     assert len(content) < 100_000
 
 
-def _report(folder: Path, figures: RunFigures) -> RunReport:
-    return read_report(leave(folder, figures))
+def _diagnosis(folder: Path, figures: RunFigures) -> Diagnosis:
+    found = read_report(leave(folder, figures)).diagnosis
+    assert found is not None
+    return found

@@ -80,10 +80,10 @@ def test_a_run_that_fails_leaves_its_figures(tmp_path: Path) -> None:
         _make_clip(recorder, 0)
         raise RuntimeError("a rank died")
     report = read_report(tmp_path)
-    assert report.figures is not None
-    assert report.figures.clips == 1
-    assert report.figures.forecast.afterwards is None  # not all clips were made
-    assert report.findings
+    assert report.diagnosis is not None
+    assert report.diagnosis.figures.clips == 1
+    assert report.diagnosis.figures.forecast.afterwards is None  # not all clips were made
+    assert report.diagnosis.findings
 
 
 def test_a_run_that_ends_before_its_first_step_leaves_none(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,14 +12,18 @@ import torch
 import torch.nn.functional as functional
 from torch import nn
 
-from svdpp.config import ModelConfig, SvdSampling
+from svdpp.config import LtxSampling, ModelConfig, SvdSampling, WanSampling
 from svdpp.diagnostics.utilisation import PartFlops, count_flops, utilisation, why_no_mfu
 from svdpp.models.base import LATENTS
 from svdpp.models.checkpoint import find_checkpoint
+from svdpp.models.ltx.model import load_ltx
 from svdpp.models.memory import estimate
 from svdpp.models.svd.model import load_svd
+from svdpp.models.wan.model import load_wan
 from svdpp.plan.layout import Roles
 from tests.diagnostics.made_up_runs import replayed, with_rank
+from tests.models.range_checks import model_of, nothing, read_folder, request_of
+from tests.models.tiny_families import save_tiny_ltx, save_tiny_wan
 
 DEMO = ModelConfig(name="demo")
 SAMPLING = SvdSampling(
@@ -80,6 +86,36 @@ def test_a_decode_equals_a_hand_count(monkeypatch: pytest.MonkeyPatch) -> None:
     hand = HandCount(model._parts.vae, monkeypatch)
     model.decode({LATENTS: torch.zeros(model.packet_spec(0)[LATENTS].shape)})
     assert _FLOPS().decode == pytest.approx(hand.flops, rel=0.02)
+
+
+SIZES: dict[str, Any] = {"num_frames": 9, "max_sequence_length": 8, "num_inference_steps": 2}
+
+
+@pytest.mark.parametrize(
+    ("save", "load", "sampling"),
+    [
+        (save_tiny_wan, load_wan, WanSampling(height=32, width=32, **SIZES)),
+        (save_tiny_ltx, load_ltx, LtxSampling(height=64, width=96, **SIZES)),
+    ],
+    ids=["wan", "ltx"],
+)
+def test_a_step_of_a_family_with_prompts_equals_a_hand_count(
+    save: Any, load: Any, sampling: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = read_folder(save(tmp_path))
+    sampling, named = checkpoint.resolve(sampling), model_of(checkpoint)
+    flops = count_flops(named, sampling)
+    roles = Roles(encode=True, denoise=True, decode=True)
+    model = load(checkpoint, named, sampling, "cpu", roles)
+    tensors = model.encode({}, request_of())
+    hand = HandCount(model._parts.pipe.transformer, monkeypatch)
+
+    model.denoise(tensors, 0, 1, nothing)
+
+    assert flops.step == pytest.approx(hand.flops, rel=0.02)
+    assert min(flops.encode, flops.decode) > 0
+    without = replace(sampling, guidance_scale=1.0)
+    assert count_flops(named, without).step == pytest.approx(flops.step / 2, rel=0.02)
 
 
 def test_flops_follow_the_request() -> None:

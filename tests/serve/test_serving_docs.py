@@ -25,6 +25,7 @@ from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
+from svdpp.diagnostics.utilisation import Utilisation
 from svdpp.serve import metrics
 from svdpp.serve.job import JobState
 from tests.cli.shell import ROOT
@@ -156,8 +157,8 @@ def test_the_fixed_limits_have_these_values() -> None:
 
 @pytest.fixture(scope="module")
 def exposed(server: HttpServer) -> dict[str, tuple[str, set[str]]]:
-    """The type and the labels of each metric, by name; those of GPUs from a driver that is not."""
-    text = server.client.get("/metrics").text + _gpu_metrics()
+    """The type and the labels of each metric, by name; those of GPUs from a stand-in for NVML."""
+    text = server.client.get("/metrics").text + _metrics_on_gpus()
     labels: defaultdict[str, set[str]] = defaultdict(set)
     for family in text_string_to_metric_families(text):
         name = f"{family.name}_total" if family.type == "counter" else family.name
@@ -168,12 +169,13 @@ def exposed(server: HttpServer) -> dict[str, tuple[str, set[str]]]:
     }
 
 
-class _OfGpus(Collector):
+class _OnGpus(Collector):
     def collect(self) -> Iterator[Metric]:
         yield from metrics._of_gpus()
+        yield from metrics._of_speeds([Utilisation(rank=0, tflops=412.0, mfu=0.42)])
 
 
-def _gpu_metrics() -> str:
+def _metrics_on_gpus() -> str:
     gpu = SimpleNamespace(index=0, uuid="GPU-0", total_bytes=2, free_bytes=1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(metrics, "visible_gpus", lambda: [gpu])
@@ -181,7 +183,7 @@ def _gpu_metrics() -> str:
             patch.setattr(pynvml, name, lambda *_: None)
         patch.setattr(pynvml, "nvmlDeviceGetUtilizationRates", lambda _: SimpleNamespace(gpu=50))
         registry = CollectorRegistry()
-        registry.register(_OfGpus())
+        registry.register(_OnGpus())
         return generate_latest(registry).decode()
 
 

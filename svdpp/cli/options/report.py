@@ -1,4 +1,4 @@
-"""Owns the options of a report on a run."""
+"""Owns the options of a report on a run or a bench."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,13 +11,13 @@ from svdpp.cli.options.declare import DIAGNOSTICS, option
 
 @dataclass(frozen=True, kw_only=True)
 class ReportOptions:
-    """The run, and where the page goes."""
+    """The run or the bench, and where the page goes."""
 
     folder: Annotated[
         Path,
         typer.Argument(
             metavar="FOLDER",
-            help="Folder of a run, or its run.json.",
+            help="Folder of a run or of a bench, or a run.json.",
             show_default=False,
         ),
     ]
