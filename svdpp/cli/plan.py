@@ -260,8 +260,8 @@ def _remarks(
         remarks.append(
             f"by the costs of {ASSUMED_COSTS} ({costs.device}); svdpp profile measures yours"
             if costs.device
-            else "no times are known for this model: a step counts as 1 s, all else as nothing; "
-            "--costs gives others"
+            else "no times are known for this model: a step counts as 1 s, and all else as 0 s, "
+            "unless an option gives its time; --costs gives them all"
         )
     return remarks
 
