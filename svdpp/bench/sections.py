@@ -23,8 +23,6 @@ def _no_truth_value(value: object) -> object:
 Number = Annotated[float, BeforeValidator(_no_truth_value), Field(strict=False)]
 Positive = Annotated[int, Field(ge=1)]
 
-Prompt = Annotated[str, Field(min_length=1)]
-
 #: Number of clips in a round.
 NumClips = Annotated[int, Field(ge=1, le=MAX_CLIPS)]
 
@@ -86,7 +84,7 @@ class Workload(Section):
     images: list[str] = []
     """Files, which the clips take in turn; empty: the four that come with svdpp, or none for a
     model that also makes clips from text."""
-    prompts: list[Prompt] | None = None
+    prompts: list[str] | None = Field(default=None, min_length=1)
     """For a model that takes prompts: each is combined with each image. None: an example, with
     another number for each clip."""
     negative_prompt: str | None = None
