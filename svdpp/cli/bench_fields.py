@@ -12,7 +12,7 @@ from svdpp.cli.options.draft import DraftOptions
 from svdpp.cli.options.layout import LayoutOptions
 from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.ranks import RankOptions
-from svdpp.cli.options.sampling import SamplingOptions
+from svdpp.cli.options.sampling import PROMPT_FIELDS, SamplingOptions
 from svdpp.cli.plan_choice import PlanChoice, balanced_by_default, experts_of
 from svdpp.config import DUMMY_MODEL, PipelineConfig, SamplingConfig
 from svdpp.config.sampling import PromptedSampling
@@ -37,14 +37,8 @@ _FIELDS = {
     **{"channels-last": "model.channels_last", "deterministic": "pipeline.deterministic"},
     **{"allow-mixed-devices": "pipeline.allow_mixed_devices"},
     **{"share-experts": "pipeline.share_experts", "prompt": "workload.prompts"},
-    **{"negative-prompt": "workload.negative_prompt", "flow-shift": "workload.flow_shift"},
-    **{
-        "guidance-scale": "workload.guidance_scale",
-        "guidance-scale-2": "workload.guidance_scale_2",
-    },
-    **{"guidance-rescale": "workload.guidance_rescale"},
-    **{"decode-timestep": "workload.decode_timestep"},
-    **{"decode-noise-scale": "workload.decode_noise_scale"},
+    **{"negative-prompt": "workload.negative_prompt"},
+    **{name.replace("_", "-"): f"workload.{name}" for name in PROMPT_FIELDS},
     **{"max-prompt-tokens": "workload.max_sequence_length"},
 }
 # Fields of a workload that are no sampling parameters, or have another name or type there.

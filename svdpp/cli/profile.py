@@ -160,7 +160,7 @@ def _check_can_draft(model: ModelOptions) -> None:
     from svdpp.driver.resolve import check_can_draft
     from svdpp.models.checkpoint import find_checkpoint
 
-    if model.family != "svd":  # otherwise the measurement finds the checkpoint
+    if model.family != "svd":  # without this condition the dummy model would need a checkpoint
         check_can_draft(find_checkpoint(model.to_config("cpu"), weights=False))
 
 
