@@ -247,10 +247,17 @@ def _values(summary: Summary, case: str, name: str) -> list[float]:
 
 
 def _baseline(config: Mapping[str, Any]) -> dict[str, Any]:
-    """All fields that diffusers on one device depends on, except the number of clips."""
+    """All fields that diffusers on one device depends on, except the number of clips.
+
+    A field that is None counts as missing: older benches do not have all of today's.
+    """
     names = ("device", "threads", "deterministic")
     ranks = {name: config["pipeline"].get(name) for name in names}
-    workload = {name: value for name, value in config["workload"].items() if name != "clips"}
+    workload = {
+        name: value
+        for name, value in config["workload"].items()
+        if name != "clips" and value is not None
+    }
     same = {name: config[name] for name in ("model", "precision")}
     return {**same, "workload": workload, "ranks": ranks}
 

@@ -12,122 +12,21 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from svdpp.bench.noise import check_rounds
+from svdpp.bench.sections import Measure, Model, Ranks, Section, Workload
 from svdpp.bench.targets import parse_target
-from svdpp.config import DEFAULT_MODEL, DEFAULT_NUM_STEPS, Fit, PipelineConfig
-from svdpp.config.limits import MAX_CLIPS
+from svdpp.config import PipelineConfig
 from svdpp.errors import InputError, RequestError, describe_fault
-from svdpp.plan.layout import Split
 from svdpp.plan.small_file import read_small_file
 from svdpp.redaction import recorded_name, redact_all
 
 _SHIPPED = Path(__file__).resolve().parent.parent / "assets" / "bench"
 _MAX_GRID = 1000
-_MAX_ROUNDS = 1000
 
 
-def _no_truth_value(value: object) -> object:
-    if isinstance(value, bool):
-        raise ValueError("true and false are not numbers")
-    return value
-
-
-#: Not strict, because YAML 1.1 reads 1e3 as text.
-Number = Annotated[float, BeforeValidator(_no_truth_value), Field(strict=False)]
-Positive = Annotated[int, Field(ge=1)]
-
-#: Number of clips in a round.
-NumClips = Annotated[int, Field(ge=1, le=MAX_CLIPS)]
-
-Seed = Annotated[int, Field(ge=0, lt=2**63)]
-
-
-class _Section(BaseModel):
-    """Strict: otherwise `true` and "1" would count as 1."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
-
-
-class Model(_Section):
-    """The weights; the fields are options of `svdpp run`."""
-
-    name: str = DEFAULT_MODEL
-    revision: str | None = None
-    variant: str | None = None
-    local_files_only: bool = False
-    memory_opt: bool = False
-    channels_last: bool = False
-    latent_shape: list[Positive] = Field(default=[1, 4, 14, 64, 64], min_length=5, max_length=5)
-    """Of the dummy model: B, C, F, H, W."""
-
-
-class Ranks(_Section):
-    """How the ranks share the work; the fields are options of `svdpp run`."""
-
-    world: Positive | None = None
-    """Number of ranks W; None: every GPU, or 2 on the CPU."""
-    device: str = "cuda"
-    split: Split = "uniform"
-    replicas: Positive = 1
-    decoders: Positive = 1
-    costs: str | None = None
-    """Costs file or preset for the split; None: svd-xt-a100."""
-    draft: bool = False
-    """Whether all ranks draft one clip at a time, without split, replicas and decoders."""
-    start_steps: str | None = None
-    """Start steps of a draft, such as "0,14"; None: the default ones."""
-    threads: Positive | None = None
-    """CPU threads of each rank, in every case; None: cores // ranks, on CUDA 1."""
-    deterministic: bool = False
-    """torch's strict mode, in every case."""
-    allow_mixed_devices: bool = False
-    checksum: bool = False
-    timeout: Number = 600.0
-    start_timeout: Number = 600.0
-
-
-class Workload(_Section):
-    """The clips to be made."""
-
-    clips: NumClips = 8
-    """Measured clips of each round, without the warm-up."""
-    images: list[str] = []
-    """Files, which the clips take in turn; empty: the four that come with svdpp."""
-    steps: Positive = DEFAULT_NUM_STEPS
-    height: Positive | None = None
-    width: Positive | None = None
-    frames: Positive | None = None
-    fps: Positive | None = None
-    motion_bucket_id: int | None = None
-    noise_aug_strength: Number | None = None
-    min_guidance_scale: Number | None = None
-    max_guidance_scale: Number | None = None
-    decode_chunk_size: Positive | None = None
-    fit: Fit = "stretch"
-
-
-class Measure(_Section):
-    """The number of rounds, the warm-up, and the seeds."""
-
-    warmups: Annotated[int, Field(ge=0, le=_MAX_ROUNDS)] = 1
-    """Clips through every rank before the measured ones, in each round."""
-    repeats: Annotated[int, Field(ge=1, le=_MAX_ROUNDS)] = 3
-    """Rounds; each starts the processes of every case again."""
-    seeds: list[Seed] = Field(default=[0], min_length=1)
-    """All images take the first seed, then all take the second, and so on, in a cycle."""
-
-
-class BenchConfig(_Section):
+class BenchConfig(Section):
     """One point of a bench's grid; every field has one value."""
 
     experiment: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$")]
@@ -140,7 +39,7 @@ class BenchConfig(_Section):
     measure: Measure = Measure()
     profile: bool = False
     """Whether torch.profiler profiles one clip on rank 0, in a separate run at the end."""
-    targets: dict[str, str] = {}
+    targets: dict[str, str] = Field(default_factory=dict)
     """Bounds for figures of the summary, such as `overhead: "<= 1.05"`."""
 
     @field_validator("precision", mode="before")
@@ -165,8 +64,9 @@ class BenchConfig(_Section):
         """A copy with the values that depend on the machine, the model and its defaults."""
         sampling, model = config.sampling, config.model
         names = set(Workload.model_fields) & {field.name for field in fields(sampling)}
-        chosen = {name: getattr(sampling, name) for name in names} | {"frames": sampling.num_frames}
-        ranks = {"world": config.world_size, "threads": config.num_threads}
+        chosen = {name: getattr(sampling, name) for name in names}
+        chosen |= {"frames": sampling.num_frames, "steps": sampling.num_inference_steps}
+        ranks = {"world": config.world_size, "threads": config.num_threads, "split": config.split}
         return self.model_copy(
             update={
                 "pipeline": self.pipeline.model_copy(update=ranks),

@@ -11,16 +11,19 @@ from pathlib import Path
 from svdpp.bench.config import BenchConfig
 from svdpp.bench.names import DATA_PARALLEL, ONE_DEVICE, PIPELINE
 from svdpp.bench.ranks import Ranks, StartedRanks
+from svdpp.bench.sections import Workload
 from svdpp.bench.targets import check_measurable
-from svdpp.config import ClipRequest, PipelineConfig
+from svdpp.config import ClipRequest, PipelineConfig, SamplingConfig
+from svdpp.config.sampling import PromptedSampling
 from svdpp.diagnostics.figures import RunFigures
 from svdpp.diagnostics.run_recorder import FigureRecorder
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.supervisor import OpenObserver, no_observer
 from svdpp.driver.trace import Trace
 from svdpp.errors import OutOfMemoryError
-from svdpp.media.examples import example_photos
-from svdpp.media.inputs import check_inputs
+from svdpp.media.examples import EXAMPLE_PROMPT, example_photos, numbered_prompt
+from svdpp.media.image import Photo
+from svdpp.media.inputs import ClipInput, check_inputs
 from svdpp.plan.schedule import Schedule, build_schedule
 from svdpp.verification.reference import run_reference
 from svdpp.worker.messages import (
@@ -162,7 +165,7 @@ class Bench:
         # This many clips reach every rank: all replicas, and all decoders of each.
         num_routes = 1 if case == ONE_DEVICE else config.replicas * config.decoders
         num_warmups = self.asked.measure.warmups * num_routes
-        warmups = [self.requests[i % len(self.requests)] for i in range(num_warmups)]
+        warmups = [_warm_up(self.requests[i % len(self.requests)]) for i in range(num_warmups)]
         done = Round(case, number, num_warmups, Trace(config.world_size))
         recorder = FigureRecorder(config, partial(schedule_of, config), trace=done.trace)
         listener = _Listener(done, recorder)
@@ -248,19 +251,37 @@ def pipelines_of(benches: Sequence[Bench]) -> Iterator[Pipeline]:
 
 
 def _requests(asked: BenchConfig, config: PipelineConfig) -> list[ClipRequest]:
-    """All images with the first seed, then all with the second, and so on."""
+    """All inputs with the first seed, then all with the second, and so on."""
     seeds, count = asked.measure.seeds, asked.workload.clips
     if config.model.is_dummy:
         return [ClipRequest(seed=seeds[clip % len(seeds)]) for clip in range(count)]
-    found = check_inputs(asked.workload.images or [str(p) for p in example_photos()])
-    return [
-        ClipRequest(
-            seed=seeds[clip // len(found) % len(seeds)],
-            image=str(found[clip % len(found)].path),
-            image_sha256=found[clip % len(found)].sha256,
-        )
+    found = _inputs(asked.workload, config.sampling)
+    requests = [
+        found[clip % len(found)].request(seeds[clip // len(found) % len(seeds)])
         for clip in range(count)
     ]
+    if asked.workload.prompts is None and isinstance(config.sampling, PromptedSampling):
+        return [
+            replace(request, prompt=numbered_prompt(EXAMPLE_PROMPT, clip + 1))
+            for clip, request in enumerate(requests)
+        ]
+    return requests
+
+
+def _inputs(workload: Workload, sampling: SamplingConfig) -> list[ClipInput]:
+    """Each image with each prompt; an image is None if clips start from text."""
+    images: Sequence[Photo | None] = [None]
+    if not isinstance(sampling, PromptedSampling) or sampling.from_image:
+        images = check_inputs(workload.images or [str(path) for path in example_photos()])
+    prompts: Sequence[str | None] = workload.prompts or [None]
+    return [
+        ClipInput(image, prompt, workload.negative_prompt) for image in images for prompt in prompts
+    ]
+
+
+def _warm_up(request: ClipRequest) -> ClipRequest:
+    """`request` with another prompt, because a rank encodes equal ones once."""
+    return request if request.prompt is None else replace(request, prompt=f"{request.prompt} again")
 
 
 def _words(trace: Trace) -> str:

@@ -77,9 +77,10 @@ def bench(
     from svdpp.launch import fork_server
 
     traces.checked()
+    with bench_fields.named():
+        families = [bench_fields.family(point) for point in points]
     fork_server.start_early(
-        family="svd" if any(point.model.name != DUMMY_MODEL for point in points) else None,
-        device=points[0].pipeline.device,
+        family=next(filter(None, families), None), device=points[0].pipeline.device
     )
     benches = _benches(points, is_member=False)
     if asked.baseline is not None:
@@ -140,12 +141,15 @@ def _benches(points: list[BenchConfig], *, is_member: bool) -> list[Bench]:
     from svdpp.bench.runner import Bench
     from svdpp.driver.pipeline import Pipeline
 
+    benches = []
     with bench_fields.named():
-        configs = [bench_fields.pipeline_config(point) for point in points]
-        return [
-            Bench(point, Pipeline(config).config, is_member=is_member)
-            for point, config in zip(points, configs, strict=True)
-        ]
+        for point, config in [(each, bench_fields.pipeline_config(each)) for each in points]:
+            pipeline = Pipeline(config)
+            one = Bench(point, pipeline.config, is_member=is_member)
+            if pipeline.checkpoint is not None:
+                pipeline.checkpoint.check_requests(one.config.sampling, one.requests)
+            benches.append(one)
+    return benches
 
 
 def _serve(console: Console, benches: list[Bench]) -> None:

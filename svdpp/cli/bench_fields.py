@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from svdpp.cli import request
@@ -12,9 +12,10 @@ from svdpp.cli.options.draft import DraftOptions
 from svdpp.cli.options.layout import LayoutOptions
 from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.ranks import RankOptions
-from svdpp.cli.options.sampling import SamplingOptions
-from svdpp.cli.plan_choice import PlanChoice
-from svdpp.config import DUMMY_MODEL, PipelineConfig
+from svdpp.cli.options.sampling import PROMPT_FIELDS, SamplingOptions
+from svdpp.cli.plan_choice import PlanChoice, balanced_by_default, experts_of
+from svdpp.config import DUMMY_MODEL, PipelineConfig, SamplingConfig
+from svdpp.config.sampling import PromptedSampling
 from svdpp.errors import RequestError, SvdppError
 
 if TYPE_CHECKING:
@@ -35,54 +36,102 @@ _FIELDS = {
     **{"latent-shape": "model.latent_shape", "revision": "model.revision"},
     **{"channels-last": "model.channels_last", "deterministic": "pipeline.deterministic"},
     **{"allow-mixed-devices": "pipeline.allow_mixed_devices"},
+    **{"share-experts": "pipeline.share_experts", "prompt": "workload.prompts"},
+    **{"negative-prompt": "workload.negative_prompt"},
+    **{name.replace("_", "-"): f"workload.{name}" for name in PROMPT_FIELDS},
+    **{"max-prompt-tokens": "workload.max_sequence_length"},
+}
+# Fields of a workload that are no sampling parameters, or have another name or type there.
+_NOT_SAMPLING = {
+    *("clips", "images", "prompts", "negative_prompt", "frames", "decode_chunk_size"),
 }
 _SWITCHES = (
     *("pipeline.draft", "pipeline.checksum", "pipeline.deterministic"),
     *("pipeline.allow_mixed_devices", "model.memory_opt", "model.channels_last"),
+    "pipeline.share_experts",
 )
 
 
 def pipeline_config(point: BenchConfig) -> PipelineConfig:
-    """The configuration that `svdpp run` makes of the same options."""
-    ranks, workload, about = point.pipeline, point.workload, point.model.model_dump()
-    knobs = workload.model_dump(exclude={"clips", "images", "frames", "decode_chunk_size"})
-    chunk = workload.decode_chunk_size
+    """The configuration that `svdpp run` makes of the same options.
+
+    Raises:
+        RequestError: a field is for another family than the model's, or values contradict.
+    """
+    ranks, model, sampling = point.pipeline, _model(point), _sampling(point)
+    from_image = bool(point.workload.images) or request.needs_image(model)
+    sampled = sampling.to_config(model, from_image=from_image)
+    for name in ("prompts", "negative_prompt"):
+        if not isinstance(sampled, PromptedSampling) and getattr(point.workload, name) is not None:
+            raise RequestError(
+                f"workload.{name} is not for {model.model}, a model of the family {sampled.family}",
+                f"leave workload.{name} out",
+            )
+    experts = experts_of(model.to_config(ranks.device), sampled, share=ranks.share_experts)
     shared = {"device", "threads", "timeout", "start_timeout", "checksum", "allow_mixed_devices"}
     return request.pipeline_config(
         RankOptions(**ranks.model_dump(include=shared)),
-        ModelOptions(
-            model=about.pop("name"),
-            dtype=point.precision,
-            latent_shape=tuple(about.pop("latent_shape")),
-            deterministic=ranks.deterministic,
-            **about,
-        ),
-        SamplingOptions(
-            num_frames=workload.frames,
-            decode_chunk_size=None if chunk is None else str(chunk),
-            **knobs,
-        ),
+        model,
+        sampling,
         device=ranks.device,
-        plan=_plan(point),
+        plan={**_plan(point, sampled, experts), **(experts or {})},
+        from_image=from_image,
     )
 
 
-def _plan(point: BenchConfig) -> dict[str, Any]:
+def family(point: BenchConfig) -> str | None:
+    """The family of the model; None for the dummy.
+
+    Raises:
+        ModelError: there is no such model, or its family is not known.
+    """
+    return None if point.model.name == DUMMY_MODEL else _model(point).family
+
+
+def _model(point: BenchConfig) -> ModelOptions:
+    about = point.model.model_dump()
+    return ModelOptions(
+        model=about.pop("name"),
+        dtype=point.precision,
+        latent_shape=tuple(about.pop("latent_shape")),
+        deterministic=point.pipeline.deterministic,
+        **about,
+    )
+
+
+def _sampling(point: BenchConfig) -> SamplingOptions:
+    workload = point.workload
+    chunk = workload.decode_chunk_size
+    return SamplingOptions(
+        num_frames=workload.frames,
+        decode_chunk_size=None if chunk is None else str(chunk),
+        **workload.model_dump(exclude=_NOT_SAMPLING),
+    )
+
+
+def _plan(
+    point: BenchConfig, sampled: SamplingConfig, experts: Mapping[str, Any] | None
+) -> dict[str, Any]:
     """Number of ranks, and how they share the work."""
     ranks = point.pipeline
     if ranks.start_steps is not None and not ranks.draft:
         raise RequestError("pipeline.start_steps needs a draft", "add --pipeline.draft=true")
     shared = {"split", "replicas", "decoders", "costs"}
+    draft = DraftOptions(draft=ranks.draft, draft_starts=ranks.start_steps)
+    layout = LayoutOptions(**ranks.model_dump(include=shared, exclude_defaults=True))
+    if experts is not None and "split" not in ranks.model_fields_set:
+        layout = balanced_by_default(layout, draft)
     plan = PlanChoice(
-        draft=DraftOptions(draft=ranks.draft, draft_starts=ranks.start_steps),
-        layout=LayoutOptions(**ranks.model_dump(include=shared, exclude_defaults=True)),
+        draft=draft,
+        layout=layout,
         world=request.joined_world(ranks.world, "pipeline.world", "give --pipeline.world=null"),
-        steps=point.workload.steps,
+        steps=sampled.num_inference_steps,
+        family=sampled.family,
         device=ranks.device,
         no_draft={"costs": ranks.costs},
     )
     decodes = point.model.name != DUMMY_MODEL
-    return plan.settings(num_clips=point.workload.clips, decodes=decodes)[0]
+    return plan.settings(num_clips=point.workload.clips, decodes=decodes, experts=experts)[0]
 
 
 @contextlib.contextmanager
@@ -106,6 +155,6 @@ def _as_fields(text: str) -> str:
             return f"--{name}={value}"
         return f"--{name}=true" if name in _SWITCHES else f"--{name}"
 
-    return re.sub(
-        r"--([a-z][a-z-]*[a-z])(?: ([\w:]*\d[\w:]*|demo|cpu|cuda|dithered|balanced))?", field, text
-    )
+    option = r"--([a-z][a-z-]*[a-z](?:-2)?)"
+    value = r"(?: ([\w:]*\d[\w:]*|demo|cpu|cuda|dithered|balanced))?"
+    return re.sub(option + value, field, text)

@@ -16,7 +16,7 @@ from svdpp.cli.options.outputs import FolderOptions
 from svdpp.cli.options.ranks import RankOptions
 from svdpp.cli.options.sampling import PROMPT_FIELDS, SamplingOptions
 from svdpp.cli.options.talk import AnswerOptions
-from svdpp.config import DEFAULT_MODEL, DEFAULT_NUM_STEPS, DEMO_MODEL, PipelineConfig
+from svdpp.config import DEFAULT_MODEL, DEMO_MODEL, PipelineConfig
 from svdpp.errors import ModelError
 from svdpp.redaction import redact, redact_all
 
@@ -80,26 +80,39 @@ def doctor(
 
 
 def _examined(ranks: RankOptions, model: ModelOptions, sampling: SamplingOptions) -> PipelineConfig:
-    """The configuration to examine: one step for each rank."""
+    """The configuration to examine: one step for each rank; all steps if there are two experts."""
     from svdpp.cli import request
 
+    model = replace(model, local_files_only=True)  # nothing is downloaded
     # The check must also work on a machine without GPUs, so `auto` may take the CPU.
     device = ranks.device_for(DEMO_MODEL)
-    world_size = ranks.world
-    if world_size is None:
-        world_size = request.default_world(device, DEFAULT_NUM_STEPS, on_cpu=2)
     try:
-        family = model.family
+        family, from_image, has_experts = _about(model, sampling, device)
     except ModelError:  # one of the checks will say so
-        family = "svd"
+        family, from_image, has_experts = "svd", True, False
+    steps, world_size = sampling.num_steps(family), ranks.world
+    if world_size is None:
+        world_size = request.default_world(device, steps, on_cpu=2, divide=not has_experts)
     return request.pipeline_config(
         replace(ranks, timeout=120.0, start_timeout=120.0),
         model,
-        replace(sampling, steps=world_size),
+        replace(sampling, steps=steps if has_experts else world_size),
         device=device,
-        plan={"world_size": world_size},
+        plan={"world_size": world_size, "split": "balanced" if has_experts else "uniform"},
+        from_image=from_image,
         family=family,
     )
+
+
+def _about(model: ModelOptions, sampling: SamplingOptions, device: str) -> tuple[str, bool, bool]:
+    """The model's family, whether its clips need a photograph, and whether it has two experts."""
+    from svdpp.cli.plan_choice import experts_of
+    from svdpp.cli.request import needs_image
+
+    from_image = needs_image(model)
+    sampled = sampling.to_config(model, from_image=from_image)
+    experts = experts_of(model.to_config(device), sampled, share=False)
+    return model.family, from_image, experts is not None
 
 
 def _print(console: Console, check: Check) -> None:

@@ -14,6 +14,7 @@ from svdpp.cli.command import command, is_given
 from svdpp.cli.command_line import typed
 from svdpp.cli.console import Console
 from svdpp.cli.options.draft import DraftOptions
+from svdpp.cli.options.inputs import PromptOptions
 from svdpp.cli.options.measure import MeasureOptions
 from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.ranks import RankOptions
@@ -21,11 +22,15 @@ from svdpp.cli.options.sampling import PROMPT_FIELDS, SamplingOptions
 from svdpp.cli.options.talk import TalkOptions
 from svdpp.config import PipelineConfig
 from svdpp.errors import RequestError
+from svdpp.plan.experts import EXPERTS
 from svdpp.redaction import redact
 
 if TYPE_CHECKING:
     from svdpp.diagnostics.cost_profile import Profile
     from svdpp.plan.costs import Costs
+
+# Sampling parameters of models with prompts that the costs depend on.
+_OF_COST = ("guidance_scale", "max_sequence_length")
 
 # Parameters that only --draft uses, for its error message.
 _OF_DRAFT = {"inputs": "PHOTO has", "steps": "--steps has", "seed": "--seed has"}
@@ -41,7 +46,8 @@ _OF_DRAFT = {"inputs": "PHOTO has", "steps": "--steps has", "seed": "--seed has"
     without=(
         *("checksum", "fit", "fps", "motion_bucket_id", "noise_aug_strength", "draft_psnr"),
         *("min_guidance_scale", "max_guidance_scale"),
-        *PROMPT_FIELDS,
+        *(name for name in PROMPT_FIELDS if name not in _OF_COST),
+        *("prompts", "negative_prompt"),
     ),
     defaults={"world": "all GPUs, if they divide the steps of svdpp run; on the CPU 2"},
     meanings={
@@ -51,6 +57,7 @@ _OF_DRAFT = {"inputs": "PHOTO has", "steps": "--steps has", "seed": "--seed has"
         "steps": "With --draft: denoising steps of each clip; the distances depend on them.",
         "seed": "With --draft: seed of every clip.",
         "decode_chunk_size": "Frames to decode at a time; memory depends on it.",
+        "prompt": "For a model that takes one; its text does not change the costs.",
         "overwrite": "Replace the file if it exists.",
     },
 )
@@ -60,15 +67,17 @@ def profile(
     ranks: RankOptions,
     model: ModelOptions,
     sampling: SamplingOptions,
+    prompts: PromptOptions,
     draft: DraftOptions,
     asked: MeasureOptions,
-    talk: TalkOptions,
+    talk: TalkOptions,  # noqa: ARG001  read where every command is called
 ) -> None:
     """Measure the costs that plans are based on.
 
     The costs are the times of encode, step, decode, transfer and write, and the memory of each
     part. All ranks work at the same time, as in a run. On the CPU they share its cores, so the
     costs hold for this number of ranks and threads. Other commands read the file by --costs.
+    Each clip has its own prompt, because a rank encodes equal prompts once.
     """
     from svdpp.cli import launched, log
     from svdpp.cli.request import is_joined_member
@@ -90,7 +99,7 @@ def profile(
         seed, starts = sampling.one_seed(), draft.draft_starts
         profile_draft(console, config, asked.inputs or [], path, seed=seed, start_steps=starts)
         return
-    _measure(console, config, path, repeats=asked.repeats, as_json=talk.as_json)
+    _measure(console, config, path, asked.repeats, prompts.prompt)
 
 
 def _check_asked(context: typer.Context, draft: DraftOptions) -> None:
@@ -116,27 +125,43 @@ def _measured(
 ) -> PipelineConfig:
     """The configuration to measure: one step for each rank; for drafts all steps of a clip."""
     from svdpp.cli import request
-    from svdpp.config import DEFAULT_NUM_STEPS
+    from svdpp.cli.plan_choice import experts_of
 
     if sampling.measures_chunk:
         raise RequestError(
             "profile does not take --decode-chunk-size auto", "such as --decode-chunk-size 4"
         )
     device = ranks.device_for(model.model)
+    if draft.draft:
+        _check_can_draft(model)
+    from_image = request.needs_image(model)
+    sampled = sampling.to_config(model, from_image=from_image)
+    experts = experts_of(model.to_config(device), sampled, share=False)
     world_size = request.joined_world(ranks.world)
     if world_size is None and draft.draft:
         world_size = request.default_draft_world(device, sampling.num_steps())
     elif world_size is None:
-        world_size = request.default_world(device, DEFAULT_NUM_STEPS, on_cpu=2)
+        steps = sampling.num_steps(model.family)
+        world_size = request.default_world(device, steps, on_cpu=2, divide=experts is None)
     steps = sampling.num_steps() if draft.draft else world_size
+    # Dithered cuts take any number of ranks and steps; for a draft no layout is run.
+    split = {"split": "dithered"} if draft.draft else {"split": "balanced"} if experts else {}
     return request.pipeline_config(
         ranks,
         model,
         replace(sampling, steps=steps),
         device=device,
-        # Dithered cuts take any number of ranks and steps; for a draft no layout is run.
-        plan={"world_size": world_size, **({"split": "dithered"} if draft.draft else {})},
+        plan={"world_size": world_size, **split},
+        from_image=from_image,
     )
+
+
+def _check_can_draft(model: ModelOptions) -> None:
+    from svdpp.driver.resolve import check_can_draft
+    from svdpp.models.checkpoint import find_checkpoint
+
+    if model.family != "svd":  # without this condition the dummy model would need a checkpoint
+        check_can_draft(find_checkpoint(model.to_config("cpu"), weights=False))
 
 
 def _check_free(path: Path, *, overwrite: bool) -> None:
@@ -157,17 +182,19 @@ def _check_free(path: Path, *, overwrite: bool) -> None:
 
 
 def _measure(
-    console: Console, config: PipelineConfig, path: Path, *, repeats: int, as_json: bool
+    console: Console, config: PipelineConfig, path: Path, repeats: int, prompt: str | None
 ) -> None:
     from svdpp.cli.progress import Progress
     from svdpp.diagnostics.cost_profile import profile as measure
     from svdpp.media import output_files
 
     open_observer = partial(Progress, console, costs=config.costs)
-    profiled = measure(config, repeats=repeats, log=console.info, open_observer=open_observer)
+    profiled = measure(
+        config, repeats=repeats, log=console.info, open_observer=open_observer, prompt=prompt
+    )
     costs = profiled.costs(redact(typed()))
     output_files.write_json(path, costs.to_json())
-    if as_json:
+    if console.as_json:
         console.json(costs.to_json())
     else:
         _print(console, profiled, costs)
@@ -200,6 +227,10 @@ def _print(console: Console, profiled: Profile, costs: Costs) -> None:
     console.table(("part", "ms", "weights GiB", "work GiB"), rows)
     if len(profiled.step_seconds) > 1:
         console.result("step: one time for each rank, since they differ")
+    if profiled.expert_step_seconds:
+        experts = zip(EXPERTS, profiled.expert_step_seconds, strict=True)
+        times = ", ".join(f"{name} {_ms([seconds])} ms" for name, seconds in experts)
+        console.result(f"step of each expert: {times}; the file does not tell them apart")
     for transfer in profiled.transfers:
         console.result(
             f"transfer {transfer.source} -> {transfer.target}: "

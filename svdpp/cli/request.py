@@ -47,7 +47,7 @@ def pipeline_config(
         raise RequestError(
             f"this command is for Stable Video Diffusion, and {model.model} is of another family, "
             f"{family}",
-            "svdpp run, verify and plan --memory know it",
+            "svdpp run, verify, simulate, profile, bench, doctor and plan --memory know it",
         )
     try:
         return PipelineConfig(

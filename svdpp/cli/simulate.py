@@ -9,18 +9,21 @@ from svdpp.cli.command import command
 from svdpp.cli.console import Console, counted
 from svdpp.cli.options.declare import COSTS, option
 from svdpp.cli.options.draft import DraftOptions
-from svdpp.cli.options.inputs import ClipOptions
-from svdpp.cli.options.layout import LayoutOptions
+from svdpp.cli.options.inputs import ClipOptions, PromptOptions
+from svdpp.cli.options.layout import LayoutOptions, ShareOptions
 from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.outputs import TraceOptions
 from svdpp.cli.options.ranks import RankOptions
-from svdpp.cli.options.sampling import PROMPT_FIELDS, SamplingOptions
+from svdpp.cli.options.sampling import SamplingOptions
 from svdpp.cli.options.talk import LogOptions
-from svdpp.config import DUMMY_MODEL, ClipRequest, PipelineConfig
+from svdpp.config import DUMMY_MODEL, PipelineConfig
 from svdpp.errors import OutOfMemoryError, RequestError
+from svdpp.plan.split import largest_world
 
 if TYPE_CHECKING:
     from svdpp.cli.trace_outputs import TraceOutputs
+    from svdpp.config import ClipRequest
+    from svdpp.diagnostics.run_recorder import RunRecorder
     from svdpp.diagnostics.utilisation import Speeds
     from svdpp.driver.pipeline import Pipeline
     from svdpp.plan.costs import Costs
@@ -40,17 +43,17 @@ _MEMORY_HINT = "smaller sizes in --latent-shape, --dtype fp16 or a smaller --wor
         "as_json",
     ),
     without=(
-        *("revision", "variant", "local_files_only", "memory_opt", "num_frames", "height"),
-        *("decode_chunk_size", "width", "fit", "fps", "motion_bucket_id", "noise_aug_strength"),
+        *("revision", "variant", "local_files_only", "memory_opt", "prompts", "negative_prompt"),
+        *("decode_chunk_size", "fit", "fps", "motion_bucket_id", "noise_aug_strength"),
         *("min_guidance_scale", "max_guidance_scale", "draft_psnr", "channels_last"),
-        *PROMPT_FIELDS,
     ),
     meanings={
         "model": "dummy (a small random Conv3d network without weight files), demo, a diffusers "
         "folder or a hub id.",
+        "prompt": "For a model that takes one; each clip has a number behind it.",
     },
     defaults={
-        "world": str(_DEFAULT_WORLD),
+        "world": f"{_DEFAULT_WORLD}; a model with prompts: up to that, if they divide the steps",
         "costs": "for --time-scale svd-xt-a100; else a step is 1, all else 0",
     },
 )
@@ -58,7 +61,9 @@ def simulate(
     console: Console,
     clips: ClipOptions,
     sampling: SamplingOptions,
+    prompts: PromptOptions,
     layout: LayoutOptions,
+    experts: ShareOptions,
     draft: DraftOptions,
     traces: TraceOptions,
     log: LogOptions,
@@ -85,12 +90,13 @@ def simulate(
     from svdpp.cli import launched
     from svdpp.cli.log import open_log
     from svdpp.diagnostics.run_recorder import RunRecorder
-    from svdpp.diagnostics.time_breakdown import overrun
-    from svdpp.diagnostics.utilisation import speeds_of
     from svdpp.driver.pipeline import Pipeline
+    from svdpp.media.examples import example_requests
 
     outputs = traces.checked()
-    num_clips, config, why = _asked(ranks, model, sampling, layout, draft, clips, time_scale)
+    num_clips, config, why = _asked(
+        ranks, model, sampling, layout, experts, draft, clips, time_scale
+    )
     open_log(verbosity=log.verbose, log_file=log.log_file, write=console.err.print)
     if why:
         console.info(why)
@@ -98,22 +104,11 @@ def simulate(
     if pipeline.is_member:
         launched.serve(pipeline, console)
         return
-    requests = _requests(config, num_clips, sampling.one_seed())
+    requests = example_requests(config, num_clips, seed=sampling.one_seed(), prompt=prompts.prompt)
     recorder = RunRecorder(pipeline, requests, None)
     pipeline.observe(recorder)
     _perform(console, pipeline, requests, outputs)
-    measured, forecast = pipeline.trace.summary(), pipeline.forecast()
-    reason = overrun(pipeline.trace, forecast, pipeline.forecast_costs())
-    if reason:
-        console.info(f"warning: {reason}")
-    speeds = speeds_of(recorder.figures())
-    if log.as_json:
-        content = _to_json(pipeline, measured, forecast, speeds)
-        console.json({**content, "overrun": reason or None})
-    else:
-        _print(console, pipeline, measured, forecast)
-        if speeds.ranks:
-            console.result(str(speeds))
+    _show(console, pipeline, recorder)
 
 
 def _asked(
@@ -121,32 +116,56 @@ def _asked(
     model: ModelOptions,
     sampling: SamplingOptions,
     layout: LayoutOptions,
+    share: ShareOptions,
     draft: DraftOptions,
     clips: ClipOptions,
     time_scale: float | None,
 ) -> tuple[int, PipelineConfig, str]:
     """The number of clips, the configuration, and a remark on the choice of the layout."""
     from svdpp.cli import request
-    from svdpp.cli.plan_choice import PlanChoice
+    from svdpp.cli.plan_choice import PlanChoice, balanced_by_default, experts_of
 
-    device = ranks.device_for(model.model)
+    _check_sizes(model, sampling)
+    device, family = ranks.device_for(model.model), model.family
+    from_image = request.needs_image(model)
+    sampled = sampling.to_config(model, from_image=from_image)
+    experts = experts_of(model.to_config(device), sampled, share=share.share_experts)
+    steps = sampling.num_steps(family)
+    divides = family != "svd" and experts is None and layout.must_divide
     plan = PlanChoice(
         draft=draft,
-        layout=layout,
+        layout=layout if experts is None else balanced_by_default(layout, draft),
         world=ranks.world,
-        steps=sampling.num_steps(model.family),
+        steps=steps,
         device=device,
-        default_world=_DEFAULT_WORLD,
+        family=family,
+        default_world=largest_world(steps, _DEFAULT_WORLD) if divides else _DEFAULT_WORLD,
     )
     num_clips = clips.at_least_one(2 * plan.world_size())
     decodes = not model.is_dummy or time_scale is not None
-    shape, why = plan.settings(num_clips=num_clips, decodes=decodes)
+    shape, why = plan.settings(num_clips=num_clips, decodes=decodes, experts=experts)
     if time_scale is not None:
         shape["costs"] = scaled_costs(shape["costs"], time_scale, model)
     config = request.pipeline_config(
-        ranks, model, sampling, device=device, plan=shape, dummy_sleeps=time_scale is not None
+        ranks,
+        model,
+        sampling,
+        device=device,
+        plan={**shape, **(experts or {})},
+        from_image=from_image,
+        dummy_sleeps=time_scale is not None,
     )
     return num_clips, config, why
+
+
+def _check_sizes(model: ModelOptions, sampling: SamplingOptions) -> None:
+    """RequestError for the size of a frame if the model is the dummy, which makes none."""
+    given = {"frames": sampling.num_frames, "height": sampling.height, "width": sampling.width}
+    for name, value in given.items():
+        if model.is_dummy and value is not None:
+            raise RequestError(
+                f"--{name} has no effect on the dummy model", "--latent-shape sets its size"
+            )
 
 
 def scaled_costs(costs: Costs, time_scale: float, model: ModelOptions) -> Costs:
@@ -185,12 +204,22 @@ def _perform(
     console.info(", wrote ".join([progress.closing, *outputs.paths]))
 
 
-def _requests(config: PipelineConfig, num_clips: int, seed: int) -> list[ClipRequest]:
-    """One clip per seed, from the first example photograph if the model needs one."""
-    from svdpp.media.examples import example_photos
+def _show(console: Console, pipeline: Pipeline, recorder: RunRecorder) -> None:
+    from svdpp.diagnostics.time_breakdown import overrun
+    from svdpp.diagnostics.utilisation import speeds_of
 
-    image = None if config.model.is_dummy else str(example_photos()[0])
-    return [ClipRequest(seed=seed + index, image=image) for index in range(num_clips)]
+    measured, forecast = pipeline.trace.summary(), pipeline.forecast()
+    reason = overrun(pipeline.trace, forecast, pipeline.forecast_costs())
+    if reason:
+        console.info(f"warning: {reason}")
+    speeds = speeds_of(recorder.figures())
+    if console.as_json:
+        content = _to_json(pipeline, measured, forecast, speeds)
+        console.json({**content, "overrun": reason or None})
+    else:
+        _print(console, pipeline, measured, forecast)
+        if speeds.ranks:
+            console.result(str(speeds))
 
 
 def _to_json(

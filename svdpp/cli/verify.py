@@ -161,20 +161,9 @@ def _requests(
         return [ClipRequest(seed=seed + clip) for clip in range(proof.at_least_one(2))]
     found = _inputs(inputs, prompts, takes_prompts=model.family != "svd", from_image=from_image)
     num_clips = proof.at_least_one(max(2, len(found)))
-    requests = []
-    for clip in range(num_clips):
-        turn, made_from = clip // len(found), found[clip % len(found)]
-        photo = made_from.photo
-        requests.append(
-            ClipRequest(
-                seed=seed + turn,
-                image=None if photo is None else str(photo.path),
-                image_sha256=None if photo is None else photo.sha256,
-                prompt=made_from.prompt,
-                negative_prompt=made_from.negative_prompt,
-            )
-        )
-    return requests
+    return [
+        found[clip % len(found)].request(seed + clip // len(found)) for clip in range(num_clips)
+    ]
 
 
 def _inputs(

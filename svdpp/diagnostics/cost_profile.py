@@ -12,7 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from svdpp.config import ClipRequest, OutputConfig, PipelineConfig
+from svdpp.config import OutputConfig, PipelineConfig
+from svdpp.config.sampling import PromptedSampling
 from svdpp.diagnostics import rank_probe
 from svdpp.diagnostics.environment import cpu_model
 from svdpp.driver.pipeline import Pipeline
@@ -22,7 +23,7 @@ from svdpp.launch import gpus
 from svdpp.launch.world import find_world
 from svdpp.media import image as photos
 from svdpp.media import video
-from svdpp.media.examples import example_photos
+from svdpp.media.examples import example_photos, example_requests
 from svdpp.models import memory as model_memory
 from svdpp.models.base import Frames
 from svdpp.models.checkpoint import Checkpoint
@@ -47,6 +48,8 @@ class Profile:
     config: PipelineConfig
     step_seconds: list[float] = field(default_factory=list)
     """The median of each rank, by rank."""
+    expert_step_seconds: tuple[float, ...] = ()
+    """The median of each expert, for a model with two."""
     encode_seconds: float = 0.0
     decode_seconds: float = 0.0
     write_seconds: float = 0.0
@@ -121,8 +124,11 @@ class Profile:
         if model.is_dummy:
             return f"dummy {'x'.join(map(str, model.dummy_latent.shape))} {model.dtype}"
         size = f"{sampling.frames} frames of {sampling.width}x{sampling.height}"
-        chunk = f"decoded by {sampling.decode_chunk_size}"
-        return f"{model.name} {model.dtype}, {size}, {chunk}"
+        if isinstance(sampling, PromptedSampling):
+            more = f"from {'a photograph' if sampling.from_image else 'text'}"
+        else:
+            more = f"decoded by {sampling.decode_chunk_size}"
+        return f"{model.name} {model.dtype}, {size}, {more}"
 
 
 def profile(
@@ -131,6 +137,7 @@ def profile(
     repeats: int,
     log: Callable[[str], None],
     open_observer: OpenObserver = no_observer,
+    prompt: str | None = None,
 ) -> Profile:
     """Measures the parts of a run on the devices of `config`, with all ranks working at once.
 
@@ -142,6 +149,7 @@ def profile(
         repeats: measured clips through each rank, after one that warms up.
         log: takes a line before each measurement.
         open_observer: observes the measured clips.
+        prompt: of the clips; None: an example, if the model takes prompts.
 
     Raises:
         SvdppError: as for a run.
@@ -151,7 +159,7 @@ def profile(
     # Until the first clip reaches the last rank, not all ranks work: these clips come on top.
     num_clips = config.world_size + repeats
     log(f"{num_clips} clips through {config.world_size} ranks for the times")
-    _measure_times(result, num_clips, open_observer)
+    _measure_times(result, num_clips, open_observer, prompt)
     if config.decodes:
         _measure_write(result, repeats)
     if find_world() is None:  # launched ranks have measured the packets of the run itself
@@ -166,18 +174,25 @@ def profile(
 
 
 def measured_config(config: PipelineConfig) -> PipelineConfig:
-    """`config` with the steps of the measurement: a few for each rank."""
-    steps = _STEPS_PER_RANK * config.world_size
+    """`config` with the steps of the measurement: a few for each rank.
+
+    One rank of a model with prompts does more, so that each of two experts has a step.
+    """
+    shares = max(config.world_size, 2 if isinstance(config.sampling, PromptedSampling) else 1)
+    steps = _STEPS_PER_RANK * shares
     return replace(config, sampling=replace(config.sampling, num_inference_steps=steps))
 
 
-def _measure_times(result: Profile, num_clips: int, open_observer: OpenObserver) -> None:
+def _measure_times(
+    result: Profile, num_clips: int, open_observer: OpenObserver, prompt: str | None
+) -> None:
     config = result.config
-    image = None if config.model.is_dummy else str(example_photos()[0])
-    requests = [ClipRequest(seed=seed, image=image) for seed in range(num_clips)]
+    requests = example_requests(config, num_clips, prompt=prompt)
     world = find_world()
     result.ranks_per_host = None if world is None else world.ranks_per_host
-    measured = _Measured(Costs(ranks_per_host=result.ranks_per_host).host_of)
+    measured = _Measured(
+        Costs(ranks_per_host=result.ranks_per_host).host_of, config.expert_boundary
+    )
     pipeline = Pipeline(config)
     pipeline.observe(measured)
     with open_observer("profile", pipeline.schedule(requests)) as progress:
@@ -186,6 +201,9 @@ def _measure_times(result: Profile, num_clips: int, open_observer: OpenObserver)
             pipeline.run(requests)
     ranks = range(config.world_size)
     result.step_seconds = [statistics.median(measured.steps[rank]) for rank in ranks]
+    if config.expert_boundary is not None:
+        first, second = measured.experts[0], measured.experts[1]
+        result.expert_step_seconds = (_median(first), _median(second))
     result.encode_seconds = _median(measured.actions[Kind.ENCODE])
     result.decode_seconds = _median(measured.actions[Kind.DECODE])
     result.packet_bytes = measured.packet_bytes
@@ -200,13 +218,17 @@ class _Measured:
 
     Args:
         host_of: returns the host of a rank.
+        boundary: steps of the first of two experts; None: there is one.
     """
 
-    def __init__(self, host_of: Callable[[int], int]) -> None:
+    def __init__(self, host_of: Callable[[int], int], boundary: int | None = None) -> None:
         self._host_of = host_of
+        self._boundary = boundary
         self.transfers: dict[bool, list[float]] = defaultdict(list)
         """Of whole packets, by whether they crossed hosts."""
         self.steps: dict[int, list[float]] = defaultdict(list)
+        self.experts: dict[int, list[float]] = defaultdict(list)
+        """Of steps, by expert."""
         self.actions: dict[Kind, list[float]] = defaultdict(list)
         self.packet_bytes = 0
 
@@ -214,6 +236,8 @@ class _Measured:
         match event:
             case StepDone() if event.clip > 0:
                 self.steps[rank].append(event.seconds)
+                is_second = self._boundary is not None and event.step >= self._boundary
+                self.experts[int(is_second)].append(event.seconds)
             case ActionDone():
                 action = event.action
                 if action.clip > 0:

@@ -11,7 +11,14 @@ from typing import Literal
 
 import numpy as np
 
-from svdpp.config import DEMO_MODEL, ModelConfig, OutputConfig, PipelineConfig, sampling_defaults
+from svdpp.config import (
+    DEMO_MODEL,
+    ModelConfig,
+    OutputConfig,
+    PipelineConfig,
+    SvdSampling,
+    sampling_defaults,
+)
 from svdpp.diagnostics import rank_probe
 from svdpp.diagnostics.memory_estimate import estimate_ranks
 from svdpp.driver.resolve import resolve
@@ -199,9 +206,9 @@ def _determinism(examination: Examination) -> str:
     _needs(examination, "temporary folder")
     config = examination.config
     if not config.model.is_dummy:
-        defaults = dict(sampling_defaults(DEMO_MODEL))
         demo = ModelConfig(name=DEMO_MODEL, dtype=config.model.dtype)
-        config = replace(config, model=demo, sampling=replace(config.sampling, **defaults))
+        sampling = SvdSampling(num_inference_steps=1, **sampling_defaults(DEMO_MODEL))
+        config = replace(config.alone(), model=demo, sampling=sampling, expert_boundary=None)
     device = "cuda:0" if config.device == "cuda" else config.device
     config, checkpoint = resolve(replace(config, world_size=1, device=device))
     if not rank_probe.repeats_bits(config, checkpoint):

@@ -18,7 +18,8 @@ from svdpp.config import ClipRequest, PipelineConfig, TensorSpec
 from svdpp.driver.rank_task import run_rank_task
 from svdpp.launch import fork_server
 from svdpp.launch.group import RankContext
-from svdpp.models.base import LATENTS, Tensors, VideoModel
+from svdpp.media.examples import example_requests
+from svdpp.models.base import GENERATOR, LATENTS, Tensors, VideoModel
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.plan.layout import Roles
 from svdpp.plan.schedule import connect_rounds
@@ -239,16 +240,21 @@ def _measure_work(
     checkpoint, part = asked
     model = load_model(config, checkpoint, str(_device(context, config)), PARTS[part])
     tensors = _random_packet(model)
-    _work(model, part, tensors, config)
+    # Two requests, because a rank encodes equal prompts once.
+    warm_up, measured = example_requests(config, 2)
+    _work(model, part, tensors, config, warm_up)
     before = reset_peak_of(model.device)
-    _work(model, part, tensors, config)
+    _work(model, part, tensors, config, measured)
     return {"bytes": max(0, peak_in_use(model.device) - before)}
 
 
-def _work(model: VideoModel, part: str, tensors: Tensors, config: PipelineConfig) -> None:
+def _work(
+    model: VideoModel, part: str, tensors: Tensors, config: PipelineConfig, request: ClipRequest
+) -> None:
     if part == "encode":
         size = config.sampling.width, config.sampling.height
-        model.encode(model.prepare(Image.new("RGB", size)), ClipRequest(seed=0))
+        prepared = {} if request.image is None else model.prepare(Image.new("RGB", size))
+        model.encode(prepared, request)
     elif part == "denoise":
         with torch.no_grad():
             model.denoise(tensors, 0, 1, _ignore_step)
@@ -269,14 +275,17 @@ def _step_twice(
 
 
 def _random_packet(model: VideoModel) -> Tensors:
-    """The tensors of a clip's packet, filled with noise."""
+    """The tensors of a clip's packet, filled with noise; a generator's state is a valid one."""
     generator = torch.Generator().manual_seed(0)
-    return {
-        name: torch.randn(spec.shape, generator=generator).to(
-            model.device, TORCH_DTYPES[spec.dtype]
-        )
-        for name, spec in model.packet_spec(0).items()
-    }
+    tensors: Tensors = {}
+    for name, spec in model.packet_spec(0).items():
+        if name == GENERATOR:
+            states = (torch.Generator(each).get_state() for each in ("cpu", model.device))
+            tensor = next(state for state in states if state.shape == spec.shape)
+        else:
+            tensor = torch.randn(spec.shape, generator=generator)
+        tensors[name] = tensor.to(model.device, TORCH_DTYPES[spec.dtype])
+    return tensors
 
 
 def _ignore_step(step: int, latent: torch.Tensor) -> None:

@@ -6,7 +6,7 @@ import itertools
 import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -166,14 +166,9 @@ def plan_clips(
                 latent_checkpoints.prune(folder, key)  # of a run killed before it removed them
             continue
         plan.metadata.append(metadata)
-        photo = made_from.photo
         plan.requests.append(
-            ClipRequest(
-                seed=seed,
-                image=None if photo is None else str(photo.path),
-                image_sha256=None if photo is None else photo.sha256,
-                prompt=made_from.prompt,
-                negative_prompt=made_from.negative_prompt,
+            replace(
+                made_from.request(seed),
                 output=output,
                 latents_key=key,
                 done_steps=_done_steps(folder, key) if policy.keeps_finished else 0,

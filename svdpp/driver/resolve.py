@@ -41,10 +41,20 @@ def resolved(config: PipelineConfig, checkpoint: Checkpoint | None) -> PipelineC
         frames = config.model.dummy_latent.shape[2]
         return replace(config, sampling=config.sampling.resolved(model_frames=frames))
     sampling = checkpoint.resolve(config.sampling)
-    if config.draft is not None and not checkpoint.can_draft:
+    if config.draft is not None:
+        check_can_draft(checkpoint)
+    return replace(config, sampling=sampling, expert_boundary=checkpoint.expert_boundary(sampling))
+
+
+def check_can_draft(checkpoint: Checkpoint) -> None:
+    """Refuses a draft of a model whose sampler is not Euler's method.
+
+    Raises:
+        RequestError: the model is of such a family.
+    """
+    if not checkpoint.can_draft:
         raise RequestError(
             f"{checkpoint.label} cannot be drafted: a draft needs the derivative of Euler's "
             "method, and diffusers' loop for this family does not give it",
             "leave --draft out",
         )
-    return replace(config, sampling=sampling, expert_boundary=checkpoint.expert_boundary(sampling))

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from svdpp.config import ClipRequest
 from svdpp.errors import InputError
 from svdpp.media.image import Photo, file_problem, read_photo
 
@@ -34,6 +35,16 @@ class ClipInput:
             return self.photo.path.stem
         words = re.sub(r"[^a-z0-9]+", "-", (self.prompt or "").lower()).strip("-")
         return words[:_NAME_CHARACTERS].rstrip("-") or "prompt"
+
+    def request(self, seed: int) -> ClipRequest:
+        """The request of its clip with `seed`, without an output."""
+        return ClipRequest(
+            seed=seed,
+            image=None if self.photo is None else str(self.photo.path),
+            image_sha256=None if self.photo is None else self.photo.sha256,
+            prompt=self.prompt,
+            negative_prompt=self.negative_prompt,
+        )
 
     def __str__(self) -> str:
         if self.photo is not None:

@@ -18,6 +18,9 @@ LATENTS = "latents"
 #: Beginning of the names of the tensors that hold the scheduler's state in a packet.
 STATE_PREFIX = "scheduler."
 
+#: Name of the state of a random generator in a packet.
+GENERATOR = "generator"
+
 #: Tensors by name: the contents of a packet, or a prepared image.
 Tensors = dict[str, torch.Tensor]
 

@@ -10,12 +10,19 @@ import importlib
 import os
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from svdpp.config import DEFAULT_MODEL, DEMO_MODEL, DUMMY_MODEL, ModelConfig, SamplingConfig
+from svdpp.config import (
+    DEFAULT_MODEL,
+    DEMO_MODEL,
+    DUMMY_MODEL,
+    ClipRequest,
+    ModelConfig,
+    SamplingConfig,
+)
 from svdpp.config.sampling import PromptedSampling
 from svdpp.errors import ModelError, RequestError
 from svdpp.models import hub
@@ -103,6 +110,16 @@ class Checkpoint:
             raise RequestError(
                 "the clips of a pipeline start from photographs, or all from text alone",
                 "set from_image in the pipeline's sampling parameters accordingly",
+            )
+
+    def check_requests(self, sampling: SamplingConfig, requests: Iterable[ClipRequest]) -> None:
+        """`check_inputs` of each request."""
+        for request in requests:
+            self.check_inputs(
+                sampling,
+                image=request.image is not None,
+                prompt=request.prompt,
+                negative_prompt=request.negative_prompt,
             )
 
     def resolve(self, sampling: SamplingConfig) -> SamplingConfig:

@@ -195,6 +195,9 @@ def test_targets_are_no_setting_of_what_is_measured(tmp_path: Path) -> None:
 def test_a_baseline_of_other_work_is_refused(tmp_path: Path) -> None:
     (point,) = read_grid("smoke", ["pipeline.replicas=2", "workload.clips=9"])
     check_baseline(_bench(tmp_path / "a"), point.model_dump(), 5)
+    older = point.model_dump()
+    del older["workload"]["prompts"], older["workload"]["flow_shift"]
+    check_baseline(tmp_path / "a", older, 5)
     (longer,) = read_grid("smoke", ["workload.steps=8"])
     with pytest.raises(RequestError, match=r"did other work: workload\.steps: 4, 8"):
         check_baseline(tmp_path / "a", longer.model_dump(), 5)

@@ -25,7 +25,7 @@ def _file(folder: Path, text: str) -> str:
 def test_what_is_shipped_is_valid(name: str) -> None:
     (point,) = read_grid(name, [])
     assert point.experiment == name
-    assert shipped() == ["smoke", "svd-xt"]
+    assert shipped() == ["smoke", "svd-xt", "wan-a14b"]
 
 
 def test_an_empty_file_has_every_default_and_the_files_name(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_what_is_no_configuration_is_refused(text: str, tmp_path: Path) -> None:
 def test_names_nobody_knows(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="neither a file") as caught:
         read_grid("smok", [])
-    assert caught.value.hint == "did you mean 'smoke'? shipped: smoke, svd-xt"
+    assert caught.value.hint == "did you mean 'smoke'? shipped: smoke, svd-xt, wan-a14b"
     with pytest.raises(InputError, match="cannot be read"):
         read_grid(str(tmp_path / "absent.yaml"), [])
 

@@ -122,7 +122,7 @@ def test_profile_of_the_demo_is_what_plans_take(tmp_path: Path) -> None:
     )
 
     assert answer.code == 0, answer
-    assert f"next: svdpp plan --costs {path} --compare" in answer.err
+    assert f"next: svdpp plan --world 2 --costs {path} --compare" in answer.err
     costs = Costs.from_json(json.loads(path.read_text()), "costs.json")
     assert costs.name == "demo fp32, 2 frames of 32x32, decoded by 2"
     assert costs.source.startswith("measured by: svdpp profile --model demo")

@@ -13,8 +13,9 @@ import torch
 from svdpp.config import LtxSampling
 from svdpp.errors import ModelError, RequestError
 from svdpp.models import loading
+from svdpp.models.base import GENERATOR
 from svdpp.models.ltx.checkpoint import LtxCheckpoint
-from svdpp.models.ltx.model import GENERATOR, LtxModel, generator_device, load_ltx
+from svdpp.models.ltx.model import LtxModel, generator_device, load_ltx
 from svdpp.plan.layout import Roles
 from tests.models.builders import edit_json
 from tests.models.diffusers_pipeline import latents_and_frames

@@ -18,7 +18,8 @@ class BenchOptions:
         typer.Argument(
             metavar="CONFIG [--SECTION.FIELD=VALUE]...",
             help="A YAML file, or a configuration that comes with svdpp: smoke (CPU, a minute or "
-            "two) or svd-xt (all GPUs). If a field has a list, each of its values is measured.",
+            "two), svd-xt (all GPUs) or wan-a14b (4 GPUs). If a field has a list, each of its "
+            "values is measured.",
             show_default=False,
         ),
     ] = None

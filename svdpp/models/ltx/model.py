@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 
 from svdpp.config import LtxSampling, ModelConfig, SamplingConfig, TensorSpec
-from svdpp.models.base import LATENTS, Tensors
+from svdpp.models.base import GENERATOR, LATENTS, Tensors
 from svdpp.models.family_config import SchedulerConfig
 from svdpp.models.ltx.checkpoint import LtxCheckpoint
 from svdpp.models.ltx.load import load_parts
@@ -24,7 +24,6 @@ from svdpp.plan.layout import Roles
 
 PROMPT_ATTENTION_MASK = "prompt_attention_mask"
 NEGATIVE_PROMPT_ATTENTION_MASK = "negative_prompt_attention_mask"
-GENERATOR = "generator"
 
 # In the order in which `encode_prompt` returns them.
 _TEXT = (

@@ -1,0 +1,273 @@
+"""`simulate`, `profile`, `bench` and `doctor` with models that take prompts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from svdpp.bench.config import read_grid
+from svdpp.bench.runner import Bench
+from svdpp.cli.bench_fields import pipeline_config
+from svdpp.config import LtxSampling, ModelConfig, PipelineConfig, WanSampling
+from svdpp.diagnostics import doctor
+from svdpp.diagnostics.cost_profile import Profile, measured_config
+from svdpp.diagnostics.utilisation import count_flops
+from svdpp.driver.pipeline import Pipeline
+from svdpp.driver.resolve import resolve
+from svdpp.media.examples import EXAMPLE_PROMPT, example_requests
+from svdpp.plan.costs import Costs
+from tests.cli.shell import PHOTO, assert_error, svdpp_here
+from tests.models.tiny_families import save_tiny_ltx, save_tiny_wan
+
+ON_CPU = ("--device", "cpu", "--threads", "1")
+SIZES = {
+    "wan": ("--frames", "5", "--height", "32", "--width", "32", "--max-prompt-tokens", "8"),
+    "ltx": ("--frames", "9", "--height", "64", "--width", "96", "--max-prompt-tokens", "8"),
+}
+MORE = [pytest.mark.long, pytest.mark.full]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """A Wan with two experts, and an LTX-Video whose decoder draws noise."""
+    wan = save_tiny_wan(tmp_path_factory.mktemp("wan"), boundary_ratio=0.875)
+    ltx = save_tiny_ltx(tmp_path_factory.mktemp("ltx"), timestep_conditioning=True)
+    return {"wan": str(wan), "ltx": str(ltx)}
+
+
+def given(command: str, name: str, folders: dict[str, str]) -> tuple[str, ...]:
+    """The command line with model, device and sizes."""
+    return (command, "--model", folders[name], *ON_CPU, *SIZES[name])
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("name", "asked", "ranges"),
+    [
+        ("wan", ("--steps", "4", "--clips", "1", "--world", "2"), [(0, 2), (2, 4)]),
+        pytest.param("ltx", ("--steps", "6", "--clips", "2"), [(0, 2), (2, 4), (4, 6)], marks=MORE),
+    ],
+)
+def test_a_rehearsal_has_figures(
+    name: str, asked: tuple[str, ...], ranges: list[tuple[int, int]], folders: dict[str, str]
+) -> None:
+    """Without `--world` there are as many ranks, up to 4, as divide the steps."""
+    answer = svdpp_here(*given("simulate", name, folders), *asked, "--json")
+    assert answer.code == 0, answer
+    found = json.loads(answer.out)
+    assert [(rank["start"], rank["end"]) for rank in found["ranks"]] == ranges
+    assert all(rank["tflops"] > 0 for rank in found["ranks"])
+    assert found["measured"]["makespan_seconds"] > 0
+
+
+def test_figures_count_two_passes_with_guidance(folders: dict[str, str]) -> None:
+    model = ModelConfig(name=folders["wan"])
+    sizes: dict[str, Any] = {"height": 32, "width": 32, "num_frames": 5}
+    one, two = (
+        count_flops(model, WanSampling(**sizes, guidance_scale=scale)) for scale in (1.0, 5.0)
+    )
+    assert two.step == 2 * one.step
+    assert (two.encode, two.decode) == (one.encode, one.decode)
+
+
+@pytest.mark.processes
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "more", "world_size"),
+    [("wan", (), 2), pytest.param("ltx", ("--prompt", "a cat"), 1, marks=pytest.mark.full)],
+)
+def test_a_profile_is_what_plans_take(
+    name: str, more: tuple[str, ...], world_size: int, folders: dict[str, str], tmp_path: Path
+) -> None:
+    path = tmp_path / "costs.json"
+    asked = ("--world", str(world_size), "--repeats", "1", "--out", str(path), *more)
+    answer = svdpp_here(*given("profile", name, folders), *asked)
+    assert answer.code == 0, answer
+    assert ("step of each expert: high-noise" in answer.out) == (name == "wan")
+    costs = Costs.load(path)
+    assert costs.name.endswith(", from text")
+    for seconds in (costs.step_seconds, costs.encode_seconds, costs.decode_seconds):
+        assert isinstance(seconds, float)
+        assert seconds > 0
+    assert costs.peak_gib(encode=True, denoise=True, decode=True)
+    planned = svdpp_here(
+        *("plan", "--world", "2", "--steps", "10", "--costs", str(path), "--expert-boundary", "4"),
+        "--split=balanced",
+    )
+    assert planned.code == 0, planned
+
+
+@pytest.mark.parametrize("world_size", range(1, 9))
+def test_a_profile_gives_each_rank_a_step_of_its_expert(
+    world_size: int, folders: dict[str, str]
+) -> None:
+    config = PipelineConfig(
+        world_size=world_size,
+        model=ModelConfig(name=folders["wan"]),
+        sampling=WanSampling(height=32, width=32, num_frames=5, flow_shift=8.0),
+        split="balanced",
+    )
+    layout = resolve(measured_config(config))[0].layout
+    assert all(rank.denoise for rank in layout.roles)
+    assert layout.expert_boundary
+
+
+def test_a_profile_says_from_what_clips_start(folders: dict[str, str]) -> None:
+    sampling = LtxSampling(from_image=True)
+    config = PipelineConfig(world_size=1, model=ModelConfig(name=folders["ltx"]), sampling=sampling)
+    assert Profile(config, step_seconds=[1.0]).costs("").name.endswith(", from a photograph")
+
+
+def test_example_clips_have_what_the_model_needs(folders: dict[str, str]) -> None:
+    model = ModelConfig(name=folders["ltx"])
+    text, photo = (
+        PipelineConfig(world_size=1, model=model, sampling=LtxSampling(from_image=from_image))
+        for from_image in (False, True)
+    )
+    first, second = example_requests(text, 2, seed=7)
+    assert (first.seed, second.seed, first.image) == (7, 8, None)
+    assert first.prompt != second.prompt
+    (request,) = example_requests(photo, 1, prompt="a cat")
+    assert request.image is not None
+    assert str(request.prompt).startswith("a cat")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("profile", "--draft"), "cannot be drafted: a draft needs the derivative of Euler's"),
+        (("profile", "--decode-chunk-size", "2"), "--decode-chunk-size is for Stable Video"),
+        (("simulate", "--draft"), "cannot be drafted: a draft needs the derivative of Euler's"),
+        (("simulate", "--flow-shift", "3"), "--flow-shift is not for"),
+        (("simulate", "--share-experts"), "--share-experts is for models with two experts"),
+        (("doctor", "--decode-chunk-size", "2"), "--decode-chunk-size is for Stable Video"),
+    ],
+)
+def test_what_a_family_cannot_do_is_refused(
+    arguments: tuple[str, ...], words: str, folders: dict[str, str]
+) -> None:
+    answer = svdpp_here(*arguments, "--model", folders["ltx"], "--device", "cpu")
+    assert_error(answer, 2, words)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--model", "demo", "--prompt", "a cat"), "--prompt is not for demo"),
+        (("--prompt", "a cat"), "--prompt is not for dummy"),
+        (("--height", "64"), "--height has no effect on the dummy model"),
+        (("--model", "demo", "--guidance-scale", "2"), "--guidance-scale is not for demo"),
+    ],
+)
+def test_other_models_refuse_the_families_options(arguments: tuple[str, ...], words: str) -> None:
+    assert_error(svdpp_here("simulate", *arguments), 2, words)
+
+
+def bench_file(folder: Path, name: str, folders: dict[str, str], **workload: object) -> str:
+    """A configuration of a small bench."""
+    frames, height, width, tokens = (int(size) for size in SIZES[name][1::2])
+    sizes = {"frames": frames, "height": height, "width": width, "max_sequence_length": tokens}
+    content = {
+        "model": {"name": folders[name]},
+        "pipeline": {"world": 2, "device": "cpu", "threads": 1},
+        "workload": {"clips": 3, "steps": 4, **sizes, **workload},
+        "measure": {"repeats": 1, "warmups": 1, "seeds": [3, 5]},
+    }
+    path = folder / "mine.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return str(path)
+
+
+def bench_of(*arguments: Any, **workload: object) -> Bench:
+    (point,) = read_grid(bench_file(*arguments, **workload), [])
+    return Bench(point, Pipeline(pipeline_config(point)).config)
+
+
+def test_a_bench_takes_prompts_and_images(folders: dict[str, str], tmp_path: Path) -> None:
+    bench = bench_of(tmp_path, "wan", folders, guidance_scale=2.0)
+    assert [each.prompt for each in bench.requests] == [
+        f"{EXAMPLE_PROMPT}, take {number}" for number in (1, 2, 3)
+    ]
+    assert [each.seed for each in bench.requests] == [3, 5, 3]
+    assert (bench.asked.pipeline.split, bench.config.expert_boundary) == ("balanced", 2)
+    assert isinstance(bench.config.sampling, WanSampling)
+    assert bench.config.sampling.guidance_scale == 2.0
+    given = {"prompts": ["a cat", "the sea"], "images": [PHOTO], "steps": None}
+    bench = bench_of(tmp_path, "ltx", folders, **given)
+    assert [(each.prompt, each.seed) for each in bench.requests] == [
+        *(("a cat", 3), ("the sea", 3), ("a cat", 5)),
+    ]
+    assert {each.image for each in bench.requests} == {PHOTO}
+    assert bench.asked.workload.steps == 50
+    assert bench.config.sampling.fps == 25
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("workload.motion_bucket_id=7", "workload.motion_bucket_id is not for"),
+        ("workload.guidance_scale_2=7", "workload.guidance_scale_2 is not for"),
+        ("pipeline.share_experts=true", "pipeline.share_experts=true is for models with two"),
+        ("pipeline.draft=true", "cannot be drafted"),
+        ("workload.prompts=[]", "workload.prompts needs 1 or more values, got []"),
+        ("workload.prompts=['','a cat']", "workload.prompts is empty"),
+    ],
+)
+def test_a_bench_refuses_fields_of_another_family(
+    override: str, words: str, folders: dict[str, str], tmp_path: Path
+) -> None:
+    name = bench_file(tmp_path, "ltx", folders)
+    assert_error(svdpp_here("bench", name, f"--{override}"), 2, words)
+
+
+def test_a_bench_of_svd_takes_no_prompts() -> None:
+    answer = svdpp_here("bench", "smoke", "--workload.prompts=[a cat]")
+    assert_error(answer, 2, "workload.prompts is not for demo, a model of the family svd")
+
+
+@pytest.mark.processes
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["wan", pytest.param("ltx", marks=pytest.mark.full)])
+def test_a_bench_gives_the_bits_of_diffusers(
+    name: str, folders: dict[str, str], tmp_path: Path
+) -> None:
+    workload = {"images": [PHOTO]} if name == "ltx" else {}
+    asked = bench_file(tmp_path, name, folders, **workload)
+    answer = svdpp_here("bench", asked, "--json", "--results", str(tmp_path))
+    assert answer.code == 0, answer
+    (found,) = json.loads(answer.out)
+    assert list(found["cases"]) == ["pipeline", "data parallel", "diffusers"]
+    assert found["same_bits"] is True
+    assert len(set(found["latents_sha256"])) == 2, "one for each seed: the prompts' ends are cut"
+
+
+@pytest.mark.parametrize("name", ["wan", "ltx"])
+def test_doctor_examines_the_model(
+    name: str, folders: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Other tests cover the checks that do not depend on the model."""
+    checks = {check: doctor._CHECKS[check] for check in ("devices", "model", "memory")}
+    monkeypatch.setattr(doctor, "_CHECKS", checks)
+    sizes = SIZES[name][:6]
+    answer = svdpp_here(
+        *("doctor", "--model", folders[name], *ON_CPU, *sizes, "--out", str(tmp_path))
+    )
+    assert answer.code == 0, answer
+    assert "complete, safetensors" in answer.out
+    assert "GiB estimated" in answer.out
+
+
+@pytest.mark.processes
+@pytest.mark.long
+@pytest.mark.full
+def test_doctor_tries_everything(folders: dict[str, str], tmp_path: Path) -> None:
+    answer = svdpp_here(
+        *("doctor", "--model", folders["wan"], *ON_CPU, *SIZES["wan"][:6]),
+        *("--world", "2", "--out", str(tmp_path)),
+    )
+    assert answer.code == 0, answer
+    assert answer.out.count("ok") == 8
