@@ -113,7 +113,7 @@ def test_a_step_of_a_family_with_prompts_equals_a_hand_count(
 ) -> None:
     checkpoint = read_folder(save(tmp_path))
     sampling, named = checkpoint.resolve(sampling), model_of(checkpoint)
-    flops = count_flops(named, sampling)
+    flops = module._counted(named, sampling)
     roles = Roles(encode=True, denoise=True, decode=True)
     model = load(checkpoint, named, sampling, "cpu", roles)
     tensors = model.encode({}, request_of())
@@ -123,6 +123,8 @@ def test_a_step_of_a_family_with_prompts_equals_a_hand_count(
 
     assert flops.step == pytest.approx(hand.flops, rel=0.02)
     assert min(flops.encode, flops.decode) > 0
+    figures = replayed(model=asdict(named), sampling=asdict(sampling))
+    assert len(speeds_of(figures).ranks) == 2
     without = replace(sampling, guidance_scale=1.0)
     assert count_flops(named, without).step == pytest.approx(flops.step / 2, rel=0.02)
 
