@@ -200,8 +200,9 @@ def _case(
         return report
     again = BenchAgain(folder, figures)
     found = diagnose(figures, again, without=_NOT_IN_A_BENCH)
-    speedup = None if summary is None else summary["speedups"].get(DATA_PARALLEL)
-    advice = _with_measured(found, again, speedup) if name == PIPELINE else ()
+    advice: tuple[Advice, ...] = ()
+    if name == PIPELINE and summary is not None:  # before, the costs file does not exist
+        advice = _with_measured(found, again, summary["speedups"].get(DATA_PARALLEL))
     found = replace(found, advice=advice, speeds=_speeds(figures, about, number))
     return replace(report, round=number, diagnosis=found)
 

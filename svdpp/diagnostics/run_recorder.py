@@ -7,7 +7,7 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 
 from svdpp.config import ClipRequest, PipelineConfig
 from svdpp.diagnostics.figures import ForecastFigures, RankFigures, RunFigures, WorkFigures
@@ -37,6 +37,22 @@ from svdpp.worker.messages import (
 _KEPT_CLIPS = 1000
 
 
+@dataclass
+class _Reported:
+    """What one rank has reported."""
+
+    load_seconds: float = 0.0
+    uuid: str | None = None
+    """Of its GPU."""
+    has_started: bool = False
+    compute: float = 0.0
+    cpu: float = 0.0
+    waits: dict[WaitCause, float] = field(default_factory=lambda: defaultdict(float))
+    write: WorkFigures = field(default_factory=WorkFigures)
+    gpu: GpuSums = field(default_factory=GpuSums)
+    peak_bytes: int | None = None
+
+
 class FigureRecorder:
     """An observer of ranks that sums up what `svdpp report` needs of their events.
 
@@ -62,43 +78,37 @@ class FigureRecorder:
         self._last_written: float | None = None
         self._means = MeanCosts()
         self._early_costs: Costs | None = None
-        self._waits: dict[tuple[int, WaitCause], float] = defaultdict(float)
-        self._cpu: dict[int, float] = defaultdict(float)
-        self._compute: dict[int, float] = defaultdict(float)
-        self._writes: dict[int, WorkFigures] = defaultdict(WorkFigures)
-        self._loads: dict[int, float] = {}
-        self._uuids: dict[int, str | None] = {}
-        self._finished: dict[int, Finished] = {}
-        self._gpus: dict[int, GpuSums] = defaultdict(GpuSums)
+        self._reported: dict[int, _Reported] = defaultdict(_Reported)
         self._trace = trace or Trace(config.world_size, _KEPT_CLIPS)
 
     def __call__(self, rank: int, event: Event) -> None:
         """Takes one event of `rank`."""
         self._means.add(event)
         self._trace.add(rank, event)
+        reported = self._reported[rank]
         match event:
             case GpuSample():
-                self._gpus[rank].add(event)
+                reported.gpu.add(event)
             case Started():
-                self._uuids[rank] = event.uuid
+                reported.uuid, reported.has_started = event.uuid, True
             case Joined():
-                self._loads[rank] = event.load_seconds
+                reported.load_seconds = event.load_seconds
                 self._ready = time.monotonic()
             case ActionDone():
-                self._compute[rank] += event.end - event.start
-                self._cpu[rank] += event.cpu_seconds
+                reported.compute += event.end - event.start
+                reported.cpu += event.cpu_seconds
                 for cause, seconds in event.waits.items():
-                    self._waits[rank, cause] += seconds
+                    reported.waits[cause] += seconds
             case ClipDone():
-                self._see_clip(rank, event)
+                reported.write = _with(reported.write, event.write_seconds)
+                self._see_clip()
             case Finished():
-                self._finished[rank] = event
+                reported.peak_bytes = event.reserved_bytes
             case _:
                 pass
 
-    def _see_clip(self, rank: int, event: ClipDone) -> None:
+    def _see_clip(self) -> None:
         self._last_written = time.monotonic()
-        self._writes[rank] = _with(self._writes[rank], event.write_seconds)
         if self._early_costs is None and self._means.has_stepped:
             self._early_costs = self._means.costs_like(self._config.costs)
 
@@ -145,12 +155,12 @@ class FigureRecorder:
     def _rank(self, times: TimeBreakdown, stats: RankStats, gpus: Sequence[Gpu]) -> RankFigures:
         rank = times.rank
         share = self._config.plan.all_shares[rank]
-        finished = self._finished.get(rank)
+        reported = self._reported[rank]
         gpu = self._gpu_of(rank, gpus)
-        uuid = self._uuids.get(rank) or (gpu.uuid if gpu else None)
+        uuid = reported.uuid or (gpu.uuid if gpu else None)
         on_host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         # The part of the run that the trace still has.
-        kept = times.compute / self._compute[rank] if self._compute[rank] else 1.0
+        kept = times.compute / reported.compute if reported.compute else 1.0
         return RankFigures(
             rank=rank,
             device=stats.device,
@@ -162,28 +172,28 @@ class FigureRecorder:
             wait=times.wait,
             transfer=times.transfer,
             idle=times.idle,
-            photograph_wait=kept * self._waits[rank, "photograph"],
-            packet_wait=kept * self._waits[rank, "packet"],
-            send_wait=kept * self._waits[rank, "send"],
-            writer_wait=kept * self._waits[rank, "writer"],
+            photograph_wait=kept * reported.waits["photograph"],
+            packet_wait=kept * reported.waits["packet"],
+            send_wait=kept * reported.waits["send"],
+            writer_wait=kept * reported.waits["writer"],
             step=WorkFigures(count=stats.steps_done, mean_seconds=stats.mean_step_seconds),
             encode=self._work(rank, Kind.ENCODE),
             decode=self._work(rank, Kind.DECODE),
-            write=self._writes[rank],
+            write=reported.write,
             p95_step_seconds=stats.p95_step_seconds,
-            load_seconds=self._loads.get(rank, 0.0),
-            cpu_seconds=kept * self._cpu[rank],
-            peak_bytes=None if finished is None else finished.reserved_bytes,
+            load_seconds=reported.load_seconds,
+            cpu_seconds=kept * reported.cpu,
+            peak_bytes=reported.peak_bytes,
             device_bytes=on_host if uuid is None else gpu.total_bytes if gpu else None,
             memory_id=uuid or "host",
-            gpu=self._gpus[rank].figures(),
+            gpu=reported.gpu.figures(),
         )
 
     def _gpu_of(self, rank: int, gpus: Sequence[Gpu]) -> Gpu | None:
         """The GPU of a rank, if it is one of this host."""
-        if rank in self._uuids:
-            uuid = self._uuids[rank]
-            return next((gpu for gpu in gpus if gpu.uuid.endswith(uuid or "none")), None)
+        reported = self._reported[rank]
+        if reported.has_started:
+            return next((gpu for gpu in gpus if gpu.uuid.endswith(reported.uuid or "none")), None)
         # The process of diffusers' own pipeline does not report its GPU.
         device = self._trace.devices.get(rank)
         return next((gpu for gpu in gpus if device == f"cuda:{gpu.index}"), None)

@@ -92,6 +92,8 @@ def speeds_of(figures: RunFigures | None) -> Speeds:
         flops = _counted(ModelConfig(**figures.model), sampling_from(figures.sampling))
     except (SvdppError, TypeError):
         return Speeds(note="no TFLOP/s: the run's model is not here any more")
+    except (RuntimeError, ValueError) as error:  # of torch; the figures come after the clips
+        return Speeds(note=f"no TFLOP/s: FLOPs cannot be counted: {error}")
     found = tuple(utilisation(figures.ranks, flops, str(figures.model.get("dtype"))))
     return Speeds(ranks=found, note=why_no_mfu(figures.ranks, found))
 

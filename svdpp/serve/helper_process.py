@@ -1,4 +1,4 @@
-"""Owns how the server starts a Python process of its own: command and environment."""
+"""Owns the command and the environment of the server's helper processes in Python."""
 
 from __future__ import annotations
 

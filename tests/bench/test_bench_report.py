@@ -49,7 +49,7 @@ def test_the_known_bottleneck_of_the_pipeline_comes_first(tmp_path: Path) -> Non
 
 
 def test_layouts_are_advised_as_fields_of_the_configuration(tmp_path: Path) -> None:
-    """Data parallel was slower in the same rounds, whatever its forecast says."""
+    """Data parallel is advised only where it was faster in the same rounds."""
     folder = leave_bench(tmp_path, replayed(slow=(1.0, 2.0), device="cuda", num_devices=2))
     (best, *_) = _pipeline(read_bench_report(folder)).advice
     asked = _asked(best.command).pipeline

@@ -3,29 +3,34 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SvdSampling
 from svdpp.diagnostics import run_recorder
-from svdpp.diagnostics.run_recorder import RunRecorder, left_in
+from svdpp.diagnostics.run_recorder import FigureRecorder, RunRecorder, left_in
 from svdpp.diagnostics.run_report import read_report
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.run_manifest import RunManifest
-from svdpp.worker.messages import ActionDone, ClipDone, GpuSample, StepDone
+from svdpp.launch.gpus import Gpu
+from svdpp.worker.messages import ActionDone, ClipDone, GpuSample, Joined, Started, StepDone
+
+
+def _config() -> PipelineConfig:
+    return PipelineConfig(
+        world_size=1,
+        model=ModelConfig(name="dummy", dummy_latent_shape=(1, 4, 2, 8, 8)),
+        sampling=SvdSampling(num_inference_steps=2, num_frames=2),
+    )
 
 
 def _recorder(num_clips: int) -> RunRecorder:
-    config = PipelineConfig(
-        world_size=1,
-        model=ModelConfig(name="dummy", dummy_latent_shape=(1, 4, 2, 8, 8)),
-        sampling=SvdSampling(num_inference_steps=2),
-    )
-    return RunRecorder(Pipeline(config), [ClipRequest(seed=s) for s in range(num_clips)], None)
+    return RunRecorder(Pipeline(_config()), [ClipRequest(seed=s) for s in range(num_clips)], None)
 
 
-def _make_clip(recorder: RunRecorder, clip: int, *, wait: float = 0.0) -> None:
+def _make_clip(recorder: FigureRecorder, clip: int, *, wait: float = 0.0) -> None:
     """Events of a clip: it begins at its index, waits, and computes for half a second."""
     for step in range(2):
         recorder(0, StepDone(clip=clip, step=step, seconds=0.25))
@@ -71,6 +76,34 @@ def test_a_long_run_leaves_the_figures_of_its_last_clips(monkeypatch: pytest.Mon
     assert figures.ranks[0].cpu_seconds == pytest.approx(2.0)
     assert figures.forecast.afterwards == pytest.approx(2.5)
     assert len(json.dumps(figures.to_json())) < 10_000
+
+
+@pytest.mark.parametrize(
+    ("started", "name"),
+    [
+        ((), "NVIDIA H200"),  # as diffusers' own pipeline, which does not report its GPU
+        ((Started(device="cuda:0", uuid="b", conditions={}),), "NVIDIA L4"),
+        ((Started(device="cuda:0", uuid="c", conditions={}),), ""),  # on another host
+    ],
+)
+def test_a_rank_has_the_name_of_its_gpu(
+    started: tuple[Started, ...], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"capability": "9.0", "total_bytes": 8, "free_bytes": 4}
+    gpus = [
+        Gpu(index=index, uuid=f"GPU-{uuid}", name=name, **sizes)  # type: ignore[arg-type]
+        for index, (uuid, name) in enumerate((("a", "NVIDIA H200"), ("b", "NVIDIA L4")))
+    ]
+    monkeypatch.setattr(run_recorder, "visible_gpus", lambda: gpus)
+    config = replace(_config(), device="cuda")
+    recorder = FigureRecorder(config, lambda _: None)
+    for event in (*started, Joined(device="cuda:0", load_seconds=1.0)):
+        recorder(0, event)
+    _make_clip(recorder, 0)
+    figures = recorder.figures()
+    assert figures is not None
+    assert figures.ranks[0].device_name == name
+    assert figures.forecast.afterwards is None
 
 
 def test_a_run_that_fails_leaves_its_figures(tmp_path: Path) -> None:

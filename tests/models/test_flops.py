@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,16 @@ import torch.nn.functional as functional
 from torch import nn
 
 from svdpp.config import LtxSampling, ModelConfig, SvdSampling, WanSampling
-from svdpp.diagnostics.utilisation import PartFlops, count_flops, utilisation, why_no_mfu
+from svdpp.diagnostics import utilisation as module
+from svdpp.diagnostics.utilisation import (
+    PartFlops,
+    Speeds,
+    count_flops,
+    speeds_of,
+    utilisation,
+    why_no_mfu,
+)
+from svdpp.errors import ModelError
 from svdpp.models.base import LATENTS
 from svdpp.models.checkpoint import find_checkpoint
 from svdpp.models.ltx.model import load_ltx
@@ -104,7 +113,7 @@ def test_a_step_of_a_family_with_prompts_equals_a_hand_count(
 ) -> None:
     checkpoint = read_folder(save(tmp_path))
     sampling, named = checkpoint.resolve(sampling), model_of(checkpoint)
-    flops = count_flops(named, sampling)
+    flops = module._counted(named, sampling)
     roles = Roles(encode=True, denoise=True, decode=True)
     model = load(checkpoint, named, sampling, "cpu", roles)
     tensors = model.encode({}, request_of())
@@ -114,6 +123,8 @@ def test_a_step_of_a_family_with_prompts_equals_a_hand_count(
 
     assert flops.step == pytest.approx(hand.flops, rel=0.02)
     assert min(flops.encode, flops.decode) > 0
+    figures = replayed(model=asdict(named), sampling=asdict(sampling))
+    assert len(speeds_of(figures).ranks) == 2
     without = replace(sampling, guidance_scale=1.0)
     assert count_flops(named, without).step == pytest.approx(flops.step / 2, rel=0.02)
 
@@ -129,6 +140,24 @@ def test_flops_follow_the_request() -> None:
     assert step(max_guidance_scale=1.0) == pytest.approx(_FLOPS().step / 2, rel=0.02)
     # Attention grows with the square of the size.
     assert 2 * _FLOPS().step < step(width=128) < 4 * _FLOPS().step
+
+
+@pytest.mark.parametrize(
+    ("error", "note"),
+    [
+        (NotImplementedError("no fake kernel"), "FLOPs cannot be counted: no fake kernel"),
+        (ModelError("it is gone"), "the run's model is not here any more"),
+    ],
+)
+def test_flops_that_cannot_be_counted_are_a_note(
+    error: Exception, note: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> PartFlops:
+        raise error
+
+    monkeypatch.setattr(module, "_counted", fail)
+    figures = replayed(model=asdict(DEMO), sampling=asdict(SAMPLING))
+    assert speeds_of(figures) == Speeds(note=f"no TFLOP/s: {note}")
 
 
 def test_mfu_is_of_the_published_peak_and_missing_where_there_is_none() -> None:

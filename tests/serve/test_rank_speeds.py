@@ -78,7 +78,7 @@ def test_mfu_is_of_the_ranks_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [each.mfu for each in speeds.read()] == [pytest.approx(200 / 989.5), None, None]
 
 
-def test_flops_are_counted_once_for_each_size_and_nobody_waits() -> None:
+def test_flops_are_counted_once_for_each_size_in_the_background() -> None:
     asked: list[SamplingConfig] = []
     go = threading.Event()
 
