@@ -82,7 +82,8 @@ def test_after_a_kill_at_every_hand_over(
     with pytest.raises(RankError, match=f"rank {victim} .* was killed by SIGKILL"), pipeline:
         pipeline.run(_requests())
     kept = {path: path.read_bytes() for path in tmp_path.iterdir()}
-    assert saved_steps(tmp_path, KEYS[1]) == [handed_over]
+    # The file of the rank before may be written later than this one, or not be removed yet.
+    assert max(saved_steps(tmp_path, KEYS[1])) == handed_over
     for world_size in (4, 7, 2, 1):
         for path, content in kept.items():
             path.write_bytes(content)

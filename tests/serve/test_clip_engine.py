@@ -135,7 +135,7 @@ def test_events_tell_states_steps_and_places(tmp_path: Path) -> None:
     last = [event for event in seen if event[0] == ids[4]]
     assert {"queued", "in_progress", "completed"} <= {status for _, status, _, _ in last}
     steps = [step for _, status, step, _ in last if status == "in_progress"]
-    assert len(set(steps)) > 4
+    assert any(0 < step < config.sampling.num_inference_steps for step in steps)
     assert steps == sorted(steps)
     places = [place for _, _, _, place in last if place is not None]
     assert places == sorted(places, reverse=True)
