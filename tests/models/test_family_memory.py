@@ -106,10 +106,17 @@ def test_the_estimate_is_what_a_rank_holds_and_allocates(tmp_path: Path, name: s
     for part in works:
         roles = Roles(**{each: each == part for each in works})
         _, alone = _loaded(tmp_path, name, roles)
-        modules = (
-            each for each in alone._pipe.components.values() if isinstance(each, torch.nn.Module)
-        )
-        tensors = [each for module in modules for each in (*module.parameters(), *module.buffers())]
+        modules = {
+            name: each
+            for name, each in alone._pipe.components.items()
+            if isinstance(each, torch.nn.Module)
+        }
+        assert modules.keys() == read_folder(tmp_path).components_of(roles, alone._sampling)
+        tensors = [
+            each
+            for module in modules.values()
+            for each in (*module.parameters(), *module.buffers())
+        ]
         assert getattr(estimated, part).weight_bytes == sum(each.nbytes for each in tensors)
 
 

@@ -388,6 +388,8 @@ def test_a_negative_prompt_without_guidance_is_refused(save: Save) -> None:
         ("transformer/config.json", {"pos_embed_seq_len": 514}, "a first and a last image"),
         ("transformer/config.json", {"text_dim": 8}, "text_dim is 8 but must be 16"),
         ("transformer_2/config.json", {"in_channels": 12}, "as in the transformer"),
+        ("text_encoder/config.json", {"quantization_config": {}}, "runs no code from a checkpoint"),
+        ("vae/config.json", {"auto_map": {"AutoModel": "x.y"}}, "runs no code from a checkpoint"),
         ("scheduler/scheduler_config.json", {"use_beta_sigmas": True}, "needs scipy"),
         ("scheduler/scheduler_config.json", {"use_dynamic_shifting": True}, "dynamic_shifting"),
         ("scheduler/scheduler_config.json", {"solver_p": {"a": 1}}, "solver_p"),
