@@ -45,13 +45,13 @@ def show_dry_run(
     from svdpp.driver.resolve import resolve
 
     policy = asked.output.policy()
-    config, checkpoint = resolve(config, weights=False)
+    config, checkpoint = resolve(config, weights="none")
     assert checkpoint is not None
     check_outputs(found, asked.seeds, policy, config.draft)
     clips = plan_clips(found, asked.seeds, policy, config, checkpoint)
     num_clips = len(clips.requests)
     forecast = _forecast(config, num_clips) if num_clips and asked.knows_costs else None
-    memory = estimate_ranks(config, weights=False)
+    memory = estimate_ranks(config, weights="none")
     disk = _disk(asked, config, num_clips)
     console.infos(remarks)
     if console.as_json:

@@ -37,22 +37,30 @@ _FORMAT = "{time:HH:mm:ss.SSS} {level: <5} rank {extra[rank]} {message}"
 
 
 def open_log(
-    *, verbosity: int, log_file: Path | None, write: Callable[[str], Any] = sys.stderr.write
+    *,
+    verbosity: int,
+    log_file: Path | None,
+    write: Callable[[str], Any] = sys.stderr.write,
+    quiet: bool = False,
 ) -> None:
     """Sends records to stderr by verbosity, and all of them to a file of JSON lines.
+
+    Without verbosity stderr gets only remarks, such as that a download begins.
 
     Raises:
         OutputError: the file cannot be written.
     """
     logger.remove()
     logger.configure(extra={"rank": "-"}, patcher=_redact)
+
+    def sink(message: Message) -> None:
+        write(str(message).rstrip("\n"))
+
     if verbosity > 0:
         level = "INFO" if verbosity == 1 else "DEBUG"
-
-        def sink(message: Message) -> None:
-            write(str(message).rstrip("\n"))
-
         logger.add(sink, level=level, format=_FORMAT, colorize=False)
+    elif not quiet:
+        logger.add(sink, level="INFO", filter=_is_remark, format="{message}", colorize=False)
     if log_file is not None:
         lines = _LogFile(log_file, write)
         logger.add(lines, level="DEBUG", serialize=True, format="{message}")
@@ -94,6 +102,10 @@ class _LogFile:
         """Closes the file; loguru calls it at the end."""
         with contextlib.suppress(OSError):  # closing writes the rest, which may fail again
             self._file.close()
+
+
+def _is_remark(record: Record) -> bool:
+    return "is_remark" in record["extra"]
 
 
 def _redact(record: Record) -> None:

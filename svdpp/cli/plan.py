@@ -209,7 +209,7 @@ def _with_memory(
         sampling=sampling.to_config(model, from_image=needs_image(model)),
         device=device,
     )
-    config, checkpoint = resolve(asked, weights=False)
+    config, checkpoint = resolve(asked, weights="none")
     estimate_of_parts = estimate(checkpoint, config.model, config.sampling, device=device)
     costs = replace(costs, **estimate_of_parts.as_costs())  # type: ignore[arg-type]
     return costs, config.expert_boundary

@@ -154,7 +154,7 @@ def profile(
     Raises:
         SvdppError: as for a run.
     """
-    config, checkpoint = resolve(measured_config(config))
+    config, checkpoint = resolve(measured_config(config), weights="all")
     result = Profile(config)
     # Until the first clip reaches the last rank, not all ranks work: these clips come on top.
     num_clips = config.world_size + repeats

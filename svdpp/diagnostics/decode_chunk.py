@@ -97,7 +97,7 @@ def measure_decode(config: PipelineConfig) -> DecodeMemory:
         RankError: the process died, or exceeded the deadlines of `config`.
     """
     process_group.check_devices(config.device, config.world_size)
-    setup = _Setup(*resolve(config))
+    setup = _Setup(*resolve(config, weights="all"))
     group = StartedGroup(
         _measure_main,
         setup,

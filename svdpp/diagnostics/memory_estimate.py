@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from svdpp.config import ModelConfig, PipelineConfig, SamplingConfig
-from svdpp.driver.resolve import resolve
+from svdpp.driver.resolve import Weights, resolve
 from svdpp.launch import process_group
 from svdpp.launch.gpus import free_bytes
 from svdpp.models.memory import bare_process_bytes, estimate
@@ -34,7 +34,7 @@ class RankMemory:
         return self.weight_bytes + self.activation_bytes + self.process_bytes
 
 
-def estimate_ranks(config: PipelineConfig, *, weights: bool = True) -> list[RankMemory]:
+def estimate_ranks(config: PipelineConfig, *, weights: Weights = "host") -> list[RankMemory]:
     """The memory that each rank needs, from the model's configs.
 
     Each CPU rank counts the weights that it maps, although the ranks of one machine share them if
@@ -42,7 +42,7 @@ def estimate_ranks(config: PipelineConfig, *, weights: bool = True) -> list[Rank
 
     Args:
         config: of the run.
-        weights: whether the weights must be present; if not, the model's configs are enough.
+        weights: those that must be present; the model's configs are enough for the estimate.
 
     Raises:
         ModelError: the model is missing or incomplete.
@@ -96,7 +96,7 @@ def memory_of_devices(
     if device == "cpu":
         return {}, ()
     asked = PipelineConfig(world_size=1, model=model, sampling=sampling, device=device)
-    config, checkpoint = resolve(asked)
+    config, checkpoint = resolve(asked, weights="none")
     needs = estimate(checkpoint, config.model, config.sampling, device=device).as_costs()
     if device != "cuda":
         each = free_bytes(device) / world_size - CUDA_PROCESS_BYTES

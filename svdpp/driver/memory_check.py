@@ -51,7 +51,7 @@ def check_memory(
     if config.device != "cpu":
         return
     free = available_bytes()
-    if _upper_bound(config, checkpoint, len(ranks)) <= free:
+    if _upper_bound(config, checkpoint, ranks) <= free:
         return
     need = _estimate(config, checkpoint, ranks)
     if need.num_bytes > free:
@@ -63,12 +63,15 @@ def check_memory(
         )
 
 
-def _upper_bound(config: PipelineConfig, checkpoint: Checkpoint | None, num_ranks: int) -> int:
+def _upper_bound(
+    config: PipelineConfig, checkpoint: Checkpoint | None, ranks: Sequence[Roles]
+) -> int:
     """An upper bound, far above the need, but fast: it does not import diffusers."""
     each = activation_bound(checkpoint, config.model, config.sampling) + 2 * _RANK_BYTES
     if checkpoint is not None:
-        each += weight_bytes(checkpoint, config.model)[0]
-    return num_ranks * each
+        used = {part for roles in ranks for part in _components(config, checkpoint, roles)}
+        each += sum(weight_bytes(checkpoint, config.model, part).num_bytes for part in used)
+    return len(ranks) * each
 
 
 def _estimate(
@@ -86,24 +89,32 @@ def _estimate(
         num_threads=config.num_threads,
     )
     activations = dict.fromkeys(_KNOBS, 0)
-    weights: dict[str, int] = {}
-    are_shared = checkpoint is not None and weight_bytes(checkpoint, config.model)[1]
+    weights: dict[tuple[Roles, int], int] = {}
     for rank, roles in enumerate(ranks):
-        held = {
-            name: part
-            for name in ("encode", "denoise", "decode")
-            if getattr(roles, name) and (part := getattr(parts, name)) is not None
-        }
-        for name, part in held.items():
-            for expert in roles.experts if name == "denoise" else (0,):
-                owner = 0 if are_shared else rank
-                weights[f"{name} {expert} of {owner}"] = part.weight_bytes
+        memories = ((each, parts.of_rank(each)) for each in roles.split())
+        held = {each: memory for each, memory in memories if memory.peak_bytes}
+        for each, memory in held.items():
+            owner = 0 if _are_shared(config, checkpoint, each) else rank
+            weights[each, owner] = memory.weight_bytes
         if held:
-            largest_part = max(held, key=lambda name: held[name].activation_bytes)
-            activations[largest_part] += held[largest_part].activation_bytes
+            largest = max(held, key=lambda each: held[each].activation_bytes)
+            (name,) = (name for name, has_role in largest.parts.items() if has_role)
+            activations[name] += held[largest].activation_bytes
     activations["weights"] = sum(weights.values()) + len(ranks) * _RANK_BYTES
-    largest = max(activations, key=lambda name: activations[name])
-    return _Need(num_bytes=sum(activations.values()), knob=_KNOBS[largest])
+    knob = max(activations, key=lambda name: activations[name])
+    return _Need(num_bytes=sum(activations.values()), knob=_KNOBS[knob])
+
+
+def _components(config: PipelineConfig, checkpoint: Checkpoint, roles: Roles) -> frozenset[str]:
+    return checkpoint.components_of(roles, config.sampling)
+
+
+def _are_shared(config: PipelineConfig, checkpoint: Checkpoint | None, roles: Roles) -> bool:
+    """Whether ranks with these roles map the same pages of the weights' files."""
+    return checkpoint is not None and all(
+        weight_bytes(checkpoint, config.model, part).is_shared
+        for part in _components(config, checkpoint, roles)
+    )
 
 
 def _gib(num_bytes: int) -> str:

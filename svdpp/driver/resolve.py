@@ -3,28 +3,55 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 from svdpp.config import PipelineConfig
 from svdpp.errors import RequestError
-from svdpp.models.checkpoint import Checkpoint, find_checkpoint
+from svdpp.launch.world import find_world
+from svdpp.models.checkpoint import Checkpoint, find_checkpoint, with_weights
+from svdpp.plan.layout import Roles
+
+#: The components whose weights must be present: none, those of the ranks on this host, or all.
+Weights = Literal["none", "host", "all"]
 
 
 def resolve(
-    config: PipelineConfig, *, weights: bool = True
+    config: PipelineConfig, *, weights: Weights = "host"
 ) -> tuple[PipelineConfig, Checkpoint | None]:
     """`config` with the model's own values in place of None, and the model's checkpoint.
 
+    The request is checked against the model's configs before a weight is downloaded.
+
     Args:
         config: of the run.
-        weights: whether the weights must be present; if not, the model's configs are enough.
+        weights: which components must be present; missing files of a hub model are downloaded.
 
     Raises:
         ModelError: the model is missing or incomplete.
         RequestError: the model cannot run these sampling parameters.
     """
-    is_dummy = config.model.is_dummy
-    checkpoint = None if is_dummy else find_checkpoint(config.model, weights=weights)
+    if config.model.is_dummy:
+        return resolved(config, None), None
+    checkpoint = find_checkpoint(config.model, weights=False)
+    found = resolved(config, checkpoint)
+    if weights == "none":
+        return found, checkpoint
+    components = frozenset(checkpoint.weighted)
+    if weights == "host":
+        each = (checkpoint.components_of(roles, found.sampling) for roles in _roles_on_host(found))
+        components = frozenset().union(*each)
+    checkpoint = with_weights(checkpoint, config.model, sorted(components))
     return resolved(config, checkpoint), checkpoint
+
+
+def _roles_on_host(config: PipelineConfig) -> set[Roles]:
+    """The roles of the ranks on this host."""
+    world = find_world()
+    if world is None or world.size != config.world_size:  # such as the reference, on one device
+        return set(config.roles)
+    # torchrun and, by default, srun number the ranks host by host.
+    first = world.rank - world.local_rank
+    return {*config.roles[first : first + world.local_size], config.roles[world.rank]}
 
 
 def resolved(config: PipelineConfig, checkpoint: Checkpoint | None) -> PipelineConfig:

@@ -1,4 +1,4 @@
-"""Owns finding a checkpoint, and the checks that all families share; knows no torch.
+"""Owns finding a checkpoint, and what the engine asks of it; knows no torch.
 
 A checkpoint is untrusted. The values of its configs are checked against limits, and every error is
 a `ModelError` that names the file. `models.<family>.checkpoint` checks the configs of a family.
@@ -10,7 +10,8 @@ import importlib
 import os
 import re
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -26,8 +27,10 @@ from svdpp.config import (
 from svdpp.config.sampling import PromptedSampling
 from svdpp.errors import ModelError, RequestError
 from svdpp.models import hub
+from svdpp.models.class_check import check_no_code
 from svdpp.models.fingerprint import fingerprint
 from svdpp.models.safetensors_header import JsonFile, read_json, short_repr, weight_headers
+from svdpp.plan.layout import Roles
 from svdpp.redaction import redact_tokens
 
 #: What a model does with an input of a clip.
@@ -41,6 +44,8 @@ class Checkpoint:
     family: ClassVar[str]
     can_draft: ClassVar[bool] = False
     """Whether the sampler is Euler's method, which drafts need."""
+    fp32_components: ClassVar[frozenset[str]] = frozenset()
+    """Components whose weights are float32, whatever the model's dtype is."""
 
     name: str
     """As the user typed it."""
@@ -59,6 +64,15 @@ class Checkpoint:
     @property
     def weighted(self) -> tuple[str, ...]:
         """The components that have weights."""
+        raise NotImplementedError
+
+    def components_of(self, roles: Roles, sampling: SamplingConfig) -> frozenset[str]:
+        """The components of `weighted` that a rank with these roles loads.
+
+        Args:
+            roles: of the rank.
+            sampling: of its clips, resolved.
+        """
         raise NotImplementedError
 
     @property
@@ -144,7 +158,7 @@ def find_checkpoint(model: ModelConfig, *, weights: bool = True) -> Checkpoint:
 
     Args:
         model: not the dummy model.
-        weights: whether to download and check the weight files too.
+        weights: whether to download and check the weight files of all components too.
 
     Raises:
         ModelError: there is no such model, the user may not download it, or it is not a valid
@@ -152,6 +166,39 @@ def find_checkpoint(model: ModelConfig, *, weights: bool = True) -> Checkpoint:
         RequestError: a folder with a revision, or an invalid name of a variant.
         ValueError: the dummy model, which has no checkpoint (a programming error).
     """
+    checkpoint = _find_configs(model)
+    return with_weights(checkpoint, model, checkpoint.weighted) if weights else checkpoint
+
+
+def with_weights(
+    checkpoint: Checkpoint, model: ModelConfig, components: Collection[str]
+) -> Checkpoint:
+    """`checkpoint` with the weights of `components`, downloaded if they are missing, and checked.
+
+    Of a folder all components are checked: its fingerprint is that of all weights.
+
+    Args:
+        checkpoint: of `model`, found without weights.
+        model: a folder, or a hub id.
+        components: some of `checkpoint.weighted`.
+
+    Raises:
+        ModelError: a file is missing, incomplete or damaged, or cannot be downloaded.
+    """
+    local = _local_folder(model.name)
+    if local is not None:
+        with _model_named(model, local):
+            return _with_fingerprint(checkpoint)
+    pinned = replace(model, revision=checkpoint.revision or model.revision)
+    folder = hub.download(pinned, components)
+    with _model_named(model, local):
+        # The default model's configs have not been downloaded before.
+        checkpoint = _check_configs(model, folder, hub.commit_of(folder))
+        _weight_files(checkpoint, components)
+        return checkpoint
+
+
+def _find_configs(model: ModelConfig) -> Checkpoint:
     if model.is_dummy:
         raise ValueError("the dummy model has no checkpoint")
     if model.variant is not None and not re.fullmatch(r"[A-Za-z0-9_]{1,40}", model.variant):
@@ -159,15 +206,11 @@ def find_checkpoint(model: ModelConfig, *, weights: bool = True) -> Checkpoint:
     local = _local_folder(model.name)
     if local is not None and model.revision is not None:
         raise RequestError(f"--revision is for hub models; {hub.show_name(model.name)} is a folder")
-    if not weights and (model.name, model.revision) == (DEFAULT_MODEL, None):
-        local = _ASSETS / "svd-xt"  # as published, and there without a network
-    folder = local or hub.download(model, weights=weights)
-    try:
-        checkpoint = _check_configs(model, folder, None if local else hub.commit_of(folder))
-        return _check_weight_headers(checkpoint) if weights else checkpoint
-    except ModelError as error:
-        message = f"model {hub.show_name(model.name)}: {error.message}"
-        raise ModelError(message, error.hint or _hint(model, local)) from error
+    if (model.name, model.revision) == (DEFAULT_MODEL, None):
+        local = local or _ASSETS / "svd-xt"  # as published, and there without a network
+    folder = local or hub.download(model)
+    with _model_named(model, local):
+        return _check_configs(model, folder, None if local else hub.commit_of(folder))
 
 
 def family_of_model(model: ModelConfig) -> str:
@@ -178,7 +221,7 @@ def family_of_model(model: ModelConfig) -> str:
     """
     if model.name in (DEFAULT_MODEL, DEMO_MODEL, DUMMY_MODEL):
         return "svd"
-    folder = _local_folder(model.name) or hub.download(model, weights=False)
+    folder = _local_folder(model.name) or hub.download(model)
     try:
         return family_of_pipeline(_read_index(folder))
     except ModelError as error:
@@ -207,6 +250,16 @@ def _local_folder(name: str) -> Path | None:
     return None
 
 
+@contextmanager
+def _model_named(model: ModelConfig, local: Path | None) -> Iterator[None]:
+    """Adds the model's name and a hint to the errors of a check."""
+    try:
+        yield
+    except ModelError as error:
+        message = f"model {hub.show_name(model.name)}: {error.message}"
+        raise ModelError(message, error.hint or _hint(model, local)) from error
+
+
 def _hint(model: ModelConfig, local: Path | None) -> str:
     if model.name == DEMO_MODEL:
         return "reinstall svdpp, which includes the demo model"
@@ -221,7 +274,7 @@ def _hint(model: ModelConfig, local: Path | None) -> str:
 def _check_configs(model: ModelConfig, folder: Path, revision: str | None) -> Checkpoint:
     index = _read_index(folder)
     family = family_of_pipeline(index)
-    _check_no_code(folder)
+    check_no_code(folder)
     rules = importlib.import_module(f"svdpp.models.{family}.checkpoint")
     checkpoint: Checkpoint = rules.check(
         index, name=model.name, folder=folder, revision=revision, variant=model.variant
@@ -238,13 +291,18 @@ def family_of_pipeline(index: JsonFile) -> str:
     return FAMILIES[name]
 
 
-def _check_weight_headers(checkpoint: Checkpoint) -> Checkpoint:
-    """Checks that all weight files are complete; returns the checkpoint with its fingerprint."""
-    folder, variant = checkpoint.folder, checkpoint.variant
-    files = [path for part in checkpoint.weighted for path in weight_headers(folder, part, variant)]
-    if checkpoint.revision is not None or checkpoint.name == DEMO_MODEL:
+def _with_fingerprint(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint of a folder with its fingerprint; the demo's files do not change."""
+    files = _weight_files(checkpoint, checkpoint.weighted)
+    if checkpoint.name == DEMO_MODEL:
         return checkpoint
-    return replace(checkpoint, fingerprint=fingerprint(folder, files))
+    return replace(checkpoint, fingerprint=fingerprint(checkpoint.folder, files))
+
+
+def _weight_files(checkpoint: Checkpoint, components: Iterable[str]) -> list[Path]:
+    """The weight files of `components`; ModelError if one is missing, incomplete or damaged."""
+    folder, variant = checkpoint.folder, checkpoint.variant
+    return [path for part in components for path in weight_headers(folder, part, variant)]
 
 
 def _read_index(folder: Path) -> JsonFile:
@@ -254,55 +312,8 @@ def _read_index(folder: Path) -> JsonFile:
     return read_json(path, _INDEX_FILE)
 
 
-def check_classes(index: JsonFile, classes: Mapping[str, tuple[str, ...]]) -> None:
-    """Checks that an index has exactly the components `classes`, of one of their classes."""
-    for part in classes:
-        if part not in index.values:
-            raise index.error(f"the component {part} is missing")
-    for part, entry in index.values.items():
-        if part.startswith("_"):
-            continue
-        key, value = short_repr(part), short_repr(entry)
-        if not (isinstance(entry, list) and len(entry) == 2):
-            raise index.error(f"{key} is {value}, not a library and a class")
-        if part in classes and entry[0] in _LIBRARIES:
-            check_class(index, part, entry[1], classes[part])
-        elif entry[0] not in (*_LIBRARIES, None):
-            raise index.error(f"{key} is from the module {short_repr(entry[0])}, but {NO_CODE}")
-        else:
-            pipeline = index.values["_class_name"]
-            raise index.error(f"{key} is {value}, which {pipeline} does not have")
-
-
-def check_class(config: JsonFile, part: str, name: object, allowed: tuple[str, ...]) -> None:
-    """ModelError if `name` is not one of the classes `allowed` for a component."""
-    if name not in allowed:
-        expected = " or ".join(allowed)
-        raise config.error(f"the {part} is of class {short_repr(name)}, not {expected}")
-
-
-def check_no_code_keys(config: JsonFile) -> None:
-    """ModelError if a component's config names other code or other weights."""
-    for key in config.values:
-        if _CODE_KEYS.search(key):
-            raise config.error(f"the key {short_repr(key)} is not supported: {NO_CODE}")
-
-
-def _check_no_code(folder: Path) -> None:
-    # Adapters are refused too, because transformers loads them from other repositories.
-    for pattern in ("*.py", "*/*.py", "*/adapter_config.json"):
-        for path in sorted(folder.glob(pattern)):
-            name = short_repr(path.relative_to(folder).as_posix())
-            raise ModelError(
-                f"the folder contains {name}, but {NO_CODE}",
-                "remove the file if the weights do not need it",
-            )
-
-
 _ASSETS = Path(__file__).resolve().parents[1] / "assets"
 _INDEX_FILE = "model_index.json"
-_LIBRARIES = ("diffusers", "transformers")
-NO_CODE = "svdpp runs no code from a checkpoint"
 
 #: The family of each pipeline that diffusers' `model_index.json` can name.
 FAMILIES: Mapping[str, str] = {
@@ -312,9 +323,3 @@ FAMILIES: Mapping[str, str] = {
     "LTXPipeline": "ltx",
     "LTXImageToVideoPipeline": "ltx",
 }
-
-#: Config keys that make the libraries load other code or weights: attn_implementation can name a
-#: kernel on the hub, transformers_weights another file.
-_CODE_KEYS = re.compile(
-    r"auto_map|custom_pipeline|quantization_config|_implementation|kernel|transformers_weights"
-)

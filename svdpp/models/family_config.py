@@ -11,6 +11,7 @@ from svdpp.config import CommonSampling
 from svdpp.config.sampling import check_frames, check_sides
 from svdpp.errors import ModelError
 from svdpp.models.checkpoint import Checkpoint, Use
+from svdpp.models.class_check import check_no_code_keys
 from svdpp.models.safetensors_header import JsonFile, read_json, short_repr
 
 _NEEDS_SCIPY = "needs scipy"
@@ -100,8 +101,13 @@ def require_class(index: JsonFile, part: str, classes: tuple[str, ...]) -> str:
 
 
 def read_config(folder: Path, part: str, defaults: Mapping[str, Any]) -> JsonFile:
-    """The config of one component, with its class's defaults for keys that are not in the file."""
+    """The config of one component, with its class's defaults for keys that are not in the file.
+
+    Raises:
+        ModelError: the file is missing, or names other code or other weights.
+    """
     config = read_json(folder / part / "config.json", f"{part}/config.json")
+    check_no_code_keys(config)
     return JsonFile(config.label, {**defaults, **config.values})
 
 

@@ -5,47 +5,143 @@ No message contains a token, or a URL that may contain one. `checkpoint` checks 
 
 from __future__ import annotations
 
+import errno
+import glob
 import re
 import shlex
-from collections.abc import Iterator
+import shutil
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from urllib.parse import urlsplit
+
+import tqdm
+from loguru import logger
 
 from svdpp.config import ModelConfig
 from svdpp.errors import ModelError
-from svdpp.models.safetensors_header import WEIGHT_STEMS, short_repr
+from svdpp.models.safetensors_header import WEIGHT_STEMS, choose_weight_files, short_repr
 from svdpp.redaction import redact, redact_tokens
 
 #: Hint for a name that is not a model.
 MODEL_HINT = "--model takes a folder written by save_pretrained, a hub id, or demo"
 
 
-def download(model: ModelConfig, *, weights: bool) -> Path:
+def download(model: ModelConfig, components: Collection[str] = ()) -> Path:
     """Downloads the files that svdpp reads, unless they are cached; returns the snapshot's folder.
 
-    The errors do not quote the library's messages, which contain URLs and advice for other
-    programs.
+    All configs, and the weights of `components`: safetensors of one variant, in one form. Each
+    process downloads what it needs; the hub's library locks a file that another one downloads.
 
     Args:
         model: a hub id, with the revision and the variant of its weights.
-        weights: whether to download the weights too.
+        components: those whose weights are needed.
 
     Raises:
-        ModelError: there is no such model, the user may not download it, or the hub is
-            unreachable.
+        ModelError: there is no such model, the user may not download it, it lacks weights, the hub
+            is unreachable, or the disk is too small.
     """
-    from huggingface_hub import errors, snapshot_download
+    from huggingface_hub import snapshot_download
+
+    with _typed_errors(model):
+        folder = Path(
+            snapshot_download(
+                model.name,
+                revision=model.revision,
+                local_files_only=model.local_files_only,
+                allow_patterns=list(_CONFIG_PATTERNS),
+                tqdm_class=_Silent,
+            )
+        )
+    absent = [part for part in components if not _has_weights(folder, part, model.variant)]
+    if absent:
+        _download_weights(model, folder, absent)
+    return folder
+
+
+def _download_weights(model: ModelConfig, folder: Path, components: Collection[str]) -> None:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.constants import HF_HUB_OFFLINE
+
+    if model.local_files_only or HF_HUB_OFFLINE:
+        raise _not_cached(model, components)
+    pinned = commit_of(folder) or model.revision
+    with _typed_errors(model, components):
+        sizes = _file_sizes(model.name, pinned)
+    try:
+        files = [
+            name for part in components for name in choose_weight_files(sizes, part, model.variant)
+        ]
+    except ModelError as error:
+        raise ModelError(f"model {show_name(model.name)}: {error.message}", error.hint) from error
+    missing = {name: sizes[name] for name in files if not (folder / name).exists()}
+    if not missing:  # `checkpoint` says what is wrong with a file in the cache
+        return
+    _announce(model, components, missing)
+    with _typed_errors(model, components):
+        snapshot_download(
+            model.name, revision=pinned, allow_patterns=[glob.escape(name) for name in missing]
+        )
+
+
+def _file_sizes(name: str, revision: str | None) -> dict[str, int]:
+    """The size in bytes of each file of a repository, without downloading one."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.hf_api import RepoFile
+
+    tree = HfApi().list_repo_tree(name, revision=revision, recursive=True)
+    return {each.path: each.size for each in tree if isinstance(each, RepoFile)}
+
+
+def _announce(model: ModelConfig, components: Collection[str], sizes: Mapping[str, int]) -> None:
+    """Says what a download takes, and from where.
+
+    Raises:
+        ModelError: the disk of the cache is too small.
+    """
+    from huggingface_hub import constants
+
+    cache = Path(constants.HF_HUB_CACHE).absolute()
+    free = shutil.disk_usage(next(path for path in (cache, *cache.parents) if path.exists())).free
+    needed = sum(sizes.values())
+    where = f"{_size(free)} are free in {redact(str(cache))!r}"
+    what = f"{_size(needed)} of {show_name(model.name)} ({', '.join(components)})"
+    if needed > free:
+        raise ModelError(f"{what} are to be downloaded, and only {where}", _FULL_DISK_HINT)
+    host = urlsplit(constants.ENDPOINT).hostname
+    # Shown by the command line too, which otherwise shows only the log that a user asks for.
+    logger.bind(is_remark=True).info("downloading {} from {}; {}", what, host, where)
+
+
+class _Silent(tqdm.tqdm):  # type: ignore[misc]
+    """No progress bar: configs take a moment, and cached ones none."""
+
+    def __init__(self, *args: object, **options: object) -> None:
+        super().__init__(*args, **{**options, "disable": True})
+
+
+def _has_weights(folder: Path, component: str, variant: str | None) -> bool:
+    names = [f"{component}/{path.name}" for path in (folder / component).glob("*")]
+    try:
+        files = choose_weight_files(names, component, variant)
+    except ModelError:
+        return False
+    totals = {int(match[1]) for name in files if (match := re.search(r"-of-(\d{5})\.", name))}
+    # An index comes with shards, whose names say how many there are.
+    return files[-1].endswith(".safetensors") or totals == {len(files) - 1}
+
+
+@contextmanager
+def _typed_errors(model: ModelConfig, components: Collection[str] = ()) -> Iterator[None]:
+    """Converts the errors of the hub's library to ModelError.
+
+    The messages do not quote the library's, which contain URLs and advice for other programs.
+    """
+    from huggingface_hub import errors
 
     name = show_name(model.name)
     try:
-        path = snapshot_download(
-            model.name,
-            revision=model.revision,
-            local_files_only=model.local_files_only,
-            allow_patterns=[
-                *_CONFIG_PATTERNS,
-                *(_weight_patterns(model.variant) if weights else ()),
-            ],
-        )
+        yield
     except errors.HFValidationError as error:
         raise ModelError(f"{name} is neither a folder nor a valid hub id", MODEL_HINT) from error
     except errors.GatedRepoError as error:
@@ -61,17 +157,33 @@ def download(model: ModelConfig, *, weights: bool) -> Path:
         hint = "omit --revision to use the newest one"
         raise ModelError(f"{name} has no revision {short_repr(model.revision)}", hint) from error
     except errors.LocalEntryNotFoundError as error:
-        message = (
-            f"{name} is not fully cached here, and the hub is unreachable or offline mode is on"
-        )
-        raise ModelError(message, _download_hint(model)) from error
+        if _status(error.__cause__) in _FORBIDDEN:
+            raise _not_downloaded(name, error.__cause__) from error
+        raise _not_cached(model, components) from error
     # HTTPError is the base of the hub's HTTP library; a full disk or a network failure is an
     # OSError.
     except (errors.HTTPError, OSError) as error:  # type: ignore[attr-defined]
-        cause = _cause(error)
-        hint = "hf auth login" if cause.endswith(("401", "403")) else _download_hint(model)
-        raise ModelError(f"{name} cannot be downloaded ({cause})", hint) from error
-    return Path(path)
+        raise _not_downloaded(name, error) from error
+
+
+def _not_downloaded(name: str, error: BaseException | None) -> ModelError:
+    """The error for a failed download, with the next command."""
+    hint = "run the command again: complete files stay in the cache"
+    if getattr(error, "errno", None) == errno.ENOSPC:
+        hint = _FULL_DISK_HINT
+    elif _status(error) in _FORBIDDEN:
+        hint = "hf auth login"
+    return ModelError(f"{name} cannot be downloaded ({_cause(error)})", hint)
+
+
+def _not_cached(model: ModelConfig, components: Collection[str]) -> ModelError:
+    """The error for files that are not in the cache, where they cannot be downloaded."""
+    what = f" ({', '.join(components)} missing)" if components else ""
+    return ModelError(
+        f"{show_name(model.name)} is not fully cached here{what}, and the hub is unreachable or "
+        "offline mode is on",
+        _download_hint(model, components),
+    )
 
 
 def commit_of(snapshot: Path) -> str | None:
@@ -95,25 +207,28 @@ _CONFIG_PATTERNS = (
 )
 
 
-def _weight_patterns(variant: str | None) -> Iterator[str]:
-    """Patterns of only the files that are read; a repository may have all weights three times."""
-    tag = f".{variant}" if variant else ""
-    for part, stem in WEIGHT_STEMS.items():
-        yield from (
-            f"{part}/{stem}{tag}.safetensors",
-            f"{part}/{stem}{tag}-?????-of-?????.safetensors",
-            f"{part}/{stem}.safetensors.index{tag}.json",
-        )
-
-
-def _cause(error: Exception) -> str:
+def _cause(error: BaseException | None) -> str:
     """The cause of a failed download, without the URL, which may contain a password."""
-    status = getattr(getattr(error, "response", None), "status_code", None)
+    status = _status(error)
     if status is not None:
         return f"the hub answered {status}"
     return getattr(error, "strerror", None) or type(error).__name__
 
 
-def _download_hint(model: ModelConfig) -> str:
+def _status(error: BaseException | None) -> int | None:
+    """The status of the hub's answer, if `error` is about one."""
+    return getattr(getattr(error, "response", None), "status_code", None)
+
+
+def _download_hint(model: ModelConfig, components: Collection[str]) -> str:
     name = shlex.quote(redact_tokens(model.name))
-    return f"run hf download {name} with a network connection, or use --model demo"
+    only = "".join(f" --include '{part}/*'" for part in components)
+    return f"run hf download {name}{only} with a network connection, or use --model demo"
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
+
+
+_FORBIDDEN = (401, 403)
+_FULL_DISK_HINT = "free some space, or name a folder on another disk with HF_HOME"

@@ -63,13 +63,14 @@ class LiveBytes(TorchDispatchMode):
 def _convolution_workspace(args: tuple[Any, ...], result: torch.Tensor) -> int:
     """Temporary bytes of a CPU convolution, for the kernel that torch chooses.
 
-    oneDNN copies input, weight and output into blocks of channels. The plain kernels copy every
-    patch of the input into a column of a matrix (ATen/native/ConvolutionMM2d.cpp and 3d).
+    oneDNN copies input and weight into blocks of channels, frees both copies, and then copies the
+    result from blocks (ATen/native/mkldnn/Conv.cpp). The plain kernels copy every patch of the
+    input into a column of a matrix (ATen/native/ConvolutionMM2d.cpp and 3d).
     """
     tensor, weight = args[0], args[1]
     backend = torch._C._select_conv_backend(*args).name
     if backend == "Mkldnn":
-        return int(tensor.nbytes + weight.nbytes + result.nbytes)
+        return int(max(tensor.nbytes + weight.nbytes, result.nbytes))
     is_pointwise = all(size == 1 for size in weight.shape[2:])
     if backend in ("Slow2d", "Slow3d") and not is_pointwise:
         patch = weight[0].numel()

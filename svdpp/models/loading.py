@@ -200,6 +200,19 @@ def new_module(cls: Any, folder: Path) -> Any:
     return cls(config)
 
 
+def fp32_parameters(module: torch.nn.Module) -> list[str]:
+    """The parameters that the libraries load in float32 although the module has another dtype.
+
+    diffusers keeps what a class lists in `_keep_in_fp32_modules`, transformers does so only for
+    float16 (`load_model_dict_into_meta` of diffusers 0.42, `_get_dtype_plan` of transformers 5.23).
+    """
+    dtype = torch.get_default_dtype()
+    kept = set(getattr(module, "_keep_in_fp32_modules", None) or ())
+    if dtype == torch.float32 or (dtype != torch.float16 and not _is_diffusers(type(module))):
+        return []
+    return [name for name, _ in module.named_parameters() if kept.intersection(name.split("."))]
+
+
 def meta_module(cls: Any, folder: Path) -> Any:
     """`new_module` on the meta device."""
     with torch.device("meta"):

@@ -25,7 +25,7 @@ from svdpp.config import ModelConfig, SamplingConfig
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.dummy import DummyUNet
 from svdpp.models.live_bytes import LiveBytes
-from svdpp.models.loading import silence_libraries, torch_dtype
+from svdpp.models.loading import fp32_parameters, silence_libraries, torch_dtype
 from svdpp.plan.layout import Roles
 
 
@@ -165,6 +165,9 @@ class FakeRun:
         try:
             with self._fake:
                 module = new()
+                for name in fp32_parameters(module):
+                    parameter = module.get_parameter(name)
+                    parameter.data = parameter.data.float()
         finally:
             torch.set_default_dtype(default)
         for name in without:

@@ -8,6 +8,7 @@ for the demo model and for SVD-XT (tests/models/test_memory_bound.py compares th
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 from svdpp.config import DTYPE_BYTES, ModelConfig, SamplingConfig
 from svdpp.models.checkpoint import Checkpoint
@@ -56,22 +57,28 @@ def activation_bound(
     )
 
 
-def weight_bytes(checkpoint: Checkpoint, model: ModelConfig) -> tuple[int, bool]:
-    """Bytes of all weights in the model's dtype, and whether ranks share them.
+class WeightBytes(NamedTuple):
+    """The weights of one component as a rank holds them."""
 
-    Files that have the dtype already are mapped, once for all processes of a machine; others are
-    copied by each rank.
+    num_bytes: int
+    is_shared: bool
+    """Whether they are mapped from files, once for all processes of a machine."""
+
+
+def weight_bytes(checkpoint: Checkpoint, model: ModelConfig, component: str) -> WeightBytes:
+    """The weights of a component in the dtype that it is loaded in, from its files' headers.
+
+    Files that have that dtype are mapped; otherwise each rank has a copy.
 
     Raises:
-        ModelError: the files are not whole.
+        ModelError: the files are incomplete.
     """
-    num_elements, dtypes = 0, set()
-    for part in checkpoint.weighted:
-        for header in weight_headers(checkpoint.folder, part, checkpoint.variant).values():
-            for dtype, shape in header.values():
-                num_elements += math.prod(shape)
-                dtypes.add(_DTYPES.get(dtype, dtype))
-    return num_elements * DTYPE_BYTES[model.dtype], dtypes == {model.dtype}
+    dtype = "fp32" if component in checkpoint.fp32_components else model.dtype
+    headers = weight_headers(checkpoint.folder, component, checkpoint.variant)
+    entries = [entry for header in headers.values() for entry in header.values()]
+    num_elements = sum(math.prod(shape) for _, shape in entries)
+    is_shared = all(_DTYPES.get(stored) == dtype for stored, _ in entries)
+    return WeightBytes(num_elements * DTYPE_BYTES[dtype], is_shared)
 
 
 def _widest(checkpoint: Checkpoint, part: str) -> int:

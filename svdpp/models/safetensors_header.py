@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,8 +49,36 @@ def weight_headers(folder: Path, component: str, variant: str | None) -> dict[Pa
     if index.is_file() and not (stem == "model" and single.is_file()):
         return _shard_headers(index)
     if not single.is_file():
-        raise _missing_weights(single, stem, variant)
+        there = [path.name for path in single.parent.glob("*") if path.is_file()]
+        raise _missing_weights(_label(single), stem, variant, there)
     return {single: read_safetensors_header(single)}
+
+
+def choose_weight_files(names: Collection[str], component: str, variant: str | None) -> list[str]:
+    """The files among `names`, of a repository, that `weight_headers` would read.
+
+    Args:
+        names: with the component's folder, as `vae/diffusion_pytorch_model.safetensors`.
+        component: as for `weight_headers`.
+        variant: as for `weight_headers`.
+
+    Raises:
+        ModelError: the repository has no such weights.
+    """
+    stem, tag = WEIGHT_STEMS[component], f".{variant}" if variant else ""
+    single = f"{stem}{tag}.safetensors"
+    index = f"{stem}.safetensors.index{tag}.json"
+    there = {
+        name.removeprefix(f"{component}/") for name in names if name.startswith(f"{component}/")
+    }
+    if index in there and not (stem == "model" and single in there):
+        shard = re.compile(rf"{re.escape(stem + tag)}-\d{{5}}-of-\d{{5}}\.safetensors", re.A)
+        return [f"{component}/{name}" for name in sorted(there) if shard.fullmatch(name)] + [
+            f"{component}/{index}"
+        ]
+    if single not in there:
+        raise _missing_weights(f"{component}/{single}", stem, variant, there)
+    return [f"{component}/{single}"]
 
 
 def read_safetensors_header(path: Path) -> Header:
@@ -159,25 +187,27 @@ def _shard_headers(index: Path) -> dict[Path, Header]:
     return headers
 
 
-def _missing_weights(single: Path, stem: str, variant: str | None) -> ModelError:
-    """The error for a missing file; names other variants or pickles in the folder."""
-    names = sorted(path.name for path in single.parent.glob("*") if path.is_file())
+def _missing_weights(
+    label: str, stem: str, variant: str | None, there: Collection[str]
+) -> ModelError:
+    """The error for a missing file; names other variants or pickles of the component."""
+    names = sorted(there)
     pattern = rf"{stem}(?:\.(\w+))?(?:-\d+-of-\d+)?\.safetensors"
     matches = [match for name in names if (match := re.fullmatch(pattern, name, re.A))]
     variants = sorted({match[1] or "" for match in matches} - {variant or ""}, reverse=True)
     if variants:
         available = ", ".join(each or "(no variant)" for each in variants)
         hint = f"use --variant {variants[0]}" if variants[0] else "omit --variant"
-        return ModelError(f"{_label(single)} is missing; available variants: {available}", hint)
+        return ModelError(f"{label} is missing; available variants: {available}", hint)
     pickles = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt", ".pkl"))]
     if pickles:
         return ModelError(
-            f"{_label(single)} is missing and {short_repr(pickles[0])} is a pickle, which can run "
+            f"{label} is missing and {short_repr(pickles[0])} is a pickle, which can run "
             "code: svdpp loads safetensors only",
             "ask the author for safetensors files, or convert the model with "
             "save_pretrained(..., safe_serialization=True)",
         )
-    return ModelError(f"{_label(single)} is missing (svdpp loads safetensors only)")
+    return ModelError(f"{label} is missing (svdpp loads safetensors only)")
 
 
 def _parse_json(text: bytes, label: str) -> dict[str, Any]:

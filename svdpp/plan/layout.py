@@ -54,6 +54,15 @@ class Roles:
             experts=self.experts | other.experts,
         )
 
+    def split(self) -> list[Roles]:
+        """One for each part that the rank uses; each expert is a part."""
+        parts = [Roles(encode=True, denoise=False, decode=False)] if self.encode else []
+        parts += [
+            Roles(encode=False, denoise=True, decode=False, experts=frozenset({expert}))
+            for expert in sorted(self.experts)
+        ]
+        return parts + ([Roles(encode=False, denoise=False, decode=True)] if self.decode else [])
+
     @property
     def parts(self) -> dict[str, bool]:
         """Whether the rank encodes, denoises and decodes, without its experts."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from svdpp.config import ClipRequest, PipelineConfig
 from svdpp.driver.pipeline import Pipeline
+from svdpp.driver.resolve import resolve
 from svdpp.driver.supervisor import Observer
 from svdpp.errors import RequestError
 from svdpp.launch import temp_folders
@@ -80,6 +81,8 @@ def run_pipelined(
     pipeline = Pipeline(config, tensor_folder=str(kept), fault=fault)
     for observer in observers:
         pipeline.observe(observer)
+    if pipeline.spans_hosts:  # this host has the weights of its own ranks; the reference needs all
+        resolve(config.alone(), weights="all")
     with pipeline:
         results = pipeline.run(requests)
     conditions: dict[str, Any] = results[0].metadata["conditions"]

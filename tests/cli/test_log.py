@@ -43,3 +43,12 @@ def test_a_full_disk_is_said_once_and_stops_nothing(capfd: pytest.CaptureFixture
     ]
     assert len(said) == 4
     assert capfd.readouterr().err == ""
+
+
+def test_remarks_are_shown_unless_the_command_is_quiet() -> None:
+    said: list[str] = []
+    for quiet in (False, True):
+        open_log(verbosity=0, log_file=None, write=said.append, quiet=quiet)
+        logger.info("for the log")
+        logger.bind(is_remark=True).info("downloading 3.4 GB")
+    assert said == ["downloading 3.4 GB"]

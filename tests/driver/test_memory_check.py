@@ -5,16 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
-from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SvdSampling
+from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SvdSampling, WanSampling
 from svdpp.driver import memory_check, rank_launcher, rank_task
 from svdpp.driver.memory_check import check_memory
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.resolve import resolve
 from svdpp.errors import OutOfMemoryError
+from svdpp.models.memory import estimate
 from svdpp.plan.layout import Roles
 from svdpp.verification.reference import run_reference
 from tests.cli.shell import DEMO, PHOTO, Answer, assert_error, svdpp_here
+from tests.models.tiny_families import save_tiny_wan
 
 ALL = Roles(encode=True, denoise=True, decode=True)
 DENOISE = Roles(encode=False, denoise=True, decode=False)
@@ -65,8 +68,45 @@ def test_ranks_that_need_more_than_is_free_are_refused(
 def test_what_fits_by_the_exact_estimate_alone_is_run() -> None:
     """The quick bound exceeds the free memory; the estimate does not."""
     resolved, checkpoint = resolve(_config(decode_chunk_size=1))
-    assert memory_check._upper_bound(resolved, checkpoint, 2) > 2**30
+    assert memory_check._upper_bound(resolved, checkpoint, (DENOISE, ALL)) > 2**30
     check_memory(resolved, checkpoint, (DENOISE, ALL))
+
+
+@pytest.mark.parametrize(
+    ("saved", "copies"),
+    [
+        pytest.param(torch.bfloat16, 1, id="mapped"),
+        pytest.param(torch.float32, 2, id="converted by each rank"),
+    ],
+)
+def test_ranks_share_an_expert_whose_files_have_the_dtype(
+    tmp_path: Path, saved: torch.dtype, copies: int
+) -> None:
+    """Wan's VAE is in float32 whatever the dtype, so its files differ from the experts'."""
+    folder = save_tiny_wan(tmp_path, boundary_ratio=0.875, dtype=saved, width=8)
+    config, checkpoint = resolve(
+        PipelineConfig(
+            world_size=2,
+            model=ModelConfig(name=str(folder), dtype="bf16"),
+            sampling=WanSampling(num_inference_steps=4, height=32, width=32, num_frames=5),
+        )
+    )
+    assert checkpoint is not None
+    low_noise = Roles(encode=False, denoise=True, decode=False, experts=frozenset({1}))
+    decoder = Roles(encode=False, denoise=False, decode=True)
+    parts = estimate(checkpoint, config.model, config.sampling, device="cpu")
+    for roles, memory, num_copies in (
+        (low_noise, parts.denoise, copies),
+        (decoder, parts.decode, 1),
+    ):
+        assert memory is not None
+        one, two = (
+            memory_check._estimate(config, checkpoint, (roles,) * count).num_bytes
+            for count in (1, 2)
+        )
+        own = memory_check._RANK_BYTES + memory.activation_bytes
+        assert one == own + memory.weight_bytes
+        assert two == 2 * own + num_copies * memory.weight_bytes
 
 
 @pytest.mark.usefixtures("one_gib", "no_processes")

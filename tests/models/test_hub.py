@@ -6,19 +6,29 @@ import hashlib
 import json
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import huggingface_hub
 import pytest
+from diffusers import WanTransformer3DModel
+from loguru import logger
 
-from svdpp.config import DEFAULT_MODEL, ModelConfig
-from svdpp.errors import ModelError
+from svdpp.config import LtxSampling, ModelConfig, PipelineConfig, WanSampling
+from svdpp.driver.memory_check import check_memory
+from svdpp.driver.resolve import resolve
+from svdpp.errors import ModelError, RequestError
 from svdpp.models.checkpoint import find_checkpoint
-from tests.cli.shell import svdpp_here
+from svdpp.models.safetensors_header import choose_weight_files
+from svdpp.models.wan.checkpoint import TRANSFORMERS, WanCheckpoint
+from svdpp.models.wan.model import load_wan
+from svdpp.redaction import redact
+from tests.cli.shell import assert_error, svdpp_here
 from tests.models.builders import save_tiny_checkpoint
+from tests.models.tiny_families import save_tiny_wan
 
 UNET = "unet/diffusion_pytorch_model.safetensors"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -150,28 +160,14 @@ def test_commit_of_a_cached_snapshot(tiny: Path, cache: Path) -> None:
     assert (found.name, found.revision) == ("org/tiny", COMMIT)
     (repository / "snapshots" / COMMIT / UNET).unlink()
     error = error_of("org/tiny", local_files_only=True)
-    assert f"{UNET} is missing" in error.message
-    assert error.hint == "hf download org/tiny --force-download"
+    assert "is not fully cached here (unet missing)" in error.message
+    assert "hf download org/tiny --include 'unet/*'" in error.hint
 
 
 @pytest.mark.parametrize("tag", ["", ".fp16"])
-def test_only_what_is_read_is_downloaded(monkeypatch: pytest.MonkeyPatch, tag: str) -> None:
+def test_only_what_is_read_is_chosen(tag: str) -> None:
     """The published repository has all weights in several forms; one file alone has 9.6 GB."""
-    requested: dict[str, Any] = {}
-
-    def record(*_: object, **options: Any) -> str:
-        requested.update(options)
-        raise huggingface_hub.errors.LocalEntryNotFoundError("recorded")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", record)
-    error_of(DEFAULT_MODEL, variant=tag[1:] or None)
     wanted = {
-        "model_index.json",
-        "feature_extractor/preprocessor_config.json",
-        "image_encoder/config.json",
-        "scheduler/scheduler_config.json",
-        "unet/config.json",
-        "vae/config.json",
         f"image_encoder/model{tag}.safetensors",
         f"unet/diffusion_pytorch_model{tag}-00001-of-00002.safetensors",
         f"unet/diffusion_pytorch_model.safetensors.index{tag}.json",
@@ -180,17 +176,22 @@ def test_only_what_is_read_is_downloaded(monkeypatch: pytest.MonkeyPatch, tag: s
     other = ".fp16" if not tag else ""
     unwanted = {
         "svd_xt.safetensors",
-        "README.md",
-        "pipeline.py",
+        "image_encoder/config.json",
+        # transformers reads the single file, diffusers the shards.
+        f"image_encoder/model.safetensors.index{tag}.json",
+        f"unet/diffusion_pytorch_model{tag}.safetensors",
         "unet/diffusion_pytorch_model.bin",
         f"image_encoder/model{other}.safetensors",
         f"unet/diffusion_pytorch_model{other}-00001-of-00002.safetensors",
         f"vae/diffusion_pytorch_model{other}.safetensors",
+        f"vae_2/diffusion_pytorch_model{tag}.safetensors",
     }
-    matched = huggingface_hub.utils.filter_repo_objects(
-        wanted | unwanted, allow_patterns=requested["allow_patterns"]
-    )
-    assert set(matched) == wanted
+    chosen = {
+        name
+        for part in ("unet", "vae", "image_encoder")
+        for name in choose_weight_files(wanted | unwanted, part, tag[1:] or None)
+    }
+    assert chosen == wanted
 
 
 class _Served(Hub):
@@ -198,51 +199,74 @@ class _Served(Hub):
 
     folder: ClassVar[Path]
     requested: ClassVar[list[str]]
+    broken: ClassVar[str] = ""
+    """Ends the connection in place of this file."""
+    refused: ClassVar[str] = ""
+    """Answers 403 for this file."""
 
     def do_GET(self) -> None:
-        files = [path for path in self.folder.rglob("*") if path.is_file()]
-        names = [path.relative_to(self.folder).as_posix() for path in files]
+        files = {
+            path.relative_to(self.folder).as_posix(): path
+            for path in self.folder.rglob("*")
+            if path.is_file()
+        }
         if "/tree/" in self.path:
-            tree = [{"type": "file", "path": name, "size": 1, "oid": name} for name in names]
+            tree = [
+                {"type": "file", "path": name, "size": path.stat().st_size, "oid": name}
+                for name, path in files.items()
+            ]
             answer = json.dumps(tree).encode()
         elif self.path.startswith("/api/models/org/tiny"):
-            siblings = [{"rfilename": name} for name in names]
+            siblings = [{"rfilename": name} for name in files]
             answer = json.dumps({"id": "org/tiny", "sha": COMMIT, "siblings": siblings}).encode()
         elif not self.path.startswith("/org/tiny/"):  # some other request of the library
             self.send_error(404)
             return
         else:
             name = self.path.removeprefix(f"/org/tiny/resolve/{COMMIT}/")
+            if name == self.refused:
+                self.send_error(403)
+                return
             self.requested.append(name)
-            answer = (self.folder / name).read_bytes()
+            answer = files[name].read_bytes()
         self.send_response(200)
         self.send_header("X-Repo-Commit", COMMIT)
         self.send_header("ETag", hashlib.sha256(answer).hexdigest())
         self.send_header("Content-Length", str(len(answer)))
         self.end_headers()
-        if self.command == "GET":
+        if self.command == "GET" and not (self.broken and self.path.endswith(self.broken)):
             self.wfile.write(answer)
 
     do_HEAD = do_GET
 
 
-def test_only_configs_are_downloaded_without_weights(
-    hub: type[Hub], tiny: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`plan --memory` needs only configs; afterwards it works without a network."""
+@pytest.fixture
+def served(hub: type[Hub], monkeypatch: pytest.MonkeyPatch) -> type[_Served]:
+    """The hub's answers are those of `_Served`; set its `folder`."""
     constants = huggingface_hub.constants
     addresses = constants.ENDPOINT + "/{repo_id}/resolve/{revision}/{filename}"
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", addresses)
-    for name in ("do_GET", "do_HEAD"):
-        monkeypatch.setattr(hub, name, getattr(_Served, name), raising=False)
-    hub.folder, hub.requested = tiny, []  # type: ignore[attr-defined]
+    for name in ("do_GET", "do_HEAD", "folder", "requested", "broken", "refused"):
+        value = [] if name == "requested" else getattr(_Served, name, None)
+        monkeypatch.setattr(hub, name, value, raising=False)
+    return cast("type[_Served]", hub)
+
+
+def _weights(names: Iterable[str]) -> set[str]:
+    return {name for name in names if "safetensors" in name}
+
+
+def test_only_configs_are_downloaded_without_weights(
+    served: type[_Served], tiny: Path, cache: Path
+) -> None:
+    """`plan --memory` needs only configs; afterwards it works without a network."""
+    served.folder = tiny
     model = ModelConfig(name="org/tiny")
     found = find_checkpoint(model, weights=False)
-    requested: list[str] = hub.requested  # type: ignore[attr-defined]
-    assert "unet/config.json" in requested
-    assert not [name for name in requested if "safetensors" in name]
+    assert "unet/config.json" in served.requested
+    assert not _weights(served.requested)
     assert not list(cache.rglob("*.safetensors"))
-    assert (found.revision, found.num_frames) == (COMMIT, 4)
+    assert (found.revision, found.num_frames) == (COMMIT, 4)  # type: ignore[attr-defined]
 
     cached = ModelConfig(name="org/tiny", local_files_only=True)
     answer = svdpp_here("plan", "--memory", "--model", "org/tiny", "--local-files-only", "--json")
@@ -251,4 +275,213 @@ def test_only_configs_are_downloaded_without_weights(
     with pytest.raises(ModelError, match="not fully cached"):
         find_checkpoint(cached)
     find_checkpoint(model)
-    assert UNET in requested
+    assert UNET in served.requested
+    served.requested.clear()
+    find_checkpoint(cached)
+    assert not served.requested
+
+
+VAE = "vae/diffusion_pytorch_model.safetensors"
+PARTS = ("text_encoder", "transformer", "transformer_2", "vae")
+#: Four ranks; the first two steps are those of the first expert.
+CONFIG = PipelineConfig(
+    world_size=4,
+    split="balanced",
+    model=ModelConfig(name="org/tiny"),
+    sampling=WanSampling(num_inference_steps=4, height=32, width=32, num_frames=5),
+)
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Wan's files, and others in other formats that a repository often has."""
+    folder = tmp_path_factory.mktemp("wan") / "wan"
+    save_tiny_wan(folder, boundary_ratio=0.875)
+    for part in TRANSFORMERS:
+        transformer = WanTransformer3DModel.from_pretrained(folder / part)
+        (folder / part / "diffusion_pytorch_model.safetensors").unlink()
+        transformer.save_pretrained(folder / part, max_shard_size="30KB")
+    for path in list(folder.rglob("*.safetensors")):
+        path.with_suffix(".bin").write_bytes(b"a pickle")
+        path.with_suffix(".fp16.safetensors").write_bytes(b"another variant")
+    (folder / "wan2.2.safetensors").write_bytes(b"all in one file")
+    (folder / "README.md").write_text("about")
+    return folder
+
+
+@pytest.fixture
+def wan(served: type[_Served], repository: Path) -> type[_Served]:
+    served.folder = repository
+    return served
+
+
+def _in_use(folder: Path, parts: Iterable[str]) -> set[str]:
+    """The weight files of `parts` in the form that diffusers and transformers read."""
+    paths = (path for part in parts for path in (folder / part).glob("*.safetensors*"))
+    return {f"{path.parent.name}/{path.name}" for path in paths if ".fp16" not in path.name}
+
+
+def _on_host(monkeypatch: pytest.MonkeyPatch, host: int | None) -> None:
+    """torchrun's variables for the first rank of one of two hosts; None: no launcher."""
+    if host is None:
+        return
+    for name, value in {
+        **{"RANK": 2 * host, "LOCAL_RANK": 0, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 2},
+        **{"GROUP_RANK": host, "GROUP_WORLD_SIZE": 2},
+    }.items():
+        monkeypatch.setenv(name, str(value))
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        pytest.param(None, PARTS, id="one host"),
+        pytest.param(0, PARTS[:2], id="host of the encoder"),
+        pytest.param(1, PARTS[2:], id="host of the decoder"),
+    ],
+)
+def test_a_host_downloads_what_its_ranks_need(
+    wan: type[_Served], monkeypatch: pytest.MonkeyPatch, host: int | None, expected: tuple[str, ...]
+) -> None:
+    _on_host(monkeypatch, host)
+    config, checkpoint = resolve(CONFIG)
+    assert _weights(wan.requested) == _in_use(wan.folder, expected)
+    assert isinstance(checkpoint, WanCheckpoint)
+    assert isinstance(config.sampling, WanSampling)
+    rank = 2 * (host or 0)
+    load_wan(checkpoint, config.model, config.sampling, "cpu", config.roles[rank])
+    check_memory(config, checkpoint, config.roles[rank : rank + 2])
+
+    resolve(config.alone())  # the reference
+    assert _weights(wan.requested) == _in_use(wan.folder, PARTS)
+
+
+def test_a_request_is_checked_before_a_weight_is_downloaded(wan: type[_Served]) -> None:
+    wrong = replace(CONFIG, sampling=LtxSampling(num_inference_steps=4))
+    with pytest.raises(RequestError, match="of the family wan, not ltx"):
+        resolve(wrong)
+    assert wan.requested
+    assert not _weights(wan.requested)
+
+
+def test_a_download_is_announced(wan: type[_Served], repository: Path, cache: Path) -> None:
+    told: list[str] = []
+    sink = logger.add(lambda message: told.append(message.strip()), format="{message}")
+    for _ in range(2):  # the second time everything is cached
+        resolve(CONFIG)
+    logger.remove(sink)
+    sizes = sum((repository / name).stat().st_size for name in _weights(wan.requested))
+    (remark,) = told
+    assert f"{sizes / 1e6:.1f} MB of 'org/tiny' (text_encoder, transformer, " in remark
+    assert "from 127.0.0.1; " in remark
+    assert f"are free in {redact(str(cache))!r}" in remark
+
+
+def test_a_cache_that_is_partly_filled_and_no_network(
+    wan: type[_Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        _on_host(patched, 0)
+        resolve(CONFIG)
+        patched.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+        huggingface_hub.close_session()
+        wan.requested.clear()
+        resolve(CONFIG)
+    _on_host(monkeypatch, 1)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelError) as caught:
+        resolve(CONFIG)
+    huggingface_hub.close_session()
+    assert not wan.requested
+    assert caught.value.message == (
+        "'org/tiny' is not fully cached here (transformer_2, vae missing), and the hub is "
+        "unreachable or offline mode is on"
+    )
+    command = "hf download org/tiny --include 'transformer_2/*' --include 'vae/*'"
+    assert command in caught.value.hint
+
+
+def test_the_command_line_says_what_is_missing_without_a_network(
+    wan: type[_Served], tmp_path: Path
+) -> None:
+    find_checkpoint(CONFIG.model, weights=False)
+    wan.requested.clear()
+    sizes = ("--height", "32", "--width", "32", "--frames", "5", "--steps", "4")
+    model = ("--model", "org/tiny", "--local-files-only", "--device", "cpu")
+    out = str(tmp_path / "clips")
+    answer = svdpp_here("run", "--prompt", "the sea", *model, *sizes, "--out", out)
+    missing = "text_encoder, transformer, transformer_2, vae missing"
+    assert_error(answer, 5, missing, "hf download org/tiny --include 'text_encoder/*'")
+    assert not wan.requested
+
+
+def _without(folder: Path, copy: Path, *removed: str) -> Path:
+    shutil.copytree(folder, copy)
+    for pattern in removed:
+        for path in copy.glob(pattern):
+            path.unlink()
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("removed", "message", "hint"),
+    [
+        (
+            ("transformer_2/*.safetensors*", "transformer_2/*.bin"),
+            "transformer_2/diffusion_pytorch_model.safetensors is missing",
+            "",
+        ),
+        (
+            ("vae/diffusion_pytorch_model.safetensors",),
+            "vae/diffusion_pytorch_model.safetensors is missing; available variants: fp16",
+            "use --variant fp16",
+        ),
+        (
+            ("vae/*.safetensors",),
+            "'diffusion_pytorch_model.bin' is a pickle",
+            "ask the author for safetensors files",
+        ),
+    ],
+    ids=["component", "variant", "pickle"],
+)
+def test_a_repository_without_weights_costs_no_download(
+    wan: type[_Served], tmp_path: Path, removed: tuple[str, ...], message: str, hint: str
+) -> None:
+    wan.folder = _without(wan.folder, tmp_path / "less", *removed)
+    with pytest.raises(ModelError) as caught:
+        resolve(CONFIG)
+    assert caught.value.message.startswith("model 'org/tiny': ")
+    assert message in caught.value.message
+    assert hint in caught.value.hint
+    assert not _weights(wan.requested)
+
+
+@pytest.mark.parametrize("fault", ["broken", "refused", "disk", "shard"])
+def test_a_download_that_fails(
+    wan: type[_Served], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    monkeypatch.setattr("huggingface_hub.file_download.time.sleep", lambda _: None)
+    if fault == "broken":
+        wan.broken = VAE
+        expected = "cannot be downloaded (RemoteProtocolError)", "run the command again"
+    elif fault == "refused":
+        wan.refused = VAE
+        expected = "cannot be downloaded (the hub answered 403)", "hf auth login"
+    elif fault == "disk":
+        usage = shutil.disk_usage(tmp_path)._replace(free=10_000)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+        expected = "are to be downloaded, and only 0.0 MB are free", "HF_HOME"
+    else:
+        wan.folder = _without(wan.folder, tmp_path / "less", "transformer/*-00002-of-00002.safe*")
+        expected = "transformer/diffusion_pytorch_model-00002-of-00002.safetensors is missing", "hf"
+    with pytest.raises(ModelError) as caught:
+        resolve(CONFIG)
+    assert expected[0] in caught.value.message
+    assert expected[1] in caught.value.hint
+    assert TOKEN not in caught.value.message + caught.value.hint
+    if fault == "broken":  # what is complete is kept
+        wan.broken = ""
+        before = set(wan.requested)
+        wan.requested.clear()
+        resolve(CONFIG)
+        assert _weights(wan.requested) < _weights(before) | {VAE}

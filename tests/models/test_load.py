@@ -19,7 +19,7 @@ from diffusers.models.attention import BasicTransformerBlock
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from svdpp.config import ModelConfig
+from svdpp.config import ModelConfig, SvdSampling
 from svdpp.errors import ModelError, OutOfMemoryError, RequestError
 from svdpp.models.checkpoint import Checkpoint, find_checkpoint
 from svdpp.models.svd import load
@@ -30,6 +30,7 @@ from svdpp.models.svd.load import (
     new_scheduler,
     torch_dtype,
 )
+from svdpp.plan.layout import Roles
 from tests.models.builders import edit_json, save_tiny_checkpoint
 
 UNET = "unet/diffusion_pytorch_model.safetensors"
@@ -112,6 +113,9 @@ def test_a_rank_loads_only_what_its_roles_need(tiny: Path, roles: str, present: 
     parts = parts_of(tiny, roles)
     names = {"image_encoder", "feature_extractor", "vae", "unet"}
     assert {name for name in names if getattr(parts, name) is not None} == present
+    uses = Roles(encode="E" in roles, denoise="X" in roles, decode="D" in roles)
+    checkpoint = find_checkpoint(ModelConfig(name=str(tiny)), weights=False)
+    assert checkpoint.components_of(uses, SvdSampling()) == present - {"feature_extractor"}
     if parts.vae is not None:
         halves = {name for name, _ in parts.vae.named_children()}
         assert halves == ({"encoder", "quant_conv"} if "E" in roles else {"decoder"})

@@ -99,7 +99,9 @@ def test_ranks_share_the_weights_of_files_that_have_the_dtype() -> None:
     assert parts.encode is not None
     assert parts.decode is not None
     told = sum(part.weight_bytes for part in (parts.encode, parts.denoise, parts.decode))
-    num_bytes, is_shared = weight_bytes(checkpoint, model)
-    assert (num_bytes, is_shared) == (pytest.approx(told, rel=0.1), False)
-    half, is_shared = weight_bytes(checkpoint, ModelConfig(name="demo", dtype="fp16"))
-    assert (half * 2, is_shared) == (num_bytes, True), "the demo's files are fp16"
+    found = [weight_bytes(checkpoint, model, part) for part in checkpoint.weighted]
+    assert sum(each.num_bytes for each in found) == pytest.approx(told, rel=0.1)
+    assert not any(each.is_shared for each in found), "the demo's files are fp16"
+    half = ModelConfig(name="demo", dtype="fp16")
+    for each, part in zip(found, checkpoint.weighted, strict=True):
+        assert weight_bytes(checkpoint, half, part) == (each.num_bytes // 2, True)

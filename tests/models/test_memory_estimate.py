@@ -8,12 +8,10 @@ from __future__ import annotations
 import functools
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from svdpp.config import ModelConfig, SvdSampling
 from svdpp.models.base import LATENTS
@@ -25,6 +23,7 @@ from svdpp.models.svd import load
 from svdpp.models.svd.model import SvdModel, load_svd
 from svdpp.plan.costs import Costs
 from svdpp.plan.layout import Roles
+from tests.models.allocator import allocated_peak
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -67,7 +66,7 @@ def test_activation_bytes_match_torchs_allocator(part: str, threads: int) -> Non
     def decode() -> object:
         return model._pipe.decode_latents(tensors[LATENTS], 6, 6)
 
-    measured = _allocated_peak({"denoise": step, "decode": decode}[part])
+    measured = allocated_peak({"denoise": step, "decode": decode}[part])
     estimated = getattr(_estimated(threads=threads), part).activation_bytes
     print(part, threads, estimated, measured, estimated / measured)
     assert estimated == pytest.approx(measured, rel=0.05)
@@ -79,21 +78,7 @@ def test_activation_bytes_of_the_dummy_match_torchs_allocator() -> None:
 
     estimated = estimate(None, model, SAMPLING, device="cpu").denoise.activation_bytes
 
-    assert estimated == pytest.approx(_allocated_peak(lambda: unet(latent, 0)), rel=0.05)
-
-
-def _allocated_peak(work: Callable[[], object]) -> int:
-    """Peak of the bytes that torch's CPU allocator allocates during `work`."""
-    with torch.no_grad():
-        work()  # oneDNN creates its kernels in the first run
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-            work()
-    live = peak = 0
-    for event in profiled.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            live += event.nbytes()
-            peak = max(peak, live)
-    return peak
+    assert estimated == pytest.approx(allocated_peak(lambda: unet(latent, 0)), rel=0.05)
 
 
 def test_parameters_change_the_estimate() -> None:

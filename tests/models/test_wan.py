@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +13,8 @@ import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
 
-from svdpp.config import ModelConfig, SvdSampling, WanSampling
+from svdpp.config import ModelConfig, PipelineConfig, SvdSampling, WanSampling
+from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import ModelError, NotFiniteError, RequestError
 from svdpp.models.family_config import SchedulerConfig
 from svdpp.models.wan.checkpoint import WanCheckpoint
@@ -159,14 +159,28 @@ def test_a_rank_holds_only_what_it_runs(save: Save) -> None:
     assert not decoder.training
 
 
-def test_weights_are_mapped_and_the_other_expert_is_not_opened(copy: Save) -> None:
-    folder = copy(**T2V)
+@pytest.mark.parametrize("options", [{}, {"max_shard_size": "20KB"}], ids=["file", "shards"])
+def test_weights_are_mapped_and_the_other_expert_is_not_opened(
+    copy: Save, options: dict[str, Any]
+) -> None:
+    folder = copy(**T2V, **options)
     rank_for = ranks(read_folder(folder), sampling_of())
     models = [rank_for(0, 0), rank_for(STEPS - 1, STEPS)]
     maps = Path("/proc/self/maps").read_text()
-    mapped = [part for part in os.listdir(folder) if f"{folder / part}/" in maps]
-    assert sorted(mapped) == ["text_encoder", "transformer_2"]
+    mapped = {path for path in folder.glob("*/*.safetensors") if str(path) in maps}
+    parts = ("text_encoder", "transformer_2")
+    assert mapped == {path for part in parts for path in (folder / part).glob("*.safetensors")}
+    assert len(list((folder / "transformer_2").glob("*.safetensors"))) > bool(options)
     del models
+
+
+def test_a_missing_shard_is_named_before_a_rank_starts(copy: Save) -> None:
+    folder = copy(**T2V, max_shard_size="20KB")
+    shard = max((folder / "transformer_2").glob("*.safetensors"))
+    shard.unlink()
+    model = ModelConfig(name=str(folder))
+    with pytest.raises(ModelError, match=rf"transformer_2/{shard.name} is missing, but .* lists"):
+        Pipeline(PipelineConfig(world_size=2, model=model, sampling=sampling_of()))
 
 
 def test_flipped_bits_in_the_solvers_history_change_the_clip(save: Save) -> None:
@@ -374,6 +388,8 @@ def test_a_negative_prompt_without_guidance_is_refused(save: Save) -> None:
         ("transformer/config.json", {"pos_embed_seq_len": 514}, "a first and a last image"),
         ("transformer/config.json", {"text_dim": 8}, "text_dim is 8 but must be 16"),
         ("transformer_2/config.json", {"in_channels": 12}, "as in the transformer"),
+        ("text_encoder/config.json", {"quantization_config": {}}, "runs no code from a checkpoint"),
+        ("vae/config.json", {"auto_map": {"AutoModel": "x.y"}}, "runs no code from a checkpoint"),
         ("scheduler/scheduler_config.json", {"use_beta_sigmas": True}, "needs scipy"),
         ("scheduler/scheduler_config.json", {"use_dynamic_shifting": True}, "dynamic_shifting"),
         ("scheduler/scheduler_config.json", {"solver_p": {"a": 1}}, "solver_p"),

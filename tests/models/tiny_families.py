@@ -62,6 +62,7 @@ def save_tiny_wan(
     image_encoder: bool = False,
     scheduler: Any = None,
     dtype: torch.dtype = torch.float32,
+    width: int = 1,
     **options: Any,
 ) -> Path:
     """Saves a Wan pipeline with random weights to `folder`, and returns the folder.
@@ -74,6 +75,7 @@ def save_tiny_wan(
         image_encoder: as in Wan 2.1 image to video.
         scheduler: UniPC as published if None.
         dtype: of all weights but the VAE's.
+        width: multiplies the channels of all components.
         options: of `save_pretrained`.
     """
     z_dim = 8 if expand_timesteps else 4
@@ -82,16 +84,17 @@ def save_tiny_wan(
         torch.manual_seed(0)
         parts = {
             "tokenizer": _tokenizer(),
-            "text_encoder": UMT5EncoderModel(UMT5Config(**_t5_sizes())).to(dtype),
-            "vae": _wan_vae(z_dim, expand_timesteps),
+            "text_encoder": UMT5EncoderModel(UMT5Config(**_t5_sizes(width))).to(dtype),
+            "vae": _wan_vae(z_dim, expand_timesteps, width),
             "scheduler": scheduler or UniPCMultistepScheduler(**WAN_UNIPC),
-            "transformer": _wan_transformer(channels, z_dim, image_encoder).to(dtype),
+            "transformer": _wan_transformer(channels, z_dim, image_encoder, width).to(dtype),
             "transformer_2": None,
             "boundary_ratio": boundary_ratio,
             "expand_timesteps": expand_timesteps,
         }
         if boundary_ratio is not None:
-            parts["transformer_2"] = _wan_transformer(channels, z_dim, image_encoder).to(dtype)
+            second = _wan_transformer(channels, z_dim, image_encoder, width)
+            parts["transformer_2"] = second.to(dtype)
         cls: Any = WanPipeline
         if image_to_video and not expand_timesteps:
             cls = WanImageToVideoPipeline
@@ -107,16 +110,17 @@ def save_tiny_ltx(
     timestep_conditioning: bool = False,
     scheduler: Any = None,
     dtype: torch.dtype = torch.float32,
+    width: int = 1,
 ) -> Path:
     """Saves an LTX-Video pipeline with random weights to `folder`, and returns the folder."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         pipe = LTXPipeline(
             tokenizer=_tokenizer(),
-            text_encoder=T5EncoderModel(T5Config(**_t5_sizes())).to(dtype),
-            vae=_ltx_vae(timestep_conditioning).to(dtype),
+            text_encoder=T5EncoderModel(T5Config(**_t5_sizes(width))).to(dtype),
+            vae=_ltx_vae(timestep_conditioning, width).to(dtype),
             scheduler=scheduler or FlowMatchEulerDiscreteScheduler(**LTX_EULER),
-            transformer=_ltx_transformer().to(dtype),
+            transformer=_ltx_transformer(width).to(dtype),
         )
     pipe.save_pretrained(folder, safe_serialization=True)
     return folder
@@ -134,18 +138,18 @@ def _tokenizer() -> T5TokenizerFast:
     return T5TokenizerFast(vocab=[(token, score) for token, score in vocabulary], extra_ids=0)
 
 
-def _t5_sizes() -> dict[str, Any]:
+def _t5_sizes(width: int) -> dict[str, Any]:
     return {
         "vocab_size": 64,
-        "d_model": _TEXT_DIM,
+        "d_model": _TEXT_DIM * width,
         "d_kv": 8,
-        "d_ff": 16,
+        "d_ff": 16 * width,
         "num_layers": 1,
-        "num_heads": 2,
+        "num_heads": 2 * width,
     }
 
 
-def _wan_vae(z_dim: int, residual: bool) -> AutoencoderKLWan:
+def _wan_vae(z_dim: int, residual: bool, width: int) -> AutoencoderKLWan:
     sizes: dict[str, Any] = {
         "latents_mean": [0.1 * index for index in range(z_dim)],
         "latents_std": [1.0 + 0.1 * index for index in range(z_dim)],
@@ -154,7 +158,7 @@ def _wan_vae(z_dim: int, residual: bool) -> AutoencoderKLWan:
         sizes |= {"is_residual": True, "patch_size": 2, "in_channels": 12, "out_channels": 12}
         sizes |= {"scale_factor_spatial": 16}
     return AutoencoderKLWan(
-        base_dim=4,
+        base_dim=4 * width,
         z_dim=z_dim,
         dim_mult=[1, 1, 1, 1],
         num_res_blocks=1,
@@ -163,19 +167,21 @@ def _wan_vae(z_dim: int, residual: bool) -> AutoencoderKLWan:
     )
 
 
-def _wan_transformer(in_channels: int, z_dim: int, image: bool) -> WanTransformer3DModel:
+def _wan_transformer(
+    in_channels: int, z_dim: int, image: bool, width: int
+) -> WanTransformer3DModel:
     return WanTransformer3DModel(
         patch_size=(1, 2, 2),
-        num_attention_heads=2,
+        num_attention_heads=2 * width,
         attention_head_dim=12,
         in_channels=in_channels,
         out_channels=z_dim,
-        text_dim=_TEXT_DIM,
+        text_dim=_TEXT_DIM * width,
         freq_dim=16,
-        ffn_dim=24,
+        ffn_dim=24 * width,
         num_layers=1,
         image_dim=_IMAGE_DIM if image else None,
-        added_kv_proj_dim=24 if image else None,
+        added_kv_proj_dim=24 * width if image else None,
         rope_max_seq_len=32,
     )
 
@@ -193,11 +199,11 @@ def _image_encoder() -> CLIPVisionModel:
     )
 
 
-def _ltx_vae(timestep_conditioning: bool) -> AutoencoderKLLTXVideo:
+def _ltx_vae(timestep_conditioning: bool, width: int) -> AutoencoderKLLTXVideo:
     vae = AutoencoderKLLTXVideo(
         latent_channels=8,
-        block_out_channels=(8, 8, 8, 8),
-        decoder_block_out_channels=(8, 8, 8, 8),
+        block_out_channels=(8 * width,) * 4,
+        decoder_block_out_channels=(8 * width,) * 4,
         layers_per_block=(1, 1, 1, 1, 1),
         decoder_layers_per_block=(1, 1, 1, 1, 1),
         timestep_conditioning=timestep_conditioning,
@@ -207,13 +213,13 @@ def _ltx_vae(timestep_conditioning: bool) -> AutoencoderKLLTXVideo:
     return vae
 
 
-def _ltx_transformer() -> LTXVideoTransformer3DModel:
+def _ltx_transformer(width: int) -> LTXVideoTransformer3DModel:
     return LTXVideoTransformer3DModel(
         in_channels=8,
         out_channels=8,
-        num_attention_heads=2,
+        num_attention_heads=2 * width,
         attention_head_dim=12,
-        cross_attention_dim=24,
+        cross_attention_dim=24 * width,
         num_layers=1,
-        caption_channels=_TEXT_DIM,
+        caption_channels=_TEXT_DIM * width,
     )

@@ -60,4 +60,17 @@ class LogOptions(TalkOptions):
         """
         from svdpp.cli.log import open_log
 
-        open_log(verbosity=self.verbose, log_file=self.log_file, write=console.err.print)
+        open_log(
+            verbosity=self.verbose,
+            log_file=self.log_file,
+            write=console.err.print,
+            quiet=self.quiet or _another_rank_speaks(),
+        )
+
+
+def _another_rank_speaks() -> bool:
+    """Whether a launcher started this process beside another one that makes the same remarks."""
+    from svdpp.launch.world import find_world
+
+    world = find_world()
+    return world is not None and world.local_rank != 0

@@ -20,6 +20,7 @@ from svdpp.models.family_config import (
     require_equal,
 )
 from svdpp.models.safetensors_header import JsonFile, short_repr
+from svdpp.plan.layout import Roles
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +41,16 @@ class LtxCheckpoint(PromptedCheckpoint):
     def weighted(self) -> tuple[str, ...]:
         """See `Checkpoint`."""
         return ("transformer", "vae", "text_encoder")
+
+    def components_of(self, roles: Roles, sampling: SamplingConfig) -> frozenset[str]:
+        """See `Checkpoint`."""
+        assert isinstance(sampling, LtxSampling)
+        needed = {
+            "text_encoder": roles.encode,
+            "transformer": roles.denoise,
+            "vae": roles.decode or (roles.encode and sampling.from_image),
+        }
+        return frozenset(part for part, is_needed in needed.items() if is_needed)
 
     @property
     def image_use(self) -> Use:

@@ -54,7 +54,8 @@ def _denoise(fake_run: FakeRun, checkpoint: LtxCheckpoint, sampling: LtxSampling
         "encoder_hidden_states": torch.zeros(
             batch, length, checkpoint.text_dim, dtype=fake_run.dtype
         ),
-        "timestep": torch.zeros(batch),
+        # One for each token if the first frame is given.
+        "timestep": torch.zeros((batch, tokens) if sampling.from_image else batch),
         "encoder_attention_mask": torch.ones(batch, length, dtype=torch.bool),
     }
     sizes = {"num_frames": frames, "height": height, "width": width}

@@ -9,14 +9,10 @@ from typing import Any, ClassVar
 
 from svdpp.config import SamplingConfig, SvdSampling
 from svdpp.errors import RequestError
-from svdpp.models.checkpoint import (
-    Checkpoint,
-    Use,
-    check_class,
-    check_classes,
-    check_no_code_keys,
-)
+from svdpp.models.checkpoint import Checkpoint, Use
+from svdpp.models.class_check import check_class, check_classes, check_no_code_keys
 from svdpp.models.safetensors_header import JsonFile, read_json, short_repr
+from svdpp.plan.layout import Roles
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +35,16 @@ class SvdCheckpoint(Checkpoint):
     addition_time_embed_dim: int
     projection_class_embeddings_input_dim: int
     feature_extractor_class: str
+
+    def components_of(self, roles: Roles, sampling: SamplingConfig) -> frozenset[str]:
+        """See `Checkpoint`."""
+        del sampling
+        needed = {
+            "image_encoder": roles.encode,
+            "vae": roles.encode or roles.decode,
+            "unet": roles.denoise,
+        }
+        return frozenset(part for part, is_needed in needed.items() if is_needed)
 
     @property
     def weighted(self) -> tuple[str, ...]:

@@ -23,6 +23,10 @@ from svdpp.models.family_config import (
     require_equal,
 )
 from svdpp.models.safetensors_header import JsonFile, short_repr
+from svdpp.plan.layout import Roles
+
+#: The denoisers, by the number of the expert; the second runs the low-noise steps.
+TRANSFORMERS = ("transformer", "transformer_2")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +34,7 @@ class WanCheckpoint(PromptedCheckpoint):
     """A checkpoint of Wan 2.1 or 2.2."""
 
     family: ClassVar[str] = "wan"
+    fp32_components: ClassVar[frozenset[str]] = frozenset({"vae", "image_encoder"})
 
     patch_size: tuple[int, int, int]
     """Latent cells per token: frames, height, width."""
@@ -61,9 +66,20 @@ class WanCheckpoint(PromptedCheckpoint):
     @property
     def weighted(self) -> tuple[str, ...]:
         """See `Checkpoint`."""
-        experts = ("transformer", "transformer_2")[: self.num_experts]
         encoders = () if self.image_embeds is None else ("image_encoder",)
-        return (*experts, "vae", "text_encoder", *encoders)
+        return (*TRANSFORMERS[: self.num_experts], "vae", "text_encoder", *encoders)
+
+    def components_of(self, roles: Roles, sampling: SamplingConfig) -> frozenset[str]:
+        """See `Checkpoint`."""
+        assert isinstance(sampling, WanSampling)
+        encodes_image = roles.encode and sampling.from_image
+        needed = {
+            **{part: expert in roles.experts for expert, part in enumerate(TRANSFORMERS)},
+            "text_encoder": roles.encode,
+            "vae": roles.decode or encodes_image,
+            "image_encoder": encodes_image and self.image_embeds is not None,
+        }
+        return frozenset(part for part, is_needed in needed.items() if is_needed)
 
     @property
     def image_use(self) -> Use:

@@ -13,12 +13,8 @@ from transformers import CLIPVisionModel
 
 from svdpp.models.loading import ComponentLoader, library_errors, silence_libraries, torch_dtype
 from svdpp.models.range_model import RangeParts
-from svdpp.models.wan.checkpoint import WanCheckpoint
+from svdpp.models.wan.checkpoint import TRANSFORMERS, WanCheckpoint
 from svdpp.plan.layout import Roles
-
-_EXPERTS = ("transformer", "transformer_2")
-# As in diffusers' documentation of Wan.
-_FP32_COMPONENTS = ("vae", "image_encoder")
 
 
 def load_parts(
@@ -54,7 +50,7 @@ def load_parts(
     if has_image:
         parts |= _image_parts(checkpoint, load, roles.encode)
     parts["vae"] = _vae(load, encode=roles.encode and has_image, decode=roles.decode)
-    for expert, name in enumerate(_EXPERTS):
+    for expert, name in enumerate(TRANSFORMERS):
         wanted = expert in roles.experts
         parts[name] = load.module(WanTransformer3DModel, name, weights) if wanted else None
     if not roles.experts:
@@ -84,7 +80,8 @@ def load_reference(
 ) -> Any:
     """The unmodified pipeline with all components, as a user loads it from the folder."""
     silence_libraries()
-    dtypes = {"default": torch_dtype(dtype)} | dict.fromkeys(_FP32_COMPONENTS, torch.float32)
+    fp32 = dict.fromkeys(checkpoint.fp32_components, torch.float32)
+    dtypes = {"default": torch_dtype(dtype), **fp32}
     with library_errors("the pipeline"):
         pipe = pipeline_class(has_image).from_pretrained(
             checkpoint.folder, dtype=dtypes, variant=checkpoint.variant, local_files_only=True

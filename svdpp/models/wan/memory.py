@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -38,7 +39,9 @@ def _encode(fake_run: FakeRun, checkpoint: WanCheckpoint, sampling: WanSampling)
     if not sampling.from_image:
         return joined(parts)
     vae = _vae(fake_run, checkpoint, without=("decoder", "post_quant_conv"))
-    pixels = torch.zeros(1, 3, sampling.num_frames, sampling.height, sampling.width)
+    # Otherwise the pipeline encodes the image and an empty picture for each further frame.
+    num_frames = 1 if checkpoint.expand_timesteps else sampling.num_frames
+    pixels = torch.zeros(1, 3, num_frames, sampling.height, sampling.width)
     parts.append(fake_run.measure([vae], lambda: vae.encode(pixels)))
     if checkpoint.image_embeds is not None:
         folder = checkpoint.folder / "image_encoder"
@@ -58,9 +61,10 @@ def _denoise(fake_run: FakeRun, checkpoint: WanCheckpoint, sampling: WanSampling
     transformer = fake_run.module(lambda: new_module(WanTransformer3DModel, folder))
     dtype = fake_run.dtype
     shape = checkpoint.latent_shape(sampling, transformer.config.in_channels)
+    num_tokens = math.prod(shape[2:]) // math.prod(checkpoint.patch_size)
     inputs: dict[str, Any] = {
         "hidden_states": torch.zeros(shape, dtype=dtype),
-        "timestep": torch.zeros(1),
+        "timestep": torch.zeros((1, num_tokens) if checkpoint.expand_timesteps else 1),
         "encoder_hidden_states": torch.zeros(
             1, sampling.max_sequence_length, checkpoint.text_dim, dtype=dtype
         ),

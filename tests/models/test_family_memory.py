@@ -1,0 +1,136 @@
+"""Memory estimates of Wan and LTX-Video: exact for weights, close to torch's allocator otherwise.
+
+The clips are large enough, and the weights small enough, that activations dominate. The issue asks
+for 15%.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import WanTransformer3DModel
+from transformers import UMT5EncoderModel
+
+from svdpp.config import LtxSampling, WanSampling
+from svdpp.models.loading import ComponentLoader, new_module, torch_dtype
+from svdpp.models.ltx.model import load_ltx
+from svdpp.models.memory import FakeRun, MemoryEstimate, estimate, num_bytes
+from svdpp.models.range_model import RangeModel
+from svdpp.models.wan.model import load_wan
+from svdpp.plan.layout import Roles
+from tests.models.allocator import allocated_peak
+from tests.models.range_checks import model_of, nothing, photograph, read_folder, request_of
+from tests.models.tiny_families import save_tiny_ltx, save_tiny_wan
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SIZES: dict[str, Any] = {
+    **{"num_inference_steps": 2, "height": 96, "width": 96, "num_frames": 9},
+    "max_sequence_length": 16,
+}
+QUICK = ("wan-i2v", "ltx-timestep")
+MORE = [pytest.mark.long, pytest.mark.full]
+
+WAN: dict[str, Any] = {"boundary_ratio": 0.875, "width": 8}
+CASES = {
+    "wan-t2v": (WAN, "fp32", False),
+    "wan-i2v": ({**WAN, "image_to_video": True, "dtype": torch.bfloat16}, "bf16", True),
+    "wan-2.1-i2v": ({"image_encoder": True, "image_to_video": True, "width": 8}, "fp32", True),
+    "wan-5b-i2v": ({"expand_timesteps": True, "width": 8}, "fp32", True),
+    "ltx": ({"width": 8}, "fp32", False),
+    "ltx-i2v": ({"width": 8, "dtype": torch.bfloat16}, "bf16", True),
+    "ltx-timestep": ({"width": 8, "timestep_conditioning": True}, "fp32", False),
+}
+
+
+def _loaded(
+    folder: Path, name: str, roles: Roles | None = None
+) -> tuple[MemoryEstimate, RangeModel]:
+    """The estimate, and a model with the parts of `roles`; None: with all."""
+    options, dtype, from_image = CASES[name]
+    if roles is None:
+        experts = frozenset({0, 1} if "boundary_ratio" in options else {0})
+        roles = Roles(encode=True, denoise=True, decode=True, experts=experts)
+    is_wan = name.startswith("wan")
+    save: Any = save_tiny_wan if is_wan else save_tiny_ltx
+    if not (folder / "model_index.json").exists():
+        save(folder, **options)
+    checkpoint = read_folder(folder)
+    family: Any = WanSampling if is_wan else LtxSampling
+    sampling = checkpoint.resolve(family(**SIZES, from_image=from_image))
+    model = model_of(checkpoint, dtype)
+    load: Any = load_wan if is_wan else load_ltx
+    estimated = estimate(checkpoint, model, sampling, device="cpu")
+    return estimated, load(checkpoint, model, sampling, "cpu", roles)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *QUICK,
+        *(
+            pytest.param(name, marks=MORE)
+            for name in CASES
+            if name not in ("wan-i2v", "ltx-timestep")
+        ),
+    ],
+)
+def test_the_estimate_is_what_a_rank_holds_and_allocates(tmp_path: Path, name: str) -> None:
+    estimated, model = _loaded(tmp_path, name)
+    prepared = model.prepare(photograph()) if CASES[name][2] else {}
+
+    def encode() -> Any:
+        model._parts.prompts.clear()  # a prompt that is not cached
+        return model.encode(prepared, request_of())
+
+    packet = encode()
+    last = {**packet, **model.denoise(packet, 0, 2, nothing)}
+    works: dict[str, Callable[[], object]] = {
+        "encode": encode,
+        "denoise": lambda: model.denoise(packet, 0, 2, nothing),
+        "decode": lambda: model.decode(last),
+    }
+    for part, work in works.items():
+        memory, measured = getattr(estimated, part), allocated_peak(work)
+        print(name, part, memory.activation_bytes, measured, memory.activation_bytes / measured)
+        if part == "encode" and not prepared:  # the text encoder's weights dominate
+            measured += memory.weight_bytes
+            assert memory.peak_bytes == pytest.approx(measured, rel=0.15)
+        else:
+            assert memory.activation_bytes == pytest.approx(measured, rel=0.15)
+
+    for part in works:
+        roles = Roles(**{each: each == part for each in works})
+        _, alone = _loaded(tmp_path, name, roles)
+        modules = {
+            name: each
+            for name, each in alone._pipe.components.items()
+            if isinstance(each, torch.nn.Module)
+        }
+        assert modules.keys() == read_folder(tmp_path).components_of(roles, alone._sampling)
+        tensors = [
+            each
+            for module in modules.values()
+            for each in (*module.parameters(), *module.buffers())
+        ]
+        assert getattr(estimated, part).weight_bytes == sum(each.nbytes for each in tensors)
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_weights_that_stay_in_float32_count_in_float32(tmp_path: Path, dtype: str) -> None:
+    """transformers keeps some of T5 in fp16 alone, diffusers some of Wan in both."""
+    checkpoint = read_folder(save_tiny_wan(tmp_path))
+    load = ComponentLoader(checkpoint, torch.device("cpu"))
+    fake_run = FakeRun(torch_dtype(dtype), on_cpu=True)
+    classes = {"text_encoder": UMT5EncoderModel, "transformer": WanTransformer3DModel}
+    for name, cls in classes.items():
+        loaded = load.module(cls, name, torch_dtype(dtype))
+        estimated = fake_run.module(lambda cls=cls, name=name: new_module(cls, tmp_path / name))
+        for module in (loaded, estimated):
+            dtypes = {tensor.dtype for tensor in module.parameters()}
+            assert (torch.float32 in dtypes) == (dtype == "fp16" or name == "transformer")
+        assert num_bytes([estimated]) == num_bytes([loaded])
