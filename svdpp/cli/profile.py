@@ -225,7 +225,7 @@ def _print(console: Console, profiled: Profile, costs: Costs) -> None:
         if part == "denoise" or seconds[part]
     ]
     console.table(("part", "ms", "weights GiB", "work GiB"), rows)
-    if len(profiled.step_seconds) > 1:
+    if isinstance(costs.step_seconds, tuple):
         console.result("step: one time for each rank, since they differ")
     if profiled.expert_step_seconds:
         experts = zip(EXPERTS, profiled.expert_step_seconds, strict=True)
