@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.ranks import RankOptions
@@ -13,6 +13,9 @@ from svdpp.config import PipelineConfig
 from svdpp.errors import RequestError
 from svdpp.launch.world import World, find_world
 from svdpp.plan.split import largest_world
+
+if TYPE_CHECKING:
+    from svdpp.models.checkpoint import Use
 
 
 def pipeline_config(
@@ -47,7 +50,7 @@ def pipeline_config(
         raise RequestError(
             f"this command is for Stable Video Diffusion, and {model.model} is of another family, "
             f"{family}",
-            "svdpp run, verify and plan --memory know it",
+            "svdpp run, verify, serve and plan --memory know it",
         )
     try:
         return PipelineConfig(
@@ -68,13 +71,18 @@ def pipeline_config(
         raise
 
 
-def needs_image(model: ModelOptions) -> bool:
-    """Whether clips of the model need a photograph; reads its configs only if it takes prompts."""
+def image_use(model: ModelOptions) -> Use:
+    """What clips of the model do with a photograph; reads its configs only if it takes prompts."""
     if model.family == "svd":
-        return True
+        return "needed"
     from svdpp.models.checkpoint import find_checkpoint
 
-    return find_checkpoint(model.to_config("cpu"), weights=False).image_use == "needed"
+    return find_checkpoint(model.to_config("cpu"), weights=False).image_use
+
+
+def needs_image(model: ModelOptions) -> bool:
+    """Whether clips of the model need a photograph."""
+    return image_use(model) == "needed"
 
 
 def without_world(hint: str) -> str:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
+from typing import Any
 
-from svdpp.config import ClipRequest, PipelineConfig, SamplingConfig, SvdSampling
+from svdpp.config import ClipRequest, PipelineConfig, SamplingConfig
+from svdpp.config.sampling import PromptedSampling
 from svdpp.driver.clip_configs import ClipConfigs
 from svdpp.driver.memory_check import check_memory
 from svdpp.errors import OutOfMemoryError
@@ -41,6 +44,25 @@ class ClipGate:
         self._check_route(sampling)
         self._check_memory(sampling)
 
+    def check_inputs(
+        self,
+        sampling: SamplingConfig,
+        *,
+        image: bool,
+        prompt: str | None,
+        negative_prompt: str | None,
+    ) -> None:
+        """Refuses a clip that lacks an input that the model needs, or has one that it ignores.
+
+        Raises:
+            RequestError: it does, or a prompt is too long.
+        """
+        ClipRequest(seed=0, prompt=prompt, negative_prompt=negative_prompt)  # checks them
+        if self._checkpoint is not None:
+            self._checkpoint.check_inputs(
+                sampling, image=image, prompt=prompt, negative_prompt=negative_prompt
+            )
+
     def _check_new_route(self, sampling: SamplingConfig) -> None:
         configs = ClipConfigs(self._config, self._checkpoint)
         request = configs.resolved(ClipRequest(seed=0, sampling=sampling))
@@ -62,7 +84,7 @@ class ClipGate:
             config = self._config.with_sampling(sampling)
             check_memory(config, self._checkpoint, self._config.roles)
             return
-        if problem := self._problem(_shape_only(sampling)):
+        if problem := self._problem(_shape_only(sampling, own)):
             raise OutOfMemoryError(
                 problem, "request fewer frames or a smaller size", details={"device": "cuda"}
             )
@@ -81,6 +103,7 @@ class ClipGate:
         for roles, gib in zip(self._config.roles, has, strict=True):
             parts = [part for part in ("encode", "denoise", "decode") if getattr(roles, part)]
             weights = sum(needs[f"{part}_weights_gib"] for part in parts)
+            weights += max(0, len(roles.experts) - 1) * needs["denoise_weights_gib"]
             need = weights + max((needs[f"{part}_work_gib"] for part in parts), default=0.0)
             if need > gib:
                 return (
@@ -90,13 +113,17 @@ class ClipGate:
         return ""
 
 
-def _shape_only(sampling: SamplingConfig) -> SvdSampling:
-    """`sampling` with only what memory depends on, so that few estimates are made."""
-    return SvdSampling(
-        height=sampling.height,
-        width=sampling.width,
-        num_frames=sampling.num_frames,
-        decode_chunk_size=sampling.decode_chunk_size,
-        max_guidance_scale=2.0 if sampling.guided else 1.0,
-        min_guidance_scale=1.0,
-    )
+def _shape_only(sampling: SamplingConfig, own: SamplingConfig) -> SamplingConfig:
+    """`own` with that of `sampling` on which memory depends, so that few estimates are made."""
+    shape: dict[str, Any] = {
+        "height": sampling.height,
+        "width": sampling.width,
+        "num_frames": sampling.num_frames,
+    }
+    if isinstance(own, PromptedSampling):
+        shape["guidance_scale"] = 2.0 if sampling.guided else 1.0
+    else:
+        shape["decode_chunk_size"] = sampling.decode_chunk_size
+        shape["max_guidance_scale"] = 2.0 if sampling.guided else 1.0
+        shape["min_guidance_scale"] = 1.0
+    return replace(own, **shape)

@@ -252,7 +252,7 @@ def _check_form(content_type: str) -> None:
             415,
             "unsupported_media_type",
             f"the body must be multipart/form-data, not {shown or 'without a type'}",
-            "send the photograph as the form field input_reference",
+            "send the fields as curl -F does; a photograph is the field input_reference",
         )
     charset = options.get(b"charset", b"utf-8").decode(errors="replace")
     if charset.lower() not in ("utf-8", "utf8"):

@@ -244,8 +244,8 @@ class Prover:
             "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)),
             "TMPDIR": str(temporary),
         }
-        photo = self._folder / "photos" / job.photo
-        arguments = [str(self._json(job)), str(photo), str(temporary / _ANSWER), str(os.getpid())]
+        photo = str(self._folder / "photos" / job.photo) if job.photo else ""
+        arguments = [str(self._json(job)), photo, str(temporary / _ANSWER), str(os.getpid())]
         with (temporary / "output.txt").open("wb") as output:
             return subprocess.Popen(
                 # -P, because otherwise -m adds the working folder to the search path.

@@ -184,4 +184,6 @@ def test_drafts_are_refused(wan: Family) -> None:
 @pytest.mark.parametrize("command", ["simulate", "profile", "doctor"])
 def test_commands_that_know_no_prompts_refuse_the_family_by_name(wan: Family, command: str) -> None:
     answer = svdpp_here(command, "--model", wan.config.model.name, "--device", "cpu")
-    assert_error(answer, 2, "is of another family, wan", "svdpp run, verify and plan --memory")
+    assert_error(
+        answer, 2, "is of another family, wan", "svdpp run, verify, serve and plan --memory"
+    )

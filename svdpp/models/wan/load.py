@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import diffusers
@@ -17,6 +18,8 @@ from svdpp.models.wan.checkpoint import WanCheckpoint
 from svdpp.plan.layout import Roles
 
 _EXPERTS = ("transformer", "transformer_2")
+# The text pipeline has no such components.
+_IMAGE_COMPONENTS = ("image_encoder", "image_processor")
 # As in diffusers' documentation of Wan.
 _FP32_COMPONENTS = ("vae", "image_encoder")
 
@@ -67,6 +70,27 @@ def load_parts(
         expand_timesteps=checkpoint.expand_timesteps,
     )
     return RangeParts(pipe=pipe, device=load.device, dtype=dtype, has_image=has_image)
+
+
+def parts_for(parts: RangeParts, *, has_image: bool) -> RangeParts:
+    """The same components, in the pipeline for clips from an image, or from text alone.
+
+    Components for images also make clips from text, but not the other way round.
+    """
+    if has_image == parts.has_image:
+        return parts
+    assert parts.has_image, "a rank for clips from text has no encoder of images"
+    components = {
+        name: component
+        for name, component in parts.pipe.components.items()
+        if name not in _IMAGE_COMPONENTS
+    }
+    pipe = pipeline_class(has_image)(
+        **components,
+        boundary_ratio=parts.pipe.config.boundary_ratio,
+        expand_timesteps=parts.pipe.config.expand_timesteps,
+    )
+    return replace(parts, pipe=pipe, has_image=has_image)
 
 
 def pipeline_class(has_image: bool) -> Any:
