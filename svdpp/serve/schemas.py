@@ -141,8 +141,8 @@ class FormField(BaseModel):
 
     type: Literal["integer", "number", "string"]
     description: str = ""
-    minimum: float | None = None
-    maximum: float | None = None
+    minimum: int | float | None = None
+    maximum: int | float | None = None
     choices: list[str] | None = None
 
 

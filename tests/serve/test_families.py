@@ -226,7 +226,7 @@ def test_seconds_become_a_number_of_frames_that_the_family_makes() -> None:
         sizes=((832, 480),),
         inputs=Inputs(photo="refused", prompt="needed"),
     )
-    for seconds, frames in ((0.01, 1), (1, 17), (1.2, 21), (5, 81)):
+    for seconds, frames in ((0.01, 1), (1, 17), (1.25, 21), (5, 81)):
         request = offer.form(prompt=PROMPT, seconds=seconds)
         assert offer.sampling_of(request).num_frames == frames
 

@@ -77,7 +77,7 @@ function createCard(video) {
   };
   const about = make("div", { className: "about" },
     make("div", { className: "head" }, make("span", { className: "dot" }),
-      make("span", { className: "title", title, textContent: nameOf(video) }),
+      make("span", { className: `title${video.prompt ? " prompt" : ""}`, title, textContent: nameOf(video) }),
       make("span", { className: "note", textContent: `seed ${video.seed}` })),
     make("span", { className: "note", textContent: `${shapeOf(video)} · ${video.seconds} s` }),
     parts.made,
@@ -133,7 +133,7 @@ const HASHES = ["model", "dtype", "device", "latents_sha256", "frames_sha256", "
 
 async function fillDetails(body, video) {
   const line = (name, value) =>
-    make("tr", {}, make("th", { scope: "row", textContent: name }), make("td", { textContent: value }));
+    make("tr", { className: name.endsWith("prompt") ? "text" : "" }, make("th", { scope: "row", textContent: name }), make("td", { textContent: value }));
   body.replaceChildren(...parametersOf(video).map((name) => line(name, video[name])));
   if (video.status !== "completed") return;
   try {

@@ -9,7 +9,7 @@ const LABELS = {
   min_guidance_scale: "Guidance, first frame",
   max_guidance_scale: "Guidance, last frame",
   guidance_scale: "Guidance",
-  guidance_scale_2: "Guidance, second expert",
+  guidance_scale_2: "Guidance, expert 2",
   guidance_rescale: "Guidance rescale",
   flow_shift: "Flow shift",
   decode_timestep: "Decode timestep",
@@ -44,7 +44,7 @@ function showPhotoField(use) {
 }
 
 function makeKnob(name) {
-  const input = make("input", { name, type: "number", inputMode: "decimal", step: "any" });
+  const input = make("input", { name, type: "number", inputMode: "decimal", step: "any", placeholder: "default" });
   return make("label", { className: "field knob" }, make("span", { textContent: LABELS[name] }), input);
 }
 
