@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ pytest.importorskip("fastapi")
 from svdpp.config import ModelConfig, PipelineConfig, WanSampling
 from svdpp.driver.resolve import resolve
 from svdpp.errors import RequestError
+from svdpp.media.examples import example_photos
 from svdpp.plan.layout import Layout
 from svdpp.serve.estimate import Layouts
 from svdpp.serve.forms import form_of
@@ -25,6 +27,9 @@ from tests.cli.shell import assert_error, svdpp_here
 from tests.models.tiny_families import save_tiny_ltx, save_tiny_wan
 from tests.serve.http_server import HANG_SECONDS, PHOTO, HttpServer, error_of, wait
 from tests.serve.store_jobs import new_job
+from tests.serve.test_page import driver, opened
+
+__all__ = ["driver"]  # a fixture
 
 CPU = ("--device", "cpu", "--world", "2", "--threads", "1", "--max-prompt-tokens", "8")
 WAN = (*CPU, "--steps", "4", "--height", "32", "--width", "32", "--frames", "5")
@@ -185,6 +190,7 @@ def test_a_killed_server_goes_on_inside_the_solvers_history(
         server.wait_ready()
         (id,) = server.add(**form)
         wait(lambda: list((tmp_path / "latents").glob("*")), HANG_SECONDS, lambda: server.err)
+        assert server.video(id)["status"] == "in_progress"
         server.stop(9)
     with HttpServer(tmp_path, *options) as server:
         server.wait_ready()
@@ -198,6 +204,58 @@ def test_a_killed_server_goes_on_inside_the_solvers_history(
 def hashes(server: HttpServer, id: str) -> str:
     metadata = server.client.get(f"/v1/videos/{id}/metadata").json()
     return str(metadata["latents_sha256"])
+
+
+# --- the page -------------------------------------------------------------------------------------
+
+
+@pytest.mark.processes
+@pytest.mark.long
+def test_the_page_makes_clips_from_text(driver: Any, wan: HttpServer) -> None:
+    with contextmanager(opened)(driver, wan) as page:
+        page.one("textarea[name=prompt]")
+        assert page.all("#drop") == []
+        page.run("document.querySelector('details').open = true")
+        assert page.all("[name=flow_shift]")
+        assert page.all("[name=motion_bucket_id], [name=fit]") == []
+
+        page.one("#make").click()
+        assert page.text("#error-prompt") == "Say what happens in the clip."
+        page.fill("prompt", "<b>The sea</b> " + "at night, " * 20)
+        page.fill("frames", 6)
+        page.one("#make").click()
+        assert "1, 5, 9" in page.text("#error-frames")
+        page.fill("frames", 5)
+        page.one("#make").click()
+        page.wait(lambda: page.all(".card"))
+        title = page.text(".card .title")
+        assert title.startswith("<b>The sea</b> at night")
+        assert len(title) == 60
+
+        page.one(".card button[aria-label^=Make]").click()
+        page.wait(lambda: len(page.all(".card")) == 2)
+        first, second = wan.client.get("/v1/videos?limit=2").json()["data"]
+        assert first["prompt"] == second["prompt"]
+        assert first["seed"] != second["seed"]
+
+
+@pytest.mark.processes
+@pytest.mark.long
+def test_the_page_makes_clips_from_a_photograph_or_none(driver: Any, ltx: HttpServer) -> None:
+    with contextmanager(opened)(driver, ltx) as page:
+        before = len(page.all(".card"))
+        page.wait_text("#drop", "or none")
+        page.fill("prompt", PROMPT)
+        page.choose(example_photos()[0])
+        page.one("#make").click()
+        page.wait(lambda: len(page.all(".card")) == before + 1)
+        page.one("#make").click()
+        page.wait(lambda: len(page.all(".card")) == before + 2)
+        newest = ltx.client.get("/v1/videos?limit=2").json()["data"]
+        assert [video["input"] is None for video in newest] == [True, False]
+
+
+# --- before the start -----------------------------------------------------------------------------
 
 
 def test_a_draft_is_refused_at_the_start(wan_folder: Path, tmp_path: Path) -> None:
