@@ -47,4 +47,10 @@ def resolved(config: PipelineConfig, checkpoint: Checkpoint | None) -> PipelineC
             "method, and diffusers' loop for this family does not give it",
             "leave --draft out",
         )
-    return replace(config, sampling=sampling, expert_boundary=checkpoint.expert_boundary(sampling))
+    boundary, num_steps = checkpoint.expert_boundary(sampling), sampling.num_inference_steps
+    if boundary is not None and not 0 < boundary < num_steps:
+        raise RequestError(
+            f"the model has two experts, and one of them would do all {num_steps} steps",
+            "use more --steps, or another --flow-shift",
+        )
+    return replace(config, sampling=sampling, expert_boundary=boundary)
