@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from svdpp.config import ClipRequest, PipelineConfig, SamplingConfig
 from svdpp.config.sampling import PromptedSampling
-from svdpp.driver.resolve import resolved
+from svdpp.driver.resolve import resolved_for
 from svdpp.errors import RequestError
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.plan.layout import Layout
@@ -35,7 +35,7 @@ class ClipConfigs:
         self._with = lru_cache(_CONFIGS_KEPT)(self._new_config)
 
     def _new_config(self, sampling: SamplingConfig) -> PipelineConfig:
-        config = resolved(self._config.with_sampling(sampling), self._checkpoint)
+        config = resolved_for(sampling, self._config, self._checkpoint)
         if _starts_from_image(config.sampling) and not _starts_from_image(self._config.sampling):
             raise RequestError(
                 "the ranks were started for clips from text alone",

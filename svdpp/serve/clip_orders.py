@@ -11,6 +11,7 @@ from typing import Any
 
 from svdpp.config import ClipRequest, OutputConfig, PipelineConfig
 from svdpp.driver.existing_outputs import clip_as_asked
+from svdpp.driver.resolve import resolved_for
 from svdpp.errors import InputError, OutputError, RequestError, SvdppError
 from svdpp.media.image import Photo
 from svdpp.media.inputs import ClipInput
@@ -133,7 +134,7 @@ class ClipOrders:
         if self._checkpoint is None or output is None:
             return {}
         made_from = ClipInput(self._photo(job), job.prompt, job.negative_prompt)
-        config = self._config.with_sampling(job.sampling)
+        config = resolved_for(job.sampling, self._config, self._checkpoint)
         return clip_metadata(made_from, job.seed, output, config, self._checkpoint)
 
     def _key(self, job: Job, metadata: dict[str, Any]) -> str:

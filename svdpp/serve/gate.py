@@ -10,6 +10,7 @@ from svdpp.config import ClipRequest, PipelineConfig, SamplingConfig
 from svdpp.config.sampling import PromptedSampling
 from svdpp.driver.clip_configs import ClipConfigs
 from svdpp.driver.memory_check import check_memory
+from svdpp.driver.resolve import resolved_for
 from svdpp.errors import OutOfMemoryError
 from svdpp.launch.gpus import visible_gpus
 from svdpp.models.checkpoint import Checkpoint
@@ -81,7 +82,7 @@ class ClipGate:
         if is_no_larger or self._checkpoint is None:
             return
         if self._config.device == "cpu":
-            config = self._config.with_sampling(sampling)
+            config = resolved_for(sampling, self._config, self._checkpoint)
             check_memory(config, self._checkpoint, self._config.roles)
             return
         if problem := self._problem(_shape_only(sampling, own)):

@@ -13,17 +13,20 @@ import pytest
 
 pytest.importorskip("fastapi")
 
-from svdpp.config import ModelConfig, PipelineConfig, WanSampling
+from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, WanSampling
 from svdpp.driver.resolve import resolve
 from svdpp.errors import RequestError
 from svdpp.media.examples import example_photos
+from svdpp.media.video import frames_sha256
 from svdpp.plan.layout import Layout
 from svdpp.serve.estimate import Layouts
 from svdpp.serve.forms import form_of
 from svdpp.serve.gate import ClipGate
 from svdpp.serve.offer import Inputs, Offer
 from svdpp.serve.store import JobStore
+from svdpp.worker.tensor_store import tensor_sha256
 from tests.cli.shell import assert_error, svdpp_here
+from tests.models.diffusers_pipeline import latents_and_frames
 from tests.models.tiny_families import save_tiny_ltx, save_tiny_wan
 from tests.serve.http_server import HANG_SECONDS, PHOTO, HttpServer, error_of, wait
 from tests.serve.store_jobs import new_job
@@ -35,6 +38,9 @@ CPU = ("--device", "cpu", "--world", "2", "--threads", "1", "--max-prompt-tokens
 WAN = (*CPU, "--steps", "4", "--height", "32", "--width", "32", "--frames", "5")
 LTX = (*CPU, "--steps", "4", "--height", "64", "--width", "96", "--frames", "9")
 PROMPT = "the sea at night"
+SAMPLING = WanSampling(
+    num_inference_steps=4, height=32, width=32, num_frames=5, max_sequence_length=8
+)
 
 
 @pytest.fixture(scope="module")
@@ -80,23 +86,23 @@ def made(server: HttpServer, **form: Any) -> dict[str, Any]:
 
 
 @pytest.mark.processes
-def test_a_clip_from_text_has_the_bits_of_diffusers(wan: HttpServer) -> None:
-    video = made(
-        wan, photo=None, prompt=PROMPT, negative_prompt="blurred", guidance_scale_2=3, seed=1
-    )
+@pytest.mark.usefixtures("one_thread")
+def test_a_clip_from_text_has_the_bits_of_diffusers(wan: HttpServer, wan_folder: Path) -> None:
+    prompts = {"prompt": PROMPT, "negative_prompt": "blurred"}
+    (id,) = wan.add(photo=None, **prompts, guidance_scale_2=3, seed=1)
+    video = wan.wait_for(id, "completed")
 
-    assert video["proof"] == "equal", wan.err
-    wanted = {
-        "prompt": PROMPT,
-        "negative_prompt": "blurred",
-        "guidance_scale_2": 3.0,
-        "input": None,
-    }
-    assert wanted.items() <= video.items()
-    metadata = wan.client.get(f"/v1/videos/{video['id']}/metadata").json()
+    assert {**prompts, "guidance_scale_2": 3.0, "input": None}.items() <= video.items()
+    metadata = wan.client.get(f"/v1/videos/{id}/metadata").json()
+    sampling = replace(SAMPLING, guidance_scale_2=3.0)
+    latents, frames = latents_and_frames(
+        ModelConfig(name=str(wan_folder)), sampling, ClipRequest(seed=1, **prompts), None
+    )
+    expected = (tensor_sha256(latents[-1]), frames_sha256(frames))
+    assert (metadata["latents_sha256"], metadata["frames_sha256"]) == expected
     assert (metadata["prompt"], metadata["split"]) == (PROMPT, "balanced")
-    assert wan.client.get(f"/v1/videos/{video['id']}/content").content[4:8] == b"ftyp"
-    error_of(wan.client.get(f"/v1/videos/{video['id']}/input"), 404, "no_input")
+    assert wan.client.get(f"/v1/videos/{id}/content").content[4:8] == b"ftyp"
+    error_of(wan.client.get(f"/v1/videos/{id}/input"), 404, "no_input")
     assert list((wan.folder / "photos").iterdir()) == []
     assert PROMPT not in wan.err
 
@@ -153,6 +159,12 @@ def test_clips_of_a_model_that_the_server_ran_earlier(wan: HttpServer) -> None:
     assert "a model of the family wan now" in old["error"]["message"]
     listed = wan.client.get("/v1/videos?limit=100").json()["data"]
     assert [video for video in listed if video["id"] == old["id"]] == [old]
+
+
+@pytest.mark.processes
+@pytest.mark.long
+def test_the_proof_of_a_clip_from_text(wan: HttpServer) -> None:
+    assert made(wan, photo=None, prompt=PROMPT, flow_shift=4)["proof"] == "equal", wan.err
 
 
 @pytest.mark.processes
@@ -294,12 +306,13 @@ def test_the_gate_knows_which_rank_has_which_expert(wan_folder: Path) -> None:
         PipelineConfig(
             world_size=2,
             model=ModelConfig(name=str(wan_folder)),
-            sampling=WanSampling(num_inference_steps=4, height=32, width=32, num_frames=5),
+            sampling=replace(SAMPLING, num_inference_steps=50),
             split="balanced",
         )
     )
     gate = ClipGate(config, checkpoint)
-    for steps in (4, 7, 50):
+    assert config.expert_boundary == 16
+    for steps in (4, 7, 16, 50, 400):
         gate.check(replace(config.sampling, num_inference_steps=steps))
     with pytest.raises(RequestError, match="would do all 1 steps"):
         gate.check(replace(config.sampling, num_inference_steps=1))

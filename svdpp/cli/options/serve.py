@@ -39,8 +39,7 @@ class ServeOptions:
             "--data",
             panel=SERVICE,
             metavar="DIR",
-            help="Folder of the queue, the photographs and the clips. A server that starts with it "
-            "again goes on.",
+            help="Folder of queue, photographs and clips; a new start with it goes on.",
         ),
     ] = Path("svdpp-data")
     api_key_file: Annotated[
@@ -117,8 +116,8 @@ class ServeOptions:
             "--sizes",
             panel=VIDEO,
             metavar="WxH,WxH",
-            help="Further frame sizes that clients may request, such as 768x448,1024x576.",
-            default="only --width x --height",
+            help="Further sizes of clips, such as 768x448,1024x576.",
+            default="none",
         ),
     ] = None
     time_scale: Annotated[
