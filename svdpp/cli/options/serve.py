@@ -117,7 +117,7 @@ class ServeOptions:
             panel=VIDEO,
             metavar="WxH,WxH",
             help="Further sizes of clips, such as 768x448,1024x576.",
-            default="none",
+            default="only --width x --height",
         ),
     ] = None
     time_scale: Annotated[
