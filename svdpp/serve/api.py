@@ -22,9 +22,10 @@ from svdpp.serve.api_errors import documented
 from svdpp.serve.api_requests import Owned, Served
 from svdpp.serve.guard import PUBLIC_PATHS, Guard, KeyCheck, Limits
 from svdpp.serve.metrics import CONTENT_TYPE
+from svdpp.serve.owner import Owner
 from svdpp.serve.page_files import page_file
 from svdpp.serve.schemas import EngineStatus, Health, ModelList, Rank, RankSpan
-from svdpp.serve.service import Owner, Service
+from svdpp.serve.service import Service
 from svdpp.serve.status_calls import StatusCalls
 
 _ABOUT = """

@@ -15,8 +15,9 @@ from svdpp.serve.api_errors import ApiError, documented
 from svdpp.serve.api_requests import IdempotencyKey, Owned, Served
 from svdpp.serve.forms import VideoRequest
 from svdpp.serve.guard import UPLOAD_PATH, Limits
+from svdpp.serve.owner import Owner
 from svdpp.serve.schemas import Video
-from svdpp.serve.service import Owner, Service
+from svdpp.serve.service import Service
 from svdpp.serve.waiters import in_thread
 
 _ANSWERS = {

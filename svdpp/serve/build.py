@@ -26,10 +26,11 @@ from svdpp.serve.job import Job, JobState
 from svdpp.serve.keys import Keys
 from svdpp.serve.metrics import Metrics, Sources
 from svdpp.serve.offer import Inputs, Offer
+from svdpp.serve.owner import Owner
 from svdpp.serve.proof import Prover
 from svdpp.serve.retention import CLIPS, LATENTS, PHOTOS, remove_strangers
 from svdpp.serve.server import Retention
-from svdpp.serve.service import Owner, Service
+from svdpp.serve.service import Service
 from svdpp.serve.store import JobStore
 from svdpp.serve.upload import PhotoFolder
 

@@ -21,8 +21,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from svdpp.serve.address import is_loopback
 from svdpp.serve.api_errors import ApiError, Refusal, error_answer
 from svdpp.serve.metrics import Metrics
+from svdpp.serve.owner import Owner
 from svdpp.serve.page_files import PAGE_FILES
-from svdpp.serve.service import Owner
 
 #: The route whose body is a photograph.
 UPLOAD_PATH = "/v1/videos"

@@ -20,6 +20,7 @@ from svdpp.serve.gate import ClipGate
 from svdpp.serve.job import Job, JobState, new_id, seed_of
 from svdpp.serve.metrics import Metrics
 from svdpp.serve.offer import Offer
+from svdpp.serve.owner import Owner
 from svdpp.serve.proof import Prover
 from svdpp.serve.retention import CLIPS, PHOTOS, remove_job
 from svdpp.serve.schemas import DeletedVideo, Video, video_of
@@ -30,19 +31,6 @@ from svdpp.serve.upload import PhotoFolder, shown_name
 _MAX_RETRY = 600
 # A longer wait would keep the server from ending.
 _CANCEL_SLICE = 1.0
-
-
-@dataclass(frozen=True)
-class Owner:
-    """Whose jobs a request is about.
-
-    Args:
-        name: of the API key; empty without keys.
-        max_open: jobs that may be queued or in progress; None: no limit.
-    """
-
-    name: str = ""
-    max_open: int | None = None
 
 
 @dataclass(kw_only=True)
@@ -117,12 +105,7 @@ class Service:
         """
         sampling = self.offer.sampling_of(request)
         self.gate.check(sampling)
-        self.gate.check_inputs(
-            sampling,
-            image=request.photo is not None,
-            prompt=request.value("prompt"),
-            negative_prompt=request.value("negative_prompt"),
-        )
+        self.gate.check_inputs(sampling, request)
         return sampling
 
     def submit(

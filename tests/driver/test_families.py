@@ -20,6 +20,7 @@ from svdpp.config import (
     PipelineConfig,
     WanSampling,
 )
+from svdpp.driver.clip_configs import ClipConfigs
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.resolve import resolve
 from svdpp.errors import RequestError
@@ -179,6 +180,14 @@ def test_ranks_hold_one_expert_each(wan: Family) -> None:
 def test_drafts_are_refused(wan: Family) -> None:
     with pytest.raises(RequestError, match="cannot be drafted"):
         resolve(replace(wan.config, world_size=2, draft=DraftConfig(start_steps=(0, 2))))
+
+
+def test_ranks_without_an_encoder_of_images_refuse_photographs(wan: Family) -> None:
+    config, checkpoint = resolve(wan.config)
+    assert isinstance(config.sampling, WanSampling)
+    asked = replace(wan.requests[0], sampling=replace(config.sampling, from_image=True))
+    with pytest.raises(RequestError, match="started for clips from text alone"):
+        ClipConfigs(config, checkpoint).resolved(asked)
 
 
 @pytest.mark.parametrize("command", ["simulate", "profile", "doctor"])
