@@ -160,7 +160,11 @@ class EventLog:
             case DraftLost():
                 log.warning("no draft of clip {} from here: {}", event.clip, event.error["message"])
             case PromptCut():
-                log.warning("the model does not read the end of a prompt: {!r}", event.text)
+                # Prompts are private: a log may have other readers than their authors.
+                log.warning(
+                    "clip {}: the model does not read the last {} characters of its prompt",
+                    *(event.clip, len(event.text)),
+                )
             case CheckpointLost() if time.monotonic() >= self._next_warning:
                 self._next_warning = time.monotonic() + _WARNING_SECONDS
                 log.warning("{}: {}", event.error["message"], event.error["hint"])

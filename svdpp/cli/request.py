@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.ranks import RankOptions
@@ -14,6 +14,9 @@ from svdpp.errors import RequestError
 from svdpp.launch.world import World, find_world
 from svdpp.plan.split import largest_world
 
+if TYPE_CHECKING:
+    from svdpp.models.checkpoint import Use
+
 
 def pipeline_config(
     ranks: RankOptions,
@@ -22,7 +25,7 @@ def pipeline_config(
     *,
     device: str,
     plan: Mapping[str, Any],
-    from_image: bool | None = None,
+    from_image: bool,
     family: str | None = None,
     **of_model: bool,
 ) -> PipelineConfig:
@@ -34,8 +37,7 @@ def pipeline_config(
         sampling: options of the sampler.
         device: name, as decided by `RankOptions.device_for`.
         plan: `world_size` and the other fields of `PlanChoice.settings`.
-        from_image: whether the clips start from photographs; None: the command makes no clips of
-            families that take prompts.
+        from_image: whether the clips start from photographs.
         family: of the model; None: its files say so.
         of_model: further fields of the `ModelConfig`.
 
@@ -43,16 +45,10 @@ def pipeline_config(
         RequestError: they contradict each other.
     """
     family = family or model.family
-    if from_image is None and family != "svd":
-        raise RequestError(
-            f"this command is for Stable Video Diffusion, and {model.model} is of another family, "
-            f"{family}",
-            "svdpp run, verify, simulate, profile, bench, doctor and plan --memory know it",
-        )
     try:
         return PipelineConfig(
             model=model.to_config(device, **of_model),
-            sampling=sampling.to_config(model, from_image=bool(from_image), family=family),
+            sampling=sampling.to_config(model, from_image=from_image, family=family),
             device=device,
             num_threads=ranks.threads_on(device, plan["world_size"]),
             timeout_seconds=ranks.timeout,
@@ -68,13 +64,18 @@ def pipeline_config(
         raise
 
 
-def needs_image(model: ModelOptions) -> bool:
-    """Whether clips of the model need a photograph; reads its configs only if it takes prompts."""
+def image_use(model: ModelOptions) -> Use:
+    """What clips of the model do with a photograph; reads its configs only if it takes prompts."""
     if model.family == "svd":
-        return True
+        return "needed"
     from svdpp.models.checkpoint import find_checkpoint
 
-    return find_checkpoint(model.to_config("cpu"), weights=False).image_use == "needed"
+    return find_checkpoint(model.to_config("cpu"), weights=False).image_use
+
+
+def needs_image(model: ModelOptions) -> bool:
+    """Whether clips of the model need a photograph."""
+    return image_use(model) == "needed"
 
 
 def without_world(hint: str) -> str:

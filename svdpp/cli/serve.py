@@ -6,15 +6,15 @@ import sys
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from svdpp.cli.command import command
 from svdpp.cli.console import Console, counted
 from svdpp.cli.options.draft import DraftOptions
-from svdpp.cli.options.layout import LayoutOptions
+from svdpp.cli.options.layout import LayoutOptions, ShareOptions
 from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.ranks import RankOptions
-from svdpp.cli.options.sampling import PROMPT_FIELDS, SamplingOptions, with_fitting_chunk
+from svdpp.cli.options.sampling import SamplingOptions, with_fitting_chunk
 from svdpp.cli.options.serve import ServeOptions
 from svdpp.cli.options.talk import LogOptions
 from svdpp.errors import Interrupted, RequestError
@@ -22,16 +22,19 @@ from svdpp.errors import Interrupted, RequestError
 if TYPE_CHECKING:
     import socket
 
-    from svdpp.config import PipelineConfig
+    from svdpp.config import PipelineConfig, SamplingConfig
     from svdpp.serve.build import ServerSettings
     from svdpp.serve.keys import Keys
 
 #: What the extra `serve` installs, by the names of its modules.
 _EXTRA = ("fastapi", "uvicorn", "python_multipart", "prometheus_client")
+_Options: TypeAlias = tuple[
+    SamplingOptions, ModelOptions, RankOptions, LayoutOptions, DraftOptions, ShareOptions
+]
 # A queue has no end; the choice of a layout needs a number.
 _MANY_CLIPS = 1000
 #: Clips can have any number of steps, which a uniform split does not allow.
-_SPLIT = "dithered"
+_SPLIT, _SPLIT_OF_EXPERTS = "dithered", "balanced"
 
 
 @command(
@@ -44,8 +47,11 @@ _SPLIT = "dithered"
         *("host", "port", "data", "api_key_file", "new_key", "world", "device", "model"),
         "sizes",
     ),
-    without=("seed", "draft_psnr", *PROMPT_FIELDS),
-    defaults={"world": "all GPUs; on the CPU 2", "split": "dithered"},
+    without=("seed", "draft_psnr"),
+    defaults={
+        "world": "all GPUs; on the CPU 2",
+        "split": "dithered; with two experts balanced",
+    },
     meanings={
         "steps": "Denoising steps of a clip, unless its request says otherwise.",
         "draft": "Have all ranks draft a clip that finds them idle: its approximation is ready "
@@ -63,6 +69,7 @@ def serve(
     ranks: RankOptions,
     layout: LayoutOptions,
     draft: DraftOptions,
+    experts: ShareOptions,
     log: LogOptions,
 ) -> None:
     """Serve clips over HTTP, with a queue that survives crashes and a web page.
@@ -76,7 +83,7 @@ def serve(
     sizes = service.all_sizes(sampling.to_config(model))
     _check_extra()
     try:
-        _serve(console, service, sizes, (sampling, model, ranks, layout, draft), log)
+        _serve(console, service, sizes, (sampling, model, ranks, layout, draft, experts), log)
     except Interrupted:
         console.info("ended before it served")
 
@@ -85,7 +92,7 @@ def _serve(
     console: Console,
     asked: ServeOptions,
     sizes: tuple[tuple[int, int], ...],
-    options: tuple[SamplingOptions, ModelOptions, RankOptions, LayoutOptions, DraftOptions],
+    options: _Options,
     log: LogOptions,
 ) -> None:
     """Checks the request, the quick checks first, and serves until a signal."""
@@ -169,30 +176,53 @@ def _config(
     ranks: RankOptions,
     layout: LayoutOptions,
     draft: DraftOptions,
+    share: ShareOptions,
 ) -> tuple[PipelineConfig, str]:
     """The configuration, and a remark on the layout; "" for none."""
-    from svdpp.cli.plan_choice import PlanChoice
-    from svdpp.cli.request import is_joined, pipeline_config
+    from svdpp.cli.plan_choice import PlanChoice, experts_of
+    from svdpp.cli.request import image_use, is_joined, pipeline_config
 
     device, sleeps = ranks.device_for(model.model), asked.time_scale is not None
+    # Ranks for clips from photographs also make clips from text, if the model allows both.
+    family, from_image = model.family, image_use(model) != "refused"
+    experts = experts_of(
+        model.to_config(device),
+        sampling.to_config(model, from_image=from_image, family=family),
+        share=share.share_experts,
+    )
     if not layout.given:
-        layout = replace(layout, split=_SPLIT)
+        layout = replace(layout, split=_SPLIT if experts is None else _SPLIT_OF_EXPERTS)
+    num_steps = sampling.num_steps(family)
     plan = PlanChoice(
         draft=DraftOptions(),
         layout=layout,
         world=ranks.world,
-        steps=sampling.num_steps(),
+        steps=num_steps,
+        family=family,
         device=device,
     )
-    num_clips = None if is_joined() else _MANY_CLIPS
-    shape, why = plan.settings(num_clips=num_clips, decodes=not model.is_dummy or sleeps)
-    shape |= draft.settings(sampling.num_steps(), shape["world_size"])
+    shape, why = plan.settings(
+        num_clips=None if is_joined() else _MANY_CLIPS,
+        decodes=not model.is_dummy or sleeps,
+        experts=experts,
+    )
+    shape |= draft.settings(num_steps, shape["world_size"])
+    shape |= experts or {}
     shape["draft_on_request"] = draft.draft
     if asked.time_scale is not None:
         from svdpp.cli.simulate import scaled_costs
 
         shape["costs"] = scaled_costs(shape["costs"], asked.time_scale, model)
-    config = pipeline_config(ranks, model, sampling, device=device, plan=shape, dummy_sleeps=sleeps)
+    config = pipeline_config(
+        ranks,
+        model,
+        sampling,
+        device=device,
+        plan=shape,
+        from_image=from_image,
+        family=family,
+        dummy_sleeps=sleeps,
+    )
     return replace(config, heartbeat_timeout_seconds=asked.heartbeat_timeout), why
 
 
@@ -242,13 +272,23 @@ def _announce(
     )
     if sys.stderr.isatty():
         key = "" if keys is None else " -H 'Authorization: Bearer KEY'"
-        console.info(f"first clip: curl{key} -F input_reference=@photo.jpg {url}/v1/videos")
+        fields = _example_fields(config.sampling)
+        console.info(f"first clip: curl{key} {fields} {url}/v1/videos")
         console.info("Ctrl-C ends it")
     if console.as_json:
         console.json(
             {"schema_version": 1, "url": url, "data": str(asked.data), "model": config.model.name}
         )
         sys.stdout.flush()
+
+
+def _example_fields(sampling: SamplingConfig) -> str:
+    """The form of a first request, for curl."""
+    has_prompt = sampling.family != "svd"
+    fields = ["-F prompt='the sea at night'"] if has_prompt else []
+    if not has_prompt or getattr(sampling, "from_image", False):
+        fields.append("-F input_reference=@photo.jpg")
+    return " ".join(fields)
 
 
 def _check_extra() -> None:

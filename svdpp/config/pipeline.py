@@ -209,14 +209,21 @@ class PipelineConfig:
             share_experts=self.share_experts,
         )
 
-    def with_sampling(self, sampling: SamplingConfig) -> PipelineConfig:
+    def with_sampling(
+        self, sampling: SamplingConfig, expert_boundary: int | None = None
+    ) -> PipelineConfig:
         """The configuration of a clip with these sampling parameters.
 
         It makes no drafts on request: their start steps may not fit its number of steps.
+
+        Args:
+            sampling: of the clip.
+            expert_boundary: of these parameters; None: the model has one expert.
         """
+        changes: dict[str, Any] = {"sampling": sampling, "expert_boundary": expert_boundary}
         if self.draft_on_request:
-            return replace(self, sampling=sampling, draft=None, draft_on_request=False)
-        return replace(self, sampling=sampling)
+            changes |= {"draft": None, "draft_on_request": False}
+        return replace(self, **changes)
 
     def alone(self) -> PipelineConfig:
         """The same configuration with one rank."""

@@ -268,14 +268,13 @@ def _rules(figures: RunFigures, again: Again) -> Iterator[Advice]:
         f"--world {figures.world_size} --costs {shlex.quote(again.costs)}",
         kinds=("few_clips",),
     )
-    if figures.sampling.get("family", "svd") == "svd":
-        model = figures.model.get("name")
-        named = f" --model {shlex.quote(model)}" if isinstance(model, str) else ""
-        yield Advice(
-            text="keep the ranks between runs: a service loads the model once",
-            command=f"svdpp serve --gpus {figures.world_size} --device {figures.device}{named}",
-            kinds=("start_up",),
-        )
+    model = figures.model.get("name")
+    named = f" --model {shlex.quote(model)}" if isinstance(model, str) else ""
+    yield Advice(
+        text="keep the ranks between runs: a service loads the model once",
+        command=f"svdpp serve --gpus {figures.world_size} --device {figures.device}{named}",
+        kinds=("start_up",),
+    )
 
 
 def _free_cores(figures: RunFigures, again: Again) -> Iterator[Advice]:

@@ -7,7 +7,8 @@ from functools import lru_cache
 from itertools import pairwise
 
 from svdpp.config import ClipRequest, PipelineConfig, SamplingConfig
-from svdpp.driver.resolve import resolved
+from svdpp.config.sampling import PromptedSampling
+from svdpp.driver.resolve import resolved_for
 from svdpp.errors import RequestError
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.plan.layout import Layout
@@ -34,7 +35,13 @@ class ClipConfigs:
         self._with = lru_cache(_CONFIGS_KEPT)(self._new_config)
 
     def _new_config(self, sampling: SamplingConfig) -> PipelineConfig:
-        return resolved(self._config.with_sampling(sampling), self._checkpoint)
+        config = resolved_for(sampling, self._config, self._checkpoint)
+        if _starts_from_image(config.sampling) and not _starts_from_image(self._config.sampling):
+            raise RequestError(
+                "the ranks were started for clips from text alone",
+                "set from_image in the pipeline's sampling parameters: such ranks make both",
+            )
+        return config
 
     def resolved(self, request: ClipRequest) -> ClipRequest:
         """`request` with numbers for its frame count and decode chunk; the latter the pipeline's.
@@ -77,6 +84,12 @@ class ClipConfigs:
             route = layout.route(clip, all_stages=True)
             if not self._can_take(layout, route):
                 own = self._config.sampling.num_inference_steps
+                if layout.num_steps == own:
+                    raise RequestError(
+                        "with these parameters the model changes its expert at another step, and "
+                        "some ranks have not loaded the expert that they would need",
+                        "use the pipeline's --flow-shift",
+                    )
                 raise RequestError(
                     f"the ranks were started for clips of {own} steps, and some have not loaded "
                     f"what clips of {layout.num_steps} steps need",
@@ -90,3 +103,8 @@ class ClipConfigs:
         return pairs <= self._links and all(
             layout.experts_of(part) <= roles[part.rank].experts for part in route.ranges
         )
+
+
+def _starts_from_image(sampling: SamplingConfig) -> bool:
+    """Whether a clip needs the encoder of images; ranks of families without prompts have it."""
+    return not isinstance(sampling, PromptedSampling) or sampling.from_image

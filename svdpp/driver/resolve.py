@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
-from svdpp.config import PipelineConfig
+from svdpp.config import PipelineConfig, SamplingConfig
 from svdpp.errors import RequestError
 from svdpp.launch.world import find_world
 from svdpp.models.checkpoint import Checkpoint, find_checkpoint, with_weights
@@ -58,19 +58,16 @@ def resolved(config: PipelineConfig, checkpoint: Checkpoint | None) -> PipelineC
     """`config` with the model's own values in place of None.
 
     Args:
-        config: of a run, or of one clip of it.
+        config: of a run.
         checkpoint: of its model; None for the dummy model.
 
     Raises:
         RequestError: the model cannot run these sampling parameters.
     """
-    if checkpoint is None:
-        frames = config.model.dummy_latent.shape[2]
-        return replace(config, sampling=config.sampling.resolved(model_frames=frames))
-    sampling = checkpoint.resolve(config.sampling)
-    if config.draft is not None:
+    sampling, boundary = _resolved(config, config.sampling, checkpoint)
+    if config.draft is not None and checkpoint is not None:
         check_can_draft(checkpoint)
-    return replace(config, sampling=sampling, expert_boundary=checkpoint.expert_boundary(sampling))
+    return replace(config, sampling=sampling, expert_boundary=boundary)
 
 
 def check_can_draft(checkpoint: Checkpoint) -> None:
@@ -85,3 +82,36 @@ def check_can_draft(checkpoint: Checkpoint) -> None:
             "method, and diffusers' loop for this family does not give it",
             "leave --draft out",
         )
+
+
+def resolved_for(
+    sampling: SamplingConfig, config: PipelineConfig, checkpoint: Checkpoint | None
+) -> PipelineConfig:
+    """The configuration of a clip with its own sampling parameters, in a pipeline of `config`.
+
+    Args:
+        sampling: of the clip.
+        config: of the pipeline.
+        checkpoint: of its model; None for the dummy model.
+
+    Raises:
+        RequestError: the model cannot run these sampling parameters.
+    """
+    return config.with_sampling(*_resolved(config, sampling, checkpoint))
+
+
+def _resolved(
+    config: PipelineConfig, sampling: SamplingConfig, checkpoint: Checkpoint | None
+) -> tuple[SamplingConfig, int | None]:
+    """`sampling` with numbers in place of None, and the step at which the expert changes."""
+    if checkpoint is None:
+        frames = config.model.dummy_latent.shape[2]
+        return sampling.resolved(model_frames=frames), config.expert_boundary
+    sampling = checkpoint.resolve(sampling)
+    boundary, num_steps = checkpoint.expert_boundary(sampling), sampling.num_inference_steps
+    if boundary is not None and not 0 < boundary < num_steps:
+        raise RequestError(
+            f"the model has two experts, and one of them would do all {num_steps} steps",
+            "use more --steps, or another --flow-shift",
+        )
+    return sampling, boundary

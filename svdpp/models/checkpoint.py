@@ -85,6 +85,11 @@ class Checkpoint:
         """What a clip has to do with prompts."""
         raise NotImplementedError
 
+    @property
+    def unused_parameters(self) -> tuple[str, ...]:
+        """Sampling parameters of the family that have no effect on this model."""
+        return ()
+
     def check_inputs(
         self,
         sampling: SamplingConfig,
@@ -122,8 +127,9 @@ class Checkpoint:
             )
         if isinstance(sampling, PromptedSampling) and image != sampling.from_image:
             raise RequestError(
-                "the clips of a pipeline start from photographs, or all from text alone",
-                "set from_image in the pipeline's sampling parameters accordingly",
+                f"the clip has {'a' if image else 'no'} photograph, but its sampling parameters "
+                f"have from_image={sampling.from_image}",
+                "set from_image accordingly",
             )
 
     def check_requests(self, sampling: SamplingConfig, requests: Iterable[ClipRequest]) -> None:

@@ -17,17 +17,20 @@ from starlette.types import ASGIApp
 
 from svdpp import __version__
 from svdpp.serve import api_errors, api_videos
+from svdpp.serve.api_create import create_route
 from svdpp.serve.api_errors import documented
 from svdpp.serve.api_requests import Owned, Served
 from svdpp.serve.guard import PUBLIC_PATHS, Guard, KeyCheck, Limits
 from svdpp.serve.metrics import CONTENT_TYPE
+from svdpp.serve.owner import Owner
 from svdpp.serve.page_files import page_file
 from svdpp.serve.schemas import EngineStatus, Health, ModelList, Rank, RankSpan
-from svdpp.serve.service import Owner, Service
+from svdpp.serve.service import Service
 from svdpp.serve.status_calls import StatusCalls
 
 _ABOUT = """
-Photographs in, clips out: Stable Video Diffusion over several devices, bitwise equal to diffusers.
+Photographs and prompts in, clips out: video diffusion over several devices, bitwise equal to
+diffusers.
 
 The routes have the shape of OpenAI's video API. Every answer of 400 and above, but those of
 `/health` and `/ready`, has the body `{"error": {"type", "code", "message", "hint", "details"}}`.
@@ -63,7 +66,7 @@ def create_app(
     app.state.service = service
     app.state.limits = limits or Limits()
     api_errors.install(app)
-    for router in (api_videos.routes, about):
+    for router in (create_route(service.offer.form), api_videos.routes, about):
         app.include_router(router, dependencies=[Depends(_bearer)] if owner_of else [])
     app.include_router(page)
     app.openapi = functools.cache(lambda: _document(app))  # type: ignore[method-assign]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -25,7 +25,8 @@ from svdpp.errors import (
 )
 from svdpp.media import output_files
 from svdpp.redaction import redact, redact_all
-from svdpp.serve.schemas import ErrorAnswer, VideoRequest
+from svdpp.serve.forms import ALL_FIELDS
+from svdpp.serve.schemas import ErrorAnswer
 from svdpp.serve.upload import DecoderBusyError
 
 #: Kind of the error, for people, by status.
@@ -137,7 +138,7 @@ def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 def _without_options(text: str) -> str:
     """`text` that names command-line options, with the names of the API instead."""
-    text = re.sub(r"--([a-z][a-z-]*)", lambda match: match[1].replace("-", "_"), text)
+    text = re.sub(r"--([a-z][a-z0-9-]*)", lambda match: match[1].replace("-", "_"), text)
     return text.replace("num_inference_steps", "steps").replace("num_frames", "frames")
 
 
@@ -145,10 +146,10 @@ def _field_at_fault(error: SvdppError) -> dict[str, str]:
     """The first field of the form that `error` names as an option; empty if it names none."""
     if isinstance(error, InputError):
         return {"field": "input_reference"}
-    for option in re.findall(r"--[a-z][a-z-]*", f"{error.message} {error.hint}"):
+    for option in re.findall(r"--[a-z][a-z0-9-]*", f"{error.message} {error.hint}"):
         name = _without_options(option)
         name = "size" if name in ("width", "height") else name
-        if name in VideoRequest.model_fields:
+        if name in ALL_FIELDS:
             return {"field": name}
     return {}
 
@@ -161,9 +162,10 @@ async def _on_svdpp_error(request: Request, error: Exception) -> JSONResponse:
     return error_answer(api_error)
 
 
-async def _on_invalid(request: Request, error: Exception) -> JSONResponse:  # noqa: ARG001
+async def _on_invalid(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    faults = [_fault(each) for each in error.errors()]
+    why_not = request.app.state.service.offer.why_not
+    faults = [_fault(each, why_not) for each in error.errors()]
     message = "; ".join(f"{each['field']} {each['reason']}" for each in faults[:5])
     status = 400 if any(each["type"] == "json_invalid" for each in error.errors()) else 422
     return error_answer(
@@ -171,11 +173,14 @@ async def _on_invalid(request: Request, error: Exception) -> JSONResponse:  # no
     )
 
 
-def _fault(fault: Mapping[str, Any]) -> dict[str, str]:
-    """One of pydantic's faults in plain words."""
+def _fault(fault: Mapping[str, Any], why_not: Callable[[str], str]) -> dict[str, str]:
+    """One of pydantic's faults in plain words; `why_not` is about fields of other forms."""
     where = [str(part) for part in fault["loc"][1:]] or [str(fault["loc"][0])]
+    field = ".".join(where)
+    if fault["type"] == "extra_forbidden" and field in ALL_FIELDS:
+        return {"field": field, "reason": why_not(field)}
     shown = {**fault, "input": _short(fault.get("input"))}
-    return {"field": ".".join(where), "reason": describe_fault(shown)}
+    return {"field": field, "reason": describe_fault(shown)}
 
 
 def _short(value: Any) -> Any:

@@ -8,7 +8,8 @@ from typing import Annotated
 from fastapi import Depends, Header, Request
 
 from svdpp.serve.api_errors import ApiError
-from svdpp.serve.service import Owner, Service
+from svdpp.serve.owner import Owner
+from svdpp.serve.service import Service
 
 _MAX_KEY = 255
 

@@ -1,31 +1,24 @@
-"""Owns the routes of the clips: request, list, follow, fetch, verify, delete."""
+"""Owns the routes of requested clips: list, follow, fetch, verify, delete."""
 
 from __future__ import annotations
 
 import json
-import shutil
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, TypeVarTuple
+from typing import Annotated, Any, Literal
 
-from anyio import CapacityLimiter, to_thread
-from fastapi import APIRouter, Depends, Form, Query, Request, Response, UploadFile
+from fastapi import APIRouter, Depends, Query
 from fastapi.responses import FileResponse, StreamingResponse
 from starlette.concurrency import run_in_threadpool
 
-from svdpp.errors import OutputError
-from svdpp.media import output_files
 from svdpp.serve.api_errors import ApiError, documented
-from svdpp.serve.api_requests import IdempotencyKey, LastEventId, Owned, Served
-from svdpp.serve.guard import UPLOAD_PATH, Limits
+from svdpp.serve.api_requests import LastEventId, Owned, Served
 from svdpp.serve.job import Job, JobState
-from svdpp.serve.schemas import DeletedVideo, Video, VideoPage, VideoRequest
-from svdpp.serve.service import Owner, Service
+from svdpp.serve.schemas import DeletedVideo, Video, VideoPage
+from svdpp.serve.service import Service
+from svdpp.serve.waiters import in_thread
 
-#: Requests that wait for a decoder or for the ranks; each has a thread, so that others never wait
-#: for one of the pool's.
-_WAITERS = 256
 #: Event streams that are open at the same time.
 MAX_STREAMS = 1000
 
@@ -45,8 +38,6 @@ _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 _COMMENT = b": ping\n\n"
 
 _Kind = Literal["video", "draft"]
-_T = TypeVar("_T")
-_Ts = TypeVarTuple("_Ts")
 
 routes = APIRouter(tags=["videos"])
 
@@ -55,80 +46,6 @@ class EventStream(StreamingResponse):
     """Server-sent events; FastAPI's own response takes three times the processor time for each."""
 
     media_type = "text/event-stream"
-
-
-class _Waiters:
-    """The threads for calls that may wait for long."""
-
-    def __init__(self) -> None:
-        self._limiter: CapacityLimiter | None = None
-
-    async def __call__(self, function: Callable[[*_Ts], _T], *arguments: *_Ts) -> _T:
-        if self._limiter is None:  # needs the event loop
-            self._limiter = CapacityLimiter(_WAITERS)
-        return await to_thread.run_sync(
-            lambda: function(*arguments), limiter=self._limiter, abandon_on_cancel=False
-        )
-
-
-_in_thread = _Waiters()
-
-
-@routes.post(
-    UPLOAD_PATH,
-    status_code=202,
-    responses={
-        202: {
-            "description": "Stored durably.",
-            "headers": {"Location": {"schema": {"type": "string"}}},
-        },
-        **documented(400, 404, 408, 413, 415, 422, 429, 503),
-    },
-)
-async def create_video(
-    request: Request,
-    response: Response,
-    service: Served,
-    owner: Owned,
-    idempotency_key: IdempotencyKey,
-    form: Annotated[VideoRequest, Form(media_type="multipart/form-data")],
-) -> Video:
-    """Requests a clip of a photograph. It is stored durably before the answer."""
-    limits: Limits = request.app.state.limits
-    size = form.input_reference.size or 0
-    if size > limits.upload_bytes:
-        raise ApiError(
-            413,
-            "content_too_large",
-            f"the photograph has {size} bytes, the limit is {limits.upload_bytes}",
-            details={"limit_bytes": limits.upload_bytes},
-        )
-    video = await _in_thread(_create, service, form, owner, idempotency_key)
-    response.headers["Location"] = f"/v1/videos/{video.id}"
-    return video
-
-
-def _create(service: Service, form: VideoRequest, owner: Owner, key: str | None) -> Video:
-    service.check_open(has_key=key is not None)
-    sampling = service.sampling_of(form)
-    upload = service.photos.new_upload()
-    _copy(form.input_reference, upload)
-    job = service.submit(form, sampling, upload, owner=owner, idempotency_key=key)
-    return service.video(service.store.get(job.id) or job)
-
-
-def _copy(photo: UploadFile, path: Path) -> None:
-    try:
-        with path.open("wb") as file:
-            photo.file.seek(0)
-            shutil.copyfileobj(photo.file, file, 2**20)
-    except OSError as error:
-        output_files.remove(path)
-        what = f"cannot store the photograph: {output_files.reason(error)}"
-        raise OutputError(what, "the disk of the server may be full") from error
-    except BaseException:
-        output_files.remove(path)
-        raise
 
 
 @routes.get("/v1/videos", responses=documented(404, 422))
@@ -163,7 +80,7 @@ async def delete_video(id: str, service: Served, owner: Owned) -> DeletedVideo:
 
     The answer to a cancellation comes once no rank works on the video any more.
     """
-    return await _in_thread(service.delete, id, owner)
+    return await in_thread(service.delete, id, owner)
 
 
 @routes.get(
@@ -218,7 +135,10 @@ def head_content(id: str, service: Served, owner: Owned, variant: _Kind = "video
 )
 def get_input(id: str, service: Served, owner: Owned) -> FileResponse:
     """The photograph, as the client sent it."""
-    path = service.photo_path(service.job(id, owner))
+    job = service.job(id, owner)
+    if not job.photo:
+        raise ApiError(404, "no_input", "the video was made from text alone")
+    path = service.photo_path(job)
     if not path.is_file():
         raise ApiError(404, "no_input", "the video has no photograph any more")
     return _private_file(path, _IMAGE_TYPES[path.suffix])

@@ -8,11 +8,10 @@ from typing import Any
 
 from starlette.types import ASGIApp
 
-from svdpp.config import PipelineConfig, SvdSampling
+from svdpp.config import PipelineConfig
 from svdpp.driver.memory_check import check_memory
 from svdpp.driver.resolve import resolve
 from svdpp.driver.supervisor import Observer
-from svdpp.errors import RequestError
 from svdpp.launch import process_group
 from svdpp.launch.world import find_world
 from svdpp.media import output_files, video
@@ -26,11 +25,12 @@ from svdpp.serve.guard import KeyCheck, Limits
 from svdpp.serve.job import Job, JobState
 from svdpp.serve.keys import Keys
 from svdpp.serve.metrics import Metrics, Sources
-from svdpp.serve.offer import Offer
+from svdpp.serve.offer import Inputs, Offer
+from svdpp.serve.owner import Owner
 from svdpp.serve.proof import Prover
 from svdpp.serve.retention import CLIPS, LATENTS, PHOTOS, remove_strangers
 from svdpp.serve.server import Retention
-from svdpp.serve.service import Owner, Service
+from svdpp.serve.service import Service
 from svdpp.serve.store import JobStore
 from svdpp.serve.upload import PhotoFolder
 
@@ -75,11 +75,6 @@ def check_config(config: PipelineConfig) -> PipelineConfig:
     on_this_host = config.world_size if world is None else world.local_size
     process_group.check_devices(config.device, on_this_host, launched=world is not None)
     config, checkpoint = resolve(config)
-    if not isinstance(config.sampling, SvdSampling):
-        raise RequestError(
-            f"svdpp serve makes clips of Stable Video Diffusion, not of {config.sampling.family}",
-            "use svdpp run for other families",
-        )
     check_memory(config, checkpoint, config.roles[:on_this_host])
     if not config.model.is_dummy:
         video.find_ffmpeg()
@@ -183,11 +178,10 @@ def _offer(settings: ServerSettings, checkpoint: Checkpoint | None) -> Offer:
     name = settings.config.model.name
     if checkpoint is not None and checkpoint.fingerprint is not None:
         name = checkpoint.folder.name  # clients need not know where it is
-    sampling = settings.config.sampling
-    assert isinstance(sampling, SvdSampling), "check_config refuses other families"
     return Offer(
         model=name,
-        sampling=sampling,
+        sampling=settings.config.sampling,
         sizes=settings.sizes,
         drafts=settings.config.draft_on_request,
+        inputs=Inputs.of(checkpoint),
     )

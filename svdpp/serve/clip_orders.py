@@ -11,6 +11,7 @@ from typing import Any
 
 from svdpp.config import ClipRequest, OutputConfig, PipelineConfig
 from svdpp.driver.existing_outputs import clip_as_asked
+from svdpp.driver.resolve import resolved_for
 from svdpp.errors import InputError, OutputError, RequestError, SvdppError
 from svdpp.media.image import Photo
 from svdpp.media.inputs import ClipInput
@@ -60,14 +61,24 @@ class ClipOrders:
         Raises:
             RequestError: the ranks cannot make it.
         """
+        own = self._config.sampling.family
+        if job.sampling.family != own:
+            raise RequestError(
+                f"the server runs a model of the family {own} now, and the video is for the "
+                f"family {job.sampling.family}",
+                "request it again from a server of that model",
+            )
         output = self._output(job)
         metadata = self._metadata(job, output)
         key = self._key(job, metadata)
         steps = latent_checkpoints.saved_steps(self.latents_folder, key)
+        photo = None if self._checkpoint is None else self._photo(job)
         request = ClipRequest(
             seed=job.seed,
-            image=None if self._checkpoint is None else str(self.photo(job)),
-            image_sha256=None if self._checkpoint is None else job.photo_sha256,
+            image=None if photo is None else str(photo.path),
+            image_sha256=None if photo is None else photo.sha256,
+            prompt=job.prompt,
+            negative_prompt=job.negative_prompt,
             output=output,
             latents_key=key,
             done_steps=max(steps, default=0),
@@ -108,9 +119,11 @@ class ClipOrders:
         for key in latent_checkpoints.saved_keys(self.latents_folder):
             latent_checkpoints.prune(self.latents_folder, key)
 
-    def photo(self, job: Job) -> Path:
-        """The job's photograph."""
-        return self._folder / "photos" / job.photo
+    def _photo(self, job: Job) -> Photo | None:
+        """The job's photograph; None for a clip from text alone."""
+        if not job.photo:
+            return None
+        return Photo(self._folder / "photos" / job.photo, job.photo_sha256, 0, 0)
 
     def _output(self, job: Job) -> OutputConfig | None:
         if self._checkpoint is None:
@@ -120,9 +133,9 @@ class ClipOrders:
     def _metadata(self, job: Job, output: OutputConfig | None) -> dict[str, Any]:
         if self._checkpoint is None or output is None:
             return {}
-        photo = Photo(self.photo(job), job.photo_sha256, 0, 0)
-        config = self._config.with_sampling(job.sampling)
-        return clip_metadata(ClipInput(photo), job.seed, output, config, self._checkpoint)
+        made_from = ClipInput(self._photo(job), job.prompt, job.negative_prompt)
+        config = resolved_for(job.sampling, self._config, self._checkpoint)
+        return clip_metadata(made_from, job.seed, output, config, self._checkpoint)
 
     def _key(self, job: Job, metadata: dict[str, Any]) -> str:
         """The key of the job's latent checkpoints.

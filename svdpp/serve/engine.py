@@ -102,7 +102,7 @@ class Engine:
         self._running = RunningClips(self._changed)
         self._view = RankView(config.world_size, self._running.job_of)
         self.estimates = JobEstimates(
-            self.config, store, self._running, self._costs, self._seconds_to_ready
+            self.config, store, self._running, self._costs, self._seconds_to_ready, self.checkpoint
         )
         """Places and ETAs of the open jobs."""
         self._announcer = Announcer(

@@ -6,6 +6,7 @@ Pure: the caller brings routes, costs and progress. The replay is the recurrence
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Sequence
@@ -56,7 +57,7 @@ class Estimate:
 
 
 class Layouts:
-    """The layout of clips with other numbers of steps than the pipeline's own.
+    """The layout of clips with other numbers of steps, or steps of an expert, than the pipeline's.
 
     Args:
         layout: of the pipeline.
@@ -66,16 +67,26 @@ class Layouts:
         self._layout = layout
         self._of = functools.lru_cache(_MAX_LAYOUTS)(self._new)
 
-    def route(self, clip: int, num_steps: int, steps_done: int = 0) -> Route:
-        """The route of the clip with index `clip` after `steps_done` of its `num_steps` steps."""
-        route = self._of(num_steps).route(clip)
+    def route(
+        self, clip: int, num_steps: int, steps_done: int = 0, expert_boundary: int | None = None
+    ) -> Route:
+        """The rest of a clip's route.
+
+        Args:
+            clip: its index.
+            num_steps: of the clip.
+            steps_done: after which the rest begins.
+            expert_boundary: steps of the first of two experts; None: one expert.
+        """
+        route = self._of(num_steps, expert_boundary).route(clip)
         return route.resumed(steps_done) if steps_done else route
 
-    def _new(self, num_steps: int) -> Layout:
-        try:
-            return replace(self._layout, num_steps=num_steps)
-        except RequestError:  # an even split does not exist
-            return replace(self._layout, num_steps=num_steps, split="balanced")
+    def _new(self, num_steps: int, expert_boundary: int | None) -> Layout:
+        layout = replace(self._layout, num_steps=num_steps, split="balanced", expert_boundary=None)
+        for split in (self._layout.split, "balanced"):  # an even split may not exist
+            with contextlib.suppress(RequestError):
+                return replace(layout, split=split, expert_boundary=expert_boundary)
+        return layout
 
 
 def estimate(clips: Sequence[ClipAhead], *, delay: float = 0.0) -> dict[str, Estimate]:

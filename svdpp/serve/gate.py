@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 from svdpp.config import ClipRequest, PipelineConfig, SamplingConfig, SvdSampling
+from svdpp.config.sampling import PromptedSampling
 from svdpp.driver.clip_configs import ClipConfigs
 from svdpp.driver.memory_check import check_memory
+from svdpp.driver.resolve import resolved_for
 from svdpp.errors import OutOfMemoryError
 from svdpp.launch.gpus import visible_gpus
 from svdpp.models.checkpoint import Checkpoint
+from svdpp.serve.forms import VideoRequest
 
 _MAX_SHAPES = 256
 _ROUTES = 4
@@ -41,6 +45,17 @@ class ClipGate:
         self._check_route(sampling)
         self._check_memory(sampling)
 
+    def check_inputs(self, sampling: SamplingConfig, request: VideoRequest) -> None:
+        """Refuses a clip that lacks an input that the model needs, or has one that it ignores.
+
+        Raises:
+            RequestError: it does, or a prompt is too long.
+        """
+        texts = {name: request.value(name) for name in ("prompt", "negative_prompt")}
+        ClipRequest(seed=0, **texts)  # checks them
+        if self._checkpoint is not None:
+            self._checkpoint.check_inputs(sampling, image=request.photo is not None, **texts)
+
     def _check_new_route(self, sampling: SamplingConfig) -> None:
         configs = ClipConfigs(self._config, self._checkpoint)
         request = configs.resolved(ClipRequest(seed=0, sampling=sampling))
@@ -59,7 +74,7 @@ class ClipGate:
         if is_no_larger or self._checkpoint is None:
             return
         if self._config.device == "cpu":
-            config = self._config.with_sampling(sampling)
+            config = resolved_for(sampling, self._config, self._checkpoint)
             check_memory(config, self._checkpoint, self._config.roles)
             return
         if problem := self._problem(shape_only(sampling)):
@@ -81,6 +96,7 @@ class ClipGate:
         for roles, gib in zip(self._config.roles, has, strict=True):
             parts = [part for part in ("encode", "denoise", "decode") if getattr(roles, part)]
             weights = sum(needs[f"{part}_weights_gib"] for part in parts)
+            weights += max(0, len(roles.experts) - 1) * needs["denoise_weights_gib"]
             need = weights + max((needs[f"{part}_work_gib"] for part in parts), default=0.0)
             if need > gib:
                 return (
@@ -90,13 +106,24 @@ class ClipGate:
         return ""
 
 
-def shape_only(sampling: SamplingConfig) -> SvdSampling:
+def shape_only(sampling: SamplingConfig) -> SamplingConfig:
     """`sampling` with only what memory and FLOPs depend on, so that few sizes are estimated."""
+    shape: dict[str, Any] = {
+        "height": sampling.height,
+        "width": sampling.width,
+        "num_frames": sampling.num_frames,
+    }
+    guidance_scale = 2.0 if sampling.guided else 1.0
+    if isinstance(sampling, PromptedSampling):
+        return type(sampling)(
+            **shape,
+            from_image=sampling.from_image,
+            max_sequence_length=sampling.max_sequence_length,
+            guidance_scale=guidance_scale,
+        )
     return SvdSampling(
-        height=sampling.height,
-        width=sampling.width,
-        num_frames=sampling.num_frames,
+        **shape,
         decode_chunk_size=sampling.decode_chunk_size,
-        max_guidance_scale=2.0 if sampling.guided else 1.0,
+        max_guidance_scale=guidance_scale,
         min_guidance_scale=1.0,
     )

@@ -21,8 +21,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from svdpp.serve.address import is_loopback
 from svdpp.serve.api_errors import ApiError, Refusal, error_answer
 from svdpp.serve.metrics import Metrics
+from svdpp.serve.owner import Owner
 from svdpp.serve.page_files import PAGE_FILES
-from svdpp.serve.service import Owner
 
 #: The route whose body is a photograph.
 UPLOAD_PATH = "/v1/videos"
@@ -252,7 +252,7 @@ def _check_form(content_type: str) -> None:
             415,
             "unsupported_media_type",
             f"the body must be multipart/form-data, not {shown or 'without a type'}",
-            "send the photograph as the form field input_reference",
+            "send the fields as curl -F does; a photograph is the field input_reference",
         )
     charset = options.get(b"charset", b"utf-8").decode(errors="replace")
     if charset.lower() not in ("utf-8", "utf8"):

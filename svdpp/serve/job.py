@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal
 
-from svdpp.config import SvdSampling
+from svdpp.config import SamplingConfig
 
 Proof = Literal["none", "running", "equal", "different"]
 
@@ -37,9 +37,12 @@ class Job:
         owner: name of the API key that requested it; empty without keys.
         seed: of the noise.
         sampling: resolved, so that the frame count is known.
-        photo: name of the file in the folder of photographs.
+        photo: name of the file in the folder of photographs; empty for a clip from text alone, as
+            are the next two.
         photo_name: the file name that the client gave, for people only.
         photo_sha256: of the file, in hex.
+        prompt: None for a model without prompts.
+        negative_prompt: None if the client gave none.
         created_at: time of the request.
         priority: 0 to 9; higher ones are taken earlier.
         wants_draft: whether all ranks draft the clip if it finds them idle.
@@ -58,10 +61,12 @@ class Job:
     id: str
     owner: str = ""
     seed: int
-    sampling: SvdSampling
-    photo: str
-    photo_name: str
-    photo_sha256: str
+    sampling: SamplingConfig
+    photo: str = ""
+    photo_name: str = ""
+    photo_sha256: str = ""
+    prompt: str | None = None
+    negative_prompt: str | None = None
     created_at: float
     priority: int = 0
     wants_draft: bool = False

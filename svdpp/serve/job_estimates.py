@@ -9,14 +9,17 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from svdpp.config import PipelineConfig
+from svdpp.config import PipelineConfig, SamplingConfig
 from svdpp.errors import OutputError
+from svdpp.models.checkpoint import Checkpoint
+from svdpp.plan.schedule import Route
 from svdpp.serve.cost_book import CostBook
 from svdpp.serve.estimate import ClipAhead, Estimate, Layouts, estimate
 from svdpp.serve.running_clips import RunningClip, RunningClips
 from svdpp.serve.store import JobStore
 
 _MAX_AGE = 0.5
+_MAX_BOUNDARIES = 64
 _MAX_AGE_AT_HAND = 2.0
 # While no costs are known.
 _RETRY_SECONDS = 5.0
@@ -31,6 +34,7 @@ class JobEstimates:
         running: the clips in the pipeline.
         costs: of clips by size.
         delay: seconds until the ranks are ready for work.
+        checkpoint: of the pipeline's model; None for the dummy model.
     """
 
     def __init__(
@@ -40,12 +44,15 @@ class JobEstimates:
         running: RunningClips,
         costs: CostBook,
         delay: Callable[[], float],
+        checkpoint: Checkpoint | None = None,
     ) -> None:
         self._layouts = Layouts(config.layout)
         self._store = store
         self._running = running
         self._costs = costs
         self._delay = delay
+        self._checkpoint = checkpoint
+        self._boundary_of = functools.lru_cache(_MAX_BOUNDARIES)(self._new_boundary)
         self._lock = threading.Lock()
         self._made_at = -_MAX_AGE_AT_HAND
         self._is_wanted = False
@@ -116,7 +123,7 @@ class JobEstimates:
         taken = [(job.id, job.sampling) for job in self._store.running()]
         for id, sampling in (*taken, *waiting):
             if id not in clips:
-                route = self._layouts.route(next_clip, sampling.num_inference_steps)
+                route = self._route(next_clip, sampling)
                 clips[id] = ClipAhead(id=id, route=route, costs=costs_of(sampling))
                 next_clip += 1
         return list(clips.values())
@@ -126,10 +133,20 @@ class JobEstimates:
         passed = time.monotonic() - clip.moved_at if clip.has_begun else 0.0
         return ClipAhead(
             id=clip.job.id,
-            route=self._layouts.route(
-                clip.clip, sampling.num_inference_steps, clip.progress.steps_done
-            ),
+            route=self._route(clip.clip, sampling, clip.progress.steps_done),
             costs=self._costs.costs(sampling),
             has_begun=clip.has_begun,
             begun_seconds=passed,
         )
+
+    def _route(self, clip: int, sampling: SamplingConfig, steps_done: int = 0) -> Route:
+        num_steps, boundary = sampling.num_inference_steps, self._boundary_of(sampling)
+        return self._layouts.route(clip, num_steps, steps_done, boundary)
+
+    def _new_boundary(self, sampling: SamplingConfig) -> int | None:
+        """The number of steps of the first of two experts; None: one expert."""
+        checkpoint = self._checkpoint
+        # A job of a model that the server ran earlier fails when the ranks get it.
+        if checkpoint is None or sampling.family != checkpoint.family:
+            return None
+        return checkpoint.expert_boundary(sampling)

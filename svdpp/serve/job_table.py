@@ -9,12 +9,12 @@ import sqlite3
 from dataclasses import asdict, fields
 from typing import Any
 
-from svdpp.config import SvdSampling
+from svdpp.config import SamplingConfig, sampling_from
 from svdpp.errors import RequestError
 from svdpp.serve.job import Job, JobState
 
-#: The schema's version, in SQLite's `user_version`.
-VERSION = 1
+#: The schema's version, in SQLite's `user_version`. 1 had no prompts.
+VERSION = 2
 
 #: Seconds that one step of priority is worth. A waiting job passes every job that was requested
 #: this much later for each step of priority between them, so none waits for ever.
@@ -32,6 +32,8 @@ CREATE TABLE jobs (
     photo TEXT NOT NULL,
     photo_name TEXT NOT NULL,
     photo_sha256 TEXT NOT NULL,
+    prompt TEXT,
+    negative_prompt TEXT,
     created_at REAL NOT NULL,
     priority INTEGER NOT NULL,
     wants_draft INTEGER NOT NULL,
@@ -58,6 +60,12 @@ CREATE INDEX jobs_waiting ON jobs (owner, due) WHERE state = 'queued';
 PRAGMA user_version = {VERSION};
 """
 
+_FROM_VERSION_1 = f"""
+ALTER TABLE jobs ADD COLUMN prompt TEXT;
+ALTER TABLE jobs ADD COLUMN negative_prompt TEXT;
+PRAGMA user_version = {VERSION};
+"""
+
 _FIELDS = tuple(each.name for each in fields(Job))
 #: The columns of a job, for `job_of`.
 COLUMNS = ", ".join(_FIELDS)
@@ -65,7 +73,7 @@ _INSERT = f"INSERT INTO jobs ({COLUMNS}, due) VALUES ({', '.join('?' * (len(_FIE
 
 
 def create_tables(database: sqlite3.Connection) -> None:
-    """Create the tables of a new file, in one transaction; leave an existing file's unchanged.
+    """Create the tables of a new file, or bring those of version 1 up to date; one transaction.
 
     Raises:
         RequestError: the file has another version.
@@ -74,12 +82,13 @@ def create_tables(database: sqlite3.Connection) -> None:
     (version,) = database.execute("PRAGMA user_version").fetchone()
     if version == VERSION:
         return
-    if version:
+    if version not in (0, 1):
         raise RequestError(
-            f"the queue has version {version}, and this svdpp reads version {VERSION}",
+            f"the queue has version {version}, and this svdpp reads versions 1 and {VERSION}",
             "use the svdpp that wrote it, or name another folder with --data",
         )
-    database.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} COMMIT;")
+    change = _FROM_VERSION_1 if version else _SCHEMA
+    database.executescript(f"BEGIN IMMEDIATE; {change} COMMIT;")
 
 
 def insert(database: sqlite3.Connection, job: Job) -> None:
@@ -119,6 +128,6 @@ def _finite(value: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=256)  # most jobs of a queue have the same parameters
-def sampling_of(text: str) -> SvdSampling:
+def sampling_of(text: str) -> SamplingConfig:
     """The parameters in the column `sampling`."""
-    return SvdSampling(**json.loads(text))
+    return sampling_from(json.loads(text))

@@ -2,13 +2,50 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any
 
-from svdpp.config import SvdSampling
+from svdpp.config import SamplingConfig
 from svdpp.config.limits import MAX_FRAMES, MAX_STEPS
+from svdpp.config.sampling import PromptedSampling
+from svdpp.models.checkpoint import Checkpoint, Use
 from svdpp.serve.api_errors import ApiError
-from svdpp.serve.schemas import Model, VideoRequest, model_defaults, size_of
+from svdpp.serve.forms import API_NAMES, PHOTO_FIELDS, VideoRequest, form_of
+from svdpp.serve.schemas import FormField, Model, model_defaults, size_of
+
+#: Fields that `Model.inputs` is about, and the model itself.
+_INPUTS = ("model", "input_reference", "prompt", "negative_prompt")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """What a model does with photographs and prompts.
+
+    Args:
+        photo: `needed`, `optional` or `refused`.
+        prompt: the same; a negative prompt is optional wherever there is a prompt.
+        unused: sampling parameters of the family that have no effect on the model.
+        can_draft: whether clips can be drafted.
+    """
+
+    photo: Use = "needed"
+    prompt: Use = "refused"
+    unused: tuple[str, ...] = ()
+    can_draft: bool = True
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint | None) -> Inputs:
+        """Those of a checkpoint; None: the dummy model, which takes the place of SVD."""
+        if checkpoint is None:
+            return cls()
+        return cls(
+            photo=checkpoint.image_use,
+            prompt=checkpoint.prompt_use,
+            unused=checkpoint.unused_parameters,
+            can_draft=checkpoint.can_draft,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,19 +57,53 @@ class Offer:
         sampling: the defaults, resolved.
         sizes: width and height of the frames that clients may choose.
         drafts: whether the ranks draft clips that find them idle.
+        inputs: what the model does with photographs and prompts.
     """
 
     model: str
-    sampling: SvdSampling
+    sampling: SamplingConfig
     sizes: tuple[tuple[int, int], ...]
     drafts: bool = False
+    inputs: Inputs = field(default_factory=Inputs)
+
+    def why_not(self, name: str) -> str:
+        """Why the form does not have the field `name` of other forms."""
+        if name in PHOTO_FIELDS:
+            return f"is not for {self.model}, which makes clips from text alone"
+        return f"is not for {self.model}, a model of the family {self.sampling.family}"
+
+    @cached_property
+    def form(self) -> type[VideoRequest]:
+        """The form of a request."""
+        return form_of(self.sampling.family, self.inputs.photo)
+
+    @cached_property
+    def fields(self) -> dict[str, FormField]:
+        """The fields of the form beside the model and its inputs."""
+        known = self.form.model_json_schema()["properties"]
+        unused = {*_INPUTS, *self.inputs.unused}
+        return {name: _field(about) for name, about in known.items() if name not in unused}
 
     def to_json(self, **limits: Any) -> Model:
         """The model as `/v1/models` lists it."""
-        known = {"max_frames": MAX_FRAMES, "max_steps": MAX_STEPS, **limits}
+        known = {
+            "max_frames": MAX_FRAMES,
+            "max_steps": MAX_STEPS,
+            "frames_unit": self.sampling.frames_unit,
+            **limits,
+        }
+        defaults = model_defaults(self.sampling)
+        prompt = self.inputs.prompt
         return Model(
             id=self.model,
-            defaults=model_defaults(self.sampling),
+            family=self.sampling.family,
+            inputs={
+                "input_reference": self.inputs.photo,
+                "prompt": prompt,
+                "negative_prompt": "refused" if prompt == "refused" else "optional",
+            },
+            fields=self.fields,
+            defaults={name: value for name, value in defaults.items() if name in self.fields},
             drafts=self.drafts,
             sizes=[size_of(*size) for size in self.sizes],
             limits=known,
@@ -42,13 +113,27 @@ class Offer:
         """Whether the ranks draft the requested clip if it finds them idle."""
         return self.drafts and request.draft != "off"
 
-    def sampling_of(self, request: VideoRequest) -> SvdSampling:
+    def sampling_of(self, request: VideoRequest) -> SamplingConfig:
         """The parameters of the requested clip.
 
         Raises:
             ApiError: this server does not make such clips.
             RequestError: values contradict each other.
         """
+        self._check(request)
+        names = (each.name for each in fields(self.sampling))
+        given = {name: request.value(API_NAMES.get(name, name)) for name in names}
+        chosen: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
+        if request.size is not None:
+            chosen["width"], chosen["height"] = self._size(request.size)
+        chosen["num_frames"] = self._frames(request)
+        if self.sampling.decode_chunk_size is not None:
+            chosen["decode_chunk_size"] = min(self.sampling.decode_chunk_size, chosen["num_frames"])
+        if isinstance(self.sampling, PromptedSampling):
+            chosen["from_image"] = request.photo is not None
+        return replace(self.sampling, **chosen)
+
+    def _check(self, request: VideoRequest) -> None:
         if request.model not in (None, self.model):
             raise ApiError(
                 404,
@@ -56,7 +141,7 @@ class Offer:
                 f"this server runs {self.model!r}, not {request.model[:100]!r}",
                 details={"field": "model", "model": self.model},
             )
-        if request.prompt:
+        if self.inputs.prompt == "refused" and request.value("prompt"):
             raise ApiError(
                 422,
                 "no_prompt",
@@ -65,29 +150,14 @@ class Offer:
                 details={"field": "prompt"},
             )
         if request.draft == "auto" and not self.drafts:
+            why = "" if self.inputs.can_draft else ": its model's sampler allows none"
             raise ApiError(
                 422,
                 "no_drafts",
-                "this server makes no drafts",
+                f"this server makes no drafts{why}",
                 "leave draft out",
                 details={"field": "draft"},
             )
-        given = {
-            "num_inference_steps": request.steps,
-            "fps": request.fps,
-            "motion_bucket_id": request.motion_bucket_id,
-            "noise_aug_strength": request.noise_aug_strength,
-            "min_guidance_scale": request.min_guidance_scale,
-            "max_guidance_scale": request.max_guidance_scale,
-            "fit": request.fit,
-        }
-        chosen: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
-        if request.size is not None:
-            chosen["width"], chosen["height"] = self._size(request.size)
-        chosen["num_frames"] = self._frames(request)
-        chunk = self.sampling.decode_chunk_size or self.sampling.frames
-        chosen["decode_chunk_size"] = min(chunk, chosen["num_frames"])
-        return replace(self.sampling, **chosen)
 
     def _size(self, text: str) -> tuple[int, int]:
         width, _, height = text.partition("x")
@@ -115,4 +185,18 @@ class Offer:
                 details={"field": "seconds"},
             )
         fps = self.sampling.fps if request.fps is None else request.fps
-        return max(1, round(request.seconds * fps))
+        unit = self.sampling.frames_unit
+        frames = round(request.seconds * fps)
+        return max(1, round((frames - 1) / unit) * unit + 1)
+
+
+def _field(schema: Mapping[str, Any]) -> FormField:
+    """A field of the form, from its JSON schema."""
+    value = next(iter(schema.get("anyOf", [schema])))
+    return FormField(
+        type=value["type"],
+        description=schema.get("description", ""),
+        minimum=value.get("minimum", value.get("exclusiveMinimum")),
+        maximum=value.get("maximum"),
+        choices=value.get("enum"),
+    )

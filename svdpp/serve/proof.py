@@ -235,8 +235,8 @@ class Prover:
             return _read_answer(temporary, process.returncode)
 
     def _start(self, job: Job, temporary: Path) -> subprocess.Popen[bytes]:
-        photo = self._folder / "photos" / job.photo
-        arguments = [str(self._json(job)), str(photo), str(temporary / _ANSWER), str(os.getpid())]
+        photo = str(self._folder / "photos" / job.photo) if job.photo else ""
+        arguments = [str(self._json(job)), photo, str(temporary / _ANSWER), str(os.getpid())]
         with (temporary / "output.txt").open("wb") as output:
             return subprocess.Popen(
                 helper_command("svdpp.serve.prove_clip", *arguments),

@@ -1,4 +1,7 @@
-"""Owns the process that verifies one finished clip: `prove_clip JSON PHOTO ANSWER PARENT_PID`."""
+"""Owns the process that verifies one finished clip: `prove_clip JSON PHOTO ANSWER PARENT_PID`.
+
+PHOTO is empty for a clip from text alone.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +26,11 @@ def main() -> None:
     garbage.collect_rarely()
     path = Path(answer)
     unfinished = path.with_suffix(".part")
-    unfinished.write_text(json.dumps(_verified(Path(clip), Path(photo))))
+    unfinished.write_text(json.dumps(_verified(Path(clip), Path(photo) if photo else None)))
     unfinished.rename(path)
 
 
-def _verified(clip: Path, photo: Path) -> dict[str, Any]:
+def _verified(clip: Path, photo: Path | None) -> dict[str, Any]:
     # Imported late: torch takes seconds, and by then the process has its low priority.
     from svdpp.verification.clip_proof import Settings, plan_proofs, prove
 

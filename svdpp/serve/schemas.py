@@ -1,90 +1,20 @@
-"""Owns the JSON of the API: what a request may hold, and what the answers look like."""
+"""Owns the JSON of the API: what the answers look like. The families' clips differ."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import fields
 from typing import Annotated, Any, Literal
 
-from fastapi import UploadFile
 from pydantic import BaseModel, ConfigDict, Field
 
-from svdpp.config import SvdSampling
-from svdpp.config.limits import (
-    MAX_FPS,
-    MAX_FRAMES,
-    MAX_GUIDANCE_SCALE,
-    MAX_MOTION_BUCKET_ID,
-    MAX_NOISE_AUG_STRENGTH,
-    MAX_STEPS,
-)
+from svdpp.config import SamplingConfig
+from svdpp.models.checkpoint import Use
+from svdpp.serve.forms import API_NAMES, Draft, Fit
 from svdpp.serve.job import Job, JobState, Proof
 
-#: The largest seed: torch.Generator.manual_seed takes 64 bits, and svdpp only those from 0.
-MAX_SEED = 2**63 - 1
-MAX_PRIORITY = 9
-
-Draft = Literal["auto", "off"]
-
-_SIZE = r"^[1-9][0-9]{0,4}x[1-9][0-9]{0,4}$"
-
-
-class VideoRequest(BaseModel):
-    """The form of `POST /v1/videos`. What is left out has the model's default."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    input_reference: Annotated[
-        UploadFile, Field(description="The photograph: PNG, JPEG, WebP, BMP, TIFF or GIF.")
-    ]
-    model: Annotated[
-        str | None, Field(description="The id in `/v1/models`; by default that model.")
-    ] = None
-    prompt: Annotated[
-        str | None,
-        Field(
-            description="Must be empty: Stable Video Diffusion takes no text.", max_length=10_000
-        ),
-    ] = None
-    seed: Annotated[
-        int | None, Field(ge=0, le=MAX_SEED, description="Of the noise; by default drawn.")
-    ] = None
-    seconds: Annotated[
-        float | None,
-        Field(gt=0, le=MAX_FRAMES, description="Length of the clip, instead of `frames`."),
-    ] = None
-    frames: Annotated[int | None, Field(ge=1, le=MAX_FRAMES)] = None
-    size: Annotated[
-        str | None,
-        Field(pattern=_SIZE, description="Width x height, one of `sizes` in `/v1/models`."),
-    ] = None
-    steps: Annotated[int | None, Field(ge=1, le=MAX_STEPS, description="Denoising steps.")] = None
-    fps: Annotated[int | None, Field(ge=1, le=MAX_FPS, description="Frames per second.")] = None
-    motion_bucket_id: Annotated[
-        int | None, Field(ge=0, le=MAX_MOTION_BUCKET_ID, description="Amount of motion.")
-    ] = None
-    noise_aug_strength: Annotated[
-        float | None,
-        Field(ge=0, le=MAX_NOISE_AUG_STRENGTH, description="Noise added to the photograph."),
-    ] = None
-    min_guidance_scale: Annotated[
-        float | None, Field(ge=0, le=MAX_GUIDANCE_SCALE, description="Of the first frame.")
-    ] = None
-    max_guidance_scale: Annotated[
-        float | None, Field(ge=0, le=MAX_GUIDANCE_SCALE, description="Of the last frame.")
-    ] = None
-    fit: Annotated[
-        Literal["stretch", "crop", "pad"] | None,
-        Field(description="How a photograph of another shape becomes the frame."),
-    ] = None
-    priority: Annotated[
-        int, Field(ge=0, le=MAX_PRIORITY, description="Higher ones are taken earlier.")
-    ] = 0
-    draft: Annotated[
-        Draft | None,
-        Field(
-            description="`auto`: if the clip finds all ranks idle, they show a draft of it first; "
-            "by default, if the server makes drafts."
-        ),
-    ] = None
+#: Fields of a family's parameters that the API does not show, or shows in other forms.
+_NOT_SHOWN = ("family", "from_image", "decode_chunk_size", "height", "width", "num_frames")
 
 
 class ErrorBody(BaseModel):
@@ -115,8 +45,8 @@ class Input(BaseModel):
     sha256: str
 
 
-class Video(BaseModel):
-    """One requested clip. Times are unix seconds."""
+class CommonVideo(BaseModel):
+    """What clips of all families have. Times are unix seconds."""
 
     model_config = ConfigDict(json_schema_serialization_defaults_required=True)
 
@@ -135,11 +65,7 @@ class Video(BaseModel):
     fps: int
     steps: int
     seed: int
-    motion_bucket_id: int
-    noise_aug_strength: float
-    min_guidance_scale: float
-    max_guidance_scale: float
-    fit: Literal["stretch", "crop", "pad"]
+    fit: Fit
     priority: int
     draft: Draft
     has_draft: Annotated[bool, Field(description="Whether `content?variant=draft` exists now.")]
@@ -149,7 +75,46 @@ class Video(BaseModel):
     rank: int | None
     error: ErrorBody | None
     proof: Proof
+
+
+class SvdVideo(CommonVideo):
+    """One requested clip of Stable Video Diffusion. Times are unix seconds."""
+
+    motion_bucket_id: int
+    noise_aug_strength: float
+    min_guidance_scale: float
+    max_guidance_scale: float
     input: Input
+
+
+class PromptedVideo(CommonVideo):
+    """What clips of the families with prompts have."""
+
+    prompt: str
+    negative_prompt: str | None
+    guidance_scale: float
+    max_prompt_tokens: int
+    input: Annotated[Input | None, Field(description="Null for a clip from text alone.")]
+
+
+class WanVideo(PromptedVideo):
+    """One requested clip of Wan. Times are unix seconds."""
+
+    guidance_scale_2: float | None
+    flow_shift: float | None
+
+
+class LtxVideo(PromptedVideo):
+    """One requested clip of LTX-Video. Times are unix seconds."""
+
+    guidance_rescale: float
+    decode_timestep: float
+    decode_noise_scale: float | None
+
+
+#: A clip of any family: a queue may hold clips of a model that its server ran earlier.
+Video = SvdVideo | WanVideo | LtxVideo
+_VIDEOS: Mapping[str, type[Video]] = {"svd": SvdVideo, "wan": WanVideo, "ltx": LtxVideo}
 
 
 class VideoPage(BaseModel):
@@ -171,11 +136,30 @@ class DeletedVideo(BaseModel):
     status: JobState
 
 
+class FormField(BaseModel):
+    """One field of a request, for programs that show a form."""
+
+    type: Literal["integer", "number", "string"]
+    description: str = ""
+    minimum: int | float | None = None
+    maximum: int | float | None = None
+    choices: list[str] | None = None
+
+
 class Model(BaseModel):
     """The model that this server runs."""
 
     id: str
     object: Literal["model"] = "model"
+    family: str
+    inputs: Annotated[
+        dict[str, Use],
+        Field(description="What a request does with `input_reference` and the prompts."),
+    ]
+    fields: Annotated[
+        dict[str, FormField],
+        Field(description="The fields that a request may have, beside `model` and the inputs."),
+    ]
     defaults: dict[str, Any]
     drafts: Annotated[bool, Field(description="Whether this server makes drafts.")]
     sizes: list[str]
@@ -230,19 +214,14 @@ class Health(BaseModel):
     restarts: int
 
 
-def model_defaults(sampling: SvdSampling) -> dict[str, Any]:
-    """An `SvdSampling` by the names of the API."""
+def model_defaults(sampling: SamplingConfig) -> dict[str, Any]:
+    """The parameters of a clip, or a model's defaults, by the names of the API."""
+    own = (field.name for field in fields(sampling) if field.name not in _NOT_SHOWN)
     return {
-        "steps": sampling.num_inference_steps,
         "frames": sampling.frames,
-        "fps": sampling.fps,
         "size": size_of(sampling.width, sampling.height),
         "seconds": seconds_of(sampling.frames, sampling.fps),
-        "motion_bucket_id": sampling.motion_bucket_id,
-        "noise_aug_strength": sampling.noise_aug_strength,
-        "min_guidance_scale": sampling.min_guidance_scale,
-        "max_guidance_scale": sampling.max_guidance_scale,
-        "fit": sampling.fit,
+        **{API_NAMES.get(name, name): getattr(sampling, name) for name in own},
     }
 
 
@@ -282,7 +261,11 @@ def video_of(
     is_done = job.state is JobState.COMPLETED
     steps = job.sampling.num_inference_steps
     step = steps if is_done else min(steps_done, steps)
-    return Video(
+    values: dict[str, Any] = model_defaults(job.sampling)
+    if job.sampling.family != "svd":
+        values |= {"prompt": job.prompt, "negative_prompt": job.negative_prompt}
+    values["input"] = Input(name=job.photo_name, sha256=job.photo_sha256) if job.photo else None
+    return _VIDEOS[job.sampling.family](
         id=job.id,
         model=model,
         status=job.state,
@@ -291,7 +274,7 @@ def video_of(
         started_at=_whole(job.started_at),
         completed_at=_whole(job.finished_at) if is_done else None,
         expires_at=_whole(expires_at),
-        **model_defaults(job.sampling),
+        **values,
         seed=job.seed,
         priority=job.priority,
         draft="auto" if job.wants_draft else "off",
@@ -302,7 +285,6 @@ def video_of(
         rank=rank,
         error=None if job.error is None else error_body(job.error),
         proof=job.proof,
-        input=Input(name=job.photo_name, sha256=job.photo_sha256),
     )
 
 

@@ -9,19 +9,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from svdpp.config import OutputConfig, SvdSampling
+from svdpp.config import OutputConfig, SamplingConfig
 from svdpp.media import output_files
 from svdpp.serve.api_errors import ApiError
 from svdpp.serve.engine import Engine
 from svdpp.serve.estimate import Estimate
 from svdpp.serve.events import Events
+from svdpp.serve.forms import VideoRequest
 from svdpp.serve.gate import ClipGate
 from svdpp.serve.job import Job, JobState, new_id, seed_of
 from svdpp.serve.metrics import Metrics
 from svdpp.serve.offer import Offer
+from svdpp.serve.owner import Owner
 from svdpp.serve.proof import Prover
 from svdpp.serve.retention import CLIPS, PHOTOS, remove_job
-from svdpp.serve.schemas import DeletedVideo, Video, VideoRequest, video_of
+from svdpp.serve.schemas import DeletedVideo, Video, video_of
 from svdpp.serve.store import JobStore, QueueFullError
 from svdpp.serve.upload import PhotoFolder, shown_name
 
@@ -29,19 +31,6 @@ from svdpp.serve.upload import PhotoFolder, shown_name
 _MAX_RETRY = 600
 # A longer wait would keep the server from ending.
 _CANCEL_SLICE = 1.0
-
-
-@dataclass(frozen=True)
-class Owner:
-    """Whose jobs a request is about.
-
-    Args:
-        name: of the API key; empty without keys.
-        max_open: jobs that may be queued or in progress; None: no limit.
-    """
-
-    name: str = ""
-    max_open: int | None = None
 
 
 @dataclass(kw_only=True)
@@ -106,7 +95,7 @@ class Service:
         if num_open >= self.max_open:
             raise self._full({"open": num_open, "limit": self.max_open})
 
-    def sampling_of(self, request: VideoRequest) -> SvdSampling:
+    def sampling_of(self, request: VideoRequest) -> SamplingConfig:
         """The parameters of the requested clip.
 
         Raises:
@@ -116,13 +105,14 @@ class Service:
         """
         sampling = self.offer.sampling_of(request)
         self.gate.check(sampling)
+        self.gate.check_inputs(sampling, request)
         return sampling
 
     def submit(
         self,
         request: VideoRequest,
-        sampling: SvdSampling,
-        upload: Path,
+        sampling: SamplingConfig,
+        upload: Path | None,
         *,
         owner: Owner,
         idempotency_key: str | None,
@@ -132,7 +122,8 @@ class Service:
         Args:
             request: of the clip.
             sampling: of the clip, by `sampling_of`.
-            upload: file of `PhotoFolder.new_upload`; kept under another name, or removed.
+            upload: file of `PhotoFolder.new_upload`, which is kept under another name, or removed;
+                None for a clip from text alone.
             owner: of the job.
             idempotency_key: of the request.
 
@@ -144,16 +135,16 @@ class Service:
             RequestError: the idempotency key belongs to another request.
             InputError: it is not a photograph.
         """
-        id, name = new_id(), shown_name(request.input_reference.filename)
-        photo = self.photos.keep(upload, id, name)
+        id = new_id()
+        photo: dict[str, Any] = {} if upload is None else self._keep(upload, id, request)
         job = Job(
             id=id,
             owner=owner.name,
             seed=seed_of(request.seed, owner.name, idempotency_key),
             sampling=sampling,
-            photo=photo.path.name,
-            photo_name=name,
-            photo_sha256=photo.sha256,
+            **photo,
+            prompt=request.value("prompt"),
+            negative_prompt=request.value("negative_prompt"),
             created_at=time.time(),
             priority=request.priority,
             wants_draft=self.offer.wants_draft(request),
@@ -165,12 +156,19 @@ class Service:
         except QueueFullError as error:
             raise self._full(error.details) from error
         finally:
-            if stored is None or stored.id != id:
-                output_files.remove(photo.path)
+            if job.photo and (stored is None or stored.id != id):
+                output_files.remove(self.photo_path(job))
         if stored.id != id:
             return stored
         self.engine.wake()
         return self._promised(job)
+
+    def _keep(self, upload: Path, id: str, request: VideoRequest) -> dict[str, Any]:
+        """Checks and keeps a photograph; returns the job's fields about it."""
+        assert request.photo is not None
+        name = shown_name(request.photo.filename)
+        photo = self.photos.keep(upload, id, name)
+        return {"photo": photo.path.name, "photo_name": name, "photo_sha256": photo.sha256}
 
     def _promised(self, job: Job) -> Job:
         """`job` with the ETA that its client is given, which is scored when it is completed."""

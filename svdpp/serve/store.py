@@ -317,11 +317,12 @@ def _check_limits(
 
 def _same_request(found: Job, job: Job) -> Job:
     """`found`, if `job` asks for the same clip."""
-    for name in ("photo_sha256", "seed", "sampling", "priority"):
+    names = ("photo_sha256", "prompt", "negative_prompt", "seed", "sampling", "priority")
+    for name in names:
         if getattr(found, name) != getattr(job, name):
             raise RequestError(
                 f"the idempotency key {str(job.idempotency_key)[:60]!r} was used for a request "
-                f"with another {name.removesuffix('_sha256')}",
+                f"with another {name.removesuffix('_sha256').replace('_', ' ')}",
                 "use a new key for a new request",
                 details={"id": found.id, "field": name},
             )

@@ -20,6 +20,7 @@ from svdpp.config import (
     PipelineConfig,
     WanSampling,
 )
+from svdpp.driver.clip_configs import ClipConfigs
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.resolve import resolve
 from svdpp.errors import RequestError
@@ -33,7 +34,6 @@ from svdpp.verification.verify import compare, run_pipelined, run_sequential
 from svdpp.worker.fault_injection import InjectedFault
 from svdpp.worker.latent_checkpoints import LatentCheckpoints
 from svdpp.worker.tensor_store import tensor_sha256
-from tests.cli.shell import assert_error, svdpp_here
 from tests.models.diffusers_pipeline import latents_and_frames
 from tests.models.range_checks import nothing
 from tests.models.tiny_families import save_tiny_ltx, save_tiny_wan
@@ -181,6 +181,9 @@ def test_drafts_are_refused(wan: Family) -> None:
         resolve(replace(wan.config, world_size=2, draft=DraftConfig(start_steps=(0, 2))))
 
 
-def test_a_command_that_knows_no_prompts_refuses_the_family_by_name(wan: Family) -> None:
-    answer = svdpp_here("serve", "--model", wan.config.model.name, "--device", "cpu", "--world=2")
-    assert_error(answer, 2, "is of another family, wan", "svdpp run, verify, simulate, profile")
+def test_ranks_without_an_encoder_of_images_refuse_photographs(wan: Family) -> None:
+    config, checkpoint = resolve(wan.config)
+    assert isinstance(config.sampling, WanSampling)
+    asked = replace(wan.requests[0], sampling=replace(config.sampling, from_image=True))
+    with pytest.raises(RequestError, match="started for clips from text alone"):
+        ClipConfigs(config, checkpoint).resolved(asked)

@@ -355,7 +355,7 @@ def test_requests_that_the_model_cannot_run_are_refused(save: Save) -> None:
         (I2V, {"image": False, "prompt": "the sea"}, "needs a photograph"),
         (T2V, {"image": False, "prompt": None}, "needs a prompt"),
         (T2V, {"image": False, "prompt": " \n"}, "--prompt is empty"),
-        (WAN_5B, {"image": True, "prompt": "the sea"}, "or all from text alone"),
+        (WAN_5B, {"image": True, "prompt": "the sea"}, "have from_image=False"),
     ],
 )
 def test_wrong_inputs_are_refused(

@@ -113,13 +113,15 @@ class HttpServer:
         wait(lambda: self.client.get("/ready").status_code == 200, HANG_SECONDS, self._said)
 
     def request(
-        self, *, photo: bytes = PHOTO, name: str = "sea.jpg", **form: Any
+        self, *, photo: bytes | None = PHOTO, name: str = "sea.jpg", **form: Any
     ) -> httpx.Response:
-        """Requests a clip."""
+        """Requests a clip; without a photograph if it is None."""
         headers = {"Idempotency-Key": key} if (key := form.pop("key", None)) else {}
-        data = {name: str(value) for name, value in form.items()}
-        files = {"input_reference": (name, photo)}
-        return self.client.post("/v1/videos", files=files, data=data, headers=headers)
+        # As parts of a form, which httpx would not send without a file.
+        files: dict[str, Any] = {name: (None, str(value)) for name, value in form.items()}
+        if photo is not None:
+            files["input_reference"] = (name, photo)
+        return self.client.post("/v1/videos", files=files, headers=headers)
 
     def add(self, number: int = 1, **form: Any) -> list[str]:
         """The ids of new clips."""

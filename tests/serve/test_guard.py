@@ -21,7 +21,7 @@ from svdpp.serve.address import is_loopback
 from svdpp.serve.guard import Guard, Limits
 from svdpp.serve.job import JobState
 from svdpp.serve.metrics import Metrics, Sources
-from svdpp.serve.service import Owner
+from svdpp.serve.owner import Owner
 
 FORM = {"content-type": "multipart/form-data; boundary=x"}
 

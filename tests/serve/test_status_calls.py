@@ -16,7 +16,8 @@ import httpx
 from svdpp.errors import ClosedError
 from svdpp.serve.build import ServerSettings, build
 from svdpp.serve.job_cache import JobCache
-from svdpp.serve.service import Owner, Service
+from svdpp.serve.owner import Owner
+from svdpp.serve.service import Service
 from svdpp.serve.store import JobStore
 from tests.serve.engines import dummy_config, dummy_job
 from tests.serve.store_jobs import add, new_job

@@ -1,12 +1,12 @@
 """Owns the options of the service: address, data folder, keys, limits, retention."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
 from svdpp.cli.options.declare import COSTS, RECOVERY, SERVICE, VIDEO, flag, option
-from svdpp.config import SamplingConfig, SvdSampling
+from svdpp.config import SamplingConfig
 from svdpp.config.limits import check_seconds, check_whole, is_number, shown
 from svdpp.errors import RequestError
 
@@ -39,8 +39,7 @@ class ServeOptions:
             "--data",
             panel=SERVICE,
             metavar="DIR",
-            help="Folder of the queue, the photographs and the clips. A server that starts with it "
-            "again goes on.",
+            help="Folder of queue, photographs and clips; a new start with it goes on.",
         ),
     ] = Path("svdpp-data")
     api_key_file: Annotated[
@@ -117,7 +116,7 @@ class ServeOptions:
             "--sizes",
             panel=VIDEO,
             metavar="WxH,WxH",
-            help="Further frame sizes that clients may request, such as 768x448,1024x576.",
+            help="Further sizes of clips, such as 768x448,1024x576.",
             default="only --width x --height",
         ),
     ] = None
@@ -178,7 +177,7 @@ class ServeOptions:
                     f"--sizes takes sizes such as 1024x576,768x448, got {self.sizes!r}"
                 )
             width, height = int(match[1]), int(match[2])
-            SvdSampling(width=width, height=height)  # checks them
+            replace(sampling, width=width, height=height)  # checks them
             found[width, height] = None
         if len(found) > _MAX_SIZES:
             raise RequestError(f"--sizes names more than {_MAX_SIZES} sizes")

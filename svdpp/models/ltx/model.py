@@ -12,7 +12,7 @@ from svdpp.config import LtxSampling, ModelConfig, SamplingConfig, TensorSpec
 from svdpp.models.base import GENERATOR, LATENTS, Tensors
 from svdpp.models.family_config import SchedulerConfig
 from svdpp.models.ltx.checkpoint import LtxCheckpoint
-from svdpp.models.ltx.load import load_parts
+from svdpp.models.ltx.load import load_parts, parts_for
 from svdpp.models.range_model import (
     NEGATIVE_PROMPT_EMBEDS,
     PROMPT_EMBEDS,
@@ -53,8 +53,8 @@ class LtxModel(RangeModel):
     def with_sampling(self, sampling: SamplingConfig) -> Self:
         """The same loaded components with other sampling parameters."""
         assert isinstance(sampling, LtxSampling)
-        assert sampling.from_image == self._parts.has_image, "this pipeline has other components"
-        return type(self)(self._checkpoint, self._parts, sampling)
+        parts = parts_for(self._parts, has_image=sampling.from_image)
+        return type(self)(self._checkpoint, parts, sampling)
 
     def packet_spec(self, next_step: int) -> Mapping[str, TensorSpec]:
         """Latents (1, tokens, channels), prompt embeddings, and the generator if decoding draws."""

@@ -88,6 +88,11 @@ class WanCheckpoint(PromptedCheckpoint):
             return "optional" if self.image_to_video else "refused"
         return "needed"
 
+    @property
+    def unused_parameters(self) -> tuple[str, ...]:
+        """See `Checkpoint`."""
+        return () if self.num_experts == 2 else ("guidance_scale_2",)
+
     def resolve(self, sampling: SamplingConfig) -> WanSampling:
         """See `Checkpoint`."""
         if not isinstance(sampling, WanSampling):

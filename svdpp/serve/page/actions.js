@@ -5,7 +5,7 @@ import { drop, takeVideo } from "./clips.js";
 import { icon, iconButton, make, say, setAttribute } from "./dom.js";
 import { tell } from "./signals.js";
 import { state } from "./state.js";
-import { PARAMETERS, stemOf, titleOf } from "./words.js";
+import { fileStemOf, parametersOf, titleOf } from "./words.js";
 
 /** Does what a person asked for with a clip, and shows that it is under way, and why it failed. */
 async function act(id, words, work) {
@@ -70,7 +70,7 @@ export async function download(id) {
   const video = state.videos.get(id);
   try {
     const address = await mediaOf(id);
-    const link = make("a", { href: address, download: `${stemOf(video)}-seed${video.seed}.mp4` });
+    const link = make("a", { href: address, download: `${fileStemOf(video)}-seed${video.seed}.mp4` });
     document.body.append(link);
     link.click();
     link.remove();
@@ -82,7 +82,7 @@ export async function download(id) {
 
 export async function copyParameters(id) {
   const video = state.videos.get(id);
-  const pairs = ["model", ...PARAMETERS].map((name) => {
+  const pairs = ["model", ...parametersOf(video)].map((name) => {
     const value = video[name];
     // A seed above 2^53 is text here, and a number for every other program.
     return `  "${name}": ${name === "seed" ? value : JSON.stringify(value)}`;

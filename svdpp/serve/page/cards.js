@@ -5,13 +5,14 @@ import { get, wordsOf } from "./api.js";
 import { tintOf } from "./clips.js";
 import { pick } from "./compare.js";
 import { $, icon, iconButton, make, renderList, setAttribute, setText } from "./dom.js";
+import { model } from "./form.js";
 import { randomSeed } from "./photos.js";
 import { Player } from "./player.js";
 import { makeAgain } from "./send.js";
 import { tell } from "./signals.js";
 import { state } from "./state.js";
 import { capital, duration, plural } from "./text.js";
-import { ago, etaText, nameOf, PARAMETERS, proofOf, PROOFS, shapeOf, stepText, titleOf } from "./words.js";
+import { ago, etaText, nameOf, parametersOf, proofOf, PROOFS, shapeOf, stepText, titleOf } from "./words.js";
 
 export function renderClips(videos) {
   renderList($("clip-list"), videos, (video) => video.id, createCard, updateCard);
@@ -28,7 +29,9 @@ export function renderClips(videos) {
 function emptyText() {
   if (state.connection === "gone" && !state.listed) return "Unknown while the server is gone.";
   if (!state.listed) return "Loading.";
-  return state.models ? "Nothing here yet. Choose a photograph, and its clip appears here." : "";
+  if (!state.models) return "";
+  const what = model()?.inputs.input_reference === "needed" ? "Choose a photograph" : "Write a prompt";
+  return `Nothing here yet. ${what}, and its clip appears here.`;
 }
 
 function renderPlayAll() {
@@ -74,7 +77,7 @@ function createCard(video) {
   };
   const about = make("div", { className: "about" },
     make("div", { className: "head" }, make("span", { className: "dot" }),
-      make("span", { className: "title", title, textContent: nameOf(video) }),
+      make("span", { className: `title${video.prompt ? " prompt" : ""}`, title, textContent: nameOf(video) }),
       make("span", { className: "note", textContent: `seed ${video.seed}` })),
     make("span", { className: "note", textContent: `${shapeOf(video)} · ${video.seconds} s` }),
     parts.made,
@@ -130,8 +133,8 @@ const HASHES = ["model", "dtype", "device", "latents_sha256", "frames_sha256", "
 
 async function fillDetails(body, video) {
   const line = (name, value) =>
-    make("tr", {}, make("th", { scope: "row", textContent: name }), make("td", { textContent: value }));
-  body.replaceChildren(...PARAMETERS.map((name) => line(name, video[name])));
+    make("tr", { className: name.endsWith("prompt") ? "text" : "" }, make("th", { scope: "row", textContent: name }), make("td", { textContent: value }));
+  body.replaceChildren(...parametersOf(video).map((name) => line(name, video[name])));
   if (video.status !== "completed") return;
   try {
     const metadata = await get(`/v1/videos/${video.id}/metadata`);

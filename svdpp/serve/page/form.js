@@ -1,12 +1,10 @@
 // Owns the settings of new clips: the model's defaults, their limits, and where a wrong one is shown.
 
 import { $, make, say, setAttribute, setText } from "./dom.js";
+import { field, namesFor, shapeForm } from "./knobs.js";
 import { on } from "./signals.js";
 import { state } from "./state.js";
 import { sentence } from "./text.js";
-import { PARAMETERS } from "./words.js";
-
-const field = (name) => $("new").elements[name];
 
 export const model = () => state.models?.find((each) => each.id === field("model").value) ?? state.models?.[0];
 
@@ -18,19 +16,20 @@ function fillModels() {
   select.replaceChildren(...state.models.map((each) => option(each.id)));
   select.closest("label").hidden = state.models.length < 2;
   $("settings").disabled = false;
+  if (model()) shapeForm(model());
   if (before && state.models.some((each) => each.id === before)) select.value = before; // a person's values stay
   else fillDefaults();
 }
 
 function fillDefaults() {
   if (!model()) return;
-  const { defaults, sizes, limits, drafts } = model();
+  shapeForm(model());
+  const { defaults, sizes, drafts } = model();
   field("size").replaceChildren(...sizes.map((each) => option(each, each.replace("x", " × "))));
   const priorities = Array.from({ length: 10 }, (_, value) => option(value));
   priorities[0].textContent = "0 (usual)";
   priorities[9].textContent = "9 (first)";
   field("priority").replaceChildren(...priorities);
-  for (const name of ["steps", "frames"]) if (limits[`max_${name}`]) field(name).max = limits[`max_${name}`];
   field("draft").closest("label").hidden = !drafts;
   field("draft").checked = true;
   fillSettings({ ...defaults, seed: "", priority: 0 });
@@ -38,7 +37,7 @@ function fillDefaults() {
 
 function fillSettings(values) {
   clearErrors();
-  for (const name of PARAMETERS) if (values[name] !== undefined) field(name).value = values[name];
+  for (const name of namesFor(model())) if (values[name] !== undefined) field(name).value = values[name] ?? "";
   showLength();
 }
 
@@ -48,7 +47,7 @@ function showLength() {
 }
 
 export function settings() {
-  const values = Object.fromEntries(PARAMETERS.map((name) => [name, field(name).value.trim()]));
+  const values = Object.fromEntries(namesFor(model()).map((name) => [name, field(name).value.trim()]));
   return { model: field("model").value, ...values, draft: draftOf(field("draft").checked) };
 }
 
@@ -56,14 +55,20 @@ export function settings() {
 export const draftOf = (isWanted) => (model()?.drafts ? (isWanted ? "auto" : "off") : "");
 
 export function fieldsAreValid() {
-  const wrong = PARAMETERS.map(field).filter((input) => !input.checkValidity());
+  const inputs = namesFor(model()).map(field);
+  const wrong = inputs.filter((input) => !input.checkValidity() || lacksText(input));
   for (const input of wrong) showFieldError(input.name, limitText(input));
   wrong[0]?.focus();
   return !wrong.length;
 }
 
+const lacksText = (input) => model().inputs[input.name] === "needed" && !input.value.trim();
+
 function limitText(input) {
+  if (lacksText(input)) return "Say what happens in the clip.";
   if (input.name === "seed") return "A whole number, or empty.";
+  const unit = Number(input.step);
+  if (unit > 1) return `A multiple of ${unit} plus 1: 1, ${1 + unit}, ${1 + 2 * unit}, up to ${input.max}.`;
   const whole = input.step === "1" ? "A whole number" : "A number";
   if (input.max) return `${whole} from ${input.min} to ${input.max}.`;
   return `${whole} of ${input.min} or more.`;
@@ -72,7 +77,7 @@ function limitText(input) {
 /** [field, words] of each setting that the server refuses. */
 export function faultsOf(error) {
   const known = (name) => (["width", "height"].includes(name) ? "size" : name === "seconds" ? "frames" : name);
-  const has = (name) => [...PARAMETERS, "model"].includes(known(name));
+  const has = (name) => [...namesFor(model()), "model"].includes(known(name));
   const faults = (error.details.faults ?? []).filter((fault) => has(fault.field));
   if (faults.length) return faults.map((fault) => [known(fault.field), sentence(fault.reason)]);
   const first = /^(?:a )?([a-z_]+)\b/.exec(error.message)?.[1];

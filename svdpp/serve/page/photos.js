@@ -1,6 +1,6 @@
 // Owns the chosen photographs, up to the press of the button.
 
-import { $, iconButton, make, renderList, setAttribute, setText } from "./dom.js";
+import { $, iconButton, make, renderList, say, setAttribute, setText } from "./dom.js";
 import { model } from "./form.js";
 import { state } from "./state.js";
 import { fileSize } from "./text.js";
@@ -14,6 +14,10 @@ export const token = () =>
   [...crypto.getRandomValues(new Uint32Array(4))].map((part) => part.toString(16).padStart(8, "0")).join("");
 
 function addPhotos(files) {
+  if (model()?.inputs.input_reference === "refused") {
+    say("This model makes clips from text alone.");
+    return;
+  }
   for (const file of files) {
     const photo = { id: token(), file, seed: randomSeed(), thumb: shrink(file), src: null, error: faultOf(file) };
     state.photos.push(photo);

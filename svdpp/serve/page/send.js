@@ -3,20 +3,26 @@
 import { get, getBlob, Refusal, wordsOf } from "./api.js";
 import { takeVideo } from "./clips.js";
 import { $, say } from "./dom.js";
-import { clearErrors, draftOf, faultsOf, fieldsAreValid, settings, showFieldError, showFormError } from "./form.js";
-import { leaveOut, renderPhotos, token } from "./photos.js";
+import {
+  clearErrors, draftOf, faultsOf, fieldsAreValid, model, settings, showFieldError, showFormError,
+} from "./form.js";
+import { leaveOut, randomSeed, renderPhotos, token } from "./photos.js";
 import { tell } from "./signals.js";
 import { state } from "./state.js";
 import { duration, plural } from "./text.js";
 import { keepThumb } from "./thumbs.js";
-import { nameOf, PARAMETERS, titleOf } from "./words.js";
+import { parametersOf, titleOf } from "./words.js";
+
+// What stands for the photograph of a clip from text alone.
+const newText = () => ({ file: null, seed: randomSeed() });
+let text = newText();
 
 /** Stores one clip's request on the server; a second try with the same values is the same request. */
 async function send(photo, values) {
   const wanted = JSON.stringify(values);
   if (photo.wanted !== wanted) Object.assign(photo, { wanted, key: token() });
   const form = new FormData();
-  form.append("input_reference", photo.file, photo.file.name || "photograph");
+  if (photo.file) form.append("input_reference", photo.file, photo.file.name || "photograph");
   for (const [name, value] of Object.entries(values)) if (String(value) !== "") form.append(name, value);
   const video = await get("/v1/videos", { method: "POST", body: form, headers: { "Idempotency-Key": photo.key } });
   if (photo.thumb) keepThumb(video.input.sha256, photo.thumb);
@@ -27,7 +33,7 @@ async function send(photo, values) {
 export async function submit(event) {
   event.preventDefault();
   clearErrors();
-  if (!state.photos.length) {
+  if (!state.photos.length && (model()?.inputs.input_reference ?? "needed") === "needed") {
     showFormError("Choose a photograph first.");
     $("files").focus();
     return;
@@ -45,14 +51,15 @@ export async function submit(event) {
   tell("stale");
 }
 
-/** Sends the chosen photographs one after another; those that are refused stay. */
+/** Sends the chosen photographs one after another, or the text alone; those that are refused stay. */
 async function sendAll(values) {
   const made = [];
-  for (const photo of [...state.photos]) {
+  for (const photo of state.photos.length ? [...state.photos] : [text]) {
     Object.assign(photo, { sending: true, error: "" });
     renderPhotos();
     try {
       made.push(await send(photo, { ...values, seed: values.seed || photo.seed }));
+      if (photo === text) text = newText();
       leaveOut(photo);
       tell("change");
     } catch (error) {
@@ -76,18 +83,18 @@ function showRefusal(error, photo) {
     $("new").querySelector("[aria-invalid=true]").focus();
     return true;
   }
-  const isAboutPhoto = error.code === "invalid_image" || [408, 413, 415].includes(error.status);
+  const isAboutPhoto = photo.file && (error.code === "invalid_image" || [408, 413, 415].includes(error.status));
   if (isAboutPhoto) photo.error = error.words;
   else showFormError(error.words);
   return !isAboutPhoto;
 }
 
-/** Requests a clip once more, of the photograph that the server has. */
+/** Requests a clip once more, of the photograph that the server has, if it has one. */
 export async function makeAgain(id, changes = {}) {
   const video = state.videos.get(id);
-  const values = Object.fromEntries(["model", ...PARAMETERS].map((name) => [name, video[name]]));
+  const values = Object.fromEntries(["model", ...parametersOf(video)].map((name) => [name, video[name]]));
   try {
-    const file = new File([await getBlob(`/v1/videos/${id}/input`)], nameOf(video));
+    const file = video.input && new File([await getBlob(`/v1/videos/${id}/input`)], video.input.name);
     const made = await send({ file }, { ...values, draft: draftOf(video.draft === "auto"), ...changes });
     say(`${titleOf(made)}: in the queue.`);
   } catch (error) {

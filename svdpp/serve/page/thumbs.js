@@ -1,7 +1,7 @@
 // Owns the small copies of photographs: of chosen files, and of those that the server has.
 
 import { getBlob, release } from "./api.js";
-import { make } from "./dom.js";
+import { icon, make } from "./dom.js";
 
 const MOST = 400;
 
@@ -50,8 +50,9 @@ async function fill(blank) {
   if (src) blank.replaceWith(make("img", { className: "thumb", src, alt: "" }));
 }
 
-/** An element with a clip's photograph, once it is seen. */
+/** An element with a clip's photograph, once it is seen; a drawing for a clip from text alone. */
 export function thumbOf(video) {
+  if (!video.input) return make("span", { className: "thumb text" }, icon("text"));
   const blank = Object.assign(make("span", { className: "thumb" }), { video });
   watcher.observe(blank);
   return blank;

@@ -3,8 +3,15 @@
 import { state } from "./state.js";
 import { duration, now, plural } from "./text.js";
 
-export const PARAMETERS = ["size", "steps", "frames", "fps", "seed", "motion_bucket_id", "noise_aug_strength",
-  "min_guidance_scale", "max_guidance_scale", "fit", "priority"];
+/** Of all families, in the order in which they are shown. */
+export const PARAMETERS = ["prompt", "negative_prompt", "size", "steps", "frames", "fps", "seed", "motion_bucket_id",
+  "noise_aug_strength", "min_guidance_scale", "max_guidance_scale", "guidance_scale", "guidance_scale_2",
+  "guidance_rescale", "flow_shift", "decode_timestep", "decode_noise_scale", "max_prompt_tokens", "fit", "priority"];
+
+/** The parameters that a clip has a value for. */
+export const parametersOf = (video) =>
+  PARAMETERS.filter((name) => (video[name] ?? null) !== null && (name !== "fit" || video.input));
+
 export const PROOFS = {
   none: "not verified",
   asked: "to be verified when the ranks are idle",
@@ -13,8 +20,23 @@ export const PROOFS = {
   different: "different from diffusers on one device",
 };
 
-export const nameOf = (video) => video.input?.name || "photograph";
-export const stemOf = (video) => nameOf(video).replace(/\.\w+$/, "");
+const NAME_LETTERS = 60;
+
+/** The beginning of a clip's prompt, or the name of its photograph. */
+export function nameOf({ prompt, input }) {
+  const text = prompt?.trim().replace(/\s+/g, " ") || input?.name || "photograph";
+  return text.length > NAME_LETTERS && prompt ? `${text.slice(0, NAME_LETTERS - 1).trimEnd()}…` : text;
+}
+
+export const stemOf = (video) => (video.prompt ? nameOf(video) : nameOf(video).replace(/\.\w+$/, ""));
+
+/** The beginning of the name of a clip's file. */
+export function fileStemOf(video) {
+  if (!video.prompt) return stemOf(video);
+  const words = nameOf(video).toLowerCase().replace(/[^\p{L}\p{N}]+/gu, "-");
+  return words.replace(/^-|-$/g, "") || "clip";
+}
+
 export const titleOf = (video) => `${nameOf(video)}, seed ${video.seed}`;
 export const shapeOf = ({ size, frames, steps }) =>
   `${size.replace("x", "×")} · ${plural(frames, "frame")} · ${plural(steps, "step")}`;

@@ -1,0 +1,209 @@
+"""Owns the form of a request: the fields that a server takes, by the family of its model.
+
+A server's form has only its own model's fields, so that its OpenAPI document says what it takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, cast
+
+from fastapi import UploadFile
+from pydantic import BaseModel, ConfigDict, Field, create_model
+
+from svdpp.config.limits import (
+    MAX_FLOW_SHIFT,
+    MAX_FPS,
+    MAX_FRAMES,
+    MAX_GUIDANCE_SCALE,
+    MAX_MOTION_BUCKET_ID,
+    MAX_NOISE_AUG_STRENGTH,
+    MAX_PROMPT_CHARACTERS,
+    MAX_PROMPT_TOKENS,
+    MAX_STEPS,
+)
+from svdpp.models.checkpoint import Use
+
+#: The largest seed: torch.Generator.manual_seed takes 64 bits, and svdpp only those from 0.
+MAX_SEED = 2**63 - 1
+MAX_PRIORITY = 9
+
+Draft = Literal["auto", "off"]
+Fit = Literal["stretch", "crop", "pad"]
+
+_SIZE = r"^[1-9][0-9]{0,4}x[1-9][0-9]{0,4}$"
+
+#: The API's names of parameters that have other names in `svdpp.config`.
+API_NAMES: Mapping[str, str] = {
+    "num_inference_steps": "steps",
+    "num_frames": "frames",
+    "max_sequence_length": "max_prompt_tokens",
+}
+
+_Guidance = Annotated[float | None, Field(ge=0, le=MAX_GUIDANCE_SCALE)]
+_Unit = Annotated[float | None, Field(ge=0, le=1)]
+
+
+class VideoRequest(BaseModel):
+    """The form of `POST /v1/videos`. What is left out has the model's default."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: Annotated[
+        str | None, Field(description="The id in `/v1/models`; by default that model.")
+    ] = None
+    seed: Annotated[
+        int | None, Field(ge=0, le=MAX_SEED, description="Of the noise; by default drawn.")
+    ] = None
+    seconds: Annotated[
+        float | None,
+        Field(gt=0, le=MAX_FRAMES, description="Length of the clip, instead of `frames`."),
+    ] = None
+    frames: Annotated[int | None, Field(ge=1, le=MAX_FRAMES)] = None
+    size: Annotated[
+        str | None,
+        Field(pattern=_SIZE, description="Width x height, one of `sizes` in `/v1/models`."),
+    ] = None
+    steps: Annotated[int | None, Field(ge=1, le=MAX_STEPS, description="Denoising steps.")] = None
+    fps: Annotated[int | None, Field(ge=1, le=MAX_FPS, description="Frames per second.")] = None
+    priority: Annotated[
+        int, Field(ge=0, le=MAX_PRIORITY, description="Higher ones are taken earlier.")
+    ] = 0
+    draft: Annotated[
+        Draft | None,
+        Field(
+            description="`auto`: if the clip finds all ranks idle, they show a draft of it first; "
+            "by default, if the server makes drafts."
+        ),
+    ] = None
+
+    def value(self, name: str) -> Any:
+        """The value of a field; None if it is not given, or not in this family's form."""
+        return getattr(self, name, None)
+
+    @property
+    def photo(self) -> UploadFile | None:
+        """The photograph, if the form has one."""
+        return cast("UploadFile | None", self.value("input_reference"))
+
+
+class _Photo(VideoRequest):
+    """The fields of a server whose clips all start from a photograph."""
+
+    input_reference: Annotated[
+        UploadFile, Field(description="The photograph: PNG, JPEG, WebP, BMP, TIFF or GIF.")
+    ]
+    fit: Annotated[
+        Fit | None,
+        Field(description="How a photograph of another shape becomes the frame."),
+    ] = None
+
+
+class _OptionalPhoto(VideoRequest):
+    """The fields of a server whose clips start from a photograph, or from text alone."""
+
+    input_reference: Annotated[
+        UploadFile | None,
+        Field(
+            description="The photograph: PNG, JPEG, WebP, BMP, TIFF or GIF; without it the clip "
+            "is made from text alone."
+        ),
+    ] = None
+    fit: Annotated[
+        Fit | None,
+        Field(description="How a photograph of another shape becomes the frame."),
+    ] = None
+
+
+class _NoPhoto(VideoRequest):
+    """A server that makes clips from text alone has no such fields."""
+
+
+class _Svd(VideoRequest):
+    prompt: Annotated[
+        str | None,
+        Field(
+            description="Must be empty: Stable Video Diffusion takes no text.", max_length=10_000
+        ),
+    ] = None
+    motion_bucket_id: Annotated[
+        int | None, Field(ge=0, le=MAX_MOTION_BUCKET_ID, description="Amount of motion.")
+    ] = None
+    noise_aug_strength: Annotated[
+        float | None,
+        Field(ge=0, le=MAX_NOISE_AUG_STRENGTH, description="Noise added to the photograph."),
+    ] = None
+    min_guidance_scale: Annotated[_Guidance, Field(description="Of the first frame.")] = None
+    max_guidance_scale: Annotated[_Guidance, Field(description="Of the last frame.")] = None
+
+
+class _Prompted(VideoRequest):
+    prompt: Annotated[
+        str, Field(max_length=MAX_PROMPT_CHARACTERS, description="What happens in the clip.")
+    ]
+    negative_prompt: Annotated[
+        str | None,
+        Field(max_length=MAX_PROMPT_CHARACTERS, description="What must not be in the clip."),
+    ] = None
+    guidance_scale: Annotated[
+        _Guidance,
+        Field(description="Guidance by the prompt; 1 or less turns it off."),
+    ] = None
+    max_prompt_tokens: Annotated[
+        int | None,
+        Field(
+            ge=1,
+            le=MAX_PROMPT_TOKENS,
+            description="Tokens of a prompt that the model reads; the rest is cut off.",
+        ),
+    ] = None
+
+
+class _Wan(_Prompted):
+    guidance_scale_2: Annotated[
+        _Guidance,
+        Field(
+            description="Guidance in the steps of the low-noise expert; by default "
+            "`guidance_scale`."
+        ),
+    ] = None
+    flow_shift: Annotated[
+        float | None,
+        Field(gt=0, le=MAX_FLOW_SHIFT, description="Shift of the noise levels."),
+    ] = None
+
+
+class _Ltx(_Prompted):
+    guidance_rescale: Annotated[_Unit, Field(description="Rescaling of the guided prediction.")] = (
+        None
+    )
+    decode_timestep: Annotated[_Unit, Field(description="Noise level of the decode.")] = None
+    decode_noise_scale: Annotated[
+        _Unit,
+        Field(description="Noise added before the decode; by default `decode_timestep`."),
+    ] = None
+
+
+_FAMILIES: Mapping[str, type[VideoRequest]] = {"svd": _Svd, "wan": _Wan, "ltx": _Ltx}
+_PHOTOS: Mapping[Use, type[VideoRequest]] = {
+    "needed": _Photo,
+    "optional": _OptionalPhoto,
+    "refused": _NoPhoto,
+}
+
+PHOTO_FIELDS = frozenset(_Photo.model_fields.keys() - VideoRequest.model_fields.keys())
+#: The fields of all servers' forms.
+ALL_FIELDS = frozenset(
+    name for form in (*_FAMILIES.values(), *_PHOTOS.values()) for name in form.model_fields
+)
+
+
+def form_of(family: str, photo: Use) -> type[VideoRequest]:
+    """The form of a server's requests.
+
+    Args:
+        family: of its model.
+        photo: what its clips do with photographs.
+    """
+    bases = (_PHOTOS[photo], _FAMILIES[family])
+    return create_model("VideoRequest", __base__=bases, __doc__=VideoRequest.__doc__)

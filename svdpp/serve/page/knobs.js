@@ -1,0 +1,57 @@
+// Owns the fields of the form that only some models have, as the server lists them.
+
+import { $, make, setText } from "./dom.js";
+import { PARAMETERS } from "./words.js";
+
+const LABELS = {
+  motion_bucket_id: "Motion bucket",
+  noise_aug_strength: "Noise augmentation",
+  min_guidance_scale: "Guidance, first frame",
+  max_guidance_scale: "Guidance, last frame",
+  guidance_scale: "Guidance",
+  guidance_scale_2: "Guidance, expert 2",
+  guidance_rescale: "Guidance rescale",
+  flow_shift: "Flow shift",
+  decode_timestep: "Decode timestep",
+  decode_noise_scale: "Decode noise",
+  max_prompt_tokens: "Prompt tokens",
+};
+
+export const field = (name) => $("new").elements[name];
+
+/** The names of the parameters that the form has for a model. */
+export const namesFor = (model) =>
+  PARAMETERS.filter((name) => model?.fields[name] || (model?.inputs[name] ?? "refused") !== "refused");
+
+/** Gives the form the fields of a model. */
+export function shapeForm(model) {
+  const names = namesFor(model);
+  for (const name of ["prompt", "negative_prompt", "fit"]) field(name).closest("label").hidden = !names.includes(name);
+  showPhotoField(model.inputs.input_reference);
+  const knobs = names.filter((name) => LABELS[name]);
+  if (knobs.join() !== $("knobs").dataset.names) {
+    for (const old of [...$("knobs").querySelectorAll(".knob")]) old.remove();
+    $("knobs").prepend(...knobs.map(makeKnob));
+    $("knobs").dataset.names = knobs.join();
+  }
+  for (const name of names) limit(field(name), model.fields[name]);
+  field("frames").step = model.limits.frames_unit;
+}
+
+function showPhotoField(use) {
+  $("drop").hidden = use === "refused";
+  setText($("drop-note"), use === "optional" ? "or none, for clips from the prompt alone" : "or drop or paste them here");
+}
+
+function makeKnob(name) {
+  const input = make("input", { name, type: "number", inputMode: "decimal", step: "any", placeholder: "default" });
+  return make("label", { className: "field knob" }, make("span", { textContent: LABELS[name] }), input);
+}
+
+function limit(input, about) {
+  if (input.type !== "number") return;
+  if (about.type === "integer") Object.assign(input, { step: "1", inputMode: "numeric" });
+  input.min = about.minimum ?? 0;
+  if (about.maximum !== null) input.max = about.maximum;
+  input.title = about.description;
+}

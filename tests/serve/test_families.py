@@ -1,0 +1,345 @@
+"""The service for models that take prompts: Wan from text, LTX-Video from photographs and text."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi")
+
+from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, WanSampling
+from svdpp.driver.resolve import resolve
+from svdpp.errors import RequestError
+from svdpp.media.examples import example_photos
+from svdpp.media.video import frames_sha256
+from svdpp.plan.layout import Layout
+from svdpp.serve.estimate import Layouts
+from svdpp.serve.forms import form_of
+from svdpp.serve.gate import ClipGate
+from svdpp.serve.offer import Inputs, Offer
+from svdpp.serve.store import JobStore
+from svdpp.worker.tensor_store import tensor_sha256
+from tests.cli.shell import assert_error, svdpp_here
+from tests.models.diffusers_pipeline import latents_and_frames
+from tests.models.tiny_families import save_tiny_ltx, save_tiny_wan
+from tests.serve.http_server import HANG_SECONDS, PHOTO, HttpServer, error_of, wait
+from tests.serve.store_jobs import new_job
+from tests.serve.test_page import driver, opened
+
+__all__ = ["driver"]  # a fixture
+
+CPU = ("--device", "cpu", "--world", "2", "--threads", "1", "--max-prompt-tokens", "8")
+WAN = (*CPU, "--steps", "4", "--height", "32", "--width", "32", "--frames", "5")
+LTX = (*CPU, "--steps", "4", "--height", "64", "--width", "96", "--frames", "9")
+PROMPT = "the sea at night"
+SAMPLING = WanSampling(
+    num_inference_steps=4, height=32, width=32, num_frames=5, max_sequence_length=8
+)
+
+
+@pytest.fixture(scope="module")
+def wan_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Wan with two experts, from text."""
+    return save_tiny_wan(tmp_path_factory.mktemp("wan"), boundary_ratio=0.875)
+
+
+@pytest.fixture(scope="module")
+def wan(wan_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServer]:
+    """A server over the folder of an earlier one, which ran Stable Video Diffusion."""
+    folder = tmp_path_factory.mktemp("data")
+    store = JobStore(folder)
+    store.add(new_job(id=f"video_{0:032x}"), max_open=None)
+    store.close()
+    with HttpServer(folder, *WAN, "--model", str(wan_folder)) as server:
+        server.wait_ready()
+        yield server
+
+
+@pytest.fixture(scope="module")
+def ltx(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServer]:
+    """A server for clips from photographs, and from text alone."""
+    folder = save_tiny_ltx(tmp_path_factory.mktemp("ltx"))
+    data = tmp_path_factory.mktemp("data")
+    with HttpServer(data, *LTX, "--model", str(folder)) as server:
+        server.wait_ready()
+        yield server
+
+
+def made(server: HttpServer, **form: Any) -> dict[str, Any]:
+    """A finished clip, with the verdict of its proof."""
+    answer = server.request(**form)
+    assert answer.status_code == 202, answer.text
+    id = answer.json()["id"]
+    server.wait_for(id, "completed")
+    server.client.post(f"/v1/videos/{id}/verify")
+    wait(lambda: server.video(id)["proof"] != "running", HANG_SECONDS, lambda: server.err)
+    return server.video(id)
+
+
+# --- the server -----------------------------------------------------------------------------------
+
+
+@pytest.mark.processes
+@pytest.mark.usefixtures("one_thread")
+def test_a_clip_from_text_has_the_bits_of_diffusers(wan: HttpServer, wan_folder: Path) -> None:
+    prompts = {"prompt": PROMPT, "negative_prompt": "blurred"}
+    (id,) = wan.add(photo=None, **prompts, guidance_scale_2=3, seed=1)
+    video = wan.wait_for(id, "completed")
+
+    assert {**prompts, "guidance_scale_2": 3.0, "input": None}.items() <= video.items()
+    metadata = wan.client.get(f"/v1/videos/{id}/metadata").json()
+    sampling = replace(SAMPLING, guidance_scale_2=3.0)
+    latents, frames = latents_and_frames(
+        ModelConfig(name=str(wan_folder)), sampling, ClipRequest(seed=1, **prompts), None
+    )
+    expected = (tensor_sha256(latents[-1]), frames_sha256(frames))
+    assert (metadata["latents_sha256"], metadata["frames_sha256"]) == expected
+    assert (metadata["prompt"], metadata["split"]) == (PROMPT, "balanced")
+    assert wan.client.get(f"/v1/videos/{id}/content").content[4:8] == b"ftyp"
+    error_of(wan.client.get(f"/v1/videos/{id}/input"), 404, "no_input")
+    assert list((wan.folder / "photos").iterdir()) == []
+    assert PROMPT not in wan.err
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("form", "code", "words"),
+    [
+        ({"prompt": ""}, "invalid_request", "prompt is missing"),
+        ({"prompt": "   "}, "invalid_request", "prompt is empty"),
+        ({"prompt": "x" * 20_001}, "invalid_request", "prompt"),
+        ({"prompt": "a\0b"}, "invalid_request", "prompt must be a text"),
+        ({"negative_prompt": "x", "guidance_scale": 1}, "invalid_request", "has no effect"),
+        ({"photo": PHOTO}, "invalid_request", "input_reference is not for"),
+        ({"fit": "crop"}, "invalid_request", "clips from text alone"),
+        ({"motion_bucket_id": 3}, "invalid_request", "motion_bucket_id is not for"),
+        ({"decode_timestep": 0.1}, "invalid_request", "a model of the family wan"),
+        ({"guidance_scale": 101}, "invalid_request", "guidance_scale"),
+        ({"max_prompt_tokens": 0}, "invalid_request", "max_prompt_tokens"),
+        ({"frames": 6}, "invalid_request", "frames must be a multiple of 4 plus 1"),
+        ({"size": "48x48"}, "wrong_size", "32x32"),
+        ({"flow_shift": 100}, "invalid_request", "expert"),
+        ({"draft": "auto"}, "no_drafts", "sampler"),
+    ],
+    ids=str,
+)
+def test_a_wrong_request_is_refused_at_once(
+    wan: HttpServer, form: dict[str, Any], code: str, words: str
+) -> None:
+    error = error_of(wan.request(**{"photo": None, "prompt": PROMPT, **form}), 422, code)
+    assert words in error["message"]
+    assert "--" not in error["message"]
+
+
+@pytest.mark.processes
+def test_the_model_says_what_its_form_has(wan: HttpServer) -> None:
+    (model,) = wan.client.get("/v1/models").json()["data"]
+
+    inputs = {"input_reference": "refused", "prompt": "needed", "negative_prompt": "optional"}
+    assert (model["family"], model["inputs"]) == ("wan", inputs)
+    assert {"guidance_scale", "guidance_scale_2", "flow_shift"} <= set(model["fields"])
+    assert not {"motion_bucket_id", "fit"} & {*model["fields"], *model["defaults"]}
+    assert model["limits"]["frames_unit"] == 4
+    form = wan.client.get("/openapi.json").json()["components"]["schemas"]["VideoRequest"]
+    assert form["required"] == ["prompt"]
+    assert "input_reference" not in form["properties"]
+
+
+@pytest.mark.processes
+def test_clips_of_a_model_that_the_server_ran_earlier(wan: HttpServer) -> None:
+    old = wan.video(f"video_{0:032x}")
+
+    assert (old["status"], old["motion_bucket_id"]) == ("failed", 127)
+    assert "a model of the family wan now" in old["error"]["message"]
+    listed = wan.client.get("/v1/videos?limit=100").json()["data"]
+    assert [video for video in listed if video["id"] == old["id"]] == [old]
+
+
+@pytest.mark.processes
+@pytest.mark.long
+def test_the_proof_of_a_clip_from_text(wan: HttpServer) -> None:
+    assert made(wan, photo=None, prompt=PROMPT, flow_shift=4)["proof"] == "equal", wan.err
+
+
+@pytest.mark.processes
+@pytest.mark.long
+def test_clips_from_photographs_and_from_text_have_the_bits_of_diffusers(ltx: HttpServer) -> None:
+    of_photo = made(ltx, prompt=PROMPT, seed=1)
+    of_text = made(ltx, photo=None, prompt=PROMPT, guidance_rescale=0.5, seed=1)
+
+    assert (of_photo["proof"], of_text["proof"]) == ("equal", "equal"), ltx.err
+    assert of_photo["input"]["name"] == "sea.jpg"
+    assert of_text["input"] is None
+    error = error_of(ltx.request(prompt=PROMPT, guidance_scale_2=1), 422, "invalid_request")
+    assert "guidance_scale_2 is not for" in error["message"]
+
+
+@pytest.mark.processes
+@pytest.mark.long
+def test_an_idempotency_key_stands_for_one_prompt(ltx: HttpServer) -> None:
+    first = ltx.request(photo=None, prompt=PROMPT, key="k").json()["id"]
+    assert ltx.request(photo=None, prompt=PROMPT, key="k").json()["id"] == first
+    error = error_of(ltx.request(photo=None, prompt="a cat", key="k"), 422, "invalid_request")
+    assert "another prompt" in error["message"]
+    error = error_of(ltx.request(prompt=PROMPT, key="k"), 422, "invalid_request")
+    assert "another photo" in error["message"]
+
+
+@pytest.mark.processes
+@pytest.mark.long
+def test_a_killed_server_goes_on_inside_the_solvers_history(
+    wan_folder: Path, tmp_path: Path
+) -> None:
+    options = (*WAN, "--model", str(wan_folder))
+    form: dict[str, Any] = {"photo": None, "prompt": PROMPT, "seed": 5, "steps": 400}
+    with HttpServer(tmp_path, *options) as server:
+        server.wait_ready()
+        (id,) = server.add(**form)
+        wait(lambda: list((tmp_path / "latents").glob("*")), HANG_SECONDS, lambda: server.err)
+        assert server.video(id)["status"] == "in_progress"
+        server.stop(9)
+    with HttpServer(tmp_path, *options) as server:
+        server.wait_ready()
+        assert server.video(id)["prompt"] == PROMPT
+        server.wait_for(id, "completed")
+        (again,) = server.add(**form)
+        server.wait_for(again, "completed")
+        assert hashes(server, id) == hashes(server, again)
+
+
+def hashes(server: HttpServer, id: str) -> str:
+    metadata = server.client.get(f"/v1/videos/{id}/metadata").json()
+    return str(metadata["latents_sha256"])
+
+
+# --- the page -------------------------------------------------------------------------------------
+
+
+@pytest.mark.processes
+@pytest.mark.long
+def test_the_page_makes_clips_from_text(driver: Any, wan: HttpServer) -> None:
+    with contextmanager(opened)(driver, wan) as page:
+        page.one("textarea[name=prompt]")
+        assert page.all("#drop") == []
+        page.run("document.querySelector('details').open = true")
+        assert page.all("[name=flow_shift]")
+        assert page.all("[name=motion_bucket_id], [name=fit]") == []
+
+        page.one("#make").click()
+        assert page.text("#error-prompt") == "Say what happens in the clip."
+        page.fill("prompt", "<b>The sea</b> " + "at night, " * 20)
+        page.fill("frames", 6)
+        page.one("#make").click()
+        assert "1, 5, 9" in page.text("#error-frames")
+        page.fill("frames", 5)
+        page.one("#make").click()
+        page.wait(lambda: page.all(".card"))
+        title = page.text(".card .title")
+        assert title.startswith("<b>The sea</b> at night")
+        assert len(title) == 60
+
+        page.one(".card button[aria-label^=Make]").click()
+        page.wait(lambda: len(page.all(".card")) == 2)
+        first, second = wan.client.get("/v1/videos?limit=2").json()["data"]
+        assert first["prompt"] == second["prompt"]
+        assert first["seed"] != second["seed"]
+
+
+@pytest.mark.processes
+@pytest.mark.long
+def test_the_page_makes_clips_from_a_photograph_or_none(driver: Any, ltx: HttpServer) -> None:
+    with contextmanager(opened)(driver, ltx) as page:
+        before = len(page.all(".card"))
+        page.wait_text("#drop", "or none")
+        page.fill("prompt", PROMPT)
+        page.choose(example_photos()[0])
+        page.one("#make").click()
+        page.wait(lambda: len(page.all(".card")) == before + 1)
+        page.one("#make").click()
+        page.wait(lambda: len(page.all(".card")) == before + 2)
+        newest = ltx.client.get("/v1/videos?limit=2").json()["data"]
+        assert [video["input"] is None for video in newest] == [True, False]
+
+
+# --- before the start -----------------------------------------------------------------------------
+
+
+def test_a_draft_is_refused_at_the_start(wan_folder: Path, tmp_path: Path) -> None:
+    options = ("--device", "cpu", "--model", str(wan_folder), "--draft", "--port", "0")
+    answer = svdpp_here("serve", "--data", str(tmp_path / "data"), *options)
+    assert_error(answer, 2, "cannot be drafted", "leave --draft out")
+
+
+# --- its parts ------------------------------------------------------------------------------------
+
+
+def test_a_form_has_the_fields_of_its_family_alone() -> None:
+    from_text, of_both = form_of("wan", "refused"), form_of("ltx", "optional")
+    assert "input_reference" not in from_text.model_fields
+    assert not of_both.model_fields["input_reference"].is_required()
+    assert form_of("svd", "needed").model_fields["input_reference"].is_required()
+    assert set(from_text.model_fields) - set(of_both.model_fields) == {
+        *("guidance_scale_2", "flow_shift")
+    }
+
+
+def test_seconds_become_a_number_of_frames_that_the_family_makes() -> None:
+    offer = Offer(
+        model="wan",
+        sampling=WanSampling(num_frames=81),
+        sizes=((832, 480),),
+        inputs=Inputs(photo="refused", prompt="needed"),
+    )
+    for seconds, frames in ((0.01, 1), (1, 17), (1.25, 21), (5, 81)):
+        request = offer.form(prompt=PROMPT, seconds=seconds)
+        assert offer.sampling_of(request).num_frames == frames
+
+
+def test_the_gate_knows_which_rank_has_which_expert(wan_folder: Path) -> None:
+    config, checkpoint = resolve(
+        PipelineConfig(
+            world_size=2,
+            model=ModelConfig(name=str(wan_folder)),
+            sampling=replace(SAMPLING, num_inference_steps=50),
+            split="balanced",
+        )
+    )
+    gate = ClipGate(config, checkpoint)
+    assert config.expert_boundary == 16
+    for steps in (4, 7, 16, 50, 400):
+        gate.check(replace(config.sampling, num_inference_steps=steps))
+    with pytest.raises(RequestError, match="would do all 1 steps"):
+        gate.check(replace(config.sampling, num_inference_steps=1))
+
+
+def test_an_estimate_cuts_where_the_expert_changes() -> None:
+    layout = Layout(num_steps=10, world_size=3, split="balanced", expert_boundary=2)
+    route = Layouts(layout).route(0, 20, expert_boundary=4)
+    assert 4 in {part.end for part in route.ranges}
+    assert Layouts(layout).route(0, 20, expert_boundary=20).ranges  # of a clip that will fail
+
+
+def test_a_queue_without_prompts_is_brought_up_to_date(tmp_path: Path) -> None:
+    store = JobStore(tmp_path)
+    old = store.add(new_job(), max_open=None)
+    store.close()
+    with sqlite3.connect(tmp_path / "queue.sqlite3") as database:
+        for column in ("prompt", "negative_prompt"):
+            database.execute(f"ALTER TABLE jobs DROP COLUMN {column}")
+        database.execute("PRAGMA user_version = 1")
+    database.close()
+
+    store = JobStore(tmp_path)
+    assert store.get(old.id) == old
+    new = new_job(photo="", photo_name="", photo_sha256="", prompt=PROMPT, negative_prompt="fog")
+    store.add(new, max_open=None)
+    store.close()
+    store = JobStore(tmp_path)  # the second time there is nothing to change
+    assert [store.get(job.id) for job in (old, new)] == [old, new]
+    store.close()
