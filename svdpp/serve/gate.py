@@ -13,7 +13,6 @@ from svdpp.driver.resolve import resolved_for
 from svdpp.errors import OutOfMemoryError
 from svdpp.launch.gpus import visible_gpus
 from svdpp.models.checkpoint import Checkpoint
-from svdpp.serve.forms import VideoRequest
 
 _MAX_SHAPES = 256
 _ROUTES = 4
@@ -45,16 +44,25 @@ class ClipGate:
         self._check_route(sampling)
         self._check_memory(sampling)
 
-    def check_inputs(self, sampling: SamplingConfig, request: VideoRequest) -> None:
+    def check_inputs(
+        self,
+        sampling: SamplingConfig,
+        *,
+        image: bool,
+        prompt: str | None,
+        negative_prompt: str | None,
+    ) -> None:
         """Refuses a clip that lacks an input that the model needs, or has one that it ignores.
+
+        Arguments as for `Checkpoint.check_inputs`.
 
         Raises:
             RequestError: it does, or a prompt is too long.
         """
-        texts = {name: request.value(name) for name in ("prompt", "negative_prompt")}
+        texts = {"prompt": prompt, "negative_prompt": negative_prompt}
         ClipRequest(seed=0, **texts)  # checks them
         if self._checkpoint is not None:
-            self._checkpoint.check_inputs(sampling, image=request.photo is not None, **texts)
+            self._checkpoint.check_inputs(sampling, image=image, **texts)
 
     def _check_new_route(self, sampling: SamplingConfig) -> None:
         configs = ClipConfigs(self._config, self._checkpoint)

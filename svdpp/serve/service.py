@@ -105,7 +105,12 @@ class Service:
         """
         sampling = self.offer.sampling_of(request)
         self.gate.check(sampling)
-        self.gate.check_inputs(sampling, request)
+        self.gate.check_inputs(
+            sampling,
+            image=request.photo is not None,
+            prompt=request.value("prompt"),
+            negative_prompt=request.value("negative_prompt"),
+        )
         return sampling
 
     def submit(
