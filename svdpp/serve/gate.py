@@ -59,10 +59,11 @@ class ClipGate:
         Raises:
             RequestError: it does, or a prompt is too long.
         """
-        texts = {"prompt": prompt, "negative_prompt": negative_prompt}
-        ClipRequest(seed=0, **texts)  # checks them
+        ClipRequest(seed=0, prompt=prompt, negative_prompt=negative_prompt)  # checks them
         if self._checkpoint is not None:
-            self._checkpoint.check_inputs(sampling, image=image, **texts)
+            self._checkpoint.check_inputs(
+                sampling, image=image, prompt=prompt, negative_prompt=negative_prompt
+            )
 
     def _check_new_route(self, sampling: SamplingConfig) -> None:
         configs = ClipConfigs(self._config, self._checkpoint)
