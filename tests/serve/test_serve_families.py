@@ -226,6 +226,8 @@ def hashes(server: HttpServer, id: str) -> str:
 def test_the_page_makes_clips_from_text(driver: Any, wan: HttpServer) -> None:
     with contextmanager(opened)(driver, wan) as page:
         page.one("textarea[name=prompt]")
+        page.wait(lambda: "Loading" not in page.text("#clips"))
+        before = len(page.all(".card"))
         assert page.all("#drop") == []
         page.run("document.querySelector('details').open = true")
         assert page.all("[name=flow_shift]")
@@ -239,13 +241,13 @@ def test_the_page_makes_clips_from_text(driver: Any, wan: HttpServer) -> None:
         assert "1, 5, 9" in page.text("#error-frames")
         page.fill("frames", 5)
         page.one("#make").click()
-        page.wait(lambda: page.all(".card"))
+        page.wait(lambda: len(page.all(".card")) == before + 1)
         title = page.text(".card .title")
         assert title.startswith("<b>The sea</b> at night")
         assert len(title) == 60
 
         page.one(".card button[aria-label^=Make]").click()
-        page.wait(lambda: len(page.all(".card")) == 2)
+        page.wait(lambda: len(page.all(".card")) == before + 2)
         first, second = wan.client.get("/v1/videos?limit=2").json()["data"]
         assert first["prompt"] == second["prompt"]
         assert first["seed"] != second["seed"]
@@ -255,6 +257,7 @@ def test_the_page_makes_clips_from_text(driver: Any, wan: HttpServer) -> None:
 @pytest.mark.long
 def test_the_page_makes_clips_from_a_photograph_or_none(driver: Any, ltx: HttpServer) -> None:
     with contextmanager(opened)(driver, ltx) as page:
+        page.wait(lambda: "Loading" not in page.text("#clips"))
         before = len(page.all(".card"))
         page.wait_text("#drop", "or none")
         page.fill("prompt", PROMPT)
