@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from pathlib import Path
@@ -13,6 +14,8 @@ from diffusers import WanTransformer3DModel
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, WanSampling
 from svdpp.driver.pipeline import Pipeline
 from svdpp.models.wan.checkpoint import TRANSFORMERS
+from svdpp.worker.messages import Event, Finished
+from tests.cli.shell import python
 from tests.driver.dummies import pids
 from tests.models.tiny_families import save_tiny_wan
 
@@ -37,7 +40,16 @@ def test_four_ranks_hold_one_copy_of_each_expert(tmp_path: Path) -> None:
         model=ModelConfig(name=str(tmp_path), dtype="bf16"),
         sampling=WanSampling(num_inference_steps=4, height=32, width=32, num_frames=5),
     )
-    with Pipeline(config) as pipeline:
+    estimated = _estimated(config)
+    reported: dict[int, int] = {}
+
+    def take(rank: int, event: Event) -> None:
+        if isinstance(event, Finished):
+            reported[rank] = event.reserved_bytes
+
+    pipeline = Pipeline(config)
+    pipeline.observe(take)
+    with pipeline:
         held = [roles.experts for roles in pipeline.config.roles]
         assert held == [{0}, {0}, {1}, {1}]
         pipeline.run(ClipRequest(seed=0, prompt="the sea at night"))
@@ -57,7 +69,31 @@ def test_four_ranks_hold_one_copy_of_each_expert(tmp_path: Path) -> None:
         print(f"rank {rank}: {own / gib:.2f} GiB besides the experts' files")
         assert own < _OWN_BYTES
         assert [part in each["Rss"] for part in TRANSFORMERS] == [rank < 2, rank >= 2]
+    for rank, told in enumerate(estimated):
+        ratio = told / reported[rank]
+        print(f"rank {rank}: peak {reported[rank] / gib:.2f} GiB, estimate / peak {ratio:.3f}")
+        assert ratio == pytest.approx(1, abs=0.15)
     print(f"all ranks: PSS {sum(pss.values()) / gib:.2f}, RSS {sum(rss.values()) / gib:.2f} GiB")
+
+
+def _estimated(config: PipelineConfig) -> list[int]:
+    """The estimated peak of each rank; a new process has the libraries that a rank has."""
+    code = (
+        "import json, sys\n"
+        "from svdpp.launch import environment\n"
+        "environment.set_defaults()\n"
+        "from svdpp.config import ModelConfig, PipelineConfig, WanSampling\n"
+        "from svdpp.diagnostics.memory_estimate import estimate_ranks\n"
+        "fields = json.loads(sys.argv[1])\n"
+        "model, sampling = ModelConfig(**fields['model']), WanSampling(**fields['sampling'])\n"
+        "config = PipelineConfig(world_size=4, split='balanced', model=model, sampling=sampling)\n"
+        "print([each.total_bytes for each in estimate_ranks(config)])"
+    )
+    fields = json.dumps({"model": vars(config.model), "sampling": vars(config.sampling)})
+    answer = python("-c", code, fields)
+    assert answer.code == 0, answer.err
+    found: list[int] = json.loads(answer.out.splitlines()[-1])
+    return found
 
 
 def _save_wide(folder: Path) -> None:
