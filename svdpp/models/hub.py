@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import glob
+import os
 import re
 import shlex
 import shutil
@@ -80,7 +81,11 @@ def _download_weights(model: ModelConfig, folder: Path, components: Collection[s
     _announce(model, components, missing)
     with _typed_errors(model, components):
         snapshot_download(
-            model.name, revision=pinned, allow_patterns=[glob.escape(name) for name in missing]
+            model.name,
+            revision=pinned,
+            allow_patterns=[glob.escape(name) for name in missing],
+            # The library reads the variable only when it is imported.
+            tqdm_class=_Silent if os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS") == "1" else None,
         )
 
 

@@ -364,7 +364,22 @@ def test_a_request_is_checked_before_a_weight_is_downloaded(wan: type[_Served]) 
     assert not _weights(wan.requested)
 
 
-def test_a_download_is_announced(wan: type[_Served], repository: Path, cache: Path) -> None:
+@pytest.mark.parametrize("bars", ["0", "1"])
+def test_a_download_is_announced(
+    wan: type[_Served],
+    repository: Path,
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    bars: str,
+) -> None:
+    monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", bars)
+    passed, download = [], huggingface_hub.snapshot_download
+
+    def spy(*args: Any, **options: Any) -> Any:
+        passed.append(options["tqdm_class"])
+        return download(*args, **options)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", spy)
     told: list[str] = []
     sink = logger.add(lambda message: told.append(message.strip()), format="{message}")
     for _ in range(2):  # the second time everything is cached
@@ -375,6 +390,8 @@ def test_a_download_is_announced(wan: type[_Served], repository: Path, cache: Pa
     assert f"{sizes / 1e6:.1f} MB of 'org/tiny' (text_encoder, transformer, " in remark
     assert "from 127.0.0.1; " in remark
     assert f"are free in {redact(str(cache))!r}" in remark
+    # Before the weights and after them only configs are looked up.
+    assert [bar is not None for bar in passed] == [True, True, bars == "1", True, True]
 
 
 def test_a_cache_that_is_partly_filled_and_no_network(

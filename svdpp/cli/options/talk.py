@@ -1,5 +1,6 @@
 """Owns the options for output on the terminal: JSON, log, progress, tracebacks."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -60,11 +61,14 @@ class LogOptions(TalkOptions):
         """
         from svdpp.cli.log import open_log
 
+        quiet = self.quiet or _another_rank_speaks()
+        if quiet:
+            os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # of the hub's library
         open_log(
             verbosity=self.verbose,
             log_file=self.log_file,
             write=console.err.print,
-            quiet=self.quiet or _another_rank_speaks(),
+            quiet=quiet,
         )
 
 
