@@ -166,8 +166,8 @@ def _typed_errors(model: ModelConfig, components: Collection[str] = ()) -> Itera
             raise _not_downloaded(name, error.__cause__) from error
         raise _not_cached(model, components) from error
     # HTTPError is the base of the hub's HTTP library; a full disk or a network failure is an
-    # OSError.
-    except (errors.HTTPError, OSError) as error:  # type: ignore[attr-defined]
+    # OSError; the hub's other transfer library, hf_xet, raises RuntimeError.
+    except (errors.HTTPError, OSError, RuntimeError) as error:  # type: ignore[attr-defined]
         raise _not_downloaded(name, error) from error
 
 

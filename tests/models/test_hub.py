@@ -137,12 +137,25 @@ def test_hub_is_unreachable(cache: Path, monkeypatch: pytest.MonkeyPatch, switch
     assert error.hint == expected
 
 
-def test_disk_full_while_downloading(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("failure", "cause", "hint"),
+    [
+        (OSError(28, "No space left on device", "/cache/blob"), "No space left on", "HF_HOME"),
+        (RuntimeError(f"https://user:{TOKEN}@host"), "RuntimeError", "run the command again"),
+    ],
+    ids=["disk", "xet"],
+)
+def test_a_failure_while_downloading(
+    monkeypatch: pytest.MonkeyPatch, failure: Exception, cause: str, hint: str
+) -> None:
     def fail(*_: object, **__: object) -> str:
-        raise OSError(28, "No space left on device", "/cache/blob")
+        raise failure
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
-    assert "cannot be downloaded (No space left on device)" in error_of("org/tiny").message
+    error = error_of("org/tiny")
+    assert f"cannot be downloaded ({cause}" in error.message
+    assert hint in error.hint
+    assert TOKEN not in error.message + error.hint
 
 
 def test_token_in_a_model_name_is_redacted(cache: Path) -> None:
