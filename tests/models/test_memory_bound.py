@@ -88,7 +88,7 @@ def test_the_bound_lies_above_the_estimate_for_svd_xt(xt: ModelConfig, chunk: in
 def test_the_bound_lies_above_the_dummys_estimate(shape: tuple[int, ...]) -> None:
     model = ModelConfig(name="dummy", dummy_latent_shape=shape)
     (peak,) = _peaks(None, model, SvdSampling())
-    assert peak < activation_bound(None, model, SvdSampling()) < 25 * peak
+    assert peak < activation_bound(None, model, SvdSampling()) < 30 * peak
 
 
 def test_ranks_share_the_weights_of_files_that_have_the_dtype() -> None:
