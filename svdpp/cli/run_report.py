@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 # Checking these takes a second or two.
 _FEW_CLIPS = 8
+# Seconds of a run after which the few that it takes to count FLOPs do not matter.
+_WORTH_COUNTING = 60.0
 
 Metadata = Mapping[str, Any]
 
@@ -109,15 +111,18 @@ def announce_report(console: Console, manifest: Path) -> None:
 
 
 def utilisation(manifest: Path) -> dict[str, Any] | None:
-    """TFLOP/s and MFU of the run's ranks, as in its report; None if it has left no figures.
-
-    Takes seconds to build the model without weights.
-    """
-    from svdpp.diagnostics.run_report import read_report, with_speeds
+    """TFLOP/s and MFU of the run's ranks, as in its report; None if it has left no figures."""
+    from svdpp.diagnostics.run_report import read_report
+    from svdpp.diagnostics.utilisation import Speeds, speeds_of
 
     with contextlib.suppress(SvdppError):
-        diagnosis = with_speeds(read_report(manifest)).diagnosis
-        return None if diagnosis is None else asdict(diagnosis.speeds)
+        diagnosis = read_report(manifest).diagnosis
+        if diagnosis is None:
+            return None
+        if diagnosis.figures.makespan < _WORTH_COUNTING:
+            note = "a short run: svdpp report counts its FLOPs, which takes seconds"
+            return asdict(Speeds(note=note))
+        return asdict(speeds_of(diagnosis.figures))
     return None
 
 

@@ -50,7 +50,15 @@ def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (_config(), (DENOISE, ALL), "2 CPU ranks need about 1.4 GiB, 1.0 GiB free", "decode-chunk"),
         (_config(1), (ALL,), "1 CPU rank needs about 1.1 GiB, 1.0 GiB free", "decode-chunk"),
-        (_config(decode_chunk_size=1, num_frames=100), (DENOISE, ALL), "CPU ranks", "--frames"),
+        pytest.param(
+            *(
+                _config(decode_chunk_size=1, num_frames=100),
+                (DENOISE, ALL),
+                "CPU ranks",
+                "--frames",
+            ),
+            marks=pytest.mark.long,
+        ),
         (_config(height=32, width=32, num_frames=2), (ALL,) * 16, "16 CPU", "--world"),
     ],
 )

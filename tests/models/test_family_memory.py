@@ -32,7 +32,7 @@ SIZES: dict[str, Any] = {
     **{"num_inference_steps": 2, "height": 96, "width": 96, "num_frames": 9},
     "max_sequence_length": 16,
 }
-QUICK = ("wan-i2v", "ltx-timestep")
+QUICK = "ltx-timestep"
 MORE = [pytest.mark.long, pytest.mark.full]
 
 WAN: dict[str, Any] = {"boundary_ratio": 0.875, "width": 8}
@@ -71,12 +71,9 @@ def _loaded(
 @pytest.mark.parametrize(
     "name",
     [
-        *QUICK,
-        *(
-            pytest.param(name, marks=MORE)
-            for name in CASES
-            if name not in ("wan-i2v", "ltx-timestep")
-        ),
+        QUICK,
+        pytest.param("wan-i2v", marks=pytest.mark.long),
+        *(pytest.param(name, marks=MORE) for name in CASES if name not in (QUICK, "wan-i2v")),
     ],
 )
 def test_the_estimate_is_what_a_rank_holds_and_allocates(tmp_path: Path, name: str) -> None:
