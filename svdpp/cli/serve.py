@@ -132,7 +132,7 @@ def _settings(
     from svdpp.serve.server import Retention
 
     return ServerSettings(
-        config=check_config(config),
+        config=check_config(config, sizes),
         folder=asked.data,
         sizes=sizes,
         max_open=asked.max_queue,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from starlette.types import ASGIApp
 
 from svdpp.config import PipelineConfig
 from svdpp.driver.memory_check import check_memory
-from svdpp.driver.resolve import resolve
+from svdpp.driver.resolve import resolve, resolved_for
 from svdpp.driver.supervisor import Observer
 from svdpp.launch import process_group
 from svdpp.launch.world import find_world
@@ -62,11 +63,15 @@ class ServerSettings:
     observers: tuple[Observer, ...] = ()
 
 
-def check_config(config: PipelineConfig) -> PipelineConfig:
+def check_config(config: PipelineConfig, sizes: Iterable[tuple[int, int]] = ()) -> PipelineConfig:
     """Checks what could keep the ranks from starting; returns `config`, resolved.
 
+    Args:
+        config: of the pipeline.
+        sizes: width and height of other frames that clients may request.
+
     Raises:
-        RequestError: devices are missing.
+        RequestError: devices are missing, or the model cannot make frames of these sizes.
         ModelError: the model is missing or incomplete.
         OutOfMemoryError: the ranks do not fit.
         OutputError: ffmpeg is missing.
@@ -75,6 +80,8 @@ def check_config(config: PipelineConfig) -> PipelineConfig:
     on_this_host = config.world_size if world is None else world.local_size
     process_group.check_devices(config.device, on_this_host, launched=world is not None)
     config, checkpoint = resolve(config)
+    for width, height in sizes:
+        resolved_for(replace(config.sampling, width=width, height=height), config, checkpoint)
     check_memory(config, checkpoint, config.roles[:on_this_host])
     if not config.model.is_dummy:
         video.find_ffmpeg()

@@ -282,6 +282,14 @@ def test_a_draft_is_refused_at_the_start(wan_folder: Path, tmp_path: Path) -> No
 # --- its parts ------------------------------------------------------------------------------------
 
 
+def test_sizes_that_the_model_cannot_make_are_refused_at_the_start(tmp_path: Path) -> None:
+    folder = save_tiny_wan(tmp_path / "model", expand_timesteps=True)
+    options = ("--model", str(folder), "--device", "cpu", "--world", "1", "--frames", "5")
+    sizes = ("--height", "64", "--width", "64", "--sizes", "48x64")
+    answer = svdpp_here("serve", *options, *sizes, "--port", "0", "--data", str(tmp_path / "data"))
+    assert_error(answer, 2, "--width must be a multiple of 32", "got 48")
+
+
 def test_a_form_has_the_fields_of_its_family_alone() -> None:
     from_text, of_both = form_of("wan", "refused"), form_of("ltx", "optional")
     assert "input_reference" not in from_text.model_fields
