@@ -16,6 +16,7 @@ from svdpp.serve.engine import Engine
 from svdpp.serve.events import Events, JobEvent
 from svdpp.serve.job import Job, JobState
 from svdpp.serve.store import JobStore
+from tests.faults.processes import allowing_for_others
 from tests.serve.engines import demo_config, demo_job, dummy_config, hashes, latents, serving
 
 pytestmark = pytest.mark.processes
@@ -39,8 +40,9 @@ def test_every_job_is_made_once_in_order(tmp_path: Path) -> None:
 
 def test_the_grace_finishes_what_it_can_and_the_next_start_goes_on(tmp_path: Path) -> None:
     config = dummy_config(2, step_seconds=0.1)
-    with serving(tmp_path, config, grace=1.0) as service:
-        ids = service.add(*range(6))
+    # Three clips are in the pipeline, and the grace is enough for one.
+    with serving(tmp_path, config, grace=0.4) as service:
+        ids = service.add(*range(8))
         service.wait_for_step(ids[1], 5)
     store = JobStore(tmp_path)
     states = [job.state for job_id in ids if (job := store.get(job_id))]
@@ -50,8 +52,8 @@ def test_the_grace_finishes_what_it_can_and_the_next_start_goes_on(tmp_path: Pat
     assert states[-1] is JobState.QUEUED
     with serving(tmp_path, config) as service:
         jobs = service.wait_final(ids)
-    assert [job.attempts for job in jobs] == [0] * 6
-    assert latents(jobs) == hashes(config, list(range(6)))
+    assert [job.attempts for job in jobs] == [0] * 8
+    assert latents(jobs) == hashes(config, list(range(8)))
     assert any(job.metadata["resumed_from_step"] for job in jobs)
 
 
@@ -161,7 +163,9 @@ def test_promises_are_kept(tmp_path: Path) -> None:
         for job, promise in zip(jobs, promises, strict=True)
     ]
     print("promised", [f"{each:.2f}" for each in promises], "errors", [f"{e:.3f}" for e in errors])
-    assert max(map(abs, errors)) < 0.5
+    # On a busy machine the ranks become slower after the promise.
+    assert min(errors) > -0.5
+    assert max(errors) < allowing_for_others(0.5)
 
 
 def test_callbacks_that_raise_stop_nothing(tmp_path: Path) -> None:
