@@ -20,6 +20,8 @@ from svdpp.errors import Interrupted, RankError, SvdppError, error_to_dict, exit
 from svdpp.redaction import redact, redact_all
 
 _CLIP_COLOURS = ("cyan", "yellow", "green", "magenta", "blue", "red", "white")
+# Characters of the widest table in a pipe or file.
+_FILE_WIDTH = 1000
 
 
 class Console:
@@ -73,7 +75,10 @@ class Console:
             table.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)
         for row in rows:
             table.add_row(*row)
-        self.result(table)
+        if self.out.is_terminal:
+            self.result(table)
+        elif not self.as_json:  # rich would cut cells to a terminal's usual width
+            RichConsole(highlight=False, width=_FILE_WIDTH).print(table)
 
     def grid(self, lines: Iterable[str]) -> None:
         """Prints a rank x time picture with a colour for each clip."""

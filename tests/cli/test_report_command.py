@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from svdpp.cli.console import Console
 from tests.bench.made_up_benches import begun_bench, leave_bench
 from tests.cli.shell import assert_error, svdpp_here
 from tests.diagnostics.made_up_runs import EVEN, leave, replayed
@@ -51,6 +52,12 @@ def test_the_report_on_a_bench_that_measured_nothing(tmp_path: Path) -> None:
     answer = svdpp_here("report", str(kept.folder))
     assert answer.code == 0, answer
     assert answer.out == "the bench has not finished\nrounds: none\n"
+
+
+def test_a_table_in_a_file_is_not_cut(capsys: pytest.CaptureFixture[str]) -> None:
+    cells = ("a" * 70, "b" * 70)
+    Console().table(("one", "two"), [cells])
+    assert capsys.readouterr().out.splitlines()[1].split() == list(cells)
 
 
 def test_a_run_that_left_no_figures(tmp_path: Path) -> None:
