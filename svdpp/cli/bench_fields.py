@@ -74,7 +74,7 @@ def pipeline_config(point: BenchConfig) -> PipelineConfig:
         model,
         sampling,
         device=ranks.device,
-        plan={**_plan(point, sampled, experts), **(experts or {})},
+        plan=_plan(point, sampled, experts),
         from_image=from_image,
     )
 

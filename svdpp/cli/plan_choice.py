@@ -95,7 +95,8 @@ class PlanChoice:
         drafting = self.draft.settings(self.steps, world_size)
         if drafting:
             _check_joined(len(drafting["draft"].start_steps))
-        return {"world_size": world_size, **shape, **drafting}, why
+        # `auto` may let a rank hold both experts although the options do not.
+        return {"world_size": world_size, **(experts or {}), **shape, **drafting}, why
 
 
 def _check_joined(num_start_steps: int) -> None:

@@ -152,7 +152,7 @@ class RunRequest:
             self.model,
             self.sampling,
             device=device,
-            plan={**(experts or {}), **shape},
+            plan=shape,
             from_image=self._from_image,
         )
         if num_clips and config.draft is None:

@@ -207,7 +207,6 @@ def _config(
         experts=experts,
     )
     shape |= draft.settings(num_steps, shape["world_size"])
-    shape |= experts or {}
     shape["draft_on_request"] = draft.draft
     if asked.time_scale is not None:
         from svdpp.cli.simulate import scaled_costs

@@ -151,7 +151,7 @@ def _asked(
         model,
         sampling,
         device=device,
-        plan={**shape, **(experts or {})},
+        plan=shape,
         from_image=from_image,
         dummy_sleeps=time_scale is not None,
     )

@@ -139,9 +139,8 @@ def _config(
         decodes=not model.is_dummy,
         experts=experts,
     )
-    plan_fields = {**(experts or {}), **shape}
     config = request.pipeline_config(
-        ranks, model, sampling, device=device, plan=plan_fields, from_image=from_image
+        ranks, model, sampling, device=device, plan=shape, from_image=from_image
     )
     return config, why
 

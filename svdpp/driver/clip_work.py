@@ -194,12 +194,7 @@ def _check_request(
     is_resumed = bool(request.done_steps) and not config.is_draft(request)
     if checkpoint is not None and not is_resumed:
         try:
-            checkpoint.check_inputs(
-                sampling,
-                image=request.image is not None,
-                prompt=request.prompt,
-                negative_prompt=request.negative_prompt,
-            )
+            checkpoint.check_requests(sampling, [request])
         except RequestError as error:
             raise RequestError(
                 f"{name}: {error.message}",

@@ -151,12 +151,8 @@ def plan_clips(
     plan = ClipPlan()
     folder = policy.latents_folder
     for made_from, seed, output in _outputs(inputs, seeds, policy):
-        checkpoint.check_inputs(
-            config.sampling,
-            image=made_from.photo is not None,
-            prompt=made_from.prompt,
-            negative_prompt=made_from.negative_prompt,
-        )
+        request = made_from.request(seed)
+        checkpoint.check_requests(config.sampling, [request])
         metadata = clip_metadata(made_from, seed, output, config, checkpoint)
         key = None if folder is None else latents_key(metadata, checkpoint)
         finished = finished_clip(output, metadata, config.draft, policy)
@@ -168,7 +164,7 @@ def plan_clips(
         plan.metadata.append(metadata)
         plan.requests.append(
             replace(
-                made_from.request(seed),
+                request,
                 output=output,
                 latents_key=key,
                 done_steps=_done_steps(folder, key) if policy.keeps_finished else 0,

@@ -6,10 +6,11 @@ decodes, with others it denoises. A family states what travels between the calls
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import numpy as np
@@ -49,6 +50,19 @@ class RangeParts:
     """Whether clips are made from an image."""
     prompts: dict[tuple[Any, ...], Any] = field(default_factory=dict)
     """Embeddings of the last prompts, so that each distinct prompt is encoded once."""
+
+    def in_pipeline(self, pipeline_class: Any, *, has_image: bool) -> RangeParts:
+        """The same components, in the pipeline for clips from an image, or from text alone.
+
+        Components for images also make clips from text, but not the other way round.
+        """
+        if has_image == self.has_image:
+            return self
+        assert self.has_image, "a rank for clips from text has no encoder of images"
+        known = {**self.pipe.config, **self.pipe.components}
+        accepted = inspect.signature(pipeline_class.__init__).parameters
+        pipe = pipeline_class(**{name: known[name] for name in accepted if name in known})
+        return replace(self, pipe=pipe, has_image=has_image)
 
 
 class RangeModel(ABC):

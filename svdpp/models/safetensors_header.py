@@ -43,15 +43,11 @@ def weight_headers(folder: Path, component: str, variant: str | None) -> dict[Pa
     Raises:
         ModelError: a file is missing, incomplete, or not a safetensors file.
     """
-    stem, tag = WEIGHT_STEMS[component], f".{variant}" if variant else ""
-    single = folder / component / f"{stem}{tag}.safetensors"
-    index = folder / component / f"{stem}.safetensors.index{tag}.json"
-    if index.is_file() and not (stem == "model" and single.is_file()):
-        return _shard_headers(index)
-    if not single.is_file():
-        there = [path.name for path in single.parent.glob("*") if path.is_file()]
-        raise _missing_weights(_label(single), stem, variant, there)
-    return {single: read_safetensors_header(single)}
+    there = {path.name for path in (folder / component).glob("*") if path.is_file()}
+    name = _index_or_file(there, component, variant)
+    path = folder / component / name
+    is_index = name.endswith(".json")
+    return _shard_headers(path) if is_index else {path: read_safetensors_header(path)}
 
 
 def choose_weight_files(names: Collection[str], component: str, variant: str | None) -> list[str]:
@@ -65,20 +61,15 @@ def choose_weight_files(names: Collection[str], component: str, variant: str | N
     Raises:
         ModelError: the repository has no such weights.
     """
-    stem, tag = WEIGHT_STEMS[component], f".{variant}" if variant else ""
-    single = f"{stem}{tag}.safetensors"
-    index = f"{stem}.safetensors.index{tag}.json"
     there = {
         name.removeprefix(f"{component}/") for name in names if name.startswith(f"{component}/")
     }
-    if index in there and not (stem == "model" and single in there):
+    chosen = [_index_or_file(there, component, variant)]
+    if chosen[0].endswith(".json"):
+        stem, tag = _stem_and_tag(component, variant)
         shard = re.compile(rf"{re.escape(stem + tag)}-\d{{5}}-of-\d{{5}}\.safetensors", re.A)
-        return [f"{component}/{name}" for name in sorted(there) if shard.fullmatch(name)] + [
-            f"{component}/{index}"
-        ]
-    if single not in there:
-        raise _missing_weights(f"{component}/{single}", stem, variant, there)
-    return [f"{component}/{single}"]
+        chosen = [*(name for name in sorted(there) if shard.fullmatch(name)), *chosen]
+    return [f"{component}/{name}" for name in chosen]
 
 
 def read_safetensors_header(path: Path) -> Header:
@@ -185,6 +176,21 @@ def _shard_headers(index: Path) -> dict[Path, Header]:
                 f"{short_repr(tensor)} is not in {name}, but the index lists it there"
             )
     return headers
+
+
+def _stem_and_tag(component: str, variant: str | None) -> tuple[str, str]:
+    return WEIGHT_STEMS[component], f".{variant}" if variant else ""
+
+
+def _index_or_file(there: Collection[str], component: str, variant: str | None) -> str:
+    """The name among `there` that the libraries read first: an index of shards, or a file."""
+    stem, tag = _stem_and_tag(component, variant)
+    single, index = f"{stem}{tag}.safetensors", f"{stem}.safetensors.index{tag}.json"
+    if index in there and not (stem == "model" and single in there):
+        return index
+    if single not in there:
+        raise _missing_weights(f"{component}/{single}", stem, variant, there)
+    return single
 
 
 def _missing_weights(

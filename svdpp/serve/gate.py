@@ -13,6 +13,7 @@ from svdpp.driver.resolve import resolved_for
 from svdpp.errors import OutOfMemoryError
 from svdpp.launch.gpus import visible_gpus
 from svdpp.models.checkpoint import Checkpoint
+from svdpp.plan.costs import Costs
 
 _MAX_SHAPES = 256
 _ROUTES = 4
@@ -102,12 +103,10 @@ class ClipGate:
             self._config.world_size,
             lambda device: self._free.get(device, 0),
         )
+        costs = Costs(**needs)  # type: ignore[arg-type]
         for roles, gib in zip(self._config.roles, has, strict=True):
-            parts = [part for part in ("encode", "denoise", "decode") if getattr(roles, part)]
-            weights = sum(needs[f"{part}_weights_gib"] for part in parts)
-            weights += max(0, len(roles.experts) - 1) * needs["denoise_weights_gib"]
-            need = weights + max((needs[f"{part}_work_gib"] for part in parts), default=0.0)
-            if need > gib:
+            need = costs.peak_gib(**roles.parts, num_experts=len(roles.experts))
+            if need is not None and need > gib:
                 return (
                     f"a clip of {sampling.frames} frames of {sampling.width}x{sampling.height} "
                     f"needs {need:.1f} GiB on a GPU that has {gib:.1f} GiB"

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from svdpp.plan.costs import Costs
 from tests.cli.shell import ROOT, assert_error, svdpp_here
+from tests.plan.plans import WAN_COSTS
 
 WAN = ("plan", "--world", "4", "--steps", "40", "--expert-boundary", "13")
-COSTS = Costs(
-    decode_seconds=3,
-    encode_weights_gib=11,
-    denoise_weights_gib=27,
-    decode_weights_gib=0.5,
-    encode_work_gib=1,
-    denoise_work_gib=9,
-    decode_work_gib=6,
-)
+COSTS = replace(WAN_COSTS, step_seconds=1, encode_seconds=0, decode_seconds=3)
 
 
 @pytest.fixture

@@ -23,6 +23,20 @@ costs = st.builds(
 )
 
 
+#: Wan 2.2 A14B, roughly: GiB of one expert, of the text encoder and of the VAE.
+WAN_COSTS = Costs(
+    step_seconds=4,
+    encode_seconds=2,
+    decode_seconds=10,
+    encode_weights_gib=11,
+    denoise_weights_gib=27,
+    decode_weights_gib=0.5,
+    encode_work_gib=1,
+    denoise_work_gib=9,
+    decode_work_gib=6,
+)
+
+
 def pipeline_routes(
     ranges: tuple[StepRange, ...], clips: Iterable[int], *, decodes: bool = True
 ) -> list[Route]:

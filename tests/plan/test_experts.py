@@ -17,23 +17,11 @@ from svdpp.plan.forecast import replay
 from svdpp.plan.layout import Layout, Roles
 from svdpp.plan.schedule import Route, build_schedule, check_schedule
 from svdpp.plan.split import Part, Stage, balanced_cuts, uniform_cuts
-from tests.plan.plans import layouts, steps_in
+from tests.plan.plans import WAN_COSTS, layouts, steps_in
 
 two_experts = layouts(experts=2)
 HIGH, LOW = frozenset({0}), frozenset({1})
-#: Wan 2.2 A14B, roughly: GiB of one expert, of the text encoder and of the VAE.
-WAN = Costs(
-    step_seconds=4,
-    encode_seconds=2,
-    decode_seconds=10,
-    encode_weights_gib=11,
-    denoise_weights_gib=27,
-    decode_weights_gib=0.5,
-    encode_work_gib=1,
-    denoise_work_gib=9,
-    decode_work_gib=6,
-)
-WAN_STEPS: dict[str, Any] = {"num_steps": 40, "expert_boundary": 13, "costs": WAN}
+WAN_STEPS: dict[str, Any] = {"num_steps": 40, "expert_boundary": 13, "costs": WAN_COSTS}
 
 
 def experts_of_steps(layout: Layout, routes: list[Route]) -> list[set[int]]:
@@ -269,7 +257,7 @@ def test_auto_gives_larger_cards_the_larger_parts() -> None:
     ids=str,
 )
 def test_cards_keep_their_ranks_where_costs_hold_for_one_rank(costs: dict[str, Any]) -> None:
-    counts = {**WAN_STEPS, "costs": replace(WAN, **costs), "world_size": 4, "num_clips": 16}
+    counts = {**WAN_STEPS, "costs": replace(WAN_COSTS, **costs), "world_size": 4, "num_clips": 16}
     assert choose_layout(**counts, memory_gib=(47.0, 36.0, 36.0, 36.5)).cards == ()
     with pytest.raises(RequestError) as caught:
         choose_layout(**counts, memory_gib=(36.0, 36.5, 47.0, 36.0))

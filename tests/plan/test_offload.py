@@ -16,21 +16,10 @@ from svdpp.plan.costs import Costs
 from svdpp.plan.large_forecast import makespan
 from svdpp.plan.layout import Layout
 from svdpp.plan.offload import forecast_offload
-from tests.plan.plans import layouts
+from tests.plan.plans import WAN_COSTS, layouts
 
-#: Wan 2.2 A14B, roughly; both experts, text encoder and VAE are 65.5 GiB.
-WAN = Costs(
-    step_seconds=4,
-    encode_seconds=2,
-    decode_seconds=10,
-    encode_weights_gib=11,
-    denoise_weights_gib=27,
-    decode_weights_gib=0.5,
-    encode_work_gib=1,
-    denoise_work_gib=9,
-    decode_work_gib=6,
-    offload_gib_per_second=10,
-)
+#: Both experts, text encoder and VAE are 65.5 GiB.
+WAN = replace(WAN_COSTS, offload_gib_per_second=10)
 COUNTS: dict[str, Any] = {"num_steps": 40, "world_size": 4, "expert_boundary": 13}
 
 

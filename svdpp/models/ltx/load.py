@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import diffusers
@@ -67,18 +66,6 @@ def load_parts(
         parts["scheduler"] = getattr(diffusers, checkpoint.scheduler.name).from_config(config)
     pipe = pipeline_class(has_image)(**parts)
     return RangeParts(pipe=pipe, device=load.device, dtype=dtype, has_image=has_image)
-
-
-def parts_for(parts: RangeParts, *, has_image: bool) -> RangeParts:
-    """The same components, in the pipeline for clips from an image, or from text alone.
-
-    Components for images also make clips from text, but not the other way round.
-    """
-    if has_image == parts.has_image:
-        return parts
-    assert parts.has_image, "a rank for clips from text has no encoder of images"
-    pipe = pipeline_class(has_image)(**parts.pipe.components)
-    return replace(parts, pipe=pipe, has_image=has_image)
 
 
 def pipeline_class(has_image: bool) -> Any:

@@ -12,7 +12,7 @@ from svdpp.config import LtxSampling, ModelConfig, SamplingConfig, TensorSpec
 from svdpp.models.base import GENERATOR, LATENTS, Tensors
 from svdpp.models.family_config import SchedulerConfig
 from svdpp.models.ltx.checkpoint import LtxCheckpoint
-from svdpp.models.ltx.load import load_parts, parts_for
+from svdpp.models.ltx.load import load_parts, pipeline_class
 from svdpp.models.range_model import (
     NEGATIVE_PROMPT_EMBEDS,
     PROMPT_EMBEDS,
@@ -53,7 +53,8 @@ class LtxModel(RangeModel):
     def with_sampling(self, sampling: SamplingConfig) -> Self:
         """The same loaded components with other sampling parameters."""
         assert isinstance(sampling, LtxSampling)
-        parts = parts_for(self._parts, has_image=sampling.from_image)
+        has_image = sampling.from_image
+        parts = self._parts.in_pipeline(pipeline_class(has_image), has_image=has_image)
         return type(self)(self._checkpoint, parts, sampling)
 
     def packet_spec(self, next_step: int) -> Mapping[str, TensorSpec]:

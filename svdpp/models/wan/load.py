@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import diffusers
@@ -16,9 +15,6 @@ from svdpp.models.loading import ComponentLoader, library_errors, silence_librar
 from svdpp.models.range_model import RangeParts
 from svdpp.models.wan.checkpoint import TRANSFORMERS, WanCheckpoint
 from svdpp.plan.layout import Roles
-
-# The text pipeline has no such components.
-_IMAGE_COMPONENTS = ("image_encoder", "image_processor")
 
 
 def load_parts(
@@ -67,27 +63,6 @@ def load_parts(
         expand_timesteps=checkpoint.expand_timesteps,
     )
     return RangeParts(pipe=pipe, device=load.device, dtype=dtype, has_image=has_image)
-
-
-def parts_for(parts: RangeParts, *, has_image: bool) -> RangeParts:
-    """The same components, in the pipeline for clips from an image, or from text alone.
-
-    Components for images also make clips from text, but not the other way round.
-    """
-    if has_image == parts.has_image:
-        return parts
-    assert parts.has_image, "a rank for clips from text has no encoder of images"
-    components = {
-        name: component
-        for name, component in parts.pipe.components.items()
-        if name not in _IMAGE_COMPONENTS
-    }
-    pipe = pipeline_class(has_image)(
-        **components,
-        boundary_ratio=parts.pipe.config.boundary_ratio,
-        expand_timesteps=parts.pipe.config.expand_timesteps,
-    )
-    return replace(parts, pipe=pipe, has_image=has_image)
 
 
 def pipeline_class(has_image: bool) -> Any:

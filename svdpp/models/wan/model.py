@@ -18,7 +18,7 @@ from svdpp.models.range_model import (
 )
 from svdpp.models.step_range import call_range, recorder, replaced, state_spec
 from svdpp.models.wan.checkpoint import WanCheckpoint
-from svdpp.models.wan.load import load_parts, parts_for
+from svdpp.models.wan.load import load_parts, pipeline_class
 from svdpp.models.wan.schedule import boundary_step, scheduler_config
 from svdpp.plan.layout import Roles
 
@@ -43,7 +43,8 @@ class WanModel(RangeModel):
     def with_sampling(self, sampling: SamplingConfig) -> Self:
         """The same loaded components with other sampling parameters."""
         assert isinstance(sampling, WanSampling)
-        parts = parts_for(self._parts, has_image=sampling.from_image)
+        has_image = sampling.from_image
+        parts = self._parts.in_pipeline(pipeline_class(has_image), has_image=has_image)
         return type(self)(self._checkpoint, parts, sampling)
 
     def packet_spec(self, next_step: int) -> Mapping[str, TensorSpec]:
