@@ -115,8 +115,11 @@ class RankSession:
         if not self._has_ended.wait(_DROP_SECONDS):
             self._end(self._dropped)  # an observer blocks the thread: do not wait for it
         failure = self.failure
-        if failure is None and self._is_launched and isinstance(error, Interrupted):
-            failure = self._cause_of_signal()
+        if self._is_launched and isinstance(error, Interrupted):
+            if failure is None:
+                failure = self._cause_of_signal()
+            elif failure is self._supervisor.interruption:
+                failure = None  # the signal went to all ranks, and another's report came first
         self._finish(failure or error)
         return failure
 

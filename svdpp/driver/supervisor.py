@@ -65,6 +65,8 @@ class Supervisor:
         self._observers = observers
         self._failures: dict[int, Failed] = {}
         self._aborted: BaseException | None = None
+        self.interruption: SvdppError | None = None
+        """What `step` raised for a rank that a signal ended, if no other failure was found."""
         self.trace = Trace(group.world_size) if trace is None else trace
 
     def send(self, rank: int, message: bytes) -> None:
@@ -163,7 +165,9 @@ class Supervisor:
         if (cause := self._cause()) is not None:
             raise cause
         rank = next(rank for rank, event in self._failures.items() if _is_interrupt(event))
-        raise self._failed(rank, error_from_dict(self._failures[rank].error))
+        interruption = self._failed(rank, error_from_dict(self._failures[rank].error))
+        self.interruption = interruption
+        raise interruption
 
     def _cause(self) -> SvdppError | None:
         """The failure that caused the others; None if only signals ended ranks.

@@ -95,8 +95,17 @@ def test_a_signal_that_came_because_of_another_rank_is_told_as_that_rank(
 
 
 def test_a_signal_to_one_rank_is_told_rather_than_its_neighbours_broken_link() -> None:
-    with pytest.raises(RankError, match=r"rank 1 .* failed: Interrupted: ended by SIGTERM"):
-        _supervisor([(2, LINK_BROKE), (1, INTERRUPTED)], {1: None}).step()
+    signalled = _supervisor([(2, LINK_BROKE), (1, INTERRUPTED)], {1: None})
+    with pytest.raises(RankError, match=r"rank 1 .* failed: Interrupted: ended by SIGTERM") as told:
+        signalled.step()
+    assert signalled.interruption is told.value, "if this process is signalled too, that is told"
+
+
+def test_another_failure_is_no_interruption() -> None:
+    failed = _supervisor([(1, RAISED), (2, INTERRUPTED)], {1: None, 2: None})
+    with pytest.raises(RankError, match="of its own"):
+        failed.step()
+    assert failed.interruption is None
 
 
 @pytest.mark.parametrize("code", [0, None])

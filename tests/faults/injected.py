@@ -4,7 +4,8 @@
 
 PLAN.json has `events` (path of that file: one JSON object per line, with the time at which the
 parent received the event). It may have `stop` (fields of `InjectedStop`), `start_method`,
-`heartbeat_timeout_seconds`, and `stuck` (true: the parent hangs when it leaves the pipeline).
+`heartbeat_timeout_seconds`, and `leaving_seconds` (rank 0's process spends them before it leaves
+the pipeline).
 """
 
 from __future__ import annotations
@@ -54,9 +55,9 @@ def _injected(plan: dict[str, Any]) -> type:
             error: BaseException | None,
             where: TracebackType | None,
         ) -> None:
-            if plan.get("stuck"):
-                note(rank=-1, kind="stuck")
-                time.sleep(600)
+            if "leaving_seconds" in plan:
+                note(rank=-1, kind="leaving")
+                time.sleep(plan["leaving_seconds"])
             super().__exit__(kind, error, where)
 
     return Injected

@@ -31,13 +31,13 @@ def test_a_signal_ends_a_run_in_order(start: StartCommand, number: signal.Signal
 
 
 def test_a_second_signal_ends_it_at_once(start: StartCommand) -> None:
-    plan = {"stop": STANDING, "stuck": True}
+    plan = {"stop": STANDING, "leaving_seconds": 600}
     commands = [(start(*SIMULATE, plan=plan), number) for number in SIGNALS]
     for command, _ in commands:
         command.event(kind="clip")
     for command, number in commands:
         command.signal(number, group=True)
-        command.event(kind="stuck")
+        command.event(kind="leaving")
         assert command.end(command.signal(number, group=True), 1) == 128 + number
         assert command.errors == ""
         command.assert_gone()

@@ -23,8 +23,8 @@ TORCHRUN = (
 )
 
 
-def _start(start: StartCommand, stop: dict[str, Any]) -> Command:
-    return start(*TORCHRUN, "{plan}", *SIMULATE, plan={"stop": stop})
+def _start(start: StartCommand, stop: dict[str, Any], **plan: Any) -> Command:
+    return start(*TORCHRUN, "{plan}", *SIMULATE, plan={"stop": stop, **plan})
 
 
 def test_ranks_end_with_a_killed_agent(start: StartCommand) -> None:
@@ -48,11 +48,14 @@ def test_a_rank_that_raises_is_reported_by_rank_0(start: StartCommand, home: Pat
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full)]
+    ("number", "late"),
+    [(signal.SIGINT, 0.5), pytest.param(signal.SIGTERM, 0, marks=pytest.mark.full)],
 )
-def test_a_signal_to_all_is_told_as_the_signal(start: StartCommand, number: signal.Signals) -> None:
-    """Ctrl-C or scancel: every rank gets the signal and ends."""
-    command = _start(start, STANDING)
+def test_a_signal_to_all_is_told_as_the_signal(
+    start: StartCommand, number: signal.Signals, late: float
+) -> None:
+    """Ctrl-C or scancel: every rank gets the signal and ends, the others perhaps before rank 0."""
+    command = _start(start, STANDING, leaving_seconds=late)
     command.event(kind="heartbeat", rank=2, waiting=True, action="DENOISE c2 4:6")
     command.end(command.signal(number, group=True), 6)
     assert f"error: ended by {number.name}\n" in command.errors
