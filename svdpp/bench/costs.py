@@ -11,7 +11,6 @@ from svdpp.bench.runner import Bench
 from svdpp.config import PipelineConfig
 from svdpp.diagnostics.cost_profile import Profile
 from svdpp.driver.trace import Trace, TransferSpan
-from svdpp.launch.world import find_world
 from svdpp.plan.actions import Kind
 from svdpp.plan.costs import Costs
 
@@ -25,20 +24,18 @@ def costs_of(bench: Bench, run_id: str) -> Costs:
     """
     traces = [each.trace for each in bench.rounds if each.case == PIPELINE]
     others = [each.trace for each in bench.rounds if each.case == DATA_PARALLEL]
-    world = find_world()
-    ranks_per_host = None if world is None else world.ranks_per_host
     packets = [transfer for trace in traces for transfer in _packets(trace, bench.config)]
-    transfers = _by_hosts(packets, ranks_per_host)
     profile = Profile(
         bench.config,
+        bench.world,
         step_seconds=_steps(traces, others, bench.config.world_size),
         encode_seconds=_median(_actions(traces, Kind.ENCODE)),
         decode_seconds=_median(_actions(traces, Kind.DECODE)),
         packet_bytes=max((transfer.num_bytes for transfer in packets), default=0),
-        ranks_per_host=ranks_per_host,
-        transfer_seconds=_median(transfers[False]),
-        inter_host_transfer_seconds=_median(transfers[True]) if transfers[True] else None,
     )
+    transfers = _by_hosts(packets, profile.ranks_per_host)
+    profile.transfer_seconds = _median(transfers[False])
+    profile.inter_host_transfer_seconds = _median(transfers[True]) if transfers[True] else None
     return profile.costs(f"svdpp bench, {bench.asked.experiment}/{run_id}")
 
 

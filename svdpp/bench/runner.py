@@ -21,6 +21,7 @@ from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.supervisor import OpenObserver, no_observer
 from svdpp.driver.trace import Trace
 from svdpp.errors import OutOfMemoryError
+from svdpp.launch.world import World
 from svdpp.media.examples import EXAMPLE_PROMPT, example_photos, numbered_prompt
 from svdpp.media.image import Photo
 from svdpp.media.inputs import ClipInput, check_inputs
@@ -75,7 +76,8 @@ class Bench:
     Args:
         asked: the point.
         config: of the pipeline case, resolved.
-        is_member: whether this is a launched rank other than 0, which measures nothing.
+        world: of the launcher that has started the ranks; None if this process starts them. A rank
+            other than 0 measures nothing.
 
     Raises:
         RequestError: the bench does not measure a figure that has a target.
@@ -83,9 +85,10 @@ class Bench:
     """
 
     def __init__(
-        self, asked: BenchConfig, config: PipelineConfig, *, is_member: bool = False
+        self, asked: BenchConfig, config: PipelineConfig, world: World | None = None
     ) -> None:
         self.config = config
+        self.world = world
         self.asked = asked.resolved(config)
         self.cases = cases_of(config)
         check_measurable(
@@ -102,6 +105,7 @@ class Bench:
         """Of the torch.profiler trace; set it before the rounds end."""
         self.open_observer: OpenObserver = no_observer
         """Opens an observer for each round of each case; set it before `run`."""
+        is_member = world is not None and world.is_member
         self.requests = [] if is_member else _requests(asked, config)
 
     def turns(self) -> Iterator[tuple[int, str]]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from svdpp.cli import bench_fields
 from svdpp.cli.command import command
 from svdpp.cli.console import Console, counted
+from svdpp.cli.launched import is_member, serve_member
 from svdpp.cli.options.bench import BenchOptions
 from svdpp.cli.options.outputs import TraceOptions
 from svdpp.cli.options.talk import TalkOptions
@@ -23,6 +24,7 @@ from svdpp.errors import (
     error_to_dict,
     highest_code,
 )
+from svdpp.launch.world import World
 
 if TYPE_CHECKING:
     from svdpp.bench.config import BenchConfig
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
 )
 def bench(
     console: Console,
+    launched: World | None,
     asked: BenchOptions,
     traces: TraceOptions,
     talk: TalkOptions,  # noqa: ARG001  read where every command is called
@@ -52,13 +55,11 @@ def bench(
     from those of diffusers, the results are written and the exit code is 3. It is 10 if a target
     is missed by more than noise.
     """
-    from svdpp.cli.request import is_joined_member
-
     names, overrides = _sorted_out(asked.words or [])
     if asked.compare is not None:
         if names or overrides or asked.settings or asked.baseline is not None:
             raise RequestError("--compare takes two folders and no configuration")
-        if not is_joined_member():
+        if not is_member(launched):
             _compare(console, *asked.compare)
         return
     overrides = [*(asked.settings or []), *overrides]
@@ -71,21 +72,22 @@ def bench(
                 f"{option} takes one point, and the lists span {len(points)}",
                 f"leave {option} out, or give one value for each field",
             )
-    if is_joined_member():
-        _serve(console, _benches(points, is_member=True))
+    if is_member(launched):
+        _serve(console, _benches(points, launched), launched)
         return
     from svdpp.launch import fork_server
 
     traces.checked()
     with bench_fields.named():
         families = [bench_fields.family(point) for point in points]
-    fork_server.start_early(
-        family=next(filter(None, families), None), device=points[0].pipeline.device
-    )
-    benches = _benches(points, is_member=False)
+    if launched is None:
+        fork_server.start_early(
+            family=next(filter(None, families), None), device=points[0].pipeline.device
+        )
+    benches = _benches(points, launched)
     if asked.baseline is not None:
         _check_baseline(asked.baseline, benches[0])
-    _measure(console, benches, asked, traces.trace)
+    _measure(console, launched, benches, asked, traces.trace)
 
 
 def _compare(console: Console, a: Path, b: Path) -> None:
@@ -136,34 +138,39 @@ def _points(names: list[str], overrides: list[str]) -> list[BenchConfig]:
     return read_grid(names[0], overrides)
 
 
-def _benches(points: list[BenchConfig], *, is_member: bool) -> list[Bench]:
+def _benches(points: list[BenchConfig], launched: World | None) -> list[Bench]:
     """All points, checked before the first is measured."""
     from svdpp.bench.runner import Bench
     from svdpp.driver.pipeline import Pipeline
 
     benches = []
     with bench_fields.named():
-        for point, config in [(each, bench_fields.pipeline_config(each)) for each in points]:
+        configs = [bench_fields.pipeline_config(point, launched) for point in points]
+        for point, config in zip(points, configs, strict=True):
             pipeline = Pipeline(config)
-            one = Bench(point, pipeline.config, is_member=is_member)
+            one = Bench(point, pipeline.config, launched)
             if pipeline.checkpoint is not None:
                 pipeline.checkpoint.check_requests(one.config.sampling, one.requests)
             benches.append(one)
     return benches
 
 
-def _serve(console: Console, benches: list[Bench]) -> None:
+def _serve(console: Console, benches: list[Bench], world: World) -> None:
     """Takes part in every pipeline; only rank 0 measures."""
     from svdpp.bench.ranks import serve_all
     from svdpp.bench.runner import pipelines_of
-    from svdpp.cli import launched, log
+    from svdpp.cli.log import open_log
 
-    log.open_log(verbosity=0, log_file=None)
-    serve_all(pipelines_of(benches), lambda pipeline: launched.serve(pipeline, console))
+    open_log(verbosity=0, log_file=None)
+    serve_all(pipelines_of(benches), lambda pipeline: serve_member(pipeline, world, console))
 
 
 def _measure(
-    console: Console, benches: list[Bench], asked: BenchOptions, trace: Path | None
+    console: Console,
+    launched: World | None,
+    benches: list[Bench],
+    asked: BenchOptions,
+    trace: Path | None,
 ) -> None:
     """Measures point by point.
 
@@ -172,11 +179,10 @@ def _measure(
     """
     from svdpp.bench.ranks import JoinedRanks
     from svdpp.bench.runner import pipelines_of
-    from svdpp.launch.world import find_world
 
     with contextlib.ExitStack() as stack:
         ranks = None
-        if find_world() is not None:
+        if launched is not None:
             ranks = stack.enter_context(JoinedRanks(pipelines_of(benches)))
         found: list[dict[str, Any]] = []
         failures: list[SvdppError] = []

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from svdpp.cli import request
 from svdpp.cli.options.draft import DraftOptions
-from svdpp.cli.options.layout import LayoutOptions
+from svdpp.cli.options.layout import LayoutOptions, ShareOptions
 from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.ranks import RankOptions
 from svdpp.cli.options.sampling import PROMPT_FIELDS, SamplingOptions
-from svdpp.cli.plan_choice import PlanChoice, balanced_by_default, experts_of
-from svdpp.config import DUMMY_MODEL, PipelineConfig, SamplingConfig
+from svdpp.cli.rank_count import joined_world
+from svdpp.cli.request import PipelineOptions, needs_image
+from svdpp.config import DUMMY_MODEL, PipelineConfig
 from svdpp.config.sampling import PromptedSampling
 from svdpp.errors import RequestError, SvdppError
+from svdpp.launch.world import World
 
 if TYPE_CHECKING:
     from svdpp.bench.config import BenchConfig
@@ -52,14 +53,18 @@ _SWITCHES = (
 )
 
 
-def pipeline_config(point: BenchConfig) -> PipelineConfig:
+def pipeline_config(point: BenchConfig, launched: World | None = None) -> PipelineConfig:
     """The configuration that `svdpp run` makes of the same options.
+
+    Args:
+        point: of a bench.
+        launched: the launcher's world; None without a launcher.
 
     Raises:
         RequestError: a field is for another family than the model's, or values contradict.
     """
-    ranks, model, sampling = point.pipeline, _model(point), _sampling(point)
-    from_image = bool(point.workload.images) or request.needs_image(model)
+    asked, model, sampling = point.pipeline, _model(point), _sampling(point)
+    from_image = bool(point.workload.images) or needs_image(model)
     sampled = sampling.to_config(model, from_image=from_image)
     for name in ("prompts", "negative_prompt"):
         if not isinstance(sampled, PromptedSampling) and getattr(point.workload, name) is not None:
@@ -67,16 +72,24 @@ def pipeline_config(point: BenchConfig) -> PipelineConfig:
                 f"workload.{name} is not for {model.model}, a model of the family {sampled.family}",
                 f"leave workload.{name} out",
             )
-    experts = experts_of(model.to_config(ranks.device), sampled, share=ranks.share_experts)
-    shared = {"device", "threads", "timeout", "start_timeout", "checksum", "allow_mixed_devices"}
-    return request.pipeline_config(
-        RankOptions(**ranks.model_dump(include=shared)),
-        model,
-        sampling,
-        device=ranks.device,
-        plan=_plan(point, sampled, experts),
+    if asked.start_steps is not None and not asked.draft:
+        raise RequestError("pipeline.start_steps needs a draft", "add --pipeline.draft=true")
+    of_ranks = {"device", "threads", "timeout", "start_timeout", "checksum", "allow_mixed_devices"}
+    of_layout = {"split", "replicas", "decoders", "costs"}
+    world = joined_world(launched, asked.world, "pipeline.world", "give --pipeline.world=null")
+    options = PipelineOptions(
+        launched=launched,
+        ranks=RankOptions(world=world, **asked.model_dump(include=of_ranks)),
+        model=model,
+        sampling=sampling,
+        layout=LayoutOptions(**asked.model_dump(include=of_layout, exclude_defaults=True)),
+        experts=ShareOptions(share_experts=asked.share_experts),
+        draft=DraftOptions(draft=asked.draft, draft_starts=asked.start_steps),
+        device=asked.device,
         from_image=from_image,
+        no_draft={"costs": asked.costs},
     )
+    return options.config(point.workload.clips)[0]
 
 
 def family(point: BenchConfig) -> str | None:
@@ -107,31 +120,6 @@ def _sampling(point: BenchConfig) -> SamplingOptions:
         decode_chunk_size=None if chunk is None else str(chunk),
         **workload.model_dump(exclude=_NOT_SAMPLING),
     )
-
-
-def _plan(
-    point: BenchConfig, sampled: SamplingConfig, experts: Mapping[str, Any] | None
-) -> dict[str, Any]:
-    """Number of ranks, and how they share the work."""
-    ranks = point.pipeline
-    if ranks.start_steps is not None and not ranks.draft:
-        raise RequestError("pipeline.start_steps needs a draft", "add --pipeline.draft=true")
-    shared = {"split", "replicas", "decoders", "costs"}
-    draft = DraftOptions(draft=ranks.draft, draft_starts=ranks.start_steps)
-    layout = LayoutOptions(**ranks.model_dump(include=shared, exclude_defaults=True))
-    if experts is not None and "split" not in ranks.model_fields_set:
-        layout = balanced_by_default(layout, draft)
-    plan = PlanChoice(
-        draft=draft,
-        layout=layout,
-        world=request.joined_world(ranks.world, "pipeline.world", "give --pipeline.world=null"),
-        steps=sampled.num_inference_steps,
-        family=sampled.family,
-        device=ranks.device,
-        no_draft={"costs": ranks.costs},
-    )
-    decodes = point.model.name != DUMMY_MODEL
-    return plan.settings(num_clips=point.workload.clips, decodes=decodes, experts=experts)[0]
 
 
 @contextlib.contextmanager

@@ -16,7 +16,10 @@ from svdpp.cli.failures import answered
 from svdpp.cli.help import Page, show_page
 from svdpp.cli.options.declare import flag
 from svdpp.cli.values import convert_without_typer
+from svdpp.launch.world import World, find_world
 
+# The annotation for the launcher's world.
+_LAUNCHED = World | None
 # Parameters of every command that show help and end it.
 _HELP = ("help", "help_all")
 
@@ -26,7 +29,8 @@ class Command:
     """One command of the program.
 
     Its function takes Typer's arguments, option groups (frozen dataclasses whose fields are
-    annotated with an option), `Console` and `typer.Context`, each by its annotation.
+    annotated with an option), `Console`, `typer.Context`, and `World | None` for the launcher's
+    world, each by its annotation.
     """
 
     function: Callable[..., None]
@@ -87,7 +91,7 @@ class Command:
         groups: dict[str, Any] = {}
         for name, parameter in inspect.signature(self.function).parameters.items():
             hint, default = hints[name], parameter.default
-            if hint in (Console, typer.Context):
+            if hint in (Console, typer.Context, _LAUNCHED):
                 continue
             if not is_dataclass(hint):
                 flat.append(_parameter(name, self._worded(name, hint), default))
@@ -114,9 +118,15 @@ class Command:
         return Annotated[kind, option]
 
     def _given(self, console: Console, context: typer.Context) -> dict[str, Any]:
-        """The arguments of the function that are not options."""
+        """The arguments of the function that are not options.
+
+        Raises:
+            RequestError: the command takes the launcher's world, and its environment is invalid.
+        """
         hints = get_type_hints(self.function)
-        kinds = {Console: console, typer.Context: context}
+        kinds: dict[Any, Any] = {Console: console, typer.Context: context}
+        if _LAUNCHED in hints.values():
+            kinds[_LAUNCHED] = find_world()
         return {name: kinds[hint] for name, hint in hints.items() if hint in kinds}
 
     def _help_options(self, kinds: dict[str, Any]) -> list[inspect.Parameter]:

@@ -16,8 +16,12 @@ from svdpp.cli.options.outputs import FolderOptions
 from svdpp.cli.options.ranks import RankOptions
 from svdpp.cli.options.sampling import PROMPT_FIELDS, SamplingOptions
 from svdpp.cli.options.talk import AnswerOptions
+from svdpp.cli.plan_choice import experts_of
+from svdpp.cli.rank_count import default_world
+from svdpp.cli.request import needs_image, pipeline_config
 from svdpp.config import DEFAULT_MODEL, DEMO_MODEL, PipelineConfig
 from svdpp.errors import ModelError
+from svdpp.launch.world import World
 from svdpp.redaction import redact, redact_all
 
 if TYPE_CHECKING:
@@ -45,6 +49,7 @@ _COLOURS = {"ok": "green", "failed": "bold red", "skipped": "dim"}
 def doctor(
     context: typer.Context,
     console: Console,
+    launched: World | None,
     folder: FolderOptions,
     sampling: SamplingOptions,
     ranks: RankOptions,
@@ -58,7 +63,7 @@ def doctor(
     """
     from svdpp.diagnostics.doctor import Examination, examine
 
-    config = _examined(ranks, model, sampling)
+    config = _examined(launched, ranks, model, sampling)
     checks = []
     for check in examine(Examination(config, folder.out)):
         checks.append(check)
@@ -79,10 +84,10 @@ def doctor(
         console.info(f"svdpp run has another default: svdpp doctor --model {DEFAULT_MODEL}")
 
 
-def _examined(ranks: RankOptions, model: ModelOptions, sampling: SamplingOptions) -> PipelineConfig:
+def _examined(
+    launched: World | None, ranks: RankOptions, model: ModelOptions, sampling: SamplingOptions
+) -> PipelineConfig:
     """The configuration to examine: one step for each rank; all steps if there are two experts."""
-    from svdpp.cli import request
-
     model = replace(model, local_files_only=True)  # nothing is downloaded
     # The check must also work on a machine without GPUs, so `auto` may take the CPU.
     device = ranks.device_for(DEMO_MODEL)
@@ -92,8 +97,9 @@ def _examined(ranks: RankOptions, model: ModelOptions, sampling: SamplingOptions
         family, from_image, has_experts = "svd", True, False
     steps, world_size = sampling.num_steps(family), ranks.world
     if world_size is None:
-        world_size = request.default_world(device, steps, on_cpu=2, divide=not has_experts)
-    return request.pipeline_config(
+        world_size = default_world(device, steps, on_cpu=2, divide=not has_experts)
+    return pipeline_config(
+        launched,
         replace(ranks, timeout=120.0, start_timeout=120.0),
         model,
         replace(sampling, steps=steps if has_experts else world_size),
@@ -106,9 +112,6 @@ def _examined(ranks: RankOptions, model: ModelOptions, sampling: SamplingOptions
 
 def _about(model: ModelOptions, sampling: SamplingOptions, device: str) -> tuple[str, bool, bool]:
     """The model's family, whether its clips need a photograph, and whether it has two experts."""
-    from svdpp.cli.plan_choice import experts_of
-    from svdpp.cli.request import needs_image
-
     from_image = needs_image(model)
     sampled = sampling.to_config(model, from_image=from_image)
     experts = experts_of(model.to_config(device), sampled, share=False)

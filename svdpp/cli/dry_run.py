@@ -44,7 +44,7 @@ def show_dry_run(
     from svdpp.driver.jobs import check_outputs, plan_clips
     from svdpp.driver.resolve import resolve
 
-    policy = asked.output.policy()
+    policy = asked.policy
     config, checkpoint = resolve(config, weights="none")
     assert checkpoint is not None
     check_outputs(found, asked.seeds, policy, config.draft)
@@ -87,7 +87,7 @@ def _forecast(config: PipelineConfig, num_clips: int) -> Forecast:
 def _disk(asked: RunRequest, config: PipelineConfig, num_clips: int) -> dict[str, int]:
     from svdpp.media.disk_space import estimated_bytes, free_bytes
 
-    policy, sampling = asked.output.policy(), config.sampling
+    policy, sampling = asked.policy, config.sampling
     sizes = {"height": sampling.height, "width": sampling.width}
     one = estimated_bytes(policy.format, policy.crf, num_frames=sampling.frames, **sizes)
     return {"needed_bytes": num_clips * one, "free_bytes": free_bytes(policy.folder)}
@@ -104,7 +104,7 @@ def _print(
 ) -> None:
     from svdpp.media.disk_space import size
 
-    folder = asked.output.policy().folder
+    folder = asked.policy.folder
     names = [metadata["output"] for metadata in clips.metadata]
     for name in names[:_MAX_NAMES]:
         console.result(str(folder / name))

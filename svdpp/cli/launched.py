@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 from svdpp.cli.console import Console
 from svdpp.errors import RankError, RequestError, SvdppError, error_to_dict
-from svdpp.launch.world import find_world
+from svdpp.launch.world import World, find_world
 
 if TYPE_CHECKING:
     from svdpp.driver.pipeline import Pipeline
@@ -16,13 +16,22 @@ if TYPE_CHECKING:
 _REPORT_SECONDS = 5.0
 
 
-def serve(
-    pipeline: Pipeline, console: Console, answer: Callable[[bytes], bytes] = lambda _: b""
+def is_member(launched: World | None) -> TypeGuard[World]:
+    """Whether this process is a rank other than 0 of torchrun's or srun's world."""
+    return launched is not None and launched.is_member
+
+
+def serve_member(
+    pipeline: Pipeline,
+    world: World,
+    console: Console,
+    answer: Callable[[bytes], bytes] = lambda _: b"",
 ) -> None:
     """Works until rank 0 ends the run. Rank 0 logs for all ranks of its own host.
 
     Args:
         pipeline: of a member.
+        world: of this rank.
         console: reports why the process ends, if no other rank can.
         answer: as in `Pipeline.serve`.
     """
@@ -30,8 +39,6 @@ def serve(
 
     from svdpp.cli.log import EventLog
 
-    world = find_world()
-    assert world is not None
     log = logger.bind(rank=world.rank)
     if not world.on_first_host:
         pipeline.observe(EventLog(pipeline.config.plan))
@@ -50,13 +57,13 @@ def is_told_elsewhere(error: BaseException) -> bool:
     If this is a rank other than 0 that could not start, sends the error to rank 0.
     """
     try:
-        world = find_world()
+        launched = find_world()
     except RequestError:
         return False
-    if world is None or not world.is_member:
+    if not is_member(launched):
         return False
     if not isinstance(error, SvdppError) or isinstance(error, RankError):
-        return not isinstance(error, Exception) or world.local_rank != 0
+        return not isinstance(error, Exception) or launched.local_rank != 0
     from svdpp.launch.joined_rank import report_failure
 
-    return report_failure(world, error_to_dict(error), timeout=_REPORT_SECONDS)
+    return report_failure(launched, error_to_dict(error), timeout=_REPORT_SECONDS)

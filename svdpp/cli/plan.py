@@ -18,7 +18,8 @@ from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.ranks import RankOptions
 from svdpp.cli.options.sampling import PROMPT_FIELDS, SamplingOptions
 from svdpp.cli.options.talk import TalkOptions
-from svdpp.cli.request import needs_image, without_world
+from svdpp.cli.rank_count import without_world
+from svdpp.cli.request import needs_image
 from svdpp.errors import RequestError
 
 if TYPE_CHECKING:

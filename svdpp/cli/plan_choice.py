@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 from svdpp.cli.options.draft import DraftOptions
 from svdpp.cli.options.layout import LayoutOptions, Memory
-from svdpp.cli.request import default_draft_world, default_world, joined_world, launcher_name
+from svdpp.cli.rank_count import default_draft_world, default_world, joined_world, launcher_name
 from svdpp.config import ModelConfig, SamplingConfig
 from svdpp.errors import RequestError
-from svdpp.launch.world import find_world
+from svdpp.launch.world import World
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,30 +19,26 @@ class PlanChoice:
     """The options that decide the number of ranks and how they share the work.
 
     Args:
+        launched: the launcher's world; None without a launcher.
         draft: whether all ranks draft the same clip, and from which steps.
         layout: how they share the work otherwise.
+        experts: from `experts_of`; None: the model has one expert.
         world: number of ranks; None if it is not given.
-        steps: of each clip.
-        device: as a `PipelineConfig` has it.
-        family: of the model.
         default_world: default number of ranks; None: it depends on device and plan.
-        no_draft: further options that have no effect on a draft, by name.
-
-    Raises:
-        RequestError: options contradict each other.
+        steps: of each clip.
+        family: of the model.
+        device: as a `PipelineConfig` has it.
     """
 
+    launched: World | None
     draft: DraftOptions
     layout: LayoutOptions
+    experts: Mapping[str, Any] | None
     world: int | None
+    default_world: int | None
     steps: int
+    family: str
     device: str
-    family: str = "svd"
-    default_world: int | None = None
-    no_draft: Mapping[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.draft.refuse_beside({**self.layout.given, **self.no_draft})
 
     def world_size(self) -> int:
         """The launcher's number of ranks, the user's, the starts' or the default.
@@ -51,7 +47,7 @@ class PlanChoice:
             RequestError: the launcher's and the user's disagree; InputError: as
             `parse_start_steps`.
         """
-        asked = joined_world(self.world)
+        asked = joined_world(self.launched, self.world)
         if asked is None:
             asked = self.draft.world(self.steps)
         if asked is not None:
@@ -63,12 +59,7 @@ class PlanChoice:
         return default_world(self.device, self.steps, on_cpu=2, divide=self.layout.must_divide)
 
     def settings(
-        self,
-        *,
-        num_clips: int | None,
-        decodes: bool,
-        memory: Memory | None = None,
-        experts: Mapping[str, Any] | None = None,
+        self, *, num_clips: int | None, decodes: bool, memory: Memory | None = None
     ) -> tuple[dict[str, Any], str]:
         """Fields of a `PipelineConfig`, and a remark on the layout, empty for none.
 
@@ -76,7 +67,6 @@ class PlanChoice:
             num_clips: None if only another process knows it.
             decodes: whether clips become frames.
             memory: tells `auto` what fits; None: everything fits.
-            experts: from `experts_of`; None: the model has one expert.
 
         Raises:
             RequestError: as `LayoutOptions.settings` and `DraftOptions.settings`; or the launcher
@@ -88,20 +78,20 @@ class PlanChoice:
             world_size=world_size,
             num_clips=num_clips,
             decodes=decodes,
+            ranks_per_host=None if self.launched is None else self.launched.ranks_per_host,
             memory=memory,
-            experts=experts,
+            experts=self.experts,
             family=self.family,
         )
         drafting = self.draft.settings(self.steps, world_size)
         if drafting:
-            _check_joined(len(drafting["draft"].start_steps))
+            _check_joined(self.launched, len(drafting["draft"].start_steps))
         # `auto` may let a rank hold both experts although the options do not.
-        return {"world_size": world_size, **(experts or {}), **shape, **drafting}, why
+        return {"world_size": world_size, **(self.experts or {}), **shape, **drafting}, why
 
 
-def _check_joined(num_start_steps: int) -> None:
+def _check_joined(world: World | None, num_start_steps: int) -> None:
     """Without a launcher the configuration compares them, and its hint names --world."""
-    world = find_world()
     if world is not None and world.size != num_start_steps:
         raise RequestError(
             f"--draft-starts names {num_start_steps} ranks, "
@@ -140,9 +130,3 @@ def experts_of(
             )
         return None
     return {"expert_boundary": boundary, "share_experts": share}
-
-
-def balanced_by_default(layout: LayoutOptions, draft: DraftOptions) -> LayoutOptions:
-    """The options, balanced unless the user says otherwise: experts rarely have equal steps."""
-    is_default = layout.must_divide and not layout.split and not draft.draft
-    return replace(layout, split="balanced") if is_default else layout

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from svdpp.cli import rank_count
 from svdpp.cli.command import command, is_given
 from svdpp.cli.command_line import typed
 from svdpp.cli.console import Console
+from svdpp.cli.launched import is_member, serve_member
 from svdpp.cli.options.draft import DraftOptions
 from svdpp.cli.options.inputs import PromptOptions
 from svdpp.cli.options.measure import MeasureOptions
@@ -20,8 +22,11 @@ from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.ranks import RankOptions
 from svdpp.cli.options.sampling import PROMPT_FIELDS, SamplingOptions
 from svdpp.cli.options.talk import TalkOptions
+from svdpp.cli.plan_choice import experts_of
+from svdpp.cli.request import needs_image, pipeline_config
 from svdpp.config import PipelineConfig
 from svdpp.errors import RequestError
+from svdpp.launch.world import World
 from svdpp.plan.experts import EXPERTS
 from svdpp.redaction import redact
 
@@ -64,6 +69,7 @@ _OF_DRAFT = {"inputs": "PHOTO has", "steps": "--steps has", "seed": "--seed has"
 def profile(
     context: typer.Context,
     console: Console,
+    launched: World | None,
     ranks: RankOptions,
     model: ModelOptions,
     sampling: SamplingOptions,
@@ -79,17 +85,15 @@ def profile(
     costs hold for this number of ranks and threads. Other commands read the file by --costs.
     Each clip has its own prompt, because a rank encodes equal prompts once.
     """
-    from svdpp.cli import launched, log
-    from svdpp.cli.request import is_joined_member
-
-    _check_asked(context, draft)
-    config = _measured(ranks, model, sampling, draft)
-    if is_joined_member():
+    _check_asked(context, draft, launched)
+    config = _measured(launched, ranks, model, sampling, draft)
+    if is_member(launched):
+        from svdpp.cli.log import open_log
         from svdpp.diagnostics.cost_profile import measured_config
         from svdpp.driver.pipeline import Pipeline
 
-        log.open_log(verbosity=0, log_file=None)
-        launched.serve(Pipeline(measured_config(config)), console)
+        open_log(verbosity=0, log_file=None)
+        serve_member(Pipeline(measured_config(config)), launched, console)
         return
     path = asked.out or Path("draft.json" if draft.draft else "costs.json")
     _check_free(path, overwrite=asked.overwrite)
@@ -102,18 +106,16 @@ def profile(
     _measure(console, config, path, asked.repeats, prompts.prompt)
 
 
-def _check_asked(context: typer.Context, draft: DraftOptions) -> None:
+def _check_asked(context: typer.Context, draft: DraftOptions, launched: World | None) -> None:
     """Refuses options that have no effect.
 
     Raises:
         RequestError: an option has no effect, or drafts cannot be measured here.
     """
-    from svdpp.cli.request import is_joined
-
     for name, what in _OF_DRAFT.items():
         if not draft.draft and is_given(context, name):
             raise RequestError(f"{what} an effect only with --draft", "add --draft")
-    if draft.draft and is_joined():
+    if draft.draft and launched is not None:
         raise RequestError(
             "profile --draft starts processes itself, on one host",
             "start it without torchrun or srun; --draft-starts takes its file there, too",
@@ -121,12 +123,13 @@ def _check_asked(context: typer.Context, draft: DraftOptions) -> None:
 
 
 def _measured(
-    ranks: RankOptions, model: ModelOptions, sampling: SamplingOptions, draft: DraftOptions
+    launched: World | None,
+    ranks: RankOptions,
+    model: ModelOptions,
+    sampling: SamplingOptions,
+    draft: DraftOptions,
 ) -> PipelineConfig:
     """The configuration to measure: one step for each rank; for drafts all steps of a clip."""
-    from svdpp.cli import request
-    from svdpp.cli.plan_choice import experts_of
-
     if sampling.measures_chunk:
         raise RequestError(
             "profile does not take --decode-chunk-size auto", "such as --decode-chunk-size 4"
@@ -134,19 +137,20 @@ def _measured(
     device = ranks.device_for(model.model)
     if draft.draft:
         _check_can_draft(model)
-    from_image = request.needs_image(model)
+    from_image = needs_image(model)
     sampled = sampling.to_config(model, from_image=from_image)
     experts = experts_of(model.to_config(device), sampled, share=False)
-    world_size = request.joined_world(ranks.world)
+    world_size = rank_count.joined_world(launched, ranks.world)
     if world_size is None and draft.draft:
-        world_size = request.default_draft_world(device, sampling.num_steps())
+        world_size = rank_count.default_draft_world(device, sampling.num_steps())
     elif world_size is None:
         steps = sampling.num_steps(model.family)
-        world_size = request.default_world(device, steps, on_cpu=2, divide=experts is None)
+        world_size = rank_count.default_world(device, steps, on_cpu=2, divide=experts is None)
     steps = sampling.num_steps() if draft.draft else world_size
     # Dithered cuts take any number of ranks and steps; for a draft no layout is run.
     split = {"split": "dithered"} if draft.draft else {"split": "balanced"} if experts else {}
-    return request.pipeline_config(
+    return pipeline_config(
+        launched,
         ranks,
         model,
         replace(sampling, steps=steps),

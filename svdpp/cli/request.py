@@ -1,24 +1,142 @@
-"""Owns the step from options to one configuration, and the default number of ranks."""
+"""Owns the step from options to one configuration."""
 
 from __future__ import annotations
 
-import re
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from svdpp.cli.options.draft import DraftOptions
+from svdpp.cli.options.layout import LayoutOptions, Memory, ShareOptions
 from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.ranks import RankOptions
 from svdpp.cli.options.sampling import SamplingOptions
+from svdpp.cli.plan_choice import PlanChoice, experts_of
+from svdpp.cli.rank_count import without_world
 from svdpp.config import PipelineConfig
 from svdpp.errors import RequestError
-from svdpp.launch.world import World, find_world
-from svdpp.plan.split import largest_world
+from svdpp.launch.world import World
 
 if TYPE_CHECKING:
     from svdpp.models.checkpoint import Use
 
 
+@dataclass(frozen=True, kw_only=True)
+class PipelineOptions:
+    """The option groups that together give one configuration.
+
+    Args:
+        launched: the launcher's world; None: this command starts the ranks.
+        ranks: options of the ranks.
+        model: options of the model.
+        sampling: options of the sampler.
+        layout: how the ranks share the work.
+        experts: whether one rank may hold both experts of a model that has two.
+        draft: whether all ranks draft the same clip.
+        device: name, as decided by `RankOptions.device_for`.
+        from_image: whether the clips start from photographs.
+        default_world: default number of ranks; None: it depends on device and plan.
+        default_split: split of a model with one expert if the user gives no layout; None: uniform.
+            With two experts it is balanced, because they rarely have equal steps.
+        no_draft: further options that have no effect on a draft, by name.
+        time_scale: the dummy model sleeps for the time of the costs times this; None: it does not.
+
+    Raises:
+        RequestError: options contradict each other.
+    """
+
+    launched: World | None
+    ranks: RankOptions
+    model: ModelOptions
+    sampling: SamplingOptions
+    layout: LayoutOptions
+    experts: ShareOptions
+    draft: DraftOptions
+    device: str
+    from_image: bool
+    default_world: int | None = None
+    default_split: str | None = None
+    no_draft: Mapping[str, Any] = field(default_factory=dict)
+    time_scale: float | None = None
+
+    def __post_init__(self) -> None:
+        self.draft.refuse_beside({**self.layout.given, **self.no_draft})
+        if (scale := self.time_scale) is None:
+            return
+        if not self.model.is_dummy:
+            raise RequestError("--time-scale works only with the dummy model", "leave --model out")
+        if not (math.isfinite(scale) and scale > 0):
+            raise RequestError(f"--time-scale must be a finite number above 0, got {scale}")
+
+    @cached_property
+    def plan(self) -> PlanChoice:
+        """The number of ranks, and how they share the work.
+
+        Raises:
+            ModelError: there is no such model.
+            RequestError: the model cannot run the parameters, or an option has no effect on it.
+        """
+        sampled = self.sampling.to_config(self.model, from_image=self.from_image)
+        experts = experts_of(
+            self.model.to_config(self.device), sampled, share=self.experts.share_experts
+        )
+        layout = self.layout
+        if experts is None and self.default_split and not layout.given:
+            layout = replace(layout, split=self.default_split)
+        elif experts is not None and layout.must_divide and not (layout.split or self.draft.draft):
+            layout = replace(layout, split="balanced")
+        return PlanChoice(
+            launched=self.launched,
+            draft=self.draft,
+            layout=layout,
+            experts=experts,
+            world=self.ranks.world,
+            default_world=self.default_world,
+            steps=sampled.num_inference_steps,
+            family=sampled.family,
+            device=self.device,
+        )
+
+    def config(
+        self, num_clips: int | None, *, memory: Memory | None = None, **more: Any
+    ) -> tuple[PipelineConfig, str]:
+        """The configuration, and a remark on the choice of the layout; "" for none.
+
+        Args:
+            num_clips: None if only another process knows it.
+            memory: tells `auto` what fits; None: everything fits.
+            more: further fields of the `PipelineConfig`.
+
+        Raises:
+            RequestError: options that contradict each other or the machine.
+        """
+        sleeps = self.time_scale is not None
+        shape, why = self.plan.settings(
+            num_clips=num_clips,
+            decodes=sleeps or not self.model.is_dummy,
+            memory=memory,
+        )
+        if self.time_scale is not None:
+            # Transfers and files take their real time.
+            shape["costs"] = shape["costs"].scaled(self.time_scale)
+        config = pipeline_config(
+            self.launched,
+            self.ranks,
+            self.model,
+            self.sampling,
+            device=self.device,
+            plan={**shape, **more},
+            from_image=self.from_image,
+            family=self.plan.family,
+            dummy_sleeps=sleeps,
+        )
+        return config, why
+
+
 def pipeline_config(
+    launched: World | None,
     ranks: RankOptions,
     model: ModelOptions,
     sampling: SamplingOptions,
@@ -27,11 +145,12 @@ def pipeline_config(
     plan: Mapping[str, Any],
     from_image: bool,
     family: str | None = None,
-    **of_model: bool,
+    dummy_sleeps: bool = False,
 ) -> PipelineConfig:
     """One checked configuration of all options.
 
     Args:
+        launched: the launcher's world; None: this command starts the ranks.
         ranks: options of the ranks.
         model: options of the model.
         sampling: options of the sampler.
@@ -39,18 +158,24 @@ def pipeline_config(
         plan: `world_size` and the other fields of `PlanChoice.settings`.
         from_image: whether the clips start from photographs.
         family: of the model; None: its files say so.
-        of_model: further fields of the `ModelConfig`.
+        dummy_sleeps: see `ModelConfig`.
 
     Raises:
         RequestError: they contradict each other.
     """
+    if launched is not None and sampling.measures_chunk:  # another host's rank may decode
+        raise RequestError(
+            "--decode-chunk-size auto measures before ranks start, and torchrun has started them",
+            "give a number of frames",
+        )
     family = family or model.family
+    num_local = plan["world_size"] if launched is None else launched.local_size
     try:
         return PipelineConfig(
-            model=model.to_config(device, **of_model),
+            model=model.to_config(device, dummy_sleeps=dummy_sleeps),
             sampling=sampling.to_config(model, from_image=from_image, family=family),
             device=device,
-            num_threads=ranks.threads_on(device, plan["world_size"]),
+            num_threads=ranks.threads_on(device, num_local),
             timeout_seconds=ranks.timeout,
             start_timeout_seconds=ranks.start_timeout,
             checksum=ranks.checksum,
@@ -59,7 +184,7 @@ def pipeline_config(
             **plan,
         )
     except RequestError as error:
-        if is_joined():
+        if launched is not None:
             error.hint = without_world(error.hint)
         raise
 
@@ -76,78 +201,3 @@ def image_use(model: ModelOptions) -> Use:
 def needs_image(model: ModelOptions) -> bool:
     """Whether clips of the model need a photograph."""
     return image_use(model) == "needed"
-
-
-def without_world(hint: str) -> str:
-    """`hint` without its advice on `--world`, for when something else sets the number of ranks."""
-    return re.sub(r",? or --world \d+(?: or fewer)?", "", hint)
-
-
-def default_world(device: str, num_steps: int, *, on_cpu: int, divide: bool = True) -> int:
-    """The default number of ranks: all GPUs on CUDA, else `on_cpu`.
-
-    With `divide` it is the largest number up to that which divides the steps.
-    """
-    count = on_cpu
-    if device == "cuda":
-        import torch
-
-        count = max(torch.cuda.device_count(), 1)
-    return largest_world(max(num_steps, 1), count) if divide else count
-
-
-def default_draft_world(device: str, num_steps: int) -> int:
-    """Ranks of a draft if the user names none: as many as have default start steps."""
-    from svdpp.plan.draft_starts import most_ranks
-
-    count = default_world(device, num_steps, on_cpu=2, divide=False)
-    return max(2, min(count, most_ranks(num_steps)))
-
-
-def joined_world(
-    asked: int | None,
-    option: str = "--world",
-    leave_out: str = "leave --world and --gpus out",
-) -> int | None:
-    """The number of ranks of torchrun or srun; without a launcher `asked`.
-
-    Args:
-        asked: the number that the user gives; None if none.
-        option: with which the user gives it.
-        leave_out: advice on leaving the option out.
-
-    Raises:
-        RequestError: the launcher's number and `asked` differ.
-    """
-    world = find_world()
-    if world is None:
-        return asked
-    if asked is not None and asked != world.size:
-        raise RequestError(
-            f"{option} {asked} disagrees with {launcher_name(world)}'s world of {world.size}",
-            f"{leave_out} under {launcher_name(world)}",
-            details={"asked": asked, "found": world.size},
-        )
-    return world.size
-
-
-def launcher_name(world: World) -> str:
-    """The name of the launcher."""
-    return "Slurm" if world.launcher == "slurm" else "torchrun"
-
-
-def is_joined() -> bool:
-    """Whether this process is a rank of a world that torchrun or srun has started."""
-    return find_world() is not None
-
-
-def is_joined_member() -> bool:
-    """Whether this process is a rank other than 0 of torchrun's or srun's world."""
-    world = find_world()
-    return world is not None and world.is_member
-
-
-def is_restarted() -> bool:
-    """Whether torchrun restarted this command in the same run."""
-    world = find_world()
-    return world is not None and world.restarts > 0

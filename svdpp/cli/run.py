@@ -9,6 +9,7 @@ import typer
 
 from svdpp.cli.command import command
 from svdpp.cli.console import Console, counted
+from svdpp.cli.launched import is_member, serve_member
 from svdpp.cli.options.draft import DraftOptions
 from svdpp.cli.options.inputs import InputOptions, PromptOptions
 from svdpp.cli.options.layout import LayoutOptions, ShareOptions
@@ -30,6 +31,7 @@ from svdpp.cli.run_report import (
 )
 from svdpp.cli.run_request import RunRequest, without_other_seeds
 from svdpp.errors import Interrupted, RankError, error_to_dict
+from svdpp.launch.world import World
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -59,6 +61,7 @@ if TYPE_CHECKING:
 def run(
     context: typer.Context,
     console: Console,
+    launched: World | None,
     inputs: InputOptions,
     prompts: PromptOptions,
     output: OutputOptions,
@@ -76,11 +79,11 @@ def run(
     A clip is OUT/NAME_SEED.mp4, with its parameters in NAME_SEED.mp4.json beside it. The whole
     request is checked before weights are loaded.
     """
-    from svdpp.cli.request import is_joined_member
     from svdpp.launch import fork_server
 
     inputs, sampling = without_other_seeds(context, inputs, sampling)
     asked = RunRequest(
+        launched=launched,
         inputs=inputs,
         prompts=prompts,
         output=output,
@@ -92,13 +95,14 @@ def run(
         experts=experts,
     )
     asked.check()
-    if not output.dry_run:  # the fork server imports torch at the same time as this process
+    if launched is None and not output.dry_run:
+        # The fork server imports torch at the same time as this process.
         fork_server.start_early(family=model.family, device=ranks.device_for(model.model))
     found, refused = asked.clip_inputs()
     config, why = asked.config(len(found) * len(asked.seeds))
-    log.open(console)
-    if is_joined_member():
-        _serve(console, asked, config)
+    log.open(console, launched)
+    if is_member(launched):
+        _serve(console, asked, config, launched)
         return
     remarks = [*asked.remarks(found), *([why] if why else [])]
     if output.dry_run:
@@ -113,13 +117,12 @@ def run(
     _make(console, asked, pipeline, clips, refused, outputs, options)
 
 
-def _serve(console: Console, asked: RunRequest, config: PipelineConfig) -> None:
+def _serve(console: Console, asked: RunRequest, config: PipelineConfig, world: World) -> None:
     """Works as a rank that torchrun or srun started."""
-    from svdpp.cli import launched
     from svdpp.driver import hosts
 
-    answer = partial(hosts.answer, policy=asked.output.policy(), draft=config.draft)
-    launched.serve(asked.pipeline(config), console, answer)
+    answer = partial(hosts.answer, policy=asked.policy, draft=config.draft)
+    serve_member(asked.pipeline(config), world, console, answer)
 
 
 def _make(
@@ -134,7 +137,7 @@ def _make(
     """Makes the clips and prints the result of each."""
     from svdpp.driver.jobs import open_manifest
 
-    policy = asked.output.policy()
+    policy = asked.policy
     lost = [{"output": None, "error": error_to_dict(error)} for error in refused]
     manifest = open_manifest(policy.manifest, pipeline.config, clips, lost, options)
     if clips.requests:
@@ -210,7 +213,7 @@ def _planned(
     from svdpp.driver import hosts
     from svdpp.driver.jobs import check_outputs, plan_clips
 
-    policy = asked.output.policy()
+    policy = asked.policy
     num_there = check_outputs(found, asked.seeds, policy, config.draft)
     announce_look(console, config, policy, num_there)
     if asked.sampling.measures_chunk:

@@ -10,6 +10,7 @@ import typer
 
 from svdpp.cli.command import is_given
 from svdpp.cli.command_line import to_go_on
+from svdpp.cli.launched import is_member
 from svdpp.cli.options.draft import DraftOptions
 from svdpp.cli.options.inputs import InputOptions, PromptOptions
 from svdpp.cli.options.layout import LayoutOptions, ShareOptions
@@ -17,15 +18,16 @@ from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.outputs import OutputOptions
 from svdpp.cli.options.ranks import RankOptions
 from svdpp.cli.options.sampling import RANDOM_SEED, SamplingOptions, parse_seeds
-from svdpp.cli.plan_choice import PlanChoice, balanced_by_default, experts_of
-from svdpp.cli.request import is_joined, is_joined_member, pipeline_config
+from svdpp.cli.request import PipelineOptions
 from svdpp.config import DEMO_MODEL, ModelConfig, PipelineConfig, SamplingConfig
 from svdpp.errors import InputError, RequestError, SvdppError
+from svdpp.launch.world import World
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from svdpp.cli.trace_outputs import TraceOutputs
+    from svdpp.driver.jobs import OutputPolicy
     from svdpp.driver.pipeline import Pipeline
     from svdpp.media.image import Photo
     from svdpp.media.inputs import ClipInput
@@ -39,8 +41,9 @@ _SAME_SHAPE = 1.05
 
 @dataclass(frozen=True, kw_only=True)
 class RunRequest:
-    """All option groups of a run."""
+    """All option groups of a run, and the world of its launcher; None without a launcher."""
 
+    launched: World | None
     inputs: InputOptions
     prompts: PromptOptions
     output: OutputOptions
@@ -56,6 +59,12 @@ class RunRequest:
         """The seeds of each photograph's clips."""
         return parse_seeds(self.sampling.seed, self.inputs.seeds)
 
+    @cached_property
+    def policy(self) -> OutputPolicy:
+        """Where clips are written, and what happens to existing files."""
+        is_restarted = self.launched is not None and self.launched.restarts > 0
+        return self.output.policy(is_restarted=is_restarted)
+
     def check(self) -> None:
         """Checks all that needs neither torch nor the contents of files, to answer quickly.
 
@@ -67,14 +76,14 @@ class RunRequest:
         self.draft.refuse_beside({**self.layout.given, **self._no_draft})
         self.output.check()
         assert self.seeds
-        if self.output.dry_run and is_joined():
+        if self.output.dry_run and self.launched is not None:
             raise RequestError("--dry-run starts no ranks", "start it without torchrun or srun")
         if not self.inputs.inputs and not self.prompts.has_prompt:
             raise RequestError(
                 "INPUT is missing: name a photograph, or give a prompt to a model that takes one",
                 "svdpp run photo.jpg",
             )
-        if self.inputs.inputs and not is_joined_member() and not self.inputs.keep_going:
+        if self.inputs.inputs and not is_member(self.launched) and not self.inputs.keep_going:
             self._check_names(self.inputs.inputs)
 
     def _check_names(self, inputs: Sequence[str]) -> None:
@@ -96,7 +105,7 @@ class RunRequest:
         """
         from svdpp.media.inputs import ClipInput
 
-        if is_joined_member():
+        if is_member(self.launched):
             return [], []
         photographs, problems = self._photographs()
         prompts: list[str | None] = [*self.prompts.all_prompts()] or [None]
@@ -109,7 +118,7 @@ class RunRequest:
             return found, []
         from svdpp.driver.jobs import without_shared_names
 
-        found, shared = without_shared_names(found, self.seeds, self.output.policy())
+        found, shared = without_shared_names(found, self.seeds, self.policy)
         return found, [*problems, *shared]
 
     def _photographs(self) -> tuple[list[Photo], list[SvdppError]]:
@@ -129,32 +138,22 @@ class RunRequest:
             RequestError: options that contradict each other or the machine.
         """
         device = self.ranks.device_for(self.model.model)
-        weights = self.model.to_config(device)
-        sampling = self._sampling()
-        experts = experts_of(weights, sampling, share=self.experts.share_experts)
-        plan = PlanChoice(
+        options = PipelineOptions(
+            launched=self.launched,
+            ranks=self.ranks,
+            model=self.model,
+            sampling=self.sampling,
+            layout=self.layout,
+            experts=self.experts,
             draft=self.draft,
-            layout=self.layout if experts is None else balanced_by_default(self.layout, self.draft),
-            world=self.ranks.world,
-            steps=self.sampling.num_steps(self.model.family),
-            family=self.model.family,
             device=device,
+            from_image=self._from_image,
             no_draft=self._no_draft,
         )
-        shape, why = plan.settings(
-            num_clips=None if is_joined() else num_clips,
-            decodes=True,
-            memory=partial(_memory_of_devices, weights, sampling, device, plan.world_size()),
-            experts=experts,
-        )
-        config = pipeline_config(
-            self.ranks,
-            self.model,
-            self.sampling,
-            device=device,
-            plan=shape,
-            from_image=self._from_image,
-        )
+        weights = self.model.to_config(device)
+        memory = partial(_memory_of_devices, weights, self._sampling(), device)
+        known = None if self.launched else num_clips
+        config, why = options.config(known, memory=memory)
         if num_clips and config.draft is None:
             is_real = self.model.model != DEMO_MODEL
             why = why or self.layout.remark(config.layout, num_clips, is_real=is_real)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 from svdpp.cli.command import command
 from svdpp.cli.console import Console, counted
+from svdpp.cli.launched import is_member, serve_member
 from svdpp.cli.options.draft import DraftOptions
 from svdpp.cli.options.layout import LayoutOptions, ShareOptions
 from svdpp.cli.options.model import ModelOptions
@@ -17,7 +17,9 @@ from svdpp.cli.options.ranks import RankOptions
 from svdpp.cli.options.sampling import SamplingOptions, with_fitting_chunk
 from svdpp.cli.options.serve import ServeOptions
 from svdpp.cli.options.talk import LogOptions
+from svdpp.cli.request import PipelineOptions, image_use
 from svdpp.errors import Interrupted, RequestError
+from svdpp.launch.world import World
 
 if TYPE_CHECKING:
     import socket
@@ -28,13 +30,10 @@ if TYPE_CHECKING:
 
 #: What the extra `serve` installs, by the names of its modules.
 _EXTRA = ("fastapi", "uvicorn", "python_multipart", "prometheus_client")
-_Options: TypeAlias = tuple[
-    SamplingOptions, ModelOptions, RankOptions, LayoutOptions, DraftOptions, ShareOptions
-]
 # A queue has no end; the choice of a layout needs a number.
 _MANY_CLIPS = 1000
 #: Clips can have any number of steps, which a uniform split does not allow.
-_SPLIT, _SPLIT_OF_EXPERTS = "dithered", "balanced"
+_SPLIT = "dithered"
 
 
 @command(
@@ -63,6 +62,7 @@ _SPLIT, _SPLIT_OF_EXPERTS = "dithered", "balanced"
 )
 def serve(
     console: Console,
+    launched: World | None,
     service: ServeOptions,
     sampling: SamplingOptions,
     model: ModelOptions,
@@ -80,10 +80,30 @@ def serve(
     if service.new_key is not None:
         _create_key(console, service.new_key, service.api_key_file)
         return
+    from svdpp.serve.address import check_host
+
     sizes = service.all_sizes(sampling.to_config(model))
     _check_extra()
+    keys = None if is_member(launched) else check_host(service.host, service.api_key_file)
     try:
-        _serve(console, service, sizes, (sampling, model, ranks, layout, draft, experts), log)
+        options = PipelineOptions(
+            launched=launched,
+            ranks=ranks,
+            model=model,
+            sampling=sampling,
+            layout=layout,
+            experts=experts,
+            draft=DraftOptions(),
+            device=ranks.device_for(model.model),
+            # Ranks for clips from photographs also make clips from text, if the model allows both.
+            from_image=image_use(model) != "refused",
+            default_split=_SPLIT,
+            time_scale=service.time_scale,
+        )
+        if is_member(launched):
+            _join(console, service, _config(service, options, draft)[0], launched, log)
+        else:
+            _serve(console, service, keys, sizes, options, draft, log)
     except Interrupted:
         console.info("ended before it served")
 
@@ -91,31 +111,28 @@ def serve(
 def _serve(
     console: Console,
     asked: ServeOptions,
+    keys: Keys | None,
     sizes: tuple[tuple[int, int], ...],
-    options: _Options,
+    options: PipelineOptions,
+    draft: DraftOptions,
     log: LogOptions,
 ) -> None:
     """Checks the request, the quick checks first, and serves until a signal."""
-    from svdpp.cli.request import is_joined_member
     from svdpp.launch import fork_server
-    from svdpp.serve.address import bind, check_host
+    from svdpp.serve.address import bind
 
-    sampling, model, ranks, *_ = options
-    if is_joined_member():
-        _join(console, asked, _config(asked, *options)[0], log)
-        return
-    keys = check_host(asked.host, asked.api_key_file)
     with bind(asked.host, asked.port) as bound:
-        config, why = _config(asked, *options)
-        family = None if model.is_dummy else model.family
-        fork_server.start_early(family=family, device=ranks.device_for(model.model))
-        _open_log(console, log)
+        config, why = _config(asked, options, draft)
+        if options.launched is None:
+            family = None if options.model.is_dummy else options.model.family
+            fork_server.start_early(family=family, device=options.device)
+        _open_log(console, options.launched, log)
         if why:
             console.info(why)
-        if sampling.measures_chunk:
+        if options.sampling.measures_chunk:
             config, measured = with_fitting_chunk(config)
             console.info(measured)
-        _run(console, asked, _settings(asked, sizes, config, options[3]), keys, bound)
+        _run(console, asked, _settings(asked, sizes, config, options.layout), keys, bound)
     console.info("ended; the next start goes on with what is left")
 
 
@@ -170,67 +187,29 @@ def _run(
 
 
 def _config(
-    asked: ServeOptions,
-    sampling: SamplingOptions,
-    model: ModelOptions,
-    ranks: RankOptions,
-    layout: LayoutOptions,
-    draft: DraftOptions,
-    share: ShareOptions,
+    asked: ServeOptions, options: PipelineOptions, draft: DraftOptions
 ) -> tuple[PipelineConfig, str]:
-    """The configuration, and a remark on the layout; "" for none."""
-    from svdpp.cli.plan_choice import PlanChoice, experts_of
-    from svdpp.cli.request import image_use, is_joined, pipeline_config
+    """The configuration, and a remark on the layout; "" for none.
 
-    device, sleeps = ranks.device_for(model.model), asked.time_scale is not None
-    # Ranks for clips from photographs also make clips from text, if the model allows both.
-    family, from_image = model.family, image_use(model) != "refused"
-    experts = experts_of(
-        model.to_config(device),
-        sampling.to_config(model, from_image=from_image, family=family),
-        share=share.share_experts,
+    Its layout is for clips without a draft; a clip gets a draft only if its request asks for one.
+    """
+    plan = options.plan
+    drafting = draft.settings(plan.steps, plan.world_size())
+    return options.config(
+        None if options.launched else _MANY_CLIPS,
+        draft_on_request=draft.draft,
+        heartbeat_timeout_seconds=asked.heartbeat_timeout,
+        **drafting,
     )
-    if not layout.given:
-        layout = replace(layout, split=_SPLIT if experts is None else _SPLIT_OF_EXPERTS)
-    num_steps = sampling.num_steps(family)
-    plan = PlanChoice(
-        draft=DraftOptions(),
-        layout=layout,
-        world=ranks.world,
-        steps=num_steps,
-        family=family,
-        device=device,
-    )
-    shape, why = plan.settings(
-        num_clips=None if is_joined() else _MANY_CLIPS,
-        decodes=not model.is_dummy or sleeps,
-        experts=experts,
-    )
-    shape |= draft.settings(num_steps, shape["world_size"])
-    shape["draft_on_request"] = draft.draft
-    if asked.time_scale is not None:
-        from svdpp.cli.simulate import scaled_costs
-
-        shape["costs"] = scaled_costs(shape["costs"], asked.time_scale, model)
-    config = pipeline_config(
-        ranks,
-        model,
-        sampling,
-        device=device,
-        plan=shape,
-        from_image=from_image,
-        family=family,
-        dummy_sleeps=sleeps,
-    )
-    return replace(config, heartbeat_timeout_seconds=asked.heartbeat_timeout), why
 
 
-def _join(console: Console, asked: ServeOptions, config: PipelineConfig, log: LogOptions) -> None:
+def _join(
+    console: Console, asked: ServeOptions, config: PipelineConfig, world: World, log: LogOptions
+) -> None:
     """Works as a rank that torchrun or srun started; rank 0 serves for all hosts."""
-    from svdpp.cli import launched
     from svdpp.driver.pipeline import Pipeline
 
-    _open_log(console, log)
+    _open_log(console, world, log)
     folder = asked.data.absolute()
     pipeline = Pipeline(
         config,
@@ -238,12 +217,12 @@ def _join(console: Console, asked: ServeOptions, config: PipelineConfig, log: Lo
         history_clips=1,
         ranks_ignore_signals=True,
     )
-    launched.serve(pipeline, console)
+    serve_member(pipeline, world, console)
 
 
-def _open_log(console: Console, log: LogOptions) -> None:
+def _open_log(console: Console, launched: World | None, log: LogOptions) -> None:
     """Opens the log; a service also shows warnings without being asked."""
-    log.open(console)
+    log.open(console, launched)
     if log.verbose or log.quiet:
         return
     from loguru import logger

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 from svdpp.cli.command import command
 from svdpp.cli.console import Console, counted
+from svdpp.cli.launched import is_member, serve_member
 from svdpp.cli.options.declare import COSTS, option
 from svdpp.cli.options.draft import DraftOptions
 from svdpp.cli.options.inputs import ClipOptions, PromptOptions
@@ -16,8 +17,10 @@ from svdpp.cli.options.outputs import TraceOptions
 from svdpp.cli.options.ranks import RankOptions
 from svdpp.cli.options.sampling import SamplingOptions
 from svdpp.cli.options.talk import LogOptions
-from svdpp.config import DUMMY_MODEL, PipelineConfig
+from svdpp.cli.request import PipelineOptions, needs_image
+from svdpp.config import DUMMY_MODEL
 from svdpp.errors import OutOfMemoryError, RequestError
+from svdpp.launch.world import World
 from svdpp.plan.split import largest_world
 
 if TYPE_CHECKING:
@@ -26,7 +29,6 @@ if TYPE_CHECKING:
     from svdpp.diagnostics.run_recorder import RunRecorder
     from svdpp.diagnostics.utilisation import Speeds
     from svdpp.driver.pipeline import Pipeline
-    from svdpp.plan.costs import Costs
     from svdpp.plan.forecast import Forecast
 
 _DEFAULT_WORLD = 4
@@ -59,6 +61,7 @@ _MEMORY_HINT = "smaller sizes in --latent-shape, --dtype fp16 or a smaller --wor
 )
 def simulate(
     console: Console,
+    launched: World | None,
     clips: ClipOptions,
     sampling: SamplingOptions,
     prompts: PromptOptions,
@@ -87,75 +90,43 @@ def simulate(
     the measured times are those of the rehearsal. The forecast below them replays the same plan
     with the mean of the measured costs.
     """
-    from svdpp.cli import launched
     from svdpp.cli.log import open_log
     from svdpp.diagnostics.run_recorder import RunRecorder
     from svdpp.driver.pipeline import Pipeline
     from svdpp.media.examples import example_requests
 
     outputs = traces.checked()
-    num_clips, config, why = _asked(
-        ranks, model, sampling, layout, experts, draft, clips, time_scale
+    _check_sizes(model, sampling)
+    options = PipelineOptions(
+        launched=launched,
+        ranks=ranks,
+        model=model,
+        sampling=sampling,
+        layout=layout,
+        experts=experts,
+        draft=draft,
+        device=ranks.device_for(model.model),
+        from_image=needs_image(model),
+        default_world=_DEFAULT_WORLD,
+        time_scale=time_scale,
     )
+    plan = options.plan
+    if plan.family != "svd" and plan.layout.must_divide:
+        options = replace(options, default_world=largest_world(plan.steps, _DEFAULT_WORLD))
+    num_clips = clips.at_least_one(2 * options.plan.world_size())
+    config, why = options.config(num_clips)
     open_log(verbosity=log.verbose, log_file=log.log_file, write=console.err.print)
     if why:
         console.info(why)
     pipeline = Pipeline(config, profile_path=outputs.profile_path)
-    if pipeline.is_member:
-        launched.serve(pipeline, console)
+    if is_member(launched):
+        serve_member(pipeline, launched, console)
         return
     requests = example_requests(config, num_clips, seed=sampling.one_seed(), prompt=prompts.prompt)
     recorder = RunRecorder(pipeline, requests, None)
     pipeline.observe(recorder)
     _perform(console, pipeline, requests, outputs)
     _show(console, pipeline, recorder)
-
-
-def _asked(
-    ranks: RankOptions,
-    model: ModelOptions,
-    sampling: SamplingOptions,
-    layout: LayoutOptions,
-    share: ShareOptions,
-    draft: DraftOptions,
-    clips: ClipOptions,
-    time_scale: float | None,
-) -> tuple[int, PipelineConfig, str]:
-    """The number of clips, the configuration, and a remark on the choice of the layout."""
-    from svdpp.cli import request
-    from svdpp.cli.plan_choice import PlanChoice, balanced_by_default, experts_of
-
-    _check_sizes(model, sampling)
-    device, family = ranks.device_for(model.model), model.family
-    from_image = request.needs_image(model)
-    sampled = sampling.to_config(model, from_image=from_image)
-    experts = experts_of(model.to_config(device), sampled, share=share.share_experts)
-    steps = sampling.num_steps(family)
-    divides = family != "svd" and experts is None and layout.must_divide
-    plan = PlanChoice(
-        draft=draft,
-        layout=layout if experts is None else balanced_by_default(layout, draft),
-        world=ranks.world,
-        steps=steps,
-        device=device,
-        family=family,
-        default_world=largest_world(steps, _DEFAULT_WORLD) if divides else _DEFAULT_WORLD,
-    )
-    num_clips = clips.at_least_one(2 * plan.world_size())
-    decodes = not model.is_dummy or time_scale is not None
-    shape, why = plan.settings(num_clips=num_clips, decodes=decodes, experts=experts)
-    if time_scale is not None:
-        shape["costs"] = scaled_costs(shape["costs"], time_scale, model)
-    config = request.pipeline_config(
-        ranks,
-        model,
-        sampling,
-        device=device,
-        plan=shape,
-        from_image=from_image,
-        dummy_sleeps=time_scale is not None,
-    )
-    return num_clips, config, why
 
 
 def _check_sizes(model: ModelOptions, sampling: SamplingOptions) -> None:
@@ -166,19 +137,6 @@ def _check_sizes(model: ModelOptions, sampling: SamplingOptions) -> None:
             raise RequestError(
                 f"--{name} has no effect on the dummy model", "--latent-shape sets its size"
             )
-
-
-def scaled_costs(costs: Costs, time_scale: float, model: ModelOptions) -> Costs:
-    """`costs` at the time scale; transfers and files take their real time.
-
-    Raises:
-        RequestError: the model is not the dummy, or the scale is not above 0.
-    """
-    if not model.is_dummy:
-        raise RequestError("--time-scale works only with the dummy model", "leave --model out")
-    if not (math.isfinite(time_scale) and time_scale > 0):
-        raise RequestError(f"--time-scale must be a finite number above 0, got {time_scale}")
-    return costs.scaled(time_scale)
 
 
 def _perform(

@@ -10,6 +10,7 @@ import typer
 from svdpp.cli import verify_clips
 from svdpp.cli.command import command
 from svdpp.cli.console import Console
+from svdpp.cli.launched import is_member, serve_member
 from svdpp.cli.options.draft import DraftOptions
 from svdpp.cli.options.inputs import PromptOptions
 from svdpp.cli.options.layout import LayoutOptions, ShareOptions
@@ -18,11 +19,13 @@ from svdpp.cli.options.proof import ProofOptions
 from svdpp.cli.options.ranks import RankOptions
 from svdpp.cli.options.sampling import SamplingOptions, with_fitting_chunk
 from svdpp.cli.options.talk import LogOptions
+from svdpp.cli.request import PipelineOptions, needs_image
 from svdpp.cli.run_report import labels
 from svdpp.cli.verify_report import difference, print_drafts, print_verdict
 from svdpp.config import DEMO_MODEL, ClipRequest, PipelineConfig
 from svdpp.errors import RequestError, VerificationError
 from svdpp.launch import temp_folders
+from svdpp.launch.world import World
 
 if TYPE_CHECKING:
     from svdpp.media.inputs import ClipInput
@@ -47,6 +50,7 @@ if TYPE_CHECKING:
 def verify(
     context: typer.Context,
     console: Console,
+    launched: World | None,
     proof: ProofOptions,
     prompts: PromptOptions,
     sampling: SamplingOptions,
@@ -64,11 +68,11 @@ def verify(
     frames. Finished clips: recomputes them from their metadata, and compares latent, frames and
     file with the recorded hashes. The exit code is 3 if anything differs or a file is missing.
     """
-    from svdpp.cli import request, trace_outputs
+    from svdpp.cli import trace_outputs
     from svdpp.verification.clip_files import are_clips
     from svdpp.verification.clip_proof import Settings
 
-    log.open(console)
+    log.open(console, launched)
     trace_outputs.check_target("--report", proof.report, ".html")
     inputs = proof.inputs or []
     if are_clips(inputs):
@@ -80,23 +84,33 @@ def verify(
             timeout=ranks.timeout,
             start_timeout=ranks.start_timeout,
         )
-        if not request.is_joined_member():  # one device is enough
+        if not is_member(launched):  # one device is enough
             verify_clips.verify_clips(console, inputs, settings)
         return
     if proof.image is not None:
         raise RequestError("--image is for finished clips", "give the photograph as INPUT")
-    is_member = request.is_joined_member()
-    from_image = not model.is_dummy and (bool(inputs) or request.needs_image(model))
+    from_image = not model.is_dummy and (bool(inputs) or needs_image(model))
     requests = []
-    if not is_member:
+    if not is_member(launched):
         requests = _requests(
             model, inputs, prompts, proof, sampling.one_seed(), from_image=from_image
         )
-    config, why = _config(
-        ranks, model, sampling, layout, experts, draft, len(requests), from_image=from_image
+    options = PipelineOptions(
+        launched=launched,
+        ranks=ranks,
+        model=model,
+        sampling=sampling,
+        layout=layout,
+        experts=experts,
+        draft=draft,
+        # `auto` may take the CPU for every model: a proof need not be fast.
+        device=ranks.device_for(DEMO_MODEL),
+        from_image=from_image,
+        no_draft={"costs": layout.costs},
     )
-    if is_member:
-        _serve(console, config, proof.inject_fault)
+    config, why = options.config(None if launched else len(requests))
+    if is_member(launched):
+        _serve(console, config, launched, proof.inject_fault)
         return
     if why:
         console.info(why)
@@ -104,45 +118,6 @@ def verify(
         config, measured = with_fitting_chunk(config)
         console.info(measured)
     _compare(console, config, requests, proof)
-
-
-def _config(
-    ranks: RankOptions,
-    model: ModelOptions,
-    sampling: SamplingOptions,
-    layout: LayoutOptions,
-    share: ShareOptions,
-    draft: DraftOptions,
-    num_clips: int,
-    *,
-    from_image: bool,
-) -> tuple[PipelineConfig, str]:
-    """The configuration, and a remark on the choice of the layout; "" for none."""
-    from svdpp.cli import request
-    from svdpp.cli.plan_choice import PlanChoice, balanced_by_default, experts_of
-
-    # `auto` may take the CPU for every model: a proof need not be fast.
-    device = ranks.device_for(DEMO_MODEL)
-    sampled = sampling.to_config(model, from_image=from_image)
-    experts = experts_of(model.to_config(device), sampled, share=share.share_experts)
-    plan = PlanChoice(
-        draft=draft,
-        layout=layout if experts is None else balanced_by_default(layout, draft),
-        world=ranks.world,
-        steps=sampling.num_steps(model.family),
-        family=model.family,
-        device=device,
-        no_draft={"costs": layout.costs},
-    )
-    shape, why = plan.settings(
-        num_clips=None if request.is_joined() else num_clips,
-        decodes=not model.is_dummy,
-        experts=experts,
-    )
-    config = request.pipeline_config(
-        ranks, model, sampling, device=device, plan=shape, from_image=from_image
-    )
-    return config, why
 
 
 def _requests(
@@ -180,14 +155,16 @@ def _inputs(
     ]
 
 
-def _serve(console: Console, config: PipelineConfig, inject_fault: str | None) -> None:
+def _serve(
+    console: Console, config: PipelineConfig, world: World, inject_fault: str | None
+) -> None:
     """Takes part in the pipelined run; only rank 0 compares."""
-    from svdpp.cli import launched
     from svdpp.driver.pipeline import Pipeline
     from svdpp.worker.fault_injection import InjectedFault
 
     fault = None if inject_fault is None else InjectedFault.parse(inject_fault)
-    launched.serve(Pipeline(config, tensor_folder="sent to rank 0", fault=fault), console)
+    pipeline = Pipeline(config, tensor_folder="sent to rank 0", fault=fault)
+    serve_member(pipeline, world, console)
 
 
 def _compare(

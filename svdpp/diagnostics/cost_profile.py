@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from svdpp.config import OutputConfig, PipelineConfig
+from svdpp.config import ClipRequest, OutputConfig, PipelineConfig
 from svdpp.config.sampling import PromptedSampling
 from svdpp.diagnostics import rank_probe
 from svdpp.diagnostics.environment import cpu_model
@@ -20,7 +20,7 @@ from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.resolve import resolve
 from svdpp.driver.supervisor import OpenObserver, no_observer
 from svdpp.launch import gpus
-from svdpp.launch.world import find_world
+from svdpp.launch.world import World
 from svdpp.media import image as photos
 from svdpp.media import video
 from svdpp.media.examples import example_photos, example_requests
@@ -43,9 +43,11 @@ class Profile:
 
     Args:
         config: resolved.
+        world: of the launcher that started the ranks; None if this process did.
     """
 
     config: PipelineConfig
+    world: World | None = None
     step_seconds: list[float] = field(default_factory=list)
     """The median of each rank, by rank."""
     expert_step_seconds: tuple[float, ...] = ()
@@ -55,7 +57,6 @@ class Profile:
     write_seconds: float = 0.0
     packet_bytes: int = 0
     transfers: list[rank_probe.LinkSpeed] = field(default_factory=list)
-    ranks_per_host: int | None = None
     transfer_seconds: float | None = None
     """Of a whole packet; measured by launched ranks instead of `transfers`."""
     inter_host_transfer_seconds: float | None = None
@@ -65,6 +66,11 @@ class Profile:
     """By part: the peak above its weights."""
     offload_gib_per_second: float | None = None
     """Of weights, between host memory and device; None on the CPU."""
+
+    @property
+    def ranks_per_host(self) -> int | None:
+        """See `World.ranks_per_host`."""
+        return None if self.world is None else self.world.ranks_per_host
 
     def costs(self, command: str) -> Costs:
         """The costs for a plan.
@@ -100,7 +106,7 @@ class Profile:
     def device(self) -> str:
         """The devices of the measurement, in words."""
         world_size, threads = self.config.world_size, self.config.num_threads
-        if (world := find_world()) is not None and world.spans_hosts:
+        if (world := self.world) is not None and world.spans_hosts:
             own = cpu_model() if self.config.device == "cpu" else gpus.visible_gpus()[0].name
             return f"{world_size} ranks on {world.num_hosts} hosts, rank 0 on: {own}"
         if self.config.device == "cpu":
@@ -155,14 +161,16 @@ def profile(
         SvdppError: as for a run.
     """
     config, checkpoint = resolve(measured_config(config), weights="all")
-    result = Profile(config)
+    pipeline = Pipeline(config)
+    result = Profile(config, pipeline.world)
     # Until the first clip reaches the last rank, not all ranks work: these clips come on top.
     num_clips = config.world_size + repeats
     log(f"{num_clips} clips through {config.world_size} ranks for the times")
-    _measure_times(result, num_clips, open_observer, prompt)
+    requests = example_requests(config, num_clips, prompt=prompt)
+    _measure_times(result, pipeline, requests, open_observer)
     if config.decodes:
         _measure_write(result, repeats)
-    if find_world() is None:  # launched ranks have measured the packets of the run itself
+    if result.world is None:  # launched ranks have measured the packets of the run itself
         log("packets between neighbours")
         result.transfers = rank_probe.measure_transfers(config)
         if config.device != "cpu":
@@ -184,16 +192,15 @@ def measured_config(config: PipelineConfig) -> PipelineConfig:
 
 
 def _measure_times(
-    result: Profile, num_clips: int, open_observer: OpenObserver, prompt: str | None
+    result: Profile,
+    pipeline: Pipeline,
+    requests: list[ClipRequest],
+    open_observer: OpenObserver,
 ) -> None:
     config = result.config
-    requests = example_requests(config, num_clips, prompt=prompt)
-    world = find_world()
-    result.ranks_per_host = None if world is None else world.ranks_per_host
     measured = _Measured(
         Costs(ranks_per_host=result.ranks_per_host).host_of, config.expert_boundary
     )
-    pipeline = Pipeline(config)
     pipeline.observe(measured)
     with open_observer("profile", pipeline.schedule(requests)) as progress:
         pipeline.observe(progress)
@@ -207,7 +214,7 @@ def _measure_times(
     result.encode_seconds = _median(measured.actions[Kind.ENCODE])
     result.decode_seconds = _median(measured.actions[Kind.DECODE])
     result.packet_bytes = measured.packet_bytes
-    if world is not None:
+    if result.world is not None:
         within, between = (measured.transfers[crosses] for crosses in (False, True))
         result.transfer_seconds = _median(within)
         result.inter_host_transfer_seconds = _median(between) if between else None

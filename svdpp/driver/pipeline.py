@@ -99,12 +99,12 @@ class Pipeline(LaunchedPipeline):
     ) -> None:
         world = find_world()
         self.backend = process_group.choose_backend(config.device, config.world_size)
-        on_this_host = config.world_size if world is None else world.local_size
-        process_group.check_devices(config.device, on_this_host, launched=world is not None)
+        self._num_local = config.world_size if world is None else world.local_size
+        process_group.check_devices(config.device, self._num_local, launched=world is not None)
         for name, limit in (("history_clips", history_clips), ("trace_clips", trace_clips)):
             if limit is not None and limit < 1:
                 raise RequestError(f"{name} must be 1 or more, got {limit}")
-        self.config, self.checkpoint = resolve(config)
+        self.config, self.checkpoint = resolve(config, world=world)
         self._setup = RankSetup(
             config=self.config,
             checkpoint=self.checkpoint,
@@ -308,6 +308,14 @@ class Pipeline(LaunchedPipeline):
 
     # --- entry and exit -------------------------------------------------------------------------
 
+    def check_memory(self) -> None:
+        """Checks that the ranks of this host fit into its free memory, as entering the block does.
+
+        Raises:
+            OutOfMemoryError: they do not.
+        """
+        check_memory(self.config, self.checkpoint, self._setup.roles[: self._num_local])
+
     def __enter__(self) -> Pipeline:
         if self.is_member:
             raise ClosedError("only rank 0 enters the block: the other ranks call serve()")
@@ -315,8 +323,7 @@ class Pipeline(LaunchedPipeline):
             if self._is_entered:
                 raise ClosedError("a pipeline can be entered once: create another one")
             self._is_entered = True
-        on_this_host = self.config.world_size if self.world is None else self.world.local_size
-        check_memory(self.config, self.checkpoint, self._setup.roles[:on_this_host])
+        self.check_memory()
         supervisor = self._supervisor = Supervisor(
             self._launcher.open(),
             new_liveness(self.config),

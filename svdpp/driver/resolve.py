@@ -7,7 +7,7 @@ from typing import Literal
 
 from svdpp.config import PipelineConfig, SamplingConfig
 from svdpp.errors import RequestError
-from svdpp.launch.world import find_world
+from svdpp.launch.world import World
 from svdpp.models.checkpoint import Checkpoint, find_checkpoint, with_weights
 from svdpp.plan.layout import Roles
 
@@ -16,7 +16,7 @@ Weights = Literal["none", "host", "all"]
 
 
 def resolve(
-    config: PipelineConfig, *, weights: Weights = "host"
+    config: PipelineConfig, *, weights: Weights = "host", world: World | None = None
 ) -> tuple[PipelineConfig, Checkpoint | None]:
     """`config` with the model's own values in place of None, and the model's checkpoint.
 
@@ -25,6 +25,7 @@ def resolve(
     Args:
         config: of the run.
         weights: which components must be present; missing files of a hub model are downloaded.
+        world: the launcher's, if it started the ranks; None: all of them are on this host.
 
     Raises:
         ModelError: the model is missing or incomplete.
@@ -38,16 +39,16 @@ def resolve(
         return found, checkpoint
     components = frozenset(checkpoint.weighted)
     if weights == "host":
-        each = (checkpoint.components_of(roles, found.sampling) for roles in _roles_on_host(found))
+        on_host = _roles_on_host(found, world)
+        each = (checkpoint.components_of(roles, found.sampling) for roles in on_host)
         components = frozenset().union(*each)
     checkpoint = with_weights(checkpoint, config.model, sorted(components))
     return resolved(config, checkpoint), checkpoint
 
 
-def _roles_on_host(config: PipelineConfig) -> set[Roles]:
+def _roles_on_host(config: PipelineConfig, world: World | None) -> set[Roles]:
     """The roles of the ranks on this host."""
-    world = find_world()
-    if world is None or world.size != config.world_size:  # such as the reference, on one device
+    if world is None or world.size != config.world_size:  # the latter is refused later
         return set(config.roles)
     # torchrun and, by default, srun number the ranks host by host.
     first = world.rank - world.local_rank

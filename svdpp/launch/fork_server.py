@@ -13,7 +13,6 @@ from multiprocessing import forkserver, resource_tracker, util
 
 from svdpp.launch import environment, fork_server_preload
 from svdpp.launch.process_lifetime import signals_blocked
-from svdpp.launch.world import find_world
 
 #: Imported for all ranks.
 RANK_MODULE = "svdpp.worker.rank"
@@ -49,9 +48,11 @@ def modules_for(family: str | None) -> list[str]:
 def start_early(*, family: str | None, device: str) -> None:
     """Starts the server before the command itself imports torch, if its ranks will be forked.
 
+    Only for ranks that this process will start, and no launcher.
+
     Args:
         family: of the ranks' model; None for the dummy model.
         device: of the ranks.
     """
-    if find_world() is None and start_method(device) == "forkserver":
+    if start_method(device) == "forkserver":
         start(modules_for(family))

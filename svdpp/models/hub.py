@@ -32,7 +32,8 @@ def download(model: ModelConfig, components: Collection[str] = ()) -> Path:
     """Downloads the files that svdpp reads, unless they are cached; returns the snapshot's folder.
 
     All configs, and the weights of `components`: safetensors of one variant, in one form. Each
-    process downloads what it needs; the hub's library locks a file that another one downloads.
+    process downloads what it needs; the hub's library locks a file that another one downloads. A
+    process keeps to the commit that it finds first, and asks the hub for it only once.
 
     Args:
         model: a hub id, with the revision and the variant of its weights.
@@ -42,8 +43,24 @@ def download(model: ModelConfig, components: Collection[str] = ()) -> Path:
         ModelError: there is no such model, the user may not download it, it lacks weights, the hub
             is unreachable, or the disk is too small.
     """
-    from huggingface_hub import snapshot_download
+    folder = _configs(model)
+    absent = [part for part in components if not _has_weights(folder, part, model.variant)]
+    if absent:
+        _download_weights(model, folder, absent)
+    return folder
 
+
+# The snapshots that this process has found, by cache, name and revision.
+_snapshots: dict[tuple[str, str, str | None], Path] = {}
+
+
+def _configs(model: ModelConfig) -> Path:
+    """The folder of the snapshot, with all configs."""
+    from huggingface_hub import constants, snapshot_download
+
+    found = _snapshots.get((constants.HF_HUB_CACHE, model.name, model.revision))
+    if found is not None and found.is_dir():
+        return found
     with _typed_errors(model):
         folder = Path(
             snapshot_download(
@@ -54,9 +71,8 @@ def download(model: ModelConfig, components: Collection[str] = ()) -> Path:
                 tqdm_class=_Silent,
             )
         )
-    absent = [part for part in components if not _has_weights(folder, part, model.variant)]
-    if absent:
-        _download_weights(model, folder, absent)
+    for revision in (model.revision, commit_of(folder) or model.revision):
+        _snapshots[constants.HF_HUB_CACHE, model.name, revision] = folder
     return folder
 
 

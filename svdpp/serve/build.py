@@ -10,11 +10,9 @@ from typing import Any
 from starlette.types import ASGIApp
 
 from svdpp.config import PipelineConfig
-from svdpp.driver.memory_check import check_memory
-from svdpp.driver.resolve import resolve, resolved_for
+from svdpp.driver.pipeline import Pipeline
+from svdpp.driver.resolve import resolved_for
 from svdpp.driver.supervisor import Observer
-from svdpp.launch import process_group
-from svdpp.launch.world import find_world
 from svdpp.media import output_files, video
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.plan.costs import Costs
@@ -76,13 +74,11 @@ def check_config(config: PipelineConfig, sizes: Iterable[tuple[int, int]] = ()) 
         OutOfMemoryError: the ranks do not fit.
         OutputError: ffmpeg is missing.
     """
-    world = find_world()
-    on_this_host = config.world_size if world is None else world.local_size
-    process_group.check_devices(config.device, on_this_host, launched=world is not None)
-    config, checkpoint = resolve(config)
+    pipeline = Pipeline(config)
+    config, checkpoint = pipeline.config, pipeline.checkpoint
     for width, height in sizes:
         resolved_for(replace(config.sampling, width=width, height=height), config, checkpoint)
-    check_memory(config, checkpoint, config.roles[:on_this_host])
+    pipeline.check_memory()
     if not config.model.is_dummy:
         video.find_ffmpeg()
     return config

@@ -83,7 +83,9 @@ class Engine:
         costs: Costs | None = None,
         first_back_off: float = 1.0,
     ) -> None:
-        self.config, self.checkpoint = resolve(config)
+        world = find_world()
+        self._is_launched = world is not None
+        self.config, self.checkpoint = resolve(config, world=world)
         self.state: State = "starting"
         self.restarts = 0
         """How often the ranks have ended and been started again."""
@@ -235,7 +237,7 @@ class Engine:
         self._become("restarting")
         self.last_error = error
         self._feed.put_back_all(error, self._blamed(error))
-        if find_world() is not None:
+        if self._is_launched:
             raise error
         self._wait_for_restart(error)
 

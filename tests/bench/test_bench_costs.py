@@ -12,20 +12,21 @@ from svdpp.bench.names import DATA_PARALLEL, PIPELINE
 from svdpp.bench.runner import Bench, Round
 from svdpp.config import DraftConfig, ModelConfig, PipelineConfig, SvdSampling
 from svdpp.driver.trace import Trace
+from svdpp.launch.world import World
 from svdpp.plan.layout import Layout
 from svdpp.worker.messages import ActionDone, StepDone, TransferDone
 
-WORLD = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
+TWO_HOSTS = World(rank=0, local_rank=0, size=4, local_size=2, num_hosts=2, launcher="torchrun")
 
 
-def _bench(device: str, world_size: int) -> Bench:
+def _bench(device: str, world_size: int, world: World | None = None) -> Bench:
     (point,) = read_grid("smoke", ["model.name=dummy"])
     config = PipelineConfig(
         world_size=world_size,
         model=ModelConfig(name="dummy"),
         sampling=SvdSampling(num_inference_steps=world_size),
     )
-    one = Bench(point, config)
+    one = Bench(point, config, world)
     one.config = replace(config, device=device)
     return one
 
@@ -58,11 +59,9 @@ def test_a_rank_has_its_median_and_a_hop_the_receivers() -> None:
     assert costs.source == "measured by: svdpp bench, smoke/run"
 
 
-def test_a_slow_host_gets_fewer_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_host_gets_fewer_steps() -> None:
     """Ranks on different hosts get separate costs, and so do their transfers."""
-    for name, value in WORLD.items():
-        monkeypatch.setenv(name, value)
-    one = _bench("cpu", 4)
+    one = _bench("cpu", 4, TWO_HOSTS)
     steps = {0: 1.0, 1: 1.0, 2: 3.0, 3: 3.0}
     one.rounds = [_round(PIPELINE, steps, {(0, 1): 0.1, (1, 2): 0.5, (2, 3): 0.1})]
     costs = costs_of(one, "run")
@@ -76,12 +75,8 @@ def test_a_slow_host_gets_fewer_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("elsewhere", [{2: 3.0, 3: 4.0}, {}])
-def test_a_rank_that_only_decodes_is_as_fast_as_elsewhere(
-    monkeypatch: pytest.MonkeyPatch, elsewhere: dict[int, float]
-) -> None:
-    for name, value in WORLD.items():
-        monkeypatch.setenv(name, value)
-    one = _bench("cpu", 4)
+def test_a_rank_that_only_decodes_is_as_fast_as_elsewhere(elsewhere: dict[int, float]) -> None:
+    one = _bench("cpu", 4, TWO_HOSTS)
     one.rounds = [_round(PIPELINE, {0: 1.0, 1: 2.0, 2: 3.0}, {})]
     if elsewhere:
         one.rounds.append(_round(DATA_PARALLEL, elsewhere, {}))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from svdpp.cli.options.layout import LayoutOptions
-from svdpp.cli.request import default_world
+from svdpp.cli.rank_count import default_world
 from svdpp.config import ModelConfig, PipelineConfig, SvdSampling, sampling_defaults
 from svdpp.diagnostics.memory_estimate import CUDA_PROCESS_BYTES, memory_of_devices
 from svdpp.errors import RequestError
@@ -48,11 +48,11 @@ def test_auto_says_why_and_whose_costs_it_took() -> None:
 def test_auto_heeds_the_memory_of_devices() -> None:
     """All parts on one rank need 14.2 GiB; steps with encode need 9, with decode 12.2."""
     small: tuple[dict[str, float], tuple[float, ...]] = (NEEDS, (13.0,) * 4)
-    shape, why = LayoutOptions(layout="auto").settings(**COUNTS, memory=lambda: small)
+    shape, why = LayoutOptions(layout="auto").settings(**COUNTS, memory=lambda _: small)
     assert shape["replicas"] == 2
     assert "need more memory" in why
     with pytest.raises(RequestError, match="no layout of 4 ranks fits in 5 GiB a rank"):
-        LayoutOptions(layout="auto").settings(**COUNTS, memory=lambda: (NEEDS, (5.0,) * 4))
+        LayoutOptions(layout="auto").settings(**COUNTS, memory=lambda _: (NEEDS, (5.0,) * 4))
 
 
 def test_auto_orders_unequal_devices() -> None:
@@ -60,7 +60,7 @@ def test_auto_orders_unequal_devices() -> None:
 
     def chosen(*has: float) -> dict[str, Any]:
         counts = {**COUNTS, "world_size": 2}
-        return LayoutOptions(layout="auto").settings(**counts, memory=lambda: (NEEDS, has))[0]
+        return LayoutOptions(layout="auto").settings(**counts, memory=lambda _: (NEEDS, has))[0]
 
     shape = chosen(13.0, 10.0)
     assert shape["device_order"] == (1, 0)
@@ -81,12 +81,12 @@ def test_auto_may_let_a_rank_hold_both_experts() -> None:
     options: dict[str, Any] = {
         **COUNTS,
         "experts": {"expert_boundary": 9, "share_experts": False},
-        "memory": lambda: (needs, (41.0, 62.0, 41.0, 41.0)),
+        "memory": lambda _: (needs, (41.0, 62.0, 41.0, 41.0)),
     }
     shape, why = LayoutOptions(layout="auto").settings(**options)
     assert shape["share_experts"] is True
     assert "1 of 4 ranks hold both experts" in why
-    options["memory"] = lambda: (needs, (41.0,) * 4)
+    options["memory"] = lambda _: (needs, (41.0,) * 4)
     assert "share_experts" not in LayoutOptions(layout="auto").settings(**options)[0]
 
 

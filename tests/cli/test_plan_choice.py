@@ -13,6 +13,7 @@ from svdpp.cli.options.draft import DraftOptions
 from svdpp.cli.options.layout import LayoutOptions
 from svdpp.cli.plan_choice import PlanChoice
 from svdpp.errors import RequestError
+from svdpp.launch.world import World
 from svdpp.plan.draft_starts import DraftProfile, MeasuredStartSteps
 
 
@@ -23,12 +24,17 @@ def _choice(
     world: int | None = None,
     start_steps: str | None = None,
     draft: bool = True,
+    launched: World | None = None,
 ) -> PlanChoice:
     return PlanChoice(
+        launched=launched,
         draft=DraftOptions(draft=draft, draft_starts=start_steps),
         layout=LayoutOptions(),
+        experts=None,
         world=world,
+        default_world=None,
         steps=steps,
+        family="svd",
         device=device,
     )
 
@@ -67,21 +73,17 @@ def measured(tmp_path: Path) -> str:
     return str(path)
 
 
-def _join(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    for name, value in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", size)):
-        monkeypatch.setenv(name, str(value))
+def _world(size: int) -> World:
+    return World(rank=0, local_rank=0, size=size, local_size=size, launcher="torchrun")
 
 
-def test_a_file_of_starts_is_asked_for_the_ranks_there_are(
-    monkeypatch: pytest.MonkeyPatch, measured: str
-) -> None:
+def test_a_file_of_starts_is_asked_for_the_ranks_there_are(measured: str) -> None:
     assert _settings(_choice(start_steps=measured))["draft"].start_steps == (0, 7, 11, 15)
     assert _settings(_choice(start_steps=measured, world=2))["draft"].start_steps == (0, 13)
-    _join(monkeypatch, 2)
-    assert _settings(_choice(start_steps=measured))["draft"].start_steps == (0, 13)
+    joined = _choice(start_steps=measured, launched=_world(2))
+    assert _settings(joined)["draft"].start_steps == (0, 13)
 
 
-def test_starts_for_other_ranks_than_the_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
-    _join(monkeypatch, 4)
+def test_starts_for_other_ranks_than_the_launchers() -> None:
     with pytest.raises(RequestError, match="--draft-starts names 2 ranks, torchrun has 4"):
-        _settings(_choice(start_steps="0,14"))
+        _settings(_choice(start_steps="0,14", launched=_world(4)))

@@ -22,11 +22,11 @@ from svdpp.diagnostics.decode_chunk import (
 )
 from svdpp.diagnostics.memory_estimate import CUDA_PROCESS_BYTES
 from svdpp.driver.resolve import resolve
-from svdpp.errors import OutOfMemoryError, RequestError
+from svdpp.errors import OutOfMemoryError
 from svdpp.launch import fork_server
 from svdpp.models.memory import estimate
 from svdpp.plan.layout import Roles
-from tests.cli.shell import DEMO, PHOTO, TINY, svdpp_here
+from tests.cli.shell import DEMO, PHOTO, TINY, assert_error, svdpp_here
 
 MEMORY = DecodeMemory(num_frames=25, one_frame=100, each_in_chunk=50, each_kept=1, free=0)
 
@@ -138,11 +138,7 @@ def test_run_records_what_auto_chose(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_auto_needs_ranks_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    from svdpp.cli.options.sampling import parse_decode_chunk
-
-    assert parse_decode_chunk("auto") is None
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
-        monkeypatch.setitem(os.environ, name, "1" if name == "WORLD_SIZE" else "0")
-    with pytest.raises(RequestError, match="auto measures before ranks start"):
-        parse_decode_chunk("auto")
-    assert parse_decode_chunk("3") == 3
+        monkeypatch.setenv(name, "1" if name == "WORLD_SIZE" else "0")
+    answer = svdpp_here("run", PHOTO, *DEMO, "--decode-chunk-size", "auto")
+    assert_error(answer, 2, "auto measures before ranks start")

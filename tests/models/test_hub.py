@@ -21,6 +21,8 @@ from svdpp.config import LtxSampling, ModelConfig, PipelineConfig, WanSampling
 from svdpp.driver.memory_check import check_memory
 from svdpp.driver.resolve import resolve
 from svdpp.errors import ModelError, RequestError
+from svdpp.launch.world import World
+from svdpp.models import hub as hub_downloads
 from svdpp.models.checkpoint import find_checkpoint
 from svdpp.models.safetensors_header import choose_weight_files
 from svdpp.models.wan.checkpoint import TRANSFORMERS, WanCheckpoint
@@ -334,15 +336,11 @@ def _in_use(folder: Path, parts: Iterable[str]) -> set[str]:
     return {f"{path.parent.name}/{path.name}" for path in paths if ".fp16" not in path.name}
 
 
-def _on_host(monkeypatch: pytest.MonkeyPatch, host: int | None) -> None:
-    """torchrun's variables for the first rank of one of two hosts; None: no launcher."""
+def _on_host(host: int | None) -> World | None:
+    """The first rank of one of two hosts; None: no launcher."""
     if host is None:
-        return
-    for name, value in {
-        **{"RANK": 2 * host, "LOCAL_RANK": 0, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 2},
-        **{"GROUP_RANK": host, "GROUP_WORLD_SIZE": 2},
-    }.items():
-        monkeypatch.setenv(name, str(value))
+        return None
+    return World(rank=2 * host, local_rank=0, size=4, local_size=2, host=host, num_hosts=2)
 
 
 @pytest.mark.parametrize(
@@ -354,10 +352,9 @@ def _on_host(monkeypatch: pytest.MonkeyPatch, host: int | None) -> None:
     ],
 )
 def test_a_host_downloads_what_its_ranks_need(
-    wan: type[_Served], monkeypatch: pytest.MonkeyPatch, host: int | None, expected: tuple[str, ...]
+    wan: type[_Served], host: int | None, expected: tuple[str, ...]
 ) -> None:
-    _on_host(monkeypatch, host)
-    config, checkpoint = resolve(CONFIG)
+    config, checkpoint = resolve(CONFIG, world=_on_host(host))
     assert _weights(wan.requested) == _in_use(wan.folder, expected)
     assert isinstance(checkpoint, WanCheckpoint)
     assert isinstance(config.sampling, WanSampling)
@@ -403,24 +400,21 @@ def test_a_download_is_announced(
     assert f"{sizes / 1e6:.1f} MB of 'org/tiny' (text_encoder, transformer, " in remark
     assert "from 127.0.0.1; " in remark
     assert f"are free in {redact(str(cache))!r}" in remark
-    # Before the weights and after them only configs are looked up.
-    assert [bar is not None for bar in passed] == [True, True, bars == "1", True, True]
+    # Configs are looked up once, and the weights then.
+    assert [bar is not None for bar in passed] == [True, bars == "1"]
 
 
 def test_a_cache_that_is_partly_filled_and_no_network(
     wan: type[_Served], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with monkeypatch.context() as patched:
-        _on_host(patched, 0)
-        resolve(CONFIG)
-        patched.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-        huggingface_hub.close_session()
-        wan.requested.clear()
-        resolve(CONFIG)
-    _on_host(monkeypatch, 1)
+    resolve(CONFIG, world=_on_host(0))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    huggingface_hub.close_session()
+    monkeypatch.setattr(hub_downloads, "_snapshots", {})  # as in another process
+    wan.requested.clear()
+    resolve(CONFIG, world=_on_host(0))
     with pytest.raises(ModelError) as caught:
-        resolve(CONFIG)
+        resolve(CONFIG, world=_on_host(1))
     huggingface_hub.close_session()
     assert not wan.requested
     assert caught.value.message == (

@@ -7,7 +7,6 @@ from typing import Annotated, Any
 from svdpp.cli.console import counted
 from svdpp.cli.options.declare import LAYOUT, flag, option
 from svdpp.errors import RequestError
-from svdpp.launch.world import find_world
 from svdpp.plan.costs import Costs
 from svdpp.plan.layout import SPLITS, Layout
 from svdpp.plan.presets import PRESETS, find_costs
@@ -20,8 +19,9 @@ _WORTH_A_REMARK = 1.05
 
 _LAYOUTS = ("auto", "pipeline", "data-parallel")
 
-#: Memory that the model's parts need, as fields of `Costs`, and of each rank's device, in GiB.
-Memory = Callable[[], tuple[dict[str, float], tuple[float, ...]]]
+#: Given the number of ranks: memory that the model's parts need, as fields of `Costs`, and of each
+#: rank's device, in GiB.
+Memory = Callable[[int], tuple[dict[str, float], tuple[float, ...]]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,6 +172,7 @@ class LayoutOptions:
         world_size: int,
         num_clips: int | None,
         decodes: bool,
+        ranks_per_host: int | None = None,
         memory: Memory | None = None,
         experts: Mapping[str, Any] | None = None,
         family: str = "svd",
@@ -183,6 +184,7 @@ class LayoutOptions:
             world_size: number of ranks.
             num_clips: None if only another process knows it.
             decodes: whether clips become frames.
+            ranks_per_host: of a launcher's world on several hosts.
             memory: tells `auto` what fits; None: everything fits.
             experts: as `ExpertOptions.fields`; None: the model has one expert.
             family: of the model.
@@ -190,12 +192,9 @@ class LayoutOptions:
         Raises:
             RequestError: `auto` needs the number of clips, which this process does not know.
         """
-        launched = find_world()
-        costs = replace(
-            self.assumed_costs(decodes=decodes, family=family),
-            # The launcher, not the costs, knows which ranks share a host.
-            ranks_per_host=None if launched is None else launched.ranks_per_host,
-        )
+        # The launcher, not the costs, knows which ranks share a host.
+        assumed = self.assumed_costs(decodes=decodes, family=family)
+        costs = replace(assumed, ranks_per_host=ranks_per_host)
         if self.layout != "auto":
             return {**self.fields(world_size), "costs": costs}, ""
         if num_clips is None:
@@ -205,7 +204,7 @@ class LayoutOptions:
             )
         from svdpp.plan.choose import choose_layout
 
-        needs, has = memory() if memory is not None else ({}, ())
+        needs, has = memory(world_size) if memory is not None else ({}, ())
         costs = replace(costs, **needs)  # type: ignore[arg-type]
         choice = choose_layout(
             num_steps=num_steps,

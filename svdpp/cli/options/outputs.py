@@ -154,13 +154,15 @@ class OutputOptions(OverwriteOptions, FolderOptions):
         chosen = self.format or ending or "mp4"
         return OutputConfig(path=str(self.out), format=chosen, crf=self.crf)  # type: ignore[arg-type]
 
-    def policy(self) -> "OutputPolicy":
+    def policy(self, *, is_restarted: bool) -> "OutputPolicy":
         """Where clips are written, and what happens to existing files.
+
+        Args:
+            is_restarted: whether a launcher restarted this command in the same run.
 
         Raises:
             RequestError: as `check`.
         """
-        from svdpp.cli.request import is_restarted
         from svdpp.driver.jobs import OutputPolicy
 
         checked, place = self.check(), self.place()
@@ -171,7 +173,7 @@ class OutputOptions(OverwriteOptions, FolderOptions):
             crf=checked.crf,
             overwrite=self.overwrite,
             resume=self.resume,
-            is_restarted=is_restarted(),
+            is_restarted=is_restarted,
             latents_folder=self.latents_dir,
         )
 

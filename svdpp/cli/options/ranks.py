@@ -8,7 +8,6 @@ from svdpp.cli.options.declare import DIAGNOSTICS, LAYOUT, RECOVERY, flag, optio
 from svdpp.config import DEMO_MODEL, DUMMY_MODEL
 from svdpp.errors import RequestError
 from svdpp.launch.gpus import visible_gpus
-from svdpp.launch.world import find_world
 
 #: The default device.
 AUTO_DEVICE = "auto"
@@ -107,8 +106,8 @@ class RankOptions:
             details={"asked": AUTO_DEVICE, "found": 0},
         )
 
-    def threads_on(self, device: str, world_size: int) -> int:
-        """Threads of each rank; by default the cores of this process divided by its ranks.
+    def threads_on(self, device: str, num_local: int) -> int:
+        """Threads of each of this machine's `num_local` ranks; by default they share its cores.
 
         The default is 1 on CUDA, where the CPU only resizes the image: bits then do not depend on
         the number of ranks.
@@ -117,6 +116,4 @@ class RankOptions:
             return self.threads
         if device.startswith("cuda"):
             return 1
-        launched = find_world()
-        sharing = world_size if launched is None else launched.local_size
-        return max(1, len(os.sched_getaffinity(0)) // max(sharing, 1))
+        return max(1, len(os.sched_getaffinity(0)) // max(num_local, 1))

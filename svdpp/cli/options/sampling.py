@@ -13,7 +13,6 @@ from svdpp.config import (
     sampling_defaults,
 )
 from svdpp.errors import RequestError
-from svdpp.launch.world import find_world
 
 #: The value of --decode-chunk-size that measures how many frames fit.
 AUTO_CHUNK = "auto"
@@ -341,14 +340,8 @@ def parse_decode_chunk(text: str | None) -> int | None:
     """The number of frames; None for the default and for `auto`.
 
     Raises:
-        RequestError: neither a number nor `auto`; or `auto` under torchrun, where the decoding rank
-            may be on another machine.
+        RequestError: neither a number nor `auto`.
     """
-    if text == AUTO_CHUNK and find_world() is not None:
-        raise RequestError(
-            "--decode-chunk-size auto measures before ranks start, and torchrun has started them",
-            "give a number of frames",
-        )
     if text is None or text == AUTO_CHUNK:
         return None
     if not re.fullmatch(r"-?\d{1,9}", text, re.ASCII):

@@ -7,6 +7,7 @@ from typing import Annotated
 
 from svdpp.cli.console import Console
 from svdpp.cli.options.declare import DIAGNOSTICS, flag, option
+from svdpp.launch.world import World
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,15 +54,19 @@ class LogOptions(TalkOptions):
         ),
     ] = None
 
-    def open(self, console: Console) -> None:
+    def open(self, console: Console, launched: World | None) -> None:
         """Opens the log.
+
+        Args:
+            console: gets what is shown.
+            launched: the launcher's world; of the ranks of a host only the first makes remarks.
 
         Raises:
             OutputError: the file cannot be written.
         """
         from svdpp.cli.log import open_log
 
-        quiet = self.quiet or _another_rank_speaks()
+        quiet = self.quiet or (launched is not None and launched.local_rank != 0)
         if quiet:
             os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # of the hub's library
         open_log(
@@ -70,11 +75,3 @@ class LogOptions(TalkOptions):
             write=console.err.print,
             quiet=quiet,
         )
-
-
-def _another_rank_speaks() -> bool:
-    """Whether a launcher started this process beside another one that makes the same remarks."""
-    from svdpp.launch.world import find_world
-
-    world = find_world()
-    return world is not None and world.local_rank != 0

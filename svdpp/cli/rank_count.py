@@ -1,0 +1,68 @@
+"""Owns the number of ranks: the launcher's, the user's or the default."""
+
+from __future__ import annotations
+
+import re
+
+from svdpp.errors import RequestError
+from svdpp.launch.world import World
+from svdpp.plan.split import largest_world
+
+
+def joined_world(
+    launched: World | None,
+    asked: int | None,
+    option: str = "--world",
+    leave_out: str = "leave --world and --gpus out",
+) -> int | None:
+    """The number of ranks of torchrun or srun; without a launcher `asked`.
+
+    Args:
+        launched: the launcher's world; None without a launcher.
+        asked: the number that the user gives; None if none.
+        option: with which the user gives it.
+        leave_out: advice on leaving the option out.
+
+    Raises:
+        RequestError: the launcher's number and `asked` differ.
+    """
+    if launched is None:
+        return asked
+    if asked is not None and asked != launched.size:
+        raise RequestError(
+            f"{option} {asked} disagrees with {launcher_name(launched)}'s world of {launched.size}",
+            f"{leave_out} under {launcher_name(launched)}",
+            details={"asked": asked, "found": launched.size},
+        )
+    return launched.size
+
+
+def launcher_name(world: World) -> str:
+    """The name of the launcher."""
+    return "Slurm" if world.launcher == "slurm" else "torchrun"
+
+
+def without_world(hint: str) -> str:
+    """`hint` without its advice on `--world`, for when something else sets the number of ranks."""
+    return re.sub(r",? or --world \d+(?: or fewer)?", "", hint)
+
+
+def default_world(device: str, num_steps: int, *, on_cpu: int, divide: bool = True) -> int:
+    """The default number of ranks: all GPUs on CUDA, else `on_cpu`.
+
+    With `divide` it is the largest number up to that which divides the steps.
+    """
+    count = on_cpu
+    if device == "cuda":
+        import torch
+
+        count = max(torch.cuda.device_count(), 1)
+    return largest_world(max(num_steps, 1), count) if divide else count
+
+
+def default_draft_world(device: str, num_steps: int) -> int:
+    """Ranks of a draft if the user names none: as many as have default start steps."""
+    from svdpp.plan.draft_starts import most_ranks
+
+    count = default_world(device, num_steps, on_cpu=2, divide=False)
+    return max(2, min(count, most_ranks(num_steps)))
