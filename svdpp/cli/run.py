@@ -16,7 +16,7 @@ from svdpp.cli.options.layout import LayoutOptions, ShareOptions
 from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.outputs import OutputOptions, TraceOptions
 from svdpp.cli.options.ranks import RankOptions
-from svdpp.cli.options.sampling import SamplingOptions, with_fitting_chunk
+from svdpp.cli.options.sampling import SamplingOptions, fit_chunk
 from svdpp.cli.options.talk import LogOptions
 from svdpp.cli.repeated_run import given_options
 from svdpp.cli.run_report import (
@@ -216,10 +216,7 @@ def _planned(
     policy = asked.policy
     num_there = check_outputs(found, asked.seeds, policy, config.draft)
     announce_look(console, config, policy, num_there)
-    if asked.sampling.measures_chunk:
-        config, measured = with_fitting_chunk(config)
-        console.info(measured)
-    pipeline = asked.pipeline(config, outputs)
+    pipeline = asked.pipeline(fit_chunk(console, asked.sampling, config), outputs)
     assert pipeline.checkpoint is not None
     clips = plan_clips(found, asked.seeds, policy, pipeline.config, pipeline.checkpoint)
     if pipeline.spans_hosts:

@@ -14,7 +14,7 @@ from svdpp.cli.options.draft import DraftOptions
 from svdpp.cli.options.layout import LayoutOptions, ShareOptions
 from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.ranks import RankOptions
-from svdpp.cli.options.sampling import SamplingOptions, with_fitting_chunk
+from svdpp.cli.options.sampling import SamplingOptions, fit_chunk
 from svdpp.cli.options.serve import ServeOptions
 from svdpp.cli.options.talk import LogOptions
 from svdpp.cli.request import PipelineOptions, image_use
@@ -129,9 +129,7 @@ def _serve(
         _open_log(console, options.launched, log)
         if why:
             console.info(why)
-        if options.sampling.measures_chunk:
-            config, measured = with_fitting_chunk(config)
-            console.info(measured)
+        config = fit_chunk(console, options.sampling, config)
         _run(console, asked, _settings(asked, sizes, config, options.layout), keys, bound)
     console.info("ended; the next start goes on with what is left")
 

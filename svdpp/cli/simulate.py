@@ -32,6 +32,17 @@ if TYPE_CHECKING:
     from svdpp.plan.forecast import Forecast
 
 _DEFAULT_WORLD = 4
+_TimeScale = Annotated[
+    float | None,
+    option(
+        "--time-scale",
+        panel=COSTS,
+        metavar="X",
+        help="Make the dummy model sleep for the time of --costs times X, to imitate other "
+        "devices at another speed.",
+        default="no sleep",
+    ),
+]
 _MEMORY_HINT = "smaller sizes in --latent-shape, --dtype fp16 or a smaller --world use less"
 
 
@@ -72,17 +83,7 @@ def simulate(
     log: LogOptions,
     ranks: RankOptions = RankOptions(device="cpu"),
     model: ModelOptions = ModelOptions(model=DUMMY_MODEL),
-    time_scale: Annotated[
-        float | None,
-        option(
-            "--time-scale",
-            panel=COSTS,
-            metavar="X",
-            help="Make the dummy model sleep for the time of --costs times X, to imitate other "
-            "devices at another speed.",
-            default="no sleep",
-        ),
-    ] = None,
+    time_scale: _TimeScale = None,
 ) -> None:
     """Rehearse a run with real processes, without weights or GPUs.
 

@@ -17,7 +17,7 @@ from svdpp.cli.options.layout import LayoutOptions, ShareOptions
 from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.proof import ProofOptions
 from svdpp.cli.options.ranks import RankOptions
-from svdpp.cli.options.sampling import SamplingOptions, with_fitting_chunk
+from svdpp.cli.options.sampling import SamplingOptions, fit_chunk
 from svdpp.cli.options.talk import LogOptions
 from svdpp.cli.request import PipelineOptions, needs_image
 from svdpp.cli.run_report import labels
@@ -29,6 +29,7 @@ from svdpp.launch.world import World
 
 if TYPE_CHECKING:
     from svdpp.media.inputs import ClipInput
+    from svdpp.verification.clip_proof import Settings
 
 
 @command(
@@ -70,31 +71,22 @@ def verify(
     """
     from svdpp.cli import trace_outputs
     from svdpp.verification.clip_files import are_clips
-    from svdpp.verification.clip_proof import Settings
 
     log.open(console, launched)
     trace_outputs.check_target("--report", proof.report, ".html")
     inputs = proof.inputs or []
     if are_clips(inputs):
         verify_clips.refuse_without_effect(context)
-        settings = Settings(
-            threads=ranks.threads,
-            image=proof.image,
-            local_files_only=model.local_files_only,
-            timeout=ranks.timeout,
-            start_timeout=ranks.start_timeout,
-        )
         if not is_member(launched):  # one device is enough
-            verify_clips.verify_clips(console, inputs, settings)
+            verify_clips.verify_clips(console, inputs, _settings(proof, ranks, model))
         return
     if proof.image is not None:
         raise RequestError("--image is for finished clips", "give the photograph as INPUT")
     from_image = not model.is_dummy and (bool(inputs) or needs_image(model))
     requests = []
     if not is_member(launched):
-        requests = _requests(
-            model, inputs, prompts, proof, sampling.one_seed(), from_image=from_image
-        )
+        seed = sampling.one_seed()
+        requests = _requests(model, inputs, prompts, proof, seed, from_image=from_image)
     options = PipelineOptions(
         launched=launched,
         ranks=ranks,
@@ -114,10 +106,20 @@ def verify(
         return
     if why:
         console.info(why)
-    if sampling.measures_chunk:
-        config, measured = with_fitting_chunk(config)
-        console.info(measured)
-    _compare(console, config, requests, proof)
+    _compare(console, fit_chunk(console, sampling, config), requests, proof)
+
+
+def _settings(proof: ProofOptions, ranks: RankOptions, model: ModelOptions) -> Settings:
+    """How finished clips are recomputed."""
+    from svdpp.verification.clip_proof import Settings
+
+    return Settings(
+        threads=ranks.threads,
+        image=proof.image,
+        local_files_only=model.local_files_only,
+        timeout=ranks.timeout,
+        start_timeout=ranks.start_timeout,
+    )
 
 
 def _requests(

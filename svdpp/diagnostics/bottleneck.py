@@ -212,11 +212,12 @@ def _gaps(figures: RunFigures) -> Iterator[Finding]:
     limit = busiest(figures)
     gap = limit.idle + limit.packet_wait - limit.transfer
     filling = min(gap, max(0.0, figures.first_clip))
+    few = "1 clip is not enough" if figures.clips == 1 else f"{figures.clips} clips are few"
     yield Finding(
         kind="few_clips",
         lost_seconds=filling,
         text=f"even the busiest rank, {limit.rank}, has no work for {filling:.1f} s, while the "
-        f"first clip comes through and the last one leaves: {figures.clips} clips are few for "
+        f"first clip comes through and the last one leaves: {few} for "
         f"{figures.world_size} ranks",
     )
     uneven = max((_unevenness(rank) for rank in figures.ranks), default=1.0)

@@ -24,7 +24,7 @@ from svdpp.launch.world import World
 # error, so other ranks wait this long before they exit.
 _EXIT_DELAY_SECONDS = 2.0
 _REPORT_SECONDS = 4.0
-_SIGNAL_REPORT_SECONDS = 0.3
+_SIGNAL_REPORT_SECONDS = 1.0
 
 
 class RankHooks(Protocol):

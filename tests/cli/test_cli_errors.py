@@ -245,6 +245,11 @@ TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
         (("simulate",), {**TORCHRUN, "WORLD_SIZE": "3"}, "28 steps cannot be split evenly over 3"),
         (("verify", "--world", "4"), TORCHRUN, "--world 4 disagrees with torchrun's"),
         (("verify",), TORCHRUN, "MASTER_ADDR is not set"),
+        (
+            ("run", PHOTO, *DEMO, "--decode-chunk-size", "auto"),
+            TORCHRUN,
+            "auto measures before ranks start",
+        ),
         (("profile", "--draft"), TORCHRUN, "profile --draft starts processes"),
         (("run", PHOTO, *DEMO), {"RANK": "0"}, "incomplete torchrun environment"),
         (("run", PHOTO, *DEMO), {**TORCHRUN, "RANK": "x"}, "invalid torchrun environment"),

@@ -26,7 +26,7 @@ from svdpp.errors import OutOfMemoryError
 from svdpp.launch import fork_server
 from svdpp.models.memory import estimate
 from svdpp.plan.layout import Roles
-from tests.cli.shell import DEMO, PHOTO, TINY, assert_error, svdpp_here
+from tests.cli.shell import DEMO, PHOTO, TINY, svdpp_here
 
 MEMORY = DecodeMemory(num_frames=25, one_frame=100, each_in_chunk=50, each_kept=1, free=0)
 
@@ -135,10 +135,3 @@ def test_run_records_what_auto_chose(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "decode: 2 of 2 frames at a time: one takes " in answer.err
     record = json.loads((tmp_path / "out/rocket_0.mp4.json").read_text())
     assert record["decode_chunk_size"] == 2
-
-
-def test_auto_needs_ranks_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
-        monkeypatch.setenv(name, "1" if name == "WORLD_SIZE" else "0")
-    answer = svdpp_here("run", PHOTO, *DEMO, "--decode-chunk-size", "auto")
-    assert_error(answer, 2, "auto measures before ranks start")

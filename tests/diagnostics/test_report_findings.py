@@ -113,6 +113,11 @@ def test_the_known_bottleneck_comes_first(kind: str, tmp_path: Path) -> None:
             parsed(advice.command)
 
 
+def test_one_clip_is_not_enough(tmp_path: Path) -> None:
+    report = _diagnosis(tmp_path, replayed(clips=1, world_size=4, num_steps=12, **_ON_CUDA))
+    assert "1 clip is not enough for 4 ranks" in report.headline
+
+
 def test_starting_and_memory_are_named_beside_what_limits_the_ranks(tmp_path: Path) -> None:
     slow_start = replace(replayed(**_ON_CUDA), start_seconds=60.0)
     report = _diagnosis(tmp_path, slow_start)

@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, get_type_hints
 
+from svdpp.cli.console import Console
 from svdpp.cli.options.declare import PROMPTS, VIDEO, option
 from svdpp.cli.options.model import ModelOptions
 from svdpp.config import (
@@ -349,20 +350,19 @@ def parse_decode_chunk(text: str | None) -> int | None:
     return int(text)
 
 
-def with_fitting_chunk(config: PipelineConfig) -> tuple[PipelineConfig, str]:
-    """Measures how many frames can be decoded at a time.
-
-    Returns:
-        `config` with that number, and a remark on the measurement.
+def fit_chunk(
+    console: Console, sampling: SamplingOptions, config: PipelineConfig
+) -> PipelineConfig:
+    """`config` with the number of frames that can be decoded at a time, if it is to be measured.
 
     Raises:
         OutOfMemoryError: not even one frame fits.
     """
+    if not (sampling.measures_chunk and config.decodes):
+        return config
     from svdpp.diagnostics.decode_chunk import measure_decode
 
-    if not config.decodes:
-        return config, ""
     memory = measure_decode(config)
-    chunk = memory.largest_chunk()
-    sampling = replace(config.sampling, decode_chunk_size=chunk)
-    return replace(config, sampling=sampling), f"decode: {memory}"
+    fitting = replace(config.sampling, decode_chunk_size=memory.largest_chunk())
+    console.info(f"decode: {memory}")
+    return replace(config, sampling=fitting)
