@@ -10,6 +10,7 @@ import socket
 import stat
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import httpx
 import pytest
@@ -27,6 +28,9 @@ from tests.serve.http_server import (
     error_of,
     wait,
 )
+
+if TYPE_CHECKING:
+    from svdpp.serve.build import ServerSettings
 
 pytest.importorskip("fastapi")
 
@@ -58,6 +62,23 @@ def test_a_host_that_is_not_this_machine(tmp_path: Path) -> None:
     )
 
     assert_error(answer, 2, "cannot listen on 192.0.2.1")
+
+
+def test_its_options_reach_ranks_and_queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[ServerSettings] = []
+    monkeypatch.setattr("svdpp.cli.serve._run", lambda *given: asked.append(given[2]))
+    seconds = ("--heartbeat-timeout", "7", "--timeout", "90", "--start-timeout", "80")
+    limits = ("--max-queue", "3", "--keep-days", "2", "--keep-gb", "1.5", "--max-upload-mb", "4")
+    answer = start_here(tmp_path, "--port", "0", "--draft", *seconds, *limits)
+
+    assert answer.code == 0, answer
+    (settings,) = asked
+    config, kept = settings.config, settings.retention
+    assert config.heartbeat_timeout_seconds == 7
+    assert (config.timeout_seconds, config.start_timeout_seconds) == (90, 80)
+    assert (config.split, config.draft_on_request) == ("dithered", True)
+    assert (settings.max_open, settings.limits.upload_bytes) == (3, 4 * 2**20)
+    assert (kept.age_seconds, kept.num_bytes) == (2 * 86400, 1_500_000_000)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "clips.example"])
