@@ -207,7 +207,9 @@ def _remove_if_abandoned(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        remove(path)
+        # Another run may have removed it since, and its writer created it again.
+        if os.path.samestat(os.fstat(descriptor), os.lstat(path)):
+            remove(path)
     finally:
         os.close(descriptor)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from svdpp.errors import OutputError, RequestError
+from svdpp.media import output_files
 from svdpp.media.output_files import atomic_output, check_writable, write_json
 
 METADATA = {"seed": 5, "odd ;=#\\ key": "é\n'\"%03d", "list": [1, None, {"a": 0.5}]}
@@ -115,6 +117,24 @@ def test_a_check_does_not_take_the_folder_of_a_run_that_writes(tmp_path: Path) -
             for check in checks:
                 check.result()
             assert os.listdir(folder) == ["x"]
+
+
+def test_a_file_that_is_created_again_during_a_check_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another run removed it before its writer had locked it, so the writer tried again."""
+    path = tmp_path / output_files._hidden_name()
+    path.touch()
+    lock = fcntl.flock
+
+    def late(descriptor: int, how: int) -> None:
+        path.unlink()
+        path.touch()
+        lock(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    output_files.remove_abandoned(tmp_path)
+    assert path.exists()
 
 
 @pytest.mark.parametrize("files", [FILE, FOLDER])
