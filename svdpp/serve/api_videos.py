@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -188,6 +187,7 @@ async def follow_video(
 
 async def _events(job: Job, service: Service, last_id: int | None) -> AsyncIterator[bytes]:
     async with service.events.subscribe(job.id, last_id) as subscription:
+        id = service.events.new_id()  # first, so that what happens from here on has a larger one
         newest = service.events.newest(job.id)
         if newest is not None and newest.is_final:  # also to a client that has it
             yield _event(newest.data, newest.id)
@@ -197,7 +197,7 @@ async def _events(job: Job, service: Service, last_id: int | None) -> AsyncItera
             if found is None:
                 return
             video = await run_in_threadpool(service.video, found)
-            yield _event(video.model_dump(mode="json"), int(time.time() * 1000))
+            yield _event(video.model_dump(mode="json"), id)
             if found.state.is_final:
                 return
         async for event in subscription:

@@ -60,14 +60,18 @@ class Events:
             is_final: whether subscriptions end after this event.
         """
         with self._lock:
-            self._last_id = max(self._last_id + 1, int(time.time() * 1000))
-            event = JobEvent(self._last_id, data, is_final)
+            event = JobEvent(self._next_id(), data, is_final)
             self._newest[job_id] = event
             self._newest.move_to_end(job_id)
             while len(self._newest) > self._max_jobs:
                 self._newest.popitem(last=False)
             self._wake(job_id)
         return event
+
+    def new_id(self) -> int:
+        """An id for an event that is not published: smaller than those of all later events."""
+        with self._lock:
+            return self._next_id()
 
     def newest(self, job_id: str) -> JobEvent | None:
         """The job's newest event; None if none is kept."""
@@ -130,6 +134,10 @@ class Events:
                 found.discard(subscription)
                 if not found:
                     del self._subscriptions[job_id]
+
+    def _next_id(self) -> int:
+        self._last_id = max(self._last_id + 1, int(time.time() * 1000))
+        return self._last_id
 
     def _wake(self, job_id: str) -> None:
         found = self._subscriptions.get(job_id)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 import threading
 from pathlib import Path
@@ -15,8 +16,10 @@ import httpx
 
 from svdpp.errors import ClosedError
 from svdpp.serve.build import ServerSettings, build
+from svdpp.serve.job import Job
 from svdpp.serve.job_cache import JobCache
 from svdpp.serve.owner import Owner
+from svdpp.serve.schemas import Video
 from svdpp.serve.service import Service
 from svdpp.serve.store import JobStore
 from tests.serve.engines import dummy_config, dummy_job
@@ -57,6 +60,32 @@ def test_the_answer_is_the_one_of_the_usual_way(
     assert service.video_at_hand(job.id, Owner("another")) is None
     service.store.cancel_waiting(job.id)
     assert asyncio.run(ask(job.id)).json()["status"] == "cancelled"
+    service.store.close()
+
+
+def test_the_first_event_of_a_stream_has_the_smallest_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although the clip ends while its present state is read for that event."""
+    settings = ServerSettings(
+        config=dummy_config(2, step_seconds=0.01), folder=tmp_path, sizes=((64, 64),), max_open=9
+    )
+    app, service = build(settings, None)
+    job = service.store.add(dummy_job(3), max_open=None)
+    video = Service.video
+
+    def end_meanwhile(self: Service, found: Job) -> Video:
+        self.events.publish(found.id, {"status": "completed"}, is_final=True)
+        return video(self, found)
+
+    async def follow() -> str:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+            return (await client.get(f"/v1/videos/{job.id}/events")).text
+
+    monkeypatch.setattr(Service, "video", end_meanwhile)
+    first, second = map(int, re.findall(r"^id: (\d+)$", asyncio.run(follow()), re.M))
+    assert first < second
     service.store.close()
 
 
