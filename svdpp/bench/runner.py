@@ -21,7 +21,7 @@ from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.supervisor import OpenObserver, no_observer
 from svdpp.driver.trace import Trace
 from svdpp.errors import OutOfMemoryError
-from svdpp.launch.world import World
+from svdpp.launch.world import World, is_member
 from svdpp.media.examples import EXAMPLE_PROMPT, example_photos, numbered_prompt
 from svdpp.media.image import Photo
 from svdpp.media.inputs import ClipInput, check_inputs
@@ -105,8 +105,7 @@ class Bench:
         """Of the torch.profiler trace; set it before the rounds end."""
         self.open_observer: OpenObserver = no_observer
         """Opens an observer for each round of each case; set it before `run`."""
-        is_member = world is not None and world.is_member
-        self.requests = [] if is_member else _requests(asked, config)
+        self.requests = [] if is_member(world) else _requests(asked, config)
 
     def turns(self) -> Iterator[tuple[int, str]]:
         """Round and case, in the order of measurement; each round begins with another case.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from svdpp.cli import bench_fields
 from svdpp.cli.command import command
 from svdpp.cli.console import Console, counted
-from svdpp.cli.launched import is_member, serve_member
+from svdpp.cli.launched import serve_member
 from svdpp.cli.options.bench import BenchOptions
 from svdpp.cli.options.outputs import TraceOptions
 from svdpp.cli.options.talk import TalkOptions
@@ -24,7 +24,7 @@ from svdpp.errors import (
     error_to_dict,
     highest_code,
 )
-from svdpp.launch.world import World
+from svdpp.launch.world import World, is_member
 
 if TYPE_CHECKING:
     from svdpp.bench.config import BenchConfig

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING
 
 from svdpp.cli.console import Console
 from svdpp.errors import RankError, RequestError, SvdppError, error_to_dict
-from svdpp.launch.world import World, find_world
+from svdpp.launch.world import World, find_world, is_member
 
 if TYPE_CHECKING:
     from svdpp.driver.pipeline import Pipeline
 
 # Rank 0 may have failed with the same error before it could listen.
 _REPORT_SECONDS = 5.0
-
-
-def is_member(launched: World | None) -> TypeGuard[World]:
-    """Whether this process is a rank other than 0 of torchrun's or srun's world."""
-    return launched is not None and launched.is_member
 
 
 def serve_member(

@@ -14,7 +14,7 @@ from svdpp.cli import rank_count
 from svdpp.cli.command import command, is_given
 from svdpp.cli.command_line import typed
 from svdpp.cli.console import Console
-from svdpp.cli.launched import is_member, serve_member
+from svdpp.cli.launched import serve_member
 from svdpp.cli.options.draft import DraftOptions
 from svdpp.cli.options.inputs import PromptOptions
 from svdpp.cli.options.measure import MeasureOptions
@@ -26,7 +26,7 @@ from svdpp.cli.plan_choice import experts_of
 from svdpp.cli.request import needs_image, pipeline_config
 from svdpp.config import PipelineConfig
 from svdpp.errors import RequestError
-from svdpp.launch.world import World
+from svdpp.launch.world import World, is_member
 from svdpp.plan.experts import EXPERTS
 from svdpp.redaction import redact
 

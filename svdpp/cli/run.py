@@ -9,7 +9,7 @@ import typer
 
 from svdpp.cli.command import command
 from svdpp.cli.console import Console, counted
-from svdpp.cli.launched import is_member, serve_member
+from svdpp.cli.launched import serve_member
 from svdpp.cli.options.draft import DraftOptions
 from svdpp.cli.options.inputs import InputOptions, PromptOptions
 from svdpp.cli.options.layout import LayoutOptions, ShareOptions
@@ -31,7 +31,7 @@ from svdpp.cli.run_report import (
 )
 from svdpp.cli.run_request import RunRequest, without_other_seeds
 from svdpp.errors import Interrupted, RankError, error_to_dict
-from svdpp.launch.world import World
+from svdpp.launch.world import World, is_member
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

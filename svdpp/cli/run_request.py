@@ -10,7 +10,6 @@ import typer
 
 from svdpp.cli.command import is_given
 from svdpp.cli.command_line import to_go_on
-from svdpp.cli.launched import is_member
 from svdpp.cli.options.draft import DraftOptions
 from svdpp.cli.options.inputs import InputOptions, PromptOptions
 from svdpp.cli.options.layout import LayoutOptions, ShareOptions
@@ -21,7 +20,7 @@ from svdpp.cli.options.sampling import RANDOM_SEED, SamplingOptions, parse_seeds
 from svdpp.cli.request import PipelineOptions
 from svdpp.config import DEMO_MODEL, ModelConfig, PipelineConfig, SamplingConfig
 from svdpp.errors import InputError, RequestError, SvdppError
-from svdpp.launch.world import World
+from svdpp.launch.world import World, is_member
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

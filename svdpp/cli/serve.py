@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from svdpp.cli.command import command
 from svdpp.cli.console import Console, counted
-from svdpp.cli.launched import is_member, serve_member
+from svdpp.cli.launched import serve_member
 from svdpp.cli.options.draft import DraftOptions
 from svdpp.cli.options.layout import LayoutOptions, ShareOptions
 from svdpp.cli.options.model import ModelOptions
@@ -19,7 +19,7 @@ from svdpp.cli.options.serve import ServeOptions
 from svdpp.cli.options.talk import LogOptions
 from svdpp.cli.request import PipelineOptions, image_use
 from svdpp.errors import Interrupted, RequestError
-from svdpp.launch.world import World
+from svdpp.launch.world import World, is_member
 
 if TYPE_CHECKING:
     import socket

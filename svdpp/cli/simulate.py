@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from svdpp.cli.command import command
 from svdpp.cli.console import Console, counted
-from svdpp.cli.launched import is_member, serve_member
+from svdpp.cli.launched import serve_member
 from svdpp.cli.options.declare import COSTS, option
 from svdpp.cli.options.draft import DraftOptions
 from svdpp.cli.options.inputs import ClipOptions, PromptOptions
@@ -20,7 +20,7 @@ from svdpp.cli.options.talk import LogOptions
 from svdpp.cli.request import PipelineOptions, needs_image
 from svdpp.config import DUMMY_MODEL
 from svdpp.errors import OutOfMemoryError, RequestError
-from svdpp.launch.world import World
+from svdpp.launch.world import World, is_member
 from svdpp.plan.split import largest_world
 
 if TYPE_CHECKING:

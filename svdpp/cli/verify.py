@@ -10,7 +10,7 @@ import typer
 from svdpp.cli import verify_clips
 from svdpp.cli.command import command
 from svdpp.cli.console import Console
-from svdpp.cli.launched import is_member, serve_member
+from svdpp.cli.launched import serve_member
 from svdpp.cli.options.draft import DraftOptions
 from svdpp.cli.options.inputs import PromptOptions
 from svdpp.cli.options.layout import LayoutOptions, ShareOptions
@@ -25,7 +25,7 @@ from svdpp.cli.verify_report import difference, print_drafts, print_verdict
 from svdpp.config import DEMO_MODEL, ClipRequest, PipelineConfig
 from svdpp.errors import RequestError, VerificationError
 from svdpp.launch import temp_folders
-from svdpp.launch.world import World
+from svdpp.launch.world import World, is_member
 
 if TYPE_CHECKING:
     from svdpp.media.inputs import ClipInput

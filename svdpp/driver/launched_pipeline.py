@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from svdpp.driver.rank_launcher import RankLauncher
 from svdpp.driver.supervisor import Observer
-from svdpp.launch.world import World
+from svdpp.launch.world import World, is_member
 
 
 class LaunchedPipeline:
@@ -30,7 +30,7 @@ class LaunchedPipeline:
     @property
     def is_member(self) -> bool:
         """Whether this process is a launched rank other than 0, and must call `serve`."""
-        return self.world is not None and self.world.is_member
+        return is_member(self.world)
 
     @property
     def spans_hosts(self) -> bool:

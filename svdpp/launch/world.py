@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeGuard
 
 from svdpp.errors import RequestError
 
@@ -85,6 +85,11 @@ def find_world(environment: Mapping[str, str] = os.environ) -> World | None:
     if "SLURM_STEP_ID" in environment and environment.get("SLURM_NTASKS", "1") != "1":
         return _slurm_world(environment)
     return None
+
+
+def is_member(launched: World | None) -> TypeGuard[World]:
+    """Whether a launcher started this rank and it is not rank 0."""
+    return launched is not None and launched.is_member
 
 
 def was_launched() -> bool:
