@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from svdpp.comm.packet import Packet, tensor_spec
 from svdpp.comm.streams import Mark, SideStream, mark
@@ -62,7 +62,9 @@ class LatentCheckpoints:
         about = {"svdpp": json.dumps(metadata)}
         try:
             with output_files.atomic_output(str(path), ".safetensors") as temporary:
-                save_file(packet.tensors, temporary, metadata=about)
+                # Not by `save_file`, which writes under a name of its own and then replaces the
+                # locked file: a killed rank would leave it behind.
+                temporary.write_bytes(save(packet.tensors, metadata=about))
             for step in saved_steps(self._folder, key):
                 if step < packet.next_step:
                     self._path(key, step).unlink(missing_ok=True)

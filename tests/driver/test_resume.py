@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import multiprocessing
 import os
+import resource
 import signal
 import time
 from collections.abc import Iterator
@@ -18,6 +20,8 @@ from svdpp.comm.packet import Packet
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SvdSampling, TensorSpec
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import InputError, RankError
+from svdpp.launch import fork_server
+from svdpp.media import output_files
 from svdpp.models import determinism
 from svdpp.plan.actions import Kind
 from svdpp.worker.fault_injection import InjectedFault
@@ -223,6 +227,28 @@ def test_a_later_hand_over_takes_the_place_of_the_earlier(tmp_path: Path) -> Non
     assert (saved_steps(tmp_path, KEYS[0]), saved_steps(tmp_path, KEYS[1])) == ([14], [7])
     prune(tmp_path, KEYS[0])
     assert (saved_steps(tmp_path, KEYS[0]), saved_steps(tmp_path, KEYS[1])) == ([], [7])
+
+
+def _save_until_killed(folder: Path) -> None:
+    """The kernel kills this process when the file exceeds a size that is below the packet's."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+    LatentCheckpoints(folder, CONDITIONS).save(KEYS[0], _packet())
+
+
+@pytest.mark.processes
+def test_a_rank_killed_while_it_writes_leaves_only_a_file_that_is_removed(tmp_path: Path) -> None:
+    fork_server.start([])
+    process = multiprocessing.get_context("forkserver").Process(
+        target=_save_until_killed, args=[tmp_path]
+    )
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGXFSZ
+    assert len(list(tmp_path.iterdir())) == 1
+    output_files.remove_abandoned(tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_nothing_is_kept_in_a_folder_that_is_not_there(tmp_path: Path) -> None:

@@ -54,8 +54,10 @@ def test_weight_bytes_equal_those_of_a_rank(part: str) -> None:
     assert getattr(_estimated(), part).weight_bytes == sum(t.nbytes for t in tensors)
 
 
-@pytest.mark.parametrize(("part", "threads"), [("denoise", 1), ("decode", 2)])
-def test_activation_bytes_match_torchs_allocator(part: str, threads: int) -> None:
+@pytest.mark.parametrize(
+    ("part", "threads", "chunk"), [("denoise", 1, 6), ("decode", 2, 6), ("decode", 1, 1)]
+)
+def test_activation_bytes_match_torchs_allocator(part: str, threads: int, chunk: int) -> None:
     torch.set_num_threads(threads)
     model = _loaded(part)
     tensors = {name: torch.zeros(spec.shape) for name, spec in model.packet_spec(0).items()}
@@ -64,11 +66,12 @@ def test_activation_bytes_match_torchs_allocator(part: str, threads: int) -> Non
         return model.denoiser(tensors, 0).forward(tensors[LATENTS], 0)
 
     def decode() -> object:
-        return model._pipe.decode_latents(tensors[LATENTS], 6, 6)
+        return model._pipe.decode_latents(tensors[LATENTS], 6, chunk)
 
     measured = allocated_peak({"denoise": step, "decode": decode}[part])
-    estimated = getattr(_estimated(threads=threads), part).activation_bytes
-    print(part, threads, estimated, measured, estimated / measured)
+    parts = _estimated(threads=threads, decode_chunk_size=chunk)
+    estimated = getattr(parts, part).activation_bytes
+    print(part, threads, chunk, estimated, measured, estimated / measured)
     assert estimated == pytest.approx(measured, rel=0.05)
 
 
@@ -89,6 +92,7 @@ def test_parameters_change_the_estimate() -> None:
     smaller_chunk = _estimated(decode_chunk_size=1)
     assert smaller_chunk.decode is not None
     assert smaller_chunk.decode.activation_bytes < plain.decode.activation_bytes / 3
+    assert smaller_chunk.decode.flops == plain.decode.flops
     assert smaller_chunk.denoise == plain.denoise
     longer = _estimated(num_frames=12, decode_chunk_size=6)
     assert longer.denoise.activation_bytes > 1.5 * plain.denoise.activation_bytes

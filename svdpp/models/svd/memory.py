@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -69,10 +73,41 @@ def _decode(fake_run: FakeRun, checkpoint: SvdCheckpoint, sampling: SvdSampling)
     vae = _module(fake_run, "vae", checkpoint, ("encoder", "quant_conv"))
     pipe = _pipe(vae)
     channels, size = checkpoint.latent_channels, _latent_size(checkpoint, sampling)
-    latent = torch.zeros(1, sampling.frames, channels, *size, dtype=fake_run.dtype)
-    return fake_run.measure(
-        [vae], lambda: pipe.decode_latents(latent, sampling.frames, sampling.decode_chunk_size)
-    )
+    frames = sampling.frames
+    chunk = sampling.decode_chunk_size or frames
+
+    def decode(num_frames: int) -> PartMemory:
+        latent = torch.zeros(1, num_frames, channels, *size, dtype=fake_run.dtype)
+        return fake_run.measure([vae], lambda: pipe.decode_latents(latent, num_frames, chunk))
+
+    num_whole = frames // chunk
+    if num_whole < 3:
+        return decode(frames)
+    # Equal chunks take equal memory above the frames that are decoded before them, so only the
+    # last whole chunk is run, and the one that follows it.
+    one = decode(chunk)
+    with _skipping_decodes(vae, num_whole - 1, checkpoint.vae_scale_factor):
+        found = decode(frames)
+    return found._replace(flops=found.flops + (num_whole - 1) * one.flops)
+
+
+@contextmanager
+def _skipping_decodes(vae: Any, number: int, factor: int) -> Iterator[None]:
+    """Lets the first decodes of a VAE return frames of the right size without computing them."""
+    original, calls = vae.decode, itertools.count()
+
+    def decode(latent: torch.Tensor, **options: Any) -> Any:
+        if next(calls) >= number:
+            return original(latent, **options)
+        height, width = (factor * side for side in latent.shape[-2:])
+        frames = latent.new_empty(len(latent), vae.config.out_channels, height, width)
+        return SimpleNamespace(sample=frames)
+
+    vae.decode = decode
+    try:
+        yield
+    finally:
+        del vae.decode
 
 
 def _pipe(vae: Any) -> Any:
