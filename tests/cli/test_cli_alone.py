@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -306,8 +305,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Answer]:
     folder = tmp_path_factory.mktemp("made")
     (folder / "a photo.jpg").write_bytes(Path(PHOTO).read_bytes())
     arguments = ("run", "a photo.jpg", *DEMO, *TINY, "--world", "2", "--json", "-q")
-    with contextlib.chdir(folder):
-        return folder, svdpp_here(*arguments)
+    return folder, svdpp_alone(*arguments, cwd=folder)
 
 
 @pytest.mark.processes
@@ -418,8 +416,7 @@ def test_a_photograph_whose_name_is_not_utf_8(tmp_path: Path) -> None:
 @pytest.mark.processes
 def test_verify_recomputes_a_clip(made: tuple[Path, Answer]) -> None:
     folder, _ = made
-    with contextlib.chdir(folder):
-        answer = svdpp_here("verify", "out/a photo_0.mp4", "--json", "-q")
+    answer = svdpp_alone("verify", "out/a photo_0.mp4", "--json", "-q", cwd=folder)
 
     assert (answer.code, answer.err) == (0, "")
     result = json.loads(answer.out)

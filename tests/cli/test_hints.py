@@ -54,13 +54,14 @@ FOLLOWED = [
     "plan --costs two.json",
     "plan --device-memory 9",
     "simulate --world 3",
-    f"run {shlex.quote(PHOTO)} --model demo --device cpu --world 5",
-    f"run {shlex.quote(PHOTO)} --model Demo --device cpu",
-    f"run {shlex.quote(PHOTO)} --draft-psnr 60dB --model demo --device cpu",
-    f"run {shlex.quote(PHOTO)} --frames 2 --height 64 --width 64",
+    f"run {shlex.quote(PHOTO)} --model demo --device cpu --world 5 --dry-run",
+    f"run {shlex.quote(PHOTO)} --model Demo --device cpu --dry-run",
+    f"run {shlex.quote(PHOTO)} --draft-psnr 60dB --model demo --device cpu --dry-run",
+    f"run {shlex.quote(PHOTO)} --dry-run --frames 2 --height 64 --width 64",
 ]
 
 
+@pytest.mark.usefixtures("without_memory")
 @pytest.mark.parametrize("line", FOLLOWED)
 def test_each_option_that_a_hint_names_leads_on(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The option is accepted, and the command works or fails for another reason."""

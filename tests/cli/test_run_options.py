@@ -12,7 +12,6 @@ import pytest
 
 from svdpp.cli.run_request import RunRequest
 from svdpp.config import PipelineConfig
-from svdpp.diagnostics import memory_estimate
 from svdpp.plan.large_forecast import forecast_layout
 from tests.cli.shell import DEMO, PHOTO, TINY, assert_error, python, svdpp_here
 from tests.cli.test_help import parsed
@@ -23,13 +22,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.fixture
-def _without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replaces the memory estimate of a dry run, which takes a second and has its own test."""
-    monkeypatch.setattr(memory_estimate, "estimate_ranks", lambda *_, **__: [])
-
-
-QUICK = pytest.mark.usefixtures("_without_memory")
+QUICK = pytest.mark.usefixtures("without_memory")
 
 
 def photograph(name: str) -> str:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -83,17 +81,16 @@ def _decode(fake_run: FakeRun, checkpoint: SvdCheckpoint, sampling: SvdSampling)
     num_whole = frames // chunk
     if num_whole < 3:
         return decode(frames)
-    # Equal chunks take equal memory above the frames that are decoded before them, so only the
-    # last whole chunk is run, and the one that follows it.
+    # Equal chunks have equal FLOPs, and take equal memory above the frames that are decoded before
+    # them. So one is counted for all but the last, which is run with what follows it.
     one = decode(chunk)
-    with _skipping_decodes(vae, num_whole - 1, checkpoint.vae_scale_factor):
-        found = decode(frames)
-    return found._replace(flops=found.flops + (num_whole - 1) * one.flops)
+    _skip_decodes(vae, num_whole - 1, checkpoint.vae_scale_factor)
+    rest = decode(frames)
+    return rest._replace(flops=rest.flops + (num_whole - 1) * one.flops)
 
 
-@contextmanager
-def _skipping_decodes(vae: Any, number: int, factor: int) -> Iterator[None]:
-    """Lets the first decodes of a VAE return frames of the right size without computing them."""
+def _skip_decodes(vae: Any, number: int, factor: int) -> None:
+    """Makes the next decodes of a VAE return frames of the right size without computing them."""
     original, calls = vae.decode, itertools.count()
 
     def decode(latent: torch.Tensor, **options: Any) -> Any:
@@ -104,10 +101,6 @@ def _skipping_decodes(vae: Any, number: int, factor: int) -> Iterator[None]:
         return SimpleNamespace(sample=frames)
 
     vae.decode = decode
-    try:
-        yield
-    finally:
-        del vae.decode
 
 
 def _pipe(vae: Any) -> Any:
