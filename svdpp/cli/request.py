@@ -80,7 +80,9 @@ class PipelineOptions:
         """
         sampled = self.sampling.to_config(self.model, from_image=self.from_image)
         experts = experts_of(
-            self.model.to_config(self.device), sampled, share=self.experts.share_experts
+            self.model.to_config(self.device, sampled.family),
+            sampled,
+            share=self.experts.share_experts,
         )
         layout = self.layout
         if experts is None and self.default_split and not layout.given:
@@ -172,7 +174,7 @@ def pipeline_config(
     num_local = plan["world_size"] if launched is None else launched.local_size
     try:
         return PipelineConfig(
-            model=model.to_config(device, dummy_sleeps=dummy_sleeps),
+            model=model.to_config(device, family, dummy_sleeps=dummy_sleeps),
             sampling=sampling.to_config(model, from_image=from_image, family=family),
             device=device,
             num_threads=ranks.threads_on(device, num_local),
