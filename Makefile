@@ -24,7 +24,7 @@ NO_RANKS := lint.flake8-tidy-imports.banned-api={ \
 
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo serve-demo test test-long test-full test-gpu rehearse-gpu offline-bundle soak soak-serve \
+.PHONY: help demo serve-demo test test-long test-full test-jitter test-gpu rehearse-gpu offline-bundle soak soak-serve \
   lint format types imports docs check-docs clean
 
 help: ## Show these targets
@@ -49,6 +49,9 @@ test-long: $(STAMP) ## Run the fault table and other long tests
 
 test-full: $(STAMP) ## Run the full test grids, which CI leaves out
 	$(BIN)/python -m pytest -m full $(ARGS)
+
+test-jitter: $(STAMP) ## Run the tests with random pauses of processes and threads; JITTER_SEED=7
+	$(BIN)/python -m pytest -p tests.jitter.plugin -n $(WORKERS) --dist worksteal $(ARGS)
 
 test-gpu: $(STAMP) ## Run the GPU tests (docs/gpu.md); BUNDLE=FOLDER needs no network
 	$(BIN)/python -m pytest -m gpu tests/gpu $(ARGS)
