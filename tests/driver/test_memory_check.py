@@ -19,6 +19,8 @@ from svdpp.verification.reference import run_reference
 from tests.cli.shell import DEMO, PHOTO, Answer, assert_error, svdpp_here
 from tests.models.tiny_families import save_tiny_wan
 
+pytestmark = pytest.mark.long
+
 ALL = Roles(encode=True, denoise=True, decode=True)
 DENOISE = Roles(encode=False, denoise=True, decode=False)
 

@@ -109,6 +109,7 @@ def test_runs_that_begin_together_do_not_fail_each_other(tmp_path: Path) -> None
                 both.result()
 
 
+@pytest.mark.long
 def test_a_check_does_not_take_the_folder_of_a_run_that_writes(tmp_path: Path) -> None:
     with ThreadPoolExecutor(2) as pool:
         for round_ in range(300):

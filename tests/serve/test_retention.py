@@ -222,6 +222,7 @@ sweep(store, folder, 1e9, 1.0, None)
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("at", [1, 2, 4, 5, 8])
 def test_a_kill_leaves_no_row_without_files_and_no_file_without_a_row(
     store: JobStore, folder: Path, at: int

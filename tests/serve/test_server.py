@@ -228,7 +228,7 @@ def test_owners_see_only_their_own_clips(tmp_path: Path) -> None:
 # --- the start ----------------------------------------------------------------------------------
 
 
-@pytest.mark.long
+@pytest.mark.promise
 @pytest.mark.processes
 def test_a_clip_of_the_demo_model_from_end_to_end(tmp_path: Path) -> None:
     with HttpServer(tmp_path / "data", *DEMO, "--frames", "2", "--verify-when-idle") as server:
