@@ -23,6 +23,7 @@ from tests.serve.http_server import (
     DEMO,
     DUMMY,
     HANG_SECONDS,
+    PHOTO,
     QUICK,
     HttpServer,
     error_of,
@@ -116,6 +117,25 @@ def test_a_key_file_that_others_may_read(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "data").write_text("a file")
     assert_error(start_here(tmp_path, "--port", "0"), 8, "data")
+
+
+@pytest.mark.processes
+def test_a_folder_with_files_of_the_users_own(tmp_path: Path) -> None:
+    """Also later, if the queue is lost."""
+    folder = tmp_path / "data"
+    (folder / "photos").mkdir(parents=True)
+    (folder / "photos" / "cat.jpg").write_text("mine")
+    assert_error(start_here(tmp_path, "--port", "0"), 2, "photos", "--adopt")
+    with HttpServer(folder, *QUICK, "--adopt") as server:
+        (id,) = server.add()
+        server.stop()
+    (folder / "queue.sqlite3").unlink()
+    assert_error(start_here(tmp_path, "--port", "0"), 2, "queue.sqlite3", "--adopt")
+    with HttpServer(folder, *QUICK, "--adopt") as server:
+        (moved,) = folder.glob(f"lost+found/*/{id}.jpg")
+        assert moved.read_bytes() == PHOTO
+        assert f"moved to {moved.parent}" in server.err
+    assert (folder / "photos" / "cat.jpg").read_text() == "mine"
 
 
 @pytest.mark.parametrize("missing", ["fastapi", "prometheus_client"])
@@ -212,7 +232,7 @@ def test_owners_see_only_their_own_clips(tmp_path: Path) -> None:
             assert other.get("/v1/videos").json()["data"] == []
             for method, path in (
                 *(("GET", ""), ("GET", "/content"), ("GET", "/metadata"), ("GET", "/events")),
-                *(("POST", "/verify"), ("DELETE", "")),
+                *(("POST", "/verify"), ("POST", "/cancel"), ("DELETE", "")),
             ):
                 answer = other.request(method, f"/v1/videos/{id}{path}")
                 error_of(answer, 404, "video_not_found")
