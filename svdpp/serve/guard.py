@@ -181,9 +181,8 @@ class Guard:
         status = answer.status or 499  # the client went away
         method = scope["method"] if scope["method"] in _METHODS else "other"
         self.metrics.requested(method, route, status, seconds)
-        logger.debug(
-            "{} {} {} after {:.1f} ms", scope["method"], scope["path"], status, seconds * 1000
-        )
+        if method not in ("GET", "HEAD") or status >= 400:  # of polls the metrics say enough
+            logger.debug("{} {} {} after {:.0f} ms", method, scope["path"], status, seconds * 1000)
 
 
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})

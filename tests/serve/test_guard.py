@@ -14,6 +14,7 @@ pytest.importorskip("fastapi")
 
 import httpx
 from fastapi import FastAPI, UploadFile
+from loguru import logger
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from svdpp.serve import api_errors
@@ -71,6 +72,22 @@ class Asked:
                 return await client.request(method, path, **more)
 
         return asyncio.run(ask())
+
+
+def test_a_poll_leaves_no_line_in_the_log() -> None:
+    lines: list[str] = []
+    sink = logger.add(lines.append, level="DEBUG", format="{level} {message}")
+    try:
+        asked = Asked(guarded())
+        asked.get("/v1/videos/video_0")
+        asked.request("DELETE", "/v1/videos/video_0")
+        asked.get("/v1/videos/video_0", {"host": "evil.example"})
+    finally:
+        logger.remove(sink)
+    assert [line.partition(" after")[0] for line in lines] == [
+        "DEBUG DELETE /v1/videos/video_0 200",
+        "DEBUG GET /v1/videos/video_0 403",
+    ]
 
 
 KEYS = {"s3cret": Owner("alice"), "other": Owner("bob", max_open=3)}
