@@ -140,7 +140,6 @@ def _settings(
     config: PipelineConfig,
     layout: LayoutOptions,
 ) -> ServerSettings:
-    from svdpp.cli.log import EventLog
     from svdpp.plan.presets import find_costs
     from svdpp.serve.build import ServerSettings, check_config
     from svdpp.serve.guard import Limits
@@ -158,7 +157,6 @@ def _settings(
         ),
         verifies_when_idle=asked.verify_when_idle,
         costs=None if layout.costs is None else find_costs(layout.costs),
-        observers=(EventLog(config.plan),),
     )
 
 
@@ -169,10 +167,12 @@ def _run(
     keys: Keys | None,
     bound: socket.socket,
 ) -> None:
+    from svdpp.cli.log import EventLog
     from svdpp.serve.build import build
     from svdpp.serve.server import Server
 
     app, service = build(settings, keys)
+    service.engine.observe(EventLog(settings.config.plan, service.engine.name_of))
     server = Server(
         app,
         service,

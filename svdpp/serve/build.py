@@ -12,7 +12,6 @@ from starlette.types import ASGIApp
 from svdpp.config import PipelineConfig
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.resolve import resolved_for
-from svdpp.driver.supervisor import Observer
 from svdpp.media import output_files, video
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.plan.costs import Costs
@@ -47,7 +46,6 @@ class ServerSettings:
         retention: of finished jobs.
         verifies_when_idle: whether finished clips are verified without being asked for.
         costs: assumed before there is a measurement; None: published ones.
-        observers: called with (rank, event) for what the ranks report.
     """
 
     config: PipelineConfig
@@ -58,7 +56,6 @@ class ServerSettings:
     retention: Retention = field(default_factory=Retention)
     verifies_when_idle: bool = False
     costs: Costs | None = None
-    observers: tuple[Observer, ...] = ()
 
 
 def check_config(config: PipelineConfig, sizes: Iterable[tuple[int, int]] = ()) -> PipelineConfig:
@@ -137,7 +134,7 @@ def _service(settings: ServerSettings, folder: Path, store: JobStore) -> Service
         folder,
         events,
         describe=describe,
-        observers=[metrics, *settings.observers],
+        observers=[metrics],
         on_ended=on_ended,
         costs=settings.costs,
     )

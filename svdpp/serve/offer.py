@@ -135,12 +135,7 @@ class Offer:
 
     def _check(self, request: VideoRequest) -> None:
         if request.model not in (None, self.model):
-            raise ApiError(
-                404,
-                "model_not_found",
-                f"this server runs {self.model!r}, not {request.model[:100]!r}",
-                details={"field": "model", "model": self.model},
-            )
+            raise no_model(request.model, self.model)
         if self.inputs.prompt == "refused" and request.value("prompt"):
             raise ApiError(
                 422,
@@ -188,6 +183,16 @@ class Offer:
         unit = self.sampling.frames_unit
         frames = round(request.seconds * fps)
         return max(1, round((frames - 1) / unit) * unit + 1)
+
+
+def no_model(asked: str, own: str) -> ApiError:
+    """The refusal of another model than the server's own."""
+    return ApiError(
+        404,
+        "model_not_found",
+        f"this server runs {own!r}, not {asked[:100]!r}",
+        details={"field": "model", "model": own},
+    )
 
 
 def _field(schema: Mapping[str, Any]) -> FormField:

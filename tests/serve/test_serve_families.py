@@ -28,7 +28,7 @@ from svdpp.worker.tensor_store import tensor_sha256
 from tests.cli.shell import assert_error, svdpp_here
 from tests.models.diffusers_pipeline import latents_and_frames
 from tests.models.tiny_families import save_tiny_ltx, save_tiny_wan
-from tests.serve.http_server import HANG_SECONDS, PHOTO, HttpServer, error_of, wait
+from tests.serve.http_server import HANG_SECONDS, PHOTO, HttpServer, error_of, schema_of_form, wait
 from tests.serve.store_jobs import new_job
 from tests.serve.test_page import driver, opened
 
@@ -146,7 +146,7 @@ def test_the_model_says_what_its_form_has(wan: HttpServer) -> None:
     assert {"guidance_scale", "guidance_scale_2", "flow_shift"} <= set(model["fields"])
     assert not {"motion_bucket_id", "fit"} & {*model["fields"], *model["defaults"]}
     assert model["limits"]["frames_unit"] == 4
-    form = wan.client.get("/openapi.json").json()["components"]["schemas"]["VideoRequest"]
+    form = schema_of_form(wan)
     assert form["required"] == ["prompt"]
     assert "input_reference" not in form["properties"]
 
