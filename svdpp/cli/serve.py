@@ -145,11 +145,15 @@ def _settings(
     from svdpp.serve.guard import Limits
     from svdpp.serve.server import Retention
 
+    config = check_config(config, sizes)
+    asked.check_own(config.sampling)
     return ServerSettings(
-        config=check_config(config, sizes),
+        config=config,
         folder=asked.data,
         sizes=sizes,
         max_open=asked.max_queue,
+        max_steps=asked.max_steps,
+        max_frames=asked.max_frames,
         limits=Limits(upload_bytes=asked.max_upload_mb * 2**20),
         retention=Retention(
             age_seconds=None if asked.keep_days is None else asked.keep_days * 86400,

@@ -10,6 +10,7 @@ from typing import Any
 from starlette.types import ASGIApp
 
 from svdpp.config import PipelineConfig
+from svdpp.config.limits import MAX_FRAMES, MAX_STEPS
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.resolve import resolved_for
 from svdpp.media import output_files, video
@@ -42,6 +43,8 @@ class ServerSettings:
         folder: of the queue and all files.
         sizes: width and height of the frames that clients may request.
         max_open: jobs that may be queued or in progress.
+        max_steps: of a clip.
+        max_frames: of a clip.
         limits: of each request.
         retention: of finished jobs.
         verifies_when_idle: whether finished clips are verified without being asked for.
@@ -52,6 +55,8 @@ class ServerSettings:
     folder: Path
     sizes: tuple[tuple[int, int], ...]
     max_open: int
+    max_steps: int = MAX_STEPS
+    max_frames: int = MAX_FRAMES
     limits: Limits = field(default_factory=Limits)
     retention: Retention = field(default_factory=Retention)
     verifies_when_idle: bool = False
@@ -184,4 +189,6 @@ def _offer(settings: ServerSettings, checkpoint: Checkpoint | None) -> Offer:
         sizes=settings.sizes,
         drafts=settings.config.draft_on_request,
         inputs=Inputs.of(checkpoint),
+        max_steps=settings.max_steps,
+        max_frames=settings.max_frames,
     )

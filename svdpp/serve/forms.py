@@ -16,7 +16,9 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    ValidationInfo,
     create_model,
+    field_validator,
     model_validator,
 )
 from pydantic_core import PydanticKnownError, from_json
@@ -59,13 +61,6 @@ _SYNONYMS: Mapping[str, str] = {
 }
 
 
-def _plain(value: Any) -> Any:
-    """Refuses what Python also takes for a number, but no other language: `1_000`, `true`."""
-    if isinstance(value, bool) or (isinstance(value, str) and "_" in value):
-        raise PydanticKnownError("int_parsing")
-    return value
-
-
 def _photo_of(value: Any) -> Any:
     """The photograph as a file, also if it is text: base64, a data URL, or one as `image_url`."""
     if isinstance(value, str) and value.lstrip().startswith("{"):
@@ -83,11 +78,10 @@ def _photo_of(value: Any) -> Any:
     return UploadFile(io.BytesIO(content), size=len(content))
 
 
-Whole = Annotated[int, BeforeValidator(_plain)]
-_Number = Annotated[float, BeforeValidator(_plain)]
+_NUMBERS = (int, int | None, float | None)
 _PhotoFile = Annotated[UploadFile, BeforeValidator(_photo_of)]
-_Guidance = Annotated[_Number | None, Field(ge=0, le=MAX_GUIDANCE_SCALE)]
-_Unit = Annotated[_Number | None, Field(ge=0, le=1)]
+_Guidance = Annotated[float | None, Field(ge=0, le=MAX_GUIDANCE_SCALE)]
+_Unit = Annotated[float | None, Field(ge=0, le=1)]
 
 
 class VideoRequest(BaseModel):
@@ -117,21 +111,21 @@ class VideoRequest(BaseModel):
         str | None, Field(description="The id in `/v1/models`; by default that model.")
     ] = None
     seed: Annotated[
-        Whole | None, Field(ge=0, le=MAX_SEED, description="Of the noise; by default drawn.")
+        int | None, Field(ge=0, le=MAX_SEED, description="Of the noise; by default drawn.")
     ] = None
     seconds: Annotated[
-        _Number | None,
+        float | None,
         Field(gt=0, le=MAX_FRAMES, description="Length of the clip, instead of `frames`."),
     ] = None
-    frames: Annotated[Whole | None, Field(ge=1, le=MAX_FRAMES)] = None
+    frames: int | None = None  # see `form_of`
     size: Annotated[
         str | None,
         Field(pattern=_SIZE, description="Width x height, one of `sizes` in `/v1/models`."),
     ] = None
-    steps: Annotated[Whole | None, Field(ge=1, le=MAX_STEPS, description="Denoising steps.")] = None
-    fps: Annotated[Whole | None, Field(ge=1, le=MAX_FPS, description="Frames per second.")] = None
+    steps: int | None = None
+    fps: Annotated[int | None, Field(ge=1, le=MAX_FPS, description="Frames per second.")] = None
     priority: Annotated[
-        Whole, Field(ge=0, le=MAX_PRIORITY, description="Higher ones are taken earlier.")
+        int, Field(ge=0, le=MAX_PRIORITY, description="Higher ones are taken earlier.")
     ] = 0
     draft: Annotated[
         Draft | None,
@@ -140,6 +134,15 @@ class VideoRequest(BaseModel):
             "by default, if the server makes drafts."
         ),
     ] = None
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _plain_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuses what Python also takes for a number, but no other language: `1_000`, `true`."""
+        is_number = cls.model_fields[info.field_name or ""].annotation in _NUMBERS
+        if is_number and (isinstance(value, bool) or (isinstance(value, str) and "_" in value)):
+            raise PydanticKnownError("int_parsing")
+        return value
 
     def value(self, name: str) -> Any:
         """The value of a field; None if it is not given, or not in this family's form."""
@@ -191,10 +194,10 @@ class _Svd(VideoRequest):
         ),
     ] = None
     motion_bucket_id: Annotated[
-        Whole | None, Field(ge=0, le=MAX_MOTION_BUCKET_ID, description="Amount of motion.")
+        int | None, Field(ge=0, le=MAX_MOTION_BUCKET_ID, description="Amount of motion.")
     ] = None
     noise_aug_strength: Annotated[
-        _Number | None,
+        float | None,
         Field(ge=0, le=MAX_NOISE_AUG_STRENGTH, description="Noise added to the photograph."),
     ] = None
     min_guidance_scale: Annotated[_Guidance, Field(description="Of the first frame.")] = None
@@ -214,7 +217,7 @@ class _Prompted(VideoRequest):
         Field(description="Guidance by the prompt; 1 or less turns it off."),
     ] = None
     max_prompt_tokens: Annotated[
-        Whole | None,
+        int | None,
         Field(
             ge=1,
             le=MAX_PROMPT_TOKENS,
@@ -232,7 +235,7 @@ class _Wan(_Prompted):
         ),
     ] = None
     flow_shift: Annotated[
-        _Number | None,
+        float | None,
         Field(gt=0, le=MAX_FLOW_SHIFT, description="Shift of the noise levels."),
     ] = None
 
@@ -262,12 +265,22 @@ ALL_FIELDS = frozenset(
 )
 
 
-def form_of(family: str, photo: Use) -> type[VideoRequest]:
+def form_of(
+    family: str, photo: Use, *, max_steps: int = MAX_STEPS, max_frames: int = MAX_FRAMES
+) -> type[VideoRequest]:
     """The form of a server's requests.
 
     Args:
         family: of its model.
         photo: what its clips do with photographs.
+        max_steps: of a clip.
+        max_frames: of a clip.
     """
-    bases = (_PHOTOS[photo], _FAMILIES[family])
-    return create_model("VideoRequest", __base__=bases, __doc__=VideoRequest.__doc__)
+    steps = Annotated[int | None, Field(ge=1, le=max_steps, description="Denoising steps.")]
+    return create_model(
+        "VideoRequest",
+        __base__=(_PHOTOS[photo], _FAMILIES[family]),
+        __doc__=VideoRequest.__doc__,
+        steps=(steps, None),
+        frames=(Annotated[int | None, Field(ge=1, le=max_frames)], None),
+    )
