@@ -161,6 +161,7 @@ def _settings(
         ),
         verifies_when_idle=asked.verify_when_idle,
         costs=None if layout.costs is None else find_costs(layout.costs),
+        adopts=asked.adopt,
     )
 
 

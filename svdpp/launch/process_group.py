@@ -162,7 +162,7 @@ def _join(world: World, backend: str, store: dist.Store) -> None:
 
 
 def destroy(timeout: float) -> None:
-    """Leaves the process group. Call it after every send has been received.
+    """Leaves the process group. Call it when every rank has received what was sent to it.
 
     Only a process that joins another group needs it; one that exits does not. `ncclCommDestroy` may
     wait for the other end of each pair, and ranks may close their pairs in different orders

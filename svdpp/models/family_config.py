@@ -29,6 +29,10 @@ SCHEDULERS: Mapping[str, Mapping[str, str]] = {
 }
 
 
+#: Classes of T5's tokenizer; transformers 5 also saves fast tokenizers as the last one.
+TOKENIZERS = ("T5TokenizerFast", "T5Tokenizer", "TokenizersBackend")
+
+
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
     """The scheduler of a checkpoint: its class and its config file."""

@@ -74,13 +74,24 @@ def get_video(id: str, service: Served, owner: Owned) -> Video:
     return service.video(service.job(id, owner))
 
 
-@routes.delete("/v1/videos/{id}", responses=documented(404, 409, 503))
+@routes.delete("/v1/videos/{id}", responses=documented(404, 503))
 async def delete_video(id: str, service: Served, owner: Owned) -> DeletedVideo:
-    """Cancels an unfinished video, or removes a finished one with its files.
+    """Removes a video with its files; one that is not finished is cancelled before.
 
-    The answer to a cancellation comes once no rank works on the video any more.
+    The answer comes once no rank works on the video any more. A repeated request changes nothing:
+    it is answered by 404, as every other one about a removed video.
     """
     return await in_thread(service.delete, id, owner)
+
+
+@routes.post("/v1/videos/{id}/cancel", responses=documented(404, 503))
+async def cancel_video(id: str, service: Served, owner: Owned) -> Video:
+    """Cancels a video that is not finished, and keeps it; `DELETE` removes it.
+
+    The answer comes once no rank works on the video any more. A repeated request changes nothing,
+    nor does one for a video that is finished: the answer has its status.
+    """
+    return service.video(await in_thread(service.cancel, id, owner))
 
 
 @routes.get(

@@ -27,7 +27,7 @@ from svdpp.serve.metrics import Metrics, Sources
 from svdpp.serve.offer import Inputs, Offer
 from svdpp.serve.owner import Owner
 from svdpp.serve.proof import Prover
-from svdpp.serve.retention import CLIPS, LATENTS, PHOTOS, remove_strangers
+from svdpp.serve.retention import CLIPS, LATENTS, PHOTOS, set_strangers_aside
 from svdpp.serve.server import Retention
 from svdpp.serve.service import Service
 from svdpp.serve.store import JobStore
@@ -49,6 +49,7 @@ class ServerSettings:
         retention: of finished jobs.
         verifies_when_idle: whether finished clips are verified without being asked for.
         costs: assumed before there is a measurement; None: published ones.
+        adopts: whether a folder that has other files becomes a data folder.
     """
 
     config: PipelineConfig
@@ -61,6 +62,7 @@ class ServerSettings:
     retention: Retention = field(default_factory=Retention)
     verifies_when_idle: bool = False
     costs: Costs | None = None
+    adopts: bool = False
 
 
 def check_config(config: PipelineConfig, sizes: Iterable[tuple[int, int]] = ()) -> PipelineConfig:
@@ -94,11 +96,11 @@ def build(settings: ServerSettings, keys: Keys | None) -> tuple[ASGIApp, Service
         keys: of the clients; None: there are none.
 
     Raises:
-        RequestError: another server uses the folder.
-        OutputError: the folder cannot be written.
+        RequestError: another server uses the folder, or it has other files and no queue.
+        OutputError: the folder cannot be written, or the queue is damaged.
     """
     folder = settings.folder.absolute()
-    store = JobStore(folder)
+    store = JobStore(folder, adopts=settings.adopts)
     try:
         service = _service(settings, folder, store)
     except BaseException:
@@ -113,7 +115,7 @@ def _service(settings: ServerSettings, folder: Path, store: JobStore) -> Service
         output_files.check_writable(folder / name)
         (folder / name).mkdir(parents=True, exist_ok=True)
     store.recover()
-    remove_strangers(store, folder)
+    set_strangers_aside(store, folder)
     events = Events()
     metrics = Metrics(
         Sources(

@@ -82,6 +82,11 @@ def create_tables(database: sqlite3.Connection) -> None:
     (version,) = database.execute("PRAGMA user_version").fetchone()
     if version == VERSION:
         return
+    if not version and database.execute("SELECT 1 FROM sqlite_master").fetchone():
+        raise RequestError(
+            "the data folder's queue.sqlite3 is a database of another program",
+            "name another folder with --data",
+        )
     if version not in (0, 1):
         raise RequestError(
             f"the queue has version {version}, and this svdpp reads versions 1 and {VERSION}",

@@ -129,12 +129,12 @@ class VideoPage(BaseModel):
 
 
 class DeletedVideo(BaseModel):
-    """The answer to `DELETE`: a running clip is cancelled, a finished one is removed."""
+    """The answer to `DELETE`: row and files are removed."""
 
     id: str
     object: Literal["video.deleted"] = "video.deleted"
-    deleted: Annotated[bool, Field(description="Whether its row and files are removed.")]
-    status: JobState
+    deleted: Literal[True] = True
+    status: Annotated[JobState, Field(description="What it had; `cancelled` if it was open.")]
 
 
 class FormField(BaseModel):

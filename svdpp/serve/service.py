@@ -201,19 +201,30 @@ class Service:
         )
 
     def delete(self, id: str, owner: Owner) -> DeletedVideo:
-        """Cancels an unfinished job and waits for the ranks, or removes a finished one.
+        """Removes a job with its files, and cancels it before if it is open.
+
+        Raises:
+            ApiError: there is no such job, or the ranks do not let go of it.
+            OutputError: a file or the row cannot be removed.
+        """
+        job = self.cancel(id, owner)
+        if job.proof == "running":
+            self.prover.stop(id)
+        remove_job(self.store, self.folder, id)
+        self.events.forget(id)
+        return DeletedVideo(id=id, status=job.state)
+
+    def cancel(self, id: str, owner: Owner) -> Job:
+        """Cancels a job and waits for the ranks; one in a final state stays as it is.
 
         Raises:
             ApiError: there is no such job, or the ranks do not let go of it.
         """
         job = self.job(id, owner)
         if job.state.is_final:
-            self.prover.stop(id)
-            remove_job(self.store, self.folder, id)
-            self.events.forget(id)
-            return DeletedVideo(id=id, deleted=True, status=job.state)
+            return job
         self._cancel(id)
-        return DeletedVideo(id=id, deleted=False, status=self.job(id, owner).state)
+        return self.job(id, owner)
 
     def _cancel(self, id: str) -> None:
         end = time.monotonic() + self.cancel_seconds

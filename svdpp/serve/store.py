@@ -47,14 +47,16 @@ class JobStore:
 
     Args:
         folder: the data folder, which is created if it does not exist.
+        adopts: whether a queue is made also in a folder that has other files.
 
     Raises:
-        RequestError: another server uses the folder, or the queue has another version.
-        OutputError: the folder or the queue cannot be read or written.
+        RequestError: the folder has other files and no queue, another server uses it, or the queue
+            has another version.
+        OutputError: the folder or the queue cannot be read or written, or the queue is damaged.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._file = QueueFile(folder)
+    def __init__(self, folder: Path, *, adopts: bool = False) -> None:
+        self._file = QueueFile(folder, adopts=adopts)
         self._cache = JobCache()
 
     def close(self) -> None:

@@ -41,6 +41,7 @@ def closed(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
         yield tmp_path / "locked"
 
 
+@pytest.mark.long
 def test_a_closed_folder_is_found_before_anything_is_loaded(closed: Path, tmp_path: Path) -> None:
     log, modules = tmp_path / "run.jsonl", tmp_path / "modules"
     # The last argument is for the script; svdpp reads it as another photograph.

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from svdpp.media.examples import example_photos
 from svdpp.media.video import read_frames
-from tests.cli.shell import Answer, svdpp_here
+from tests.cli.shell import Answer, assert_error, svdpp_here
 from tests.models.builders import save_tiny_checkpoint
 
 pytestmark = [pytest.mark.processes, pytest.mark.long]
@@ -66,6 +66,28 @@ def test_a_killed_run_goes_on_from_its_hand_overs(tmp_path: Path) -> None:
     assert [clip["state"] for clip in manifest["clips"]] == ["done", "done"]
     assert max(clip.get("from_step", 0) for clip in manifest["clips"]) >= 2
     assert all(len(read_frames(clip, "mp4")) == 2 for clip in out.glob("*.mp4"))
+
+
+def test_a_second_run_into_the_folder_is_refused_while_the_first_goes_on(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    command = _command(PHOTOS[0], "--world", 1, "--out", out)
+    first = subprocess.Popen(
+        [sys.executable, "-m", "svdpp", *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    deadline = time.monotonic() + 120
+    while not (out / "run.json").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    os.kill(first.pid, signal.SIGSTOP)  # so that it does not end before the second has looked
+    for options in ([], ["--overwrite"], ["--resume"]):
+        second = _run(PHOTOS[0], "--world", 1, "--out", out, *options)
+        assert_error(second, 2, f"another svdpp run is writing into {str(out)!r}")
+    os.kill(first.pid, signal.SIGCONT)
+    assert first.communicate()[0].decode().split() == [str(out / "astronaut_0.mp4")]
+    assert first.returncode == 0
+    assert not list(out.glob(".svdpp-*"))
 
 
 @pytest.mark.full

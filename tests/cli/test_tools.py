@@ -18,6 +18,7 @@ NO_FFMPEG = {"IMAGEIO_FFMPEG_EXE": "/nowhere/ffmpeg"}
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
 
+@pytest.mark.long
 def test_env_in_words_and_as_json() -> None:
     words, values = svdpp_alone("env"), svdpp_here("env", "--json")
 

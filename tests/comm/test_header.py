@@ -34,6 +34,7 @@ HEADER = Header(3, 8, 5, 1.5, (("latents", TensorSpec((1, 14, 4, 16, 16), "fp16"
 EXPECTED = {"latents": TensorSpec((1, 14, 4, 16, 16), "fp16")}
 
 
+@pytest.mark.long
 @given(HEADERS)
 def test_header_survives_the_wire(header: Header) -> None:
     data = header.pack()
@@ -47,6 +48,7 @@ def test_random_bytes_are_refused(data: bytes) -> None:
         Header.unpack(data)
 
 
+@pytest.mark.long
 @given(HEADERS, st.integers(0, HEADER_BYTES - 1), st.integers(1, 255))
 def test_a_changed_byte_gives_another_header_or_an_error(
     header: Header, position: int, change: int

@@ -258,8 +258,8 @@ def test_waiting_clips_know_their_place(server: HttpServer) -> None:
         etas = [video["eta_seconds"] for video in waiting]
         assert etas == sorted(etas)
         for id in ids:
-            answer = server.client.delete(f"/v1/videos/{id}").json()
-            assert (answer["deleted"], answer["status"]) == (False, "cancelled")
+            answer = server.client.post(f"/v1/videos/{id}/cancel").json()
+            assert (answer["status"], answer["place"]) == ("cancelled", None)
 
 
 def test_a_clip_that_is_not_completed_has_no_content(server: HttpServer) -> None:
@@ -270,26 +270,36 @@ def test_a_clip_that_is_not_completed_has_no_content(server: HttpServer) -> None
         error_of(server.client.post(f"/v1/videos/{id}/verify"), 409, "not_completed")
 
 
-def test_delete_answers_once_the_ranks_have_let_go(server: HttpServer) -> None:
+def test_cancel_and_delete_answer_once_the_ranks_have_let_go(server: HttpServer) -> None:
+    for method, path in (("POST", "/cancel"), ("DELETE", "")):
+        with long_clip(server) as id:
+            answer = server.client.request(method, f"/v1/videos/{id}{path}")
+
+            assert (answer.status_code, answer.json()["status"]) == (200, "cancelled")
+            ranks = server.client.get("/v1/engine").json()["ranks"]
+            assert all(rank["video"] != id for rank in ranks), ranks
+
+
+def test_a_repeated_cancel_changes_nothing(server: HttpServer) -> None:
     with long_clip(server) as id:
-        answer = server.client.delete(f"/v1/videos/{id}")
-
-        assert answer.status_code == 200
-        assert answer.json() == {
-            **{"id": id, "object": "video.deleted"},
-            **{"deleted": False, "status": "cancelled"},
-        }
-        assert server.video(id)["status"] == "cancelled"
-        ranks = server.client.get("/v1/engine").json()["ranks"]
-        assert all(rank["video"] != id for rank in ranks), ranks
+        first, again = (server.client.post(f"/v1/videos/{id}/cancel") for _ in range(2))
+        assert first.json() == again.json() == server.video(id)
+    (done,) = server.add()
+    made = server.wait_for(done, "completed")
+    assert server.client.post(f"/v1/videos/{done}/cancel").json() == made
+    assert server.client.get(f"/v1/videos/{done}/metadata").status_code == 200
 
 
-def test_a_second_delete_removes_the_clip_and_its_files(server: HttpServer) -> None:
-    (id,) = server.add()
-    server.wait_for(id, "completed")
+@pytest.mark.parametrize("status", ["in_progress", "completed"])
+def test_a_deleted_clip_is_gone_and_a_repeated_delete_says_so(
+    server: HttpServer, status: str
+) -> None:
+    (id,) = server.add(steps=1000 if status == "in_progress" else 1)
+    server.wait_for(id, status)
     answer = server.client.delete(f"/v1/videos/{id}").json()
 
-    assert (answer["deleted"], answer["status"]) == (True, "completed")
+    ended = {"in_progress": "cancelled"}.get(status, status)
+    assert answer == {"id": id, "object": "video.deleted", "deleted": True, "status": ended}
     error_of(server.client.get(f"/v1/videos/{id}"), 404, "video_not_found")
     error_of(server.client.delete(f"/v1/videos/{id}"), 404, "video_not_found")
     assert not [path for path in server.folder.rglob("*") if id in path.name]

@@ -23,6 +23,7 @@ from tests.serve.http_server import (
     DEMO,
     DUMMY,
     HANG_SECONDS,
+    PHOTO,
     QUICK,
     HttpServer,
     error_of,
@@ -128,6 +129,25 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     assert_error(start_here(tmp_path, "--port", "0"), 8, "data")
 
 
+@pytest.mark.processes
+def test_a_folder_with_files_of_the_users_own(tmp_path: Path) -> None:
+    """Also later, if the queue is lost."""
+    folder = tmp_path / "data"
+    (folder / "photos").mkdir(parents=True)
+    (folder / "photos" / "cat.jpg").write_text("mine")
+    assert_error(start_here(tmp_path, "--port", "0"), 2, "photos", "--adopt")
+    with HttpServer(folder, *QUICK, "--adopt") as server:
+        (id,) = server.add()
+        server.stop()
+    (folder / "queue.sqlite3").unlink()
+    assert_error(start_here(tmp_path, "--port", "0"), 2, "queue.sqlite3", "--adopt")
+    with HttpServer(folder, *QUICK, "--adopt") as server:
+        (moved,) = folder.glob(f"lost+found/*/{id}.jpg")
+        assert moved.read_bytes() == PHOTO
+        assert f"moved to {moved.parent}" in server.err
+    assert (folder / "photos" / "cat.jpg").read_text() == "mine"
+
+
 @pytest.mark.parametrize("missing", ["fastapi", "prometheus_client"])
 def test_a_missing_extra(tmp_path: Path, missing: str) -> None:
     code = f"import sys; sys.modules[{missing!r}] = None; from svdpp.__main__ import main; main()"
@@ -222,7 +242,7 @@ def test_owners_see_only_their_own_clips(tmp_path: Path) -> None:
             assert other.get("/v1/videos").json()["data"] == []
             for method, path in (
                 *(("GET", ""), ("GET", "/content"), ("GET", "/metadata"), ("GET", "/events")),
-                *(("POST", "/verify"), ("DELETE", "")),
+                *(("POST", "/verify"), ("POST", "/cancel"), ("DELETE", "")),
             ):
                 answer = other.request(method, f"/v1/videos/{id}{path}")
                 error_of(answer, 404, "video_not_found")
@@ -238,7 +258,7 @@ def test_owners_see_only_their_own_clips(tmp_path: Path) -> None:
 # --- the start ----------------------------------------------------------------------------------
 
 
-@pytest.mark.long
+@pytest.mark.promise
 @pytest.mark.processes
 def test_a_clip_of_the_demo_model_from_end_to_end(tmp_path: Path) -> None:
     with HttpServer(tmp_path / "data", *DEMO, "--frames", "2", "--verify-when-idle") as server:

@@ -42,6 +42,14 @@ class ServeOptions:
             help="Folder of queue, photographs and clips; a new start with it goes on.",
         ),
     ] = Path("svdpp-data")
+    adopt: Annotated[
+        bool,
+        flag(
+            "--adopt",
+            panel=SERVICE,
+            help="Start a new queue in a --data folder that has other files; they are left alone.",
+        ),
+    ] = False
     api_key_file: Annotated[
         Path | None,
         option(

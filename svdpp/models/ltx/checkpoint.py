@@ -12,6 +12,7 @@ from svdpp.config.limits import require
 from svdpp.errors import RequestError
 from svdpp.models.checkpoint import Use
 from svdpp.models.family_config import (
+    TOKENIZERS,
     PromptedCheckpoint,
     check_counts,
     read_config,
@@ -144,7 +145,7 @@ def _list(config: JsonFile, key: str) -> list[Any]:
 
 _SCHEDULERS = ("FlowMatchEulerDiscreteScheduler",)
 _CLASSES: Mapping[str, tuple[str, ...]] = {
-    "tokenizer": ("T5TokenizerFast", "T5Tokenizer"),
+    "tokenizer": TOKENIZERS,
     "text_encoder": ("T5EncoderModel",),
     "transformer": ("LTXVideoTransformer3DModel",),
     "vae": ("AutoencoderKLLTXVideo",),

@@ -12,6 +12,7 @@ from svdpp.config.limits import require
 from svdpp.errors import RequestError
 from svdpp.models.checkpoint import Use
 from svdpp.models.family_config import (
+    TOKENIZERS,
     PromptedCheckpoint,
     check_counts,
     check_unset,
@@ -230,7 +231,7 @@ def _image_embeds(folder: Path, index: JsonFile, transformer: JsonFile) -> tuple
 _IMAGE_PROCESSORS = ("CLIPImageProcessor", "CLIPImageProcessorPil")
 _SCHEDULERS = ("UniPCMultistepScheduler", "FlowMatchEulerDiscreteScheduler")
 _CLASSES: Mapping[str, tuple[str, ...]] = {
-    "tokenizer": ("T5TokenizerFast", "T5Tokenizer"),
+    "tokenizer": TOKENIZERS,
     "text_encoder": ("UMT5EncoderModel", "T5EncoderModel"),
     "vae": ("AutoencoderKLWan",),
 }
