@@ -136,15 +136,20 @@ class EventLog:
 
     Args:
         plan: names each rank's share of the steps.
+        name_of: of a clip.
     """
 
-    def __init__(self, plan: Layout | DraftPlan) -> None:
+    def __init__(
+        self, plan: Layout | DraftPlan, name_of: Callable[[int], str] = "clip {}".format
+    ) -> None:
         self._shares = plan.all_shares
+        self._name_of = name_of
         self._next_warning = 0.0
 
     def __call__(self, rank: int, event: Event) -> None:
         """Takes one event of `rank`."""
         log = logger.bind(rank=rank)
+        clip = self._name_of(event.clip) if hasattr(event, "clip") else ""
         match event:
             case Joined():
                 part = self._shares[rank]
@@ -157,33 +162,37 @@ class EventLog:
                 # A rank that lags makes its neighbour wait; the time of the link is separate.
                 waited = f", waited {event.waited:.4f} s" if event.direction == "send" else ""
                 log.info(
-                    "{} clip {} at step {} {} rank {}: {} bytes in {:.4f} s{}",
-                    *(event.direction, event.clip, event.next_step, arrow, event.peer),
+                    "{} {} at step {} {} rank {}: {} bytes in {:.4f} s{}",
+                    *(event.direction, clip, event.next_step, arrow, event.peer),
                     *(event.num_bytes, event.seconds, waited),
                 )
             case StepDone():
-                log.debug("clip {} step {}: {:.4f} s", event.clip, event.step, event.seconds)
+                log.debug("{} step {}: {:.4f} s", clip, event.step, event.seconds)
             case ActionDone():
                 seconds = event.end - event.start
                 log.debug("{}: {:.4f} s, waited {:.4f} s", event.action, seconds, event.waited)
             case ClipDone():
-                log.info("clip {} is finished", event.clip)
+                log.info("{} is finished", clip)
             case DraftDone():
                 rank_of = event.metadata["draft"]["rank"]
-                log.info("clip {} has a draft, by rank {}", event.clip, rank_of)
+                log.info("{} has a draft, by rank {}", clip, rank_of)
             case DraftLost():
-                log.warning("no draft of clip {} from here: {}", event.clip, event.error["message"])
+                log.warning(
+                    "no draft of {} from here: {}",
+                    clip,
+                    event.error["message"],
+                )
             case PromptCut():
                 # Prompts are private: a log may have other readers than their authors.
                 log.warning(
-                    "clip {}: the model does not read the last {} characters of its prompt",
-                    *(event.clip, len(event.text)),
+                    "{}: the model does not read the last {} characters of its prompt",
+                    *(clip, len(event.text)),
                 )
             case CheckpointLost() if time.monotonic() >= self._next_warning:
                 self._next_warning = time.monotonic() + _WARNING_SECONDS
                 log.warning("{}: {}", event.error["message"], event.error["hint"])
             case ClipFailed():
-                log.error("clip {} is lost: {}", event.clip, event.error["message"])
+                log.error("{} is lost: {}", clip, event.error["message"])
             case Failed():
                 log.error("failed at {}: {}", event.action or "start", event.error["message"])
                 log.info("{}", event.traceback)
