@@ -121,12 +121,13 @@ class ClipFeed:
                 self._submit(pipeline, job)
         if self._has_latents and self._is_queue_empty and not self._running:
             # A server that is killed soon after a clip may leave a late checkpoint of it.
-            self._orders.forget_all()
+            if not self._store.counts()[JobState.QUEUED]:  # also no held ones, which may go on
+                self._orders.forget_all()
             self._has_latents = False
 
     def _submit(self, pipeline: Pipeline, job: Job) -> None:
         """Gives one job to the ranks; fails it if they cannot make it."""
-        is_alone = not self._running and not self._store.counts()[JobState.QUEUED]
+        is_alone = not self._running and self._store.num_open() == 1
         try:
             order = self._orders.order(job, may_draft=is_alone)
         except Exception as error:

@@ -90,8 +90,7 @@ class Service:
             )
         if self.max_open is None or has_key:
             return
-        counts = self.store.counts()
-        num_open = counts[JobState.QUEUED] + counts[JobState.IN_PROGRESS]
+        num_open = self.store.num_open()
         if num_open >= self.max_open:
             raise self._full({"open": num_open, "limit": self.max_open})
 
@@ -145,6 +144,8 @@ class Service:
         job = Job(
             id=id,
             owner=owner.name,
+            model=self.offer.model,
+            weights=self.offer.weights,
             seed=seed_of(request.seed, owner.name, idempotency_key),
             sampling=sampling,
             **photo,
@@ -264,7 +265,9 @@ class Service:
         if job.state.is_final:
             keeps = self.keep_seconds is not None and job.finished_at is not None
             expires_at = (job.finished_at or 0) + (self.keep_seconds or 0) if keeps else None
-            return video_of(job, model=self.offer.model, expires_at=expires_at)
+            return video_of(job, expires_at=expires_at)
+        if job.held is not None:
+            return video_of(job)
         return self._open_video(job, self.engine.estimates.of(job.id))
 
     def video_at_hand(self, id: str, owner: Owner) -> Video | None:
@@ -281,7 +284,6 @@ class Service:
         if job.state is JobState.IN_PROGRESS and clip is not None and clip.has_begun:
             return video_of(
                 job,
-                model=self.offer.model,
                 eta_seconds=eta,
                 steps_done=clip.progress.steps_done,
                 rank=clip.progress.rank,
@@ -289,7 +291,6 @@ class Service:
             )
         return video_of(
             replace(job, state=JobState.QUEUED, started_at=None),
-            model=self.offer.model,
             eta_seconds=eta,
             place=None if estimate is None else estimate.place or 0,
         )

@@ -120,7 +120,7 @@ def serving(
 ) -> Iterator[Serving]:
     """An engine over `folder`, closed at the end of the block."""
     ended: list[Job] = []
-    store, events = JobStore(folder), events or Events()
+    store, events = JobStore(folder, adopts=True), events or Events()
     settings = {"first_back_off": 0.05, **settings}
     engine = Engine(config, store, folder, events, on_ended=ended.append, **settings)
     engine.start()
