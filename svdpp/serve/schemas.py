@@ -213,9 +213,10 @@ class EngineStatus(BaseModel):
 
 
 class Health(BaseModel):
-    """Whether the ranks live."""
+    """Whether the ranks live, or whether requests are taken."""
 
     status: Literal["ok", "unavailable"]
+    reason: str | None
     state: Literal["starting", "ready", "restarting", "closing"]
     ranks: int
     restarts: int

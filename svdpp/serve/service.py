@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from svdpp.config import OutputConfig, SamplingConfig
+from svdpp.errors import OutputError
 from svdpp.media import output_files
 from svdpp.serve.api_errors import ApiError
 from svdpp.serve.engine import Engine
@@ -72,7 +73,9 @@ class Service:
     # --- requests -------------------------------------------------------------------------------
 
     def check_open(self, *, has_key: bool = False) -> None:
-        """Refuses new jobs while the server ends, and, before work is done for them, a full queue.
+        """Refuses new jobs, before work is done for them, if they could only be refused later.
+
+        That is while the server ends, while its disk is full, and while its queue is.
 
         Args:
             has_key: whether the request may be one that is stored already.
@@ -88,11 +91,34 @@ class Service:
                 "what is queued goes on when it starts again",
                 headers={"Retry-After": "30"},
             )
+        if self.store.is_disk_low:
+            raise ApiError(
+                503,
+                "disk_full",
+                "the server's disk is nearly full: it takes no more clips",
+                "remove finished videos, by DELETE /v1/videos/{id}",
+                headers={"Retry-After": "60"},
+            )
         if self.max_open is None or has_key:
             return
         num_open = self.store.num_open()
         if num_open >= self.max_open:
             raise self._full({"open": num_open, "limit": self.max_open})
+
+    def why_not_ready(self) -> str | None:
+        """Why requests are refused, or no rank can begin them; None if they are taken."""
+        if self.engine.state != "ready" or self.is_closing:
+            return "the ranks are not ready"
+        if self.store.is_disk_low:
+            return "the disk is nearly full"
+        try:
+            self.store.check_there()
+            num_open = self.store.num_open()
+        except OutputError:
+            return "the queue cannot be used"
+        if self.max_open is not None and num_open >= self.max_open:
+            return "the queue is full"
+        return None
 
     def sampling_of(self, request: VideoRequest) -> SamplingConfig:
         """The parameters of the requested clip.

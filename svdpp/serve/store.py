@@ -60,6 +60,15 @@ class JobStore:
         self._file = QueueFile(folder, adopts=adopts)
         self._cache = JobCache()
 
+    @property
+    def is_disk_low(self) -> bool:
+        """Whether the disk has too little space for further clips; changes still fit."""
+        return self._file.disk.is_low
+
+    def check_there(self) -> None:
+        """Raises OutputError if the queue's file was removed or replaced."""
+        self._file.check_there()
+
     def close(self) -> None:
         """Close the file and release the folder; does nothing the second time."""
         self._file.close()
