@@ -80,7 +80,7 @@ def test_a_second_run_into_the_folder_is_refused_while_the_first_goes_on(tmp_pat
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
-    wait_until((out / "run.json").exists)
+    wait_until((out / "run.json").exists, HANG_SECONDS, "the first run's manifest")
     os.kill(first.pid, signal.SIGSTOP)  # so that it does not end before the second has looked
     for options in ([], ["--overwrite"], ["--resume"]):
         second = _run(PHOTOS[0], "--world", 1, "--out", out, *options)
