@@ -14,12 +14,8 @@ from svdpp.comm import streams
 CPU = torch.device("cpu")
 PACKAGE = Path(svdpp.__file__).parent
 
-# Not part of a clip's path: the process of the reference, and memory measurements. LTX-Video copies
-# the state of a random generator, once for a clip, before its decode.
-OUTSIDE = {
-    *("comm/streams.py", "verification/reference.py", "worker/peak_memory.py"),
-    "models/ltx/model.py",
-}
+# Not part of a clip's path: the process of the reference, and memory measurements.
+OUTSIDE = {"comm/streams.py", "verification/reference.py", "worker/peak_memory.py"}
 
 
 def _is_forbidden(call: ast.Call) -> bool:
