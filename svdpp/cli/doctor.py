@@ -56,11 +56,12 @@ def doctor(
     answer: AnswerOptions,
     model: ModelOptions = ModelOptions(model=DEMO_MODEL),
 ) -> None:
-    """Check in seconds that a run has what it needs.
+    """Check in half a minute that a run has what it needs.
 
     The checks are devices, transfers, ffmpeg, model, memory and determinism. Nothing is downloaded.
     The exit code is that of the first check that fails.
     """
+    console.info("importing PyTorch and diffusers, then trying one thing after the other")
     from svdpp.diagnostics.doctor import Examination, examine
 
     config = _examined(launched, ranks, model, sampling)

@@ -59,7 +59,7 @@ class Prover:
     ) -> None:
         self._store = store
         self._folder = folder.absolute()
-        self._link = self._folder / "proof"
+        self._link = self._folder / ".svdpp-proof"
         self._is_idle = is_idle
         self._when_idle = when_idle
         self._on_verdict = on_verdict
@@ -268,7 +268,7 @@ class Prover:
             temporary = Path(os.readlink(self._link))
             if temporary.name.startswith("svdpp-proof-"):
                 shutil.rmtree(temporary, ignore_errors=True)
-            self._link.unlink(missing_ok=True)
+                self._link.unlink(missing_ok=True)
 
     def _forget(self, id: str) -> None:
         with self._changed, contextlib.suppress(ValueError):

@@ -132,6 +132,7 @@ def test_data_parallel_is_as_many_replicas_as_ranks() -> None:
     assert (shape["replicas"], why) == (4, "")
 
 
+@pytest.mark.long
 def test_what_devices_have_and_the_model_needs() -> None:
     model = ModelConfig(name="demo", dtype="fp16")
     sampling = SvdSampling(**sampling_defaults("demo"))

@@ -55,10 +55,12 @@ class Proving:
 
 
 @contextmanager
-def _proving(made: tuple[Path, list[str]], folder: Path, *, when_idle: bool) -> Iterator[Proving]:
+def _proving(
+    made: tuple[Path, list[str]], folder: Path, *, when_idle: bool, adopts: bool = False
+) -> Iterator[Proving]:
     if made[0].exists():
         shutil.copytree(made[0], folder, dirs_exist_ok=True)
-    store, idle = JobStore(folder), threading.Event()
+    store, idle = JobStore(folder, adopts=adopts), threading.Event()
     store.recover()
     verdicts: list[str] = []
     prover = Prover(store, folder, idle.is_set, when_idle=when_idle, on_verdict=verdicts.append)
@@ -68,7 +70,7 @@ def _proving(made: tuple[Path, list[str]], folder: Path, *, when_idle: bool) -> 
     finally:
         prover.close()
         store.close()
-        assert not os.path.lexists(folder / "proof")
+        assert not os.path.lexists(folder / ".svdpp-proof")
         assert not list(Path(tempfile.gettempdir()).glob("svdpp-proof-*"))
 
 
@@ -161,6 +163,6 @@ def test_what_a_killed_server_left_is_removed(tmp_path: Path) -> None:
     left = Path(tempfile.mkdtemp(prefix="svdpp-proof-"))
     folder = tmp_path / "data"
     folder.mkdir()
-    (folder / "proof").symlink_to(left)
-    with _proving((tmp_path / "none", []), folder, when_idle=True):
+    (folder / ".svdpp-proof").symlink_to(left)
+    with _proving((tmp_path / "none", []), folder, when_idle=True, adopts=True):
         assert not left.exists()

@@ -48,6 +48,7 @@ export function proofOf(video) {
 }
 
 export function placeText(video) {
+  if (video.held) return `Waits: ${video.held}`;
   if (video.place === null) return video.step ? `Continues at step ${video.step}` : "Waiting";
   return video.place === 0 ? "Next" : `${plural(video.place, "clip")} before it`;
 }
