@@ -56,6 +56,16 @@ class OutOfMemoryError(SvdppError, MemoryError):
     meaning = "out of memory"
 
 
+# CUDA's and NCCL's words; those of cuBLAS and cuDNN; those of the CPU allocator, which raises a
+# plain RuntimeError, and of mmap.
+_NO_MEMORY = ("out of memory", "STATUS_ALLOC_FAILED", "can't allocate memory", "not enough memory")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether Python, torch or a library of CUDA says with `error` that memory ran out."""
+    return isinstance(error, MemoryError) or any(text in str(error) for text in _NO_MEMORY)
+
+
 class ModelError(SvdppError):
     """A model is missing, gated, incomplete, not safetensors, or of a class not supported."""
 

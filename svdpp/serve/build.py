@@ -13,9 +13,9 @@ from loguru import logger
 from starlette.types import ASGIApp
 
 from svdpp.config import PipelineConfig
+from svdpp.config.limits import MAX_FRAMES, MAX_STEPS
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.resolve import resolved_for
-from svdpp.driver.supervisor import Observer
 from svdpp.media import output_files, video
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.plan.costs import Costs
@@ -46,24 +46,26 @@ class ServerSettings:
         folder: of the queue and all files.
         sizes: width and height of the frames that clients may request.
         max_open: jobs that may be queued or in progress.
+        max_steps: of a clip.
+        max_frames: of a clip.
         limits: of each request.
         retention: of finished jobs.
         verifies_when_idle: whether finished clips are verified without being asked for.
         costs: assumed before there is a measurement; None: published ones.
         adopts: whether a folder that has other files becomes a data folder.
-        observers: called with (rank, event) for what the ranks report.
     """
 
     config: PipelineConfig
     folder: Path
     sizes: tuple[tuple[int, int], ...]
     max_open: int
+    max_steps: int = MAX_STEPS
+    max_frames: int = MAX_FRAMES
     limits: Limits = field(default_factory=Limits)
     retention: Retention = field(default_factory=Retention)
     verifies_when_idle: bool = False
     costs: Costs | None = None
     adopts: bool = False
-    observers: tuple[Observer, ...] = ()
 
 
 def check_config(config: PipelineConfig, sizes: Iterable[tuple[int, int]] = ()) -> PipelineConfig:
@@ -142,7 +144,7 @@ def _service(settings: ServerSettings, folder: Path, store: JobStore) -> Service
         folder,
         events,
         describe=describe,
-        observers=[metrics, *settings.observers],
+        observers=[metrics],
         on_ended=on_ended,
         costs=settings.costs,
     )
@@ -216,4 +218,6 @@ def _offer(settings: ServerSettings, checkpoint: Checkpoint | None) -> Offer:
         sizes=settings.sizes,
         drafts=settings.config.draft_on_request,
         inputs=Inputs.of(checkpoint),
+        max_steps=settings.max_steps,
+        max_frames=settings.max_frames,
     )

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from loguru import logger
 
 from svdpp.config import PipelineConfig
-from svdpp.driver.clip_handle import ClipHandle
+from svdpp.driver.clips import ClipHandle
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import ClosedError, InputError, OutputError, RankError, SvdppError
 from svdpp.serve.announcer import Announcer

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from svdpp.config import SamplingConfig
 from svdpp.models.checkpoint import Use
+from svdpp.redaction import redact_all, without_folders
 from svdpp.serve.forms import API_NAMES, Draft, Fit
 from svdpp.serve.job import Job, JobState, Proof
 
@@ -301,12 +302,13 @@ def video_of(
 
 
 def error_body(record: dict[str, Any]) -> ErrorBody:
-    """What `errors.error_to_dict` wrote, by the names of the API."""
+    """What `errors.error_to_dict` wrote, by the names of the API, without folders of the server."""
+    shown = redact_all(record, without_folders)
     return ErrorBody(
-        code=record.get("type") or "SvdppError",
-        message=str(record.get("message", "")),
-        hint=str(record.get("hint", "")),
-        details=dict(record.get("details") or {}),
+        code=shown.get("type") or "SvdppError",
+        message=str(shown.get("message", "")),
+        hint=str(shown.get("hint", "")),
+        details=dict(shown.get("details") or {}),
     )
 
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from loguru import logger
+
 from svdpp.config import OutputConfig, SamplingConfig
 from svdpp.errors import OutputError
 from svdpp.media import output_files
@@ -192,6 +194,7 @@ class Service:
                 output_files.remove(self.photo_path(job))
         if stored.id != id:
             return stored
+        logger.info("{} is requested", id)
         self.engine.wake()
         return self._promised(job)
 

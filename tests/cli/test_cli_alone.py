@@ -110,6 +110,7 @@ def test_a_refused_run_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.Monk
     assert os.listdir() == []
 
 
+@pytest.mark.long
 def test_exit_codes_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "text.png").write_text("hello")
     (tmp_path / "empty").mkdir()
@@ -121,6 +122,7 @@ def test_exit_codes_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert (tmp_path / "text.png").read_text() == "hello"
 
 
+@pytest.mark.long
 def test_a_name_of_bytes_that_are_no_text(tmp_path: Path) -> None:
     assert_error(svdpp_alone("run", *DEMO, b"\xff\n.png", cwd=tmp_path), 7, r"'\udcff\n.png'")
 

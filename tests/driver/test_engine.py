@@ -127,7 +127,7 @@ def test_a_rank_that_raises_is_named_with_clip_and_step() -> None:
     _assert_nothing_is_left(pipeline)
 
 
-@pytest.mark.parametrize("victim", [0, 1, 2])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.promise), 2])
 def test_a_killed_rank_is_named_and_the_others_end(victim: int) -> None:
     fault = InjectedFault("hang", 1, 1)  # so that the run is in progress when the kill arrives
     pipeline = Pipeline(_config(3, steps=6), fault=fault)

@@ -85,6 +85,12 @@ def test_what_a_request_leaves_out_has_the_models_defaults(server: HttpServer) -
         ({"steps": "many"}, 422, "invalid_request", "steps must be a whole number"),
         ({"fps": 1000}, 422, "invalid_request", "fps"),
         ({"seed": -1}, 422, "invalid_request", "seed"),
+        ({"seed": "1_000"}, 422, "invalid_request", "seed must be a whole number, got '1_000'"),
+        ({"motion_bucket_id": "1_0"}, 422, "invalid_request", "motion_bucket_id"),
+        ({"steps": 4, "num_inference_steps": 4}, 422, "invalid_request", "are the same"),
+        ({"width": 1024}, 422, "invalid_request", "width and height belong together"),
+        ({"width": 64, "height": 64}, 422, "wrong_size", "1024x576"),
+        ({"image_reference": "{}"}, 422, "invalid_request", "are the same"),
         ({"priority": 10}, 422, "invalid_request", "priority"),
         ({"fit": "tile"}, 422, "invalid_request", "fit must be"),
         ({"size": "1e3x4"}, 422, "invalid_request", "size"),
@@ -115,7 +121,7 @@ def test_a_wrong_request_is_refused_at_once(
 
 def test_a_body_that_is_no_form(server: HttpServer) -> None:
     post = server.client.post
-    error_of(post("/v1/videos", json={"steps": 4}), 415, "unsupported_media_type")
+    error_of(post("/v1/videos", data={"steps": 4}), 415, "unsupported_media_type")
     error_of(post("/v1/videos"), 415, "unsupported_media_type")
     form = {"content-type": "multipart/form-data; boundary=x"}
     error_of(post("/v1/videos", content=b"--y", headers=form), 400, "bad_request")
@@ -148,6 +154,31 @@ def test_every_error_has_one_shape(
     server: HttpServer, method: str, path: str, status: int, code: str
 ) -> None:
     error_of(server.client.request(method, path), status, code)
+
+
+@pytest.mark.parametrize(
+    ("path", "methods"),
+    [
+        ("/v1/videos", "GET, POST"),
+        ("/v1/videos/video_1", "DELETE, GET"),
+        ("/v1/videos/video_1/content", "GET, HEAD"),
+        ("/health", "GET"),
+    ],
+)
+def test_a_wrong_method_is_told_all_methods(server: HttpServer, path: str, methods: str) -> None:
+    assert server.client.put(path).headers["allow"] == methods
+
+
+def test_a_file_that_the_client_has_is_not_sent_again(server: HttpServer) -> None:
+    (id,) = server.add(steps=1)
+    for path in (f"/v1/videos/{id}/input", "/page/main.js"):
+        first = server.client.get(path)
+        known = {"If-None-Match": f'"other", {first.headers["etag"]}'}
+        again = server.client.get(path, headers=known)
+        assert (again.status_code, again.content) == (304, b"")
+        assert again.headers["etag"] == first.headers["etag"]
+        other = server.client.get(path, headers={"If-None-Match": '"other"'})
+        assert (other.status_code, other.content) == (200, first.content)
 
 
 def test_a_body_that_is_too_large(server: HttpServer) -> None:
@@ -297,12 +328,20 @@ def test_a_client_that_comes_back_gets_the_present_state(server: HttpServer) -> 
         last = next(itertools.islice(events, 1, None))
     with stream(server, id, **{"Last-Event-ID": str(last["event_id"])}) as events:
         found = list(events)
-    with stream(server, id, **{"Last-Event-ID": str(found[-1]["event_id"])}) as events:
-        again = list(events)
-
     assert found[0]["event_id"] > last["event_id"]
     assert found[-1]["status"] == "completed"
-    assert [event["status"] for event in again] == ["completed"]
+
+
+def test_an_event_source_does_not_come_back_after_the_last_event(server: HttpServer) -> None:
+    """A browser connects again after each end of a stream, until it gets 204."""
+    (id,) = server.add(steps=1)
+    with stream(server, id) as events:
+        *_, last = events
+    path = f"/v1/videos/{id}/events"
+    seen = {"Last-Event-ID": str(last["event_id"])}
+    assert server.client.get(path, headers=seen).status_code == 204
+    with stream(server, id, **{"Last-Event-ID": str(last["event_id"] - 1)}) as events:
+        assert [event["event_id"] for event in events] == [last["event_id"]]
 
 
 def test_a_client_that_leaves_does_not_end_its_clip(server: HttpServer) -> None:
@@ -331,6 +370,8 @@ def test_the_server_describes_itself(server: HttpServer) -> None:
     document = server.client.get("/openapi.json").json()
 
     (model,) = models["data"]
+    assert server.client.get("/v1/models/dummy").json() == model
+    error_of(server.client.get("/v1/models/a/b"), 404, "model_not_found")
     assert (model["id"], model["sizes"]) == ("dummy", ["1024x576"])
     assert model["limits"]["max_upload_bytes"] == 2**20
     assert engine["state"] == "ready"
@@ -339,6 +380,7 @@ def test_the_server_describes_itself(server: HttpServer) -> None:
     assert {"/v1/videos", "/v1/videos/{id}", "/v1/videos/{id}/events"} <= set(document["paths"])
     events = document["paths"]["/v1/videos/{id}/events"]["get"]["responses"]
     assert list(events["200"]["content"]) == ["text/event-stream"]
+    assert "204" in events
     assert list(events["404"]["content"]) == ["application/json"]
     assert "HTTPValidationError" not in document["components"]["schemas"]
     assert server.client.get("/docs").status_code == 404  # its scripts are another host's

@@ -134,10 +134,11 @@ def test_a_killed_rank_then_a_killed_fork_server(folder: Path) -> None:
 
 def test_checkpoints_of_a_killed_server_are_removed_after_the_last_clip(tmp_path: Path) -> None:
     left = tmp_path / "latents" / f"{'0' * 64}_step3.safetensors"
-    with serving(tmp_path, dummy_config(2, step_seconds=0.02)) as service:
+    with serving(tmp_path, dummy_config(2), stop=(0, 1, 1)) as service:
         ids = service.add(0, 1)
         service.wait_for_step(ids[1], 1)  # the queue is empty, and a clip runs
         left.write_bytes(b"late")
+        service.go_on()
         service.wait_final(ids)
         service.wait(lambda: not left.exists(), "the checkpoint stays")
 

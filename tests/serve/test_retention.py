@@ -253,6 +253,7 @@ sweep(store, folder, 1e9, 1.0, None)
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("at", [1, 2, 4, 5, 8])
 def test_a_removal_that_a_kill_ends_goes_on(store: JobStore, folder: Path, at: int) -> None:
     """A server is killed at its `at`-th removal of a file; each of three jobs has four."""

@@ -12,12 +12,15 @@ import pytest
 
 pytest.importorskip("fastapi")
 
+from pydantic import ValidationError
+
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, WanSampling
 from svdpp.driver.resolve import resolve
 from svdpp.errors import RequestError
 from svdpp.media.examples import example_photos
 from svdpp.media.video import frames_sha256
 from svdpp.plan.layout import Layout
+from svdpp.serve.api_errors import ApiError
 from svdpp.serve.estimate import Layouts
 from svdpp.serve.forms import form_of
 from svdpp.serve.gate import ClipGate
@@ -27,7 +30,7 @@ from svdpp.worker.tensor_store import tensor_sha256
 from tests.cli.shell import assert_error, svdpp_here
 from tests.models.diffusers_pipeline import latents_and_frames
 from tests.models.tiny_families import save_tiny_ltx, save_tiny_wan
-from tests.serve.http_server import HANG_SECONDS, PHOTO, HttpServer, error_of, wait
+from tests.serve.http_server import HANG_SECONDS, PHOTO, HttpServer, error_of, schema_of_form, wait
 from tests.serve.store_jobs import new_job
 from tests.serve.test_page import driver, opened
 
@@ -145,7 +148,7 @@ def test_the_model_says_what_its_form_has(wan: HttpServer) -> None:
     assert {"guidance_scale", "guidance_scale_2", "flow_shift"} <= set(model["fields"])
     assert not {"motion_bucket_id", "fit"} & {*model["fields"], *model["defaults"]}
     assert model["limits"]["frames_unit"] == 4
-    form = wan.client.get("/openapi.json").json()["components"]["schemas"]["VideoRequest"]
+    form = schema_of_form(wan)
     assert form["required"] == ["prompt"]
     assert "input_reference" not in form["properties"]
 
@@ -309,6 +312,26 @@ def test_seconds_become_a_number_of_frames_that_the_family_makes() -> None:
     for seconds, frames in ((0.01, 1), (1, 17), (1.25, 21), (5, 81)):
         request = offer.form(prompt=PROMPT, seconds=seconds)
         assert offer.sampling_of(request).num_frames == frames
+
+
+def test_a_server_has_limits_of_its_own_for_steps_and_frames() -> None:
+    offer = Offer(
+        model="wan",
+        sampling=WanSampling(num_frames=21, num_inference_steps=8),
+        sizes=((832, 480),),
+        inputs=Inputs(photo="refused", prompt="needed"),
+        max_steps=8,
+        max_frames=33,
+    )
+    about = offer.to_json()
+    assert [about.fields[name].maximum for name in ("steps", "frames")] == [8, 33]
+    assert [about.limits[name] for name in ("max_steps", "max_frames")] == [8, 33]
+    offer.sampling_of(offer.form(prompt=PROMPT, steps=8, frames=33))
+    for beyond in ({"steps": 9}, {"num_frames": 37}):
+        with pytest.raises(ValidationError, match="less than or equal to"):
+            offer.form(prompt=PROMPT, **beyond)
+    with pytest.raises(ApiError, match="81 frames, and this server makes 33 at most"):
+        offer.sampling_of(offer.form(prompt=PROMPT, seconds=5))
 
 
 def test_the_gate_knows_which_rank_has_which_expert(wan_folder: Path) -> None:

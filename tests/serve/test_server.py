@@ -70,6 +70,7 @@ def test_its_options_reach_ranks_and_queue(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr("svdpp.cli.serve._run", lambda *given: asked.append(given[2]))
     seconds = ("--heartbeat-timeout", "7", "--timeout", "90", "--start-timeout", "80")
     limits = ("--max-queue", "3", "--keep-days", "2", "--keep-gb", "1.5", "--max-upload-mb", "4")
+    limits += ("--max-steps", "40", "--max-frames", "30")
     answer = start_here(tmp_path, "--port", "0", "--draft", *seconds, *limits)
 
     assert answer.code == 0, answer
@@ -79,7 +80,16 @@ def test_its_options_reach_ranks_and_queue(tmp_path: Path, monkeypatch: pytest.M
     assert (config.timeout_seconds, config.start_timeout_seconds) == (90, 80)
     assert (config.split, config.draft_on_request) == ("dithered", True)
     assert (settings.max_open, settings.limits.upload_bytes) == (3, 4 * 2**20)
+    assert (settings.max_steps, settings.max_frames) == (40, 30)
     assert (kept.age_seconds, kept.num_bytes) == (2 * 86400, 1_500_000_000)
+
+
+@pytest.mark.parametrize(("name", "own"), [("steps", 8), ("frames", 14)])
+def test_a_limit_below_the_default_clip(tmp_path: Path, name: str, own: int) -> None:
+    answer = start_here(tmp_path, "--port", "0", f"--max-{name}", "3")
+
+    assert_error(answer, 2, f"--max-{name} 3 is less than the {own} {name}", f"--{name} 3")
+    assert not (tmp_path / "data").exists()
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "clips.example"])
@@ -248,7 +258,7 @@ def test_owners_see_only_their_own_clips(tmp_path: Path) -> None:
 # --- the start ----------------------------------------------------------------------------------
 
 
-@pytest.mark.long
+@pytest.mark.promise
 @pytest.mark.processes
 def test_a_clip_of_the_demo_model_from_end_to_end(tmp_path: Path) -> None:
     with HttpServer(tmp_path / "data", *DEMO, "--frames", "2", "--verify-when-idle") as server:

@@ -59,6 +59,7 @@ threads = [threading.Thread(target=each, args=(n,)) for n in range(2) for each i
 """
 
 
+@pytest.mark.long
 def test_what_was_acknowledged_survives_kill_9(tmp_path: Path) -> None:
     """Three servers in turn, each killed while two threads add and two work."""
     told: dict[str, list[str]] = {}
