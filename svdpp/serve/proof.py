@@ -320,10 +320,12 @@ class Prover:
         temporary = Path(tempfile.mkdtemp(prefix="svdpp-proof-"))
         try:
             self._link.symlink_to(temporary)
-            yield temporary
+            try:
+                yield temporary
+            finally:
+                self._link.unlink(missing_ok=True)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
-            self._link.unlink(missing_ok=True)
 
     def _remove_temporary(self) -> None:
         if self._link.is_symlink():
