@@ -12,7 +12,7 @@ export const PARAMETERS = ["prompt", "negative_prompt", "size", "steps", "frames
 export const parametersOf = (video) =>
   PARAMETERS.filter((name) => (video[name] ?? null) !== null && (name !== "fit" || video.input));
 
-export const PROOFS = {
+const PROOFS = {
   none: "not verified",
   asked: "to be verified when the ranks are idle",
   running: "being verified on one device",
