@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from svdpp.config import SamplingConfig
 
-Proof = Literal["none", "running", "equal", "different"]
+Proof = Literal["none", "running", "equal", "different", "failed"]
 
 
 class JobState(StrEnum):
@@ -59,7 +59,8 @@ class Job:
         promised_seconds: the ETA that the client was given, from `created_at`.
         error: why it failed; see `errors.error_to_dict`.
         metadata: the clip's JSON once it is completed.
-        proof: whether the clip was compared with one device.
+        proof: whether the clip was compared with one device; `failed`: it could not be.
+        proof_reason: why it could not be compared, or what differs.
     """
 
     id: str
@@ -87,6 +88,7 @@ class Job:
     error: dict[str, Any] | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
     proof: Proof = "none"
+    proof_reason: str | None = None
 
 
 def new_id() -> str:

@@ -51,7 +51,8 @@ CREATE TABLE jobs (
     turn INTEGER NOT NULL DEFAULT 0,
     model TEXT NOT NULL DEFAULT '',
     weights TEXT NOT NULL DEFAULT '',
-    held TEXT
+    held TEXT,
+    proof_reason TEXT
 );
 CREATE TABLE owners (owner TEXT PRIMARY KEY, turn INTEGER NOT NULL);
 CREATE UNIQUE INDEX jobs_idempotency ON jobs (owner, idempotency_key)
@@ -73,6 +74,7 @@ _FROM_VERSION_2 = """
 ALTER TABLE jobs ADD COLUMN model TEXT NOT NULL DEFAULT '';
 ALTER TABLE jobs ADD COLUMN weights TEXT NOT NULL DEFAULT '';
 ALTER TABLE jobs ADD COLUMN held TEXT;
+ALTER TABLE jobs ADD COLUMN proof_reason TEXT;
 UPDATE jobs SET
     model = ifnull(json_extract(metadata, '$.model'), ''),
     weights = coalesce(

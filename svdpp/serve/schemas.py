@@ -83,6 +83,10 @@ class CommonVideo(BaseModel):
     rank: int | None
     error: ErrorBody | None
     proof: Proof
+    proof_reason: Annotated[
+        str | None,
+        Field(description="Why a `failed` comparison was not possible, or what is `different`."),
+    ]
 
 
 class SvdVideo(CommonVideo):
@@ -293,6 +297,7 @@ def video_of(
         rank=rank,
         error=None if job.error is None else error_body(job.error),
         proof=job.proof,
+        proof_reason=job.proof_reason,
     )
 
 

@@ -219,9 +219,10 @@ class JobStore:
         """IN_PROGRESS to CANCELLED, once the ranks have let go of the job."""
         return self._cancel(id, JobState.IN_PROGRESS)
 
-    def set_proof(self, id: str, proof: Proof) -> bool:
-        """Set the proof of a completed job."""
-        return self._change(id, "proof = ?", proof, states=[JobState.COMPLETED])
+    def set_proof(self, id: str, proof: Proof, reason: str | None = None) -> bool:
+        """Set the proof of a completed job, and its reason."""
+        change = "proof = ?, proof_reason = ?"
+        return self._change(id, change, proof, reason, states=[JobState.COMPLETED])
 
     def set_promise(self, id: str, seconds: float) -> bool:
         """Set the ETA that the client was given."""

@@ -106,7 +106,7 @@ def test_a_queue_of_an_earlier_svdpp_is_brought_up_to_date(tmp_path: Path, versi
 
 def _write_as(path: Path, version: int) -> None:
     """Changes a queue to what an earlier version wrote."""
-    new = {1: ("prompt", "negative_prompt"), 2: ("model", "weights", "held")}
+    new = {1: ("prompt", "negative_prompt"), 2: ("model", "weights", "held", "proof_reason")}
     with sqlite3.connect(path) as database:
         for column in (
             column for since, names in new.items() if since >= version for column in names
