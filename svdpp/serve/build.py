@@ -14,6 +14,7 @@ from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.resolve import resolved_for
 from svdpp.driver.supervisor import Observer
 from svdpp.media import output_files, video
+from svdpp.media.image import MAX_PIXELS
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.plan.costs import Costs
 from svdpp.serve.api import create_app
@@ -31,7 +32,7 @@ from svdpp.serve.retention import CLIPS, LATENTS, PHOTOS, remove_strangers
 from svdpp.serve.server import Retention
 from svdpp.serve.service import Service
 from svdpp.serve.store import JobStore
-from svdpp.serve.upload import PhotoFolder
+from svdpp.serve.upload import DecodeLimits, PhotoFolder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +45,7 @@ class ServerSettings:
         sizes: width and height of the frames that clients may request.
         max_open: jobs that may be queued or in progress.
         limits: of each request.
+        max_pixels: of a photograph.
         retention: of finished jobs.
         verifies_when_idle: whether finished clips are verified without being asked for.
         costs: assumed before there is a measurement; None: published ones.
@@ -55,6 +57,7 @@ class ServerSettings:
     sizes: tuple[tuple[int, int], ...]
     max_open: int
     limits: Limits = field(default_factory=Limits)
+    max_pixels: int = MAX_PIXELS
     retention: Retention = field(default_factory=Retention)
     verifies_when_idle: bool = False
     costs: Costs | None = None
@@ -144,7 +147,7 @@ def _service(settings: ServerSettings, folder: Path, store: JobStore) -> Service
     service = Service(
         folder=folder,
         store=store,
-        photos=PhotoFolder(folder / PHOTOS),
+        photos=PhotoFolder(folder / PHOTOS, DecodeLimits(max_pixels=settings.max_pixels)),
         engine=engine,
         events=events,
         metrics=metrics,
