@@ -8,7 +8,6 @@ STAMP := $(VENV)/.installed
 DEMO := demo-out
 SERVED := serve-demo-data
 ARGS ?=
-WORKERS ?= 3
 FOR ?= 3.12
 
 # pip shows its progress on a terminal; in a log, only its errors.
@@ -42,17 +41,17 @@ serve-demo: $(STAMP) ## Serve the demo model on two CPU ranks: open http://127.0
 	$(BIN)/svdpp serve --device cpu --model demo --data $(SERVED) $(ARGS)
 
 test: $(STAMP) ## Test the installation in two minutes; ARGS="-k name" selects some tests
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -n $(or $(WORKERS),2) --dist worksteal $(ARGS)
 
 test-ci: $(STAMP) ## Run the other tests: many processes, the fault table, whole commands
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal \
+	$(BIN)/python -m pytest -n $(or $(WORKERS),3) --dist worksteal \
 	  -m "(long or processes) and not promise and not full" $(ARGS)
 
 test-full: $(STAMP) ## Run the full test grids, which CI leaves out
 	$(BIN)/python -m pytest -m full $(ARGS)
 
 test-jitter: $(STAMP) ## Run the tests with random pauses of processes and threads; JITTER_SEED=7
-	$(BIN)/python -m pytest -p tests.jitter.plugin -n $(WORKERS) --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -p tests.jitter.plugin -n $(or $(WORKERS),2) --dist worksteal $(ARGS)
 
 test-gpu: $(STAMP) ## Run the GPU tests (docs/gpu.md); BUNDLE=FOLDER needs no network
 	$(BIN)/python -m pytest -m gpu tests/gpu $(ARGS)

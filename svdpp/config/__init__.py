@@ -13,7 +13,6 @@ from svdpp.config.model import (
     Dtype,
     LatentSpec,
     ModelConfig,
-    TensorSpec,
 )
 from svdpp.config.pipeline import DraftConfig, PipelineConfig
 from svdpp.config.sampling import (
@@ -50,7 +49,6 @@ __all__ = [
     "PipelineConfig",
     "SamplingConfig",
     "SvdSampling",
-    "TensorSpec",
     "VideoFormat",
     "WanSampling",
     "sampling_defaults",

@@ -157,24 +157,28 @@ def _disguised(id: str) -> str:
 @about.get("/health", tags=["server"], responses={503: {"model": Health}})
 async def get_health(service: Served) -> JSONResponse:
     """Whether the ranks live; 503 while they start, restart or end."""
-    return _health(service, is_ok=service.engine.state == "ready")
+    return _health(service, None if service.engine.state == "ready" else "the ranks are not ready")
 
 
 @about.get("/ready", tags=["server"], responses={503: {"model": Health}})
-async def get_ready(service: Served) -> JSONResponse:
-    """Whether the server takes requests that ranks begin at once or after those before."""
-    return _health(service, is_ok=service.engine.state == "ready" and not service.is_closing)
+def get_ready(service: Served) -> JSONResponse:
+    """Whether the server takes requests that ranks begin at once or after those before.
+
+    Not if the queue or the disk is full, either.
+    """
+    return _health(service, service.why_not_ready())
 
 
-def _health(service: Service, *, is_ok: bool) -> JSONResponse:
+def _health(service: Service, reason: str | None) -> JSONResponse:
     engine = service.engine
     body = Health(
-        status="ok" if is_ok else "unavailable",
+        status="unavailable" if reason else "ok",
+        reason=reason,
         state=engine.state,
         ranks=sum(bool(each.device) for each in engine.ranks()),
         restarts=engine.restarts,
     )
-    return JSONResponse(body.model_dump(), 200 if is_ok else 503)
+    return JSONResponse(body.model_dump(), 503 if reason else 200)
 
 
 @about.get(

@@ -167,7 +167,7 @@ class Engine:
         """
         if self._store.cancel_waiting(job_id):
             job = self._announcer.changed(job_id)
-            if job is not None:
+            if job is not None and job.held is None:
                 self._orders.forget(job)
             self.wake()
             return True

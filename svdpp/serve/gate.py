@@ -10,7 +10,7 @@ from svdpp.config.sampling import PromptedSampling
 from svdpp.driver.memory_check import check_memory
 from svdpp.driver.resolve import resolved_for
 from svdpp.driver.work import ClipWork
-from svdpp.errors import OutOfMemoryError
+from svdpp.errors import OutOfMemoryError, RequestError
 from svdpp.launch.gpus import visible_gpus
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.plan.costs import Costs
@@ -44,6 +44,17 @@ class ClipGate:
         """
         self._check_route(sampling)
         self._check_memory(sampling)
+
+    def why_no_route(self, sampling: SamplingConfig) -> str | None:
+        """Why the ranks cannot make a clip that another server has accepted; None if they can.
+
+        Memory does not count: what is free at the start of a server says little of later.
+        """
+        try:
+            self._check_route(sampling)
+        except RequestError as error:
+            return error.message
+        return None
 
     def check_inputs(
         self,

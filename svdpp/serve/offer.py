@@ -56,6 +56,7 @@ class Offer:
         model: its id.
         sampling: the defaults, resolved.
         sizes: width and height of the frames that clients may choose.
+        weights: fingerprint or commit of the model's weights; empty if they never change.
         drafts: whether the ranks draft clips that find them idle.
         inputs: what the model does with photographs and prompts.
         max_steps: of a clip.
@@ -65,6 +66,7 @@ class Offer:
     model: str
     sampling: SamplingConfig
     sizes: tuple[tuple[int, int], ...]
+    weights: str = ""
     drafts: bool = False
     inputs: Inputs = field(default_factory=Inputs)
     max_steps: int = MAX_STEPS

@@ -13,6 +13,7 @@ from pathlib import Path
 from svdpp.errors import ClosedError, OutputError, RequestError
 from svdpp.media import output_files
 from svdpp.serve import job_table
+from svdpp.serve.disk import RESERVE, Disk
 
 #: The folder for files that no job has; a disk of its own may have one before there is a queue.
 LOST = "lost+found"
@@ -48,6 +49,8 @@ class QueueFile:
             if not adopts:
                 _check_own(folder)
             opened.enter_context(_locked(folder))
+            self.disk = Disk(folder)
+            self.disk.keep_reserve()
             self._writer = opened.enter_context(contextlib.closing(_connect(self._path)))
             self._check_whole()
             job_table.create_tables(self._writer)
@@ -66,13 +69,10 @@ class QueueFile:
     def change(self) -> Iterator[sqlite3.Connection]:
         """A transaction: durable after the block, and nothing of it if the block raises."""
         with self._writing, self._errors(), _ended(self._writer):
+            self.disk.keep_reserve()
             self._writer.execute("BEGIN IMMEDIATE")
             yield self._writer
-            if self._on_disk() != self._opened_as:  # SQLite would write to what nobody finds again
-                raise OutputError(
-                    f"the queue {str(self._path)!r} was removed or replaced while it was in use",
-                    "move it back to its place, or end the server and restore it",
-                )
+            self.check_there()
             self._writer.execute("COMMIT")
 
     @contextlib.contextmanager
@@ -81,6 +81,18 @@ class QueueFile:
         with self._reading, self._errors(), _ended(self._reader):
             self._reader.execute("BEGIN")
             yield self._reader
+
+    def check_there(self) -> None:
+        """Checks that the file still has its name; SQLite writes also to one without a name.
+
+        Raises:
+            OutputError: it was removed or replaced.
+        """
+        if self._on_disk() != self._opened_as:
+            raise OutputError(
+                f"the queue {str(self._path)!r} was removed or replaced while it was in use",
+                "move it back to its place, or end the server and restore it",
+            )
 
     def _check_whole(self) -> None:
         (found,) = self._writer.execute("PRAGMA quick_check(1)").fetchone()
@@ -132,7 +144,7 @@ def _check_own(folder: Path) -> None:
         RequestError: it has files and no queue.
         OSError: it cannot be read.
     """
-    names = set(os.listdir(folder)) - {_LOCK, LOST} if folder.exists() else set()
+    names = set(os.listdir(folder)) - {_LOCK, LOST, RESERVE} if folder.exists() else set()
     if names and _NAME not in names:
         raise RequestError(
             f"the data folder {str(folder)!r} has no queue, but other files, such as "

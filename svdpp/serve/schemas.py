@@ -71,11 +71,22 @@ class CommonVideo(BaseModel):
     draft: Draft
     has_draft: Annotated[bool, Field(description="Whether `content?variant=draft` exists now.")]
     place: Annotated[int | None, Field(description="Clips before it; null once it is begun.")]
+    held: Annotated[
+        str | None,
+        Field(
+            description="Why the queued clip waits for another start of the server, such as one "
+            "with its model; null if the ranks take it."
+        ),
+    ]
     eta_seconds: float | None
     step: int
     rank: int | None
     error: ErrorBody | None
     proof: Proof
+    proof_reason: Annotated[
+        str | None,
+        Field(description="Why a `failed` comparison was not possible, or what is `different`."),
+    ]
 
 
 class SvdVideo(CommonVideo):
@@ -207,9 +218,10 @@ class EngineStatus(BaseModel):
 
 
 class Health(BaseModel):
-    """Whether the ranks live."""
+    """Whether the ranks live, or whether requests are taken."""
 
     status: Literal["ok", "unavailable"]
+    reason: str | None
     state: Literal["starting", "ready", "restarting", "closing"]
     ranks: int
     restarts: int
@@ -239,7 +251,6 @@ def seconds_of(frames: int, fps: int) -> str:
 def video_of(
     job: Job,
     *,
-    model: str,
     place: int | None = None,
     eta_seconds: float | None = None,
     steps_done: int = 0,
@@ -251,7 +262,6 @@ def video_of(
 
     Args:
         job: as stored.
-        model: its id.
         place: number of clips that begin before it; None if it is not waiting.
         eta_seconds: until it is completed; None if unknown or final.
         steps_done: of a running clip.
@@ -268,7 +278,7 @@ def video_of(
     values["input"] = Input(name=job.photo_name, sha256=job.photo_sha256) if job.photo else None
     return _VIDEOS[job.sampling.family](
         id=job.id,
-        model=model,
+        model=job.model or "unknown",
         status=job.state,
         progress=100 if is_done else min(99, 100 * step // steps),
         created_at=int(job.created_at),
@@ -281,11 +291,13 @@ def video_of(
         draft="auto" if job.wants_draft else "off",
         has_draft=has_draft,
         place=place,
+        held=job.held if job.state is JobState.QUEUED else None,
         eta_seconds=None if eta_seconds is None else round(max(0.0, eta_seconds), 3),
         step=step,
         rank=rank,
         error=None if job.error is None else error_body(job.error),
         proof=job.proof,
+        proof_reason=job.proof_reason,
     )
 
 

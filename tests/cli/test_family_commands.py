@@ -12,6 +12,7 @@ import yaml
 from svdpp.bench.config import read_grid
 from svdpp.bench.runner import Bench
 from svdpp.cli.bench_fields import pipeline_config
+from svdpp.cli.options.model import ModelOptions
 from svdpp.config import LtxSampling, ModelConfig, PipelineConfig, WanSampling
 from svdpp.diagnostics import doctor
 from svdpp.diagnostics.cost_profile import Profile, measured_config
@@ -62,6 +63,14 @@ def test_a_rehearsal_has_figures(
     assert [(rank["start"], rank["end"]) for rank in found["ranks"]] == ranges
     assert all(rank["tflops"] > 0 for rank in found["ranks"])
     assert found["measured"]["makespan_seconds"] > 0
+
+
+@pytest.mark.parametrize("name", ["wan", "ltx"])
+def test_on_cuda_the_precision_is_that_of_diffusers_examples(
+    name: str, folders: dict[str, str]
+) -> None:
+    model = ModelOptions(model=folders[name])
+    assert (model.to_config("cuda").dtype, model.to_config("cpu").dtype) == ("bf16", "fp32")
 
 
 @pytest.mark.long

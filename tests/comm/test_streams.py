@@ -21,14 +21,13 @@ ALLOWED = {
     "worker/peak_memory.py": {"synchronize"},  # measures a part's memory, not a clip
     # Once for a clip and rank:
     "models/svd/decode.py": {"all"},  # are the decoded frames finite?
-    "models/range_model.py": {"all", "numpy"},  # the same; a prepared image is on the host
-    "models/step_range.py": {"item"},  # two counters of a solver
-    "models/ltx/model.py": {"cpu"},  # the state of a random generator
+    "models/engine/model.py": {"all", "numpy"},  # the same; image and structure are on the host
     # Take tensors on the host, from `to_host` or from files:
     "worker/tensor_store.py": {"numpy"},
     "worker/latent_checkpoints.py": {"numpy"},
     "worker/draft_results.py": {"numpy"},
-    "comm/transport.py": {"numpy", "tolist"},
+    "comm/packet.py": {"numpy"},
+    "comm/transport.py": {"numpy"},
     "verification/report.py": {"numpy"},
     "verification/result.py": {"any", "max"},
     "verification/verify.py": {"max"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -139,6 +140,19 @@ def test_files_of_no_job_are_kept_in_another_place(store: JobStore, folder: Path
     assert all(path.parent == place and path.read_bytes() == bytes(25) for path in moved)
     assert ids(store) == ids_of_files(folder) == {id, waiting}
     assert set_strangers_aside(store, folder) == []
+
+
+def test_an_older_copy_of_the_queue_costs_no_clip(store: JobStore, folder: Path) -> None:
+    old = finished(store, folder, 1.0)
+    store.close()
+    copy = (folder / "queue.sqlite3").read_bytes()
+    with contextlib.closing(JobStore(folder)) as later:
+        new = finished(later, folder, 2.0)
+    (folder / "queue.sqlite3").write_bytes(copy)
+    with contextlib.closing(JobStore(folder)) as restored:
+        assert len(set_strangers_aside(restored, folder)) == len(FILES)
+        assert ids(restored) == ids_of_files(folder) == {old}
+        assert len(list(folder.glob(f"lost+found/*/{new}.*"))) == len(FILES)
 
 
 def test_what_a_server_did_not_make_is_left_alone(

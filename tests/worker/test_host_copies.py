@@ -5,6 +5,8 @@ Tensors on the CPU take the place of a GPU's: they refuse what those refuse.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 from unittest.mock import Mock
@@ -13,10 +15,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from svdpp.comm import streams
 from svdpp.comm.packet import Packet
 from svdpp.comm.transport import Transport
 from svdpp.config import ClipRequest, LatentSpec, ModelConfig, PipelineConfig, SvdSampling
-from svdpp.diagnostics import rank_probe
+from svdpp.diagnostics import draft_simulator, rank_probe
 from svdpp.diagnostics.draft_simulator import DraftSimulator
 from svdpp.models.base import LATENTS, Tensors
 from svdpp.models.dummy import DummyModel
@@ -69,6 +72,24 @@ def _on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DummyModel, "decode", decode_there)
     for module in (tensor_store, latent_checkpoints):
         monkeypatch.setattr(module, "save", save)
+
+
+@pytest.fixture(autouse=True)
+def _copies_wait(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every copy waits for the work that was queued when its tensor was handed over."""
+    marked: Any = object()
+    waited: list[object] = []
+
+    @contextmanager
+    def beside(_: streams.SideStream, after: object = None) -> Iterator[None]:
+        waited.append(after)
+        yield
+
+    monkeypatch.setattr(streams.SideStream, "beside", beside)
+    for module in (streams, reference, latent_checkpoints, rank_probe, draft_simulator):
+        monkeypatch.setattr(module, "mark", lambda _: marked)
+    yield
+    assert all(after is marked for after in waited)
 
 
 def _model() -> DummyModel:
@@ -127,19 +148,21 @@ def test_a_rank(tmp_path: Path) -> None:
     assert list((tmp_path / "checkpoints").glob("*.safetensors"))
 
 
-def test_a_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    payloads: list[torch.Tensor] = []
-    monkeypatch.setattr(dist, "send", lambda tensor, _: payloads.append(tensor))
-    link = Transport(0, CPU, "gloo", Mock(), checksum=True)
+@pytest.mark.parametrize(("backend", "payload"), [("gloo", torch.Tensor), ("nccl", DeviceTensor)])
+def test_a_link(backend: str, payload: type[torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[type[torch.Tensor]] = []
+    for name in ("send", "isend"):
+        monkeypatch.setattr(dist, name, lambda tensor, _: sent.append(type(tensor)))
+    link = Transport(0, CPU, backend, Mock(), checksum=True)
     link.send(Packet(0, 1, 0.0, _model().encode({}, ClipRequest(seed=0))), 1)
     link.drain()
-    assert [type(payload) for payload in payloads] == [torch.Tensor] * 2
+    assert sent == [torch.Tensor, torch.Tensor, payload]  # header, description
     link.close()
 
 
 def test_a_comparison_of_two_equal_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     noise = _model().encode({}, ClipRequest(seed=0))
-    monkeypatch.setattr(rank_probe, "_random_packet", lambda _: noise)
+    monkeypatch.setattr(DummyModel, "probe_packet", lambda _: noise)
     monkeypatch.setattr(rank_probe, "_device", lambda *_: CPU)
     answer = rank_probe._step_twice(Mock(), CONFIG, None)
     assert len(set(answer["sha256"])) == 1
