@@ -50,7 +50,7 @@ class VerificationError(SvdppError):
 
 
 class OutOfMemoryError(SvdppError, MemoryError):
-    """Too little memory: the message says what was asked for and free, the hint which knob."""
+    """Too little memory: the message says for what, the hint which option lowers it."""
 
     exit_code = 4
     meaning = "out of memory"

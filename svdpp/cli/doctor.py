@@ -61,10 +61,10 @@ def doctor(
     The checks are devices, transfers, ffmpeg, model, memory and determinism. Nothing is downloaded.
     The exit code is that of the first check that fails.
     """
+    config = _examined(launched, ranks, model, sampling)
     console.info("importing PyTorch and diffusers, then trying one thing after the other")
     from svdpp.diagnostics.doctor import Examination, examine
 
-    config = _examined(launched, ranks, model, sampling)
     checks = []
     for check in examine(Examination(config, folder.out)):
         checks.append(check)

@@ -155,6 +155,7 @@ def _settings(
         max_steps=asked.max_steps,
         max_frames=asked.max_frames,
         limits=Limits(upload_bytes=asked.max_upload_mb * 2**20),
+        max_pixels=asked.max_pixels,
         retention=Retention(
             age_seconds=None if asked.keep_days is None else asked.keep_days * 86400,
             num_bytes=None if asked.keep_gb is None else int(asked.keep_gb * 1e9),

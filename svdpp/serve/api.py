@@ -27,7 +27,6 @@ from svdpp.serve.owner import Owner
 from svdpp.serve.page_files import page_file
 from svdpp.serve.schemas import EngineStatus, Health, Model, ModelList, Rank, RankSpan
 from svdpp.serve.service import Service
-from svdpp.serve.status_calls import StatusCalls
 
 _ABOUT = """
 Photographs and prompts in, clips out: video diffusion over several devices, bitwise equal to
@@ -71,7 +70,7 @@ def create_app(
         app.include_router(router, dependencies=[Depends(_bearer)] if owner_of else [])
     app.include_router(page)
     app.openapi = functools.cache(lambda: _document(app))  # type: ignore[method-assign]
-    return Guard(StatusCalls(app, service), service.metrics, app.state.limits, owner_of)
+    return Guard(app, service.metrics, app.state.limits, owner_of)
 
 
 def _document(app: FastAPI) -> dict[str, Any]:

@@ -131,7 +131,10 @@ def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 def _without_options(text: str) -> str:
     """`text` that names command-line options, with the names of the API instead."""
-    text = re.sub(r"--([a-z][a-z0-9-]*)", lambda match: match[1].replace("-", "_"), text)
+    # A limit of the server is named as whoever started it knows it.
+    text = re.sub(
+        r"--(?!max-megapixels)([a-z][a-z0-9-]*)", lambda match: match[1].replace("-", "_"), text
+    )
     return text.replace("num_inference_steps", "steps").replace("num_frames", "frames")
 
 

@@ -17,6 +17,7 @@ from svdpp.config.limits import MAX_FRAMES, MAX_STEPS
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.resolve import resolved_for
 from svdpp.media import output_files, video
+from svdpp.media.image import MAX_PIXELS
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.plan.costs import Costs
 from svdpp.serve.api import create_app
@@ -34,7 +35,7 @@ from svdpp.serve.retention import CLIPS, LATENTS, PHOTOS, set_strangers_aside
 from svdpp.serve.server import Retention
 from svdpp.serve.service import Service
 from svdpp.serve.store import JobStore
-from svdpp.serve.upload import PhotoFolder
+from svdpp.serve.upload import DecodeLimits, PhotoFolder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +50,7 @@ class ServerSettings:
         max_steps: of a clip.
         max_frames: of a clip.
         limits: of each request.
+        max_pixels: of a photograph.
         retention: of finished jobs.
         verifies_when_idle: whether finished clips are verified without being asked for.
         costs: assumed before there is a measurement; None: published ones.
@@ -62,6 +64,7 @@ class ServerSettings:
     max_steps: int = MAX_STEPS
     max_frames: int = MAX_FRAMES
     limits: Limits = field(default_factory=Limits)
+    max_pixels: int = MAX_PIXELS
     retention: Retention = field(default_factory=Retention)
     verifies_when_idle: bool = False
     costs: Costs | None = None
@@ -154,7 +157,7 @@ def _service(settings: ServerSettings, folder: Path, store: JobStore) -> Service
     service = Service(
         folder=folder,
         store=store,
-        photos=PhotoFolder(folder / PHOTOS),
+        photos=PhotoFolder(folder / PHOTOS, DecodeLimits(max_pixels=settings.max_pixels)),
         engine=engine,
         events=events,
         metrics=metrics,

@@ -11,6 +11,7 @@ from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.sampling import parse_seeds
 from svdpp.errors import RequestError
 from tests.cli.shell import DEMO, PHOTO, TINY, assert_error, svdpp_here
+from tests.media.pictures import png
 
 
 @pytest.fixture(autouse=True)
@@ -153,6 +154,14 @@ def test_a_missing_file(command: str, more: tuple[str, ...]) -> None:
 def test_a_text_file_named_png(command: str) -> None:
     Path("text.png").write_text("hello")
     assert_error(svdpp_here(command, "text.png", *DEMO), 7, "'text.png' is not an image in PNG")
+
+
+def test_an_image_of_many_pixels_is_refused_with_the_option() -> None:
+    Path("big.png").write_bytes(png(6000, 4001, 1, 0, bytes(751 * 4001)))
+    answer = svdpp_here("run", "big.png", *DEMO)
+    assert_error(answer, 7, "6000x4001 pixels, the limit is 24 million", "raise --max-megapixels")
+    answer = svdpp_here("run", "big.png", *DEMO, "--max-megapixels", "60")
+    assert_error(answer, 2, "--max-megapixels must be 1 to 50, got 60")
 
 
 def test_two_missing_files_are_reported_at_once() -> None:
@@ -353,7 +362,7 @@ def test_texts_that_are_no_seeds(text: str) -> None:
     assert caught.value.message.isprintable()
 
 
-@pytest.mark.timeout(3)
+@pytest.mark.timeout(60)  # a quadratic search takes hours
 @pytest.mark.parametrize("text", ["0-99999", "0-99998,100000-199999", "0-99998,0-99999"])
 def test_many_seeds_are_read_or_refused_at_once(text: str) -> None:
     try:

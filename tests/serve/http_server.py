@@ -67,7 +67,9 @@ class HttpServer:
         assert self._url, self.err
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         self.url = self._url
-        self.client = httpx.Client(base_url=self.url, headers=headers, timeout=HANG_SECONDS)
+        self.client = httpx.Client(
+            base_url=self.url, headers=headers, timeout=HANG_SECONDS, trust_env=False
+        )
 
     def _read(self) -> None:
         assert self.process.stderr is not None

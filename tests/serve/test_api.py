@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.media.pictures import png
 from tests.serve.http_server import (
     HANG_SECONDS,
     PHOTO,
@@ -117,6 +118,13 @@ def test_a_wrong_request_is_refused_at_once(
     assert "--" not in error["message"]  # the names of the API, not of the command line
     assert server.client.get("/v1/videos?limit=1").json()["first_id"] == before["first_id"]
     assert not list((server.folder / "photos").glob(".upload*"))
+
+
+def test_a_photograph_of_many_pixels_is_refused_with_the_option(server: HttpServer) -> None:
+    photo = png(6000, 4001, 1, 0, bytes(751 * 4001))
+    error = error_of(server.request(photo=photo), 422, "invalid_image")
+    assert "6000x4001 pixels, the limit is 24 million" in error["message"]
+    assert "--max-megapixels" in error["hint"]
 
 
 def test_a_body_that_is_no_form(server: HttpServer) -> None:

@@ -162,6 +162,7 @@ def test_events_tell_states_steps_and_places(tmp_path: Path) -> None:
     assert len(set(places)) > 1
 
 
+@pytest.mark.timing
 def test_promises_are_kept(tmp_path: Path) -> None:
     config = dummy_config(2, step_seconds=0.1)
     with serving(tmp_path, config) as service:

@@ -91,7 +91,7 @@ def resident_bytes(server: HttpServer) -> float:
 
 
 def test_a_client_that_does_not_wait_for_the_answer(server: HttpServer) -> None:
-    post = httpx.Client(base_url=server.url).build_request(
+    post = httpx.Client(trust_env=False, base_url=server.url).build_request(
         "POST", "/v1/videos", files={"input_reference": ("left.jpg", PHOTO)}, data={"steps": "3"}
     )
     lines = "".join(f"{name}: {value}\r\n" for name, value in post.headers.items())

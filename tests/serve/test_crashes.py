@@ -144,6 +144,7 @@ def test_checkpoints_of_a_killed_server_are_removed_after_the_last_clip(tmp_path
 
 
 @pytest.mark.long
+@pytest.mark.timing
 def test_a_server_killed_beside_a_stopped_rank(folder: Path) -> None:
     with HttpServer(folder, *_OPTIONS) as server:
         ids = _begin(server)

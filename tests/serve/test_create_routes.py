@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from base64 import b64encode
 from collections.abc import Iterator
@@ -26,7 +27,8 @@ URL = f"data:image/jpeg;base64,{BASE64}"
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServer]:
-    with HttpServer(tmp_path_factory.mktemp("data"), *DEMO) as demo:
+    folder = tmp_path_factory.mktemp("server")
+    with HttpServer(folder / "data", *DEMO, "--log-file", str(folder / "log")) as demo:
         demo.wait_ready()
         yield demo
 
@@ -101,6 +103,27 @@ def test_json_has_a_limit_of_its_own(demo: HttpServer) -> None:
     assert error["details"] == {"limit_bytes": 16 * 2**20}
 
 
+def test_the_log_names_the_video_and_no_poll(demo: HttpServer) -> None:
+    (id,) = demo.add(**OURS)
+    demo.wait_for(id, "completed")
+    lines = (demo.folder.parent / "log").read_text().splitlines()
+    said = [json.loads(line)["record"]["message"] for line in lines]
+
+    assert {f"{id} is requested", f"{id} is finished", f"{id} is completed"} <= set(said)
+    assert any(message.startswith(f"send {id} at step") for message in said)
+    assert not [message for message in said if "clip 0" in message or "/v1/" in message]
+
+
+def test_a_client_that_goes_away_is_not_waited_for(server: HttpServer) -> None:
+    with pytest.raises(httpx.ReadTimeout):
+        server.client.post(SYNC, json={"input_reference": BASE64, "steps": 1000}, timeout=1)
+    (video,) = server.client.get("/v1/videos?status=in_progress").json()["data"]
+    streams = "svdpp_event_streams 0.0"
+    wait(lambda: streams in server.client.get("/metrics").text, HANG_SECONDS)
+    assert server.video(video["id"])["status"] == "in_progress"
+    server.client.delete(f"/v1/videos/{video['id']}")
+
+
 def test_a_clip_that_is_cancelled_ends_the_wait(server: HttpServer) -> None:
     answers: list[httpx.Response] = []
 
@@ -113,7 +136,7 @@ def test_a_clip_that_is_cancelled_ends_the_wait(server: HttpServer) -> None:
     running = "/v1/videos?status=in_progress"
     wait(lambda: server.client.get(running).json()["data"], HANG_SECONDS)
     (video,) = server.client.get(running).json()["data"]
-    server.client.delete(f"/v1/videos/{video['id']}")
+    server.client.post(f"/v1/videos/{video['id']}/cancel")
     thread.join(HANG_SECONDS)
 
     error = error_of(answers[0], 409, "not_completed")

@@ -21,7 +21,7 @@ from svdpp.errors import OutOfMemoryError, OutputError
 from svdpp.launch.world import World
 from svdpp.serve.job import JobState
 from tests.driver.dummies import HANG_SECONDS
-from tests.faults.processes import wait_until
+from tests.faults.processes import allowing_for_others, wait_until
 from tests.serve.engines import (
     Serving,
     demo_config,
@@ -179,8 +179,10 @@ def test_a_dead_fork_server_is_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timing
 def test_a_stopped_rank_is_replaced(tmp_path: Path) -> None:
-    config = dummy_config(2, step_seconds=0.05, heartbeat_timeout_seconds=3.0)
+    timeout = allowing_for_others(3)
+    config = dummy_config(2, step_seconds=0.05, heartbeat_timeout_seconds=timeout)
     with serving(tmp_path, config, stop=(1, 0, 5)) as service:
         ids = service.add(0, 1, 2)
         service.wait_for_step(ids[0], 5)

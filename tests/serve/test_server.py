@@ -230,8 +230,10 @@ def test_owners_see_only_their_own_clips(tmp_path: Path) -> None:
     options = (*QUICK, "--host", "0.0.0.0", "--api-key-file", str(key_file))
     with HttpServer(tmp_path / "data", *options, key=alice) as server:
         (id,) = server.add(steps=20)
-        anyone = httpx.Client(base_url=server.url)
-        other = httpx.Client(base_url=server.url, headers={"Authorization": f"Bearer {bob}"})
+        anyone = httpx.Client(trust_env=False, base_url=server.url)
+        other = httpx.Client(
+            trust_env=False, base_url=server.url, headers={"Authorization": f"Bearer {bob}"}
+        )
         with anyone, other:
             error_of(anyone.get("/v1/videos"), 401, "invalid_api_key")
             error_of(anyone.get(f"/v1/videos/{id}"), 401, "invalid_api_key")

@@ -156,13 +156,13 @@ def test_a_link(backend: str, payload: type[torch.Tensor], monkeypatch: pytest.M
     link = Transport(0, CPU, backend, Mock(), checksum=True)
     link.send(Packet(0, 1, 0.0, _model().encode({}, ClipRequest(seed=0))), 1)
     link.drain()
-    assert sent == [torch.Tensor, payload]
+    assert sent == [torch.Tensor, torch.Tensor, payload]  # header, description
     link.close()
 
 
 def test_a_comparison_of_two_equal_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     noise = _model().encode({}, ClipRequest(seed=0))
-    monkeypatch.setattr(rank_probe, "_random_packet", lambda _: noise)
+    monkeypatch.setattr(DummyModel, "probe_packet", lambda _: noise)
     monkeypatch.setattr(rank_probe, "_device", lambda *_: CPU)
     answer = rank_probe._step_twice(Mock(), CONFIG, None)
     assert len(set(answer["sha256"])) == 1

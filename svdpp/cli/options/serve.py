@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 from svdpp.cli.options.declare import COSTS, RECOVERY, SERVICE, VIDEO, flag, option
+from svdpp.cli.options.inputs import ImageOptions
 from svdpp.config import SamplingConfig
 from svdpp.config.limits import MAX_FRAMES, MAX_STEPS, check_seconds, check_whole, is_number, shown
 from svdpp.errors import RequestError
@@ -17,7 +18,7 @@ _MAX_SIZES = 32
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeOptions:
+class ServeOptions(ImageOptions):
     """Where the service listens, what it keeps, and what clients may request."""
 
     host: Annotated[
@@ -179,6 +180,7 @@ class ServeOptions:
     ] = 15.0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_seconds("--heartbeat-timeout", self.heartbeat_timeout)
         check_whole("--port", self.port, 0, _MAX_PORT)
         check_whole("--max-queue", self.max_queue, 1, _MAX_QUEUE)
