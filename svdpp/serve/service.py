@@ -281,6 +281,7 @@ class Service:
             model=self.offer.model,
             eta_seconds=eta,
             place=None if estimate is None else estimate.place or 0,
+            steps_done=0 if clip is None else clip.progress.steps_done,
         )
 
     def videos(
