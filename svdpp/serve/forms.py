@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, cast
 from fastapi import UploadFile
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
+from svdpp.config import SAMPLING_CLASSES, own_params
 from svdpp.config.limits import (
     MAX_FLOW_SHIFT,
     MAX_FPS,
@@ -195,7 +196,7 @@ PHOTO_FIELDS = frozenset(_Photo.model_fields.keys() - VideoRequest.model_fields.
 #: The fields of all servers' forms.
 ALL_FIELDS = frozenset(
     name for form in (*_FAMILIES.values(), *_PHOTOS.values()) for name in form.model_fields
-)
+) | frozenset(name for kind in SAMPLING_CLASSES.values() for name in own_params(kind))
 
 
 def form_of(family: str, photo: Use) -> type[VideoRequest]:
@@ -205,5 +206,12 @@ def form_of(family: str, photo: Use) -> type[VideoRequest]:
         family: of its model.
         photo: what its clips do with photographs.
     """
-    bases = (_PHOTOS[photo], _FAMILIES[family])
-    return create_model("VideoRequest", __base__=bases, __doc__=VideoRequest.__doc__)
+    bases = (_PHOTOS[photo], _FAMILIES.get(family, _Prompted))
+    own: dict[str, Any] = {
+        name: (
+            type(param.default) | None,
+            Field(None, ge=0, le=param.highest, description=param.help),
+        )
+        for name, param in own_params(SAMPLING_CLASSES[family]).items()
+    }
+    return create_model("VideoRequest", __base__=bases, __doc__=VideoRequest.__doc__, **own)
