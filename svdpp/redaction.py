@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,10 @@ _SECRET_NAME = re.compile(r"TOKEN|KEY|SECRET|PASSW|AUTH|CREDENTIAL", re.IGNORECA
 _MIN_SECRET_LENGTH = 8
 # huggingface.co issues hf_ and 34 letters and digits; older tokens can have 30.
 _HUB_TOKEN = re.compile(r"hf_[A-Za-z0-9]{30,}")
+#: The folders of a path; with blanks if it is quoted, or all that there is.
+_FOLDERS = re.compile(
+    r"""(?<=['"])~?/[^'"]*/(?=[^'"/])|\A~?/[^'"]*/(?=[^/]+\Z)|(?<![\w:/.~'"])~?/\S*/(?=[^\s/])"""
+)
 _URL_PASSWORD = re.compile(r"(?<=://)[^/\s@'\"]+@")
 
 
@@ -34,15 +39,20 @@ def redact(text: str) -> str:
     return text
 
 
-def redact_all(value: Any) -> Any:
+def redact_all(value: Any, how: Callable[[str], str] = redact) -> Any:
     """A JSON value with every string in it redacted, except keys."""
     if isinstance(value, str):
-        return redact(value)
+        return how(value)
     if isinstance(value, dict):
-        return {key: redact_all(each) for key, each in value.items()}
+        return {key: redact_all(each, how) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return [redact_all(each) for each in value]
+        return [redact_all(each, how) for each in value]
     return value
+
+
+def without_folders(text: str) -> str:
+    """`text` with only the last part of each absolute path, for readers elsewhere."""
+    return _FOLDERS.sub("", text)
 
 
 def redact_tokens(text: str) -> str:

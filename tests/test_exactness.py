@@ -92,12 +92,14 @@ def test_every_knob_gives_diffusers_bits(tiny: Path, changes: dict[str, Any]) ->
     _assert_equal(ModelConfig(name=str(tiny)), replace(SMALL, **changes))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
 def test_every_precision_gives_diffusers_bits(tiny: Path, dtype: Any) -> None:
     # fp16 takes the path on which diffusers lifts the VAE to float32 for the encode.
     _assert_equal(ModelConfig(name=str(tiny), dtype=dtype), SMALL)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("vae_factor", [2, 4])
 def test_other_vaes_give_diffusers_bits(tmp_path: Path, vae_factor: int) -> None:
     folder = save_tiny_checkpoint(tmp_path / "model", vae_factor=vae_factor, num_frames=3, seed=3)

@@ -45,6 +45,9 @@ if TYPE_CHECKING:
     from svdpp.media.inputs import ClipInput
 
 
+_UNLOCKED = "warning: the --out folder cannot be locked ({}): start no other run into it meanwhile"
+
+
 @command(
     examples=(
         "svdpp run photo.jpg",
@@ -80,6 +83,7 @@ def run(
     request is checked before weights are loaded.
     """
     from svdpp.launch import fork_server
+    from svdpp.media.output_files import locked
 
     inputs, sampling = without_other_seeds(context, inputs, sampling)
     asked = RunRequest(
@@ -111,10 +115,11 @@ def run(
         show_dry_run(console, asked, config, found, remarks)
         return
     outputs = traces.checked()
-    pipeline, clips = _planned(console, asked, config, found, outputs)
-    console.infos(remarks)
-    options = given_options(context, output.place().folder)
-    _make(console, asked, pipeline, clips, refused, outputs, options)
+    with locked(asked.policy.manifest) as why_not:
+        pipeline, clips = _planned(console, asked, config, found, outputs)
+        console.infos([*remarks, *([_UNLOCKED.format(why_not)] if why_not else [])])
+        options = given_options(context, output.place().folder)
+        _make(console, asked, pipeline, clips, refused, outputs, options)
 
 
 def _serve(console: Console, asked: RunRequest, config: PipelineConfig, world: World) -> None:

@@ -131,7 +131,10 @@ class Transport:
         link.start(lambda: self._send(link, packet, payload, after))
 
     def drain(self) -> None:
-        """Waits until every packet sent has been received.
+        """Waits until the memory of every packet sent may be used again.
+
+        Its bytes may still be in NCCL's buffers: this process must not end before the receivers
+        have them.
 
         Raises:
             TransportError: one of them could not be sent.

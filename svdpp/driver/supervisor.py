@@ -105,15 +105,21 @@ class Supervisor:
         Raises:
             SvdppError: a rank does not.
         """
-        for rank in range(self._group.world_size):
-            self.send(rank, Stop().to_bytes())
+        self._send_stop()
         deadline = time.monotonic() + timeout
         while not self._liveness.all_finished:
             self.step()
             if time.monotonic() > deadline:
                 raise RankError("ranks did not end after their last clip")
+        # Only now: a rank that ends takes with it what NCCL has not delivered. All of its clips may
+        # be reported before that, because the ranks go on with what an accepted draft replaces.
+        self._send_stop()
         if not self._group.end(_END_SECONDS):
             raise RankError("ranks reported the end of their work, but did not exit with code 0")
+
+    def _send_stop(self) -> None:
+        for rank in range(self._group.world_size):
+            self.send(rank, Stop().to_bytes())
 
     def kill(self, error: BaseException | None = None) -> None:
         """Ends every rank at once, and sends `error` to other hosts; harmless after `stop`."""

@@ -19,7 +19,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from svdpp.errors import OutputError, SvdppError
+from svdpp.errors import OutputError, RequestError, SvdppError
 
 
 @contextlib.contextmanager
@@ -57,6 +57,38 @@ def atomic_output(name: str, suffix: str, files: re.Pattern[str] | None = None) 
             remove(temporary)
         if lock >= 0:
             os.close(lock)
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[str]:
+    """Let no other process into the block that also names `path`, from this host or another.
+
+    Missing folders of `path` are created; if the last one is empty after the block, it is removed.
+
+    Yields:
+        Why the file system cannot lock; "" if `path` is locked.
+
+    Raises:
+        RequestError: another process is in the block.
+        OutputError: its folder cannot be written.
+    """
+    folder = path.parent
+    check_writable(folder)
+    is_new = not folder.exists()
+    lock = folder / f".svdpp-lock-{_checksum(path.name)}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor, why_not = _lock(lock)
+    except OSError as error:
+        raise OutputError(f"{str(lock)!r} cannot be written: {reason(error)}") from error
+    try:
+        yield why_not
+    finally:
+        lock.unlink(missing_ok=True)
+        os.close(descriptor)
+        if is_new:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
 
 
 def remove_abandoned(folder: Path) -> None:
@@ -135,6 +167,27 @@ def sync(path: Path) -> None:
 def reason(error: Exception) -> str:
     """The error's `strerror`, else its text, else its type."""
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
+
+
+def _lock(lock: Path) -> tuple[int, str]:
+    """A descriptor of the file `lock`, and why it is not locked; "" if it is."""
+    while True:
+        # NFS locks only files that are open for writing.
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Not a file that the run before has just removed.
+            if lock.exists() and os.path.samestat(os.fstat(descriptor), lock.stat()):
+                return descriptor, ""
+        except BlockingIOError:
+            os.close(descriptor)
+            raise RequestError(
+                f"another svdpp run is writing into {str(lock.parent)!r}",
+                "wait until it has ended, or name another --out",
+            ) from None
+        except OSError as error:
+            return descriptor, reason(error)
+        os.close(descriptor)
 
 
 def _probe(folder: Path) -> None:
@@ -220,4 +273,8 @@ def _hidden_name() -> str:
 
 def _host() -> str:
     """A hash of the host name in eight characters: the name can be long and have any character."""
-    return f"{zlib.crc32(os.fsencode(socket.gethostname())):08x}"
+    return _checksum(socket.gethostname())
+
+
+def _checksum(name: str) -> str:
+    return f"{zlib.crc32(os.fsencode(name)):08x}"

@@ -61,13 +61,6 @@ class ClipOrders:
         Raises:
             RequestError: the ranks cannot make it.
         """
-        own = self._config.sampling.family
-        if job.sampling.family != own:
-            raise RequestError(
-                f"the server runs a model of the family {own} now, and the video is for the "
-                f"family {job.sampling.family}",
-                "request it again from a server of that model",
-            )
         output = self._output(job)
         metadata = self._metadata(job, output)
         key = self._key(job, metadata)

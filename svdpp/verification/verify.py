@@ -26,6 +26,7 @@ from svdpp.verification.result import (
     compare_frames,
     compare_latents,
 )
+from svdpp.worker import peak_memory
 from svdpp.worker.fault_injection import InjectedFault
 from svdpp.worker.tensor_store import TensorStore
 
@@ -85,6 +86,8 @@ def run_pipelined(
         resolve(config.alone(), weights="all")
     with pipeline:
         results = pipeline.run(requests)
+    if pipeline.world is not None:  # this process was rank 0; the reference needs its memory
+        peak_memory.reset_peak()
     conditions: dict[str, Any] = results[0].metadata["conditions"]
     return conditions
 

@@ -153,7 +153,7 @@ class PipelineStage:
         self._reporter.at(None)
 
     def finish(self) -> None:
-        """Waits until every packet is received and every clip is written."""
+        """Waits until every packet has left and every clip is written."""
         with self._waiting(None):
             self._transport.drain()
             self._clip_writer.finish()

@@ -24,6 +24,7 @@ HEADERS = st.builds(
 HEADER = Header(3, 8, 5, 1.5, 40, 12)
 
 
+@pytest.mark.long
 @given(HEADERS)
 def test_header_survives_the_wire(header: Header) -> None:
     data = header.pack()
@@ -37,6 +38,7 @@ def test_random_bytes_are_refused(data: bytes) -> None:
         Header.unpack(data)
 
 
+@pytest.mark.long
 @given(HEADERS, st.integers(0, HEADER_BYTES - 1), st.integers(1, 255))
 def test_a_changed_byte_gives_another_header_or_an_error(
     header: Header, position: int, change: int

@@ -64,7 +64,7 @@ def uninterrupted() -> list[str]:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("victim", [1, 2, 3])
+@pytest.mark.parametrize("victim", [pytest.param(1, marks=pytest.mark.promise), 2, 3])
 def test_after_a_kill_at_every_hand_over(
     victim: int, tmp_path: Path, uninterrupted: list[str]
 ) -> None:

@@ -31,7 +31,7 @@ from tests.models.range_checks import (
 )
 from tests.models.tiny_families import save_tiny_ltx, save_tiny_wan
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("one_thread")]
 
 SIZES: dict[str, Any] = {
     **{"num_inference_steps": 2, "height": 96, "width": 96, "num_frames": 9},

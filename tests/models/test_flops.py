@@ -33,6 +33,8 @@ from tests.diagnostics.made_up_runs import replayed, with_rank
 from tests.models.range_checks import model_of, nothing, read_folder, request_of
 from tests.models.tiny_families import save_tiny_ltx, save_tiny_wan
 
+pytestmark = pytest.mark.long
+
 DEMO = ModelConfig(name="demo")
 SAMPLING = SvdSampling(
     num_inference_steps=4, height=64, width=64, num_frames=6, decode_chunk_size=6

@@ -271,6 +271,7 @@ def _weights(names: Iterable[str]) -> set[str]:
     return {name for name in names if "safetensors" in name}
 
 
+@pytest.mark.long
 def test_only_configs_are_downloaded_without_weights(
     served: type[_Served], tiny: Path, cache: Path
 ) -> None:
@@ -343,6 +344,7 @@ def _on_host(host: int | None) -> World | None:
     return World(rank=2 * host, local_rank=0, size=4, local_size=2, host=host, num_hosts=2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("host", "expected"),
     [
@@ -480,6 +482,7 @@ def test_a_repository_without_weights_costs_no_download(
     assert not _weights(wan.requested)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault", ["broken", "refused", "disk", "shard"])
 def test_a_download_that_fails(
     wan: type[_Served], tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, fault: str

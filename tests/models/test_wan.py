@@ -12,6 +12,7 @@ import diffusers
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
+from transformers import TokenizersBackend
 
 from svdpp.config import ModelConfig, PipelineConfig, SvdSampling, WanSampling
 from svdpp.driver.pipeline import Pipeline
@@ -211,6 +212,17 @@ def test_frames_that_are_not_finite_are_an_error(save: Save) -> None:
     packet["latents"][:] = torch.nan
     with pytest.raises(NotFiniteError, match="VAE"):
         rank_for(STEPS, STEPS).decode(packet)
+
+
+def test_a_fast_tokenizer_saved_by_transformers_5_is_loaded(save: Save, tmp_path: Path) -> None:
+    folder = save(**T2V)
+    tokenizer = TokenizersBackend.from_pretrained(folder / "tokenizer")
+    pipe = diffusers.WanPipeline.from_pretrained(folder, tokenizer=tokenizer)
+    pipe.save_pretrained(tmp_path)
+    assert "TokenizersBackend" in (tmp_path / "model_index.json").read_text()
+    ours, other = (ranks(read_folder(each), sampling_of())(0, 0) for each in (tmp_path, folder))
+    embeds = [each.encode({}, request_of())["prompt_embeds"] for each in (ours, other)]
+    assert torch.equal(*embeds)
 
 
 def test_each_distinct_prompt_is_encoded_once(save: Save) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from svdpp.models.engine import ltx, wan
 from svdpp.models.engine.configs import Configs, Facts
 
-#: What transformers 5 writes for a fast tokenizer.
+#: transformers 5 also saves fast tokenizers as this class.
 _ANY_TOKENIZER = ("TokenizersBackend",)
 _T5 = ("T5TokenizerFast", "T5Tokenizer", *_ANY_TOKENIZER)
 _FLOW = ("FlowMatchEulerDiscreteScheduler", "UniPCMultistepScheduler")

@@ -12,12 +12,13 @@ export const PARAMETERS = ["prompt", "negative_prompt", "size", "steps", "frames
 export const parametersOf = (video) =>
   PARAMETERS.filter((name) => (video[name] ?? null) !== null && (name !== "fit" || video.input));
 
-export const PROOFS = {
+const PROOFS = {
   none: "not verified",
   asked: "to be verified when the ranks are idle",
   running: "being verified on one device",
   equal: "bitwise equal to diffusers on one device",
   different: "different from diffusers on one device",
+  failed: "could not be verified",
 };
 
 const NAME_LETTERS = 60;
@@ -47,7 +48,13 @@ export function proofOf(video) {
   return video.proof === "running" && queued + running > 0 ? "asked" : video.proof;
 }
 
+export function proofText(video) {
+  const words = PROOFS[proofOf(video)];
+  return video.proof_reason ? `${words}: ${video.proof_reason}` : words;
+}
+
 export function placeText(video) {
+  if (video.held) return `Waits: ${video.held}`;
   if (video.place === null) return video.step ? `Continues at step ${video.step}` : "Waiting";
   return video.place === 0 ? "Next" : `${plural(video.place, "clip")} before it`;
 }
