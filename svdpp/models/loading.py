@@ -16,6 +16,7 @@ import torch
 import tqdm
 import transformers.utils.logging
 from diffusers.configuration_utils import FrozenDict
+from transformers.initialization import no_init_weights
 from transformers.utils import is_protobuf_available, is_sentencepiece_available
 
 from svdpp.errors import ModelError, OutOfMemoryError, RequestError, is_out_of_memory
@@ -197,7 +198,10 @@ def new_module(cls: Any, folder: Path) -> Any:
         return cls.from_config(cls.load_config(folder, local_files_only=True))
     config = cls.config_class.from_pretrained(folder, local_files_only=True)
     config.dtype = torch.get_default_dtype()  # the config has the dtype of the files
-    return cls(config)
+    with no_init_weights():
+        module = cls(config)
+    module.tie_weights()
+    return module
 
 
 def fp32_parameters(module: torch.nn.Module) -> list[str]:

@@ -23,6 +23,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticKnownError, from_json
 
+from svdpp.config import SAMPLING_CLASSES, own_params
 from svdpp.config.limits import (
     MAX_FLOW_SHIFT,
     MAX_FPS,
@@ -266,7 +267,7 @@ PHOTO_FIELDS = frozenset(_Photo.model_fields.keys() - VideoRequest.model_fields.
 #: The fields of all servers' forms.
 ALL_FIELDS = frozenset(
     name for form in (*_FAMILIES.values(), *_PHOTOS.values()) for name in form.model_fields
-)
+) | frozenset(name for kind in SAMPLING_CLASSES.values() for name in own_params(kind))
 
 
 def form_of(
@@ -280,11 +281,19 @@ def form_of(
         max_steps: of a clip.
         max_frames: of a clip.
     """
+    own: dict[str, Any] = {
+        name: (
+            type(param.default) | None,
+            Field(None, ge=0, le=param.highest, description=param.help),
+        )
+        for name, param in own_params(SAMPLING_CLASSES[family]).items()
+    }
     steps = Annotated[int | None, Field(ge=1, le=max_steps, description="Denoising steps.")]
     return create_model(
         "VideoRequest",
-        __base__=(_PHOTOS[photo], _FAMILIES[family]),
+        __base__=(_PHOTOS[photo], _FAMILIES.get(family, _Prompted)),
         __doc__=VideoRequest.__doc__,
         steps=(steps, None),
         frames=(Annotated[int | None, Field(ge=1, le=max_frames)], None),
+        **own,
     )

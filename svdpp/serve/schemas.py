@@ -124,8 +124,14 @@ class LtxVideo(PromptedVideo):
     decode_noise_scale: float | None
 
 
+class FamilyVideo(PromptedVideo):
+    """One requested clip of another family, with its own parameters. Times are unix seconds."""
+
+    model_config = ConfigDict(extra="allow")
+
+
 #: A clip of any family: a queue may hold clips of a model that its server ran earlier.
-Video = SvdVideo | WanVideo | LtxVideo
+Video = SvdVideo | WanVideo | LtxVideo | FamilyVideo
 _VIDEOS: Mapping[str, type[Video]] = {"svd": SvdVideo, "wan": WanVideo, "ltx": LtxVideo}
 
 
@@ -276,7 +282,7 @@ def video_of(
     if job.sampling.family != "svd":
         values |= {"prompt": job.prompt, "negative_prompt": job.negative_prompt}
     values["input"] = Input(name=job.photo_name, sha256=job.photo_sha256) if job.photo else None
-    return _VIDEOS[job.sampling.family](
+    return _VIDEOS.get(job.sampling.family, FamilyVideo)(
         id=job.id,
         model=job.model or "unknown",
         status=job.state,

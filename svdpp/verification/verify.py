@@ -210,13 +210,8 @@ def _compare_histories(
 
 
 def latent_axes(config: PipelineConfig) -> str:
-    """The axes of the model's latents, one letter each: B, F (frames), C (channels), H, W.
-
-    Those of LTX-Video are packed: B, N (all positions), C.
-    """
-    if config.model.is_dummy:
-        return "BCFHW"
-    return {"svd": "BFCHW", "wan": "BCFHW", "ltx": "BNC"}[config.sampling.family]
+    """The axes of the model's latents, one letter each; see `CommonSampling.latent_axes`."""
+    return "BCFHW" if config.model.is_dummy else config.sampling.latent_axes
 
 
 def our_frames(config: PipelineConfig, ours: TensorStore, clip: int) -> Frames:

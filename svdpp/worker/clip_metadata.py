@@ -9,9 +9,16 @@ from dataclasses import fields
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    create_model,
+    field_validator,
+)
 
 from svdpp import __version__
 from svdpp.config import (
@@ -208,31 +215,24 @@ class _SvdMetadata(_ClipMetadata):
     decode_chunk_size: int
 
 
-class _WanMetadata(_ClipMetadata):
-    family: Literal["wan"]
+class _PromptedMetadata(_ClipMetadata):
     prompt: str
     negative_prompt: str | None
-    guidance_scale: float
-    guidance_scale_2: float | None
-    flow_shift: float | None
-    max_sequence_length: int
 
 
-class _LtxMetadata(_ClipMetadata):
-    family: Literal["ltx"]
-    prompt: str
-    negative_prompt: str | None
-    guidance_scale: float
-    guidance_rescale: float
-    decode_timestep: float
-    decode_noise_scale: float | None
-    max_sequence_length: int
+def _of_family(family: str) -> type[_ClipMetadata]:
+    """The metadata of a family with prompts: with all of its sampling parameters."""
+    types = get_type_hints(SAMPLING_CLASSES[family])
+    known = {*_PromptedMetadata.model_fields, "from_image"}
+    own: dict[str, Any] = {
+        name: (types[name], ...) for name in _sampling_fields(family) if name not in known
+    }
+    return create_model(f"_{family}", __base__=_PromptedMetadata, **own)
 
 
 _METADATA: Mapping[str, type[_ClipMetadata]] = {
     "svd": _SvdMetadata,
-    "wan": _WanMetadata,
-    "ltx": _LtxMetadata,
+    **{family: _of_family(family) for family in SAMPLING_CLASSES if family != "svd"},
 }
 
 

@@ -81,7 +81,8 @@ def test_figures_count_two_passes_with_guidance(folders: dict[str, str]) -> None
         count_flops(model, WanSampling(**sizes, guidance_scale=scale)) for scale in (1.0, 5.0)
     )
     assert two.step == 2 * one.step
-    assert (two.encode, two.decode) == (one.encode, one.decode)
+    assert two.encode == pytest.approx(2 * one.encode, rel=0.02)  # the negative prompt too
+    assert two.decode == one.decode
 
 
 @pytest.mark.processes

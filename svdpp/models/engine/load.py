@@ -21,6 +21,9 @@ from svdpp.models.loading import (
 )
 from svdpp.plan.layout import Roles
 
+#: Where the classes of components are; LTX-2 has some beside its pipelines.
+_LIBRARIES = ("diffusers", "transformers", "diffusers.pipelines.ltx2")
+
 
 @dataclass(kw_only=True)
 class Parts:
@@ -121,9 +124,9 @@ def new_scheduler(checkpoint: RowCheckpoint, sampling: Any) -> Any:
 
 def component_class(part: str, name: str) -> Any:
     """The class of a component, of diffusers or transformers."""
-    library = "diffusers" if hasattr(diffusers, name) else "transformers"
     with library_errors(part):
-        return getattr(importlib.import_module(library), name)
+        found = (importlib.import_module(library) for library in _LIBRARIES)
+        return next(getattr(library, name) for library in found if hasattr(library, name))
 
 
 def dtype_of(checkpoint: RowCheckpoint, part: str, dtype: str) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""Owns what is special about LTX-Video: its VAE's sizes, and the noise that its decode may draw."""
+"""Owns what is special about LTX-Video and LTX-2: sizes, guidance, noise of the decode."""
 
 from __future__ import annotations
 
@@ -64,6 +64,29 @@ def generator_device(checkpoint: Any, sampling: LtxSampling, device: str) -> str
     which takes no generator of the CPU.
     """
     return device if sampling.from_image and checkpoint.decode_draws else "cpu"
+
+
+def facts_2(configs: Configs) -> Facts:
+    """What the configs of an LTX-2 checkpoint say; refuses one whose decode draws noise.
+
+    Raises:
+        ModelError: the decode would draw noise from torch's global generator.
+    """
+    vae = configs.of("vae", decoder_inject_noise=[], timestep_conditioning=False)
+    if any(vae.values["decoder_inject_noise"]) or vae.values["timestep_conditioning"]:
+        raise vae.error("a decode that draws noise is not supported")
+    return {}
+
+
+def arguments_2(sampling: Any) -> dict[str, Any]:
+    """The block of LTX-2's spatio-temporal guidance in a list; the image as it is.
+
+    By default diffusers compresses the image by H.264 first, for which it needs PyAV.
+    """
+    has_stg = sampling.stg_scale > 0 or sampling.audio_stg_scale > 0
+    blocks = [sampling.stg_block] if has_stg else None
+    image = {"image_crf": 0} if sampling.from_image else {}
+    return {"spatio_temporal_guidance_blocks": blocks, **image}
 
 
 def _compression(vae: JsonFile) -> tuple[int, int]:

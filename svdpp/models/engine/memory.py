@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from PIL import Image
 from torch.utils._pytree import tree_map
 
@@ -30,7 +31,6 @@ from svdpp.models.engine.load import (
     unused_parts,
 )
 from svdpp.models.engine.model import EngineModel
-from svdpp.models.engine.values import describe, zeros
 from svdpp.models.loading import new_module
 from svdpp.models.memory import FakeRun, MemoryEstimate, PartMemory, joined, num_bytes
 from svdpp.plan.layout import Roles
@@ -147,4 +147,13 @@ class _Hollow:
         finally:
             self._inside = False
         self._calls.append(call)
-        return zeros(describe(results[0]), _CPU)
+        return tree_map(_zeros_like, results[0])
+
+
+def _zeros_like(value: Any) -> Any:
+    """A tensor, or a distribution of latents, in real memory; other values as they are."""
+    if isinstance(value, DiagonalGaussianDistribution):
+        return DiagonalGaussianDistribution(_zeros_like(value.parameters), value.deterministic)
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.zeros(value.shape, dtype=value.dtype)

@@ -199,7 +199,8 @@ def call_arguments(pipe: Any, checkpoint: RowCheckpoint, sampling: Any) -> dict[
     renamed = checkpoint.row.renamed
     fields = {name: renamed.get(name, name) for name in accepted}
     values = vars(sampling)
-    return {name: values[field] for name, field in fields.items() if field in values}
+    given = {name: values[field] for name, field in fields.items() if field in values}
+    return {**given, **checkpoint.row.arguments(sampling)}
 
 
 def _packet(call: RangeCall, more: Node) -> Tensors:

@@ -12,8 +12,9 @@ from typing import Any
 from svdpp.models.engine import ltx, wan
 from svdpp.models.engine.configs import Configs, Facts
 
-# transformers 5 also saves fast tokenizers as the last one.
-_T5 = ("T5TokenizerFast", "T5Tokenizer", "TokenizersBackend")
+#: transformers 5 also saves fast tokenizers as this class.
+_ANY_TOKENIZER = ("TokenizersBackend",)
+_T5 = ("T5TokenizerFast", "T5Tokenizer", *_ANY_TOKENIZER)
 _FLOW = ("FlowMatchEulerDiscreteScheduler", "UniPCMultistepScheduler")
 
 
@@ -67,6 +68,8 @@ class Row:
     """What the configs of a checkpoint say; refuses what the row does not cover."""
     check: Callable[[Any, Any], None] = _no_check
     """Refuses sampling parameters (second) that diffusers cannot run with a checkpoint (first)."""
+    arguments: Callable[[Any], Mapping[str, Any]] = lambda _: {}
+    """Arguments of `__call__` that are not sampling parameters, from those that are."""
     generator_device: Callable[[Any, Any, str], str] = lambda *_: "cpu"
     """Where a clip's noise is drawn: the CPU, where diffusers accepts that, as all devices then
     give the same clip."""
@@ -118,6 +121,90 @@ ROWS: Mapping[str, Row] = {
         facts=ltx.facts,
         check=ltx.check,
         generator_device=ltx.generator_device,
+    ),
+    "ltx2": Row(
+        title="LTX-2",
+        text="LTX2Pipeline",
+        image="LTX2ImageToVideoPipeline",
+        both=True,
+        components={
+            "tokenizer": ("GemmaTokenizer", "GemmaTokenizerFast", *_ANY_TOKENIZER),
+            "text_encoder": ("Gemma3ForConditionalGeneration",),
+            "connectors": ("LTX2TextConnectors",),
+            "vae": ("AutoencoderKLLTX2Video",),
+            "audio_vae": ("AutoencoderKLLTX2Audio",),
+            "vocoder": ("LTX2Vocoder", "LTX2VocoderWithBWE"),
+            "transformer": ("LTX2VideoTransformer3DModel",),
+        },
+        schedulers=("FlowMatchEulerDiscreteScheduler",),
+        encode=("tokenizer", "text_encoder", "connectors"),
+        decode=("vae", "audio_vae", "vocoder"),
+        only_encode=("encoder",),
+        only_decode=("decoder",),
+        renamed={"frame_rate": "fps"},
+        texts=("_get_gemma_prompt_embeds",),
+        unsent=frozenset({"video_processor.preprocess", "encode_prompt"}),
+        noise_stays=True,
+        arguments=ltx.arguments_2,
+        facts=ltx.facts_2,
+    ),
+    "hunyuan_video": Row(
+        title="HunyuanVideo",
+        text="HunyuanVideoPipeline",
+        components={
+            "tokenizer": ("LlamaTokenizerFast", "LlamaTokenizer", *_ANY_TOKENIZER),
+            "text_encoder": ("LlamaModel",),
+            "tokenizer_2": ("CLIPTokenizer", "CLIPTokenizerFast", *_ANY_TOKENIZER),
+            "text_encoder_2": ("CLIPTextModel",),
+            "vae": ("AutoencoderKLHunyuanVideo",),
+            "transformer": ("HunyuanVideoTransformer3DModel",),
+        },
+        schedulers=("FlowMatchEulerDiscreteScheduler",),
+        encode=("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2"),
+        texts=("_get_llama_prompt_embeds", "_get_clip_prompt_embeds"),
+    ),
+    "cogvideox": Row(
+        title="CogVideoX",
+        text="CogVideoXPipeline",
+        image="CogVideoXImageToVideoPipeline",
+        components={
+            "tokenizer": _T5,
+            "text_encoder": ("T5EncoderModel",),
+            "vae": ("AutoencoderKLCogVideoX",),
+            "transformer": ("CogVideoXTransformer3DModel",),
+        },
+        schedulers=("CogVideoXDDIMScheduler", "CogVideoXDPMScheduler"),
+        only_encode=("encoder",),
+        only_decode=("decoder",),
+    ),
+    "skyreels_v2": Row(
+        title="SkyReels-V2",
+        text="SkyReelsV2Pipeline",
+        image="SkyReelsV2ImageToVideoPipeline",
+        components={
+            "tokenizer": _T5,
+            "text_encoder": ("UMT5EncoderModel", "T5EncoderModel"),
+            "vae": ("AutoencoderKLWan",),
+            "transformer": ("SkyReelsV2Transformer3DModel",),
+            "image_encoder": ("CLIPVisionModelWithProjection", "CLIPVisionModel"),
+            "image_processor": ("CLIPImageProcessor", "CLIPImageProcessorPil", "CLIPProcessor"),
+        },
+        optional=frozenset({"image_encoder", "image_processor"}),
+        encode_image=("vae", "image_encoder", "image_processor"),
+        fp32=frozenset({"vae", "image_encoder"}),
+    ),
+    "mochi": Row(
+        title="Mochi 1",
+        text="MochiPipeline",
+        components={
+            "tokenizer": _T5,
+            "text_encoder": ("T5EncoderModel",),
+            "vae": ("AutoencoderKLMochi",),
+            "transformer": ("MochiTransformer3DModel",),
+        },
+        schedulers=("FlowMatchEulerDiscreteScheduler",),
+        only_encode=("encoder",),
+        only_decode=("decoder",),
     ),
 }
 
