@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from svdpp.cli.trace_outputs import TraceOutputs
     from svdpp.config import PipelineConfig
-    from svdpp.driver.clip_handle import ClipResult
+    from svdpp.driver.clips import ClipResult
     from svdpp.driver.jobs import ClipPlan
     from svdpp.driver.pipeline import Pipeline
     from svdpp.driver.run_manifest import RunManifest

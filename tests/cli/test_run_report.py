@@ -15,7 +15,7 @@ from rich.console import Console as RichConsole
 from svdpp.cli.console import Console
 from svdpp.cli.run_report import announce_look, print_clips
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SvdSampling, VideoFormat
-from svdpp.driver.clip_handle import ClipHandle
+from svdpp.driver.clips import ClipHandle
 from svdpp.driver.jobs import ClipPlan, OutputPolicy
 from svdpp.driver.pipeline import Pipeline
 from svdpp.launch import fork_server
