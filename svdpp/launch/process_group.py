@@ -33,11 +33,7 @@ _stores: dict[tuple[World, str, int], dist.Store] = {}
 def choose_backend(
     device: str, world_size: int, environment: Mapping[str, str] = os.environ
 ) -> str:
-    """`nccl` if each rank has its own CUDA device, otherwise `gloo`; PIPELINE_BACKEND overrides.
-
-    Raises:
-        RequestError: the backend in PIPELINE_BACKEND cannot transfer latents on that device.
-    """
+    """`nccl` if each rank has its own CUDA device, otherwise `gloo`; PIPELINE_BACKEND overrides."""
     own_device = device == "cuda"
     backend = environment.get("PIPELINE_BACKEND") or ("nccl" if own_device else "gloo")
     if backend not in ("gloo", "nccl"):
@@ -90,10 +86,6 @@ def open_store(world: World, timeout: float) -> tuple[str, dist.Store]:
     Args:
         world: of this rank.
         timeout: seconds to connect to the store.
-
-    Raises:
-        RequestError: the store's address is not set, or this host has no route to it.
-        RankError: the store cannot be reached or created.
     """
     host, port = store_address()
     address = network.choose_interface(host, spans_hosts=world.spans_hosts)
@@ -143,12 +135,7 @@ def join_store(world: World, backend: str, store: dist.Store, token: str) -> Non
 
 
 def _join(world: World, backend: str, store: dist.Store) -> None:
-    """Joins the process group.
-
-    Raises:
-        TransportError: another rank cannot be reached; usually it has ended, and is the cause.
-        RankError: the group of this process's work before has not closed; see `destroy`.
-    """
+    """Joins the process group."""
     if dist.is_initialized():
         raise RankError(
             "this process is still in a process group, that of its work before",
@@ -196,9 +183,6 @@ def check_devices(device: str, local_size: int, *, launched: bool = False) -> No
         device: as the user named it.
         local_size: number of ranks on this host.
         launched: whether a launcher started the ranks; it may show each rank only its own GPU.
-
-    Raises:
-        RequestError: there are too few devices; the message says how many.
     """
     if device == "cpu":
         return

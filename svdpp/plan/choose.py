@@ -59,10 +59,6 @@ def choose_layout(
         expert_boundary: as in `Layout`.
         share_experts: as in `Layout`; False: a rank of a longer replica holds both experts only if
             its card is known to have room.
-
-    Raises:
-        RequestError: counts below 1, costs for another number of ranks, no layout that fits in
-            memory, or no cost for the transfers between hosts.
     """
     whole = Layout(
         num_steps=num_steps,

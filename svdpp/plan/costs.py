@@ -190,11 +190,7 @@ class Costs:
         )
 
     def check_world(self, world_size: int) -> None:
-        """Check that costs given for each rank fit `world_size` ranks.
-
-        Raises:
-            RequestError: they do not; it names both numbers.
-        """
+        """Check that costs given for each rank fit `world_size` ranks."""
         if self.ranks_per_host and world_size % self.ranks_per_host:
             raise RequestError(
                 f"{world_size} ranks cannot form hosts of {self.ranks_per_host} ranks each",
@@ -222,9 +218,6 @@ class Costs:
         Args:
             content: the parsed JSON.
             where: the file's name, for messages.
-
-        Raises:
-            RequestError: a key is unknown, missing or has an invalid value; it names the key.
         """
         if not isinstance(content, Mapping):
             raise RequestError(f"{where}: costs are a JSON object, not {type(content).__name__}")
@@ -245,12 +238,7 @@ class Costs:
 
     @staticmethod
     def load(path: str | Path) -> Costs:
-        """The costs in a costs file, or those that a run measured, in its `run.json`.
-
-        Raises:
-            InputError: the file cannot be read, or is not JSON.
-            RequestError: as `from_json`, or the run measured none.
-        """
+        """The costs in a costs file, or those that a run measured, in its `run.json`."""
         try:
             content = json.loads(read_small_file(Path(path), "costs file", _MAX_BYTES))
         except (ValueError, RecursionError) as error:

@@ -39,12 +39,7 @@ PRESETS = {
 
 
 def find_costs(name_or_path: str) -> Costs:
-    """The preset of that name, else the costs file at that path.
-
-    Raises:
-        InputError: the file cannot be read, or is not JSON.
-        RequestError: neither exists, or the file has invalid content.
-    """
+    """The preset of that name, else the costs file at that path."""
     if name_or_path in PRESETS:
         return PRESETS[name_or_path]
     if not Path(name_or_path).exists():

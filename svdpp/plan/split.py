@@ -129,11 +129,7 @@ def split_steps(num_steps: int, world_size: int) -> tuple[StepRange, ...]:
 
 
 def check_counts(num_steps: int, world_size: int) -> None:
-    """Check that the counts are positive and within the limits of a plan.
-
-    Raises:
-        RequestError: one is not; it names the count.
-    """
+    """Check that the counts are positive and within the limits of a plan."""
     counts = (("steps", num_steps, MAX_PLANNED_STEPS), ("ranks", world_size, MAX_RANKS))
     for name, count, most in counts:
         if count < 1:
