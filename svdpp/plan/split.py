@@ -15,7 +15,12 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from svdpp.errors import RequestError
-from svdpp.plan.limits import MAX_PLANNED_STEPS, MAX_RANKS
+
+#: Denoising steps of a clip in a plan. A run has the lower limit `config.limits.MAX_STEPS`.
+MAX_PLANNED_STEPS = 65_536
+#: Ranks of a plan and of a run.
+MAX_RANKS = 65_536
+
 
 #: Cut positions of one clip: 0, then the steps done after each stage; the last is N.
 Cuts = tuple[int, ...]
