@@ -16,12 +16,7 @@ from svdpp.plan.costs import Costs
 
 
 def costs_of(bench: Bench, run_id: str) -> Costs:
-    """The medians of all rounds of the pipeline. A bench does not measure memory and writing.
-
-    Args:
-        bench: a finished bench.
-        run_id: of its results.
-    """
+    """The medians of all rounds of the pipeline. A bench does not measure memory and writing."""
     traces = [each.trace for each in bench.rounds if each.case == PIPELINE]
     others = [each.trace for each in bench.rounds if each.case == DATA_PARALLEL]
     packets = [transfer for trace in traces for transfer in _packets(trace, bench.config)]

@@ -8,10 +8,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from svdpp.bench.config import BenchConfig
+from svdpp.bench.config import BenchConfig, Workload
 from svdpp.bench.names import DATA_PARALLEL, ONE_DEVICE, PIPELINE
 from svdpp.bench.ranks import Ranks, StartedRanks
-from svdpp.bench.sections import Workload
 from svdpp.bench.targets import check_measurable
 from svdpp.config import ClipRequest, PipelineConfig, SamplingConfig
 from svdpp.config.sampling import PromptedSampling

@@ -99,12 +99,7 @@ def check_measurable(
 
 
 def outcomes(targets: Mapping[str, str], summary: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The outcome of each target as plain values, by its name.
-
-    Args:
-        targets: bounds by name, valid.
-        summary: content of `summary.json`.
-    """
+    """The outcome of each target as plain values, by its name."""
     return {name: asdict(_outcome(name, text, summary)) for name, text in targets.items()}
 
 
