@@ -9,7 +9,7 @@ from typing import Protocol
 
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.supervisor import Observer
-from svdpp.worker import peak_memory
+from svdpp.worker import memory
 from svdpp.worker.messages import Event
 
 
@@ -35,7 +35,7 @@ def serve_all(pipelines: Iterable[Pipeline], serve: Callable[[Pipeline], None]) 
     """
     for pipeline in pipelines:
         serve(pipeline)
-        peak_memory.reset_peak()
+        memory.reset_peak()
 
 
 class StartedRanks:
@@ -110,7 +110,7 @@ class JoinedRanks:
         self._next.check_gathered()
 
     def _gather(self) -> None:
-        peak_memory.reset_peak()
+        memory.reset_peak()
         pipeline = next(self._pipelines)
         pipeline.gather()
         self._next = pipeline

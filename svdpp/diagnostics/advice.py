@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from svdpp.diagnostics.bottleneck import Finding, FindingKind
-from svdpp.diagnostics.figures import RunFigures
-from svdpp.diagnostics.head_room import head_rooms
+from svdpp.diagnostics.figures import RunFigures, head_rooms
 from svdpp.errors import RequestError
 from svdpp.plan.choose import choose_layout
 from svdpp.plan.costs import Costs

@@ -160,11 +160,7 @@ class _Queue:
 
 
 class _Maker:
-    """Makes events, one measurement at a time; keeps what later events refer to.
-
-    Args:
-        begin: time 0 of the trace.
-    """
+    """Makes events, one measurement at a time; keeps what later events refer to."""
 
     def __init__(self, begin: float) -> None:
         self._begin = begin

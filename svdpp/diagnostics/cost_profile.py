@@ -218,12 +218,7 @@ def _measure_times(
 
 
 class _Measured:
-    """Collects the seconds of all clips but the first.
-
-    Args:
-        host_of: returns the host of a rank.
-        boundary: steps of the first of two experts; None: there is one.
-    """
+    """Collects the seconds of all clips but the first."""
 
     def __init__(self, host_of: Callable[[int], int], boundary: int | None = None) -> None:
         self._host_of = host_of

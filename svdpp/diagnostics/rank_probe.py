@@ -24,9 +24,8 @@ from svdpp.models.checkpoint import Checkpoint
 from svdpp.plan.layout import Roles
 from svdpp.plan.schedule import connect_rounds
 from svdpp.worker.device import device_of
+from svdpp.worker.memory import out_of_memory_named, peak_in_use, reset_peak_of
 from svdpp.worker.messages import ClipDone, Event, Joined
-from svdpp.worker.out_of_memory import out_of_memory_named
-from svdpp.worker.peak_memory import peak_in_use, reset_peak_of
 from svdpp.worker.rank import load_model
 from svdpp.worker.reporter import Reporter
 from svdpp.worker.tensor_store import tensor_sha256

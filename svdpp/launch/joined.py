@@ -19,10 +19,9 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from svdpp.errors import RankError, RequestError, error_from_dict, exit_code_of
-from svdpp.launch import clock, process_group, process_lifetime
-from svdpp.launch.channel import PipeChannel, QueuedChannel
+from svdpp.launch import connections, process_group, process_lifetime
 from svdpp.launch.connections import ASK, BEGIN, END, RankHello, RankListener, receive
-from svdpp.launch.group import Entry, RankContext, RankLocation
+from svdpp.launch.group import Entry, PipeChannel, QueuedChannel, RankContext, RankLocation
 from svdpp.launch.world import World
 
 
@@ -95,7 +94,7 @@ class JoinedGroup:
         welcome = {"token": self._token, "host": self._hellos[0].host}
         try:
             connection.send_bytes(json.dumps(welcome).encode())
-            clock.answer(connection, deadline)
+            connections.answer_clock(connection, deadline)
         except TimeoutError as error:
             raise RankError(
                 f"rank {hello.rank} ({hello.host}) connected, but does not respond",

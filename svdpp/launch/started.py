@@ -22,8 +22,7 @@ from typing import Any
 import torch.multiprocessing as torch_mp
 
 from svdpp.launch import environment, fork_server, process_group, process_lifetime, temp_folders
-from svdpp.launch.channel import PipeChannel, QueuedChannel
-from svdpp.launch.group import Entry, RankContext, RankLocation
+from svdpp.launch.group import Entry, PipeChannel, QueuedChannel, RankContext, RankLocation
 from svdpp.launch.world import World
 
 _GRACE_SECONDS = 2.0

@@ -156,12 +156,6 @@ class Costs:
 
         The sum of the weights of all its parts and the largest work of one part. Shared weights
         (encode and decode use one VAE) count twice, so it is an upper bound.
-
-        Args:
-            encode: whether it encodes.
-            denoise: whether it does steps.
-            decode: whether it decodes.
-            num_experts: denoisers that it holds if it does steps.
         """
         asked = {"encode": int(encode), "denoise": denoise * num_experts, "decode": int(decode)}
         parts = [part for part, copies in asked.items() if copies]
@@ -213,12 +207,7 @@ class Costs:
 
     @staticmethod
     def from_json(content: object, where: str) -> Costs:
-        """Costs from the output of `to_json`; only `step_seconds` is required.
-
-        Args:
-            content: the parsed JSON.
-            where: the file's name, for messages.
-        """
+        """Costs from the output of `to_json`; only `step_seconds` is required."""
         if not isinstance(content, Mapping):
             raise RequestError(f"{where}: costs are a JSON object, not {type(content).__name__}")
         values = dict(content)

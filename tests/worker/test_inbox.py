@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 
-from svdpp.launch.channel import PipeChannel
+from svdpp.launch.group import PipeChannel
 from svdpp.worker.inbox import Inbox
 from svdpp.worker.messages import Cancel, Stop, Work
 
