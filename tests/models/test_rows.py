@@ -112,7 +112,13 @@ def test_every_cut_gives_the_bits_of_the_whole_call(
     _check_damage(rank_for, request, image)
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = "ltx2"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name == QUICK else pytest.param(name, marks=pytest.mark.long) for name in CASES],
+)
 def test_the_estimate_runs_the_call_without_weights(
     checkpoints: Callable[[str], Any], name: str
 ) -> None:
