@@ -55,6 +55,7 @@ CASES = {
     "ltx2": Case("ltx2", LTX2),
     "ltx2-image": Case("ltx2", {**LTX2, "stg_scale": 0.0, "audio_stg_scale": 0.0}, image=True),
     "hunyuan-video": Case("hunyuan_video", {"height": 16, "width": 16, "num_frames": 9}),
+    "hunyuan-video-1.5": Case("hunyuan_video_15", {"height": 16, "width": 16, "num_frames": 9}),
     "cogvideox": Case("cogvideox", {"height": 32, "width": 32, "num_frames": 9}),
     "cogvideox-dpm": Case(
         "cogvideox", {"height": 32, "width": 32, "num_frames": 9}, changes={"scheduler": DPM}
