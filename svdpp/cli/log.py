@@ -16,7 +16,7 @@ from loguru import logger
 from svdpp.errors import OutputError
 from svdpp.plan.draft import DraftPlan
 from svdpp.plan.layout import Layout
-from svdpp.redaction import redact
+from svdpp.redaction import printable, redact
 from svdpp.worker.messages import (
     ActionDone,
     CheckpointLost,
@@ -61,7 +61,8 @@ def open_log(
     logger.configure(extra={"rank": "-"}, patcher=_redact)
 
     def sink(message: Message) -> None:
-        write(str(message).rstrip("\n"))
+        # The lines of a traceback are indented, so that no name looks like another record.
+        write(str(message).rstrip("\n").replace("\n", "\n    "))
 
     if verbosity > 0:
         level = "INFO" if verbosity == 1 else "DEBUG"
@@ -123,7 +124,7 @@ def _is_remark(record: Record) -> bool:
 
 
 def _redact(record: Record) -> None:
-    record["message"] = redact(record["message"])
+    record["message"] = printable(redact(record["message"]))
     record["file"].path = redact(record["file"].path)  # often below the home folder
 
 

@@ -34,16 +34,20 @@ from svdpp.errors import Interrupted, RankError, error_to_dict
 from svdpp.launch.world import World, is_member
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from svdpp.cli.trace_outputs import TraceOutputs
     from svdpp.config import PipelineConfig
+    from svdpp.driver.clips import ClipResult
     from svdpp.driver.jobs import ClipPlan
     from svdpp.driver.pipeline import Pipeline
     from svdpp.driver.run_manifest import RunManifest
     from svdpp.errors import SvdppError
     from svdpp.media.inputs import ClipInput
 
+
+# Clips that go to the ranks at once, and that a forecast replays: their actions need memory.
+_AT_ONCE = 1000
 
 _UNLOCKED = "warning: the --out folder cannot be locked ({}): start no other run into it meanwhile"
 
@@ -183,8 +187,9 @@ def _perform(
     progress = Progress(
         console,
         "run",
-        pipeline.schedule(clips.requests),
+        pipeline.schedule(clips.requests[:_AT_ONCE]),
         labels=labels(clips.requests),
+        num_clips=len(clips.requests),
         costs=pipeline.config.costs,
         forecasts=asked.knows_costs,
     )
@@ -196,8 +201,7 @@ def _perform(
             pipeline.observe(observer)
         try:
             with left_in(manifest, recorder), outputs.of(pipeline), pipeline:
-                pipeline.submit(clips.requests, clips.metadata)
-                results = sorted(pipeline.results(), key=lambda result: result.clip)
+                results = sorted(_results(pipeline, clips), key=lambda result: result.clip)
         except (Interrupted, RankError) as error:
             finished = f"{progress.num_done} of {counted(progress.num_clips, 'clip')} finished"
             hint = f"{finished}; to go on: {asked.command_to_go_on}"
@@ -205,6 +209,17 @@ def _perform(
             raise
     console.info(", wrote ".join([progress.closing, *outputs.paths]))
     return [result.metadata for result in results]
+
+
+def _results(pipeline: Pipeline, clips: ClipPlan) -> Iterator[ClipResult]:
+    """Submits the clips, the last ones while earlier ones are made; yields them as they finish."""
+    for first in range(0, len(clips.requests), _AT_ONCE):
+        batch = slice(first, first + _AT_ONCE)
+        handles = pipeline.submit(clips.requests[batch], clips.metadata[batch])
+        for result in pipeline.results():
+            yield result
+            if handles[0].done() and first + _AT_ONCE < len(clips.requests):
+                break
 
 
 def _planned(

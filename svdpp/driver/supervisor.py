@@ -35,6 +35,12 @@ def no_observer(title: str, schedule: Schedule) -> AbstractContextManager[Observ
     return nullcontext(lambda _rank, _event: None)
 
 
+_NOT_IMPORTED = (
+    'could not import your script: put what it does under `if __name__ == "__main__":`, and run it '
+    "from a file"
+)
+
+
 class Supervisor:
     """Reads the ranks' events, keeps their trace, and raises the error that ends a run.
 
@@ -221,6 +227,8 @@ class Supervisor:
             return self._rank_error(rank, "is gone", hint, "was lost here")
         if code >= 0:
             cause = f"ended with exit code {code} without a report"
+            if not self._group.output_tail(rank):  # svdpp's own code would have left a traceback
+                cause = _NOT_IMPORTED
             return self._rank_error(rank, cause, "", "died here")
         hint = ""
         if -code == signal.SIGKILL:

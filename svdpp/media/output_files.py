@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import io
 import json
 import os
 import re
@@ -109,9 +110,11 @@ def write_json(path: Path, record: Mapping[str, object]) -> None:
         ValueError: a number is not finite.
         TypeError: a value is not JSON.
     """
-    text = json.dumps(dict(record), indent=2, allow_nan=False) + "\n"
+    text = io.StringIO()  # `dumps` would keep a list of every piece of a long manifest
+    json.dump(dict(record), text, indent=2, allow_nan=False)
+    text.write("\n")
     with atomic_output(str(path), ".json") as temporary:
-        temporary.write_text(text, encoding="ascii")
+        temporary.write_text(text.getvalue(), encoding="ascii")
 
 
 def remove(path: Path) -> None:

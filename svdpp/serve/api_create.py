@@ -10,6 +10,7 @@ from fastapi import APIRouter, Request, Response, UploadFile
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 from pydantic_core import from_json
+from starlette.datastructures import FormData
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import FileResponse
@@ -98,14 +99,16 @@ async def _requested(
     form_type: type[VideoRequest], request: Request, service: Service, owner: Owner, key: str | None
 ) -> Video:
     """The new video, or the one of an earlier request with the same key."""
+
+    async def create(body: bytes | FormData) -> Video:
+        limits: Limits = request.app.state.limits
+        return await in_thread(_create, service, form_type, body, limits, owner, key)
+
     try:
         if request.headers["content-type"].lower().startswith(JSON):
-            body = b"".join([chunk async for chunk in request.stream()])
-            form = await in_thread(_form_of_json, form_type, body)
-            return await in_thread(_create, service, form, owner, key, request)
-        async with request.form(max_part_size=JSON_BYTES) as fields:
-            form = await in_thread(_form_of, form_type, dict(fields))
-            return await in_thread(_create, service, form, owner, key, request)
+            return await create(b"".join([chunk async for chunk in request.stream()]))
+        async with request.form(max_part_size=JSON_BYTES) as form:
+            return await create(form)
     except ClientDisconnect:
         raise HTTPException(400, "the client has gone") from None
     except OSError as error:
@@ -113,15 +116,11 @@ async def _requested(
         raise OutputError(what, "the disk of the server may be full") from error
 
 
-def _form_of_json(form_type: type[VideoRequest], body: bytes) -> VideoRequest:
+def _checked(form_type: type[VideoRequest], body: bytes | FormData) -> VideoRequest:
     try:
-        fields = from_json(body)
+        fields = from_json(body) if isinstance(body, bytes) else dict(body)
     except ValueError as error:
         raise ApiError(400, "invalid_json", f"the body is not JSON: {error}") from None
-    return _form_of(form_type, fields)
-
-
-def _form_of(form_type: type[VideoRequest], fields: Any) -> VideoRequest:
     try:
         return form_type.model_validate(fields)
     except ValidationError as error:
@@ -132,9 +131,14 @@ def _form_of(form_type: type[VideoRequest], fields: Any) -> VideoRequest:
 
 
 def _create(
-    service: Service, form: VideoRequest, owner: Owner, key: str | None, request: Request
+    service: Service,
+    form_type: type[VideoRequest],
+    body: bytes | FormData,
+    limits: Limits,
+    owner: Owner,
+    key: str | None,
 ) -> Video:
-    limits: Limits = request.app.state.limits
+    form = _checked(form_type, body)
     size = 0 if form.photo is None else form.photo.size or 0
     if size > limits.upload_bytes:
         raise ApiError(

@@ -18,7 +18,7 @@ from svdpp.media.inputs import ClipInput
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.serve.job import Job
 from svdpp.worker import latent_checkpoints
-from svdpp.worker.clip_metadata import clip_metadata, latents_key
+from svdpp.worker.clip_metadata import clip_metadata, latents_key, weights_identity
 
 
 @dataclass(frozen=True)
@@ -138,5 +138,5 @@ class ClipOrders:
         if self._checkpoint is None:
             about = json.dumps([job.seed, asdict(job.sampling)], sort_keys=True)
         else:
-            about = latents_key(metadata, self._checkpoint)
+            about = latents_key(metadata, weights_identity(self._checkpoint))
         return hashlib.sha256(f"{job.id} {about}".encode()).hexdigest()

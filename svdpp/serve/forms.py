@@ -70,11 +70,11 @@ def _photo_of(value: Any) -> Any:
         value = value["image_url"]
     if not isinstance(value, str):
         return value
+    if "://" in value[:20]:
+        raise ValueError("no URLs are fetched: send the photograph itself, or a data URL of it")
     head, is_url, text = value.partition(",")
     if is_url and not (head.startswith("data:") and head.endswith(";base64")):
         raise ValueError("a data URL must be in base64")
-    if "://" in value[:20]:
-        raise ValueError("no URLs are fetched: send the photograph itself, or a data URL of it")
     content = base64.b64decode(text if is_url else value, validate=True)
     return UploadFile(io.BytesIO(content), size=len(content))
 
@@ -86,7 +86,11 @@ _Unit = Annotated[float | None, Field(ge=0, le=1)]
 
 
 class VideoRequest(BaseModel):
-    """The body of `POST /v1/videos`. What is left out has the model's default."""
+    """The body of `POST /v1/videos`. What is left out has the model's default.
+
+    Also taken: `num_frames`, `num_inference_steps`, `max_sequence_length`, `image_reference`, and
+    `width` with `height`, as vLLM-Omni's clients send them.
+    """
 
     model_config = ConfigDict(extra="forbid")
 

@@ -131,17 +131,18 @@ class Guard:
         Raises:
             ApiError: it is one too many.
         """
-        own, all = self._uploads[owner], self._uploads.total()
-        limit = self.limits.uploads if self.owner_of is None else self.limits.uploads_of_key
-        if own >= limit or all >= self.limits.uploads:
-            whose = "of this key " if own >= limit and self.owner_of is not None else ""
-            raise ApiError(
-                503,
-                "too_many_uploads",
-                f"{own if whose else all} photographs {whose}are being uploaded already",
-                headers={"Retry-After": "1"},
-                details={"limit": limit if whose else self.limits.uploads},
-            )
+        places = [(self._uploads.total(), self.limits.uploads, "")]
+        if self.owner_of is not None:
+            places.append((self._uploads[owner], self.limits.uploads_of_key, "of this key "))
+        for used, limit, whose in places:
+            if used >= limit:
+                raise ApiError(
+                    503,
+                    "too_many_uploads",
+                    f"{used} photographs {whose}are being uploaded already",
+                    headers={"Retry-After": "1"},
+                    details={"limit": limit},
+                )
         self._uploads[owner] += 1
 
     def _owner(self, path: str, headers: Headers) -> Owner:

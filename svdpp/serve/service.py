@@ -322,6 +322,7 @@ class Service:
             replace(job, state=JobState.QUEUED, started_at=None),
             eta_seconds=eta,
             place=None if estimate is None else estimate.place or 0,
+            steps_done=0 if clip is None else clip.progress.steps_done,
         )
 
     def videos(

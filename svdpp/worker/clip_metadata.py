@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import fields
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
@@ -71,6 +72,7 @@ def _latent_identity(metadata: Mapping[str, Any]) -> tuple[str, ...]:
     return (*_LATENT_IDENTITY, "family", *_PROMPTS, *_sampling_fields(family))
 
 
+@cache
 def _sampling_fields(family: str) -> tuple[str, ...]:
     names = (field.name for field in fields(SAMPLING_CLASSES[family]))
     return tuple(name for name in names if name != "family")
@@ -121,6 +123,13 @@ def clip_metadata(
     return {**metadata, "parameters_sha256": parameters_sha256(metadata)}
 
 
+def of_seed(metadata: dict[str, Any], seed: int, output: OutputConfig) -> dict[str, Any]:
+    """`metadata` of another seed's clip, which differs in nothing else but the file's name."""
+    other = {**metadata, "output": Path(output.path).name, "seed": seed}
+    other["parameters_sha256"] = parameters_sha256(other)
+    return other
+
+
 def _prompts(made_from: ClipInput) -> dict[str, str | None]:
     return {name: getattr(made_from, name) for name in _PROMPTS}
 
@@ -136,6 +145,7 @@ def parameters_sha256(metadata: Mapping[str, Any]) -> str:
     return _sha256({name: metadata[name] for name in identity(metadata)})
 
 
+@cache
 def versions() -> dict[str, str]:
     """The versions of svdpp and of the libraries that a clip's bits depend on."""
     return {"svdpp": __version__, **{name: version(name) for name in _LIBRARIES}}
@@ -295,23 +305,29 @@ def recorded_sampling(metadata: dict[str, Any]) -> SamplingConfig:
     return sampling_from({name: metadata[name] for name in names})
 
 
-def latents_key(metadata: Mapping[str, Any], checkpoint: Checkpoint) -> str:
+def weights_identity(checkpoint: Checkpoint) -> object:
+    """What the weights are now: the commit of a hub model, or the files of a folder."""
+    return checkpoint.revision or _age_of_weights(checkpoint.folder)
+
+
+def latents_key(metadata: Mapping[str, Any], weights: object) -> str:
     """The key of a clip's latent checkpoints: equal keys mean equal latents.
 
-    A hash of the parameters, the libraries' versions and the weights. A commit identifies the
-    weights of a hub model. The size and age of the files identify those of a folder, because files
-    can be replaced.
+    Args:
+        metadata: of the clip: its parameters, and the libraries' versions.
+        weights: from `weights_identity`.
     """
     return _sha256(
         {
             **{name: metadata[name] for name in _latent_identity(metadata)},
             "versions": {name: metadata["versions"][name] for name in _LIBRARIES},
-            "weights": checkpoint.revision or _age_of_weights(checkpoint.folder),
+            "weights": weights,
         }
     )
 
 
 def _age_of_weights(folder: Path) -> list[tuple[str, int, int]]:
+    """Name, size and age of each file, because files can be replaced."""
     found = ((path, path.stat()) for path in sorted(folder.rglob("*.safetensors")))
     return [(str(p.relative_to(folder)), s.st_size, s.st_mtime_ns) for p, s in found]
 

@@ -77,7 +77,7 @@ def python(
         encoding="utf-8",
         errors="surrogateescape",
         input=stdin,
-        timeout=280,
+        timeout=600,
         check=False,
     )
     return Answer(done.returncode, done.stdout, done.stderr)

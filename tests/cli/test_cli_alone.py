@@ -465,7 +465,7 @@ def test_a_full_disk_loses_the_clip(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=600,
         check=False,
     )
 

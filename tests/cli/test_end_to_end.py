@@ -31,7 +31,7 @@ def _svdpp(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedP
         [sys.executable, "-m", "svdpp", *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=600,
         cwd=cwd,
         check=False,
     )
@@ -170,7 +170,7 @@ def test_torchrun_joins_its_world(tmp_path: Path) -> None:
         ],
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr

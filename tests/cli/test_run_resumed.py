@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -124,3 +125,26 @@ def test_what_is_lost_ends_with_the_highest_code(tmp_path: Path) -> None:
     assert done.code == 9, done.err
     assert "error: 2 of 2 clips lost: the latent is not finite after step 0" in done.err
     assert done.out.count("(lost: ") == 2
+
+
+def test_control_characters_in_a_name_reach_neither_terminal_nor_log(tmp_path: Path) -> None:
+    name = "a\x1b]0;title\x07\r\n12:00:00.000 INFO  rank 9 forged \x9b31m\u202egpj.jpg"
+    photo = tmp_path / name
+    shutil.copy(PHOTOS[0], photo)
+    log = tmp_path / "log.jsonl"
+    out = tmp_path / "out"
+    done = _run(photo, "--world", 1, "--out", out, "-v", "--log-file", log)
+    assert done.code == 0, done.err
+    (tmp_path / "torn\x1b[2J.png").write_bytes(b"\x89PNG\r\n")
+    lost = _run(photo, tmp_path / "torn\x1b[2J.png", "--out", out, "--resume", "--keep-going", "-v")
+    assert lost.code == 7
+    refused = _run(photo, "--out", out, "--dry-run")
+    assert refused.code == 2
+    for text in (done.out, done.err, lost.out, lost.err, refused.err):
+        assert not set(text) & set("\x1b\x07\r\x9b\u202e"), text
+        assert not [line for line in text.splitlines() if line.startswith("12:00:00.000")]
+    assert "a\\x1b]0;title\\x07\\r\\n12:00" in done.err
+    assert all(json.loads(line) for line in log.read_text().splitlines())
+    assert [
+        ord(char) for file in out.iterdir() for char in file.name if not char.isprintable()
+    ] == []

@@ -27,6 +27,8 @@ from svdpp.plan.actions import Kind
 from svdpp.worker.fault_injection import InjectedFault
 from svdpp.worker.latent_checkpoints import LatentCheckpoints, prune, saved_steps
 from svdpp.worker.messages import ActionDone, CheckpointLost, Event
+from tests.driver.dummies import HANG_SECONDS
+from tests.faults.processes import wait_until
 from tests.small_disk import small_disk
 
 SHAPE = (1, 4, 2, 8, 8)
@@ -127,10 +129,7 @@ def test_clips_go_on_if_their_latents_cannot_be_kept(
 
 
 def _wait_until_kept(folder: Path, key: str, step: int) -> None:
-    deadline = time.monotonic() + 60
-    while step not in saved_steps(folder, key):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: step in saved_steps(folder, key), HANG_SECONDS, f"no checkpoint {step}")
 
 
 @pytest.mark.processes

@@ -44,7 +44,7 @@ RUN = (
     *("--frames", str(NUM_FRAMES), "--height", "64", "--width", "64", "--seeds", "0-3"),
     *("--skip-existing", "--quiet", "--out"),
 )
-_START_SECONDS = 100.0  # for a loaded machine; not a bound of the fault table
+_START_SECONDS = 300.0  # for a loaded machine; not a bound of the fault table
 
 
 class Command:

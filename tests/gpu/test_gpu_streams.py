@@ -124,9 +124,9 @@ def _transport(backend: str) -> Transport:
     return Transport(0, DEVICE, backend, lambda _: None)
 
 
-def _send(tensor: torch.Tensor, backend: str, clip: int = 0) -> None:
+def _send(tensor: torch.Tensor, backend: str) -> None:
     transport = _transport(backend)
-    transport.send(Packet(clip, 1, 0.0, {LATENTS: tensor}), 1)
+    transport.send(Packet(0, 1, 0.0, {LATENTS: tensor}), 1)
     transport.drain()
     transport.close()
 

@@ -33,13 +33,13 @@ from tests.jitter import sitecustomize  # noqa: E402  it needs the seed
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    terminalreporter.write_line(f"JITTER_SEED={os.environ['JITTER_SEED']}")
+    terminalreporter.write_line(f"JITTER_SEED={sitecustomize.SEED}")
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     over = threading.Event()
-    chance = random.Random(f"{os.environ['JITTER_SEED']} {item.nodeid}")
+    chance = random.Random(f"{sitecustomize.SEED} {item.nodeid}")
     if item.get_closest_marker("timing"):
         over.set()
     pauser = threading.Thread(target=_stop_processes, args=(chance, over), name="pauser")

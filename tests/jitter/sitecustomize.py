@@ -12,8 +12,7 @@ import time
 from types import FrameType
 from typing import Any
 
-#: The environment variable with the seed.
-SEED = "JITTER_SEED"
+SEED = os.environ["JITTER_SEED"]
 
 _MEAN_SECONDS_BETWEEN = 1.0
 
@@ -23,7 +22,7 @@ class _Thread(threading.local):
 
     def __init__(self) -> None:
         name = threading.current_thread().name
-        self.chance = random.Random(f"{os.environ[SEED]} {os.getpid()} {name}")
+        self.chance = random.Random(f"{SEED} {os.getpid()} {name}")
         self.next_pause = time.monotonic() + seconds_between(self.chance)
 
 

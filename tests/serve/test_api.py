@@ -413,7 +413,13 @@ def test_health_says_whether_ranks_live(server: HttpServer) -> None:
     for path in ("/health", "/ready"):
         answer = server.client.get(path)
         assert answer.status_code == 200
-        assert answer.json() == {"status": "ok", "state": "ready", "ranks": 2, "restarts": 0}
+        assert answer.json() == {
+            "status": "ok",
+            "state": "ready",
+            "reason": None,
+            "ranks": 2,
+            "restarts": 0,
+        }
 
 
 @pytest.mark.parametrize("path", ["/", "/page/main.js", "/page/page.css", "/v1/models", "/nothing"])

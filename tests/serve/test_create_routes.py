@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from base64 import b64encode
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,7 +15,7 @@ import pytest
 
 pytest.importorskip("fastapi")
 
-from tests.serve.http_server import DEMO, HANG_SECONDS, PHOTO, HttpServer, error_of, wait
+from tests.serve.http_server import DEMO, HANG_SECONDS, PHOTO, QUICK, HttpServer, error_of, wait
 
 pytestmark = [pytest.mark.processes, pytest.mark.long]
 
@@ -114,14 +116,47 @@ def test_the_log_names_the_video_and_no_poll(demo: HttpServer) -> None:
     assert not [message for message in said if "clip 0" in message or "/v1/" in message]
 
 
+def running(server: HttpServer) -> dict[str, Any]:
+    """The clip that the ranks make, once they do."""
+    path = "/v1/videos?status=in_progress"
+    wait(lambda: server.client.get(path).json()["data"], HANG_SECONDS)
+    (video,) = server.client.get(path).json()["data"]
+    return dict(video)
+
+
 def test_a_client_that_goes_away_is_not_waited_for(server: HttpServer) -> None:
-    with pytest.raises(httpx.ReadTimeout):
-        server.client.post(SYNC, json={"input_reference": BASE64, "steps": 1000}, timeout=1)
-    (video,) = server.client.get("/v1/videos?status=in_progress").json()["data"]
-    streams = "svdpp_event_streams 0.0"
-    wait(lambda: streams in server.client.get("/metrics").text, HANG_SECONDS)
-    assert server.video(video["id"])["status"] == "in_progress"
+    body = json.dumps({"input_reference": BASE64, "steps": 1000}).encode()
+    head = f"POST {SYNC} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
+    url = httpx.URL(server.url)
+
+    def streams(number: int) -> bool:
+        return f"svdpp_event_streams {number}.0" in server.client.get("/metrics").text
+
+    with socket.create_connection((url.host, url.port or 0), timeout=HANG_SECONDS) as connection:
+        connection.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + body)
+        wait(lambda: streams(1), HANG_SECONDS)
+        video = running(server)
+    wait(lambda: streams(0), HANG_SECONDS)
+    assert server.video(video["id"])["status"] in ("in_progress", "completed")
     server.client.delete(f"/v1/videos/{video['id']}")
+
+
+def test_a_client_that_waits_is_told_when_the_server_ends(tmp_path: Path) -> None:
+    answers: list[httpx.Response] = []
+    with HttpServer(tmp_path / "data", *QUICK, "--grace", "0.1") as server:
+        server.wait_ready()
+        body = {"input_reference": BASE64, "steps": 1000}
+        thread = threading.Thread(
+            target=lambda: answers.append(server.client.post(SYNC, json=body))
+        )
+        thread.start()
+        wait(lambda: server.client.get("/v1/videos").json()["data"], HANG_SECONDS)
+        (video,) = server.client.get("/v1/videos").json()["data"]
+        assert server.stop() == 0, server.err
+        thread.join(HANG_SECONDS)
+
+    error = error_of(answers[0], 503, "closing")
+    assert error["details"] == {"id": video["id"]}
 
 
 def test_a_clip_that_is_cancelled_ends_the_wait(server: HttpServer) -> None:
@@ -133,10 +168,7 @@ def test_a_clip_that_is_cancelled_ends_the_wait(server: HttpServer) -> None:
 
     thread = threading.Thread(target=ask)
     thread.start()
-    running = "/v1/videos?status=in_progress"
-    wait(lambda: server.client.get(running).json()["data"], HANG_SECONDS)
-    (video,) = server.client.get(running).json()["data"]
-    server.client.post(f"/v1/videos/{video['id']}/cancel")
+    server.client.post(f"/v1/videos/{running(server)['id']}/cancel")
     thread.join(HANG_SECONDS)
 
     error = error_of(answers[0], 409, "not_completed")

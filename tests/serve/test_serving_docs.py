@@ -95,7 +95,7 @@ def test_every_line_of_the_table_runs(server: HttpServer, tmp_path: Path) -> Non
             cwd=tmp_path,
             env=environment,
             capture_output=True,
-            timeout=100,
+            timeout=600,
             check=False,
         )
         assert run.returncode == 0, (line, run.stderr)
@@ -117,7 +117,7 @@ def test_the_python_client_runs(server: HttpServer, tmp_path: Path) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=600,
         check=False,
     )
 
