@@ -65,6 +65,7 @@ CASES = {
     "skyreels-v2-image": Case(
         "skyreels_v2", {"height": 16, "width": 16, "num_frames": 9}, image=True
     ),
+    "skyreels-v2-df": Case("skyreels_v2_df", {"height": 16, "width": 16, "num_frames": 9}),
     "latte": Case("latte", {"height": 16, "width": 16, "num_frames": 2}),
     "mochi": Case("mochi", {"height": 16, "width": 16, "num_frames": 7}),
 }

@@ -317,6 +317,10 @@ def _skyreels_v2(image: bool) -> tuple[str, dict[str, Any]]:
     return "SkyReelsV2ImageToVideoPipeline", {**parts, **more}
 
 
+def _skyreels_v2_df(_: bool) -> tuple[str, dict[str, Any]]:
+    return "SkyReelsV2DiffusionForcingPipeline", _skyreels_v2(image=False)[1]
+
+
 def _mochi(_: bool) -> tuple[str, dict[str, Any]]:
     parts = {
         **_t5(),
@@ -376,6 +380,7 @@ _MAKERS: Mapping[str, Callable[[bool], tuple[str, dict[str, Any]]]] = {
     "hunyuan_video_15": _hunyuan_video_15,
     "cogvideox": _cogvideox,
     "skyreels_v2": _skyreels_v2,
+    "skyreels_v2_df": _skyreels_v2_df,
     "mochi": _mochi,
     "latte": _latte,
 }

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from svdpp.config.limits import require
 from svdpp.models.engine import ltx, wan
 from svdpp.models.engine.configs import Configs, Facts
 
@@ -31,6 +32,12 @@ def _no_length(_: Configs) -> Facts:
 def _latte(configs: Configs) -> Facts:
     frames = configs.of("transformer", video_length=16).count("video_length", 1024)
     return {**_no_length(configs), "fixed_frames": frames}
+
+
+def _one_window(_: Any, sampling: Any) -> None:
+    """More frames are made in several loops."""
+    frames = sampling.num_frames
+    require(frames <= 97, f"--frames must be at most 97 for diffusion forcing, got {frames}")
 
 
 def _no_check(checkpoint: Any, sampling: Any) -> None:
@@ -224,6 +231,19 @@ ROWS: Mapping[str, Row] = {
         optional=frozenset({"image_encoder", "image_processor"}),
         encode_image=("vae", "image_encoder", "image_processor"),
         fp32=frozenset({"vae", "image_encoder"}),
+    ),
+    "skyreels_v2_df": Row(
+        title="SkyReels-V2, diffusion forcing with all frames in step",
+        text="SkyReelsV2DiffusionForcingPipeline",
+        components={
+            "tokenizer": _T5,
+            "text_encoder": ("UMT5EncoderModel", "T5EncoderModel"),
+            "vae": ("AutoencoderKLWan",),
+            "transformer": ("SkyReelsV2Transformer3DModel",),
+        },
+        fp32=frozenset({"vae"}),
+        noise_stays=True,
+        check=_one_window,
     ),
     "mochi": Row(
         title="Mochi 1",
