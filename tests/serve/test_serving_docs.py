@@ -138,7 +138,9 @@ def test_every_option_that_limits_something_is_in_the_table() -> None:
     }
 
 
-_LIMITS = re.compile(r"--(max-.*|keep-.*|sizes|grace|timeout|start-timeout|heartbeat-timeout)")
+_LIMITS = re.compile(
+    r"--(max-(queue|upload-mb|megapixels|steps|frames)|keep-.*|sizes|grace|(.*-)?timeout)"
+)
 
 
 def test_the_fixed_limits_have_these_values() -> None:
