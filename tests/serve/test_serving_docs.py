@@ -141,7 +141,7 @@ def test_every_option_that_limits_something_is_in_the_table() -> None:
 
 
 _LIMITS = re.compile(
-    r"--(max-queue|max-upload.*|keep-.*|sizes|grace|timeout|start-timeout|heartbeat-timeout)"
+    r"--(max-queue|max-megapixels|max-upload.*|keep-.*|sizes|grace|timeout|start-timeout|heartbeat-timeout)"
 )
 
 
