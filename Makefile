@@ -8,7 +8,6 @@ STAMP := $(VENV)/.installed
 DEMO := demo-out
 SERVED := serve-demo-data
 ARGS ?=
-WORKERS ?= 3
 FOR ?= 3.12
 
 # pip shows its progress on a terminal; in a log, only its errors.
@@ -24,7 +23,7 @@ NO_RANKS := lint.flake8-tidy-imports.banned-api={ \
 
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo serve-demo test test-long test-full test-gpu rehearse-gpu offline-bundle soak soak-serve \
+.PHONY: help demo serve-demo test test-ci test-full test-jitter test-gpu rehearse-gpu offline-bundle soak soak-serve \
   lint format types imports docs check-docs clean
 
 help: ## Show these targets
@@ -41,14 +40,18 @@ demo: $(STAMP) ## Animate four photographs on two CPU ranks, then prove one clip
 serve-demo: $(STAMP) ## Serve the demo model on two CPU ranks: open http://127.0.0.1:8000
 	$(BIN)/svdpp serve --device cpu --model demo --data $(SERVED) $(ARGS)
 
-test: $(STAMP) ## Run the tests; ARGS="-k name" selects some
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+test: $(STAMP) ## Test the installation in two minutes; ARGS="-k name" selects some tests
+	$(BIN)/python -m pytest -n $(or $(WORKERS),2) --dist worksteal $(ARGS)
 
-test-long: $(STAMP) ## Run the fault table and other long tests
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "long and not full" $(ARGS)
+test-ci: $(STAMP) ## Run the other tests: many processes, the fault table, whole commands
+	$(BIN)/python -m pytest -n $(or $(WORKERS),3) --dist worksteal \
+	  -m "(long or processes) and not promise and not full" $(ARGS)
 
 test-full: $(STAMP) ## Run the full test grids, which CI leaves out
 	$(BIN)/python -m pytest -m full $(ARGS)
+
+test-jitter: $(STAMP) ## Run the tests with random pauses of processes and threads; JITTER_SEED=7
+	$(BIN)/python -m pytest -p tests.jitter.plugin -n $(or $(WORKERS),2) --dist worksteal $(ARGS)
 
 test-gpu: $(STAMP) ## Run the GPU tests (docs/gpu.md); BUNDLE=FOLDER needs no network
 	$(BIN)/python -m pytest -m gpu tests/gpu $(ARGS)

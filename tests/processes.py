@@ -9,12 +9,13 @@ from typing import Any
 
 from svdpp.launch.group import RankContext
 from svdpp.launch.started import StartedGroup
+from tests.driver.dummies import HANG_SECONDS
 
 RankFunction = Callable[..., Any]
 
 
 def run_ranks(
-    function: RankFunction, world_size: int, *arguments: Any, timeout: float = 90
+    function: RankFunction, world_size: int, *arguments: Any, timeout: float = HANG_SECONDS
 ) -> list[Any]:
     """Calls `function(context, *arguments)` in each rank; what they return (JSON values), by rank.
 
@@ -37,7 +38,7 @@ def run_ranks(
             if failed:
                 raise AssertionError(f"rank {failed[0]}:\n{group.output_tail(failed[0])}")
             assert time.monotonic() < deadline, f"only {sorted(results)} of {world_size} answered"
-        assert group.end(20), f"ranks did not end: {group.exited()}"
+        assert group.end(60), f"ranks did not end: {group.exited()}"
     finally:
         group.kill()
     return [results[rank] for rank in range(world_size)]

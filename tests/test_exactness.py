@@ -20,7 +20,6 @@ from svdpp.config import ClipRequest, ModelConfig, SamplingConfig, SvdSampling
 from svdpp.media.image import fit_photo, read_photo
 from svdpp.models.base import LATENTS
 from svdpp.models.checkpoint import find_checkpoint
-from svdpp.models.loading import torch_dtype
 from svdpp.models.svd.decode import stack_frames, to_bytes
 from svdpp.models.svd.model import SvdModel, load_svd
 from svdpp.plan.layout import Roles
@@ -61,9 +60,10 @@ def _assert_equal(model: ModelConfig, sampling: SamplingConfig, *, seed: int = 7
     theirs, their_frames = latents_and_frames(model, sampling, ClipRequest(seed=seed), image)
     ours = _ours(model, sampling)
     tensors = ours.encode(ours.prepare(image), ClipRequest(seed=seed))
-    for name, spec in ours.packet_spec(0).items():
-        assert tuple(tensors[name].shape) == spec.shape, name
-        assert tensors[name].dtype == torch_dtype(spec.dtype), name
+    probe = ours.probe_packet()
+    assert tensors.keys() == probe.keys()
+    for name, tensor in tensors.items():
+        assert (tensor.shape, tensor.dtype) == (probe[name].shape, probe[name].dtype), name
     # A new denoiser for every step: the clip is cut at every place at once.
     latent = tensors[LATENTS]
     for step, expected in enumerate(theirs):
@@ -92,12 +92,14 @@ def test_every_knob_gives_diffusers_bits(tiny: Path, changes: dict[str, Any]) ->
     _assert_equal(ModelConfig(name=str(tiny)), replace(SMALL, **changes))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
 def test_every_precision_gives_diffusers_bits(tiny: Path, dtype: Any) -> None:
     # fp16 takes the path on which diffusers lifts the VAE to float32 for the encode.
     _assert_equal(ModelConfig(name=str(tiny), dtype=dtype), SMALL)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("vae_factor", [2, 4])
 def test_other_vaes_give_diffusers_bits(tmp_path: Path, vae_factor: int) -> None:
     folder = save_tiny_checkpoint(tmp_path / "model", vae_factor=vae_factor, num_frames=3, seed=3)

@@ -29,7 +29,7 @@ COMMANDS: Mapping[str, str] = {
     "bench": "Measure a pipeline against data parallel and against diffusers on one device.",
     "serve": "Serve clips over HTTP, with a queue that survives crashes and a web page.",
     "report": "Say what limits a finished run or bench, and what would make it faster.",
-    "doctor": "Check in seconds that a run has what it needs.",
+    "doctor": "Check in half a minute that a run has what it needs.",
     "env": "Show versions, devices, ffmpeg and settings, ready to paste into a report.",
 }
 

@@ -56,14 +56,15 @@ def doctor(
     answer: AnswerOptions,
     model: ModelOptions = ModelOptions(model=DEMO_MODEL),
 ) -> None:
-    """Check in seconds that a run has what it needs.
+    """Check in half a minute that a run has what it needs.
 
     The checks are devices, transfers, ffmpeg, model, memory and determinism. Nothing is downloaded.
     The exit code is that of the first check that fails.
     """
+    config = _examined(launched, ranks, model, sampling)
+    console.info("importing PyTorch and diffusers, then trying one thing after the other")
     from svdpp.diagnostics.doctor import Examination, examine
 
-    config = _examined(launched, ranks, model, sampling)
     checks = []
     for check in examine(Examination(config, folder.out)):
         checks.append(check)
@@ -97,7 +98,7 @@ def _examined(
         family, from_image, has_experts = "svd", True, False
     steps, world_size = sampling.num_steps(family), ranks.world
     if world_size is None:
-        world_size = default_world(device, steps, on_cpu=2, divide=not has_experts)
+        world_size = default_world(device, steps, divide=not has_experts)
     return pipeline_config(
         launched,
         replace(ranks, timeout=120.0, start_timeout=120.0),

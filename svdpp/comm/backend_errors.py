@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from svdpp.errors import DeviceError, OutOfMemoryError, TransportError
+from svdpp.errors import DeviceError, OutOfMemoryError, TransportError, is_out_of_memory
 
 # Such as: Cuda failure 2 'out of memory'
 _NCCL_CUDA = re.compile(r"Cuda failure(?: \d+)? '([^']*)'", re.IGNORECASE)
@@ -23,15 +23,12 @@ def named(what: str) -> Iterator[None]:
     `TransportError`, which the parent may trace back to another rank.
 
     Raises:
-        torch.OutOfMemoryError: as it came; the caller knows which action needed the memory.
         OutOfMemoryError, DeviceError, TransportError: see above.
     """
     try:
         yield
     except TransportError as error:
         raise TransportError(f"could not {what}: {error.message}", error.hint) from error
-    except torch.OutOfMemoryError:
-        raise
     except RuntimeError as error:
         raise _translated(error, what) from error
 
@@ -39,10 +36,10 @@ def named(what: str) -> Iterator[None]:
 def _translated(error: RuntimeError, what: str) -> Exception:
     text = str(error).strip()
     cuda = _NCCL_CUDA.search(text)
-    if cuda is not None and "out of memory" in cuda[1].lower():
+    if is_out_of_memory(error):
         return OutOfMemoryError(
-            f"out of GPU memory in NCCL: could not {what}",
-            "fewer frames, a smaller --height and --width, or --memory-opt leave NCCL more",
+            f"out of memory{' in NCCL' if cuda else ''}: could not {what}",
+            "fewer frames, a smaller --height and --width, or --memory-opt need less",
         )
     if cuda is not None or isinstance(error, torch.AcceleratorError):
         return DeviceError(

@@ -16,6 +16,8 @@ import svdpp
 from svdpp.cli.app import run_command_line
 
 ROOT = Path(svdpp.__file__).parent.parent
+#: For new processes: the checkout, and what the session of tests itself has (tests/jitter).
+PYTHONPATH = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
 PHOTO = str(ROOT / "svdpp/assets/photos/rocket.jpg")
 
 #: Options with which `run` works: a small model that needs no download.
@@ -66,7 +68,7 @@ def python(
     # The program sets these itself; this process has its own values (conftest.py).
     unset = {*_UNSET, "TORCHINDUCTOR_CACHE_DIR", "OMP_WAIT_POLICY"}
     settings = {name: value for name, value in os.environ.items() if name not in unset}
-    settings |= {**_SET, "PYTHONPATH": str(ROOT), **(env or {})}
+    settings |= {**_SET, "PYTHONPATH": PYTHONPATH, **(env or {})}
     done = subprocess.run(
         [sys.executable, *arguments],
         capture_output=True,
@@ -75,7 +77,7 @@ def python(
         encoding="utf-8",
         errors="surrogateescape",
         input=stdin,
-        timeout=280,
+        timeout=600,
         check=False,
     )
     return Answer(done.returncode, done.stdout, done.stderr)

@@ -81,6 +81,7 @@ def test_a_world_that_disagrees_with_torchruns_is_refused() -> None:
     )
 
 
+@pytest.mark.long
 def test_a_point_that_fails_keeps_no_other_from_being_measured(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -110,6 +110,7 @@ def test_a_refused_run_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.Monk
     assert os.listdir() == []
 
 
+@pytest.mark.long
 def test_exit_codes_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "text.png").write_text("hello")
     (tmp_path / "empty").mkdir()
@@ -121,6 +122,7 @@ def test_exit_codes_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert (tmp_path / "text.png").read_text() == "hello"
 
 
+@pytest.mark.long
 def test_a_name_of_bytes_that_are_no_text(tmp_path: Path) -> None:
     assert_error(svdpp_alone("run", *DEMO, b"\xff\n.png", cwd=tmp_path), 7, r"'\udcff\n.png'")
 
@@ -453,7 +455,6 @@ def test_a_journal_alone_is_no_clip(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(60)
 def test_a_full_disk_loses_the_clip(tmp_path: Path) -> None:
     """Also for the last clips of a run, after which the ranks have no work left."""
     run = ("run", PHOTO, *DEMO, *TINY, "--world", "2", "-q", "--format", "webp", "--out", "out")
@@ -464,7 +465,7 @@ def test_a_full_disk_loses_the_clip(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"},
         capture_output=True,
         text=True,
-        timeout=40,
+        timeout=600,
         check=False,
     )
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from svdpp.cli.options.model import parse_dtype
+from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.sampling import parse_seeds
 from svdpp.errors import RequestError
 from tests.cli.shell import DEMO, PHOTO, TINY, assert_error, svdpp_here
@@ -362,7 +362,7 @@ def test_texts_that_are_no_seeds(text: str) -> None:
     assert caught.value.message.isprintable()
 
 
-@pytest.mark.timeout(3)
+@pytest.mark.timeout(60)  # a quadratic search takes hours
 @pytest.mark.parametrize("text", ["0-99999", "0-99998,100000-199999", "0-99998,0-99999"])
 def test_many_seeds_are_read_or_refused_at_once(text: str) -> None:
     try:
@@ -373,15 +373,18 @@ def test_many_seeds_are_read_or_refused_at_once(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "device", "dtype"),
+    ("text", "device", "family", "dtype"),
     [
-        (None, "cpu", "fp32"),
-        (None, "cuda", "fp16"),
-        (None, "cuda:1", "fp16"),
-        ("float32", "cuda", "fp32"),
-        ("bfloat16", "cpu", "bf16"),
-        ("fp16", "cpu", "fp16"),
+        (None, "cpu", "wan", "fp32"),
+        (None, "cuda", "svd", "fp16"),
+        (None, "cuda:1", "svd", "fp16"),
+        (None, "cuda", "wan", "bf16"),
+        (None, "cuda:0", "ltx", "bf16"),
+        (None, "cuda", None, "fp16"),
+        ("float32", "cuda", "wan", "fp32"),
+        ("bfloat16", "cpu", "svd", "bf16"),
+        ("fp16", "cuda", "wan", "fp16"),
     ],
 )
-def test_dtypes(text: str | None, device: str, dtype: str) -> None:
-    assert parse_dtype(text, device) == dtype
+def test_dtypes(text: str | None, device: str, family: str | None, dtype: str) -> None:
+    assert ModelOptions(model="demo", dtype=text).to_config(device, family).dtype == dtype

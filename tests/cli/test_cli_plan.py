@@ -129,6 +129,7 @@ def test_the_assumed_costs_are_named() -> None:
     assert strict_json(svdpp_here("plan", "--json").out)["costs"] == A100_COSTS.to_json()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options",
     [
@@ -361,6 +362,7 @@ def test_arrivals_give_percentiles() -> None:
     assert one["seconds_per_clip"] == pytest.approx(32.15 / 4, rel=0.01)  # when no rank waits
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("more", [(), ("--arrivals", "100/s")], ids=str)
 def test_a_fleet_is_planned_in_seconds(more: tuple[str, ...]) -> None:
     large_forecast = ("--world", "4096", "--clips", "100000", "--costs", "svd-xt-a100")
@@ -499,6 +501,7 @@ def test_the_guide_shows_commands() -> None:
     assert len(FILES) == GUIDE.count("```json") == 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("command", "output"), SHOWN, ids=[command for command, _ in SHOWN])
 def test_the_guide_shows_what_its_commands_print(
     command: str, output: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

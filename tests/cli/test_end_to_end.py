@@ -31,7 +31,7 @@ def _svdpp(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedP
         [sys.executable, "-m", "svdpp", *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=600,
         cwd=cwd,
         check=False,
     )
@@ -67,6 +67,7 @@ def _diffusers_sha256(pipe: Any, photo: Path, seed: int) -> tuple[str, str]:
     return hashlib.sha256(latent).hexdigest(), hashlib.sha256(pixels).hexdigest()
 
 
+@pytest.mark.promise
 def test_run_makes_clips_that_are_diffusers_own(tiny: Path, tmp_path: Path) -> None:
     photos = example_photos()[:2]
     out = tmp_path / "out"
@@ -136,11 +137,13 @@ def test_run_writes_other_formats(tiny: Path, tmp_path: Path, kind: str) -> None
     )
     assert done.code == 0, done
     (record,) = json.loads(done.out)
-    assert (tmp_path / "out" / "my photo, naïve.v2_0.json").exists()
+    assert record["output"].startswith("my photo, naïve.v2_0")
+    assert (tmp_path / "out" / f"{record['output']}.json").exists()
     frames = read_frames(tmp_path / "out" / record["output"], kind)  # type: ignore[arg-type]
     assert frames.shape == (3, 64, 64, 3)
 
 
+@pytest.mark.promise
 def test_verify_catches_a_planted_fault_with_exit_code_3() -> None:
     shape = ("--latent-shape", "1", "4", "2", "8", "8")
     done = svdpp_here(
@@ -167,7 +170,7 @@ def test_torchrun_joins_its_world(tmp_path: Path) -> None:
         ],
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -180,9 +183,9 @@ def test_the_log_has_one_record_for_each_event_bound_to_its_rank(tmp_path: Path)
     log = tmp_path / "log.jsonl"
     done = svdpp_here(
         *("simulate", "--world", "2", "--clips", "3", "--steps", "4", "--log-file", str(log)),
-        *("--latent-shape", "1", "4", "2", "8", "8", "--quiet"),
+        *("--latent-shape", "1", "4", "2", "8", "8", "--quiet", "-v"),
     )
-    assert (done.code, done.err) == (0, "")
+    assert done.code == 0, done.err
     records = [json.loads(line)["record"] for line in log.read_text().splitlines()]
     said = [(record["extra"]["rank"], record["message"]) for record in records]
     assert [r for r, text in said if text.startswith("ready: steps")] == [0, 1] or [

@@ -61,6 +61,7 @@ FOLLOWED = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("without_memory")
 @pytest.mark.parametrize("line", FOLLOWED)
 def test_each_option_that_a_hint_names_leads_on(line: str, monkeypatch: pytest.MonkeyPatch) -> None:

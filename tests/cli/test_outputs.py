@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from svdpp.media.video import read_frames
-from tests.cli.shell import DEMO, PHOTO, ROOT, TINY, Answer, assert_error, python
+from tests.cli.shell import DEMO, PHOTO, PYTHONPATH, TINY, Answer, assert_error, python
+from tests.driver.dummies import HANG_SECONDS
+from tests.faults.processes import wait_until
 from tests.small_disk import small_disk
 
 IMPORTED = """
@@ -41,6 +43,7 @@ def closed(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
         yield tmp_path / "locked"
 
 
+@pytest.mark.long
 def test_a_closed_folder_is_found_before_anything_is_loaded(closed: Path, tmp_path: Path) -> None:
     log, modules = tmp_path / "run.jsonl", tmp_path / "modules"
     # The last argument is for the script; svdpp reads it as another photograph.
@@ -55,14 +58,16 @@ def test_a_closed_folder_is_found_before_anything_is_loaded(closed: Path, tmp_pa
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(120)
 def test_a_disk_that_fills_up_keeps_the_clips_that_are_whole(tmp_path: Path) -> None:
     """If no disk can be mounted, `test_a_full_disk_ends_the_run` uses a file limit instead."""
+    plan, gate = tmp_path / "plan.json", tmp_path / "gate"
+    stop = {"kind": "hang", "rank": 0, "clip": 4, "place": "encode", "until": str(gate)}
+    plan.write_text(json.dumps({"events": str(tmp_path / "events"), "stop": stop}))
     with small_disk(tmp_path / "disk", "size=4m") as disk:
         run = ("run", PHOTO, *DEMO, *TINY, "--seeds", "1-20", "--out", str(disk), "-q")
         process = subprocess.Popen(
-            [sys.executable, "-m", "svdpp", *run, "--world", "2"],
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            [sys.executable, "-m", "tests.faults.injected", str(plan), *run, "--world", "2"],
+            env={**os.environ, "PYTHONPATH": PYTHONPATH},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -71,7 +76,8 @@ def test_a_disk_that_fills_up_keeps_the_clips_that_are_whole(tmp_path: Path) -> 
             try:
                 _wait_for(disk / "rocket_2.mp4.json", process)
                 _fill(disk / "filler")
-                out, err = process.communicate(timeout=60)
+                gate.touch()
+                out, err = process.communicate(timeout=HANG_SECONDS)
             finally:
                 process.kill()
         clips = sorted(disk.glob("*.mp4"))
@@ -85,11 +91,11 @@ def test_a_disk_that_fills_up_keeps_the_clips_that_are_whole(tmp_path: Path) -> 
 
 
 def _wait_for(path: Path, process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 60
-    while not path.exists():
+    def is_there() -> bool:
         assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+        return path.exists()
+
+    wait_until(is_there, HANG_SECONDS, f"no {path.name}")
 
 
 def _fill(path: Path) -> None:

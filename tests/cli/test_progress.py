@@ -37,7 +37,9 @@ from svdpp.worker.messages import (
     Joined,
     StepDone,
 )
-from tests.cli.shell import ROOT
+from tests.cli.shell import PYTHONPATH, ROOT
+from tests.driver.dummies import HANG_SECONDS
+from tests.faults.processes import wait_until
 
 _SHOW_CURSOR = "\x1b[?25h"
 
@@ -74,10 +76,7 @@ def _written(console: Console) -> str:
 
 
 def _wait_for(console: Console, text: str) -> None:
-    deadline = time.monotonic() + 20
-    while text not in _written(console):
-        assert time.monotonic() < deadline, _written(console)
-        time.sleep(0.02)
+    wait_until(lambda: text in _written(console), HANG_SECONDS, lambda: _written(console))
 
 
 def _picture(text: str) -> list[str]:
@@ -300,7 +299,7 @@ def test_an_interrupt_leaves_a_clean_terminal() -> None:
         stdin=child,
         stdout=child,
         stderr=child,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm-256color"},
+        env={**os.environ, "PYTHONPATH": PYTHONPATH, "TERM": "xterm-256color"},
         cwd=Path(ROOT),
     )
     os.close(child)
@@ -308,7 +307,7 @@ def test_an_interrupt_leaves_a_clean_terminal() -> None:
         text = _read_until(parent, r"about \d+:\d\d left")
         running.send_signal(signal.SIGINT)
         text += _read_until(parent, "SIGINT")
-        assert running.wait(timeout=20) == 130
+        assert running.wait(HANG_SECONDS) == 130
     finally:
         running.kill()
         running.wait()
@@ -322,7 +321,7 @@ def test_an_interrupt_leaves_a_clean_terminal() -> None:
 
 def _read_until(terminal: int, pattern: str) -> str:
     text = ""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + HANG_SECONDS
     while not re.search(pattern, text):
         left = deadline - time.monotonic()
         assert left > 0, text

@@ -132,6 +132,7 @@ def test_a_drawn_seed_is_printed_and_kept() -> None:
     assert clip["output"] == f"rocket_{clip['seed']}.mp4"
 
 
+@pytest.mark.long
 def test_a_dry_run_shows_everything_and_makes_nothing() -> None:
     answer = svdpp_here("run", PHOTO, *DEMO, *TINY, "--costs", "svd-xt-a100", "--dry-run")
     result = dry_run(PHOTO, "--seeds", "1-2", "--costs", "svd-xt-a100")

@@ -19,6 +19,8 @@ from tests.cli.shell import DEMO, PHOTO, TINY, assert_error, svdpp_alone
 from tests.media.pictures import encoded, gradient, png
 from tests.models.builders import edit_json, save_tiny_checkpoint
 
+pytestmark = pytest.mark.long
+
 MAX_CPU_SECONDS = 5
 MAX_BYTES = 300 * 2**20
 HTML = b"<!DOCTYPE html><html><title>Sign in</title></html>"

@@ -14,10 +14,13 @@ from svdpp.diagnostics import doctor
 from svdpp.plan.costs import Costs
 from tests.cli.shell import svdpp_alone, svdpp_here
 
+#: The first line of `doctor`, before its imports.
+BEGIN = "importing PyTorch and diffusers, then trying one thing after the other"
 NO_FFMPEG = {"IMAGEIO_FFMPEG_EXE": "/nowhere/ffmpeg"}
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
 
+@pytest.mark.long
 def test_env_in_words_and_as_json() -> None:
     words, values = svdpp_alone("env"), svdpp_here("env", "--json")
 
@@ -40,6 +43,7 @@ def test_a_healthy_machine(tmp_path: Path) -> None:
 
     assert answer.code == 0, answer
     assert answer.err == (
+        f"{BEGIN}\n"
         "a run of demo on 2 cpu ranks has what it needs\n"
         f"svdpp run has another default: svdpp doctor --model {DEFAULT_MODEL}\n"
     )
@@ -65,7 +69,8 @@ def test_doctor_says_what_it_has_examined(
     monkeypatch.setattr(doctor, "_CHECKS", {})  # other tests cover their results
     answer = svdpp_here("doctor", *given, "--world", "1", "--out", str(tmp_path))
     assert answer.code == 0
-    verdict, *remarks = answer.err.splitlines()
+    begin, verdict, *remarks = answer.err.splitlines()
+    assert begin == BEGIN
     assert verdict == "a run of demo on 1 cpu rank has what it needs"
     assert remarks == ([remark] if remark else [])
 
@@ -105,7 +110,7 @@ def test_the_first_failure_gives_the_exit_code(tmp_path: Path) -> None:
     answer = svdpp_here(*common, env=NO_FFMPEG)
 
     assert answer.code == 2
-    assert answer.err == "2 of 8 checks failed\n"
+    assert answer.err == f"{BEGIN}\n2 of 8 checks failed\n"
     assert "failed  ffmpeg            mp4 needs ffmpeg, which was not found\n" in answer.out
     assert "\n" + " " * 26 + "fix: pip install imageio-ffmpeg\n" in answer.out
 

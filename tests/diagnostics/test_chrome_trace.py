@@ -213,6 +213,7 @@ def test_memory_is_a_counter_of_its_changes(tmp_path: Path) -> None:
     assert found == [(1, 3.0), (1, 4.0)]
 
 
+@pytest.mark.long
 def test_a_hundred_thousand_events_do_not_grow_the_parent(tmp_path: Path) -> None:
     """As an endless run of two ranks: 30 events for each clip."""
     file = TraceFile(tmp_path / "trace.json", {}, begin=0.0)

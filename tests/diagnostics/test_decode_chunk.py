@@ -28,6 +28,8 @@ from svdpp.models.memory import estimate
 from svdpp.plan.layout import Roles
 from tests.cli.shell import DEMO, PHOTO, TINY, svdpp_here
 
+pytestmark = pytest.mark.long
+
 MEMORY = DecodeMemory(num_frames=25, one_frame=100, each_in_chunk=50, each_kept=1, free=0)
 
 

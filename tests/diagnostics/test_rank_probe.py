@@ -13,6 +13,8 @@ from svdpp.driver.resolve import resolve
 from svdpp.errors import InputError, RankError
 from svdpp.launch.group import RankContext
 
+pytestmark = pytest.mark.long
+
 
 def _dummy(world_size: int) -> PipelineConfig:
     return PipelineConfig(

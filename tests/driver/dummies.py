@@ -9,7 +9,7 @@ from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SvdSampling
 from svdpp.driver.pipeline import Pipeline
 
 #: Far longer than any of these tests takes; a wait of this length is a hang.
-HANG_SECONDS = 120
+HANG_SECONDS = 300
 
 
 def config(world_size: int = 2, *, steps: int = 4, **changes: Any) -> PipelineConfig:

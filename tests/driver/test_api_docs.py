@@ -48,7 +48,7 @@ def test_a_program_prints_what_the_page_says(
     path.write_text(program)
     if heading == _FIRST:
         done = subprocess.run(
-            [sys.executable, str(path)], cwd=tmp_path, capture_output=True, text=True, timeout=240
+            [sys.executable, str(path)], cwd=tmp_path, capture_output=True, text=True, timeout=600
         )
         assert (done.returncode, done.stdout) == (0, output), done.stderr
         assert done.stderr == ""

@@ -244,8 +244,14 @@ def test_an_accepted_draft_ends_the_clip_and_never_calls_itself_exact(tmp_path: 
     requests = [_request(tmp_path), _request(tmp_path, photo=1)]
     outputs = [each.output for each in requests]
     records = [{"output": Path(each.path).name} for each in outputs if each]
-    with Pipeline(config) as pipeline:
-        results = pipeline.run(requests, records)
+    gate = tmp_path / "gate"
+    stop = InjectedStop("hang", 0, 0, place="step20", until=str(gate))
+    with Pipeline(config, fault=stop) as pipeline:
+        pipeline.submit(requests, records)
+        results = [next(pipeline.results())]
+        gate.touch()
+        results += pipeline.results()
+    gate.unlink()
     for result in results:
         assert result.metadata["exact"] is False
         about = result.metadata["draft"]
@@ -257,7 +263,7 @@ def test_an_accepted_draft_ends_the_clip_and_never_calls_itself_exact(tmp_path: 
         *("chelsea_0.draft.mp4", "chelsea_0.draft.mp4.json"),
     ]
     done = Counter(step.rank for step in pipeline.trace.steps)
-    assert done[0] < 2 * 40  # the agreement takes 8 of its rounds
+    assert done[0] <= 20 + 40
     assert done[3] == 2 * 3
 
 
@@ -331,4 +337,4 @@ def test_a_drafts_files_are_named_for_what_they_are() -> None:
 def test_latents_are_what_travels_first() -> None:
     """The packet of SEND_START is a clip's whole packet: a rank can begin from it alone."""
     spec = LatentSpec(shape=SHAPE, dtype="fp32", dims="BCFHW")
-    assert list(DummyModel(spec, 4, torch.device("cpu")).packet_spec(0)) == [LATENTS]
+    assert list(DummyModel(spec, 4, torch.device("cpu")).probe_packet()) == [LATENTS]

@@ -17,6 +17,7 @@ from svdpp.media.examples import example_photos
 from svdpp.media.video import read_frames
 from svdpp.worker.fault_injection import HEADER_FIELDS, InjectedFault
 from svdpp.worker.messages import ActionDone, ClipDone, ClipFailed, Heartbeat
+from tests.faults.processes import allowing_for_others
 
 SHAPE = (1, 4, 2, 8, 8)
 
@@ -97,13 +98,14 @@ def test_inputs_and_outputs_that_go_wrong_lose_their_own_clip(tmp_path: Path) ->
     assert left == ["clip_0.mp4", "clip_0.mp4.json", "clip_2.mp4", "clip_3.mp4", "clip_3.mp4.json"]
 
 
+@pytest.mark.timing
 @pytest.mark.processes
 def test_a_disk_that_hangs_ends_the_run(tmp_path: Path) -> None:
     config, requests = _demo(tmp_path, 1)
-    config = replace(config, world_size=1, timeout_seconds=4)
+    config = replace(config, world_size=1, timeout_seconds=allowing_for_others(4))
     os.mkfifo(tmp_path / "clip0_frames.npy")  # writing to it blocks until there is a reader
     with (
-        pytest.raises(RankError, match=r"rank 0 .* has waited for its disk for \d s"),
+        pytest.raises(RankError, match=r"rank 0 .* has waited for its disk for \d+ s"),
         Pipeline(config, tensor_folder=str(tmp_path)) as pipeline,
     ):
         pipeline.run(requests)

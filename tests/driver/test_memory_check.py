@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SvdSampling, WanSampling
-from svdpp.driver import memory_check, rank_launcher, rank_task
+from svdpp.driver import memory_check, rank_task, ranks
 from svdpp.driver.memory_check import check_memory
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.resolve import resolve
@@ -18,6 +18,8 @@ from svdpp.plan.layout import Roles
 from svdpp.verification.reference import run_reference
 from tests.cli.shell import DEMO, PHOTO, Answer, assert_error, svdpp_here
 from tests.models.tiny_families import save_tiny_wan
+
+pytestmark = pytest.mark.long
 
 ALL = Roles(encode=True, denoise=True, decode=True)
 DENOISE = Roles(encode=False, denoise=True, decode=False)
@@ -40,7 +42,7 @@ def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     def start(*_: object, **__: object) -> None:
         raise AssertionError("a process was started")
 
-    for module in (rank_launcher, rank_task):
+    for module in (rank_task, ranks):
         monkeypatch.setattr(module, "StartedGroup", start)
 
 

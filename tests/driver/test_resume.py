@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from svdpp.comm.packet import Packet
-from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SvdSampling, TensorSpec
+from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SvdSampling
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import InputError, RankError
 from svdpp.launch import fork_server
@@ -27,6 +27,8 @@ from svdpp.plan.actions import Kind
 from svdpp.worker.fault_injection import InjectedFault
 from svdpp.worker.latent_checkpoints import LatentCheckpoints, prune, saved_steps
 from svdpp.worker.messages import ActionDone, CheckpointLost, Event
+from tests.driver.dummies import HANG_SECONDS
+from tests.faults.processes import wait_until
 from tests.small_disk import small_disk
 
 SHAPE = (1, 4, 2, 8, 8)
@@ -64,7 +66,7 @@ def uninterrupted() -> list[str]:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("victim", [1, 2, 3])
+@pytest.mark.parametrize("victim", [pytest.param(1, marks=pytest.mark.promise), 2, 3])
 def test_after_a_kill_at_every_hand_over(
     victim: int, tmp_path: Path, uninterrupted: list[str]
 ) -> None:
@@ -127,10 +129,7 @@ def test_clips_go_on_if_their_latents_cannot_be_kept(
 
 
 def _wait_until_kept(folder: Path, key: str, step: int) -> None:
-    deadline = time.monotonic() + 60
-    while step not in saved_steps(folder, key):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: step in saved_steps(folder, key), HANG_SECONDS, f"no checkpoint {step}")
 
 
 @pytest.mark.processes
@@ -201,11 +200,8 @@ def _packet(step: int = 7) -> Packet:
     return Packet(3, step, 12.5, tensors, compute_seconds=4.25)
 
 
-SPEC = {"latents": TensorSpec((2, 3), "fp32"), "ids": TensorSpec((1,), "bf16")}
-
-
 def _load(checkpoints: LatentCheckpoints, step: int = 7) -> Packet:
-    return checkpoints.load(KEYS[0], 9, step, SPEC, torch.device("cpu"))
+    return checkpoints.load(KEYS[0], 9, step, torch.device("cpu"))
 
 
 def test_a_packet_comes_back_as_another_runs_clip(tmp_path: Path) -> None:
@@ -215,7 +211,7 @@ def test_a_packet_comes_back_as_another_runs_clip(tmp_path: Path) -> None:
     back = _load(checkpoints)
     assert (back.clip, back.next_step, back.begun_at, back.tombstone) == (9, 7, 12.5, False)
     assert back.compute_seconds == 4.25
-    assert list(back.tensors) == list(packet.tensors)
+    assert back.tensors.keys() == packet.tensors.keys()
     assert all(torch.equal(back.tensors[name], packet.tensors[name]) for name in packet.tensors)
 
 
@@ -260,10 +256,6 @@ def test_a_file_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"conditions are .*elsewhere.* not .*here") as caught:
         _load(LatentCheckpoints(tmp_path, CONDITIONS))
     assert "delete" in caught.value.hint
-    other = Packet(3, 7, 0.0, {"latents": torch.zeros(2, 4), "ids": torch.ones(1).bfloat16()})
-    LatentCheckpoints(tmp_path, CONDITIONS).save(KEYS[0], other)
-    with pytest.raises(InputError, match="tensors are"):
-        _load(LatentCheckpoints(tmp_path, CONDITIONS))
 
 
 @pytest.mark.parametrize("damage", ["cut", "bit", "text", "gone"])

@@ -14,7 +14,7 @@ import pytest
 from tests.cli.shell import ROOT
 from tests.faults.processes import allowing_for_others, wait_until
 
-pytestmark = [pytest.mark.processes, pytest.mark.long]
+pytestmark = [pytest.mark.processes, pytest.mark.long, pytest.mark.timing]
 
 TINY = (
     *("--model.name=dummy", "--model.latent_shape=[1, 4, 2, 8, 8]", "--workload.clips=2"),

@@ -14,7 +14,7 @@ from tests.faults.commands import RUN, SIMULATE, STANDING
 from tests.faults.conftest import StartCommand
 from tests.faults.processes import command_line, listening
 
-pytestmark = [pytest.mark.processes, pytest.mark.long]
+pytestmark = [pytest.mark.processes, pytest.mark.long, pytest.mark.timing]
 
 LOOPBACK = {"0100007F", "00000000000000000000000001000000"}
 

@@ -35,7 +35,7 @@ from tests.faults.processes import (
 )
 from tests.faults.stops import InjectedStop
 
-pytestmark = [pytest.mark.processes, pytest.mark.long]
+pytestmark = [pytest.mark.processes, pytest.mark.long, pytest.mark.timing]
 
 DUMMY = PipelineConfig(
     world_size=WORLD_SIZE,

@@ -12,7 +12,7 @@ from tests.faults.commands import RUN, SIMULATE, STANDING
 from tests.faults.conftest import StartCommand
 from tests.faults.processes import command_line
 
-pytestmark = [pytest.mark.processes, pytest.mark.long]
+pytestmark = [pytest.mark.processes, pytest.mark.long, pytest.mark.timing]
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 ONE_IN_CI = [SIGNALS[0], *(pytest.param(number, marks=pytest.mark.full) for number in SIGNALS[1:])]

@@ -14,7 +14,7 @@ import pytest
 from tests.faults.commands import SIMULATE, STANDING, WORLD_SIZE, Command
 from tests.faults.conftest import StartCommand
 
-pytestmark = [pytest.mark.processes, pytest.mark.long]
+pytestmark = [pytest.mark.processes, pytest.mark.long, pytest.mark.timing]
 
 TORCHRUN = (
     *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORLD_SIZE)),

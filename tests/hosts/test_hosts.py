@@ -18,7 +18,7 @@ from tests.faults.processes import allowing_for_others
 from tests.hosts.conftest import MakeHosts
 from tests.hosts.hosts import Host, Hosts, wait_for
 
-pytestmark = [pytest.mark.processes, pytest.mark.long]
+pytestmark = [pytest.mark.processes, pytest.mark.long, pytest.mark.timing]
 
 _SMALL = ("--frames", "4", "--height", "64", "--width", "64", "--threads", "1")
 _CLIPS = (PHOTO, *DEMO, "--steps", "24", "--seeds", "1-4", *_SMALL)

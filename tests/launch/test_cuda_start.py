@@ -29,7 +29,7 @@ def _svdpp(record: Path, *arguments: str, free_bytes: str = "") -> subprocess.Co
         },
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
         check=False,
     )
 
@@ -89,7 +89,7 @@ def test_cuda_ranks_of_a_fork_server_fail(tmp_path: Path) -> None:
         [sys.executable, "-c", code, *options, "--out", str(tmp_path / "out")],
         env={**os.environ, "PYTHONPATH": path, "FAKE_GPU_RECORD": str(record)},
         capture_output=True,
-        timeout=240,
+        timeout=600,
         check=False,
     )
     assert "bad fork" in record.read_text()

@@ -67,7 +67,7 @@ def test_a_server_outlives_the_thread_and_the_folder_it_was_started_in(tmp_path:
     script.write_text(_START_IN_A_THREAD_AND_A_FOLDER_THAT_GO)
     environment = {**os.environ, "PYTHONPATH": os.getcwd(), "TMPDIR": str(tmp_path)}
     subprocess.run(
-        [sys.executable, str(script)], cwd=tmp_path, env=environment, timeout=250, check=True
+        [sys.executable, str(script)], cwd=tmp_path, env=environment, timeout=600, check=True
     )
 
 
@@ -106,7 +106,7 @@ def test_ranks_started_from_python(tmp_path: Path, start_method: str) -> None:
     done = subprocess.run(
         [sys.executable, str(script), start_method],
         env=environment,
-        timeout=250,
+        timeout=600,
         check=True,
         capture_output=True,
         text=True,

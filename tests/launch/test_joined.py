@@ -16,6 +16,7 @@ from svdpp.launch import connections, joined_rank, process_group, process_lifeti
 from svdpp.launch.connections import BEGIN
 from svdpp.launch.joined import JoinedGroup
 from svdpp.launch.world import World
+from tests.faults.processes import allowing_for_others
 from tests.launch.test_connections import HELLO, InMemoryStore, _connect_in_thread
 
 # The tests replace the exit of a process by SystemExit, also in threads.
@@ -88,18 +89,22 @@ def _group_of_two(store: InMemoryStore, hooks: RankHooks, start_timeout: float =
     return group
 
 
+@pytest.mark.long
+@pytest.mark.timing
 def test_a_rank_that_stops_after_it_connected_is_named(store: InMemoryStore) -> None:
     connected: list[connections.Connection] = []
     thread = _connect_in_thread(store, connected)
     with pytest.raises(RankError, match=r"rank 1 \(here\) connected, but does not respond"):
-        _joined_group(1)
+        _joined_group(allowing_for_others(1))
     thread.join()
 
 
+@pytest.mark.long
+@pytest.mark.timing
 def test_a_rank_that_does_not_answer_is_named_with_its_host(store: InMemoryStore) -> None:
     released = threading.Event()
     hooks = RankHooks(lambda _: b"later" if released.wait(20) else b"")
-    group = _group_of_two(store, hooks, 1)
+    group = _group_of_two(store, hooks, allowing_for_others(1))
     with pytest.raises(RankError, match=r"rank 1 \(here\) does not report the contents") as error:
         group.ask(b"what?")
     assert "on here" in error.value.hint
@@ -112,7 +117,7 @@ def test_a_query_that_fails_ends_both_sides(store: InMemoryStore) -> None:
         raise OSError(5, "Input/output error")
 
     hooks = RankHooks(answer)
-    group = _group_of_two(store, hooks, 1)
+    group = _group_of_two(store, hooks)
     with pytest.raises(RankError):
         group.ask(b"what?")
     group.kill()

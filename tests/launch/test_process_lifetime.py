@@ -17,6 +17,7 @@ from tests.faults.processes import adopting_orphans, collected, wait_until
 pytestmark = pytest.mark.processes
 
 
+@pytest.mark.timing
 def test_stopped_children_are_killed_and_their_parent_is_not_stopped_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

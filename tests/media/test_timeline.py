@@ -66,6 +66,7 @@ def test_equal_spans_give_an_equal_file(tmp_path: Path) -> None:
     assert str(tmp_path) not in paths[0].read_text()
 
 
+@pytest.mark.long
 def test_twenty_eight_ranks_stay_within_a_page(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     spans, path = _spans(28, 56), tmp_path / "timeline.png"

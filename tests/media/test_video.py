@@ -248,6 +248,7 @@ except OutputError as error:
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("format", [*FORMATS, "json"])
 def test_a_file_that_may_not_grow(tmp_path: Path, format: str) -> None:
     path = tmp_path / "x"
@@ -264,6 +265,7 @@ def full_disk(tmp_path: Path) -> Iterator[Path]:
         yield disk
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_full_disk(full_disk: Path, format: VideoFormat) -> None:
     with pytest.raises(OutputError, match=r"x' cannot be written: .*No space left on device"):

@@ -50,6 +50,7 @@ def error_of(name: str | Path, **options: Any) -> ModelError:
 # Valid checkpoints.
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("vae_factor", [8, 4, 2])
 def test_sizes_are_those_that_diffusers_computes(tmp_path: Path, vae_factor: int) -> None:
     save_tiny_checkpoint(tmp_path, vae_factor=vae_factor, num_frames=6, embedding_dim=24)

@@ -73,6 +73,7 @@ def assert_same_weights(ours: torch.nn.Module, theirs: torch.nn.Module) -> None:
 # Loaded components.
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_weights_are_those_of_the_pipeline(demo: Checkpoint, dtype: str) -> None:
     parts = parts_of(demo, dtype=dtype)
@@ -87,6 +88,7 @@ def test_weights_are_those_of_the_pipeline(demo: Checkpoint, dtype: str) -> None
         assert not any(each.training for each in module.modules())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("vae_factor", [4, 2])
 def test_shards_and_variants_are_loaded(tmp_path: Path, vae_factor: int) -> None:
     whole, shards = tmp_path / "whole", tmp_path / "shards"
@@ -98,6 +100,7 @@ def test_shards_and_variants_are_loaded(tmp_path: Path, vae_factor: int) -> None
         assert_same_weights(getattr(parts, name), getattr(expected, name))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("roles", "present"),
     [
@@ -139,6 +142,7 @@ def test_encoder_alone_has_the_bits_of_the_whole_vae(demo: Checkpoint, dtype: st
     assert latents[0][1] == latents[1][1] == DTYPES[dtype]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_decoder_alone_has_the_bits_of_the_whole_vae(demo: Checkpoint, dtype: str) -> None:
     alone, whole = parts_of(demo, "D", dtype=dtype).vae, parts_of(demo, "ED", dtype=dtype).vae
@@ -210,6 +214,7 @@ def test_weights_in_the_dtype_of_the_file_stay_mapped(tiny: Path, dtype: str, ma
     assert all(within) if mapped else not any(within)
 
 
+@pytest.mark.long
 def test_loading_prints_nothing() -> None:
     code = (
         "from svdpp.config import ModelConfig;"
@@ -338,11 +343,13 @@ def test_weights_removed_after_the_check(folder: Path) -> None:
 # Machines that cannot load the model.
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "error",
     [
         MemoryError(),
         torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB"),
+        torch.AcceleratorError("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation'"),
         RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
     ],
 )

@@ -14,6 +14,8 @@ from svdpp.models.checkpoint import Checkpoint, find_checkpoint
 from svdpp.models.memory import estimate
 from svdpp.models.memory_bound import activation_bound, weight_bytes
 
+pytestmark = pytest.mark.long
+
 #: The configs of stabilityai/stable-video-diffusion-img2vid-xt, as far as sizes go.
 _XT: dict[str, dict[str, Any]] = {
     "unet": {

@@ -29,6 +29,7 @@ def test_an_assignment_that_fits_is_found(needs_and_cards: tuple[list[float], li
     assert (cards in fitting) if fitting else (cards is None)
 
 
+@pytest.mark.long
 @given(st.lists(gib, min_size=1, max_size=6), gib)
 def test_equal_cards_keep_their_order(needs: list[float], room: float) -> None:
     cards = assign_cards(needs, [room] * len(needs))

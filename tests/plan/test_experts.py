@@ -36,6 +36,7 @@ def experts_of_steps(layout: Layout, routes: list[Route]) -> list[set[int]]:
     return experts
 
 
+@pytest.mark.long
 @given(two_experts, st.integers(1, 20), st.data())
 @settings(max_examples=200)
 def test_no_rank_does_steps_of_both_experts(
@@ -62,6 +63,7 @@ def test_no_rank_does_steps_of_both_experts(
     replay(schedule, layout.costs)
 
 
+@pytest.mark.long
 @given(two_experts.filter(lambda layout: layout.separates_experts))
 def test_each_expert_has_ranks_in_order(layout: Layout) -> None:
     for ranks in layout.replica_ranks:

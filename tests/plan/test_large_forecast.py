@@ -22,6 +22,7 @@ from tests.plan.plans import costs, layouts, route_lists
 A100 = PRESETS["svd-xt-a100"]
 
 
+@pytest.mark.long
 @given(route_lists(), costs, st.data())
 @settings(max_examples=200)
 def test_any_routes_are_walked_as_they_are_replayed(
@@ -168,6 +169,7 @@ def test_clips_that_come_seldom_do_not_wait() -> None:
     assert forecast.seconds_per_clip == 100
 
 
+@pytest.mark.long
 def test_a_fleet_is_forecast_in_seconds() -> None:
     """4096 ranks in replicas and 100,000 clips with random arrivals take at most 5 s."""
     layout = Layout(num_steps=28, world_size=4096, split="dithered", replicas=1024, costs=A100)

@@ -49,6 +49,7 @@ def test_any_layout_can_be_performed(layout: Layout, clips: int) -> None:
                 assert len(posted) <= 1
 
 
+@pytest.mark.long
 @given(layouts(), num_clips, st.data())
 def test_so_can_it_when_clips_are_resumed(layout: Layout, clips: int, data: st.DataObject) -> None:
     routes = layout.routes(range(clips))

@@ -9,8 +9,11 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SvdSampling
 from svdpp.driver.pipeline import Pipeline
@@ -22,6 +25,7 @@ from svdpp.serve.job import Job, JobState, new_id
 from svdpp.serve.store import JobStore
 from tests.driver.dummies import HANG_SECONDS
 from tests.faults.processes import wait_until
+from tests.faults.stops import InjectedStop
 
 STEPS = 8
 SAMPLING = SvdSampling(num_inference_steps=STEPS, num_frames=2, decode_chunk_size=2)
@@ -90,13 +94,18 @@ class Serving:
         wait_until(happens, HANG_SECONDS, lambda: f"{what}: {self.engine.ranks()}")
 
     def wait_for_step(self, job_id: str, step: int) -> None:
-        """Waits until so many steps of the job are done."""
+        """Waits until so many steps of the job are done; `serving` has to stop a clip there."""
 
         def is_there() -> bool:
             clip = self.engine.clip(job_id)
+            assert not self.job(job_id).state.is_final, "it did not stop"
             return clip is not None and clip.progress.steps_done >= step
 
         self.wait(is_there, f"no step {step}")
+
+    def go_on(self) -> None:
+        """Lets the clip go on that `serving` has stopped."""
+        (self.folder / "gate").touch()
 
     @property
     def pids(self) -> list[int]:
@@ -116,19 +125,35 @@ def serving(
     *,
     grace: float = 60,
     events: Events | None = None,
+    stop: tuple[int, int, int] | None = None,
     **settings: Any,
 ) -> Iterator[Serving]:
-    """An engine over `folder`, closed at the end of the block."""
+    """An engine over `folder`, closed at the end of the block.
+
+    Args:
+        folder: for the queue and the files.
+        config: of the pipeline.
+        grace: of the engine's end.
+        events: of the engine.
+        stop: a rank, a clip of its pipeline and a step, before which the rank waits for `go_on`.
+        settings: of the engine.
+    """
     ended: list[Job] = []
-    store, events = JobStore(folder), events or Events()
+    store, events = JobStore(folder, adopts=True), events or Events()
     settings = {"first_back_off": 0.05, **settings}
-    engine = Engine(config, store, folder, events, on_ended=ended.append, **settings)
-    engine.start()
-    try:
-        yield Serving(store, engine, events, ended, folder)
-    finally:
-        engine.close(grace)
-        store.close()
+    with pytest.MonkeyPatch.context() as patch:
+        if stop is not None:
+            rank, clip, step = stop
+            gate = str(folder / "gate")
+            fault = InjectedStop("hang", rank, clip, place=f"step{step}", until=gate)
+            patch.setattr("svdpp.serve.engine.Pipeline", partial(Pipeline, fault=fault))
+        engine = Engine(config, store, folder, events, on_ended=ended.append, **settings)
+        engine.start()
+        try:
+            yield Serving(store, engine, events, ended, folder)
+        finally:
+            engine.close(grace)
+            store.close()
 
 
 def hashes(config: PipelineConfig, seeds: list[int]) -> list[str]:

@@ -19,6 +19,7 @@ import torch
 from svdpp.config import ClipRequest, LatentSpec
 from svdpp.models.base import LATENTS
 from svdpp.models.dummy import DummyModel
+from svdpp.serve.disk import RESERVE
 from svdpp.worker.tensor_store import tensor_sha256
 from tests.faults.processes import MARK
 from tests.serve.engines import dummy_config, serving
@@ -46,7 +47,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     wait(lambda: not belonging(str(tmp_path), data), HANG_SECONDS, lambda: "processes are left")
     assert list(temporary.iterdir()) == []
     found = {str(path.relative_to(data)) for path in data.rglob("*") if path.is_file()}
-    assert found == {"lock", "queue.sqlite3", *(f"photos/{photo}" for photo in _photos(data))}
+    assert found == {
+        "lock",
+        "queue.sqlite3",
+        RESERVE,
+        *(f"photos/{photo}" for photo in _photos(data)),
+    }
 
 
 def _photos(data: Path) -> list[str]:
@@ -128,15 +134,17 @@ def test_a_killed_rank_then_a_killed_fork_server(folder: Path) -> None:
 
 def test_checkpoints_of_a_killed_server_are_removed_after_the_last_clip(tmp_path: Path) -> None:
     left = tmp_path / "latents" / f"{'0' * 64}_step3.safetensors"
-    with serving(tmp_path, dummy_config(2, step_seconds=0.02)) as service:
+    with serving(tmp_path, dummy_config(2), stop=(0, 1, 1)) as service:
         ids = service.add(0, 1)
         service.wait_for_step(ids[1], 1)  # the queue is empty, and a clip runs
         left.write_bytes(b"late")
+        service.go_on()
         service.wait_final(ids)
         service.wait(lambda: not left.exists(), "the checkpoint stays")
 
 
 @pytest.mark.long
+@pytest.mark.timing
 def test_a_server_killed_beside_a_stopped_rank(folder: Path) -> None:
     with HttpServer(folder, *_OPTIONS) as server:
         ids = _begin(server)

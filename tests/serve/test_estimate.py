@@ -81,6 +81,7 @@ def test_larger_clips_take_longer() -> None:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_a_long_queue_is_extrapolated_closely(layout: Layout) -> None:
     layouts = Layouts(layout)
@@ -97,6 +98,7 @@ def test_no_clip_no_estimate() -> None:
     assert estimate([]) == {}
 
 
+@pytest.mark.long
 def test_an_estimate_of_a_long_queue_is_quick() -> None:
     layouts = Layouts(LAYOUTS[1])
     seconds = []

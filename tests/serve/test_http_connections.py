@@ -16,8 +16,11 @@ from starlette.types import Receive, Scope, Send
 
 from svdpp.serve import server
 from svdpp.serve.address import bind
+from tests.faults.processes import allowing_for_others
 
-HEAD_SECONDS = 0.3
+pytestmark = [pytest.mark.long, pytest.mark.timing]
+
+HEAD_SECONDS = allowing_for_others(0.5)
 
 
 async def slow(scope: Scope, receive: Receive, send: Send) -> None:
@@ -27,7 +30,7 @@ async def slow(scope: Scope, receive: Receive, send: Send) -> None:
             await receive()
             await send({"type": f"lifespan.{step}.complete"})
         return
-    await asyncio.sleep(4 * HEAD_SECONDS)
+    await asyncio.sleep(2 * HEAD_SECONDS)
     await send({"type": "http.response.start", "status": 200, "headers": [(b"a", b"b")]})
     await send({"type": "http.response.body", "body": b"whole"})
 

@@ -89,6 +89,7 @@ def test_the_first_event_of_a_stream_has_the_smallest_id(
     service.store.close()
 
 
+@pytest.mark.long
 def test_no_reader_sees_a_job_as_it_was_before_a_change(tmp_path: Path) -> None:
     store = JobStore(tmp_path)
     id = add(store)

@@ -114,6 +114,7 @@ def test_a_page_does_not_tell_of_other_owners_jobs(store: JobStore) -> None:
             store.page(owner="a", limit=3, after=after)
 
 
+@pytest.mark.long
 def test_ten_thousand_jobs_are_no_burden(store: JobStore) -> None:
     with store._file.change() as database:  # in one transaction, because each waits for the disk
         for number in range(10_000):

@@ -92,6 +92,7 @@ def test_the_size_is_that_of_the_upright_photograph(photos: PhotoFolder) -> None
     assert (photo.width, photo.height) == (32, 48)
 
 
+@pytest.mark.long
 def test_many_threads_upload_at_the_same_time(photos: PhotoFolder, tmp_path: Path) -> None:
     data = [each.read_bytes() for each in example_photos()]
 
@@ -105,6 +106,7 @@ def test_many_threads_upload_at_the_same_time(photos: PhotoFolder, tmp_path: Pat
     assert len(os.listdir(tmp_path / "photos")) == 8
 
 
+@pytest.mark.long
 def test_the_decoder_starts_quickly(photos: PhotoFolder) -> None:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     for _ in range(3):
@@ -158,6 +160,7 @@ HOSTILE: dict[str, tuple[Callable[[], bytes], str]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_a_hostile_file_is_refused(photos: PhotoFolder, kind: str) -> None:
     make, reason = HOSTILE[kind]
@@ -167,6 +170,7 @@ def test_a_hostile_file_is_refused(photos: PhotoFolder, kind: str) -> None:
     assert ".upload" not in error.message
 
 
+@pytest.mark.long
 def test_a_huge_file_is_refused(photos: PhotoFolder) -> None:
     path = photos.new_upload()
     os.truncate(path, 256 * 2**20 + 1)
@@ -175,6 +179,7 @@ def test_a_huge_file_is_refused(photos: PhotoFolder) -> None:
     assert not path.exists()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mebibytes", [250, 420])  # too little to read a file; to decode this one
 def test_a_photograph_that_takes_much_memory_is_refused(tmp_path: Path, mebibytes: int) -> None:
     photos = PhotoFolder(tmp_path / "photos", DecodeLimits(max_bytes=mebibytes * 2**20))
@@ -182,11 +187,13 @@ def test_a_photograph_that_takes_much_memory_is_refused(tmp_path: Path, mebibyte
     assert refusal(photos, big).message == "'cat.png' does not fit in memory"
 
 
+@pytest.mark.long
 def test_the_largest_photograph_is_kept(photos: PhotoFolder) -> None:
     photo = photos.keep(put(photos, png(7071, 7071, 16, 0, bytes(14_143 * 7071))), new_id(), "x")
     assert photo.width * photo.height > 49_990_000
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "limits", [DecodeLimits(cpu_seconds=1), DecodeLimits(seconds=1.0)], ids=["CPU time", "deadline"]
 )
@@ -198,6 +205,7 @@ def test_a_photograph_that_takes_long_is_refused(tmp_path: Path, limits: DecodeL
     assert children_of(os.getpid()) == []
 
 
+@pytest.mark.long
 def test_uploads_wait_for_a_place(tmp_path: Path) -> None:
     limits = DecodeLimits(seconds=3.0, at_once=1, wait_seconds=0.2)
     photos = PhotoFolder(tmp_path / "photos", limits)
@@ -227,6 +235,7 @@ def children_of(pid: int) -> list[int]:
     return found
 
 
+@pytest.mark.long
 def test_the_decoder_ends_with_a_killed_server(tmp_path: Path) -> None:
     (tmp_path / "slow").write_bytes(slow_jpeg())
     code = (
@@ -258,6 +267,7 @@ def is_running(pid: int) -> bool:
 # --- a decoder that was taken over ----------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("script", "reason"),
     [

@@ -74,7 +74,7 @@ class FaultyServer:
         self._chance = chance
         self._is_over = is_over
         self._mark = folder.name
-        self._client = httpx.Client(base_url=self.url, timeout=5.0)
+        self._client = httpx.Client(base_url=self.url, timeout=5.0, trust_env=False)
         self._process = self._start()
 
     def _start(self) -> subprocess.Popen[bytes]:

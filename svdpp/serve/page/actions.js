@@ -26,11 +26,8 @@ async function act(id, words, work) {
 }
 
 export async function cancel(id) {
-  const video = state.videos.get(id);
   await act(id, "Cancelling", async () => {
-    const answer = await get(`/v1/videos/${id}`, { method: "DELETE" });
-    if (answer.deleted) drop(id);
-    else takeVideo({ ...video, status: answer.status, eta_seconds: null });
+    takeVideo(await get(`/v1/videos/${id}/cancel`, { method: "POST" }));
     state.listAt = 0;
   });
 }
@@ -91,6 +88,7 @@ export async function verify(id) {
   await act(id, "Asking for the verification", async () => {
     const video = await get(`/v1/videos/${id}/verify`, { method: "POST" });
     takeVideo(video);
+    if (video.proof !== "running") return; // it says why
     say("The clip is made again on one device, once the ranks are idle, and compared bit by bit.");
   });
 }

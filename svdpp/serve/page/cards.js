@@ -13,7 +13,7 @@ import { tell } from "./signals.js";
 import { state } from "./state.js";
 import { capital, duration, plural } from "./text.js";
 import { thumbOf } from "./thumbs.js";
-import { ago, etaText, nameOf, parametersOf, proofOf, PROOFS, shapeOf, stepText, titleOf } from "./words.js";
+import { ago, etaText, nameOf, parametersOf, proofOf, proofText, shapeOf, stepText, titleOf } from "./words.js";
 
 export function renderClips(videos) {
   renderList($("clip-list"), videos, (video) => video.id, createCard, updateCard);
@@ -116,9 +116,9 @@ function madeText(video) {
 function showProof({ parts: { proof, verify: button } }, video, isDone) {
   const verdict = proofOf(video);
   const asked = state.busy.get(video.id);
-  setText(proof, asked ?? (isDone ? capital(PROOFS[verdict]) : ""));
+  setText(proof, asked ?? (isDone ? capital(proofText(video)) : ""));
   setAttribute(proof.parentNode, "data-proof", verdict);
-  button.hidden = !isDone || verdict !== "none" || Boolean(asked);
+  button.hidden = !isDone || !["none", "failed"].includes(verdict) || Boolean(asked);
 }
 
 function details(id, title) {

@@ -12,12 +12,13 @@ export const PARAMETERS = ["prompt", "negative_prompt", "size", "steps", "frames
 export const parametersOf = (video) =>
   PARAMETERS.filter((name) => (video[name] ?? null) !== null && (name !== "fit" || video.input));
 
-export const PROOFS = {
+const PROOFS = {
   none: "not verified",
   asked: "to be verified when the ranks are idle",
   running: "being verified on one device",
   equal: "bitwise equal to diffusers on one device",
   different: "different from diffusers on one device",
+  failed: "could not be verified",
 };
 
 const NAME_LETTERS = 60;
@@ -47,8 +48,14 @@ export function proofOf(video) {
   return video.proof === "running" && queued + running > 0 ? "asked" : video.proof;
 }
 
+export function proofText(video) {
+  const words = PROOFS[proofOf(video)];
+  return video.proof_reason ? `${words}: ${video.proof_reason}` : words;
+}
+
 /** `index` of a clip among the waiting ones of this page, whose places may be of different moments. */
 export function placeText(video, index) {
+  if (video.held) return `Waits: ${video.held}`;
   const place = Math.max(video.place ?? 0, index);
   const text = place === 0 ? "Next" : `${plural(place, "clip")} before it`;
   return video.step ? `${text}; goes on after step ${video.step}` : text;
