@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from svdpp.errors import RankError, RequestError, TransportError
+from svdpp.errors import BrokenLinkError, RankError, RequestError
 from svdpp.launch import network
 from svdpp.launch.world import World, store_address
 
@@ -145,7 +145,7 @@ def _join(world: World, backend: str, store: dist.Store) -> None:
     """Joins the process group.
 
     Raises:
-        TransportError: another rank cannot be reached; usually it has ended, and is the cause.
+        BrokenLinkError: another rank cannot be reached; usually it has ended, and is the cause.
     """
     try:
         # Headers are CPU tensors under both backends: one group, each tensor by its own device.
@@ -158,7 +158,7 @@ def _join(world: World, backend: str, store: dist.Store) -> None:
         )
     except RuntimeError as error:
         reason = _SOURCE_LINE.sub("", str(error).partition("\n")[0])
-        raise TransportError(f"could not connect to the other ranks: {reason}") from error
+        raise BrokenLinkError(f"could not connect to the other ranks: {reason}") from error
 
 
 def destroy(timeout: float) -> None:
