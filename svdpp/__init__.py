@@ -14,7 +14,7 @@ _MODULES = {
         *("ClipRequest", "DraftConfig", "ModelConfig", "OutputConfig"),
         *("LtxSampling", "PipelineConfig", "SvdSampling", "WanSampling"),
     ),
-    "svdpp.driver.clip_handle": ("ClipFailure", "ClipHandle", "ClipResult"),
+    "svdpp.driver.clips": ("ClipFailure", "ClipHandle", "ClipResult"),
     "svdpp.driver.pipeline": ("Pipeline",),
     "svdpp.errors": ("SvdppError",),
     "svdpp.verification.result": ("VerificationResult",),

@@ -6,9 +6,9 @@ from svdpp.config import OutputConfig as OutputConfig
 from svdpp.config import PipelineConfig as PipelineConfig
 from svdpp.config import SvdSampling as SvdSampling
 from svdpp.config import WanSampling as WanSampling
-from svdpp.driver.clip_handle import ClipFailure as ClipFailure
-from svdpp.driver.clip_handle import ClipHandle as ClipHandle
-from svdpp.driver.clip_handle import ClipResult as ClipResult
+from svdpp.driver.clips import ClipFailure as ClipFailure
+from svdpp.driver.clips import ClipHandle as ClipHandle
+from svdpp.driver.clips import ClipResult as ClipResult
 from svdpp.driver.pipeline import Pipeline as Pipeline
 from svdpp.errors import SvdppError as SvdppError
 from svdpp.verification.result import VerificationResult as VerificationResult

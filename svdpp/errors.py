@@ -50,10 +50,20 @@ class VerificationError(SvdppError):
 
 
 class OutOfMemoryError(SvdppError, MemoryError):
-    """Too little memory: the message says what was asked for and free, the hint which knob."""
+    """Too little memory: the message says for what, the hint which option lowers it."""
 
     exit_code = 4
     meaning = "out of memory"
+
+
+# CUDA's and NCCL's words; those of cuBLAS and cuDNN; those of the CPU allocator, which raises a
+# plain RuntimeError, and of mmap.
+_NO_MEMORY = ("out of memory", "STATUS_ALLOC_FAILED", "can't allocate memory", "not enough memory")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether Python, torch or a library of CUDA says with `error` that memory ran out."""
+    return isinstance(error, MemoryError) or any(text in str(error) for text in _NO_MEMORY)
 
 
 class ModelError(SvdppError):

@@ -1,4 +1,4 @@
-"""Owns redaction: removes the user's home, tokens and secret environment variables from text.
+"""Owns what must not be shown: the user's home, tokens and secrets, and control characters.
 
 Errors, tracebacks, logs and JSON pass through `redact`, and paths in clip metadata through
 `recorded_path`. Standard library only, so that every package can import it.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,12 @@ _SECRET_NAME = re.compile(r"TOKEN|KEY|SECRET|PASSW|AUTH|CREDENTIAL", re.IGNORECA
 _MIN_SECRET_LENGTH = 8
 # huggingface.co issues hf_ and 34 letters and digits; older tokens can have 30.
 _HUB_TOKEN = re.compile(r"hf_[A-Za-z0-9]{30,}")
+#: The folders of a path; with blanks if it is quoted, or all that there is.
+_FOLDERS = re.compile(
+    r"""(?<=['"])~?/[^'"]*/(?=[^'"/])|\A~?/[^'"]*/(?=[^/]+\Z)|(?<![\w:/.~'"])~?/\S*/(?=[^\s/])"""
+)
+# C0 without the line break, DEL, C1, and what changes the direction of writing.
+_CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 _URL_PASSWORD = re.compile(r"(?<=://)[^/\s@'\"]+@")
 
 
@@ -25,24 +32,59 @@ def redact(text: str) -> str:
     Secrets are the values of environment variables with a name such as `*TOKEN*`, hub tokens, and
     user names and passwords in URLs.
     """
-    for secret in _secrets():
-        text = text.replace(secret, "***")
-    text = _URL_PASSWORD.sub("***@", redact_tokens(text))
-    for home in _homes():
-        # Whole names only: /home/al is not the home in /home/alice or /mnt/home/al.
-        text = re.sub(rf"(?<![\w~-]){re.escape(home)}(?![\w.-])", "~", text)
-    return text
+    return _redaction()(text)
 
 
-def redact_all(value: Any) -> Any:
-    """A JSON value with every string in it redacted, except keys."""
+def redact_all(value: Any, how: Callable[[str], str] | None = None) -> Any:
+    """A JSON value with every string in it redacted, except keys; `how` replaces `redact`."""
+    clean = how or _redaction()
     if isinstance(value, str):
-        return redact(value)
+        return clean(value)
     if isinstance(value, dict):
-        return {key: redact_all(each) for key, each in value.items()}
+        return {key: redact_all(each, clean) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return [redact_all(each) for each in value]
+        return [redact_all(each, clean) for each in value]
     return value
+
+
+def without_folders(text: str) -> str:
+    """`text` with only the last part of each absolute path, for readers elsewhere."""
+    return _FOLDERS.sub("", text)
+
+
+def _redaction() -> Callable[[str], str]:
+    """What `redact` does to a text, for the environment as it is now."""
+    # Whole names only: /home/al is not the home in /home/alice or /mnt/home/al.
+    homes = [re.compile(rf"(?<![\w~-]){re.escape(home)}(?![\w.-])") for home in _homes()]
+    secrets = _secrets()
+
+    def clean(text: str) -> str:
+        for secret in secrets:
+            text = text.replace(secret, "***")
+        text = _URL_PASSWORD.sub("***@", redact_tokens(text))
+        for home in homes:
+            text = home.sub("~", text)
+        return text
+
+    return clean
+
+
+def printable(text: str) -> str:
+    """`text` with Python's escapes in place of control characters, except line breaks.
+
+    A terminal obeys control characters, so a file's name could write anything there.
+    """
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def one_line(text: str) -> str:
+    """`printable`, also with escapes for line breaks, by which a name could forge a line."""
+    return printable(text).replace("\n", "\\n")
+
+
+def without_controls(name: str) -> str:
+    """`name` for a new file: with `_` in place of control characters."""
+    return _CONTROL.sub("_", name).replace("\n", "_")
 
 
 def redact_tokens(text: str) -> str:

@@ -20,7 +20,6 @@ from svdpp.config import ClipRequest, ModelConfig, SamplingConfig, SvdSampling
 from svdpp.media.image import fit_photo, read_photo
 from svdpp.models.base import LATENTS
 from svdpp.models.checkpoint import find_checkpoint
-from svdpp.models.loading import torch_dtype
 from svdpp.models.svd.decode import stack_frames, to_bytes
 from svdpp.models.svd.model import SvdModel, load_svd
 from svdpp.plan.layout import Roles
@@ -61,9 +60,10 @@ def _assert_equal(model: ModelConfig, sampling: SamplingConfig, *, seed: int = 7
     theirs, their_frames = latents_and_frames(model, sampling, ClipRequest(seed=seed), image)
     ours = _ours(model, sampling)
     tensors = ours.encode(ours.prepare(image), ClipRequest(seed=seed))
-    for name, spec in ours.packet_spec(0).items():
-        assert tuple(tensors[name].shape) == spec.shape, name
-        assert tensors[name].dtype == torch_dtype(spec.dtype), name
+    probe = ours.probe_packet()
+    assert tensors.keys() == probe.keys()
+    for name, tensor in tensors.items():
+        assert (tensor.shape, tensor.dtype) == (probe[name].shape, probe[name].dtype), name
     # A new denoiser for every step: the clip is cut at every place at once.
     latent = tensors[LATENTS]
     for step, expected in enumerate(theirs):

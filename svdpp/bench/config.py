@@ -35,7 +35,7 @@ class BenchConfig(Section):
     pipeline: Ranks = Ranks()
     workload: Workload = Workload()
     precision: Literal["fp32", "bf16", "fp16"] | None = None
-    """None: fp16 on CUDA, fp32 on the CPU."""
+    """None: the default of --dtype."""
     measure: Measure = Measure()
     profile: bool = False
     """Whether torch.profiler profiles one clip on rank 0, in a separate run at the end."""

@@ -1,6 +1,7 @@
 """Owns printing: results to stdout, remarks to stderr. Nothing else in the program prints.
 
-All output is redacted except result lines, which show paths as the user typed them.
+All output is redacted except result lines, which show paths as the user typed them. No control
+character in a name reaches a terminal.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from svdpp.errors import Interrupted, RankError, SvdppError, error_to_dict, exit_code_of
-from svdpp.redaction import redact, redact_all
+from svdpp.redaction import one_line, printable, redact, redact_all
 
 _CLIP_COLOURS = ("cyan", "yellow", "green", "magenta", "blue", "red", "white")
 # Characters of the widest table in a pipe or file.
@@ -49,6 +50,8 @@ class Console:
 
     def result(self, text: str | Text | Table = "") -> None:
         """Prints a line or table of the result; nothing with `--json`."""
+        if isinstance(text, str) and self.out.is_terminal:
+            text = printable(text)
         if not self.as_json:
             self.out.print(text, markup=False)
 
@@ -61,7 +64,7 @@ class Console:
         """Prints a remark; folded on a terminal unless it contains a command to copy."""
         if not self.quiet:
             folds = self.err.is_terminal and "svdpp " not in text
-            self.err.print(redact(text), markup=False, soft_wrap=not folds)
+            self.err.print(_shown(text), markup=False, soft_wrap=not folds)
 
     def infos(self, texts: Iterable[str]) -> None:
         """Prints several remarks."""
@@ -74,7 +77,7 @@ class Console:
         for index, column in enumerate(columns):
             table.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)
         for row in rows:
-            table.add_row(*row)
+            table.add_row(*map(one_line, row))
         if self.out.is_terminal:
             self.result(table)
         elif not self.as_json:  # rich would cut cells to a terminal's usual width
@@ -96,7 +99,7 @@ class Console:
         if debug:
             trace = error.trace if isinstance(error, RankError) else ""
             text = "".join(traceback.format_exception(error)) + trace
-            self.err.print(redact(text), markup=False)
+            self.err.print(_shown(text), markup=False)
         if isinstance(error, (SvdppError, Interrupted)):
             message, hint = error.message, error.hint
         else:
@@ -114,9 +117,13 @@ class Console:
         return [f"{name} is set by {where[name]}" for name in options if name in where]
 
     def _sentence(self, message: str, hint: str) -> None:
-        self.err.print(Text.assemble(("error: ", "bold red"), redact(message)))
+        self.err.print(Text.assemble(("error: ", "bold red"), _shown(message)))
         if hint:
-            self.err.print(Text.assemble(("hint: ", "bold"), redact(hint)))
+            self.err.print(Text.assemble(("hint: ", "bold"), _shown(hint)))
+
+
+def _shown(text: str) -> str:
+    return printable(redact(text))
 
 
 def _record(error: BaseException, message: str, hint: str) -> dict[str, Any]:

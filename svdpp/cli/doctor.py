@@ -98,7 +98,7 @@ def _examined(
         family, from_image, has_experts = "svd", True, False
     steps, world_size = sampling.num_steps(family), ranks.world
     if world_size is None:
-        world_size = default_world(device, steps, on_cpu=2, divide=not has_experts)
+        world_size = default_world(device, steps, divide=not has_experts)
     return pipeline_config(
         launched,
         replace(ranks, timeout=120.0, start_timeout=120.0),

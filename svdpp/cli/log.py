@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 import time
 from collections.abc import Callable
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +16,7 @@ from loguru import logger
 from svdpp.errors import OutputError
 from svdpp.plan.draft import DraftPlan
 from svdpp.plan.layout import Layout
-from svdpp.redaction import redact
+from svdpp.redaction import printable, redact
 from svdpp.worker.messages import (
     ActionDone,
     CheckpointLost,
@@ -33,6 +35,10 @@ from svdpp.worker.messages import (
 if TYPE_CHECKING:
     from loguru import Message, Record
 
+# A file of a server that runs for months: at most this size, and so many older ones beside it.
+_FILE_BYTES = 50_000_000
+_OLD_FILES = 4
+
 _FORMAT = "{time:HH:mm:ss.SSS} {level: <5} rank {extra[rank]} {message}"
 
 
@@ -43,9 +49,10 @@ def open_log(
     write: Callable[[str], Any] = sys.stderr.write,
     quiet: bool = False,
 ) -> None:
-    """Sends records to stderr by verbosity, and all of them to a file of JSON lines.
+    """Sends records to stderr by verbosity, and more of them to a file of JSON lines.
 
-    Without verbosity stderr gets only remarks, such as that a download begins.
+    Without verbosity stderr gets only remarks, such as that a download begins, and the file has no
+    steps.
 
     Raises:
         OutputError: the file cannot be written.
@@ -54,7 +61,8 @@ def open_log(
     logger.configure(extra={"rank": "-"}, patcher=_redact)
 
     def sink(message: Message) -> None:
-        write(str(message).rstrip("\n"))
+        # The lines of a traceback are indented, so that no name looks like another record.
+        write(str(message).rstrip("\n").replace("\n", "\n    "))
 
     if verbosity > 0:
         level = "INFO" if verbosity == 1 else "DEBUG"
@@ -62,14 +70,14 @@ def open_log(
     elif not quiet:
         logger.add(sink, level="INFO", filter=_is_remark, format="{message}", colorize=False)
     if log_file is not None:
-        lines = _LogFile(log_file, write)
-        logger.add(lines, level="DEBUG", serialize=True, format="{message}")
+        level = "DEBUG" if verbosity else "INFO"
+        logger.add(_LogFile(log_file, write), level=level, serialize=True, format="{message}")
 
 
-class _LogFile:
-    """A sink for loguru; its own would print every record to stderr when the disk is full.
+class _LogFile(RotatingFileHandler):
+    """The file; loguru's own would print every record to stderr when the disk is full.
 
-    A run must not fail because of its log: if the file cannot be written any more, this warns once.
+    A run must not fail because of its log: if the file cannot be written, this warns once.
 
     Args:
         path: appended to; parent folders are created.
@@ -79,29 +87,36 @@ class _LogFile:
         OutputError: the file cannot be opened.
     """
 
+    terminator = ""  # a serialized record ends its line itself
+
     def __init__(self, path: Path, warn: Callable[[str], Any]) -> None:
         self._path, self._warn = path, warn
+        self._has_warned = False
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("a", encoding="utf-8", errors="backslashreplace", buffering=1)
+            super().__init__(
+                *(path, "a", _FILE_BYTES, _OLD_FILES),
+                encoding="utf-8",
+                errors="backslashreplace",
+            )
         except OSError as error:
             raise OutputError(f"cannot write the log {str(path)!r}: {error.strerror}") from error
 
-    def write(self, line: str) -> None:
-        """Appends a line."""
-        if self._file.closed:
-            return
-        try:
-            self._file.write(line)
-        except OSError as error:
-            self.stop()
-            reason = f"{str(self._path)!r} is no longer written: {error.strerror}"
-            self._warn(f"warning: the log {redact(reason)}")
+    def format(self, record: logging.LogRecord) -> str:
+        """The text alone: it has the exception already."""
+        return record.getMessage()
 
-    def stop(self) -> None:
-        """Closes the file; loguru calls it at the end."""
-        with contextlib.suppress(OSError):  # closing writes the rest, which may fail again
-            self._file.close()
+    def close(self) -> None:
+        """Closes the file."""
+        with contextlib.suppress(OSError):  # it writes the rest, which may fail again
+            super().close()
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: ARG002
+        """Says the first time why a record was not written."""
+        if not self._has_warned:
+            self._has_warned = True
+            what = redact(f"{str(self._path)!r}: {sys.exception()}")
+            self._warn(f"warning: cannot write the log {what}")
 
 
 def _is_remark(record: Record) -> bool:
@@ -109,7 +124,7 @@ def _is_remark(record: Record) -> bool:
 
 
 def _redact(record: Record) -> None:
-    record["message"] = redact(record["message"])
+    record["message"] = printable(redact(record["message"]))
     record["file"].path = redact(record["file"].path)  # often below the home folder
 
 
@@ -122,15 +137,20 @@ class EventLog:
 
     Args:
         plan: names each rank's share of the steps.
+        name_of: of a clip.
     """
 
-    def __init__(self, plan: Layout | DraftPlan) -> None:
+    def __init__(
+        self, plan: Layout | DraftPlan, name_of: Callable[[int], str] = "clip {}".format
+    ) -> None:
         self._shares = plan.all_shares
+        self._name_of = name_of
         self._next_warning = 0.0
 
     def __call__(self, rank: int, event: Event) -> None:
         """Takes one event of `rank`."""
         log = logger.bind(rank=rank)
+        clip = self._name_of(event.clip) if hasattr(event, "clip") else ""
         match event:
             case Joined():
                 part = self._shares[rank]
@@ -143,35 +163,39 @@ class EventLog:
                 # A rank that lags makes its neighbour wait; the time of the link is separate.
                 waited = f", waited {event.waited:.4f} s" if event.direction == "send" else ""
                 log.info(
-                    "{} clip {} at step {} {} rank {}: {} bytes in {:.4f} s{}",
-                    *(event.direction, event.clip, event.next_step, arrow, event.peer),
+                    "{} {} at step {} {} rank {}: {} bytes in {:.4f} s{}",
+                    *(event.direction, clip, event.next_step, arrow, event.peer),
                     *(event.num_bytes, event.seconds, waited),
                 )
             case StepDone():
-                log.debug("clip {} step {}: {:.4f} s", event.clip, event.step, event.seconds)
+                log.debug("{} step {}: {:.4f} s", clip, event.step, event.seconds)
             case ActionDone():
                 seconds = event.end - event.start
                 log.debug("{}: {:.4f} s, waited {:.4f} s", event.action, seconds, event.waited)
             case ClipDone():
-                log.info("clip {} is finished", event.clip)
+                log.info("{} is finished", clip)
             case DraftDone():
                 rank_of = event.metadata["draft"]["rank"]
-                log.info("clip {} has a draft, by rank {}", event.clip, rank_of)
+                log.info("{} has a draft, by rank {}", clip, rank_of)
             case DraftLost():
-                log.warning("no draft of clip {} from here: {}", event.clip, event.error["message"])
+                log.warning(
+                    "no draft of {} from here: {}",
+                    clip,
+                    event.error["message"],
+                )
             case PromptCut():
                 # Prompts are private: a log may have other readers than their authors.
                 log.warning(
-                    "clip {}: the model does not read the last {} characters of its prompt",
-                    *(event.clip, len(event.text)),
+                    "{}: the model does not read the last {} characters of its prompt",
+                    *(clip, len(event.text)),
                 )
             case CheckpointLost() if time.monotonic() >= self._next_warning:
                 self._next_warning = time.monotonic() + _WARNING_SECONDS
                 log.warning("{}: {}", event.error["message"], event.error["hint"])
             case ClipFailed():
-                log.error("clip {} is lost: {}", event.clip, event.error["message"])
+                log.error("{} is lost: {}", clip, event.error["message"])
             case Failed():
                 log.error("failed at {}: {}", event.action or "start", event.error["message"])
-                log.debug("{}", event.traceback)
+                log.info("{}", event.traceback)
             case _:
                 pass

@@ -24,7 +24,7 @@ class PlanChoice:
         layout: how they share the work otherwise.
         experts: from `experts_of`; None: the model has one expert.
         world: number of ranks; None if it is not given.
-        default_world: default number of ranks; None: it depends on device and plan.
+        on_cpu: default number of ranks that share the CPU, or one GPU.
         steps: of each clip.
         family: of the model.
         device: as a `PipelineConfig` has it.
@@ -35,7 +35,7 @@ class PlanChoice:
     layout: LayoutOptions
     experts: Mapping[str, Any] | None
     world: int | None
-    default_world: int | None
+    on_cpu: int
     steps: int
     family: str
     device: str
@@ -52,11 +52,10 @@ class PlanChoice:
             asked = self.draft.world(self.steps)
         if asked is not None:
             return asked
-        if self.default_world is not None:
-            return self.default_world
         if self.draft.draft:
-            return default_draft_world(self.device, self.steps)
-        return default_world(self.device, self.steps, on_cpu=2, divide=self.layout.must_divide)
+            return default_draft_world(self.device, self.steps, on_cpu=self.on_cpu)
+        divide = self.layout.must_divide
+        return default_world(self.device, self.steps, on_cpu=self.on_cpu, divide=divide)
 
     def settings(
         self, *, num_clips: int | None, decodes: bool, memory: Memory | None = None

@@ -145,7 +145,7 @@ def _measured(
         world_size = rank_count.default_draft_world(device, sampling.num_steps())
     elif world_size is None:
         steps = sampling.num_steps(model.family)
-        world_size = rank_count.default_world(device, steps, on_cpu=2, divide=experts is None)
+        world_size = rank_count.default_world(device, steps, divide=experts is None)
     steps = sampling.num_steps() if draft.draft else world_size
     # Dithered cuts take any number of ranks and steps; for a draft no layout is run.
     split = {"split": "dithered"} if draft.draft else {"split": "balanced"} if experts else {}

@@ -17,6 +17,7 @@ from svdpp.errors import RequestError
 from svdpp.plan.costs import Costs
 from svdpp.plan.forecast import replay, summarise
 from svdpp.plan.schedule import Schedule
+from svdpp.redaction import one_line
 from svdpp.worker.messages import (
     CheckpointLost,
     ClipDone,
@@ -40,8 +41,9 @@ class Progress:
     Args:
         console: its stderr gets remarks and picture; a quiet console gets nothing.
         title: first word of each line, such as `run`.
-        schedule: all actions, to forecast the time left.
+        schedule: the actions of all clips, or of the first ones, to forecast the time left.
         labels: names of the clips by index, such as their photographs.
+        num_clips: None: as many as in the schedule.
         costs: used until costs are measured; unmeasured ones keep their ratio to a step.
         forecasts: whether `costs` are good enough for a forecast before the first step.
         ranks: whether the picture has a line for each rank; else it is one line that changes
@@ -55,6 +57,7 @@ class Progress:
         schedule: Schedule,
         *,
         labels: Sequence[str] = (),
+        num_clips: int | None = None,
         costs: Costs | None = None,
         forecasts: bool = False,
         ranks: bool = True,
@@ -63,10 +66,14 @@ class Progress:
         self._title = title
         self._schedule = schedule
         self._world_size = len(schedule)
-        self.num_clips = len({action.clip for actions in schedule for action in actions})
-        self._labels = list(labels) or [f"clip {clip + 1}" for clip in range(self.num_clips)]
+        scheduled = len({action.clip for actions in schedule for action in actions})
+        self.num_clips = scheduled if num_clips is None else num_clips
+        self._labels = list(map(one_line, labels)) or [
+            f"clip {clip + 1}" for clip in range(self.num_clips)
+        ]
         self._costs, self._forecasts = costs or Costs(), forecasts
-        self._table = RankTable(schedule, self._labels) if ranks else None
+        times = self.num_clips / scheduled
+        self._table = RankTable(schedule, self._labels, times) if ranks else None
         self._means = MeanCosts()
         self._reflow = Reflow(console.err)
         self._settled: set[int] = set()
@@ -221,9 +228,10 @@ class Progress:
             return None
         costs = self._means.costs_like(self._costs)
         try:
-            return summarise(replay(self._schedule, costs), self._world_size).makespan
+            of = summarise(replay(self._schedule, costs), self._world_size)
         except (RequestError, ValueError):  # no transfer between hosts is timed yet
             return None
+        return of.makespan + (self.num_clips - of.clips) * of.seconds_per_clip
 
 
 def _clock(seconds: float) -> str:

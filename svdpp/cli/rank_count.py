@@ -47,7 +47,7 @@ def without_world(hint: str) -> str:
     return re.sub(r",? or --world \d+(?: or fewer)?", "", hint)
 
 
-def default_world(device: str, num_steps: int, *, on_cpu: int, divide: bool = True) -> int:
+def default_world(device: str, num_steps: int, *, on_cpu: int = 2, divide: bool = True) -> int:
     """The default number of ranks: all GPUs on CUDA, else `on_cpu`.
 
     With `divide` it is the largest number up to that which divides the steps.
@@ -60,9 +60,9 @@ def default_world(device: str, num_steps: int, *, on_cpu: int, divide: bool = Tr
     return largest_world(max(num_steps, 1), count) if divide else count
 
 
-def default_draft_world(device: str, num_steps: int) -> int:
+def default_draft_world(device: str, num_steps: int, *, on_cpu: int = 2) -> int:
     """Ranks of a draft if the user names none: as many as have default start steps."""
     from svdpp.plan.draft_starts import most_ranks
 
-    count = default_world(device, num_steps, on_cpu=2, divide=False)
+    count = default_world(device, num_steps, on_cpu=on_cpu, divide=False)
     return max(2, min(count, most_ranks(num_steps)))

@@ -52,10 +52,11 @@ class RankTable:
     Args:
         schedule: each rank's actions.
         labels: of the clips, by index.
+        times: how many times as many clips there are as in the schedule.
     """
 
-    def __init__(self, schedule: Schedule, labels: Sequence[str]) -> None:
-        self._rows = [_Row(rank, actions, labels) for rank, actions in enumerate(schedule)]
+    def __init__(self, schedule: Schedule, labels: Sequence[str], times: float = 1.0) -> None:
+        self._rows = [_Row(rank, actions, labels, times) for rank, actions in enumerate(schedule)]
 
     def see(self, rank: int, event: Event) -> None:
         """Takes one event of `rank`."""
@@ -114,10 +115,12 @@ class Reflow:
 class _Row:
     """One rank's line."""
 
-    def __init__(self, rank: int, actions: tuple[Action, ...], labels: Sequence[str]) -> None:
+    def __init__(
+        self, rank: int, actions: tuple[Action, ...], labels: Sequence[str], times: float
+    ) -> None:
         self._rank = rank
         self._labels = labels
-        self._total = sum(a.end - a.start for a in actions if a.kind is Kind.DENOISE)
+        self._total = round(times * sum(a.end - a.start for a in actions if a.kind is Kind.DENOISE))
         self._done = 0
         self._state = "starting"
         self._seconds = 0.0

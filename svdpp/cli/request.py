@@ -37,7 +37,7 @@ class PipelineOptions:
         draft: whether all ranks draft the same clip.
         device: name, as decided by `RankOptions.device_for`.
         from_image: whether the clips start from photographs.
-        default_world: default number of ranks; None: it depends on device and plan.
+        on_cpu: default number of ranks that share the CPU, or one GPU.
         default_split: split of a model with one expert if the user gives no layout; None: uniform.
             With two experts it is balanced, because they rarely have equal steps.
         no_draft: further options that have no effect on a draft, by name.
@@ -56,7 +56,7 @@ class PipelineOptions:
     draft: DraftOptions
     device: str
     from_image: bool
-    default_world: int | None = None
+    on_cpu: int = 2
     default_split: str | None = None
     no_draft: Mapping[str, Any] = field(default_factory=dict)
     time_scale: float | None = None
@@ -80,7 +80,9 @@ class PipelineOptions:
         """
         sampled = self.sampling.to_config(self.model, from_image=self.from_image)
         experts = experts_of(
-            self.model.to_config(self.device), sampled, share=self.experts.share_experts
+            self.model.to_config(self.device, sampled.family),
+            sampled,
+            share=self.experts.share_experts,
         )
         layout = self.layout
         if experts is None and self.default_split and not layout.given:
@@ -93,7 +95,7 @@ class PipelineOptions:
             layout=layout,
             experts=experts,
             world=self.ranks.world,
-            default_world=self.default_world,
+            on_cpu=self.on_cpu,
             steps=sampled.num_inference_steps,
             family=sampled.family,
             device=self.device,
@@ -172,7 +174,7 @@ def pipeline_config(
     num_local = plan["world_size"] if launched is None else launched.local_size
     try:
         return PipelineConfig(
-            model=model.to_config(device, dummy_sleeps=dummy_sleeps),
+            model=model.to_config(device, family, dummy_sleeps=dummy_sleeps),
             sampling=sampling.to_config(model, from_image=from_image, family=family),
             device=device,
             num_threads=ranks.threads_on(device, num_local),

@@ -34,15 +34,22 @@ from svdpp.errors import Interrupted, RankError, error_to_dict
 from svdpp.launch.world import World, is_member
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from svdpp.cli.trace_outputs import TraceOutputs
     from svdpp.config import PipelineConfig
+    from svdpp.driver.clips import ClipResult
     from svdpp.driver.jobs import ClipPlan
     from svdpp.driver.pipeline import Pipeline
     from svdpp.driver.run_manifest import RunManifest
     from svdpp.errors import SvdppError
     from svdpp.media.inputs import ClipInput
+
+
+# Clips that go to the ranks at once, and that a forecast replays: their actions need memory.
+_AT_ONCE = 1000
+
+_UNLOCKED = "warning: the --out folder cannot be locked ({}): start no other run into it meanwhile"
 
 
 @command(
@@ -80,6 +87,7 @@ def run(
     request is checked before weights are loaded.
     """
     from svdpp.launch import fork_server
+    from svdpp.media.output_files import locked
 
     inputs, sampling = without_other_seeds(context, inputs, sampling)
     asked = RunRequest(
@@ -111,10 +119,11 @@ def run(
         show_dry_run(console, asked, config, found, remarks)
         return
     outputs = traces.checked()
-    pipeline, clips = _planned(console, asked, config, found, outputs)
-    console.infos(remarks)
-    options = given_options(context, output.place().folder)
-    _make(console, asked, pipeline, clips, refused, outputs, options)
+    with locked(asked.policy.manifest) as why_not:
+        pipeline, clips = _planned(console, asked, config, found, outputs)
+        console.infos([*remarks, *([_UNLOCKED.format(why_not)] if why_not else [])])
+        options = given_options(context, output.place().folder)
+        _make(console, asked, pipeline, clips, refused, outputs, options)
 
 
 def _serve(console: Console, asked: RunRequest, config: PipelineConfig, world: World) -> None:
@@ -178,8 +187,9 @@ def _perform(
     progress = Progress(
         console,
         "run",
-        pipeline.schedule(clips.requests),
+        pipeline.schedule(clips.requests[:_AT_ONCE]),
         labels=labels(clips.requests),
+        num_clips=len(clips.requests),
         costs=pipeline.config.costs,
         forecasts=asked.knows_costs,
     )
@@ -191,8 +201,7 @@ def _perform(
             pipeline.observe(observer)
         try:
             with left_in(manifest, recorder), outputs.of(pipeline), pipeline:
-                pipeline.submit(clips.requests, clips.metadata)
-                results = sorted(pipeline.results(), key=lambda result: result.clip)
+                results = sorted(_results(pipeline, clips), key=lambda result: result.clip)
         except (Interrupted, RankError) as error:
             finished = f"{progress.num_done} of {counted(progress.num_clips, 'clip')} finished"
             hint = f"{finished}; to go on: {asked.command_to_go_on}"
@@ -200,6 +209,17 @@ def _perform(
             raise
     console.info(", wrote ".join([progress.closing, *outputs.paths]))
     return [result.metadata for result in results]
+
+
+def _results(pipeline: Pipeline, clips: ClipPlan) -> Iterator[ClipResult]:
+    """Submits the clips, the last ones while earlier ones are made; yields them as they finish."""
+    for first in range(0, len(clips.requests), _AT_ONCE):
+        batch = slice(first, first + _AT_ONCE)
+        handles = pipeline.submit(clips.requests[batch], clips.metadata[batch])
+        for result in pipeline.results():
+            yield result
+            if handles[0].done() and first + _AT_ONCE < len(clips.requests):
+                break
 
 
 def _planned(

@@ -125,7 +125,11 @@ class RunRequest:
 
         if not self.inputs.inputs:
             return [], []
-        found, problems = sift_inputs(self.inputs.inputs, recursive=self.inputs.recursive)
+        found, problems = sift_inputs(
+            self.inputs.inputs,
+            recursive=self.inputs.recursive,
+            max_pixels=self.inputs.max_pixels,
+        )
         if problems and not self.inputs.keep_going:
             raise_all(problems, "--keep-going makes the clips of the others" if found else "")
         return found, list(problems)

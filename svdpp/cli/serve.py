@@ -140,25 +140,29 @@ def _settings(
     config: PipelineConfig,
     layout: LayoutOptions,
 ) -> ServerSettings:
-    from svdpp.cli.log import EventLog
     from svdpp.plan.presets import find_costs
     from svdpp.serve.build import ServerSettings, check_config
     from svdpp.serve.guard import Limits
     from svdpp.serve.server import Retention
 
+    config = check_config(config, sizes)
+    asked.check_own(config.sampling)
     return ServerSettings(
-        config=check_config(config, sizes),
+        config=config,
         folder=asked.data,
         sizes=sizes,
         max_open=asked.max_queue,
+        max_steps=asked.max_steps,
+        max_frames=asked.max_frames,
         limits=Limits(upload_bytes=asked.max_upload_mb * 2**20),
+        max_pixels=asked.max_pixels,
         retention=Retention(
             age_seconds=None if asked.keep_days is None else asked.keep_days * 86400,
             num_bytes=None if asked.keep_gb is None else int(asked.keep_gb * 1e9),
         ),
         verifies_when_idle=asked.verify_when_idle,
         costs=None if layout.costs is None else find_costs(layout.costs),
-        observers=(EventLog(config.plan),),
+        adopts=asked.adopt,
     )
 
 
@@ -169,10 +173,12 @@ def _run(
     keys: Keys | None,
     bound: socket.socket,
 ) -> None:
+    from svdpp.cli.log import EventLog
     from svdpp.serve.build import build
     from svdpp.serve.server import Server
 
     app, service = build(settings, keys)
+    service.engine.observe(EventLog(settings.config.plan, service.engine.name_of))
     server = Server(
         app,
         service,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 from svdpp.cli.command import command
@@ -21,7 +20,6 @@ from svdpp.cli.request import PipelineOptions, needs_image
 from svdpp.config import DUMMY_MODEL
 from svdpp.errors import OutOfMemoryError, RequestError
 from svdpp.launch.world import World, is_member
-from svdpp.plan.split import largest_world
 
 if TYPE_CHECKING:
     from svdpp.cli.trace_outputs import TraceOutputs
@@ -31,7 +29,6 @@ if TYPE_CHECKING:
     from svdpp.driver.pipeline import Pipeline
     from svdpp.plan.forecast import Forecast
 
-_DEFAULT_WORLD = 4
 _TimeScale = Annotated[
     float | None,
     option(
@@ -66,7 +63,7 @@ _MEMORY_HINT = "smaller sizes in --latent-shape, --dtype fp16 or a smaller --wor
         "prompt": "For a model that takes one; each clip has a number behind it.",
     },
     defaults={
-        "world": f"{_DEFAULT_WORLD}; a model with prompts: up to that, if they divide the steps",
+        "world": "all GPUs, if they divide the steps; on the CPU up to 4",
         "costs": "for --time-scale svd-xt-a100; else a step is 1, all else 0",
     },
 )
@@ -108,12 +105,9 @@ def simulate(
         draft=draft,
         device=ranks.device_for(model.model),
         from_image=needs_image(model),
-        default_world=_DEFAULT_WORLD,
+        on_cpu=4,
         time_scale=time_scale,
     )
-    plan = options.plan
-    if plan.family != "svd" and plan.layout.must_divide:
-        options = replace(options, default_world=largest_world(plan.steps, _DEFAULT_WORLD))
     num_clips = clips.at_least_one(2 * options.plan.world_size())
     config, why = options.config(num_clips)
     open_log(verbosity=log.verbose, log_file=log.log_file, write=console.err.print)

@@ -9,7 +9,13 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from svdpp.errors import BrokenLinkError, DeviceError, OutOfMemoryError, TransportError
+from svdpp.errors import (
+    BrokenLinkError,
+    DeviceError,
+    OutOfMemoryError,
+    TransportError,
+    is_out_of_memory,
+)
 
 # Such as: Cuda failure 2 'out of memory'
 _NCCL_CUDA = re.compile(r"Cuda failure(?: \d+)? '([^']*)'", re.IGNORECASE)
@@ -23,7 +29,6 @@ def named(what: str) -> Iterator[None]:
     `BrokenLinkError`, which the parent may trace back to another rank.
 
     Raises:
-        torch.OutOfMemoryError: as it came; the caller knows which action needed the memory.
         OutOfMemoryError, DeviceError, BrokenLinkError: see above.
         TransportError: a packet was refused.
     """
@@ -31,8 +36,6 @@ def named(what: str) -> Iterator[None]:
         yield
     except TransportError as error:
         raise type(error)(f"could not {what}: {error.message}", error.hint) from error
-    except torch.OutOfMemoryError:
-        raise
     except RuntimeError as error:
         raise _translated(error, what) from error
 
@@ -40,10 +43,10 @@ def named(what: str) -> Iterator[None]:
 def _translated(error: RuntimeError, what: str) -> Exception:
     text = str(error).strip()
     cuda = _NCCL_CUDA.search(text)
-    if cuda is not None and "out of memory" in cuda[1].lower():
+    if is_out_of_memory(error):
         return OutOfMemoryError(
-            f"out of GPU memory in NCCL: could not {what}",
-            "fewer frames, a smaller --height and --width, or --memory-opt leave NCCL more",
+            f"out of memory{' in NCCL' if cuda else ''}: could not {what}",
+            "fewer frames, a smaller --height and --width, or --memory-opt need less",
         )
     if cuda is not None or isinstance(error, torch.AcceleratorError):
         return DeviceError(

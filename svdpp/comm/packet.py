@@ -1,23 +1,28 @@
-"""Owns the packet: what travels with a clip between two ranks, as tensors and as flat bytes."""
+"""Owns the packet: what travels with a clip between two ranks, as tensors and as flat bytes.
+
+A packet describes itself. Its payload is the tensors on the rank's device end to end. Tensors in
+host memory, such as the state of a random generator, are in the description, which the receiver
+reads in host memory as well.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import json
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
-from svdpp.config import TensorSpec
+from svdpp.errors import TransportError
 
-TORCH_DTYPES: Mapping[str, torch.dtype] = {
-    "fp32": torch.float32,
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-    "uint8": torch.uint8,
-    "int64": torch.int64,
-    "bool": torch.bool,
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+        *(torch.int64, torch.int32, torch.uint8, torch.bool),
+    )
 }
-_DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 @dataclass
@@ -28,7 +33,8 @@ class Packet:
         clip: index of the clip.
         next_step: number of steps done.
         begun_at: unix time in seconds at which the clip's encode began.
-        tensors: by name, contiguous or not, all on the rank's device; none in a tombstone.
+        tensors: by name, contiguous or not, on the rank's device or in host memory; none in a
+            tombstone.
         tombstone: the clip has failed at an earlier rank. The packet still travels, since the
             lists of the ranks behind expect it, but no rank works on it.
         memory_pressure: the CUDA allocator of a rank had to free its cache for this clip, or ran
@@ -50,34 +56,61 @@ class Packet:
         self.tensors, self.tombstone = {}, True
 
 
-def tensor_spec(tensor: torch.Tensor) -> TensorSpec:
-    """Shape and dtype of `tensor`, as a header has them.
+def describe(tensors: Mapping[str, torch.Tensor], device: torch.device) -> bytes:
+    """The description of a packet's tensors, with the bytes of those in host memory.
 
     Raises:
         ValueError: a dtype that packets do not carry.
     """
-    if tensor.dtype not in _DTYPE_NAMES:
-        raise ValueError(f"packets do not carry {tensor.dtype}")
-    return TensorSpec(tuple(tensor.shape), _DTYPE_NAMES[tensor.dtype])
+    entries, in_host_memory = [], []
+    for name, tensor in tensors.items():
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if dtype not in _DTYPES:
+            raise ValueError(f"packets do not carry {tensor.dtype}")
+        is_host = tensor.device.type != device.type
+        entries.append([name, dtype, list(tensor.shape), is_host])
+        if is_host:
+            assert tensor.is_cpu, f"{name} is on {tensor.device}"
+            in_host_memory.append(_bytes_of(tensor).numpy().tobytes())
+    return b"".join([json.dumps(entries).encode(), b"\n", *in_host_memory])
 
 
-def specs(tensors: Mapping[str, torch.Tensor]) -> tuple[tuple[str, TensorSpec], ...]:
-    """Name and spec of each tensor, in packet order."""
-    return tuple((name, tensor_spec(tensor)) for name, tensor in tensors.items())
-
-
-def flatten(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """All bytes end to end, uint8, queued on the current stream of the tensors' device."""
-    parts = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors]
+def flatten(tensors: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tensor:
+    """The payload: uint8, queued on the current stream of `device`."""
+    parts = [_bytes_of(each) for each in tensors.values() if each.device.type == device.type]
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
 
 
-def unflatten(
-    payload: torch.Tensor, tensors: Iterable[tuple[str, TensorSpec]]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors in `payload`, each in memory of its own: a view could be misaligned."""
-    offset = 0
-    for name, spec in tensors:
-        part = payload[offset : offset + spec.num_bytes].clone()
-        offset += spec.num_bytes
-        yield name, part.view(TORCH_DTYPES[spec.dtype]).view(spec.shape)
+def assemble(description: bytes, payload: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The tensors of a packet, each in memory of its own: a view could be misaligned.
+
+    Raises:
+        TransportError: description and payload do not fit.
+    """
+    text, _, rest = description.partition(b"\n")
+    try:
+        entries = [
+            (name, _DTYPES[dtype], tuple(shape), bool(is_host))
+            for name, dtype, shape, is_host in json.loads(text)
+        ]
+    except (ValueError, KeyError, TypeError) as error:
+        raise TransportError("a packet's description cannot be read") from error
+    host = torch.frombuffer(bytearray(rest), dtype=torch.uint8) if rest else payload[:0]
+    tensors: dict[str, torch.Tensor] = {}
+    taken = {False: 0, True: 0}
+    for name, dtype, shape, is_host in entries:
+        start = taken[is_host]
+        taken[is_host] += math.prod(shape) * dtype.itemsize
+        part = (host if is_host else payload)[start : taken[is_host]].clone()
+        if part.numel() != taken[is_host] - start:
+            break
+        tensors[name] = part.view(dtype).view(shape)
+    if (taken[False], taken[True]) != (payload.numel(), len(rest)):
+        raise TransportError(
+            f"a packet of {payload.numel()} bytes is described as {taken[False]} bytes"
+        )
+    return tensors
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)

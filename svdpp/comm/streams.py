@@ -1,7 +1,7 @@
 """Owns CUDA streams and every copy between a device and the host; on the CPU, plain calls.
 
-No other module makes a stream, waits for one, or copies a tensor from a device (a test holds that).
-Three rules make the copies safe beside queued kernels:
+No other module makes a stream, waits for one, or reads a tensor on a device; a test lists the few
+exceptions with their reasons. Three rules make the copies safe beside queued kernels:
 
 - Memory that a side stream fills is allocated in that stream's context: the caching allocator ties
   a block to a stream, and a block of another stream may still be in use by queued kernels.
@@ -78,7 +78,7 @@ class SideStream:
         """`tensor` in (pinned) host memory, complete; the tensor itself if it is there already.
 
         Args:
-            tensor: contiguous; kept alive by the caller until this returns.
+            tensor: kept alive by the caller until this returns.
             after: behind which the tensor is complete.
         """
         if tensor.is_cpu:

@@ -1,9 +1,9 @@
 """Owns the transfer of one packet between two ranks: header, check, payload. Point to point only.
 
 Each rank has one link per neighbour and direction, and each link has a thread, so that a transfer
-runs beneath the denoising. The header is a message of its own, always between CPUs. The payload is
-the packet's tensors end to end: on the device under NCCL, through pinned host memory under gloo,
-which does not carry CUDA tensors point to point.
+runs beneath the denoising. The header and the packet's description are messages of their own,
+always between CPUs. The payload is the packet's tensors end to end: on the device under NCCL,
+through pinned host memory under gloo, which does not carry CUDA tensors point to point.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -20,15 +20,13 @@ import torch.distributed as dist
 
 from svdpp.comm import backend_errors, streams
 from svdpp.comm.header import HEADER_BYTES, Header
-from svdpp.comm.packet import Packet, flatten, specs, unflatten
-from svdpp.config import TensorSpec
+from svdpp.comm.packet import Packet, assemble, describe, flatten
 from svdpp.errors import BrokenLinkError, TransportError
 
 _Result = TypeVar("_Result")
 
 # Clip index of the packet that opens a link; no clip has it.
 _HELLO_CLIP = 2**64 - 1
-_HELLO = {"hello": TensorSpec((1,), "fp32")}
 
 
 class Transfer(NamedTuple):
@@ -110,14 +108,12 @@ class Transport:
                 self.send(Packet(_HELLO_CLIP, 0, 0.0, {"hello": hello}), target)
                 self._link("to", target).wait()
             else:
-                self.post_receive(_HELLO_CLIP, 0, source, _HELLO).wait()
+                self.post_receive(_HELLO_CLIP, 0, source).wait()
 
-    def post_receive(
-        self, clip: int, next_step: int, peer: int, expected: Mapping[str, TensorSpec]
-    ) -> PendingPacket:
+    def post_receive(self, clip: int, next_step: int, peer: int) -> PendingPacket:
         """Begins to receive `clip` from `peer` in the background."""
         link = self._link("from", peer)
-        future = link.start(lambda: self._receive(link, clip, next_step, expected))
+        future = link.start(lambda: self._receive(link, clip, next_step))
         return PendingPacket(future, self._wall_ahead)
 
     def send(self, packet: Packet, peer: int) -> None:
@@ -130,12 +126,15 @@ class Transport:
         """
         link = self._link("to", peer)
         link.wait()
-        payload = flatten(packet.tensors.values())
+        payload = flatten(packet.tensors, self._device)
         after = streams.mark(self._device)
         link.start(lambda: self._send(link, packet, payload, after))
 
     def drain(self) -> None:
-        """Waits until every packet sent has been received.
+        """Waits until the memory of every packet sent may be used again.
+
+        Its bytes may still be in NCCL's buffers: this process must not end before the receivers
+        have them.
 
         Raises:
             TransportError: one of them could not be sent.
@@ -162,26 +161,28 @@ class Transport:
         with backend_errors.named(f"send clip {clip} at step {step} to rank {link.peer}"):
             staged = payload if self._direct else link.stream.to_host(payload, after)
             checked = self._checksum and not packet.tombstone
+            description = describe(packet.tensors, self._device)
             header = Header(
                 *(clip, step, link.next_sequence(), packet.begun_at - self._wall_ahead),
-                specs(packet.tensors),
+                *(len(description), payload.numel()),
                 tombstone=packet.tombstone,
                 memory_pressure=packet.memory_pressure,
                 compute_seconds=packet.compute_seconds,
                 crc=_crc32(link.stream.to_host(staged, after)) if checked else None,
             )
             begun = time.monotonic()
-            self._send_header(header, link.peer)
+            self._send_header(header, description, link.peer)
             reached = time.monotonic()
             if header.num_bytes:
                 self._send_payload(link, staged, after)
         self._report("send", header, link.peer, reached, waited=reached - begun)
 
-    def _send_header(self, header: Header, peer: int) -> None:
+    def _send_header(self, header: Header, description: bytes, peer: int) -> None:
         data = header.pack()
         if self._tamper is not None:
             data = self._tamper(header.clip, data)
-        dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), peer)
+        for message in (data, description):
+            dist.send(torch.frombuffer(bytearray(message), dtype=torch.uint8), peer)
 
     def _send_payload(self, link: _Link, staged: torch.Tensor, after: streams.Mark) -> None:
         if not self._direct:
@@ -192,24 +193,23 @@ class Transport:
             self._run_nccl(lambda: dist.isend(staged, link.peer))
 
     def _receive(
-        self, link: _Link, clip: int, next_step: int, expected: Mapping[str, TensorSpec]
-    ) -> tuple[Header, torch.Tensor]:
-        """Header and payload, the latter on the device; in the link's thread."""
+        self, link: _Link, clip: int, next_step: int
+    ) -> tuple[Header, bytes, torch.Tensor]:
+        """Header, description, and payload on the device; in the link's thread."""
         with backend_errors.named(f"receive clip {clip} at step {next_step} from rank {link.peer}"):
-            buffer = torch.zeros(HEADER_BYTES, dtype=torch.uint8)
-            dist.recv(buffer, link.peer)
+            data = _receive_bytes(HEADER_BYTES, link.peer)
             begun = time.monotonic()
-            header = Header.unpack(bytes(buffer.tolist()))
+            header = Header.unpack(data)
             header.check(
                 clip=clip,
                 next_step=next_step,
                 sequence=link.next_sequence(),
-                tensors=expected,
                 checksum=self._checksum,
             )
+            description = _receive_bytes(header.description_bytes, link.peer)
             payload = self._receive_payload(link, header)
         self._report("recv", header, link.peer, begun)
-        return header, payload
+        return header, description, payload
 
     def _receive_payload(self, link: _Link, header: Header) -> torch.Tensor:
         stream, num_bytes = link.stream, header.num_bytes
@@ -251,12 +251,12 @@ class PendingPacket:
     """A packet that is being received, or is there.
 
     Args:
-        future: of its header and payload.
+        future: of its header, description and payload.
         wall_ahead: as for `Transport`.
     """
 
     def __init__(
-        self, future: Future[tuple[Header, torch.Tensor]], wall_ahead: float = 0.0
+        self, future: Future[tuple[Header, bytes, torch.Tensor]], wall_ahead: float = 0.0
     ) -> None:
         self._future = future
         self._wall_ahead = wall_ahead
@@ -267,13 +267,13 @@ class PendingPacket:
         Raises:
             TransportError: the packet is not the expected one, or the connection broke.
         """
-        header, payload = self._future.result()
+        header, description, payload = self._future.result()
         streams.lend(payload)
         return Packet(
             header.clip,
             header.next_step,
             header.begun_at + self._wall_ahead,
-            dict(unflatten(payload, header.tensors)),
+            assemble(description, payload),
             header.tombstone,
             header.memory_pressure,
             header.compute_seconds,
@@ -323,6 +323,12 @@ class _Link:
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def _receive_bytes(number: int, peer: int) -> bytes:
+    buffer = torch.zeros(number, dtype=torch.uint8)
+    dist.recv(buffer, peer)
+    return buffer.numpy().tobytes()
 
 
 def _crc32(on_host: torch.Tensor) -> int:

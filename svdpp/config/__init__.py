@@ -5,6 +5,7 @@ Options, benchmark YAML, clip metadata and the Python API all create these datac
 """
 
 from svdpp.config.clip import ClipRequest, OutputConfig, VideoFormat
+from svdpp.config.families import SAMPLING_CLASSES, sampling_from
 from svdpp.config.model import (
     DEFAULT_MODEL,
     DEMO_MODEL,
@@ -13,21 +14,21 @@ from svdpp.config.model import (
     Dtype,
     LatentSpec,
     ModelConfig,
-    TensorSpec,
 )
 from svdpp.config.pipeline import DraftConfig, PipelineConfig
 from svdpp.config.sampling import (
     DEFAULT_NUM_STEPS,
     DEMO_SAMPLING,
-    SAMPLING_CLASSES,
     CommonSampling,
     Fit,
     LtxSampling,
+    Param,
+    PromptedSampling,
     SamplingConfig,
     SvdSampling,
     WanSampling,
+    own_params,
     sampling_defaults,
-    sampling_from,
 )
 
 __all__ = [
@@ -47,12 +48,14 @@ __all__ = [
     "LtxSampling",
     "ModelConfig",
     "OutputConfig",
+    "Param",
     "PipelineConfig",
+    "PromptedSampling",
     "SamplingConfig",
     "SvdSampling",
-    "TensorSpec",
     "VideoFormat",
     "WanSampling",
+    "own_params",
     "sampling_defaults",
     "sampling_from",
 ]

@@ -1,11 +1,11 @@
-"""Owns the choice of a model and its precision, and the shapes of its tensors in packets."""
+"""Owns the choice of a model and its precision, and the shape of the dummy's latent."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from svdpp.config.limits import MAX_LATENT_ELEMENTS, check_type, require, shown
 
@@ -17,23 +17,6 @@ DUMMY_MODEL = "dummy"
 
 #: Bytes of one element, by dtype.
 DTYPE_BYTES: Mapping[str, int] = {"fp32": 4, "fp16": 2, "bf16": 2}
-# Packets also carry frames, masks and the state of schedulers and random generators.
-_PACKET_DTYPE_BYTES: Mapping[str, int] = {**DTYPE_BYTES, "uint8": 1, "int64": 8, "bool": 1}
-
-
-class TensorSpec(NamedTuple):
-    """Shape and dtype of one tensor in a packet."""
-
-    shape: tuple[int, ...]
-    dtype: str
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the contiguous tensor."""
-        return math.prod(self.shape) * _PACKET_DTYPE_BYTES[self.dtype]
-
-    def __str__(self) -> str:
-        return f"{'x'.join(map(str, self.shape))} {self.dtype}"
 
 
 @dataclass(frozen=True, kw_only=True)

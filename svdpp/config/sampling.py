@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, Self, get_args
+from dataclasses import dataclass, field, fields, make_dataclass, replace
+from typing import Any, ClassVar, Literal, NamedTuple, Self, get_args, get_type_hints
 
 from svdpp.config.limits import (
     MAX_CLIP_PIXELS,
@@ -52,6 +52,8 @@ class CommonSampling:
     side_unit: ClassVar[int] = 8
     #: The number of frames is a multiple of this number plus 1, if it is not 1.
     frames_unit: ClassVar[int] = 1
+    #: The latent's axes, one letter each: B, F (frames), C (channels), H, W; N: all positions.
+    latent_axes: ClassVar[str] = "BCFHW"
 
     family: str
     num_inference_steps: int
@@ -120,6 +122,8 @@ class SvdSampling(CommonSampling):
     known: by the frame count of the UNet's config, and by all frames at once.
     """
 
+    latent_axes: ClassVar[str] = "BFCHW"
+
     family: Literal["svd"] = "svd"
     num_inference_steps: int = DEFAULT_NUM_STEPS
     height: int = 576
@@ -167,7 +171,13 @@ class SvdSampling(CommonSampling):
 
 @dataclass(frozen=True, kw_only=True)
 class PromptedSampling(CommonSampling):
-    """The parameters that the families with prompts share."""
+    """The parameters that the families with prompts share; a family may have more of them.
+
+    A field of its own has a `Param` in its metadata, unless its class checks it.
+    """
+
+    #: Whether `guidance_scale` is an input of the model, which then runs once for each step.
+    embedded_guidance: ClassVar[bool] = False
 
     num_inference_steps: int = 50
     num_frames: int
@@ -186,11 +196,67 @@ class PromptedSampling(CommonSampling):
             f"--decode-chunk-size is for Stable Video Diffusion; {self.family} decodes all frames "
             "at once",
         )
+        for name, param in own_params(type(self)).items():
+            value, option = getattr(self, name), f"--param {name}"
+            if isinstance(param.default, int):
+                check_whole(option, value, 0, int(param.highest))
+            else:
+                check_number(option, value, param.highest)
 
     @property
     def guided(self) -> bool:
         """See `CommonSampling`; of two experts, the scale of the first decides in diffusers."""
-        return self.guidance_scale > 1
+        return self.guidance_scale > 1 and not self.embedded_guidance
+
+
+class Param(NamedTuple):
+    """A parameter that one family alone has: a number from 0."""
+
+    default: float
+    """Its type is that of the parameter."""
+    highest: float
+    help: str
+
+
+def own_params(kind: type[CommonSampling]) -> dict[str, Param]:
+    """The parameters of a family that have a `Param`, by name."""
+    found = {each.name: each.metadata.get("param") for each in fields(kind)}
+    return {name: param for name, param in found.items() if param is not None}
+
+
+#: Where the classes of the table are found when they are unpickled.
+_TABLE = "svdpp.config.families"
+
+
+def new_family(
+    family: str,
+    defaults: Mapping[str, float],
+    *,
+    params: Mapping[str, Param] | None = None,
+    side_unit: int = 16,
+    frames_unit: int = 4,
+    latent_axes: str = "BCFHW",
+    embedded_guidance: bool = False,
+) -> type[PromptedSampling]:
+    """The class of a family's parameters, from its row in `config.families`."""
+    common = get_type_hints(PromptedSampling)
+    own = [
+        (name, type(param.default), field(default=param.default, metadata={"param": param}))
+        for name, param in (params or {}).items()
+    ]
+    settings = {"side_unit": side_unit, "frames_unit": frames_unit, "latent_axes": latent_axes}
+    return make_dataclass(
+        f"Sampling_{family}",
+        [
+            ("family", str, field(default=family)),
+            *((name, common[name], field(default=value)) for name, value in defaults.items()),
+            *own,
+        ],
+        bases=(PromptedSampling,),
+        namespace={**settings, "embedded_guidance": embedded_guidance, "__module__": _TABLE},
+        frozen=True,
+        kw_only=True,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,6 +294,7 @@ class LtxSampling(PromptedSampling):
 
     side_unit: ClassVar[int] = 32
     frames_unit: ClassVar[int] = 8
+    latent_axes: ClassVar[str] = "BNC"
 
     family: Literal["ltx"] = "ltx"
     height: int = 512
@@ -251,29 +318,7 @@ class LtxSampling(PromptedSampling):
 
 
 #: Any family's parameters; the field `family` tells which.
-SamplingConfig = SvdSampling | WanSampling | LtxSampling
-
-SAMPLING_CLASSES: Mapping[str, type[SamplingConfig]] = {
-    "svd": SvdSampling,
-    "wan": WanSampling,
-    "ltx": LtxSampling,
-}
-
-
-def sampling_from(values: Mapping[str, Any]) -> SamplingConfig:
-    """The sampling parameters with these fields; without `family`, those of SVD.
-
-    Raises:
-        RequestError: the family is unknown, or a value is out of range.
-        TypeError: a field that the family does not have.
-    """
-    family = values.get("family", "svd")
-    known = ", ".join(SAMPLING_CLASSES)
-    require(
-        isinstance(family, str) and family in SAMPLING_CLASSES,
-        f"family must be one of {known}, got {shown(family)}",
-    )
-    return SAMPLING_CLASSES[family](**values)
+SamplingConfig = SvdSampling | PromptedSampling
 
 
 def check_sides(sampling: CommonSampling, units: tuple[int, int]) -> None:

@@ -145,12 +145,9 @@ def _measure_main(context: RankContext, setup: _Setup) -> None:
 
 
 def _measure(setup: _Setup) -> DecodeMemory:
-    from svdpp.models.loading import torch_dtype
-
     config, checkpoint = setup.config, setup.checkpoint
     assert checkpoint is not None, "the dummy model decodes nothing"
     device = take_device(config, _as_last_rank(config))
-    dtype = torch_dtype(config.model.dtype)
     decoding = [roles for roles in config.roles if roles.decode]
     roles = Roles(
         encode=any(each.encode for each in decoding),
@@ -165,8 +162,7 @@ def _measure(setup: _Setup) -> DecodeMemory:
 
     def peak(frames: int, chunk: int) -> int:
         part = model.with_sampling(replace(sampling, num_frames=frames, decode_chunk_size=chunk))
-        shape = part.packet_spec(sampling.num_inference_steps)[LATENTS].shape
-        latent = torch.zeros(shape, dtype=dtype, device=model.device)
+        latent = torch.zeros_like(part.probe_packet()[LATENTS])
         with out_of_memory_named(decode(0, 0), chunk):
             return _peak(model.device, lambda: part.decode({LATENTS: latent}))
 

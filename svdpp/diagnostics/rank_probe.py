@@ -11,15 +11,15 @@ from typing import Any, NamedTuple
 import torch
 from PIL import Image
 
-from svdpp.comm.packet import TORCH_DTYPES, Packet
+from svdpp.comm.packet import Packet
 from svdpp.comm.streams import SideStream, mark
 from svdpp.comm.transport import Transfer, Transport
-from svdpp.config import ClipRequest, PipelineConfig, TensorSpec
+from svdpp.config import ClipRequest, PipelineConfig
 from svdpp.driver.rank_task import run_rank_task
 from svdpp.launch import fork_server
 from svdpp.launch.group import RankContext
 from svdpp.media.examples import example_requests
-from svdpp.models.base import GENERATOR, LATENTS, Tensors, VideoModel
+from svdpp.models.base import LATENTS, Tensors, VideoModel
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.plan.layout import Roles
 from svdpp.plan.schedule import connect_rounds
@@ -180,8 +180,8 @@ def _ping_neighbours(context: RankContext, config: PipelineConfig, _: Any) -> di
             result = {"latency_seconds": small, "bytes_per_second": bandwidth}
         elif rank == second:
             pinger = _Pinger(transport, first, device)
-            pinger.answer(_SMALL_BYTES, _SMALL_TRIPS)
-            pinger.answer(_LARGE_BYTES, _LARGE_TRIPS)
+            pinger.answer(_SMALL_TRIPS)
+            pinger.answer(_LARGE_TRIPS)
     transport.drain()
     transport.close()
     return result
@@ -202,28 +202,23 @@ class _Pinger:
 
     def round_trip(self, num_bytes: int, times: int) -> float:
         """The median seconds of a round trip, without the first one."""
-        spec, seconds = _blob(num_bytes), []
-        tensor = torch.zeros(spec.shape, device=self.device)
+        seconds = []
+        tensor = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
         for _ in range(times + 1):
             begun = time.monotonic()
-            answer = self.transport.post_receive(self.sent, 1, self.peer, {"blob": spec})
+            answer = self.transport.post_receive(self.sent, 1, self.peer)
             self.transport.send(Packet(self.sent, 0, 0.0, {"blob": tensor}), self.peer)
             answer.wait()
             seconds.append(time.monotonic() - begun)
             self.sent += 1
         return statistics.median(seconds[1:])
 
-    def answer(self, num_bytes: int, times: int) -> None:
+    def answer(self, times: int) -> None:
         """Sends every received packet back."""
         for _ in range(times + 1):
-            expected = {"blob": _blob(num_bytes)}
-            packet = self.transport.post_receive(self.sent, 0, self.peer, expected).wait()
+            packet = self.transport.post_receive(self.sent, 0, self.peer).wait()
             self.transport.send(Packet(self.sent, 1, 0.0, packet.tensors), self.peer)
             self.sent += 1
-
-
-def _blob(num_bytes: int) -> TensorSpec:
-    return TensorSpec((num_bytes // 4,), "fp32")
 
 
 def _move_weights(context: RankContext, config: PipelineConfig, num_weights: int) -> dict[str, Any]:
@@ -239,7 +234,7 @@ def _measure_work(
 ) -> dict[str, Any]:
     checkpoint, part = asked
     model = load_model(config, checkpoint, str(_device(context, config)), PARTS[part])
-    tensors = _random_packet(model)
+    tensors = model.probe_packet()
     # Two requests, because a rank encodes equal prompts once.
     warm_up, measured = example_requests(config, 2)
     _work(model, part, tensors, config, warm_up)
@@ -266,26 +261,12 @@ def _step_twice(
     context: RankContext, config: PipelineConfig, checkpoint: Checkpoint | None
 ) -> dict[str, Any]:
     model = load_model(config, checkpoint, str(_device(context, config)), PARTS["denoise"])
-    tensors = _random_packet(model)
+    tensors = model.probe_packet()
     with torch.no_grad():
         latents = [model.denoise(tensors, 0, 1, _ignore_step)[LATENTS] for _ in range(2)]
     copies = SideStream(model.device)
     on_host = [copies.to_host(latent.detach(), mark(model.device)) for latent in latents]
     return {"sha256": [tensor_sha256(latent) for latent in on_host]}
-
-
-def _random_packet(model: VideoModel) -> Tensors:
-    """The tensors of a clip's packet, filled with noise; a generator's state is a valid one."""
-    generator = torch.Generator().manual_seed(0)
-    tensors: Tensors = {}
-    for name, spec in model.packet_spec(0).items():
-        if name == GENERATOR:
-            states = (torch.Generator(each).get_state() for each in ("cpu", model.device))
-            tensor = next(state for state in states if state.shape == spec.shape)
-        else:
-            tensor = torch.randn(spec.shape, generator=generator)
-        tensors[name] = tensor.to(model.device, TORCH_DTYPES[spec.dtype])
-    return tensors
 
 
 def _ignore_step(step: int, latent: torch.Tensor) -> None:

@@ -1,17 +1,20 @@
-"""Owns how the parent handles events about clips: results, losses, files that ranks request."""
+"""What the parent does when a rank reports on a clip, and which files it removes afterwards."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from svdpp.config import PipelineConfig
-from svdpp.driver.leftover_files import LeftoverFiles
-from svdpp.driver.open_clips import OpenClips
+from svdpp.config import ClipRequest, PipelineConfig
+from svdpp.driver.clips import OpenClips
 from svdpp.errors import InputError, error_from_dict
 from svdpp.launch.connections import FILE
+from svdpp.media import output_files
 from svdpp.media.image import read_bytes
 from svdpp.plan.actions import Action, Kind
+from svdpp.worker.latent_checkpoints import prune
 from svdpp.worker.messages import (
     Cancel,
     ClipDone,
@@ -24,6 +27,9 @@ from svdpp.worker.messages import (
     StoredTensor,
 )
 from svdpp.worker.tensor_store import TensorStore
+
+# At most three checkpoints of a rank are queued, so older clips get no more of them.
+_NUM_RECENT = 1000
 
 
 class ClipEvents:
@@ -110,3 +116,44 @@ class ClipEvents:
             return read_bytes(Path(request.image))
         except InputError:
             return b""
+
+
+class LeftoverFiles:
+    """Removes the leftover files of a pipeline's clips; uses bounded memory.
+
+    Args:
+        latents_folder: of the latent checkpoints; None if none are written.
+    """
+
+    def __init__(self, latents_folder: str | None) -> None:
+        self._latents_folder = None if latents_folder is None else Path(latents_folder)
+        # Of the latest clips: the request, and whether the clip was finished.
+        self._recent: deque[tuple[ClipRequest, bool]] = deque(maxlen=_NUM_RECENT)
+
+    def settled(self, request: ClipRequest, *, is_finished: bool) -> None:
+        """Removes the checkpoints of a finished clip; keeps those of a lost one, to resume it."""
+        if request.output is not None or request.latents_key is not None:
+            self._recent.append((request, is_finished))
+        if is_finished:
+            self._prune(request)
+
+    def remove(self, unfinished: Iterable[ClipRequest]) -> None:
+        """Removes partly written and late files, after all ranks have ended.
+
+        Args:
+            unfinished: requests of the clips that were neither finished nor lost.
+        """
+        for request, is_finished in self._recent:
+            if is_finished:
+                self._prune(request)
+        requests = [*(request for request, _ in self._recent), *unfinished]
+        folders = {Path(each.output.path).parent for each in requests if each.output}
+        if self._latents_folder is not None:
+            folders.add(self._latents_folder)
+        for folder in folders:
+            with contextlib.suppress(OSError, ValueError):  # a folder that cannot be used has none
+                output_files.remove_abandoned(folder)
+
+    def _prune(self, request: ClipRequest) -> None:
+        if self._latents_folder is not None and request.latents_key is not None:
+            prune(self._latents_folder, request.latents_key)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,7 +20,10 @@ from svdpp.media import disk_space, output_files, video
 from svdpp.media.inputs import ClipInput
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.worker import latent_checkpoints
-from svdpp.worker.clip_metadata import clip_metadata, latents_key
+from svdpp.worker.clip_metadata import clip_metadata, latents_key, of_seed, weights_identity
+
+# Clips that an earlier run has begun are the first ones that are still to be made.
+_MOST_BEGUN = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,28 +153,37 @@ def plan_clips(
     """
     plan = ClipPlan()
     folder = policy.latents_folder
+    saved = set() if folder is None else latent_checkpoints.saved_keys(folder)
+    weights = None if folder is None else weights_identity(checkpoint)
+    last, metadata = None, {}
     for made_from, seed, output in _outputs(inputs, seeds, policy):
         request = made_from.request(seed)
-        checkpoint.check_requests(config.sampling, [request])
-        metadata = clip_metadata(made_from, seed, output, config, checkpoint)
-        key = None if folder is None else latents_key(metadata, checkpoint)
+        if made_from is last:
+            metadata = of_seed(metadata, seed, output)
+        else:
+            checkpoint.check_requests(config.sampling, [request])
+            last, metadata = made_from, clip_metadata(made_from, seed, output, config, checkpoint)
+        key = None if folder is None else latents_key(metadata, weights)
         finished = finished_clip(output, metadata, config.draft, policy)
         if finished is not None:
             plan.skipped.append(finished)
-            if folder is not None and key is not None:
+            if folder is not None and key in saved:
                 latent_checkpoints.prune(folder, key)  # of a run killed before it removed them
             continue
+        steps = []
+        if folder is not None and policy.keeps_finished and key in saved:
+            steps = latent_checkpoints.saved_steps(folder, key)
         plan.metadata.append(metadata)
         plan.requests.append(
             replace(
                 request,
                 output=output,
                 latents_key=key,
-                done_steps=_done_steps(folder, key) if policy.keeps_finished else 0,
+                done_steps=max(steps, default=0),
             )
         )
     if folder is not None and policy.keeps_finished:
-        plan.other_threads = _other_threads(plan, folder, checkpoint)
+        plan.other_threads = _other_threads(plan, saved, weights)
     sampling = config.sampling
     disk_space.check_space(
         policy.folder,
@@ -224,25 +236,17 @@ def _entry(metadata: Mapping[str, Any]) -> dict[str, Any]:
     return {name: metadata[name] for name in ("output", "input", "seed", "parameters_sha256")}
 
 
-def _done_steps(folder: Path | None, key: str | None) -> int:
-    """The step to resume a clip from; 0 if it starts from the beginning."""
-    if folder is None or key is None:
-        return 0
-    return max(latent_checkpoints.saved_steps(folder, key), default=0)
-
-
-def _other_threads(plan: ClipPlan, folder: Path, checkpoint: Checkpoint) -> int | None:
+def _other_threads(plan: ClipPlan, saved: Set[str], weights: object) -> int | None:
     """Another number of threads, with which latent checkpoints of `plan`'s clips were written."""
-    others = latent_checkpoints.saved_keys(folder) - {
-        request.latents_key for request in plan.requests
-    }
+    others = saved - {request.latents_key for request in plan.requests}
     if not others:
         return None
-    for metadata, request in zip(plan.metadata, plan.requests, strict=True):
+    pairs = zip(plan.metadata, plan.requests, strict=True)
+    for metadata, request in itertools.islice(pairs, _MOST_BEGUN):
         if request.done_steps:
             continue
         for threads in range(1, (os.cpu_count() or 1) + 1):
-            if latents_key({**metadata, "num_threads": threads}, checkpoint) in others:
+            if latents_key({**metadata, "num_threads": threads}, weights) in others:
                 return threads
     return None
 

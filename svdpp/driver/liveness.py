@@ -1,9 +1,11 @@
-"""Owns the decision which rank has stalled, from the ranks' events and their times. No clock."""
+"""Owns the decision which rank has stalled, from the ranks' events and their times."""
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 
+from svdpp.config import PipelineConfig
 from svdpp.worker.messages import Event, Finished, GpuSample, Heartbeat, Joined, StepDone
 
 # The parent polls several times a second; a longer pause means that it was stopped itself.
@@ -182,3 +184,19 @@ def _at_next_step(heartbeat: Heartbeat, done: StepDone) -> Heartbeat:
         return heartbeat
     last = heartbeat.action.end - 1
     return heartbeat.model_copy(update={"step": min(done.step + 1, last)})
+
+
+def silence_limit(config: PipelineConfig) -> float:
+    """Seconds without a heartbeat after which a rank is stalled; shorter than its `timeout`."""
+    return min(config.heartbeat_timeout_seconds, 0.8 * config.timeout_seconds)
+
+
+def new_liveness(config: PipelineConfig) -> Liveness:
+    """A new `Liveness` with the deadlines of `config`, from now on."""
+    return Liveness(
+        config.world_size,
+        time.monotonic(),
+        start_timeout=config.start_timeout_seconds,
+        heartbeat_timeout=silence_limit(config),
+        timeout=config.timeout_seconds,
+    )

@@ -1,4 +1,4 @@
-"""Owns the Python API: a pipeline's ranks start once, clips are submitted at any time."""
+"""The Python API: a pipeline's ranks start once, clips are submitted at any time."""
 
 from __future__ import annotations
 
@@ -8,21 +8,16 @@ from types import TracebackType
 from typing import Any, overload
 
 from svdpp.config import ClipRequest, PipelineConfig
-from svdpp.driver.clip_configs import ClipConfigs
-from svdpp.driver.clip_events import ClipEvents
-from svdpp.driver.clip_handle import ClipFailure, ClipHandle, ClipResult
-from svdpp.driver.clip_work import check_metadata, check_requests, schedule_clips, work_messages
-from svdpp.driver.device_check import DeviceCheck
-from svdpp.driver.launched_pipeline import LaunchedPipeline
-from svdpp.driver.leftover_files import LeftoverFiles
+from svdpp.driver.clip_events import ClipEvents, LeftoverFiles
+from svdpp.driver.clips import ClipFailure, ClipHandle, ClipResult, OpenClips
+from svdpp.driver.liveness import new_liveness
 from svdpp.driver.memory_check import check_memory
-from svdpp.driver.open_clips import OpenClips
-from svdpp.driver.rank_launcher import RankLauncher
 from svdpp.driver.rank_session import RankSession
+from svdpp.driver.ranks import DeviceCheck, PipelineRanks
 from svdpp.driver.resolve import resolve
-from svdpp.driver.shared_settings import new_liveness
 from svdpp.driver.supervisor import Supervisor
 from svdpp.driver.trace import Trace
+from svdpp.driver.work import ClipWork, check_metadata
 from svdpp.errors import ClosedError, Interrupted, RequestError, reraisable
 from svdpp.launch import process_group
 from svdpp.launch.world import find_world
@@ -38,7 +33,7 @@ Metadata = Sequence[Mapping[str, Any]]
 _NOT_ENTERED = "the pipeline has no ranks yet", "use it inside `with Pipeline(...) as pipeline:`"
 
 
-class Pipeline(LaunchedPipeline):
+class Pipeline(PipelineRanks):
     """Ranks that share the steps of every clip. A context manager: ranks live inside the block.
 
     Inside the block any thread may call any method. The pipeline's own thread takes the ranks'
@@ -98,14 +93,14 @@ class Pipeline(LaunchedPipeline):
         fault: InjectedFault | None = None,
     ) -> None:
         world = find_world()
-        self.backend = process_group.choose_backend(config.device, config.world_size)
+        backend = process_group.choose_backend(config.device, config.world_size)
         self._num_local = config.world_size if world is None else world.local_size
         process_group.check_devices(config.device, self._num_local, launched=world is not None)
         for name, limit in (("history_clips", history_clips), ("trace_clips", trace_clips)):
             if limit is not None and limit < 1:
                 raise RequestError(f"{name} must be 1 or more, got {limit}")
         self.config, self.checkpoint = resolve(config, world=world)
-        self._setup = RankSetup(
+        setup = RankSetup(
             config=self.config,
             checkpoint=self.checkpoint,
             roles=self.config.roles,
@@ -116,14 +111,14 @@ class Pipeline(LaunchedPipeline):
             output_folder=None if world is None else output_folder,
             fault=fault,
         )
-        super().__init__(
-            RankLauncher(self._setup, self.backend, world, ignores_signals=ranks_ignore_signals)
-        )
+        super().__init__(setup, backend, world, ignores_signals=ranks_ignore_signals)
         self._devices = DeviceCheck(
-            config.world_size, self.backend, allow_mixed=config.allow_mixed_devices
+            config.world_size, backend, allow_mixed=config.allow_mixed_devices
         )
         self._history_clips = history_clips
-        self._configs = ClipConfigs(self.config, self.checkpoint)
+        self._work = ClipWork(
+            self.config, self.checkpoint, keeps_latents=latents_folder is not None
+        )
         self._clips = OpenClips(lambda clip: self._events.cancel(clip), max_failures=history_clips)
         self._files = LeftoverFiles(latents_folder)
         # Of the whole run, for its forecast.
@@ -243,18 +238,13 @@ class Pipeline(LaunchedPipeline):
         for_results: bool,
     ) -> list[ClipHandle]:
         self._check_open()
-        keeps_latents = self._setup.latents_folder is not None
-        asked = check_requests(
-            requests, self.config, self._configs, self.checkpoint, keeps_latents=keeps_latents
-        )
-        num_steps = list(map(self._configs.num_steps, asked))
+        asked = self._work.checked(requests)
+        num_steps = list(map(self._work.num_steps, asked))
         about = [self._marked(each) for each in check_metadata(metadata, len(asked))]
         with self._submitting:
             session = self._check_open()
             first = self._clips.num_added
-            messages = work_messages(
-                self.config, self._configs, asked, about, first=first, keeps_latents=keeps_latents
-            )
+            messages = self._work.messages(asked, about, first)
             with session.all_or_nothing():
                 handles = self._clips.add(asked, num_steps, for_results=for_results)
                 assert not handles or handles[0].clip == first, "submit was called within submit"
@@ -281,8 +271,7 @@ class Pipeline(LaunchedPipeline):
         Raises:
             RequestError: the ranks cannot make a clip with its sampling parameters.
         """
-        resolved = list(map(self._configs.resolved, requests))
-        return schedule_clips(self.config, self._configs, resolved, first)
+        return self._work.schedule(list(map(self._work.resolved, requests)), first)
 
     def forecast(self) -> Forecast:
         """The forecast for the submitted clips, at `forecast_costs`.
@@ -325,7 +314,7 @@ class Pipeline(LaunchedPipeline):
             self._is_entered = True
         self.check_memory()
         supervisor = self._supervisor = Supervisor(
-            self._launcher.open(),
+            self._open(),
             new_liveness(self.config),
             device=self.config.device,
             device_order=self.config.device_order,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from svdpp.config import PipelineConfig
-from svdpp.driver.shared_settings import new_liveness
+from svdpp.driver.liveness import new_liveness
 from svdpp.driver.supervisor import Observer, Supervisor
 from svdpp.launch import process_group
 from svdpp.launch.group import RankContext

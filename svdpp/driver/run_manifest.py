@@ -24,6 +24,8 @@ NAME = "run.json"
 
 # Often enough to follow a run, seldom enough for a network folder.
 _WRITE_SECONDS = 1.0
+# Of the time, the share that writes of a long manifest may take.
+_WRITE_SHARE = 0.02
 # Far above the size of a manifest with the largest allowed number of clips.
 _MAX_BYTES = 2**30
 _SETTLED = ("done", "failed")
@@ -89,11 +91,11 @@ class RunManifest:
         before: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         self._path = path
-        self._about = dict(about)
-        self._clips: list[dict[str, Any]] = [{**clip, "state": "pending"} for clip in clips]
-        self._before = [dict(clip) for clip in before]
+        self._about = redact_all(about)
+        self._clips = redact_all([{**clip, "state": "pending"} for clip in clips])
+        self._before = redact_all(before)
         self._measured: Mapping[str, Any] | None = None
-        self._written_at = 0.0
+        self._next_write = 0.0
         self._changed = True
 
     def __enter__(self) -> RunManifest:
@@ -128,12 +130,12 @@ class RunManifest:
                 self._set(event.clip, "failed", error=event.error)
             case _:
                 pass
-        if self._changed and time.monotonic() - self._written_at >= _WRITE_SECONDS:
+        if self._changed and time.monotonic() >= self._next_write:
             self._try_to_write()
 
     def measured(self, figures: Mapping[str, Any]) -> None:
         """Adds the figures of the run, for `svdpp report`; they are written on leaving."""
-        self._measured = figures
+        self._measured = redact_all(figures)
         self._changed = True
 
     def _see_action(self, action: Action) -> None:
@@ -144,7 +146,7 @@ class RunManifest:
         if self._clips[clip]["state"] in _SETTLED:
             return  # such as a failure of the exact clip after its draft was accepted
         self._clips[clip].pop("draft", None)  # the draft exists only until the clip does
-        self._clips[clip].update(state=state, **more)
+        self._clips[clip].update(state=state, **redact_all(more))
         self._changed = True
 
     def _try_to_write(self) -> None:
@@ -152,16 +154,19 @@ class RunManifest:
             self._write()
 
     def _write(self) -> None:
-        self._written_at = time.monotonic()
+        begun = time.monotonic()
         clips = [*self._before, *self._clips]
         content = {"schema_version": SCHEMA_VERSION, **self._about, "clips": clips}
         measured = {} if self._measured is None else {"measured": self._measured}
         try:
-            output_files.write_json(self._path, redact_all({**content, **measured}))
+            output_files.write_json(self._path, {**content, **measured})
         except OutputError:  # on a full disk the states of the clips matter more
             if not measured:
                 raise
-            output_files.write_json(self._path, redact_all(content))
+            output_files.write_json(self._path, content)
+        finally:
+            seconds = time.monotonic() - begun
+            self._next_write = begun + max(_WRITE_SECONDS, seconds / _WRITE_SHARE)
         self._changed = False
 
 

@@ -35,6 +35,12 @@ def no_observer(title: str, schedule: Schedule) -> AbstractContextManager[Observ
     return nullcontext(lambda _rank, _event: None)
 
 
+_NOT_IMPORTED = (
+    'could not import your script: put what it does under `if __name__ == "__main__":`, and run it '
+    "from a file"
+)
+
+
 class Supervisor:
     """Reads the ranks' events, keeps their trace, and raises the error that ends a run.
 
@@ -105,15 +111,21 @@ class Supervisor:
         Raises:
             SvdppError: a rank does not.
         """
-        for rank in range(self._group.world_size):
-            self.send(rank, Stop().to_bytes())
+        self._send_stop()
         deadline = time.monotonic() + timeout
         while not self._liveness.all_finished:
             self.step()
             if time.monotonic() > deadline:
                 raise RankError("ranks did not end after their last clip")
+        # Only now: a rank that ends takes with it what NCCL has not delivered. All of its clips may
+        # be reported before that, because the ranks go on with what an accepted draft replaces.
+        self._send_stop()
         if not self._group.end(_END_SECONDS):
             raise RankError("ranks reported the end of their work, but did not exit with code 0")
+
+    def _send_stop(self) -> None:
+        for rank in range(self._group.world_size):
+            self.send(rank, Stop().to_bytes())
 
     def kill(self, error: BaseException | None = None) -> None:
         """Ends every rank at once, and sends `error` to other hosts; harmless after `stop`."""
@@ -215,6 +227,8 @@ class Supervisor:
             return self._rank_error(rank, "is gone", hint, "was lost here")
         if code >= 0:
             cause = f"ended with exit code {code} without a report"
+            if not self._group.output_tail(rank):  # svdpp's own code would have left a traceback
+                cause = _NOT_IMPORTED
             return self._rank_error(rank, cause, "", "died here")
         hint = ""
         if -code == signal.SIGKILL:

@@ -6,6 +6,8 @@ import contextlib
 import os
 from collections.abc import Iterator, Mapping, MutableMapping
 
+_NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+
 
 def set_defaults(environment: MutableMapping[str, str] = os.environ) -> None:
     """Sets each variable that the user has not set, for this process and its later children."""
@@ -19,12 +21,16 @@ def defaults(more: Mapping[str, str] | None = None) -> Iterator[None]:
     This process gets its own environment back: in a user's program it may compile or log.
     """
     added = {**_missing(os.environ), **(more or {})}
+    before = {name: os.environ.get(name) for name in added}
     os.environ.update(added)
     try:
         yield
     finally:
-        for name in added:
-            del os.environ[name]
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _missing(environment: Mapping[str, str]) -> dict[str, str]:
@@ -45,7 +51,10 @@ def _missing(environment: Mapping[str, str]) -> dict[str, str]:
         ),
         # The parent monitors the ranks and names the one that fails. NCCL's watchdog would first
         # abort the neighbours of that rank, or a rank that holds the GIL for long.
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+        _NCCL_ERRORS: "0",
         "TORCH_NCCL_ENABLE_MONITORING": "0",
     }
-    return {name: value for name, value in values.items() if name not in environment}
+    given = set(environment)
+    if "TORCHELASTIC_RUN_ID" in environment and environment.get(_NCCL_ERRORS) == "1":
+        given.discard(_NCCL_ERRORS)  # torchrun exports 1 if the user has not set it
+    return {name: value for name, value in values.items() if name not in given}

@@ -13,6 +13,7 @@ from multiprocessing import forkserver, resource_tracker, util
 
 from svdpp.launch import environment, fork_server_preload
 from svdpp.launch.process_lifetime import signals_blocked
+from svdpp.models.checkpoint import package_of
 
 #: Imported for all ranks.
 RANK_MODULE = "svdpp.worker.rank"
@@ -42,7 +43,7 @@ def start(preload: Sequence[str]) -> None:
 
 def modules_for(family: str | None) -> list[str]:
     """The modules that ranks need; `family` is that of their model, None for the dummy model."""
-    return [RANK_MODULE, *([] if family is None else [f"svdpp.models.{family}.family"])]
+    return [RANK_MODULE, *([] if family is None else [f"{package_of(family)}.family"])]
 
 
 def start_early(*, family: str | None, device: str) -> None:

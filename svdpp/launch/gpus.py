@@ -14,6 +14,9 @@ from typing import Any
 
 from svdpp.errors import RequestError
 
+# nvidia-ml-py has a comma behind its constant NVML_P2P_CAPS_INDEX_READ, which makes it a tuple.
+_P2P_READ = 0
+
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
@@ -58,16 +61,19 @@ def free_bytes(device: str) -> int:
 
 
 def peer_access() -> list[list[bool]]:
-    """Whether each visible GPU (row) can read the memory of each other GPU (column) directly."""
+    """Whether each visible GPU (row) can read the memory of each GPU (column) directly."""
     uuids = [gpu.uuid for gpu in visible_gpus()]
     with open_nvml() as nvml:
         if nvml is None:
             return []
-        read, ok = nvml.NVML_P2P_CAPS_INDEX_READ, nvml.NVML_P2P_STATUS_OK
 
         def reads(one: str, other: str) -> bool:
             handles = [nvml.nvmlDeviceGetHandleByUUID(uuid) for uuid in (one, other)]
-            return one == other or nvml.nvmlDeviceGetP2PStatus(*handles, read) == ok
+            try:
+                status = nvml.nvmlDeviceGetP2PStatus(*handles, _P2P_READ)
+            except nvml.NVMLError:  # a virtual GPU does not tell
+                status = None
+            return one == other or status == nvml.NVML_P2P_STATUS_OK
 
         return [[reads(one, other) for other in uuids] for one in uuids]
 

@@ -21,18 +21,20 @@ import numpy.typing as npt
 from PIL import ExifTags, Image, UnidentifiedImageError
 
 from svdpp.config import Fit
+from svdpp.config.limits import MAX_MEGAPIXELS
 from svdpp.errors import InputError
 
 #: The only decoders that are used. Others, such as EPS, start external programs.
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF")
 MAX_FILE_BYTES = 256 * 2**20
-MAX_PIXELS = 50_000_000
+MAX_PIXELS = MAX_MEGAPIXELS * 10**6
 MIN_SIDE = 16
 MAX_ASPECT = 16
 
 #: Padding a narrow photograph to a wide shape multiplies its pixels; more than this is refused.
 _MAX_PADDED_PIXELS = 4 * MAX_PIXELS
 
+_LIMIT = f"the limit is {MAX_MEGAPIXELS} million"
 _BAND_ROWS = 64
 
 #: Guards the redirection of the process's stderr; two threads at once could not restore it.
@@ -62,21 +64,25 @@ class Photo:
     height: int
 
 
-def read_photo(path: Path) -> tuple[Image.Image, Photo]:
+def read_photo(path: Path, max_pixels: int = MAX_PIXELS) -> tuple[Image.Image, Photo]:
     """Read a photograph as an upright 8-bit RGB image.
 
     An animation gives its first frame. Transparent images are composited over white: most cut-outs
     are made for light pages, and over black their dark outlines and shadows would vanish. 16-bit
     grey is scaled, never clipped. Colour profiles are not applied, because diffusers applies none.
 
+    Args:
+        path: of the file.
+        max_pixels: `--max-megapixels`, in pixels.
+
     Raises:
         InputError: the file cannot be read, is damaged, is not in one of `FORMATS`, or its size in
             pixels or bytes is outside the limits.
     """
-    return photo_of(read_bytes(path), path)
+    return photo_of(read_bytes(path), path, max_pixels)
 
 
-def photo_of(data: bytes, path: Path) -> tuple[Image.Image, Photo]:
+def photo_of(data: bytes, path: Path, max_pixels: int = MAX_PIXELS) -> tuple[Image.Image, Photo]:
     """As `read_photo`, from bytes in memory; `path` names them in messages.
 
     Raises:
@@ -86,7 +92,7 @@ def photo_of(data: bytes, path: Path) -> tuple[Image.Image, Photo]:
         with warnings.catch_warnings(), _libtiff_silenced(data):
             # Pillow warns of invalid metadata, and of sizes that are refused below anyway.
             warnings.simplefilter("ignore")
-            image = _decode(data)
+            image = _decode(data, max_pixels)
     except InputError as error:
         raise InputError(f"{_name(path)} {error.message}", error.hint) from None
     except UnidentifiedImageError:
@@ -95,7 +101,7 @@ def photo_of(data: bytes, path: Path) -> tuple[Image.Image, Photo]:
             "convert it to PNG or JPEG first",
         ) from None
     except Image.DecompressionBombError:
-        raise InputError(f"{_name(path)} is too large: {_limit_text()}") from None
+        raise InputError(f"{_name(path)} is too large: {_LIMIT}") from None
     except MemoryError:
         raise InputError(f"{_name(path)} does not fit in memory") from None
     except Exception as error:  # on hostile bytes Pillow raises nearly any type
@@ -174,9 +180,9 @@ def read_bytes(path: Path) -> bytes:
     return data
 
 
-def _decode(data: bytes) -> Image.Image:
+def _decode(data: bytes, max_pixels: int) -> Image.Image:
     with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-        _check_size(*image.size)
+        _check_size(*image.size, max_pixels)
         if image.format == "PNG":
             # load() does not check the checksums of chunks: a flipped byte could change pixels.
             with Image.open(io.BytesIO(data), formats=FORMATS) as copy:
@@ -212,19 +218,20 @@ def _libtiff_silenced(data: bytes) -> Iterator[None]:
         yield
 
 
-def _check_size(width: int, height: int) -> None:
+def _check_size(width: int, height: int, max_pixels: int) -> None:
     if width * height > MAX_PIXELS:
-        raise InputError(f"is too large: {width}x{height} pixels, {_limit_text()}")
+        raise InputError(f"is too large: {width}x{height} pixels, {_LIMIT}")
+    if width * height > max_pixels:
+        raise InputError(
+            f"is too large: {width}x{height} pixels, the limit is {max_pixels // 10**6} million",
+            f"make it smaller, or raise --max-megapixels, to {MAX_MEGAPIXELS} at most",
+        )
     if min(width, height) < MIN_SIDE:
         raise InputError(
             f"is too small: {width}x{height} pixels, each side must have at least {MIN_SIDE}"
         )
     if max(width, height) > MAX_ASPECT * min(width, height):
         raise InputError(f"is too narrow: {width}x{height} pixels, the limit is {MAX_ASPECT}:1")
-
-
-def _limit_text() -> str:
-    return f"the limit is {MAX_PIXELS // 10**6} million"
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:

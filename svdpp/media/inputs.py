@@ -11,7 +11,7 @@ from pathlib import Path
 
 from svdpp.config import ClipRequest
 from svdpp.errors import InputError
-from svdpp.media.image import Photo, file_problem, read_photo
+from svdpp.media.image import MAX_PIXELS, Photo, file_problem, read_photo
 
 #: Suffixes of the files that are taken from a folder or a pattern.
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif")
@@ -96,15 +96,20 @@ def check_inputs(inputs: Sequence[str]) -> list[Photo]:
 
 
 def sift_inputs(
-    inputs: Sequence[str], *, recursive: bool = False
+    inputs: Sequence[str], *, recursive: bool = False, max_pixels: int = MAX_PIXELS
 ) -> tuple[list[Photo], list[InputError]]:
     """The photographs that can be used, and an error for each input that cannot.
+
+    Args:
+        inputs: as for `find_images`.
+        recursive: the same.
+        max_pixels: of a photograph.
 
     Raises:
         InputError: no input can be used.
     """
     problems: list[InputError] = []
-    photos = _check(_find(inputs, problems, recursive=recursive), problems)
+    photos = _check(_find(inputs, problems, recursive=recursive), problems, max_pixels)
     if not photos:
         raise_all(problems)
     return photos, problems
@@ -179,11 +184,13 @@ def _find(
     return list(found.values())
 
 
-def _check(paths: Sequence[Path], problems: list[InputError]) -> list[Photo]:
+def _check(
+    paths: Sequence[Path], problems: list[InputError], max_pixels: int = MAX_PIXELS
+) -> list[Photo]:
     photos: list[Photo] = []
     for path in paths:
         try:
-            photos.append(read_photo(path)[1])
+            photos.append(read_photo(path, max_pixels)[1])
         except InputError as error:
             problems.append(error)
     return photos

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import io
 import json
 import os
 import re
@@ -19,7 +20,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from svdpp.errors import OutputError, SvdppError
+from svdpp.errors import OutputError, RequestError, SvdppError
 
 
 @contextlib.contextmanager
@@ -59,6 +60,38 @@ def atomic_output(name: str, suffix: str, files: re.Pattern[str] | None = None) 
             os.close(lock)
 
 
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[str]:
+    """Let no other process into the block that also names `path`, from this host or another.
+
+    Missing folders of `path` are created; if the last one is empty after the block, it is removed.
+
+    Yields:
+        Why the file system cannot lock; "" if `path` is locked.
+
+    Raises:
+        RequestError: another process is in the block.
+        OutputError: its folder cannot be written.
+    """
+    folder = path.parent
+    check_writable(folder)
+    is_new = not folder.exists()
+    lock = folder / f".svdpp-lock-{_checksum(path.name)}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor, why_not = _lock(lock)
+    except OSError as error:
+        raise OutputError(f"{str(lock)!r} cannot be written: {reason(error)}") from error
+    try:
+        yield why_not
+    finally:
+        lock.unlink(missing_ok=True)
+        os.close(descriptor)
+        if is_new:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+
+
 def remove_abandoned(folder: Path) -> None:
     """Remove the unfinished files that killed writers on this host left in `folder`.
 
@@ -77,9 +110,11 @@ def write_json(path: Path, record: Mapping[str, object]) -> None:
         ValueError: a number is not finite.
         TypeError: a value is not JSON.
     """
-    text = json.dumps(dict(record), indent=2, allow_nan=False) + "\n"
+    text = io.StringIO()  # `dumps` would keep a list of every piece of a long manifest
+    json.dump(dict(record), text, indent=2, allow_nan=False)
+    text.write("\n")
     with atomic_output(str(path), ".json") as temporary:
-        temporary.write_text(text, encoding="ascii")
+        temporary.write_text(text.getvalue(), encoding="ascii")
 
 
 def remove(path: Path) -> None:
@@ -135,6 +170,27 @@ def sync(path: Path) -> None:
 def reason(error: Exception) -> str:
     """The error's `strerror`, else its text, else its type."""
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
+
+
+def _lock(lock: Path) -> tuple[int, str]:
+    """A descriptor of the file `lock`, and why it is not locked; "" if it is."""
+    while True:
+        # NFS locks only files that are open for writing.
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Not a file that the run before has just removed.
+            if lock.exists() and os.path.samestat(os.fstat(descriptor), lock.stat()):
+                return descriptor, ""
+        except BlockingIOError:
+            os.close(descriptor)
+            raise RequestError(
+                f"another svdpp run is writing into {str(lock.parent)!r}",
+                "wait until it has ended, or name another --out",
+            ) from None
+        except OSError as error:
+            return descriptor, reason(error)
+        os.close(descriptor)
 
 
 def _probe(folder: Path) -> None:
@@ -220,4 +276,8 @@ def _hidden_name() -> str:
 
 def _host() -> str:
     """A hash of the host name in eight characters: the name can be long and have any character."""
-    return f"{zlib.crc32(os.fsencode(socket.gethostname())):08x}"
+    return _checksum(socket.gethostname())
+
+
+def _checksum(name: str) -> str:
+    return f"{zlib.crc32(os.fsencode(name)):08x}"

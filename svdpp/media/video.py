@@ -29,6 +29,7 @@ from svdpp.config import OutputConfig, VideoFormat
 from svdpp.config.limits import MAX_CLIP_PIXELS, MAX_FRAMES
 from svdpp.errors import InputError, OutputError, SvdppError
 from svdpp.media.output_files import atomic_output, check_free, reason, sync
+from svdpp.redaction import without_controls
 
 Frames = npt.NDArray[np.uint8]
 
@@ -141,7 +142,7 @@ def clip_path(
 ) -> Path:
     """`<out>/<stem>_<seed>.<format>`, without a suffix for `frames`; a valid name for any stem.
 
-    Separators, NUL and line breaks become `_`, and the stem is cut so that the name has at most
+    Separators and control characters become `_`, and the stem is cut so that the name has at most
     `MAX_NAME_BYTES` in UTF-8. So two stems can give the same path; the caller must check for that.
 
     Args:
@@ -156,7 +157,7 @@ def clip_path(
     def named(stem: str) -> str:
         return template.format(name=stem, seed=seed, index=index) + SUFFIXES[format]
 
-    stem = re.sub(r"[/\0\n\r]", "_", stem)
+    stem = without_controls(stem).replace("/", "_")
     while stem and len(named(stem).encode("utf-8", "surrogatepass")) > MAX_NAME_BYTES:
         stem = stem[:-1]
     return out / named(stem)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from svdpp.config import ClipRequest, SamplingConfig, TensorSpec
+from svdpp.config import ClipRequest, SamplingConfig
 
 #: Name of the latent in a packet.
 LATENTS = "latents"
@@ -68,11 +68,10 @@ class VideoModel(Protocol):
         """Returns the same loaded components with other sampling parameters."""
         ...
 
-    def packet_spec(self, next_step: int) -> Mapping[str, TensorSpec]:
-        """Name, shape and dtype of each tensor of a packet after `next_step` steps, in order.
+    def probe_packet(self) -> Tensors:
+        """A made-up packet before the first step, to measure a step or a decode without an encode.
 
-        A packet carries everything that later steps and the decode need: the latent, what the steps
-        are conditioned on, and the scheduler's state if it has any.
+        Its tensors have the shapes, dtypes and devices of a real one.
         """
         ...
 
@@ -85,6 +84,9 @@ class VideoModel(Protocol):
 
     def encode(self, prepared: Tensors, request: ClipRequest) -> Tensors:
         """Returns the tensors of the packet before the first step.
+
+        A packet carries everything that later steps and the decode need: the latent, what the steps
+        are conditioned on, and the scheduler's state if it has any.
 
         Args:
             prepared: the result of `prepare`; empty for a clip without an image.

@@ -1,7 +1,7 @@
 """Owns finding a checkpoint, and what the engine asks of it; knows no torch.
 
 A checkpoint is untrusted. The values of its configs are checked against limits, and every error is
-a `ModelError` that names the file. `models.<family>.checkpoint` checks the configs of a family.
+a `ModelError` that names the file. `checkpoint` in a family's package checks its configs.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from svdpp.config.sampling import PromptedSampling
 from svdpp.errors import ModelError, RequestError
 from svdpp.models import hub
 from svdpp.models.class_check import check_no_code
+from svdpp.models.engine.rows import FAMILIES as ROW_FAMILIES
 from svdpp.models.fingerprint import fingerprint
 from svdpp.models.safetensors_header import JsonFile, read_json, short_repr, weight_headers
 from svdpp.plan.layout import Roles
@@ -41,11 +42,8 @@ Use = Literal["needed", "optional", "refused"]
 class Checkpoint:
     """A checked folder in diffusers' format; each family adds the sizes that later checks need."""
 
-    family: ClassVar[str]
     can_draft: ClassVar[bool] = False
     """Whether the sampler is Euler's method, which drafts need."""
-    fp32_components: ClassVar[frozenset[str]] = frozenset()
-    """Components whose weights are float32, whatever the model's dtype is."""
 
     name: str
     """As the user typed it."""
@@ -60,6 +58,16 @@ class Checkpoint:
     def label(self) -> str:
         """The model's name in messages."""
         return f"model {hub.show_name(self.name)}"
+
+    @property
+    def family(self) -> str:
+        """The family's name, as in its sampling parameters."""
+        raise NotImplementedError
+
+    @property
+    def fp32_components(self) -> frozenset[str]:
+        """Components whose weights are float32, whatever the model's dtype is."""
+        return frozenset()
 
     @property
     def weighted(self) -> tuple[str, ...]:
@@ -281,7 +289,7 @@ def _check_configs(model: ModelConfig, folder: Path, revision: str | None) -> Ch
     index = _read_index(folder)
     family = family_of_pipeline(index)
     check_no_code(folder)
-    rules = importlib.import_module(f"svdpp.models.{family}.checkpoint")
+    rules = importlib.import_module(f"{package_of(family)}.checkpoint")
     checkpoint: Checkpoint = rules.check(
         index, name=model.name, folder=folder, revision=revision, variant=model.variant
     )
@@ -322,10 +330,9 @@ _ASSETS = Path(__file__).resolve().parents[1] / "assets"
 _INDEX_FILE = "model_index.json"
 
 #: The family of each pipeline that diffusers' `model_index.json` can name.
-FAMILIES: Mapping[str, str] = {
-    "StableVideoDiffusionPipeline": "svd",
-    "WanPipeline": "wan",
-    "WanImageToVideoPipeline": "wan",
-    "LTXPipeline": "ltx",
-    "LTXImageToVideoPipeline": "ltx",
-}
+FAMILIES: Mapping[str, str] = {"StableVideoDiffusionPipeline": "svd", **ROW_FAMILIES}
+
+
+def package_of(family: str) -> str:
+    """The package with a family's code."""
+    return "svdpp.models.svd" if family == "svd" else "svdpp.models.engine"

@@ -65,5 +65,5 @@ _LIBRARIES = ("diffusers", "transformers")
 #: Config keys that make the libraries load other code or weights: attn_implementation can name a
 #: kernel on the hub, transformers_weights another file.
 _CODE_KEYS = re.compile(
-    r"auto_map|custom_pipeline|quantization_config|_implementation|kernel|transformers_weights"
+    r"auto_map|custom_pipeline|quantization_config|_implementation|use_kernels|kernel_(config|mapping)|transformers_weights"
 )

@@ -6,7 +6,7 @@ It stands in for SVD in rehearsals on a laptop, and in tests of everything but t
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from torch import nn
 
-from svdpp.config import ClipRequest, LatentSpec, SamplingConfig, TensorSpec
+from svdpp.config import ClipRequest, LatentSpec, SamplingConfig
 from svdpp.models.base import LATENTS, AfterStep, Denoiser, Tensors, run_steps
 
 _WEIGHT_SEED = 20231121
@@ -127,9 +127,9 @@ class DummyModel:
         spec = replace(self._spec, shape=(batch, channels, sampling.frames, *size))
         return DummyModel(spec, sampling.num_inference_steps, self.device, self._sleep_times)
 
-    def packet_spec(self, next_step: int) -> Mapping[str, TensorSpec]:  # noqa: ARG002
+    def probe_packet(self) -> Tensors:
         """Only the latent."""
-        return {LATENTS: TensorSpec(self._spec.shape, self._spec.dtype)}
+        return {LATENTS: torch.zeros(self._spec.shape, dtype=self._dtype, device=self.device)}
 
     def prepare(self, image: Image.Image) -> Tensors:  # noqa: ARG002
         """Returns nothing, because the dummy uses no image."""

@@ -1,7 +1,8 @@
 """Owns what the engine asks of a model family, and finds the family of a checkpoint.
 
-A family is a package in `svdpp/models/` with three modules: `family` has the functions below,
-`checkpoint` checks configs without torch, and `memory` estimates the memory of the parts.
+SVD has a package of its own; the other families share the engine's. Both have three modules:
+`family` has the functions below, `checkpoint` checks configs without torch, and `memory` estimates
+the memory of the parts.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from PIL import Image
 
 from svdpp.config import ClipRequest, ModelConfig, SamplingConfig
 from svdpp.models.base import Frames, Tensors, VideoModel
-from svdpp.models.checkpoint import Checkpoint
+from svdpp.models.checkpoint import Checkpoint, package_of
 from svdpp.plan.layout import Roles
 
 #: Called after each step of a reference with the step's index and the packet's tensors.
@@ -86,4 +87,4 @@ class Family(Protocol):
 
 def family_of(checkpoint: Checkpoint) -> Family:
     """The family's functions; imports diffusers, which takes seconds."""
-    return cast(Family, importlib.import_module(f"svdpp.models.{checkpoint.family}.family"))
+    return cast(Family, importlib.import_module(f"{package_of(checkpoint.family)}.family"))

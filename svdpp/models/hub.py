@@ -225,6 +225,7 @@ _CONFIG_PATTERNS = (
     "feature_extractor/preprocessor_config.json",
     "image_processor/preprocessor_config.json",
     "tokenizer/*",
+    "tokenizer_2/*",
 )
 
 

@@ -16,9 +16,10 @@ import torch
 import tqdm
 import transformers.utils.logging
 from diffusers.configuration_utils import FrozenDict
+from transformers.initialization import no_init_weights
 from transformers.utils import is_protobuf_available, is_sentencepiece_available
 
-from svdpp.errors import ModelError, OutOfMemoryError, RequestError
+from svdpp.errors import ModelError, OutOfMemoryError, RequestError, is_out_of_memory
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.free_memory import free_bytes
 from svdpp.models.safetensors_header import Header, weight_headers
@@ -197,7 +198,10 @@ def new_module(cls: Any, folder: Path) -> Any:
         return cls.from_config(cls.load_config(folder, local_files_only=True))
     config = cls.config_class.from_pretrained(folder, local_files_only=True)
     config.dtype = torch.get_default_dtype()  # the config has the dtype of the files
-    return cls(config)
+    with no_init_weights():
+        module = cls(config)
+    module.tie_weights()
+    return module
 
 
 def fp32_parameters(module: torch.nn.Module) -> list[str]:
@@ -227,20 +231,10 @@ def library_errors(component: str, checkpoint: Checkpoint | None = None) -> Iter
         yield
     except ModelError as error:
         raise ModelError(label + error.message, error.hint) from error
-    except MemoryError:
-        raise
     except Exception as error:
         if is_out_of_memory(error):
             raise
         raise ModelError(f"{label}{component} cannot be loaded: {_first_line(error)}") from error
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether torch or Python says with `error` that memory ran out."""
-    # The CPU allocator raises a plain RuntimeError: "... can't allocate memory: you tried ...".
-    if isinstance(error, (MemoryError, torch.cuda.OutOfMemoryError)):
-        return True
-    return any(text in str(error) for text in ("can't allocate memory", "not enough memory"))
 
 
 def _can_read_spiece() -> bool:

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from svdpp.config import ModelConfig, SamplingConfig
-from svdpp.models.checkpoint import Checkpoint
+from svdpp.models.checkpoint import Checkpoint, package_of
 from svdpp.models.dummy import DummyUNet
 from svdpp.models.live_bytes import LiveBytes
 from svdpp.models.loading import fp32_parameters, silence_libraries, torch_dtype
@@ -114,7 +114,7 @@ def estimate(
         if checkpoint is None:
             return MemoryEstimate(encode=None, denoise=_dummy(fake_run, model), decode=None)
         silence_libraries()
-        family: Any = importlib.import_module(f"svdpp.models.{checkpoint.family}.memory")
+        family: Any = importlib.import_module(f"{package_of(checkpoint.family)}.memory")
         found: MemoryEstimate = family.estimate_parts(fake_run, checkpoint, model, sampling)
         return found
 
@@ -173,6 +173,10 @@ class FakeRun:
         for name in without:
             delattr(module, name)
         return module.eval()
+
+    def fake(self, value: Any) -> Any:
+        """A fake tensor like `value`; other values as they are."""
+        return self._fake.from_tensor(value) if isinstance(value, torch.Tensor) else value
 
     @torch.no_grad()
     def measure(

@@ -24,7 +24,8 @@ Header = dict[str, tuple[str, tuple[int, ...]]]
 #: Beginning of the names of each component's weight files.
 WEIGHT_STEMS: Mapping[str, str] = {
     **dict.fromkeys(("unet", "transformer", "transformer_2", "vae"), "diffusion_pytorch_model"),
-    **dict.fromkeys(("image_encoder", "text_encoder"), "model"),
+    **dict.fromkeys(("audio_vae", "connectors", "vocoder"), "diffusion_pytorch_model"),
+    **dict.fromkeys(("image_encoder", "text_encoder", "text_encoder_2"), "model"),
 }
 
 

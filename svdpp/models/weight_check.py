@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
 
 from svdpp.errors import ModelError
 from svdpp.models.safetensors_header import Header
@@ -50,11 +52,25 @@ def check_weights(component: str, module: torch.nn.Module, headers: Mapping[Path
             raise ModelError(f"{where}: {count}, the first is {names[0][:200]!r}")
 
 
+def _renamed(name: str, renamings: Iterable[Any]) -> str:
+    """A weight's name in the module, from its name in a file."""
+    for renaming in renamings:
+        name, _ = renaming.rename_source_key(name)
+    return name
+
+
 def _comparable(headers: Mapping[Path, Header], module: Any) -> dict[Path, Header]:
     """`headers` as the library reads them: without ignored weights, and with tied ones.
 
     Files hold one of several tied weights, such as the embedding of a T5 encoder.
     """
+    # Of models whose names have changed, files keep the old ones.
+    known = isinstance(module, PreTrainedModel)
+    renamings = get_model_conversion_mapping(module) if known else []
+    headers = {
+        path: {_renamed(name, renamings): entry for name, entry in header.items()}
+        for path, header in headers.items()
+    }
     ignored = [re.compile(key) for key in module._keys_to_ignore_on_load_unexpected or ()]
     kept = {
         path: {

@@ -58,6 +58,7 @@ class Announcer:
             self._events.forget(job_id)
             return None
         if job.state.is_final:
+            logger.info("{} is {}", job_id, job.state)
             self._quietly(lambda: self._on_ended(job))
         self._publish(job)
         return job

@@ -10,23 +10,23 @@ from http import HTTPStatus
 from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request, Response
-from fastapi.responses import FileResponse, JSONResponse
+from fastapi.responses import JSONResponse
 from fastapi.security import HTTPBearer
 from starlette.concurrency import run_in_threadpool
 from starlette.types import ASGIApp
 
 from svdpp import __version__
 from svdpp.serve import api_errors, api_videos
-from svdpp.serve.api_create import create_route
+from svdpp.serve.api_create import create_routes
 from svdpp.serve.api_errors import documented
 from svdpp.serve.api_requests import Owned, Served
 from svdpp.serve.guard import PUBLIC_PATHS, Guard, KeyCheck, Limits
 from svdpp.serve.metrics import CONTENT_TYPE
+from svdpp.serve.offer import no_model
 from svdpp.serve.owner import Owner
 from svdpp.serve.page_files import page_file
-from svdpp.serve.schemas import EngineStatus, Health, ModelList, Rank, RankSpan
+from svdpp.serve.schemas import EngineStatus, Health, Model, ModelList, Rank, RankSpan
 from svdpp.serve.service import Service
-from svdpp.serve.status_calls import StatusCalls
 
 _ABOUT = """
 Photographs and prompts in, clips out: video diffusion over several devices, bitwise equal to
@@ -66,11 +66,11 @@ def create_app(
     app.state.service = service
     app.state.limits = limits or Limits()
     api_errors.install(app)
-    for router in (create_route(service.offer.form), api_videos.routes, about):
+    for router in (create_routes(service.offer.form), api_videos.routes, about):
         app.include_router(router, dependencies=[Depends(_bearer)] if owner_of else [])
     app.include_router(page)
     app.openapi = functools.cache(lambda: _document(app))  # type: ignore[method-assign]
-    return Guard(StatusCalls(app, service), service.metrics, app.state.limits, owner_of)
+    return Guard(app, service.metrics, app.state.limits, owner_of)
 
 
 def _document(app: FastAPI) -> dict[str, Any]:
@@ -105,6 +105,15 @@ def list_models(service: Served, request: Request) -> ModelList:
         max_upload_bytes=limits.upload_bytes, max_open=service.max_open, priority=[0, 9]
     )
     return ModelList(data=[model])
+
+
+@about.get("/v1/models/{id:path}", tags=["server"], responses=documented(404))
+def get_model(id: str, service: Served, request: Request) -> Model:
+    """The model of this server, if that is its id."""
+    (model,) = list_models(service, request).data
+    if id != model.id:
+        raise no_model(id, model.id)
+    return model
 
 
 @about.get("/v1/engine", tags=["server"])
@@ -148,24 +157,28 @@ def _disguised(id: str) -> str:
 @about.get("/health", tags=["server"], responses={503: {"model": Health}})
 async def get_health(service: Served) -> JSONResponse:
     """Whether the ranks live; 503 while they start, restart or end."""
-    return _health(service, is_ok=service.engine.state == "ready")
+    return _health(service, None if service.engine.state == "ready" else "the ranks are not ready")
 
 
 @about.get("/ready", tags=["server"], responses={503: {"model": Health}})
-async def get_ready(service: Served) -> JSONResponse:
-    """Whether the server takes requests that ranks begin at once or after those before."""
-    return _health(service, is_ok=service.engine.state == "ready" and not service.is_closing)
+def get_ready(service: Served) -> JSONResponse:
+    """Whether the server takes requests that ranks begin at once or after those before.
+
+    Not if the queue or the disk is full, either.
+    """
+    return _health(service, service.why_not_ready())
 
 
-def _health(service: Service, *, is_ok: bool) -> JSONResponse:
+def _health(service: Service, reason: str | None) -> JSONResponse:
     engine = service.engine
     body = Health(
-        status="ok" if is_ok else "unavailable",
+        status="unavailable" if reason else "ok",
+        reason=reason,
         state=engine.state,
         ranks=sum(bool(each.device) for each in engine.ranks()),
         restarts=engine.restarts,
     )
-    return JSONResponse(body.model_dump(), 200 if is_ok else 503)
+    return JSONResponse(body.model_dump(), 503 if reason else 200)
 
 
 @about.get(
@@ -181,10 +194,10 @@ async def get_metrics(service: Served) -> Response:
 
 @page.get("/")
 @page.get("/page/{name}")
-def get_page(request: Request) -> FileResponse:
+def get_page(request: Request) -> Response:
     """A file of the page."""
     try:
-        return page_file(request.scope["path"])
+        return page_file(request)
     except KeyError:
         raise HTTPException(404) from None
 

@@ -13,6 +13,7 @@ from fastapi.exceptions import RequestValidationError
 from loguru import logger
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
+from starlette.routing import BaseRoute, Match
 
 from svdpp.errors import (
     ClosedError,
@@ -23,8 +24,7 @@ from svdpp.errors import (
     SvdppError,
     describe_fault,
 )
-from svdpp.media import output_files
-from svdpp.redaction import redact, redact_all
+from svdpp.redaction import redact, redact_all, without_folders
 from svdpp.serve.forms import ALL_FIELDS
 from svdpp.serve.schemas import ErrorAnswer
 from svdpp.serve.upload import DecoderBusyError
@@ -79,14 +79,6 @@ class ApiError(SvdppError):
         self.headers = dict(headers or {})
 
 
-class Refusal(HTTPException):
-    """An `ApiError` that is raised while a body is read, where FastAPI lets only these pass."""
-
-    def __init__(self, error: ApiError) -> None:
-        super().__init__(error.status, error.message)
-        self.error = error
-
-
 def error_answer(error: ApiError) -> JSONResponse:
     """The answer for `error`."""
     kind = _TYPES.get(error.status)
@@ -109,15 +101,16 @@ def as_api_error(error: SvdppError) -> ApiError:
     if isinstance(error, OutputError):  # its message names files of the server: only for the log
         retry = {"Retry-After": str(_RETRY_SECONDS)}
         return ApiError(503, "storage_failed", "the server cannot store its data", headers=retry)
+    said, hint = without_folders(error.message), without_folders(error.hint)
     for kind, status, code in _RAISED:
         if isinstance(error, kind):
-            message, hint = _without_options(error.message), _without_options(error.hint)
+            message, hint = _without_options(said), _without_options(hint)
             headers = {"Retry-After": str(_RETRY_SECONDS)} if status == 503 else {}
             details = (
                 {**_field_at_fault(error), **error.details} if status == 422 else error.details
             )
             return ApiError(status, code, message, hint, details=details, headers=headers)
-    return ApiError(500, "internal_error", error.message, error.hint, details=error.details)
+    return ApiError(500, "internal_error", said, hint, details=error.details)
 
 
 def install(app: FastAPI) -> None:
@@ -138,7 +131,10 @@ def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 def _without_options(text: str) -> str:
     """`text` that names command-line options, with the names of the API instead."""
-    text = re.sub(r"--([a-z][a-z0-9-]*)", lambda match: match[1].replace("-", "_"), text)
+    # A limit of the server is named as whoever started it knows it.
+    text = re.sub(
+        r"--(?!max-megapixels)([a-z][a-z0-9-]*)", lambda match: match[1].replace("-", "_"), text
+    )
     return text.replace("num_inference_steps", "steps").replace("num_frames", "frames")
 
 
@@ -167,10 +163,7 @@ async def _on_invalid(request: Request, error: Exception) -> JSONResponse:
     why_not = request.app.state.service.offer.why_not
     faults = [_fault(each, why_not) for each in error.errors()]
     message = "; ".join(f"{each['field']} {each['reason']}" for each in faults[:5])
-    status = 400 if any(each["type"] == "json_invalid" for each in error.errors()) else 422
-    return error_answer(
-        ApiError(status, "invalid_request", message, details={"faults": faults[:20]})
-    )
+    return error_answer(ApiError(422, "invalid_request", message, details={"faults": faults[:20]}))
 
 
 def _fault(fault: Mapping[str, Any], why_not: Callable[[str], str]) -> dict[str, str]:
@@ -184,16 +177,13 @@ def _fault(fault: Mapping[str, Any], why_not: Callable[[str], str]) -> dict[str,
 
 
 def _short(value: Any) -> Any:
+    if isinstance(value, list | dict):
+        return "..."
     return f"{value[:60]}..." if isinstance(value, str) and len(value) > 60 else value
 
 
 async def _on_http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
-    if isinstance(error, Refusal):
-        return error_answer(error.error)
-    if isinstance(error.__cause__, OSError):  # FastAPI takes it for a fault of the body
-        reason = output_files.reason(error.__cause__)
-        return await _on_svdpp_error(request, OutputError(f"cannot store the body: {reason}"))
     status = error.status_code
     phrase = HTTPStatus(status).phrase.lower()
     path = redact(request.url.path)
@@ -201,9 +191,24 @@ async def _on_http_error(request: Request, error: Exception) -> JSONResponse:
         404: f"there is no {path}",
         405: f"{request.method} is not allowed for {path}",
     }.get(status, str(error.detail) or phrase)
+    headers = error.headers
+    if status == HTTPStatus.METHOD_NOT_ALLOWED:
+        headers = {"Allow": ", ".join(_methods(request))}
     code = phrase.replace(" ", "_").replace("-", "_")
     hint = "the routes are in /openapi.json" if status in (404, 405) else ""
-    return error_answer(ApiError(status, code, message, hint, headers=error.headers))
+    return error_answer(ApiError(status, code, message, hint, headers=headers))
+
+
+def _methods(request: Request) -> list[str]:
+    """Those that the path has; Starlette names only those of the first route that has it."""
+    routes: Sequence[BaseRoute] = request.app.routes
+    return [
+        method
+        for method in ("DELETE", "GET", "HEAD", "POST")
+        if any(
+            route.matches({**request.scope, "method": method})[0] is Match.FULL for route in routes
+        )
+    ]
 
 
 async def _on_unexpected(request: Request, error: Exception) -> JSONResponse:

@@ -7,13 +7,14 @@ from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Depends, Query
-from fastapi.responses import FileResponse, StreamingResponse
+from fastapi import APIRouter, Depends, Query, Request
+from fastapi.responses import FileResponse, Response, StreamingResponse
 from starlette.concurrency import run_in_threadpool
 
 from svdpp.serve.api_errors import ApiError, documented
 from svdpp.serve.api_requests import LastEventId, Owned, Served
 from svdpp.serve.job import Job, JobState
+from svdpp.serve.page_files import unless_known
 from svdpp.serve.schemas import DeletedVideo, Video, VideoPage
 from svdpp.serve.service import Service
 from svdpp.serve.waiters import in_thread
@@ -67,19 +68,34 @@ def list_videos(
     )
 
 
-@routes.get("/v1/videos/{id}", responses=documented(404))
-def get_video(id: str, service: Served, owner: Owned) -> Video:
+@routes.get("/v1/videos/{id}", response_model=Video, responses=documented(404))
+async def get_video(id: str, service: Served, owner: Owned) -> Response:
     """A video's state, progress and ETA."""
-    return service.video(service.job(id, owner))
+    # Most requests to a busy server: from memory if possible, without a thread.
+    video = service.video_at_hand(id, owner)
+    if video is None:
+        video = await run_in_threadpool(lambda: service.video(service.job(id, owner)))
+    return Response(video.model_dump_json(), media_type="application/json")
 
 
-@routes.delete("/v1/videos/{id}", responses=documented(404, 409, 503))
+@routes.delete("/v1/videos/{id}", responses=documented(404, 503))
 async def delete_video(id: str, service: Served, owner: Owned) -> DeletedVideo:
-    """Cancels an unfinished video, or removes a finished one with its files.
+    """Removes a video with its files; one that is not finished is cancelled before.
 
-    The answer to a cancellation comes once no rank works on the video any more.
+    The answer comes once no rank works on the video any more. A repeated request changes nothing:
+    it is answered by 404, as every other one about a removed video.
     """
     return await in_thread(service.delete, id, owner)
+
+
+@routes.post("/v1/videos/{id}/cancel", responses=documented(404, 503))
+async def cancel_video(id: str, service: Served, owner: Owned) -> Video:
+    """Cancels a video that is not finished, and keeps it; `DELETE` removes it.
+
+    The answer comes once no rank works on the video any more. A repeated request changes nothing,
+    nor does one for a video that is finished: the answer has its status.
+    """
+    return service.video(await in_thread(service.cancel, id, owner))
 
 
 @routes.get(
@@ -88,6 +104,7 @@ async def delete_video(id: str, service: Served, owner: Owned) -> DeletedVideo:
     responses={
         200: {"content": {"video/mp4": {"schema": {"type": "string", "format": "binary"}}}},
         206: {"description": "The requested range."},
+        304: {"description": "The client has it: `If-None-Match` names it."},
         **documented(404, 409, 416),
     },
 )
@@ -95,32 +112,37 @@ def get_content(
     id: str,
     service: Served,
     owner: Owned,
+    request: Request,
     variant: Annotated[_Kind, Query(description="The exact clip, or its draft.")] = "video",
-) -> FileResponse:
+) -> Response:
     """The clip as mp4; takes Range requests."""
     job = service.job(id, owner) if variant == "draft" else service.completed(id, owner)
     path = service.clip_path(job, is_draft=variant == "draft")
     if not path.is_file():
         what = "the video has no draft" if variant == "draft" else "the video has no file"
         raise ApiError(404, f"no_{'draft' if variant == 'draft' else 'content'}", what)
-    return _private_file(path, "video/mp4")
+    return _private_file(path, "video/mp4", request)
 
 
-def _private_file(path: Path, media_type: str) -> FileResponse:
+def _private_file(path: Path, media_type: str, request: Request) -> Response:
     """A file that never changes, for its owner alone."""
-    return FileResponse(
+    answer = FileResponse(
         path,
         media_type=media_type,
         filename=path.name,
         content_disposition_type="inline",
         headers={"Cache-Control": "private, max-age=3600, immutable"},
+        stat_result=path.stat(),
     )
+    return unless_known(answer, request)
 
 
 @routes.head("/v1/videos/{id}/content", include_in_schema=False)
-def head_content(id: str, service: Served, owner: Owned, variant: _Kind = "video") -> FileResponse:
+def head_content(
+    id: str, service: Served, owner: Owned, request: Request, variant: _Kind = "video"
+) -> Response:
     """The headers of the clip."""
-    return get_content(id, service, owner, variant)
+    return get_content(id, service, owner, request, variant)
 
 
 @routes.get(
@@ -129,10 +151,11 @@ def head_content(id: str, service: Served, owner: Owned, variant: _Kind = "video
     responses={
         200: {"content": {"image/*": {"schema": {"type": "string", "format": "binary"}}}},
         206: {"description": "The requested range."},
+        304: {"description": "The client has it: `If-None-Match` names it."},
         **documented(404, 416),
     },
 )
-def get_input(id: str, service: Served, owner: Owned) -> FileResponse:
+def get_input(id: str, service: Served, owner: Owned, request: Request) -> Response:
     """The photograph, as the client sent it."""
     job = service.job(id, owner)
     if not job.photo:
@@ -140,7 +163,7 @@ def get_input(id: str, service: Served, owner: Owned) -> FileResponse:
     path = service.photo_path(job)
     if not path.is_file():
         raise ApiError(404, "no_input", "the video has no photograph any more")
-    return _private_file(path, _IMAGE_TYPES[path.suffix])
+    return _private_file(path, _IMAGE_TYPES[path.suffix], request)
 
 
 @routes.get("/v1/videos/{id}/metadata", responses=documented(404, 409))
@@ -155,44 +178,65 @@ def verify_video(id: str, service: Served, owner: Owned) -> Video:
     return service.verify(id, owner)
 
 
-def _followed(id: str, service: Served, owner: Owned) -> Job:
-    """The job, before the answer begins: afterwards no error can be answered."""
-    job = service.job(id, owner)
+def check_streams(service: Service) -> None:
+    """Refuses one more client that waits for a clip.
+
+    Raises:
+        ApiError: there are too many.
+    """
     if service.events.num_subscribers >= MAX_STREAMS:
         raise ApiError(
             503,
             "too_many_streams",
             f"{MAX_STREAMS} clients follow clips already",
-            f"GET /v1/videos/{id} says the same",
+            "GET /v1/videos/{id} says the same",
             details={"limit": MAX_STREAMS},
             headers={"Retry-After": "10"},
         )
+
+
+def _followed(id: str, service: Served, owner: Owned) -> Job:
+    """The job, before the answer begins: afterwards no error can be answered."""
+    job = service.job(id, owner)
+    check_streams(service)
     return job
 
 
 @routes.get(
     "/v1/videos/{id}/events",
     response_class=EventStream,
-    responses=documented(404, 503),
+    responses={
+        200: {
+            "description": "Events named `video`. The data of each is the video as JSON, its id is "
+            "for `Last-Event-ID`.",
+            "content": {"text/event-stream": {"schema": {"type": "string"}}},
+        },
+        204: {"description": "The client has the last event: it must not come back."},
+        **documented(404, 503),
+    },
 )
 async def follow_video(
     job: Annotated[Job, Depends(_followed)], service: Served, last_id: LastEventId
-) -> EventStream:
+) -> Response:
     """The video's state as server-sent events, on every change; ends after a final state.
 
     A client that comes back with `Last-Event-ID` gets the present state if it has changed.
     """
+    if last_id is not None and job.state.is_final:
+        newest = service.events.newest(job.id)
+        if newest is None:  # it is forgotten, as by a restart
+            has_last = last_id >= 1000 * (job.finished_at or 0.0)
+        else:
+            has_last = newest.is_final and last_id >= newest.id
+        if has_last:
+            return Response(status_code=204)
     return EventStream(_events(job, service, last_id), headers=_STREAM_HEADERS)
 
 
 async def _events(job: Job, service: Service, last_id: int | None) -> AsyncIterator[bytes]:
     async with service.events.subscribe(job.id, last_id) as subscription:
         id = service.events.new_id()  # first, so that what happens from here on has a larger one
-        newest = service.events.newest(job.id)
-        if newest is not None and newest.is_final:  # also to a client that has it
-            yield _event(newest.data, newest.id)
-            return
-        if newest is None:  # nothing has happened since the server's start
+        if service.events.newest(job.id) is None:  # nothing has happened since the server's start
             found = await run_in_threadpool(service.store.get, job.id)  # it may have ended since
             if found is None:
                 return

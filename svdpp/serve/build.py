@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from loguru import logger
 from starlette.types import ASGIApp
 
 from svdpp.config import PipelineConfig
+from svdpp.config.limits import MAX_FRAMES, MAX_STEPS
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.resolve import resolved_for
-from svdpp.driver.supervisor import Observer
 from svdpp.media import output_files, video
+from svdpp.media.image import MAX_PIXELS
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.plan.costs import Costs
 from svdpp.serve.api import create_app
@@ -21,17 +25,17 @@ from svdpp.serve.engine import Engine
 from svdpp.serve.events import Events
 from svdpp.serve.gate import ClipGate
 from svdpp.serve.guard import KeyCheck, Limits
-from svdpp.serve.job import Job, JobState
+from svdpp.serve.job import Job
 from svdpp.serve.keys import Keys
 from svdpp.serve.metrics import Metrics, Sources
 from svdpp.serve.offer import Inputs, Offer
 from svdpp.serve.owner import Owner
 from svdpp.serve.proof import Prover
-from svdpp.serve.retention import CLIPS, LATENTS, PHOTOS, remove_strangers
+from svdpp.serve.retention import CLIPS, LATENTS, PHOTOS, set_strangers_aside
 from svdpp.serve.server import Retention
 from svdpp.serve.service import Service
 from svdpp.serve.store import JobStore
-from svdpp.serve.upload import PhotoFolder
+from svdpp.serve.upload import DecodeLimits, PhotoFolder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,22 +47,28 @@ class ServerSettings:
         folder: of the queue and all files.
         sizes: width and height of the frames that clients may request.
         max_open: jobs that may be queued or in progress.
+        max_steps: of a clip.
+        max_frames: of a clip.
         limits: of each request.
+        max_pixels: of a photograph.
         retention: of finished jobs.
         verifies_when_idle: whether finished clips are verified without being asked for.
         costs: assumed before there is a measurement; None: published ones.
-        observers: called with (rank, event) for what the ranks report.
+        adopts: whether a folder that has other files becomes a data folder.
     """
 
     config: PipelineConfig
     folder: Path
     sizes: tuple[tuple[int, int], ...]
     max_open: int
+    max_steps: int = MAX_STEPS
+    max_frames: int = MAX_FRAMES
     limits: Limits = field(default_factory=Limits)
+    max_pixels: int = MAX_PIXELS
     retention: Retention = field(default_factory=Retention)
     verifies_when_idle: bool = False
     costs: Costs | None = None
-    observers: tuple[Observer, ...] = ()
+    adopts: bool = False
 
 
 def check_config(config: PipelineConfig, sizes: Iterable[tuple[int, int]] = ()) -> PipelineConfig:
@@ -92,11 +102,11 @@ def build(settings: ServerSettings, keys: Keys | None) -> tuple[ASGIApp, Service
         keys: of the clients; None: there are none.
 
     Raises:
-        RequestError: another server uses the folder.
-        OutputError: the folder cannot be written.
+        RequestError: another server uses the folder, or it has other files and no queue.
+        OutputError: the folder cannot be written, or the queue is damaged.
     """
     folder = settings.folder.absolute()
-    store = JobStore(folder)
+    store = JobStore(folder, adopts=settings.adopts)
     try:
         service = _service(settings, folder, store)
     except BaseException:
@@ -111,12 +121,12 @@ def _service(settings: ServerSettings, folder: Path, store: JobStore) -> Service
         output_files.check_writable(folder / name)
         (folder / name).mkdir(parents=True, exist_ok=True)
     store.recover()
-    remove_strangers(store, folder)
+    set_strangers_aside(store, folder)
     events = Events()
     metrics = Metrics(
         Sources(
             jobs=store.counts,
-            oldest_waiting=lambda: _oldest_waiting(store),
+            oldest_waiting=store.oldest_waiting,
             restarts=lambda: service.engine.restarts,
             live_ranks=lambda: service.engine.live_ranks,
             speeds=lambda: service.engine.speeds.read(),
@@ -137,19 +147,22 @@ def _service(settings: ServerSettings, folder: Path, store: JobStore) -> Service
         folder,
         events,
         describe=describe,
-        observers=[metrics, *settings.observers],
+        observers=[metrics],
         on_ended=on_ended,
         costs=settings.costs,
     )
+    offer = _offer(settings, engine.checkpoint)
+    gate = ClipGate(engine.config, engine.checkpoint)
+    _hold(store, offer, gate)
     service = Service(
         folder=folder,
         store=store,
-        photos=PhotoFolder(folder / PHOTOS),
+        photos=PhotoFolder(folder / PHOTOS, DecodeLimits(max_pixels=settings.max_pixels)),
         engine=engine,
         events=events,
         metrics=metrics,
-        offer=_offer(settings, engine.checkpoint),
-        gate=ClipGate(engine.config, engine.checkpoint),
+        offer=offer,
+        gate=gate,
         prover=Prover(
             store,
             folder,
@@ -164,9 +177,27 @@ def _service(settings: ServerSettings, folder: Path, store: JobStore) -> Service
     return service
 
 
-def _oldest_waiting(store: JobStore) -> float | None:
-    oldest = store.page(owner=None, limit=1, order="asc", state=JobState.QUEUED)
-    return oldest[0].created_at if oldest else None
+def _hold(store: JobStore, offer: Offer, gate: ClipGate) -> None:
+    """Holds the jobs of earlier servers that this one would make by another model, or cannot make.
+
+    They keep their places, and go on at the start of a server that can make them.
+    """
+    why_no_route = functools.cache(gate.why_no_route)
+
+    def why_not(job: Job) -> str | None:
+        if (job.weights or job.model) == (offer.weights or offer.model):
+            return why_no_route(job.sampling)
+        model = job.model or f"of the family {job.sampling.family}"
+        other = "other weights of it" if job.model == offer.model else offer.model
+        return f"its model is {model}, and this server runs {other}"
+
+    def judge(job: Job) -> Job:
+        if not job.model and job.sampling.family == offer.sampling.family:  # of an earlier svdpp
+            job = replace(job, model=offer.model, weights=offer.weights)
+        return replace(job, held=why_not(job))
+
+    for reason, number in Counter(job.held for job in store.hold(judge)).items():
+        logger.warning("{} queued clips wait for another start of the server: {}", number, reason)
 
 
 def _owner_check(keys: Keys) -> KeyCheck:
@@ -178,13 +209,18 @@ def _owner_check(keys: Keys) -> KeyCheck:
 
 
 def _offer(settings: ServerSettings, checkpoint: Checkpoint | None) -> Offer:
-    name = settings.config.model.name
+    name, weights = settings.config.model.name, ""
     if checkpoint is not None and checkpoint.fingerprint is not None:
-        name = checkpoint.folder.name  # clients need not know where it is
+        name, weights = checkpoint.folder.name, checkpoint.fingerprint  # not where it is
+    elif checkpoint is not None and checkpoint.revision is not None:
+        weights = ".".join(filter(None, (checkpoint.revision, checkpoint.variant)))
     return Offer(
         model=name,
+        weights=weights,
         sampling=settings.config.sampling,
         sizes=settings.sizes,
         drafts=settings.config.draft_on_request,
         inputs=Inputs.of(checkpoint),
+        max_steps=settings.max_steps,
+        max_frames=settings.max_frames,
     )

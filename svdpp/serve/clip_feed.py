@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from loguru import logger
 
 from svdpp.config import PipelineConfig
-from svdpp.driver.clip_handle import ClipHandle
+from svdpp.driver.clips import ClipHandle
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import ClosedError, InputError, OutputError, RankError, SvdppError
 from svdpp.serve.announcer import Announcer
@@ -65,6 +65,7 @@ class ClipFeed:
         self._is_woken = True
         self._is_queue_empty = False
         self._has_latents = True
+        self._is_disk_low = False
         self.num_completed = 0
         """Clips that the ranks have finished."""
 
@@ -99,6 +100,7 @@ class ClipFeed:
         """Whether the ranks need another clip, and the queue may have one."""
         return (
             (self._is_woken or not self._is_queue_empty)
+            and not self._is_disk_low
             and self._seconds_left() == math.inf
             and len(self._running) < self._max_running
             and self._running.num_waiting < self._max_waiting
@@ -112,6 +114,7 @@ class ClipFeed:
         """Does what there is to do."""
         self.settle_all()
         self._pass_on_cancels()
+        self._look_at_disk()
         while self._may_take:
             self._is_woken = False
             job = self._persist(self._store.take_next)
@@ -121,12 +124,21 @@ class ClipFeed:
                 self._submit(pipeline, job)
         if self._has_latents and self._is_queue_empty and not self._running:
             # A server that is killed soon after a clip may leave a late checkpoint of it.
-            self._orders.forget_all()
+            if not self._store.counts()[JobState.QUEUED]:  # also no held ones, which may go on
+                self._orders.forget_all()
             self._has_latents = False
+
+    def _look_at_disk(self) -> None:
+        """Begins no clips on a full disk: each would fail when its file is written."""
+        was_low, self._is_disk_low = self._is_disk_low, self._store.is_disk_low
+        if self._is_disk_low and not was_low:
+            logger.error("the disk of the data folder is nearly full: no clip is begun or taken")
+        if was_low and not self._is_disk_low:
+            logger.warning("the disk of the data folder has space again: clips are made")
 
     def _submit(self, pipeline: Pipeline, job: Job) -> None:
         """Gives one job to the ranks; fails it if they cannot make it."""
-        is_alone = not self._running and not self._store.counts()[JobState.QUEUED]
+        is_alone = not self._running and self._store.num_open() == 1
         try:
             order = self._orders.order(job, may_draft=is_alone)
         except Exception as error:

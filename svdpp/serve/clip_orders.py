@@ -18,7 +18,7 @@ from svdpp.media.inputs import ClipInput
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.serve.job import Job
 from svdpp.worker import latent_checkpoints
-from svdpp.worker.clip_metadata import clip_metadata, latents_key
+from svdpp.worker.clip_metadata import clip_metadata, latents_key, weights_identity
 
 
 @dataclass(frozen=True)
@@ -61,13 +61,6 @@ class ClipOrders:
         Raises:
             RequestError: the ranks cannot make it.
         """
-        own = self._config.sampling.family
-        if job.sampling.family != own:
-            raise RequestError(
-                f"the server runs a model of the family {own} now, and the video is for the "
-                f"family {job.sampling.family}",
-                "request it again from a server of that model",
-            )
         output = self._output(job)
         metadata = self._metadata(job, output)
         key = self._key(job, metadata)
@@ -145,5 +138,5 @@ class ClipOrders:
         if self._checkpoint is None:
             about = json.dumps([job.seed, asdict(job.sampling)], sort_keys=True)
         else:
-            about = latents_key(metadata, self._checkpoint)
+            about = latents_key(metadata, weights_identity(self._checkpoint))
         return hashlib.sha256(f"{job.id} {about}".encode()).hexdigest()

@@ -140,7 +140,9 @@ def _measured(event: Event) -> tuple[str, float] | None:
             return _TRANSFER, event.seconds
         case ActionDone():
             kind = event.action.kind
-            return (str(kind), event.end - event.start) if kind in _MEASURED else None
+            # Of an image that was not prepared ahead, the clip also waits for that.
+            seconds = event.end - event.start + event.waits.get("photograph", 0.0)
+            return (str(kind), seconds) if kind in _MEASURED else None
         case _:
             return None
 

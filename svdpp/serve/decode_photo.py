@@ -30,19 +30,20 @@ SUFFIXES = {
 }
 
 
-def main(path: str, parent: str, max_bytes: str, cpu_seconds: str) -> None:
+def main(path: str, parent: str, max_pixels: str, max_bytes: str, cpu_seconds: str) -> None:
     """Write one JSON object to stdout: `photo` or `error`.
 
     Args:
         path: of the file.
         parent: process id of the server, whose end also ends this process.
+        max_pixels: of the photograph.
         max_bytes: of address space.
         cpu_seconds: of CPU time, after which the kernel ends this process by SIGXCPU.
     """
     end_with_parent(int(parent))
     _limit(int(max_bytes), int(cpu_seconds))
     try:
-        answer: dict[str, Any] = {"photo": _decode(Path(path))}
+        answer: dict[str, Any] = {"photo": _decode(Path(path), int(max_pixels))}
     except InputError as error:
         answer = {"error": error_to_dict(error)}
     except MemoryError:
@@ -61,8 +62,8 @@ def _limit(max_bytes: int, cpu_seconds: int) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds + 1))
 
 
-def _decode(path: Path) -> dict[str, Any]:
-    image, photo = read_photo(path)
+def _decode(path: Path, max_pixels: int) -> dict[str, Any]:
+    image, photo = read_photo(path, max_pixels)
     image.close()
     with Image.open(path, formats=FORMATS) as header:
         suffix = SUFFIXES[str(header.format)]

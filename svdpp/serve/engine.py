@@ -94,7 +94,7 @@ class Engine:
         self.fatal: BaseException | None = None
         """What ended the engine for good, such as ranks of a launcher that have died."""
         self._store = store
-        self._observers = tuple(observers)
+        self._observers = list(observers)
         self._orders = ClipOrders(self.config, self.checkpoint, folder)
         assumed = self.config.costs if self.config.model.dummy_sleeps else costs
         self._costs = CostBook(assumed, self.config.sampling)
@@ -167,7 +167,7 @@ class Engine:
         """
         if self._store.cancel_waiting(job_id):
             job = self._announcer.changed(job_id)
-            if job is not None:
+            if job is not None and job.held is None:
                 self._orders.forget(job)
             self.wake()
             return True
@@ -197,6 +197,14 @@ class Engine:
     def back_off_seconds(self) -> float:
         """Seconds until ranks that have ended are started again; 0 if none have."""
         return max(0.0, self._retry_at - time.monotonic())
+
+    def observe(self, observer: Observer) -> None:
+        """Adds an observer; before the start."""
+        self._observers.append(observer)
+
+    def name_of(self, clip: int) -> str:
+        """The id of the job that is a clip of the pipeline."""
+        return self._running.job_of(clip) or f"clip {clip}"
 
     def clip(self, job_id: str) -> RunningClip | None:
         """The clip of a job that the ranks have; None if they do not have it."""

@@ -7,10 +7,10 @@ from typing import Any
 
 from svdpp.config import ClipRequest, PipelineConfig, SamplingConfig, SvdSampling
 from svdpp.config.sampling import PromptedSampling
-from svdpp.driver.clip_configs import ClipConfigs
 from svdpp.driver.memory_check import check_memory
 from svdpp.driver.resolve import resolved_for
-from svdpp.errors import OutOfMemoryError
+from svdpp.driver.work import ClipWork
+from svdpp.errors import OutOfMemoryError, RequestError
 from svdpp.launch.gpus import visible_gpus
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.plan.costs import Costs
@@ -45,6 +45,17 @@ class ClipGate:
         self._check_route(sampling)
         self._check_memory(sampling)
 
+    def why_no_route(self, sampling: SamplingConfig) -> str | None:
+        """Why the ranks cannot make a clip that another server has accepted; None if they can.
+
+        Memory does not count: what is free at the start of a server says little of later.
+        """
+        try:
+            self._check_route(sampling)
+        except RequestError as error:
+            return error.message
+        return None
+
     def check_inputs(
         self,
         sampling: SamplingConfig,
@@ -67,11 +78,11 @@ class ClipGate:
             )
 
     def _check_new_route(self, sampling: SamplingConfig) -> None:
-        configs = ClipConfigs(self._config, self._checkpoint)
-        request = configs.resolved(ClipRequest(seed=0, sampling=sampling))
+        work = ClipWork(self._config, self._checkpoint)
+        request = work.resolved(ClipRequest(seed=0, sampling=sampling))
         # A dithered split gives clips different routes.
         for clip in range(_ROUTES * self._config.world_size):
-            configs.route(clip, request)
+            work.route(clip, request)
 
     def _check_memory(self, sampling: SamplingConfig) -> None:
         own = self._config.sampling

@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import re
 import time
+from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 
 from loguru import logger
@@ -19,13 +20,16 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from svdpp.serve.address import is_loopback
-from svdpp.serve.api_errors import ApiError, Refusal, error_answer
+from svdpp.serve.api_errors import ApiError, error_answer
 from svdpp.serve.metrics import Metrics
 from svdpp.serve.owner import Owner
 from svdpp.serve.page_files import PAGE_FILES
 
-#: The route whose body is a photograph.
-UPLOAD_PATH = "/v1/videos"
+#: The routes whose body has a photograph.
+_UPLOAD_PATHS = frozenset({"/v1/videos", "/v1/videos/sync"})
+JSON = "application/json"
+#: A body of JSON is in memory as a whole, unlike a form.
+JSON_BYTES = 16 * 2**20
 #: Paths that need no key: the page, which asks for it, and what a load balancer asks.
 PUBLIC_PATHS = frozenset({*PAGE_FILES, "/favicon.ico", "/health", "/ready", "/openapi.json"})
 
@@ -59,11 +63,13 @@ class Limits:
         upload_bytes: of a photograph.
         upload_seconds: from the first to the last byte of a body.
         uploads: bodies that arrive at the same time.
+        uploads_of_key: of these, those of one key.
     """
 
     upload_bytes: int = 32 * 2**20
     upload_seconds: float = 120.0
     uploads: int = 32
+    uploads_of_key: int = 8
 
 
 @dataclass
@@ -82,7 +88,8 @@ class Guard:
     metrics: Metrics
     limits: Limits = field(default_factory=Limits)
     owner_of: KeyCheck | None = None
-    _uploads: int = 0
+    _uploads: Counter[str] = field(default_factory=Counter)
+    """By owner."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one request."""
@@ -104,21 +111,39 @@ class Guard:
 
     async def _serve(self, scope: Scope, receive: Receive, answer: _Answer) -> None:
         headers = Headers(scope=scope)
-        is_upload = scope["method"] == "POST" and scope["path"] == UPLOAD_PATH
-        try:
-            scope.setdefault("state", {})["owner"] = self._owner(scope["path"], headers)
-            body = self._body(headers, receive, is_upload=is_upload)
-        except ApiError as error:
-            await error_answer(error)(scope, receive, answer)
-            return
-        if not is_upload:
-            await self.app(scope, body, answer)
-            return
-        self._uploads += 1
-        try:
-            await self.app(scope, body, answer)
-        finally:
-            self._uploads -= 1
+        is_upload = scope["method"] == "POST" and scope["path"] in _UPLOAD_PATHS
+        with ExitStack() as upload:
+            try:
+                owner = self._owner(scope["path"], headers)
+                scope.setdefault("state", {}).update(owner=owner, upload=upload)
+                if is_upload:
+                    self._count_upload(owner.name)
+                    upload.callback(self._uploads.subtract, [owner.name])
+                body = self._body(headers, receive, is_upload=is_upload)
+            except ApiError as error:
+                await error_answer(error)(scope, receive, answer)
+            else:
+                await self.app(scope, body, answer)
+
+    def _count_upload(self, owner: str) -> None:
+        """Counts a body that is going to arrive.
+
+        Raises:
+            ApiError: it is one too many.
+        """
+        places = [(self._uploads.total(), self.limits.uploads, "")]
+        if self.owner_of is not None:
+            places.append((self._uploads[owner], self.limits.uploads_of_key, "of this key "))
+        for used, limit, whose in places:
+            if used >= limit:
+                raise ApiError(
+                    503,
+                    "too_many_uploads",
+                    f"{used} photographs {whose}are being uploaded already",
+                    headers={"Retry-After": "1"},
+                    details={"limit": limit},
+                )
+        self._uploads[owner] += 1
 
     def _owner(self, path: str, headers: Headers) -> Owner:
         """The owner of the request's key.
@@ -147,10 +172,12 @@ class Guard:
         """`receive` with the limits of the body.
 
         Raises:
-            ApiError: it is too large, of another type, or one too many.
+            ApiError: it is too large, or of another type.
         """
-        limit = self.limits.upload_bytes + _FORM_BYTES if is_upload else _MAX_OTHER_BODY
         shown = self.limits.upload_bytes if is_upload else _MAX_OTHER_BODY
+        limit = shown + _FORM_BYTES if is_upload else shown
+        if is_upload and _kind_of(headers.get("content-type", "")) == JSON:
+            shown = limit = min(limit * 4 // 3, JSON_BYTES)
         length = headers.get("content-length", "0")
         if "content-length" in headers and "transfer-encoding" in headers:
             # A proxy before this server may take the other one, and find two requests in one.
@@ -162,16 +189,6 @@ class Guard:
             )
         if length.isascii() and length.isdigit() and int(length) > limit:
             raise _too_large(shown)
-        if is_upload:
-            _check_form(headers.get("content-type", ""))
-            if self._uploads >= self.limits.uploads:
-                raise ApiError(
-                    503,
-                    "too_many_uploads",
-                    f"{self._uploads} photographs are being uploaded already",
-                    headers={"Retry-After": "1"},
-                    details={"limit": self.limits.uploads},
-                )
         return _limited(receive, limit, shown, self.limits.upload_seconds)
 
     def _note(self, scope: Scope, answer: _Answer) -> None:
@@ -181,9 +198,8 @@ class Guard:
         status = answer.status or 499  # the client went away
         method = scope["method"] if scope["method"] in _METHODS else "other"
         self.metrics.requested(method, route, status, seconds)
-        logger.debug(
-            "{} {} {} after {:.1f} ms", scope["method"], scope["path"], status, seconds * 1000
-        )
+        if method not in ("GET", "HEAD") or status >= 400:  # of polls the metrics say enough
+            logger.debug("{} {} {} after {:.0f} ms", method, scope["path"], status, seconds * 1000)
 
 
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
@@ -226,39 +242,41 @@ def _limited(receive: Receive, limit: int, shown: int, seconds: float) -> Receiv
             async with asyncio.timeout_at(deadline):
                 message = await receive()
         except TimeoutError:
-            raise Refusal(_too_slow(seconds)) from None
+            raise _too_slow(seconds) from None
         if message["type"] == "http.request":
             num_bytes += len(message.get("body", b""))
             is_whole = not message.get("more_body", False)
             if num_bytes > limit:
-                raise Refusal(_too_large(shown))
+                raise _too_large(shown)
         return message
 
     return limited
 
 
-def _check_form(content_type: str) -> None:
-    """Refuses a body that is not a form in UTF-8.
+def _kind_of(content_type: str) -> str:
+    """The type of a body with a photograph, which is in UTF-8.
 
-    Python would decode its fields by any codec that it names, and some take minutes for a megabyte.
+    Python would decode a form's fields by any codec that it names, and some take minutes for a
+    megabyte.
 
     Raises:
         ApiError: with the type that it has.
     """
     kind, options = parse_options_header(content_type)
     shown = kind.decode(errors="replace")[:60]
-    if kind != b"multipart/form-data":
+    if shown not in ("multipart/form-data", JSON):
         raise ApiError(
             415,
             "unsupported_media_type",
-            f"the body must be multipart/form-data, not {shown or 'without a type'}",
+            f"the body must be multipart/form-data or {JSON}, not {shown or 'without a type'}",
             "send the fields as curl -F does; a photograph is the field input_reference",
         )
     charset = options.get(b"charset", b"utf-8").decode(errors="replace")
     if charset.lower() not in ("utf-8", "utf8"):
         raise ApiError(
-            415, "unsupported_charset", f"the form must be in UTF-8, not {charset[:60]!r}"
+            415, "unsupported_charset", f"the body must be in UTF-8, not {charset[:60]!r}"
         )
+    return shown
 
 
 def _too_large(limit: int) -> ApiError:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from svdpp.config import SamplingConfig
 
-Proof = Literal["none", "running", "equal", "different"]
+Proof = Literal["none", "running", "equal", "different", "failed"]
 
 
 class JobState(StrEnum):
@@ -35,6 +35,9 @@ class Job:
     Args:
         id: `video_` and 32 hex digits.
         owner: name of the API key that requested it; empty without keys.
+        model: that makes it, by the name that clients know; empty if an earlier svdpp stored the
+            job, and no server has opened the queue since that runs a model of its family.
+        weights: fingerprint or commit of the model's weights; empty if they never change.
         seed: of the noise.
         sampling: resolved, so that the frame count is known.
         photo: name of the file in the folder of photographs; empty for a clip from text alone, as
@@ -48,6 +51,7 @@ class Job:
         wants_draft: whether all ranks draft the clip if it finds them idle.
         idempotency_key: a client's own key for the request.
         state: see `JobState`.
+        held: why the ranks of this server do not take the queued job; None if they do.
         started_at: when the ranks got it last.
         finished_at: when it reached its final state.
         attempts: how often ranks have died during this clip.
@@ -55,11 +59,14 @@ class Job:
         promised_seconds: the ETA that the client was given, from `created_at`.
         error: why it failed; see `errors.error_to_dict`.
         metadata: the clip's JSON once it is completed.
-        proof: whether the clip was compared with one device.
+        proof: whether the clip was compared with one device; `failed`: it could not be.
+        proof_reason: why it could not be compared, or what differs.
     """
 
     id: str
     owner: str = ""
+    model: str = ""
+    weights: str = ""
     seed: int
     sampling: SamplingConfig
     photo: str = ""
@@ -72,6 +79,7 @@ class Job:
     wants_draft: bool = False
     idempotency_key: str | None = None
     state: JobState = JobState.QUEUED
+    held: str | None = None
     started_at: float | None = None
     finished_at: float | None = None
     attempts: int = 0
@@ -80,6 +88,7 @@ class Job:
     error: dict[str, Any] | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
     proof: Proof = "none"
+    proof_reason: str | None = None
 
 
 def new_id() -> str:

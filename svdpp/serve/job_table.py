@@ -13,8 +13,8 @@ from svdpp.config import SamplingConfig, sampling_from
 from svdpp.errors import RequestError
 from svdpp.serve.job import Job, JobState
 
-#: The schema's version, in SQLite's `user_version`. 1 had no prompts.
-VERSION = 2
+#: The schema's version, in SQLite's `user_version`. 1 had no prompts; 1 and 2 no models.
+VERSION = 3
 
 #: Seconds that one step of priority is worth. A waiting job passes every job that was requested
 #: this much later for each step of priority between them, so none waits for ever.
@@ -48,7 +48,11 @@ CREATE TABLE jobs (
     metadata TEXT NOT NULL,
     proof TEXT NOT NULL,
     due REAL NOT NULL,
-    turn INTEGER NOT NULL DEFAULT 0
+    turn INTEGER NOT NULL DEFAULT 0,
+    model TEXT NOT NULL DEFAULT '',
+    weights TEXT NOT NULL DEFAULT '',
+    held TEXT,
+    proof_reason TEXT
 );
 CREATE TABLE owners (owner TEXT PRIMARY KEY, turn INTEGER NOT NULL);
 CREATE UNIQUE INDEX jobs_idempotency ON jobs (owner, idempotency_key)
@@ -57,13 +61,26 @@ CREATE INDEX jobs_owner ON jobs (owner);
 CREATE INDEX jobs_state ON jobs (state);
 CREATE INDEX jobs_owner_state ON jobs (owner, state);
 CREATE INDEX jobs_waiting ON jobs (owner, due) WHERE state = 'queued';
-PRAGMA user_version = {VERSION};
 """
 
-_FROM_VERSION_1 = f"""
+_FROM_VERSION_1 = """
 ALTER TABLE jobs ADD COLUMN prompt TEXT;
 ALTER TABLE jobs ADD COLUMN negative_prompt TEXT;
-PRAGMA user_version = {VERSION};
+"""
+
+# The clip's JSON has the model: a hub id, or the path of a folder, of which clients know the name.
+# `rtrim` without the letters of the name leaves the folder above it.
+_FROM_VERSION_2 = """
+ALTER TABLE jobs ADD COLUMN model TEXT NOT NULL DEFAULT '';
+ALTER TABLE jobs ADD COLUMN weights TEXT NOT NULL DEFAULT '';
+ALTER TABLE jobs ADD COLUMN held TEXT;
+ALTER TABLE jobs ADD COLUMN proof_reason TEXT;
+UPDATE jobs SET
+    model = ifnull(json_extract(metadata, '$.model'), ''),
+    weights = coalesce(
+        json_extract(metadata, '$.weights_fingerprint'), json_extract(metadata, '$.revision'), '');
+UPDATE jobs SET model = replace(model, rtrim(model, replace(model, '/', '')), '')
+    WHERE json_extract(metadata, '$.weights_fingerprint') IS NOT NULL;
 """
 
 _FIELDS = tuple(each.name for each in fields(Job))
@@ -73,7 +90,7 @@ _INSERT = f"INSERT INTO jobs ({COLUMNS}, due) VALUES ({', '.join('?' * (len(_FIE
 
 
 def create_tables(database: sqlite3.Connection) -> None:
-    """Create the tables of a new file, or bring those of version 1 up to date; one transaction.
+    """Create the tables of a new file, or bring older ones up to date; one transaction.
 
     Raises:
         RequestError: the file has another version.
@@ -82,12 +99,18 @@ def create_tables(database: sqlite3.Connection) -> None:
     (version,) = database.execute("PRAGMA user_version").fetchone()
     if version == VERSION:
         return
-    if version not in (0, 1):
+    if not version and database.execute("SELECT 1 FROM sqlite_master").fetchone():
         raise RequestError(
-            f"the queue has version {version}, and this svdpp reads versions 1 and {VERSION}",
+            "the data folder's queue.sqlite3 is a database of another program",
+            "name another folder with --data",
+        )
+    changes = {0: _SCHEMA, 1: _FROM_VERSION_1 + _FROM_VERSION_2, 2: _FROM_VERSION_2}
+    if version not in changes:
+        raise RequestError(
+            f"the queue has version {version}, and this svdpp reads versions 1 to {VERSION}",
             "use the svdpp that wrote it, or name another folder with --data",
         )
-    change = _FROM_VERSION_1 if version else _SCHEMA
+    change = f"{changes[version]} PRAGMA user_version = {VERSION};"
     database.executescript(f"BEGIN IMMEDIATE; {change} COMMIT;")
 
 

@@ -56,15 +56,21 @@ class Offer:
         model: its id.
         sampling: the defaults, resolved.
         sizes: width and height of the frames that clients may choose.
+        weights: fingerprint or commit of the model's weights; empty if they never change.
         drafts: whether the ranks draft clips that find them idle.
         inputs: what the model does with photographs and prompts.
+        max_steps: of a clip.
+        max_frames: of a clip.
     """
 
     model: str
     sampling: SamplingConfig
     sizes: tuple[tuple[int, int], ...]
+    weights: str = ""
     drafts: bool = False
     inputs: Inputs = field(default_factory=Inputs)
+    max_steps: int = MAX_STEPS
+    max_frames: int = MAX_FRAMES
 
     def why_not(self, name: str) -> str:
         """Why the form does not have the field `name` of other forms."""
@@ -75,7 +81,12 @@ class Offer:
     @cached_property
     def form(self) -> type[VideoRequest]:
         """The form of a request."""
-        return form_of(self.sampling.family, self.inputs.photo)
+        return form_of(
+            self.sampling.family,
+            self.inputs.photo,
+            max_steps=self.max_steps,
+            max_frames=self.max_frames,
+        )
 
     @cached_property
     def fields(self) -> dict[str, FormField]:
@@ -87,8 +98,8 @@ class Offer:
     def to_json(self, **limits: Any) -> Model:
         """The model as `/v1/models` lists it."""
         known = {
-            "max_frames": MAX_FRAMES,
-            "max_steps": MAX_STEPS,
+            "max_frames": self.max_frames,
+            "max_steps": self.max_steps,
             "frames_unit": self.sampling.frames_unit,
             **limits,
         }
@@ -135,12 +146,7 @@ class Offer:
 
     def _check(self, request: VideoRequest) -> None:
         if request.model not in (None, self.model):
-            raise ApiError(
-                404,
-                "model_not_found",
-                f"this server runs {self.model!r}, not {request.model[:100]!r}",
-                details={"field": "model", "model": self.model},
-            )
+            raise no_model(request.model, self.model)
         if self.inputs.prompt == "refused" and request.value("prompt"):
             raise ApiError(
                 422,
@@ -186,8 +192,27 @@ class Offer:
             )
         fps = self.sampling.fps if request.fps is None else request.fps
         unit = self.sampling.frames_unit
-        frames = round(request.seconds * fps)
-        return max(1, round((frames - 1) / unit) * unit + 1)
+        frames = max(1, round((request.seconds * fps - 1) / unit) * unit + 1)
+        if frames > self.max_frames:
+            raise ApiError(
+                422,
+                "too_many_frames",
+                f"{request.seconds:g} seconds of {fps} frames are {frames} frames, and this server "
+                f"makes {self.max_frames} at most",
+                "ask for fewer seconds or fps",
+                details={"field": "seconds", "frames": frames, "max_frames": self.max_frames},
+            )
+        return frames
+
+
+def no_model(asked: str, own: str) -> ApiError:
+    """The refusal of another model than the server's own."""
+    return ApiError(
+        404,
+        "model_not_found",
+        f"this server runs {own!r}, not {asked[:100]!r}",
+        details={"field": "model", "model": own},
+    )
 
 
 def _field(schema: Mapping[str, Any]) -> FormField:

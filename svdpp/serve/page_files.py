@@ -1,4 +1,4 @@
-"""Owns the files of the page, listed once: no path of a client reaches the file system."""
+"""Owns the files of the page, listed once: no path of a client reaches the file system; and 304."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from starlette.responses import FileResponse
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response
+from starlette.staticfiles import NotModifiedResponse, StaticFiles
 
 _FOLDER = Path(__file__).parent / "page"
 _TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
@@ -22,13 +24,22 @@ PAGE_FILES: Mapping[str, Path] = MappingProxyType(
 )
 
 
-def page_file(url_path: str) -> FileResponse:
+def page_file(request: Request) -> Response:
     """The answer with a file of the page.
 
     Raises:
         KeyError: there is no such file.
     """
-    file = PAGE_FILES[url_path]
+    file = PAGE_FILES[request.scope["path"]]
     kind = f"{_TYPES[file.suffix]}; charset=utf-8"
     # Asked again each time, so that page and server are of one version.
-    return FileResponse(file, media_type=kind, headers={"Cache-Control": "no-cache"})
+    headers = {"Cache-Control": "no-cache"}
+    answer = FileResponse(file, media_type=kind, headers=headers, stat_result=file.stat())
+    return unless_known(answer, request)
+
+
+def unless_known(answer: FileResponse, request: Request) -> Response:
+    """`answer`, or 304 if the client says that it has the file. `answer` needs a `stat_result`."""
+    if StaticFiles().is_not_modified(answer.headers, request.headers):
+        return NotModifiedResponse(answer.headers)
+    return answer

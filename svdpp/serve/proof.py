@@ -8,22 +8,33 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
+import re
 import shutil
 import signal
 import subprocess
 import tempfile
 import threading
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from loguru import logger
 
-from svdpp.errors import SvdppError, error_to_dict
+from svdpp.errors import (
+    InputError,
+    ModelError,
+    RequestError,
+    SvdppError,
+    error_from_dict,
+    error_to_dict,
+)
 from svdpp.serve.helper_process import helper_command, helper_environment
 from svdpp.serve.job import Job, JobState
+from svdpp.serve.retention import CLIPS, PHOTOS
 from svdpp.serve.store import JobStore
 
 Verdict = Literal["equal", "different"]
@@ -34,7 +45,19 @@ _LOOK_SECONDS = 0.5
 _PAGE = 50
 _MAX_REQUESTED = 1000
 _MAX_FAILED = 1000
+# Before a failed verification is tried again; each further failure doubles it.
+_FIRST_PAUSE = 60.0
+_MAX_PAUSE = 3600.0
+#: Errors that another attempt would meet again; others are about memory, or a process that died.
+_LASTING = (InputError, ModelError, RequestError)
 _ANSWER = "answer.json"
+
+
+class _Failure(NamedTuple):
+    """When a clip that could not be verified is tried again, and the pause before that."""
+
+    at: float
+    pause: float
 
 
 class Prover:
@@ -59,20 +82,18 @@ class Prover:
     ) -> None:
         self._store = store
         self._folder = folder.absolute()
-        self._link = self._folder / "proof"
+        self._link = self._folder / ".svdpp-proof"
         self._is_idle = is_idle
         self._when_idle = when_idle
         self._on_verdict = on_verdict
         self._changed = threading.Condition()
         self._requested: deque[str] = deque()
-        # Clips that could not be verified, so that they are not tried for ever.
-        self._failed: OrderedDict[str, None] = OrderedDict()
+        # Clips that could not be verified, so that they are not tried all the time.
+        self._failed: OrderedDict[str, _Failure] = OrderedDict()
         self._running: str | None = None
         self._to_stop: str | None = None
         self._is_closing = False
         self._all_done = False
-        self.last_error: BaseException | None = None
-        """Why the latest clip that could not be verified could not be."""
         self._thread = threading.Thread(target=self._run, name="prover", daemon=True)
 
     @property
@@ -105,12 +126,16 @@ class Prover:
     def request(self, id: str) -> bool:
         """Has a clip verified as soon as the ranks are idle; its proof is `running` from now on.
 
+        If a file that it needs is gone, it becomes `failed` at once.
+
         Returns:
-            False if it is not a completed clip with a file, or too many are waiting.
+            False if it is not a completed clip with files, or too many are waiting.
         """
         job = self._store.get(id)
-        if job is None or job.state is not JobState.COMPLETED or not self._json(job).exists():
+        if job is None or job.state is not JobState.COMPLETED or "file_sha256" not in job.metadata:
             return False
+        if missing := self._missing(job):
+            return self._store.set_proof(id, "failed", missing)
         with self._changed:
             if id in self._requested or id == self._running:
                 return True
@@ -158,12 +183,24 @@ class Prover:
                 self._forget(requested)
                 return None
             return job
+        if (due := self._due()) is not None:
+            return due
         if not self._when_idle or self._all_done:
             return None
         self._all_done = True
         found = next((job for job in self._newest() if self._may_be_verified(job)), None)
         self._all_done = self._all_done and found is None
         return found
+
+    def _due(self) -> Job | None:
+        """A clip whose verification failed, and is to be tried again now."""
+        for id, failure in list(self._failed.items()):
+            if failure.at <= time.monotonic():
+                job = self._store.get(id)
+                if job is not None and job.proof in ("none", "failed"):
+                    return job
+                self._failed.pop(id, None)
+        return None
 
     def _newest(self) -> Iterator[Job]:
         after = None
@@ -177,7 +214,8 @@ class Prover:
             after = page[-1].id
 
     def _may_be_verified(self, job: Job) -> bool:
-        return job.proof == "none" and job.id not in self._failed and self._json(job).exists()
+        is_open = job.proof in ("none", "failed") and job.id not in self._failed
+        return is_open and "file_sha256" in job.metadata
 
     def _verify(self, job: Job) -> None:
         with self._changed:
@@ -201,26 +239,50 @@ class Prover:
 
     def _take(self, job: Job, answer: dict[str, Any]) -> None:
         """Records an answer."""
-        if answer["equal"] is None:
-            error = answer["error"]
-            self.last_error = SvdppError(error["message"], error["hint"])
-            logger.warning("{} could not be verified: {}", job.id, error["message"])
-            self._failed[job.id] = None
-            if len(self._failed) > _MAX_FAILED:
-                self._failed.popitem(last=False)
-            self._store.set_proof(job.id, "none")
+        missing = self._missing(job)
+        if answer["equal"] is None or missing:
+            error = InputError(missing) if missing else error_from_dict(answer["error"])
+            self._fail(job, error)
             return
+        self._failed.pop(job.id, None)
         verdict: Verdict = "equal" if answer["equal"] else "different"
         if verdict == "different":
             logger.error("{} is DIFFERENT from one device: {}", job.id, answer["differences"])
-        self._store.set_proof(job.id, verdict)
+        self._store.set_proof(job.id, verdict, self._shown(answer["differences"]) or None)
         try:
             self._on_verdict(verdict)
         except Exception:
             logger.exception("a callback about a verdict failed")
 
+    def _fail(self, job: Job, error: SvdppError) -> None:
+        """Records why a clip could not be verified, and when it is tried again."""
+        logger.warning("{} could not be verified: {}", job.id, error)
+        before = self._failed.pop(job.id, None)
+        pause = _FIRST_PAUSE if before is None else min(_MAX_PAUSE, 2 * before.pause)
+        is_lasting = isinstance(error, _LASTING)
+        at = math.inf if is_lasting else time.monotonic() + pause
+        self._failed[job.id] = _Failure(at, pause)
+        if len(self._failed) > _MAX_FAILED:
+            self._failed.popitem(last=False)
+        again = "" if is_lasting else f"; it is tried again in {pause:g} s, once the ranks are idle"
+        self._store.set_proof(job.id, "failed", self._shown(str(error)) + again)
+
+    def _shown(self, text: str) -> str:
+        """`text` for clients, who need not know where files are."""
+        return re.sub(r"/(?:[\w.~-]+/)+", "", text.replace(f"{self._folder}/", ""))
+
+    def _missing(self, job: Job) -> str:
+        """Which file the verification lacks; empty if it has all."""
+        photo = self._folder / PHOTOS / job.photo
+        needed = {"clip": self._clip(job), "clip's JSON": self._json(job)}
+        needed |= {"image": photo} if job.photo else {}
+        gone = [what for what, path in needed.items() if not path.is_file()]
+        return f"file missing: the {' and the '.join(gone)}" if gone else ""
+
     def _answer(self, job: Job) -> dict[str, Any] | None:
         """What the process found; None if it was stopped."""
+        if missing := self._missing(job):
+            return {"equal": None, "error": error_to_dict(InputError(missing))}
         with self._temporary() as temporary:
             process = self._start(job, temporary)
             try:
@@ -235,7 +297,7 @@ class Prover:
             return _read_answer(temporary, process.returncode)
 
     def _start(self, job: Job, temporary: Path) -> subprocess.Popen[bytes]:
-        photo = str(self._folder / "photos" / job.photo) if job.photo else ""
+        photo = str(self._folder / PHOTOS / job.photo) if job.photo else ""
         arguments = [str(self._json(job)), photo, str(temporary / _ANSWER), str(os.getpid())]
         with (temporary / "output.txt").open("wb") as output:
             return subprocess.Popen(
@@ -258,24 +320,29 @@ class Prover:
         temporary = Path(tempfile.mkdtemp(prefix="svdpp-proof-"))
         try:
             self._link.symlink_to(temporary)
-            yield temporary
+            try:
+                yield temporary
+            finally:
+                self._link.unlink(missing_ok=True)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
-            self._link.unlink(missing_ok=True)
 
     def _remove_temporary(self) -> None:
         if self._link.is_symlink():
             temporary = Path(os.readlink(self._link))
             if temporary.name.startswith("svdpp-proof-"):
                 shutil.rmtree(temporary, ignore_errors=True)
-            self._link.unlink(missing_ok=True)
+                self._link.unlink(missing_ok=True)
 
     def _forget(self, id: str) -> None:
         with self._changed, contextlib.suppress(ValueError):
             self._requested.remove(id)
 
+    def _clip(self, job: Job) -> Path:
+        return self._folder / CLIPS / f"{job.id}.mp4"
+
     def _json(self, job: Job) -> Path:
-        return self._folder / "clips" / f"{job.id}.mp4.json"
+        return self._folder / CLIPS / f"{job.id}.mp4.json"
 
 
 def _kill_all(process: subprocess.Popen[bytes]) -> None:

@@ -13,7 +13,13 @@ from pathlib import Path
 from svdpp.errors import ClosedError, OutputError, RequestError
 from svdpp.media import output_files
 from svdpp.serve import job_table
+from svdpp.serve.disk import RESERVE, Disk
 
+#: The folder for files that no job has; a disk of its own may have one before there is a queue.
+LOST = "lost+found"
+
+_NAME = "queue.sqlite3"
+_LOCK = "lock"
 # How long another program, such as a backup, may keep the file locked.
 _BUSY_SECONDS = 10.0
 
@@ -26,23 +32,31 @@ class QueueFile:
 
     Args:
         folder: the data folder, which is created if it does not exist.
+        adopts: whether a queue is made also in a folder that has other files.
 
     Raises:
-        RequestError: another server uses the folder, or the file has another version.
-        OutputError: the folder or the file cannot be read or written.
+        RequestError: the folder has other files and no queue, another server uses it, or the file
+            has another version.
+        OutputError: the folder or the file cannot be read or written, or the file is damaged.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / "queue.sqlite3"
+    def __init__(self, folder: Path, *, adopts: bool = False) -> None:
+        self._path = folder / _NAME
         self._is_closed = False
         # A read need not wait for the disk to finish a write, so it has its own connection.
         self._writing, self._reading = threading.Lock(), threading.Lock()
         with self._errors(), contextlib.ExitStack() as opened:
+            if not adopts:
+                _check_own(folder)
             opened.enter_context(_locked(folder))
+            self.disk = Disk(folder)
+            self.disk.keep_reserve()
             self._writer = opened.enter_context(contextlib.closing(_connect(self._path)))
+            self._check_whole()
             job_table.create_tables(self._writer)
             self._reader = opened.enter_context(contextlib.closing(_connect(self._path)))
             output_files.sync(folder)
+            self._opened_as = self._on_disk()
             self._opened = opened.pop_all()
 
     def close(self) -> None:
@@ -55,8 +69,10 @@ class QueueFile:
     def change(self) -> Iterator[sqlite3.Connection]:
         """A transaction: durable after the block, and nothing of it if the block raises."""
         with self._writing, self._errors(), _ended(self._writer):
+            self.disk.keep_reserve()
             self._writer.execute("BEGIN IMMEDIATE")
             yield self._writer
+            self.check_there()
             self._writer.execute("COMMIT")
 
     @contextlib.contextmanager
@@ -66,6 +82,34 @@ class QueueFile:
             self._reader.execute("BEGIN")
             yield self._reader
 
+    def check_there(self) -> None:
+        """Checks that the file still has its name; SQLite writes also to one without a name.
+
+        Raises:
+            OutputError: it was removed or replaced.
+        """
+        if self._on_disk() != self._opened_as:
+            raise OutputError(
+                f"the queue {str(self._path)!r} was removed or replaced while it was in use",
+                "move it back to its place, or end the server and restore it",
+            )
+
+    def _check_whole(self) -> None:
+        (found,) = self._writer.execute("PRAGMA quick_check(1)").fetchone()
+        if found != "ok":
+            raise sqlite3.DatabaseError(str(found))
+
+    def _on_disk(self) -> list[tuple[int, int] | None]:
+        """Which files have the names of the queue and of its log; None: there is none."""
+        found: list[tuple[int, int] | None] = []
+        for suffix in ("", "-wal"):
+            try:
+                about = os.stat(f"{self._path}{suffix}")
+                found.append((about.st_dev, about.st_ino))
+            except FileNotFoundError:
+                found.append(None)
+        return found
+
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
         try:
@@ -73,9 +117,13 @@ class QueueFile:
         except (sqlite3.Error, OSError) as error:
             if self._is_closed:
                 raise ClosedError("the queue is closed") from error
+            # Its subclasses are about the disk, or about a file that another program has locked.
+            is_damaged = type(error) is sqlite3.DatabaseError
             raise OutputError(
                 f"the queue {str(self._path)!r} cannot be used: {output_files.reason(error)}",
-                "check that its disk has space and that this user may write to it",
+                "it is damaged: restore a copy of it, or start with another folder"
+                if is_damaged
+                else "check that its disk has space and that this user may write to it",
             ) from error
 
 
@@ -89,6 +137,23 @@ def _ended(database: sqlite3.Connection) -> Iterator[None]:
             database.execute("ROLLBACK")
 
 
+def _check_own(folder: Path) -> None:
+    """Refuses a folder that has files of others, or whose queue is lost.
+
+    Raises:
+        RequestError: it has files and no queue.
+        OSError: it cannot be read.
+    """
+    names = set(os.listdir(folder)) - {_LOCK, LOST, RESERVE} if folder.exists() else set()
+    if names and _NAME not in names:
+        raise RequestError(
+            f"the data folder {str(folder)!r} has no queue, but other files, such as "
+            f"{min(names)!r}",
+            "restore its queue.sqlite3, name another folder with --data, or add --adopt to use "
+            "this one: its files are left alone",
+        )
+
+
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Hold the folder's lock, which also ends with the process.
@@ -98,7 +163,7 @@ def _locked(folder: Path) -> Iterator[None]:
         OSError: the folder cannot be created, written or locked.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield

@@ -1,29 +1,35 @@
-"""Owns the removal of jobs: their rows and their files together.
+"""Owns the removal of jobs with their files, and the files in the data folder that no job has.
 
-The row goes first. If the server is killed in between, `remove_strangers` removes the files at its
-next start.
+The files of a job go before its row. If the server is killed in between, the row is still there to
+be removed again; so what has no row was never meant to go, and is kept.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
+import re
+import stat
+import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
+from loguru import logger
+
+from svdpp.config import OutputConfig
 from svdpp.errors import OutputError
 from svdpp.media import output_files
-from svdpp.serve.job import JobState
+from svdpp.serve.queue_file import LOST
 from svdpp.serve.store import JobStore
 
 PHOTOS, CLIPS, LATENTS = "photos", "clips", "latents"
 
-
-class _File(NamedTuple):
-    path: Path
-    num_bytes: int
+#: The names that this server gives to files, in each folder.
+_OWN = {
+    PHOTOS: re.compile(r"(video_[0-9a-f]{32})\.[a-z]{3,4}"),
+    CLIPS: re.compile(r"(video_[0-9a-f]{32})(\.draft)?\.mp4(\.json)?"),
+}
+_UPLOAD = re.compile(r"\.upload-[0-9a-f]{16}")
 
 
 def sweep(
@@ -48,90 +54,104 @@ def sweep(
     Raises:
         OutputError: the folder or the queue cannot be read or written.
     """
-    finished = store.finished()  # before the folders, so that all files of these jobs are seen
-    files = _files_by_id(folder, store.photos())
-    total = sum(file.num_bytes for id, own in files.items() if id for file in own)
+    photos = store.photos()
+    sizes = {id: _num_bytes(folder, id, photo) for id, photo in photos.items()}
+    total = sum(sizes.values())
     removed = []
-    for job in finished:
+    for job in store.finished():
         is_old = max_age_seconds is not None and now - job.finished_at > max_age_seconds
         if not is_old and (max_bytes is None or total <= max_bytes):
             continue
-        own = files.get(job.id, [])
-        if store.remove(job.id):
-            _unlink(file.path for file in own)
-            total -= sum(file.num_bytes for file in own)
+        if remove_job(store, folder, job.id):
+            total -= sizes.get(job.id, 0)
             removed.append(job.id)
     return removed
 
 
 def remove_job(store: JobStore, folder: Path, id: str) -> bool:
-    """Remove a job in a final state, row and files; False if there is no such job.
+    """Remove a job in a final state, files and row; False if there is no such job.
 
     Raises:
-        OutputError: the folder or the queue cannot be read or written.
+        OutputError: a file cannot be removed, or the queue not read or written.
     """
-    files = _files_by_id(folder, store.photos()).get(id, [])
-    if not store.remove(id):
+    job = store.get(id)
+    if job is None or not job.state.is_final:
         return False
-    _unlink(file.path for file in files)
-    return True
+    with _errors(folder):
+        for path in _files(folder, id, job.photo):
+            path.unlink(missing_ok=True)
+    return store.remove(id)
 
 
-def remove_strangers(store: JobStore, folder: Path) -> list[Path]:
-    """At the start of a server, remove the files of no job, and latents that no job needs.
+def set_strangers_aside(store: JobStore, folder: Path) -> list[Path]:
+    """At the start of a server, move the photographs and clips of no job to `lost+found`.
 
-    Args:
-        store: the jobs, after `recover`.
-        folder: the data folder.
+    They are there if the queue's file was lost, or replaced by an older one. Only regular files
+    with the names that a server gives are touched, and links are not followed. Unfinished uploads,
+    which no client was promised, are removed.
 
     Returns:
-        The removed files.
+        The files at their new places.
 
     Raises:
         OutputError: the folder or the queue cannot be read.
     """
-    strangers = [file.path for file in _files_by_id(folder, store.photos()).get("", ())]
-    # Latents are named by a hash of a clip's parameters; only open jobs can need them.
-    counts = store.counts()
-    if not counts[JobState.QUEUED] + counts[JobState.IN_PROGRESS]:
-        strangers += [file.path for file in _files_in(folder / LATENTS)]
-    _unlink(strangers)
-    return strangers
-
-
-def _files_by_id(folder: Path, photos: Mapping[str, str]) -> dict[str, list[_File]]:
-    """The photographs and clips of each job; under an empty id, those of no job.
-
-    Args:
-        folder: the data folder.
-        photos: of `JobStore.photos`, read before the folders: a later job's files are no job's.
-    """
-    ids = {photo: id for id, photo in photos.items()}
-    files: defaultdict[str, list[_File]] = defaultdict(list)
-    for file in _files_in(folder / PHOTOS):
-        files[ids.get(file.path.name, "")].append(file)
-    for file in _files_in(folder / CLIPS):
-        id = file.path.name.partition(".")[0]
-        files[id if id in photos else ""].append(file)
-    return files
-
-
-def _files_in(folder: Path) -> list[_File]:
-    found = []
-    try:
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                with contextlib.suppress(FileNotFoundError):  # renamed or removed meanwhile
-                    size = entry.stat(follow_symlinks=False).st_size
-                    found.append(_File(Path(entry.path), size))
-    except FileNotFoundError:
+    ids = store.photos()
+    with _errors(folder):
+        for path in _regular_files(folder / PHOTOS, _UPLOAD):
+            path.unlink()
+        strangers = [
+            path
+            for name, own in _OWN.items()
+            for path in _regular_files(folder / name, own)
+            if path.name.partition(".")[0] not in ids
+        ]
+    if not strangers:
         return []
+    try:
+        (folder / LOST).mkdir(mode=0o700, exist_ok=True)
+        lost = Path(tempfile.mkdtemp(prefix=time.strftime("%Y-%m-%d-"), dir=folder / LOST))
+        moved = [path.rename(lost / path.name) for path in strangers]
     except OSError as error:
-        what = f"cannot read the folder {str(folder)!r}: {output_files.reason(error)}"
+        reason = output_files.reason(error)
+        logger.warning(
+            "files of no video stay where they are, such as {}: {}", strangers[0], reason
+        )
+        return []
+    logger.warning("{} files of no video in the queue were moved to {}", len(moved), lost)
+    return moved
+
+
+def _files(folder: Path, id: str, photo: str) -> list[Path]:
+    """All files that a job may have."""
+    clip = OutputConfig(path=str(folder / CLIPS / f"{id}.mp4"))
+    names = [name for each in (clip, clip.draft) for name in (each.path, each.json_path)]
+    return [Path(name) for name in names] + ([folder / PHOTOS / photo] if photo else [])
+
+
+def _num_bytes(folder: Path, id: str, photo: str) -> int:
+    total = 0
+    with _errors(folder):
+        for path in _files(folder, id, photo):
+            with contextlib.suppress(FileNotFoundError):
+                total += path.lstat().st_size
+    return total
+
+
+def _regular_files(folder: Path, own: re.Pattern[str]) -> list[Path]:
+    if folder.is_symlink() or not folder.exists():
+        return []
+    return [
+        path
+        for path in sorted(folder.iterdir())
+        if own.fullmatch(path.name) and stat.S_ISREG(path.lstat().st_mode)
+    ]
+
+
+@contextlib.contextmanager
+def _errors(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        what = f"cannot read or write the files in {str(folder)!r}: {output_files.reason(error)}"
         raise OutputError(what) from error
-    return found
-
-
-def _unlink(paths: Iterable[Path]) -> None:
-    for path in paths:
-        output_files.remove(path)  # what cannot be removed is a stranger at the next start

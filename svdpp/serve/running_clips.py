@@ -9,7 +9,7 @@ from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from svdpp.driver.clip_handle import ClipHandle, ClipProgress, ClipResult
+from svdpp.driver.clips import ClipHandle, ClipProgress, ClipResult
 from svdpp.errors import ClosedError
 from svdpp.plan.actions import Action
 from svdpp.serve.clip_orders import ClipOrder

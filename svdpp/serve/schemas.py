@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from svdpp.config import SamplingConfig
 from svdpp.models.checkpoint import Use
+from svdpp.redaction import redact_all, without_folders
 from svdpp.serve.forms import API_NAMES, Draft, Fit
 from svdpp.serve.job import Job, JobState, Proof
 
@@ -70,11 +71,22 @@ class CommonVideo(BaseModel):
     draft: Draft
     has_draft: Annotated[bool, Field(description="Whether `content?variant=draft` exists now.")]
     place: Annotated[int | None, Field(description="Clips before it; null once it is begun.")]
+    held: Annotated[
+        str | None,
+        Field(
+            description="Why the queued clip waits for another start of the server, such as one "
+            "with its model; null if the ranks take it."
+        ),
+    ]
     eta_seconds: float | None
     step: int
     rank: int | None
     error: ErrorBody | None
     proof: Proof
+    proof_reason: Annotated[
+        str | None,
+        Field(description="Why a `failed` comparison was not possible, or what is `different`."),
+    ]
 
 
 class SvdVideo(CommonVideo):
@@ -112,8 +124,14 @@ class LtxVideo(PromptedVideo):
     decode_noise_scale: float | None
 
 
+class FamilyVideo(PromptedVideo):
+    """One requested clip of another family, with its own parameters. Times are unix seconds."""
+
+    model_config = ConfigDict(extra="allow")
+
+
 #: A clip of any family: a queue may hold clips of a model that its server ran earlier.
-Video = SvdVideo | WanVideo | LtxVideo
+Video = SvdVideo | WanVideo | LtxVideo | FamilyVideo
 _VIDEOS: Mapping[str, type[Video]] = {"svd": SvdVideo, "wan": WanVideo, "ltx": LtxVideo}
 
 
@@ -128,12 +146,12 @@ class VideoPage(BaseModel):
 
 
 class DeletedVideo(BaseModel):
-    """The answer to `DELETE`: a running clip is cancelled, a finished one is removed."""
+    """The answer to `DELETE`: row and files are removed."""
 
     id: str
     object: Literal["video.deleted"] = "video.deleted"
-    deleted: Annotated[bool, Field(description="Whether its row and files are removed.")]
-    status: JobState
+    deleted: Literal[True] = True
+    status: Annotated[JobState, Field(description="What it had; `cancelled` if it was open.")]
 
 
 class FormField(BaseModel):
@@ -206,9 +224,10 @@ class EngineStatus(BaseModel):
 
 
 class Health(BaseModel):
-    """Whether the ranks live."""
+    """Whether the ranks live, or whether requests are taken."""
 
     status: Literal["ok", "unavailable"]
+    reason: str | None
     state: Literal["starting", "ready", "restarting", "closing"]
     ranks: int
     restarts: int
@@ -238,7 +257,6 @@ def seconds_of(frames: int, fps: int) -> str:
 def video_of(
     job: Job,
     *,
-    model: str,
     place: int | None = None,
     eta_seconds: float | None = None,
     steps_done: int = 0,
@@ -250,7 +268,6 @@ def video_of(
 
     Args:
         job: as stored.
-        model: its id.
         place: number of clips that begin before it; None if it is not waiting.
         eta_seconds: until it is completed; None if unknown or final.
         steps_done: of a running clip.
@@ -265,9 +282,9 @@ def video_of(
     if job.sampling.family != "svd":
         values |= {"prompt": job.prompt, "negative_prompt": job.negative_prompt}
     values["input"] = Input(name=job.photo_name, sha256=job.photo_sha256) if job.photo else None
-    return _VIDEOS[job.sampling.family](
+    return _VIDEOS.get(job.sampling.family, FamilyVideo)(
         id=job.id,
-        model=model,
+        model=job.model or "unknown",
         status=job.state,
         progress=100 if is_done else min(99, 100 * step // steps),
         created_at=int(job.created_at),
@@ -280,21 +297,24 @@ def video_of(
         draft="auto" if job.wants_draft else "off",
         has_draft=has_draft,
         place=place,
+        held=job.held if job.state is JobState.QUEUED else None,
         eta_seconds=None if eta_seconds is None else round(max(0.0, eta_seconds), 3),
         step=step,
         rank=rank,
         error=None if job.error is None else error_body(job.error),
         proof=job.proof,
+        proof_reason=job.proof_reason,
     )
 
 
 def error_body(record: dict[str, Any]) -> ErrorBody:
-    """What `errors.error_to_dict` wrote, by the names of the API."""
+    """What `errors.error_to_dict` wrote, by the names of the API, without folders of the server."""
+    shown = redact_all(record, without_folders)
     return ErrorBody(
-        code=record.get("type") or "SvdppError",
-        message=str(record.get("message", "")),
-        hint=str(record.get("hint", "")),
-        details=dict(record.get("details") or {}),
+        code=shown.get("type") or "SvdppError",
+        message=str(shown.get("message", "")),
+        hint=str(shown.get("hint", "")),
+        details=dict(shown.get("details") or {}),
     )
 
 

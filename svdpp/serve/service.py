@@ -9,7 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from loguru import logger
+
 from svdpp.config import OutputConfig, SamplingConfig
+from svdpp.errors import OutputError
 from svdpp.media import output_files
 from svdpp.serve.api_errors import ApiError
 from svdpp.serve.engine import Engine
@@ -72,7 +75,9 @@ class Service:
     # --- requests -------------------------------------------------------------------------------
 
     def check_open(self, *, has_key: bool = False) -> None:
-        """Refuses new jobs while the server ends, and, before work is done for them, a full queue.
+        """Refuses new jobs, before work is done for them, if they could only be refused later.
+
+        That is while the server ends, while its disk is full, and while its queue is.
 
         Args:
             has_key: whether the request may be one that is stored already.
@@ -88,12 +93,34 @@ class Service:
                 "what is queued goes on when it starts again",
                 headers={"Retry-After": "30"},
             )
+        if self.store.is_disk_low:
+            raise ApiError(
+                503,
+                "disk_full",
+                "the server's disk is nearly full: it takes no more clips",
+                "remove finished videos, by DELETE /v1/videos/{id}",
+                headers={"Retry-After": "60"},
+            )
         if self.max_open is None or has_key:
             return
-        counts = self.store.counts()
-        num_open = counts[JobState.QUEUED] + counts[JobState.IN_PROGRESS]
+        num_open = self.store.num_open()
         if num_open >= self.max_open:
             raise self._full({"open": num_open, "limit": self.max_open})
+
+    def why_not_ready(self) -> str | None:
+        """Why requests are refused, or no rank can begin them; None if they are taken."""
+        if self.engine.state != "ready" or self.is_closing:
+            return "the ranks are not ready"
+        if self.store.is_disk_low:
+            return "the disk is nearly full"
+        try:
+            self.store.check_there()
+            num_open = self.store.num_open()
+        except OutputError:
+            return "the queue cannot be used"
+        if self.max_open is not None and num_open >= self.max_open:
+            return "the queue is full"
+        return None
 
     def sampling_of(self, request: VideoRequest) -> SamplingConfig:
         """The parameters of the requested clip.
@@ -145,6 +172,8 @@ class Service:
         job = Job(
             id=id,
             owner=owner.name,
+            model=self.offer.model,
+            weights=self.offer.weights,
             seed=seed_of(request.seed, owner.name, idempotency_key),
             sampling=sampling,
             **photo,
@@ -165,6 +194,7 @@ class Service:
                 output_files.remove(self.photo_path(job))
         if stored.id != id:
             return stored
+        logger.info("{} is requested", id)
         self.engine.wake()
         return self._promised(job)
 
@@ -198,19 +228,30 @@ class Service:
         )
 
     def delete(self, id: str, owner: Owner) -> DeletedVideo:
-        """Cancels an unfinished job and waits for the ranks, or removes a finished one.
+        """Removes a job with its files, and cancels it before if it is open.
+
+        Raises:
+            ApiError: there is no such job, or the ranks do not let go of it.
+            OutputError: a file or the row cannot be removed.
+        """
+        job = self.cancel(id, owner)
+        if job.proof == "running":
+            self.prover.stop(id)
+        remove_job(self.store, self.folder, id)
+        self.events.forget(id)
+        return DeletedVideo(id=id, status=job.state)
+
+    def cancel(self, id: str, owner: Owner) -> Job:
+        """Cancels a job and waits for the ranks; one in a final state stays as it is.
 
         Raises:
             ApiError: there is no such job, or the ranks do not let go of it.
         """
         job = self.job(id, owner)
         if job.state.is_final:
-            self.prover.stop(id)
-            remove_job(self.store, self.folder, id)
-            self.events.forget(id)
-            return DeletedVideo(id=id, deleted=True, status=job.state)
+            return job
         self._cancel(id)
-        return DeletedVideo(id=id, deleted=False, status=self.job(id, owner).state)
+        return self.job(id, owner)
 
     def _cancel(self, id: str) -> None:
         end = time.monotonic() + self.cancel_seconds
@@ -253,7 +294,9 @@ class Service:
         if job.state.is_final:
             keeps = self.keep_seconds is not None and job.finished_at is not None
             expires_at = (job.finished_at or 0) + (self.keep_seconds or 0) if keeps else None
-            return video_of(job, model=self.offer.model, expires_at=expires_at)
+            return video_of(job, expires_at=expires_at)
+        if job.held is not None:
+            return video_of(job)
         return self._open_video(job, self.engine.estimates.of(job.id))
 
     def video_at_hand(self, id: str, owner: Owner) -> Video | None:
@@ -270,7 +313,6 @@ class Service:
         if job.state is JobState.IN_PROGRESS and clip is not None and clip.has_begun:
             return video_of(
                 job,
-                model=self.offer.model,
                 eta_seconds=eta,
                 steps_done=clip.progress.steps_done,
                 rank=clip.progress.rank,
@@ -278,9 +320,9 @@ class Service:
             )
         return video_of(
             replace(job, state=JobState.QUEUED, started_at=None),
-            model=self.offer.model,
             eta_seconds=eta,
             place=None if estimate is None else estimate.place or 0,
+            steps_done=0 if clip is None else clip.progress.steps_done,
         )
 
     def videos(

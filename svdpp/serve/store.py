@@ -20,6 +20,7 @@ from svdpp.serve.job_cache import JobCache
 from svdpp.serve.queue_file import QueueFile
 
 _JOBS = f"SELECT {job_table.COLUMNS} FROM jobs"
+_OPEN = "state IN ('queued', 'in_progress') AND held IS NULL"
 _FINAL = tuple(str(state) for state in JobState if state.is_final)
 
 
@@ -47,15 +48,26 @@ class JobStore:
 
     Args:
         folder: the data folder, which is created if it does not exist.
+        adopts: whether a queue is made also in a folder that has other files.
 
     Raises:
-        RequestError: another server uses the folder, or the queue has another version.
-        OutputError: the folder or the queue cannot be read or written.
+        RequestError: the folder has other files and no queue, another server uses it, or the queue
+            has another version.
+        OutputError: the folder or the queue cannot be read or written, or the queue is damaged.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._file = QueueFile(folder)
+    def __init__(self, folder: Path, *, adopts: bool = False) -> None:
+        self._file = QueueFile(folder, adopts=adopts)
         self._cache = JobCache()
+
+    @property
+    def is_disk_low(self) -> bool:
+        """Whether the disk has too little space for further clips; changes still fit."""
+        return self._file.disk.is_low
+
+    def check_there(self) -> None:
+        """Raises OutputError if the queue's file was removed or replaced."""
+        self._file.check_there()
 
     def close(self) -> None:
         """Close the file and release the folder; does nothing the second time."""
@@ -67,7 +79,7 @@ class JobStore:
 
         Args:
             job: in the state QUEUED.
-            max_open: limit of all jobs that are queued or in progress; None: no limit.
+            max_open: limit of `num_open`; None: no limit.
             max_open_of_owner: limit of those of the job's owner.
 
         Returns:
@@ -137,7 +149,7 @@ class JobStore:
         return self._jobs(tail, *conditions.values(), limit)
 
     def waiting(self) -> list[Job]:
-        """The queued jobs, in the order in which `take_next` will take them."""
+        """The queued jobs that are not held, in the order in which `take_next` takes them."""
         return [job_table.job_of(row) for row in self._waiting(job_table.COLUMNS)]
 
     def waiting_clips(self) -> list[tuple[str, SamplingConfig]]:
@@ -145,9 +157,10 @@ class JobStore:
         return [(id, job_table.sampling_of(text)) for id, text in self._waiting("id, sampling")]
 
     def _waiting(self, columns: str) -> list[tuple[Any, ...]]:
-        query = f"SELECT due, seq, owner, {columns} FROM jobs WHERE state = 'queued'"
+        query = f"SELECT due, seq, owner, {columns} FROM jobs"
+        where = "WHERE state = 'queued' AND held IS NULL"
         with self._file.read() as database:
-            rows = database.execute(f"{query} ORDER BY due, seq").fetchall()
+            rows = database.execute(f"{query} {where} ORDER BY due, seq").fetchall()
             spent = turns.by_owner(database)
         return [row[3:] for row in turns.in_turn(rows, spent)]
 
@@ -156,7 +169,7 @@ class JobStore:
         return self._jobs("WHERE state = 'in_progress' ORDER BY started_at, turn, seq")
 
     def take_next(self) -> Job | None:
-        """QUEUED to IN_PROGRESS for the next job; None if none is queued."""
+        """QUEUED to IN_PROGRESS for the next job that is not held; None if there is none."""
         with self._changes() as (database, discard):
             seq = turns.take_next(database)
             if seq is None:
@@ -206,9 +219,10 @@ class JobStore:
         """IN_PROGRESS to CANCELLED, once the ranks have let go of the job."""
         return self._cancel(id, JobState.IN_PROGRESS)
 
-    def set_proof(self, id: str, proof: Proof) -> bool:
-        """Set the proof of a completed job."""
-        return self._change(id, "proof = ?", proof, states=[JobState.COMPLETED])
+    def set_proof(self, id: str, proof: Proof, reason: str | None = None) -> bool:
+        """Set the proof of a completed job, and its reason."""
+        change = "proof = ?, proof_reason = ?"
+        return self._change(id, change, proof, reason, states=[JobState.COMPLETED])
 
     def set_promise(self, id: str, seconds: float) -> bool:
         """Set the ETA that the client was given."""
@@ -227,6 +241,36 @@ class JobStore:
         with self._file.read() as database:
             found = dict(database.execute("SELECT state, count(*) FROM jobs GROUP BY state"))
         return {state: found.get(str(state), 0) for state in JobState}
+
+    def num_open(self) -> int:
+        """The number of jobs that are queued, and not held, or in progress."""
+        with self._file.read() as database:
+            return int(database.execute(f"SELECT count(*) FROM jobs WHERE {_OPEN}").fetchone()[0])
+
+    def oldest_waiting(self) -> float | None:
+        """The time of the oldest request that is queued and not held; None if there is none."""
+        query = "SELECT min(created_at) FROM jobs WHERE state = 'queued' AND held IS NULL"
+        with self._file.read() as database:
+            found: float | None = database.execute(query).fetchone()[0]
+            return found
+
+    def hold(self, judge: Callable[[Job], Job]) -> list[Job]:
+        """At the start of a server: hold the queued jobs that it cannot make, and no others.
+
+        Args:
+            judge: returns a job with the right `held`, `model` and `weights`.
+
+        Returns:
+            The held jobs.
+        """
+        jobs = self._jobs("WHERE state = 'queued' ORDER BY seq")
+        judged = [judge(job) for job in jobs]
+        change = "UPDATE jobs SET held = ?, model = ?, weights = ? WHERE id = ?"
+        with self._changes() as (database, discard):
+            for job in (job for job, before in zip(judged, jobs, strict=True) if job != before):
+                discard(job.id)
+                database.execute(change, (job.held, job.model, job.weights, job.id))
+        return [job for job in judged if job.held is not None]
 
     def recover(self) -> list[Job]:
         """At the start of a server: put back every job in progress.
@@ -298,7 +342,7 @@ class JobStore:
 def _check_limits(
     database: sqlite3.Connection, owner: str, limit: int | None, limit_of_owner: int | None
 ) -> None:
-    query = "SELECT owner, count(*) FROM jobs WHERE state IN ('queued', 'in_progress') GROUP BY 1"
+    query = f"SELECT owner, count(*) FROM jobs WHERE {_OPEN} GROUP BY 1"
     open_jobs = dict(database.execute(query))
     total, own = sum(open_jobs.values()), open_jobs.get(owner, 0)
     if limit is not None and total >= limit:

@@ -27,7 +27,7 @@ def take_next(database: sqlite3.Connection) -> int | None:
         """
         SELECT seq, jobs.owner, ifnull(owners.turn, 0) FROM jobs
         LEFT JOIN owners ON owners.owner = jobs.owner
-        WHERE state = 'queued' ORDER BY ifnull(owners.turn, 0), due, seq LIMIT 1
+        WHERE state = 'queued' AND held IS NULL ORDER BY ifnull(owners.turn, 0), due, seq LIMIT 1
         """
     ).fetchone()
     if found is None:

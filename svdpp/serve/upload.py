@@ -21,7 +21,7 @@ from typing import Any
 from svdpp.errors import InputError, OutputError, SvdppError, error_from_dict
 from svdpp.launch.process_lifetime import signals_blocked
 from svdpp.media import output_files
-from svdpp.media.image import Photo
+from svdpp.media.image import MAX_PIXELS, Photo
 from svdpp.serve.helper_process import helper_command
 
 _ID = re.compile(r"video_[0-9a-f]{32}")
@@ -45,6 +45,7 @@ class DecodeLimits:
     """Limits of the process that decodes a photograph.
 
     Args:
+        max_pixels: of a photograph.
         max_bytes: of address space. The largest photographs that `media.image` takes, 50 million
             pixels, need up to 1.1 GB.
         cpu_seconds: of CPU time, whole seconds. Those photographs need up to 3.
@@ -53,6 +54,7 @@ class DecodeLimits:
         at_once: how many photographs are decoded at the same time.
     """
 
+    max_pixels: int = MAX_PIXELS
     max_bytes: int = 2 * 2**30
     cpu_seconds: int = 20
     seconds: float = 30.0
@@ -155,7 +157,8 @@ def _decode(upload: Path, name: str, limits: DecodeLimits) -> dict[str, Any]:
 
     A process with many threads may start it: nothing of Python runs between fork and exec.
     """
-    arguments = [str(upload), str(os.getpid()), str(limits.max_bytes), str(limits.cpu_seconds)]
+    numbers = os.getpid(), limits.max_pixels, limits.max_bytes, limits.cpu_seconds
+    arguments = [str(upload), *map(str, numbers)]
     with signals_blocked():  # SIGTERM must not fail an upload that the server still finishes
         process = subprocess.Popen(
             helper_command("svdpp.serve.decode_photo", *arguments),

@@ -6,7 +6,8 @@ recorded frames, and whether the file on disk is the clip that the metadata desc
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,7 @@ from svdpp.errors import (
     error_to_dict,
 )
 from svdpp.launch import process_group, temp_folders
+from svdpp.launch.gpus import Gpu, visible_gpus
 from svdpp.models.checkpoint import find_checkpoint
 from svdpp.models.hub import show_name
 from svdpp.verification import reference
@@ -112,9 +114,10 @@ def plan_proofs(
     """
     groups: dict[PipelineConfig, list[ClipTask]] = {}
     failed = []
+    gpus = functools.cache(visible_gpus)  # once: clips of one group are on one GPU
     for path in paths:
         try:
-            task = _new_task(path, settings)
+            task = _new_task(path, settings, gpus)
         except SvdppError as error:
             failed.append(ClipProof(path=path, error=error))
         else:
@@ -190,7 +193,7 @@ def _explain(error: SvdppError) -> None:
         error.hint = "the clip fixes its size and frames: verify it on a machine with more memory"
 
 
-def _new_task(path: Path, settings: Settings) -> ClipTask:
+def _new_task(path: Path, settings: Settings, gpus: Callable[[], list[Gpu]]) -> ClipTask:
     """The task of recomputing the clip at `path`.
 
     Raises:
@@ -212,7 +215,7 @@ def _new_task(path: Path, settings: Settings) -> ClipTask:
             f"{settings.threads} it would round differently, and the bits would differ",
             "omit --threads to use the clip's own number",
         )
-    config = _config(clip, settings)
+    config = _config(clip, settings, gpus)
     _check_device(clip, config)
     photo = None if metadata["input"] is None else str(find_photo(clip, settings.image))
     _check_weights(clip, config)
@@ -226,7 +229,7 @@ def _new_task(path: Path, settings: Settings) -> ClipTask:
     return ClipTask(clip=clip, config=config, request=request)
 
 
-def _config(clip: ClipOnDisk, settings: Settings) -> PipelineConfig:
+def _config(clip: ClipOnDisk, settings: Settings, gpus: Callable[[], list[Gpu]]) -> PipelineConfig:
     metadata = clip.metadata
     if metadata["model"] == DUMMY_MODEL:
         raise RequestError(
@@ -244,12 +247,23 @@ def _config(clip: ClipOnDisk, settings: Settings) -> PipelineConfig:
             channels_last=metadata["channels_last"],
         ),
         sampling=recorded_sampling(dict(metadata)),
-        device="cuda:0" if metadata["device"] == "cuda" else "cpu",
+        device=_gpu_for(metadata, gpus()) if metadata["device"] == "cuda" else "cpu",
         num_threads=metadata["num_threads"],
         deterministic=metadata["deterministic"],
         timeout_seconds=settings.timeout,
         start_timeout_seconds=settings.start_timeout,
     )
+
+
+def _gpu_for(metadata: Mapping[str, Any], gpus: Iterable[Gpu]) -> str:
+    """The GPU of the recorded kind with the most free memory: ranks may use the others.
+
+    `cuda:0` if there is none of that kind.
+    """
+    kind = metadata["conditions"].get("gpu")
+    fitting = [gpu for gpu in gpus if kind in (None, gpu.name)]
+    freest = max(fitting, key=lambda gpu: gpu.free_bytes, default=None)
+    return "cuda:0" if freest is None else f"cuda:{freest.index}"
 
 
 def _check_device(clip: ClipOnDisk, config: PipelineConfig) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from PIL import Image
 
+from svdpp.comm.streams import SideStream, mark
 from svdpp.config import ClipRequest, PipelineConfig
 from svdpp.driver.memory_check import check_memory
 from svdpp.driver.rank_task import run_rank_task
@@ -110,29 +111,50 @@ def _compute_all(
     with out_of_memory_named(None):
         model = _Diffusers(setup, checkpoint, device) if checkpoint else _Dummy(setup, device)
     reporter.send(Joined(device=device, load_seconds=time.monotonic() - begun))
-    tensor_store = TensorStore(Path(setup.tensor_folder)) if setup.tensor_folder else None
+    kept = _Kept(setup, device)
     for clip, request in enumerate(setup.requests):
         with out_of_memory_named("reference"):
-            latent, frames = model.compute(
-                clip, request, tensor_store, _Clock(clip, setup, device, reporter)
-            )
-        if tensor_store is not None and frames is not None:
-            tensor_store.keep_frames(clip, frames)
+            latent, frames = model.compute(request, _Hooks(clip, setup, device, reporter, kept))
+        kept.frames(clip, frames)
         metadata = {
-            "latents_sha256": tensor_sha256(latent),
+            "latents_sha256": tensor_sha256(kept.on_host(latent)),
             "frames_sha256": None if frames is None else video.frames_sha256(frames),
         }
         reporter.send(ClipDone(clip=clip, metadata=metadata))
 
 
-class _Clock:
-    """Measures one clip's times, and reports them as a rank does."""
+class _Kept:
+    """What is kept for the comparison, copied from the device; nothing without a folder."""
 
-    def __init__(self, clip: int, setup: _Setup, device: str, reporter: Reporter) -> None:
+    def __init__(self, setup: _Setup, device: str) -> None:
+        self._steps = setup.steps
+        self._store = TensorStore(Path(setup.tensor_folder)) if setup.tensor_folder else None
+        self._copies = SideStream(torch.device(device))
+
+    def on_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._copies.to_host(tensor, mark(tensor.device))
+
+    def latent(self, clip: int, step: int, tensors: Tensors) -> None:
+        if self._store is not None and step in self._steps:
+            on_host = {name: self.on_host(tensor) for name, tensor in tensors.items()}
+            self._store.keep_latent(clip, step, on_host[LATENTS], solver_history(on_host))
+
+    def frames(self, clip: int, frames: Frames | None) -> None:
+        if self._store is not None and frames is not None:
+            self._store.keep_frames(clip, frames)
+
+
+class _Hooks:
+    """Called along one clip's way; reports its times as a rank does, and keeps its latents."""
+
+    def __init__(
+        self, clip: int, setup: _Setup, device: str, reporter: Reporter, kept: _Kept
+    ) -> None:
         self._clip = clip
         self._num_steps = setup.config.sampling.num_inference_steps
         self._device = torch.device(device)
         self._reporter = reporter
+        self._kept = kept
         self._begun = self._mark = time.monotonic()
         self._denoising = False
 
@@ -142,12 +164,13 @@ class _Clock:
             self._denoising = True
             self._report(actions.encode(self._clip), self._now())
 
-    def after_step(self, step: int) -> None:
+    def after_step(self, step: int, tensors: Tensors) -> None:
         now = self._now()
         self._reporter.send(StepDone(clip=self._clip, step=step, seconds=now - self._mark))
         self._mark = now
         if step + 1 == self._num_steps:
             self._report(actions.denoise(self._clip, 0, self._num_steps), now)
+        self._kept.latent(self._clip, step + 1, tensors)
 
     def after_decode(self) -> None:
         self._report(actions.decode(self._clip, self._num_steps), self._now())
@@ -172,23 +195,15 @@ class _Diffusers:
         family = family_of(checkpoint)  # imports diffusers: seconds, which the dummy avoids
         self._reference = family.load_reference(checkpoint, setup.config.model, device)
 
-    def compute(
-        self, clip: int, request: ClipRequest, tensor_store: TensorStore | None, clock: _Clock
-    ) -> tuple[torch.Tensor, Frames]:
-        def after_step(step: int, tensors: Tensors) -> None:
-            clock.after_step(step)
-            if tensor_store is not None and step + 1 in self._setup.steps:
-                history = solver_history(tensors)
-                tensor_store.keep_latent(clip, step + 1, tensors[LATENTS], history)
-
+    def compute(self, request: ClipRequest, hooks: _Hooks) -> tuple[torch.Tensor, Frames]:
         latent, frames = self._reference.run(
             request,
             self._photo(request),
             self._setup.config.sampling,
-            before_steps=clock.before_steps,
-            after_step=after_step,
+            before_steps=hooks.before_steps,
+            after_step=hooks.after_step,
         )
-        clock.after_decode()
+        hooks.after_decode()
         return latent, frames
 
     def _photo(self, request: ClipRequest) -> Image.Image | None:
@@ -207,15 +222,11 @@ class _Dummy:
         roles = Roles(encode=True, denoise=True, decode=False)
         self._model = load_model(setup.config, None, device, roles)
 
-    def compute(
-        self, clip: int, request: ClipRequest, tensor_store: TensorStore | None, clock: _Clock
-    ) -> tuple[torch.Tensor, None]:
+    def compute(self, request: ClipRequest, hooks: _Hooks) -> tuple[torch.Tensor, None]:
         def after_step(step: int, latent: torch.Tensor) -> None:
-            clock.after_step(step)
-            if tensor_store is not None and step + 1 in self._setup.steps:
-                tensor_store.keep_latent(clip, step + 1, latent)
+            hooks.after_step(step, {LATENTS: latent})
 
         tensors = self._model.encode({}, request)
-        clock.before_steps()
+        hooks.before_steps()
         num_steps = self._setup.config.sampling.num_inference_steps
         return self._model.denoise(tensors, 0, num_steps, after_step)[LATENTS], None

@@ -26,6 +26,7 @@ from svdpp.verification.result import (
     compare_frames,
     compare_latents,
 )
+from svdpp.worker import peak_memory
 from svdpp.worker.fault_injection import InjectedFault
 from svdpp.worker.tensor_store import TensorStore
 
@@ -85,6 +86,8 @@ def run_pipelined(
         resolve(config.alone(), weights="all")
     with pipeline:
         results = pipeline.run(requests)
+    if pipeline.world is not None:  # this process was rank 0; the reference needs its memory
+        peak_memory.reset_peak()
     conditions: dict[str, Any] = results[0].metadata["conditions"]
     return conditions
 
@@ -207,13 +210,8 @@ def _compare_histories(
 
 
 def latent_axes(config: PipelineConfig) -> str:
-    """The axes of the model's latents, one letter each: B, F (frames), C (channels), H, W.
-
-    Those of LTX-Video are packed: B, N (all positions), C.
-    """
-    if config.model.is_dummy:
-        return "BCFHW"
-    return {"svd": "BFCHW", "wan": "BCFHW", "ltx": "BNC"}[config.sampling.family]
+    """The axes of the model's latents, one letter each; see `CommonSampling.latent_axes`."""
+    return "BCFHW" if config.model.is_dummy else config.sampling.latent_axes
 
 
 def our_frames(config: PipelineConfig, ours: TensorStore, clip: int) -> Frames:

@@ -6,11 +6,19 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import fields
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    create_model,
+    field_validator,
+)
 
 from svdpp import __version__
 from svdpp.config import (
@@ -64,6 +72,7 @@ def _latent_identity(metadata: Mapping[str, Any]) -> tuple[str, ...]:
     return (*_LATENT_IDENTITY, "family", *_PROMPTS, *_sampling_fields(family))
 
 
+@cache
 def _sampling_fields(family: str) -> tuple[str, ...]:
     names = (field.name for field in fields(SAMPLING_CLASSES[family]))
     return tuple(name for name in names if name != "family")
@@ -114,6 +123,13 @@ def clip_metadata(
     return {**metadata, "parameters_sha256": parameters_sha256(metadata)}
 
 
+def of_seed(metadata: dict[str, Any], seed: int, output: OutputConfig) -> dict[str, Any]:
+    """`metadata` of another seed's clip, which differs in nothing else but the file's name."""
+    other = {**metadata, "output": Path(output.path).name, "seed": seed}
+    other["parameters_sha256"] = parameters_sha256(other)
+    return other
+
+
 def _prompts(made_from: ClipInput) -> dict[str, str | None]:
     return {name: getattr(made_from, name) for name in _PROMPTS}
 
@@ -129,6 +145,7 @@ def parameters_sha256(metadata: Mapping[str, Any]) -> str:
     return _sha256({name: metadata[name] for name in identity(metadata)})
 
 
+@cache
 def versions() -> dict[str, str]:
     """The versions of svdpp and of the libraries that a clip's bits depend on."""
     return {"svdpp": __version__, **{name: version(name) for name in _LIBRARIES}}
@@ -198,31 +215,24 @@ class _SvdMetadata(_ClipMetadata):
     decode_chunk_size: int
 
 
-class _WanMetadata(_ClipMetadata):
-    family: Literal["wan"]
+class _PromptedMetadata(_ClipMetadata):
     prompt: str
     negative_prompt: str | None
-    guidance_scale: float
-    guidance_scale_2: float | None
-    flow_shift: float | None
-    max_sequence_length: int
 
 
-class _LtxMetadata(_ClipMetadata):
-    family: Literal["ltx"]
-    prompt: str
-    negative_prompt: str | None
-    guidance_scale: float
-    guidance_rescale: float
-    decode_timestep: float
-    decode_noise_scale: float | None
-    max_sequence_length: int
+def _of_family(family: str) -> type[_ClipMetadata]:
+    """The metadata of a family with prompts: with all of its sampling parameters."""
+    types = get_type_hints(SAMPLING_CLASSES[family])
+    known = {*_PromptedMetadata.model_fields, "from_image"}
+    own: dict[str, Any] = {
+        name: (types[name], ...) for name in _sampling_fields(family) if name not in known
+    }
+    return create_model(f"_{family}", __base__=_PromptedMetadata, **own)
 
 
 _METADATA: Mapping[str, type[_ClipMetadata]] = {
     "svd": _SvdMetadata,
-    "wan": _WanMetadata,
-    "ltx": _LtxMetadata,
+    **{family: _of_family(family) for family in SAMPLING_CLASSES if family != "svd"},
 }
 
 
@@ -295,23 +305,29 @@ def recorded_sampling(metadata: dict[str, Any]) -> SamplingConfig:
     return sampling_from({name: metadata[name] for name in names})
 
 
-def latents_key(metadata: Mapping[str, Any], checkpoint: Checkpoint) -> str:
+def weights_identity(checkpoint: Checkpoint) -> object:
+    """What the weights are now: the commit of a hub model, or the files of a folder."""
+    return checkpoint.revision or _age_of_weights(checkpoint.folder)
+
+
+def latents_key(metadata: Mapping[str, Any], weights: object) -> str:
     """The key of a clip's latent checkpoints: equal keys mean equal latents.
 
-    A hash of the parameters, the libraries' versions and the weights. A commit identifies the
-    weights of a hub model. The size and age of the files identify those of a folder, because files
-    can be replaced.
+    Args:
+        metadata: of the clip: its parameters, and the libraries' versions.
+        weights: from `weights_identity`.
     """
     return _sha256(
         {
             **{name: metadata[name] for name in _latent_identity(metadata)},
             "versions": {name: metadata["versions"][name] for name in _LIBRARIES},
-            "weights": checkpoint.revision or _age_of_weights(checkpoint.folder),
+            "weights": weights,
         }
     )
 
 
 def _age_of_weights(folder: Path) -> list[tuple[str, int, int]]:
+    """Name, size and age of each file, because files can be replaced."""
     found = ((path, path.stat()) for path in sorted(folder.rglob("*.safetensors")))
     return [(str(p.relative_to(folder)), s.st_size, s.st_mtime_ns) for p, s in found]
 

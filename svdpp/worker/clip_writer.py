@@ -135,7 +135,7 @@ class ClipWriter:
         job, frames = finished.job, self._frames_on_host(finished)
         if self._tensor_store is not None and frames is not None:
             self._tensor_store.keep_frames(job.clip, frames)
-        latent = self._stream.to_host(finished.latent.contiguous(), finished.ready)
+        latent = self._stream.to_host(finished.latent, finished.ready)
         metadata = {
             **job.metadata,
             "conditions": self._conditions,

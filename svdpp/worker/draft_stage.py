@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 
@@ -11,7 +11,7 @@ import torch
 
 from svdpp.comm.packet import Packet
 from svdpp.comm.transport import PendingPacket, Transport
-from svdpp.config import PipelineConfig, TensorSpec
+from svdpp.config import PipelineConfig
 from svdpp.errors import SvdppError
 from svdpp.models.base import LATENTS, AfterStep, DraftableModel, Tensors, VideoModel, run_steps
 from svdpp.plan.actions import Action, Kind
@@ -84,8 +84,8 @@ class DraftStage(PipelineStage):
             Kind.SEND_START: self._send_start,
             Kind.SEND_STATE: self._send_state,
             Kind.SEND_RESULT: self._send_result,
-            Kind.RECV_STATE: self._recv_state,
-            Kind.RECV_RESULT: self._recv_result,
+            Kind.RECV_STATE: self._post,
+            Kind.RECV_RESULT: self._post,
             Kind.CORRECT: self._correct,
             Kind.COMPARE: self._compare,
         }
@@ -141,19 +141,8 @@ class DraftStage(PipelineStage):
         with self._waiting(action, "send"):
             self._transport.send(sent, action.peer)
 
-    def _recv_state(self, action: Action) -> None:
-        spec = self._packet_spec(action)[LATENTS]
-        self._post(action, {LATENTS: spec, _DERIVATIVE: TensorSpec(spec.shape, "fp32")})
-
-    def _recv_result(self, action: Action) -> None:
-        model = self._model_of(action.clip)
-        expected = {LATENTS: self._packet_spec(action)[LATENTS]}
-        if self._draft_plan.decodes:
-            expected[_FRAMES] = TensorSpec(model.frames_shape, "uint8")
-        self._post(action, expected)
-
-    def _post(self, action: Action, expected: Mapping[str, TensorSpec]) -> None:
-        pending = self._transport.post_receive(action.clip, action.start, action.peer, expected)
+    def _post(self, action: Action) -> None:
+        pending = self._transport.post_receive(action.clip, action.start, action.peer)
         self._posted[action.clip, action.start, action.peer] = pending
 
     def _received(self, action: Action) -> Packet:

@@ -52,6 +52,12 @@ class Inbox:
                 self._drafts.discard(action.clip)
             self._now = None
 
+    def wait_for_stop(self) -> None:
+        """Waits until the parent says stop another time; cancellations before it are late."""
+        self._is_stopped = False
+        while not self._is_stopped:
+            self._receive(_POLL_SECONDS)
+
     def is_cancelled(self, clip: int) -> bool:
         """Whether the parent has cancelled `clip`, which has actions left; does not wait."""
         while self._receive(0):

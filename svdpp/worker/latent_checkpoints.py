@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from svdpp.comm.packet import Packet, tensor_spec
+from svdpp.comm.packet import Packet
 from svdpp.comm.streams import Mark, SideStream, mark
-from svdpp.config import TensorSpec
 from svdpp.errors import InputError, OutputError
 from svdpp.media import output_files
 from svdpp.worker.bounded_executor import BoundedExecutor
@@ -43,8 +42,13 @@ class LatentCheckpoints:
         self._folder = folder
         self._conditions = dict(conditions)
 
-    def save(self, key: str, packet: Packet) -> None:
+    def save(self, key: str, packet: Packet, in_host_memory: Sequence[str] = ()) -> None:
         """Writes `packet`, whose tensors are on the CPU; removes those of earlier steps.
+
+        Args:
+            key: of the clip.
+            packet: to write.
+            in_host_memory: names of the tensors that `load` leaves on the CPU.
 
         Raises:
             OutputError: it cannot be written; no partial file is left.
@@ -56,6 +60,7 @@ class LatentCheckpoints:
             "compute_seconds": packet.compute_seconds,
             "memory_pressure": packet.memory_pressure,
             "conditions": self._conditions,
+            "in_host_memory": list(in_host_memory),
             "sha256": _sha256(packet.tensors),
         }
         path = self._path(key, packet.next_step)
@@ -74,14 +79,7 @@ class LatentCheckpoints:
                 "clips go on without them, but cannot be resumed",
             ) from error
 
-    def load(
-        self,
-        key: str,
-        clip: int,
-        step: int,
-        expected: Mapping[str, TensorSpec],
-        device: torch.device,
-    ) -> Packet:
+    def load(self, key: str, clip: int, step: int, device: torch.device) -> Packet:
         """The packet written after `step` steps, as `clip` of this run, on `device`.
 
         Raises:
@@ -96,10 +94,8 @@ class LatentCheckpoints:
             raise InputError(
                 f"the latent checkpoint {path.name!r} cannot be read: {reason}", hint
             ) from error
-        specs = {name: tensor_spec(tensor) for name, tensor in tensors.items()}
         pairs = {
             "conditions": (metadata["conditions"], self._conditions),
-            "tensors": (specs, dict(expected)),
             "sha256": (_sha256(tensors), metadata["sha256"]),
         }
         for name, (found, needed) in pairs.items():
@@ -109,12 +105,15 @@ class LatentCheckpoints:
                     f"not {needed}",
                     hint,
                 )
-        in_order = {name: tensors[name].to(device) for name in expected}
+        stays = metadata.get("in_host_memory", ())
+        placed = {
+            name: tensor if name in stays else tensor.to(device) for name, tensor in tensors.items()
+        }
         return Packet(
             clip,
             step,
             float(metadata["begun_at"]),
-            in_order,
+            placed,
             memory_pressure=bool(metadata["memory_pressure"]),
             compute_seconds=float(metadata["compute_seconds"]),
         )
@@ -171,7 +170,8 @@ class LatentCheckpointWriter:
                 name: self._stream.to_host(tensor, ready).contiguous()
                 for name, tensor in packet.tensors.items()
             }
-            self._checkpoints.save(key, replace(packet, tensors=on_host))
+            stays = [name for name, tensor in packet.tensors.items() if tensor.is_cpu]
+            self._checkpoints.save(key, replace(packet, tensors=on_host), stays)
             self._is_losing = False
         except OutputError as error:
             if not self._is_losing:

@@ -65,7 +65,7 @@ class Work(_Message):
 
 
 class Stop(_Message):
-    """Parent to rank: no more work follows."""
+    """Parent to rank: no more work follows; a second one: all ranks are finished, and may end."""
 
     kind: Literal["stop"] = "stop"
 
@@ -281,7 +281,10 @@ class Failed(_Message):
 
 
 class Finished(_Message):
-    """The rank has done all its work after `Stop`. A rank that ends without it has failed."""
+    """The rank has done all its work after `Stop`, and has received every packet sent to it.
+
+    A rank that ends without it has failed.
+    """
 
     kind: Literal["finished"] = "finished"
     allocated_bytes: int | None = None

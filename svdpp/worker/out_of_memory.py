@@ -7,9 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
 
-import torch
-
-from svdpp.errors import OutOfMemoryError
+from svdpp.errors import OutOfMemoryError, is_out_of_memory
 from svdpp.models.free_memory import available_bytes
 from svdpp.plan.actions import Action, Kind
 
@@ -46,17 +44,13 @@ def out_of_memory_named(
         yield
     except OutOfMemoryError:
         raise
-    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        sizes = _asked_and_free(error)
-        if sizes is None:
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
             raise
         part, knob = _part(doing, decode_chunk_size)
-        asked, free = sizes
-        raise OutOfMemoryError(
-            f"out of memory while {part}: {asked} asked for, {free} free",
-            knob,
-            details={"asked": asked, "free": free},
-        ) from error
+        sizes = _asked_and_free(str(error))
+        known = ": {asked} asked for, {free} free".format_map(sizes) if sizes else ""
+        raise OutOfMemoryError(f"out of memory while {part}{known}", knob, details=sizes) from error
 
 
 def _part(
@@ -71,14 +65,13 @@ def _part(
     return part, knob
 
 
-def _asked_and_free(error: BaseException) -> tuple[str, str] | None:
-    """The requested and the free memory; None if `error` is not about memory."""
-    text = str(error)
-    if isinstance(error, torch.OutOfMemoryError):
-        asked, free = _CUDA_ASKED.search(text), _CUDA_FREE.search(text)
-        return asked[1] if asked else "memory", free[1] if free else "less"
-    host = _HOST_ASKED.search(text)
-    if host is None and not isinstance(error, MemoryError):
-        return None
-    asked_text = f"{int(host[1]) / 2**30:.1f} GiB" if host else "memory"
-    return asked_text, f"{available_bytes() / 2**30:.1f} GiB"
+def _asked_and_free(text: str) -> dict[str, str]:
+    """The requested and the free memory; empty if the error's `text` does not say."""
+    if host := _HOST_ASKED.search(text):
+        return {"asked": _gib(int(host[1])), "free": _gib(available_bytes())}
+    asked, free = _CUDA_ASKED.search(text), _CUDA_FREE.search(text)
+    return {"asked": asked[1], "free": free[1]} if asked and free else {}
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB"

@@ -78,7 +78,8 @@ def rank_main(context: RankContext, setup: RankSetup) -> None:
         if (uuid := gpu_uuid(str(device))) is not None:
             sampler = GpuSampler(uuid, reporter.send)
             sampler.start()
-        _serve(context, setup, device, reporter)
+        inbox = Inbox(context.channel)
+        _serve(context, setup, device, reporter, inbox)
     except BaseException as error:
         reporter.failed(error)
         raise
@@ -87,13 +88,17 @@ def rank_main(context: RankContext, setup: RankSetup) -> None:
     allocated, reserved = peak_bytes(str(device))
     reporter.send(Finished(allocated_bytes=allocated, reserved_bytes=reserved))
     reporter.stop()
+    inbox.wait_for_stop()
     context.leave()
 
 
 def _serve(
-    context: RankContext, setup: RankSetup, device: torch.device, reporter: Reporter
+    context: RankContext,
+    setup: RankSetup,
+    device: torch.device,
+    reporter: Reporter,
+    inbox: Inbox,
 ) -> None:
-    inbox = Inbox(context.channel)
     stages = _prepare(context, setup, device, reporter, inbox)
 
     def rest() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cached_property, lru_cache, partial
 
@@ -13,7 +13,7 @@ from PIL import Image
 from svdpp.comm import streams
 from svdpp.comm.packet import Packet
 from svdpp.comm.transport import PendingPacket, Transport
-from svdpp.config import SamplingConfig, TensorSpec
+from svdpp.config import SamplingConfig
 from svdpp.errors import InputError, NotFiniteError, SvdppError
 from svdpp.models.base import LATENTS, AfterStep, Tensors, VideoModel, solver_history
 from svdpp.plan.actions import Action, Kind
@@ -153,7 +153,7 @@ class PipelineStage:
         self._reporter.at(None)
 
     def finish(self) -> None:
-        """Waits until every packet is received and every clip is written."""
+        """Waits until every packet has left and every clip is written."""
         with self._waiting(None):
             self._transport.drain()
             self._clip_writer.finish()
@@ -195,21 +195,13 @@ class PipelineStage:
         with self._isolated(self._packets[action.clip]):
             self._check_wanted(action.clip)
             self._packets[action.clip] = self._checkpoints.load(
-                self._keys[action.clip],
-                action.clip,
-                action.start,
-                self._packet_spec(action),
-                self._device,
+                self._keys[action.clip], action.clip, action.start, self._device
             )
 
     def _recv(self, action: Action) -> None:
         self._pending[action.clip] = self._transport.post_receive(
-            action.clip, action.start, action.peer, self._packet_spec(action)
+            action.clip, action.start, action.peer
         )
-
-    def _packet_spec(self, action: Action) -> Mapping[str, TensorSpec]:
-        """Of the packet with which `action` starts."""
-        return self._model_of(action.clip).packet_spec(action.start)
 
     def _denoise(self, action: Action) -> None:
         packet = self._packet(action)

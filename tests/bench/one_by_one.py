@@ -13,7 +13,7 @@ import argparse
 from collections import deque
 
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig
-from svdpp.driver.clip_handle import ClipHandle
+from svdpp.driver.clips import ClipHandle
 from svdpp.driver.pipeline import Pipeline
 from svdpp.plan.presets import PRESETS
 

@@ -55,7 +55,10 @@ def run_once(config: PipelineConfig, num_clips: int, folder: Path | None) -> Rou
         nonlocal num_events
         num_events += 1
 
-    open_log(verbosity=0, log_file=folder / "log.jsonl" if folder else None)
+    if folder is None:
+        open_log(verbosity=0, log_file=None)
+    else:
+        open_log(verbosity=1, write=lambda _: None, log_file=folder / "log.jsonl")
     pipeline = Pipeline(config)
     pipeline.observe(count)
     pipeline.observe(EventLog(config.layout))
@@ -72,7 +75,7 @@ def run_once(config: PipelineConfig, num_clips: int, folder: Path | None) -> Rou
 
 def seconds_an_event(config: PipelineConfig, folder: Path) -> Iterator[tuple[str, float]]:
     """The processor seconds of one step's report, by part."""
-    open_log(verbosity=0, log_file=folder / "alone.jsonl")
+    open_log(verbosity=1, write=lambda _: None, log_file=folder / "alone.jsonl")
     trace, log = Trace(config.world_size), EventLog(config.layout)
     file = TraceFile(folder / "alone.json", {})
     reader, writer = os.pipe()

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from svdpp.cli.options.model import parse_dtype
+from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.sampling import parse_seeds
 from svdpp.errors import RequestError
 from tests.cli.shell import DEMO, PHOTO, TINY, assert_error, svdpp_here
+from tests.media.pictures import png
 
 
 @pytest.fixture(autouse=True)
@@ -153,6 +154,14 @@ def test_a_missing_file(command: str, more: tuple[str, ...]) -> None:
 def test_a_text_file_named_png(command: str) -> None:
     Path("text.png").write_text("hello")
     assert_error(svdpp_here(command, "text.png", *DEMO), 7, "'text.png' is not an image in PNG")
+
+
+def test_an_image_of_many_pixels_is_refused_with_the_option() -> None:
+    Path("big.png").write_bytes(png(6000, 4001, 1, 0, bytes(751 * 4001)))
+    answer = svdpp_here("run", "big.png", *DEMO)
+    assert_error(answer, 7, "6000x4001 pixels, the limit is 24 million", "raise --max-megapixels")
+    answer = svdpp_here("run", "big.png", *DEMO, "--max-megapixels", "60")
+    assert_error(answer, 2, "--max-megapixels must be 1 to 50, got 60")
 
 
 def test_two_missing_files_are_reported_at_once() -> None:
@@ -364,15 +373,18 @@ def test_many_seeds_are_read_or_refused_at_once(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "device", "dtype"),
+    ("text", "device", "family", "dtype"),
     [
-        (None, "cpu", "fp32"),
-        (None, "cuda", "fp16"),
-        (None, "cuda:1", "fp16"),
-        ("float32", "cuda", "fp32"),
-        ("bfloat16", "cpu", "bf16"),
-        ("fp16", "cpu", "fp16"),
+        (None, "cpu", "wan", "fp32"),
+        (None, "cuda", "svd", "fp16"),
+        (None, "cuda:1", "svd", "fp16"),
+        (None, "cuda", "wan", "bf16"),
+        (None, "cuda:0", "ltx", "bf16"),
+        (None, "cuda", None, "fp16"),
+        ("float32", "cuda", "wan", "fp32"),
+        ("bfloat16", "cpu", "svd", "bf16"),
+        ("fp16", "cuda", "wan", "fp16"),
     ],
 )
-def test_dtypes(text: str | None, device: str, dtype: str) -> None:
-    assert parse_dtype(text, device) == dtype
+def test_dtypes(text: str | None, device: str, family: str | None, dtype: str) -> None:
+    assert ModelOptions(model="demo", dtype=text).to_config(device, family).dtype == dtype

@@ -121,7 +121,7 @@ def test_layouts_that_contradict_themselves(given: dict[str, Any], words: str) -
 
 def test_all_ranks_may_be_used_where_nothing_must_divide() -> None:
     def world(**given: Any) -> int:
-        return default_world("cpu", 25, on_cpu=2, divide=LayoutOptions(**given).must_divide)
+        return default_world("cpu", 25, divide=LayoutOptions(**given).must_divide)
 
     assert world() == world(layout="pipeline") == 1
     assert world(split="dithered") == world(layout="auto") == world(layout="data-parallel") == 2

@@ -18,6 +18,42 @@ def _closed() -> Iterator[None]:
     logger.remove()
 
 
+def test_the_file_gets_steps_only_with_v(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    for verbosity in (0, 1):
+        open_log(verbosity=verbosity, log_file=path, write=lambda _: None)
+        logger.debug(f"a step, verbosity {verbosity}")
+        logger.info(f"a clip, verbosity {verbosity}")
+    records = [json.loads(line)["record"]["message"] for line in path.read_text().splitlines()]
+    assert records == ["a clip, verbosity 0", "a step, verbosity 1", "a clip, verbosity 1"]
+
+
+def test_the_files_of_a_long_life_are_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("svdpp.cli.log._FILE_BYTES", 10_000)
+    open_log(verbosity=0, log_file=tmp_path / "log", write=lambda _: None)
+    for number in range(200):
+        logger.info("clip {} is finished", number)
+
+    files = ["log", "log.1", "log.2", "log.3", "log.4"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == files
+    assert all(path.stat().st_size <= 10_000 for path in tmp_path.iterdir())
+    last = (tmp_path / "log").read_text().splitlines()[-1]
+    assert json.loads(last)["record"]["message"] == "clip 199 is finished"
+
+
+def test_the_file_gets_errors_as_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    open_log(verbosity=0, log_file=path, write=lambda _: None)
+    try:
+        raise KeyError("%s")
+    except KeyError:
+        logger.exception("a callback about a job failed")
+    (line,) = path.read_text().splitlines()
+    assert json.loads(line)["record"]["exception"]["type"] == "KeyError"
+
+
 def test_the_file_gets_everything_as_json_lines(tmp_path: Path) -> None:
     said: list[str] = []
     path = tmp_path / "new" / "run.jsonl"
@@ -39,7 +75,7 @@ def test_a_full_disk_is_said_once_and_stops_nothing(capfd: pytest.CaptureFixture
 
     warnings = [line for line in said if "still here" not in line]
     assert warnings == [
-        "warning: the log '/dev/full' is no longer written: No space left on device"
+        "warning: cannot write the log '/dev/full': [Errno 28] No space left on device"
     ]
     assert len(said) == 4
     assert capfd.readouterr().err == ""

@@ -12,9 +12,11 @@ import torch
 from svdpp.cli.options.draft import DraftOptions
 from svdpp.cli.options.layout import LayoutOptions
 from svdpp.cli.plan_choice import PlanChoice
+from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import RequestError
 from svdpp.launch.world import World
 from svdpp.plan.draft_starts import DraftProfile, MeasuredStartSteps
+from tests.cli.shell import assert_error, svdpp_here
 
 
 def _choice(
@@ -32,7 +34,7 @@ def _choice(
         layout=LayoutOptions(),
         experts=None,
         world=world,
-        default_world=None,
+        on_cpu=2,
         steps=steps,
         family="svd",
         device=device,
@@ -56,6 +58,26 @@ def test_a_draft_takes_all_gpus_whatever_divides(
 def test_a_draft_on_the_cpu_takes_two_ranks() -> None:
     shape = _settings(_choice(device="cpu"))
     assert (shape["world_size"], shape["draft"].start_steps) == (2, (0, 13))
+
+
+@pytest.mark.parametrize(
+    ("device", "gpus", "steps", "world_size"),
+    [("cuda", 3, 6, 3), ("cuda", 8, 28, 7), ("cuda", 1, 6, 1), ("cpu", 3, 8, 4), ("cpu", 3, 6, 3)],
+)
+def test_simulate_starts_as_many_ranks_as_there_are_gpus(
+    monkeypatch: pytest.MonkeyPatch, device: str, gpus: int, steps: int, world_size: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    started: list[int] = []
+
+    def start(self: Pipeline) -> None:
+        started.append(self.config.world_size)
+        raise RequestError("this test starts no ranks")
+
+    monkeypatch.setattr(Pipeline, "__enter__", start)
+    answer = svdpp_here("simulate", "--device", device, "--steps", str(steps))
+    assert_error(answer, 2, "this test starts no ranks")
+    assert started == [world_size]
 
 
 @pytest.fixture

@@ -5,18 +5,24 @@ from __future__ import annotations
 import io
 import json
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console as RichConsole
 
 from svdpp.cli.console import Console
 from svdpp.cli.run_report import announce_look, print_clips
-from svdpp.config import ModelConfig, PipelineConfig, SvdSampling, VideoFormat
-from svdpp.driver.jobs import OutputPolicy
+from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SvdSampling, VideoFormat
+from svdpp.driver.clips import ClipHandle
+from svdpp.driver.jobs import ClipPlan, OutputPolicy
+from svdpp.driver.pipeline import Pipeline
 from svdpp.launch import fork_server
 from svdpp.worker.peak_memory import MemoryPressure
 from tests.cli.shell import DEMO, PHOTO, TINY, svdpp_here
+
+run = import_module("svdpp.cli.run")  # the package also has a command of this name
 
 
 @pytest.mark.parametrize(
@@ -34,6 +40,26 @@ def test_the_command_that_proves_a_clip_names_it(
     console.err = RichConsole(file=heard, width=80)
     print_clips(console, Path("out"), [], [{"output": output, "format": format, "exact": True}], [])
     assert f"svdpp verify {named}\n" in heard.getvalue()
+
+
+@pytest.mark.processes
+def test_very_many_clips_go_to_the_ranks_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "_AT_ONCE", 2)
+    dummy = ModelConfig(name="dummy", dummy_latent_shape=(1, 4, 2, 8, 8))
+    config = PipelineConfig(world_size=2, model=dummy, sampling=SvdSampling(num_inference_steps=2))
+    requests = [ClipRequest(seed=seed) for seed in range(7)]
+    parts = []
+    with Pipeline(config) as pipeline:
+        submit = pipeline.submit
+
+        def count(asked: list[ClipRequest], about: list[dict[str, Any]]) -> list[ClipHandle]:
+            parts.append(len(asked))
+            return submit(asked, about)
+
+        monkeypatch.setattr(pipeline, "submit", count)
+        made = list(run._results(pipeline, ClipPlan(requests, [{} for _ in requests])))
+    assert parts == [2, 2, 2, 1]
+    assert [result.request.seed for result in made] == list(range(7))
 
 
 @pytest.mark.processes

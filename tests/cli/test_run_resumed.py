@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from svdpp.media.examples import example_photos
 from svdpp.media.video import read_frames
-from tests.cli.shell import PYTHONPATH, Answer, svdpp_here
+from tests.cli.shell import PYTHONPATH, Answer, assert_error, svdpp_here
 from tests.driver.dummies import HANG_SECONDS
 from tests.faults.processes import wait_until
 from tests.models.builders import save_tiny_checkpoint
@@ -72,6 +73,25 @@ def test_a_killed_run_goes_on_from_its_hand_overs(tmp_path: Path) -> None:
     assert all(len(read_frames(clip, "mp4")) == 2 for clip in out.glob("*.mp4"))
 
 
+def test_a_second_run_into_the_folder_is_refused_while_the_first_goes_on(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    command = _command(PHOTOS[0], "--world", 1, "--out", out)
+    first = subprocess.Popen(
+        [sys.executable, "-m", "svdpp", *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    wait_until((out / "run.json").exists, HANG_SECONDS, "the first run's manifest")
+    os.kill(first.pid, signal.SIGSTOP)  # so that it does not end before the second has looked
+    for options in ([], ["--overwrite"], ["--resume"]):
+        second = _run(PHOTOS[0], "--world", 1, "--out", out, *options)
+        assert_error(second, 2, f"another svdpp run is writing into {str(out)!r}")
+    os.kill(first.pid, signal.SIGCONT)
+    assert first.communicate()[0].decode().split() == [str(out / "astronaut_0.mp4")]
+    assert first.returncode == 0
+    assert not list(out.glob(".svdpp-*"))
+
+
 @pytest.mark.full
 def test_unreadable_images_lose_no_other_with_keep_going(tmp_path: Path) -> None:
     (tmp_path / "torn.png").write_bytes(b"\x89PNG\r\n")
@@ -105,3 +125,26 @@ def test_what_is_lost_ends_with_the_highest_code(tmp_path: Path) -> None:
     assert done.code == 9, done.err
     assert "error: 2 of 2 clips lost: the latent is not finite after step 0" in done.err
     assert done.out.count("(lost: ") == 2
+
+
+def test_control_characters_in_a_name_reach_neither_terminal_nor_log(tmp_path: Path) -> None:
+    name = "a\x1b]0;title\x07\r\n12:00:00.000 INFO  rank 9 forged \x9b31m\u202egpj.jpg"
+    photo = tmp_path / name
+    shutil.copy(PHOTOS[0], photo)
+    log = tmp_path / "log.jsonl"
+    out = tmp_path / "out"
+    done = _run(photo, "--world", 1, "--out", out, "-v", "--log-file", log)
+    assert done.code == 0, done.err
+    (tmp_path / "torn\x1b[2J.png").write_bytes(b"\x89PNG\r\n")
+    lost = _run(photo, tmp_path / "torn\x1b[2J.png", "--out", out, "--resume", "--keep-going", "-v")
+    assert lost.code == 7
+    refused = _run(photo, "--out", out, "--dry-run")
+    assert refused.code == 2
+    for text in (done.out, done.err, lost.out, lost.err, refused.err):
+        assert not set(text) & set("\x1b\x07\r\x9b\u202e"), text
+        assert not [line for line in text.splitlines() if line.startswith("12:00:00.000")]
+    assert "a\\x1b]0;title\\x07\\r\\n12:00" in done.err
+    assert all(json.loads(line) for line in log.read_text().splitlines())
+    assert [
+        ord(char) for file in out.iterdir() for char in file.name if not char.isprintable()
+    ] == []

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from svdpp.comm import backend_errors
-from svdpp.errors import DeviceError, OutOfMemoryError, RankError, BrokenLinkError
+from svdpp.errors import BrokenLinkError, DeviceError, OutOfMemoryError, RankError
 
 # As torch 2.13 and NCCL 2.27 print them (ProcessGroupNCCL.cpp, NCCLUtils.cpp).
 NCCL_UNHANDLED = """NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, \
@@ -24,6 +24,8 @@ socketProgress: Connection closed by remote peer host0<51234>"""
 XID = """CUDA error: an illegal memory access was encountered
 Search for `cudaErrorIllegalAddress' in the documentation for more information.
 CUDA kernel errors might be asynchronously reported at some other API call."""
+NO_MEMORY = XID.replace("an illegal memory access was encountered", "out of memory")
+ALLOCATOR = "CUDA out of memory. Tried to allocate 2.00 GiB"
 GLOO = "[../third_party/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4711"
 
 
@@ -38,7 +40,9 @@ GLOO = "[../third_party/gloo/transport/tcp/pair.cc:534] Connection closed by pee
             "last error: socketProgress: Connection closed by remote peer host0",
         ),
         (dist.DistBackendError(NCCL_XID), DeviceError, "CUDA error: unspecified launch failure"),
-        (dist.DistBackendError(NCCL_UNHANDLED), OutOfMemoryError, "out of GPU memory in NCCL"),
+        (dist.DistBackendError(NCCL_UNHANDLED), OutOfMemoryError, "out of memory in NCCL"),
+        (torch.OutOfMemoryError(ALLOCATOR), OutOfMemoryError, "out of memory: "),
+        (torch.AcceleratorError(NO_MEMORY), OutOfMemoryError, "out of memory: "),
         (torch.AcceleratorError(XID), DeviceError, "an illegal memory access was encountered"),
         (BrokenLinkError("clip: sent 7, expected 8"), BrokenLinkError, "clip: sent 7, expected 8"),
     ],
@@ -49,11 +53,6 @@ def test_errors_are_told_apart(raised: Exception, kind: type[Exception], words: 
     assert type(caught.value) is kind
     assert "could not send clip 3 to rank 1" in str(caught.value)
     assert words in str(caught.value)
-
-
-def test_memory_that_runs_out_is_left_to_who_knows_the_action() -> None:
-    with pytest.raises(torch.OutOfMemoryError), backend_errors.named("send clip 3 to rank 1"):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
 
 def test_a_gpu_that_fails_is_its_ranks_own_fault() -> None:

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from svdpp.comm.packet import Packet, tensor_spec
+from svdpp.comm.packet import Packet, assemble, describe
 from svdpp.comm.transport import Transfer, Transport
-from svdpp.config import TensorSpec
 from svdpp.errors import TransportError
 from svdpp.launch.group import RankContext
 from svdpp.plan.schedule import connect_rounds
@@ -28,10 +27,6 @@ def _tensors(seed: int) -> dict[str, torch.Tensor]:
     tensors = {str(dtype).removeprefix("torch."): bits.view(dtype) for dtype in DTYPES[1:]}
     tensors["float32"] = bits.repeat(1, 1, 2).view(torch.float32).transpose(0, 2)
     return tensors
-
-
-def _spec(tensors: dict[str, torch.Tensor]) -> dict[str, TensorSpec]:
-    return {name: tensor_spec(tensor) for name, tensor in tensors.items()}
 
 
 def _transport(context: RankContext, transfers: list[Transfer]) -> Transport:
@@ -59,7 +54,7 @@ def _relay(context: RankContext, clips: int) -> dict[str, Any]:
         if rank == 0:
             packet = Packet(clip, 4, 100.0 + clip, expected, compute_seconds=0.5)
         else:
-            packet = transport.post_receive(clip, 4, rank - 1, _spec(expected)).wait()
+            packet = transport.post_receive(clip, 4, rank - 1).wait()
             assert (packet.clip, packet.next_step, packet.begun_at) == (clip, 4, 100.0 + clip)
             assert packet.compute_seconds == rank - 0.5
             packet.compute_seconds += 1
@@ -97,7 +92,7 @@ def _slow_receiver(context: RankContext) -> list[float]:
     time.sleep(3)
     begin = time.monotonic()
     for clip in range(3):
-        transport.post_receive(clip, 1, 0, _spec(tensors)).wait()
+        transport.post_receive(clip, 1, 0).wait()
     return [begin]
 
 
@@ -118,10 +113,8 @@ def _mismatch(context: RankContext, expected: dict[str, Any]) -> str:
         except TransportError as error:
             return error.message
         return "sent"
-    shape = tuple(expected.get("shape", (2, 3)))
-    spec = {"latents": TensorSpec(shape, expected.get("dtype", "fp32"))}
     clip = expected.get("clip", 7)
-    pending = transport.post_receive(clip, expected.get("next_step", 4), 0, spec)
+    pending = transport.post_receive(clip, expected.get("next_step", 4), 0)
     try:
         pending.wait()
     except TransportError as error:
@@ -135,10 +128,6 @@ def _mismatch(context: RankContext, expected: dict[str, Any]) -> str:
         ({}, "accepted"),
         ({"clip": 8}, "clip: sent 7, expected 8"),
         ({"next_step": 5}, "next step: sent 4, expected 5"),
-        ({"shape": (2, 4)}, "latents: sent 2x3 fp32, expected 2x4 fp32"),
-        ({"shape": (1, 3)}, "latents: sent 2x3 fp32, expected 1x3 fp32"),
-        ({"shape": (3, 2)}, "latents: sent 2x3 fp32, expected 3x2 fp32"),
-        ({"shape": (2, 6), "dtype": "bf16"}, "latents: sent 2x3 fp32, expected 2x6 bf16"),
     ],
 )
 def test_a_packet_that_is_not_the_expected_one_is_refused(
@@ -155,7 +144,7 @@ def _leaver(context: RankContext) -> str:
     transport = _transport(context, [])
     if context.world.rank == 0:
         return "left"
-    pending = transport.post_receive(0, 1, 0, {"latents": TensorSpec((1,), "fp32")})
+    pending = transport.post_receive(0, 1, 0)
     try:
         pending.wait()
     except TransportError as error:
@@ -168,6 +157,30 @@ def test_a_neighbour_that_leaves_is_an_error_at_once() -> None:
     assert words.startswith("could not receive clip 0 at step 1 from rank 0: ")
 
 
-def test_dtypes_without_a_code_are_a_programmers_error() -> None:
-    with pytest.raises(ValueError, match="float64"):
-        tensor_spec(torch.zeros(1, dtype=torch.float64))
+CPU = torch.device("cpu")
+
+
+def test_dtypes_that_no_packet_carries_are_a_programmers_error() -> None:
+    with pytest.raises(ValueError, match="complex64"):
+        describe({"latents": torch.zeros(1, dtype=torch.complex64)}, CPU)
+
+
+def test_tensors_in_host_memory_are_in_the_description() -> None:
+    tensors = {"step": torch.tensor(7), "state": torch.arange(5).byte()}
+    back = assemble(describe(tensors, torch.device("cuda")), torch.empty(0, dtype=torch.uint8))
+    assert list(back) == ["step", "state"]
+    assert all(torch.equal(back[name], each) for name, each in tensors.items())
+
+
+@pytest.mark.parametrize(
+    ("description", "words"),
+    [
+        (b"?\n", "cannot be read"),
+        (b'[["latents", "complex64", [1], false]]\n', "cannot be read"),
+        (b'[["latents", "float32", [2], false]]\n', "of 4 bytes is described as 8"),
+        (b"[]\nmore", "of 4 bytes is described as 0"),
+    ],
+)
+def test_a_description_that_does_not_fit_is_refused(description: bytes, words: str) -> None:
+    with pytest.raises(TransportError, match=words):
+        assemble(description, torch.zeros(4, dtype=torch.uint8))

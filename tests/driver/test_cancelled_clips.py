@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from svdpp.config import ClipRequest, DraftConfig, OutputConfig, PipelineConfig
-from svdpp.driver.clip_handle import ClipProgress
+from svdpp.driver.clips import ClipProgress
 from svdpp.driver.pipeline import Pipeline
 from svdpp.media.examples import example_photos
 from svdpp.plan.costs import Costs

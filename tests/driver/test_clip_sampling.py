@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from svdpp.config import ClipRequest, DraftConfig, OutputConfig, SvdSampling
-from svdpp.driver.clip_configs import ClipConfigs
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.resolve import resolve
+from svdpp.driver.work import ClipWork
 from svdpp.errors import RequestError
 from svdpp.media.examples import example_photos
 from svdpp.media.image import fit_photo, read_photo
@@ -78,11 +78,11 @@ def test_each_clip_has_the_bits_of_diffusers(
 def test_the_pipelines_own_values_fill_those_that_a_clip_leaves_open() -> None:
     pipeline_config, checkpoint = resolve(small_svd(2))
     own = replace(pipeline_config.sampling, num_frames=14, decode_chunk_size=4)
-    configs = ClipConfigs(replace(pipeline_config, sampling=own), checkpoint)
+    work = ClipWork(replace(pipeline_config, sampling=own), checkpoint)
     request = ClipRequest(seed=0, sampling=replace(own, num_frames=None, decode_chunk_size=None))
-    assert configs.resolved(request).sampling is None  # the same as the pipeline's
+    assert work.resolved(request).sampling is None  # the same as the pipeline's
     short = replace(own, num_frames=3, decode_chunk_size=None)
-    assert configs.resolved(replace(request, sampling=short)).sampling == replace(
+    assert work.resolved(replace(request, sampling=short)).sampling == replace(
         short, decode_chunk_size=3
     )
 

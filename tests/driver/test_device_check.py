@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SvdSampling
-from svdpp.driver.device_check import DeviceCheck
 from svdpp.driver.pipeline import Pipeline
+from svdpp.driver.ranks import DeviceCheck
 from svdpp.errors import RequestError
 from svdpp.worker.messages import Event, Started
 

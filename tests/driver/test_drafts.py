@@ -337,4 +337,4 @@ def test_a_drafts_files_are_named_for_what_they_are() -> None:
 def test_latents_are_what_travels_first() -> None:
     """The packet of SEND_START is a clip's whole packet: a rank can begin from it alone."""
     spec = LatentSpec(shape=SHAPE, dtype="fp32", dims="BCFHW")
-    assert list(DummyModel(spec, 4, torch.device("cpu")).packet_spec(0)) == [LATENTS]
+    assert list(DummyModel(spec, 4, torch.device("cpu")).probe_packet()) == [LATENTS]

@@ -20,9 +20,9 @@ from svdpp.config import (
     PipelineConfig,
     WanSampling,
 )
-from svdpp.driver.clip_configs import ClipConfigs
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.resolve import resolve
+from svdpp.driver.work import ClipWork
 from svdpp.errors import RequestError
 from svdpp.media.examples import example_photos
 from svdpp.media.image import fit_photo, read_photo
@@ -186,4 +186,4 @@ def test_ranks_without_an_encoder_of_images_refuse_photographs(wan: Family) -> N
     assert isinstance(config.sampling, WanSampling)
     asked = replace(wan.requests[0], sampling=replace(config.sampling, from_image=True))
     with pytest.raises(RequestError, match="started for clips from text alone"):
-        ClipConfigs(config, checkpoint).resolved(asked)
+        ClipWork(config, checkpoint).resolved(asked)

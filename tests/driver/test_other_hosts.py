@@ -22,7 +22,8 @@ from svdpp.config import (
 )
 from svdpp.driver import hosts
 from svdpp.driver.jobs import ClipPlan, OutputPolicy
-from svdpp.driver.shared_settings import shared_settings, silence_limit
+from svdpp.driver.liveness import silence_limit
+from svdpp.driver.ranks import shared_settings
 from svdpp.errors import OutputError, RequestError, SvdppError
 from svdpp.media import output_files, video
 from svdpp.media.image import read_photo

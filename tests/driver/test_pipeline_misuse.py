@@ -14,6 +14,7 @@ from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import ClosedError, NotFiniteError, RequestError
 from svdpp.media.examples import example_photos
 from svdpp.worker.fault_injection import InjectedFault
+from tests.cli.shell import python
 from tests.driver.dummies import HANG_SECONDS, clips, config
 
 KEY = hashlib.sha256(b"clip").hexdigest()
@@ -47,6 +48,26 @@ def test_a_pipeline_cannot_be_used_after_its_block_nor_entered_twice() -> None:
     assert handle.result(0).clip == 0
     assert len(pipeline.trace.steps) == 4
     pipeline.close()
+
+
+_SCRIPT = """
+from svdpp import ClipRequest, Pipeline
+from tests.driver.dummies import config
+with Pipeline(config()) as pipeline:
+    pipeline.run(ClipRequest(seed=0))
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("source", ["file", "stdin"])
+def test_a_script_that_ranks_cannot_import_is_told_what_to_do(tmp_path: Path, source: str) -> None:
+    (tmp_path / "script.py").write_text(_SCRIPT)
+    arguments = ("script.py",) if source == "file" else ("-",)
+    done = python(*arguments, cwd=tmp_path, stdin=_SCRIPT)
+    assert done.code == 1
+    last = done.err.splitlines()[-1]
+    assert last.startswith("svdpp.errors.RankError: rank ")
+    assert 'under `if __name__ == "__main__":`, and run it from a file' in last
 
 
 def test_only_a_launchers_rank_0_enters_the_block(monkeypatch: pytest.MonkeyPatch) -> None:

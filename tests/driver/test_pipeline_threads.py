@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from svdpp.config import ClipRequest
-from svdpp.driver.clip_handle import ClipHandle
+from svdpp.driver.clips import ClipHandle
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import ClosedError, RankError
 from svdpp.worker.fault_injection import InjectedFault

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from svdpp.comm.packet import Packet
-from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SvdSampling, TensorSpec
+from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SvdSampling
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import InputError, RankError
 from svdpp.launch import fork_server
@@ -200,11 +200,8 @@ def _packet(step: int = 7) -> Packet:
     return Packet(3, step, 12.5, tensors, compute_seconds=4.25)
 
 
-SPEC = {"latents": TensorSpec((2, 3), "fp32"), "ids": TensorSpec((1,), "bf16")}
-
-
 def _load(checkpoints: LatentCheckpoints, step: int = 7) -> Packet:
-    return checkpoints.load(KEYS[0], 9, step, SPEC, torch.device("cpu"))
+    return checkpoints.load(KEYS[0], 9, step, torch.device("cpu"))
 
 
 def test_a_packet_comes_back_as_another_runs_clip(tmp_path: Path) -> None:
@@ -214,7 +211,7 @@ def test_a_packet_comes_back_as_another_runs_clip(tmp_path: Path) -> None:
     back = _load(checkpoints)
     assert (back.clip, back.next_step, back.begun_at, back.tombstone) == (9, 7, 12.5, False)
     assert back.compute_seconds == 4.25
-    assert list(back.tensors) == list(packet.tensors)
+    assert back.tensors.keys() == packet.tensors.keys()
     assert all(torch.equal(back.tensors[name], packet.tensors[name]) for name in packet.tensors)
 
 
@@ -259,10 +256,6 @@ def test_a_file_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"conditions are .*elsewhere.* not .*here") as caught:
         _load(LatentCheckpoints(tmp_path, CONDITIONS))
     assert "delete" in caught.value.hint
-    other = Packet(3, 7, 0.0, {"latents": torch.zeros(2, 4), "ids": torch.ones(1).bfloat16()})
-    LatentCheckpoints(tmp_path, CONDITIONS).save(KEYS[0], other)
-    with pytest.raises(InputError, match="tensors are"):
-        _load(LatentCheckpoints(tmp_path, CONDITIONS))
 
 
 @pytest.mark.parametrize("damage", ["cut", "bit", "text", "gone"])

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import WanTransformer3DModel
+from svdpp.models.wan.checkpoint import TRANSFORMERS
 
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, WanSampling
 from svdpp.driver.pipeline import Pipeline
-from svdpp.models.wan.checkpoint import TRANSFORMERS
 from svdpp.worker.messages import Event, Finished
 from tests.cli.shell import python
 from tests.driver.dummies import pids

@@ -38,6 +38,8 @@ class Group:
     def __init__(self, said: list[tuple[int, Event]], exited: dict[int, int | None]) -> None:
         self._said = [(rank, event.to_bytes()) for rank, event in said]
         self._exited = exited
+        self.sent: list[tuple[int, int]] = []
+        """The rank of each message sent, and how many messages of the ranks were unread then."""
 
     def poll(self, timeout: float) -> list[tuple[int, bytes]]:  # noqa: ARG002
         said, self._said = self._said, []
@@ -49,11 +51,11 @@ class Group:
     def location(self, rank: int) -> RankLocation:
         return RankLocation("here", rank)
 
-    def send(self, rank: int, message: bytes) -> None:
-        """Drops the message."""
+    def send(self, rank: int, message: bytes) -> None:  # noqa: ARG002
+        self.sent.append((rank, len(self._said)))
 
     def output_tail(self, rank: int) -> str:  # noqa: ARG002
-        return ""
+        return "its last output"
 
     def end(self, timeout: float) -> bool:  # noqa: ARG002
         return True
@@ -67,10 +69,18 @@ def _no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "_REPORT_SECONDS", 0.01)
 
 
-def _supervisor(said: list[tuple[int, Event]], exited: dict[int, int | None]) -> Supervisor:
-    liveness = Liveness(3, 0.0, start_timeout=1e9, heartbeat_timeout=1e9, timeout=1e9)
+def _group(said: list[tuple[int, Event]], exited: dict[int, int | None]) -> Group:
     joined = [(rank, Joined(device="cpu", load_seconds=0.0)) for rank in range(3)]
-    return Supervisor(Group([*joined, *said], exited), liveness, device="cpu")
+    return Group([*joined, *said], exited)
+
+
+def _of(group: Group) -> Supervisor:
+    liveness = Liveness(3, 0.0, start_timeout=1e9, heartbeat_timeout=1e9, timeout=1e9)
+    return Supervisor(group, liveness, device="cpu")
+
+
+def _supervisor(said: list[tuple[int, Event]], exited: dict[int, int | None]) -> Supervisor:
+    return _of(_group(said, exited))
 
 
 @pytest.mark.parametrize(
@@ -121,6 +131,14 @@ def test_a_rank_that_ended_in_order_is_not_blamed_for_anothers_link(code: int | 
     said: list[tuple[int, Event]] = [(0, Finished()), (1, LINK_BROKE)]
     with pytest.raises(RankError, match=r"rank 1 .* could not receive"):
         _supervisor(said, {0: code}).stop(1)
+
+
+def test_ranks_may_end_when_all_have_what_was_sent_to_them() -> None:
+    """A rank that ends takes with it what NCCL has not delivered."""
+    said: list[tuple[int, Event]] = [(rank, Finished()) for rank in range(3)]
+    group = _group(said, {})
+    _of(group).stop(1)
+    assert group.sent == [(rank, unread) for unread in (6, 0) for rank in range(3)]
 
 
 def test_a_rank_that_ends_badly_after_its_last_word_is_blamed() -> None:

@@ -1,18 +1,31 @@
-"""No packet lands in memory that queued kernels still use; each test shows the wrong way fail."""
+"""No stream reads or writes memory too early; each test shows that the wrong way fails."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from svdpp.comm import streams
+from svdpp.comm.packet import Packet
+from svdpp.comm.transport import Transport
+from svdpp.config import ClipRequest
+from svdpp.models.base import LATENTS
+from svdpp.worker.clip_writer import ClipWriter, FinishedClip, WriterEvents
+from svdpp.worker.latent_checkpoints import LatentCheckpoints, LatentCheckpointWriter
+from svdpp.worker.messages import ClipJob
+from svdpp.worker.tensor_store import TensorStore
 from tests.gpu.machine import Report
 
 pytestmark = pytest.mark.no_rehearsal
 
 SIZE = 8 * 2**20
+FRAMES = (8, 512, 512, 3)
 # Some tenths of a second at 1 to 2 GHz: longer than a copy of 8 MB takes.
 SLEEP_CYCLES = 500_000_000
 DEVICE = torch.device("cuda:0")
@@ -88,14 +101,160 @@ def test_a_freed_packet_is_not_reused_while_it_is_read(report: Report) -> None:
     assert not all(kept), "without lend() nothing went wrong: this test shows nothing"
 
 
-def test_copies_to_the_host_wait_for_what_they_copy() -> None:
-    side = streams.SideStream(DEVICE)
-    tensor = torch.zeros(SIZE, dtype=torch.uint8, device=DEVICE)
-    torch.cuda._sleep(SLEEP_CYCLES)
-    tensor.fill_(5)
-    host = side.to_host(tensor, streams.mark(DEVICE))
-    assert bool((host == 5).all())
+class Wire:
+    """Stands for the other rank: keeps what a transport sends, in the order of the streams."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.sent: deque[torch.Tensor] = deque()
+        for name in ("send", "isend"):
+            monkeypatch.setattr(dist, name, lambda tensor, _: self.sent.append(tensor.clone()))
+        for name in ("recv", "irecv"):
+            monkeypatch.setattr(dist, name, self._receive)
+
+    def _receive(self, memory: torch.Tensor, _: int) -> None:
+        memory.copy_(self.sent.popleft(), non_blocking=True)
+
+
+@pytest.fixture
+def wire(monkeypatch: pytest.MonkeyPatch) -> Wire:
+    return Wire(monkeypatch)
+
+
+def _transport(backend: str) -> Transport:
+    return Transport(0, DEVICE, backend, lambda _: None)
+
+
+def _send(tensor: torch.Tensor, backend: str) -> None:
+    transport = _transport(backend)
+    transport.send(Packet(0, 1, 0.0, {LATENTS: tensor}), 1)
+    transport.drain()
+    transport.close()
+
+
+def _over_nccl(tensor: torch.Tensor, wire: Wire, _: Path) -> torch.Tensor:
+    _send(tensor, "nccl")
+    return wire.sent[-1].cpu()
+
+
+def _over_gloo(tensor: torch.Tensor, wire: Wire, _: Path) -> torch.Tensor:
+    _send(tensor, "gloo")
+    return wire.sent[-1]
+
+
+def _in_latent_checkpoint(tensor: torch.Tensor, _: Wire, folder: Path) -> torch.Tensor:
+    failed: list[BaseException] = []
+    checkpoints = LatentCheckpoints(folder, {})
+    writer = LatentCheckpointWriter(
+        checkpoints, DEVICE, on_lost=failed.append, on_failed=failed.append
+    )
+    writer.put("0" * 64, Packet(0, 1, 0.0, {LATENTS: tensor}))
+    writer.finish()
+    assert not failed
+    return checkpoints.load("0" * 64, 0, 1, torch.device("cpu")).tensors[LATENTS]
+
+
+def _in_frames(tensor: torch.Tensor, _: Wire, folder: Path) -> torch.Tensor:
+    kept, failed = TensorStore(folder), list[Any]()
+    events = WriterEvents(
+        done=lambda _: None,
+        lost=lambda *lost: failed.append(lost),
+        draft_lost=lambda *lost: failed.append(lost),
+        failed=failed.append,
+    )
+    writer = ClipWriter(events, {}, DEVICE, kept, fps=7)
+    writer.put(
+        FinishedClip(
+            job=ClipJob(clip=0, request=ClipRequest(seed=0)),
+            latent=torch.zeros(1),
+            frames=tensor,
+            ready=streams.mark(DEVICE),
+            begun_at=0.0,
+        )
+    )
+    writer.finish()
+    assert not failed
+    return torch.from_numpy(kept.frames(0))
+
+
+def _on_host(tensor: torch.Tensor, _: Wire, __: Path) -> torch.Tensor:
+    host = streams.SideStream(DEVICE).to_host(tensor, streams.mark(DEVICE))
     assert host.is_pinned()
+    return host
+
+
+@pytest.mark.parametrize(
+    "leave", [_on_host, _over_nccl, _over_gloo, _in_latent_checkpoint, _in_frames]
+)
+def test_what_leaves_the_device_waits_for_the_kernel_that_writes_it(
+    leave: Callable[[torch.Tensor, Wire, Path], torch.Tensor],
+    wire: Wire,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def is_whole_after(value: int) -> bool:
+        tensor = torch.zeros(FRAMES, dtype=torch.uint8, device=DEVICE)
+        torch.cuda._sleep(SLEEP_CYCLES)
+        tensor.fill_(value)
+        return bool((leave(tensor, wire, tmp_path) == value).all())
+
+    assert is_whole_after(5)
+    beside = streams.SideStream.beside
+    monkeypatch.setattr(streams.SideStream, "beside", lambda self, after=None: beside(self))  # noqa: ARG005
+    assert not is_whole_after(6), "without its mark the copy did no harm: this test shows nothing"
+
+
+def _receive(transport: Transport, clip: int) -> torch.Tensor:
+    return transport.post_receive(clip, 1, 1).wait().tensors[LATENTS]
+
+
+def _sent_packets(wire: Wire, values: Sequence[int]) -> Transport:
+    """The transport that has yet to receive a packet of each value."""
+    sender = _transport("nccl")
+    for clip, value in enumerate(values):
+        packet = torch.full(FRAMES, value, dtype=torch.uint8, device=DEVICE)
+        sender.send(Packet(clip, 1, 0.0, {LATENTS: packet}), 1)
+    sender.drain()
+    sender.close()
+    torch.cuda.synchronize()
+    wire.sent = deque(tensor.cpu().pin_memory() for tensor in wire.sent)
+    torch.cuda.empty_cache()
+    return _transport("nccl")
+
+
+def test_a_packet_is_received_into_memory_that_no_queued_kernel_uses(
+    wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def is_whole() -> bool:
+        transport = _sent_packets(wire, [3])
+        _leave_a_block_in_use()
+        received = _receive(transport, 0)
+        torch.cuda.synchronize()
+        return bool((received == 3).all())
+
+    def empty(_: streams.SideStream, num_bytes: int) -> torch.Tensor:
+        with torch.cuda.stream(torch.cuda.default_stream(DEVICE)):
+            return torch.empty(num_bytes, dtype=torch.uint8, device=DEVICE)
+
+    assert is_whole()
+    monkeypatch.setattr(streams.SideStream, "empty", empty)
+    assert not is_whole(), "memory of another stream did no harm: this test shows nothing"
+
+
+def test_a_received_packet_keeps_its_memory_until_queued_kernels_have_read_it(
+    wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def is_whole() -> bool:
+        transport = _sent_packets(wire, [3, 9, 9])
+        torch.cuda._sleep(SLEEP_CYCLES)
+        received = _receive(transport, 0)
+        for clip in (1, 2):  # the link keeps the packet before
+            _receive(transport, clip)
+        torch.cuda.synchronize()
+        return bool((received == 3).all())
+
+    assert is_whole()
+    monkeypatch.setattr(streams, "lend", lambda _: None)
+    assert not is_whole(), "without lend() nothing went wrong: this test shows nothing"
 
 
 def test_a_flag_and_a_step_are_read_without_a_stop() -> None:

@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from svdpp.comm import streams
-from svdpp.comm.packet import Packet, tensor_spec
+from svdpp.comm.packet import Packet
 from svdpp.comm.transport import Transport
-from svdpp.config import ClipRequest, TensorSpec
+from svdpp.config import ClipRequest
 from svdpp.diagnostics import rank_probe
 from svdpp.diagnostics.run_recorder import RunRecorder
 from svdpp.driver.pipeline import Pipeline
@@ -175,13 +175,11 @@ def _relay_over_nccl(context: RankContext, device_name: str) -> None:
     context.join()
     transport = Transport(rank, device, context.backend, lambda _: None, checksum=True)
     transport.connect(connect_rounds((r, r + 1) for r in range(context.world.size - 1)))
-    expected = {"latents": TensorSpec((PACKET_FLOATS,), "fp32")}
-    assert tensor_spec(_payload(0, device)) == expected["latents"]
     matrix = torch.randn(2048 if device.type == "cuda" else 64, 2048, device=device)
     copies, hashes, begun = streams.SideStream(device), [], time.monotonic()
     for clip in range(NUM_PACKETS):
         if rank:
-            packet = transport.post_receive(clip, 1, rank - 1, expected).wait()
+            packet = transport.post_receive(clip, 1, rank - 1).wait()
         else:
             packet = Packet(clip, 1, 0.0, {"latents": _payload(clip, device)})
         for _ in range(20):

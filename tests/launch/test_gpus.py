@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
 import types
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
+import pynvml
 import pytest
 
 from svdpp.errors import RequestError
@@ -55,21 +56,31 @@ def test_mig_slices_are_refused_by_name() -> None:
 @pytest.fixture
 def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """A driver with two GPUs, of which CUDA shows the second one first."""
-    nvml: Any = types.SimpleNamespace(
-        nvmlDeviceGetCount=lambda: 2,
-        nvmlDeviceGetHandleByIndex=lambda index: index,
-        nvmlDeviceGetUUID=UUIDS.__getitem__,
-        nvmlDeviceGetName=EQUAL.__getitem__,
-        nvmlDeviceGetCudaComputeCapability=lambda _: (8, 0),
-        nvmlDeviceGetMemoryInfo=lambda index: types.SimpleNamespace(total=100, free=10 + index),
-        nvmlSystemGetDriverVersion=lambda: "580.1",
-    )
+    reads = {(UUIDS[0], UUIDS[1]): pynvml.NVML_P2P_STATUS_OK}
 
-    @contextlib.contextmanager
-    def fake_nvml() -> Iterator[Any]:
-        yield nvml
+    def peer_status(one: str, other: str, what: int) -> int:
+        assert ctypes.c_uint(what).value == 0, "not the index of reads"
+        if (one, other) not in reads:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        return reads[one, other]
 
-    monkeypatch.setattr(gpus, "open_nvml", fake_nvml)
+    functions: dict[str, Callable[..., Any]] = {
+        "nvmlInit": lambda: None,
+        "nvmlShutdown": lambda: None,
+        "nvmlDeviceGetCount": lambda: 2,
+        "nvmlDeviceGetHandleByIndex": UUIDS.__getitem__,
+        "nvmlDeviceGetHandleByUUID": lambda uuid: uuid,
+        "nvmlDeviceGetUUID": lambda uuid: uuid,
+        "nvmlDeviceGetName": lambda _: "A100",
+        "nvmlDeviceGetCudaComputeCapability": lambda _: (8, 0),
+        "nvmlDeviceGetMemoryInfo": lambda uuid: types.SimpleNamespace(
+            total=100, free=10 + UUIDS.index(uuid)
+        ),
+        "nvmlDeviceGetP2PStatus": peer_status,
+        "nvmlSystemGetDriverVersion": lambda: "580.1",
+    }
+    for name, function in functions.items():
+        monkeypatch.setattr(pynvml, name, function)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
 
 
@@ -80,6 +91,11 @@ def test_free_memory_follows_cudas_numbering() -> None:
     assert gpus.driver_version() == "580.1"
     with pytest.raises(RequestError, match="device cuda:2 asked for, 2 GPUs found"):
         gpus.free_bytes("cuda:2")
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_gpu_that_does_not_tell_reads_no_other() -> None:
+    assert gpus.peer_access() == [[True, False], [True, True]]
 
 
 def test_there_are_no_gpus_without_a_driver() -> None:

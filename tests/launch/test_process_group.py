@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from loguru import logger
 
 from svdpp.errors import RankError, RequestError
 from svdpp.launch.process_group import (
@@ -14,7 +16,9 @@ from svdpp.launch.process_group import (
     choose_backend,
     destroy,
     device_of_rank,
+    join_file_store,
 )
+from svdpp.launch.world import World
 
 
 @pytest.mark.parametrize(
@@ -82,11 +86,23 @@ def test_leaving_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     never = threading.Event()
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "destroy_process_group", never.wait)
+    logged: list[str] = []
+    sink = logger.add(logged.append, format="{message}")
     try:
-        with pytest.raises(RankError, match="did not close within 0 s"):
-            destroy(0.05)
+        destroy(0.05)
     finally:
         never.set()
+        logger.remove(sink)
+    assert logged == ["the process group did not close within 0 s\n"]
+
+
+def test_work_after_a_group_that_did_not_close_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    with pytest.raises(RankError, match="still in a process group") as caught:
+        join_file_store(World(rank=0, local_rank=0, size=1, local_size=1), "gloo", tmp_path / "it")
+    assert "PIPELINE_BACKEND=gloo" in caught.value.hint
 
 
 def test_leaving_without_a_group_does_nothing() -> None:

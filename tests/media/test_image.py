@@ -57,6 +57,15 @@ def test_lossless_formats_give_their_pixels_back(tmp_path: Path, format: str) ->
     assert image.tobytes() == gradient().tobytes()
 
 
+def test_the_limit_in_pixels_is_the_callers(tmp_path: Path) -> None:
+    path = tmp_path / "x.png"
+    path.write_bytes(encoded(gradient(1000, 1001), "PNG"))
+    assert read_photo(path, 1_001_000)[1].height == 1001
+    with pytest.raises(InputError, match="1000x1001 pixels, the limit is 1 million") as caught:
+        read_photo(path, 1_000_000)
+    assert "raise --max-megapixels, to 50 at most" in caught.value.hint
+
+
 def test_photo_names_bytes_and_size(tmp_path: Path) -> None:
     data = encoded(gradient(), "JPEG")
     (tmp_path / "x.jpg").write_bytes(data)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -16,7 +17,7 @@ import pytest
 
 from svdpp.errors import OutputError, RequestError
 from svdpp.media import output_files
-from svdpp.media.output_files import atomic_output, check_writable, write_json
+from svdpp.media.output_files import atomic_output, check_writable, locked, write_json
 
 METADATA = {"seed": 5, "odd ;=#\\ key": "é\n'\"%03d", "list": [1, None, {"a": 0.5}]}
 FILE, FOLDER = None, re.compile("[a-z]")
@@ -159,3 +160,32 @@ def test_what_a_killed_writer_left_goes_and_what_is_being_written_stays(
         assert not left.exists()
     assert foreign.exists(), "another host's"
     assert sorted(os.listdir(tmp_path)) == [foreign.name, "living"]
+
+
+def test_one_run_at_a_time_holds_a_lock(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "run.json"
+    with locked(path) as why_not:
+        assert why_not == ""
+        with pytest.raises(RequestError, match="another svdpp run is writing into"), locked(path):
+            pass
+        with locked(path.with_name("one.run.json")):
+            pass
+    assert os.listdir(tmp_path) == [], "nothing was written"
+    script = f"with locked(Path({str(path)!r})):\n    os.kill(os.getpid(), 9)\n"
+    imports = "import os\nfrom pathlib import Path\nfrom svdpp.media.output_files import locked\n"
+    done = subprocess.run([sys.executable, "-c", imports + script], check=False)
+    assert done.returncode == -signal.SIGKILL
+    with locked(path):
+        path.touch()
+    assert os.listdir(path.parent) == ["run.json"]
+
+
+def test_a_file_system_without_locks_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with locked(tmp_path / "run.json") as why_not:
+        assert why_not == "No locks available"

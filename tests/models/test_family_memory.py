@@ -16,14 +16,19 @@ from diffusers import WanTransformer3DModel
 from transformers import UMT5EncoderModel
 
 from svdpp.config import LtxSampling, WanSampling
+from svdpp.models.engine.model import EngineModel, load_model
 from svdpp.models.loading import ComponentLoader, new_module, torch_dtype
-from svdpp.models.ltx.model import load_ltx
 from svdpp.models.memory import FakeRun, MemoryEstimate, estimate, num_bytes
-from svdpp.models.range_model import RangeModel
-from svdpp.models.wan.model import load_wan
 from svdpp.plan.layout import Roles
 from tests.models.allocator import allocated_peak
-from tests.models.range_checks import model_of, nothing, photograph, read_folder, request_of
+from tests.models.range_checks import (
+    loaded,
+    model_of,
+    nothing,
+    photograph,
+    read_folder,
+    request_of,
+)
 from tests.models.tiny_families import save_tiny_ltx, save_tiny_wan
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("one_thread")]
@@ -49,7 +54,7 @@ CASES = {
 
 def _loaded(
     folder: Path, name: str, roles: Roles | None = None
-) -> tuple[MemoryEstimate, RangeModel]:
+) -> tuple[MemoryEstimate, EngineModel]:
     """The estimate, and a model with the parts of `roles`; None: with all."""
     options, dtype, from_image = CASES[name]
     if roles is None:
@@ -63,7 +68,7 @@ def _loaded(
     family: Any = WanSampling if is_wan else LtxSampling
     sampling = checkpoint.resolve(family(**SIZES, from_image=from_image))
     model = model_of(checkpoint, dtype)
-    load: Any = load_wan if is_wan else load_ltx
+    load: Any = load_model
     estimated = estimate(checkpoint, model, sampling, device="cpu")
     return estimated, load(checkpoint, model, sampling, "cpu", roles)
 
@@ -81,7 +86,7 @@ def test_the_estimate_is_what_a_rank_holds_and_allocates(tmp_path: Path, name: s
     prepared = model.prepare(photograph()) if CASES[name][2] else {}
 
     def encode() -> Any:
-        model._parts.prompts.clear()  # a prompt that is not cached
+        model._parts.texts.clear()  # a prompt that is not cached
         return model.encode(prepared, request_of())
 
     packet = encode()
@@ -103,11 +108,7 @@ def test_the_estimate_is_what_a_rank_holds_and_allocates(tmp_path: Path, name: s
     for part in works:
         roles = Roles(**{each: each == part for each in works})
         _, alone = _loaded(tmp_path, name, roles)
-        modules = {
-            name: each
-            for name, each in alone._pipe.components.items()
-            if isinstance(each, torch.nn.Module)
-        }
+        modules = loaded(alone)
         assert modules.keys() == read_folder(tmp_path).components_of(roles, alone._sampling)
         tensors = [
             each

@@ -25,10 +25,9 @@ from svdpp.diagnostics.utilisation import (
 from svdpp.errors import ModelError
 from svdpp.models.base import LATENTS
 from svdpp.models.checkpoint import find_checkpoint
-from svdpp.models.ltx.model import load_ltx
+from svdpp.models.engine.model import load_model
 from svdpp.models.memory import estimate
 from svdpp.models.svd.model import load_svd
-from svdpp.models.wan.model import load_wan
 from svdpp.plan.layout import Roles
 from tests.diagnostics.made_up_runs import replayed, with_rank
 from tests.models.range_checks import model_of, nothing, read_folder, request_of
@@ -78,7 +77,7 @@ def test_a_step_equals_a_hand_count(monkeypatch: pytest.MonkeyPatch) -> None:
         "cpu",
         Roles(encode=False, denoise=True, decode=False),
     )
-    tensors = {name: torch.zeros(spec.shape) for name, spec in model.packet_spec(0).items()}
+    tensors = {name: torch.zeros_like(each) for name, each in model.probe_packet().items()}
     hand = HandCount(model._parts.unet, monkeypatch)
     model.denoiser(tensors, 0).forward(tensors[LATENTS], 0)
 
@@ -95,7 +94,7 @@ def test_a_decode_equals_a_hand_count(monkeypatch: pytest.MonkeyPatch) -> None:
         Roles(encode=False, denoise=False, decode=True),
     )
     hand = HandCount(model._parts.vae, monkeypatch)
-    model.decode({LATENTS: torch.zeros(model.packet_spec(0)[LATENTS].shape)})
+    model.decode({LATENTS: torch.zeros_like(model.probe_packet()[LATENTS])})
     assert _FLOPS().decode == pytest.approx(hand.flops, rel=0.02)
 
 
@@ -103,21 +102,21 @@ SIZES: dict[str, Any] = {"num_frames": 9, "max_sequence_length": 8, "num_inferen
 
 
 @pytest.mark.parametrize(
-    ("save", "load", "sampling"),
+    ("save", "sampling"),
     [
-        (save_tiny_wan, load_wan, WanSampling(height=32, width=32, **SIZES)),
-        (save_tiny_ltx, load_ltx, LtxSampling(height=64, width=96, **SIZES)),
+        (save_tiny_wan, WanSampling(height=32, width=32, **SIZES)),
+        (save_tiny_ltx, LtxSampling(height=64, width=96, **SIZES)),
     ],
     ids=["wan", "ltx"],
 )
 def test_a_step_of_a_family_with_prompts_equals_a_hand_count(
-    save: Any, load: Any, sampling: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    save: Any, sampling: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = read_folder(save(tmp_path))
     sampling, named = checkpoint.resolve(sampling), model_of(checkpoint)
     flops = module._counted(named, sampling)
     roles = Roles(encode=True, denoise=True, decode=True)
-    model = load(checkpoint, named, sampling, "cpu", roles)
+    model = load_model(checkpoint, named, sampling, "cpu", roles)
     tensors = model.encode({}, request_of())
     hand = HandCount(model._parts.pipe.transformer, monkeypatch)
 

@@ -24,9 +24,9 @@ from svdpp.errors import ModelError, RequestError
 from svdpp.launch.world import World
 from svdpp.models import hub as hub_downloads
 from svdpp.models.checkpoint import find_checkpoint
+from svdpp.models.engine.checkpoint import RowCheckpoint
+from svdpp.models.engine.model import load_model
 from svdpp.models.safetensors_header import choose_weight_files
-from svdpp.models.wan.checkpoint import TRANSFORMERS, WanCheckpoint
-from svdpp.models.wan.model import load_wan
 from svdpp.redaction import redact
 from tests.cli.shell import assert_error, svdpp_here
 from tests.models.builders import save_tiny_checkpoint
@@ -313,7 +313,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Wan's files, and others in other formats that a repository often has."""
     folder = tmp_path_factory.mktemp("wan") / "wan"
     save_tiny_wan(folder, boundary_ratio=0.875)
-    for part in TRANSFORMERS:
+    for part in ("transformer", "transformer_2"):
         transformer = WanTransformer3DModel.from_pretrained(folder / part)
         (folder / part / "diffusion_pytorch_model.safetensors").unlink()
         transformer.save_pretrained(folder / part, max_shard_size="30KB")
@@ -358,10 +358,10 @@ def test_a_host_downloads_what_its_ranks_need(
 ) -> None:
     config, checkpoint = resolve(CONFIG, world=_on_host(host))
     assert _weights(wan.requested) == _in_use(wan.folder, expected)
-    assert isinstance(checkpoint, WanCheckpoint)
+    assert isinstance(checkpoint, RowCheckpoint)
     assert isinstance(config.sampling, WanSampling)
     rank = 2 * (host or 0)
-    load_wan(checkpoint, config.model, config.sampling, "cpu", config.roles[rank])
+    load_model(checkpoint, config.model, config.sampling, "cpu", config.roles[rank])
     check_memory(config, checkpoint, config.roles[rank : rank + 2])
 
     resolve(config.alone())  # the reference

@@ -349,6 +349,7 @@ def test_weights_removed_after_the_check(folder: Path) -> None:
     [
         MemoryError(),
         torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB"),
+        torch.AcceleratorError("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation'"),
         RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
     ],
 )

@@ -14,13 +14,15 @@ from svdpp.config import LtxSampling
 from svdpp.errors import ModelError, RequestError
 from svdpp.models import loading
 from svdpp.models.base import GENERATOR
-from svdpp.models.ltx.checkpoint import LtxCheckpoint
-from svdpp.models.ltx.model import LtxModel, generator_device, load_ltx
+from svdpp.models.engine.checkpoint import RowCheckpoint
+from svdpp.models.engine.ltx import generator_device
+from svdpp.models.engine.model import EngineModel, load_model
 from svdpp.plan.layout import Roles
 from tests.models.builders import edit_json
 from tests.models.diffusers_pipeline import latents_and_frames
 from tests.models.range_checks import (
     check_every_cut,
+    loaded,
     model_of,
     nothing,
     photograph,
@@ -59,20 +61,20 @@ def sampling_of(**changes: Any) -> LtxSampling:
 
 
 def ranks(
-    checkpoint: LtxCheckpoint, sampling: LtxSampling, *, dtype: str = "fp32"
-) -> Callable[[int, int], LtxModel]:
+    checkpoint: RowCheckpoint, sampling: LtxSampling, *, dtype: str = "fp32"
+) -> Callable[[int, int], EngineModel]:
     """Returns models that hold only what they need: one encodes, one denoises, one decodes."""
     model = model_of(checkpoint, dtype)
-    models: dict[Roles, LtxModel] = {}
+    models: dict[Roles, EngineModel] = {}
 
-    def rank_for(start: int, end: int) -> LtxModel:
+    def rank_for(start: int, end: int) -> EngineModel:
         roles = Roles(
             encode=(start, end) == (0, 0),
             denoise=start < end,
             decode=(start, end) == (STEPS, STEPS),
         )
         if roles not in models:
-            models[roles] = load_ltx(checkpoint, model, sampling, "cpu", roles)
+            models[roles] = load_model(checkpoint, model, sampling, "cpu", roles)
         return models[roles]
 
     return rank_for
@@ -110,15 +112,9 @@ def test_every_cut_gives_the_bits_of_the_whole_call(
 
 def test_a_rank_holds_only_what_it_runs(save: Save) -> None:
     rank_for = ranks(read_folder(save()), sampling_of())
-    loaded = [
-        {
-            name
-            for name, part in rank_for(*steps)._pipe.components.items()
-            if isinstance(part, torch.nn.Module)
-        }
-        for steps in ((0, 0), (0, 1), (STEPS, STEPS))
-    ]
-    assert loaded == [{"text_encoder"}, {"transformer"}, {"vae"}]
+    ends = ((0, 0), (0, 1), (STEPS, STEPS))
+    found = [{*loaded(rank_for(*each))} for each in ends]
+    assert found == [{"text_encoder"}, {"transformer"}, {"vae"}]
 
 
 def test_the_noise_of_the_decoder_is_that_of_the_packet(save: Save) -> None:
@@ -128,15 +124,16 @@ def test_the_noise_of_the_decoder_is_that_of_the_packet(save: Save) -> None:
     packet = rank_for(0, STEPS).denoise(packet, 0, STEPS, nothing)
     frames = rank_for(STEPS, STEPS).decode(packet)
     assert torch.equal(rank_for(STEPS, STEPS).decode(packet), frames)
-    other = {**packet, GENERATOR: torch.Generator().manual_seed(9).get_state()}
+    other = {**packet, f"{GENERATOR}.0": torch.Generator().manual_seed(9).get_state()}
     assert not torch.equal(rank_for(STEPS, STEPS).decode(other), frames)
 
 
 def test_an_image_and_a_timestep_need_a_generator_on_the_device(save: Save) -> None:
     conditioned, plain = read_folder(save(**TIMESTEP)), read_folder(save())
-    assert generator_device(conditioned, True, "cuda") == "cuda"
-    assert generator_device(conditioned, False, "cuda") == "cpu"
-    assert generator_device(plain, True, "cuda") == "cpu"
+    from_image, from_text = sampling_of(from_image=True), sampling_of()
+    assert generator_device(conditioned, from_image, "cuda") == "cuda"
+    assert generator_device(conditioned, from_text, "cuda") == "cpu"
+    assert generator_device(plain, from_image, "cuda") == "cpu"
 
 
 # What is refused.
@@ -203,14 +200,9 @@ def test_a_missing_tokenizer_is_named(
         rank_for(0, 0)
 
 
-def test_a_latent_spec_is_that_of_the_published_model(save: Save) -> None:
-    spec = ranks(read_folder(save()), LtxSampling())(0, 1).packet_spec(3)
-    # 161 frames of 512 x 704: 21 x 16 x 22 tokens.
-    assert spec["latents"].shape == (1, 7392, 8)
-    assert list(spec) == [
-        "latents",
-        "prompt_embeds",
-        "prompt_attention_mask",
-        "negative_prompt_embeds",
-        "negative_prompt_attention_mask",
-    ]
+def test_a_probe_has_the_tensors_of_an_encode(save: Save) -> None:
+    model = ranks(read_folder(save()), sampling_of())(0, 0)
+    packet, probe = model.encode({}, request_of()), model.probe_packet()
+    assert {name: (each.shape, each.dtype) for name, each in probe.items()} == {
+        name: (each.shape, each.dtype) for name, each in packet.items()
+    }

@@ -60,7 +60,7 @@ def test_weight_bytes_equal_those_of_a_rank(part: str) -> None:
 def test_activation_bytes_match_torchs_allocator(part: str, threads: int, chunk: int) -> None:
     torch.set_num_threads(threads)
     model = _loaded(part)
-    tensors = {name: torch.zeros(spec.shape) for name, spec in model.packet_spec(0).items()}
+    tensors = {name: torch.zeros_like(each) for name, each in model.probe_packet().items()}
 
     def step() -> object:
         return model.denoiser(tensors, 0).forward(tensors[LATENTS], 0)

@@ -12,19 +12,20 @@ import diffusers
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
+from transformers import TokenizersBackend
 
 from svdpp.config import ModelConfig, PipelineConfig, SvdSampling, WanSampling
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import ModelError, NotFiniteError, RequestError
-from svdpp.models.family_config import SchedulerConfig
-from svdpp.models.wan.checkpoint import WanCheckpoint
-from svdpp.models.wan.model import WanModel, load_wan
-from svdpp.models.wan.schedule import boundary_step, scheduler_config
+from svdpp.models.engine.checkpoint import RowCheckpoint
+from svdpp.models.engine.configs import SchedulerConfig
+from svdpp.models.engine.model import EngineModel, load_model
 from svdpp.plan.layout import Roles
 from tests.models.builders import edit_json
 from tests.models.diffusers_pipeline import latents_and_frames
 from tests.models.range_checks import (
     check_every_cut,
+    loaded,
     model_of,
     nothing,
     photograph,
@@ -72,19 +73,19 @@ def sampling_of(side: int = 32, **changes: Any) -> WanSampling:
     return WanSampling(**{**sizes, "num_inference_steps": STEPS, **changes})
 
 
-def experts_of(checkpoint: WanCheckpoint, sampling: WanSampling, start: int, end: int) -> set[int]:
-    boundary = boundary_step(checkpoint, sampling)
+def experts_of(checkpoint: RowCheckpoint, sampling: WanSampling, start: int, end: int) -> set[int]:
+    boundary = checkpoint.expert_boundary(sampling)
     return {int(boundary is not None and step >= boundary) for step in range(start, end)}
 
 
 def ranks(
-    checkpoint: WanCheckpoint, sampling: WanSampling, *, dtype: str = "fp32"
-) -> Callable[[int, int], WanModel]:
+    checkpoint: RowCheckpoint, sampling: WanSampling, *, dtype: str = "fp32"
+) -> Callable[[int, int], EngineModel]:
     """Returns models that hold only what their steps need; equal ones are loaded once."""
     model = model_of(checkpoint, dtype)
-    models: dict[Roles, WanModel] = {}
+    models: dict[Roles, EngineModel] = {}
 
-    def rank_for(start: int, end: int) -> WanModel:
+    def rank_for(start: int, end: int) -> EngineModel:
         roles = Roles(
             encode=(start, end) == (0, 0),
             denoise=start < end,
@@ -92,7 +93,7 @@ def ranks(
             experts=frozenset(experts_of(checkpoint, sampling, start, end)),
         )
         if roles not in models:
-            models[roles] = load_wan(checkpoint, model, sampling, "cpu", roles)
+            models[roles] = load_model(checkpoint, model, sampling, "cpu", roles)
         return models[roles]
 
     return rank_for
@@ -139,15 +140,8 @@ def test_every_cut_gives_the_bits_of_the_whole_call(
 def test_a_rank_holds_only_what_it_runs(save: Save) -> None:
     checkpoint = read_folder(save(**I2V))
     rank_for = ranks(checkpoint, sampling_of(from_image=True))
-    loaded = {
-        (start, end): {
-            name
-            for name, part in rank_for(start, end)._pipe.components.items()
-            if isinstance(part, torch.nn.Module)
-        }
-        for start, end in ((0, 0), (0, 1), (STEPS - 1, STEPS), (STEPS, STEPS))
-    }
-    assert loaded == {
+    ends = ((0, 0), (0, 1), (STEPS - 1, STEPS), (STEPS, STEPS))
+    assert {each: {*loaded(rank_for(*each))} for each in ends} == {
         (0, 0): {"text_encoder", "vae"},
         (0, 1): {"transformer"},
         (STEPS - 1, STEPS): {"transformer_2"},
@@ -213,9 +207,22 @@ def test_an_exception_after_a_step_ends_the_call(save: Save) -> None:
 def test_frames_that_are_not_finite_are_an_error(save: Save) -> None:
     rank_for = ranks(read_folder(save(**T2V)), sampling_of())
     packet = rank_for(0, 0).encode({}, request_of())
+    packet = rank_for(0, 2).denoise(packet, 0, 2, nothing)
+    packet = rank_for(2, STEPS).denoise(packet, 2, STEPS, nothing)
     packet["latents"][:] = torch.nan
     with pytest.raises(NotFiniteError, match="VAE"):
         rank_for(STEPS, STEPS).decode(packet)
+
+
+def test_a_fast_tokenizer_saved_by_transformers_5_is_loaded(save: Save, tmp_path: Path) -> None:
+    folder = save(**T2V)
+    tokenizer = TokenizersBackend.from_pretrained(folder / "tokenizer")
+    pipe = diffusers.WanPipeline.from_pretrained(folder, tokenizer=tokenizer)
+    pipe.save_pretrained(tmp_path)
+    assert "TokenizersBackend" in (tmp_path / "model_index.json").read_text()
+    ours, other = (ranks(read_folder(each), sampling_of())(0, 0) for each in (tmp_path, folder))
+    embeds = [each.encode({}, request_of())["prompt_embeds"] for each in (ours, other)]
+    assert torch.equal(*embeds)
 
 
 def test_each_distinct_prompt_is_encoded_once(save: Save) -> None:
@@ -226,8 +233,8 @@ def test_each_distinct_prompt_is_encoded_once(save: Save) -> None:
     second = model.encode({}, request_of(prompt="the sea", seed=4))
     other = model.with_sampling(sampling_of(num_frames=9)).encode({}, request_of(prompt="a cat"))
     assert len(texts) == 3  # two prompts, and the empty negative one
-    assert torch.equal(first["prompt_embeds"], second["prompt_embeds"])
-    assert not torch.equal(first["prompt_embeds"], other["prompt_embeds"])
+    assert torch.equal(first["record.0.0"], second["record.0.0"])
+    assert not torch.equal(first["record.0.0"], other["record.0.0"])
     assert not torch.equal(first["latents"], second["latents"])
     assert model.with_sampling(sampling_of(num_frames=9)).frames_shape == (9, 32, 32, 3)
 
@@ -254,17 +261,17 @@ def test_boundary_is_where_the_pipeline_changes_experts(
         for steps in (*range(1, 61), 100, 1000):
             sampling = sampling_of(num_inference_steps=steps, flow_shift=shift)
             scheduler = getattr(diffusers, name).from_config(
-                scheduler_config(checkpoint, sampling).values
+                checkpoint.scheduler_of(sampling).values
             )
             scheduler.set_timesteps(steps, device="cpu")
             expected = int((scheduler.timesteps >= ratio * 1000).sum())
-            assert boundary_step(checkpoint, sampling) == expected, (shift, steps)
+            assert checkpoint.expert_boundary(sampling) == expected, (shift, steps)
 
 
 def test_boundary_of_the_published_model(save: Save) -> None:
     checkpoint = read_folder(save(**T2V))
     shifts = {
-        shift: boundary_step(checkpoint, sampling_of(num_inference_steps=40, flow_shift=shift))
+        shift: checkpoint.expert_boundary(sampling_of(num_inference_steps=40, flow_shift=shift))
         for shift in (3.0, 12.0)
     }
     assert shifts == {3.0: 13, 12.0: 26}
@@ -273,14 +280,14 @@ def test_boundary_of_the_published_model(save: Save) -> None:
 def test_steps_of_an_expert_that_is_not_loaded_are_an_error(save: Save) -> None:
     rank_for = ranks(read_folder(save(**T2V)), sampling_of())
     packet = rank_for(0, 0).encode({}, request_of())
-    with pytest.raises(ValueError, match="steps 0 to 0 need transformer, which is not loaded"):
+    with pytest.raises(ValueError, match="step 0 needs transformer, which is not loaded"):
         rank_for(STEPS - 1, STEPS).denoise(packet, 0, 1, nothing)
-    with pytest.raises(ValueError, match="steps 0 to 3 need transformer_2"):
+    with pytest.raises(ValueError, match="step 2 needs transformer_2"):
         rank_for(0, 1).denoise(packet, 0, STEPS, nothing)
 
 
 def test_a_model_with_one_expert_has_no_boundary(save: Save) -> None:
-    assert boundary_step(read_folder(save(**I2V_CLIP)), sampling_of()) is None
+    assert read_folder(save(**I2V_CLIP)).expert_boundary(sampling_of()) is None
 
 
 def test_variant_and_shards_are_read(tmp_path: Path) -> None:
@@ -288,7 +295,7 @@ def test_variant_and_shards_are_read(tmp_path: Path) -> None:
     assert list((folder / "transformer").glob("*-00002-of-*.safetensors"))
     roles = Roles(encode=True, denoise=True, decode=True, experts=frozenset({0, 1}))
     config = ModelConfig(name=str(folder), dtype="bf16")
-    model = load_wan(read_folder(folder, "bf16"), config, sampling_of(), "cpu", roles)
+    model = load_model(read_folder(folder, "bf16"), config, sampling_of(), "cpu", roles)
     packet = model.denoise(model.encode({}, request_of()), 0, STEPS, nothing)
     assert model.decode(packet).shape == model.frames_shape
 
@@ -336,7 +343,7 @@ def test_two_experts_need_plain_noise_levels(copy: Save) -> None:
     for key, value in (("use_karras_sigmas", True), ("use_flow_sigmas", False)):
         edit_json(folder / "scheduler/scheduler_config.json", **{key: value})
         with pytest.raises(ModelError, match=f"{key} is {value}, which is not supported"):
-            boundary_step(read_folder(folder), sampling_of())
+            read_folder(folder).expert_boundary(sampling_of())
 
 
 def test_requests_that_the_model_cannot_run_are_refused(save: Save) -> None:
@@ -381,7 +388,7 @@ def test_a_negative_prompt_without_guidance_is_refused(save: Save) -> None:
         ("model_index.json", {"transformer_2": [None, None]}, "transformer_2 is missing"),
         ("model_index.json", {"transformer": [None, None]}, "transformer is missing"),
         ("model_index.json", {"_class_name": "WanVACEPipeline"}, "WanVACEPipeline"),
-        ("model_index.json", {"scheduler": ["diffusers", "EulerScheduler"]}, "not declared"),
+        ("model_index.json", {"scheduler": ["diffusers", "EulerScheduler"]}, "are proven with"),
         ("model_index.json", {"vae": ["diffusers", "AutoencoderKL"]}, "vae is of class"),
         ("transformer/config.json", {"in_channels": 7}, "in_channels is 7, not 4 or 12"),
         ("transformer/config.json", {"num_layers": 10**6}, "num_layers"),
@@ -418,11 +425,12 @@ def test_a_missing_or_wrong_weight_is_named(copy: Save) -> None:
 
 
 def test_the_solver_order_decides_how_much_history_travels(save: Save) -> None:
-    checkpoint = read_folder(save(**T2V))
-    model = ranks(checkpoint, sampling_of())(0, 1)
+    rank_for = ranks(read_folder(save(**T2V)), sampling_of())
     assert WAN_UNIPC["solver_order"] == 2
+    packets = [rank_for(0, 0).encode({}, request_of())]
+    for step in range(STEPS):
+        packets.append(rank_for(step, step + 1).denoise(packets[-1], step, step + 1, nothing))
     counts = [
-        sum(name.startswith("scheduler.model_outputs") for name in model.packet_spec(step))
-        for step in range(STEPS)
+        sum(name.startswith("scheduler.model_outputs") for name in packet) for packet in packets
     ]
-    assert counts == [0, 1, 2, 2]
+    assert counts == [0, 1, 2, 2, 2]

@@ -83,8 +83,8 @@ def save_tiny_wan(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         parts = {
-            "tokenizer": _tokenizer(),
-            "text_encoder": UMT5EncoderModel(UMT5Config(**_t5_sizes(width))).to(dtype),
+            "tokenizer": tokenizer(),
+            "text_encoder": UMT5EncoderModel(UMT5Config(**t5_sizes(width))).to(dtype),
             "vae": _wan_vae(z_dim, expand_timesteps, width),
             "scheduler": scheduler or UniPCMultistepScheduler(**WAN_UNIPC),
             "transformer": _wan_transformer(channels, z_dim, image_encoder, width).to(dtype),
@@ -116,8 +116,8 @@ def save_tiny_ltx(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         pipe = LTXPipeline(
-            tokenizer=_tokenizer(),
-            text_encoder=T5EncoderModel(T5Config(**_t5_sizes(width))).to(dtype),
+            tokenizer=tokenizer(),
+            text_encoder=T5EncoderModel(T5Config(**t5_sizes(width))).to(dtype),
             vae=_ltx_vae(timestep_conditioning, width).to(dtype),
             scheduler=scheduler or FlowMatchEulerDiscreteScheduler(**LTX_EULER),
             transformer=_ltx_transformer(width).to(dtype),
@@ -126,19 +126,21 @@ def save_tiny_ltx(
     return folder
 
 
-def _tokenizer() -> T5TokenizerFast:
+def tokenizer() -> T5TokenizerFast:
+    """A tokenizer with a vocabulary of a few words."""
     special = ["<pad>", "</s>", "<unk>"]
-    tokenizer = Tokenizer(models.Unigram())
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()  # as in T5's own tokenizer
+    trained = Tokenizer(models.Unigram())
+    trained.pre_tokenizer = pre_tokenizers.Metaspace()  # as in T5's own tokenizer
     trainer = trainers.UnigramTrainer(
         vocab_size=60, special_tokens=special, unk_token="<unk>", show_progress=False
     )
-    tokenizer.train_from_iterator(_SENTENCES, trainer)
-    vocabulary = json.loads(tokenizer.to_str())["model"]["vocab"]
+    trained.train_from_iterator(_SENTENCES, trainer)
+    vocabulary = json.loads(trained.to_str())["model"]["vocab"]
     return T5TokenizerFast(vocab=[(token, score) for token, score in vocabulary], extra_ids=0)
 
 
-def _t5_sizes(width: int) -> dict[str, Any]:
+def t5_sizes(width: int) -> dict[str, Any]:
+    """The sizes of a text encoder."""
     return {
         "vocab_size": 64,
         "d_model": _TEXT_DIM * width,

@@ -139,7 +139,7 @@ def serving(
         settings: of the engine.
     """
     ended: list[Job] = []
-    store, events = JobStore(folder), events or Events()
+    store, events = JobStore(folder, adopts=True), events or Events()
     settings = {"first_back_off": 0.05, **settings}
     with pytest.MonkeyPatch.context() as patch:
         if stop is not None:

@@ -179,6 +179,14 @@ def wait(
         time.sleep(0.05)
 
 
+def schema_of_form(server: HttpServer) -> dict[str, Any]:
+    """What the OpenAPI document says about the form of a request."""
+    document = server.client.get("/openapi.json").json()
+    kinds = document["paths"]["/v1/videos"]["post"]["requestBody"]["content"]
+    form: dict[str, Any] = kinds["multipart/form-data"]["schema"]
+    return form
+
+
 def error_of(answer: httpx.Response, status: int, code: str) -> dict[str, Any]:
     """The error of an answer, which has the one shape that all errors have."""
     assert answer.status_code == status, answer.text

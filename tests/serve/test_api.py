@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.media.pictures import png
 from tests.serve.http_server import (
     HANG_SECONDS,
     PHOTO,
@@ -85,6 +86,12 @@ def test_what_a_request_leaves_out_has_the_models_defaults(server: HttpServer) -
         ({"steps": "many"}, 422, "invalid_request", "steps must be a whole number"),
         ({"fps": 1000}, 422, "invalid_request", "fps"),
         ({"seed": -1}, 422, "invalid_request", "seed"),
+        ({"seed": "1_000"}, 422, "invalid_request", "seed must be a whole number, got '1_000'"),
+        ({"motion_bucket_id": "1_0"}, 422, "invalid_request", "motion_bucket_id"),
+        ({"steps": 4, "num_inference_steps": 4}, 422, "invalid_request", "are the same"),
+        ({"width": 1024}, 422, "invalid_request", "width and height belong together"),
+        ({"width": 64, "height": 64}, 422, "wrong_size", "1024x576"),
+        ({"image_reference": "{}"}, 422, "invalid_request", "are the same"),
         ({"priority": 10}, 422, "invalid_request", "priority"),
         ({"fit": "tile"}, 422, "invalid_request", "fit must be"),
         ({"size": "1e3x4"}, 422, "invalid_request", "size"),
@@ -113,9 +120,16 @@ def test_a_wrong_request_is_refused_at_once(
     assert not list((server.folder / "photos").glob(".upload*"))
 
 
+def test_a_photograph_of_many_pixels_is_refused_with_the_option(server: HttpServer) -> None:
+    photo = png(6000, 4001, 1, 0, bytes(751 * 4001))
+    error = error_of(server.request(photo=photo), 422, "invalid_image")
+    assert "6000x4001 pixels, the limit is 24 million" in error["message"]
+    assert "--max-megapixels" in error["hint"]
+
+
 def test_a_body_that_is_no_form(server: HttpServer) -> None:
     post = server.client.post
-    error_of(post("/v1/videos", json={"steps": 4}), 415, "unsupported_media_type")
+    error_of(post("/v1/videos", data={"steps": 4}), 415, "unsupported_media_type")
     error_of(post("/v1/videos"), 415, "unsupported_media_type")
     form = {"content-type": "multipart/form-data; boundary=x"}
     error_of(post("/v1/videos", content=b"--y", headers=form), 400, "bad_request")
@@ -148,6 +162,31 @@ def test_every_error_has_one_shape(
     server: HttpServer, method: str, path: str, status: int, code: str
 ) -> None:
     error_of(server.client.request(method, path), status, code)
+
+
+@pytest.mark.parametrize(
+    ("path", "methods"),
+    [
+        ("/v1/videos", "GET, POST"),
+        ("/v1/videos/video_1", "DELETE, GET"),
+        ("/v1/videos/video_1/content", "GET, HEAD"),
+        ("/health", "GET"),
+    ],
+)
+def test_a_wrong_method_is_told_all_methods(server: HttpServer, path: str, methods: str) -> None:
+    assert server.client.put(path).headers["allow"] == methods
+
+
+def test_a_file_that_the_client_has_is_not_sent_again(server: HttpServer) -> None:
+    (id,) = server.add(steps=1)
+    for path in (f"/v1/videos/{id}/input", "/page/main.js"):
+        first = server.client.get(path)
+        known = {"If-None-Match": f'"other", {first.headers["etag"]}'}
+        again = server.client.get(path, headers=known)
+        assert (again.status_code, again.content) == (304, b"")
+        assert again.headers["etag"] == first.headers["etag"]
+        other = server.client.get(path, headers={"If-None-Match": '"other"'})
+        assert (other.status_code, other.content) == (200, first.content)
 
 
 def test_a_body_that_is_too_large(server: HttpServer) -> None:
@@ -227,8 +266,8 @@ def test_waiting_clips_know_their_place(server: HttpServer) -> None:
         etas = [video["eta_seconds"] for video in waiting]
         assert etas == sorted(etas)
         for id in ids:
-            answer = server.client.delete(f"/v1/videos/{id}").json()
-            assert (answer["deleted"], answer["status"]) == (False, "cancelled")
+            answer = server.client.post(f"/v1/videos/{id}/cancel").json()
+            assert (answer["status"], answer["place"]) == ("cancelled", None)
 
 
 def test_a_clip_that_is_not_completed_has_no_content(server: HttpServer) -> None:
@@ -239,26 +278,36 @@ def test_a_clip_that_is_not_completed_has_no_content(server: HttpServer) -> None
         error_of(server.client.post(f"/v1/videos/{id}/verify"), 409, "not_completed")
 
 
-def test_delete_answers_once_the_ranks_have_let_go(server: HttpServer) -> None:
+def test_cancel_and_delete_answer_once_the_ranks_have_let_go(server: HttpServer) -> None:
+    for method, path in (("POST", "/cancel"), ("DELETE", "")):
+        with long_clip(server) as id:
+            answer = server.client.request(method, f"/v1/videos/{id}{path}")
+
+            assert (answer.status_code, answer.json()["status"]) == (200, "cancelled")
+            ranks = server.client.get("/v1/engine").json()["ranks"]
+            assert all(rank["video"] != id for rank in ranks), ranks
+
+
+def test_a_repeated_cancel_changes_nothing(server: HttpServer) -> None:
     with long_clip(server) as id:
-        answer = server.client.delete(f"/v1/videos/{id}")
-
-        assert answer.status_code == 200
-        assert answer.json() == {
-            **{"id": id, "object": "video.deleted"},
-            **{"deleted": False, "status": "cancelled"},
-        }
-        assert server.video(id)["status"] == "cancelled"
-        ranks = server.client.get("/v1/engine").json()["ranks"]
-        assert all(rank["video"] != id for rank in ranks), ranks
+        first, again = (server.client.post(f"/v1/videos/{id}/cancel") for _ in range(2))
+        assert first.json() == again.json() == server.video(id)
+    (done,) = server.add()
+    made = server.wait_for(done, "completed")
+    assert server.client.post(f"/v1/videos/{done}/cancel").json() == made
+    assert server.client.get(f"/v1/videos/{done}/metadata").status_code == 200
 
 
-def test_a_second_delete_removes_the_clip_and_its_files(server: HttpServer) -> None:
-    (id,) = server.add()
-    server.wait_for(id, "completed")
+@pytest.mark.parametrize("status", ["in_progress", "completed"])
+def test_a_deleted_clip_is_gone_and_a_repeated_delete_says_so(
+    server: HttpServer, status: str
+) -> None:
+    (id,) = server.add(steps=1000 if status == "in_progress" else 1)
+    server.wait_for(id, status)
     answer = server.client.delete(f"/v1/videos/{id}").json()
 
-    assert (answer["deleted"], answer["status"]) == (True, "completed")
+    ended = {"in_progress": "cancelled"}.get(status, status)
+    assert answer == {"id": id, "object": "video.deleted", "deleted": True, "status": ended}
     error_of(server.client.get(f"/v1/videos/{id}"), 404, "video_not_found")
     error_of(server.client.delete(f"/v1/videos/{id}"), 404, "video_not_found")
     assert not [path for path in server.folder.rglob("*") if id in path.name]
@@ -287,12 +336,20 @@ def test_a_client_that_comes_back_gets_the_present_state(server: HttpServer) -> 
         last = next(itertools.islice(events, 1, None))
     with stream(server, id, **{"Last-Event-ID": str(last["event_id"])}) as events:
         found = list(events)
-    with stream(server, id, **{"Last-Event-ID": str(found[-1]["event_id"])}) as events:
-        again = list(events)
-
     assert found[0]["event_id"] > last["event_id"]
     assert found[-1]["status"] == "completed"
-    assert [event["status"] for event in again] == ["completed"]
+
+
+def test_an_event_source_does_not_come_back_after_the_last_event(server: HttpServer) -> None:
+    """A browser connects again after each end of a stream, until it gets 204."""
+    (id,) = server.add(steps=1)
+    with stream(server, id) as events:
+        *_, last = events
+    path = f"/v1/videos/{id}/events"
+    seen = {"Last-Event-ID": str(last["event_id"])}
+    assert server.client.get(path, headers=seen).status_code == 204
+    with stream(server, id, **{"Last-Event-ID": str(last["event_id"] - 1)}) as events:
+        assert [event["event_id"] for event in events] == [last["event_id"]]
 
 
 def test_a_client_that_leaves_does_not_end_its_clip(server: HttpServer) -> None:
@@ -321,6 +378,8 @@ def test_the_server_describes_itself(server: HttpServer) -> None:
     document = server.client.get("/openapi.json").json()
 
     (model,) = models["data"]
+    assert server.client.get("/v1/models/dummy").json() == model
+    error_of(server.client.get("/v1/models/a/b"), 404, "model_not_found")
     assert (model["id"], model["sizes"]) == ("dummy", ["1024x576"])
     assert model["limits"]["max_upload_bytes"] == 2**20
     assert engine["state"] == "ready"
@@ -329,6 +388,7 @@ def test_the_server_describes_itself(server: HttpServer) -> None:
     assert {"/v1/videos", "/v1/videos/{id}", "/v1/videos/{id}/events"} <= set(document["paths"])
     events = document["paths"]["/v1/videos/{id}/events"]["get"]["responses"]
     assert list(events["200"]["content"]) == ["text/event-stream"]
+    assert "204" in events
     assert list(events["404"]["content"]) == ["application/json"]
     assert "HTTPValidationError" not in document["components"]["schemas"]
     assert server.client.get("/docs").status_code == 404  # its scripts are another host's
@@ -353,7 +413,13 @@ def test_health_says_whether_ranks_live(server: HttpServer) -> None:
     for path in ("/health", "/ready"):
         answer = server.client.get(path)
         assert answer.status_code == 200
-        assert answer.json() == {"status": "ok", "state": "ready", "ranks": 2, "restarts": 0}
+        assert answer.json() == {
+            "status": "ok",
+            "state": "ready",
+            "reason": None,
+            "ranks": 2,
+            "restarts": 0,
+        }
 
 
 @pytest.mark.parametrize("path", ["/", "/page/main.js", "/page/page.css", "/v1/models", "/nothing"])

@@ -18,6 +18,7 @@ from svdpp.errors import (
     SvdppError,
 )
 from svdpp.serve.api_errors import ApiError, as_api_error, error_answer
+from svdpp.serve.schemas import error_body
 from svdpp.serve.upload import DecoderBusyError
 
 
@@ -47,6 +48,21 @@ def test_a_failed_disk_is_named_only_in_the_log() -> None:
     assert error.message == "the server cannot store its data"
 
 
+def test_an_error_names_no_folder_of_the_server() -> None:
+    record = {
+        "type": "InputError",
+        "message": "cannot read '/srv/my data/photos/video_1.png': it changed",
+        "hint": "see /srv/my-data/log",
+        "details": {"path": "/srv/my data/photos/video_1.png", "steps": [3, "~/data/clips/a.mp4"]},
+    }
+    body = error_body(record)
+    assert body.message == "cannot read 'video_1.png': it changed"
+    assert body.hint == "see log"
+    assert body.details == {"path": "video_1.png", "steps": [3, "a.mp4"]}
+    api_error = as_api_error(RankError(record["message"]))
+    assert api_error.message == body.message
+
+
 def test_options_of_the_command_line_are_named_as_the_api_names_them() -> None:
     error = as_api_error(
         RequestError("--motion-bucket-id must be 0 to 9", "use --steps 4 or --frames 2")
@@ -61,6 +77,6 @@ def test_an_answer_hides_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     error = RankError("'/home/alice/data' is full", details={"why": "a-secret-of-the-hub"})
     body = json.loads(bytes(error_answer(as_api_error(error)).body))
 
-    assert body["error"]["message"] == "'~/data' is full"
+    assert body["error"]["message"] == "'data' is full"
     assert body["error"]["details"] == {"why": "***"}
     assert body["error"]["type"] == "server_error"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections.abc import Iterator
 from typing import Any
 
@@ -62,7 +63,8 @@ def check(operation: Any, ids: list[str]) -> None:
         if "id" in (case.path_parameters or {}) and has_id and not ends_clips:
             case.path_parameters["id"] = id
         if isinstance(case.body, dict) and has_id:
-            case.body["input_reference"] = PHOTO
+            is_json = case.media_type == "application/json"
+            case.body["input_reference"] = b64encode(PHOTO).decode() if is_json else PHOTO
         case.call_and_validate(timeout=HANG_SECONDS, excluded_checks=[positive_data_acceptance])
 
     send()

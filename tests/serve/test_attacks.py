@@ -78,7 +78,7 @@ def test_text_that_is_not_utf_8(server: HttpServer) -> None:
 @pytest.mark.parametrize(
     ("body", "status"),
     [
-        (part("prompt", b"x" * (2**20 + 1)) + photo() + b"--x--\r\n", 400),
+        (part("prompt", b"x" * (2**20 + 1)) + photo() + b"--x--\r\n", 422),
         (b"".join(part(f"f{i}", b"") for i in range(2000)) + photo() + b"--x--\r\n", 400),
         (b"".join(photo(b"", f"{i}.png") for i in range(2000)) + b"--x--\r\n", 400),
         (b"--x\r\n" + b"a: b\r\n" * 10_000 + b"\r\n\r\n--x--\r\n", 400),
@@ -127,10 +127,13 @@ def test_a_name_is_never_a_path(server: HttpServer, name: str) -> None:
     assert "set-cookie" not in answer.headers
 
 
-def test_deep_json_where_no_json_is_taken(server: HttpServer) -> None:
+def test_deep_json(server: HttpServer) -> None:
     deep = b"[" * 60_000
     kind = {"content-type": "application/json"}
-    assert server.client.post("/v1/videos", content=deep, headers=kind).status_code == 415
+    for body in (deep, b'{"prompt":' * 60_000, b'{"input_reference": "\xff"}', b""):
+        error_of(server.client.post("/v1/videos", content=body, headers=kind), 400, "invalid_json")
+    field = part("image_reference", b'{"image_url":' * 30_000) + b"--x--\r\n"
+    error_of(send(server, field), 422, "invalid_request")
     path = "/v1/videos/video_0/verify"
     error_of(server.client.post(path, content=deep, headers=kind), 404, "video_not_found")
     large = server.client.post(path, content=bytes(2**20), headers=kind)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from svdpp.config import ClipRequest
-from svdpp.driver.clip_handle import ClipHandle
+from svdpp.driver.clips import ClipHandle
 from svdpp.driver.pipeline import Pipeline
 from svdpp.serve.engine import Engine
 from svdpp.serve.events import Events, JobEvent

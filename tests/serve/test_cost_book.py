@@ -47,6 +47,15 @@ def test_what_is_not_measured_is_scaled_by_the_time_of_a_step() -> None:
     assert book.costs(HALF) == replace(costs, step_seconds=0.5, decode_seconds=2.0)
 
 
+def test_a_clip_that_waits_for_its_image_takes_that_long_to_encode() -> None:
+    book = CostBook(None, SAMPLING)
+    waits = {"photograph": 3.0, "send": 9.0}
+    encode = ActionDone(action="ENCODE c0 @0", start=1.0, end=2.0, waited=12.0, waits=waits)
+    for event in (_step(1.0), encode):
+        book.add(0, event, SAMPLING)
+    assert book.costs(SAMPLING).encode_on(0) == 4.0
+
+
 def test_each_size_has_its_own_and_the_newest_counts_for_others() -> None:
     book = CostBook(None, SAMPLING)
     for width in range(64, 64 + 8 * 50, 8):

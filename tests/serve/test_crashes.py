@@ -19,6 +19,7 @@ import torch
 from svdpp.config import ClipRequest, LatentSpec
 from svdpp.models.base import LATENTS
 from svdpp.models.dummy import DummyModel
+from svdpp.serve.disk import RESERVE
 from svdpp.worker.tensor_store import tensor_sha256
 from tests.faults.processes import MARK
 from tests.serve.engines import dummy_config, serving
@@ -46,7 +47,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     wait(lambda: not belonging(str(tmp_path), data), HANG_SECONDS, lambda: "processes are left")
     assert list(temporary.iterdir()) == []
     found = {str(path.relative_to(data)) for path in data.rglob("*") if path.is_file()}
-    assert found == {"lock", "queue.sqlite3", *(f"photos/{photo}" for photo in _photos(data))}
+    assert found == {
+        "lock",
+        "queue.sqlite3",
+        RESERVE,
+        *(f"photos/{photo}" for photo in _photos(data)),
+    }
 
 
 def _photos(data: Path) -> list[str]:

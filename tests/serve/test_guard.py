@@ -13,7 +13,8 @@ import pytest
 pytest.importorskip("fastapi")
 
 import httpx
-from fastapi import FastAPI, UploadFile
+from fastapi import FastAPI, Request
+from loguru import logger
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from svdpp.serve import api_errors
@@ -73,6 +74,22 @@ class Asked:
         return asyncio.run(ask())
 
 
+def test_a_poll_leaves_no_line_in_the_log() -> None:
+    lines: list[str] = []
+    sink = logger.add(lines.append, level="DEBUG", format="{level} {message}")
+    try:
+        asked = Asked(guarded())
+        asked.get("/v1/videos/video_0")
+        asked.request("DELETE", "/v1/videos/video_0")
+        asked.get("/v1/videos/video_0", {"host": "evil.example"})
+    finally:
+        logger.remove(sink)
+    assert [line.partition(" after")[0] for line in lines] == [
+        "DEBUG DELETE /v1/videos/video_0 200",
+        "DEBUG GET /v1/videos/video_0 403",
+    ]
+
+
 KEYS = {"s3cret": Owner("alice"), "other": Owner("bob", max_open=3)}
 
 
@@ -121,8 +138,9 @@ def upload_app() -> FastAPI:
     api_errors.install(app)
 
     @app.post("/v1/videos")
-    def post(photo: UploadFile) -> str:
-        return str(photo.filename)
+    async def post(request: Request) -> int:
+        async with request.form() as form:
+            return len(form)
 
     return app
 
@@ -179,6 +197,57 @@ def test_too_many_uploads_at_once() -> None:
             return [*(answer.status_code for answer in answers), again.status_code]
 
     assert asyncio.run(ask()) == [200, 200, 503, 200]
+
+
+def test_the_uploads_of_one_key_leave_places_for_others() -> None:
+    async def ask() -> list[int]:
+        gate = asyncio.Event()
+
+        async def waits(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["state"]["owner"].name == "alice":
+                await gate.wait()
+            await echo(scope, receive, send)
+
+        limits = Limits(uploads=4, uploads_of_key=2)
+        transport = httpx.ASGITransport(guarded(waits, limits=limits, owner_of=KEYS.get))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+
+            async def post(key: str) -> httpx.Response:
+                headers = {**FORM, "Authorization": f"Bearer {key}"}
+                return await client.post("/v1/videos", content=b"x", headers=headers)
+
+            held = [asyncio.create_task(post("s3cret")) for _ in range(2)]
+            await asyncio.sleep(0)  # both begin before what follows
+            refused, other = await post("s3cret"), await post("other")
+            assert "2 photographs of this key" in refused.json()["error"]["message"]
+            gate.set()
+            answers = [refused, other, *[await each for each in held], await post("s3cret")]
+            return [answer.status_code for answer in answers]
+
+    assert asyncio.run(ask()) == [503, 200, 200, 200, 200]
+
+
+def test_a_client_that_waits_for_its_clip_is_no_upload() -> None:
+    async def ask() -> list[int]:
+        gate = asyncio.Event()
+
+        async def waits(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["path"] == "/v1/videos/sync":
+                scope["state"]["upload"].close()
+                await gate.wait()
+            await echo(scope, receive, send)
+
+        transport = httpx.ASGITransport(guarded(waits, limits=Limits(uploads=1)))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            paths = ("/v1/videos/sync", "/v1/videos/sync", "/v1/videos")
+            posts = [
+                asyncio.create_task(client.post(path, content=b"x", headers=FORM)) for path in paths
+            ]
+            last = await posts[-1]
+            gate.set()
+            return [last.status_code, *[(await post).status_code for post in posts[:-1]]]
+
+    assert asyncio.run(ask()) == [200, 200, 200]
 
 
 def test_an_error_in_a_route_is_answered() -> None:

@@ -282,14 +282,14 @@ def test_a_running_clip_is_cancelled_and_made_again(page: Page, server: HttpServ
     page.fill("steps", 1000)
     page.one("#make").click()
     page.wait(lambda: re.search(r"Step [1-9]\d* of 1000", page.text("#queue-list")))
-    page.wait(lambda: "step" in page.text("#rank-list"))
+    page.wait(lambda: re.search(r"Step \d+ of 1000", page.text("#rank-list")))
     labels = [e.get_attribute("aria-label") for e in page.all(".strip")]
     assert len(labels) == 2
     assert all(label.startswith("Last minute of rank ") for label in labels)
 
     page.one("#queue-list button[aria-label^=Cancel]").click()
     page.wait(lambda: page.all("#failed-list .row"))
-    assert re.search(r"Cancelled at step \d+ of 1000", page.text("#failed-list"))
+    assert "Cancelled." in page.text("#failed-list")
 
     page.driver.refresh()  # from now on only the server has the photograph
     page.wait(lambda: page.all("#failed-list img.thumb"))
@@ -307,6 +307,70 @@ def test_a_running_clip_is_cancelled_and_made_again(page: Page, server: HttpServ
         button.click()
         page.wait(lambda left=left: len(page.all("#failed-list .row")) == left - 1)  # type: ignore[misc]
     assert server.client.get("/v1/videos?status=cancelled").json()["data"] == []
+
+
+#: The buttons below the message, whether they can be pressed there or not.
+COVERED = """
+const box = document.getElementById("say").getBoundingClientRect();
+return [...document.querySelectorAll("button")].filter((button) => {
+  const other = button.getBoundingClientRect();
+  return other.width && other.left < box.right && box.left < other.right
+    && other.top < box.bottom && box.top < other.bottom;
+}).map((button) => button.textContent);
+"""
+
+
+@pytest.mark.long
+def test_the_queue_is_cancelled_by_keyboard_and_all_at_once(page: Page, server: HttpServer) -> None:
+    from selenium.webdriver import Keys
+
+    assert "dummy is no model" in page.text("#toy")
+    server.add(6, steps=1000)
+    page.wait(lambda: len(page.all("#queue-list .row")) == 6)
+    page.wait(lambda: page.all("#queue-list .row:not(.waiting)"))
+    assert page.text("#queue-list").count("Next") == 1
+    rows = page.all("#queue-list .row.waiting")
+    assert not rows[0].find_element("css selector", "progress").is_displayed()
+    about = "return [...document.querySelectorAll('#queue-list .what .note')]"
+    assert page.run(f"{about}.every((each) => each.scrollWidth <= each.clientWidth)")
+
+    page.run("arguments[0].focus()", rows[-1].find_element("css selector", "button"))
+    page.press(Keys.ENTER)
+    page.wait(lambda: len(page.all("#queue-list .row")) == 5)
+    assert page.focused() == "queue"
+    page.wait_text("#say", "cancelled.")
+    assert page.run(COVERED) == []
+
+    button = page.one("#cancel-all")
+    button.click()
+    assert button.text == "Cancel all?"
+    assert len(page.all("#queue-list .row")) == 5  # until it is pressed again
+    button.click()
+    page.wait_text("#say", "5 clips cancelled.")
+    assert page.text("#queue-empty") == "The queue is empty."
+    for video in server.client.get("/v1/videos?status=cancelled").json()["data"]:
+        server.client.delete(f"/v1/videos/{video['id']}")
+
+
+@pytest.mark.long
+def test_on_a_narrow_window_the_queue_comes_before_the_form(page: Page) -> None:
+    order = "return [...document.querySelectorAll('#new, #queue')].map((each) => each.id)"
+    size = {"width": 400, "height": 800, "deviceScaleFactor": 1, "mobile": True}
+    assert page.run(order) == ["new", "queue"]
+    page.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    try:
+        page.wait(lambda: page.run(order) == ["queue", "new"])
+    finally:
+        page.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    page.wait(lambda: page.run(order) == ["new", "queue"])
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("clips")
+def test_a_card_shows_its_image_and_says_what_its_buttons_do(page: Page) -> None:
+    page.wait(lambda: page.all(".card .about .thumb"))
+    for button in page.all(".card .actions button"):
+        assert button.text, "an icon alone"
 
 
 @pytest.mark.long

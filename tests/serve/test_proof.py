@@ -5,18 +5,24 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 
+from svdpp.errors import OutOfMemoryError
+from svdpp.launch import gpus
+from svdpp.launch.gpus import Gpu
+from svdpp.serve import prove_clip
 from svdpp.serve.job import JobState
 from svdpp.serve.proof import Prover
 from svdpp.serve.store import JobStore
+from svdpp.verification import clip_proof
 from tests.driver.dummies import HANG_SECONDS
 from tests.faults.processes import is_there, wait_until
 from tests.serve.engines import demo_config, demo_job, serving
@@ -50,15 +56,20 @@ class Proving:
     def proofs(self) -> list[str]:
         return [job.proof for id in self.ids if (job := self.store.get(id))]
 
+    def reasons(self) -> list[str | None]:
+        return [job.proof_reason for id in self.ids if (job := self.store.get(id))]
+
     def wait_for(self, *proofs: str) -> None:
         wait_until(lambda: self.proofs() == [*proofs], HANG_SECONDS, lambda: str(self.proofs()))
 
 
 @contextmanager
-def _proving(made: tuple[Path, list[str]], folder: Path, *, when_idle: bool) -> Iterator[Proving]:
+def _proving(
+    made: tuple[Path, list[str]], folder: Path, *, when_idle: bool, adopts: bool = False
+) -> Iterator[Proving]:
     if made[0].exists():
         shutil.copytree(made[0], folder, dirs_exist_ok=True)
-    store, idle = JobStore(folder), threading.Event()
+    store, idle = JobStore(folder, adopts=adopts), threading.Event()
     store.recover()
     verdicts: list[str] = []
     prover = Prover(store, folder, idle.is_set, when_idle=when_idle, on_verdict=verdicts.append)
@@ -68,7 +79,7 @@ def _proving(made: tuple[Path, list[str]], folder: Path, *, when_idle: bool) -> 
     finally:
         prover.close()
         store.close()
-        assert not os.path.lexists(folder / "proof")
+        assert not os.path.lexists(folder / ".svdpp-proof")
         assert not list(Path(tempfile.gettempdir()).glob("svdpp-proof-*"))
 
 
@@ -100,12 +111,48 @@ def test_idle_time_proves_the_newest_first_and_finds_a_changed_file(
         wait_until(_children, HANG_SECONDS, "no process")
         (child,) = _children()
         wait_until(lambda: os.getpriority(os.PRIO_PROCESS, child) == 19, HANG_SECONDS, "not nice")
-        proving.wait_for("running", "none", "equal")
-        assert "photograph" in str(proving.prover.last_error)
-        proving.wait_for("different", "none", "equal")
-        (tmp_path / "clips" / f"{proving.ids[1]}.mp4.json").unlink()
-        assert not proving.prover.request(proving.ids[1])
+        proving.wait_for("running", "failed", "equal")
+        proving.wait_for("different", "failed", "equal")
+        assert str(proving.reasons()[0]).startswith("latent, file (the metadata inside says")
+        assert proving.reasons()[1:] == ["file missing: the image", None]
     assert proving.verdicts == ["equal", "different"]
+
+
+def test_a_clip_that_is_gone_is_missing_and_not_different(
+    made: tuple[Path, list[str]], tmp_path: Path
+) -> None:
+    with _proving(made, tmp_path, when_idle=True) as proving:
+        (tmp_path / "clips" / f"{proving.ids[0]}.mp4").unlink()
+        for suffix in ("mp4", "mp4.json"):
+            (tmp_path / "clips" / f"{proving.ids[2]}.{suffix}").unlink()
+        assert proving.prover.request(proving.ids[0])
+        assert proving.proofs() == ["failed", "none", "none"]
+        assert proving.reasons()[0] == "file missing: the clip"
+        proving.idle.set()
+        wait_until(_children, HANG_SECONDS, "no process")  # of the clip that is there
+        assert proving.proofs() == ["failed", "running", "failed"]
+        assert proving.reasons()[2] == "file missing: the clip and the clip's JSON"
+
+
+@pytest.mark.long
+def test_a_proof_whose_process_dies_is_tried_again(
+    made: tuple[Path, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the kernel ends one when memory runs out; one that finds a wrong file is not."""
+    monkeypatch.setattr("svdpp.serve.proof._FIRST_PAUSE", 0.2)
+    with _proving(made, tmp_path, when_idle=False) as proving:
+        photo = tmp_path / "photos" / f"{proving.ids[1]}.jpg"
+        photo.write_bytes(b"another")
+        for id in proving.ids[:2]:
+            assert proving.prover.request(id)
+        proving.idle.set()
+        wait_until(_children, HANG_SECONDS, "no process")
+        os.kill(_children()[0], signal.SIGKILL)
+        proving.wait_for("failed", "running", "none")
+        assert "tried again in 0.2 s" in str(proving.reasons()[0])
+        proving.wait_for("equal", "failed", "none")
+        assert proving.reasons()[0] is None
+        assert str(proving.reasons()[1]).startswith(f"'photos/{photo.name}' is not the photograph")
 
 
 @pytest.mark.long
@@ -140,7 +187,7 @@ def test_a_request_survives_a_restart(made: tuple[Path, list[str]], tmp_path: Pa
     (tmp_path / "clips" / f"{proving.ids[0]}.mp4.json").unlink()
     with _proving((tmp_path / "none", proving.ids), tmp_path, when_idle=False) as proving:
         # One that cannot be verified any more is not said to be running.
-        assert proving.proofs() == ["none", "running", "none"]
+        assert proving.proofs() == ["failed", "running", "none"]
         assert list(proving.prover._requested) == [proving.ids[1]]
 
 
@@ -161,6 +208,34 @@ def test_what_a_killed_server_left_is_removed(tmp_path: Path) -> None:
     left = Path(tempfile.mkdtemp(prefix="svdpp-proof-"))
     folder = tmp_path / "data"
     folder.mkdir()
-    (folder / "proof").symlink_to(left)
-    with _proving((tmp_path / "none", []), folder, when_idle=True):
+    (folder / ".svdpp-proof").symlink_to(left)
+    with _proving((tmp_path / "none", []), folder, when_idle=True, adopts=True):
         assert not left.exists()
+
+
+def _gpu(index: int, free_bytes: int, name: str = "H200") -> Gpu:
+    return Gpu(
+        index=index,
+        uuid=f"GPU-{index}",
+        name=name,
+        capability="9.0",
+        total_bytes=2**40,
+        free_bytes=free_bytes,
+    )
+
+
+def test_a_proof_takes_the_freest_gpu_of_the_clips_kind() -> None:
+    gpus = [_gpu(0, 1), _gpu(1, 4), _gpu(2, 3), _gpu(3, 9, "A100")]
+    assert clip_proof._gpu_for({"conditions": {"gpu": "H200"}}, gpus) == "cuda:1"
+    assert clip_proof._gpu_for({"conditions": {}}, gpus) == "cuda:3"
+    assert clip_proof._gpu_for({"conditions": {"gpu": "B200"}}, gpus) == "cuda:0"
+
+
+def test_a_proof_needs_free_memory_beside_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = replace(demo_config(1), device="cuda:1")
+    free = [_gpu(0, 2**40), _gpu(1, 2**29)]
+    monkeypatch.setattr(gpus, "visible_gpus", lambda: free)
+    with pytest.raises(OutOfMemoryError, match=r"cuda:1 has 0\.5 GiB free"):
+        prove_clip._check_gpu(config)
+    free[1] = _gpu(1, 2**40)
+    prove_clip._check_gpu(config)

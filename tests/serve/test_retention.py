@@ -1,7 +1,8 @@
-"""Old jobs go with all their files; a kill at any moment leaves no row or file alone."""
+"""Old jobs go with all their files; what a server did not make, or no job has, is never removed."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -14,9 +15,8 @@ from pathlib import Path
 import pytest
 
 from svdpp.errors import OutputError
-from svdpp.media import output_files
-from svdpp.serve.job import JobState, new_id
-from svdpp.serve.retention import remove_job, remove_strangers, sweep
+from svdpp.serve.job import new_id
+from svdpp.serve.retention import remove_job, set_strangers_aside, sweep
 from svdpp.serve.store import JobStore
 from tests.serve.store_jobs import add
 
@@ -107,7 +107,6 @@ def test_failed_and_cancelled_jobs_go_too(store: JobStore, folder: Path) -> None
 def test_a_photograph_with_another_name_goes_with_its_job(store: JobStore, folder: Path) -> None:
     id = add(store, photo="other.jpg")
     (folder / "photos" / "other.jpg").write_bytes(b"x")
-    assert remove_strangers(store, folder) == []
     store.cancel_waiting(id)
     assert remove_job(store, folder, id)
     assert os.listdir(folder / "photos") == []
@@ -124,42 +123,88 @@ def test_one_job_is_removed_on_request(store: JobStore, folder: Path) -> None:
     assert ids(store) == ids_of_files(folder) == {other, waiting}
 
 
-def test_files_of_no_job_go_at_the_start(store: JobStore, folder: Path) -> None:
-    id = finished(store, folder, 1.0)
-    waiting = add(store)
+def test_files_of_no_job_are_kept_in_another_place(store: JobStore, folder: Path) -> None:
+    """As after the queue was lost, or replaced by an older copy."""
+    id, waiting = finished(store, folder, 1.0), add(store)
     put_files(folder, waiting)
-    latent = folder / "latents" / f"{'0' * 64}_step4.safetensors"
-    strangers = [
-        folder / "photos" / ".upload-0123",
-        folder / "photos" / f"video_{'1' * 32}.png",
-        folder / "clips" / f"video_{'1' * 32}.mp4",
-        folder / "clips" / ".svdpp-00000000-1-00000000.mp4",
-    ]
-    for path in (*strangers, latent):
-        path.write_bytes(b"x")
-    assert sweep(store, folder, 2.0, None, 10**6) == []  # an upload that goes on is left alone
-    assert all(path.exists() for path in strangers)
-    assert set(remove_strangers(store, folder)) == set(strangers)
-    assert not any(path.exists() for path in strangers)
+    newer = new_id()
+    put_files(folder, newer)
+    (folder / "photos" / f".upload-{'0' * 16}").write_bytes(b"half")
+    assert sweep(store, folder, 2.0, None, 10**6) == []
+    assert ids_of_files(folder) == {id, waiting, newer, ""}
+
+    moved = set_strangers_aside(store, folder)
+
+    assert {path.name for path in moved} == {Path(name.format(id=newer)).name for name in FILES}
+    (place,) = (folder / "lost+found").iterdir()
+    assert all(path.parent == place and path.read_bytes() == bytes(25) for path in moved)
     assert ids(store) == ids_of_files(folder) == {id, waiting}
-    assert latent.exists()  # the waiting job may resume from it
-    store.cancel_waiting(waiting)
-    assert remove_strangers(store, folder) == [latent]
+    assert set_strangers_aside(store, folder) == []
 
 
-def test_a_file_that_cannot_be_removed_does_not_cost_other_jobs(
-    store: JobStore, folder: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_older_copy_of_the_queue_costs_no_clip(store: JobStore, folder: Path) -> None:
+    old = finished(store, folder, 1.0)
+    store.close()
+    copy = (folder / "queue.sqlite3").read_bytes()
+    with contextlib.closing(JobStore(folder)) as later:
+        new = finished(later, folder, 2.0)
+    (folder / "queue.sqlite3").write_bytes(copy)
+    with contextlib.closing(JobStore(folder)) as restored:
+        assert len(set_strangers_aside(restored, folder)) == len(FILES)
+        assert ids(restored) == ids_of_files(folder) == {old}
+        assert len(list(folder.glob(f"lost+found/*/{new}.*"))) == len(FILES)
+
+
+def test_what_a_server_did_not_make_is_left_alone(
+    store: JobStore, folder: Path, tmp_path: Path
 ) -> None:
-    """Without their row its bytes no longer count; the next start removes them."""
+    outside = tmp_path / "elsewhere"
+    outside.mkdir()
+    for name in (f"video_{'1' * 32}.png", "keep.txt"):
+        (outside / name).write_text("mine")
+    photos, clips = folder / "photos", folder / "clips"
+    for path in (photos / "cat.jpg", clips / "film.mp4", photos / ".upload-mine", folder / "x.md"):
+        path.write_text("mine")
+    (photos / "album").mkdir()
+    (photos / "album" / "dog.jpg").write_text("mine")
+    (photos / f"video_{'2' * 32}.png").mkdir()  # a folder with a name of ours
+    (clips / f"video_{'3' * 32}.mp4").symlink_to(outside / "keep.txt")
+    (clips / "folder").symlink_to(outside)
+    before = {path: path.lstat() for path in tmp_path.rglob("*") if "queue" not in path.name}
+
+    assert set_strangers_aside(store, folder) == []
+    assert sweep(store, folder, 1e9, 1.0, 1) == []
+    assert {path: path.lstat() for path in before} == before
+    clips.rename(tmp_path / "clips")
+    clips.symlink_to(outside)  # a whole folder elsewhere is not looked through
+    (outside / f"video_{'1' * 32}.mp4").write_text("mine")
+    assert set_strangers_aside(store, folder) == []
+    assert len(list(outside.iterdir())) == 3
+
+
+def test_strangers_that_cannot_be_moved_stay(store: JobStore, folder: Path) -> None:
+    put_files(folder, new_id())
+    (folder / "lost+found").write_text("a file")
+    assert set_strangers_aside(store, folder) == []
+    assert len(ids_of_files(folder)) == 1
+
+
+def test_a_file_that_cannot_be_removed_keeps_its_row_and_costs_no_other_job(
+    store: JobStore, folder: Path
+) -> None:
     old, *others = (finished(store, folder, at) for at in (1.0, 2.0, 3.0))
-    with monkeypatch.context() as patch:
-        patch.setattr(output_files, "remove", lambda _: None)
-        assert sweep(store, folder, 10.0, None, 250) == [old]
-        assert sweep(store, folder, 10.0, None, 250) == []
-    assert ids(store) == set(others)
-    assert ids_of_files(folder) == {old, *others}
-    remove_strangers(store, folder)
-    assert ids_of_files(folder) == set(others)
+    clip = folder / "clips" / f"{old}.mp4"
+    clip.unlink()
+    clip.mkdir()
+    for remove in (
+        lambda: sweep(store, folder, 10.0, None, 1),
+        lambda: remove_job(store, folder, old),
+    ):
+        with pytest.raises(OutputError, match="data"):
+            remove()
+        assert ids(store) == {old, *others}
+    clip.rmdir()
+    assert sweep(store, folder, 10.0, None, 200) == [old]
 
 
 def test_rows_and_files_stay_together_while_jobs_come_and_go(store: JobStore, folder: Path) -> None:
@@ -197,7 +242,7 @@ def test_rows_and_files_stay_together_while_jobs_come_and_go(store: JobStore, fo
     sweep(store, folder, time.time(), None, 1000)
     assert ids(store) == ids_of_files(folder)
     assert len(ids(store)) <= 10
-    assert remove_strangers(store, folder) == []
+    assert set_strangers_aside(store, folder) == []
 
 
 _SWEEP = """
@@ -224,9 +269,7 @@ sweep(store, folder, 1e9, 1.0, None)
 
 @pytest.mark.long
 @pytest.mark.parametrize("at", [1, 2, 4, 5, 8])
-def test_a_kill_leaves_no_row_without_files_and_no_file_without_a_row(
-    store: JobStore, folder: Path, at: int
-) -> None:
+def test_a_removal_that_a_kill_ends_goes_on(store: JobStore, folder: Path, at: int) -> None:
     """A server is killed at its `at`-th removal of a file; each of three jobs has four."""
     for end in (1.0, 2.0, 3.0):
         finished(store, folder, end)
@@ -235,23 +278,24 @@ def test_a_kill_leaves_no_row_without_files_and_no_file_without_a_row(
     assert killed.returncode == -signal.SIGKILL
     again = JobStore(folder)
     try:
-        remove_strangers(again, folder)
-        left = ids(again)
-        assert ids_of_files(folder) == left
-        assert len(left) == 3 - (at + 3) // 4
-        for id in left:
-            assert all((folder / name.format(id=id)).exists() for name in FILES)
-        assert again.counts()[JobState.COMPLETED] == len(left)
+        assert set_strangers_aside(again, folder) == []
+        left = again.finished()
+        assert ids_of_files(folder) <= {job.id for job in left}
+        assert len(left) >= 3 - at // 4
+        for job in left[1:]:
+            assert all((folder / name.format(id=job.id)).exists() for name in FILES)
+        assert len(sweep(again, folder, 1e9, 1.0, None)) == len(left)
+        assert ids(again) == ids_of_files(folder) == set()
     finally:
         again.close()
 
 
 def test_folders_that_do_not_exist_have_no_files(store: JobStore, tmp_path: Path) -> None:
     assert sweep(store, tmp_path / "data", 1.0, 1.0, 1) == []
-    assert remove_strangers(store, tmp_path / "data") == []
+    assert set_strangers_aside(store, tmp_path / "data") == []
 
 
 def test_a_folder_that_cannot_be_read_is_named(store: JobStore, tmp_path: Path) -> None:
     (tmp_path / "data" / "photos").write_text("a file")
-    with pytest.raises(OutputError, match="photos"):
-        sweep(store, tmp_path / "data", 1.0, 1.0, 1)
+    with pytest.raises(OutputError, match="data"):
+        set_strangers_aside(store, tmp_path / "data")

@@ -8,7 +8,7 @@ from typing import cast
 import pytest
 
 from svdpp.config import ClipRequest
-from svdpp.driver.clip_handle import ClipHandle, ClipProgress, HandleOwner
+from svdpp.driver.clips import ClipHandle, ClipProgress, OpenClips
 from svdpp.serve.clip_orders import ClipOrder
 from svdpp.serve.running_clips import RunningClip, RunningClips
 from svdpp.worker.messages import ActionDone, ClipFailed, DraftDone, Event, Heartbeat, StepDone
@@ -54,7 +54,7 @@ def test_an_event_is_about_a_clip(
 def test_progress_is_that_of_the_handle(running: RunningClips, clip: RunningClip) -> None:
     assert clip.progress == ClipProgress(3, STEPS)
     assert running.num_waiting == 1
-    clip.handle = ClipHandle(7, clip.order.request, STEPS, cast(HandleOwner, None))
+    clip.handle = ClipHandle(7, clip.order.request, STEPS, cast(OpenClips, None))
     clip.handle.set_progress(ClipProgress(3, STEPS, rank=0))
     clip.handle.add_progress_callback(lambda _: running.moved(clip.job.id))
     assert running.take_stepped() == {clip.job.id}, "it had begun before"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,12 +12,15 @@ import pytest
 
 pytest.importorskip("fastapi")
 
+from pydantic import ValidationError
+
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, WanSampling
 from svdpp.driver.resolve import resolve
 from svdpp.errors import RequestError
 from svdpp.media.examples import example_photos
 from svdpp.media.video import frames_sha256
 from svdpp.plan.layout import Layout
+from svdpp.serve.api_errors import ApiError
 from svdpp.serve.estimate import Layouts
 from svdpp.serve.forms import form_of
 from svdpp.serve.gate import ClipGate
@@ -28,7 +30,7 @@ from svdpp.worker.tensor_store import tensor_sha256
 from tests.cli.shell import assert_error, svdpp_here
 from tests.models.diffusers_pipeline import latents_and_frames
 from tests.models.tiny_families import save_tiny_ltx, save_tiny_wan
-from tests.serve.http_server import HANG_SECONDS, PHOTO, HttpServer, error_of, wait
+from tests.serve.http_server import HANG_SECONDS, PHOTO, HttpServer, error_of, schema_of_form, wait
 from tests.serve.store_jobs import new_job
 from tests.serve.test_page import driver, opened
 
@@ -146,7 +148,7 @@ def test_the_model_says_what_its_form_has(wan: HttpServer) -> None:
     assert {"guidance_scale", "guidance_scale_2", "flow_shift"} <= set(model["fields"])
     assert not {"motion_bucket_id", "fit"} & {*model["fields"], *model["defaults"]}
     assert model["limits"]["frames_unit"] == 4
-    form = wan.client.get("/openapi.json").json()["components"]["schemas"]["VideoRequest"]
+    form = schema_of_form(wan)
     assert form["required"] == ["prompt"]
     assert "input_reference" not in form["properties"]
 
@@ -155,8 +157,8 @@ def test_the_model_says_what_its_form_has(wan: HttpServer) -> None:
 def test_clips_of_a_model_that_the_server_ran_earlier(wan: HttpServer) -> None:
     old = wan.video(f"video_{0:032x}")
 
-    assert (old["status"], old["motion_bucket_id"]) == ("failed", 127)
-    assert "a model of the family wan now" in old["error"]["message"]
+    assert (old["status"], old["motion_bucket_id"]) == ("queued", 127)
+    assert old["held"].startswith("its model is of the family svd, and this server runs ")
     listed = wan.client.get("/v1/videos?limit=100").json()["data"]
     assert [video for video in listed if video["id"] == old["id"]] == [old]
 
@@ -312,6 +314,26 @@ def test_seconds_become_a_number_of_frames_that_the_family_makes() -> None:
         assert offer.sampling_of(request).num_frames == frames
 
 
+def test_a_server_has_limits_of_its_own_for_steps_and_frames() -> None:
+    offer = Offer(
+        model="wan",
+        sampling=WanSampling(num_frames=21, num_inference_steps=8),
+        sizes=((832, 480),),
+        inputs=Inputs(photo="refused", prompt="needed"),
+        max_steps=8,
+        max_frames=33,
+    )
+    about = offer.to_json()
+    assert [about.fields[name].maximum for name in ("steps", "frames")] == [8, 33]
+    assert [about.limits[name] for name in ("max_steps", "max_frames")] == [8, 33]
+    offer.sampling_of(offer.form(prompt=PROMPT, steps=8, frames=33))
+    for beyond in ({"steps": 9}, {"num_frames": 37}):
+        with pytest.raises(ValidationError, match="less than or equal to"):
+            offer.form(prompt=PROMPT, **beyond)
+    with pytest.raises(ApiError, match="81 frames, and this server makes 33 at most"):
+        offer.sampling_of(offer.form(prompt=PROMPT, seconds=5))
+
+
 def test_the_gate_knows_which_rank_has_which_expert(wan_folder: Path) -> None:
     config, checkpoint = resolve(
         PipelineConfig(
@@ -334,23 +356,3 @@ def test_an_estimate_cuts_where_the_expert_changes() -> None:
     route = Layouts(layout).route(0, 20, expert_boundary=4)
     assert 4 in {part.end for part in route.ranges}
     assert Layouts(layout).route(0, 20, expert_boundary=20).ranges  # of a clip that will fail
-
-
-def test_a_queue_without_prompts_is_brought_up_to_date(tmp_path: Path) -> None:
-    store = JobStore(tmp_path)
-    old = store.add(new_job(), max_open=None)
-    store.close()
-    with sqlite3.connect(tmp_path / "queue.sqlite3") as database:
-        for column in ("prompt", "negative_prompt"):
-            database.execute(f"ALTER TABLE jobs DROP COLUMN {column}")
-        database.execute("PRAGMA user_version = 1")
-    database.close()
-
-    store = JobStore(tmp_path)
-    assert store.get(old.id) == old
-    new = new_job(photo="", photo_name="", photo_sha256="", prompt=PROMPT, negative_prompt="fog")
-    store.add(new, max_open=None)
-    store.close()
-    store = JobStore(tmp_path)  # the second time there is nothing to change
-    assert [store.get(job.id) for job in (old, new)] == [old, new]
-    store.close()

@@ -23,6 +23,7 @@ from tests.serve.http_server import (
     DEMO,
     DUMMY,
     HANG_SECONDS,
+    PHOTO,
     QUICK,
     HttpServer,
     error_of,
@@ -69,6 +70,7 @@ def test_its_options_reach_ranks_and_queue(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr("svdpp.cli.serve._run", lambda *given: asked.append(given[2]))
     seconds = ("--heartbeat-timeout", "7", "--timeout", "90", "--start-timeout", "80")
     limits = ("--max-queue", "3", "--keep-days", "2", "--keep-gb", "1.5", "--max-upload-mb", "4")
+    limits += ("--max-steps", "40", "--max-frames", "30")
     answer = start_here(tmp_path, "--port", "0", "--draft", *seconds, *limits)
 
     assert answer.code == 0, answer
@@ -78,7 +80,16 @@ def test_its_options_reach_ranks_and_queue(tmp_path: Path, monkeypatch: pytest.M
     assert (config.timeout_seconds, config.start_timeout_seconds) == (90, 80)
     assert (config.split, config.draft_on_request) == ("dithered", True)
     assert (settings.max_open, settings.limits.upload_bytes) == (3, 4 * 2**20)
+    assert (settings.max_steps, settings.max_frames) == (40, 30)
     assert (kept.age_seconds, kept.num_bytes) == (2 * 86400, 1_500_000_000)
+
+
+@pytest.mark.parametrize(("name", "own"), [("steps", 8), ("frames", 14)])
+def test_a_limit_below_the_default_clip(tmp_path: Path, name: str, own: int) -> None:
+    answer = start_here(tmp_path, "--port", "0", f"--max-{name}", "3")
+
+    assert_error(answer, 2, f"--max-{name} 3 is less than the {own} {name}", f"--{name} 3")
+    assert not (tmp_path / "data").exists()
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "clips.example"])
@@ -116,6 +127,25 @@ def test_a_key_file_that_others_may_read(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "data").write_text("a file")
     assert_error(start_here(tmp_path, "--port", "0"), 8, "data")
+
+
+@pytest.mark.processes
+def test_a_folder_with_files_of_the_users_own(tmp_path: Path) -> None:
+    """Also later, if the queue is lost."""
+    folder = tmp_path / "data"
+    (folder / "photos").mkdir(parents=True)
+    (folder / "photos" / "cat.jpg").write_text("mine")
+    assert_error(start_here(tmp_path, "--port", "0"), 2, "photos", "--adopt")
+    with HttpServer(folder, *QUICK, "--adopt") as server:
+        (id,) = server.add()
+        server.stop()
+    (folder / "queue.sqlite3").unlink()
+    assert_error(start_here(tmp_path, "--port", "0"), 2, "queue.sqlite3", "--adopt")
+    with HttpServer(folder, *QUICK, "--adopt") as server:
+        (moved,) = folder.glob(f"lost+found/*/{id}.jpg")
+        assert moved.read_bytes() == PHOTO
+        assert f"moved to {moved.parent}" in server.err
+    assert (folder / "photos" / "cat.jpg").read_text() == "mine"
 
 
 @pytest.mark.parametrize("missing", ["fastapi", "prometheus_client"])
@@ -214,7 +244,7 @@ def test_owners_see_only_their_own_clips(tmp_path: Path) -> None:
             assert other.get("/v1/videos").json()["data"] == []
             for method, path in (
                 *(("GET", ""), ("GET", "/content"), ("GET", "/metadata"), ("GET", "/events")),
-                *(("POST", "/verify"), ("DELETE", "")),
+                *(("POST", "/verify"), ("POST", "/cancel"), ("DELETE", "")),
             ):
                 answer = other.request(method, f"/v1/videos/{id}{path}")
                 error_of(answer, 404, "video_not_found")

@@ -32,7 +32,7 @@ from svdpp.serve.job import JobState
 from tests.cli.shell import ROOT
 from tests.driver.dummies import HANG_SECONDS
 from tests.faults.processes import wait_until
-from tests.serve.http_server import DEMO, PHOTO, HttpServer
+from tests.serve.http_server import DEMO, PHOTO, HttpServer, schema_of_form
 
 TEXT = (ROOT / "docs/serving.md").read_text(encoding="utf-8")
 DASHBOARD = json.loads((ROOT / "docs/grafana-dashboard.json").read_text(encoding="utf-8"))
@@ -79,9 +79,7 @@ def test_every_route_is_in_the_table(server: HttpServer) -> None:
 @pytest.mark.processes
 @pytest.mark.long
 def test_every_field_of_a_request_is_named(server: HttpServer) -> None:
-    schemas = server.client.get("/openapi.json").json()["components"]["schemas"]
-
-    fields = schemas["VideoRequest"]["properties"]
+    fields = schema_of_form(server)["properties"]
     assert [name for name in fields if f"`{name}`" not in TEXT] == []
 
 
@@ -141,7 +139,7 @@ def test_every_option_that_limits_something_is_in_the_table() -> None:
 
 
 _LIMITS = re.compile(
-    r"--(max-queue|max-upload.*|keep-.*|sizes|grace|timeout|start-timeout|heartbeat-timeout)"
+    r"--(max-queue|max-upload.*|max-steps|max-frames|keep-.*|sizes|grace|timeout|start-timeout|heartbeat-timeout)"
 )
 
 

@@ -182,6 +182,44 @@ def test_a_queue_of_another_version_is_refused(store: JobStore, tmp_path: Path) 
         JobStore(tmp_path / "data")
 
 
+def test_a_database_of_another_program_is_refused(tmp_path: Path) -> None:
+    with sqlite3.connect(tmp_path / "queue.sqlite3") as database:
+        database.execute("CREATE TABLE theirs (value TEXT)")
+    database.close()
+    with pytest.raises(RequestError, match="another program"):
+        JobStore(tmp_path)
+
+
+def test_a_queue_that_is_moved_away_or_replaced_is_noticed(tmp_path: Path) -> None:
+    path, away = tmp_path / "queue.sqlite3", tmp_path / "away"
+    with contextlib.closing(JobStore(tmp_path)) as store:
+        first = add(store)
+        path.rename(away)
+        with pytest.raises(OutputError, match="removed or replaced"):
+            add(store)
+        path.write_bytes(away.read_bytes())
+        with pytest.raises(OutputError, match="removed or replaced"):
+            store.cancel_waiting(first)
+        away.rename(path)
+        second = add(store)
+        assert [job.id for job in store.waiting()] == [first, second]
+
+
+def test_damaged_pages_are_noticed_at_the_start(store: JobStore, tmp_path: Path) -> None:
+    """Those that no query of the start reads."""
+    for _ in range(200):
+        add(store, photo_name="x" * 1000)
+    store.close()
+    path = tmp_path / "data" / "queue.sqlite3"
+    content = bytearray(path.read_bytes())
+    middle = len(content) // 2 // 4096 * 4096
+    content[middle : middle + 4096] = bytes(4096)
+    path.write_bytes(content)
+    with pytest.raises(OutputError, match="queue") as refused:
+        JobStore(tmp_path / "data")
+    assert "damaged" in refused.value.hint
+
+
 def test_a_queue_that_another_program_locks_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -250,14 +250,10 @@ class Clients:
         """Cancels the clip, unless it is finished first."""
         while True:
             try:
-                answer = self._client.delete(f"/v1/videos/{request.id}")
+                self._client.post(f"/v1/videos/{request.id}/cancel")
             except httpx.TransportError:
                 request.retries += 1
                 self._stop.wait(0.5)
-            else:
-                if answer.status_code == 200 and answer.json()["deleted"]:
-                    request.status = "deleted"  # it had been completed
-                    return
             found = self._get(request)
             if found is None:
                 raise RuntimeError("the clip is lost")

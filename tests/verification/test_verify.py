@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import socket
+import weakref
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SvdSampling
 from svdpp.media.examples import example_photos
+from svdpp.models import determinism
+from svdpp.models.dummy import DummyModel
 from svdpp.verification.result import Check
 from svdpp.verification.verify import compare, run_pipelined, run_sequential, verify
 from svdpp.worker.fault_injection import InjectedFault
@@ -69,6 +75,31 @@ def test_the_dummy_is_the_plain_loop() -> None:
     verdict = verify(replace(DUMMY, world_size=3), [ClipRequest(seed=s) for s in (4, 5)])
     assert verdict.bitwise
     assert len(verdict.checks) == 2 * 3
+
+
+def test_a_launched_rank_0_frees_its_memory_before_the_reference_starts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its process goes on, and would keep its model and the allocator's cache on the device."""
+    models: list[weakref.ref[DummyModel]] = []
+    emptied: list[bool] = []
+
+    def load_model(*_: Any) -> DummyModel:
+        model = DummyModel(DUMMY.model.dummy_latent, 6, torch.device("cpu"))
+        models.append(weakref.ref(model))
+        return model
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    launcher = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in (launcher | {"MASTER_PORT": port}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(determinism, "apply_settings", lambda **_: None)  # of this process
+    monkeypatch.setattr("svdpp.worker.rank.load_model", load_model)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(models[0]() is None))
+    run_pipelined(replace(DUMMY, world_size=1), [ClipRequest(seed=0)], tmp_path)
+    assert emptied == [True]
 
 
 @pytest.mark.parametrize("kind", ["ulp", "skip"])

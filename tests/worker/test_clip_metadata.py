@@ -15,7 +15,12 @@ from svdpp.config import ModelConfig, OutputConfig, PipelineConfig, SvdSampling
 from svdpp.media.image import read_photo
 from svdpp.media.inputs import ClipInput
 from svdpp.models.checkpoint import find_checkpoint
-from svdpp.worker.clip_metadata import clip_metadata, latents_key, parameters_sha256
+from svdpp.worker.clip_metadata import (
+    clip_metadata,
+    latents_key,
+    parameters_sha256,
+    weights_identity,
+)
 from tests.cli.shell import PHOTO, assert_error, svdpp_here
 from tests.models.builders import save_tiny_checkpoint
 
@@ -84,7 +89,8 @@ def test_a_new_order_in_memory_is_another_clip(folder: Path, tmp_path: Path) -> 
     checkpoint = find_checkpoint(ModelConfig(name=str(folder)))
     plain, other = (_record(str(folder), tmp_path, channels_last=on) for on in (False, True))
     assert parameters_sha256(plain) != parameters_sha256(other)
-    assert latents_key(plain, checkpoint) != latents_key(other, checkpoint)
+    weights = weights_identity(checkpoint)
+    assert latents_key(plain, weights) != latents_key(other, weights)
 
 
 def test_verify_finds_the_folder_and_notices_other_weights(

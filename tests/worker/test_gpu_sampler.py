@@ -9,6 +9,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import pynvml
 import pytest
 
 from svdpp.diagnostics.bottleneck import find_limits
@@ -21,15 +22,11 @@ from svdpp.worker.messages import GpuSample, parse_event
 from tests.diagnostics.made_up_runs import replayed, with_rank
 
 
-class _NVMLError(Exception):
-    pass
-
-
 def _stand_in(**changes: Any) -> Any:
     """A stand-in for the module `pynvml`, with one GPU."""
 
     def refuse(*_: Any) -> None:
-        raise _NVMLError
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
 
     functions: dict[str, Any] = {
         "nvmlDeviceGetHandleByUUID": lambda uuid: uuid,
@@ -44,8 +41,7 @@ def _stand_in(**changes: Any) -> Any:
     }
     for name, value in changes.items():
         functions[name] = refuse if value is None else value
-    constants = {"NVML_TEMPERATURE_GPU": 0, "NVML_CLOCK_SM": 1, "NVMLError": _NVMLError}
-    return SimpleNamespace(**functions, **constants)
+    return SimpleNamespace(**(vars(pynvml) | functions))
 
 
 def _use(monkeypatch: pytest.MonkeyPatch, nvml: Any) -> None:

@@ -38,4 +38,8 @@ def test_cancellations_are_taken_between_steps_and_forgotten_with_their_clips() 
         parent.send(last.to_bytes())
     assert [str(action) for action in actions] == ["ENCODE c2 @0", "FINISH c2 @0"]
     assert rests == [3]
+    for late in (Cancel(clip=2), Stop()):
+        parent.send(late.to_bytes())
+    inbox.wait_for_stop()
+    assert not theirs.poll()
     assert not any(map(inbox.is_cancelled, range(8)))

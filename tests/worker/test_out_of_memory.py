@@ -62,6 +62,23 @@ def test_pythons_memory_error_is_the_same_error() -> None:
         raise MemoryError
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.AcceleratorError("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation'"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+    ],
+    ids=["pinned or stream memory", "cublas", "cudnn"],
+)
+def test_memory_outside_the_caching_allocator_is_the_same_error(error: RuntimeError) -> None:
+    with pytest.raises(OutOfMemoryError) as caught, out_of_memory_named(actions.denoise(0, 0, 4)):
+        raise error
+    assert str(caught.value) == "out of memory while a denoising step"
+    assert caught.value.exit_code == 4
+    assert "--memory-opt" in caught.value.hint
+
+
 def test_decoding_names_its_chunk() -> None:
     words = r"out of memory while decoding the frames, 14 at a time: 5\.25 GiB"
     with (

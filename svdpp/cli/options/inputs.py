@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from svdpp.cli.options.declare import LAYOUT, PROMPTS, RECOVERY, VIDEO, flag, option
-from svdpp.config.limits import check_num_clips
+from svdpp.config.limits import MAX_MEGAPIXELS, check_num_clips, check_whole
 from svdpp.errors import InputError, RequestError
 from svdpp.plan.small_file import read_small_file
 
@@ -107,7 +107,30 @@ class PromptOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class InputOptions:
+class ImageOptions:
+    """Which images are taken."""
+
+    max_megapixels: Annotated[
+        int,
+        option(
+            "--max-megapixels",
+            panel=VIDEO,
+            metavar="N",
+            help=f"Largest image, in millions of pixels, {MAX_MEGAPIXELS} at most.",
+        ),
+    ] = 24
+
+    def __post_init__(self) -> None:
+        check_whole("--max-megapixels", self.max_megapixels, 1, MAX_MEGAPIXELS)
+
+    @property
+    def max_pixels(self) -> int:
+        """The same in pixels."""
+        return self.max_megapixels * 10**6
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputOptions(ImageOptions):
     """Photographs and seeds; each combination of them, and of prompts, becomes a clip."""
 
     inputs: Annotated[

@@ -35,8 +35,8 @@ class LayoutOptions:
             panel=LAYOUT,
             metavar="auto|pipeline|data-parallel",
             choices=_LAYOUTS,
-            help="How ranks share the work. pipeline: each does some steps of every clip; "
-            "data-parallel: each makes whole clips; auto: the fastest by forecast.",
+            help="How ranks share the work. pipeline: each does some steps of all clips; "
+            "data-parallel: each makes whole clips; auto: fastest forecast.",
             default="pipeline",
         ),
     ] = None

@@ -74,7 +74,7 @@ class ModelOptions:
             metavar="fp32|fp16|bf16",
             choices=tuple(DTYPE_BYTES),
             help="Precision of weights and latents.",
-            default="fp16 on CUDA, fp32 on the CPU",
+            default="fp32 on the CPU; on CUDA fp16, for Wan and LTX-Video bf16",
         ),
     ] = None
     memory_opt: Annotated[
@@ -132,25 +132,34 @@ class ModelOptions:
 
         return family_of_model(self.to_config("cpu"))
 
-    def to_config(self, device: str, **more: bool) -> ModelConfig:
-        """The configuration on `device`; `more` are further fields of it."""
+    def to_config(self, device: str, family: str | None = None, **more: bool) -> ModelConfig:
+        """The configuration on `device`.
+
+        Args:
+            device: its name.
+            family: of the model; None: its files say so, if the default precision depends on it.
+            more: further fields.
+        """
         return ModelConfig(
             name=self.model,
             revision=self.revision,
             variant=self.variant,
             local_files_only=self.local_files_only,
-            dtype=parse_dtype(self.dtype, device),
+            dtype=self._dtype_on(device, family),
             memory_opt=self.memory_opt,
             channels_last=self.channels_last,
             dummy_latent_shape=self.latent_shape,
             **more,
         )
 
-
-def parse_dtype(text: str | None, device: str) -> Dtype:
-    """The precision; by default half on CUDA, single on the CPU."""
-    if text is None:
-        return "fp16" if device.startswith("cuda") else "fp32"
-    if text not in _DTYPES:
-        raise RequestError(f"--dtype must be one of {', '.join(DTYPE_BYTES)}, got {text!r}")
-    return _DTYPES[text]
+    def _dtype_on(self, device: str, family: str | None) -> Dtype:
+        """The precision; by default the one of diffusers' own examples on CUDA."""
+        if self.dtype is None and not device.startswith("cuda"):
+            return "fp32"
+        if self.dtype is None:
+            return "fp16" if (family or self.family) == "svd" else "bf16"
+        if self.dtype not in _DTYPES:
+            raise RequestError(
+                f"--dtype must be one of {', '.join(DTYPE_BYTES)}, got {self.dtype!r}"
+            )
+        return _DTYPES[self.dtype]

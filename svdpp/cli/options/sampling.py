@@ -245,7 +245,8 @@ class SamplingOptions:
 
     def num_steps(self, family: str = "svd") -> int:
         """The number of steps, by default that of the family."""
-        return SAMPLING_CLASSES[family]().num_inference_steps if self.steps is None else self.steps
+        default: int = SAMPLING_CLASSES[family]().num_inference_steps
+        return default if self.steps is None else self.steps
 
     def to_config(
         self, model: ModelOptions, *, from_image: bool = True, family: str | None = None
@@ -282,7 +283,8 @@ class SamplingOptions:
                 f"{option_name} is not for {model.model}, a model of the family {family}",
                 f"leave {option_name} out",
             )
-        return kind(**{**sampling_defaults(model.model), **given})
+        sampling: SamplingConfig = kind(**{**sampling_defaults(model.model), **given})
+        return sampling
 
 
 def _option_names() -> dict[str, str]:

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Annotated
 
 from svdpp.cli.options.declare import COSTS, RECOVERY, SERVICE, VIDEO, flag, option
+from svdpp.cli.options.inputs import ImageOptions
 from svdpp.config import SamplingConfig
-from svdpp.config.limits import check_seconds, check_whole, is_number, shown
+from svdpp.config.limits import MAX_FRAMES, MAX_STEPS, check_seconds, check_whole, is_number, shown
 from svdpp.errors import RequestError
 
 _MAX_PORT = 65535
@@ -17,7 +18,7 @@ _MAX_SIZES = 32
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeOptions:
+class ServeOptions(ImageOptions):
     """Where the service listens, what it keeps, and what clients may request."""
 
     host: Annotated[
@@ -42,6 +43,14 @@ class ServeOptions:
             help="Folder of queue, photographs and clips; a new start with it goes on.",
         ),
     ] = Path("svdpp-data")
+    adopt: Annotated[
+        bool,
+        flag(
+            "--adopt",
+            panel=SERVICE,
+            help="Start a new queue in a --data folder that has other files; they are left alone.",
+        ),
+    ] = False
     api_key_file: Annotated[
         Path | None,
         option(
@@ -81,6 +90,24 @@ class ServeOptions:
             help="Largest photograph, in MiB.",
         ),
     ] = 32
+    max_steps: Annotated[
+        int,
+        option(
+            "--max-steps",
+            panel=SERVICE,
+            metavar="N",
+            help="Denoising steps that a request may ask for.",
+        ),
+    ] = MAX_STEPS
+    max_frames: Annotated[
+        int,
+        option(
+            "--max-frames",
+            panel=SERVICE,
+            metavar="N",
+            help="Frames that a request may ask for.",
+        ),
+    ] = MAX_FRAMES
     keep_days: Annotated[
         float | None,
         option(
@@ -153,15 +180,31 @@ class ServeOptions:
     ] = 15.0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_seconds("--heartbeat-timeout", self.heartbeat_timeout)
         check_whole("--port", self.port, 0, _MAX_PORT)
         check_whole("--max-queue", self.max_queue, 1, _MAX_QUEUE)
         check_whole("--max-upload-mb", self.max_upload_mb, 1, _MAX_UPLOAD_MB)
+        check_whole("--max-steps", self.max_steps, 1, MAX_STEPS)
+        check_whole("--max-frames", self.max_frames, 1, MAX_FRAMES)
         if self.grace:
             check_seconds("--grace", self.grace)
         for name, value in (("--keep-days", self.keep_days), ("--keep-gb", self.keep_gb)):
             if value is not None and not (is_number(value) and value > 0):
                 raise RequestError(f"{name} must be a finite number above 0, got {shown(value)}")
+
+    def check_own(self, sampling: SamplingConfig) -> None:
+        """Refuses limits that the server's own defaults, resolved, are beyond."""
+        steps = sampling.num_inference_steps
+        for name, most, own in (
+            ("steps", self.max_steps, steps),
+            ("frames", self.max_frames, sampling.frames),
+        ):
+            if own > most:
+                raise RequestError(
+                    f"--max-{name} {most} is less than the {own} {name} of a clip by default",
+                    f"add --{name} {most} or less",
+                )
 
     def all_sizes(self, sampling: SamplingConfig) -> tuple[tuple[int, int], ...]:
         """Width and height of the default size and of all others.

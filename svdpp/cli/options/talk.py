@@ -50,7 +50,8 @@ class LogOptions(TalkOptions):
             "--log-file",
             panel=DIAGNOSTICS,
             metavar="FILE",
-            help="Append the log, with all steps, to this file as JSON lines.",
+            help="Append the log to this file as JSON lines, with -v every step; at 50 MB it "
+            "becomes FILE.1, and four old files are kept.",
         ),
     ] = None
 

@@ -19,7 +19,6 @@ from svdpp.plan.layout import Roles
 class SvdCheckpoint(Checkpoint):
     """A checkpoint of `StableVideoDiffusionPipeline`."""
 
-    family: ClassVar[str] = "svd"
     can_draft: ClassVar[bool] = True
 
     num_frames: int
@@ -35,6 +34,11 @@ class SvdCheckpoint(Checkpoint):
     addition_time_embed_dim: int
     projection_class_embeddings_input_dim: int
     feature_extractor_class: str
+
+    @property
+    def family(self) -> str:
+        """See `Checkpoint`."""
+        return "svd"
 
     def components_of(self, roles: Roles, sampling: SamplingConfig) -> frozenset[str]:
         """See `Checkpoint`."""

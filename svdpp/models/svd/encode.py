@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import torch
 from diffusers import StableVideoDiffusionPipeline
-from diffusers.pipelines.stable_video_diffusion.pipeline_stable_video_diffusion import (
-    _resize_with_antialiasing,
-)
 from diffusers.utils.torch_utils import randn_tensor
 from PIL import Image
 
 from svdpp.config import SvdSampling
 from svdpp.models.base import LATENTS, Tensors
+from svdpp.models.svd.resize import resize_for_clip
 
 IMAGE_LATENTS = "image_latents"
 IMAGE_EMBEDDING = "image_embedding"
@@ -25,7 +23,6 @@ ADDED_TIME_IDS = "added_time_ids"
 # Tensors that `prepare_image` returns.
 _CLIP_PIXELS = "clip_pixels"
 _VAE_PIXELS = "vae_pixels"
-_CLIP_SIZE = (224, 224)
 
 
 @torch.no_grad()
@@ -33,8 +30,6 @@ def prepare_image(
     pipe: StableVideoDiffusionPipeline, image: Image.Image, sampling: SvdSampling
 ) -> Tensors:
     """Resizes the image for CLIP and for the VAE: the CPU part of diffusers' stages 3 and 4.
-
-    The resize for CLIP filters the image at its original size and takes longer than CLIP itself.
 
     Args:
         pipe: any pipeline; only its `video_processor` is used.
@@ -45,13 +40,12 @@ def prepare_image(
         `clip_pixels` (1, 3, 224, 224) in [0, 1] and `vae_pixels` (1, 3, H, W) in [-1, 1], both
         float32 on the CPU.
     """
-    processor = pipe.video_processor
-    pixels = processor.numpy_to_pt(processor.pil_to_numpy(image))
-    # As in `_encode_image`: to [-1, 1] for the resize, and back.
-    resized = _resize_with_antialiasing(pixels * 2.0 - 1.0, _CLIP_SIZE)
     return {
-        _CLIP_PIXELS: (resized + 1.0) / 2.0,
-        _VAE_PIXELS: processor.preprocess(image, height=sampling.height, width=sampling.width),
+        # As in `_encode_image`: from [-1, 1], in which it is resized, to [0, 1].
+        _CLIP_PIXELS: (resize_for_clip(image) + 1.0) / 2.0,
+        _VAE_PIXELS: pipe.video_processor.preprocess(
+            image, height=sampling.height, width=sampling.width
+        ),
     }
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from diffusers import StableVideoDiffusionPipeline
 from PIL import Image
 
-from svdpp.config import ClipRequest, ModelConfig, SamplingConfig, SvdSampling, TensorSpec
+from svdpp.config import ClipRequest, ModelConfig, SamplingConfig, SvdSampling
 from svdpp.models.base import LATENTS, AfterStep, Tensors, run_steps
+from svdpp.models.loading import torch_dtype
 from svdpp.models.svd import load
 from svdpp.models.svd.checkpoint import SvdCheckpoint
 from svdpp.models.svd.decode import decode_latent
@@ -56,8 +55,8 @@ class SvdModel:
         assert isinstance(sampling, SvdSampling)
         return SvdModel(self._checkpoint, self._parts, sampling, self._dtype)
 
-    def packet_spec(self, next_step: int) -> Mapping[str, TensorSpec]:  # noqa: ARG002
-        """Latents, image latents, image embedding and time ids: the same after every step."""
+    def probe_packet(self) -> Tensors:
+        """Noise, in the shapes of latents, image latents, image embedding and time ids."""
         factor = self._checkpoint.vae_scale_factor
         size = self._sampling.height // factor, self._sampling.width // factor
         channels = self._checkpoint.latent_channels
@@ -67,7 +66,11 @@ class SvdModel:
             IMAGE_EMBEDDING: (1, 1, self._checkpoint.cross_attention_dim),
             ADDED_TIME_IDS: (1, 3),
         }
-        return {name: TensorSpec(shape, self._dtype) for name, shape in shapes.items()}
+        generator, dtype = torch.Generator().manual_seed(0), torch_dtype(self._dtype)
+        return {
+            name: torch.randn(shape, generator=generator).to(self.device, dtype)
+            for name, shape in shapes.items()
+        }
 
     def prepare(self, image: Image.Image) -> Tensors:
         """See `prepare_image`."""

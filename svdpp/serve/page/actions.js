@@ -2,9 +2,10 @@
 
 import { get, mediaOf, release, request, wordsOf } from "./api.js";
 import { drop, takeVideo } from "./clips.js";
-import { icon, iconButton, make, say, setAttribute } from "./dom.js";
+import { iconButton, make, say, setAttribute } from "./dom.js";
 import { tell } from "./signals.js";
 import { state } from "./state.js";
+import { plural } from "./text.js";
 import { fileStemOf, parametersOf, titleOf } from "./words.js";
 
 /** Does what a person asked for with a clip, and shows that it is under way, and why it failed. */
@@ -25,31 +26,56 @@ async function act(id, words, work) {
 }
 
 export async function cancel(id) {
-  const video = state.videos.get(id);
   await act(id, "Cancelling", async () => {
-    const answer = await get(`/v1/videos/${id}`, { method: "DELETE" });
-    if (answer.deleted) drop(id);
-    else takeVideo({ ...video, status: answer.status, eta_seconds: null });
+    takeVideo(await get(`/v1/videos/${id}/cancel`, { method: "POST" }));
     state.listAt = 0;
   });
 }
 
-/** Removes only at the second press, so that a slip loses nothing. */
-export function removeButton(video) {
-  const label = `Remove ${titleOf(video)}`;
+/** Cancels all clips in the queue; those that wait first, so that none of them begins meanwhile. */
+export async function cancelAll() {
+  const tried = new Set();
+  for (const status of ["queued", "in_progress"]) {
+    for (;;) {
+      const { data } = await get(`/v1/videos?limit=100&order=desc&status=${status}`);
+      const left = data.filter((video) => !tried.has(video.id));
+      if (!left.length) break;
+      for (const video of left) {
+        tried.add(video.id);
+        takeVideo(video, { quietly: true });
+        await cancel(video.id);
+      }
+    }
+  }
+  say(`${plural(tried.size, "clip")} cancelled.`);
+}
+
+/** Has a button do its work only at the second press, so that a slip loses nothing. */
+export function pressTwice(button, question, label, work) {
+  const [before, labelBefore] = [[...button.childNodes], button.getAttribute("aria-label")];
   const reset = () => {
     button.classList.remove("danger");
-    button.replaceChildren(icon("remove"));
-    setAttribute(button, "aria-label", label);
+    button.replaceChildren(...before);
+    setAttribute(button, "aria-label", labelBefore);
   };
-  const button = iconButton("remove", label, () => {
-    if (button.classList.contains("danger")) { act(video.id, "Removing", () => remove(video.id)); return; }
+  button.addEventListener("click", () => {
+    if (button.classList.contains("danger")) {
+      reset();
+      Promise.resolve(work()).catch((error) => say(wordsOf(error)));
+      return;
+    }
     button.classList.add("danger");
-    button.replaceChildren("Remove?");
-    setAttribute(button, "aria-label", `Really remove ${titleOf(video)}?`);
+    button.replaceChildren(question);
+    setAttribute(button, "aria-label", label);
     setTimeout(reset, 5000);
   });
   button.addEventListener("blur", reset);
+}
+
+export function removeButton(video) {
+  const button = iconButton("remove", `Remove ${titleOf(video)}`, null, "Remove");
+  const work = () => act(video.id, "Removing", () => remove(video.id));
+  pressTwice(button, "Remove?", `Really remove ${titleOf(video)}?`, work);
   return button;
 }
 
@@ -62,6 +88,7 @@ export async function verify(id) {
   await act(id, "Asking for the verification", async () => {
     const video = await get(`/v1/videos/${id}/verify`, { method: "POST" });
     takeVideo(video);
+    if (video.proof !== "running") return; // it says why
     say("The clip is made again on one device, once the ranks are idle, and compared bit by bit.");
   });
 }

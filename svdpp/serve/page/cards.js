@@ -12,7 +12,8 @@ import { makeAgain } from "./send.js";
 import { tell } from "./signals.js";
 import { state } from "./state.js";
 import { capital, duration, plural } from "./text.js";
-import { ago, etaText, nameOf, parametersOf, proofOf, PROOFS, shapeOf, stepText, titleOf } from "./words.js";
+import { thumbOf } from "./thumbs.js";
+import { ago, etaText, nameOf, parametersOf, proofOf, proofText, shapeOf, stepText, titleOf } from "./words.js";
 
 export function renderClips(videos) {
   renderList($("clip-list"), videos, (video) => video.id, createCard, updateCard);
@@ -72,11 +73,11 @@ function createCard(video) {
       "aria-label": `Verify ${title} against diffusers on one device`, onclick: () => verify(id) }),
     compare: make("button", { type: "button", className: "button small", textContent: "Compare",
       "aria-label": `Compare ${title} with another clip`, onclick: () => pick(id) }),
-    download: iconButton("download", `Download ${title}`, () => download(id)),
+    download: iconButton("download", `Download ${title}`, () => download(id), "Download"),
     remove: removeButton(video),
   };
   const about = make("div", { className: "about" },
-    make("div", { className: "head" }, make("span", { className: "dot" }),
+    make("div", { className: "head" }, thumbOf(video),
       make("span", { className: `title${video.prompt ? " prompt" : ""}`, title, textContent: nameOf(video) }),
       make("span", { className: "note", textContent: `seed ${video.seed}` })),
     make("span", { className: "note", textContent: `${shapeOf(video)} · ${video.seconds} s` }),
@@ -84,8 +85,8 @@ function createCard(video) {
     make("span", { className: "proof" }, parts.proof, parts.verify));
   const actions = make("div", { className: "actions" }, parts.compare, make("span", { className: "push" }),
     parts.download,
-    iconButton("copy", `Copy the parameters of ${title}`, () => copyParameters(id)),
-    iconButton("again", `Make ${nameOf(video)} again with another seed`, () => makeAgain(id, { seed: randomSeed() })),
+    iconButton("copy", `Copy the parameters of ${title}`, () => copyParameters(id), "Copy"),
+    iconButton("again", `Make ${nameOf(video)} again with another seed`, () => makeAgain(id, { seed: randomSeed() }), "Again"),
     parts.remove);
   const card = make("li", { className: "card" }, player.screen, about, actions, details(id, title));
   setAttribute(card, "data-tint", tintOf(id));
@@ -115,9 +116,9 @@ function madeText(video) {
 function showProof({ parts: { proof, verify: button } }, video, isDone) {
   const verdict = proofOf(video);
   const asked = state.busy.get(video.id);
-  setText(proof, asked ?? (isDone ? capital(PROOFS[verdict]) : ""));
+  setText(proof, asked ?? (isDone ? capital(proofText(video)) : ""));
   setAttribute(proof.parentNode, "data-proof", verdict);
-  button.hidden = !isDone || verdict !== "none" || Boolean(asked);
+  button.hidden = !isDone || !["none", "failed"].includes(verdict) || Boolean(asked);
 }
 
 function details(id, title) {

@@ -5,7 +5,7 @@ import { $, make, makeSvg, renderList, setAttribute, setText } from "./dom.js";
 import { WINDOW_SECONDS } from "./engine.js";
 import { state } from "./state.js";
 import { now } from "./text.js";
-import { nameOf, stemOf, titleOf } from "./words.js";
+import { nameOf, stemOf, stepText, titleOf } from "./words.js";
 
 const ACTIONS = { encode: "encoding", denoise: "denoising", decode: "decoding", send: "sending", recv: "receiving" };
 
@@ -64,7 +64,10 @@ function rankNow(rank) {
   if (!rank.device && state.engine.state !== "ready") return "starts";
   if (rank.doing === "idle") return "idle";
   if (rank.doing === "wait") return name ? `waits for ${name}` : "waits";
-  return rank.step === null ? `${ACTIONS[rank.action] ?? rank.action} ${name}` : `step ${rank.step} of ${name}`;
+  if (rank.step === null) return `${ACTIONS[rank.action] ?? rank.action} ${name}`;
+  // The clip's own events may be newer than what the rank said last.
+  const done = video?.rank === rank.rank ? Math.max(rank.step, video.step) : rank.step;
+  return `${video ? stepText({ ...video, rank: rank.rank }, done) : `Step ${done + 1}`} · ${name}`;
 }
 
 const positionOf = (time, end) => `${100 - percent(end - time)}%`;

@@ -3,7 +3,7 @@
 import { say } from "./dom.js";
 import { state } from "./state.js";
 import { now, sentence } from "./text.js";
-import { PROOFS, titleOf } from "./words.js";
+import { proofText, titleOf } from "./words.js";
 
 const NUM_TINTS = 8;
 
@@ -35,8 +35,7 @@ function sayNews(old, video) {
     if (video.status === "cancelled") say(`${title}: cancelled.`);
   }
   if (old && old.proof !== video.proof && video.proof !== "running") {
-    const words = video.proof === "none" ? "not verified; the server's log says why" : PROOFS[video.proof];
-    say(`${title}: ${words}.`);
+    say(`${title}: ${proofText(video)}.`);
   }
 }
 

@@ -5,7 +5,7 @@ import { tintOf } from "./clips.js";
 import { $, icon, make, say, setAttribute, setText } from "./dom.js";
 import { tell } from "./signals.js";
 import { state } from "./state.js";
-import { PARAMETERS, parametersOf, proofOf, PROOFS, titleOf } from "./words.js";
+import { PARAMETERS, parametersOf, proofText, titleOf } from "./words.js";
 
 const shown = { leader: null, players: [...document.querySelectorAll("#compare video")], origin: null, addresses: [] };
 
@@ -49,7 +49,7 @@ function fillCompareTable(videos) {
     make("td", { textContent: first }), make("td", { textContent: second }));
   const names = [...PARAMETERS.filter((name) => videos.some((video) => parametersOf(video).includes(name))), "seconds"];
   const rows = names.map((name) => row(name, videos.map((video) => String(video[name] ?? ""))));
-  const proofs = row("verified", videos.map((video) => PROOFS[proofOf(video)]));
+  const proofs = row("verified", videos.map(proofText));
   $("compare-table").tBodies[0].replaceChildren(...rows, proofs);
 }
 

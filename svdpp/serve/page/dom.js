@@ -23,9 +23,12 @@ export function makeSvg(tag, attributes = {}, ...children) {
 
 export const icon = (name) => makeSvg("svg", { "aria-hidden": "true" }, makeSvg("use", { href: `#icon-${name}` }));
 
-export function iconButton(name, label, onclick) {
-  return make("button", { type: "button", className: "icon-button", "aria-label": label, title: label, onclick },
-    icon(name));
+/** A button with an icon; `text` is shown below it, `label` says the same of one clip. */
+export function iconButton(name, label, onclick, text = "") {
+  const button = make("button", { type: "button", className: "icon-button", "aria-label": label, title: label },
+    icon(name), ...(text ? [make("span", { textContent: text })] : []));
+  if (onclick) button.addEventListener("click", onclick);
+  return button;
 }
 
 /** Sets a text only where it changes, so that a reader's place and a selection stay. */

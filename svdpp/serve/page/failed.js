@@ -24,8 +24,8 @@ function createFailed(video) {
     make("div", { className: "what" }, parts.title, parts.about),
     make("div", { className: "status" }, parts.reason),
     make("div", { className: "actions" },
-      iconButton("copy", `Copy the parameters of ${titleOf(video)}`, () => copyParameters(video.id)),
-      iconButton("again", `Make ${titleOf(video)} again`, () => makeAgain(video.id)),
+      iconButton("copy", `Copy the parameters of ${titleOf(video)}`, () => copyParameters(video.id), "Copy"),
+      iconButton("again", `Make ${titleOf(video)} again`, () => makeAgain(video.id), "Again"),
       removeButton(video)));
   setAttribute(node, "data-tint", tintOf(video.id));
   return Object.assign(node, { parts });
@@ -38,6 +38,5 @@ function updateFailed(node, video) {
   setText(about, `seed ${video.seed} · ${shapeOf(video)}`);
   reason.className = video.status === "failed" ? "reason error" : "reason note";
   const words = [sentence(video.error?.message), sentence(video.error?.hint)].filter(Boolean).join(" ");
-  const cancelled = `Cancelled at step ${video.step} of ${video.steps}.`;
-  setText(reason, video.status === "failed" ? `Failed. ${words}` : cancelled);
+  setText(reason, video.status === "failed" ? `Failed. ${words}` : "Cancelled.");
 }

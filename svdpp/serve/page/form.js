@@ -5,6 +5,7 @@ import { field, namesFor, shapeForm } from "./knobs.js";
 import { on } from "./signals.js";
 import { state } from "./state.js";
 import { sentence } from "./text.js";
+import { TOYS } from "./top.js";
 
 export const model = () => state.models?.find((each) => each.id === field("model").value) ?? state.models?.[0];
 
@@ -23,6 +24,8 @@ function fillModels() {
 
 function fillDefaults() {
   if (!model()) return;
+  setText($("toy"), TOYS[model().id] ?? "");
+  $("toy").hidden = !TOYS[model().id];
   shapeForm(model());
   const { defaults, sizes, drafts } = model();
   field("size").replaceChildren(...sizes.map((each) => option(each, each.replace("x", " × "))));

@@ -16,7 +16,7 @@ import { listenToLock } from "./key.js";
 import { readOlder } from "./lists.js";
 import { loop, retry } from "./loop.js";
 import { listenToPhotos } from "./photos.js";
-import { renderQueue } from "./queue.js";
+import { listenToQueue, renderQueue } from "./queue.js";
 import { submit } from "./send.js";
 import { on, tell } from "./signals.js";
 import { state } from "./state.js";
@@ -60,7 +60,7 @@ function drawIcon() {
 }
 
 drawIcon();
-for (const start of [listenToTheme, listenToLock, listenToForm, listenToPhotos, listenToCompare, listen]) start();
+for (const start of [listenToTheme, listenToLock, listenToForm, listenToPhotos, listenToCompare, listenToQueue, listen]) start();
 render();
 // The countdown of a server that is gone moves between two answers.
 setInterval(() => { if (!document.hidden && state.connection === "gone") renderBanner(); }, 1000);

@@ -1,6 +1,6 @@
 // Owns the queue: the clips that run and wait, with their progress.
 
-import { cancel } from "./actions.js";
+import { cancel, cancelAll, pressTwice } from "./actions.js";
 import { byStart, isNewer, tintOf } from "./clips.js";
 import { $, make, renderList, setAttribute, setText } from "./dom.js";
 import { state } from "./state.js";
@@ -14,11 +14,22 @@ export function renderQueue(open) {
   const running = open.filter((video) => video.status === "in_progress").sort(byStart);
   const waiting = open.filter((video) => video.status === "queued");
   waiting.sort((a, b) => (a.place ?? Infinity) - (b.place ?? Infinity) || (isNewer(a, b) ? 1 : -1));
+  waiting.forEach((video, index) => { video.turn = index; });
   const most = Math.max(SHOWN_IN_QUEUE, running.length);
   const shown = [...running, ...waiting].slice(0, state.wholeQueue ? Infinity : most);
   renderList($("queue-list"), shown, (video) => video.id, createRow, updateRow);
   renderNotes(open);
   renderMore(open.length, most);
+  $("cancel-all").hidden = open.length < 2;
+}
+
+export function listenToQueue() {
+  pressTwice($("cancel-all"), "Cancel all?", "Really cancel all clips in the queue?", cancelAll);
+  // On a narrow window the queue comes before the form, for the eye and for the keyboard.
+  const narrow = matchMedia("(max-width: 700px)");
+  const place = () => (narrow.matches ? $("main").prepend($("queue")) : $("ranks").after($("queue")));
+  narrow.addEventListener("change", place);
+  place();
 }
 
 function renderNotes(open) {
@@ -73,13 +84,14 @@ function updateRow(node, video) {
   title.title = titleOf(video);
   setText(about, `seed ${video.seed} · ${shapeOf(video)}`);
   const isWaiting = video.status === "queued";
-  const now = isWaiting ? placeText(video) : stepText(video);
+  const now = isWaiting ? placeText(video, video.turn) : stepText(video);
+  node.classList.toggle("waiting", isWaiting);
   bar.value = isWaiting ? 0 : Math.min(99, Math.max(video.progress, Math.floor(100 * video.step / video.steps)));
   setAttribute(bar, "aria-label", `Progress of ${titleOf(video)}`);
   setAttribute(bar, "aria-valuetext", now);
   setText(status, state.busy.get(video.id) ?? now);
   const rank = isWaiting || video.rank === null ? "" : `rank ${video.rank}`;
   setText(eta, [rank, etaText(video)].filter(Boolean).join(" · "));
-  button.disabled = state.busy.has(video.id);
+  setAttribute(button, "aria-disabled", state.busy.has(video.id) || null); // `disabled` would lose the focus
   setAttribute(button, "aria-label", `Cancel ${titleOf(video)}`);
 }

@@ -1,6 +1,6 @@
 // Owns light and dark.
 
-import { $, icon, setAttribute } from "./dom.js";
+import { $, icon, make, setAttribute } from "./dom.js";
 
 const THEMES = { auto: "Theme: as the system", light: "Theme: light", dark: "Theme: dark" };
 
@@ -11,7 +11,7 @@ function storedTheme() {
 function applyTheme(theme) {
   if (theme === "auto") delete document.documentElement.dataset.theme;
   else document.documentElement.dataset.theme = theme;
-  $("theme").replaceChildren(icon(theme));
+  $("theme").replaceChildren(icon(theme), make("span", { textContent: "Theme" }));
   $("theme").title = THEMES[theme];
   setAttribute($("theme"), "aria-label", THEMES[theme]);
   try { localStorage.setItem("svdpp-theme", theme); } catch { /* storage may be forbidden */ }

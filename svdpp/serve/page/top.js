@@ -1,5 +1,6 @@
 // Owns the top of the page: the state of the server, and what a person must know now.
 
+import { apiKey } from "./api.js";
 import { isOpen } from "./clips.js";
 import { $, setAttribute, setText } from "./dom.js";
 import { state } from "./state.js";
@@ -9,16 +10,28 @@ import { titleOf } from "./words.js";
 const STATES = { loading: "Loading", gone: "Server gone", locked: "Locked", starting: "Starting", ready: "Ready",
   restarting: "Restarting", closing: "Shutting down" };
 
+/** What to say of built-in models that only try out a server. */
+export const TOYS = {
+  demo: "demo is a toy model: it shows how the server works, not what Stable Video Diffusion makes.",
+  dummy: "dummy is no model: it only takes time, and its clips have no files.",
+};
+
 export function renderTop() {
   const shown = state.connection === "online" ? state.engine.state : state.connection;
   setText($("state"), STATES[shown] ?? shown);
   setAttribute($("state"), "data-state", shown);
-  setText($("model"), state.models?.map((each) => each.id).join(", ") ?? "");
+  setText($("model"), state.models?.map(({ id }) => (TOYS[id] ? `${id}, a toy` : id)).join(", ") ?? "");
   const open = [...state.videos.values()].filter(isOpen);
   const running = open.filter((video) => video.status === "in_progress").length;
-  const waiting = `${open.length - running}${state.moreWaiting ? " or more" : ""}`;
-  setText($("summary"), open.length ? `${running} running · ${waiting} waiting` : "");
+  setText($("summary"), open.length ? `${running} running · ${waitingText(open.length, running)} waiting` : "");
   document.title = open.length ? `(${open.length}) svdpp` : "svdpp";
+}
+
+/** Of more clips than the list has, the server counts those of all keys. */
+function waitingText(number, running) {
+  if (!state.moreWaiting) return `${number - running}`;
+  const { queued, in_progress: taken } = state.engine.queue;
+  return apiKey() ? `${number - running} or more` : `${queued + taken - running}`;
 }
 
 export function renderBanner() {
@@ -45,7 +58,7 @@ function bannerText() {
   const restarts = state.engine.restarts ? ` Restarts so far: ${state.engine.restarts}.` : "";
   return {
     starting: ["The ranks load the model. Clips can be requested already; they wait in the queue.", "", ""],
-    restarting: ["A rank died; all ranks restart. Unfinished clips go on from their latent checkpoints."
+    restarting: ["A rank died; all ranks restart. Unfinished clips go on from their latest latent checkpoint, or begin again."
       + restarts, "", ""],
     closing: ["The server shuts down. Clips in the queue stay, and go on when it starts again.", "", ""],
   }[state.engine.state] ?? ["", "", ""];

@@ -12,12 +12,13 @@ export const PARAMETERS = ["prompt", "negative_prompt", "size", "steps", "frames
 export const parametersOf = (video) =>
   PARAMETERS.filter((name) => (video[name] ?? null) !== null && (name !== "fit" || video.input));
 
-export const PROOFS = {
+const PROOFS = {
   none: "not verified",
   asked: "to be verified when the ranks are idle",
   running: "being verified on one device",
   equal: "bitwise equal to diffusers on one device",
   different: "different from diffusers on one device",
+  failed: "could not be verified",
 };
 
 const NAME_LETTERS = 60;
@@ -47,14 +48,23 @@ export function proofOf(video) {
   return video.proof === "running" && queued + running > 0 ? "asked" : video.proof;
 }
 
-export function placeText(video) {
-  if (video.place === null) return video.step ? `Continues at step ${video.step}` : "Waiting";
-  return video.place === 0 ? "Next" : `${plural(video.place, "clip")} before it`;
+export function proofText(video) {
+  const words = PROOFS[proofOf(video)];
+  return video.proof_reason ? `${words}: ${video.proof_reason}` : words;
 }
 
-export function stepText(video) {
-  if (video.step >= video.steps) return "Decoding";
-  return video.step || video.rank !== null ? `Step ${video.step} of ${video.steps}` : "Begins";
+/** `index` of a clip among the waiting ones of this page, whose places may be of different moments. */
+export function placeText(video, index) {
+  if (video.held) return `Waits: ${video.held}`;
+  const place = Math.max(video.place ?? 0, index);
+  const text = place === 0 ? "Next" : `${plural(place, "clip")} before it`;
+  return video.step ? `${text}; goes on after step ${video.step}` : text;
+}
+
+/** The step that is computed now, counted from 1. */
+export function stepText(video, done = video.step) {
+  if (done >= video.steps) return "Decoding";
+  return done || video.rank !== null ? `Step ${done + 1} of ${video.steps}` : "Begins";
 }
 
 /** Seconds until a clip is finished, counted down between two answers. */
@@ -65,7 +75,7 @@ export function etaOf(video) {
 
 export function etaText(video) {
   const left = etaOf(video);
-  if (left === null) return "";
+  if (left === null) return state.engine?.state === "ready" ? "time known after a first step" : "";
   return left < 1 ? "ready now" : `ready in ${duration(left)}`;
 }
 

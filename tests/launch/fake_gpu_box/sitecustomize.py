@@ -6,9 +6,9 @@ process that was forked after its parent initialised CUDA cannot use it.
 """
 
 import os
-import sys
 import types
 
+import pynvml
 import torch
 import torch.accelerator
 
@@ -49,27 +49,24 @@ def _after_fork() -> None:
     _state["bad_fork"] = _state["initialised"]
 
 
-def _fake_nvml() -> types.ModuleType:
+def _replace_nvml() -> None:
     """Two GPUs with 80 GB each, of which FAKE_GPU_FREE gives the free bytes, or else 70 GB each."""
     free = [int(each) for each in os.environ.get("FAKE_GPU_FREE", "").split(",") if each]
     free = free or [70 * 10**9] * 2
-    module = types.ModuleType("pynvml")
-    module.NVMLError = RuntimeError
-    module.nvmlInit = module.nvmlShutdown = lambda: None
-    module.nvmlSystemGetDriverVersion = lambda: "999.0"
-    module.nvmlDeviceGetCount = lambda: 2
-    module.nvmlDeviceGetHandleByIndex = lambda index: index
-    module.nvmlDeviceGetUUID = lambda index: f"GPU-{index}"
-    module.nvmlDeviceGetName = lambda index: "Fake GPU"  # noqa: ARG005
-    module.nvmlDeviceGetCudaComputeCapability = lambda index: (9, 0)  # noqa: ARG005
+    pynvml.nvmlInit = pynvml.nvmlShutdown = lambda: None
+    pynvml.nvmlSystemGetDriverVersion = lambda: "999.0"
+    pynvml.nvmlDeviceGetCount = lambda: 2
+    pynvml.nvmlDeviceGetHandleByIndex = lambda index: index
+    pynvml.nvmlDeviceGetUUID = lambda index: f"GPU-{index}"
+    pynvml.nvmlDeviceGetName = lambda index: "Fake GPU"  # noqa: ARG005
+    pynvml.nvmlDeviceGetCudaComputeCapability = lambda index: (9, 0)  # noqa: ARG005
     total = 80 * 10**9
-    module.nvmlDeviceGetMemoryInfo = lambda index: types.SimpleNamespace(
+    pynvml.nvmlDeviceGetMemoryInfo = lambda index: types.SimpleNamespace(
         total=total, free=free[index], used=total - free[index]
     )
-    return module
 
 
-sys.modules["pynvml"] = _fake_nvml()
+_replace_nvml()
 os.register_at_fork(after_in_child=_after_fork)
 torch._C._cuda_getDeviceCount = _get_device_count
 torch._C._cuda_getCurrentRawStream = lambda *_: 0  # libraries import it if CUDA is compiled in

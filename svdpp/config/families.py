@@ -1,0 +1,98 @@
+"""Owns the table of families: their parameters, with the defaults of diffusers' `__call__`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from svdpp.config.limits import require, shown
+from svdpp.config.sampling import (
+    LtxSampling,
+    Param,
+    SamplingConfig,
+    SvdSampling,
+    WanSampling,
+    new_family,
+)
+
+_GUIDANCE = 100.0
+
+Sampling_ltx2 = new_family(
+    "ltx2",
+    {
+        **{"height": 512, "width": 768, "num_frames": 121, "fps": 24, "num_inference_steps": 30},
+        **{"guidance_scale": 3.0, "max_sequence_length": 1024},
+    },
+    params={
+        "stg_scale": Param(1.0, _GUIDANCE, "Spatio-temporal guidance of the video; 0: none."),
+        "stg_block": Param(28, 1000, "The block that spatio-temporal guidance perturbs."),
+        "modality_scale": Param(3.0, _GUIDANCE, "Guidance of the video by the audio; 1: none."),
+        "guidance_rescale": Param(0.7, 1.0, "Rescaling of the guided video."),
+        "audio_guidance_scale": Param(7.0, _GUIDANCE, "Guidance of the audio by the prompt."),
+        "audio_stg_scale": Param(1.0, _GUIDANCE, "Spatio-temporal guidance of the audio."),
+        "audio_modality_scale": Param(3.0, _GUIDANCE, "Guidance of the audio by the video."),
+        "audio_guidance_rescale": Param(0.7, 1.0, "Rescaling of the guided audio."),
+    },
+    side_unit=32,
+    frames_unit=8,
+    latent_axes="BNC",
+)
+Sampling_hunyuan_video = new_family(
+    "hunyuan_video",
+    {
+        **{"height": 720, "width": 1280, "num_frames": 129, "fps": 15},
+        **{"guidance_scale": 6.0, "max_sequence_length": 256},
+    },
+    embedded_guidance=True,
+)
+Sampling_cogvideox = new_family(
+    "cogvideox",
+    {
+        **{"height": 480, "width": 720, "num_frames": 49, "fps": 8},
+        **{"guidance_scale": 6.0, "max_sequence_length": 226},
+    },
+    latent_axes="BFCHW",
+)
+Sampling_skyreels_v2 = new_family(
+    "skyreels_v2",
+    {
+        **{"height": 544, "width": 960, "num_frames": 97, "fps": 24},
+        **{"guidance_scale": 6.0, "max_sequence_length": 512},
+    },
+)
+Sampling_mochi = new_family(
+    "mochi",
+    {
+        **{"height": 480, "width": 848, "num_frames": 19, "fps": 30, "num_inference_steps": 64},
+        **{"guidance_scale": 4.5, "max_sequence_length": 256},
+    },
+    frames_unit=6,
+)
+
+SAMPLING_CLASSES: Mapping[str, type[Any]] = {
+    "svd": SvdSampling,
+    "wan": WanSampling,
+    "ltx": LtxSampling,
+    "ltx2": Sampling_ltx2,
+    "hunyuan_video": Sampling_hunyuan_video,
+    "cogvideox": Sampling_cogvideox,
+    "skyreels_v2": Sampling_skyreels_v2,
+    "mochi": Sampling_mochi,
+}
+
+
+def sampling_from(values: Mapping[str, Any]) -> SamplingConfig:
+    """The sampling parameters with these fields; without `family`, those of SVD.
+
+    Raises:
+        RequestError: the family is unknown, or a value is out of range.
+        TypeError: a field that the family does not have.
+    """
+    family = values.get("family", "svd")
+    known = ", ".join(SAMPLING_CLASSES)
+    require(
+        isinstance(family, str) and family in SAMPLING_CLASSES,
+        f"family must be one of {known}, got {shown(family)}",
+    )
+    sampling: SamplingConfig = SAMPLING_CLASSES[family](**values)
+    return sampling

@@ -1,0 +1,314 @@
+"""The ranks of a pipeline: how they start or join, what they must have in common, their devices."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from typing import Any
+
+from svdpp.config import SAMPLING_CLASSES, ModelConfig, PipelineConfig
+from svdpp.driver.liveness import silence_limit
+from svdpp.driver.supervisor import Observer, describe_position
+from svdpp.errors import ClosedError, Interrupted, RequestError, error_to_dict
+from svdpp.launch import fork_server
+from svdpp.launch.group import Group
+from svdpp.launch.joined import JoinedGroup
+from svdpp.launch.joined_rank import serve_joined
+from svdpp.launch.started import StartedGroup
+from svdpp.launch.world import World, is_member
+from svdpp.models.checkpoint import Checkpoint
+from svdpp.worker.clip_metadata import versions
+from svdpp.worker.device import device_of
+from svdpp.worker.messages import Event, Failed, Heartbeat, Started, parse_event
+from svdpp.worker.rank import RankSetup, rank_main
+
+#: Fields of the configuration that ranks must agree on: all but those that may differ by host.
+_SHARED_FIELDS = frozenset(
+    {
+        field.name
+        for kind in (PipelineConfig, ModelConfig, *SAMPLING_CLASSES.values())
+        for field in fields(kind)
+    }
+    - {"sampling", "local_files_only", "start_timeout_seconds"}
+)
+
+
+class PipelineRanks:
+    """The ranks of one pipeline: started by this process, or joined if a launcher started them.
+
+    Without a launcher, `serve`, `ask`, `gather` and `check_gathered` raise `ClosedError`.
+
+    Args:
+        setup: what every rank gets before it starts.
+        backend: of the transfers.
+        world: of this process; None if it starts the ranks.
+        ignores_signals: see `StartedGroup`. A launcher's ranks ignore them only on rank 0's host.
+    """
+
+    def __init__(
+        self, setup: RankSetup, backend: str, world: World | None, *, ignores_signals: bool = False
+    ) -> None:
+        self.world = world
+        """What the launcher says of this process; None if it starts the ranks itself."""
+        self.backend = backend
+        self._setup = setup
+        self._ignores_signals = ignores_signals
+        self._joined: JoinedGroup | None = None
+        self._observers: tuple[Observer, ...] = ()
+
+    @property
+    def is_member(self) -> bool:
+        """Whether this process is a launched rank other than 0, and must call `serve`."""
+        return is_member(self.world)
+
+    @property
+    def spans_hosts(self) -> bool:
+        """Whether the ranks are on several hosts."""
+        return self.world is not None and self.world.spans_hosts
+
+    def observe(self, observer: Observer) -> None:
+        """Calls `observer` with (rank, event) for every later event of the ranks.
+
+        It runs in the pipeline's thread: it must be quick, and an exception in it ends the run. It
+        may submit clips, but must not wait for any.
+        """
+        self._observers = (*self._observers, observer)
+
+    def serve(
+        self,
+        *,
+        say: Callable[[str, bool], None],
+        answer: Callable[[bytes], bytes] = lambda _: b"",
+    ) -> None:
+        """Works as a rank other than 0 until rank 0 ends the work.
+
+        Observers get the events of this rank only. If the run fails, the process ends here.
+
+        Args:
+            say: takes the last message of a process that ends, and whether no other process
+                reports it.
+            answer: answers rank 0's question about this host before the work begins.
+
+        Raises:
+            SvdppError: the work could not begin.
+        """
+        world, config = self._launched_world(), self._setup.config
+        name = f"rank {world.rank} ({device_of(config, world)} of {socket.gethostname()})"
+        serve_joined(
+            rank_main,
+            self._setup,
+            world=world,
+            backend=self.backend,
+            shared_settings=shared_settings(config, self._setup.checkpoint),
+            start_timeout=config.start_timeout_seconds,
+            peer_timeout=silence_limit(config),
+            hooks=_LaunchedRankHooks(name, world.rank, self._observers, answer, say),
+            ignores_signals=self._ignores_signals and world.on_first_host,
+        )
+
+    def ask(self, question: bytes) -> dict[str, bytes]:
+        """Asks one rank of each other host; returns the answers, by host. Call it before the block.
+
+        Raises:
+            SvdppError: a rank is missing, or was started with other settings.
+        """
+        return self._join().ask(question)
+
+    def gather(self) -> None:
+        """Joins the other launched ranks, which then wait for work. Call it before the block.
+
+        From then on they end when rank 0 ends, and learn why.
+
+        Raises:
+            SvdppError: a rank is missing, or was started with other settings.
+        """
+        self._join()
+
+    def check_gathered(self) -> None:
+        """Checks that the ranks that `gather` joined are still alive. Call it before the block.
+
+        Raises:
+            RankError: a rank has ended.
+        """
+        self._join().check_connected()
+
+    def dismiss(self, error: BaseException | None = None) -> None:
+        """Ends the other launched ranks. Call it instead of the block.
+
+        After an error, ranks that have not joined yet are left alone: they notice that rank 0 is
+        gone.
+
+        Args:
+            error: the reason; None: there is no work.
+
+        Raises:
+            SvdppError: a rank is missing, or was started with other settings.
+        """
+        if self._joined is not None or (self.world is not None and error is None):
+            self._join().kill(error)
+
+    def _open(self) -> Group:
+        """All ranks, at work."""
+        if self.world is not None:
+            group = self._join()
+            group.begin(rank_main, self._setup)
+            return group
+        checkpoint = self._setup.checkpoint
+        preload = fork_server.modules_for(None if checkpoint is None else checkpoint.family)
+        return StartedGroup(
+            rank_main,
+            self._setup,
+            world_size=self._setup.config.world_size,
+            backend=self.backend,
+            device=self._setup.config.device,
+            preload=preload,
+            ignores_signals=self._ignores_signals,
+        )
+
+    def _join(self) -> JoinedGroup:
+        """The launched ranks, waiting for work. Rank 0 calls it, once or more often."""
+        world, config = self._launched_world(), self._setup.config
+        if self._joined is None:
+            self._joined = JoinedGroup(
+                world=world,
+                backend=self.backend,
+                shared_settings=shared_settings(config, self._setup.checkpoint),
+                start_timeout=config.start_timeout_seconds,
+                peer_timeout=silence_limit(config),
+            )
+        return self._joined
+
+    def _launched_world(self) -> World:
+        if self.world is None:
+            raise ClosedError("no launcher has started this process: enter the pipeline's block")
+        return self.world
+
+
+def shared_settings(config: PipelineConfig, checkpoint: Checkpoint | None) -> dict[str, str]:
+    """What must be equal on every rank, by name: options, versions, the model's weights.
+
+    Each host has its own command line, so the ranks compare these when they join.
+    """
+    parts = {**vars(config), **vars(config.sampling), **vars(config.model)}
+    parts["model"] = parts.pop("name")
+    options = {
+        name.removesuffix("_seconds").replace("_", " "): str(value)
+        for name, value in parts.items()
+        if name in _SHARED_FIELDS
+    }
+    # A commit identifies the weights of a hub model, a fingerprint those of a folder.
+    weights = (checkpoint.revision, checkpoint.fingerprint) if checkpoint else (None, None)
+    options["revision"], options["weights fingerprint"] = map(str, weights)
+    return {**options, **{name: str(version) for name, version in versions().items()}}
+
+
+class DeviceCheck:
+    """An observer that collects the ranks' devices and compares them when all have started.
+
+    Args:
+        world_size: number of ranks.
+        backend: of the transfers; NCCL does not allow two ranks on one GPU.
+        allow_mixed: whether ranks may differ in what bits depend on.
+    """
+
+    def __init__(self, world_size: int, backend: str, *, allow_mixed: bool) -> None:
+        self._world_size = world_size
+        self._backend = backend
+        self._allow_mixed = allow_mixed
+        self._started: dict[int, Started] = {}
+        self.is_mixed = False
+        """Whether ranks differ in what bits depend on; known when all have started."""
+
+    def __call__(self, rank: int, event: Event) -> None:
+        """Takes one event.
+
+        Raises:
+            RequestError: the ranks' devices do not fit together.
+        """
+        if not isinstance(event, Started):
+            return
+        self._started[rank] = event
+        if len(self._started) == self._world_size:
+            self._check_own_gpus()
+            self._check_conditions()
+
+    def _check_own_gpus(self) -> None:
+        owners: dict[str, int] = {}
+        for rank, started in sorted(self._started.items()):
+            if started.uuid is None or self._backend != "nccl":
+                continue
+            if (other := owners.setdefault(started.uuid, rank)) != rank:
+                raise RequestError(
+                    f"ranks {other} and {rank} have the same GPU ({started.uuid}), and NCCL allows "
+                    "one rank per GPU",
+                    "give each task its own GPU, or use --device cuda:0 to share one over gloo",
+                )
+
+    def _check_conditions(self) -> None:
+        first = self._started[0].conditions
+        for rank, started in sorted(self._started.items()):
+            for name, value in started.conditions.items():
+                if value != first.get(name):
+                    self._differ(rank, name, value, first.get(name))
+
+    def _differ(self, rank: int, name: str, value: Any, first: Any) -> None:
+        self.is_mixed = True
+        if not self._allow_mixed:
+            raise RequestError(
+                f"rank {rank} has {name} {value}, rank 0 has {first}: their bits may differ",
+                "use equal GPUs and versions, or --allow-mixed-devices, which marks the clips as "
+                "unproven",
+            )
+
+
+class _LaunchedRankHooks:
+    """Implements `svdpp.launch.joined_rank.RankHooks`.
+
+    Args:
+        name: of the rank, for messages.
+        rank: its number.
+        observers: called with every event that the rank reports.
+        answer: answers rank 0's question about this host.
+        say: takes the last message of the process, and whether no other process reports it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        rank: int,
+        observers: Sequence[Observer],
+        answer: Callable[[bytes], bytes],
+        say: Callable[[str, bool], None],
+    ) -> None:
+        self._name, self._rank = name, rank
+        self._observers = observers
+        self.answer = answer
+        self._say = say
+        self._heartbeat = Heartbeat()
+
+    def sent(self, message: bytes) -> None:
+        """Passes an event of the rank to the observers."""
+        event = parse_event(message)
+        if isinstance(event, Heartbeat):
+            self._heartbeat = event
+        for observer in self._observers:
+            observer(self._rank, event)
+
+    def interrupted(self, number: int) -> bytes:
+        """The message to rank 0 when a signal ends this process."""
+        error = error_to_dict(Interrupted(number))
+        heartbeat = self._heartbeat
+        return Failed(
+            error=error, traceback="", action=heartbeat.action, step=heartbeat.step
+        ).to_bytes()
+
+    def ended(self, error: dict[str, Any] | None) -> None:
+        """Reports why rank 0 has ended the run; rank 0 has told the user."""
+        if error is not None:
+            self._say(f"{self._name} ends with the run: {error['message']}", False)
+
+    def lost(self, reason: str) -> None:
+        """Reports that rank 0 is gone or unreachable, and what this rank was doing."""
+        where = describe_position(self._heartbeat.action, self._heartbeat.step)
+        self._say(f"{reason}: {self._name} ends{where}", True)

@@ -1,0 +1,481 @@
+"""Owns one call of diffusers' own, unmodified `__call__` that runs a range of its steps.
+
+The call sees all timesteps. Before the denoiser's first call, an encoding rank records what the
+pipeline's methods and components return, and every other rank replays it. Steps before the range
+are phantom: denoisers return zeros, and the scheduler's `step` returns what it returned to the rank
+before, so that the pipeline's own code rebuilds its loop variables. The schedulers' state is what
+`step` has changed in their `__dict__`. A step is calls of denoisers, then calls of `step`.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
+
+import torch
+from diffusers import DiffusionPipeline
+from diffusers.image_processor import VaeImageProcessor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from svdpp.errors import ModelError
+from svdpp.models.base import GENERATOR, LATENTS, STATE_PREFIX, AfterStep, Tensors
+from svdpp.models.engine.rows import Row
+from svdpp.models.engine.values import (
+    Node,
+    NotPackableError,
+    Packer,
+    describe,
+    leaves,
+    unpack,
+    zeros,
+)
+
+#: Name of the tensor that holds a packet's structure: JSON, in host memory.
+STRUCTURE = "structure"
+
+_METHODS = ("forward", "encode", "decode", "get_image_features", "get_text_features")
+_PREPROCESS = ("preprocess", "preprocess_video")
+_NOT_RECORDED = ("__call__", "check_inputs", "progress_bar")
+# What the engine and diffusers themselves add to a scheduler.
+_NOT_STATE = ("_range_call", "_internal_dict")
+
+
+class _Stop(Exception):
+    """Ends the pipeline's call."""
+
+
+class RangeCall:
+    """One call of a pipeline: steps `start` to `end` (exclusive).
+
+    Args:
+        pipe: with the scheduler of this call, which no other call uses.
+        row: of the pipeline's family.
+        packet: structure and tensors after `start` steps; None: this call encodes.
+        start: first step.
+        end: the call ends before this step; None: it runs to the end, and decodes.
+        generators: of the clip.
+        after_step: called after each step of the range; what it raises ends the call.
+    """
+
+    def __init__(
+        self,
+        pipe: Any,
+        row: Row,
+        packet: tuple[Node, Tensors] | None,
+        start: int,
+        end: int | None,
+        generators: list[torch.Generator],
+        after_step: AfterStep | None = None,
+    ) -> None:
+        self.structure: Node = {}
+        """Of the packet after the last step of the range, or before the first one."""
+        self.tensors: Tensors = {}
+        """Those of `structure`."""
+        self._pipe, self._row = pipe, row
+        self._generators, self._after_step = generators, after_step
+        self._start, self._end = start, end
+        self._given: Node | None = None if packet is None else packet[0]
+        self._received: Tensors = {} if packet is None else packet[1]
+        self._device = pipe._execution_device
+        self._queues: dict[str, list[Node]] = {}
+        if self._given is not None:
+            for record in self._given["records"]:
+                self._queues.setdefault(record["name"], []).append(record)
+        self._records: list[tuple[str, Any, list[torch.Tensor] | None]] = []
+        self._depth = 0
+        self._in_steps = False
+        self._index, self._stepped, self._ran = 0, False, False
+        self._latents: Any = None
+        # By the order of their first `step`: each scheduler, and its state before it.
+        self._schedulers: list[tuple[Any, dict[str, Any]]] = []
+        self._states: list[dict[str, Any]] = []
+        self._calls: dict[int, int] = {}
+        self._results: list[tuple[int, Any, Any, list[int]]] = []
+        self._outputs: list[Any] = []
+        self._zeros: dict[int, Any] = {}
+
+    def __deepcopy__(self, memo: Any) -> RangeCall:
+        return self  # a pipeline may copy its scheduler
+
+    @torch.no_grad()
+    def run(self, arguments: Mapping[str, Any]) -> Any:
+        """Calls the pipeline; its result if `end` is None.
+
+        Raises:
+            ModelError: the result depends on what no packet carries.
+        """
+        check_pipeline(self._pipe)
+        extra: dict[str, Any] = {}
+        if "callback_on_step_end" in inspect.signature(type(self._pipe).__call__).parameters:
+            extra["callback_on_step_end"] = self._note_latents
+        before, result = _global_states(self._device), None
+        with self._patched(), suppress(_Stop):
+            result = self._pipe(**arguments, **extra, return_dict=False)
+        if any(map(_differ, before, _global_states(self._device))):
+            raise ModelError(
+                f"{type(self._pipe).__name__} draws random numbers from torch's global generator, "
+                "so that no two runs are equal"
+            )
+        if self._end is None:
+            return result
+        if not self.structure:
+            raise ModelError(
+                f"{type(self._pipe).__name__} ends before step {self._end}: it runs another number "
+                "of steps than it is asked for"
+            )
+        return None
+
+    # 1. What is outside the steps is recorded once, and replayed.
+
+    def _recorded(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(real)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._depth or self._in_steps:
+                return real(*args, **kwargs)
+            if self._given is not None:
+                return self._replay(name, real, args, kwargs)
+            before = [each.get_state() for each in self._generators]
+            self._depth += 1
+            try:
+                result = real(*args, **kwargs)
+            finally:
+                self._depth -= 1
+            after = [each.get_state() for each in self._generators]
+            drew = any(map(_differ, before, after))
+            if drew or any(isinstance(each, torch.Tensor) for each in _tensors_in(result)):
+                self._records.append((name, _copied(result), after if drew else None))
+            return result
+
+        return call
+
+    def _replay(self, name: str, real: Any, args: Any, kwargs: Any) -> Any:
+        if not self._queues.get(name):
+            return real(*args, **kwargs)  # it returned no tensors when it was called to encode
+        record = self._queues[name].pop(0)
+        if record["drew"] is not None:
+            self._restore(record["drew"])
+        return unpack(record["result"], self._received, self._device)
+
+    def _restore(self, node: Node) -> None:
+        states = unpack(node, self._received, self._device)
+        for generator, state in zip(self._generators, states, strict=True):
+            generator.set_state(state)
+
+    # 2. A step.
+
+    def _denoiser(self, name: str, module: Any) -> Callable[..., Any]:
+        real = module.forward
+
+        @functools.wraps(real)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            self._in_steps = True
+            self._begin_step()
+            if self._index < self._start:
+                return self._phantom_output()
+            if getattr(module, "is_skeleton", False):
+                raise ValueError(f"step {self._index} needs {name}, which is not loaded")
+            output = real(*args, **kwargs)
+            if self._is_last:
+                self._outputs.append(output)
+            return output
+
+        return forward
+
+    @property
+    def _is_last(self) -> bool:
+        return self._end is not None and self._index == self._end - 1
+
+    def _begin_step(self) -> None:
+        self._finish_step()
+        if self._stepped:
+            self._index, self._stepped = self._index + 1, False
+            self._calls.clear()
+            self._outputs.clear()
+            self._results.clear()
+        if self._index == self._end:
+            if not self.structure:
+                self._pack()
+            raise _Stop
+
+    def _phantom_output(self) -> Any:
+        assert self._given is not None
+        known = self._given["step"]["outputs"]
+        place = min(len(self._outputs), len(known) - 1)
+        self._outputs.append(None)
+        if place not in self._zeros:
+            self._zeros[place] = zeros(known[place], self._device)
+        return self._zeros[place]
+
+    def step(self, scheduler: Any, real: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """`scheduler.step` of the pipeline."""
+        known = (place for place, each in enumerate(self._schedulers) if each[0] is scheduler)
+        if (place := next(known, None)) is None:
+            place = len(self._schedulers)
+            self._schedulers.append((scheduler, snapshot(scheduler)))
+        call = self._calls[place] = self._calls.get(place, -1) + 1
+        self._stepped = True
+        if self._index < self._start:
+            return self._phantom_step(scheduler, place, call)
+        self._ran = True
+        result = real(*args, **kwargs)
+        versions = [each._version for each in _tensors_in(result)]
+        self._results.append((place, result, _copied(result) if self._is_last else None, versions))
+        return result
+
+    def _phantom_step(self, scheduler: Any, place: int, call: int) -> Any:
+        assert self._given is not None
+        step = self._given["step"]
+        if place == len(self._states):
+            self._states.append(unpack(step["states"][place], self._received, self._device))
+        scheduler.__dict__.update(self._states[place])
+        if self._index == self._start - 1:
+            self._restore(step["generators"])
+        return unpack(step["results"][place][call], self._received, self._device)
+
+    def _finish_step(self) -> None:
+        """Ends a step that ran; only now, as a pipeline may change what its scheduler keeps."""
+        if not self._ran:
+            return
+        self._ran = False
+        if self._is_last:
+            self._pack()
+        if self._after_step is not None:
+            self._after_step(self._index, self._reached())
+
+    def _reached(self) -> torch.Tensor:
+        """The latent after the step that ran: of the callback, if the pipeline has one."""
+        latents = self._latents
+        return _tensors_in(self._results[0][1])[0] if latents is None else latents
+
+    def _note_latents(self, _: Any, __: int, ___: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+        self._latents = values[LATENTS]
+        return {}
+
+    # 3. The loop.
+
+    @contextmanager
+    def progress_bar(self, *_: Any, **__: Any) -> Iterator[RangeCall]:
+        """Stands for the pipeline's; its `update` ends a step."""
+        yield self
+        self.update()
+
+    def update(self, *_: Any) -> None:
+        """See `progress_bar`."""
+        self._finish_step()
+        if self._end is not None and self._index + self._stepped >= self._end:
+            raise _Stop
+
+    def set_description(self, *_: Any, **__: Any) -> None:
+        """See `progress_bar`."""
+
+    set_postfix = set_postfix_str = write = set_description
+
+    # 4. The packet.
+
+    def _pack(self) -> None:
+        packer = Packer()
+        try:
+            if self._given is None:
+                records, step = self._packed_records(packer), None
+            else:
+                packer.pack(self._reached(), LATENTS)  # often the result of `step` itself
+                step, records = self._packed_step(packer), self._passed_on(packer.tensors)
+        except NotPackableError as error:
+            name = type(self._pipe).__name__
+            raise ModelError(f"{name} has state that no packet carries: {error}") from error
+        self.structure, self.tensors = {"records": records, "step": step}, packer.tensors
+
+    def _packed_records(self, packer: Packer) -> list[Node]:
+        for name, result, _ in self._records:
+            if name == self._row.noise:
+                packer.pack(_tensors_in(result)[0], LATENTS)
+        records = []
+        for place, (name, result, drew) in enumerate(self._records):
+            sent = name not in self._row.unsent
+            node = packer.pack(result, f"record.{place}") if sent else describe(result)
+            states = None if drew is None else packer.pack(drew, f"drew.{place}")
+            records.append({"name": name, "result": node, "drew": states})
+        return records
+
+    def _passed_on(self, tensors: Tensors) -> list[Node]:
+        """The records that were received; the noise is of no use after the first step."""
+        assert self._given is not None
+        records: list[Node] = copy.deepcopy(self._given["records"])
+        for record in records:
+            drew = [] if record["drew"] is None else leaves(record["drew"])
+            for leaf in (*leaves(record["result"]), *drew):
+                name = leaf["name"]
+                if name == LATENTS:
+                    leaf["name"] = "noise" if self._row.noise_stays else None
+                if name is not None and leaf["name"] is not None:
+                    tensors[leaf["name"]] = self._received[name]
+        return records
+
+    def _packed_step(self, packer: Packer) -> Node:
+        results: list[list[Node]] = [[] for _ in self._schedulers]
+        for place, result, before, versions in self._results:
+            changed = versions != [each._version for each in _tensors_in(result)]
+            name = f"result.{place}.{len(results[place])}"
+            results[place].append(packer.pack(before if changed else result, name))
+        states = []
+        for place, (scheduler, before) in enumerate(self._schedulers):
+            prefix = STATE_PREFIX if place == 0 else f"{STATE_PREFIX}{place}."
+            states.append(packed_state(packer, changed_state(before, scheduler), prefix))
+        return {
+            "results": results,
+            "states": states,
+            "outputs": [describe(each) for each in self._outputs],
+            "generators": packer.pack([each.get_state() for each in self._generators], GENERATOR),
+        }
+
+    # 5. The pipeline, its components and its scheduler, while the call lasts.
+
+    @contextmanager
+    def _patched(self) -> Iterator[None]:
+        pipe = self._pipe
+        with ExitStack() as patches:
+            patches.enter_context(replaced(pipe, progress_bar=self.progress_bar))
+            for name in _own_methods(pipe.__class__):
+                method = self._recorded(name, getattr(pipe, name))
+                patches.enter_context(replaced(pipe, **{name: method}))
+            for part, component in pipe.components.items():
+                if part in self._row.denoisers and component is not None:
+                    forward = self._denoiser(part, component)
+                    patches.enter_context(replaced(component, forward=forward))
+                elif isinstance(component, torch.nn.Module):
+                    patches.enter_context(self._recording(part, component))
+            for part, value in list(vars(pipe).items()):
+                if isinstance(value, VaeImageProcessor):
+                    patches.enter_context(self._recording(part, value))
+            scheduler = pipe.scheduler
+            scheduler.__class__, scheduler._range_call = _range_class(scheduler.__class__), self
+            try:
+                yield
+            finally:
+                del scheduler._range_call  # and with it the packet
+
+    def _recording(self, part: str, component: Any) -> Any:
+        methods = component_methods(component).items()
+        recorded = {name: self._recorded(f"{part}.{name}", method) for name, method in methods}
+        return replaced(component, **recorded)
+
+
+# 6. What the call and the reference share.
+
+
+def component_methods(component: Any) -> dict[str, Callable[..., Any]]:
+    """The methods by which pipelines call a component."""
+    names = _METHODS if isinstance(component, torch.nn.Module) else _PREPROCESS
+    found = {name: getattr(component, name, None) for name in names}
+    return {name: method for name, method in found.items() if callable(method)}
+
+
+def snapshot(scheduler: Any) -> dict[str, Any]:
+    """The scheduler's `__dict__` before its first step, for `changed_state`."""
+    return {
+        key: copy.copy(value) if isinstance(value, (list, dict)) else value
+        for key, value in scheduler.__dict__.items()
+    }
+
+
+def changed_state(before: Mapping[str, Any], scheduler: Any) -> dict[str, Any]:
+    """What steps have changed in the scheduler's `__dict__`: its state."""
+    return {
+        key: value
+        for key, value in scheduler.__dict__.items()
+        if key not in _NOT_STATE and not (key in before and _is_unchanged(before[key], value))
+    }
+
+
+def packed_state(packer: Packer, state: Mapping[str, Any], prefix: str = STATE_PREFIX) -> Node:
+    """The structure of a scheduler's state."""
+    items = {key: packer.pack(value, prefix + key) for key, value in state.items()}
+    return {"kind": "dict", "items": items}
+
+
+def _is_unchanged(before: Any, now: Any) -> bool:
+    if isinstance(before, (list, tuple)) and type(before) is type(now):
+        return len(before) == len(now) and all(map(_is_unchanged, before, now))
+    plain = isinstance(before, (int, float, str)) and type(before) is type(now)
+    return before is now or (plain and bool(before == now))
+
+
+def check_pipeline(pipe: Any) -> None:
+    """Refuses components that keep state from step to step, which no packet carries.
+
+    Raises:
+        ModelError: a component has a cache.
+    """
+    for part, component in pipe.components.items():
+        if (cache := getattr(component, "_cache_config", None)) is not None:
+            raise ModelError(
+                f"{part} has the cache {type(cache).__name__}, which keeps state from step to step",
+                f"call {part}.disable_cache()",
+            )
+
+
+@contextmanager
+def replaced(target: Any, **methods: Any) -> Iterator[None]:
+    """Replaces methods of this one object, a pipeline or a part of it, while the context lasts."""
+    before = {name: vars(target)[name] for name in methods if name in vars(target)}
+    for name, method in methods.items():
+        object.__setattr__(target, name, method)
+    try:
+        yield
+    finally:
+        for name in methods:
+            if name in before:
+                object.__setattr__(target, name, before[name])
+            else:
+                object.__delattr__(target, name)
+
+
+@functools.cache
+def _range_class(real: Any) -> Any:
+    """A subclass of the scheduler class `real` whose steps belong to a call."""
+
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._range_call.step(self, functools.partial(real.step, self), args, kwargs)
+
+    # Pipelines inspect the signature of `step`; diffusers writes the name into the config.
+    methods = {"step": functools.wraps(real.step)(step), "__module__": real.__module__}
+    return type(real.__name__, (real,), methods)
+
+
+@functools.cache
+def _own_methods(pipeline_class: Any) -> tuple[str, ...]:
+    """The methods that the pipeline's class defines, and not diffusers' base classes."""
+    names: dict[str, None] = {}
+    for cls in pipeline_class.__mro__:
+        if cls.__module__.startswith("diffusers.pipelines") and not issubclass(
+            DiffusionPipeline, cls
+        ):
+            names |= {
+                name: None
+                for name, value in vars(cls).items()
+                if callable(getattr(value, "__func__", value)) and not name.startswith("__")
+            }
+    return tuple(name for name in names if name not in _NOT_RECORDED)
+
+
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    return [each for each in tree_leaves(value) if isinstance(each, torch.Tensor)]
+
+
+def _copied(value: Any) -> Any:
+    """The value with copies of its tensors, in the same order in memory."""
+    return tree_map(lambda each: each.clone() if isinstance(each, torch.Tensor) else each, value)
+
+
+def _global_states(device: torch.device) -> list[torch.Tensor]:
+    """The states of torch's global generators, which are in host memory for all devices."""
+    states = [torch.default_generator.get_state()]
+    return states + ([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])
+
+
+def _differ(before: torch.Tensor, after: torch.Tensor) -> bool:
+    return not torch.equal(before, after)

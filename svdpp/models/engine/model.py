@@ -1,0 +1,225 @@
+"""Owns the engine's `VideoModel`: every stage of a rank is a call of diffusers' pipeline."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from svdpp.config import ClipRequest, ModelConfig, SamplingConfig
+from svdpp.errors import InputError, NotFiniteError
+from svdpp.models.base import AfterStep, Tensors
+from svdpp.models.engine.call import STRUCTURE, RangeCall, replaced
+from svdpp.models.engine.checkpoint import RowCheckpoint
+from svdpp.models.engine.load import Parts, load_parts, new_scheduler
+from svdpp.models.engine.values import Node
+from svdpp.models.svd.decode import to_bytes
+from svdpp.plan.layout import Roles
+
+_IMAGE = "image"
+_MAX_CACHED_TEXTS = 16
+
+
+class EngineModel:
+    """A model of any family that has a row.
+
+    Args:
+        parts: what this rank has loaded.
+        sampling: resolved.
+    """
+
+    def __init__(self, parts: Parts, sampling: Any) -> None:
+        self.device = parts.device
+        self._parts = parts
+        self._pipe = parts.pipe
+        self._row = parts.checkpoint.row
+        self._sampling = sampling
+
+    def with_sampling(self, sampling: SamplingConfig) -> EngineModel:
+        """The same loaded components with other sampling parameters."""
+        from_image: bool = getattr(sampling, "from_image", False)
+        return EngineModel(self._parts.for_clips(from_image=from_image), sampling)
+
+    def prepare(self, image: Image.Image) -> Tensors:
+        """The pixels of the image, (H, W, 3) uint8; the pipeline resizes them itself."""
+        return {_IMAGE: torch.from_numpy(np.array(image.convert("RGB")))}
+
+    def encode(self, prepared: Tensors, request: ClipRequest) -> Tensors:
+        """Encodes the prompts and the image, and draws the noise.
+
+        Args:
+            prepared: the result of `prepare`; empty if clips are made from text alone.
+            request: gives the prompts and the seed.
+        """
+        image = Image.fromarray(prepared[_IMAGE].numpy()) if prepared else None
+        assert (image is not None) == self._parts.from_image
+        generator = torch.Generator(self._generator_device).manual_seed(request.seed)
+        call = self._call(None, 0, 0, generator)
+        with ExitStack() as caches:
+            for name in self._row.texts:
+                cached = self._cached(name, getattr(self._pipe, name))
+                caches.enter_context(replaced(self._pipe, **{name: cached}))
+            call.run(
+                call_arguments(self._pipe, self._parts.checkpoint, self._sampling)
+                | {"prompt": request.prompt, "negative_prompt": request.negative_prompt}
+                | {"generator": generator, "output_type": "latent"}
+                | ({} if image is None else {"image": image})
+            )
+        given = {"negative_prompt": request.negative_prompt is not None}
+        return _packet(call, {"given": given})
+
+    def denoise(self, tensors: Tensors, start: int, end: int, after_step: AfterStep) -> Tensors:
+        """Runs steps `start` to `end` (exclusive); returns the packet after them.
+
+        Raises:
+            ValueError: a denoiser that the steps need is not loaded.
+        """
+        assert start < end
+        structure = _structure(tensors)
+        generator = torch.Generator(self._generator_device)
+        call = self._call((structure, tensors), start, end, generator, after_step)
+        call.run(self._later_arguments(structure, generator) | {"output_type": "latent"})
+        return _packet(call, {"given": structure["given"]})
+
+    def decode(self, tensors: Tensors) -> torch.Tensor:
+        """Frames (F, H, W, 3) uint8 RGB of the packet after the last step, on the device.
+
+        Raises:
+            NotFiniteError: the VAE returned NaN or infinite values.
+        """
+        postprocess = self._pipe.video_processor.postprocess_video
+
+        def check_and_postprocess(video: torch.Tensor, **options: Any) -> Any:
+            if not bool(torch.isfinite(video).all()):  # as colours they would become black
+                raise NotFiniteError("the VAE returned values that are not finite")
+            return postprocess(video, **options)
+
+        video = self.decode_by(tensors, check_and_postprocess)
+        return to_bytes(video[0].float())  # from (F, 3, H, W), 0 to 1
+
+    def decode_by(self, tensors: Tensors, postprocess: Callable[..., Any]) -> torch.Tensor:
+        """What `postprocess`, in place of the pipeline's, makes of the decoded video."""
+        structure = _structure(tensors)
+        generator = torch.Generator(self._generator_device)
+        steps = self._sampling.num_inference_steps
+        call = self._call((structure, tensors), steps, None, generator)
+        with replaced(self._pipe.video_processor, postprocess_video=postprocess):
+            arguments = self._later_arguments(structure, generator)
+            video: torch.Tensor = call.run(arguments | {"output_type": "pt"})[0]
+        return video
+
+    def probe_packet(self) -> Tensors:
+        """See `VideoModel`."""
+        from svdpp.models.engine.memory import probe_packet  # imports this module
+
+        parts, generator = self._parts, torch.Generator().manual_seed(0)
+        made = probe_packet(parts.checkpoint, parts.dtype, self._sampling)
+        return {
+            name: tensor
+            if tensor.dtype == torch.uint8  # in host memory in real packets too
+            else torch.randn(tensor.shape, generator=generator).to(self.device, tensor.dtype)
+            for name, tensor in made.items()
+        }
+
+    @property
+    def frames_shape(self) -> tuple[int, int, int, int]:
+        """F, H, W, 3."""
+        return self._sampling.num_frames, self._sampling.height, self._sampling.width, 3
+
+    def removed_text(self, prompt: str) -> str:
+        """The end of `prompt` that does not fit in `max_sequence_length`; on the encoding rank."""
+        tokenizer, length = self._pipe.tokenizer, self._sampling.max_sequence_length
+        tokens = tokenizer(prompt).input_ids
+        # The last token ends the text, and stays.
+        return str(tokenizer.decode(tokens[length - 1 : -1])) if len(tokens) > length else ""
+
+    @property
+    def _generator_device(self) -> str:
+        checkpoint = self._parts.checkpoint
+        return self._row.generator_device(checkpoint, self._sampling, str(self.device))
+
+    def _call(
+        self,
+        packet: tuple[Node, Tensors] | None,
+        start: int,
+        end: int | None,
+        generator: torch.Generator,
+        after_step: AfterStep | None = None,
+    ) -> RangeCall:
+        self._pipe.scheduler = new_scheduler(self._parts.checkpoint, self._sampling)
+        return RangeCall(self._pipe, self._row, packet, start, end, [generator], after_step)
+
+    def _later_arguments(self, structure: Node, generator: torch.Generator) -> dict[str, Any]:
+        """Arguments for a rank that has no prompt and no image: what they give is replayed."""
+        arguments = call_arguments(self._pipe, self._parts.checkpoint, self._sampling)
+        negative = "" if structure["given"]["negative_prompt"] else None
+        arguments |= {"prompt": "", "negative_prompt": negative, "generator": generator}
+        if self._parts.from_image:
+            size = self._sampling.width, self._sampling.height
+            arguments["image"] = Image.new("RGB", size)
+        return arguments
+
+    def _cached(self, name: str, encode: Any) -> Any:
+        texts = self._parts.texts
+        signature = inspect.signature(encode)
+
+        def embeds(*args: Any, **kwargs: Any) -> Any:
+            # Values such as prompts, lengths and dtypes, whose text is all that matters of them.
+            key = (name, repr(signature.bind(*args, **kwargs).arguments))
+            if key not in texts:
+                while len(texts) >= _MAX_CACHED_TEXTS:
+                    del texts[next(iter(texts))]
+                texts[key] = encode(*args, **kwargs)
+            return texts[key]
+
+        return embeds
+
+
+def load_model(
+    checkpoint: RowCheckpoint,
+    model: ModelConfig,
+    sampling: SamplingConfig,
+    device: str,
+    roles: Roles,
+) -> EngineModel:
+    """Loads only the components for one rank; see `load_parts` for errors."""
+    parts = load_parts(checkpoint, sampling=sampling, roles=roles, dtype=model.dtype, device=device)
+    return EngineModel(parts, sampling)
+
+
+def call_arguments(pipe: Any, checkpoint: RowCheckpoint, sampling: Any) -> dict[str, Any]:
+    """Arguments of `__call__` that only depend on the sampling parameters."""
+    accepted = inspect.signature(type(pipe).__call__).parameters
+    renamed = checkpoint.row.renamed
+    fields = {name: renamed.get(name, name) for name in accepted}
+    values = vars(sampling)
+    given = {name: values[field] for name, field in fields.items() if field in values}
+    return {**given, **checkpoint.row.arguments(sampling)}
+
+
+def _packet(call: RangeCall, more: Node) -> Tensors:
+    text = json.dumps({**call.structure, **more}, separators=(",", ":"))
+    structure = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    return {**call.tensors, STRUCTURE: structure}
+
+
+def _structure(tensors: Tensors) -> Node:
+    """The structure of a packet.
+
+    Raises:
+        InputError: there is none: the packet is a latent checkpoint of an earlier version.
+    """
+    if STRUCTURE not in tensors:
+        raise InputError(
+            "the latent checkpoint was written by svdpp 0.3 or earlier, which kept less of a clip",
+            "delete it: the clip then starts again",
+        )
+    assert tensors[STRUCTURE].is_cpu
+    structure: Node = json.loads(tensors[STRUCTURE].numpy().tobytes())
+    return structure

@@ -1,0 +1,217 @@
+"""Owns the rows: what is special about each family of diffusers' pipelines; knows no torch.
+
+`docs/new-model.md` says how to add one. What a row does not say is the same for all families.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from svdpp.models.engine import ltx, wan
+from svdpp.models.engine.configs import Configs, Facts
+
+#: transformers 5 also saves fast tokenizers as this class.
+_ANY_TOKENIZER = ("TokenizersBackend",)
+_T5 = ("T5TokenizerFast", "T5Tokenizer", *_ANY_TOKENIZER)
+_FLOW = ("FlowMatchEulerDiscreteScheduler", "UniPCMultistepScheduler")
+
+
+def _no_facts(configs: Configs) -> Facts:
+    del configs
+    return {}
+
+
+def _no_check(checkpoint: Any, sampling: Any) -> None:
+    del checkpoint, sampling
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One family."""
+
+    title: str
+    text: str | None = None
+    """The pipeline's class for clips from text alone."""
+    image: str | None = None
+    """The pipeline's class for clips from an image."""
+    both: bool = False
+    """Whether a checkpoint of either class has all components of the other one."""
+    components: Mapping[str, tuple[str, ...]]
+    """The classes that each component may have."""
+    optional: frozenset[str] = frozenset()
+    """Components that a checkpoint need not have."""
+    schedulers: tuple[str, ...] = _FLOW
+    denoisers: tuple[str, ...] = ("transformer",)
+    encode: tuple[str, ...] = ("tokenizer", "text_encoder")
+    """What an encode uses."""
+    encode_image: tuple[str, ...] = ("vae",)
+    """What it uses besides for a clip from an image."""
+    decode: tuple[str, ...] = ("vae",)
+    fp32: frozenset[str] = frozenset()
+    """Components in float32, whatever the model's dtype is."""
+    only_encode: tuple[str, ...] = ("encoder", "quant_conv")
+    """Submodules of the VAE that a rank without an encode of images does not load."""
+    only_decode: tuple[str, ...] = ("decoder", "post_quant_conv")
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """Arguments of `__call__` by the sampling parameter they have; others have its name."""
+    texts: tuple[str, ...] = ("_get_t5_prompt_embeds",)
+    """Methods whose results depend on their arguments alone, and are kept for the next prompts."""
+    unsent: frozenset[str] = frozenset({"video_processor.preprocess"})
+    """Records that steps and decode do not use."""
+    noise: str = "prepare_latents"
+    """The record whose first tensor is the latent before the first step."""
+    noise_stays: bool = False
+    """Whether that tensor is used after the first step."""
+    facts: Callable[[Configs], Facts] = _no_facts
+    """What the configs of a checkpoint say; refuses what the row does not cover."""
+    check: Callable[[Any, Any], None] = _no_check
+    """Refuses sampling parameters (second) that diffusers cannot run with a checkpoint (first)."""
+    arguments: Callable[[Any], Mapping[str, Any]] = lambda _: {}
+    """Arguments of `__call__` that are not sampling parameters, from those that are."""
+    generator_device: Callable[[Any, Any, str], str] = lambda *_: "cpu"
+    """Where a clip's noise is drawn: the CPU, where diffusers accepts that, as all devices then
+    give the same clip."""
+
+    def pipeline(self, from_image: bool) -> str:
+        """The pipeline's class for a clip."""
+        name = self.image if from_image else self.text
+        assert name is not None
+        return name
+
+
+ROWS: Mapping[str, Row] = {
+    "wan": Row(
+        title="Wan 2.1 and 2.2",
+        text="WanPipeline",
+        image="WanImageToVideoPipeline",
+        components={
+            "tokenizer": _T5,
+            "text_encoder": ("UMT5EncoderModel", "T5EncoderModel"),
+            "vae": ("AutoencoderKLWan",),
+            "transformer": ("WanTransformer3DModel",),
+            "transformer_2": ("WanTransformer3DModel",),
+            "image_encoder": ("CLIPVisionModel",),
+            "image_processor": ("CLIPImageProcessor", "CLIPImageProcessorPil"),
+        },
+        optional=frozenset({"transformer_2", "image_encoder", "image_processor"}),
+        denoisers=("transformer", "transformer_2"),
+        encode_image=("vae", "image_encoder", "image_processor"),
+        fp32=frozenset({"vae", "image_encoder"}),
+        facts=wan.facts,
+        check=wan.check,
+    ),
+    "ltx": Row(
+        title="LTX-Video",
+        text="LTXPipeline",
+        image="LTXImageToVideoPipeline",
+        both=True,
+        components={
+            "tokenizer": _T5,
+            "text_encoder": ("T5EncoderModel",),
+            "vae": ("AutoencoderKLLTXVideo",),
+            "transformer": ("LTXVideoTransformer3DModel",),
+        },
+        schedulers=("FlowMatchEulerDiscreteScheduler",),
+        only_encode=("encoder",),
+        only_decode=("decoder",),
+        renamed={"frame_rate": "fps"},
+        noise_stays=True,
+        facts=ltx.facts,
+        check=ltx.check,
+        generator_device=ltx.generator_device,
+    ),
+    "ltx2": Row(
+        title="LTX-2",
+        text="LTX2Pipeline",
+        image="LTX2ImageToVideoPipeline",
+        both=True,
+        components={
+            "tokenizer": ("GemmaTokenizer", "GemmaTokenizerFast", *_ANY_TOKENIZER),
+            "text_encoder": ("Gemma3ForConditionalGeneration",),
+            "connectors": ("LTX2TextConnectors",),
+            "vae": ("AutoencoderKLLTX2Video",),
+            "audio_vae": ("AutoencoderKLLTX2Audio",),
+            "vocoder": ("LTX2Vocoder", "LTX2VocoderWithBWE"),
+            "transformer": ("LTX2VideoTransformer3DModel",),
+        },
+        schedulers=("FlowMatchEulerDiscreteScheduler",),
+        encode=("tokenizer", "text_encoder", "connectors"),
+        decode=("vae", "audio_vae", "vocoder"),
+        only_encode=("encoder",),
+        only_decode=("decoder",),
+        renamed={"frame_rate": "fps"},
+        texts=("_get_gemma_prompt_embeds",),
+        unsent=frozenset({"video_processor.preprocess", "encode_prompt"}),
+        noise_stays=True,
+        arguments=ltx.arguments_2,
+        facts=ltx.facts_2,
+    ),
+    "hunyuan_video": Row(
+        title="HunyuanVideo",
+        text="HunyuanVideoPipeline",
+        components={
+            "tokenizer": ("LlamaTokenizerFast", "LlamaTokenizer", *_ANY_TOKENIZER),
+            "text_encoder": ("LlamaModel",),
+            "tokenizer_2": ("CLIPTokenizer", "CLIPTokenizerFast", *_ANY_TOKENIZER),
+            "text_encoder_2": ("CLIPTextModel",),
+            "vae": ("AutoencoderKLHunyuanVideo",),
+            "transformer": ("HunyuanVideoTransformer3DModel",),
+        },
+        schedulers=("FlowMatchEulerDiscreteScheduler",),
+        encode=("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2"),
+        texts=("_get_llama_prompt_embeds", "_get_clip_prompt_embeds"),
+    ),
+    "cogvideox": Row(
+        title="CogVideoX",
+        text="CogVideoXPipeline",
+        image="CogVideoXImageToVideoPipeline",
+        components={
+            "tokenizer": _T5,
+            "text_encoder": ("T5EncoderModel",),
+            "vae": ("AutoencoderKLCogVideoX",),
+            "transformer": ("CogVideoXTransformer3DModel",),
+        },
+        schedulers=("CogVideoXDDIMScheduler", "CogVideoXDPMScheduler"),
+        only_encode=("encoder",),
+        only_decode=("decoder",),
+    ),
+    "skyreels_v2": Row(
+        title="SkyReels-V2",
+        text="SkyReelsV2Pipeline",
+        image="SkyReelsV2ImageToVideoPipeline",
+        components={
+            "tokenizer": _T5,
+            "text_encoder": ("UMT5EncoderModel", "T5EncoderModel"),
+            "vae": ("AutoencoderKLWan",),
+            "transformer": ("SkyReelsV2Transformer3DModel",),
+            "image_encoder": ("CLIPVisionModelWithProjection", "CLIPVisionModel"),
+            "image_processor": ("CLIPImageProcessor", "CLIPImageProcessorPil", "CLIPProcessor"),
+        },
+        optional=frozenset({"image_encoder", "image_processor"}),
+        encode_image=("vae", "image_encoder", "image_processor"),
+        fp32=frozenset({"vae", "image_encoder"}),
+    ),
+    "mochi": Row(
+        title="Mochi 1",
+        text="MochiPipeline",
+        components={
+            "tokenizer": _T5,
+            "text_encoder": ("T5EncoderModel",),
+            "vae": ("AutoencoderKLMochi",),
+            "transformer": ("MochiTransformer3DModel",),
+        },
+        schedulers=("FlowMatchEulerDiscreteScheduler",),
+        only_encode=("encoder",),
+        only_decode=("decoder",),
+    ),
+}
+
+#: The family of each pipeline.
+FAMILIES: Mapping[str, str] = {
+    pipeline: family
+    for family, row in ROWS.items()
+    for pipeline in (row.text, row.image)
+    if pipeline is not None
+}

@@ -1,0 +1,164 @@
+"""Owns what travels of a pipeline's call: nested values, as named tensors and their structure.
+
+The structure is JSON: plain values stand in it, and tensors by name, with shape, dtype and strides.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+from diffusers.utils import BaseOutput
+from transformers.utils import ModelOutput
+
+from svdpp.models.base import Tensors
+
+#: One value in a structure: a JSON object whose key `kind` says how the others are read.
+Node = dict[str, Any]
+
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+    *(torch.int64, torch.int32, torch.uint8, torch.bool),
+)}  # fmt: skip
+_SEQUENCES = {"list": list, "tuple": tuple}
+
+
+class NotPackableError(Exception):
+    """A value that is neither plain nor made of tensors."""
+
+
+class Packer:
+    """Takes values apart; a tensor that several of them hold travels once.
+
+    Args:
+        keeps: whether it keeps the tensors; otherwise nothing of them travels but their shape.
+    """
+
+    def __init__(self, *, keeps: bool = True) -> None:
+        self.tensors: Tensors = {}
+        self._keeps = keeps
+        self._sources: dict[str, torch.Tensor] = {}
+
+    def pack(self, value: Any, name: str) -> Node:
+        """The structure of `value`, whose tensors get names that begin with `name`.
+
+        Raises:
+            NotPackableError: part of the value cannot travel.
+        """
+        if isinstance(value, torch.Tensor):
+            return self._pack_tensor(value, name)
+        if value is None or isinstance(value, (bool, int, float, str)):
+            return {"kind": "plain", "value": value}
+        if isinstance(value, DiagonalGaussianDistribution):
+            parameters = self.pack(value.parameters, name)
+            return {"kind": "gaussian", "of": parameters, "fixed": value.deterministic}
+        if isinstance(value, (BaseOutput, ModelOutput)):
+            cls = f"{type(value).__module__}:{type(value).__name__}"
+            return {"kind": "output", "class": cls, "items": self._items(value, name)}
+        if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+            return {"kind": "dict", "items": self._items(value, name)}
+        if type(value) in (list, tuple):
+            items = [self.pack(each, f"{name}.{index}") for index, each in enumerate(value)]
+            return {"kind": type(value).__name__, "items": items}
+        raise NotPackableError(f"{name} is a {type(value).__name__}")
+
+    def _items(self, value: Any, name: str) -> dict[str, Node]:
+        return {key: self.pack(each, f"{name}.{key}") for key, each in value.items()}
+
+    def _pack_tensor(self, tensor: torch.Tensor, name: str) -> Node:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if dtype not in _DTYPES:
+            raise NotPackableError(f"{name} is of {tensor.dtype}")
+        node = {"kind": "tensor", "shape": list(tensor.shape), "dtype": dtype}
+        if not self._keeps:
+            return {**node, "name": None, "stride": None}
+        same = (known for known, each in self._sources.items() if each is tensor)
+        if (known := next(same, None)) is None:
+            known = name
+            self._sources[name], self.tensors[name] = tensor, tensor.contiguous()
+        # The order of the elements in memory is part of the bits: kernels differ by it.
+        stride = None if tensor.is_contiguous() else list(_dense(tensor).stride())
+        return {**node, "name": known, "stride": stride}
+
+
+def describe(value: Any) -> Node:
+    """The structure of `value`, of whose tensors nothing travels."""
+    return Packer(keeps=False).pack(value, "value")
+
+
+def unpack(node: Node, tensors: Tensors, device: torch.device) -> Any:
+    """The value that a packer took, with copies of its tensors, which the pipeline may change.
+
+    A tensor that did not travel is NaN everywhere, and takes no memory.
+    """
+
+    def tensor(leaf: Node) -> torch.Tensor:
+        if leaf["name"] is None:
+            dtype = _DTYPES[leaf["dtype"]]
+            number = torch.nan if dtype.is_floating_point else 0
+            return torch.full((), number, dtype=dtype, device=device).expand(leaf["shape"])
+        source = tensors[leaf["name"]]
+        if leaf["stride"] is None:
+            return source.clone()
+        shape, stride = leaf["shape"], leaf["stride"]
+        return source.new_empty_strided(shape, stride).copy_(source)
+
+    return _build(node, tensor)
+
+
+def zeros(node: Node, device: torch.device) -> Any:
+    """A value of the same structure whose tensors are zero."""
+    return _build(
+        node, lambda leaf: torch.zeros(leaf["shape"], dtype=_DTYPES[leaf["dtype"]], device=device)
+    )
+
+
+def leaves(node: Node) -> list[Node]:
+    """The tensors in a structure, in its order."""
+    match node["kind"]:
+        case "tensor":
+            return [node]
+        case "plain":
+            return []
+        case "gaussian":
+            return leaves(node["of"])
+        case _:
+            items = node["items"]
+            parts = items.values() if isinstance(items, dict) else items
+            return [leaf for part in parts for leaf in leaves(part)]
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    """On the meta device, with the strides of `tensor`, without its gaps."""
+    return torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format)
+
+
+def _build(node: Node, tensor: Any) -> Any:
+    match node["kind"]:
+        case "tensor":
+            return tensor(node)
+        case "plain":
+            return node["value"]
+        case "gaussian":
+            return DiagonalGaussianDistribution(_build(node["of"], tensor), node["fixed"])
+        case "output":
+            items = {key: _build(each, tensor) for key, each in node["items"].items()}
+            return _output_class(node["class"])(**items)
+        case "dict":
+            return {key: _build(each, tensor) for key, each in node["items"].items()}
+        case kind:
+            return _SEQUENCES[kind](_build(each, tensor) for each in node["items"])
+
+
+def _output_class(path: str) -> Any:
+    """The class of a library's output; packets name no other class."""
+    module, _, name = path.partition(":")
+    if module.split(".")[0] not in ("diffusers", "transformers"):
+        raise ValueError(f"a packet names the class {path}")
+    cls = getattr(importlib.import_module(module), name)
+    if not issubclass(cls, OrderedDict):
+        raise ValueError(f"a packet names the class {path}")
+    return cls

@@ -1,1 +1,0 @@
-"""LTX-Video: text to video and image to video."""

@@ -1,0 +1,144 @@
+"""What a call of a range of steps refuses, and that damage to any part of a packet shows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import FirstBlockCacheConfig, WanTransformer3DModel
+
+from svdpp.config import WanSampling
+from svdpp.errors import InputError, ModelError
+from svdpp.models.base import LATENTS, Tensors
+from svdpp.models.engine.call import STRUCTURE
+from svdpp.models.engine.model import EngineModel, load_model
+from svdpp.models.engine.values import NotPackableError, Packer, unpack
+from svdpp.plan.layout import Roles
+from tests.models.range_checks import model_of, nothing, read_folder, request_of
+from tests.models.tiny_families import save_tiny_wan
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CPU = torch.device("cpu")
+STEPS = 4
+SAMPLING = WanSampling(
+    num_inference_steps=STEPS, height=32, width=32, num_frames=5, max_sequence_length=8
+)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> EngineModel:
+    checkpoint = read_folder(save_tiny_wan(tmp_path))
+    roles = Roles(encode=True, denoise=True, decode=True)
+    return load_model(checkpoint, model_of(checkpoint), SAMPLING, "cpu", roles)
+
+
+def _half(model: EngineModel) -> Tensors:
+    return model.denoise(model.encode({}, request_of()), 0, 2, nothing)
+
+
+def _frames(model: EngineModel, packet: Tensors) -> torch.Tensor:
+    return model.decode(model.denoise(packet, 2, STEPS, nothing))
+
+
+def _structure(packet: Tensors) -> Any:
+    return json.loads(packet[STRUCTURE].numpy().tobytes())
+
+
+def _with_structure(packet: Tensors, structure: Any) -> Tensors:
+    data = bytearray(json.dumps(structure).encode())
+    return {**packet, STRUCTURE: torch.frombuffer(data, dtype=torch.uint8)}
+
+
+def _without_state(packet: Tensors) -> Tensors:
+    structure = _structure(packet)
+    structure["step"]["states"][0]["items"] = {}
+    return _with_structure(packet, structure)
+
+
+DAMAGE: dict[str, Callable[[Tensors], Tensors]] = {
+    "latents": lambda packet: {**packet, LATENTS: packet[LATENTS] + 1e-3},
+    "record": lambda packet: {**packet, "record.0.0": packet["record.0.0"] + 0.1},
+    "state": _without_state,
+    "history": lambda packet: {
+        **packet,
+        "scheduler.last_sample": packet["scheduler.last_sample"] + 1e-3,
+    },
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damage_to_any_part_of_a_packet_changes_the_frames(model: EngineModel, damage: str) -> None:
+    packet = _half(model)
+    frames = _frames(model, packet)
+    assert torch.equal(_frames(model, packet), frames)
+    try:
+        damaged = _frames(model, DAMAGE[damage](packet))
+    except (AttributeError, IndexError, TypeError):
+        return
+    assert not torch.equal(damaged, frames)
+
+
+def test_noise_does_not_travel_after_the_first_step(model: EngineModel) -> None:
+    first = model.encode({}, request_of())
+    assert "noise" not in _half(model)
+    names = [record["name"] for record in _structure(first)["records"]]
+    assert names == ["encode_prompt", "prepare_latents"]
+
+
+def test_a_packet_of_an_earlier_version_is_refused(model: EngineModel) -> None:
+    packet = _half(model)
+    del packet[STRUCTURE]
+    with pytest.raises(InputError, match=r"written by svdpp 0\.3 or earlier"):
+        model.denoise(packet, 2, 3, nothing)
+
+
+def test_caches_between_steps_are_refused(model: EngineModel) -> None:
+    transformer = WanTransformer3DModel(
+        num_attention_heads=2, attention_head_dim=12, ffn_dim=8, num_layers=2, text_dim=8
+    )
+    transformer.enable_cache(FirstBlockCacheConfig(threshold=0.1))
+    model._pipe.transformer = transformer
+    with pytest.raises(ModelError, match="transformer has the cache FirstBlockCacheConfig"):
+        model.encode({}, request_of())
+
+
+def test_draws_from_the_global_generator_are_refused(
+    model: EngineModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode_prompt = model._pipe.encode_prompt
+    monkeypatch.setattr(
+        model._pipe, "encode_prompt", lambda **options: (torch.rand(1), encode_prompt(**options))[1]
+    )
+    with pytest.raises(ModelError, match="from torch's global generator"):
+        model.encode({}, request_of())
+
+
+def test_a_pipeline_that_does_not_reach_the_step_is_refused(model: EngineModel) -> None:
+    with pytest.raises(ModelError, match="ends before step 9"):
+        model.denoise(_half(model), 2, 9, nothing)
+
+
+def test_values_come_back_with_their_order_in_memory() -> None:
+    packer = Packer()
+    tensor = torch.arange(12.0).view(3, 4).t()
+    value = {"a": (tensor, None, [True, 2.5]), "b": tensor, "c": "text"}
+    node = json.loads(json.dumps(packer.pack(value, "x")))
+    assert list(packer.tensors) == ["x.a.0"]  # the tensor is in both places
+    back = unpack(node, packer.tensors, CPU)
+    assert (back["a"][1:], back["c"]) == ((None, [True, 2.5]), "text")
+    for each in (back["a"][0], back["b"]):
+        assert torch.equal(each, tensor)
+        assert each.stride() == tensor.stride()
+    with pytest.raises(NotPackableError, match=r"x\.a is a set"):
+        packer.pack({"a": {1}}, "x")
+
+
+@pytest.mark.parametrize("name", ["os:system", "diffusers.utils:logging", "diffusers:WanPipeline"])
+def test_a_structure_names_no_class_but_outputs_of_the_libraries(name: str) -> None:
+    with pytest.raises((ValueError, TypeError), match="class"):
+        unpack({"kind": "output", "class": name, "items": {}}, {}, CPU)

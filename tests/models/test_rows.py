@@ -1,0 +1,155 @@
+"""Every row, cut after every step: packets, latents and frames of diffusers' whole `__call__`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+
+from svdpp.config import SAMPLING_CLASSES, SamplingConfig
+from svdpp.models.engine.model import EngineModel, load_model
+from svdpp.models.memory import estimate, num_bytes
+from svdpp.plan.layout import Roles
+from tests.models.diffusers_pipeline import latents_and_frames
+from tests.models.range_checks import (
+    check_every_cut,
+    loaded,
+    model_of,
+    nothing,
+    photograph,
+    read_folder,
+    request_of,
+)
+from tests.models.tiny_rows import save_tiny
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+STEPS = 3
+SIZES: dict[str, Any] = {"num_inference_steps": STEPS, "max_sequence_length": 8}
+LTX2 = {"height": 32, "width": 32, "num_frames": 9, "stg_block": 1}
+DPM = diffusers.CogVideoXDPMScheduler(prediction_type="v_prediction", timestep_spacing="trailing")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A tiny checkpoint and a clip of it."""
+
+    family: str
+    sampling: dict[str, Any]
+    image: bool = False
+    changes: dict[str, Any] = field(default_factory=dict)
+
+    def config(self) -> SamplingConfig:
+        """The clip's sampling parameters."""
+        kind: Any = SAMPLING_CLASSES[self.family]
+        config: SamplingConfig = kind(**{**SIZES, **self.sampling}, from_image=self.image)
+        return config
+
+
+CASES = {
+    "ltx2": Case("ltx2", LTX2),
+    "ltx2-image": Case("ltx2", {**LTX2, "stg_scale": 0.0, "audio_stg_scale": 0.0}, image=True),
+    "hunyuan-video": Case("hunyuan_video", {"height": 16, "width": 16, "num_frames": 9}),
+    "cogvideox": Case("cogvideox", {"height": 32, "width": 32, "num_frames": 9}),
+    "cogvideox-dpm": Case(
+        "cogvideox", {"height": 32, "width": 32, "num_frames": 9}, changes={"scheduler": DPM}
+    ),
+    "cogvideox-image": Case("cogvideox", {"height": 32, "width": 32, "num_frames": 9}, image=True),
+    "skyreels-v2": Case("skyreels_v2", {"height": 16, "width": 16, "num_frames": 9}),
+    "skyreels-v2-image": Case(
+        "skyreels_v2", {"height": 16, "width": 16, "num_frames": 9}, image=True
+    ),
+    "mochi": Case("mochi", {"height": 16, "width": 16, "num_frames": 7}),
+}
+
+
+def ranks(checkpoint: Any, sampling: SamplingConfig) -> Callable[[int, int], EngineModel]:
+    """Returns models that hold only what they need: one encodes, one denoises, one decodes."""
+    models: dict[Roles, EngineModel] = {}
+
+    def rank_for(start: int, end: int) -> EngineModel:
+        roles = Roles(
+            encode=(start, end) == (0, 0),
+            denoise=start < end,
+            decode=(start, end) == (STEPS, STEPS),
+        )
+        if roles not in models:
+            named = model_of(checkpoint)
+            models[roles] = load_model(checkpoint, named, sampling, "cpu", roles)
+        return models[roles]
+
+    return rank_for
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    """The tiny checkpoint of each case, saved once."""
+
+    @functools.cache
+    def checkpoint(name: str) -> Any:
+        case, folder = CASES[name], tmp_path_factory.mktemp(name)
+        return read_folder(save_tiny(case.family, folder, image=case.image, **case.changes))
+
+    return checkpoint
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_cut_gives_the_bits_of_the_whole_call(
+    checkpoints: Callable[[str], Any], name: str
+) -> None:
+    case, checkpoint = CASES[name], checkpoints(name)
+    sampling = checkpoint.resolve(case.config())
+    request, image = request_of(), photograph() if case.image else None
+    whole = latents_and_frames(model_of(checkpoint), sampling, request, image)
+    rank_for = ranks(checkpoint, sampling)
+    check_every_cut(rank_for, STEPS, whole, request, image)
+    assert {*loaded(rank_for(0, 1))} == {*checkpoint.row.denoisers}
+    _check_damage(rank_for, request, image)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_estimate_runs_the_call_without_weights(
+    checkpoints: Callable[[str], Any], name: str
+) -> None:
+    case, checkpoint = CASES[name], checkpoints(name)
+    sampling = checkpoint.resolve(case.config())
+    estimated = estimate(checkpoint, model_of(checkpoint), sampling, device="cpu")
+    rank_for = ranks(checkpoint, sampling)
+    encoder = rank_for(0, 0)
+    for part, model in (
+        ("encode", encoder),
+        ("denoise", rank_for(0, 1)),
+        ("decode", rank_for(STEPS, STEPS)),
+    ):
+        memory = getattr(estimated, part)
+        assert memory.weight_bytes == num_bytes(loaded(model).values()), part
+        assert min(memory.activation_bytes, memory.flops) > 0
+    packet = encoder.encode(encoder.prepare(photograph()) if case.image else {}, request_of())
+    shapes = {key: each.shape for key, each in packet.items() if key != "structure"}
+    probe = encoder.probe_packet()
+    assert {key: each.shape for key, each in probe.items() if key != "structure"} == shapes
+
+
+def _check_damage(rank_for: Callable[[int, int], EngineModel], request: Any, image: Any) -> None:
+    """Negative controls: what differs in a packet shows in the frames."""
+    encoder = rank_for(0, 0)
+    packet = encoder.encode({} if image is None else encoder.prepare(image), request)
+    packet = rank_for(0, 1).denoise(packet, 0, 1, nothing)
+
+    def frames(tensors: Any) -> torch.Tensor:
+        last = rank_for(1, STEPS).denoise(tensors, 1, STEPS, nothing)
+        return rank_for(STEPS, STEPS).decode(last)
+
+    expected = frames(packet)
+    records = [name for name in packet if name.startswith("record.")]
+    floats = [name for name in records if packet[name].is_floating_point()]
+    # What `step` returned is often the latent itself.
+    results = ["latents", *(name for name in packet if name.startswith("result."))]
+    for names in (results, floats):
+        damaged = {name: packet[name] + 0.5 for name in names}
+        assert not torch.equal(frames({**packet, **damaged}), expected), names

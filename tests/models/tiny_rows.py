@@ -1,0 +1,302 @@
+"""Owns small random checkpoints of the families that are rows alone, saved as diffusers does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+import transformers
+from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
+from transformers import (
+    CLIPImageProcessorPil,
+    CLIPTextConfig,
+    CLIPTextModel,
+    CLIPVisionConfig,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    LlamaConfig,
+    LlamaModel,
+    PreTrainedTokenizerFast,
+    T5Config,
+    T5EncoderModel,
+)
+
+from tests.models.tiny_families import WAN_UNIPC, t5_sizes, tokenizer
+
+TEXT = 16
+
+
+def save_tiny(family: str, folder: Path, *, image: bool = False, **changes: Any) -> Path:
+    """Saves a pipeline of a family with random weights to `folder`, and returns the folder."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        name, parts = _MAKERS[family](image)
+        getattr(diffusers, name)(**{**parts, **changes}).save_pretrained(
+            folder, safe_serialization=True
+        )
+    return folder
+
+
+def _t5() -> dict[str, Any]:
+    encoder = T5EncoderModel(T5Config(**t5_sizes(1)))
+    return {"tokenizer": tokenizer(), "text_encoder": encoder}
+
+
+def _fast_tokenizer(**options: Any) -> PreTrainedTokenizerFast:
+    names = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer().backend_tokenizer, **names, **options
+    )
+
+
+def _wan_vae() -> Any:
+    return diffusers.AutoencoderKLWan(
+        base_dim=4,
+        z_dim=16,
+        dim_mult=[1, 1, 1, 1],
+        num_res_blocks=1,
+        temperal_downsample=[False, True, True],
+    )
+
+
+def _ltx2(image: bool) -> tuple[str, dict[str, Any]]:
+    text = {
+        **{"vocab_size": 300, "hidden_size": TEXT, "intermediate_size": 16, "head_dim": 8},
+        **{"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1},
+    }
+    vision = {
+        **{"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1},
+        **{"num_attention_heads": 2, "image_size": 28, "patch_size": 14},
+    }
+    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=1)
+    connector = {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 1}
+    audio_vae = diffusers.AutoencoderKLLTX2Audio(
+        base_channels=4,
+        output_channels=2,
+        ch_mult=(1,),
+        num_res_blocks=1,
+        attn_resolutions=None,
+        in_channels=2,
+        resolution=32,
+        latent_channels=2,
+        norm_type="pixel",
+        causality_axis="height",
+        mid_block_add_attention=False,
+        sample_rate=16000,
+        mel_hop_length=160,
+        is_causal=True,
+        mel_bins=8,
+    )
+    parts = {
+        "tokenizer": _fast_tokenizer(padding_side="left"),
+        "text_encoder": Gemma3ForConditionalGeneration(config),
+        "connectors": diffusers.pipelines.ltx2.LTX2TextConnectors(
+            caption_channels=TEXT,
+            text_proj_in_factor=3,
+            **{f"video_connector_{key}": value for key, value in connector.items()},
+            video_connector_num_learnable_registers=None,
+            **{f"audio_connector_{key}": value for key, value in connector.items()},
+            audio_connector_num_learnable_registers=None,
+            connector_rope_base_seq_len=32,
+            rope_double_precision=False,
+            rope_type="split",
+        ),
+        "vae": diffusers.AutoencoderKLLTX2Video(
+            latent_channels=4,
+            block_out_channels=(8,),
+            decoder_block_out_channels=(8,),
+            layers_per_block=(1,),
+            decoder_layers_per_block=(1, 1),
+            spatio_temporal_scaling=(True,),
+            decoder_spatio_temporal_scaling=(True,),
+            decoder_inject_noise=(False, False),
+            downsample_type=("spatial",),
+            upsample_residual=(False,),
+            upsample_factor=(1,),
+            patch_size=1,
+            patch_size_t=1,
+            encoder_causal=True,
+            decoder_causal=False,
+        ),
+        "audio_vae": audio_vae,
+        "vocoder": diffusers.pipelines.ltx2.LTX2Vocoder(
+            in_channels=16,
+            hidden_channels=32,
+            out_channels=2,
+            upsample_kernel_sizes=[4, 4],
+            upsample_factors=[2, 2],
+            resnet_kernel_sizes=[3],
+            resnet_dilations=[[1, 3, 5]],
+            output_sampling_rate=16000,
+        ),
+        "transformer": diffusers.LTX2VideoTransformer3DModel(
+            in_channels=4,
+            out_channels=4,
+            num_attention_heads=2,
+            attention_head_dim=8,
+            cross_attention_dim=16,
+            audio_in_channels=4,
+            audio_out_channels=4,
+            audio_num_attention_heads=2,
+            audio_attention_head_dim=4,
+            audio_cross_attention_dim=8,
+            num_layers=2,
+            caption_channels=TEXT,
+            rope_double_precision=False,
+            rope_type="split",
+        ),
+        "scheduler": FlowMatchEulerDiscreteScheduler(),
+    }
+    return "LTX2ImageToVideoPipeline" if image else "LTX2Pipeline", parts
+
+
+def _hunyuan_video(_: bool) -> tuple[str, dict[str, Any]]:
+    llama = LlamaConfig(
+        vocab_size=300,
+        hidden_size=TEXT,
+        intermediate_size=16,
+        num_attention_heads=2,
+        num_hidden_layers=3,
+        pad_token_id=0,
+    )
+    clip = CLIPTextConfig(
+        vocab_size=300,
+        hidden_size=8,
+        intermediate_size=16,
+        num_attention_heads=2,
+        num_hidden_layers=2,
+        pad_token_id=0,
+        eos_token_id=2,
+    )
+    blocks = {"down_block_types": ("HunyuanVideoDownBlock3D",) * 4}
+    parts = {
+        "tokenizer": _fast_tokenizer(),
+        "text_encoder": LlamaModel(llama),
+        "tokenizer_2": _fast_tokenizer(model_max_length=77),
+        "text_encoder_2": CLIPTextModel(clip),
+        "vae": diffusers.AutoencoderKLHunyuanVideo(
+            latent_channels=4,
+            **blocks,
+            up_block_types=("HunyuanVideoUpBlock3D",) * 4,
+            block_out_channels=(8, 8, 8, 8),
+            layers_per_block=1,
+            norm_num_groups=4,
+        ),
+        "transformer": diffusers.HunyuanVideoTransformer3DModel(
+            in_channels=4,
+            out_channels=4,
+            num_attention_heads=2,
+            attention_head_dim=10,
+            num_layers=1,
+            num_single_layers=1,
+            num_refiner_layers=1,
+            patch_size=1,
+            patch_size_t=1,
+            guidance_embeds=True,
+            text_embed_dim=TEXT,
+            pooled_projection_dim=8,
+            rope_axes_dim=(2, 4, 4),
+        ),
+        "scheduler": FlowMatchEulerDiscreteScheduler(shift=7.0),
+    }
+    return "HunyuanVideoPipeline", parts
+
+
+def _cogvideox(image: bool) -> tuple[str, dict[str, Any]]:
+    parts = {
+        **_t5(),
+        "vae": diffusers.AutoencoderKLCogVideoX(
+            down_block_types=("CogVideoXDownBlock3D",) * 4,
+            up_block_types=("CogVideoXUpBlock3D",) * 4,
+            block_out_channels=(8, 8, 8, 8),
+            latent_channels=4,
+            layers_per_block=1,
+            norm_num_groups=2,
+        ),
+        "transformer": diffusers.CogVideoXTransformer3DModel(
+            num_attention_heads=2,
+            attention_head_dim=16,
+            in_channels=8 if image else 4,
+            out_channels=4,
+            time_embed_dim=2,
+            text_embed_dim=TEXT,
+            num_layers=1,
+            sample_width=4,
+            sample_height=4,
+            sample_frames=9,
+            max_text_seq_length=8,
+            use_rotary_positional_embeddings=True,
+        ),
+        "scheduler": diffusers.CogVideoXDDIMScheduler(prediction_type="v_prediction"),
+    }
+    return "CogVideoXImageToVideoPipeline" if image else "CogVideoXPipeline", parts
+
+
+def _skyreels_v2(image: bool) -> tuple[str, dict[str, Any]]:
+    parts = {
+        **_t5(),
+        "vae": _wan_vae(),
+        "transformer": diffusers.SkyReelsV2Transformer3DModel(
+            num_attention_heads=2,
+            attention_head_dim=12,
+            in_channels=36 if image else 16,
+            out_channels=16,
+            text_dim=TEXT,
+            freq_dim=16,
+            ffn_dim=24,
+            num_layers=1,
+            rope_max_seq_len=32,
+            image_dim=4 if image else None,
+        ),
+        "scheduler": UniPCMultistepScheduler(**{**WAN_UNIPC, "flow_shift": 8.0}),
+    }
+    if not image:
+        return "SkyReelsV2Pipeline", parts
+    clip = CLIPVisionConfig(
+        hidden_size=4,
+        projection_dim=4,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        image_size=32,
+        intermediate_size=16,
+        patch_size=8,
+    )
+    encoder = transformers.CLIPVisionModelWithProjection(clip)
+    processor = CLIPImageProcessorPil(crop_size=32, size=32)
+    more = {"image_encoder": encoder, "image_processor": processor}
+    return "SkyReelsV2ImageToVideoPipeline", {**parts, **more}
+
+
+def _mochi(_: bool) -> tuple[str, dict[str, Any]]:
+    parts = {
+        **_t5(),
+        "vae": diffusers.AutoencoderKLMochi(
+            latent_channels=12,
+            encoder_block_out_channels=(32, 32, 32, 32),
+            decoder_block_out_channels=(32, 32, 32, 32),
+            layers_per_block=(1, 1, 1, 1, 1),
+        ),
+        "transformer": diffusers.MochiTransformer3DModel(
+            num_attention_heads=2,
+            attention_head_dim=8,
+            num_layers=2,
+            pooled_projection_dim=16,
+            text_embed_dim=TEXT,
+            time_embed_dim=4,
+            max_sequence_length=8,
+        ),
+        "scheduler": FlowMatchEulerDiscreteScheduler(),
+    }
+    return "MochiPipeline", parts
+
+
+_MAKERS: Mapping[str, Callable[[bool], tuple[str, dict[str, Any]]]] = {
+    "ltx2": _ltx2,
+    "hunyuan_video": _hunyuan_video,
+    "cogvideox": _cogvideox,
+    "skyreels_v2": _skyreels_v2,
+    "mochi": _mochi,
+}

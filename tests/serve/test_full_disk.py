@@ -1,0 +1,117 @@
+"""On a full disk clips wait instead of failing, and clients can remove finished ones."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from svdpp.serve.disk import RESERVE
+from svdpp.serve.job import JobState
+from svdpp.serve.store import JobStore
+from tests.serve.engines import dummy_config, serving
+from tests.serve.http_server import HANG_SECONDS, QUICK, HttpServer, error_of, wait
+from tests.serve.store_jobs import add
+from tests.small_disk import small_disk
+
+#: An eighth of it is the low-water mark.
+SIZE = "size=64m"
+
+
+@contextlib.contextmanager
+def full(disk: Path) -> Iterator[None]:
+    """Another program's files take all space, also what is given up at first."""
+    with contextlib.suppress(OSError), (disk / "ballast").open("ab", buffering=0) as ballast:
+        while ballast.write(bytes(4096)):
+            pass
+    try:
+        yield
+    finally:
+        (disk / "ballast").unlink()
+
+
+def test_the_reserve_is_given_up_and_taken_back(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", SIZE) as disk:
+        reserve = disk / "data" / RESERVE
+        with contextlib.closing(JobStore(disk / "data")) as store:
+            ids = [add(store) for _ in range(100)]
+            assert reserve.stat().st_blocks * 512 == 4 * 2**20
+            assert not store.is_disk_low
+            with full(disk):
+                assert store.is_disk_low
+                assert all(store.cancel_waiting(id) for id in ids)
+                assert not reserve.exists()
+            add(store)
+            assert reserve.exists()
+
+
+def test_a_store_opens_on_a_full_disk(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", SIZE) as disk:
+        with contextlib.closing(JobStore(disk / "data")) as store:
+            id = add(store)
+        with full(disk), contextlib.closing(JobStore(disk / "data")) as store:
+            assert store.cancel_waiting(id)
+            assert store.remove(id)
+
+
+@pytest.mark.processes
+def test_clips_wait_for_space(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", SIZE) as disk, serving(disk / "data", dummy_config()) as own:
+        with full(disk):
+            own.wait(lambda: own.engine._feed._is_disk_low, "the disk is not looked at")
+            ids = own.add(1, 2)
+            own.wait(lambda: own.engine.estimates.all(), "the queue is not read")
+            assert own.states(ids) == [JobState.QUEUED] * 2
+            has_space_at = time.time()
+        jobs = own.wait_final(ids)
+        assert {job.state for job in jobs} == {JobState.COMPLETED}
+        assert all((job.started_at or 0) > has_space_at for job in jobs)
+
+
+@pytest.mark.processes
+def test_clients_make_space_on_a_full_disk_and_after_a_restart(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", SIZE) as disk:
+        folder = disk / "data"
+        with HttpServer(folder, *QUICK, "--grace", "0") as server:
+            server.wait_ready()
+            done = server.add(3)
+            server.wait_for(done[-1], "completed")
+            running, *waiting = server.add(4, steps=1000)
+            with full(disk):
+                assert server.client.get("/health").status_code == 200
+                answer = server.client.get("/ready")
+                assert answer.status_code == 503
+                assert answer.json()["reason"] == "the disk is nearly full"
+                error_of(server.request(), 503, "disk_full")
+                for id in (done[0], running, waiting[0]):
+                    assert server.client.delete(f"/v1/videos/{id}").status_code == 200
+                    assert not list(folder.rglob(f"{id}*"))
+                assert server.stop() == 0
+
+                with HttpServer(folder, *QUICK, "--grace", "0") as again:
+                    error_of(again.request(), 503, "disk_full")
+                    for id in (done[1], waiting[1]):
+                        assert again.client.delete(f"/v1/videos/{id}").status_code == 200
+                    assert again.video(done[2])["status"] == "completed"
+                    again.stop()
+        with HttpServer(folder, *QUICK) as last:
+            last.wait_ready()
+            assert last.request().status_code == 202
+
+
+@pytest.mark.processes
+def test_a_full_queue_is_not_ready(tmp_path: Path) -> None:
+    with HttpServer(tmp_path / "data", *QUICK, "--max-queue", "1") as server:
+        server.wait_ready()
+        (id,) = server.add(steps=1000)
+        answer = server.client.get("/ready")
+        assert (answer.status_code, answer.json()["reason"]) == (503, "the queue is full")
+        server.client.delete(f"/v1/videos/{id}")
+        server.wait_ready()
+        (folder := tmp_path / "data" / "queue.sqlite3").rename(tmp_path / "away")
+        assert server.client.get("/ready").json()["reason"] == "the queue cannot be used"
+        (tmp_path / "away").rename(folder)
+        wait(lambda: server.client.get("/ready").status_code == 200, HANG_SECONDS)

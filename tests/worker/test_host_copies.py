@@ -1,0 +1,174 @@
+"""What is hashed, compared or written is copied to the host first, by the module that owns copies.
+
+Tensors on the CPU take the place of a GPU's: they refuse what those refuse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+from unittest.mock import Mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from svdpp.comm import streams
+from svdpp.comm.packet import Packet
+from svdpp.comm.transport import Transport
+from svdpp.config import ClipRequest, LatentSpec, ModelConfig, PipelineConfig, SvdSampling
+from svdpp.diagnostics import draft_simulator, rank_probe
+from svdpp.diagnostics.draft_simulator import DraftSimulator
+from svdpp.models.base import LATENTS, Tensors
+from svdpp.models.dummy import DummyModel
+from svdpp.plan.actions import Action
+from svdpp.verification import reference
+from svdpp.worker import latent_checkpoints, stage, tensor_store
+from svdpp.worker.clip_writer import ClipWriter, WriterEvents
+from svdpp.worker.latent_checkpoints import LatentCheckpoints
+from svdpp.worker.messages import ClipJob, Work
+from svdpp.worker.tensor_store import TensorStore, tensor_sha256
+
+CPU = torch.device("cpu")
+SHAPE = (1, 4, 2, 8, 8)
+CONFIG = PipelineConfig(
+    world_size=1,
+    model=ModelConfig(name="dummy", dummy_latent_shape=SHAPE),
+    sampling=SvdSampling(num_inference_steps=2),
+)
+
+
+class DeviceTensor(torch.Tensor):
+    """A tensor that cannot be an array, as if it were on a GPU; so is what is computed from it."""
+
+    is_cpu = False  # type: ignore[assignment]
+
+    def numpy(self, *_: object, **__: object) -> NoReturn:
+        raise TypeError("can't convert cuda:0 device type tensor to numpy")
+
+    item = tolist = cpu = numpy  # type: ignore[assignment]
+
+
+@pytest.fixture(autouse=True)
+def _on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The dummy model computes on the device; files are only written from host memory."""
+    encode, decode = DummyModel.encode, DummyModel.decode
+
+    def encode_there(model: DummyModel, *arguments: Any) -> Tensors:
+        return {LATENTS: encode(model, *arguments)[LATENTS].as_subclass(DeviceTensor)}
+
+    def decode_there(model: DummyModel, tensors: Tensors) -> torch.Tensor:
+        return decode(model, tensors).as_subclass(DeviceTensor)
+
+    def save(tensors: Tensors, **options: Any) -> bytes:
+        assert {type(tensor) for tensor in tensors.values()} == {torch.Tensor}
+        data: bytes = safetensors_save(tensors, **options)
+        return data
+
+    safetensors_save = tensor_store.save
+    monkeypatch.setattr(DummyModel, "encode", encode_there)
+    monkeypatch.setattr(DummyModel, "decode", decode_there)
+    for module in (tensor_store, latent_checkpoints):
+        monkeypatch.setattr(module, "save", save)
+
+
+@pytest.fixture(autouse=True)
+def _copies_wait(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every copy waits for the work that was queued when its tensor was handed over."""
+    marked: Any = object()
+    waited: list[object] = []
+
+    @contextmanager
+    def beside(_: streams.SideStream, after: object = None) -> Iterator[None]:
+        waited.append(after)
+        yield
+
+    monkeypatch.setattr(streams.SideStream, "beside", beside)
+    for module in (streams, reference, latent_checkpoints, rank_probe, draft_simulator):
+        monkeypatch.setattr(module, "mark", lambda _: marked)
+    yield
+    assert all(after is marked for after in waited)
+
+
+def _model() -> DummyModel:
+    return DummyModel(LatentSpec(shape=SHAPE, dims="BCFHW"), 2, CPU)
+
+
+def test_the_tensors_of_these_tests_cannot_be_hashed() -> None:
+    latent = _model().encode({}, ClipRequest(seed=0))[LATENTS]
+    with pytest.raises(TypeError, match="cuda:0"):
+        tensor_sha256(latent.double())
+
+
+def test_the_reference(tmp_path: Path) -> None:
+    setup = reference._Setup(
+        config=CONFIG,
+        checkpoint=None,
+        requests=(ClipRequest(seed=0),),
+        steps=frozenset({1, 2}),
+        tensor_folder=str(tmp_path),
+    )
+    reporter = Mock()
+    reference._compute_all(Mock(), "cpu", reporter, CONFIG, setup)
+    (done,) = reporter.send.call_args.args
+    kept = TensorStore(tmp_path)
+    assert done.metadata["latents_sha256"] == tensor_sha256(kept.latent(0, 2))
+    assert kept.has_latent(0, 1)
+
+
+def test_a_rank(tmp_path: Path) -> None:
+    """Its tensor store, its latent checkpoint and its clip writer."""
+    reporter, link = Mock(), Mock()
+    events = WriterEvents(done=Mock(), lost=Mock(), draft_lost=Mock(), failed=Mock())
+    kept = TensorStore(tmp_path)
+    rank = stage.PipelineStage(
+        0,
+        _model(),
+        link,
+        ClipWriter(events, {}, CPU, kept, fps=7),
+        reporter,
+        SvdSampling(),
+        checkpoints=LatentCheckpoints(tmp_path / "checkpoints", {}),
+        tensor_store=kept,
+    )
+    texts = "ENCODE c0 @0", "DENOISE c0 0:1", "DENOISE c0 1:2", "DECODE c0 @2", "FINISH c0 @2"
+    sent = "ENCODE c1 @0", "DENOISE c1 0:1", "SEND c1 @1 >1"
+    jobs = tuple(ClipJob(clip=clip, request=ClipRequest(seed=0)) for clip in (0, 1))
+    rank.expect(Work(actions=texts + sent, jobs=jobs, latents_keys={1: "0" * 64}))
+    for text in texts + sent:
+        rank.perform(Action.parse(text))
+    rank.finish()
+    for bad in (events.lost, events.failed, reporter.failed, reporter.checkpoint_lost):
+        assert not bad.called, bad.call_args
+    (done,) = events.done.call_args.args
+    assert done.metadata["latents_sha256"] == tensor_sha256(kept.latent(0, 2))
+    assert done.metadata["frames_sha256"]
+    assert list((tmp_path / "checkpoints").glob("*.safetensors"))
+
+
+@pytest.mark.parametrize(("backend", "payload"), [("gloo", torch.Tensor), ("nccl", DeviceTensor)])
+def test_a_link(backend: str, payload: type[torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[type[torch.Tensor]] = []
+    for name in ("send", "isend"):
+        monkeypatch.setattr(dist, name, lambda tensor, _: sent.append(type(tensor)))
+    link = Transport(0, CPU, backend, Mock(), checksum=True)
+    link.send(Packet(0, 1, 0.0, _model().encode({}, ClipRequest(seed=0))), 1)
+    link.drain()
+    assert sent == [torch.Tensor, torch.Tensor, payload]  # header, description
+    link.close()
+
+
+def test_a_comparison_of_two_equal_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    noise = _model().encode({}, ClipRequest(seed=0))
+    monkeypatch.setattr(DummyModel, "probe_packet", lambda _: noise)
+    monkeypatch.setattr(rank_probe, "_device", lambda *_: CPU)
+    answer = rank_probe._step_twice(Mock(), CONFIG, None)
+    assert len(set(answer["sha256"])) == 1
+
+
+def test_simulated_drafts() -> None:
+    model = _model()
+    drafts = DraftSimulator(model, model.encode({}, ClipRequest(seed=0)), 2)
+    assert drafts.frames((0,)).shape == model.frames_shape
