@@ -109,6 +109,10 @@ class TransportError(RankError):
     """A packet between two ranks was not the expected one, or the connection broke."""
 
 
+class BrokenLinkError(TransportError):
+    """The connection to another rank broke; usually that rank has ended, and is the cause."""
+
+
 class InputError(SvdppError):
     """An input file is unreadable, hostile, or not what its name says."""
 
@@ -167,6 +171,7 @@ _TYPES: dict[str, type[SvdppError]] = {
         RankError,
         DeviceError,
         TransportError,
+        BrokenLinkError,
         InputError,
         OutputError,
         ClosedError,

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from svdpp.driver.liveness import Liveness
 from svdpp.driver.trace import Trace
-from svdpp.errors import Interrupted, RankError, SvdppError, TransportError, error_from_dict
+from svdpp.errors import BrokenLinkError, Interrupted, RankError, SvdppError, error_from_dict
 from svdpp.launch.group import Group
 from svdpp.plan.actions import Action
 from svdpp.plan.grid import draw_grid
@@ -191,7 +191,7 @@ class Supervisor:
         own = [
             rank
             for rank, error in failed.items()
-            if not isinstance(error, TransportError) and not _is_interrupt(self._failures[rank])
+            if not isinstance(error, BrokenLinkError) and not _is_interrupt(self._failures[rank])
         ]
         by_signal = [rank for rank, code in exited.items() if code is not None and code < 0]
         silent = [
