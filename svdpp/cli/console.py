@@ -20,6 +20,7 @@ from rich.console import Console as RichConsole
 from rich.table import Table
 from rich.text import Text
 
+from svdpp.cli.command_line import as_typed
 from svdpp.errors import Interrupted, RankError, SvdppError, error_to_dict, exit_code_of
 from svdpp.redaction import one_line, printable, redact, redact_all
 
@@ -131,6 +132,7 @@ class Console:
             message = f"unexpected {type(error).__name__}: {error}"
             hint = "" if debug else "run again with --debug and report what it shows"
         hint = "; ".join(filter(None, [hint, *self._origins(f"{message} {hint}")]))
+        message, hint = as_typed(message), as_typed(hint)
         self._sentence(message, hint)
         if self.as_json and not self._answered:
             self.json({"schema_version": 1, "error": _record(error, message, hint)})
