@@ -149,7 +149,7 @@ def print_clips(
     exact = [each for each in made if each["exact"] and not _elsewhere(each)]
     if exact:
         output = OutputConfig(path=str(out / exact[0]["output"]), format=exact[0]["format"])
-        console.info(f"to prove one: svdpp verify {shlex.quote(output.path)}")
+        console.infos(["to prove one:", f"  svdpp verify {shlex.quote(output.path)}"])
 
 
 def _elsewhere(metadata: Metadata) -> str:

@@ -145,7 +145,7 @@ def _layout(figures: RunFigures, again: Again) -> Iterator[Advice]:
     fits = "; each device needs room for the whole model" if layout.replica_size == 1 else ""
     yield Advice(
         text=f"at the measured costs, {layout} would be {times:.2f} times as fast{fits}",
-        short=f"{layout}: {times:.2f} times as fast",
+        short=f"{layout}, {times:.2f} times as fast",
         command=again(*again.layout(layout)),
         times_as_fast=times,
     )
@@ -165,7 +165,7 @@ def _ranks(figures: RunFigures, again: Again) -> Iterator[Advice]:
         yield Advice(
             text=f"{more} ranks, for which this machine has room, would be {best[1]:.2f} times as "
             f"fast, as {best[0]}",
-            short=f"{more} ranks, {best[0]}: {best[1]:.2f} times as fast",
+            short=f"{more} ranks, {best[0]}, {best[1]:.2f} times as fast",
             command=again(again.ranks(more), *again.layout(best[0])),
             times_as_fast=best[1],
         )
@@ -173,9 +173,9 @@ def _ranks(figures: RunFigures, again: Again) -> Iterator[Advice]:
         best = _best(figures, fewer)
         if best is not None and best[1] >= 1 / WORTH_A_CHANGE:
             yield Advice(
-                text=f"{fewer} of {world} ranks would do, as {best[0]}: {best[1]:.2f} times as "
+                text=f"{fewer} of {world} ranks would do, as {best[0]}, {best[1]:.2f} times as "
                 "fast",
-                short=f"{fewer} of {world} ranks, {best[0]}: {best[1]:.2f} times as fast",
+                short=f"{fewer} of {world} ranks, {best[0]}, {best[1]:.2f} times as fast",
                 command=again(again.ranks(fewer), *again.layout(best[0])),
                 times_as_fast=best[1],
             )

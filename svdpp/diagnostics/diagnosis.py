@@ -27,7 +27,7 @@ _SHORT: Mapping[FindingKind, str] = {
     "transfers": "rank {rank}, which waits for packets",
     "photographs": "rank {rank}, which waits for images to be read",
     "disk": "rank {rank}, which waits for clips to be written",
-    "few_clips": "few clips: ranks wait for the first one and after the last one",
+    "few_clips": "few clips, so that ranks wait at the start and the end",
     "uneven_steps": "steps that take unequal time",
     "start_up": "the start of the ranks",
     "memory": "the memory of rank {rank}",

@@ -421,3 +421,10 @@ def test_files_of_another_kind_are_named_in_one_sentence(tmp_path: Path) -> None
     assert_error(svdpp_here("report", PHOTO), 7, "is not a run's manifest\n", "hint: name a folder")
     with pytest.raises(RequestError, match="Pipeline takes a PipelineConfig, got NoneType"):
         Pipeline(None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["--gpus", "--world"])
+def test_a_message_names_the_option_that_was_typed(name: str) -> None:
+    answer = svdpp_here("run", PHOTO, *DEMO, f"{name}=0")
+    assert_error(answer, 2, f"error: {name} must be 1 to 65536, got 0")
+    assert_error(svdpp_here("plan", name, "29"), 2, f"or {name} 28 or fewer")

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
+from svdpp.diagnostics.bottleneck import Finding, FindingKind
 from svdpp.diagnostics.diagnosis import Diagnosis
 from svdpp.diagnostics.figures import RunFigures, WorkFigures, figures_of
 from svdpp.diagnostics.run_report import read_report, write_page
@@ -276,6 +277,14 @@ def test_each_advice_changes_something_and_its_forecast_holds(kind: str, tmp_pat
             assert figures.forecast.afterwards is not None
             times = figures.forecast.afterwards / forecast_layout(layout, figures.clips).makespan
             assert times == pytest.approx(advice.times_as_fast, rel=0.05), advice
+
+
+@pytest.mark.parametrize("kind", get_args(FindingKind))
+def test_each_limit_fits_on_a_line(kind: FindingKind, tmp_path: Path) -> None:
+    found = Finding(kind=kind, rank=1023, lost_seconds=86400.0, text="")
+    line, *_ = replace(_diagnosis(tmp_path, replayed()), findings=(found,)).lines
+    assert line.startswith("limited by: ")
+    assert len(line) <= 80
 
 
 @pytest.mark.parametrize("kind", EVERY_RUN)
