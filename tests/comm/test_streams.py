@@ -71,7 +71,7 @@ def test_only_one_module_makes_streams_or_reads_tensors_on_devices() -> None:
             assert _forbidden_calls(source, ALLOWED.get(name, ())) == [], path
 
 
-@pytest.mark.parametrize(("name", "done"), ALLOWED.items(), ids=str)
+@pytest.mark.parametrize(("name", "done"), ALLOWED.items(), ids=ALLOWED)
 def test_what_is_allowed_is_done(name: str, done: set[str]) -> None:
     calls = (node for node in ast.walk(ast.parse((PACKAGE / name).read_text())))
     assert {_forbidden(call) for call in calls if isinstance(call, ast.Call)} - {None} == done

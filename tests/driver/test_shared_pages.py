@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import WanTransformer3DModel
-from svdpp.models.wan.checkpoint import TRANSFORMERS
 
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, WanSampling
 from svdpp.driver.pipeline import Pipeline
@@ -19,6 +18,7 @@ from tests.cli.shell import python
 from tests.driver.dummies import pids
 from tests.models.tiny_families import save_tiny_wan
 
+TRANSFORMERS = ("transformer", "transformer_2")
 # As published, but for the number of layers (40) and the sizes that the tiny parts share with it.
 _A14B = {"num_attention_heads": 40, "attention_head_dim": 128, "ffn_dim": 13824, "freq_dim": 256}
 _TINY = {"in_channels": 4, "out_channels": 4, "text_dim": 16, "num_layers": 1}
