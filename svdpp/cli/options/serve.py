@@ -142,8 +142,8 @@ class ServeOptions(ImageOptions):
             "--sizes",
             panel=VIDEO,
             metavar="WxH,WxH",
-            help="Further sizes of clips, such as 768x448,1024x576.",
-            default="only --width x --height",
+            help="Further sizes, such as 768x448.",
+            default="none",
         ),
     ] = None
     time_scale: Annotated[
