@@ -75,6 +75,15 @@ Sampling_mochi = new_family(
     },
     frames_unit=6,
 )
+Sampling_latte = new_family(
+    "latte",
+    {
+        **{"height": 512, "width": 512, "num_frames": 16, "fps": 8},
+        **{"guidance_scale": 7.5, "max_sequence_length": 120},
+    },
+    side_unit=8,
+    frames_unit=1,
+)
 
 SAMPLING_CLASSES: Mapping[str, type[Any]] = {
     "svd": SvdSampling,
@@ -86,6 +95,7 @@ SAMPLING_CLASSES: Mapping[str, type[Any]] = {
     "cogvideox": Sampling_cogvideox,
     "skyreels_v2": Sampling_skyreels_v2,
     "mochi": Sampling_mochi,
+    "latte": Sampling_latte,
 }
 
 

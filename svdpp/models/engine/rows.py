@@ -23,6 +23,16 @@ def _no_facts(configs: Configs) -> Facts:
     return {}
 
 
+def _no_length(_: Configs) -> Facts:
+    """The pipeline has a fixed length of prompts."""
+    return {"unused_parameters": ("max_sequence_length",)}
+
+
+def _latte(configs: Configs) -> Facts:
+    frames = configs.of("transformer", video_length=16).count("video_length", 1024)
+    return {**_no_length(configs), "fixed_frames": frames}
+
+
 def _no_check(checkpoint: Any, sampling: Any) -> None:
     del checkpoint, sampling
 
@@ -183,7 +193,7 @@ ROWS: Mapping[str, Row] = {
         only_encode=("encoder",),
         only_decode=("decoder",),
         texts=(),
-        facts=lambda _: {"unused_parameters": ("max_sequence_length",)},
+        facts=_no_length,
     ),
     "cogvideox": Row(
         title="CogVideoX",
@@ -227,6 +237,20 @@ ROWS: Mapping[str, Row] = {
         schedulers=("FlowMatchEulerDiscreteScheduler",),
         only_encode=("encoder",),
         only_decode=("decoder",),
+    ),
+    "latte": Row(
+        title="Latte",
+        text="LattePipeline",
+        components={
+            "tokenizer": _T5,
+            "text_encoder": ("T5EncoderModel",),
+            "vae": ("AutoencoderKL",),
+            "transformer": ("LatteTransformer3DModel",),
+        },
+        schedulers=("DDIMScheduler",),
+        renamed={"video_length": "num_frames"},
+        texts=(),
+        facts=_latte,
     ),
 }
 
