@@ -84,10 +84,10 @@ imports: $(STAMP) ## Check which package imports which
 	@echo "Models and media import no torch.distributed:"
 	@$(BIN)/ruff check --isolated --select TID251 --config '$(NO_RANKS)' svdpp/models svdpp/media
 
-docs: $(STAMP) ## Generate docs/cli.md
+docs: $(STAMP) ## Generate docs/cli.md and the table in docs/models.md
 	$(BIN)/python docs/generate_cli_reference.py
 
-check-docs: $(STAMP) ## Check that docs/cli.md is up to date
+check-docs: $(STAMP) ## Check that both are up to date
 	$(BIN)/python docs/generate_cli_reference.py --check
 
 clean: ## Remove caches, builds and the demos' clips; the virtual environment stays

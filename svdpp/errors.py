@@ -226,7 +226,8 @@ def describe_fault(fault: Mapping[str, Any]) -> str:
 
     Pydantic's own words are for those who write the program.
     """
-    kind, about, given = fault["type"], fault.get("ctx", {}), f", got {fault.get('input')!r}"
+    kind, about, value = fault["type"], fault.get("ctx", {}), repr(fault.get("input"))
+    given = f", got {value if len(value) <= 60 else value[:57] + '...'}"
     for beginning, wanted in _WANTED.items():
         if kind.startswith(beginning):
             return wanted.format(**about) + given

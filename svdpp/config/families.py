@@ -45,6 +45,13 @@ Sampling_hunyuan_video = new_family(
     },
     embedded_guidance=True,
 )
+Sampling_hunyuan_video_15 = new_family(
+    "hunyuan_video_15",
+    {
+        **{"height": 480, "width": 848, "num_frames": 121, "fps": 24},
+        **{"guidance_scale": 6.0, "max_sequence_length": 1000},
+    },
+)
 Sampling_cogvideox = new_family(
     "cogvideox",
     {
@@ -75,6 +82,7 @@ SAMPLING_CLASSES: Mapping[str, type[Any]] = {
     "ltx": LtxSampling,
     "ltx2": Sampling_ltx2,
     "hunyuan_video": Sampling_hunyuan_video,
+    "hunyuan_video_15": Sampling_hunyuan_video_15,
     "cogvideox": Sampling_cogvideox,
     "skyreels_v2": Sampling_skyreels_v2,
     "mochi": Sampling_mochi,

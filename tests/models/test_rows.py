@@ -55,6 +55,7 @@ CASES = {
     "ltx2": Case("ltx2", LTX2),
     "ltx2-image": Case("ltx2", {**LTX2, "stg_scale": 0.0, "audio_stg_scale": 0.0}, image=True),
     "hunyuan-video": Case("hunyuan_video", {"height": 16, "width": 16, "num_frames": 9}),
+    "hunyuan-video-1.5": Case("hunyuan_video_15", {"height": 16, "width": 16, "num_frames": 9}),
     "cogvideox": Case("cogvideox", {"height": 32, "width": 32, "num_frames": 9}),
     "cogvideox-dpm": Case(
         "cogvideox", {"height": 32, "width": 32, "num_frames": 9}, changes={"scheduler": DPM}
@@ -112,7 +113,13 @@ def test_every_cut_gives_the_bits_of_the_whole_call(
     _check_damage(rank_for, request, image)
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = "ltx2"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name == QUICK else pytest.param(name, marks=pytest.mark.long) for name in CASES],
+)
 def test_the_estimate_runs_the_call_without_weights(
     checkpoints: Callable[[str], Any], name: str
 ) -> None:

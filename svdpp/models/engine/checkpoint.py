@@ -64,7 +64,7 @@ class RowCheckpoint(Checkpoint):
     def parts_of(self, roles: Roles, sampling: SamplingConfig) -> frozenset[str]:
         """The components that a rank with these roles loads, with and without weights."""
         assert isinstance(sampling, PromptedSampling)
-        row, needed = self.row, set[str]()
+        row, needed = self.row, set(self.row.everywhere)
         if roles.encode:
             needed |= {*row.encode, *(row.encode_image if sampling.from_image else ())}
         if roles.decode:
@@ -106,9 +106,12 @@ class RowCheckpoint(Checkpoint):
         return boundary_step(scheduler, self.boundary_ratio, sampling.num_inference_steps)
 
 
+_WITHOUT_WEIGHTS = ("processor", "extractor", "guider")
+
+
 def has_weights(part: str) -> bool:
-    """Whether a component has weights; tokenizers and processors have none."""
-    return not part.startswith("tokenizer") and not part.endswith(("processor", "extractor"))
+    """Whether a component has weights; tokenizers, processors and guiders have none."""
+    return not part.startswith("tokenizer") and not part.endswith(_WITHOUT_WEIGHTS)
 
 
 def check(index: JsonFile, *, folder: Path, **common: Any) -> RowCheckpoint:

@@ -17,7 +17,7 @@ from svdpp.errors import InputError, NotFiniteError
 from svdpp.models.base import AfterStep, Tensors
 from svdpp.models.engine.call import STRUCTURE, RangeCall, replaced
 from svdpp.models.engine.checkpoint import RowCheckpoint
-from svdpp.models.engine.load import Parts, load_parts, new_scheduler
+from svdpp.models.engine.load import Parts, load_parts, set_up
 from svdpp.models.engine.values import Node
 from svdpp.models.svd.decode import to_bytes
 from svdpp.plan.layout import Roles
@@ -136,8 +136,11 @@ class EngineModel:
         """The end of `prompt` that does not fit in `max_sequence_length`; on the encoding rank."""
         tokenizer, length = self._pipe.tokenizer, self._sampling.max_sequence_length
         tokens = tokenizer(prompt).input_ids
-        # The last token ends the text, and stays.
-        return str(tokenizer.decode(tokens[length - 1 : -1])) if len(tokens) > length else ""
+        if len(tokens) <= length:
+            return ""
+        # If the last token ends the text, it stays.
+        has_end = int(tokens[-1] == tokenizer.eos_token_id)
+        return str(tokenizer.decode(tokens[length - has_end : len(tokens) - has_end]))
 
     @property
     def _generator_device(self) -> str:
@@ -152,7 +155,7 @@ class EngineModel:
         generator: torch.Generator,
         after_step: AfterStep | None = None,
     ) -> RangeCall:
-        self._pipe.scheduler = new_scheduler(self._parts.checkpoint, self._sampling)
+        set_up(self._pipe, self._parts.checkpoint, self._sampling)
         return RangeCall(self._pipe, self._row, packet, start, end, [generator], after_step)
 
     def _later_arguments(self, structure: Node, generator: torch.Generator) -> dict[str, Any]:

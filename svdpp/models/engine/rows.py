@@ -49,6 +49,8 @@ class Row:
     encode_image: tuple[str, ...] = ("vae",)
     """What it uses besides for a clip from an image."""
     decode: tuple[str, ...] = ("vae",)
+    everywhere: tuple[str, ...] = ()
+    """What every rank uses: components without weights."""
     fp32: frozenset[str] = frozenset()
     """Components in float32, whatever the model's dtype is."""
     only_encode: tuple[str, ...] = ("encoder", "quant_conv")
@@ -162,6 +164,26 @@ ROWS: Mapping[str, Row] = {
         schedulers=("FlowMatchEulerDiscreteScheduler",),
         encode=("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2"),
         texts=("_get_llama_prompt_embeds", "_get_clip_prompt_embeds"),
+    ),
+    "hunyuan_video_15": Row(
+        title="HunyuanVideo-1.5",
+        text="HunyuanVideo15Pipeline",
+        components={
+            "tokenizer": ("Qwen2Tokenizer", "Qwen2TokenizerFast", *_ANY_TOKENIZER),
+            "text_encoder": ("Qwen2_5_VLTextModel",),
+            "tokenizer_2": ("ByT5Tokenizer",),
+            "text_encoder_2": ("T5EncoderModel",),
+            "vae": ("AutoencoderKLHunyuanVideo15",),
+            "transformer": ("HunyuanVideo15Transformer3DModel",),
+            "guider": ("ClassifierFreeGuidance",),
+        },
+        schedulers=("FlowMatchEulerDiscreteScheduler",),
+        encode=("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2"),
+        everywhere=("guider",),
+        only_encode=("encoder",),
+        only_decode=("decoder",),
+        texts=(),
+        facts=lambda _: {"unused_parameters": ("max_sequence_length",)},
     ),
     "cogvideox": Row(
         title="CogVideoX",
