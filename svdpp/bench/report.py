@@ -105,11 +105,7 @@ def is_bench(folder: Path) -> bool:
 
 
 def read_bench_report(folder: Path) -> BenchReport:
-    """The report on the bench in `folder`.
-
-    Raises:
-        InputError: its files are damaged.
-    """
+    """The report on the bench in `folder`."""
     rounds, error = read_rounds(folder / ROUNDS)
     summary = read_summary(folder / SUMMARY) if (folder / SUMMARY).exists() else None
     noise: Sequence[Ratio] = ()
@@ -121,11 +117,7 @@ def read_bench_report(folder: Path) -> BenchReport:
 
 
 def write_page(report: BenchReport, path: Path) -> None:
-    """Writes the report as one self-contained HTML page.
-
-    Raises:
-        OutputError: the page cannot be written.
-    """
+    """Writes the report as one self-contained HTML page."""
     from svdpp.media.html_page import write_html_page
 
     name = "/".join(report.folder.absolute().parts[-2:])
