@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 
-from svdpp.launch.group import Channel
+from svdpp.launch.channel import Channel
 from svdpp.plan.actions import Action, Kind
 from svdpp.worker.messages import Cancel, Stop, Work, parse_command
 
