@@ -132,11 +132,7 @@ class Comparison:
 
 
 def compare(a: Path, b: Path) -> Comparison:
-    """Compares the bench in folder `b` with that in folder `a`.
-
-    Raises:
-        InputError: a folder holds no finished bench.
-    """
+    """Compares the bench in folder `b` with that in folder `a`."""
     one, other = _read_summary(a), _read_summary(b)
     machines = _differences(_machine(a), _machine(b))
     same_work = _baseline(one.config) == _baseline(other.config)
@@ -161,10 +157,6 @@ def check_baseline(folder: Path, config: Mapping[str, Any], repeats: int) -> Non
         folder: of the earlier bench.
         config: of the new one, resolved.
         repeats: its number of rounds.
-
-    Raises:
-        InputError: the folder holds no finished bench, or one with too few rounds.
-        RequestError: the new bench does other work, or has too few rounds.
     """
     check_rounds(repeats, "--baseline needs")
     earlier = _read_summary(folder)

@@ -99,10 +99,6 @@ def read_grid(name: str, overrides: Sequence[str]) -> list[BenchConfig]:
     Args:
         name: a path, or the name of a configuration that comes with svdpp.
         overrides: `section.field=value`, the value in YAML; later ones win.
-
-    Raises:
-        InputError: the file cannot be read, or is not YAML.
-        RequestError: an unknown key, a wrong value, or too many points.
     """
     path = _find(name)
     content = _read(path)

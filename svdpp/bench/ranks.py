@@ -105,11 +105,7 @@ class JoinedRanks:
         self._gather()
 
     def check_alive(self, rank: int, event: Event) -> None:  # noqa: ARG002
-        """See `Ranks`.
-
-        Raises:
-            RankError: a rank has ended.
-        """
+        """See `Ranks`."""
         assert self._next is not None, "an earlier pipeline has failed"
         self._next.check_gathered()
 

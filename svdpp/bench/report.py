@@ -105,11 +105,7 @@ def is_bench(folder: Path) -> bool:
 
 
 def read_bench_report(folder: Path) -> BenchReport:
-    """The report on the bench in `folder`.
-
-    Raises:
-        InputError: its files are damaged.
-    """
+    """The report on the bench in `folder`."""
     rounds, error = read_rounds(folder / ROUNDS)
     summary = read_summary(folder / SUMMARY) if (folder / SUMMARY).exists() else None
     noise: Sequence[Ratio] = ()
@@ -121,11 +117,7 @@ def read_bench_report(folder: Path) -> BenchReport:
 
 
 def write_page(report: BenchReport, path: Path) -> None:
-    """Writes the report as one self-contained HTML page.
-
-    Raises:
-        OutputError: the page cannot be written.
-    """
+    """Writes the report as one self-contained HTML page."""
     from svdpp.media.html_page import write_html_page
 
     name = "/".join(report.folder.absolute().parts[-2:])
@@ -149,7 +141,7 @@ class BenchAgain:
         """See `Again`."""
         return " ".join(["svdpp bench", shlex.quote(self._config), *changes])
 
-    def layout(self, layout: Layout, *, with_costs: bool = True) -> list[str]:
+    def layout(self, layout: Layout) -> list[str]:
         """See `Again`."""
         names = ("split", "replicas", "decoders")
         changes = [
@@ -157,7 +149,7 @@ class BenchAgain:
             for name in names
             if getattr(layout, name) != getattr(self._figures, name)
         ]
-        if with_costs and layout.split != "uniform":
+        if layout.split != "uniform":
             changes.append(shlex.quote(f"--pipeline.costs={self.costs}"))
         return changes
 

@@ -18,11 +18,7 @@ _MAX_BYTES = 2**28
 
 
 def read_rounds(path: Path) -> tuple[dict[str, list[dict[str, Any]]], str]:
-    """The rounds of each case, and what ended the bench; empty if nothing did.
-
-    Raises:
-        InputError: the file is damaged, or cannot be read.
-    """
+    """The rounds of each case, and what ended the bench; empty if nothing did."""
     rounds: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
     error = ""
     if not path.exists():  # none was measured, or the bench is of an earlier version
@@ -90,11 +86,7 @@ class _Summary(BaseModel):
 
 
 def read_summary(path: Path) -> dict[str, Any]:
-    """What is shown of a summary; figures that the bench has not measured are None.
-
-    Raises:
-        InputError: the file is damaged, or cannot be read.
-    """
+    """What is shown of a summary; figures that the bench has not measured are None."""
     data = read_small_file(path, "bench's summary", _MAX_BYTES)
     try:
         return _Summary.model_validate(json.loads(data)).model_dump()

@@ -78,10 +78,6 @@ class Bench:
         config: of the pipeline case, resolved.
         world: of the launcher that has started the ranks; None if this process starts them. A rank
             other than 0 measures nothing.
-
-    Raises:
-        RequestError: the bench does not measure a figure that has a target.
-        InputError: an image cannot be read.
     """
 
     def __init__(

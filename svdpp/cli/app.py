@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Collection, Mapping, Sequence
 from importlib import import_module
 from typing import Annotated, Any
@@ -59,6 +60,8 @@ def run_command_line(arguments: Sequence[str]) -> int:
         return wrong_usage(error, arguments)
     except typer.Abort:
         return 1
+    except SystemExit:  # click raises it when the reader of stdout has ended
+        return 128 + signal.SIGPIPE
 
 
 def _completed() -> list[str]:

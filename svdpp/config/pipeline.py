@@ -23,7 +23,7 @@ from svdpp.config.model import ModelConfig
 from svdpp.config.sampling import SvdSampling
 from svdpp.plan.costs import Costs
 from svdpp.plan.layout import Layout, Roles, Split
-from svdpp.plan.limits import MAX_RANKS
+from svdpp.plan.split import MAX_RANKS
 
 if TYPE_CHECKING:
     from svdpp.plan.draft import DraftPlan

@@ -156,9 +156,6 @@ def profile(
         log: takes a line before each measurement.
         open_observer: observes the measured clips.
         prompt: of the clips; None: an example, if the model takes prompts.
-
-    Raises:
-        SvdppError: as for a run.
     """
     config, checkpoint = resolve(measured_config(config), weights="all")
     pipeline = Pipeline(config)

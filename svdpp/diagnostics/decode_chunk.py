@@ -88,14 +88,7 @@ class DecodeMemory:
 
 
 def measure_decode(config: PipelineConfig) -> DecodeMemory:
-    """Measures in a separate process, on the decoding rank's device, at the run's frame size.
-
-    Raises:
-        OutOfMemoryError: two frames do not fit.
-        ModelError: as for the run.
-        RequestError: as for the run.
-        RankError: the process died, or exceeded the deadlines of `config`.
-    """
+    """Measures in a separate process, on the decoding rank's device, at the run's frame size."""
     process_group.check_devices(config.device, config.world_size)
     setup = _Setup(*resolve(config, weights="all"))
     group = StartedGroup(

@@ -43,10 +43,6 @@ def measure_start_steps(
         photographs: one or more, distributed over the processes.
         seed: of every clip.
         start_steps: measured instead of the candidates, if given.
-
-    Raises:
-        RequestError: no draft plan fits into the steps.
-        SvdppError: a process failed.
     """
     num_steps = config.sampling.num_inference_steps
     asked = list(start_steps) or [

@@ -175,11 +175,7 @@ class RunFigures(_Checked):
 
     @property
     def costs(self) -> Costs:
-        """The measured costs, for each rank where their speeds differ.
-
-        Raises:
-            RequestError: no rank did a step.
-        """
+        """The measured costs, for each rank where their speeds differ."""
         stepped = [each.step.mean_seconds for each in self.ranks if each.step.count]
         if not stepped:
             raise RequestError("no step was measured")
@@ -199,11 +195,7 @@ class RunFigures(_Checked):
 
     @property
     def layout(self) -> Layout:
-        """How the ranks shared the work, at the measured costs.
-
-        Raises:
-            RequestError: no rank did a step.
-        """
+        """How the ranks shared the work, at the measured costs."""
         return Layout(
             num_steps=self.num_steps,
             world_size=self.world_size,
@@ -232,9 +224,6 @@ def figures_of(manifest: Mapping[str, Any], where: str) -> RunFigures | None:
     Args:
         manifest: its content.
         where: the file's name, for messages.
-
-    Raises:
-        InputError: they are damaged, or of another version.
     """
     values = manifest.get("measured")
     if values is None:

@@ -111,9 +111,6 @@ def count_flops(model: ModelConfig, sampling: SamplingConfig) -> PartFlops:
     Args:
         model: not the dummy.
         sampling: resolved.
-
-    Raises:
-        ModelError: the model is missing, or its class rejects a config.
     """
     from svdpp.models.checkpoint import find_checkpoint
 

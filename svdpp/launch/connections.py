@@ -116,9 +116,6 @@ def connect(store: Store, hello: RankHello, *, peer_timeout: float, deadline: fl
         hello: this rank.
         peer_timeout: as for `RankListener`.
         deadline: a time of the monotonic clock.
-
-    Raises:
-        RankError: rank 0 does not listen in time, or the launcher's store is lost.
     """
     while time.monotonic() < deadline:
         try:

@@ -10,6 +10,9 @@ from svdpp.launch.channel import Channel
 from svdpp.launch.clock import Clock
 from svdpp.launch.world import World
 
+#: What a program has to do whose ranks are started as multiprocessing starts processes.
+GUARD = 'put what it does under `if __name__ == "__main__":`, and run it from a file'
+
 
 @dataclass(frozen=True)
 class RankContext:

@@ -35,11 +35,6 @@ class JoinedGroup:
         shared_settings: settings that must be equal on all ranks, by name.
         start_timeout: seconds for all ranks to connect, and for a rank to answer a query.
         peer_timeout: seconds without an acknowledgement after which a host counts as lost.
-
-    Raises:
-        RequestError: the hosts share no network address, or a rank has other settings.
-        RankError: a rank does not connect in time.
-        SvdppError: a rank cannot start; its own error.
     """
 
     def __init__(
@@ -133,11 +128,7 @@ class JoinedGroup:
         return [self._hellos[rank].host_index for rank in range(self.world_size)]
 
     def ask(self, question: bytes) -> dict[str, bytes]:
-        """Queries one rank on each other host, before `begin`; answers by the host's name.
-
-        Raises:
-            RankError: a rank has ended or does not answer.
-        """
+        """Queries one rank on each other host, before `begin`; answers by the host's name."""
         answers = {}
         for rank in self._first_ranks_of_other_hosts():
             connection, host = self._channels[rank].connection, self._hellos[rank].host
@@ -154,11 +145,7 @@ class JoinedGroup:
         return answers
 
     def check_connected(self) -> None:
-        """Checks that all ranks are still connected, before `begin`.
-
-        Raises:
-            RankError: a rank is not.
-        """
+        """Checks that all ranks are still connected, before `begin`."""
         self.poll(0)
         for rank, channel in self._channels.items():
             if channel.connection.closed:

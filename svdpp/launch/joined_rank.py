@@ -63,9 +63,6 @@ def serve_joined(
     Returns only if all work succeeded; otherwise the process exits. For the arguments see
     `joined.JoinedGroup`. With `ignores_signals` the rank survives INT, TERM and HUP, which its
     launcher also sends to rank 0: that one ends the run in its own time.
-
-    Raises:
-        RankError: rank 0 cannot be reached in time.
     """
     process_lifetime.end_with_parent()
     if ignores_signals:
@@ -149,9 +146,6 @@ class _ParentLink:
         peer_timeout: seconds without an acknowledgement after which the connection is closed.
         local_rank: of this rank.
         start_timeout: seconds for rank 0 to answer.
-
-    Raises:
-        RankError: rank 0 has ended or does not answer.
     """
 
     def __init__(

@@ -29,9 +29,6 @@ def choose_interface(
         peer: name or address of the host with the store.
         spans_hosts: whether other hosts must reach the address.
         environment: GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME are set in it.
-
-    Raises:
-        RequestError: there is no such interface, or other hosts cannot reach it.
     """
     name = environment.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     address = _address_of(name) if name else _address_towards(peer)

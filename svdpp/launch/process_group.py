@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from loguru import logger
 
-from svdpp.errors import RankError, RequestError, TransportError
+from svdpp.errors import BrokenLinkError, RankError, RequestError
 from svdpp.launch import network
 from svdpp.launch.world import World, store_address
 
@@ -33,11 +33,7 @@ _stores: dict[tuple[World, str, int], dist.Store] = {}
 def choose_backend(
     device: str, world_size: int, environment: Mapping[str, str] = os.environ
 ) -> str:
-    """`nccl` if each rank has its own CUDA device, otherwise `gloo`; PIPELINE_BACKEND overrides.
-
-    Raises:
-        RequestError: the backend in PIPELINE_BACKEND cannot transfer latents on that device.
-    """
+    """`nccl` if each rank has its own CUDA device, otherwise `gloo`; PIPELINE_BACKEND overrides."""
     own_device = device == "cuda"
     backend = environment.get("PIPELINE_BACKEND") or ("nccl" if own_device else "gloo")
     if backend not in ("gloo", "nccl"):
@@ -90,10 +86,6 @@ def open_store(world: World, timeout: float) -> tuple[str, dist.Store]:
     Args:
         world: of this rank.
         timeout: seconds to connect to the store.
-
-    Raises:
-        RequestError: the store's address is not set, or this host has no route to it.
-        RankError: the store cannot be reached or created.
     """
     host, port = store_address()
     address = network.choose_interface(host, spans_hosts=world.spans_hosts)
@@ -146,7 +138,7 @@ def _join(world: World, backend: str, store: dist.Store) -> None:
     """Joins the process group.
 
     Raises:
-        TransportError: another rank cannot be reached; usually it has ended, and is the cause.
+        BrokenLinkError: another rank cannot be reached; usually it has ended, and is the cause.
         RankError: the group of this process's work before has not closed; see `destroy`.
     """
     if dist.is_initialized():
@@ -165,7 +157,7 @@ def _join(world: World, backend: str, store: dist.Store) -> None:
         )
     except RuntimeError as error:
         reason = _SOURCE_LINE.sub("", str(error).partition("\n")[0])
-        raise TransportError(f"could not connect to the other ranks: {reason}") from error
+        raise BrokenLinkError(f"could not connect to the other ranks: {reason}") from error
 
 
 def destroy(timeout: float) -> None:
@@ -196,9 +188,6 @@ def check_devices(device: str, local_size: int, *, launched: bool = False) -> No
         device: as the user named it.
         local_size: number of ranks on this host.
         launched: whether a launcher started the ranks; it may show each rank only its own GPU.
-
-    Raises:
-        RequestError: there are too few devices; the message says how many.
     """
     if device == "cpu":
         return

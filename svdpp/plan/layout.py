@@ -93,9 +93,6 @@ class Layout:
     With two experts, all clips are cut at the boundary, and the stages of a replica are divided
     between the experts, at least one each. So a rank holds one expert, unless it is a replica by
     itself or `share_experts` is set.
-
-    Raises:
-        RequestError: counts that do not fit together.
     """
 
     num_steps: int

@@ -48,11 +48,7 @@ class Offload:
 
 
 def forecast_offload(layout: Layout) -> Offload | None:
-    """Model offload on the ranks of `layout`; None if its costs lack the rate or the memory.
-
-    Raises:
-        RequestError: the rate is so low that a clip would take years.
-    """
+    """Model offload on the ranks of `layout`; None if its costs lack the rate or the memory."""
     costs = layout.costs
     rate, peak = costs.offload_gib_per_second, _peak_gib(layout)
     if rate is None or peak is None:

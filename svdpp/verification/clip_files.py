@@ -45,11 +45,7 @@ class ClipOnDisk:
 
 
 def are_clips(inputs: Sequence[str]) -> bool:
-    """Whether `inputs` are finished clips; False if they are photographs.
-
-    Raises:
-        RequestError: some are clips and some are not.
-    """
+    """Whether `inputs` are finished clips; False if they are photographs."""
     kinds = {text: _names_clips(text) for text in inputs}
     clips = [text for text, is_clip in kinds.items() if is_clip]
     others = [text for text, is_clip in kinds.items() if not is_clip]
@@ -67,9 +63,6 @@ def find_clips(inputs: Iterable[str]) -> tuple[list[Path], list[Path]]:
 
     Returns:
         The clips, and the JSON and video files that are passed over because they are not clips.
-
-    Raises:
-        InputError: a pattern or folder matches no clip.
     """
     found: dict[Path, None] = {}
     passed_over: list[Path] = []
@@ -94,11 +87,7 @@ def find_clips(inputs: Iterable[str]) -> tuple[list[Path], list[Path]]:
 
 
 def read_clip(path: Path) -> ClipOnDisk:
-    """The clip whose JSON or file is at `path`.
-
-    Raises:
-        InputError: it is not a clip, or holds no metadata.
-    """
+    """The clip whose JSON or file is at `path`."""
     if path.suffix == ".json":
         return _of_json(path)
     if path.name == MANIFEST or not os.path.exists(path):
@@ -115,9 +104,6 @@ def find_photo(clip: ClipOnDisk, image: Path | None) -> Path:
         clip: its metadata has the photograph's path and hash.
         image: the photograph, or a folder that holds it; None searches the recorded path, then
             the images beside the clip.
-
-    Raises:
-        InputError: none of them is that photograph.
     """
     wanted, folder = clip.metadata["input_sha256"], clip.path.parent
     recorded = located_path(clip.metadata["input"], folder)

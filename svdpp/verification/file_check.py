@@ -99,11 +99,7 @@ def _short(values: Mapping[str, Any], name: str) -> str:
 
 
 def _compare_pixels(clip: ClipOnDisk, frames: Frames) -> tuple[str, bool]:
-    """A sentence about the file's pixels, and whether they are this clip's.
-
-    Raises:
-        InputError: the file cannot be decoded.
-    """
+    """A sentence about the file's pixels, and whether they are this clip's."""
     kind = clip.metadata["format"]
     ours = video.read_frames(clip.path, kind)
     if kind == "frames":

@@ -20,12 +20,7 @@ def device_of(config: PipelineConfig, world: World) -> str:
 
 
 def take_device(config: PipelineConfig, world: World) -> torch.device:
-    """Chooses this rank's device, makes it the thread's current one, and applies the settings.
-
-    Raises:
-        RequestError: the device cannot be used.
-        OutOfMemoryError: it has too little free memory for a CUDA context.
-    """
+    """Chooses this rank's device, makes it the thread's current one, and applies the settings."""
     name = device_of(config, world)
     device = torch.device(name)
     try:

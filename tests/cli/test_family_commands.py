@@ -287,6 +287,17 @@ def test_doctor_tries_everything(folders: dict[str, str], tmp_path: Path) -> Non
     assert answer.out.count("ok") == 8
 
 
+@pytest.mark.usefixtures("without_memory")
+def test_no_costs_of_another_model_are_quoted(folders: dict[str, str], tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a cat\nthe sea\nthe sky\n")
+    asked = ("--prompts", str(prompts), "--steps", "4", "--gpus", "2", "--dry-run")
+    done = svdpp_here(*given("run", "wan", folders), *asked, "--out", str(tmp_path / "out"))
+    assert done.code == 0, done
+    assert "svd-xt" not in done.out + done.err
+    assert "forecast: none without --costs, which svdpp profile measures" in done.out
+
+
 def test_the_families_are_listed_with_their_parameters() -> None:
     listed = json.loads(svdpp_here("models", "--json").out)["families"]
     assert [each["family"] for each in listed] == list(SAMPLING_CLASSES)

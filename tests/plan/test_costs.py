@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from svdpp.errors import InputError, RequestError
 from svdpp.plan import actions
-from svdpp.plan.costs import Costs
-from svdpp.plan.presets import PRESETS, find_costs
+from svdpp.plan.costs import PRESETS, Costs, find_costs
 
 NUMBERS = [
     *(

@@ -67,8 +67,7 @@ class ServeOptions(ImageOptions):
             "--new-key",
             panel=SERVICE,
             metavar="NAME",
-            help="Create an API key, append its hash to --api-key-file, print the key once, and "
-            "end.",
+            help="Add the hash of a new API key to --api-key-file, print the key, and end.",
             default="start the server",
         ),
     ] = None
