@@ -116,6 +116,7 @@ $(STAMP): pyproject.toml constraints.txt
 	    exit 1; }; \
 	  $(PYTHON) -m venv --clear $(VENV); }
 	@echo "Installing the tested versions into $(VENV): PyTorch is large, this may take minutes."
-	@$(BIN)/python -m pip install $(QUIET) --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(BIN)/python -m pip install $(QUIET) --disable-pip-version-check -c constraints.txt -e '.[dev]' || { \
+	  echo "error: the installation failed; if one was interrupted before: rm -rf $(VENV)" >&2; exit 1; }
 	@touch $@
 endif
