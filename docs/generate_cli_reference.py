@@ -1,7 +1,7 @@
-"""Writes docs/cli.md, the reference of the command line, from the commands themselves.
+"""Writes docs/cli.md from the commands, and the table of families in docs/models.md from the rows.
 
-python docs/generate_cli_reference.py            writes it
-python docs/generate_cli_reference.py --check    exit 1 where it is not what would be written
+python docs/generate_cli_reference.py            writes them
+python docs/generate_cli_reference.py --check    exit 1 where one is not what would be written
 """
 
 from __future__ import annotations
@@ -22,8 +22,12 @@ from svdpp import errors
 from svdpp.cli.app import COMMANDS, build_app
 from svdpp.cli.command import Command
 from svdpp.cli.help import described, panels_of, shown_names
+from svdpp.cli.models import describe
+from svdpp.config import SAMPLING_CLASSES
 
 TARGET = Path(__file__).resolve().parent / "cli.md"
+MODELS = TARGET.with_name("models.md")
+_TABLE = re.compile(r"(<!-- families, by `make docs` -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
 _HEAD = (
     "<!-- Written by docs/generate_cli_reference.py (`make docs`); edit the commands instead. -->"
@@ -31,22 +35,47 @@ _HEAD = (
 
 
 def main() -> int:
-    """Writes the reference or checks it; the process exit code."""
-    parser = argparse.ArgumentParser(description="Write docs/cli.md from the commands.")
-    parser.add_argument("--check", action="store_true", help="compare only; 1 where it is stale")
-    wanted = reference()
-    if not parser.parse_args().check:
-        TARGET.write_text(wanted, encoding="utf-8")
-        print(f"wrote docs/{TARGET.name}")
-        return 0
-    found = TARGET.read_text(encoding="utf-8") if TARGET.exists() else ""
+    """Writes both pages or checks them; the process exit code."""
+    parser = argparse.ArgumentParser(description="Write pages from the commands and the rows.")
+    parser.add_argument("--check", action="store_true", help="compare only; 1 where one is stale")
+    pages = _pages()
+    if parser.parse_args().check:
+        stale = [_differs(page, wanted) for page, wanted in pages.items()]  # says all of them
+        return int(any(stale))
+    for page, wanted in pages.items():
+        page.write_text(wanted, encoding="utf-8")
+        print(f"wrote docs/{page.name}")
+    return 0
+
+
+def _pages() -> dict[Path, str]:
+    models = MODELS.read_text(encoding="utf-8")
+    return {TARGET: reference(), MODELS: _TABLE.sub(lambda match: match[1] + families(), models)}
+
+
+def _differs(page: Path, wanted: str) -> bool:
+    """Whether a page is not `wanted`; says how."""
+    found = page.read_text(encoding="utf-8") if page.exists() else ""
     if found == wanted:
-        print(f"docs/{TARGET.name} is up to date")
-        return 0
+        print(f"docs/{page.name} is up to date")
+        return False
     lines = found.splitlines(keepends=True), wanted.splitlines(keepends=True)
-    sys.stderr.writelines(difflib.unified_diff(*lines, "docs/cli.md", "what make docs writes"))
-    print(f"docs/{TARGET.name} is stale: run `make docs` and commit it", file=sys.stderr)
-    return 1
+    names = f"docs/{page.name}", "what make docs writes"
+    sys.stderr.writelines(difflib.unified_diff(*lines, *names))
+    print(f"docs/{page.name} is stale: run `make docs` and commit it", file=sys.stderr)
+    return True
+
+
+def families() -> str:
+    """The table of families in Markdown."""
+    lines = ["| family | models | from | pipelines | schedulers |", "|---|---|---|---|---|"]
+    for each in map(describe, SAMPLING_CLASSES):
+        pipelines, schedulers = (
+            ", ".join(f"`{name}`" for name in each[what]) for what in ("pipelines", "schedulers")
+        )
+        cells = (f"`{each['family']}`", each["title"], " or ".join(each["inputs"]))
+        lines.append(f"| {' | '.join((*cells, pipelines, schedulers))} |")
+    return "\n".join(lines) + "\n"
 
 
 def reference() -> str:

@@ -109,6 +109,10 @@ class TransportError(RankError):
     """A packet between two ranks was not the expected one, or the connection broke."""
 
 
+class BrokenLinkError(TransportError):
+    """The connection to another rank broke; usually that rank has ended, and is the cause."""
+
+
 class InputError(SvdppError):
     """An input file is unreadable, hostile, or not what its name says."""
 
@@ -167,6 +171,7 @@ _TYPES: dict[str, type[SvdppError]] = {
         RankError,
         DeviceError,
         TransportError,
+        BrokenLinkError,
         InputError,
         OutputError,
         ClosedError,
@@ -221,7 +226,8 @@ def describe_fault(fault: Mapping[str, Any]) -> str:
 
     Pydantic's own words are for those who write the program.
     """
-    kind, about, given = fault["type"], fault.get("ctx", {}), f", got {fault.get('input')!r}"
+    kind, about, value = fault["type"], fault.get("ctx", {}), repr(fault.get("input"))
+    given = f", got {value if len(value) <= 60 else value[:57] + '...'}"
     for beginning, wanted in _WANTED.items():
         if kind.startswith(beginning):
             return wanted.format(**about) + given

@@ -83,7 +83,11 @@ def _temporary_files_of_a_test(request: pytest.FixtureRequest) -> Iterator[None]
 
 
 def _left() -> list[str]:
-    """What lies in the session's folder, beside the sockets of this process's own fork server."""
+    """What lies in the session's folder, beside what lasts as long as this process.
+
+    That are the sockets of its own fork server and, if the home is read-only, matplotlib's folder.
+    """
     own = util.get_temp_dir()
+    lasting = (os.path.basename(own), "matplotlib-")
     runs = [name for name in os.listdir(own) if name.startswith("svdpp-")]
-    return runs + [n for n in os.listdir(os.environ["TMPDIR"]) if n != os.path.basename(own)]
+    return runs + [n for n in os.listdir(os.environ["TMPDIR"]) if not n.startswith(lasting)]

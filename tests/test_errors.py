@@ -9,6 +9,7 @@ import pytest
 
 from svdpp import errors
 from svdpp.errors import (
+    BrokenLinkError,
     ClosedError,
     DeviceError,
     InputError,
@@ -39,6 +40,7 @@ EXIT_CODES = {
     RankError: 6,
     DeviceError: 6,
     TransportError: 6,
+    BrokenLinkError: 6,
     InputError: 7,
     OutputError: 8,
     ClosedError: 1,
@@ -65,7 +67,7 @@ def test_exit_codes(cls: type[SvdppError]) -> None:
 
 
 def test_exit_codes_are_distinct_but_for_kinds_of_one_another() -> None:
-    kinds = (DeviceError, TransportError, ClosedError)
+    kinds = (DeviceError, TransportError, BrokenLinkError, ClosedError)
     codes = [cls.exit_code for cls in EXIT_CODES if cls not in kinds]
 
     assert sorted(codes) == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]

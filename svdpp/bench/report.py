@@ -149,7 +149,7 @@ class BenchAgain:
         """See `Again`."""
         return " ".join(["svdpp bench", shlex.quote(self._config), *changes])
 
-    def layout(self, layout: Layout, *, with_costs: bool = True) -> list[str]:
+    def layout(self, layout: Layout) -> list[str]:
         """See `Again`."""
         names = ("split", "replicas", "decoders")
         changes = [
@@ -157,7 +157,7 @@ class BenchAgain:
             for name in names
             if getattr(layout, name) != getattr(self._figures, name)
         ]
-        if with_costs and layout.split != "uniform":
+        if layout.split != "uniform":
             changes.append(shlex.quote(f"--pipeline.costs={self.costs}"))
         return changes
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Collection, Mapping, Sequence
 from importlib import import_module
 from typing import Annotated, Any
@@ -28,6 +29,7 @@ COMMANDS: Mapping[str, str] = {
     "profile": "Measure the costs that plans are based on.",
     "bench": "Measure a pipeline against data parallel and against diffusers on one device.",
     "serve": "Serve clips over HTTP, with a queue that survives crashes and a web page.",
+    "models": "List the families of models, and the parameters of one.",
     "report": "Say what limits a finished run or bench, and what would make it faster.",
     "doctor": "Check in half a minute that a run has what it needs.",
     "env": "Show versions, devices, ffmpeg and settings, ready to paste into a report.",
@@ -58,6 +60,8 @@ def run_command_line(arguments: Sequence[str]) -> int:
         return wrong_usage(error, arguments)
     except typer.Abort:
         return 1
+    except SystemExit:  # click raises it when the reader of stdout has ended
+        return 128 + signal.SIGPIPE
 
 
 def _completed() -> list[str]:

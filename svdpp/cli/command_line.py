@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Sequence
 from contextvars import ContextVar
@@ -17,6 +18,12 @@ def remember(arguments: Sequence[str]) -> None:
 def typed() -> str:
     """The whole command, quoted for a shell."""
     return shlex.join(["svdpp", *_arguments.get()])
+
+
+def as_typed(message: str) -> str:
+    """`message`, which names the number of ranks as `--world`, with the name that was typed."""
+    typed_gpus = any(word.split("=")[0] == "--gpus" for word in _arguments.get())
+    return re.sub(r"--world\b(?!-)", "--gpus", message) if typed_gpus else message
 
 
 def to_go_on(drawn_seed: int | None) -> str:

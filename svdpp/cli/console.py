@@ -7,22 +7,44 @@ character in a name reaches a terminal.
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import sys
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import typer
 from rich.console import Console as RichConsole
 from rich.table import Table
 from rich.text import Text
 
+from svdpp.cli.command_line import as_typed
 from svdpp.errors import Interrupted, RankError, SvdppError, error_to_dict, exit_code_of
 from svdpp.redaction import one_line, printable, redact, redact_all
 
 _CLIP_COLOURS = ("cyan", "yellow", "green", "magenta", "blue", "red", "white")
 # Characters of the widest table in a pipe or file.
 _FILE_WIDTH = 1000
+
+
+class Stdout(RichConsole):
+    """rich's console for stdout; if its reader has ended, the command ends as others do."""
+
+    def on_broken_pipe(self) -> None:
+        """See `RichConsole`."""
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(128 + signal.SIGPIPE)
+
+
+class _Stderr(RichConsole):
+    """rich's console for stderr; a run goes on if nobody reads its remarks."""
+
+    def on_broken_pipe(self) -> None:
+        """See `RichConsole`."""
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
 class Console:
@@ -45,8 +67,8 @@ class Console:
         self.quiet = quiet
         self._answered = False
         self._set_elsewhere = set_elsewhere or {}
-        self.out = RichConsole(highlight=False, soft_wrap=True)
-        self.err = RichConsole(stderr=True, highlight=False, soft_wrap=True)
+        self.out = Stdout(highlight=False, soft_wrap=True)
+        self.err = _Stderr(stderr=True, highlight=False, soft_wrap=True)
 
     def result(self, text: str | Text | Table = "") -> None:
         """Prints a line or table of the result; nothing with `--json`."""
@@ -58,7 +80,11 @@ class Console:
     def json(self, value: Any) -> None:
         """Prints the whole result as JSON; call once, with `--json`."""
         self._answered = True
-        sys.stdout.write(json.dumps(redact_all(value), indent=2) + "\n")
+        try:
+            sys.stdout.write(json.dumps(redact_all(value), indent=2) + "\n")
+            sys.stdout.flush()
+        except BrokenPipeError:
+            self.out.on_broken_pipe()
 
     def info(self, text: str) -> None:
         """Prints a remark; folded on a terminal unless it contains a command to copy."""
@@ -81,7 +107,7 @@ class Console:
         if self.out.is_terminal:
             self.result(table)
         elif not self.as_json:  # rich would cut cells to a terminal's usual width
-            RichConsole(highlight=False, width=_FILE_WIDTH).print(table)
+            Stdout(highlight=False, width=_FILE_WIDTH).print(table)
 
     def grid(self, lines: Iterable[str]) -> None:
         """Prints a rank x time picture with a colour for each clip."""
@@ -106,6 +132,7 @@ class Console:
             message = f"unexpected {type(error).__name__}: {error}"
             hint = "" if debug else "run again with --debug and report what it shows"
         hint = "; ".join(filter(None, [hint, *self._origins(f"{message} {hint}")]))
+        message, hint = as_typed(message), as_typed(hint)
         self._sentence(message, hint)
         if self.as_json and not self._answered:
             self.json({"schema_version": 1, "error": _record(error, message, hint)})

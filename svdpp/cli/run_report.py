@@ -101,13 +101,14 @@ def warn_of_memory_pressure(console: Console, made: Sequence[Metadata]) -> None:
 
 
 def announce_report(console: Console, manifest: Path) -> None:
-    """Announces the most useful line of the run's report, and the command that shows all of it."""
+    """Announces what limits the run and what to try, and the command that shows all of it."""
     from svdpp.diagnostics.run_report import read_report
 
     with contextlib.suppress(SvdppError):  # a run that ended early has left no figures
         report = read_report(manifest)
-        if report.diagnosis is not None:
-            console.info(f"report: {report.headline}; svdpp report {shlex.quote(str(manifest))}")
+        lines = [] if report.diagnosis is None else report.diagnosis.lines
+        if lines:
+            console.infos([*lines, f"  svdpp report {shlex.quote(str(manifest))}"])
 
 
 def utilisation(manifest: Path) -> dict[str, Any] | None:
@@ -148,7 +149,7 @@ def print_clips(
     exact = [each for each in made if each["exact"] and not _elsewhere(each)]
     if exact:
         output = OutputConfig(path=str(out / exact[0]["output"]), format=exact[0]["format"])
-        console.info(f"to prove one: svdpp verify {shlex.quote(output.path)}")
+        console.infos(["to prove one:", f"  svdpp verify {shlex.quote(output.path)}"])
 
 
 def _elsewhere(metadata: Metadata) -> str:

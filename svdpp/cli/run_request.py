@@ -158,15 +158,15 @@ class RunRequest:
         known = None if self.launched else num_clips
         config, why = options.config(known, memory=memory)
         if num_clips and config.draft is None:
-            is_real = self.model.model != DEMO_MODEL
-            why = why or self.layout.remark(config.layout, num_clips, is_real=is_real)
+            why = why or self.layout.remark(config.layout, num_clips, is_real=self.knows_costs)
         return config, why
 
     @property
     def knows_costs(self) -> bool:
-        """Whether the costs fit the model."""
+        """Whether the costs fit the model and the device; the published ones are of SVD on GPUs."""
         is_svd = self.model.family == "svd" and self.model.model != DEMO_MODEL
-        return is_svd or self.layout.costs is not None
+        on_gpu = self.ranks.device_for(self.model.model) != "cpu"
+        return (is_svd and on_gpu) or self.layout.costs is not None
 
     @property
     def command_to_go_on(self) -> str:

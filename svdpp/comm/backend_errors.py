@@ -9,7 +9,13 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from svdpp.errors import DeviceError, OutOfMemoryError, TransportError, is_out_of_memory
+from svdpp.errors import (
+    BrokenLinkError,
+    DeviceError,
+    OutOfMemoryError,
+    TransportError,
+    is_out_of_memory,
+)
 
 # Such as: Cuda failure 2 'out of memory'
 _NCCL_CUDA = re.compile(r"Cuda failure(?: \d+)? '([^']*)'", re.IGNORECASE)
@@ -20,15 +26,16 @@ def named(what: str) -> Iterator[None]:
     """Turns a backend's RuntimeError into an error that says `what` was attempted.
 
     Memory that runs out and errors of the GPU are the rank's own: only the rest is a
-    `TransportError`, which the parent may trace back to another rank.
+    `BrokenLinkError`, which the parent may trace back to another rank.
 
     Raises:
-        OutOfMemoryError, DeviceError, TransportError: see above.
+        OutOfMemoryError, DeviceError, BrokenLinkError: see above.
+        TransportError: a packet was refused.
     """
     try:
         yield
     except TransportError as error:
-        raise TransportError(f"could not {what}: {error.message}", error.hint) from error
+        raise type(error)(f"could not {what}: {error.message}", error.hint) from error
     except RuntimeError as error:
         raise _translated(error, what) from error
 
@@ -46,7 +53,7 @@ def _translated(error: RuntimeError, what: str) -> Exception:
             f"could not {what}: CUDA error: {cuda[1] if cuda else _first_line(text)}",
             "the GPU or its driver failed: see `nvidia-smi -q` and `dmesg | grep Xid`",
         )
-    return TransportError(f"could not {what}: {_reason(error, text)}")
+    return BrokenLinkError(f"could not {what}: {_reason(error, text)}")
 
 
 def _reason(error: RuntimeError, text: str) -> str:

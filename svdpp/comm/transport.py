@@ -21,7 +21,7 @@ import torch.distributed as dist
 from svdpp.comm import backend_errors, streams
 from svdpp.comm.header import HEADER_BYTES, Header
 from svdpp.comm.packet import Packet, assemble, describe, flatten
-from svdpp.errors import TransportError
+from svdpp.errors import BrokenLinkError, TransportError
 
 _Result = TypeVar("_Result")
 
@@ -303,7 +303,9 @@ class _Link:
 
     def _unless_failed(self, work: Callable[[], _Result]) -> _Result:
         if self._failure is not None:
-            raise TransportError(f"the link failed before: {self._failure}")
+            is_refused = type(self._failure) is TransportError
+            kind = TransportError if is_refused else BrokenLinkError
+            raise kind(f"the link failed before: {self._failure}")
         try:
             return work()
         except Exception as error:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
+from svdpp.config.limits import MAX_CLIPS
 from svdpp.diagnostics.bottleneck import Finding, FindingKind
 from svdpp.diagnostics.figures import RunFigures, head_rooms
 from svdpp.errors import RequestError
 from svdpp.plan.choose import choose_layout
-from svdpp.plan.costs import Costs
 from svdpp.plan.large_forecast import forecast_layout
 from svdpp.plan.layout import Layout
 
@@ -31,6 +31,8 @@ class Advice:
     """One thing that would help."""
 
     text: str
+    short: str = ""
+    """The same for one line of a terminal; empty: `text` fits."""
     command: str = ""
     """To type; empty if no command of svdpp does it."""
     times_as_fast: float | None = None
@@ -49,13 +51,8 @@ class Again(Protocol):
         """The command with these changes."""
         ...
 
-    def layout(self, layout: Layout, *, with_costs: bool = True) -> list[str]:
-        """The changes to another layout.
-
-        Args:
-            layout: the other one.
-            with_costs: whether its split may need the measured costs.
-        """
+    def layout(self, layout: Layout) -> list[str]:
+        """The changes to another layout."""
         ...
 
     def ranks(self, number: int) -> str:
@@ -67,7 +64,7 @@ class Again(Protocol):
         ...
 
     def decode_chunk(self, frames: int | None) -> str:
-        """The change to another decode chunk; None: the largest that fits."""
+        """The change to another decode chunk; None: the largest that fits; "" if it is that."""
         ...
 
 
@@ -87,7 +84,7 @@ class RunAgain:
         """See `Again`."""
         return " ".join(["svdpp run --from", shlex.quote(self.costs), *changes, "--out out-again"])
 
-    def layout(self, layout: Layout, *, with_costs: bool = True) -> list[str]:
+    def layout(self, layout: Layout) -> list[str]:
         """See `Again`."""
         if layout.replica_size == 1 and not self._options.keys() & _REFINEMENTS:
             return ["--layout data-parallel"]
@@ -99,7 +96,7 @@ class RunAgain:
         }
         given = {**_DEFAULTS, **{name: str(value) for name, value in self._options.items()}}
         changes = [f"--{name} {value}" for name, value in wanted.items() if given[name] != value]
-        return [*changes, f"--costs {shlex.quote(self.costs)}"] if with_costs else changes
+        return [*changes, f"--costs {shlex.quote(self.costs)}"]
 
     def ranks(self, number: int) -> str:
         """See `Again`."""
@@ -111,6 +108,8 @@ class RunAgain:
 
     def decode_chunk(self, frames: int | None) -> str:
         """See `Again`."""
+        if frames is None and self._options.get("decode_chunk_size") == "auto":
+            return ""
         return f"--decode-chunk-size {frames or 'auto'}"
 
 
@@ -136,7 +135,7 @@ def advise(figures: RunFigures, findings: Sequence[Finding], again: Again) -> li
 
 def _layout(figures: RunFigures, again: Again) -> Iterator[Advice]:
     """The layout that finishes the same clips first on the same ranks."""
-    best = _best(figures, figures.world_size, figures.costs)
+    best = _best(figures, figures.world_size)
     if best is None:
         return
     layout, times = best
@@ -145,40 +144,41 @@ def _layout(figures: RunFigures, again: Again) -> Iterator[Advice]:
     fits = "; each device needs room for the whole model" if layout.replica_size == 1 else ""
     yield Advice(
         text=f"at the measured costs, {layout} would be {times:.2f} times as fast{fits}",
+        short=f"{layout}, {times:.2f} times as fast",
         command=again(*again.layout(layout)),
         times_as_fast=times,
     )
 
 
 def _ranks(figures: RunFigures, again: Again) -> Iterator[Advice]:
-    """More ranks if the machine has room for them; fewer if that costs nothing."""
+    """More ranks if the machine has room for them; fewer if that costs nothing.
+
+    None if the ranks differ: nobody has measured which of them another number would take.
+    """
     world = figures.world_size
-    alike = _mean_costs(figures.costs)
+    if figures.costs.differ_by_rank:
+        return
     more = min(2 * world, _most_ranks(figures))
-    best = _best(figures, more, alike) if more > world else None
+    best = _best(figures, more) if more > world else None
     if best is not None and best[1] >= WORTH_A_CHANGE:
         yield Advice(
             text=f"{more} ranks, for which this machine has room, would be {best[1]:.2f} times as "
             f"fast, as {best[0]}",
-            command=_on_others(figures, again, more, best[0]),
+            short=f"{more} ranks, {best[0]}, {best[1]:.2f} times as fast",
+            command=again(again.ranks(more), *again.layout(best[0])),
             times_as_fast=best[1],
         )
     for fewer in sorted({1, world // 4, world // 2, world - 1} - {0, world}):
-        best = _best(figures, fewer, alike)
+        best = _best(figures, fewer)
         if best is not None and best[1] >= 1 / WORTH_A_CHANGE:
             yield Advice(
-                text=f"{fewer} of {world} ranks would do, as {best[0]}: {best[1]:.2f} times as "
+                text=f"{fewer} of {world} ranks would do, as {best[0]}, {best[1]:.2f} times as "
                 "fast",
-                command=_on_others(figures, again, fewer, best[0]),
+                short=f"{fewer} of {world} ranks, {best[0]}, {best[1]:.2f} times as fast",
+                command=again(again.ranks(fewer), *again.layout(best[0])),
                 times_as_fast=best[1],
             )
             return
-
-
-def _on_others(figures: RunFigures, again: Again, world_size: int, layout: Layout) -> str:
-    """The command for another number of ranks, which costs for each rank do not fit."""
-    with_costs = not figures.costs.differ_by_rank
-    return again(again.ranks(world_size), *again.layout(layout, with_costs=with_costs))
 
 
 def _most_ranks(figures: RunFigures) -> int:
@@ -187,7 +187,7 @@ def _most_ranks(figures: RunFigures) -> int:
     return figures.num_devices if figures.device == "cuda" else 0
 
 
-def _best(figures: RunFigures, world_size: int, costs: Costs) -> tuple[Layout, float] | None:
+def _best(figures: RunFigures, world_size: int) -> tuple[Layout, float] | None:
     """The best layout on that many ranks, and how many times as fast as the run it would be.
 
     Both sides are forecasts, so that what no forecast knows of is in neither.
@@ -200,7 +200,7 @@ def _best(figures: RunFigures, world_size: int, costs: Costs) -> tuple[Layout, f
             num_steps=figures.num_steps,
             world_size=world_size,
             num_clips=clips,
-            costs=costs,
+            costs=figures.costs,
             decodes=figures.decodes,
         ).layout
         return layout, now / forecast_layout(layout, clips).makespan
@@ -208,27 +208,20 @@ def _best(figures: RunFigures, world_size: int, costs: Costs) -> tuple[Layout, f
         return None
 
 
-def _mean_costs(costs: Costs) -> Costs:
-    """`costs` with the mean over all ranks in place of a number for each."""
-    means = {
-        name: sum(value) / len(value)
-        for name, value in vars(costs).items()
-        if isinstance(value, tuple)
-    }
-    return replace(costs, **means)  # type: ignore[arg-type]
-
-
 # 2. By rule.
 
 
 def _rules(figures: RunFigures, again: Again) -> Iterator[Advice]:
     cores_each = max(1, figures.usable_cores // figures.world_size)
+    if cores_each < figures.num_threads:
+        threads = "1 thread" if cores_each == 1 else f"{cores_each} threads"
+        yield Advice(
+            text=f"{threads} a rank fit the cores; the clips get other bits",
+            command=again(again.threads(cores_each)),
+            kinds=("too_many_threads",),
+        )
     yield Advice(
-        text=f"{cores_each} threads a rank fit the cores; the clips get other bits",
-        command=again(again.threads(cores_each)),
-        kinds=("too_many_threads",),
-    )
-    yield Advice(
+        short="end the other processes, or run at another time",
         text="end the other processes, or run at another time: the forecasts here assume that "
         "the ranks stay as slow as they were",
         kinds=("shared_cores", "busy_machine"),
@@ -239,11 +232,13 @@ def _rules(figures: RunFigures, again: Again) -> Iterator[Advice]:
     )
     chunk, frames = figures.decode_chunk_size, figures.frames
     has_room = all(room.free_share >= _ROOM_FOR_A_CHUNK for room in head_rooms(figures))
-    if 0 < chunk < frames and has_room:
+    larger = again.decode_chunk(None)
+    if 0 < chunk < frames and has_room and larger:
         yield Advice(
+            short=f"decode more than {chunk} of {frames} frames at a time, for other bits",
             text=f"decode more than {chunk} of {frames} frames at a time, as memory allows; the "
             "clips get other bits",
-            command=again(again.decode_chunk(None)),
+            command=again(larger),
             kinds=("decode",),
         )
     if chunk > 1:
@@ -253,18 +248,20 @@ def _rules(figures: RunFigures, again: Again) -> Iterator[Advice]:
             kinds=("memory",),
         )
     yield Advice(
+        short="copy the images to a local disk, or make them smaller",
         text="copy the photographs to a local disk, or make them smaller: a rank reads one ahead",
         kinds=("photographs",),
     )
     yield Advice(
         text="write to a faster disk: name a folder on it with --out",
-        command=again(),
         kinds=("disk",),
     )
     yield Advice(
+        short="make more clips in one run",
         text="make more clips in one run: all ranks work only between the first clip and the last",
-        command=f"svdpp plan --compare --clips {10 * figures.clips} --steps {figures.num_steps} "
-        f"--world {figures.world_size} --costs {shlex.quote(again.costs)}",
+        command=f"svdpp plan --compare --clips {min(10 * figures.clips, MAX_CLIPS)} "
+        f"--steps {figures.num_steps} --world {figures.world_size} "
+        f"--costs {shlex.quote(again.costs)}",
         kinds=("few_clips",),
     )
     model = figures.model.get("name")

@@ -247,8 +247,9 @@ def _cores(figures: RunFigures) -> Iterator[Finding]:
         yield Finding(
             kind="too_many_threads",
             lost_seconds=compute * (1 - cores / wanted),
-            text=f"{figures.world_size} ranks of {figures.num_threads} threads want {wanted} "
-            f"cores, and there are {cores}",
+            text=f"{figures.world_size} ranks of {figures.num_threads} "
+            f"thread{'s' if figures.num_threads > 1 else ''} want {wanted} cores, and there "
+            f"{'are' if cores > 1 else 'is'} {cores}",
         )
         return
     shares = [_cpu_share(rank) for rank in figures.ranks if _cpu_share(rank)]

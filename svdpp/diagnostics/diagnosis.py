@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import textwrap
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -10,6 +11,26 @@ from svdpp.diagnostics.advice import WORTH_A_CHANGE, Advice, Again, advise
 from svdpp.diagnostics.bottleneck import Finding, FindingKind, find_limits
 from svdpp.diagnostics.figures import HeadRoom, RunFigures, head_rooms
 from svdpp.diagnostics.utilisation import Speeds
+
+# What limits a run, in a few words; braces name the rank.
+_SHORT: Mapping[FindingKind, str] = {
+    "balanced": "nothing: all ranks are busy",
+    "slow_device": "rank {rank}, whose device is slower",
+    "shared_cores": "rank {rank}, which gets less of the cores",
+    "throttled": "rank {rank}, whose GPU lowers its clock",
+    "busy_machine": "other processes on this machine",
+    "too_many_threads": "more threads than cores",
+    "decode": "rank {rank}, which decodes",
+    "encode": "rank {rank}, which encodes",
+    "steps": "rank {rank}, which has more steps than the others",
+    "transfers": "rank {rank}, which waits for packets",
+    "photographs": "rank {rank}, which waits for images to be read",
+    "disk": "rank {rank}, which waits for clips to be written",
+    "few_clips": "few clips, so that ranks wait at the start and the end",
+    "uneven_steps": "steps that take unequal time",
+    "start_up": "the start of the ranks",
+    "memory": "the memory of rank {rank}",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,11 +45,37 @@ class Diagnosis:
     @property
     def headline(self) -> str:
         """The most useful line: the costliest finding, and the best advice for it."""
+        first, best = self.findings[0], self.best_advice
+        return first.text if best is None else f"{first.text}. What helps: {best.text}"
+
+    @property
+    def best_advice(self) -> Advice | None:
+        """What gains most by forecast, or else answers the costliest finding."""
         first = self.findings[0]
         answers = [advice for advice in self.advice if first.kind in advice.kinds]
         faster = [advice for advice in self.advice if (advice.times_as_fast or 0) >= WORTH_A_CHANGE]
-        best = next(iter([*faster, *answers]), None)
-        return first.text if best is None else f"{first.text}. What helps: {best.text}"
+        return next(iter([*faster, *answers]), None)
+
+    @property
+    def lines(self) -> list[str]:
+        """What limits the ranks and what to try, for a terminal; commands have their own lines.
+
+        None for fewer clips than fill the ranks once and leave one to compare.
+        """
+        if not self._is_measured:
+            return []
+        first, best = self.findings[0], self.best_advice
+        lost = f" ({first.lost_seconds:.1f} s)" if first.lost_seconds else ""
+        lines = [f"limited by: {_SHORT[first.kind].format(rank=first.rank)}{lost}"]
+        if best is not None:
+            lines.append(textwrap.shorten(f"try: {best.short or best.text}", 80, placeholder="..."))
+            lines += [f"  {best.command}"] if best.command else []
+        return lines
+
+    @property
+    def _is_measured(self) -> bool:
+        """Whether there are clips beyond those that only fill the ranks."""
+        return self.figures.clips > self.figures.world_size
 
     @property
     def times(self) -> str:
@@ -62,7 +109,12 @@ class Diagnosis:
 
     @property
     def forecast_errors(self) -> dict[str, float]:
-        """By how much each forecast was off: 0.1 if the run took a tenth longer than forecast."""
+        """By how much each forecast was off: 0.1 if the run took a tenth longer than forecast.
+
+        Empty for so few clips that the first one, which warms up, decides.
+        """
+        if not self._is_measured:
+            return {}
         return {
             name: self.figures.makespan / seconds - 1
             for name, seconds in asdict(self.figures.forecast).items()

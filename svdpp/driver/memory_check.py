@@ -16,9 +16,9 @@ from svdpp.plan.layout import Roles
 #: Private memory of each rank without the model: Python, torch's and diffusers' state (measured:
 #: 110 to 200 MiB of dirty pages in a rank that is forked and idle).
 _RANK_BYTES = 128 * 2**20
-#: What a rank that encodes takes for an image before the model gets it (measured: 264 MiB above
-#: the 143 MiB of the largest image, 50 megapixels; tests/models/test_svd_resize.py).
-_IMAGE_BYTES = 448 * 2**20
+#: What a rank that encodes takes to read and prepare an image (measured: its peak rises by 597 MiB
+#: with the largest image, 50 megapixels).
+_IMAGE_BYTES = 640 * 2**20
 _KNOBS = {
     "encode": "a smaller --height and --width lower it",
     "denoise": "fewer --frames, a smaller --height and --width, or --memory-opt lower it",
@@ -74,8 +74,7 @@ def _upper_bound(
     if checkpoint is not None:
         used = {part for roles in ranks for part in _components(config, checkpoint, roles)}
         each += sum(weight_bytes(checkpoint, config.model, part).num_bytes for part in used)
-        each += _IMAGE_BYTES
-    return len(ranks) * each
+    return len(ranks) * each + _image_bytes(checkpoint, ranks)
 
 
 def _estimate(
@@ -106,8 +105,13 @@ def _estimate(
             activations[name] += held[largest].activation_bytes
     activations["weights"] = sum(weights.values()) + len(ranks) * _RANK_BYTES
     knob = max(activations, key=lambda name: activations[name])
-    images = 0 if checkpoint is None else sum(roles.encode for roles in ranks) * _IMAGE_BYTES
-    return _Need(num_bytes=images + sum(activations.values()), knob=_KNOBS[knob])
+    num_bytes = _image_bytes(checkpoint, ranks) + sum(activations.values())
+    return _Need(num_bytes=num_bytes, knob=_KNOBS[knob])
+
+
+def _image_bytes(checkpoint: Checkpoint | None, ranks: Sequence[Roles]) -> int:
+    """What ranks that encode take for images; the dummy model reads none."""
+    return 0 if checkpoint is None else _IMAGE_BYTES * sum(roles.encode for roles in ranks)
 
 
 def _components(config: PipelineConfig, checkpoint: Checkpoint, roles: Roles) -> frozenset[str]:

@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any, overload
 
 from svdpp.config import ClipRequest, PipelineConfig
+from svdpp.config.limits import require
 from svdpp.driver.clip_events import ClipEvents, LeftoverFiles
 from svdpp.driver.clips import ClipFailure, ClipHandle, ClipResult, OpenClips
 from svdpp.driver.liveness import new_liveness
@@ -92,6 +93,8 @@ class Pipeline(PipelineRanks):
         ranks_ignore_signals: bool = False,
         fault: InjectedFault | None = None,
     ) -> None:
+        kind = type(config).__name__
+        require(isinstance(config, PipelineConfig), f"Pipeline takes a PipelineConfig, got {kind}")
         world = find_world()
         backend = process_group.choose_backend(config.device, config.world_size)
         self._num_local = config.world_size if world is None else world.local_size

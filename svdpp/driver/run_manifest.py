@@ -41,10 +41,11 @@ def read_manifest(path: Path) -> dict[str, Any]:
     data = read_small_file(path, "run's manifest", _MAX_BYTES)
     try:
         content = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{str(path)!r} is not a run's manifest: {error}") from error
+    except (ValueError, RecursionError):
+        content = None
     if not (isinstance(content, dict) and {"schema_version", "clips"} <= content.keys()):
-        raise InputError(f"{str(path)!r} is not a run's manifest")
+        hint = f"name a folder that svdpp run wrote, or its {NAME}"
+        raise InputError(f"{str(path)!r} is not a run's manifest", hint)
     if not is_version(content["schema_version"], SCHEMA_VERSION):
         raise InputError(f"{str(path)!r}: schema_version must be {SCHEMA_VERSION}")
     return content

@@ -10,8 +10,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 from svdpp.driver.liveness import Liveness
 from svdpp.driver.trace import Trace
-from svdpp.errors import Interrupted, RankError, SvdppError, TransportError, error_from_dict
-from svdpp.launch.group import Group
+from svdpp.errors import BrokenLinkError, Interrupted, RankError, SvdppError, error_from_dict
+from svdpp.launch.group import GUARD, Group
 from svdpp.plan.actions import Action
 from svdpp.plan.grid import draw_grid
 from svdpp.plan.schedule import Schedule
@@ -33,12 +33,6 @@ OpenObserver = Callable[[str, Schedule], AbstractContextManager[Observer]]
 def no_observer(title: str, schedule: Schedule) -> AbstractContextManager[Observer]:  # noqa: ARG001
     """An `OpenObserver` whose observer ignores every event."""
     return nullcontext(lambda _rank, _event: None)
-
-
-_NOT_IMPORTED = (
-    'could not import your script: put what it does under `if __name__ == "__main__":`, and run it '
-    "from a file"
-)
 
 
 class Supervisor:
@@ -191,7 +185,7 @@ class Supervisor:
         own = [
             rank
             for rank, error in failed.items()
-            if not isinstance(error, TransportError) and not _is_interrupt(self._failures[rank])
+            if not isinstance(error, BrokenLinkError) and not _is_interrupt(self._failures[rank])
         ]
         by_signal = [rank for rank, code in exited.items() if code is not None and code < 0]
         silent = [
@@ -227,8 +221,9 @@ class Supervisor:
             return self._rank_error(rank, "is gone", hint, "was lost here")
         if code >= 0:
             cause = f"ended with exit code {code} without a report"
-            if not self._group.output_tail(rank):  # svdpp's own code would have left a traceback
-                cause = _NOT_IMPORTED
+            # Code of svdpp would have left a traceback.
+            if not (self._group.output_tail(rank) or self._liveness.is_finished(rank)):
+                cause = f"could not import your script: {GUARD}"
             return self._rank_error(rank, cause, "", "died here")
         hint = ""
         if -code == signal.SIGKILL:

@@ -15,6 +15,9 @@ from typing import Any, NamedTuple, Protocol
 from svdpp.launch.connections import Clock
 from svdpp.launch.world import World
 
+#: What a program has to do whose ranks are started as multiprocessing starts processes.
+GUARD = 'put what it does under `if __name__ == "__main__":`, and run it from a file'
+
 
 class Channel(Protocol):
     """One end of the connection between a rank and the parent."""

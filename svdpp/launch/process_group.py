@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from loguru import logger
 
-from svdpp.errors import RankError, RequestError, TransportError
+from svdpp.errors import BrokenLinkError, RankError, RequestError
 from svdpp.launch.world import World, store_address
 
 # Heartbeats detect stalls and name the stalled rank; this timeout would name its waiting neighbour.
@@ -133,7 +133,12 @@ def join_store(world: World, backend: str, store: dist.Store, token: str) -> Non
 
 
 def _join(world: World, backend: str, store: dist.Store) -> None:
-    """Joins the process group."""
+    """Joins the process group.
+
+    Raises:
+        BrokenLinkError: another rank cannot be reached; usually it has ended, and is the cause.
+        RankError: the group of this process's work before has not closed; see `destroy`.
+    """
     if dist.is_initialized():
         raise RankError(
             "this process is still in a process group, that of its work before",
@@ -150,7 +155,7 @@ def _join(world: World, backend: str, store: dist.Store) -> None:
         )
     except RuntimeError as error:
         reason = _SOURCE_LINE.sub("", str(error).partition("\n")[0])
-        raise TransportError(f"could not connect to the other ranks: {reason}") from error
+        raise BrokenLinkError(f"could not connect to the other ranks: {reason}") from error
 
 
 def destroy(timeout: float) -> None:

@@ -21,8 +21,16 @@ from typing import Any
 
 import torch.multiprocessing as torch_mp
 
+from svdpp.errors import RequestError
 from svdpp.launch import environment, fork_server, process_group, process_lifetime, temp_folders
-from svdpp.launch.group import Entry, PipeChannel, QueuedChannel, RankContext, RankLocation
+from svdpp.launch.group import (
+    GUARD,
+    Entry,
+    PipeChannel,
+    QueuedChannel,
+    RankContext,
+    RankLocation,
+)
 from svdpp.launch.world import World
 
 _GRACE_SECONDS = 2.0
@@ -55,6 +63,9 @@ class StartedGroup:
         preload: Sequence[str] = (),
         ignores_signals: bool = False,
     ) -> None:
+        if getattr(multiprocessing.current_process(), "_inheriting", False):
+            # A rank that imports the script, and has made nothing yet that would stay behind.
+            raise RequestError(f"a rank imports your script, which starts ranks: {GUARD}")
         self.world_size = world_size
         start_method = fork_server.start_method(device)
         context: Any = torch_mp.get_context(start_method)

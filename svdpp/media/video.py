@@ -265,7 +265,9 @@ def _ffmpeg(arguments: list[str], frames: Frames | None = None, *, seconds: floa
     if process.returncode:
         lines = stderr[-4096:].decode(errors="replace").split("\n")
         last = next((line for line in reversed(lines) if line.strip()), "no reason given")
-        raise _MediaFailure(f"ffmpeg ended with {process.returncode}: {last.strip()}")
+        # ffmpeg begins a line with one of its parts and its address: [mov,mp4 @ 0x55e882eb7d40].
+        reason = re.sub(r"^(\[[^]]*\] *)+", "", last.strip())
+        raise _MediaFailure(f"ffmpeg ended with {process.returncode}: {reason}")
     return bytes(stdout)
 
 

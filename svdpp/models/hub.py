@@ -226,6 +226,7 @@ _CONFIG_PATTERNS = (
     "image_processor/preprocessor_config.json",
     "tokenizer/*",
     "tokenizer_2/*",
+    "guider/*",
 )
 
 

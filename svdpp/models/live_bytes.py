@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,9 +35,9 @@ class LiveBytes(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func is torch.ops.aten.nonzero.default:  # fake tensors have no data: all may be
-            result = args[0].new_empty((args[0].numel(), args[0].dim()), dtype=torch.int64)
-        else:
+        without_data = _WITHOUT_DATA.get(func)
+        result = None if without_data is None else without_data(*args)
+        if result is None:
             result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
@@ -61,6 +61,32 @@ class LiveBytes(TorchDispatchMode):
 
         self._live += num_bytes
         self._storages[key] = weakref.ref(storage, forget)
+
+
+# Fake tensors have no data. Where an operation's result depends on it, all elements are taken, and
+# a condition holds.
+
+
+def _nonzero(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.new_empty((tensor.numel(), tensor.dim()), dtype=torch.int64)
+
+
+def _index(tensor: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    first = indices[0]
+    if first is None or first.dtype != torch.bool:
+        return None
+    return tensor.new_empty((first.numel(), *tensor.shape[first.dim() :]))
+
+
+def _condition(tensor: torch.Tensor) -> bool | None:
+    return True if tensor.dtype == torch.bool else None
+
+
+_WITHOUT_DATA: Mapping[Any, Any] = {
+    torch.ops.aten.nonzero.default: _nonzero,
+    torch.ops.aten.index.Tensor: _index,
+    torch.ops.aten._local_scalar_dense.default: _condition,
+}
 
 
 def _convolution_workspace(args: tuple[Any, ...], result: torch.Tensor) -> int:

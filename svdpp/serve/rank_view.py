@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from svdpp.errors import Interrupted, TransportError
+from svdpp.errors import BrokenLinkError, Interrupted
 from svdpp.plan.actions import Action, Kind
 from svdpp.worker.messages import ActionDone, Event, Failed, Heartbeat, Joined, StepDone
 
@@ -19,7 +19,7 @@ SpanKind = Literal["encode", "denoise", "decode"]
 _SPAN_SECONDS = 60.0
 _MAX_SPANS = 1024
 # Types of errors that follow from the failure of another rank, or from a signal.
-_CONSEQUENCES = (TransportError.__name__, Interrupted.__name__)
+_CONSEQUENCES = (BrokenLinkError.__name__, Interrupted.__name__)
 _SPAN_KINDS: dict[Kind, SpanKind] = {
     Kind.ENCODE: "encode",
     Kind.DENOISE: "denoise",

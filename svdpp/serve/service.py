@@ -322,7 +322,8 @@ class Service:
             replace(job, state=JobState.QUEUED, started_at=None),
             eta_seconds=eta,
             place=None if estimate is None else estimate.place or 0,
-            steps_done=0 if clip is None else clip.progress.steps_done,
+            # Of a clip that goes back to the queue, they are those of ranks that have ended.
+            steps_done=0 if clip is None or clip.has_begun else clip.progress.steps_done,
         )
 
     def videos(

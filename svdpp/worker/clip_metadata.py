@@ -30,7 +30,7 @@ from svdpp.config import (
     VideoFormat,
     sampling_from,
 )
-from svdpp.errors import InputError
+from svdpp.errors import InputError, describe_fault
 from svdpp.media.inputs import ClipInput
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.plan.small_file import read_small_file
@@ -258,7 +258,9 @@ def checked_clip_metadata(values: object, fault: str) -> dict[str, Any]:
         values: parsed JSON.
         fault: how the error message begins.
     """
-    family = values.get("family") if isinstance(values, dict) else None
+    if not isinstance(values, dict):
+        raise InputError(f"{fault}: it is not an object")
+    family = values.get("family")
     # An unknown family, or none, is checked as SVD, whose error then names the field.
     model = _METADATA.get(family, _SvdMetadata) if isinstance(family, str) else _SvdMetadata
     try:
@@ -266,8 +268,8 @@ def checked_clip_metadata(values: object, fault: str) -> dict[str, Any]:
         return found.model_dump(exclude={"draft"} - found.model_fields_set)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "the file"
-        raise InputError(f"{fault}: {where}: {first['msg']}".replace("\n", " ")) from error
+        where = ".".join(map(str, first["loc"]))
+        raise InputError(f"{fault}: {where} {describe_fault(first)}".replace("\n", " ")) from error
 
 
 def embedded_part(metadata: Mapping[str, Any]) -> dict[str, Any]:

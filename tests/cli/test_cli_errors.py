@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from svdpp.cli.options.inputs import PromptOptions
 from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.sampling import parse_seeds
-from svdpp.errors import RequestError
+from svdpp.driver.pipeline import Pipeline
+from svdpp.errors import InputError, RequestError
 from tests.cli.shell import DEMO, PHOTO, TINY, assert_error, svdpp_here
 from tests.media.pictures import png
 
@@ -388,3 +393,50 @@ def test_many_seeds_are_read_or_refused_at_once(text: str) -> None:
 )
 def test_dtypes(text: str | None, device: str, family: str | None, dtype: str) -> None:
     assert ModelOptions(model="demo", dtype=text).to_config(device, family).dtype == dtype
+
+
+@pytest.mark.parametrize(
+    "arguments", ["--help", "plan --help-all", "plan --world 14", "plan --world 14 --json"]
+)
+def test_a_reader_that_ends_early_is_no_error(arguments: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "svdpp", *arguments.split()]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert done.returncode in (128 + signal.SIGPIPE, -signal.SIGPIPE)
+    assert "rror" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"a cat\n\n" + b"x" * 20_001, "line 3: a prompt must be a text of at most 20000"),
+        (b"a cat\nthe \xff sea\n", "line 2: not UTF-8 text"),
+        (b"a\0cat\n", "line 1: a prompt must be"),
+        (b"\n \n", "has no prompt"),
+    ],
+)
+def test_a_wrong_prompt_is_named_by_file_line_and_option(
+    tmp_path: Path, content: bytes, message: str
+) -> None:
+    (tmp_path / "prompts.txt").write_bytes(content)
+    options = PromptOptions(prompts=tmp_path / "prompts.txt")
+    with pytest.raises(InputError, match=r"--prompts '.*prompts.txt'.* " + message):
+        options.all_prompts()
+
+
+def test_files_of_another_kind_are_named_in_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "clip.mp4.json").write_text("[]")
+    listed = svdpp_here("verify", str(tmp_path / "clip.mp4.json"))
+    assert_error(listed, 7, "is not a clip's JSON: it is not an object\n")
+    assert_error(svdpp_here("report", PHOTO), 7, "is not a run's manifest\n", "hint: name a folder")
+    with pytest.raises(RequestError, match="Pipeline takes a PipelineConfig, got NoneType"):
+        Pipeline(None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["--gpus", "--world"])
+def test_a_message_names_the_option_that_was_typed(name: str) -> None:
+    answer = svdpp_here("run", PHOTO, *DEMO, f"{name}=0")
+    assert_error(answer, 2, f"error: {name} must be 1 to 65536, got 0")
+    assert_error(svdpp_here("plan", name, "29"), 2, f"or {name} 28 or fewer")

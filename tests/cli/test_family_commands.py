@@ -13,12 +13,14 @@ from svdpp.bench.config import read_grid
 from svdpp.bench.runner import Bench
 from svdpp.cli.bench_fields import pipeline_config
 from svdpp.cli.options.model import ModelOptions
-from svdpp.config import LtxSampling, ModelConfig, PipelineConfig, WanSampling
+from svdpp.cli.options.sampling import parse_params
+from svdpp.config import SAMPLING_CLASSES, LtxSampling, ModelConfig, PipelineConfig, WanSampling
 from svdpp.diagnostics import doctor
 from svdpp.diagnostics.cost_profile import Profile, measured_config
 from svdpp.diagnostics.utilisation import count_flops
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.resolve import resolve
+from svdpp.errors import RequestError
 from svdpp.media.examples import EXAMPLE_PROMPT, example_requests
 from svdpp.plan.costs import Costs
 from tests.cli.shell import PHOTO, assert_error, svdpp_here
@@ -283,3 +285,49 @@ def test_doctor_tries_everything(folders: dict[str, str], tmp_path: Path) -> Non
     )
     assert answer.code == 0, answer
     assert answer.out.count("ok") == 8
+
+
+@pytest.mark.usefixtures("without_memory")
+def test_no_costs_of_another_model_are_quoted(folders: dict[str, str], tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a cat\nthe sea\nthe sky\n")
+    asked = ("--prompts", str(prompts), "--steps", "4", "--gpus", "2", "--dry-run")
+    done = svdpp_here(*given("run", "wan", folders), *asked, "--out", str(tmp_path / "out"))
+    assert done.code == 0, done
+    assert "svd-xt" not in done.out + done.err
+    assert "forecast: none without --costs, which svdpp profile measures" in done.out
+
+
+def test_the_families_are_listed_with_their_parameters() -> None:
+    listed = json.loads(svdpp_here("models", "--json").out)["families"]
+    assert [each["family"] for each in listed] == list(SAMPLING_CLASSES)
+    ltx2 = svdpp_here("models", "ltx2").out
+    assert "--param stg_scale: " in ltx2
+    assert "LTX2ImageToVideoPipeline" in ltx2
+    assert_error(svdpp_here("models", "sora"), 2, "there is no family 'sora'")
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "hint"),
+    [
+        ("stg_scal=1", "no parameter 'stg_scal'", "did you mean stg_scale?"),
+        ("zzz=1", "no parameter 'zzz'", "svdpp models ltx2"),
+        ("stg_scale", "NAME=VALUE", ""),
+        ("stg_block=1.5", "stg_block must be a whole number", ""),
+        ("stg_scale=x", "stg_scale must be a number", ""),
+    ],
+)
+def test_wrong_parameters_are_refused(text: str, words: str, hint: str) -> None:
+    with pytest.raises(RequestError, match=words) as error:
+        parse_params([text], "ltx2")
+    assert hint in error.value.hint
+
+
+def test_parameters_have_the_types_and_limits_of_their_family() -> None:
+    assert parse_params(["stg_scale=2", "stg_block=5"], "ltx2") == {
+        "stg_scale": 2.0,
+        "stg_block": 5,
+    }
+    kind: Any = SAMPLING_CLASSES["ltx2"]
+    with pytest.raises(RequestError, match="--param guidance_rescale"):
+        kind(guidance_rescale=1.5)

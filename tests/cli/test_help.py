@@ -76,7 +76,15 @@ def test_help_of_run_shows_what_is_common_and_names_the_rest() -> None:
         *("--out", "--gpus", "--model", "--seeds", "--layout", "--resume", "--overwrite"),
         *("--steps", "--frames", "--decode-chunk-size", "--help", "--help-all"),
     ]
-    titles = ["Video", "Model and precision", "Layout", "Draft", "Recovery", "Diagnostics"]
+    titles = [
+        "Video",
+        "Prompts",
+        "Model and precision",
+        "Layout",
+        "Draft",
+        "Recovery",
+        "Diagnostics",
+    ]
     more = short.partition("described by --help-all\n")[2].partition("\n\n")[0]
     assert re.findall(r"^ {2}(\w[\w ]*?) {2,}--", more, re.M) == titles
     assert [title for title in whole.split("\n") if title in titles] == titles
@@ -91,7 +99,7 @@ def test_a_command_documents_its_own_defaults(name: str) -> None:
     defaults = re.findall(r"\[default: ([^]]*)\]", text)
 
     assert "Default:" not in text
-    assert len(defaults) == text.count("[default: ") > 0 or name == "env"
+    assert len(defaults) == text.count("[default: ") > 0 or name in ("env", "models")
     others = [other for other in COMMANDS if other not in (name, "run")]
     assert not [d for d in defaults for other in others if f"svdpp {other}" in d]
 

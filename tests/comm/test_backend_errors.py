@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from svdpp.comm import backend_errors
-from svdpp.errors import DeviceError, OutOfMemoryError, RankError, TransportError
+from svdpp.errors import BrokenLinkError, DeviceError, OutOfMemoryError, RankError
 
 # As torch 2.13 and NCCL 2.27 print them (ProcessGroupNCCL.cpp, NCCLUtils.cpp).
 NCCL_UNHANDLED = """NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, \
@@ -32,11 +32,11 @@ GLOO = "[../third_party/gloo/transport/tcp/pair.cc:534] Connection closed by pee
 @pytest.mark.parametrize(
     ("raised", "kind", "words"),
     [
-        (RuntimeError(GLOO), TransportError, "Connection closed by peer"),
-        (RuntimeError(""), TransportError, "no reason given"),
+        (RuntimeError(GLOO), BrokenLinkError, "Connection closed by peer"),
+        (RuntimeError(""), BrokenLinkError, "no reason given"),
         (
             dist.DistBackendError(NCCL_REMOTE),
-            TransportError,
+            BrokenLinkError,
             "last error: socketProgress: Connection closed by remote peer host0",
         ),
         (dist.DistBackendError(NCCL_XID), DeviceError, "CUDA error: unspecified launch failure"),
@@ -44,7 +44,7 @@ GLOO = "[../third_party/gloo/transport/tcp/pair.cc:534] Connection closed by pee
         (torch.OutOfMemoryError(ALLOCATOR), OutOfMemoryError, "out of memory: "),
         (torch.AcceleratorError(NO_MEMORY), OutOfMemoryError, "out of memory: "),
         (torch.AcceleratorError(XID), DeviceError, "an illegal memory access was encountered"),
-        (TransportError("clip: sent 7, expected 8"), TransportError, "clip: sent 7, expected 8"),
+        (BrokenLinkError("clip: sent 7, expected 8"), BrokenLinkError, "clip: sent 7, expected 8"),
     ],
 )
 def test_errors_are_told_apart(raised: Exception, kind: type[Exception], words: str) -> None:
@@ -56,8 +56,8 @@ def test_errors_are_told_apart(raised: Exception, kind: type[Exception], words: 
 
 
 def test_a_gpu_that_fails_is_its_ranks_own_fault() -> None:
-    """The parent treats a `TransportError` as a consequence of another rank's failure."""
+    """The parent treats a `BrokenLinkError` as a consequence of another rank's failure."""
     assert issubclass(DeviceError, RankError)
-    assert not issubclass(DeviceError, TransportError)
+    assert not issubclass(DeviceError, BrokenLinkError)
     assert DeviceError.exit_code == 6
     assert OutOfMemoryError.exit_code == 4

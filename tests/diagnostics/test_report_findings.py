@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
+from svdpp.diagnostics.bottleneck import Finding, FindingKind
 from svdpp.diagnostics.diagnosis import Diagnosis
 from svdpp.diagnostics.figures import RunFigures, WorkFigures, figures_of
 from svdpp.diagnostics.run_report import read_report, write_page
 from svdpp.errors import InputError, RequestError
 from svdpp.plan.costs import Costs
+from svdpp.plan.large_forecast import forecast_layout
+from svdpp.plan.layout import Layout
 from tests.cli.test_help import parsed
 from tests.diagnostics.made_up_runs import EVEN, delayed, leave, replayed, with_rank
 
@@ -238,3 +241,60 @@ def _diagnosis(folder: Path, figures: RunFigures) -> Diagnosis:
     found = read_report(leave(folder, figures)).diagnosis
     assert found is not None
     return found
+
+
+EVERY_RUN = {
+    **{kind: figures for kind, (figures, _, _) in BOTTLENECKS.items()},
+    "memory": _full_memory(),
+    "one thread too many": replayed(num_threads=1, world_size=4, num_steps=12, usable_cores=2),
+    "chunk": replayed(_DECODE, decode_chunk_size=2, **_ON_CUDA),
+    "more devices": replayed(**{**_ON_CUDA, "num_devices": 4}),
+    "free cores": replayed(usable_cores=8),
+    "one clip": replayed(clips=1, world_size=4, num_steps=12, **_ON_CUDA),
+}
+
+
+@pytest.mark.parametrize("kind", EVERY_RUN)
+def test_each_advice_changes_something_and_its_forecast_holds(kind: str, tmp_path: Path) -> None:
+    figures = EVERY_RUN[kind]
+    for advice in _diagnosis(tmp_path, figures).advice:
+        if not advice.command.startswith("svdpp run"):
+            assert advice.times_as_fast is None
+            continue
+        asked = parsed(advice.command)
+        world = asked["ranks"].world or figures.world_size
+        threads = asked["ranks"].threads or figures.num_threads
+        chunk = asked["sampling"].decode_chunk_size
+        options = {"num_steps": figures.num_steps, "world_size": world, "decodes": True}
+        fields, _ = asked["layout"].settings(
+            **options, num_clips=figures.clips, ranks_per_host=None, memory=None, experts=None
+        )
+        layout = Layout(**options, **{**fields, "costs": figures.costs})
+        before = (figures.world_size, figures.num_threads, figures.split, figures.replicas)
+        changed = (world, threads, layout.split, layout.replicas) != before
+        assert changed or chunk not in (None, str(figures.decode_chunk_size)), advice
+        if advice.times_as_fast is not None:
+            assert figures.forecast.afterwards is not None
+            times = figures.forecast.afterwards / forecast_layout(layout, figures.clips).makespan
+            assert times == pytest.approx(advice.times_as_fast, rel=0.05), advice
+
+
+@pytest.mark.parametrize("kind", get_args(FindingKind))
+def test_each_limit_fits_on_a_line(kind: FindingKind, tmp_path: Path) -> None:
+    found = Finding(kind=kind, rank=1023, lost_seconds=86400.0, text="")
+    line, *_ = replace(_diagnosis(tmp_path, replayed()), findings=(found,)).lines
+    assert line.startswith("limited by: ")
+    assert len(line) <= 80
+
+
+@pytest.mark.parametrize("kind", EVERY_RUN)
+def test_the_end_of_a_run_is_two_lines_that_fit(kind: str, tmp_path: Path) -> None:
+    diagnosis = _diagnosis(tmp_path, EVERY_RUN[kind])
+    lines = diagnosis.lines
+    assert bool(lines) == (diagnosis.figures.clips > diagnosis.figures.world_size)
+    assert [line[:4] for line in lines if not line.startswith("  ")] == ["limi", "try:"][
+        : len(lines)
+    ]
+    assert all(len(line) <= 80 for line in lines if not line.startswith("  "))
+    assert all("svdpp" not in line for line in lines if not line.startswith("  "))
+    assert "1 threads" not in str(diagnosis)

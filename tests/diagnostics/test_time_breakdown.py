@@ -97,6 +97,7 @@ def test_an_overrun_without_slower_work_is_waiting() -> None:
     assert "2.0 times the forecast: the ranks waited" in overrun(_trace(), _forecast(5.0), costs)
 
 
+@pytest.mark.timing
 @pytest.mark.processes
 @pytest.mark.parametrize(
     "layout", [{}, pytest.param({"replicas": 3}, marks=pytest.mark.long)], ids=("replica", "apart")

@@ -9,7 +9,13 @@ import pytest
 from svdpp.driver import supervisor
 from svdpp.driver.liveness import Liveness
 from svdpp.driver.supervisor import Supervisor
-from svdpp.errors import Interrupted, RankError, TransportError, error_to_dict
+from svdpp.errors import (
+    BrokenLinkError,
+    Interrupted,
+    RankError,
+    TransportError,
+    error_to_dict,
+)
 from svdpp.launch.group import RankLocation
 from svdpp.worker.messages import Event, Failed, Finished, Joined
 
@@ -19,7 +25,8 @@ def _failed(error: BaseException) -> Failed:
 
 
 INTERRUPTED = _failed(Interrupted(signal.SIGTERM))
-LINK_BROKE = _failed(TransportError("could not receive"))
+LINK_BROKE = _failed(BrokenLinkError("could not receive"))
+REFUSED = _failed(TransportError("sent 7, expected 8"))
 RAISED = _failed(RuntimeError("of its own"))
 
 
@@ -48,7 +55,7 @@ class Group:
         self.sent.append((rank, len(self._said)))
 
     def output_tail(self, rank: int) -> str:  # noqa: ARG002
-        return ""
+        return "its last output"
 
     def end(self, timeout: float) -> bool:  # noqa: ARG002
         return True
@@ -95,6 +102,7 @@ def test_after_a_signal_to_all_nobody_is_to_blame(said: list[tuple[int, Event]])
         ([(1, RAISED), (2, INTERRUPTED)], [1, 2], "rank 1 .* failed: RuntimeError: of its own"),
         ([(1, RAISED), (1, INTERRUPTED)], [1], "rank 1 .* failed: RuntimeError: of its own"),
         ([(1, LINK_BROKE)], [], "rank 1 .* failed: could not receive"),
+        ([(0, LINK_BROKE), (1, REFUSED)], [], "rank 1 .* failed: sent 7, expected 8"),
     ],
 )
 def test_a_signal_that_came_because_of_another_rank_is_told_as_that_rank(

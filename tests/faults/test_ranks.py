@@ -225,7 +225,12 @@ def _killed_while_connecting(victim: int, gate: Path) -> tuple[RankError, list[i
 def test_a_killed_rank_of_a_draft(rank: int) -> None:
     step = STARTS[rank] + 1
     stop = InjectedStop("hang", rank, 1, place=f"step{step}")
-    faulty = Faulty(DRAFT, stop, _stands(stop), _kill(rank, signal.SIGKILL))
+    stands = _stands(stop)
+
+    def stands_after_the_first_clip(rank: int, event: Event) -> bool:
+        return stands(rank, event) and faulty.finished == [0]
+
+    faulty = Faulty(DRAFT, stop, stands_after_the_first_clip, _kill(rank, signal.SIGKILL))
     error, seconds = faulty.run(_clips())
     assert seconds <= allowing_for_others(4)
     assert re.match(rf"rank {rank} \(cpu of .*\) was killed by SIGKILL", error.message)

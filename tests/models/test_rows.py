@@ -55,6 +55,7 @@ CASES = {
     "ltx2": Case("ltx2", LTX2),
     "ltx2-image": Case("ltx2", {**LTX2, "stg_scale": 0.0, "audio_stg_scale": 0.0}, image=True),
     "hunyuan-video": Case("hunyuan_video", {"height": 16, "width": 16, "num_frames": 9}),
+    "hunyuan-video-1.5": Case("hunyuan_video_15", {"height": 16, "width": 16, "num_frames": 9}),
     "cogvideox": Case("cogvideox", {"height": 32, "width": 32, "num_frames": 9}),
     "cogvideox-dpm": Case(
         "cogvideox", {"height": 32, "width": 32, "num_frames": 9}, changes={"scheduler": DPM}
@@ -64,6 +65,8 @@ CASES = {
     "skyreels-v2-image": Case(
         "skyreels_v2", {"height": 16, "width": 16, "num_frames": 9}, image=True
     ),
+    "skyreels-v2-df": Case("skyreels_v2_df", {"height": 16, "width": 16, "num_frames": 9}),
+    "latte": Case("latte", {"height": 16, "width": 16, "num_frames": 2}),
     "mochi": Case("mochi", {"height": 16, "width": 16, "num_frames": 7}),
 }
 
@@ -112,7 +115,13 @@ def test_every_cut_gives_the_bits_of_the_whole_call(
     _check_damage(rank_for, request, image)
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = "ltx2"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name == QUICK else pytest.param(name, marks=pytest.mark.long) for name in CASES],
+)
 def test_the_estimate_runs_the_call_without_weights(
     checkpoints: Callable[[str], Any], name: str
 ) -> None:
@@ -129,7 +138,9 @@ def test_the_estimate_runs_the_call_without_weights(
         memory = getattr(estimated, part)
         assert memory.weight_bytes == num_bytes(loaded(model).values()), part
         assert min(memory.activation_bytes, memory.flops) > 0
-    packet = encoder.encode(encoder.prepare(photograph()) if case.image else {}, request_of())
+    packet = encoder.encode(
+        encoder.prepare(photograph()) if case.image else {}, request_of("a cat")
+    )
     shapes = {key: each.shape for key, each in packet.items() if key != "structure"}
     probe = encoder.probe_packet()
     assert {key: each.shape for key, each in probe.items() if key != "structure"} == shapes

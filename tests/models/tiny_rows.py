@@ -205,6 +205,53 @@ def _hunyuan_video(_: bool) -> tuple[str, dict[str, Any]]:
     return "HunyuanVideoPipeline", parts
 
 
+def _hunyuan_video_15(_: bool) -> tuple[str, dict[str, Any]]:
+    qwen = transformers.Qwen2_5_VLTextConfig(
+        vocab_size=300,
+        hidden_size=TEXT,
+        intermediate_size=16,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        rope_scaling={"mrope_section": [1, 1, 2], "rope_type": "default", "type": "default"},
+    )
+    template = "{% for each in messages %}{{ each.content }}{% endfor %}"
+    parts = {
+        "tokenizer": _fast_tokenizer(chat_template=template),
+        "text_encoder": transformers.Qwen2_5_VLTextModel(qwen),
+        "tokenizer_2": transformers.ByT5Tokenizer(),
+        "text_encoder_2": T5EncoderModel(T5Config(**{**t5_sizes(1), "vocab_size": 384})),
+        "vae": diffusers.AutoencoderKLHunyuanVideo15(
+            latent_channels=4,
+            block_out_channels=(16, 16),
+            layers_per_block=1,
+            spatial_compression_ratio=4,
+            temporal_compression_ratio=2,
+            downsample_match_channel=False,
+            upsample_match_channel=False,
+        ),
+        "transformer": diffusers.HunyuanVideo15Transformer3DModel(
+            in_channels=9,
+            out_channels=4,
+            num_attention_heads=2,
+            attention_head_dim=8,
+            num_layers=1,
+            num_refiner_layers=1,
+            mlp_ratio=2.0,
+            patch_size=1,
+            patch_size_t=1,
+            text_embed_dim=TEXT,
+            text_embed_2_dim=TEXT,
+            image_embed_dim=12,
+            rope_axes_dim=(2, 2, 4),
+            target_size=16,
+        ),
+        "guider": diffusers.ClassifierFreeGuidance(guidance_scale=1.0),
+        "scheduler": FlowMatchEulerDiscreteScheduler(shift=7.0),
+    }
+    return "HunyuanVideo15Pipeline", parts
+
+
 def _cogvideox(image: bool) -> tuple[str, dict[str, Any]]:
     parts = {
         **_t5(),
@@ -270,6 +317,10 @@ def _skyreels_v2(image: bool) -> tuple[str, dict[str, Any]]:
     return "SkyReelsV2ImageToVideoPipeline", {**parts, **more}
 
 
+def _skyreels_v2_df(_: bool) -> tuple[str, dict[str, Any]]:
+    return "SkyReelsV2DiffusionForcingPipeline", _skyreels_v2(image=False)[1]
+
+
 def _mochi(_: bool) -> tuple[str, dict[str, Any]]:
     parts = {
         **_t5(),
@@ -293,10 +344,43 @@ def _mochi(_: bool) -> tuple[str, dict[str, Any]]:
     return "MochiPipeline", parts
 
 
+def _latte(_: bool) -> tuple[str, dict[str, Any]]:
+    parts = {
+        **_t5(),
+        "vae": diffusers.AutoencoderKL(block_out_channels=(8, 8), norm_num_groups=4, **_BLOCKS_2D),
+        "transformer": diffusers.LatteTransformer3DModel(
+            sample_size=8,
+            video_length=2,
+            num_layers=1,
+            patch_size=2,
+            attention_head_dim=8,
+            num_attention_heads=3,
+            caption_channels=TEXT,
+            in_channels=4,
+            cross_attention_dim=24,
+            out_channels=8,
+            attention_bias=True,
+            activation_fn="gelu-approximate",
+            num_embeds_ada_norm=1000,
+            norm_type="ada_norm_single",
+            norm_elementwise_affine=False,
+        ),
+        "scheduler": diffusers.DDIMScheduler(),
+    }
+    return "LattePipeline", parts
+
+
+_BLOCKS_2D = {
+    "down_block_types": ("DownEncoderBlock2D",) * 2,
+    "up_block_types": ("UpDecoderBlock2D",) * 2,
+}
 _MAKERS: Mapping[str, Callable[[bool], tuple[str, dict[str, Any]]]] = {
     "ltx2": _ltx2,
     "hunyuan_video": _hunyuan_video,
+    "hunyuan_video_15": _hunyuan_video_15,
     "cogvideox": _cogvideox,
     "skyreels_v2": _skyreels_v2,
+    "skyreels_v2_df": _skyreels_v2_df,
     "mochi": _mochi,
+    "latte": _latte,
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from svdpp.errors import OutOfMemoryError, TransportError, error_to_dict
+from svdpp.errors import BrokenLinkError, OutOfMemoryError, error_to_dict
 from svdpp.serve.rank_view import RankNow, RankView
 from svdpp.worker.messages import ActionDone, Failed, Heartbeat, Joined, StepDone
 
@@ -38,7 +38,7 @@ def test_it_says_what_each_rank_does_and_did() -> None:
 
 def test_the_first_failure_that_no_other_rank_caused_is_the_culprit() -> None:
     view = RankView(3, lambda _: None)
-    errors = [TransportError("its neighbour is gone"), OutOfMemoryError("full"), ValueError("x")]
+    errors = [BrokenLinkError("its neighbour is gone"), OutOfMemoryError("full"), ValueError("x")]
     for rank, error in enumerate(errors):
         about = error_to_dict(error)
         view.add(rank, Failed(error=about, traceback="", action="DECODE c5 @8", step=-1))

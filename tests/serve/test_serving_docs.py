@@ -139,7 +139,7 @@ def test_every_option_that_limits_something_is_in_the_table() -> None:
 
 
 _LIMITS = re.compile(
-    r"--(max-queue|max-upload.*|max-steps|max-frames|keep-.*|sizes|grace|timeout|start-timeout|heartbeat-timeout)"
+    r"--(max-(queue|upload-mb|megapixels|steps|frames)|keep-.*|sizes|grace|(.*-)?timeout)"
 )
 
 

@@ -132,7 +132,7 @@ def test_a_json_vouches_for_the_file_beside_it_alone(out: Path) -> None:
 def test_a_json_names_no_file_outside_its_folder(output: str, out: Path) -> None:
     record = json.loads((out / "a.mp4.json").read_text())
     (out / "x.json").write_text(json.dumps({**record, "output": output}))
-    with pytest.raises(InputError, match=r"output: Value error, not a file name"):
+    with pytest.raises(InputError, match=r"output is refused: not a file name"):
         read_clip(out / "x.json")
 
 

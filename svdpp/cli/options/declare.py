@@ -9,7 +9,7 @@ import typer
 
 # Panels of the help, in the order in which `--help-all` shows them.
 VIDEO = "Video"
-PROMPTS = "Prompts (Wan and LTX)"
+PROMPTS = "Prompts"
 MODEL = "Model and precision"
 LAYOUT = "Layout"
 COSTS = "Costs"

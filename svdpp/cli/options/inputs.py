@@ -7,7 +7,12 @@ from typing import Annotated
 import typer
 
 from svdpp.cli.options.declare import LAYOUT, PROMPTS, RECOVERY, VIDEO, flag, option
-from svdpp.config.limits import MAX_MEGAPIXELS, check_num_clips, check_whole
+from svdpp.config.limits import (
+    MAX_MEGAPIXELS,
+    MAX_PROMPT_CHARACTERS,
+    check_num_clips,
+    check_whole,
+)
 from svdpp.errors import InputError, RequestError
 from svdpp.plan.small_file import read_small_file
 
@@ -95,12 +100,18 @@ class PromptOptions:
             return [] if self.prompt is None else [self.prompt]
         if self.prompt is not None:
             raise RequestError("--prompt and --prompts contradict each other", "use one of them")
-        name = repr(str(self.prompts))
-        try:
-            text = read_small_file(self.prompts, "file of prompts").decode()
-        except UnicodeDecodeError as error:
-            raise InputError(f"{name} is not UTF-8 text") from error
-        prompts = [line.strip() for line in text.splitlines() if line.strip()]
+        name, prompts = f"--prompts {str(self.prompts)!r}", []
+        data = read_small_file(self.prompts, "file of prompts")
+        for number, line in enumerate(data.split(b"\n"), start=1):
+            try:
+                prompt = line.decode().strip()
+            except UnicodeDecodeError as error:
+                raise InputError(f"{name}, line {number}: not UTF-8 text") from error
+            if len(prompt) > MAX_PROMPT_CHARACTERS or "\0" in prompt:
+                problem = f"a prompt must be a text of at most {MAX_PROMPT_CHARACTERS} characters"
+                raise InputError(f"{name}, line {number}: {problem}")
+            if prompt:
+                prompts.append(prompt)
         if not prompts:
             raise InputError(f"{name} has no prompt", "write one prompt in each line")
         return prompts

@@ -1,6 +1,8 @@
 """Owns the options for sampling: steps, seeds, size, motion, guidance."""
 
+import difflib
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, get_type_hints
 
@@ -11,6 +13,7 @@ from svdpp.config import (
     SAMPLING_CLASSES,
     PipelineConfig,
     SamplingConfig,
+    own_params,
     sampling_defaults,
 )
 from svdpp.errors import RequestError
@@ -166,7 +169,7 @@ class SamplingOptions:
             panel=PROMPTS,
             metavar="X",
             help="Guidance by the prompt; 1 or less turns guidance off.",
-            default="Wan 5.0, LTX 3.0",
+            default="the family's",
         ),
     ] = None
     guidance_scale_2: Annotated[
@@ -226,7 +229,17 @@ class SamplingOptions:
             panel=PROMPTS,
             metavar="N",
             help="Tokens of a prompt that the model reads; the rest is cut off.",
-            default="Wan 512, LTX 128",
+            default="the family's",
+        ),
+    ] = None
+
+    param: Annotated[
+        list[str] | None,
+        option(
+            "--param",
+            panel=PROMPTS,
+            metavar="NAME=VALUE",
+            help="A parameter of the model's family, repeatable; svdpp models FAMILY lists them.",
         ),
     ] = None
 
@@ -264,6 +277,7 @@ class SamplingOptions:
         """
         given = {name: value for name, value in vars(self).items() if value is not None}
         given.pop("seed", None)
+        given.pop("param", None)
         if "steps" in given:
             given["num_inference_steps"] = given.pop("steps")
         if (chunk := parse_decode_chunk(self.decode_chunk_size)) is None:
@@ -277,6 +291,7 @@ class SamplingOptions:
         known = {field.name for field in fields(kind)}
         if "from_image" in known:
             given["from_image"] = from_image
+        given |= parse_params(self.param or (), family)
         for name in given.keys() - known:
             option_name = _OPTIONS[name]
             raise RequestError(
@@ -294,6 +309,31 @@ def _option_names() -> dict[str, str]:
 
 
 _OPTIONS = _option_names()
+
+
+def parse_params(texts: Iterable[str], family: str) -> dict[str, float]:
+    """The values of `--param NAME=VALUE` by name, in the types of the family's parameters.
+
+    Raises:
+        RequestError: the family has no such parameter, or the value is no number.
+    """
+    known = own_params(SAMPLING_CLASSES[family])
+    values: dict[str, float] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise RequestError(f"--param takes NAME=VALUE, got {text!r}")
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"svdpp models {family} lists them"
+            raise RequestError(f"the family {family} has no parameter {name!r}", hint)
+        kind = type(known[name].default)
+        try:
+            values[name] = kind(value)
+        except ValueError:
+            what = "a whole number" if kind is int else "a number"
+            raise RequestError(f"--param {name} must be {what}, got {value!r}") from None
+    return values
 
 
 def parse_seeds(seed: str | None, seeds: str | None) -> list[int]:

@@ -67,8 +67,7 @@ class ServeOptions(ImageOptions):
             "--new-key",
             panel=SERVICE,
             metavar="NAME",
-            help="Create an API key, append its hash to --api-key-file, print the key once, and "
-            "end.",
+            help="Add the hash of a new API key to --api-key-file, print the key, and end.",
             default="start the server",
         ),
     ] = None
@@ -143,8 +142,8 @@ class ServeOptions(ImageOptions):
             "--sizes",
             panel=VIDEO,
             metavar="WxH,WxH",
-            help="Further sizes of clips, such as 768x448,1024x576.",
-            default="only --width x --height",
+            help="Further sizes, such as 768x448.",
+            default="none",
         ),
     ] = None
     time_scale: Annotated[

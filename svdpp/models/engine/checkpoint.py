@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from svdpp.config import SAMPLING_CLASSES, CommonSampling, SamplingConfig
+from svdpp.config.limits import require
 from svdpp.config.sampling import PromptedSampling, check_frames, check_sides
 from svdpp.errors import RequestError
 from svdpp.models.checkpoint import Checkpoint, Use
@@ -29,6 +30,8 @@ class RowCheckpoint(Checkpoint):
     """Height and width of a frame are multiples of these."""
     frames_multiple: int
     """The number of frames is a multiple of this plus 1."""
+    fixed_frames: int | None = None
+    """The only number of frames that the model makes; None: any."""
     image_use: Use = "refused"
     unused_parameters: tuple[str, ...] = ()
     boundary_ratio: float | None = None
@@ -64,7 +67,7 @@ class RowCheckpoint(Checkpoint):
     def parts_of(self, roles: Roles, sampling: SamplingConfig) -> frozenset[str]:
         """The components that a rank with these roles loads, with and without weights."""
         assert isinstance(sampling, PromptedSampling)
-        row, needed = self.row, set[str]()
+        row, needed = self.row, set(self.row.everywhere)
         if roles.encode:
             needed |= {*row.encode, *(row.encode_image if sampling.from_image else ())}
         if roles.decode:
@@ -90,6 +93,10 @@ class RowCheckpoint(Checkpoint):
             )
         assert isinstance(sampling, CommonSampling)
         check_frames(sampling, self.frames_multiple)
+        require(
+            self.fixed_frames in (None, sampling.frames),
+            f"{self.label} makes clips of {self.fixed_frames} frames, not {sampling.frames}",
+        )
         check_sides(sampling, self.size_multiple)
         self.row.check(self, sampling)
         return sampling
@@ -106,9 +113,12 @@ class RowCheckpoint(Checkpoint):
         return boundary_step(scheduler, self.boundary_ratio, sampling.num_inference_steps)
 
 
+_WITHOUT_WEIGHTS = ("processor", "extractor", "guider")
+
+
 def has_weights(part: str) -> bool:
-    """Whether a component has weights; tokenizers and processors have none."""
-    return not part.startswith("tokenizer") and not part.endswith(("processor", "extractor"))
+    """Whether a component has weights; tokenizers, processors and guiders have none."""
+    return not part.startswith("tokenizer") and not part.endswith(_WITHOUT_WEIGHTS)
 
 
 def check(index: JsonFile, *, folder: Path, **common: Any) -> RowCheckpoint:

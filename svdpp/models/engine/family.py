@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +16,8 @@ from svdpp.config import ClipRequest, ModelConfig, SamplingConfig
 from svdpp.models.base import LATENTS, Frames, Tensors
 from svdpp.models.engine.call import changed_state, packed_state, snapshot
 from svdpp.models.engine.checkpoint import RowCheckpoint
-from svdpp.models.engine.load import component_class, dtype_of, new_scheduler
-from svdpp.models.engine.model import call_arguments, load_model
+from svdpp.models.engine.load import component_class, dtype_of, set_up
+from svdpp.models.engine.model import call_arguments, load_model, request_arguments
 from svdpp.models.engine.values import Packer
 from svdpp.models.loading import check_components, library_errors, silence_libraries
 from svdpp.models.svd.decode import stack_frames
@@ -41,7 +44,7 @@ class EngineReference:
         """See `models.families.Reference`."""
         checkpoint, row = self._checkpoint, self._checkpoint.row
         pipe = self._pipe(image is not None)
-        pipe.scheduler = new_scheduler(checkpoint, sampling)
+        set_up(pipe, checkpoint, sampling)
         before: dict[str, Any] = {}
         last: Tensors = {}
 
@@ -57,17 +60,19 @@ class EngineReference:
             after_step(step, {**packer.tensors, **last})
             return {}
 
+        callback: dict[str, Any] = {"callback_on_step_end": on_step_end}
+        if "callback_on_step_end" not in inspect.signature(type(pipe).__call__).parameters:
+            callback = {}
+            _observe_steps(pipe.scheduler, on_step_end)
         device = row.generator_device(checkpoint, sampling, self._device)
+        generator = torch.Generator(device).manual_seed(request.seed)
         # They change no tensor; the first call is the end of the encode.
         modules = [getattr(pipe, name, None) for name in row.denoisers]
         hooks = [each.register_forward_pre_hook(begin) for each in modules if each is not None]
         frames = pipe(
             **call_arguments(pipe, checkpoint, sampling),
-            **({} if image is None else {"image": image}),
-            prompt=request.prompt,
-            negative_prompt=request.negative_prompt,
-            generator=torch.Generator(device).manual_seed(request.seed),
-            callback_on_step_end=on_step_end,
+            **request_arguments(request, image, generator),
+            **callback,
             output_type="pil",
         ).frames[0]
         for hook in hooks:
@@ -96,6 +101,19 @@ class EngineReference:
             )
         pipe.set_progress_bar_config(disable=True)
         return pipe.to(self._device)
+
+
+def _observe_steps(scheduler: Any, on_step_end: Callable[..., Any]) -> None:
+    """Calls `on_step_end` after each `scheduler.step`, of a pipeline without such a callback."""
+    step, count = scheduler.step, itertools.count()
+
+    @functools.wraps(step)
+    def observed(*args: Any, **kwargs: Any) -> Any:
+        result = step(*args, **kwargs)
+        on_step_end(None, next(count), None, {LATENTS: result[0]})
+        return result
+
+    scheduler.step = observed
 
 
 def load_reference(checkpoint: RowCheckpoint, model: ModelConfig, device: str) -> EngineReference:

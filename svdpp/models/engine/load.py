@@ -122,6 +122,14 @@ def new_scheduler(checkpoint: RowCheckpoint, sampling: Any) -> Any:
         return getattr(diffusers, scheduler.name).from_config(dict(scheduler.values))
 
 
+def set_up(pipe: Any, checkpoint: RowCheckpoint, sampling: Any) -> None:
+    """Gives the pipeline the scheduler of a clip, and its guider, if it has one, the scale."""
+    pipe.scheduler = new_scheduler(checkpoint, sampling)
+    if (guider := getattr(pipe, "guider", None)) is not None:
+        scale = {"guidance_scale": sampling.guidance_scale}
+        pipe.guider = type(guider).from_config({**guider.config, **scale})
+
+
 def component_class(part: str, name: str) -> Any:
     """The class of a component, of diffusers or transformers."""
     with library_errors(part):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from svdpp.config.limits import require
 from svdpp.models.engine import ltx, wan
 from svdpp.models.engine.configs import Configs, Facts
 
@@ -21,6 +22,22 @@ _FLOW = ("FlowMatchEulerDiscreteScheduler", "UniPCMultistepScheduler")
 def _no_facts(configs: Configs) -> Facts:
     del configs
     return {}
+
+
+def _no_length(_: Configs) -> Facts:
+    """The pipeline has a fixed length of prompts."""
+    return {"unused_parameters": ("max_sequence_length",)}
+
+
+def _latte(configs: Configs) -> Facts:
+    frames = configs.of("transformer", video_length=16).count("video_length", 1024)
+    return {**_no_length(configs), "fixed_frames": frames}
+
+
+def _one_window(_: Any, sampling: Any) -> None:
+    """More frames are made in several loops."""
+    frames = sampling.num_frames
+    require(frames <= 97, f"--frames must be at most 97 for diffusion forcing, got {frames}")
 
 
 def _no_check(checkpoint: Any, sampling: Any) -> None:
@@ -49,6 +66,8 @@ class Row:
     encode_image: tuple[str, ...] = ("vae",)
     """What it uses besides for a clip from an image."""
     decode: tuple[str, ...] = ("vae",)
+    everywhere: tuple[str, ...] = ()
+    """What every rank uses: components without weights."""
     fp32: frozenset[str] = frozenset()
     """Components in float32, whatever the model's dtype is."""
     only_encode: tuple[str, ...] = ("encoder", "quant_conv")
@@ -163,6 +182,26 @@ ROWS: Mapping[str, Row] = {
         encode=("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2"),
         texts=("_get_llama_prompt_embeds", "_get_clip_prompt_embeds"),
     ),
+    "hunyuan_video_15": Row(
+        title="HunyuanVideo-1.5",
+        text="HunyuanVideo15Pipeline",
+        components={
+            "tokenizer": ("Qwen2Tokenizer", "Qwen2TokenizerFast", *_ANY_TOKENIZER),
+            "text_encoder": ("Qwen2_5_VLTextModel",),
+            "tokenizer_2": ("ByT5Tokenizer",),
+            "text_encoder_2": ("T5EncoderModel",),
+            "vae": ("AutoencoderKLHunyuanVideo15",),
+            "transformer": ("HunyuanVideo15Transformer3DModel",),
+            "guider": ("ClassifierFreeGuidance",),
+        },
+        schedulers=("FlowMatchEulerDiscreteScheduler",),
+        encode=("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2"),
+        everywhere=("guider",),
+        only_encode=("encoder",),
+        only_decode=("decoder",),
+        texts=(),
+        facts=_no_length,
+    ),
     "cogvideox": Row(
         title="CogVideoX",
         text="CogVideoXPipeline",
@@ -193,6 +232,19 @@ ROWS: Mapping[str, Row] = {
         encode_image=("vae", "image_encoder", "image_processor"),
         fp32=frozenset({"vae", "image_encoder"}),
     ),
+    "skyreels_v2_df": Row(
+        title="SkyReels-V2, diffusion forcing with all frames in step",
+        text="SkyReelsV2DiffusionForcingPipeline",
+        components={
+            "tokenizer": _T5,
+            "text_encoder": ("UMT5EncoderModel", "T5EncoderModel"),
+            "vae": ("AutoencoderKLWan",),
+            "transformer": ("SkyReelsV2Transformer3DModel",),
+        },
+        fp32=frozenset({"vae"}),
+        noise_stays=True,
+        check=_one_window,
+    ),
     "mochi": Row(
         title="Mochi 1",
         text="MochiPipeline",
@@ -205,6 +257,20 @@ ROWS: Mapping[str, Row] = {
         schedulers=("FlowMatchEulerDiscreteScheduler",),
         only_encode=("encoder",),
         only_decode=("decoder",),
+    ),
+    "latte": Row(
+        title="Latte",
+        text="LattePipeline",
+        components={
+            "tokenizer": _T5,
+            "text_encoder": ("T5EncoderModel",),
+            "vae": ("AutoencoderKL",),
+            "transformer": ("LatteTransformer3DModel",),
+        },
+        schedulers=("DDIMScheduler",),
+        renamed={"video_length": "num_frames"},
+        texts=(),
+        facts=_latte,
     ),
 }
 
