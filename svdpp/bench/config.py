@@ -1,4 +1,4 @@
-"""Owns a bench's configuration: YAML, overrides and grids, all checked before anything runs."""
+"""Owns a bench's configuration: sections, YAML, overrides, grids, all checked before it runs."""
 
 from __future__ import annotations
 

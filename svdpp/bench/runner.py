@@ -10,7 +10,7 @@ from pathlib import Path
 
 from svdpp.bench.config import BenchConfig, Workload
 from svdpp.bench.names import DATA_PARALLEL, ONE_DEVICE, PIPELINE
-from svdpp.bench.ranks import Ranks, StartedRanks
+from svdpp.bench.ranks import Ranks
 from svdpp.bench.targets import check_measurable
 from svdpp.config import ClipRequest, PipelineConfig, SamplingConfig
 from svdpp.config.sampling import PromptedSampling
@@ -139,7 +139,7 @@ class Bench:
         Raises:
             SvdppError: a case failed; for a baseline, a lack of memory is a result instead.
         """
-        ranks = ranks or StartedRanks(self.pipelines())
+        ranks = ranks or Ranks(self.pipelines())
         for number, case in self.turns():
             place = self._place(case, number)
             try:

@@ -1,4 +1,4 @@
-"""Owns the sweep over a draft's start steps: the distance of each draft from the exact clip."""
+"""Owns the sweep over start steps: each draft, computed in one process, and its distance."""
 
 from __future__ import annotations
 

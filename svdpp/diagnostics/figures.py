@@ -1,4 +1,4 @@
-"""Owns the figures of a run: plain values that a run leaves in its manifest for `svdpp report`."""
+"""Owns the figures that a run leaves in its manifest for `svdpp report`, and its head-room."""
 
 from __future__ import annotations
 

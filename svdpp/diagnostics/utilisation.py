@@ -1,4 +1,4 @@
-"""Owns utilisation: the FLOPs of a model's parts over the measured seconds of each rank."""
+"""Owns utilisation: FLOPs over measured seconds of each rank, and published peaks of devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the interface to a group of ranks, for the parent and for each rank, with any launcher."""
+"""Owns the interface to a group of ranks, for the parent and each rank, and its channels."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ class Channel(Protocol):
 
     def send(self, message: bytes) -> None:
         """Sends a whole message. Several threads may call it."""
-        ...
 
     def receive(self, timeout: float) -> bytes | None:
         """Returns the next message, or None after `timeout` seconds.
@@ -32,7 +31,6 @@ class Channel(Protocol):
         Raises:
             EOFError: the other end is closed.
         """
-        ...
 
 
 class PipeChannel:
@@ -140,15 +138,12 @@ class Group(Protocol):
 
     def location(self, rank: int) -> RankLocation:
         """Where `rank` runs."""
-        ...
 
     def send(self, rank: int, message: bytes) -> None:
         """Sends a message to `rank`. Does not raise if the rank has ended; see `exited`."""
-        ...
 
     def poll(self, timeout: float) -> list[tuple[int, bytes]]:
         """Waits up to `timeout` seconds for messages; returns them, each with its rank."""
-        ...
 
     def exited(self) -> dict[int, int | None]:
         """Exit code of every rank that has ended; minus the signal's number if a signal ended it.
@@ -156,15 +151,12 @@ class Group(Protocol):
         None if only the launcher knows the code. A launcher's ranks come in the order in which
         their end was noticed.
         """
-        ...
 
     def output_tail(self, rank: int) -> str:
         """The end of the output of `rank` and its libraries."""
-        ...
 
     def end(self, timeout: float) -> bool:
         """Waits for ranks that were commanded to stop; returns whether all ended without error."""
-        ...
 
     def kill(self, error: BaseException | None = None) -> None:
         """Ends every rank that still runs, and removes the group's temporary files.
@@ -172,4 +164,3 @@ class Group(Protocol):
         Args:
             error: the reason, sent to a launcher's ranks; None if all work is done.
         """
-        ...

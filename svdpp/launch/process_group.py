@@ -1,4 +1,4 @@
-"""Owns joining and leaving the process group, and the backend; only it reads PIPELINE_BACKEND."""
+"""Owns the process group, its backend and interface; only it reads PIPELINE_BACKEND."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the choice of a layout by forecast: the fastest one that fits in memory."""
+"""Owns the choice by forecast of the fastest layout that fits, and of each rank's card."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns costs: the seconds and memory of each kind of work, and the costs file `costs.json`."""
+"""Owns costs: seconds and memory of each kind of work, the costs file, and published costs."""
 
 from __future__ import annotations
 

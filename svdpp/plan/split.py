@@ -21,7 +21,6 @@ MAX_PLANNED_STEPS = 65_536
 #: Ranks of a plan and of a run.
 MAX_RANKS = 65_536
 
-
 #: Cut positions of one clip: 0, then the steps done after each stage; the last is N.
 Cuts = tuple[int, ...]
 
