@@ -216,7 +216,7 @@ def _measure_work(
 ) -> dict[str, Any]:
     checkpoint, part = asked
     model = load_model(config, checkpoint, str(_device(context, config)), PARTS[part])
-    tensors = model.probe_packet()
+    tensors = model.probe_packet(has_stepped=part == "decode")
     # Two requests, because a rank encodes equal prompts once.
     warm_up, measured = example_requests(config, 2)
     _work(model, part, tensors, config, warm_up)

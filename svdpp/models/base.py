@@ -68,8 +68,10 @@ class VideoModel(Protocol):
         """Returns the same loaded components with other sampling parameters."""
         ...
 
-    def probe_packet(self) -> Tensors:
-        """A made-up packet before the first step, to measure a step or a decode without an encode.
+    def probe_packet(self, *, has_stepped: bool = False) -> Tensors:
+        """A made-up packet, to measure a step or a decode without an encode.
+
+        With `has_stepped` it is one to decode, otherwise one before the first step.
 
         Its tensors have the shapes, dtypes and devices of a real one.
         """

@@ -127,7 +127,7 @@ class DummyModel:
         spec = replace(self._spec, shape=(batch, channels, sampling.frames, *size))
         return DummyModel(spec, sampling.num_inference_steps, self.device, self._sleep_times)
 
-    def probe_packet(self) -> Tensors:
+    def probe_packet(self, *, has_stepped: bool = False) -> Tensors:  # noqa: ARG002
         """Only the latent."""
         return {LATENTS: torch.zeros(self._spec.shape, dtype=self._dtype, device=self.device)}
 

@@ -162,7 +162,7 @@ def test_a_link(backend: str, payload: type[torch.Tensor], monkeypatch: pytest.M
 
 def test_a_comparison_of_two_equal_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     noise = _model().encode({}, ClipRequest(seed=0))
-    monkeypatch.setattr(DummyModel, "probe_packet", lambda _: noise)
+    monkeypatch.setattr(DummyModel, "probe_packet", lambda *_, **__: noise)
     monkeypatch.setattr(rank_probe, "_device", lambda *_: CPU)
     answer = rank_probe._step_twice(Mock(), CONFIG, None)
     assert len(set(answer["sha256"])) == 1

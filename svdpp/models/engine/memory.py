@@ -48,11 +48,15 @@ def estimate_parts(
     return MemoryEstimate(encode=encode, denoise=denoise, decode=hollow.decode(packet))
 
 
-def probe_packet(checkpoint: RowCheckpoint, dtype: str, sampling: SamplingConfig) -> Tensors:
-    """A packet before the first step, of zeros in host memory; see `VideoModel.probe_packet`."""
+def probe_packet(
+    checkpoint: RowCheckpoint, dtype: str, sampling: SamplingConfig, *, has_stepped: bool
+) -> Tensors:
+    """A packet of zeros in host memory; see `VideoModel.probe_packet`."""
     model = ModelConfig(name=checkpoint.name, dtype=dtype)  # type: ignore[arg-type]
     fake_run = FakeRun(dtype_of(checkpoint, "", dtype), on_cpu=True)
-    return _Hollow(fake_run, checkpoint, model, sampling).encode()[0]
+    hollow = _Hollow(fake_run, checkpoint, model, sampling)
+    packet, _ = hollow.encode()
+    return hollow.denoise(packet)[0] if has_stepped else packet
 
 
 class _Hollow:

@@ -113,12 +113,12 @@ class EngineModel:
             video: torch.Tensor = call.run(arguments | {"output_type": "pt"})[0]
         return video
 
-    def probe_packet(self) -> Tensors:
+    def probe_packet(self, *, has_stepped: bool = False) -> Tensors:
         """See `VideoModel`."""
         from svdpp.models.engine.memory import probe_packet  # imports this module
 
         parts, generator = self._parts, torch.Generator().manual_seed(0)
-        made = probe_packet(parts.checkpoint, parts.dtype, self._sampling)
+        made = probe_packet(parts.checkpoint, parts.dtype, self._sampling, has_stepped=has_stepped)
         return {
             name: tensor
             if tensor.dtype == torch.uint8  # in host memory in real packets too

@@ -55,7 +55,7 @@ class SvdModel:
         assert isinstance(sampling, SvdSampling)
         return SvdModel(self._checkpoint, self._parts, sampling, self._dtype)
 
-    def probe_packet(self) -> Tensors:
+    def probe_packet(self, *, has_stepped: bool = False) -> Tensors:  # noqa: ARG002
         """Noise, in the shapes of latents, image latents, image embedding and time ids."""
         factor = self._checkpoint.vae_scale_factor
         size = self._sampling.height // factor, self._sampling.width // factor
