@@ -34,7 +34,7 @@ MAX_ASPECT = 16
 #: Padding a narrow photograph to a wide shape multiplies its pixels; more than this is refused.
 _MAX_PADDED_PIXELS = 4 * MAX_PIXELS
 
-_LIMIT = f"the limit is {MAX_MEGAPIXELS} million"
+_SMALLER = f"make it smaller, or raise --max-megapixels, to {MAX_MEGAPIXELS} at most"
 _BAND_ROWS = 64
 
 #: Guards the redirection of the process's stderr; two threads at once could not restore it.
@@ -101,7 +101,10 @@ def photo_of(data: bytes, path: Path, max_pixels: int = MAX_PIXELS) -> tuple[Ima
             "convert it to PNG or JPEG first",
         ) from None
     except Image.DecompressionBombError:
-        raise InputError(f"{_name(path)} is too large: {_LIMIT}") from None
+        limit = max_pixels // 10**6
+        raise InputError(
+            f"{_name(path)} is too large: the limit is {limit} million pixels", _SMALLER
+        ) from None
     except MemoryError:
         raise InputError(f"{_name(path)} does not fit in memory") from None
     except Exception as error:  # on hostile bytes Pillow raises nearly any type
@@ -219,12 +222,10 @@ def _libtiff_silenced(data: bytes) -> Iterator[None]:
 
 
 def _check_size(width: int, height: int, max_pixels: int) -> None:
-    if width * height > MAX_PIXELS:
-        raise InputError(f"is too large: {width}x{height} pixels, {_LIMIT}")
     if width * height > max_pixels:
         raise InputError(
             f"is too large: {width}x{height} pixels, the limit is {max_pixels // 10**6} million",
-            f"make it smaller, or raise --max-megapixels, to {MAX_MEGAPIXELS} at most",
+            _SMALLER,
         )
     if min(width, height) < MIN_SIDE:
         raise InputError(

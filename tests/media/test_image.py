@@ -64,6 +64,11 @@ def test_the_limit_in_pixels_is_the_callers(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="1000x1001 pixels, the limit is 1 million") as caught:
         read_photo(path, 1_000_000)
     assert "raise --max-megapixels, to 50 at most" in caught.value.hint
+    for side in (8000, 2**31 - 1):  # also beyond the largest limit, and Pillow's own
+        path.write_bytes(png(side, side, 8, 0, b""))
+        with pytest.raises(InputError, match="the limit is 1 million") as caught:
+            read_photo(path, 1_000_000)
+        assert "raise --max-megapixels, to 50 at most" in caught.value.hint
 
 
 def test_photo_names_bytes_and_size(tmp_path: Path) -> None:
