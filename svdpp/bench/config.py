@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import hashlib
 import itertools
 import json
@@ -284,7 +285,8 @@ def _points(content: dict[str, Any]) -> Iterator[dict[str, Any]]:
     for choice in itertools.product(*(values for _, values in swept)):
         point: dict[str, Any] = json.loads(json.dumps(content, default=str))
         for (place, _), value in zip(swept, choice, strict=True):
-            _set(point, place, value)
+            *sections, field = place
+            functools.reduce(dict.__getitem__, sections, point)[field] = value
         yield point
 
 
@@ -301,12 +303,6 @@ def _is_sweep(place: tuple[str, ...], value: object) -> bool:
     """Whether `value` is a list for a field of single values; validation refuses an empty one."""
     is_single = ".".join(place) not in _LISTS and place[0] != "targets"
     return isinstance(value, list) and bool(value) and is_single
-
-
-def _set(content: dict[str, Any], place: tuple[str, ...], value: object) -> None:
-    for section in place[:-1]:
-        content = content[section]
-    content[place[-1]] = value
 
 
 def _fields(model: type[BaseModel], above: str = "") -> Iterator[tuple[str, Any]]:

@@ -9,7 +9,6 @@ from svdpp.bench.runner import Bench
 from svdpp.config import PipelineConfig
 from svdpp.diagnostics.cost_profile import Profile, median
 from svdpp.driver.trace import Trace, TransferSpan
-from svdpp.plan.actions import Kind
 from svdpp.plan.costs import Costs
 
 
@@ -18,17 +17,10 @@ def costs_of(bench: Bench, run_id: str) -> Costs:
     traces = [each.trace for each in bench.rounds if each.case == PIPELINE]
     others = [each.trace for each in bench.rounds if each.case == DATA_PARALLEL]
     packets = [transfer for trace in traces for transfer in _packets(trace, bench.config)]
-    profile = Profile(
-        bench.config,
-        bench.world,
-        step_seconds=_steps(traces, others, bench.config.world_size),
-        encode_seconds=median(_actions(traces, Kind.ENCODE)),
-        decode_seconds=median(_actions(traces, Kind.DECODE)),
-        packet_bytes=max((transfer.num_bytes for transfer in packets), default=0),
-    )
-    transfers = _by_hosts(packets, profile.ranks_per_host)
-    profile.transfer_seconds = median(transfers[False])
-    profile.inter_host_transfer_seconds = median(transfers[True]) if transfers[True] else None
+    steps = _steps(traces, others, bench.config.world_size)
+    profile = Profile(bench.config, bench.world, step_seconds=steps)
+    profile.set_actions(span for trace in traces for span in trace.spans)
+    profile.set_packets(packets)
     return profile.costs(f"svdpp bench, {bench.asked.experiment}/{run_id}")
 
 
@@ -55,11 +47,6 @@ def _steps_by_rank(traces: list[Trace]) -> dict[int, list[float]]:
     return dict(found)
 
 
-def _actions(traces: list[Trace], kind: Kind) -> list[float]:
-    spans = (span for trace in traces for span in trace.spans if span.action.kind is kind)
-    return [span.end - span.start for span in spans]
-
-
 def _packets(trace: Trace, config: PipelineConfig) -> list[TransferSpan]:
     """Transfers of whole packets, measured at their receivers.
 
@@ -74,14 +61,3 @@ def _packets(trace: Trace, config: PipelineConfig) -> list[TransferSpan]:
         if transfer.peer == transfer.rank - 1:
             first.setdefault((transfer.rank, transfer.clip), transfer)
     return list(first.values())
-
-
-def _by_hosts(transfers: list[TransferSpan], ranks_per_host: int | None) -> dict[bool, list[float]]:
-    """The seconds of the transfers, by whether they crossed hosts."""
-    host_of = Costs(ranks_per_host=ranks_per_host).host_of
-    found: dict[bool, list[float]] = {False: [], True: []}
-    for transfer in transfers:
-        found[host_of(transfer.rank) != host_of(transfer.peer)].append(
-            transfer.end - transfer.start
-        )
-    return found

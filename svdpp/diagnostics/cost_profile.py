@@ -6,7 +6,7 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from svdpp.diagnostics.environment import cpu_model
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.resolve import resolve
 from svdpp.driver.supervisor import OpenObserver, no_observer
+from svdpp.driver.trace import Trace, TransferSpan
 from svdpp.launch import gpus
 from svdpp.launch.world import World
 from svdpp.media import image as photos
@@ -29,7 +30,7 @@ from svdpp.models.base import Frames
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.plan.actions import Kind
 from svdpp.plan.costs import Costs
-from svdpp.worker.messages import ActionDone, Event, StepDone, TransferDone
+from svdpp.plan.forecast import Span
 
 _GIB = 2**30
 _STEPS_PER_RANK = 2
@@ -57,8 +58,8 @@ class Profile:
     write_seconds: float = 0.0
     packet_bytes: int = 0
     transfers: list[rank_probe.LinkSpeed] = field(default_factory=list)
-    transfer_seconds: float | None = None
-    """Of a whole packet; measured by launched ranks instead of `transfers`."""
+    transfer_seconds: float = 0.0
+    """Of a whole packet, in the run itself; counts only if `transfers` were not measured."""
     inter_host_transfer_seconds: float | None = None
     weight_bytes: dict[str, int] = field(default_factory=dict)
     """By part."""
@@ -71,6 +72,41 @@ class Profile:
     def ranks_per_host(self) -> int | None:
         """See `World.ranks_per_host`."""
         return None if self.world is None else self.world.ranks_per_host
+
+    def set_times(self, trace: Trace) -> None:
+        """Sets all times to the medians of the clips in `trace`, without the first one."""
+        steps = [step for step in trace.steps if step.clip > 0]
+        self.step_seconds = [
+            median([step.end - step.start for step in steps if step.rank == rank])
+            for rank in range(trace.world_size)
+        ]
+        if (boundary := self.config.expert_boundary) is not None:
+            self.expert_step_seconds = tuple(
+                median([step.end - step.start for step in steps if (step.step >= boundary) is late])
+                for late in (False, True)
+            )
+        self.set_actions(span for span in trace.spans if span.action.clip > 0)
+        received = (packet for packet in trace.transfers if packet.direction == "recv")
+        self.set_packets([packet for packet in received if packet.clip > 0])
+
+    def set_actions(self, spans: Iterable[Span]) -> None:
+        """Sets the times of encode and decode to the medians of `spans`."""
+        seconds: dict[Kind, list[float]] = defaultdict(list)
+        for span in spans:
+            seconds[span.action.kind].append(span.end - span.start)
+        self.encode_seconds = median(seconds[Kind.ENCODE])
+        self.decode_seconds = median(seconds[Kind.DECODE])
+
+    def set_packets(self, packets: Sequence[TransferSpan]) -> None:
+        """Sets size and times of transfers to those of `packets`, measured at their receivers."""
+        self.packet_bytes = max((packet.num_bytes for packet in packets), default=0)
+        host_of = Costs(ranks_per_host=self.ranks_per_host).host_of
+        seconds: dict[bool, list[float]] = defaultdict(list)
+        for packet in packets:
+            crosses_hosts = host_of(packet.rank) != host_of(packet.peer)
+            seconds[crosses_hosts].append(packet.end - packet.start)
+        self.transfer_seconds = median(seconds[False])
+        self.inter_host_transfer_seconds = median(seconds[True]) if seconds[True] else None
 
     def costs(self, command: str) -> Costs:
         """The costs for a plan.
@@ -88,7 +124,7 @@ class Profile:
             encode_seconds=self.encode_seconds,
             decode_seconds=self.decode_seconds,
             write_seconds=self.write_seconds,
-            transfer_seconds=slowest.latency_seconds if slowest else self.transfer_seconds or 0.0,
+            transfer_seconds=slowest.latency_seconds if slowest else self.transfer_seconds,
             transfer_bytes_per_second=min(
                 (transfer.bytes_per_second for transfer in self.transfers), default=None
             ),
@@ -194,60 +230,13 @@ def _measure_times(
     requests: list[ClipRequest],
     open_observer: OpenObserver,
 ) -> None:
-    config = result.config
-    measured = _Measured(
-        Costs(ranks_per_host=result.ranks_per_host).host_of, config.expert_boundary
-    )
-    pipeline.observe(measured)
+    trace = Trace(result.config.world_size)
+    pipeline.observe(trace.add)
     with open_observer("profile", pipeline.schedule(requests)) as progress:
         pipeline.observe(progress)
         with pipeline:
             pipeline.run(requests)
-    ranks = range(config.world_size)
-    result.step_seconds = [statistics.median(measured.steps[rank]) for rank in ranks]
-    if config.expert_boundary is not None:
-        first, second = measured.experts[0], measured.experts[1]
-        result.expert_step_seconds = (median(first), median(second))
-    result.encode_seconds = median(measured.actions[Kind.ENCODE])
-    result.decode_seconds = median(measured.actions[Kind.DECODE])
-    result.packet_bytes = measured.packet_bytes
-    if result.world is not None:
-        within, between = (measured.transfers[crosses] for crosses in (False, True))
-        result.transfer_seconds = median(within)
-        result.inter_host_transfer_seconds = median(between) if between else None
-
-
-class _Measured:
-    """Collects the seconds of all clips but the first."""
-
-    def __init__(self, host_of: Callable[[int], int], boundary: int | None = None) -> None:
-        self._host_of = host_of
-        self._boundary = boundary
-        self.transfers: dict[bool, list[float]] = defaultdict(list)
-        """Of whole packets, by whether they crossed hosts."""
-        self.steps: dict[int, list[float]] = defaultdict(list)
-        self.experts: dict[int, list[float]] = defaultdict(list)
-        """Of steps, by expert."""
-        self.actions: dict[Kind, list[float]] = defaultdict(list)
-        self.packet_bytes = 0
-
-    def __call__(self, rank: int, event: Event) -> None:
-        match event:
-            case StepDone() if event.clip > 0:
-                self.steps[rank].append(event.seconds)
-                is_second = self._boundary is not None and event.step >= self._boundary
-                self.experts[int(is_second)].append(event.seconds)
-            case ActionDone():
-                action = event.action
-                if action.clip > 0:
-                    self.actions[action.kind].append(event.end - event.start)
-            case TransferDone():
-                self.packet_bytes = event.num_bytes
-                if event.direction == "recv" and event.clip > 0:
-                    crosses = self._host_of(rank) != self._host_of(event.peer)
-                    self.transfers[crosses].append(event.seconds)
-            case _:
-                pass
+    result.set_times(trace)
 
 
 def _measure_write(result: Profile, repeats: int) -> None:

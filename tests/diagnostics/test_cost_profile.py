@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from svdpp.config import ModelConfig, PipelineConfig, SvdSampling
-from svdpp.diagnostics.cost_profile import Profile, _Measured, _moving_photo
+from svdpp.diagnostics.cost_profile import Profile, _moving_photo
 from svdpp.diagnostics.rank_probe import LinkSpeed
+from svdpp.driver.trace import Trace
 from svdpp.worker.messages import ActionDone, StepDone, TransferDone
 
 
@@ -51,21 +52,24 @@ def test_the_slowest_wire_counts() -> None:
 
 
 def test_the_first_clip_warms_up_and_does_not_count() -> None:
-    measured = _Measured(lambda rank: rank // 2)
+    trace = Trace(2)
     for clip in (0, 1, 2):
-        measured(1, StepDone(clip=clip, step=0, seconds=10.0 - clip))
-        done = ActionDone(action=f"ENCODE c{clip} @0", start=0.0, end=10.0 - clip, waited=0.0)
-        measured(0, done)
-    measured(
-        1,
-        TransferDone(
-            direction="recv", clip=1, next_step=1, peer=0, num_bytes=77, seconds=0.1, end=1.0
-        ),
-    )
+        seconds = 10.0 - clip
+        done = ActionDone(action=f"ENCODE c{clip} @0", start=0.0, end=seconds, waited=0.0)
+        trace.add(0, done)
+        trace.add(1, StepDone(clip=clip, step=0, seconds=seconds))
+        done = ActionDone(action=f"DENOISE c{clip} 0:1", start=0.0, end=seconds, waited=0.0)
+        trace.add(1, done)
+        about = {"clip": clip, "next_step": 1, "peer": 0, "num_bytes": 77, "end": 1.0}
+        trace.add(1, TransferDone(direction="recv", seconds=1.0 if clip == 0 else 0.1, **about))
 
-    assert measured.steps == {1: [9.0, 8.0]}
-    assert list(measured.actions.values()) == [[9.0, 8.0]]
-    assert measured.packet_bytes == 77
+    profile = _profile("cpu", 1.0, 1.0)
+    profile.set_times(trace)
+
+    assert profile.step_seconds == [0.0, 8.5]
+    assert profile.encode_seconds == 8.5
+    assert profile.packet_bytes == 77
+    assert profile.transfer_seconds == pytest.approx(0.1)
 
 
 def test_the_clip_whose_writing_is_timed_moves() -> None:
