@@ -53,11 +53,12 @@ test-full: $(STAMP) ## Run the full test grids, which CI leaves out
 test-jitter: $(STAMP) ## Run the tests with random pauses of processes and threads; JITTER_SEED=7
 	$(BIN)/python -m pytest -p tests.jitter.plugin -n $(or $(WORKERS),2) --dist worksteal $(ARGS)
 
-test-gpu: $(STAMP) ## Run the GPU tests (docs/gpu.md); BUNDLE=FOLDER needs no network
+test-gpu: $(STAMP) ## Run the GPU tests (docs/gpu.md); GPU_TESTS=small; BUNDLE=FOLDER: no network
 	$(BIN)/python -m pytest -m gpu tests/gpu $(ARGS)
 
 rehearse-gpu: $(STAMP) ## Run the code of the GPU tests on the CPU, with small models
-	GPU_REHEARSAL=1 GPU_REPORT=build $(BIN)/python -m pytest -m gpu tests/gpu $(ARGS)
+	GPU_REHEARSAL=1 GPU_REPORT=build $(BIN)/python -m pytest -m gpu -n $(or $(WORKERS),2) --dist worksteal \
+	  tests/gpu $(ARGS)
 
 offline-bundle: $(STAMP) ## Collect the wheels that the GPU tests need: FOR=3.12 [ONLY=name,name]
 	$(BIN)/python -m tests.gpu.offline_bundle --python $(FOR) $(if $(ONLY),--only $(ONLY)) bundle
@@ -115,6 +116,7 @@ $(STAMP): pyproject.toml constraints.txt
 	    exit 1; }; \
 	  $(PYTHON) -m venv --clear $(VENV); }
 	@echo "Installing the tested versions into $(VENV): PyTorch is large, this may take minutes."
-	@$(BIN)/python -m pip install $(QUIET) --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(BIN)/python -m pip install $(QUIET) --disable-pip-version-check -c constraints.txt -e '.[dev]' || { \
+	  echo "error: the installation failed; if one was interrupted before: rm -rf $(VENV)" >&2; exit 1; }
 	@touch $@
 endif

@@ -23,11 +23,11 @@ from svdpp.config import (
 )
 from svdpp.driver.pipeline import Pipeline
 from svdpp.media.timeline import Panel, draw_timeline
+from svdpp.plan.costs import PRESETS
 from svdpp.plan.draft import DraftPlan
 from svdpp.plan.forecast import replay
 from svdpp.plan.large_forecast import steady_seconds_per_clip
 from svdpp.plan.layout import Layout
-from svdpp.plan.presets import PRESETS
 from svdpp.plan.schedule import build_schedule
 
 PICTURES = Path(__file__).parent / "pictures"

@@ -18,9 +18,9 @@ def main() -> None:
         signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
     _print_any_name()
 
-    from svdpp.launch import environment, garbage
+    from svdpp.launch import environment
 
-    garbage.collect_rarely()
+    environment.collect_rarely()
     environment.set_defaults()  # before libraries are imported
     from svdpp.cli.app import run_command_line
     from svdpp.cli.failures import end_at_once

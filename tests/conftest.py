@@ -12,7 +12,7 @@ from multiprocessing import util
 
 import pytest
 
-from svdpp.launch import fork_server, garbage
+from svdpp.launch import environment, fork_server
 
 # Processes that have just been killed may still be removing their folders.
 _GRACE_SECONDS = 10.0
@@ -30,7 +30,7 @@ def pytest_configure() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     # Importing diffusers into this process creates the folder that this variable names.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", folder)
-    garbage.collect_rarely()
+    environment.collect_rarely()
     util.get_temp_dir()  # multiprocessing's own folder, which lasts as long as this process
     # By a finalizer of lower priority than the one that removes that folder.
     util.Finalize(None, shutil.rmtree, [folder], {"ignore_errors": True}, exitpriority=-200)
@@ -83,7 +83,11 @@ def _temporary_files_of_a_test(request: pytest.FixtureRequest) -> Iterator[None]
 
 
 def _left() -> list[str]:
-    """What lies in the session's folder, beside the sockets of this process's own fork server."""
+    """What lies in the session's folder, beside what lasts as long as this process.
+
+    That are the sockets of its own fork server and, if the home is read-only, matplotlib's folder.
+    """
     own = util.get_temp_dir()
+    lasting = (os.path.basename(own), "matplotlib-")
     runs = [name for name in os.listdir(own) if name.startswith("svdpp-")]
-    return runs + [n for n in os.listdir(os.environ["TMPDIR"]) if n != os.path.basename(own)]
+    return runs + [n for n in os.listdir(os.environ["TMPDIR"]) if not n.startswith(lasting)]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 from svdpp.config import limits
-from svdpp.plan import limits as plan_limits
 from svdpp.plan.small_file import MAX_BYTES
+from svdpp.plan.split import MAX_PLANNED_STEPS, MAX_RANKS
 from tests.cli.shell import ROOT
 
 TEXT = (ROOT / "docs" / "security.md").read_text()
@@ -20,7 +20,7 @@ def test_the_table_names_every_limit_and_its_value() -> None:
 
 
 def test_so_are_those_of_plans_and_files() -> None:
-    assert plan_limits.MAX_RANKS == plan_limits.MAX_PLANNED_STEPS == 65536
+    assert MAX_RANKS == MAX_PLANNED_STEPS == 65536
     assert "may have 65536 ranks and steps" in TEXT
     assert MAX_BYTES == 1_000_000
     assert "are read up to 1 MB" in TEXT

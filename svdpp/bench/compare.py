@@ -2,53 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from pydantic import AfterValidator, BaseModel, Field, ValidationError
-
-from svdpp.bench.names import DATA_PARALLEL, ENVIRONMENT, ONE_DEVICE, PIPELINE, SUMMARY
+from svdpp.bench.names import DATA_PARALLEL, ONE_DEVICE, PIPELINE, SUMMARY
 from svdpp.bench.noise import MIN_ROUNDS, NEGLIGIBLE, check_rounds, difference
-from svdpp.errors import InputError, RequestError, describe_fault
-
-
-class _Round(BaseModel):
-    steady_clips_per_minute: Annotated[float, Field(gt=0)]
-    first_clip_seconds: Annotated[float, Field(gt=0)]
-    step_p50_seconds: Annotated[float, Field(gt=0)]
-    tflops: Annotated[float, Field(gt=0)] | None = None
-
-
-class _Case(BaseModel):
-    rounds: list[_Round]
-
-
-class _Speedup(BaseModel):
-    rounds: Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=1)]
-
-
-def _with_a_pipeline(cases: dict[str, _Case]) -> dict[str, _Case]:
-    """Checks that the pipeline has a round; the other cases may be too large for the devices."""
-    if PIPELINE not in cases or not cases[PIPELINE].rounds:
-        raise ValueError("no round of the pipeline")
-    return cases
-
-
-class Summary(BaseModel):
-    """The part of `summary.json` that a comparison needs."""
-
-    schema_version: Literal[1, 2]
-    run_id: str
-    config_sha256: str
-    config: dict[str, Any]
-    cases: Annotated[dict[str, _Case], AfterValidator(_with_a_pipeline)]
-    speedups: dict[str, _Speedup]
-    latents_sha256: list[str]
+from svdpp.bench.result_files import Summary, read_machine, read_summary
+from svdpp.errors import InputError, RequestError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,13 +96,9 @@ class Comparison:
 
 
 def compare(a: Path, b: Path) -> Comparison:
-    """Compares the bench in folder `b` with that in folder `a`.
-
-    Raises:
-        InputError: a folder holds no finished bench.
-    """
+    """Compares the bench in folder `b` with that in folder `a`."""
     one, other = _read_summary(a), _read_summary(b)
-    machines = _differences(_machine(a), _machine(b))
+    machines = _differences(read_machine(a), read_machine(b))
     same_work = _baseline(one.config) == _baseline(other.config)
     same_clips = {**_baseline(one.config), **_clips(one.config)} == {
         **_baseline(other.config),
@@ -155,20 +115,10 @@ def compare(a: Path, b: Path) -> Comparison:
 
 
 def check_baseline(folder: Path, config: Mapping[str, Any], repeats: int) -> None:
-    """Checks before a bench that it can be compared with the earlier one in `folder`.
-
-    Args:
-        folder: of the earlier bench.
-        config: of the new one, resolved.
-        repeats: its number of rounds.
-
-    Raises:
-        InputError: the folder holds no finished bench, or one with too few rounds.
-        RequestError: the new bench does other work, or has too few rounds.
-    """
+    """Checks before a bench that it can be compared with the earlier one in `folder`."""
     check_rounds(repeats, "--baseline needs")
     earlier = _read_summary(folder)
-    _machine(folder)
+    read_machine(folder)
     num_rounds = len(earlier.cases[PIPELINE].rounds)
     if num_rounds < MIN_ROUNDS:
         raise InputError(
@@ -272,17 +222,6 @@ def _clips(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"clips": config["workload"]["clips"], "seeds": config["measure"]["seeds"]}
 
 
-def _machine(folder: Path) -> dict[str, Any]:
-    """Libraries and hardware; without svdpp and its commit, which the comparison may be about."""
-    facts = _read(folder / ENVIRONMENT)
-    try:
-        versions = {k: v for k, v in facts["versions"].items() if k != "svdpp"}
-        host = {name: facts["host"][name] for name in ("cpu", "cpu_capability", "usable_cores")}
-        return {"versions": versions, "host": host, "gpus": facts["devices"]["gpus"]}
-    except (KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"{str(folder / ENVIRONMENT)!r} is not a bench's environment") from error
-
-
 def _differences(a: object, b: object, name: str = "") -> list[str]:
     """The fields that differ between two nested mappings."""
     if isinstance(a, dict) and isinstance(b, dict):
@@ -295,30 +234,13 @@ def _differences(a: object, b: object, name: str = "") -> list[str]:
 
 
 def _read_summary(folder: Path) -> Summary:
-    path = folder / SUMMARY
+    found = read_summary(folder)
     try:
-        found = Summary.model_validate(_read(path))
         _baseline(found.config), _clips(found.config)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        what = f"{str(path)!r} is not a bench's summary: {where} {describe_fault(first)}"
-        raise InputError(what) from error
     except (KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"{str(path)!r} is not a bench's summary: config: {error!r}") from error
+        what = f"{str(folder / SUMMARY)!r} is not a bench's summary: config: {error!r}"
+        raise InputError(what) from error
     return found
-
-
-def _read(path: Path) -> Any:
-    try:
-        return json.loads(path.read_bytes())
-    except OSError as error:
-        raise InputError(
-            f"{str(path)!r} cannot be read: {error.strerror}",
-            "--compare takes the folders of two finished benches, results/EXPERIMENT/RUN",
-        ) from error
-    except ValueError as error:
-        raise InputError(f"{str(path)!r} is not JSON: {error}") from error
 
 
 _FIGURES = {

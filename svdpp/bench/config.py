@@ -1,4 +1,4 @@
-"""Owns a bench's configuration: YAML, overrides and grids, all checked before anything runs."""
+"""Owns a bench's configuration: sections, YAML, overrides, grids, all checked before it runs."""
 
 from __future__ import annotations
 
@@ -12,15 +12,129 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from svdpp.bench.noise import check_rounds
-from svdpp.bench.sections import Measure, Model, Ranks, Section, Workload
 from svdpp.bench.targets import parse_target
-from svdpp.config import PipelineConfig
+from svdpp.config import DEFAULT_MODEL, Fit, PipelineConfig
+from svdpp.config.limits import MAX_CLIPS
 from svdpp.errors import InputError, RequestError, describe_fault
+from svdpp.plan.layout import Split
 from svdpp.plan.small_file import read_small_file
 from svdpp.redaction import recorded_name, redact_all
+
+_MAX_ROUNDS = 1000
+
+
+def _no_truth_value(value: object) -> object:
+    if isinstance(value, bool):
+        raise ValueError("true and false are not numbers")
+    return value
+
+
+#: Not strict, because YAML 1.1 reads 1e3 as text.
+Number = Annotated[float, BeforeValidator(_no_truth_value), Field(strict=False)]
+Positive = Annotated[int, Field(ge=1)]
+
+
+class Section(BaseModel):
+    """Strict: otherwise `true` and "1" would count as 1."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
+
+
+class Model(Section):
+    """The weights; the fields are options of `svdpp run`."""
+
+    name: str = DEFAULT_MODEL
+    revision: str | None = None
+    variant: str | None = None
+    local_files_only: bool = False
+    memory_opt: bool = False
+    channels_last: bool = False
+    latent_shape: list[Positive] = Field(default=[1, 4, 14, 64, 64], min_length=5, max_length=5)
+    """Of the dummy model: B, C, F, H, W."""
+
+
+class Ranks(Section):
+    """How the ranks share the work; the fields are options of `svdpp run`."""
+
+    world: Positive | None = None
+    """Number of ranks W; None: every GPU, or 2 on the CPU."""
+    device: str = "cuda"
+    split: Split = "uniform"
+    """If not given, `balanced` for a model with two experts."""
+    share_experts: bool = False
+    """Whether one rank may hold both experts of a model that has two."""
+    replicas: Positive = 1
+    decoders: Positive = 1
+    costs: str | None = None
+    """Costs file or preset for the split; None: svd-xt-a100."""
+    draft: bool = False
+    """Whether all ranks draft one clip at a time, without split, replicas and decoders."""
+    start_steps: str | None = None
+    """Start steps of a draft, such as "0,14"; None: the default ones."""
+    threads: Positive | None = None
+    """CPU threads of each rank, in every case; None: cores // ranks, on CUDA 1."""
+    deterministic: bool = False
+    """torch's strict mode, in every case."""
+    allow_mixed_devices: bool = False
+    checksum: bool = False
+    timeout: Number = 600.0
+    start_timeout: Number = 600.0
+
+
+class Workload(Section):
+    """The clips to be made."""
+
+    clips: Annotated[int, Field(ge=1, le=MAX_CLIPS)] = 8
+    """Measured clips of each round, without the warm-up."""
+    images: list[str] = []
+    """Files, which the clips take in turn; empty: the four that come with svdpp, or none for a
+    model that also makes clips from text."""
+    prompts: list[str] | None = Field(default=None, min_length=1)
+    """For a model that takes prompts: each is combined with each image. None: an example, with
+    another number for each clip."""
+    negative_prompt: str | None = None
+    steps: Positive | None = None
+    """None: 28 or 50, as `svdpp run`."""
+    height: Positive | None = None
+    width: Positive | None = None
+    frames: Positive | None = None
+    fps: Positive | None = None
+    motion_bucket_id: int | None = None
+    noise_aug_strength: Number | None = None
+    min_guidance_scale: Number | None = None
+    max_guidance_scale: Number | None = None
+    guidance_scale: Number | None = None
+    guidance_scale_2: Number | None = None
+    guidance_rescale: Number | None = None
+    flow_shift: Number | None = None
+    decode_timestep: Number | None = None
+    decode_noise_scale: Number | None = None
+    max_sequence_length: Positive | None = None
+    decode_chunk_size: Positive | None = None
+    fit: Fit = "stretch"
+
+
+class Measure(Section):
+    """The number of rounds, the warm-up, and the seeds."""
+
+    warmups: Annotated[int, Field(ge=0, le=_MAX_ROUNDS)] = 1
+    """Clips through every rank before the measured ones, in each round."""
+    repeats: Annotated[int, Field(ge=1, le=_MAX_ROUNDS)] = 3
+    """Rounds; each starts the processes of every case again."""
+    seeds: list[Annotated[int, Field(ge=0, lt=2**63)]] = Field(default=[0], min_length=1)
+    """All images take the first seed, then all take the second, and so on, in a cycle."""
+
 
 _SHIPPED = Path(__file__).resolve().parent.parent / "assets" / "bench"
 _MAX_GRID = 1000
@@ -99,10 +213,6 @@ def read_grid(name: str, overrides: Sequence[str]) -> list[BenchConfig]:
     Args:
         name: a path, or the name of a configuration that comes with svdpp.
         overrides: `section.field=value`, the value in YAML; later ones win.
-
-    Raises:
-        InputError: the file cannot be read, or is not YAML.
-        RequestError: an unknown key, a wrong value, or too many points.
     """
     path = _find(name)
     content = _read(path)
@@ -120,9 +230,11 @@ def _find(name: str) -> Path:
         return Path(name)
     if name in shipped():
         return _SHIPPED / f"{name}.yaml"
+    near = difflib.get_close_matches(name, shipped(), n=1)
+    did_you_mean = f"did you mean {near[0]!r}? " if near else ""
     raise RequestError(
         f"{name!r} is neither a file nor a configuration that comes with svdpp",
-        f"{_nearest(name, shipped())}shipped: {', '.join(shipped())}",
+        f"{did_you_mean}shipped: {', '.join(shipped())}",
     )
 
 
@@ -139,11 +251,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _parsed(text: str | bytes) -> Any:
-    """A YAML value; aliases are refused, because a few nested ones can exhaust the memory.
-
-    Raises:
-        yaml.YAMLError: the text is not YAML, or has an alias.
-    """
+    """A YAML value; aliases are refused, because a few nested ones can exhaust the memory."""
     for token in yaml.scan(text):
         if isinstance(token, yaml.AliasToken):
             raise yaml.YAMLError(f"alias *{token.value}: write the value out")
@@ -241,8 +349,3 @@ def _known(where: str) -> str:
     if found:
         return f"did you mean {known[found[0]]!r}?"
     return f"known: {', '.join(known.values())}"
-
-
-def _nearest(word: str, words: list[str]) -> str:
-    found = difflib.get_close_matches(word, words, n=1)
-    return f"did you mean {found[0]!r}? " if found else ""

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import statistics
 from collections import defaultdict
-from collections.abc import Iterable
 
 from svdpp.bench.names import DATA_PARALLEL, PIPELINE
 from svdpp.bench.runner import Bench
 from svdpp.config import PipelineConfig
-from svdpp.diagnostics.cost_profile import Profile
+from svdpp.diagnostics.cost_profile import Profile, median
 from svdpp.driver.trace import Trace, TransferSpan
 from svdpp.plan.actions import Kind
 from svdpp.plan.costs import Costs
 
 
 def costs_of(bench: Bench, run_id: str) -> Costs:
-    """The medians of all rounds of the pipeline. A bench does not measure memory and writing.
-
-    Args:
-        bench: a finished bench.
-        run_id: of its results.
-    """
+    """The medians of all rounds of the pipeline. A bench does not measure memory and writing."""
     traces = [each.trace for each in bench.rounds if each.case == PIPELINE]
     others = [each.trace for each in bench.rounds if each.case == DATA_PARALLEL]
     packets = [transfer for trace in traces for transfer in _packets(trace, bench.config)]
@@ -29,13 +22,13 @@ def costs_of(bench: Bench, run_id: str) -> Costs:
         bench.config,
         bench.world,
         step_seconds=_steps(traces, others, bench.config.world_size),
-        encode_seconds=_median(_actions(traces, Kind.ENCODE)),
-        decode_seconds=_median(_actions(traces, Kind.DECODE)),
+        encode_seconds=median(_actions(traces, Kind.ENCODE)),
+        decode_seconds=median(_actions(traces, Kind.DECODE)),
         packet_bytes=max((transfer.num_bytes for transfer in packets), default=0),
     )
     transfers = _by_hosts(packets, profile.ranks_per_host)
-    profile.transfer_seconds = _median(transfers[False])
-    profile.inter_host_transfer_seconds = _median(transfers[True]) if transfers[True] else None
+    profile.transfer_seconds = median(transfers[False])
+    profile.inter_host_transfer_seconds = median(transfers[True]) if transfers[True] else None
     return profile.costs(f"svdpp bench, {bench.asked.experiment}/{run_id}")
 
 
@@ -47,11 +40,11 @@ def _steps(traces: list[Trace], others: list[Trace], world_size: int) -> list[fl
     """
     found, elsewhere = _steps_by_rank(traces), _steps_by_rank(others)
     own = {
-        rank: _median(found.get(rank) or elsewhere[rank])
+        rank: median(found.get(rank) or elsewhere[rank])
         for rank in range(world_size)
         if rank in found or rank in elsewhere
     }
-    return [own.get(rank, _median(own.values())) for rank in range(world_size)]
+    return [own.get(rank, median(list(own.values()))) for rank in range(world_size)]
 
 
 def _steps_by_rank(traces: list[Trace]) -> dict[int, list[float]]:
@@ -92,8 +85,3 @@ def _by_hosts(transfers: list[TransferSpan], ranks_per_host: int | None) -> dict
             transfer.end - transfer.start
         )
     return found
-
-
-def _median(seconds: Iterable[float]) -> float:
-    seconds = list(seconds)
-    return statistics.median(seconds) if seconds else 0.0

@@ -40,11 +40,7 @@ MIN_ROUNDS = 3
 
 
 def check_rounds(repeats: int, what: str) -> None:
-    """Checks that a bench has enough rounds to distinguish a difference from noise.
-
-    Raises:
-        RequestError: it has too few.
-    """
+    """Checks that a bench has enough rounds to distinguish a difference from noise."""
     if repeats < MIN_ROUNDS:
         raise RequestError(
             f"{what} {MIN_ROUNDS} rounds or more, to know the noise, got {repeats}",

@@ -5,65 +5,43 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
-from typing import Protocol
 
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.supervisor import Observer
-from svdpp.worker import peak_memory
+from svdpp.worker import memory
 from svdpp.worker.messages import Event
 
 
-class Ranks(Protocol):
-    """Runs a bench's pipelines, one after the other."""
-
-    end_together: bool
-    """Whether an error that ends one pipeline also ends all later ones."""
-
-    def at_work(self, *observers: Observer) -> contextlib.AbstractContextManager[Pipeline]:
-        """Enters the next pipeline for a block."""
-
-    def check_alive(self, rank: int, event: Event) -> None:
-        """Checks, as an observer of other work, that the ranks are still alive."""
-
-
-def serve_all(pipelines: Iterable[Pipeline], serve: Callable[[Pipeline], None]) -> None:
-    """Serves `pipelines` as a launched rank other than 0; the process ends in the last one.
-
-    Args:
-        pipelines: the same as those of rank 0's `JoinedRanks`.
-        serve: serves one pipeline.
-    """
-    for pipeline in pipelines:
-        serve(pipeline)
-        peak_memory.reset_peak()
-
-
-class StartedRanks:
-    """Ranks that start for each pipeline, and end with it.
+class Ranks:
+    """Ranks that start for each of a bench's pipelines, and end with it.
 
     Args:
         pipelines: creates each pipeline when it is its turn.
     """
 
     end_together = False
+    """Whether an error that ends one pipeline also ends all later ones."""
 
     def __init__(self, pipelines: Iterator[Pipeline]) -> None:
         self._pipelines = pipelines
 
     @contextlib.contextmanager
     def at_work(self, *observers: Observer) -> Iterator[Pipeline]:
-        """See `Ranks`."""
-        pipeline = next(self._pipelines)
+        """Enters the next pipeline for a block."""
+        pipeline = self._take()
         for observer in observers:
             pipeline.observe(observer)
         with pipeline:
             yield pipeline
 
     def check_alive(self, rank: int, event: Event) -> None:
-        """Does nothing: there are no ranks between two pipelines."""
+        """Checks, as an observer of other work, ranks that live between two pipelines."""
+
+    def _take(self) -> Pipeline:
+        return next(self._pipelines)
 
 
-class JoinedRanks:
+class JoinedRanks(Ranks):
     """Launched ranks, from rank 0's view; the others call `serve_all` on the same pipelines.
 
     Between two pipelines rank 0 may do other work, such as measuring diffusers. Meanwhile the
@@ -77,7 +55,7 @@ class JoinedRanks:
     end_together = True
 
     def __init__(self, pipelines: Iterator[Pipeline]) -> None:
-        self._pipelines = pipelines
+        super().__init__(pipelines)
         self._next: Pipeline | None = None
 
     def __enter__(self) -> JoinedRanks:
@@ -96,25 +74,34 @@ class JoinedRanks:
     @contextlib.contextmanager
     def at_work(self, *observers: Observer) -> Iterator[Pipeline]:
         """See `Ranks`."""
-        assert self._next is not None, "an earlier pipeline has failed"
-        pipeline, self._next = self._next, None
-        for observer in observers:
-            pipeline.observe(observer)
-        with pipeline:
+        with super().at_work(*observers) as pipeline:
             yield pipeline
         self._gather()
 
     def check_alive(self, rank: int, event: Event) -> None:  # noqa: ARG002
-        """See `Ranks`.
-
-        Raises:
-            RankError: a rank has ended.
-        """
+        """See `Ranks`."""
         assert self._next is not None, "an earlier pipeline has failed"
         self._next.check_gathered()
 
+    def _take(self) -> Pipeline:
+        assert self._next is not None, "an earlier pipeline has failed"
+        pipeline, self._next = self._next, None
+        return pipeline
+
     def _gather(self) -> None:
-        peak_memory.reset_peak()
+        memory.reset_peak()
         pipeline = next(self._pipelines)
         pipeline.gather()
         self._next = pipeline
+
+
+def serve_all(pipelines: Iterable[Pipeline], serve: Callable[[Pipeline], None]) -> None:
+    """Serves `pipelines` as a launched rank other than 0; the process ends in the last one.
+
+    Args:
+        pipelines: the same as those of rank 0's `JoinedRanks`.
+        serve: serves one pipeline.
+    """
+    for pipeline in pipelines:
+        serve(pipeline)
+        memory.reset_peak()

@@ -105,13 +105,9 @@ def is_bench(folder: Path) -> bool:
 
 
 def read_bench_report(folder: Path) -> BenchReport:
-    """The report on the bench in `folder`.
-
-    Raises:
-        InputError: its files are damaged.
-    """
+    """The report on the bench in `folder`."""
     rounds, error = read_rounds(folder / ROUNDS)
-    summary = read_summary(folder / SUMMARY) if (folder / SUMMARY).exists() else None
+    summary = _shown_summary(folder) if (folder / SUMMARY).exists() else None
     noise: Sequence[Ratio] = ()
     if summary is not None:
         noise = [each for each in compare(folder, folder).ratios if each.name.startswith(PIPELINE)]
@@ -120,12 +116,16 @@ def read_bench_report(folder: Path) -> BenchReport:
     return BenchReport(folder=folder, error=error, summary=summary, cases=cases, noise=tuple(noise))
 
 
-def write_page(report: BenchReport, path: Path) -> None:
-    """Writes the report as one self-contained HTML page.
+def _shown_summary(folder: Path) -> dict[str, Any]:
+    summary = read_summary(folder).model_dump()
+    if any(case["rounds"] and not case["over_rounds"] for case in summary["cases"].values()):
+        what = f"{str(folder / SUMMARY)!r} is not a bench's summary: over_rounds is missing"
+        raise InputError(what)
+    return summary
 
-    Raises:
-        OutputError: the page cannot be written.
-    """
+
+def write_page(report: BenchReport, path: Path) -> None:
+    """Writes the report as one self-contained HTML page."""
     from svdpp.media.html_page import write_html_page
 
     name = "/".join(report.folder.absolute().parts[-2:])

@@ -50,9 +50,6 @@ class Results:
     Args:
         root: the folder of all experiments.
         bench: not run yet.
-
-    Raises:
-        OutputError: the folder cannot be written.
     """
 
     def __init__(self, root: Path, bench: Bench) -> None:
@@ -65,11 +62,7 @@ class Results:
         output_files.write_json(self.folder / ENVIRONMENT, environment())
 
     def add(self, done: Round) -> None:
-        """Appends a round's spans, and its figures for `svdpp report`.
-
-        Raises:
-            OutputError: they cannot be written.
-        """
+        """Appends a round's spans, and its figures for `svdpp report`."""
         self._append(SPANS, span_records(done))
         if done.figures is not None:
             measured = redact_all(done.figures.to_json())
@@ -93,11 +86,7 @@ class Results:
             raise OutputError(f"{name} cannot be written: {error.strerror}") from error
 
     def finish(self) -> dict[str, Any]:
-        """Writes summary, table and costs; returns what `summary.json` holds.
-
-        Raises:
-            OutputError: they cannot be written.
-        """
+        """Writes summary, table and costs; returns what `summary.json` holds."""
         found = summary(self._bench, self.run_id)
         output_files.write_json(self.folder / COSTS, costs_of(self._bench, self.run_id).to_json())
         output_files.write_json(self.folder / SUMMARY, found)

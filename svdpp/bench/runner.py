@@ -8,10 +8,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from svdpp.bench.config import BenchConfig
+from svdpp.bench.config import BenchConfig, Workload
 from svdpp.bench.names import DATA_PARALLEL, ONE_DEVICE, PIPELINE
-from svdpp.bench.ranks import Ranks, StartedRanks
-from svdpp.bench.sections import Workload
+from svdpp.bench.ranks import Ranks
 from svdpp.bench.targets import check_measurable
 from svdpp.config import ClipRequest, PipelineConfig, SamplingConfig
 from svdpp.config.sampling import PromptedSampling
@@ -78,10 +77,6 @@ class Bench:
         config: of the pipeline case, resolved.
         world: of the launcher that has started the ranks; None if this process starts them. A rank
             other than 0 measures nothing.
-
-    Raises:
-        RequestError: the bench does not measure a figure that has a target.
-        InputError: an image cannot be read.
     """
 
     def __init__(
@@ -144,7 +139,7 @@ class Bench:
         Raises:
             SvdppError: a case failed; for a baseline, a lack of memory is a result instead.
         """
-        ranks = ranks or StartedRanks(self.pipelines())
+        ranks = ranks or Ranks(self.pipelines())
         for number, case in self.turns():
             place = self._place(case, number)
             try:

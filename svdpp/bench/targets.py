@@ -58,11 +58,7 @@ class Outcome:
 
 
 def parse_target(name: str, text: str) -> Target:
-    """The target in a line of a configuration, such as `overhead: "<= 1.05"`.
-
-    Raises:
-        RequestError: there is no such figure, or `text` is not a bound.
-    """
+    """The target in a line of a configuration, such as `overhead: "<= 1.05"`."""
     figure = _SHORT.get(name, name)
     if figure not in _NAMES:
         raise RequestError(f"targets: no figure {name!r}", _nearest(name))
@@ -84,11 +80,7 @@ def check_measurable(
     has_gpu: bool,
     is_dummy: bool,
 ) -> None:
-    """Checks before a bench that it will measure all figures with a target.
-
-    Raises:
-        RequestError: it will not.
-    """
+    """Checks before a bench that it will measure all figures with a target."""
     for name, text in targets.items():
         figure = parse_target(name, text).name
         if figure in _SPEEDUPS and _SPEEDUPS[figure] not in cases:
@@ -107,12 +99,7 @@ def check_measurable(
 
 
 def outcomes(targets: Mapping[str, str], summary: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The outcome of each target as plain values, by its name.
-
-    Args:
-        targets: bounds by name, valid.
-        summary: content of `summary.json`.
-    """
+    """The outcome of each target as plain values, by its name."""
     return {name: asdict(_outcome(name, text, summary)) for name, text in targets.items()}
 
 

@@ -140,7 +140,7 @@ def _settings(
     config: PipelineConfig,
     layout: LayoutOptions,
 ) -> ServerSettings:
-    from svdpp.plan.presets import find_costs
+    from svdpp.plan.costs import find_costs
     from svdpp.serve.build import ServerSettings, check_config
     from svdpp.serve.guard import Limits
     from svdpp.serve.server import Retention

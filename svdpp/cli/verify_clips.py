@@ -32,8 +32,10 @@ def refuse_without_effect(context: typer.Context) -> None:
         RequestError: names all such options.
     """
     given = {
-        str(parameter.name): "/".join(
-            name for name in parameter.opts if name.startswith("--") and name not in HIDDEN_NAMES
+        str(parameter.name): next(
+            name
+            for name in reversed(parameter.opts)
+            if name.startswith("--") and name not in HIDDEN_NAMES
         )
         for parameter in context.command.params
         if is_given(context, str(parameter.name)) and parameter.name not in _EFFECTIVE

@@ -5,7 +5,7 @@ Options, benchmark YAML, clip metadata and the Python API all create these datac
 """
 
 from svdpp.config.clip import ClipRequest, OutputConfig, VideoFormat
-from svdpp.config.families import SAMPLING_CLASSES, sampling_from
+from svdpp.config.families import SAMPLING_CLASSES, SamplingConfig, sampling_from
 from svdpp.config.model import (
     DEFAULT_MODEL,
     DEMO_MODEL,
@@ -24,7 +24,6 @@ from svdpp.config.sampling import (
     LtxSampling,
     Param,
     PromptedSampling,
-    SamplingConfig,
     SvdSampling,
     WanSampling,
     own_params,

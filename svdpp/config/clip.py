@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
+from svdpp.config.families import SamplingConfig
 from svdpp.config.limits import (
     MAX_PROMPT_CHARACTERS,
     MAX_STEPS,
@@ -13,7 +14,6 @@ from svdpp.config.limits import (
     require,
     shown,
 )
-from svdpp.config.sampling import SamplingConfig
 
 VideoFormat = Literal["mp4", "gif", "webp", "frames"]
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, Union
 
 from svdpp.config.limits import require, shown
 from svdpp.config.sampling import (
     LtxSampling,
     Param,
-    SamplingConfig,
+    PromptedSampling,
     SvdSampling,
     WanSampling,
     new_family,
@@ -67,6 +67,13 @@ Sampling_skyreels_v2 = new_family(
         **{"guidance_scale": 6.0, "max_sequence_length": 512},
     },
 )
+Sampling_skyreels_v2_df = new_family(
+    "skyreels_v2_df",
+    {
+        **{"height": 544, "width": 960, "num_frames": 97, "fps": 24},
+        **{"guidance_scale": 6.0, "max_sequence_length": 512},
+    },
+)
 Sampling_mochi = new_family(
     "mochi",
     {
@@ -74,6 +81,15 @@ Sampling_mochi = new_family(
         **{"guidance_scale": 4.5, "max_sequence_length": 256},
     },
     frames_unit=6,
+)
+Sampling_latte = new_family(
+    "latte",
+    {
+        **{"height": 512, "width": 512, "num_frames": 16, "fps": 8},
+        **{"guidance_scale": 7.5, "max_sequence_length": 120},
+    },
+    side_unit=8,
+    frames_unit=1,
 )
 
 SAMPLING_CLASSES: Mapping[str, type[Any]] = {
@@ -85,8 +101,16 @@ SAMPLING_CLASSES: Mapping[str, type[Any]] = {
     "hunyuan_video_15": Sampling_hunyuan_video_15,
     "cogvideox": Sampling_cogvideox,
     "skyreels_v2": Sampling_skyreels_v2,
+    "skyreels_v2_df": Sampling_skyreels_v2_df,
     "mochi": Sampling_mochi,
+    "latte": Sampling_latte,
 }
+
+#: Any family's parameters; the field `family` tells which.
+if TYPE_CHECKING:
+    SamplingConfig = SvdSampling | PromptedSampling
+else:  # by this, pydantic finds the class of a message's parameters
+    SamplingConfig = Union[tuple(SAMPLING_CLASSES.values())]  # noqa: UP007
 
 
 def sampling_from(values: Mapping[str, Any]) -> SamplingConfig:

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from svdpp.config.clip import ClipRequest
+from svdpp.config.families import SamplingConfig
 from svdpp.config.limits import (
     MAX_CUDA_INDEX,
     check_seconds,
@@ -19,10 +20,10 @@ from svdpp.config.limits import (
     shown,
 )
 from svdpp.config.model import ModelConfig
-from svdpp.config.sampling import SamplingConfig, SvdSampling
+from svdpp.config.sampling import SvdSampling
 from svdpp.plan.costs import Costs
 from svdpp.plan.layout import Layout, Roles, Split
-from svdpp.plan.limits import MAX_RANKS
+from svdpp.plan.split import MAX_RANKS
 
 if TYPE_CHECKING:
     from svdpp.plan.draft import DraftPlan

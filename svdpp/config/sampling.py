@@ -248,7 +248,7 @@ def new_family(
     return make_dataclass(
         f"Sampling_{family}",
         [
-            ("family", str, field(default=family)),
+            ("family", Literal[family], field(default=family)),
             *((name, common[name], field(default=value)) for name, value in defaults.items()),
             *own,
         ],
@@ -315,10 +315,6 @@ class LtxSampling(PromptedSampling):
         check_number("--decode-timestep", self.decode_timestep, 1.0)
         if self.decode_noise_scale is not None:
             check_number("--decode-noise-scale", self.decode_noise_scale, 1.0)
-
-
-#: Any family's parameters; the field `family` tells which.
-SamplingConfig = SvdSampling | PromptedSampling
 
 
 def check_sides(sampling: CommonSampling, units: tuple[int, int]) -> None:

@@ -9,8 +9,7 @@ from typing import Any, Protocol
 
 from svdpp.config.limits import MAX_CLIPS
 from svdpp.diagnostics.bottleneck import Finding, FindingKind
-from svdpp.diagnostics.figures import RunFigures
-from svdpp.diagnostics.head_room import head_rooms
+from svdpp.diagnostics.figures import RunFigures, head_rooms
 from svdpp.errors import RequestError
 from svdpp.plan.choose import choose_layout
 from svdpp.plan.large_forecast import forecast_layout

@@ -7,8 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from svdpp.diagnostics.figures import RankFigures, RunFigures
-from svdpp.diagnostics.head_room import head_rooms
+from svdpp.diagnostics.figures import RankFigures, RunFigures, head_rooms
 
 FindingKind = Literal[
     "balanced",

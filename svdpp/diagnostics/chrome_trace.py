@@ -35,9 +35,6 @@ def write_chrome_trace(trace: Trace, path: Path, about: Mapping[str, Any]) -> No
         trace: of a run, finished or not.
         path: of the file; replaced if it exists.
         about: plain values that describe the run; arguments of the first event.
-
-    Raises:
-        OutputError: the file cannot be written.
     """
     events = [_about(about), *trace_events(trace)]
     with output_files.atomic_output(str(path), ".json") as temporary, temporary.open("w") as file:
@@ -92,11 +89,7 @@ class TraceFile:
                 self._error = error
 
     def close(self) -> None:
-        """Completes the file; there is none if no work was done.
-
-        Raises:
-            OutputError: the file could not be written.
-        """
+        """Completes the file; there is none if no work was done."""
         if self._file is not None:
             try:
                 with self._file:
@@ -167,11 +160,7 @@ class _Queue:
 
 
 class _Maker:
-    """Makes events, one measurement at a time; keeps what later events refer to.
-
-    Args:
-        begin: time 0 of the trace.
-    """
+    """Makes events, one measurement at a time; keeps what later events refer to."""
 
     def __init__(self, begin: float) -> None:
         self._begin = begin

@@ -156,9 +156,6 @@ def profile(
         log: takes a line before each measurement.
         open_observer: observes the measured clips.
         prompt: of the clips; None: an example, if the model takes prompts.
-
-    Raises:
-        SvdppError: as for a run.
     """
     config, checkpoint = resolve(measured_config(config), weights="all")
     pipeline = Pipeline(config)
@@ -210,23 +207,18 @@ def _measure_times(
     result.step_seconds = [statistics.median(measured.steps[rank]) for rank in ranks]
     if config.expert_boundary is not None:
         first, second = measured.experts[0], measured.experts[1]
-        result.expert_step_seconds = (_median(first), _median(second))
-    result.encode_seconds = _median(measured.actions[Kind.ENCODE])
-    result.decode_seconds = _median(measured.actions[Kind.DECODE])
+        result.expert_step_seconds = (median(first), median(second))
+    result.encode_seconds = median(measured.actions[Kind.ENCODE])
+    result.decode_seconds = median(measured.actions[Kind.DECODE])
     result.packet_bytes = measured.packet_bytes
     if result.world is not None:
         within, between = (measured.transfers[crosses] for crosses in (False, True))
-        result.transfer_seconds = _median(within)
-        result.inter_host_transfer_seconds = _median(between) if between else None
+        result.transfer_seconds = median(within)
+        result.inter_host_transfer_seconds = median(between) if between else None
 
 
 class _Measured:
-    """Collects the seconds of all clips but the first.
-
-    Args:
-        host_of: returns the host of a rank.
-        boundary: steps of the first of two experts; None: there is one.
-    """
+    """Collects the seconds of all clips but the first."""
 
     def __init__(self, host_of: Callable[[int], int], boundary: int | None = None) -> None:
         self._host_of = host_of
@@ -266,7 +258,7 @@ def _measure_write(result: Profile, repeats: int) -> None:
             begun = time.monotonic()
             video.write_clip(frames, output, fps=fps, metadata={})
             seconds.append(time.monotonic() - begun)
-    result.write_seconds = _median(seconds[1:])
+    result.write_seconds = median(seconds[1:])
 
 
 def _moving_photo(config: PipelineConfig) -> Frames:
@@ -298,5 +290,6 @@ def _measure_memory(result: Profile, checkpoint: Checkpoint | None) -> None:
             result.work_bytes[part] = rank_probe.measure_work(alone, checkpoint, part)
 
 
-def _median(values: list[float]) -> float:
+def median(values: list[float]) -> float:
+    """The median of seconds; 0 if nothing was measured."""
     return statistics.median(values) if values else 0.0

@@ -27,11 +27,10 @@ from svdpp.launch.world import World
 from svdpp.models.base import LATENTS
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.free_memory import free_bytes
-from svdpp.plan.actions import decode
+from svdpp.plan.actions import Action, Kind
 from svdpp.plan.layout import Roles
 from svdpp.worker.device import take_device
-from svdpp.worker.out_of_memory import out_of_memory_named
-from svdpp.worker.peak_memory import peak_in_use, reset_peak_of
+from svdpp.worker.memory import out_of_memory_named, peak_in_use, reset_peak_of
 from svdpp.worker.rank import load_model
 
 #: The rest is for what the estimate leaves out: fragmentation, other programs, libraries' caches.
@@ -88,14 +87,7 @@ class DecodeMemory:
 
 
 def measure_decode(config: PipelineConfig) -> DecodeMemory:
-    """Measures in a separate process, on the decoding rank's device, at the run's frame size.
-
-    Raises:
-        OutOfMemoryError: two frames do not fit.
-        ModelError: as for the run.
-        RequestError: as for the run.
-        RankError: the process died, or exceeded the deadlines of `config`.
-    """
+    """Measures in a separate process, on the decoding rank's device, at the run's frame size."""
     process_group.check_devices(config.device, config.world_size)
     setup = _Setup(*resolve(config, weights="all"))
     group = StartedGroup(
@@ -163,7 +155,7 @@ def _measure(setup: _Setup) -> DecodeMemory:
     def peak(frames: int, chunk: int) -> int:
         part = model.with_sampling(replace(sampling, num_frames=frames, decode_chunk_size=chunk))
         latent = torch.zeros_like(part.probe_packet()[LATENTS])
-        with out_of_memory_named(decode(0, 0), chunk):
+        with out_of_memory_named(Action.at(Kind.DECODE, 0, 0), chunk):
             return _peak(model.device, lambda: part.decode({LATENTS: latent}))
 
     peak(1, 1)  # warm-up: reads the mapped weights, selects kernels, allocates workspaces

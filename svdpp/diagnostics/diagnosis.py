@@ -9,8 +9,7 @@ from typing import Any
 
 from svdpp.diagnostics.advice import WORTH_A_CHANGE, Advice, Again, advise
 from svdpp.diagnostics.bottleneck import Finding, FindingKind, find_limits
-from svdpp.diagnostics.figures import RunFigures
-from svdpp.diagnostics.head_room import HeadRoom, head_rooms
+from svdpp.diagnostics.figures import HeadRoom, RunFigures, head_rooms
 from svdpp.diagnostics.utilisation import Speeds
 
 # What limits a run, in a few words; braces name the rank.
@@ -137,13 +136,7 @@ class Diagnosis:
 
 
 def diagnose(figures: RunFigures, again: Again, without: Collection[FindingKind] = ()) -> Diagnosis:
-    """The diagnosis of `figures`, without utilisation.
-
-    Args:
-        figures: what was measured.
-        again: builds commands for advice.
-        without: kinds of findings that say nothing here.
-    """
+    """The diagnosis of `figures`, without utilisation."""
     findings = find_limits(figures, without)
     advice = advise(figures, findings, again)
     return Diagnosis(figures=figures, findings=tuple(findings), advice=tuple(advice))

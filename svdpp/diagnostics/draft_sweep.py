@@ -1,27 +1,30 @@
-"""Owns the sweep over a draft's start steps: the distance of each draft from the exact clip."""
+"""Owns the sweep over start steps: each draft, computed in one process, and its distance."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from svdpp.comm.streams import SideStream, mark
 from svdpp.config import ClipRequest, PipelineConfig
 from svdpp.diagnostics import rank_probe
-from svdpp.diagnostics.draft_simulator import DraftSimulator
 from svdpp.driver.resolve import resolve
 from svdpp.errors import RequestError
 from svdpp.launch.group import RankContext
 from svdpp.media import image as photos
 from svdpp.media.distance import distance
-from svdpp.models.base import DraftableModel
+from svdpp.models.base import LATENTS, DraftableModel, Frames, Tensors
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.plan.draft import DraftPlan
 from svdpp.plan.draft_starts import MeasuredStartSteps, candidates
 from svdpp.plan.layout import Roles
 from svdpp.worker.device import device_of
+from svdpp.worker.draft_sampler import DraftSampler, Evaluation
 from svdpp.worker.rank import load_model
 
 _ALL_PARTS = Roles(encode=True, denoise=True, decode=True)
@@ -43,10 +46,6 @@ def measure_start_steps(
         photographs: one or more, distributed over the processes.
         seed: of every clip.
         start_steps: measured instead of the candidates, if given.
-
-    Raises:
-        RequestError: no draft plan fits into the steps.
-        SvdppError: a process failed.
     """
     num_steps = config.sampling.num_inference_steps
     asked = list(start_steps) or [
@@ -99,3 +98,79 @@ def _measure(context: RankContext, config: PipelineConfig, asked: _Asked) -> dic
             # Plans are sorted by their start steps, so neighbours share their first ranks.
             drafts.forget(depth=2)
     return {"distances": found}
+
+
+@dataclass(frozen=True)
+class _Sampled:
+    """One rank's latent after the last step, its state before each step, and the noise levels."""
+
+    latent: torch.Tensor
+    states: dict[int, Evaluation]
+    sigmas: torch.Tensor
+
+
+class DraftSimulator:
+    """The ranks of many draft plans for one clip; each rank is computed once.
+
+    A rank's result depends only on its own start step and those of the ranks before it, so plans
+    with the same first start steps share these ranks.
+
+    Args:
+        model: with all its parts.
+        tensors: of the clip, from `encode`.
+        num_steps: number of denoising steps.
+    """
+
+    def __init__(
+        self,
+        model: DraftableModel,
+        tensors: Tensors,
+        num_steps: int,
+    ) -> None:
+        self._model = model
+        self._tensors = tensors
+        self._num_steps = num_steps
+        self._copies = SideStream(model.device)
+        self._sampled: dict[tuple[int, ...], _Sampled] = {}
+
+    def latent(self, start_steps: tuple[int, ...]) -> torch.Tensor:
+        """The final latent of the last rank with these start steps; (0,): the exact one."""
+        return self._rank(start_steps).latent
+
+    def frames(self, start_steps: tuple[int, ...]) -> Frames:
+        """The decoded frames of `latent(start_steps)`."""
+        latent = self.latent(start_steps)
+        frames = self._model.decode({LATENTS: latent})
+        pixels: Frames = self._copies.to_host(frames, mark(self._model.device)).numpy()
+        return pixels
+
+    def forget(self, depth: int) -> None:
+        """Frees the memory of the ranks from `depth` on."""
+        deeper = [start_steps for start_steps in self._sampled if len(start_steps) > depth]
+        for start_steps in deeper:
+            del self._sampled[start_steps]
+
+    def _rank(self, start_steps: tuple[int, ...]) -> _Sampled:
+        if start_steps not in self._sampled:
+            self._sampled[start_steps] = self._sample(start_steps)
+        return self._sampled[start_steps]
+
+    def _sample(self, start_steps: tuple[int, ...]) -> _Sampled:
+        *before, start = start_steps
+        latent = self._tensors[LATENTS]
+        received: dict[int, Evaluation] = {}
+        begun_of: dict[int, int] = {}
+        if before:
+            draft_plan = DraftPlan(num_steps=self._num_steps, start_steps=start_steps)
+            begun_of = {each.at: each.begun for each in draft_plan.corrections(len(before))}
+            neighbour = self._rank(tuple(before))
+            received = neighbour.states
+            latent = received[before[-1]].jump(neighbour.sigmas, start)
+        denoiser = self._model.denoiser(self._tensors, start)
+        sampler, states = DraftSampler(denoiser, start), {}
+        for step in range(start, self._num_steps):
+            latent = sampler.forward(latent, step)
+            states[step] = sampler.last
+            if step + 1 in begun_of:
+                latent = sampler.corrected(latent, received[begun_of[step + 1]], step + 1)
+        return _Sampled(latent, states, denoiser.sigmas)

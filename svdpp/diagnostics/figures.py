@@ -1,7 +1,8 @@
-"""Owns the figures of a run: plain values that a run leaves in its manifest for `svdpp report`."""
+"""Owns the figures that a run leaves in its manifest for `svdpp report`, and its head-room."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
@@ -175,11 +176,7 @@ class RunFigures(_Checked):
 
     @property
     def costs(self) -> Costs:
-        """The measured costs, for each rank where their speeds differ.
-
-        Raises:
-            RequestError: no rank did a step.
-        """
+        """The measured costs, for each rank where their speeds differ."""
         stepped = [each.step.mean_seconds for each in self.ranks if each.step.count]
         if not stepped:
             raise RequestError("no step was measured")
@@ -199,11 +196,7 @@ class RunFigures(_Checked):
 
     @property
     def layout(self) -> Layout:
-        """How the ranks shared the work, at the measured costs.
-
-        Raises:
-            RequestError: no rank did a step.
-        """
+        """How the ranks shared the work, at the measured costs."""
         return Layout(
             num_steps=self.num_steps,
             world_size=self.world_size,
@@ -227,15 +220,7 @@ _FIGURES = TypeAdapter(RunFigures)
 
 
 def figures_of(manifest: Mapping[str, Any], where: str) -> RunFigures | None:
-    """The figures in a run's manifest; None if the run has left none.
-
-    Args:
-        manifest: its content.
-        where: the file's name, for messages.
-
-    Raises:
-        InputError: they are damaged, or of another version.
-    """
+    """The figures in a run's manifest; None if the run has left none."""
     values = manifest.get("measured")
     if values is None:
         return None
@@ -285,3 +270,33 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_rounded(each) for each in value]
     return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadRoom:
+    """Peak memory of the ranks that share one memory, and its size, in bytes."""
+
+    ranks: tuple[int, ...]
+    peak_bytes: int
+    total_bytes: int
+
+    @property
+    def free_share(self) -> float:
+        """The part of the memory that was never used."""
+        return 1 - self.peak_bytes / self.total_bytes
+
+
+def head_rooms(figures: RunFigures) -> list[HeadRoom]:
+    """The head-room of each memory whose size and users' peaks are known."""
+    sharing: dict[str, list[RankFigures]] = defaultdict(list)
+    for rank in figures.ranks:
+        sharing[rank.memory_id or f"rank {rank.rank}"].append(rank)
+    return [
+        HeadRoom(
+            ranks=tuple(rank.rank for rank in ranks),
+            peak_bytes=sum(rank.peak_bytes or 0 for rank in ranks),
+            total_bytes=ranks[0].device_bytes,
+        )
+        for ranks in sharing.values()
+        if ranks[0].device_bytes and all(rank.peak_bytes for rank in ranks)
+    ]

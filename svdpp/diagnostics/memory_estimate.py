@@ -43,9 +43,6 @@ def estimate_ranks(config: PipelineConfig, *, weights: Weights = "host") -> list
     Args:
         config: of the run.
         weights: those that must be present; the model's configs are enough for the estimate.
-
-    Raises:
-        ModelError: the model is missing or incomplete.
     """
     config, checkpoint = resolve(config, weights=weights)
     estimate_of_parts = estimate(
@@ -89,9 +86,6 @@ def memory_of_devices(
 
     Returns:
         Fields of `plan.costs.Costs` in GiB, and the usable GiB of each rank.
-
-    Raises:
-        ModelError: the model is missing or incomplete.
     """
     if device == "cpu":
         return {}, ()

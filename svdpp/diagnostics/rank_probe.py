@@ -24,9 +24,8 @@ from svdpp.models.checkpoint import Checkpoint
 from svdpp.plan.layout import Roles
 from svdpp.plan.schedule import connect_rounds
 from svdpp.worker.device import device_of
+from svdpp.worker.memory import out_of_memory_named, peak_in_use, reset_peak_of
 from svdpp.worker.messages import ClipDone, Event, Joined
-from svdpp.worker.out_of_memory import out_of_memory_named
-from svdpp.worker.peak_memory import peak_in_use, reset_peak_of
 from svdpp.worker.rank import load_model
 from svdpp.worker.reporter import Reporter
 from svdpp.worker.tensor_store import tensor_sha256
@@ -69,9 +68,6 @@ def ask_ranks(
 
     Returns:
         The answers, JSON values, by rank.
-
-    Raises:
-        SvdppError: a rank failed.
     """
     answers: dict[int, dict[str, Any]] = {}
 
@@ -91,11 +87,7 @@ def ask_ranks(
 
 
 def measure_transfers(config: PipelineConfig) -> list[LinkSpeed]:
-    """Latency and bandwidth between neighbours, one pair after the other; empty for one rank.
-
-    Raises:
-        SvdppError: a rank or a link failed.
-    """
+    """Latency and bandwidth between neighbours, one pair after the other; empty for one rank."""
     if config.world_size == 1:
         return []
     answers = ask_ranks(_ping_neighbours, config)
@@ -110,9 +102,6 @@ def measure_offload(config: PipelineConfig, num_weights: int = _NUM_WEIGHTS) -> 
     Args:
         config: of the ranks.
         num_weights: that each rank moves, of 64 MiB each.
-
-    Raises:
-        SvdppError: a rank failed.
     """
     answers = ask_ranks(_move_weights, config, num_weights)
     return min(float(answer["gib_per_second"]) for answer in answers)
@@ -128,19 +117,12 @@ def measure_work(config: PipelineConfig, checkpoint: Checkpoint | None, part: st
         config: resolved.
         checkpoint: None for the dummy model.
         part: one of `PARTS`.
-
-    Raises:
-        SvdppError: the part cannot be loaded, or does not fit.
     """
     return int(ask_ranks(_measure_work, config, (checkpoint, part))[0]["bytes"])
 
 
 def repeats_bits(config: PipelineConfig, checkpoint: Checkpoint | None) -> bool:
-    """Whether one denoising step, done twice, gives the same bits.
-
-    Raises:
-        SvdppError: the step failed.
-    """
+    """Whether one denoising step, done twice, gives the same bits."""
     first, second = ask_ranks(_step_twice, config, checkpoint)[0]["sha256"]
     return bool(first == second)
 

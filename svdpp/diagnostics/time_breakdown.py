@@ -81,13 +81,7 @@ def _breakdown_of(trace: Trace, rank: int, begin: float, end: float) -> TimeBrea
 
 
 def overrun(trace: Trace, forecast: Forecast, costs: Costs) -> str:
-    """A sentence why a run took longer than its forecast; empty if it is within `OVERRUN`.
-
-    Args:
-        trace: of the run.
-        forecast: of the same clips.
-        costs: of the forecast.
-    """
+    """A sentence why a run took longer than its forecast; empty if it is within `OVERRUN`."""
     makespan = trace.summary().makespan
     if makespan <= max(OVERRUN * forecast.makespan, forecast.makespan + _OVERRUN_SECONDS):
         return ""

@@ -12,8 +12,8 @@ from svdpp.launch import process_group
 from svdpp.launch.group import RankContext
 from svdpp.launch.started import StartedGroup
 from svdpp.worker.device import take_device
+from svdpp.worker.memory import peak_bytes
 from svdpp.worker.messages import Finished
-from svdpp.worker.peak_memory import peak_bytes
 from svdpp.worker.reporter import Reporter
 
 #: Runs in a rank, under a run's settings. It takes the rank's context, device and reporter, the

@@ -2,7 +2,8 @@
 
 Rank 0 listens on one address. Address, port and a secret are in the launcher's store, and both ends
 prove that they know the secret. The kernel closes a connection whose host is down or unreachable:
-each end sends something every second, and the connection ends if nothing is acknowledged.
+each end sends something every second, and the connection ends if nothing is acknowledged. Over it
+each rank measures the offset between its host's clocks and rank 0's.
 """
 
 from __future__ import annotations
@@ -116,9 +117,6 @@ def connect(store: Store, hello: RankHello, *, peer_timeout: float, deadline: fl
         hello: this rank.
         peer_timeout: as for `RankListener`.
         deadline: a time of the monotonic clock.
-
-    Raises:
-        RankError: rank 0 does not listen in time, or the launcher's store is lost.
     """
     while time.monotonic() < deadline:
         try:
@@ -206,3 +204,54 @@ def _set_read_timeout(connection: Connection, seconds: int) -> None:
 
 def _family(address: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+_NUM_ROUNDS = 8
+_TIMES = struct.Struct("<dd")
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Seconds by which this host's clocks are ahead of rank 0's.
+
+    Args:
+        monotonic_ahead: offset of the monotonic clock, which starts at zero when its host boots.
+        wall_ahead: offset of Unix time.
+    """
+
+    monotonic_ahead: float = 0.0
+    wall_ahead: float = 0.0
+
+
+def compare_clocks(connection: Connection, deadline: float) -> Clock:
+    """Measures the offset to the clocks of the other end, which runs `answer_clock`.
+
+    Cristian's algorithm: the fastest of several round trips counts, and the other end is assumed to
+    have read its clocks halfway through it.
+
+    Raises:
+        OSError, EOFError: the connection is closed, or there is no answer by `deadline`, a time of
+            this host's monotonic clock.
+    """
+    fastest = float("inf")
+    clock = Clock()
+    for _ in range(_NUM_ROUNDS):
+        start = time.monotonic()
+        connection.send_bytes(b"?")
+        monotonic, wall = _TIMES.unpack(receive(connection, deadline, _TIMES.size))
+        seconds = time.monotonic() - start
+        if seconds < fastest:
+            fastest = seconds
+            clock = Clock(start + seconds / 2 - monotonic, time.time() - seconds / 2 - wall)
+    return clock
+
+
+def answer_clock(connection: Connection, deadline: float) -> None:
+    """Sends this host's clock times to the other end, which runs `compare_clocks`.
+
+    Raises:
+        OSError, EOFError: the connection is closed, or there is no request by `deadline`.
+    """
+    for _ in range(_NUM_ROUNDS):
+        receive(connection, deadline, 1)
+        connection.send_bytes(_TIMES.pack(time.monotonic(), time.time()))

@@ -1,22 +1,39 @@
-"""Owns the start of the fork server, and the modules it imports once for all CPU ranks; no torch.
+"""Owns the fork server: its start, what it imports once for all CPU ranks, its end. No torch.
 
 Importing torch and diffusers takes most of the time of a start. A command that starts the server
 first goes on while the server imports them. Ranks on CUDA are started by `spawn` instead: importing
 diffusers initialises CUDA, and a process forked afterwards cannot use it.
+
+Python's own fork server lives as long as its ranks, so it would wait for a stopped rank for ever,
+and it notices nothing while it imports. This one gets a signal of the kernel when its starter ends.
+The server imports this module first.
 """
 
 from __future__ import annotations
 
+import atexit
+import gc
+import importlib
 import os
+import shutil
+import signal
+import time
 from collections.abc import Sequence
 from multiprocessing import forkserver, resource_tracker, util
+from pathlib import Path
 
-from svdpp.launch import environment, fork_server_preload
-from svdpp.launch.process_lifetime import signals_blocked
+from svdpp.launch import environment, process_lifetime
 from svdpp.models.checkpoint import package_of
 
 #: Imported for all ranks.
 RANK_MODULE = "svdpp.worker.rank"
+
+#: Environment variables of the server: the starter's process id, the folder of the starter's
+#: temporary files, and the modules to import.
+_STARTER = "SVDPP_FORK_SERVER_STARTER"
+_FOLDER = "SVDPP_FORK_SERVER_FOLDER"
+_MODULES = "SVDPP_FORK_SERVER_MODULES"
+_WAIT_SECONDS = 1.0
 
 
 def start_method(device: str) -> str:
@@ -31,13 +48,13 @@ def start(preload: Sequence[str]) -> None:
         preload: modules for the server to import; ignored if it is running.
     """
     resource_tracker.ensure_running()  # first, because starting it unblocks the signals
-    forkserver.set_forkserver_preload([fork_server_preload.__name__])
+    forkserver.set_forkserver_preload([__name__])
     modules = {
-        fork_server_preload.STARTER: str(os.getpid()),
-        fork_server_preload.FOLDER: util.get_temp_dir(),
-        fork_server_preload.MODULES: ",".join(preload),
+        _STARTER: str(os.getpid()),
+        _FOLDER: util.get_temp_dir(),
+        _MODULES: ",".join(preload),
     }
-    with environment.defaults(modules), signals_blocked():
+    with environment.defaults(modules), process_lifetime.signals_blocked():
         forkserver.ensure_running()
 
 
@@ -50,10 +67,50 @@ def start_early(*, family: str | None, device: str) -> None:
     """Starts the server before the command itself imports torch, if its ranks will be forked.
 
     Only for ranks that this process will start, and no launcher.
-
-    Args:
-        family: of the ranks' model; None for the dummy model.
-        device: of the ranks.
     """
     if start_method(device) == "forkserver":
         start(modules_for(family))
+
+
+def _preload(starter: int, folder: Path, modules: str) -> None:
+    def end_if_starter_has_ended() -> None:
+        if os.getppid() != starter:
+            process_lifetime.kill_descendants()
+            _remove(folder)
+            os._exit(0)  # unloading torch takes Python a second
+
+    # The kernel sends the signal also when only the thread that started this server has ended.
+    signal.signal(signal.SIGUSR1, lambda *_: end_if_starter_has_ended())
+    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGUSR1, signal.SIG_DFL))
+    process_lifetime.end_with_parent(starter, signal.SIGUSR1)
+    os.chdir("/")  # MKL ends a process whose working folder has been deleted; each rank has its own
+    # The garbage collector would find nothing: what an import creates stays. Its searches take a
+    # fifth of the time.
+    gc.disable()
+    for module in filter(None, modules.split(",")):
+        importlib.import_module(module)
+    # The garbage collector writes to every object it visits, which would copy their pages into
+    # every rank.
+    gc.freeze()
+    gc.enable()
+
+    def end() -> None:
+        """Ends this server when Python's own loop has noticed the end of starter and ranks."""
+        deadline = time.monotonic() + _WAIT_SECONDS
+        while time.monotonic() < deadline:  # the kernel may still be ending the starter
+            end_if_starter_has_ended()
+            time.sleep(0.01)
+        os._exit(0)
+
+    atexit.register(end)
+
+
+def _remove(folder: Path) -> None:
+    """Removes the folder, to which ranks that have just been killed may still write."""
+    deadline = time.monotonic() + _WAIT_SECONDS
+    while folder.exists() and time.monotonic() < deadline:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if _STARTER in os.environ:  # in the server
+    _preload(int(os.environ.pop(_STARTER)), Path(os.environ.pop(_FOLDER)), os.environ.pop(_MODULES))

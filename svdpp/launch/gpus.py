@@ -33,11 +33,7 @@ class Gpu:
 
 
 def visible_gpus(environment: Mapping[str, str] = os.environ) -> list[Gpu]:
-    """The GPUs that CUDA shows this process, in CUDA's order; none without an NVIDIA driver.
-
-    Raises:
-        RequestError: the order is unknown, or CUDA_VISIBLE_DEVICES names a MIG slice.
-    """
+    """The GPUs that CUDA shows this process, in CUDA's order; none without an NVIDIA driver."""
     with open_nvml() as nvml:
         if nvml is None:
             return []
@@ -49,11 +45,7 @@ def visible_gpus(environment: Mapping[str, str] = os.environ) -> list[Gpu]:
 
 
 def free_bytes(device: str) -> int:
-    """Free memory of `cuda:N`, in bytes.
-
-    Raises:
-        RequestError: there is no such GPU.
-    """
+    """Free memory of `cuda:N`, in bytes."""
     index, gpus = int(device.partition(":")[2] or 0), visible_gpus()
     if index >= len(gpus):
         raise RequestError(f"device {device} asked for, {len(gpus)} GPUs found")

@@ -1,17 +1,96 @@
-"""Owns the interface to a group of ranks, for the parent and for each rank, with any launcher."""
+"""Owns the interface to a group of ranks, for the parent and each rank, and its channels."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import queue
+import socket
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, Protocol
 
-from svdpp.launch.channel import Channel
-from svdpp.launch.clock import Clock
+from svdpp.launch.connections import Clock
 from svdpp.launch.world import World
 
 #: What a program has to do whose ranks are started as multiprocessing starts processes.
 GUARD = 'put what it does under `if __name__ == "__main__":`, and run it from a file'
+
+
+class Channel(Protocol):
+    """One end of the connection between a rank and the parent."""
+
+    def send(self, message: bytes) -> None:
+        """Sends a whole message. Several threads may call it."""
+
+    def receive(self, timeout: float) -> bytes | None:
+        """Returns the next message, or None after `timeout` seconds.
+
+        Raises:
+            EOFError: the other end is closed.
+        """
+
+
+class PipeChannel:
+    """A channel over a pipe between processes of one machine, or over a socket between hosts."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self._lock = threading.Lock()
+
+    def send(self, message: bytes) -> None:
+        """See `Channel`."""
+        with self._lock:
+            self.connection.send_bytes(message)
+
+    def receive(self, timeout: float) -> bytes | None:
+        """See `Channel`."""
+        return self.connection.recv_bytes() if self.connection.poll(timeout) else None
+
+    def close(self) -> None:
+        """Closes the connection at once."""
+        self.connection.close()
+
+
+class QueuedChannel(PipeChannel):
+    """The parent's end of a pipe; `send` queues the message for a thread and returns at once.
+
+    A rank reads its pipe only between actions. A pipe holds a few hundred kilobytes, so a direct
+    write could block the parent for as long as the rank is busy or stalled.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        super().__init__(connection)
+        self._messages: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._sender: threading.Thread | None = None
+
+    def send(self, message: bytes) -> None:
+        """See `Channel`. Does not raise if the rank has ended."""
+        with self._lock:
+            if self._sender is None:
+                sender = threading.Thread(target=self._send_queued, name="sender", daemon=True)
+                sender.start()
+                self._sender = sender
+        self._messages.put(message)
+
+    def close(self) -> None:
+        """See `PipeChannel.close`. Messages that are still queued are dropped."""
+        if self.connection.closed:
+            return
+        self._messages.put(None)
+        if self._sender is not None:
+            descriptor = os.dup(self.connection.fileno())
+            with contextlib.suppress(OSError), socket.socket(fileno=descriptor) as own:
+                own.shutdown(socket.SHUT_RDWR)  # unblocks a sender that waits for the rank to read
+            self._sender.join()
+        self.connection.close()
+
+    def _send_queued(self) -> None:
+        with contextlib.suppress(OSError):
+            while (message := self._messages.get()) is not None:
+                self.connection.send_bytes(message)
 
 
 @dataclass(frozen=True)
@@ -59,15 +138,12 @@ class Group(Protocol):
 
     def location(self, rank: int) -> RankLocation:
         """Where `rank` runs."""
-        ...
 
     def send(self, rank: int, message: bytes) -> None:
         """Sends a message to `rank`. Does not raise if the rank has ended; see `exited`."""
-        ...
 
     def poll(self, timeout: float) -> list[tuple[int, bytes]]:
         """Waits up to `timeout` seconds for messages; returns them, each with its rank."""
-        ...
 
     def exited(self) -> dict[int, int | None]:
         """Exit code of every rank that has ended; minus the signal's number if a signal ended it.
@@ -75,15 +151,12 @@ class Group(Protocol):
         None if only the launcher knows the code. A launcher's ranks come in the order in which
         their end was noticed.
         """
-        ...
 
     def output_tail(self, rank: int) -> str:
         """The end of the output of `rank` and its libraries."""
-        ...
 
     def end(self, timeout: float) -> bool:
         """Waits for ranks that were commanded to stop; returns whether all ended without error."""
-        ...
 
     def kill(self, error: BaseException | None = None) -> None:
         """Ends every rank that still runs, and removes the group's temporary files.
@@ -91,4 +164,3 @@ class Group(Protocol):
         Args:
             error: the reason, sent to a launcher's ranks; None if all work is done.
         """
-        ...

@@ -19,10 +19,9 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from svdpp.errors import RankError, RequestError, error_from_dict, exit_code_of
-from svdpp.launch import clock, process_group, process_lifetime
-from svdpp.launch.channel import PipeChannel, QueuedChannel
+from svdpp.launch import connections, process_group, process_lifetime
 from svdpp.launch.connections import ASK, BEGIN, END, RankHello, RankListener, receive
-from svdpp.launch.group import Entry, RankContext, RankLocation
+from svdpp.launch.group import Entry, PipeChannel, QueuedChannel, RankContext, RankLocation
 from svdpp.launch.world import World
 
 
@@ -35,11 +34,6 @@ class JoinedGroup:
         shared_settings: settings that must be equal on all ranks, by name.
         start_timeout: seconds for all ranks to connect, and for a rank to answer a query.
         peer_timeout: seconds without an acknowledgement after which a host counts as lost.
-
-    Raises:
-        RequestError: the hosts share no network address, or a rank has other settings.
-        RankError: a rank does not connect in time.
-        SvdppError: a rank cannot start; its own error.
     """
 
     def __init__(
@@ -100,7 +94,7 @@ class JoinedGroup:
         welcome = {"token": self._token, "host": self._hellos[0].host}
         try:
             connection.send_bytes(json.dumps(welcome).encode())
-            clock.answer(connection, deadline)
+            connections.answer_clock(connection, deadline)
         except TimeoutError as error:
             raise RankError(
                 f"rank {hello.rank} ({hello.host}) connected, but does not respond",
@@ -133,11 +127,7 @@ class JoinedGroup:
         return [self._hellos[rank].host_index for rank in range(self.world_size)]
 
     def ask(self, question: bytes) -> dict[str, bytes]:
-        """Queries one rank on each other host, before `begin`; answers by the host's name.
-
-        Raises:
-            RankError: a rank has ended or does not answer.
-        """
+        """Queries one rank on each other host, before `begin`; answers by the host's name."""
         answers = {}
         for rank in self._first_ranks_of_other_hosts():
             connection, host = self._channels[rank].connection, self._hellos[rank].host
@@ -154,11 +144,7 @@ class JoinedGroup:
         return answers
 
     def check_connected(self) -> None:
-        """Checks that all ranks are still connected, before `begin`.
-
-        Raises:
-            RankError: a rank is not.
-        """
+        """Checks that all ranks are still connected, before `begin`."""
         self.poll(0)
         for rank, channel in self._channels.items():
             if channel.connection.closed:

@@ -14,10 +14,9 @@ from multiprocessing.connection import Connection
 from typing import Any, NoReturn, Protocol
 
 from svdpp.errors import RankError, RequestError, exit_code_of
-from svdpp.launch import clock, connections, process_group, process_lifetime
-from svdpp.launch.channel import PipeChannel
+from svdpp.launch import connections, process_group, process_lifetime
 from svdpp.launch.connections import ASK, BEGIN, END, FILE, RankHello
-from svdpp.launch.group import Entry, RankContext
+from svdpp.launch.group import Entry, PipeChannel, RankContext
 from svdpp.launch.world import World
 
 # A launcher shows the output of the rank that fails first. That should be rank 0, which prints the
@@ -63,9 +62,6 @@ def serve_joined(
     Returns only if all work succeeded; otherwise the process exits. For the arguments see
     `joined.JoinedGroup`. With `ignores_signals` the rank survives INT, TERM and HUP, which its
     launcher also sends to rank 0: that one ends the run in its own time.
-
-    Raises:
-        RankError: rank 0 cannot be reached in time.
     """
     process_lifetime.end_with_parent()
     if ignores_signals:
@@ -99,13 +95,7 @@ def serve_joined(
 
 
 def report_failure(world: World, error: dict[str, Any], *, timeout: float) -> bool:
-    """Reports to rank 0 why this rank cannot start; returns whether rank 0 could be reached.
-
-    Args:
-        world: of this rank.
-        error: as `error_to_dict` gives it.
-        timeout: seconds to reach rank 0.
-    """
+    """Reports to rank 0 why this rank cannot start; returns whether rank 0 could be reached."""
     try:
         _, store = process_group.open_store(world, timeout)
         hello = _hello(world, {}, error)
@@ -141,18 +131,7 @@ def _hello(
 
 
 class _ParentLink:
-    """A joined rank's channel to rank 0, and the thread that handles rank 0's control messages.
-
-    Args:
-        connection: to rank 0.
-        hooks: called for events of this rank.
-        peer_timeout: seconds without an acknowledgement after which the connection is closed.
-        local_rank: of this rank.
-        start_timeout: seconds for rank 0 to answer.
-
-    Raises:
-        RankError: rank 0 has ended or does not answer.
-    """
+    """A joined rank's channel to rank 0, and the thread that handles rank 0's control messages."""
 
     def __init__(
         self,
@@ -175,7 +154,7 @@ class _ParentLink:
         deadline = time.monotonic() + start_timeout
         try:
             welcome = json.loads(connections.receive(connection, deadline))
-            self.clock = clock.compare(connection, deadline)
+            self.clock = connections.compare_clocks(connection, deadline)
         except TimeoutError as error:
             raise RankError(
                 "rank 0 does not answer", "check whether it is stopped or its host is down"

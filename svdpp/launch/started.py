@@ -23,8 +23,14 @@ import torch.multiprocessing as torch_mp
 
 from svdpp.errors import RequestError
 from svdpp.launch import environment, fork_server, process_group, process_lifetime, temp_folders
-from svdpp.launch.channel import PipeChannel, QueuedChannel
-from svdpp.launch.group import GUARD, Entry, RankContext, RankLocation
+from svdpp.launch.group import (
+    GUARD,
+    Entry,
+    PipeChannel,
+    QueuedChannel,
+    RankContext,
+    RankLocation,
+)
 from svdpp.launch.world import World
 
 _GRACE_SECONDS = 2.0

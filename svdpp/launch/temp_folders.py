@@ -21,12 +21,7 @@ _folders: dict[Path, int] = {}
 
 
 def make_folder(prefix: str, within: str | None = None) -> Path:
-    """Creates a folder that only this user can open (mkdtemp sets its mode to 0700).
-
-    Args:
-        prefix: of its name.
-        within: the folder to create it in; by default the one for temporary files.
-    """
+    """Creates a folder that only this user can open (mkdtemp sets its mode to 0700)."""
     folder = Path(tempfile.mkdtemp(prefix=prefix, dir=within))
     _folders[folder] = os.getpid()
     return folder

@@ -76,9 +76,6 @@ def find_world(environment: Mapping[str, str] = os.environ) -> World | None:
     Returns:
         None if no launcher started it. That includes a batch script outside srun, and an srun of
         one task: there, a command starts its own ranks.
-
-    Raises:
-        RequestError: variables are missing or have invalid values.
     """
     if any(name in environment for name in _TORCHRUN):
         return _torchrun_world(environment)
@@ -105,9 +102,6 @@ def store_address(environment: Mapping[str, str] = os.environ) -> tuple[str, int
 
     They are MASTER_ADDR and MASTER_PORT, which torchrun sets. Under Slurm the defaults are the
     job's first host and a port that depends on the job id.
-
-    Raises:
-        RequestError: the host is unknown, or the port is invalid.
     """
     host = environment.get("MASTER_ADDR") or _first_slurm_host(environment)
     if not host:

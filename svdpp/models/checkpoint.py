@@ -300,8 +300,10 @@ def family_of_pipeline(index: JsonFile) -> str:
     """The family of the pipeline that `model_index.json` names."""
     name = index.values.get("_class_name")
     if not isinstance(name, str) or name not in FAMILIES:
-        known = ", ".join(FAMILIES)
-        raise index.error(f"the pipeline is {short_repr(name)}, not one of {known}", hub.MODEL_HINT)
+        raise index.error(
+            f"the pipeline is {short_repr(name)}, which svdpp does not run",
+            "svdpp models lists those that it runs",
+        )
     return FAMILIES[name]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import threading
 from collections.abc import Iterator, Mapping
@@ -15,7 +14,6 @@ import diffusers.utils.logging
 import torch
 import tqdm
 import transformers.utils.logging
-from diffusers.configuration_utils import FrozenDict
 from transformers.initialization import no_init_weights
 from transformers.utils import is_protobuf_available, is_sentencepiece_available
 
@@ -24,15 +22,6 @@ from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.free_memory import free_bytes
 from svdpp.models.safetensors_header import Header, weight_headers
 from svdpp.models.weight_check import check_weights
-
-
-class UnloadedComponent:
-    """What a pipeline reads of a component that this rank does not load."""
-
-    def __init__(self, config: Any, dtype: torch.dtype, attributes: Mapping[str, Any]) -> None:
-        self.config = config
-        self.dtype = dtype
-        self.__dict__.update(attributes)
 
 
 @dataclass(frozen=True)
@@ -74,19 +63,6 @@ class ComponentLoader:
             module.eval()
         with self._device_errors(), self._memory_errors(component, headers, dtype):
             return module.to(self.device)
-
-    def configuration(
-        self, cls: Any, component: str, dtype: torch.dtype, **attributes: Any
-    ) -> UnloadedComponent:
-        """Stands for a component of diffusers that this rank does not load.
-
-        It has the component's config with the defaults of `cls`, `dtype`, and `attributes`.
-        """
-        with library_errors(component, self.checkpoint):
-            config = cls.load_config(self.checkpoint.folder / component, local_files_only=True)
-        parameters = inspect.signature(cls.__init__).parameters.values()
-        defaults = {each.name: each.default for each in parameters if each.name != "self"}
-        return UnloadedComponent(FrozenDict({**defaults, **config}), dtype, attributes)
 
     def processor(self, cls: Any, component: str) -> Any:
         """Loads a component without weights: a tokenizer or an image processor."""

@@ -66,6 +66,11 @@ class Action(NamedTuple):
         return f"{self.kind} c{self.clip} {place}{arrow}"
 
     @staticmethod
+    def at(kind: Kind, clip: int, step: int, peer: int = -1) -> Action:
+        """An action of `clip` with `step` steps done, which does none itself."""
+        return Action(kind, clip, step, step, peer)
+
+    @staticmethod
     def parse(text: str) -> Action:
         """Parse the output of `str()`.
 
@@ -104,73 +109,3 @@ _ACTION = re.compile(
     r"(?: (?P<arrow>[<>])(?P<peer>\d+))?",
     re.ASCII,
 )
-
-
-def encode(clip: int) -> Action:
-    """ENCODE of `clip`."""
-    return Action(Kind.ENCODE, clip, 0, 0)
-
-
-def load(clip: int, at: int) -> Action:
-    """LOAD of `clip` with `at` steps done."""
-    return Action(Kind.LOAD, clip, at, at)
-
-
-def recv(clip: int, at: int, peer: int) -> Action:
-    """RECV of `clip` with `at` steps done, from rank `peer`."""
-    return Action(Kind.RECV, clip, at, at, peer)
-
-
-def denoise(clip: int, start: int, end: int) -> Action:
-    """DENOISE of steps `start` to `end` (exclusive) of `clip`."""
-    return Action(Kind.DENOISE, clip, start, end)
-
-
-def send(clip: int, at: int, peer: int) -> Action:
-    """SEND of `clip` with `at` steps done, to rank `peer`."""
-    return Action(Kind.SEND, clip, at, at, peer)
-
-
-def decode(clip: int, at: int) -> Action:
-    """DECODE of `clip` with all `at` steps done."""
-    return Action(Kind.DECODE, clip, at, at)
-
-
-def finish(clip: int, at: int) -> Action:
-    """FINISH of `clip` with all `at` steps done."""
-    return Action(Kind.FINISH, clip, at, at)
-
-
-def send_start(clip: int, start: int, end: int, peer: int) -> Action:
-    """SEND_START of `clip` from step `start` to step `end`, where rank `peer` starts."""
-    return Action(Kind.SEND_START, clip, start, end, peer)
-
-
-def send_state(clip: int, at: int, peer: int) -> Action:
-    """SEND_STATE of `clip` before step `at`, to rank `peer`."""
-    return Action(Kind.SEND_STATE, clip, at, at, peer)
-
-
-def send_result(clip: int, at: int, peer: int) -> Action:
-    """SEND_RESULT of `clip` with all `at` steps done, to rank `peer`."""
-    return Action(Kind.SEND_RESULT, clip, at, at, peer)
-
-
-def recv_state(clip: int, at: int, peer: int) -> Action:
-    """RECV_STATE of `clip` before step `at`, from rank `peer`."""
-    return Action(Kind.RECV_STATE, clip, at, at, peer)
-
-
-def recv_result(clip: int, at: int, peer: int) -> Action:
-    """RECV_RESULT of `clip` with all `at` steps done, from rank `peer`."""
-    return Action(Kind.RECV_RESULT, clip, at, at, peer)
-
-
-def correct(clip: int, begun: int, at: int, peer: int) -> Action:
-    """CORRECT of `clip` at step `at`, with the state of step `begun` from rank `peer`."""
-    return Action(Kind.CORRECT, clip, begun, at, peer)
-
-
-def compare(clip: int, at: int, peer: int) -> Action:
-    """COMPARE of `clip` with all `at` steps done, with the result of rank `peer`."""
-    return Action(Kind.COMPARE, clip, at, at, peer)

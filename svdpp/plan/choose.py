@@ -1,4 +1,4 @@
-"""Owns the choice of a layout by forecast: the fastest one that fits in memory."""
+"""Owns the choice by forecast of the fastest layout that fits, and of each rank's card."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from svdpp.errors import RequestError
-from svdpp.plan.cards import assign_cards
 from svdpp.plan.costs import Costs, PerRank
 from svdpp.plan.large_forecast import makespan
 from svdpp.plan.layout import SPLITS, Layout
@@ -59,10 +58,6 @@ def choose_layout(
         expert_boundary: as in `Layout`.
         share_experts: as in `Layout`; False: a rank of a longer replica holds both experts only if
             its card is known to have room.
-
-    Raises:
-        RequestError: counts below 1, costs for another number of ranks, no layout that fits in
-            memory, or no cost for the transfers between hosts.
     """
     whole = Layout(
         num_steps=num_steps,
@@ -256,3 +251,30 @@ def _mean(value: PerRank) -> float:
 def _has_known_transfers(layout: Layout) -> bool:
     """Whether the costs give the time of each of its transfers."""
     return all(layout.costs.knows_transfer(source, target) for source, target in layout.links)
+
+
+def assign_cards(needs: Sequence[float], has: Sequence[float]) -> tuple[int, ...] | None:
+    """The card of each rank, such that every rank has the memory that it needs.
+
+    It is rank r on card r if that fits. Otherwise a rank that needs more gets a card that has more;
+    if any assignment fits, this one does.
+
+    Args:
+        needs: of each rank.
+        has: of each card, as many as ranks, in the same unit.
+
+    Returns:
+        The card of each rank, by rank; None if no assignment fits.
+    """
+    ranks = range(len(needs))
+    if _all_fit(needs, has):
+        return tuple(ranks)
+    by_need = sorted(ranks, key=needs.__getitem__)
+    by_room = sorted(ranks, key=has.__getitem__)
+    card_of = dict(zip(by_need, by_room, strict=True))
+    cards = tuple(card_of[rank] for rank in ranks)
+    return cards if _all_fit(needs, [has[card] for card in cards]) else None
+
+
+def _all_fit(needs: Sequence[float], has: Sequence[float]) -> bool:
+    return all(need <= room for need, room in zip(needs, has, strict=True))

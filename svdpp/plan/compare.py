@@ -61,9 +61,6 @@ def compare_layouts(
     They are one replica with each split, one with several decoders, the layout of `choose_layout`,
     data parallel, and a draft; and model offload, if the model has two experts or its cost is
     known. Arguments as for `choose_layout` and `forecast_layout`.
-
-    Raises:
-        RequestError: counts below 1, or costs for another number of ranks.
     """
     check_counts(num_steps, world_size)
     costs.check_world(world_size)

@@ -1,4 +1,4 @@
-"""Owns costs: the seconds and memory of each kind of work, and the costs file `costs.json`."""
+"""Owns costs: seconds and memory of each kind of work, the costs file, and published costs."""
 
 from __future__ import annotations
 
@@ -156,12 +156,6 @@ class Costs:
 
         The sum of the weights of all its parts and the largest work of one part. Shared weights
         (encode and decode use one VAE) count twice, so it is an upper bound.
-
-        Args:
-            encode: whether it encodes.
-            denoise: whether it does steps.
-            decode: whether it decodes.
-            num_experts: denoisers that it holds if it does steps.
         """
         asked = {"encode": int(encode), "denoise": denoise * num_experts, "decode": int(decode)}
         parts = [part for part, copies in asked.items() if copies]
@@ -190,11 +184,7 @@ class Costs:
         )
 
     def check_world(self, world_size: int) -> None:
-        """Check that costs given for each rank fit `world_size` ranks.
-
-        Raises:
-            RequestError: they do not; it names both numbers.
-        """
+        """Check that costs given for each rank fit `world_size` ranks."""
         if self.ranks_per_host and world_size % self.ranks_per_host:
             raise RequestError(
                 f"{world_size} ranks cannot form hosts of {self.ranks_per_host} ranks each",
@@ -217,15 +207,7 @@ class Costs:
 
     @staticmethod
     def from_json(content: object, where: str) -> Costs:
-        """Costs from the output of `to_json`; only `step_seconds` is required.
-
-        Args:
-            content: the parsed JSON.
-            where: the file's name, for messages.
-
-        Raises:
-            RequestError: a key is unknown, missing or has an invalid value; it names the key.
-        """
+        """Costs from the output of `to_json`; only `step_seconds` is required."""
         if not isinstance(content, Mapping):
             raise RequestError(f"{where}: costs are a JSON object, not {type(content).__name__}")
         values = dict(content)
@@ -245,12 +227,7 @@ class Costs:
 
     @staticmethod
     def load(path: str | Path) -> Costs:
-        """The costs in a costs file, or those that a run measured, in its `run.json`.
-
-        Raises:
-            InputError: the file cannot be read, or is not JSON.
-            RequestError: as `from_json`, or the run measured none.
-        """
+        """The costs in a costs file, or those that a run measured, in its `run.json`."""
         try:
             content = json.loads(read_small_file(Path(path), "costs file", _MAX_BYTES))
         except (ValueError, RecursionError) as error:
@@ -306,3 +283,46 @@ def _as_float(value: object) -> float:
 
 
 _MAY_BE_UNKNOWN = {field.name: field.default is None for field in fields(Costs)}
+
+
+_STABILITY = (
+    "https://huggingface.co/stabilityai/stable-video-diffusion-img2vid-xt-1-1-tensorrt, table "
+    "'SVD-XT 1.1 (25 frames, 25 steps)': TensorRT, 576x1024; step: UNet x 25 / 25, encode: CLIP + "
+    "VAE encoder, decode: VAE decoder; the table does not give transfers, writing or memory"
+)
+# In fp16: latents 25x4x72x128, image latents 4x72x128, image embedding 1024, three time ids.
+_XT_PACKET_BYTES = 2 * (25 * 4 * 72 * 128 + 4 * 72 * 128 + 1024 + 3)
+
+
+def _published(
+    device: str, unet_ms: float, clip_ms: float, vae_encoder_ms: float, vae_decoder_ms: float
+) -> Costs:
+    """Costs from a column of the table: milliseconds of 25 UNet calls and of each other part."""
+    return Costs(
+        step_seconds=unet_ms / 25 / 1000,
+        encode_seconds=(clip_ms + vae_encoder_ms) / 1000,
+        decode_seconds=vae_decoder_ms / 1000,
+        packet_bytes=_XT_PACKET_BYTES,
+        name="SVD-XT 1.1",
+        source=_STABILITY,
+        device=device,
+    )
+
+
+PRESETS = {
+    "svd-xt-a100": _published("A100 80GB SXM", 27_489.88, 53.20, 65.68, 4_544.12),
+    "svd-xt-a100-pcie": _published("A100 80GB PCIe", 30_367.73, 105.41, 66.70, 4_663.63),
+    "svd-xt-h100-pcie": _published("H100 80GB PCIe", 19_102.98, 91.32, 49.07, 3_382.62),
+}
+
+
+def find_costs(name_or_path: str) -> Costs:
+    """The preset of that name, else the costs file at that path."""
+    if name_or_path in PRESETS:
+        return PRESETS[name_or_path]
+    if not Path(name_or_path).exists():
+        raise RequestError(
+            f"--costs {name_or_path!r} is neither a file nor a preset",
+            f"presets: {', '.join(PRESETS)}",
+        )
+    return Costs.load(name_or_path)

@@ -15,7 +15,6 @@ from itertools import islice, pairwise
 from typing import NamedTuple
 
 from svdpp.errors import RequestError
-from svdpp.plan import actions
 from svdpp.plan.actions import RECEIVES, SENDS, Action, Kind
 from svdpp.plan.costs import Costs
 from svdpp.plan.forecast import replay
@@ -145,16 +144,16 @@ class DraftPlan:
         """The actions of `rank` for `clip`, in order."""
         last = self.world_size - 1
         if rank == 0:
-            yield actions.encode(clip)
+            yield Action.at(Kind.ENCODE, clip, 0)
         else:
-            yield actions.recv(clip, self.start_steps[rank], rank - 1)
+            yield Action.at(Kind.RECV, clip, self.start_steps[rank], rank - 1)
         yield from self._denoise_actions(rank, clip)
         if self.decodes:
-            yield actions.decode(clip, self.num_steps)
+            yield Action.at(Kind.DECODE, clip, self.num_steps)
         if rank < last:
-            yield actions.send_result(clip, self.num_steps, last)
+            yield Action.at(Kind.SEND_RESULT, clip, self.num_steps, last)
         else:
-            yield actions.finish(clip, self.num_steps)
+            yield Action.at(Kind.FINISH, clip, self.num_steps)
             yield from self._compare_actions(clip)
 
     def _denoise_actions(self, rank: int, clip: int) -> Iterator[Action]:
@@ -168,29 +167,34 @@ class DraftPlan:
         is_last = rank + 1 == self.world_size
         sent = () if is_last else {each.begun for each in self.corrections(rank + 1)}
         receives = iter(
-            [actions.recv_state(clip, each.begun, rank - 1) for each in self.corrections(rank)]
+            [
+                Action.at(Kind.RECV_STATE, clip, each.begun, rank - 1)
+                for each in self.corrections(rank)
+            ]
         )
         yield from islice(receives, 1)
         done = start
         for step in range(start, self.num_steps):
             after: list[Action] = []
             if step == start and not is_last:
-                after.append(actions.send_start(clip, step, self.start_steps[rank + 1], rank + 1))
+                after.append(
+                    Action(Kind.SEND_START, clip, step, self.start_steps[rank + 1], rank + 1)
+                )
             if step in sent:
-                after.append(actions.send_state(clip, step, rank + 1))
+                after.append(Action.at(Kind.SEND_STATE, clip, step, rank + 1))
             if step + 1 in begun_of:
-                after.append(actions.correct(clip, begun_of[step + 1], step + 1, rank - 1))
+                after.append(Action(Kind.CORRECT, clip, begun_of[step + 1], step + 1, rank - 1))
                 after += islice(receives, 1)
             if after or step + 1 == self.num_steps:
-                yield actions.denoise(clip, done, step + 1)
+                yield Action(Kind.DENOISE, clip, done, step + 1)
                 yield from after
                 done = step + 1
 
     def _compare_actions(self, clip: int) -> Iterator[Action]:
         """The comparisons of the last rank; each other rank has its own link to it."""
         others = range(self.world_size - 2, -1, -1)
-        yield from (actions.recv_result(clip, self.num_steps, rank) for rank in others)
-        yield from (actions.compare(clip, self.num_steps, rank) for rank in others)
+        yield from (Action.at(Kind.RECV_RESULT, clip, self.num_steps, rank) for rank in others)
+        yield from (Action.at(Kind.COMPARE, clip, self.num_steps, rank) for rank in others)
 
 
 def check_draft_schedule(schedule: Schedule, num_steps: int) -> None:

@@ -112,11 +112,7 @@ class DraftProfile:
 
     @staticmethod
     def load(path: Path) -> DraftProfile:
-        """The profile in a file.
-
-        Raises:
-            InputError: the file cannot be read, or is not a draft profile.
-        """
+        """The profile in a file."""
         try:
             content = json.loads(read_small_file(path, "draft profile"))
             if not is_version(content.pop("schema_version"), SCHEMA_VERSION):
@@ -133,11 +129,7 @@ class DraftProfile:
             ) from error
 
     def best(self, num_steps: int, world_size: int) -> tuple[int, ...]:
-        """The start steps of the highest PSNR within half the rounds, else of the fewest rounds.
-
-        Raises:
-            RequestError: the profile has no choice for these counts.
-        """
+        """The start steps of the highest PSNR within half the rounds, else of the fewest rounds."""
         fitting = [each for each in self.choices if len(each.start_steps) == world_size]
         if self.num_steps != num_steps or not fitting:
             worlds = sorted({len(each.start_steps) for each in self.choices})
@@ -159,10 +151,6 @@ def parse_start_steps(text: str, num_steps: int, world_size: int | None) -> tupl
         text: the steps, or the path of a profile.
         num_steps: N, for a profile.
         world_size: W, for a profile; None: the largest in it.
-
-    Raises:
-        RequestError: the text is neither, or the profile is for other counts.
-        InputError: the profile cannot be read.
     """
     parts = text.split(",")
     if all(re.fullmatch(r"\s*[0-9]{1,9}\s*", part) for part in parts):
@@ -198,9 +186,6 @@ def default_start_steps(num_steps: int, world_size: int) -> tuple[int, ...]:
 
     The start step of the last rank follows from the rounds, the others from the gap between them.
     The gaps were measured for 14 to 50 steps; for other numbers they are scaled.
-
-    Raises:
-        RequestError: too few steps or ranks, or too many ranks.
     """
     most = most_ranks(num_steps)
     if num_steps < LEAST_STEPS or not 2 <= world_size <= most:

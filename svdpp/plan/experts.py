@@ -53,9 +53,6 @@ def check_even(
         num_stages: of a replica, 2 or more.
         boundary: number of steps of the first expert.
         world_of: the number of ranks that makes a number of stages, for the hint.
-
-    Raises:
-        RequestError: there is none; it names the nearest numbers of ranks that have one.
     """
     if _even_divisions(num_steps, num_stages, boundary):
         return

@@ -93,9 +93,6 @@ class Layout:
     With two experts, all clips are cut at the boundary, and the stages of a replica are divided
     between the experts, at least one each. So a rank holds one expert, unless it is a replica by
     itself or `share_experts` is set.
-
-    Raises:
-        RequestError: counts that do not fit together.
     """
 
     num_steps: int
@@ -225,12 +222,7 @@ class Layout:
         return self.replica_size - self.decoders + 1
 
     def route(self, clip: int, *, all_stages: bool = False) -> Route:
-        """The route of the clip with this index; it does not depend on other clips.
-
-        Args:
-            clip: index.
-            all_stages: whether it visits stages without steps too.
-        """
+        """The route of the clip with this index; it does not depend on other clips."""
         replica, index = clip % self.replicas, clip // self.replicas
         return self._route(clip, replica, index, self.cuts(clip), all_stages=all_stages)
 

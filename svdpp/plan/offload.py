@@ -48,11 +48,7 @@ class Offload:
 
 
 def forecast_offload(layout: Layout) -> Offload | None:
-    """Model offload on the ranks of `layout`; None if its costs lack the rate or the memory.
-
-    Raises:
-        RequestError: the rate is so low that a clip would take years.
-    """
+    """Model offload on the ranks of `layout`; None if its costs lack the rate or the memory."""
     costs = layout.costs
     rate, peak = costs.offload_gib_per_second, _peak_gib(layout)
     if rate is None or peak is None:
@@ -82,14 +78,7 @@ def forecast_offload(layout: Layout) -> Offload | None:
 def offload_remark(
     layout: Layout, num_clips: int, seconds: float, memory_gib: Sequence[float]
 ) -> str:
-    """Compares model offload with a layout; empty if it cannot be faster or is of no interest.
-
-    Args:
-        layout: the chosen one.
-        num_clips: M.
-        seconds: in which the layout finishes them.
-        memory_gib: of each card; empty if unknown.
-    """
+    """Compares model offload with a layout; empty if it cannot be faster or is of no interest."""
     if layout.costs.offload_gib_per_second is None and (
         layout.expert_boundary is None or layout.replica_size == 1
     ):

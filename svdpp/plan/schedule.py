@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from svdpp.plan import actions
 from svdpp.plan.actions import Action, Kind
 from svdpp.plan.split import StepRange
 
@@ -97,15 +96,17 @@ def _visit(route: Route, index: int) -> _Visit:
     first, last = index == 0, index == len(route.ranges) - 1
     work: list[Action] = []
     if first:
-        work = [actions.load(clip, part.start) if part.start else actions.encode(clip)]
+        work = [Action.at(Kind.LOAD if part.start else Kind.ENCODE, clip, part.start)]
     if part.num_steps:
-        work.append(actions.denoise(clip, part.start, part.end))
+        work.append(Action(Kind.DENOISE, clip, part.start, part.end))
     if not last:
-        work.append(actions.send(clip, part.end, route.ranges[index + 1].rank))
+        work.append(Action.at(Kind.SEND, clip, part.end, route.ranges[index + 1].rank))
     else:
-        work += [actions.decode(clip, part.end)] if route.decodes else []
-        work.append(actions.finish(clip, part.end))
-    pending = None if first else actions.recv(clip, part.start, route.ranges[index - 1].rank)
+        work += [Action.at(Kind.DECODE, clip, part.end)] if route.decodes else []
+        work.append(Action.at(Kind.FINISH, clip, part.end))
+    pending = (
+        None if first else Action.at(Kind.RECV, clip, part.start, route.ranges[index - 1].rank)
+    )
     return _Visit(pending, tuple(work))
 
 
@@ -126,9 +127,6 @@ def connect_rounds(links: Iterable[tuple[int, int]]) -> list[list[tuple[int, int
 
     This is a greedy edge colouring: a pipeline of any length takes 2 rounds, and no graph takes
     more than twice the largest number of links at one rank, minus 1.
-
-    Args:
-        links: pairs (from, to).
     """
     rounds: list[list[tuple[int, int]]] = []
     busy: list[set[int]] = []
@@ -150,10 +148,6 @@ def check_schedule(schedule: Schedule, num_steps: int | Mapping[int, int]) -> No
     rank can work only on a clip that it holds, and only at the current step of that clip. It no
     longer holds a clip that it has sent, and each sent packet is received once. So no step is
     skipped or repeated.
-
-    Args:
-        schedule: each rank's actions.
-        num_steps: of every clip, or by clip.
 
     Raises:
         ValueError: it names the first action that cannot be done, or what is missing at the end.

@@ -21,9 +21,6 @@ def read_small_file(path: Path, what: str, max_bytes: int = MAX_BYTES) -> bytes:
         path: of the file.
         what: the kind of file, for messages, such as `costs file`.
         max_bytes: the limit.
-
-    Raises:
-        InputError: the file cannot be read, is not a regular file, or is larger.
     """
     try:
         with open(path, "rb", opener=lambda p, flags: os.open(p, flags | os.O_NONBLOCK)) as file:

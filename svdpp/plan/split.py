@@ -15,7 +15,11 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from svdpp.errors import RequestError
-from svdpp.plan.limits import MAX_PLANNED_STEPS, MAX_RANKS
+
+#: Denoising steps of a clip in a plan. A run has the lower limit `config.limits.MAX_STEPS`.
+MAX_PLANNED_STEPS = 65_536
+#: Ranks of a plan and of a run.
+MAX_RANKS = 65_536
 
 #: Cut positions of one clip: 0, then the steps done after each stage; the last is N.
 Cuts = tuple[int, ...]
@@ -129,11 +133,7 @@ def split_steps(num_steps: int, world_size: int) -> tuple[StepRange, ...]:
 
 
 def check_counts(num_steps: int, world_size: int) -> None:
-    """Check that the counts are positive and within the limits of a plan.
-
-    Raises:
-        RequestError: one is not; it names the count.
-    """
+    """Check that the counts are positive and within the limits of a plan."""
     counts = (("steps", num_steps, MAX_PLANNED_STEPS), ("ranks", world_size, MAX_RANKS))
     for name, count, most in counts:
         if count < 1:

@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 from svdpp.config import SamplingConfig
 from svdpp.plan.actions import Kind
-from svdpp.plan.costs import Costs, PerRank
-from svdpp.plan.presets import PRESETS
+from svdpp.plan.costs import PRESETS, Costs, PerRank
 from svdpp.worker.messages import ActionDone, Event, StepDone, TransferDone
 
 _MAX_SHAPES = 32

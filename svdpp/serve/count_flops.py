@@ -8,7 +8,7 @@ import sys
 from dataclasses import asdict
 
 from svdpp.config import ModelConfig, sampling_from
-from svdpp.launch import garbage
+from svdpp.launch import environment
 from svdpp.launch.process_lifetime import end_with_parent
 
 _NICE = 19
@@ -18,7 +18,7 @@ def main() -> None:
     """Reads model and sampling from stdin, and prints the FLOPs of the model's parts."""
     end_with_parent(int(sys.argv[1]))
     os.nice(_NICE)
-    garbage.collect_rarely()
+    environment.collect_rarely()
     asked = json.load(sys.stdin)
     # Imported late: torch takes seconds, and by then the process has its low priority.
     from svdpp.diagnostics.utilisation import count_flops

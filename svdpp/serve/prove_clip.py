@@ -13,7 +13,7 @@ from typing import Any
 
 from svdpp.config import PipelineConfig
 from svdpp.errors import OutOfMemoryError, SvdppError, error_to_dict
-from svdpp.launch import garbage
+from svdpp.launch import environment
 from svdpp.launch.gpus import free_bytes
 from svdpp.launch.process_lifetime import end_with_parent
 
@@ -25,7 +25,7 @@ def main() -> None:
     clip, photo, answer, parent = sys.argv[1:]
     end_with_parent(int(parent))
     os.nice(_NICE)
-    garbage.collect_rarely()
+    environment.collect_rarely()
     path = Path(answer)
     unfinished = path.with_suffix(".part")
     unfinished.write_text(json.dumps(_verified(Path(clip), Path(photo) if photo else None)))

@@ -1,4 +1,4 @@
-"""Owns the search for finished clips on disk: their files, metadata and photographs.
+"""Owns finished clips on disk: the search for their files, metadata and photographs, and a check.
 
 An input names a clip by its JSON, by its file (a video or a folder of frames), or by a folder that
 holds several clips. The files are untrusted: everything read here is bounded and checked.
@@ -10,18 +10,22 @@ import glob
 import hashlib
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from svdpp.config import OutputConfig
 from svdpp.driver.run_manifest import NAME as MANIFEST
 from svdpp.errors import InputError, RequestError
+from svdpp.launch import temp_folders
 from svdpp.media import image as photos
 from svdpp.media import video
+from svdpp.media.distance import distance
 from svdpp.media.inputs import SUFFIXES
+from svdpp.models.base import Frames
 from svdpp.plan.small_file import read_small_file
 from svdpp.redaction import located_path
-from svdpp.worker.clip_metadata import checked_clip_metadata, parse_clip_json
+from svdpp.worker.clip_metadata import checked_clip_metadata, embedded_part, parse_clip_json
 
 _FIRST_FRAME = "00000.png"
 _VIDEOS = (".mp4", ".gif", ".webp")
@@ -45,11 +49,7 @@ class ClipOnDisk:
 
 
 def are_clips(inputs: Sequence[str]) -> bool:
-    """Whether `inputs` are finished clips; False if they are photographs.
-
-    Raises:
-        RequestError: some are clips and some are not.
-    """
+    """Whether `inputs` are finished clips; False if they are photographs."""
     kinds = {text: _names_clips(text) for text in inputs}
     clips = [text for text, is_clip in kinds.items() if is_clip]
     others = [text for text, is_clip in kinds.items() if not is_clip]
@@ -67,9 +67,6 @@ def find_clips(inputs: Iterable[str]) -> tuple[list[Path], list[Path]]:
 
     Returns:
         The clips, and the JSON and video files that are passed over because they are not clips.
-
-    Raises:
-        InputError: a pattern or folder matches no clip.
     """
     found: dict[Path, None] = {}
     passed_over: list[Path] = []
@@ -94,11 +91,7 @@ def find_clips(inputs: Iterable[str]) -> tuple[list[Path], list[Path]]:
 
 
 def read_clip(path: Path) -> ClipOnDisk:
-    """The clip whose JSON or file is at `path`.
-
-    Raises:
-        InputError: it is not a clip, or holds no metadata.
-    """
+    """The clip whose JSON or file is at `path`."""
     if path.suffix == ".json":
         return _of_json(path)
     if path.name == MANIFEST or not os.path.exists(path):
@@ -115,9 +108,6 @@ def find_photo(clip: ClipOnDisk, image: Path | None) -> Path:
         clip: its metadata has the photograph's path and hash.
         image: the photograph, or a folder that holds it; None searches the recorded path, then
             the images beside the clip.
-
-    Raises:
-        InputError: none of them is that photograph.
     """
     wanted, folder = clip.metadata["input_sha256"], clip.path.parent
     recorded = located_path(clip.metadata["input"], folder)
@@ -243,3 +233,117 @@ def _sha256(path: Path) -> str:
         return hashlib.sha256(photos.read_bytes(path)).hexdigest()
     except InputError:
         return ""
+
+
+# Versions of an encoder agree better than this (above 40 dB at every --crf up to 30), and different
+# videos far worse.
+_SIMILAR_DB = 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClipCheck:
+    """One of the verdicts on a finished clip.
+
+    Args:
+        what: the final latent, the frames, or the file on disk.
+        equal: whether it is as recorded.
+        recorded: the sha256 in the metadata; None if it has none.
+        found: the sha256 of the recomputed tensor or of the file; None if there is no file.
+        detail: what is wrong; if nothing is, what the check shows.
+    """
+
+    what: Literal["latent", "frames", "file"]
+    equal: bool
+    recorded: str | None
+    found: str | None
+    detail: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+
+def check_file(clip: ClipOnDisk, frames: Frames) -> ClipCheck:
+    """Compares a clip's file, which may be missing, with its metadata and recomputed frames.
+
+    PNG frames are lossless, so their pixels must be the recorded ones. The other formats are
+    lossy: their pixels are compared with the recomputed frames, encoded here with the same
+    settings. The same encoder gives equal pixels, another version similar ones. `frames` are uint8,
+    shape (F, H, W, 3).
+    """
+    recorded, found = clip.metadata["file_sha256"], None
+    if not os.path.exists(clip.path):
+        missing = f"there is no {clip.path.name!r}"
+        return ClipCheck(what="file", equal=False, recorded=recorded, found=None, detail=missing)
+    try:
+        found = video.file_sha256(clip.path)
+        faults = [*_wrong_with_bytes(clip, found), *_wrong_with_metadata(clip)]
+        shown, is_same = _compare_pixels(clip, frames)
+    except InputError as error:
+        faults, shown, is_same = [str(error)], "", False
+    if not is_same and shown:
+        faults.append(shown)
+    if recorded is None:
+        shown += "; no sha256 of the file is recorded"
+    detail = "; ".join(faults) if faults else shown
+    return ClipCheck(what="file", equal=not faults, recorded=recorded, found=found, detail=detail)
+
+
+def _wrong_with_bytes(clip: ClipOnDisk, found: str) -> Iterator[str]:
+    recorded = clip.metadata["file_sha256"]
+    if recorded not in (None, found):
+        yield "its sha256 is not the recorded one: it was changed or replaced"
+
+
+def _wrong_with_metadata(clip: ClipOnDisk) -> Iterator[str]:
+    if clip.json_path is None:
+        return
+    inside, beside = video.read_metadata(clip.path), embedded_part(clip.raw)
+    for name in dict.fromkeys((*beside, *inside)):
+        if inside.get(name) != beside.get(name):
+            yield (
+                f"the metadata inside says {name} {_short(inside, name)}, "
+                f"the JSON {_short(beside, name)}"
+            )
+            return
+
+
+def _short(values: Mapping[str, Any], name: str) -> str:
+    text = repr(values[name]) if name in values else "nothing"
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
+def _compare_pixels(clip: ClipOnDisk, frames: Frames) -> tuple[str, bool]:
+    """A sentence about the file's pixels, and whether they are this clip's."""
+    kind = clip.metadata["format"]
+    ours = video.read_frames(clip.path, kind)
+    if kind == "frames":
+        is_same = video.frames_sha256(ours) == clip.metadata["frames_sha256"]
+        return (
+            ("lossless: its pixels are the recorded frames, bit for bit", True)
+            if is_same
+            else ("its pixels are not the recorded frames", False)
+        )
+    theirs = _encoded_again(clip, frames)
+    if ours.shape != theirs.shape:
+        return f"it holds {_size(ours)} instead of {_size(theirs)}", False
+    apart = distance(ours, theirs).whole
+    shown = f"{kind} is lossy: its pixels against those of the recomputed frames, encoded here"
+    return f"{shown}: {apart}", apart.psnr_db >= _SIMILAR_DB
+
+
+def _encoded_again(clip: ClipOnDisk, frames: Frames) -> Frames:
+    """The pixels of the recomputed frames after encoding them with the clip's settings."""
+    metadata = clip.metadata
+    with temp_folders.folder("svdpp-verify-") as folder:
+        suffix = video.SUFFIXES[metadata["format"]]
+        output = OutputConfig(
+            path=str(folder / f"again{suffix}"), format=metadata["format"], crf=metadata["crf"]
+        )
+        video.write_clip(frames, output, fps=metadata["fps"], metadata={})
+        return video.read_frames(Path(output.path), output.format)
+
+
+def _size(frames: Frames) -> str:
+    count, height, width, _ = frames.shape
+    return f"{count} frames of {width}x{height}"

@@ -27,8 +27,7 @@ from svdpp.launch.gpus import Gpu, visible_gpus
 from svdpp.models.checkpoint import find_checkpoint
 from svdpp.models.hub import show_name
 from svdpp.verification import reference
-from svdpp.verification.clip_files import ClipOnDisk, find_photo, read_clip
-from svdpp.verification.file_check import ClipCheck, check_file
+from svdpp.verification.clip_files import ClipCheck, ClipOnDisk, check_file, find_photo, read_clip
 from svdpp.worker.clip_metadata import recorded_sampling
 from svdpp.worker.messages import ClipDone, Event
 from svdpp.worker.tensor_store import TensorStore
@@ -103,10 +102,6 @@ def plan_proofs(
     paths: Iterable[Path], settings: Settings
 ) -> tuple[list[list[ClipTask]], list[ClipProof]]:
     """Reads clips and checks them before any work.
-
-    Args:
-        paths: of clips' JSON or files, as `clip_files.find_clips` returns them.
-        settings: for all clips.
 
     Returns:
         Tasks grouped by configuration, so that each group loads the model once; and failed proofs

@@ -28,11 +28,10 @@ from svdpp.media import video
 from svdpp.models.base import LATENTS, Frames, Tensors, solver_history
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.families import family_of
-from svdpp.plan import actions
-from svdpp.plan.actions import Action
+from svdpp.plan.actions import Action, Kind
 from svdpp.plan.layout import Roles
+from svdpp.worker.memory import out_of_memory_named
 from svdpp.worker.messages import ActionDone, ClipDone, Joined, StepDone
-from svdpp.worker.out_of_memory import out_of_memory_named
 from svdpp.worker.rank import load_model
 from svdpp.worker.reporter import Reporter
 from svdpp.worker.tensor_store import TensorStore, tensor_sha256
@@ -162,18 +161,18 @@ class _Hooks:
         """Called before the first step, or before each; the time until then is the encode's."""
         if not self._denoising:
             self._denoising = True
-            self._report(actions.encode(self._clip), self._now())
+            self._report(Action.at(Kind.ENCODE, self._clip, 0), self._now())
 
     def after_step(self, step: int, tensors: Tensors) -> None:
         now = self._now()
         self._reporter.send(StepDone(clip=self._clip, step=step, seconds=now - self._mark))
         self._mark = now
         if step + 1 == self._num_steps:
-            self._report(actions.denoise(self._clip, 0, self._num_steps), now)
+            self._report(Action(Kind.DENOISE, self._clip, 0, self._num_steps), now)
         self._kept.latent(self._clip, step + 1, tensors)
 
     def after_decode(self) -> None:
-        self._report(actions.decode(self._clip, self._num_steps), self._now())
+        self._report(Action.at(Kind.DECODE, self._clip, self._num_steps), self._now())
 
     def _report(self, action: Action, now: float) -> None:
         done = ActionDone(action=action, start=self._begun, end=now, waited=0.0)

@@ -72,9 +72,6 @@ def write_report(
         folder: of the tensors that `run_pipelined` and `run_sequential` kept.
         asked: further options of the proof, by name.
         conditions: what `run_pipelined` returned.
-
-    Raises:
-        OutputError: the page cannot be written.
     """
     write_html_page(
         _TEMPLATE,

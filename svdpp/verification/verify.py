@@ -26,7 +26,7 @@ from svdpp.verification.result import (
     compare_frames,
     compare_latents,
 )
-from svdpp.worker import peak_memory
+from svdpp.worker import memory
 from svdpp.worker.fault_injection import InjectedFault
 from svdpp.worker.tensor_store import TensorStore
 
@@ -73,7 +73,7 @@ def run_pipelined(
     """Runs `requests` through the ranks and keeps the latent after each range under `folder`.
 
     Returns:
-        The conditions in the first clip's metadata, see `worker.conditions`.
+        The conditions in the first clip's metadata, see `worker.device.conditions_of`.
 
     Raises:
         SvdppError: the run failed.
@@ -87,7 +87,7 @@ def run_pipelined(
     with pipeline:
         results = pipeline.run(requests)
     if pipeline.world is not None:  # this process was rank 0; the reference needs its memory
-        peak_memory.reset_peak()
+        memory.reset_peak()
     conditions: dict[str, Any] = results[0].metadata["conditions"]
     return conditions
 

@@ -237,20 +237,12 @@ _METADATA: Mapping[str, type[_ClipMetadata]] = {
 
 
 def read_clip_metadata(path: Path) -> dict[str, Any]:
-    """A clip's JSON, checked, with its unknown fields.
-
-    Raises:
-        InputError: the file cannot be read, or is not a clip's JSON.
-    """
+    """A clip's JSON, checked, with its unknown fields."""
     return checked_clip_metadata(parse_clip_json(path), f"{str(path)!r} is not a clip's JSON")
 
 
 def parse_clip_json(path: Path) -> Any:
-    """The value in a clip's JSON, unchecked.
-
-    Raises:
-        InputError: the file cannot be read, or is not JSON.
-    """
+    """The value in a clip's JSON, unchecked."""
     data = read_small_file(path, "clip's JSON")
     try:
         # pydantic's parser refuses the escapes in file names that are not UTF-8.
@@ -265,9 +257,6 @@ def checked_clip_metadata(values: object, fault: str) -> dict[str, Any]:
     Args:
         values: parsed JSON.
         fault: how the error message begins.
-
-    Raises:
-        InputError: a field is wrong; the message names the first one.
     """
     if not isinstance(values, dict):
         raise InputError(f"{fault}: it is not an object")
@@ -298,11 +287,7 @@ def read_draft(output: OutputConfig) -> dict[str, Any] | None:
 
 
 def recorded_sampling(metadata: dict[str, Any]) -> SamplingConfig:
-    """The sampling options in a clip's JSON.
-
-    Raises:
-        RequestError: a value is out of range.
-    """
+    """The sampling options in a clip's JSON."""
     names = ("family", *_sampling_fields(metadata["family"]))
     return sampling_from({name: metadata[name] for name in names})
 

@@ -1,15 +1,19 @@
-"""Owns how a rank takes its device, before its main thread does anything else."""
+"""Owns a rank's device: taking it, its identity, and what its bits depend on."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
 from svdpp.comm import streams
 from svdpp.config import PipelineConfig
 from svdpp.errors import OutOfMemoryError, RequestError
-from svdpp.launch import process_group
+from svdpp.launch import gpus, process_group
 from svdpp.launch.world import World
 from svdpp.models import determinism
+from svdpp.models.checkpoint import Checkpoint
+from svdpp.models.families import family_of
 
 
 def device_of(config: PipelineConfig, world: World) -> str:
@@ -20,12 +24,7 @@ def device_of(config: PipelineConfig, world: World) -> str:
 
 
 def take_device(config: PipelineConfig, world: World) -> torch.device:
-    """Chooses this rank's device, makes it the thread's current one, and applies the settings.
-
-    Raises:
-        RequestError: the device cannot be used.
-        OutOfMemoryError: it has too little free memory for a CUDA context.
-    """
+    """Chooses this rank's device, makes it the thread's current one, and applies the settings."""
     name = device_of(config, world)
     device = torch.device(name)
     try:
@@ -44,3 +43,28 @@ def take_device(config: PipelineConfig, world: World) -> torch.device:
         num_threads=config.num_threads, device=name, deterministic=config.deterministic
     )
     return device
+
+
+def conditions_of(
+    config: PipelineConfig, checkpoint: Checkpoint | None, device: str
+) -> dict[str, Any]:
+    """What a rank's bits depend on: must be equal on all ranks, and is recorded with every hash.
+
+    Args:
+        config: of the run.
+        checkpoint: None for the dummy model.
+        device: of this rank; if it is a GPU, CUDA is initialised.
+    """
+    found = determinism.conditions(device, channels_last=config.model.channels_last)
+    if device.startswith("cuda"):
+        found["driver"] = gpus.driver_version()
+    if checkpoint is not None:
+        found |= family_of(checkpoint).conditions(checkpoint)
+    return found
+
+
+def gpu_uuid(device: str) -> str | None:
+    """The UUID of this rank's GPU; None on the CPU."""
+    if not device.startswith("cuda"):
+        return None
+    return str(torch.cuda.get_device_properties(torch.device(device)).uuid)

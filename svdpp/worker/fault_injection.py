@@ -42,11 +42,7 @@ class InjectedFault:
 
     @staticmethod
     def parse(text: str) -> InjectedFault:
-        """A fault from text such as `ulp@rank1.clip0`.
-
-        Raises:
-            RequestError: the text is not a fault.
-        """
+        """A fault from text such as `ulp@rank1.clip0`."""
         match = _PATTERN.fullmatch(text)
         if match is None or not _has_field(match[1], match[2] or ""):
             raise RequestError(
@@ -56,11 +52,7 @@ class InjectedFault:
         return InjectedFault(kind, int(rank), int(clip), field)  # type: ignore[arg-type]
 
     def check(self, *, world_size: int, num_clips: int) -> None:
-        """Checks that the run has this rank and clip.
-
-        Raises:
-            RequestError: it does not.
-        """
+        """Checks that the run has this rank and clip."""
         if self.rank >= world_size or self.clip >= num_clips:
             raise RequestError(
                 f"{self.kind}@rank{self.rank}.clip{self.clip} is outside the run: it has "

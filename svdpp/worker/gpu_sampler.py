@@ -64,12 +64,7 @@ class GpuSampler:
 
 
 def read_sample(nvml: Any, handle: Any) -> GpuSample:
-    """One sample; None for a value that the GPU does not give.
-
-    Args:
-        nvml: the module, initialised.
-        handle: of the GPU.
-    """
+    """One sample; None for a value that the GPU does not give."""
 
     def read(name: str, *arguments: Any) -> Any:
         try:

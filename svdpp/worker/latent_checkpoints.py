@@ -80,11 +80,7 @@ class LatentCheckpoints:
             ) from error
 
     def load(self, key: str, clip: int, step: int, device: torch.device) -> Packet:
-        """The packet written after `step` steps, as `clip` of this run, on `device`.
-
-        Raises:
-            InputError: it is missing, damaged, or was written under other conditions.
-        """
+        """The packet written after `step` steps, as `clip` of this run, on `device`."""
         path = self._path(key, step)
         hint = f"delete {path.name!r}: the clip then starts again"
         try:

@@ -88,7 +88,7 @@ class Started(_Message):
     uuid: str | None
     """Of the GPU; None on the CPU."""
     conditions: dict[str, Any]
-    """What bits depend on besides the request; see `worker.conditions`."""
+    """What bits depend on besides the request; see `worker.device.conditions_of`."""
 
 
 class Heartbeat(_Message):
@@ -288,7 +288,7 @@ class Finished(_Message):
 
     kind: Literal["finished"] = "finished"
     allocated_bytes: int | None = None
-    """Peak of the bytes in tensors; see `worker.peak_memory`."""
+    """Peak of the bytes in tensors; see `worker.memory`."""
     reserved_bytes: int | None = None
     """Peak of all bytes."""
 

@@ -57,11 +57,7 @@ class PhotoReader:
             self._read_next()
 
     def take(self, clip: int) -> Tensors:
-        """The prepared photograph of `clip`; empty if the clip has none. Starts reading the next.
-
-        Raises:
-            InputError: it cannot be read, or has changed since the request was checked.
-        """
+        """The prepared photograph of `clip`, empty if it has none; starts reading the next."""
         future = self._ahead.pop(clip)
         try:
             return future.result()

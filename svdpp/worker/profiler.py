@@ -45,11 +45,7 @@ class ClipProfiler:
 
     @contextlib.contextmanager
     def over(self, action: Action) -> Iterator[None]:
-        """Profiles from the start of the clip's first action to the end of its last.
-
-        Raises:
-            OutputError: the trace cannot be written.
-        """
+        """Profiles from the start of the clip's first action to the end of its last."""
         if action == self._first:
             self._profile.start()
         yield

@@ -22,16 +22,14 @@ from svdpp.models.families import family_of
 from svdpp.plan.layout import Roles
 from svdpp.plan.schedule import connect_rounds
 from svdpp.worker.clip_writer import ClipWriter, WriterEvents
-from svdpp.worker.conditions import conditions_of, gpu_uuid
-from svdpp.worker.device import take_device
+from svdpp.worker.device import conditions_of, gpu_uuid, take_device
 from svdpp.worker.draft_stage import DraftStage
 from svdpp.worker.fault_injection import InjectedFault
 from svdpp.worker.gpu_sampler import GpuSampler
 from svdpp.worker.inbox import Inbox
 from svdpp.worker.latent_checkpoints import LatentCheckpoints
+from svdpp.worker.memory import out_of_memory_named, peak_bytes
 from svdpp.worker.messages import Finished, Joined, PhotoWanted, Started, StoredTensor
-from svdpp.worker.out_of_memory import out_of_memory_named
-from svdpp.worker.peak_memory import peak_bytes
 from svdpp.worker.prefetch import ReadPhoto, from_disk
 from svdpp.worker.profiler import PROFILED_RANK, ClipProfiler
 from svdpp.worker.reporter import Reporter

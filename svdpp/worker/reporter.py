@@ -9,8 +9,9 @@ from collections.abc import Callable
 
 from svdpp.comm.transport import Transfer
 from svdpp.errors import error_to_dict
-from svdpp.launch.channel import Channel
+from svdpp.launch.group import Channel
 from svdpp.plan.actions import Action
+from svdpp.worker.memory import bytes_in_use
 from svdpp.worker.messages import (
     CheckpointLost,
     ClipFailed,
@@ -20,7 +21,6 @@ from svdpp.worker.messages import (
     Heartbeat,
     TransferDone,
 )
-from svdpp.worker.peak_memory import bytes_in_use
 
 HEARTBEAT_SECONDS = 1.0
 

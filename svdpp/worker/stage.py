@@ -20,6 +20,7 @@ from svdpp.plan.actions import Action, Kind
 from svdpp.worker.clip_writer import ClipWriter, FinishedClip
 from svdpp.worker.fault_injection import InjectedFault
 from svdpp.worker.latent_checkpoints import LatentCheckpoints, LatentCheckpointWriter
+from svdpp.worker.memory import MemoryPressure, out_of_memory_named
 from svdpp.worker.messages import (
     ActionDone,
     ClipDropped,
@@ -29,8 +30,6 @@ from svdpp.worker.messages import (
     WaitCause,
     Work,
 )
-from svdpp.worker.out_of_memory import out_of_memory_named
-from svdpp.worker.peak_memory import MemoryPressure
 from svdpp.worker.prefetch import PhotoReader, ReadPhoto, from_disk
 from svdpp.worker.profiler import ClipProfiler
 from svdpp.worker.reporter import Reporter

@@ -30,22 +30,14 @@ class StepChecks:
         self._queued: deque[tuple[int, Readback, Readback]] = deque()
 
     def add(self, step: int, latent: torch.Tensor) -> None:
-        """Queues the check of the latent after `step`, and reads the checks that are due.
-
-        Raises:
-            NotFiniteError: a latent is not finite; the message names the first such step.
-        """
+        """Queues the check of the latent after `step`, and reads the checks that are due."""
         now = Readback(self._device, torch.isfinite(latent).all())
         self._queued.append((step, self._last, now))
         self._last = now
         self._read(keep=1 if self._device.type == "cuda" else 0)
 
     def finish(self) -> None:
-        """Waits for all checks.
-
-        Raises:
-            NotFiniteError: as `add`.
-        """
+        """Waits for all checks."""
         self._read(keep=0)
 
     def _read(self, keep: int) -> None:

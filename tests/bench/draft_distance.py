@@ -18,7 +18,7 @@ from dataclasses import replace
 import torch
 
 from svdpp.config import ModelConfig, PipelineConfig, SvdSampling, sampling_defaults
-from svdpp.diagnostics.draft_simulator import DraftSimulator
+from svdpp.diagnostics.draft_sweep import DraftSimulator
 from svdpp.driver.resolve import resolve
 from svdpp.media import image as photos
 from svdpp.media.distance import Difference, distance

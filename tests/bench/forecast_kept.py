@@ -16,9 +16,8 @@ from typing import Any
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SvdSampling, sampling_defaults
 from svdpp.driver.pipeline import Pipeline
 from svdpp.media.examples import example_photos
-from svdpp.plan.costs import Costs
+from svdpp.plan.costs import PRESETS, Costs
 from svdpp.plan.forecast import replay, summarise
-from svdpp.plan.presets import PRESETS
 
 _SPLITS: dict[str, dict[str, Any]] = {
     "uniform": {"split": "uniform"},

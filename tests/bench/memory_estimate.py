@@ -37,7 +37,7 @@ from svdpp.launch import environment
 environment.set_defaults()
 from svdpp.models import determinism
 from svdpp.diagnostics import rank_probe
-from svdpp.worker.peak_memory import status_bytes
+from svdpp.worker.memory import status_bytes
 from svdpp.driver.resolve import resolve
 from svdpp.worker.rank import load_model
 name, dtype, side, frames, part = json.loads(sys.argv[1])

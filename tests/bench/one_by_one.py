@@ -15,7 +15,7 @@ from collections import deque
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig
 from svdpp.driver.clips import ClipHandle
 from svdpp.driver.pipeline import Pipeline
-from svdpp.plan.presets import PRESETS
+from svdpp.plan.costs import PRESETS
 
 #: Small, so that the dummy's computation takes much less than the sleep of a step: 7 ranks share
 #: the cores of one machine.

@@ -42,20 +42,25 @@ def _bench(
         "config": point.model_dump(),
         "cases": {
             case: {
+                "layout": "",
+                "error": None,
                 "rounds": [
                     {
+                        "round": number,
+                        "ranks": [],
                         "steady_clips_per_minute": rate,
                         "first_clip_seconds": 100 / rate,
                         "step_p50_seconds": 10 / rate,
                     }
-                    for rate in each
-                ]
+                    for number, rate in enumerate(each)
+                ],
             }
             for case, each in rates.items()
         },
         "speedups": {"diffusers": {"rounds": [a / b for a, b in zip(pipeline, alone, strict=True)]}}
         if alone
         else {},
+        "same_bits": True,
         "latents_sha256": [sha256],
     }
     (folder / "summary.json").write_text(json.dumps(summary))

@@ -158,7 +158,7 @@ def test_the_page_and_the_json_hold_what_the_report_says(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        (SUMMARY, "{", "is not a bench.s summary"),
+        (SUMMARY, "{", "is not JSON"),
         (SUMMARY, "{}", "is not a bench's summary"),
         (ROUNDS, '{"case": "pipeline"}', "is not the rounds of a bench"),
         (ROUNDS, "[]", "is not the rounds of a bench"),

@@ -437,7 +437,7 @@ def test_verify_recomputes_a_clip(made: tuple[Path, Answer]) -> None:
             ("a.json", "--inject-fault", "ulp@rank1.clip0"),
             ("no effect on a finished clip: --inject-fault;",),
         ),
-        (("a.json", "b.json", "--gpus", "2", "--fps", "7"), (": --fps, --gpus/--world;",)),
+        (("a.json", "b.json", "--gpus", "2", "--fps", "7"), (": --fps, --gpus;",)),
         (("a.json", "--draft"), ("no effect on a finished clip: --draft;", "svdpp verify PHOTO")),
     ],
 )

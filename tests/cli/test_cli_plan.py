@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from svdpp.plan.costs import Costs
-from svdpp.plan.presets import PRESETS
+from svdpp.plan.costs import PRESETS, Costs
 from tests.cli.shell import ROOT, Answer, assert_error, svdpp_here
 
 A100_COSTS = PRESETS["svd-xt-a100"]

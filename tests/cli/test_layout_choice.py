@@ -12,8 +12,7 @@ from svdpp.config import ModelConfig, PipelineConfig, SvdSampling, sampling_defa
 from svdpp.diagnostics.memory_estimate import CUDA_PROCESS_BYTES, memory_of_devices
 from svdpp.errors import RequestError
 from svdpp.launch.world import World
-from svdpp.plan.costs import Costs
-from svdpp.plan.presets import PRESETS
+from svdpp.plan.costs import PRESETS, Costs
 from svdpp.worker.device import device_of
 
 COUNTS: dict[str, Any] = {"num_steps": 25, "world_size": 4, "num_clips": 40, "decodes": True}

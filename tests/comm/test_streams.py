@@ -18,7 +18,7 @@ PACKAGE = Path(svdpp.__file__).parent
 # What other modules may do, and why.
 ALLOWED = {
     "verification/reference.py": {"synchronize"},  # one process, which measures its own steps
-    "worker/peak_memory.py": {"synchronize"},  # measures a part's memory, not a clip
+    "worker/memory.py": {"synchronize"},  # measures a part's memory, not a clip
     # Once for a clip and rank:
     "models/svd/decode.py": {"all"},  # are the decoded frames finite?
     "models/engine/model.py": {"all", "numpy"},  # the same; image and structure are on the host

@@ -14,8 +14,8 @@ from svdpp.diagnostics.chrome_trace import TraceFile, trace_events, write_chrome
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.trace import Trace
 from svdpp.errors import OutputError
+from svdpp.worker.memory import status_bytes
 from svdpp.worker.messages import ActionDone, Event, Heartbeat, Joined, StepDone, TransferDone
-from svdpp.worker.peak_memory import status_bytes
 from tests.trace_format import check_trace, read_trace
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from svdpp.diagnostics.device_peaks import PEAKS, peak_tflops
+from svdpp.diagnostics.utilisation import PEAKS, peak_tflops
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from svdpp.config import (
     PipelineConfig,
     SvdSampling,
 )
-from svdpp.diagnostics.draft_simulator import DraftSimulator
+from svdpp.diagnostics.draft_sweep import DraftSimulator
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import NotFiniteError, RequestError
 from svdpp.media.distance import distance

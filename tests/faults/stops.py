@@ -31,10 +31,14 @@ class InjectedStop(InjectedFault):
         """Never: this fault acts in `reach`."""
         return False
 
+    def is_at(self, rank: int, clip: int, place: str) -> bool:
+        """Whether this is the rank, clip and place at which it acts."""
+        own_clip = clip if place in ("start", "load", "join") else self.clip
+        return (rank, clip, place) == (self.rank, own_clip, self.place)
+
     def reach(self, rank: int, clip: int, place: str) -> None:
         """See `InjectedFault.reach`."""
-        own_clip = clip if place in ("start", "load", "join") else self.clip
-        if (rank, clip, place) != (self.rank, own_clip, self.place):
+        if not self.is_at(rank, clip, place):
             return
         while not (self.until and Path(self.until).exists()):
             time.sleep(0.02)

@@ -45,9 +45,9 @@ def report() -> Report:
 
 @pytest.fixture(scope="session")
 def full_size(machine: Machine, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of SVD-XT's size with random weights in fp16; a tiny one in the rehearsal."""
+    """A checkpoint of SVD-XT's size with random weights in fp16; a tiny one at small sizes."""
     folder = tmp_path_factory.mktemp("full-size") / "model"
-    return save_checkpoint(folder, full_size=not machine.is_rehearsal)
+    return save_checkpoint(folder, full_size=not machine.is_small)
 
 
 @pytest.fixture(autouse=True)

@@ -1,21 +1,27 @@
-"""What the GPU tests run on: a real GPU, or a rehearsal of the same code on the CPU."""
+"""What the GPU tests run on: real GPUs, or a rehearsal of the same code on the CPU."""
 
 from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from svdpp.config import ModelConfig, PipelineConfig, SamplingConfig, SvdSampling
+from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SamplingConfig, SvdSampling
 from svdpp.diagnostics.environment import environment
 from svdpp.launch import gpus
+from svdpp.media.examples import example_photos
 
-#: Set to 1, the tests run on the CPU with small models: that they run at all, and no more.
+#: Set to 1, the tests run on the CPU at small sizes: that they run at all, and no more.
 REHEARSAL = "GPU_REHEARSAL"
+#: Set to "small", the tests use GPUs at small sizes: all but the figures of a full-size model.
+SIZE = "GPU_TESTS"
+PHOTOS = [str(path) for path in example_photos()]
 
 
 @dataclass(frozen=True)
@@ -25,10 +31,12 @@ class Machine:
     Args:
         num_gpus: GPUs that this process may use.
         is_rehearsal: whether the CPU stands in for one.
+        is_small: whether clips and models are small, so that times and memory say nothing.
     """
 
     num_gpus: int
     is_rehearsal: bool
+    is_small: bool
 
     @property
     def world_size(self) -> int:
@@ -50,26 +58,79 @@ class Machine:
         """The precision of a run on this machine."""
         return "fp32" if self.is_rehearsal else "fp16"
 
+    @property
+    def everywhere(self) -> tuple[int, str]:
+        """Ranks and device of a run on all GPUs: a rank on each, or three on the only one."""
+        is_one = self.is_rehearsal or self.num_gpus == 1
+        return (3, self.shared) if is_one else (self.num_gpus, self.own)
+
+    def all_devices(self, **changes: Any) -> PipelineConfig:
+        """As `config`, on all GPUs."""
+        world_size, device = self.everywhere
+        return self.config(world_size, device=device, **changes)
+
     def config(self, world_size: int, **changes: Any) -> PipelineConfig:
         """A run of the demo model by `world_size` ranks on the shared device."""
+        steps = world_size * max(2, 6 // world_size)
         chosen = {
             "model": ModelConfig(name="demo", dtype=self.dtype),
-            "sampling": self.sampling(num_inference_steps=6),
+            "sampling": self.sampling(num_inference_steps=steps),
             "device": self.shared,
             **changes,
         }
         return PipelineConfig(world_size=world_size, **chosen)
 
     def sampling(self, **changes: Any) -> SamplingConfig:
-        """Small clips for the demo model."""
-        size = 64 if self.is_rehearsal else 256
-        chosen = {"height": size, "width": size, "num_frames": 4, "max_guidance_scale": 1.1}
+        """Clips of the demo model."""
+        size, frames = (64, 2) if self.is_small else (256, 4)
+        chosen = {"height": size, "width": size, "num_frames": frames, "max_guidance_scale": 1.1}
         return SvdSampling(**{**chosen, **changes})
+
+    def requests(self, count: int) -> list[ClipRequest]:
+        """`count` clips, and at most three small ones, each of another seed and photograph."""
+        numbers = range(min(count, 3) if self.is_small else count)
+        return [ClipRequest(seed=n, image=PHOTOS[n % len(PHOTOS)]) for n in numbers]
+
+    @property
+    def options(self) -> list[str]:
+        """Of commands: quick clips of the demo model on all GPUs."""
+        world_size, device = self.everywhere
+        size = ["--height", "64", "--width", "64", "--frames", "2"]
+        return [*size, "--model", "demo", "--device", device, "--gpus", str(world_size)]
+
+    @property
+    def steps(self) -> list[str]:
+        """Of commands: two steps for each rank."""
+        return ["--steps", str(2 * self.everywhere[0])]
 
 
 def find_machine() -> Machine:
     """This machine, without touching CUDA."""
-    return Machine(len(gpus.visible_gpus()), os.environ.get(REHEARSAL) == "1")
+    is_rehearsal = os.environ.get(REHEARSAL) == "1"
+    is_small = is_rehearsal or os.environ.get(SIZE) == "small"
+    return Machine(len(gpus.visible_gpus()), is_rehearsal, is_small)
+
+
+def svdpp(*arguments: str, code: int = 0, **variables: str) -> str:
+    """Runs a command in a process of its own, which must end with `code`; what it printed.
+
+    That is its stdout; the errors if `code` is not 0.
+    """
+    return python("-m", "svdpp", *arguments, code=code, **variables)
+
+
+def python(*arguments: str, code: int = 0, **variables: str) -> str:
+    """As `svdpp`, for any program."""
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        env={**os.environ, **variables},
+        text=True,
+        timeout=540,
+        check=False,
+    )
+    assert done.returncode == code, f"exit code {done.returncode}:\n{done.stdout}\n{done.stderr}"
+    return done.stderr if code else done.stdout
 
 
 @dataclass

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import json
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SvdSampling
+from svdpp.config import ModelConfig, PipelineConfig, SvdSampling
 from svdpp.diagnostics.memory_estimate import estimate_ranks
-from svdpp.media.examples import example_photos
 from svdpp.verification.verify import compare, run_pipelined, run_sequential
 from svdpp.worker.messages import Event, Finished, StepDone
-from tests.gpu.machine import Machine, Report
+from tests.gpu.machine import Machine, Report, python
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
 
-PHOTO = str(example_photos()[0])
 # One process each, since torch reads most of them once.
 FLAGS = {
     "torch's own settings": "",
@@ -52,12 +48,13 @@ class _Listener:
 
 
 def _config(machine: Machine, folder: Path, world_size: int = 2) -> PipelineConfig:
-    size = {"height": 64, "width": 64} if machine.is_rehearsal else {"height": 576, "width": 1024}
-    chunk = None if machine.is_rehearsal else 8
+    size: dict[str, Any] = {"height": 576, "width": 1024, "decode_chunk_size": 8}
+    if machine.is_small:
+        size = {"height": 64, "width": 64, "num_frames": 2}
     return PipelineConfig(
         world_size=world_size,
         model=ModelConfig(name=str(folder), dtype=machine.dtype),
-        sampling=SvdSampling(num_inference_steps=4, decode_chunk_size=chunk, **size),
+        sampling=SvdSampling(num_inference_steps=4, **size),
         device=machine.shared,
     )
 
@@ -66,7 +63,7 @@ def test_two_ranks_are_exact_within_their_memory_and_as_fast_as_diffusers(
     machine: Machine, report: Report, full_size: Path, tmp_path: Path
 ) -> None:
     config = _config(machine, full_size)
-    requests = [ClipRequest(seed=clip, image=PHOTO) for clip in range(2)]
+    requests = machine.requests(2)
     ours, theirs = _Listener(), _Listener()
     run_pipelined(config, requests, tmp_path, observers=[ours])
     run_sequential(config, requests, tmp_path, observers=[theirs])
@@ -84,7 +81,7 @@ def test_two_ranks_are_exact_within_their_memory_and_as_fast_as_diffusers(
         peak_over_estimate_by_rank=[round(ratio, 3) for ratio in ratios],
     )
     assert result.bitwise, result.first_difference
-    if not machine.is_rehearsal:
+    if not machine.is_small:
         assert all(0.9 <= ratio <= 1.1 for ratio in ratios), ratios
 
 
@@ -93,9 +90,9 @@ def test_a_rank_alone_takes_diffusers_own_time_for_a_step(
 ) -> None:
     """One rank, so that nobody shares the GPU; in turn with diffusers' own loop."""
     config = _config(machine, full_size, world_size=1)
-    requests = [ClipRequest(seed=clip, image=PHOTO) for clip in range(2)]
+    requests = machine.requests(2)
     ratios = []
-    for number in range(1 if machine.is_rehearsal else 2):
+    for number in range(1 if machine.is_small else 2):
         folder = tmp_path / str(number)
         folder.mkdir()
         ours, theirs = _Listener(), _Listener()
@@ -103,7 +100,7 @@ def test_a_rank_alone_takes_diffusers_own_time_for_a_step(
         run_sequential(config, requests, folder, observers=[theirs])
         ratios.append(ours.median(1) / theirs.median(1))
     report.add("full size, step of a rank / of diffusers", ratios=[round(r, 4) for r in ratios])
-    if not machine.is_rehearsal:
+    if not machine.is_small:
         assert min(ratios) <= 1.01, ratios
 
 
@@ -112,7 +109,6 @@ import hashlib, json, sys
 import torch
 from svdpp.comm import streams
 from svdpp.config import ModelConfig, PipelineConfig, SvdSampling
-from svdpp.diagnostics import rank_probe
 from svdpp.driver.resolve import resolve
 from svdpp.models.base import LATENTS
 from svdpp.plan.layout import Roles
@@ -127,23 +123,22 @@ sampling = SvdSampling(num_inference_steps=4, **asked["sampling"])
 config = PipelineConfig(world_size=1, model=model, sampling=sampling, device=asked["device"])
 config, checkpoint = resolve(config)
 model = load_model(config, checkpoint, str(device), Roles(encode=False, denoise=True, decode=True))
-tensors, copies = rank_probe._random_packet(model), streams.SideStream(device)
+tensors, copies = model.probe_packet(), streams.SideStream(device)
 def digest(tensor):
     host = copies.to_host(tensor.contiguous(), streams.mark(device))
     return hashlib.sha256(host.view(torch.uint8).numpy().tobytes()).hexdigest()
 found = {"step": [], "decode": []}
 with torch.no_grad():
     for _ in range(2):
-        latent = model.denoiser(tensors, 0).forward(tensors[LATENTS], 0)
-        found["step"].append(digest(latent))
-        found["decode"].append(digest(model.decode(tensors[LATENTS] * 0.1)))
+        found["step"].append(digest(model.denoise(tensors, 0, 1, lambda *_: None)[LATENTS]))
+        found["decode"].append(digest(model.decode({**tensors, LATENTS: tensors[LATENTS] * 0.1})))
 print(json.dumps(found))
 """
 
 
 def _bits(machine: Machine, folder: Path, flag: str) -> dict[str, list[str]]:
     """Hashes of one step and one decode, each done twice, in a process with `flag` set."""
-    size = {"height": 64, "width": 64} if machine.is_rehearsal else {"height": 320, "width": 512}
+    size = {"height": 64, "width": 64} if machine.is_small else {"height": 320, "width": 512}
     asked = {
         "device": machine.shared,
         "folder": str(folder),
@@ -151,22 +146,15 @@ def _bits(machine: Machine, folder: Path, flag: str) -> dict[str, list[str]]:
         "sampling": {**size, "decode_chunk_size": 2},
         "flag": flag,
     }
-    done = subprocess.run(
-        [sys.executable, "-c", _STEP_AND_DECODE, json.dumps(asked)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    bits: dict[str, list[str]] = json.loads(done.stdout.splitlines()[-1])
+    printed = python("-c", _STEP_AND_DECODE, json.dumps(asked))
+    bits: dict[str, list[str]] = json.loads(printed.splitlines()[-1])
     return bits
 
 
 def test_bits_repeat_and_which_setting_changes_them(
     machine: Machine, report: Report, full_size: Path
 ) -> None:
-    flags = dict(list(FLAGS.items())[:3]) if machine.is_rehearsal else FLAGS
+    flags = dict(list(FLAGS.items())[:2]) if machine.is_small else FLAGS
     found = {name: _bits(machine, full_size, flag) for name, flag in flags.items()}
     plain = found["torch's own settings"]
     changes: dict[str, Any] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from multiprocessing import Pipe
 
-from svdpp.launch.channel import PipeChannel, QueuedChannel
+from svdpp.launch.group import PipeChannel, QueuedChannel
 
 MESSAGES = [bytes([number]) * 2**20 for number in range(3)]
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from svdpp.errors import RankError, RequestError
-from svdpp.launch import clock, connections
+from svdpp.launch import connections
 from svdpp.launch.connections import RankHello, RankListener
-from svdpp.launch.network import choose_interface
+from svdpp.launch.process_group import choose_interface
 
 HELLO = RankHello(
     rank=1, local_rank=1, host="here", host_index=0, shared_settings={"dtype": "fp16"}
@@ -134,9 +134,9 @@ def test_clocks_are_compared(store: InMemoryStore, listener: RankListener) -> No
     _, connection = _accept(listener)
     thread.join()
     deadline = time.monotonic() + 20
-    answering = threading.Thread(target=clock.answer, args=(connection, deadline))
+    answering = threading.Thread(target=connections.answer_clock, args=(connection, deadline))
     answering.start()
-    offset = clock.compare(connected[0], deadline)
+    offset = connections.compare_clocks(connected[0], deadline)
     answering.join()
     assert abs(offset.monotonic_ahead) < 0.05
     assert abs(offset.wall_ahead) < 0.05

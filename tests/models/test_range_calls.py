@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 from diffusers import FirstBlockCacheConfig, WanTransformer3DModel
+from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+from diffusers.models.modeling_outputs import AutoencoderKLOutput
 
 from svdpp.config import WanSampling
 from svdpp.errors import InputError, ModelError
 from svdpp.models.base import LATENTS, Tensors
-from svdpp.models.engine.call import STRUCTURE
+from svdpp.models.engine.call import STRUCTURE, _has_tensors
 from svdpp.models.engine.model import EngineModel, load_model
 from svdpp.models.engine.values import NotPackableError, Packer, unpack
 from svdpp.plan.layout import Roles
@@ -142,3 +144,11 @@ def test_values_come_back_with_their_order_in_memory() -> None:
 def test_a_structure_names_no_class_but_outputs_of_the_libraries(name: str) -> None:
     with pytest.raises((ValueError, TypeError), match="class"):
         unpack({"kind": "output", "class": name, "items": {}}, {}, CPU)
+
+
+def test_a_distribution_of_latents_is_recorded() -> None:
+    value = AutoencoderKLOutput(latent_dist=DiagonalGaussianDistribution(torch.ones(1, 4, 2, 2)))
+    assert _has_tensors(value)
+    packer = Packer()
+    back = unpack(packer.pack(value, "x"), packer.tensors, CPU)
+    assert torch.equal(back.latent_dist.mode(), value.latent_dist.mode())

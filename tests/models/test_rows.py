@@ -65,6 +65,8 @@ CASES = {
     "skyreels-v2-image": Case(
         "skyreels_v2", {"height": 16, "width": 16, "num_frames": 9}, image=True
     ),
+    "skyreels-v2-df": Case("skyreels_v2_df", {"height": 16, "width": 16, "num_frames": 9}),
+    "latte": Case("latte", {"height": 16, "width": 16, "num_frames": 2}),
     "mochi": Case("mochi", {"height": 16, "width": 16, "num_frames": 7}),
 }
 
@@ -136,7 +138,9 @@ def test_the_estimate_runs_the_call_without_weights(
         memory = getattr(estimated, part)
         assert memory.weight_bytes == num_bytes(loaded(model).values()), part
         assert min(memory.activation_bytes, memory.flops) > 0
-    packet = encoder.encode(encoder.prepare(photograph()) if case.image else {}, request_of())
+    packet = encoder.encode(
+        encoder.prepare(photograph()) if case.image else {}, request_of("a cat")
+    )
     shapes = {key: each.shape for key, each in packet.items() if key != "structure"}
     probe = encoder.probe_packet()
     assert {key: each.shape for key, each in probe.items() if key != "structure"} == shapes

@@ -317,6 +317,10 @@ def _skyreels_v2(image: bool) -> tuple[str, dict[str, Any]]:
     return "SkyReelsV2ImageToVideoPipeline", {**parts, **more}
 
 
+def _skyreels_v2_df(_: bool) -> tuple[str, dict[str, Any]]:
+    return "SkyReelsV2DiffusionForcingPipeline", _skyreels_v2(image=False)[1]
+
+
 def _mochi(_: bool) -> tuple[str, dict[str, Any]]:
     parts = {
         **_t5(),
@@ -340,11 +344,43 @@ def _mochi(_: bool) -> tuple[str, dict[str, Any]]:
     return "MochiPipeline", parts
 
 
+def _latte(_: bool) -> tuple[str, dict[str, Any]]:
+    parts = {
+        **_t5(),
+        "vae": diffusers.AutoencoderKL(block_out_channels=(8, 8), norm_num_groups=4, **_BLOCKS_2D),
+        "transformer": diffusers.LatteTransformer3DModel(
+            sample_size=8,
+            video_length=2,
+            num_layers=1,
+            patch_size=2,
+            attention_head_dim=8,
+            num_attention_heads=3,
+            caption_channels=TEXT,
+            in_channels=4,
+            cross_attention_dim=24,
+            out_channels=8,
+            attention_bias=True,
+            activation_fn="gelu-approximate",
+            num_embeds_ada_norm=1000,
+            norm_type="ada_norm_single",
+            norm_elementwise_affine=False,
+        ),
+        "scheduler": diffusers.DDIMScheduler(),
+    }
+    return "LattePipeline", parts
+
+
+_BLOCKS_2D = {
+    "down_block_types": ("DownEncoderBlock2D",) * 2,
+    "up_block_types": ("UpDecoderBlock2D",) * 2,
+}
 _MAKERS: Mapping[str, Callable[[bool], tuple[str, dict[str, Any]]]] = {
     "ltx2": _ltx2,
     "hunyuan_video": _hunyuan_video,
     "hunyuan_video_15": _hunyuan_video_15,
     "cogvideox": _cogvideox,
     "skyreels_v2": _skyreels_v2,
+    "skyreels_v2_df": _skyreels_v2_df,
     "mochi": _mochi,
+    "latte": _latte,
 }

@@ -6,28 +6,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from svdpp.plan import actions
 from svdpp.plan.actions import Action, Kind
 
 counts = st.integers(0, 10**6)
+alone = st.sampled_from([Kind.ENCODE, Kind.LOAD, Kind.DECODE, Kind.FINISH])
+transfers = st.sampled_from([Kind.RECV, Kind.SEND])
 any_action = st.one_of(
-    st.builds(actions.encode, counts),
-    st.builds(actions.load, counts, counts),
-    st.builds(actions.recv, counts, counts, counts),
-    st.builds(actions.denoise, counts, counts, counts),
-    st.builds(actions.send, counts, counts, counts),
-    st.builds(actions.decode, counts, counts),
-    st.builds(actions.finish, counts, counts),
+    st.builds(Action.at, alone, counts, counts, st.just(-1)),
+    st.builds(Action.at, transfers, counts, counts, counts),
+    st.builds(Action, st.just(Kind.DENOISE), counts, counts, counts, st.just(-1)),
 )
 
 TEXTS = {
-    "ENCODE c0 @0": actions.encode(0),
-    "LOAD c5 @14": actions.load(5, 14),
-    "RECV c2 @7 <0": actions.recv(2, 7, 0),
-    "DENOISE c3 7:14": actions.denoise(3, 7, 14),
-    "SEND c3 @14 >2": actions.send(3, 14, 2),
-    "DECODE c12 @28": actions.decode(12, 28),
-    "FINISH c12 @28": actions.finish(12, 28),
+    "ENCODE c0 @0": Action.at(Kind.ENCODE, 0, 0),
+    "LOAD c5 @14": Action.at(Kind.LOAD, 5, 14),
+    "RECV c2 @7 <0": Action.at(Kind.RECV, 2, 7, 0),
+    "DENOISE c3 7:14": Action(Kind.DENOISE, 3, 7, 14),
+    "SEND c3 @14 >2": Action.at(Kind.SEND, 3, 14, 2),
+    "DECODE c12 @28": Action.at(Kind.DECODE, 12, 28),
+    "FINISH c12 @28": Action.at(Kind.FINISH, 12, 28),
 }
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from svdpp.plan.cards import assign_cards
+from svdpp.plan.choose import assign_cards
 
 gib = st.integers(0, 6).map(float)
 needs_and_cards = st.integers(1, 5).flatmap(

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from svdpp.errors import RequestError
 from svdpp.plan.choose import choose_layout
 from svdpp.plan.compare import compare_layouts
-from svdpp.plan.costs import Costs
+from svdpp.plan.costs import PRESETS, Costs
 from svdpp.plan.large_forecast import forecast_layout
 from svdpp.plan.layout import Layout
-from svdpp.plan.presets import PRESETS
 from svdpp.plan.replicas import divisors
 from tests.plan.plans import costs
 

@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from svdpp.errors import InputError, RequestError
-from svdpp.plan import actions
-from svdpp.plan.costs import Costs
-from svdpp.plan.presets import PRESETS, find_costs
+from svdpp.plan.actions import Action, Kind
+from svdpp.plan.costs import PRESETS, Costs, find_costs
 
 NUMBERS = [
     *(
@@ -74,10 +73,11 @@ def test_one_bad_rank_is_enough(value: tuple[float, ...]) -> None:
 
 
 def test_what_an_action_takes_on_each_rank() -> None:
-    assert [MEASURED.of(actions.denoise(0, 2, 5), rank) for rank in (0, 1)] == [4.5, 6.0]
-    assert [MEASURED.of(actions.encode(0), rank) for rank in (0, 1)] == [0.25, 0.25]
-    assert [MEASURED.of(actions.decode(0, 5), rank) for rank in (0, 1)] == [4.0, 5.0]
-    assert MEASURED.of(actions.send(0, 5, 1), 0) == MEASURED.of(actions.finish(0, 5), 0) == 0
+    assert [MEASURED.of(Action(Kind.DENOISE, 0, 2, 5), rank) for rank in (0, 1)] == [4.5, 6.0]
+    assert [MEASURED.of(Action.at(Kind.ENCODE, 0, 0), rank) for rank in (0, 1)] == [0.25, 0.25]
+    assert [MEASURED.of(Action.at(Kind.DECODE, 0, 5), rank) for rank in (0, 1)] == [4.0, 5.0]
+    for kind in (Kind.SEND, Kind.FINISH):
+        assert MEASURED.of(Action.at(kind, 0, 5), 0) == 0
 
 
 def test_a_hop_is_latency_and_bytes() -> None:

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from svdpp.plan import actions
-from svdpp.plan.actions import Action
+from svdpp.plan.actions import Action, Kind
 from svdpp.plan.costs import Costs
 from svdpp.plan.forecast import (
     DeadlockError,
@@ -115,14 +114,17 @@ def test_a_rank_does_one_thing_at_a_time_in_the_order_of_its_list(
             assert span.end - span.start == costs.of(span.action, span.rank)
 
 
+def _actions(text: str) -> tuple[Action, ...]:
+    return tuple(map(Action.parse, text.split(" | ")))
+
+
 peers = st.integers(0, 2)
 small = st.integers(0, 2)
 wild_actions = st.one_of(
-    st.builds(actions.encode, small),
-    st.builds(actions.denoise, small, small, small),
-    st.builds(actions.recv, small, small, peers),
-    st.builds(actions.send, small, small, peers),
-    st.builds(actions.finish, small, small),
+    st.builds(Action.at, st.just(Kind.ENCODE), small, st.just(0)),
+    st.builds(Action, st.just(Kind.DENOISE), small, small, small),
+    st.builds(Action.at, st.sampled_from([Kind.RECV, Kind.SEND]), small, small, peers),
+    st.builds(Action.at, st.just(Kind.FINISH), small, small),
 )
 
 
@@ -142,9 +144,9 @@ def test_wild_lists_end_in_spans_or_a_deadlock(lists: list[list[Action]]) -> Non
 
 def test_two_ranks_that_wait_for_each_other_are_named() -> None:
     schedule: Schedule = (
-        (actions.recv(1, 2, 1), actions.denoise(1, 2, 4), actions.encode(0), actions.send(0, 0, 1)),
-        (actions.recv(0, 0, 0), actions.denoise(0, 0, 4), actions.encode(1), actions.send(1, 2, 0)),
-        (actions.encode(2), actions.denoise(2, 0, 4)),
+        _actions("RECV c1 @2 <1 | DENOISE c1 2:4 | ENCODE c0 @0 | SEND c0 @0 >1"),
+        _actions("RECV c0 @0 <0 | DENOISE c0 0:4 | ENCODE c1 @0 | SEND c1 @2 >0"),
+        _actions("ENCODE c2 @0 | DENOISE c2 0:4"),
     )
     with pytest.raises(DeadlockError) as caught:
         replay(schedule, Costs())
@@ -154,24 +156,24 @@ def test_two_ranks_that_wait_for_each_other_are_named() -> None:
 
 def test_a_replica_of_waiting_ranks_is_named_whole() -> None:
     schedule: Schedule = (
-        (actions.encode(0),),
-        (actions.recv(0, 2, 0), actions.denoise(0, 2, 4), actions.send(0, 4, 2)),
-        (actions.recv(0, 4, 1), actions.decode(0, 4)),
+        _actions("ENCODE c0 @0"),
+        _actions("RECV c0 @2 <0 | DENOISE c0 2:4 | SEND c0 @4 >2"),
+        _actions("RECV c0 @4 <1 | DECODE c0 @4"),
     )
     with pytest.raises(DeadlockError, match="rank 1 at DENOISE c0 2:4, rank 2 at DECODE c0 @4"):
         replay(schedule, Costs())
 
 
 def test_a_second_send_into_the_void_is_a_deadlock() -> None:
-    schedule: Schedule = ((actions.send(0, 0, 1), actions.send(1, 0, 1)), ())
+    schedule: Schedule = (_actions("SEND c0 @0 >1 | SEND c1 @0 >1"), ())
     with pytest.raises(DeadlockError, match="rank 0 at SEND c1 @0 >1"):
         replay(schedule, Costs())
 
 
-@pytest.mark.parametrize("received", [actions.recv(1, 2, 0), actions.recv(0, 1, 0)], ids=str)
+@pytest.mark.parametrize("received", _actions("RECV c1 @2 <0 | RECV c0 @1 <0"), ids=str)
 def test_ends_of_a_hop_that_do_not_match(received: Action) -> None:
     schedule: Schedule = (
-        (actions.encode(0), actions.denoise(0, 0, 2), actions.send(0, 2, 1)),
+        _actions("ENCODE c0 @0 | DENOISE c0 0:2 | SEND c0 @2 >1"),
         (received,),
     )
     with pytest.raises(DeadlockError, match=r"rank 0 to 1: .*c0 @2"):
@@ -187,7 +189,7 @@ def test_nothing_to_sum_up() -> None:
 
 
 def at(clip: int, start: float, end: float, rank: int = 0) -> Span:
-    return Span(rank, actions.denoise(clip, 0, 1), start, end)
+    return Span(rank, Action(Kind.DENOISE, clip, 0, 1), start, end)
 
 
 @pytest.mark.parametrize(

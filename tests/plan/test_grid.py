@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from svdpp.plan import actions
+from svdpp.plan.actions import Action, Kind
 from svdpp.plan.costs import Costs
 from svdpp.plan.forecast import Span, replay
 from svdpp.plan.grid import clip_sign, draw_grid
@@ -98,9 +98,9 @@ def test_a_mark_needs_no_work_done() -> None:
 
 def test_what_fills_most_of_a_column_is_shown() -> None:
     spans = [
-        Span(0, actions.encode(0), 0, 2.5),
-        Span(0, actions.denoise(0, 0, 2), 2.5, 6.5),
-        Span(0, actions.decode(0, 2), 8, 10),
+        Span(0, Action.at(Kind.ENCODE, 0, 0), 0, 2.5),
+        Span(0, Action(Kind.DENOISE, 0, 0, 2), 2.5, 6.5),
+        Span(0, Action.at(Kind.DECODE, 0, 2), 8, 10),
     ]
 
     assert draw_grid(spans, 1, width=80) == ["rank 0 |<00.>|"]

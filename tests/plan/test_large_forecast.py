@@ -11,11 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from svdpp.errors import RequestError
-from svdpp.plan.costs import Costs
+from svdpp.plan.costs import PRESETS, Costs
 from svdpp.plan.forecast import Forecast, replay, summarise
 from svdpp.plan.large_forecast import clip_times, forecast_layout, poisson_arrivals, way_of
 from svdpp.plan.layout import Layout
-from svdpp.plan.presets import PRESETS
 from svdpp.plan.schedule import Route, build_schedule
 from tests.plan.plans import costs, layouts, route_lists
 

@@ -62,8 +62,12 @@ class HttpServer:
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        wait(lambda: self._url or self.process.poll() is not None, _START_SECONDS, self._said)
-        assert self._url, self.err
+        try:
+            wait(lambda: self._url or self.process.poll() is not None, _START_SECONDS, self._said)
+            assert self._url, self.err
+        except BaseException:
+            self.process.kill()
+            raise
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         self.url = self._url
         self.client = httpx.Client(

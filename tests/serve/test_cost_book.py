@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from svdpp.config import SvdSampling
-from svdpp.plan.costs import Costs
-from svdpp.plan.presets import PRESETS
+from svdpp.plan.costs import PRESETS, Costs
 from svdpp.serve.cost_book import CostBook
 from svdpp.worker.messages import ActionDone, StepDone, TransferDone
 

@@ -10,7 +10,7 @@ from svdpp.config import ModelConfig, PipelineConfig, SvdSampling, sampling_defa
 from svdpp.driver import memory_check
 from svdpp.driver.resolve import resolve
 from svdpp.errors import OutOfMemoryError, RequestError
-from svdpp.plan.presets import PRESETS
+from svdpp.plan.costs import PRESETS
 from svdpp.serve.api_errors import as_api_error
 from svdpp.serve.gate import ClipGate
 

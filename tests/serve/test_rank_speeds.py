@@ -10,7 +10,7 @@ import pytest
 
 from svdpp.config import ModelConfig, SamplingConfig, SvdSampling
 from svdpp.diagnostics.utilisation import PartFlops, count_flops
-from svdpp.plan.actions import decode
+from svdpp.plan.actions import Action, Kind
 from svdpp.serve import rank_speeds
 from svdpp.serve.flop_counts import FlopCounts, count_in_process
 from svdpp.serve.rank_speeds import RankSpeeds
@@ -51,7 +51,9 @@ def test_speeds_are_flops_of_all_sizes_over_seconds() -> None:
         speeds.add(0, _step(1.0), SMALL)
     speeds.add(0, _step(5.0), LARGE)
     speeds.add(1, ActionDone(action="DENOISE c0 0:2", start=0, end=9, waited=1), SMALL)
-    speeds.add(1, ActionDone(action=str(decode(0, 2)), start=1.0, end=2.5, waited=1), SMALL)
+    speeds.add(
+        1, ActionDone(action=str(Action.at(Kind.DECODE, 0, 2)), start=1.0, end=2.5, waited=1), SMALL
+    )
     speeds.add(1, _step(1.0), None)
     first, second = speeds.read()
     assert (first.rank, first.tflops, first.mfu) == (0, pytest.approx((3 * 2 + 20) / 8), None)

@@ -11,8 +11,7 @@ import pytest
 
 from svdpp.config import OutputConfig, VideoFormat
 from svdpp.media import video
-from svdpp.verification.clip_files import read_clip
-from svdpp.verification.file_check import ClipCheck, check_file
+from svdpp.verification.clip_files import ClipCheck, check_file, read_clip
 from tests.verification.clips import frames_of, put_clip, write_json
 
 LOSSY: list[VideoFormat] = ["mp4", "gif", "webp"]

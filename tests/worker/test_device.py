@@ -13,7 +13,7 @@ from svdpp.errors import OutOfMemoryError, RequestError
 from svdpp.launch.world import World
 from svdpp.worker.bounded_executor import BoundedExecutor
 from svdpp.worker.device import take_device
-from svdpp.worker.peak_memory import MemoryPressure
+from svdpp.worker.memory import MemoryPressure
 
 GPU = torch.device("cuda:1")
 WORLD = World(rank=1, local_rank=1, size=2, local_size=2)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from svdpp.config import ClipRequest, LatentSpec
-from svdpp.diagnostics.draft_simulator import DraftSimulator
+from svdpp.diagnostics.draft_sweep import DraftSimulator
 from svdpp.models.base import LATENTS, Tensors
 from svdpp.models.dummy import DummyModel
 from svdpp.plan.draft import DraftPlan

@@ -19,8 +19,8 @@ from svdpp.comm import streams
 from svdpp.comm.packet import Packet
 from svdpp.comm.transport import Transport
 from svdpp.config import ClipRequest, LatentSpec, ModelConfig, PipelineConfig, SvdSampling
-from svdpp.diagnostics import draft_simulator, rank_probe
-from svdpp.diagnostics.draft_simulator import DraftSimulator
+from svdpp.diagnostics import draft_sweep, rank_probe
+from svdpp.diagnostics.draft_sweep import DraftSimulator
 from svdpp.models.base import LATENTS, Tensors
 from svdpp.models.dummy import DummyModel
 from svdpp.plan.actions import Action
@@ -86,7 +86,7 @@ def _copies_wait(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
     monkeypatch.setattr(streams.SideStream, "beside", beside)
-    for module in (streams, reference, latent_checkpoints, rank_probe, draft_simulator):
+    for module in (streams, reference, latent_checkpoints, rank_probe, draft_sweep):
         monkeypatch.setattr(module, "mark", lambda _: marked)
     yield
     assert all(after is marked for after in waited)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import multiprocessing
 
-from svdpp.launch.channel import PipeChannel
+import pytest
+
+from svdpp.config import SAMPLING_CLASSES, ClipRequest, own_params
+from svdpp.launch.group import PipeChannel
 from svdpp.worker.inbox import Inbox
-from svdpp.worker.messages import Cancel, Stop, Work
+from svdpp.worker.messages import Cancel, ClipJob, Stop, Work, parse_command
 
 
 def _work(clip: int) -> Work:
@@ -43,3 +46,18 @@ def test_cancellations_are_taken_between_steps_and_forgotten_with_their_clips() 
     inbox.wait_for_stop()
     assert not theirs.poll()
     assert not any(map(inbox.is_cancelled, range(8)))
+
+
+@pytest.mark.parametrize("family", SAMPLING_CLASSES)
+def test_a_clips_parameters_reach_the_ranks_whole(family: str) -> None:
+    kind = SAMPLING_CLASSES[family]
+    own = dict.fromkeys(own_params(kind), 1)
+    own |= {"guidance_scale_2": 3.0, "flow_shift": 5.0} if family == "wan" else {}
+    sampling = kind(**own, num_inference_steps=7)
+    request = ClipRequest(seed=0, sampling=sampling)
+    work = Work(actions=(), jobs=(ClipJob(clip=0, request=request),), samplings={0: sampling})
+    back = parse_command(work.to_bytes())
+    assert isinstance(back, Work)
+    for each in (back.samplings[0], back.jobs[0].request.sampling):
+        assert each == sampling
+        assert type(each) is type(sampling)

@@ -7,9 +7,8 @@ import torch
 
 from svdpp.errors import OutOfMemoryError
 from svdpp.models import free_memory
-from svdpp.plan import actions
-from svdpp.plan.actions import Action
-from svdpp.worker.out_of_memory import out_of_memory_named
+from svdpp.plan.actions import Action, Kind
+from svdpp.worker.memory import out_of_memory_named
 
 # The message of torch 2.x (c10/cuda/CUDACachingAllocator.cpp).
 CUDA_WORDS = (
@@ -21,9 +20,9 @@ CUDA_WORDS = (
 @pytest.mark.parametrize(
     ("action", "part", "knob"),
     [
-        (actions.encode(0), "encoding the image", "--height"),
-        (actions.denoise(0, 0, 4), "a denoising step", "--memory-opt"),
-        (actions.decode(0, 4), "decoding the frames", "--decode-chunk-size"),
+        (Action.at(Kind.ENCODE, 0, 0), "encoding the image", "--height"),
+        (Action(Kind.DENOISE, 0, 0, 4), "a denoising step", "--memory-opt"),
+        (Action.at(Kind.DECODE, 0, 4), "decoding the frames", "--decode-chunk-size"),
         (None, "loading the model", "--dtype fp16"),
     ],
 )
@@ -39,7 +38,10 @@ def test_cuda_out_of_memory_names_part_sizes_and_knob(
 
 
 def test_the_host_allocators_refusal_is_the_same_error() -> None:
-    with pytest.raises(OutOfMemoryError) as caught, out_of_memory_named(actions.decode(0, 4)):
+    with (
+        pytest.raises(OutOfMemoryError) as caught,
+        out_of_memory_named(Action.at(Kind.DECODE, 0, 4)),
+    ):
         torch.empty(2**58, dtype=torch.uint8)
     assert f"{2**28:.1f} GiB asked for" in str(caught.value)
     assert " GiB free" in str(caught.value)
@@ -52,13 +54,13 @@ def test_what_is_free_is_what_doctor_and_auto_call_free(monkeypatch: pytest.Monk
     assert free_memory.free_bytes("cpu") == 3 * 2**30
     with (
         pytest.raises(OutOfMemoryError, match=r"asked for, 3\.0 GiB free"),
-        out_of_memory_named(actions.encode(0)),
+        out_of_memory_named(Action.at(Kind.ENCODE, 0, 0)),
     ):
         torch.empty(2**58, dtype=torch.uint8)
 
 
 def test_pythons_memory_error_is_the_same_error() -> None:
-    with pytest.raises(OutOfMemoryError), out_of_memory_named(actions.encode(0)):
+    with pytest.raises(OutOfMemoryError), out_of_memory_named(Action.at(Kind.ENCODE, 0, 0)):
         raise MemoryError
 
 
@@ -72,7 +74,10 @@ def test_pythons_memory_error_is_the_same_error() -> None:
     ids=["pinned or stream memory", "cublas", "cudnn"],
 )
 def test_memory_outside_the_caching_allocator_is_the_same_error(error: RuntimeError) -> None:
-    with pytest.raises(OutOfMemoryError) as caught, out_of_memory_named(actions.denoise(0, 0, 4)):
+    with (
+        pytest.raises(OutOfMemoryError) as caught,
+        out_of_memory_named(Action(Kind.DENOISE, 0, 0, 4)),
+    ):
         raise error
     assert str(caught.value) == "out of memory while a denoising step"
     assert caught.value.exit_code == 4
@@ -83,7 +88,7 @@ def test_decoding_names_its_chunk() -> None:
     words = r"out of memory while decoding the frames, 14 at a time: 5\.25 GiB"
     with (
         pytest.raises(OutOfMemoryError, match=words),
-        out_of_memory_named(actions.decode(0, 4), 14),
+        out_of_memory_named(Action.at(Kind.DECODE, 0, 4), 14),
     ):
         raise torch.OutOfMemoryError(CUDA_WORDS)
 
@@ -100,7 +105,7 @@ def test_the_reference_is_not_loading() -> None:
 def test_other_errors_pass_through() -> None:
     with (
         pytest.raises(RuntimeError, match="mat1 and mat2"),
-        out_of_memory_named(actions.denoise(0, 0, 1)),
+        out_of_memory_named(Action(Kind.DENOISE, 0, 0, 1)),
     ):
         torch.zeros(2, 3) @ torch.zeros(2, 3)
     original = OutOfMemoryError("said already", "a knob")

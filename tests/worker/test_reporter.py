@@ -7,7 +7,7 @@ from typing import cast
 
 import pytest
 
-from svdpp.launch.channel import Channel
+from svdpp.launch.group import Channel
 from svdpp.plan.actions import Action
 from svdpp.worker import reporter as module
 from svdpp.worker.messages import Heartbeat, parse_event

@@ -82,7 +82,7 @@ class ForecastOptions(ClipOptions):
         Raises:
             RequestError: too few or too many clips, or too many ranks.
         """
-        from svdpp.plan.limits import MAX_RANKS
+        from svdpp.plan.split import MAX_RANKS
 
         if world_size > MAX_RANKS:
             raise RequestError(f"a plan has at most {MAX_RANKS} ranks, got {world_size}")

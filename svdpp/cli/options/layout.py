@@ -7,9 +7,8 @@ from typing import Annotated, Any
 from svdpp.cli.console import counted
 from svdpp.cli.options.declare import LAYOUT, flag, option
 from svdpp.errors import RequestError
-from svdpp.plan.costs import Costs
+from svdpp.plan.costs import PRESETS, Costs, find_costs
 from svdpp.plan.layout import SPLITS, Layout
-from svdpp.plan.presets import PRESETS, find_costs
 
 #: The default costs; a layout depends mainly on the ratio of a decode to a step.
 ASSUMED_COSTS = "svd-xt-a100"

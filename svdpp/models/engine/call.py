@@ -146,7 +146,7 @@ class RangeCall:
                 self._depth -= 1
             after = [each.get_state() for each in self._generators]
             drew = any(map(_differ, before, after))
-            if drew or any(isinstance(each, torch.Tensor) for each in _tensors_in(result)):
+            if drew or _has_tensors(result):
                 self._records.append((name, _copied(result), after if drew else None))
             return result
 
@@ -464,6 +464,14 @@ def _own_methods(pipeline_class: Any) -> tuple[str, ...]:
 
 def _tensors_in(value: Any) -> list[torch.Tensor]:
     return [each for each in tree_leaves(value) if isinstance(each, torch.Tensor)]
+
+
+def _has_tensors(value: Any) -> bool:
+    """Whether there are tensors in a value, also in a distribution of latents."""
+    try:
+        return bool(leaves(describe(value)))
+    except NotPackableError:
+        return bool(_tensors_in(value))
 
 
 def _copied(value: Any) -> Any:

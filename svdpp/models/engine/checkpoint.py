@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from svdpp.config import SAMPLING_CLASSES, CommonSampling, SamplingConfig
+from svdpp.config.limits import require
 from svdpp.config.sampling import PromptedSampling, check_frames, check_sides
 from svdpp.errors import RequestError
 from svdpp.models.checkpoint import Checkpoint, Use
@@ -29,6 +30,8 @@ class RowCheckpoint(Checkpoint):
     """Height and width of a frame are multiples of these."""
     frames_multiple: int
     """The number of frames is a multiple of this plus 1."""
+    fixed_frames: int | None = None
+    """The only number of frames that the model makes; None: any."""
     image_use: Use = "refused"
     unused_parameters: tuple[str, ...] = ()
     boundary_ratio: float | None = None
@@ -90,6 +93,10 @@ class RowCheckpoint(Checkpoint):
             )
         assert isinstance(sampling, CommonSampling)
         check_frames(sampling, self.frames_multiple)
+        require(
+            self.fixed_frames in (None, sampling.frames),
+            f"{self.label} makes clips of {self.fixed_frames} frames, not {sampling.frames}",
+        )
         check_sides(sampling, self.size_multiple)
         self.row.check(self, sampling)
         return sampling

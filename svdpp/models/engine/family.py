@@ -17,7 +17,7 @@ from svdpp.models.base import LATENTS, Frames, Tensors
 from svdpp.models.engine.call import changed_state, packed_state, snapshot
 from svdpp.models.engine.checkpoint import RowCheckpoint
 from svdpp.models.engine.load import component_class, dtype_of, set_up
-from svdpp.models.engine.model import call_arguments, load_model
+from svdpp.models.engine.model import call_arguments, load_model, request_arguments
 from svdpp.models.engine.values import Packer
 from svdpp.models.loading import check_components, library_errors, silence_libraries
 from svdpp.models.svd.decode import stack_frames
@@ -65,15 +65,13 @@ class EngineReference:
             callback = {}
             _observe_steps(pipe.scheduler, on_step_end)
         device = row.generator_device(checkpoint, sampling, self._device)
+        generator = torch.Generator(device).manual_seed(request.seed)
         # They change no tensor; the first call is the end of the encode.
         modules = [getattr(pipe, name, None) for name in row.denoisers]
         hooks = [each.register_forward_pre_hook(begin) for each in modules if each is not None]
         frames = pipe(
             **call_arguments(pipe, checkpoint, sampling),
-            **({} if image is None else {"image": image}),
-            prompt=request.prompt,
-            negative_prompt=request.negative_prompt,
-            generator=torch.Generator(device).manual_seed(request.seed),
+            **request_arguments(request, image, generator),
             **callback,
             output_type="pil",
         ).frames[0]

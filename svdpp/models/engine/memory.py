@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -67,10 +66,8 @@ class _Hollow:
         sampling: SamplingConfig,
     ) -> None:
         self._fake_run, self._checkpoint = fake_run, checkpoint
-        # The number of steps changes no size.
-        self._sampling = replace(sampling, num_inference_steps=2)
-        assert isinstance(self._sampling, PromptedSampling)
-        self._from_image = self._sampling.from_image
+        assert isinstance(sampling, PromptedSampling)
+        self._sampling, self._from_image = sampling, sampling.from_image
         parts: dict[str, Any] = {}
         for part, name in checkpoint.classes:
             cls, folder = component_class(part, name), checkpoint.folder / part

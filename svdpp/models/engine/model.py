@@ -67,9 +67,8 @@ class EngineModel:
                 caches.enter_context(replaced(self._pipe, **{name: cached}))
             call.run(
                 call_arguments(self._pipe, self._parts.checkpoint, self._sampling)
-                | {"prompt": request.prompt, "negative_prompt": request.negative_prompt}
-                | {"generator": generator, "output_type": "latent"}
-                | ({} if image is None else {"image": image})
+                | request_arguments(request, image, generator)
+                | {"output_type": "latent"}
             )
         given = {"negative_prompt": request.negative_prompt is not None}
         return _packet(call, {"given": given})
@@ -162,11 +161,10 @@ class EngineModel:
         """Arguments for a rank that has no prompt and no image: what they give is replayed."""
         arguments = call_arguments(self._pipe, self._parts.checkpoint, self._sampling)
         negative = "" if structure["given"]["negative_prompt"] else None
-        arguments |= {"prompt": "", "negative_prompt": negative, "generator": generator}
-        if self._parts.from_image:
-            size = self._sampling.width, self._sampling.height
-            arguments["image"] = Image.new("RGB", size)
-        return arguments
+        stand_in = ClipRequest(seed=0, prompt="", negative_prompt=negative)
+        size = self._sampling.width, self._sampling.height
+        image = Image.new("RGB", size) if self._parts.from_image else None
+        return arguments | request_arguments(stand_in, image, generator)
 
     def _cached(self, name: str, encode: Any) -> Any:
         texts = self._parts.texts
@@ -202,8 +200,23 @@ def call_arguments(pipe: Any, checkpoint: RowCheckpoint, sampling: Any) -> dict[
     renamed = checkpoint.row.renamed
     fields = {name: renamed.get(name, name) for name in accepted}
     values = vars(sampling)
-    given = {name: values[field] for name, field in fields.items() if field in values}
+    # None stands for the default of `__call__`.
+    given = {
+        name: value for name, each in fields.items() if (value := values.get(each)) is not None
+    }
     return {**given, **checkpoint.row.arguments(sampling)}
+
+
+def request_arguments(
+    request: ClipRequest, image: Image.Image | None, generator: torch.Generator
+) -> dict[str, Any]:
+    """Arguments of `__call__` for one clip; without those that it does not have."""
+    given = {"negative_prompt": request.negative_prompt, "image": image}
+    return {
+        "prompt": request.prompt,
+        "generator": generator,
+        **{name: value for name, value in given.items() if value is not None},
+    }
 
 
 def _packet(call: RangeCall, more: Node) -> Tensors:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from svdpp.config.limits import require
 from svdpp.models.engine import ltx, wan
 from svdpp.models.engine.configs import Configs, Facts
 
@@ -21,6 +22,22 @@ _FLOW = ("FlowMatchEulerDiscreteScheduler", "UniPCMultistepScheduler")
 def _no_facts(configs: Configs) -> Facts:
     del configs
     return {}
+
+
+def _no_length(_: Configs) -> Facts:
+    """The pipeline has a fixed length of prompts."""
+    return {"unused_parameters": ("max_sequence_length",)}
+
+
+def _latte(configs: Configs) -> Facts:
+    frames = configs.of("transformer", video_length=16).count("video_length", 1024)
+    return {**_no_length(configs), "fixed_frames": frames}
+
+
+def _one_window(_: Any, sampling: Any) -> None:
+    """More frames are made in several loops."""
+    frames = sampling.num_frames
+    require(frames <= 97, f"--frames must be at most 97 for diffusion forcing, got {frames}")
 
 
 def _no_check(checkpoint: Any, sampling: Any) -> None:
@@ -183,7 +200,7 @@ ROWS: Mapping[str, Row] = {
         only_encode=("encoder",),
         only_decode=("decoder",),
         texts=(),
-        facts=lambda _: {"unused_parameters": ("max_sequence_length",)},
+        facts=_no_length,
     ),
     "cogvideox": Row(
         title="CogVideoX",
@@ -215,6 +232,19 @@ ROWS: Mapping[str, Row] = {
         encode_image=("vae", "image_encoder", "image_processor"),
         fp32=frozenset({"vae", "image_encoder"}),
     ),
+    "skyreels_v2_df": Row(
+        title="SkyReels-V2, diffusion forcing with all frames in step",
+        text="SkyReelsV2DiffusionForcingPipeline",
+        components={
+            "tokenizer": _T5,
+            "text_encoder": ("UMT5EncoderModel", "T5EncoderModel"),
+            "vae": ("AutoencoderKLWan",),
+            "transformer": ("SkyReelsV2Transformer3DModel",),
+        },
+        fp32=frozenset({"vae"}),
+        noise_stays=True,
+        check=_one_window,
+    ),
     "mochi": Row(
         title="Mochi 1",
         text="MochiPipeline",
@@ -227,6 +257,20 @@ ROWS: Mapping[str, Row] = {
         schedulers=("FlowMatchEulerDiscreteScheduler",),
         only_encode=("encoder",),
         only_decode=("decoder",),
+    ),
+    "latte": Row(
+        title="Latte",
+        text="LattePipeline",
+        components={
+            "tokenizer": _T5,
+            "text_encoder": ("T5EncoderModel",),
+            "vae": ("AutoencoderKL",),
+            "transformer": ("LatteTransformer3DModel",),
+        },
+        schedulers=("DDIMScheduler",),
+        renamed={"video_length": "num_frames"},
+        texts=(),
+        facts=_latte,
     ),
 }
 

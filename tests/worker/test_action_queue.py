@@ -5,12 +5,12 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from svdpp.plan.action_queue import ActionQueue
 from svdpp.plan.actions import Action, Kind
 from svdpp.plan.costs import Costs
 from svdpp.plan.forecast import replay
 from svdpp.plan.layout import Layout
 from svdpp.plan.schedule import Schedule, build_schedule, check_schedule
+from svdpp.worker.inbox import ActionQueue
 
 
 def _layouts() -> st.SearchStrategy[Layout]:

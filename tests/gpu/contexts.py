@@ -1,0 +1,47 @@
+"""python -m tests.gpu.contexts DEVICE RANKS: which processes of a run hold a context on which GPU.
+
+It prints UUIDs as JSON: `ranks`, a list for each, and `parent`, this process. It is a process of
+its own because pytest's may hold contexts of other tests.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+import pynvml
+
+from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SvdSampling
+from svdpp.driver.pipeline import Pipeline
+
+
+def _held_by(pid: int) -> list[str]:
+    pynvml.nvmlInit()
+    found = []
+    for index in range(pynvml.nvmlDeviceGetCount()):
+        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+        processes = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+        if pid in {process.pid for process in processes}:
+            found.append(pynvml.nvmlDeviceGetUUID(handle))
+    return found
+
+
+def main() -> None:
+    """Runs one clip of the dummy model."""
+    device, world_size = sys.argv[1], int(sys.argv[2])
+    config = PipelineConfig(
+        world_size=world_size,
+        model=ModelConfig(name="dummy", dummy_latent_shape=(1, 4, 2, 8, 8)),
+        sampling=SvdSampling(num_inference_steps=world_size),
+        device=device,
+    )
+    with Pipeline(config) as pipeline:
+        pipeline.run(ClipRequest(seed=0))
+        pids: list[int] = pipeline._supervisor._group.pids  # type: ignore[union-attr, attr-defined]
+        ranks = [_held_by(pid) for pid in pids]
+    print(json.dumps({"ranks": ranks, "parent": _held_by(os.getpid())}))
+
+
+if __name__ == "__main__":
+    main()

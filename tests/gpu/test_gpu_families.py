@@ -1,0 +1,170 @@
+"""Tiny Wan and LTX-Video on a GPU: diffusers' bits, and no more waits in a step than its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from PIL import Image
+
+from svdpp.config import (
+    ClipRequest,
+    LtxSampling,
+    ModelConfig,
+    PipelineConfig,
+    SamplingConfig,
+    SvdSampling,
+    WanSampling,
+)
+from svdpp.verification.verify import compare, run_pipelined, run_sequential
+from tests.gpu.inside_ranks import Counted, HostWaits
+from tests.gpu.machine import PHOTOS, Machine, Report
+from tests.models.builders import save_tiny_checkpoint
+from tests.models.tiny_families import save_tiny_ltx, save_tiny_wan
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
+
+STEPS = 6
+
+
+@dataclass(frozen=True)
+class Family:
+    """A tiny model, its clips, and diffusers' pipeline of it."""
+
+    save: Callable[[Path], Path]
+    sampling: SamplingConfig
+    pipeline: str
+
+    def request(self, seed: int = 0) -> ClipRequest:
+        sampling = self.sampling
+        photo = PHOTOS[0] if isinstance(sampling, SvdSampling) or sampling.from_image else None
+        prompt = None if isinstance(sampling, SvdSampling) else "the sea at night"
+        return ClipRequest(seed=seed, prompt=prompt, image=photo)
+
+    def config(self, machine: Machine, folder: Path, world_size: int) -> PipelineConfig:
+        return PipelineConfig(
+            world_size=world_size,
+            model=ModelConfig(name=str(self.save(folder)), dtype="fp32"),
+            sampling=self.sampling,
+            device=machine.shared,
+            split="dithered" if world_size > 1 else "uniform",
+        )
+
+
+PROMPT: dict[str, Any] = {"num_inference_steps": STEPS, "max_sequence_length": 8}
+FAMILIES = {
+    "svd": Family(
+        save_tiny_checkpoint,
+        SvdSampling(num_inference_steps=STEPS, height=64, width=64, num_frames=2),
+        "StableVideoDiffusionPipeline",
+    ),
+    # Two experts, and UniPC's history between the steps.
+    "wan": Family(
+        partial(save_tiny_wan, boundary_ratio=0.875),
+        WanSampling(**PROMPT, height=32, width=32, num_frames=5),
+        "WanPipeline",
+    ),
+    "ltx": Family(
+        save_tiny_ltx,
+        LtxSampling(**PROMPT, height=64, width=96, num_frames=9),
+        "LTXPipeline",
+    ),
+    # The only clips whose generator is on the device, and travels with the packet.
+    "ltx from an image": Family(
+        partial(save_tiny_ltx, timestep_conditioning=True),
+        LtxSampling(**PROMPT, height=64, width=96, num_frames=9, from_image=True),
+        "LTXImageToVideoPipeline",
+    ),
+}
+
+
+def _generators_go_on(device: str) -> bool:
+    """Whether a generator on the device draws from where the state that it was given stands."""
+    generator = torch.Generator(device).manual_seed(0)
+    torch.randn(4, generator=generator, device=device)
+    state = generator.get_state()
+    expected = torch.randn(4, generator=generator, device=device)
+    other = torch.Generator(device)
+    other.set_state(state)
+    return torch.equal(expected, torch.randn(4, generator=other, device=device))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("wan", marks=pytest.mark.no_rehearsal),
+        pytest.param("ltx", marks=pytest.mark.no_rehearsal),
+        "ltx from an image",
+    ],
+)
+def test_three_ranks_are_exact(machine: Machine, report: Report, tmp_path: Path, name: str) -> None:
+    family = FAMILIES[name]
+    if name == "ltx from an image" and not _generators_go_on(machine.shared):
+        pytest.skip("generators on this device do not keep their state")
+    config = family.config(machine, tmp_path / "model", 3)
+    requests = [family.request(seed) for seed in (1, 2)]
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    run_pipelined(config, requests, kept)
+    run_sequential(config, requests, kept)
+    result = compare(config, len(requests), kept)
+    report.add(f"tiny {name}, 3 ranks on {machine.shared}", bitwise=result.bitwise)
+    assert result.bitwise, result.first_difference
+
+
+@pytest.mark.no_rehearsal
+@pytest.mark.parametrize("name", ["svd", "wan", "ltx"])
+def test_a_step_waits_for_the_device_no_more_than_diffusers(
+    machine: Machine, report: Report, tmp_path: Path, name: str
+) -> None:
+    family, written = FAMILIES[name], tmp_path / "waits"
+    config = family.config(machine, tmp_path / "model", 1)
+    counted = Counted("hang", 0, 0, until=str(written))
+    run_pipelined(config, [family.request()], tmp_path, fault=counted)
+    lines = [tuple(map(int, line.split())) for line in written.read_text().splitlines()]
+    ours = _of_each_step([(queue, events) for _, queue, events in lines[1:]])
+    theirs = _of_each_step(_diffusers_waits(family, config))[: len(ours)]
+    report.add(
+        f"waits for the device in each step, tiny {name}",
+        diffusers=[queue for queue, _ in theirs],
+        rank=[queue for queue, _ in ours],
+        rank_for_the_step_before=[events for _, events in ours],
+    )
+    assert len(ours) == STEPS - 2
+    assert all(own[0] <= other[0] for own, other in zip(ours, theirs, strict=True)), "a new wait"
+    assert all(events <= 1 for _, events in ours), "more than the check of the step before"
+
+
+def _of_each_step(counts: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    return [(after[0] - before[0], after[1] - before[1]) for before, after in pairwise(counts)]
+
+
+def _diffusers_waits(family: Family, config: PipelineConfig) -> list[tuple[int, int]]:
+    """Waits up to the end of each step of diffusers' own loop, as it comes."""
+    pipe = getattr(diffusers, family.pipeline).from_pretrained(config.model.name)
+    pipe.to(config.device).set_progress_bar_config(disable=True)
+    waits, found = HostWaits(), list[tuple[int, int]]()
+
+    def count(*_: Any) -> dict[str, Any]:
+        found.append((waits.for_queue, waits.for_events))
+        return {}
+
+    sampling, request = config.sampling, family.request()
+    arguments: dict[str, Any] = {
+        name: getattr(sampling, name)
+        for name in ("num_inference_steps", "height", "width", "num_frames")
+    }
+    if request.prompt is None:
+        arguments["image"] = Image.new("RGB", (sampling.width, sampling.height))
+    else:
+        arguments |= {"prompt": request.prompt, "max_sequence_length": 8}
+    with waits:
+        pipe(**arguments, callback_on_step_end=count, output_type="latent")
+    return found
