@@ -75,6 +75,11 @@ class RunRequest:
         self.draft.refuse_beside({**self.layout.given, **self._no_draft})
         self.output.check()
         assert self.seeds
+        if self.model.is_dummy:
+            raise RequestError(
+                "the dummy model makes no video files",
+                "use --model demo, or svdpp simulate, which runs the dummy model",
+            )
         if self.output.dry_run and self.launched is not None:
             raise RequestError("--dry-run starts no ranks", "start it without torchrun or srun")
         if not self.inputs.inputs and not self.prompts.has_prompt:

@@ -99,7 +99,8 @@ def _devices(examination: Examination) -> str:
     backend = process_group.choose_backend(config.device, config.world_size)
     ranks = f"{config.world_size} rank{'s' if config.world_size > 1 else ''}"
     if config.device == "cpu":
-        return f"{ranks} on the CPU, {config.num_threads} threads each, over {backend}"
+        threads = f"{config.num_threads} thread{'s' if config.num_threads > 1 else ''}"
+        return f"{ranks} on the CPU, {threads} each, over {backend}"
     return f"{ranks} on {config.device}, over {backend}"
 
 

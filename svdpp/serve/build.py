@@ -197,7 +197,7 @@ def _hold(store: JobStore, offer: Offer, gate: ClipGate) -> None:
         return replace(job, held=why_not(job))
 
     for reason, number in Counter(job.held for job in store.hold(judge)).items():
-        logger.warning("{} queued clips wait for another start of the server: {}", number, reason)
+        logger.warning("queued clips that wait for another start: {}, because {}", number, reason)
 
 
 def _owner_check(keys: Keys) -> KeyCheck:

@@ -97,7 +97,7 @@ class QueueFile:
     def _check_whole(self) -> None:
         (found,) = self._writer.execute("PRAGMA quick_check(1)").fetchone()
         if found != "ok":
-            raise sqlite3.DatabaseError(str(found))
+            raise sqlite3.DatabaseError(found.splitlines()[-1])
 
     def _on_disk(self) -> list[tuple[int, int] | None]:
         """Which files have the names of the queue and of its log; None: there is none."""

@@ -118,7 +118,7 @@ def set_strangers_aside(store: JobStore, folder: Path) -> list[Path]:
             "files of no video stay where they are, such as {}: {}", strangers[0], reason
         )
         return []
-    logger.warning("{} files of no video in the queue were moved to {}", len(moved), lost)
+    logger.warning("files of no video in the queue, moved to {}: {}", lost, len(moved))
     return moved
 
 

@@ -70,6 +70,7 @@ def test_knobs_of_run_and_verify(
         (("--seeds", ""), "--seeds takes numbers and ranges"),
         (("--seeds", "3-1"), "--seeds 3-1: a range rises"),
         (("--seeds", str(2**63)), "seed must be 0 to 2^63 - 1"),
+        (("--model", "dummy"), "the dummy model makes no video files"),
     ],
     ids=str,
 )

@@ -38,10 +38,11 @@ def test_env_in_words_and_as_json() -> None:
 def test_a_healthy_machine(tmp_path: Path) -> None:
     answer = svdpp_here(
         *("doctor", "--device", "cpu", "--world", "2", "--out", str(tmp_path / "out")),
-        *("--height", "32", "--width", "32", "--frames", "2"),
+        *("--height", "32", "--width", "32", "--frames", "2", "--threads", "1"),
     )
 
     assert answer.code == 0, answer
+    assert "2 ranks on the CPU, 1 thread each" in answer.out
     assert answer.err == (
         f"{BEGIN}\n"
         "a run of demo on 2 cpu ranks has what it needs\n"

@@ -127,7 +127,7 @@ def test_clips_wait_for_a_server_that_can_make_them(tmp_path: Path) -> None:
 
     with HttpServer(tmp_path / "data", *DEMO) as server:
         server.wait_ready()
-        assert "3 queued clips wait" in server.err
+        assert "queued clips that wait for another start: 3, because its" in server.err
         listed = server.client.get("/v1/videos?order=asc&status=queued").json()["data"]
         assert [video["id"] for video in listed] == ids
         for video in (*listed, server.video(done)):

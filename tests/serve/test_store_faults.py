@@ -218,6 +218,7 @@ def test_damaged_pages_are_noticed_at_the_start(store: JobStore, tmp_path: Path)
     with pytest.raises(OutputError, match="queue") as refused:
         JobStore(tmp_path / "data")
     assert "damaged" in refused.value.hint
+    assert "\n" not in refused.value.message
 
 
 def test_a_queue_that_another_program_locks_is_an_error(
