@@ -107,8 +107,11 @@ class _Hollow:
     def denoise(self, packet: Tensors) -> tuple[Tensors, PartMemory]:
         """The packet after the first step, and the memory of a step."""
         with self._measured():
-            packet = self._model.denoise(packet, 0, 1, lambda _, __: None)
-        return packet, self._part(Roles(encode=False, denoise=True, decode=False))
+            done = self._model.denoise(packet, 0, 1, lambda _, __: None)
+        memory = self._part(Roles(encode=False, denoise=True, decode=False))
+        # The call replays copies of what it received, and makes the next packet.
+        packets = sum(each.nbytes for each in (*packet.values(), *done.values()))
+        return done, memory._replace(activation_bytes=memory.activation_bytes + packets)
 
     def decode(self, packet: Tensors) -> PartMemory:
         """The memory of a decode; `packet` is one after a step."""
