@@ -21,9 +21,9 @@ from svdpp.serve.api_create import create_routes
 from svdpp.serve.api_errors import documented
 from svdpp.serve.api_requests import Owned, Served
 from svdpp.serve.guard import PUBLIC_PATHS, Guard, KeyCheck, Limits
+from svdpp.serve.keys import Owner
 from svdpp.serve.metrics import CONTENT_TYPE
 from svdpp.serve.offer import no_model
-from svdpp.serve.owner import Owner
 from svdpp.serve.page_files import page_file
 from svdpp.serve.schemas import EngineStatus, Health, Model, ModelList, Rank, RankSpan
 from svdpp.serve.service import Service

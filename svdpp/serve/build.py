@@ -24,12 +24,11 @@ from svdpp.serve.api import create_app
 from svdpp.serve.engine import Engine
 from svdpp.serve.events import Events
 from svdpp.serve.gate import ClipGate
-from svdpp.serve.guard import KeyCheck, Limits
+from svdpp.serve.guard import Limits
 from svdpp.serve.job import Job
 from svdpp.serve.keys import Keys
 from svdpp.serve.metrics import Metrics, Sources
 from svdpp.serve.offer import Inputs, Offer
-from svdpp.serve.owner import Owner
 from svdpp.serve.proof import Prover
 from svdpp.serve.retention import CLIPS, LATENTS, PHOTOS, set_strangers_aside
 from svdpp.serve.server import Retention
@@ -112,7 +111,7 @@ def build(settings: ServerSettings, keys: Keys | None) -> tuple[ASGIApp, Service
     except BaseException:
         store.close()
         raise
-    owner_of = None if keys is None else _owner_check(keys)
+    owner_of = None if keys is None else keys.find
     return create_app(service, limits=settings.limits, owner_of=owner_of), service
 
 
@@ -198,14 +197,6 @@ def _hold(store: JobStore, offer: Offer, gate: ClipGate) -> None:
 
     for reason, number in Counter(job.held for job in store.hold(judge)).items():
         logger.warning("{} queued clips wait for another start of the server: {}", number, reason)
-
-
-def _owner_check(keys: Keys) -> KeyCheck:
-    def owner_of(text: str) -> Owner | None:
-        key = keys.find(text)
-        return None if key is None else Owner(key.name, key.max_open)
-
-    return owner_of
 
 
 def _offer(settings: ServerSettings, checkpoint: Checkpoint | None) -> Offer:

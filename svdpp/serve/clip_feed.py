@@ -14,8 +14,8 @@ from svdpp.config import PipelineConfig
 from svdpp.driver.clips import ClipHandle
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import ClosedError, InputError, OutputError, RankError, SvdppError
-from svdpp.serve.announcer import Announcer
 from svdpp.serve.clip_orders import ClipOrders
+from svdpp.serve.events import Announcer
 from svdpp.serve.job import Job, JobState
 from svdpp.serve.running_clips import Outcome, RunningClip, RunningClips
 from svdpp.serve.store import JobStore

@@ -19,13 +19,12 @@ from svdpp.driver.supervisor import Observer
 from svdpp.errors import SvdppError, reraisable
 from svdpp.launch.world import find_world
 from svdpp.plan.costs import Costs
-from svdpp.serve.announcer import Announcer
 from svdpp.serve.clip_feed import ClipFeed
 from svdpp.serve.clip_orders import ClipOrders
 from svdpp.serve.cost_book import CostBook
-from svdpp.serve.events import Events
+from svdpp.serve.estimate import JobEstimates
+from svdpp.serve.events import Announcer, Events
 from svdpp.serve.job import Job, JobState
-from svdpp.serve.job_estimates import JobEstimates
 from svdpp.serve.rank_speeds import RankSpeeds
 from svdpp.serve.rank_view import RankNow, RankSpan, RankView
 from svdpp.serve.running_clips import RunningClip, RunningClips

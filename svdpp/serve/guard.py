@@ -21,8 +21,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from svdpp.serve.address import is_loopback
 from svdpp.serve.api_errors import ApiError, error_answer
+from svdpp.serve.keys import Owner
 from svdpp.serve.metrics import Metrics
-from svdpp.serve.owner import Owner
 from svdpp.serve.page_files import PAGE_FILES
 
 #: The routes whose body has a photograph.

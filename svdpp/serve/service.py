@@ -21,9 +21,9 @@ from svdpp.serve.events import Events
 from svdpp.serve.forms import VideoRequest
 from svdpp.serve.gate import ClipGate
 from svdpp.serve.job import Job, JobState, new_id, seed_of
+from svdpp.serve.keys import Owner
 from svdpp.serve.metrics import Metrics
 from svdpp.serve.offer import Offer
-from svdpp.serve.owner import Owner
 from svdpp.serve.proof import Prover
 from svdpp.serve.retention import CLIPS, PHOTOS, remove_job
 from svdpp.serve.schemas import DeletedVideo, Video, video_of

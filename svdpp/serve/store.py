@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 from svdpp.config import SamplingConfig
 from svdpp.errors import RequestError, SvdppError, error_to_dict
-from svdpp.serve import job_table, turns
+from svdpp.serve import job_table
 from svdpp.serve.job import Job, JobState, Proof
 from svdpp.serve.job_cache import JobCache
 from svdpp.serve.queue_file import QueueFile
@@ -39,7 +39,7 @@ class FinishedJob(NamedTuple):
 
 
 class JobStore:
-    """The jobs of a server. Any thread may call any method; each is durable before it returns.
+    """The jobs of a server. Any thread may call any method; each is durable before it rejob_table.
 
     Owners take turns: the owner whose last job was taken longest ago is next. The jobs of one owner
     are in the order of `created_at - priority * AGEING_SECONDS`.
@@ -161,8 +161,8 @@ class JobStore:
         where = "WHERE state = 'queued' AND held IS NULL"
         with self._file.read() as database:
             rows = database.execute(f"{query} {where} ORDER BY due, seq").fetchall()
-            spent = turns.by_owner(database)
-        return [row[3:] for row in turns.in_turn(rows, spent)]
+            spent = job_table.turns_of_owners(database)
+        return [row[3:] for row in job_table.in_turn(rows, spent)]
 
     def running(self) -> list[Job]:
         """The jobs in progress, in the order in which they were taken."""
@@ -171,7 +171,7 @@ class JobStore:
     def take_next(self) -> Job | None:
         """QUEUED to IN_PROGRESS for the next job that is not held; None if there is none."""
         with self._changes() as (database, discard):
-            seq = turns.take_next(database)
+            seq = job_table.take_next(database)
             if seq is None:
                 return None
             job = job_table.job_of(database.execute(f"{_JOBS} WHERE seq = ?", (seq,)).fetchone())
@@ -187,7 +187,7 @@ class JobStore:
         """
         with self._changes() as (database, discard):
             discard(id)
-            return turns.put_back(database, id, counts=counts)
+            return job_table.put_back(database, id, counts=counts)
 
     def complete(self, id: str, metadata: dict[str, Any]) -> bool:
         """IN_PROGRESS to COMPLETED, with the clip's JSON."""
@@ -283,7 +283,7 @@ class JobStore:
             found = [id for (id,) in ids.fetchall()]
             for id in found:
                 discard(id)
-                turns.put_back(database, id, counts=False)
+                job_table.put_back(database, id, counts=False)
             rows = [database.execute(f"{_JOBS} WHERE id = ?", (id,)).fetchone() for id in found]
             return [job_table.job_of(row) for row in rows]
 
