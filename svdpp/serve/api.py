@@ -47,13 +47,7 @@ page = APIRouter(include_in_schema=False)
 def create_app(
     service: Service, *, limits: Limits | None = None, owner_of: KeyCheck | None = None
 ) -> ASGIApp:
-    """The whole application, for an ASGI server.
-
-    Args:
-        service: what the routes use.
-        limits: of each request.
-        owner_of: the owner of a key; None: there are no keys.
-    """
+    """The whole application, for an ASGI server; without `owner_of` there are no keys."""
     app = FastAPI(
         title="svdpp",
         version=__version__,

@@ -178,11 +178,6 @@ async def _wait(request: Request, service: Service, id: str) -> None:
 
 
 def _made(service: Service, id: str, owner: Owner, request: Request) -> Response:
-    """The clip of a final video.
-
-    Raises:
-        SvdppError: why there is none.
-    """
     job = service.job(id, owner)
     if job.state is JobState.FAILED:
         assert job.error is not None

@@ -178,11 +178,7 @@ def verify_video(id: str, service: Served, owner: Owned) -> Video:
 
 
 def check_streams(service: Service) -> None:
-    """Refuses one more client that waits for a clip.
-
-    Raises:
-        ApiError: there are too many.
-    """
+    """Refuses one more client that waits for a clip."""
     if service.events.num_subscribers >= MAX_STREAMS:
         raise ApiError(
             503,

@@ -73,15 +73,7 @@ class ServerSettings:
 def check_config(config: PipelineConfig, sizes: Iterable[tuple[int, int]] = ()) -> PipelineConfig:
     """Checks what could keep the ranks from starting; returns `config`, resolved.
 
-    Args:
-        config: of the pipeline.
-        sizes: width and height of other frames that clients may request.
-
-    Raises:
-        RequestError: devices are missing, or the model cannot make frames of these sizes.
-        ModelError: the model is missing or incomplete.
-        OutOfMemoryError: the ranks do not fit.
-        OutputError: ffmpeg is missing.
+    `sizes` are width and height of other frames that clients may request.
     """
     pipeline = Pipeline(config)
     config, checkpoint = pipeline.config, pipeline.checkpoint
@@ -94,16 +86,7 @@ def check_config(config: PipelineConfig, sizes: Iterable[tuple[int, int]] = ()) 
 
 
 def build(settings: ServerSettings, keys: Keys | None) -> tuple[ASGIApp, Service]:
-    """The application and its service; nothing is started.
-
-    Args:
-        settings: its config by `check_config`.
-        keys: of the clients; None: there are none.
-
-    Raises:
-        RequestError: another server uses the folder, or it has other files and no queue.
-        OutputError: the folder cannot be written, or the queue is damaged.
-    """
+    """The application and its service, by a config of `check_config`; nothing is started."""
     folder = settings.folder.absolute()
     store = JobStore(folder, adopts=settings.adopts)
     try:

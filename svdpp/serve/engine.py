@@ -64,9 +64,6 @@ class Engine:
         on_ended: called with each job that has reached a final state.
         costs: assumed before there is a measurement; None: the preset of an A100.
         first_back_off: seconds before the first restart; each further one doubles them, up to 60.
-
-    Raises:
-        ModelError: the model is missing or incomplete.
     """
 
     def __init__(
@@ -160,9 +157,8 @@ class Engine:
     def cancel(self, job_id: str, timeout: float) -> bool:
         """Cancels a job, and waits until the ranks have let go of it.
 
-        Returns:
-            False if they have not within `timeout` seconds; the job is then cancelled later. True
-            also for a job that has reached a final state, whichever it is.
+        False: they have not within `timeout` seconds, and it is cancelled later. True also for a
+        job that has reached a final state, whichever it is.
         """
         if self._store.cancel_waiting(job_id):
             job = self._announcer.changed(job_id)
@@ -236,11 +232,7 @@ class Engine:
             logger.opt(exception=error).error("the engine ended: {}", error)
 
     def _recover(self, error: Exception) -> None:
-        """Puts the clips back and waits for the restart, after `error` has ended the ranks.
-
-        Raises:
-            Exception: `error`, if a launcher has started the ranks: it does so only once.
-        """
+        """Puts the clips back and waits for the restart; a launcher starts ranks only once."""
         self._become("restarting")
         self.last_error = error
         self._feed.put_back_all(error, self._blamed(error))
@@ -249,11 +241,7 @@ class Engine:
         self._wait_for_restart(error)
 
     def _serve(self) -> None:
-        """One pipeline, from its start to its end.
-
-        Raises:
-            SvdppError: what ended it.
-        """
+        """One pipeline, from its start to its end."""
         self._start_at = time.monotonic()
         # Nothing reads the pipeline's trace, so it keeps as little as it can.
         pipeline = Pipeline(
@@ -279,7 +267,6 @@ class Engine:
             self._feed.settle_all()
 
     def _work(self, pipeline: Pipeline) -> None:
-        """Moves jobs from the queue to the ranks and back, until it is time to close."""
         num_completed = self._feed.num_completed
         while not self._is_closing() or (self._running and self._seconds_left() > 0):
             if pipeline.run_error is not None:
@@ -291,7 +278,6 @@ class Engine:
             self._wait()
 
     def _wait(self) -> None:
-        """Waits for something to do."""
         timeout = min(_POLL_SECONDS, self._seconds_left())
         if self._running.has_stepped:
             timeout = min(timeout, self._stepped_at + _STEPS_SECONDS - time.monotonic())
@@ -308,7 +294,7 @@ class Engine:
             self._changed.wait_for(self._is_closing, seconds)
 
     def _observe(self, rank: int, event: Event) -> None:
-        """Takes an event, in the pipeline's thread."""
+        """Called in the pipeline's thread."""
         try:
             clip = self._running.report(event, self._view.add(rank, event))
             self.speeds.add(rank, event, None if clip is None else clip.job.sampling)

@@ -38,7 +38,7 @@ _RETRY_SECONDS = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class ClipAhead:
-    """An unfinished clip.
+    """An unfinished clip, with the rest of its route.
 
     Args:
         id: of its job.
@@ -69,11 +69,7 @@ class Estimate:
 
 
 class Layouts:
-    """The layout of clips with other numbers of steps, or steps of an expert, than the pipeline's.
-
-    Args:
-        layout: of the pipeline.
-    """
+    """The layouts of clips with other numbers of steps, or steps of an expert, than `layout`."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
@@ -82,14 +78,7 @@ class Layouts:
     def route(
         self, clip: int, num_steps: int, steps_done: int = 0, expert_boundary: int | None = None
     ) -> Route:
-        """The rest of a clip's route.
-
-        Args:
-            clip: its index.
-            num_steps: of the clip.
-            steps_done: after which the rest begins.
-            expert_boundary: steps of the first of two experts; None: one expert.
-        """
+        """The rest of a clip's route; `expert_boundary` is None if there is one expert."""
         route = self._of(num_steps, expert_boundary).route(clip)
         return route.resumed(steps_done) if steps_done else route
 
@@ -104,9 +93,8 @@ class Layouts:
 def estimate(clips: Sequence[ClipAhead], *, delay: float = 0.0) -> dict[str, Estimate]:
     """The estimate of each clip, by its job's id.
 
-    Args:
-        clips: all unfinished clips, in the order in which the ranks take them.
-        delay: seconds until the ranks are ready for work.
+    `clips` are all unfinished ones, in the order in which the ranks take them; `delay` is until the
+    ranks are ready.
     """
     if not clips:
         return {}
@@ -156,13 +144,7 @@ def _work(clip: ClipAhead) -> float:
 class JobEstimates:
     """Estimates of all open jobs, computed at most twice a second. Any thread may call it.
 
-    Args:
-        config: of the pipeline, resolved.
-        store: the queue.
-        running: the clips in the pipeline.
-        costs: of clips by size.
-        delay: seconds until the ranks are ready for work.
-        checkpoint: of the pipeline's model; None for the dummy model.
+    `delay` returns the seconds until the ranks are ready for work.
     """
 
     def __init__(
@@ -217,11 +199,7 @@ class JobEstimates:
         return min((eta for eta in etas if eta is not None), default=_RETRY_SECONDS)
 
     def all(self, max_age: float = _MAX_AGE) -> dict[str, Estimate]:
-        """The estimate of each open job, by its id.
-
-        Args:
-            max_age: seconds for which an earlier answer may be used.
-        """
+        """The estimate of each open job, by its id; at most `max_age` seconds old."""
         oldest = time.monotonic() - max_age
         # While another thread computes, an answer that is a little older will do.
         if not self._lock.acquire(blocking=max_age == 0):
@@ -272,6 +250,5 @@ class JobEstimates:
         return self._layouts.route(clip, num_steps, steps_done, boundary)
 
     def _new_boundary(self, sampling: SamplingConfig) -> int | None:
-        """The number of steps of the first of two experts; None: one expert."""
         checkpoint = self._checkpoint
         return None if checkpoint is None else checkpoint.expert_boundary(sampling)

@@ -46,10 +46,8 @@ class JobEvent(NamedTuple):
 class Events:
     """The newest event of each job, and its subscribers.
 
-    Any thread may publish. Subscribers live in event loops.
-
-    Args:
-        max_jobs: how many jobs' newest events are kept; the job with the oldest event goes first.
+    Any thread may publish. Subscribers live in event loops. Of more than `max_jobs` jobs, the one
+    with the oldest event goes first.
     """
 
     def __init__(self, max_jobs: int = _MAX_JOBS) -> None:
@@ -62,13 +60,7 @@ class Events:
         self.is_closed = False
 
     def publish(self, job_id: str, data: Mapping[str, Any], *, is_final: bool = False) -> JobEvent:
-        """Replaces the job's newest event and wakes its subscribers.
-
-        Args:
-            job_id: of the job.
-            data: its state; must not change afterwards.
-            is_final: whether subscriptions end after this event.
-        """
+        """Replaces the job's newest event and wakes its subscribers; `data` must not change."""
         with self._lock:
             event = JobEvent(self._next_id(), data, is_final)
             self._newest[job_id] = event
@@ -111,12 +103,8 @@ class Events:
     ) -> Subscription:
         """A subscription to `job_id`; call it in a coroutine.
 
-        Args:
-            job_id: of the job.
-            last_id: id of the last event that the client has (`Last-Event-ID`). The newest event
-                comes at once unless it is that one.
-            silence: seconds without an event after which the subscription yields None, for a
-                comment that keeps the connection open.
+        The newest event comes at once, unless its id is `last_id`, which the client has. After each
+        `silence` in seconds it yields None, for a comment that keeps the connection open.
         """
         subscription = Subscription(self, job_id, last_id, silence)
         with self._lock:
@@ -233,14 +221,8 @@ class Subscription:
 class Announcer:
     """Publishes an event for each change of a job's state, step or place.
 
-    The callbacks must not stop the engine: what they raise goes to the log.
-
-    Args:
-        store: the queue.
-        events: of the jobs.
-        estimates: of the open jobs.
-        describe: the data of a job's event.
-        on_ended: called with each job that has reached a final state.
+    The callbacks must not stop the engine: what they raise goes to the log. `describe` gives the
+    data of a job's event; `on_ended` is called with each job that has reached a final state.
     """
 
     def __init__(

@@ -273,14 +273,7 @@ ALL_FIELDS = frozenset(
 def form_of(
     family: str, photo: Use, *, max_steps: int = MAX_STEPS, max_frames: int = MAX_FRAMES
 ) -> type[VideoRequest]:
-    """The form of a server's requests.
-
-    Args:
-        family: of its model.
-        photo: what its clips do with photographs.
-        max_steps: of a clip.
-        max_frames: of a clip.
-    """
+    """The form of a server's requests, by the family of its model and its use of photographs."""
     own: dict[str, Any] = {
         name: (
             type(param.default) | None,

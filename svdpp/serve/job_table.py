@@ -99,12 +99,7 @@ _INSERT = f"INSERT INTO jobs ({COLUMNS}, due) VALUES ({', '.join('?' * (len(_FIE
 
 
 def create_tables(database: sqlite3.Connection) -> None:
-    """Create the tables of a new file, or bring older ones up to date; one transaction.
-
-    Raises:
-        RequestError: the file has another version.
-        sqlite3.Error: it cannot be read or written.
-    """
+    """Create the tables of a new file, or bring older ones up to date; one transaction."""
     (version,) = database.execute("PRAGMA user_version").fetchone()
     if version == VERSION:
         return
@@ -215,9 +210,7 @@ def put_back(database: sqlite3.Connection, id: str, *, counts: bool) -> bool:
 def in_turn(rows: Iterable[tuple[Any, ...]], turns: Mapping[str, int]) -> Iterator[tuple[Any, ...]]:
     """Rows of queued jobs in the order in which `take_next` takes them.
 
-    Args:
-        rows: their due, seq, owner and other columns, in the order of due and seq.
-        turns: see `turns_of_owners`.
+    They have due, seq, owner and other columns, and come in the order of due and seq.
     """
     queues: defaultdict[str, deque[tuple[Any, ...]]] = defaultdict(deque)
     for row in rows:

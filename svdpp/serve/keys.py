@@ -41,10 +41,9 @@ class Owner:
 
 
 class Keys:
-    """The keys that a server accepts.
+    """The keys that a server accepts: the owner of each, by its hash.
 
-    Args:
-        keys: the owner of each key, by its hash. One can have several, such as an old and a new.
+    An owner can have several, such as an old and a new one.
     """
 
     def __init__(self, keys: Mapping[str, Owner]) -> None:
@@ -75,14 +74,9 @@ def key_hash(key: str) -> str:
 
 
 def add_key(path: Path, name: str) -> str:
-    """Creates a key and appends its hash to the file, which is created if it does not exist.
+    """Creates a key, which is stored nowhere, and appends its hash to the file.
 
-    Args:
-        path: of the file.
-        name: of the owner of the jobs; one that has a key gets another.
-
-    Returns:
-        The key, which is stored nowhere.
+    The file is created if it does not exist. An owner that has a key gets another.
     """
     key, sha256 = new_key()
     try:
@@ -112,12 +106,7 @@ def read_keys(path: Path) -> Keys:
     """Read a file of keys: in each line a name, a hash and, optionally, `open=N`.
 
     Empty lines and lines that begin with `#` are ignored. A name's limit need not be repeated in
-    its further lines.
-
-    Raises:
-        RequestError: other users may read or write the file.
-        InputError: it cannot be read, has a wrong line, or no keys. No message shows a line's text,
-            because it may be a key.
+    its further lines. No error shows a line's text, because it may be a key.
     """
     _check_private(path)
     try:

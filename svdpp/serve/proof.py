@@ -54,8 +54,6 @@ _ANSWER = "answer.json"
 
 
 class _Failure(NamedTuple):
-    """When a clip that could not be verified is tried again, and the pause before that."""
-
     at: float
     pause: float
 
@@ -126,10 +124,8 @@ class Prover:
     def request(self, id: str) -> bool:
         """Has a clip verified as soon as the ranks are idle; its proof is `running` from now on.
 
-        If a file that it needs is gone, it becomes `failed` at once.
-
-        Returns:
-            False if it is not a completed clip with files, or too many are waiting.
+        If a file that it needs is gone, it becomes `failed` at once. False if it is not a completed
+        clip with files, or too many are waiting.
         """
         job = self._store.get(id)
         if job is None or job.state is not JobState.COMPLETED or "file_sha256" not in job.metadata:
@@ -238,7 +234,6 @@ class Prover:
                 self._changed.notify_all()
 
     def _take(self, job: Job, answer: dict[str, Any]) -> None:
-        """Records an answer."""
         missing = self._missing(job)
         if answer["equal"] is None or missing:
             error = InputError(missing) if missing else error_from_dict(answer["error"])
@@ -255,7 +250,6 @@ class Prover:
             logger.exception("a callback about a verdict failed")
 
     def _fail(self, job: Job, error: SvdppError) -> None:
-        """Records why a clip could not be verified, and when it is tried again."""
         logger.warning("{} could not be verified: {}", job.id, error)
         before = self._failed.pop(job.id, None)
         pause = _FIRST_PAUSE if before is None else min(_MAX_PAUSE, 2 * before.pause)

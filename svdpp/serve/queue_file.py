@@ -37,17 +37,9 @@ _LOW_PART = 8
 class QueueFile:
     """The SQLite file of a data folder, which one process uses at a time; thread-safe.
 
-    Every method but `close` raises OutputError if the disk is full or fails, and ClosedError after
-    `close`.
-
-    Args:
-        folder: the data folder, which is created if it does not exist.
-        adopts: whether a queue is made also in a folder that has other files.
-
-    Raises:
-        RequestError: the folder has other files and no queue, another server uses it, or the file
-            has another version.
-        OutputError: the folder or the file cannot be read or written, or the file is damaged.
+    The folder is created if it does not exist; one that has other files and no queue is refused
+    unless `adopts`. Every method but `close` raises OutputError if the disk is full or fails, and
+    ClosedError after `close`.
     """
 
     def __init__(self, folder: Path, *, adopts: bool = False) -> None:
@@ -93,11 +85,7 @@ class QueueFile:
             yield self._reader
 
     def check_there(self) -> None:
-        """Checks that the file still has its name; SQLite writes also to one without a name.
-
-        Raises:
-            OutputError: it was removed or replaced.
-        """
+        """Checks that the file still has its name; SQLite writes also to one without a name."""
         if self._on_disk() != self._opened_as:
             raise OutputError(
                 f"the queue {str(self._path)!r} was removed or replaced while it was in use",
@@ -148,12 +136,6 @@ def _ended(database: sqlite3.Connection) -> Iterator[None]:
 
 
 def _check_own(folder: Path) -> None:
-    """Refuses a folder that has files of others, or whose queue is lost.
-
-    Raises:
-        RequestError: it has files and no queue.
-        OSError: it cannot be read.
-    """
     names = set(os.listdir(folder)) - {_LOCK, LOST, RESERVE} if folder.exists() else set()
     if names and _NAME not in names:
         raise RequestError(
@@ -166,12 +148,7 @@ def _check_own(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock, which also ends with the process.
-
-    Raises:
-        RequestError: another server holds it.
-        OSError: the folder cannot be created, written or locked.
-    """
+    """Hold the folder's lock, which also ends with the process."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     try:
@@ -200,11 +177,7 @@ def _connect(path: Path) -> sqlite3.Connection:
 
 
 class Disk:
-    """The disk of a data folder.
-
-    Args:
-        folder: the data folder, which exists.
-    """
+    """The disk of a data folder, which exists."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -59,10 +59,6 @@ class FlopCounts:
     """The FLOPs of clips, counted in the background the first time that they are asked for.
 
     Any thread may call it.
-
-    Args:
-        model: of the clips.
-        count: does the counting, in a thread.
     """
 
     def __init__(self, model: ModelConfig, count: Count = count_in_process) -> None:
@@ -99,12 +95,7 @@ class _Work(NamedTuple):
 
 
 class RankSpeeds:
-    """Collects the latest work of each rank. One thread adds events, any thread reads.
-
-    Args:
-        model: of the clips.
-        flops: of clips by their size; None: counted in the background.
-    """
+    """Collects the latest work of each rank. One thread adds events, any thread reads."""
 
     def __init__(self, model: ModelConfig, flops: FlopCounts | None = None) -> None:
         self._dtype = model.dtype

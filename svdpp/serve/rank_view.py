@@ -29,16 +29,7 @@ _SPAN_KINDS: dict[Kind, SpanKind] = {
 
 @dataclass(frozen=True)
 class RankNow:
-    """What a rank does now.
-
-    Args:
-        rank: its number.
-        device: as the rank reported it; empty until it has joined.
-        video: id of the job; None if it works on none.
-        action: the kind of action, in lower case; empty between actions.
-        step: the current step; None outside of denoising.
-        doing: `wait` is for a packet.
-    """
+    """What a rank does now: `wait` is for a packet, and empty or None says that there is none."""
 
     rank: int
     device: str
@@ -72,9 +63,7 @@ class _Rank:
 class RankView:
     """Collects the events of the ranks. One thread adds them, any thread reads.
 
-    Args:
-        world_size: number of ranks.
-        job_of: the id of the job of a clip, None if it is unknown; called in `add` and `now`.
+    `job_of` gives the id of the job of a clip; it is called in `add`, `now` and `spans`.
     """
 
     def __init__(self, world_size: int, job_of: Callable[[int], str | None]) -> None:

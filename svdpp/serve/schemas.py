@@ -266,14 +266,8 @@ def video_of(
 ) -> Video:
     """The API's view of a job.
 
-    Args:
-        job: as stored.
-        place: number of clips that begin before it; None if it is not waiting.
-        eta_seconds: until it is completed; None if unknown or final.
-        steps_done: of a running clip.
-        rank: that works on it.
-        has_draft: whether its draft is written, and the exact clip is not.
-        expires_at: when its files are removed.
+    Of an open one: the number of clips that begin before it, if it waits; the seconds until it is
+    completed, if known; what the ranks have done. `expires_at` is when its files are removed.
     """
     is_done = job.state is JobState.COMPLETED
     steps = job.sampling.num_inference_steps
