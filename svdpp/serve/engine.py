@@ -26,7 +26,7 @@ from svdpp.serve.estimate import JobEstimates
 from svdpp.serve.events import Announcer, Events
 from svdpp.serve.job import Job, JobState
 from svdpp.serve.rank_speeds import RankSpeeds
-from svdpp.serve.rank_view import RankNow, RankSpan, RankView
+from svdpp.serve.rank_view import Rank, RankSpan, RankView
 from svdpp.serve.running_clips import RunningClip, RunningClips
 from svdpp.serve.store import JobStore
 from svdpp.worker.messages import Event
@@ -188,11 +188,6 @@ class Engine:
         """How many ranks are ready for work."""
         return self.config.world_size if self.state == "ready" else 0
 
-    @property
-    def back_off_seconds(self) -> float:
-        """Seconds until ranks that have ended are started again; 0 if none have."""
-        return max(0.0, self._retry_at - time.monotonic())
-
     def observe(self, observer: Observer) -> None:
         """Adds an observer; before the start."""
         self._observers.append(observer)
@@ -205,17 +200,13 @@ class Engine:
         """The clip of a job that the ranks have; None if they do not have it."""
         return self._running.get(job_id)
 
-    def ranks(self) -> list[RankNow]:
+    def ranks(self) -> list[Rank]:
         """What each rank does now."""
         return self._view.now()
 
     def spans(self) -> list[RankSpan]:
         """What the ranks did in the last 60 seconds."""
         return self._view.spans()
-
-    def costs(self) -> Costs:
-        """The costs of a clip with the pipeline's own sampling, measured if possible."""
-        return self._costs.costs(self.config.sampling)
 
     # --- one pipeline after the other, in the engine's thread ------------------------------------
 

@@ -224,7 +224,13 @@ def _limited(receive: Receive, limit: int, shown: int, seconds: float) -> Receiv
             async with asyncio.timeout_at(deadline):
                 message = await receive()
         except TimeoutError:
-            raise _too_slow(seconds) from None
+            raise ApiError(
+                408,
+                "upload_too_slow",
+                f"the body did not arrive within {seconds:g} s",
+                details={"limit_seconds": seconds},
+                headers={"Connection": "close"},
+            ) from None
         if message["type"] == "http.request":
             num_bytes += len(message.get("body", b""))
             is_whole = not message.get("more_body", False)
@@ -265,16 +271,6 @@ def _too_large(limit: int) -> ApiError:
         f"the body is larger than {limit / 2**20:g} MiB",
         "make the photograph smaller; the clip is no larger than its size",
         details={"limit_bytes": limit},
-        headers={"Connection": "close"},
-    )
-
-
-def _too_slow(seconds: float) -> ApiError:
-    return ApiError(
-        408,
-        "upload_too_slow",
-        f"the body did not arrive within {seconds:g} s",
-        details={"limit_seconds": seconds},
         headers={"Connection": "close"},
     )
 

@@ -77,9 +77,6 @@ class RunningClips:
     def __len__(self) -> int:
         return len(self._by_job)
 
-    def __contains__(self, job_id: object) -> bool:
-        return job_id in self._by_job
-
     @property
     def num_waiting(self) -> int:
         """How many of them no rank has begun."""

@@ -13,6 +13,7 @@ from svdpp.models.checkpoint import Use
 from svdpp.redaction import redact_all, without_folders
 from svdpp.serve.forms import API_NAMES, Draft, Fit
 from svdpp.serve.job import Job, JobState, Proof
+from svdpp.serve.rank_view import Rank, RankSpan
 
 #: Fields of a family's parameters that the API does not show, or shows in other forms.
 _NOT_SHOWN = ("family", "from_image", "decode_chunk_size", "height", "width", "num_frames")
@@ -189,27 +190,6 @@ class ModelList(BaseModel):
 
     object: Literal["list"] = "list"
     data: list[Model]
-
-
-class Rank(BaseModel):
-    """What a rank does now."""
-
-    rank: int
-    device: str
-    video: str | None
-    action: str
-    step: int | None
-    doing: Literal["compute", "wait", "idle"]
-
-
-class RankSpan(BaseModel):
-    """What a rank did, in unix seconds."""
-
-    rank: int
-    video: str | None
-    kind: Literal["encode", "denoise", "decode"]
-    start: float
-    end: float
 
 
 class EngineStatus(BaseModel):
