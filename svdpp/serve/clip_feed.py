@@ -31,14 +31,8 @@ _DISK_SECONDS = 1.0
 class ClipFeed:
     """Takes jobs from the queue as the ranks need them, and records what becomes of them.
 
-    Args:
-        config: of the pipeline.
-        store: the queue.
-        orders: turns jobs into requests.
-        running: the clips in the pipeline.
-        announcer: of changes.
-        changed: notified when there may be something to do.
-        seconds_left: until the end of the grace; infinite unless the server ends.
+    `changed` is notified when there may be something to do; `seconds_left` are those until the end
+    of the grace, infinite unless the server ends.
     """
 
     def __init__(

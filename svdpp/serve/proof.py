@@ -61,12 +61,8 @@ class _Failure(NamedTuple):
 class Prover:
     """Verifies clips one at a time, requested ones first. Any thread may call it.
 
-    Args:
-        store: the queue, whose jobs get the verdicts.
-        folder: the data folder.
-        is_idle: whether the ranks are ready and have no work.
-        when_idle: whether clips are verified without a request, the newest first.
-        on_verdict: called with each verdict, in the prover's thread.
+    With `when_idle` clips are verified without a request, the newest first. `on_verdict` is called
+    in the prover's thread.
     """
 
     def __init__(

@@ -30,7 +30,6 @@ _MAX_SIZES = 64
 _SECONDS = 600.0
 _PARTS: Mapping[Kind, str] = {Kind.ENCODE: "encode", Kind.DECODE: "decode"}
 
-
 #: Counts FLOPs; None if that failed. It may take seconds.
 Count = Callable[[ModelConfig, SamplingConfig], PartFlops | None]
 
