@@ -285,7 +285,7 @@ def _check_extra() -> None:
 
 def _create_key(console: Console, name: str, path: Path | None) -> None:
     """Creates a key, appends its hash to the file, and prints the key once."""
-    from svdpp.serve.key_file import add_key
+    from svdpp.serve.keys import add_key
 
     if path is None:
         raise RequestError("--new-key needs --api-key-file", "add --api-key-file keys.txt")

@@ -12,12 +12,7 @@ from svdpp.serve.keys import Keys, read_keys
 
 
 def check_host(host: str, key_file: Path | None) -> Keys | None:
-    """The API keys; None if there are none, which only a loopback address may have.
-
-    Raises:
-        RequestError: other machines could reach the server without a key.
-        InputError: the file of the keys cannot be read.
-    """
+    """The API keys; None if there are none, which only a loopback address may have."""
     if key_file is not None:
         return read_keys(key_file)
     if not is_loopback(host):
@@ -42,15 +37,7 @@ def is_loopback(host: str) -> bool:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A bound socket that does not listen yet, so that nothing is accepted before the server runs.
-
-    Args:
-        host: name or address.
-        port: 0 takes a free one.
-
-    Raises:
-        RequestError: the port is in use, or the host is not this machine's.
-    """
+    """A bound socket that does not listen yet; port 0 takes a free one."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import secrets
-from dataclasses import asdict
+from dataclasses import replace
 from http import HTTPStatus
 from typing import Any
 
@@ -21,11 +21,11 @@ from svdpp.serve.api_create import create_routes
 from svdpp.serve.api_errors import documented
 from svdpp.serve.api_requests import Owned, Served
 from svdpp.serve.guard import PUBLIC_PATHS, Guard, KeyCheck, Limits
+from svdpp.serve.keys import Owner
 from svdpp.serve.metrics import CONTENT_TYPE
 from svdpp.serve.offer import no_model
-from svdpp.serve.owner import Owner
 from svdpp.serve.page_files import page_file
-from svdpp.serve.schemas import EngineStatus, Health, Model, ModelList, Rank, RankSpan
+from svdpp.serve.schemas import EngineStatus, Health, Model, ModelList
 from svdpp.serve.service import Service
 
 _ABOUT = """
@@ -47,13 +47,7 @@ page = APIRouter(include_in_schema=False)
 def create_app(
     service: Service, *, limits: Limits | None = None, owner_of: KeyCheck | None = None
 ) -> ASGIApp:
-    """The whole application, for an ASGI server.
-
-    Args:
-        service: what the routes use.
-        limits: of each request.
-        owner_of: the owner of a key; None: there are no keys.
-    """
+    """The whole application, for an ASGI server; without `owner_of` there are no keys."""
     app = FastAPI(
         title="svdpp",
         version=__version__,
@@ -127,8 +121,8 @@ def get_engine(service: Served, owner: Owned) -> EngineStatus:
         state=engine.state,
         restarts=engine.restarts,
         queue=service.store.counts(),
-        ranks=[Rank(**{**asdict(each), "video": names(each.video)}) for each in engine.ranks()],
-        spans=[RankSpan(**{**asdict(each), "video": names(each.video)}) for each in engine.spans()],
+        ranks=[replace(rank, video=names(rank.video)) for rank in engine.ranks()],
+        spans=[replace(span, video=names(span.video)) for span in engine.spans()],
         eta_error=service.metrics.eta_error(),
     )
 
@@ -146,12 +140,9 @@ class _Names:
         if id not in self._known:
             job = self._service.store.get(id)
             is_own = job is not None and job.owner == self._owner.name
-            self._known[id] = id if is_own else _disguised(id)
+            disguised = f"other_{hashlib.sha256(_SALT + id.encode()).hexdigest()[:8]}"
+            self._known[id] = id if is_own else disguised
         return self._known[id]
-
-
-def _disguised(id: str) -> str:
-    return f"other_{hashlib.sha256(_SALT + id.encode()).hexdigest()[:8]}"
 
 
 @about.get("/health", tags=["server"], responses={503: {"model": Health}})

@@ -18,15 +18,14 @@ from starlette.responses import FileResponse
 from svdpp.errors import OutputError, error_from_dict
 from svdpp.media import output_files
 from svdpp.serve.api_errors import ApiError, documented
-from svdpp.serve.api_requests import IdempotencyKey, Owned, Served
+from svdpp.serve.api_requests import IdempotencyKey, Owned, Served, in_thread
 from svdpp.serve.api_videos import check_streams, get_content
 from svdpp.serve.forms import VideoRequest
 from svdpp.serve.guard import JSON, JSON_BYTES, Limits
 from svdpp.serve.job import JobState
-from svdpp.serve.owner import Owner
+from svdpp.serve.keys import Owner
 from svdpp.serve.schemas import Video
 from svdpp.serve.service import Service
-from svdpp.serve.waiters import in_thread
 
 _TEXT = {"schema": {"type": "string"}}
 _REFUSALS = documented(400, 404, 408, 413, 415, 422, 429, 503)
@@ -179,11 +178,6 @@ async def _wait(request: Request, service: Service, id: str) -> None:
 
 
 def _made(service: Service, id: str, owner: Owner, request: Request) -> Response:
-    """The clip of a final video.
-
-    Raises:
-        SvdppError: why there is none.
-    """
     job = service.job(id, owner)
     if job.state is JobState.FAILED:
         assert job.error is not None

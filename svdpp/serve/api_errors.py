@@ -52,16 +52,7 @@ _RETRY_SECONDS = 10
 
 
 class ApiError(SvdppError):
-    """A request that is answered by an error.
-
-    Args:
-        status: of the answer.
-        code: for programs, such as `queue_full`.
-        message: one sentence.
-        hint: the fix; empty if there is none.
-        details: values that matter.
-        headers: of the answer.
-    """
+    """A request that is answered by an error; `code` is for programs, such as `queue_full`."""
 
     def __init__(
         self,

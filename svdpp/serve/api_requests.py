@@ -1,17 +1,34 @@
-"""Owns what the routes take from a request: the service, the owner, the idempotency key."""
+"""What the routes share: what they take from a request, and threads for calls that may be long."""
 
 from __future__ import annotations
 
+import functools
 import re
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, TypeVar, TypeVarTuple
 
+from anyio import CapacityLimiter, to_thread
 from fastapi import Depends, Header, Request
 
 from svdpp.serve.api_errors import ApiError
-from svdpp.serve.owner import Owner
+from svdpp.serve.keys import Owner
 from svdpp.serve.service import Service
 
 _MAX_KEY = 255
+_WAITERS = 256
+
+_T = TypeVar("_T")
+_Ts = TypeVarTuple("_Ts")
+
+
+async def in_thread(function: Callable[[*_Ts], _T], *arguments: *_Ts) -> _T:
+    """Calls what may wait for long, for a decoder or the ranks, in a thread beside the pool's."""
+    return await to_thread.run_sync(function, *arguments, limiter=_waiters())
+
+
+@functools.cache  # needs the event loop
+def _waiters() -> CapacityLimiter:
+    return CapacityLimiter(_WAITERS)
 
 
 # Coroutines, because FastAPI gives each plain function a thread.

@@ -12,12 +12,11 @@ from fastapi.responses import FileResponse, Response, StreamingResponse
 from starlette.concurrency import run_in_threadpool
 
 from svdpp.serve.api_errors import ApiError, documented
-from svdpp.serve.api_requests import LastEventId, Owned, Served
+from svdpp.serve.api_requests import LastEventId, Owned, Served, in_thread
 from svdpp.serve.job import Job, JobState
 from svdpp.serve.page_files import unless_known
 from svdpp.serve.schemas import DeletedVideo, Video, VideoPage
 from svdpp.serve.service import Service
-from svdpp.serve.waiters import in_thread
 
 #: Event streams that are open at the same time.
 MAX_STREAMS = 1000
@@ -179,11 +178,7 @@ def verify_video(id: str, service: Served, owner: Owned) -> Video:
 
 
 def check_streams(service: Service) -> None:
-    """Refuses one more client that waits for a clip.
-
-    Raises:
-        ApiError: there are too many.
-    """
+    """Refuses one more client that waits for a clip."""
     if service.events.num_subscribers >= MAX_STREAMS:
         raise ApiError(
             503,

@@ -24,12 +24,11 @@ from svdpp.serve.api import create_app
 from svdpp.serve.engine import Engine
 from svdpp.serve.events import Events
 from svdpp.serve.gate import ClipGate
-from svdpp.serve.guard import KeyCheck, Limits
+from svdpp.serve.guard import Limits
 from svdpp.serve.job import Job
 from svdpp.serve.keys import Keys
 from svdpp.serve.metrics import Metrics, Sources
 from svdpp.serve.offer import Inputs, Offer
-from svdpp.serve.owner import Owner
 from svdpp.serve.proof import Prover
 from svdpp.serve.retention import CLIPS, LATENTS, PHOTOS, set_strangers_aside
 from svdpp.serve.server import Retention
@@ -74,15 +73,7 @@ class ServerSettings:
 def check_config(config: PipelineConfig, sizes: Iterable[tuple[int, int]] = ()) -> PipelineConfig:
     """Checks what could keep the ranks from starting; returns `config`, resolved.
 
-    Args:
-        config: of the pipeline.
-        sizes: width and height of other frames that clients may request.
-
-    Raises:
-        RequestError: devices are missing, or the model cannot make frames of these sizes.
-        ModelError: the model is missing or incomplete.
-        OutOfMemoryError: the ranks do not fit.
-        OutputError: ffmpeg is missing.
+    `sizes` are width and height of other frames that clients may request.
     """
     pipeline = Pipeline(config)
     config, checkpoint = pipeline.config, pipeline.checkpoint
@@ -95,16 +86,7 @@ def check_config(config: PipelineConfig, sizes: Iterable[tuple[int, int]] = ()) 
 
 
 def build(settings: ServerSettings, keys: Keys | None) -> tuple[ASGIApp, Service]:
-    """The application and its service; nothing is started.
-
-    Args:
-        settings: its config by `check_config`.
-        keys: of the clients; None: there are none.
-
-    Raises:
-        RequestError: another server uses the folder, or it has other files and no queue.
-        OutputError: the folder cannot be written, or the queue is damaged.
-    """
+    """The application and its service, by a config of `check_config`; nothing is started."""
     folder = settings.folder.absolute()
     store = JobStore(folder, adopts=settings.adopts)
     try:
@@ -112,7 +94,7 @@ def build(settings: ServerSettings, keys: Keys | None) -> tuple[ASGIApp, Service
     except BaseException:
         store.close()
         raise
-    owner_of = None if keys is None else _owner_check(keys)
+    owner_of = None if keys is None else keys.find
     return create_app(service, limits=settings.limits, owner_of=owner_of), service
 
 
@@ -198,14 +180,6 @@ def _hold(store: JobStore, offer: Offer, gate: ClipGate) -> None:
 
     for reason, number in Counter(job.held for job in store.hold(judge)).items():
         logger.warning("queued clips that wait for another start: {}, because {}", number, reason)
-
-
-def _owner_check(keys: Keys) -> KeyCheck:
-    def owner_of(text: str) -> Owner | None:
-        key = keys.find(text)
-        return None if key is None else Owner(key.name, key.max_open)
-
-    return owner_of
 
 
 def _offer(settings: ServerSettings, checkpoint: Checkpoint | None) -> Offer:

@@ -14,8 +14,8 @@ from svdpp.config import PipelineConfig
 from svdpp.driver.clips import ClipHandle
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import ClosedError, InputError, OutputError, RankError, SvdppError
-from svdpp.serve.announcer import Announcer
 from svdpp.serve.clip_orders import ClipOrders
+from svdpp.serve.events import Announcer
 from svdpp.serve.job import Job, JobState
 from svdpp.serve.running_clips import Outcome, RunningClip, RunningClips
 from svdpp.serve.store import JobStore
@@ -31,14 +31,8 @@ _DISK_SECONDS = 1.0
 class ClipFeed:
     """Takes jobs from the queue as the ranks need them, and records what becomes of them.
 
-    Args:
-        config: of the pipeline.
-        store: the queue.
-        orders: turns jobs into requests.
-        running: the clips in the pipeline.
-        announcer: of changes.
-        changed: notified when there may be something to do.
-        seconds_left: until the end of the grace; infinite unless the server ends.
+    `changed` is notified when there may be something to do; `seconds_left` are those until the end
+    of the grace, infinite unless the server ends.
     """
 
     def __init__(
@@ -97,7 +91,6 @@ class ClipFeed:
 
     @property
     def _may_take(self) -> bool:
-        """Whether the ranks need another clip, and the queue may have one."""
         return (
             (self._is_woken or not self._is_queue_empty)
             and not self._is_disk_low
@@ -137,7 +130,6 @@ class ClipFeed:
             logger.warning("the disk of the data folder has space again: clips are made")
 
     def _submit(self, pipeline: Pipeline, job: Job) -> None:
-        """Gives one job to the ranks; fails it if they cannot make it."""
         is_alone = not self._running and self._store.num_open() == 1
         try:
             order = self._orders.order(job, may_draft=is_alone)
@@ -174,7 +166,7 @@ class ClipFeed:
                 clip.handle.cancel()
 
     def _note(self, pipeline: Pipeline, job_id: str, handle: Any) -> None:
-        """Notes a finished handle, in the pipeline's thread."""
+        """Called in the pipeline's thread."""
         assert isinstance(handle, ClipHandle)
         self._running.settle(job_id, handle, run_has_ended=pipeline.run_error is not None)
 
@@ -222,12 +214,7 @@ class ClipFeed:
         self._is_queue_empty = False
 
     def put_back_all(self, error: BaseException, blamed: set[str]) -> None:
-        """Puts the clips of ranks that have ended back into the queue.
-
-        Args:
-            error: what ended the ranks.
-            blamed: the jobs that count an attempt.
-        """
+        """Puts the clips of ended ranks back into the queue; the `blamed` jobs count an attempt."""
         for clip in self._running.all():
             job = self._store.get(clip.job.id)
             counts = clip.job.id in blamed and job is not None and not job.cancel_asked

@@ -23,13 +23,7 @@ from svdpp.worker.clip_metadata import clip_metadata, latents_key, weights_ident
 
 @dataclass(frozen=True)
 class ClipOrder:
-    """One job as the ranks get it.
-
-    Args:
-        request: of the clip.
-        metadata: what its JSON records of the request.
-        key: of its latent checkpoints.
-    """
+    """One job as the ranks get it; `key` is that of its latent checkpoints."""
 
     request: ClipRequest
     metadata: dict[str, Any]
@@ -39,10 +33,7 @@ class ClipOrder:
 class ClipOrders:
     """Turns jobs into requests. Any thread may call it.
 
-    Args:
-        config: of the pipeline, resolved.
-        checkpoint: of its model; None for the dummy model, which writes no files.
-        folder: the data folder.
+    The dummy model has no checkpoint and writes no files.
     """
 
     def __init__(self, config: PipelineConfig, checkpoint: Checkpoint | None, folder: Path) -> None:
@@ -54,12 +45,7 @@ class ClipOrders:
     def order(self, job: Job, *, may_draft: bool) -> ClipOrder:
         """The order for `job`, which continues from its latest latent checkpoint.
 
-        Args:
-            job: as stored.
-            may_draft: whether all ranks have time to draft it, if it asks for that.
-
-        Raises:
-            RequestError: the ranks cannot make it.
+        It is drafted if it asks for that and `may_draft`: all ranks have time.
         """
         output = self._output(job)
         metadata = self._metadata(job, output)
@@ -82,7 +68,6 @@ class ClipOrders:
         return ClipOrder(request, metadata, key)
 
     def _can_draft(self, job: Job, request: ClipRequest) -> bool:
-        """Whether the clip asks for a draft that the pipeline can make."""
         own = self._config.sampling.num_inference_steps
         return (
             self._config.draft_on_request
@@ -113,7 +98,6 @@ class ClipOrders:
             latent_checkpoints.prune(self.latents_folder, key)
 
     def _photo(self, job: Job) -> Photo | None:
-        """The job's photograph; None for a clip from text alone."""
         if not job.photo:
             return None
         return Photo(self._folder / "photos" / job.photo, job.photo_sha256, 0, 0)

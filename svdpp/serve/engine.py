@@ -19,15 +19,14 @@ from svdpp.driver.supervisor import Observer
 from svdpp.errors import SvdppError, reraisable
 from svdpp.launch.world import find_world
 from svdpp.plan.costs import Costs
-from svdpp.serve.announcer import Announcer
 from svdpp.serve.clip_feed import ClipFeed
 from svdpp.serve.clip_orders import ClipOrders
 from svdpp.serve.cost_book import CostBook
-from svdpp.serve.events import Events
+from svdpp.serve.estimate import JobEstimates
+from svdpp.serve.events import Announcer, Events
 from svdpp.serve.job import Job, JobState
-from svdpp.serve.job_estimates import JobEstimates
 from svdpp.serve.rank_speeds import RankSpeeds
-from svdpp.serve.rank_view import RankNow, RankSpan, RankView
+from svdpp.serve.rank_view import Rank, RankSpan, RankView
 from svdpp.serve.running_clips import RunningClip, RunningClips
 from svdpp.serve.store import JobStore
 from svdpp.worker.messages import Event
@@ -65,9 +64,6 @@ class Engine:
         on_ended: called with each job that has reached a final state.
         costs: assumed before there is a measurement; None: the preset of an A100.
         first_back_off: seconds before the first restart; each further one doubles them, up to 60.
-
-    Raises:
-        ModelError: the model is missing or incomplete.
     """
 
     def __init__(
@@ -161,9 +157,8 @@ class Engine:
     def cancel(self, job_id: str, timeout: float) -> bool:
         """Cancels a job, and waits until the ranks have let go of it.
 
-        Returns:
-            False if they have not within `timeout` seconds; the job is then cancelled later. True
-            also for a job that has reached a final state, whichever it is.
+        False: they have not within `timeout` seconds, and it is cancelled later. True also for a
+        job that has reached a final state, whichever it is.
         """
         if self._store.cancel_waiting(job_id):
             job = self._announcer.changed(job_id)
@@ -193,11 +188,6 @@ class Engine:
         """How many ranks are ready for work."""
         return self.config.world_size if self.state == "ready" else 0
 
-    @property
-    def back_off_seconds(self) -> float:
-        """Seconds until ranks that have ended are started again; 0 if none have."""
-        return max(0.0, self._retry_at - time.monotonic())
-
     def observe(self, observer: Observer) -> None:
         """Adds an observer; before the start."""
         self._observers.append(observer)
@@ -210,17 +200,13 @@ class Engine:
         """The clip of a job that the ranks have; None if they do not have it."""
         return self._running.get(job_id)
 
-    def ranks(self) -> list[RankNow]:
+    def ranks(self) -> list[Rank]:
         """What each rank does now."""
         return self._view.now()
 
     def spans(self) -> list[RankSpan]:
         """What the ranks did in the last 60 seconds."""
         return self._view.spans()
-
-    def costs(self) -> Costs:
-        """The costs of a clip with the pipeline's own sampling, measured if possible."""
-        return self._costs.costs(self.config.sampling)
 
     # --- one pipeline after the other, in the engine's thread ------------------------------------
 
@@ -237,11 +223,7 @@ class Engine:
             logger.opt(exception=error).error("the engine ended: {}", error)
 
     def _recover(self, error: Exception) -> None:
-        """Puts the clips back and waits for the restart, after `error` has ended the ranks.
-
-        Raises:
-            Exception: `error`, if a launcher has started the ranks: it does so only once.
-        """
+        """Puts the clips back and waits for the restart; a launcher starts ranks only once."""
         self._become("restarting")
         self.last_error = error
         self._feed.put_back_all(error, self._blamed(error))
@@ -250,11 +232,7 @@ class Engine:
         self._wait_for_restart(error)
 
     def _serve(self) -> None:
-        """One pipeline, from its start to its end.
-
-        Raises:
-            SvdppError: what ended it.
-        """
+        """One pipeline, from its start to its end."""
         self._start_at = time.monotonic()
         # Nothing reads the pipeline's trace, so it keeps as little as it can.
         pipeline = Pipeline(
@@ -280,7 +258,6 @@ class Engine:
             self._feed.settle_all()
 
     def _work(self, pipeline: Pipeline) -> None:
-        """Moves jobs from the queue to the ranks and back, until it is time to close."""
         num_completed = self._feed.num_completed
         while not self._is_closing() or (self._running and self._seconds_left() > 0):
             if pipeline.run_error is not None:
@@ -292,7 +269,6 @@ class Engine:
             self._wait()
 
     def _wait(self) -> None:
-        """Waits for something to do."""
         timeout = min(_POLL_SECONDS, self._seconds_left())
         if self._running.has_stepped:
             timeout = min(timeout, self._stepped_at + _STEPS_SECONDS - time.monotonic())
@@ -309,7 +285,7 @@ class Engine:
             self._changed.wait_for(self._is_closing, seconds)
 
     def _observe(self, rank: int, event: Event) -> None:
-        """Takes an event, in the pipeline's thread."""
+        """Called in the pipeline's thread."""
         try:
             clip = self._running.report(event, self._view.add(rank, event))
             self.speeds.add(rank, event, None if clip is None else clip.job.sampling)

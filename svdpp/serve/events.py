@@ -11,11 +11,21 @@ import contextlib
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Self
 from weakref import WeakSet
 
+from loguru import logger
+
+from svdpp.serve.estimate import JobEstimates
+from svdpp.serve.job import Job
+from svdpp.serve.store import JobStore
+
 _MAX_JOBS = 1000
+_PLACES_SECONDS = 0.5
+# The pause after places are published, in multiples of the time that it takes: with hundreds of
+# waiting jobs that are watched, it must not keep requests from the processor.
+_PLACES_PAUSE = 20.0
 
 
 class JobEvent(NamedTuple):
@@ -36,10 +46,8 @@ class JobEvent(NamedTuple):
 class Events:
     """The newest event of each job, and its subscribers.
 
-    Any thread may publish. Subscribers live in event loops.
-
-    Args:
-        max_jobs: how many jobs' newest events are kept; the job with the oldest event goes first.
+    Any thread may publish. Subscribers live in event loops. Of more than `max_jobs` jobs, the one
+    with the oldest event goes first.
     """
 
     def __init__(self, max_jobs: int = _MAX_JOBS) -> None:
@@ -52,13 +60,7 @@ class Events:
         self.is_closed = False
 
     def publish(self, job_id: str, data: Mapping[str, Any], *, is_final: bool = False) -> JobEvent:
-        """Replaces the job's newest event and wakes its subscribers.
-
-        Args:
-            job_id: of the job.
-            data: its state; must not change afterwards.
-            is_final: whether subscriptions end after this event.
-        """
+        """Replaces the job's newest event and wakes its subscribers; `data` must not change."""
         with self._lock:
             event = JobEvent(self._next_id(), data, is_final)
             self._newest[job_id] = event
@@ -101,12 +103,8 @@ class Events:
     ) -> Subscription:
         """A subscription to `job_id`; call it in a coroutine.
 
-        Args:
-            job_id: of the job.
-            last_id: id of the last event that the client has (`Last-Event-ID`). The newest event
-                comes at once unless it is that one.
-            silence: seconds without an event after which the subscription yields None, for a
-                comment that keeps the connection open.
+        The newest event comes at once, unless its id is `last_id`, which the client has. After each
+        `silence` in seconds it yields None, for a comment that keeps the connection open.
         """
         subscription = Subscription(self, job_id, last_id, silence)
         with self._lock:
@@ -218,3 +216,82 @@ class Subscription:
         self._over.set()
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._flag.set)
+
+
+class Announcer:
+    """Publishes an event for each change of a job's state, step or place.
+
+    The callbacks must not stop the engine: what they raise goes to the log. `describe` gives the
+    data of a job's event; `on_ended` is called with each job that has reached a final state.
+    """
+
+    def __init__(
+        self,
+        store: JobStore,
+        events: Events,
+        estimates: JobEstimates,
+        *,
+        describe: Callable[[Job], Mapping[str, Any]],
+        on_ended: Callable[[Job], None],
+    ) -> None:
+        self._store = store
+        self._events = events
+        self._estimates = estimates
+        self._describe = describe
+        self._on_ended = on_ended
+        self._places: dict[str, int | None] = {}
+        self._places_changed = False
+        self._places_next = 0.0
+
+    def changed(self, job_id: str) -> Job | None:
+        """Publishes the job as it is now; returns it, None if it does not exist any more."""
+        self._places_changed = True
+        job = self._store.get(job_id)
+        if job is None:
+            self._events.forget(job_id)
+            return None
+        if job.state.is_final:
+            logger.info("{} is {}", job_id, job.state)
+            self._quietly(lambda: self._on_ended(job))
+        self._publish(job)
+        return job
+
+    def stepped(self, job_ids: Iterable[str]) -> None:
+        """Publishes jobs whose progress has changed, if somebody watches them."""
+        for job_id in self._events.watched().intersection(job_ids):
+            job = self._store.get(job_id)
+            if job is not None and not job.state.is_final:
+                self._publish(job)
+
+    def places(self) -> None:
+        """Publishes waiting jobs whose place has changed, if somebody watches them."""
+        begun = time.monotonic()
+        if not self._places_changed or begun < self._places_next:
+            return
+        self._places_changed = False
+        self._publish_places()
+        pause = max(_PLACES_SECONDS, _PLACES_PAUSE * (time.monotonic() - begun))
+        self._places_next = begun + pause
+
+    def _publish_places(self) -> None:
+        watched = self._events.watched()
+        if not watched:
+            self._places = {}
+            return
+        estimates = self._estimates.all(max_age=0.0)
+        places = {job_id: estimates[job_id].place for job_id in watched if job_id in estimates}
+        moved = [job_id for job_id, place in places.items() if self._places.get(job_id) != place]
+        self._places = places
+        self.stepped(moved)
+
+    def _publish(self, job: Job) -> None:
+        self._quietly(
+            lambda: self._events.publish(job.id, self._describe(job), is_final=job.state.is_final)
+        )
+
+    @staticmethod
+    def _quietly(call: Callable[[], object]) -> None:
+        try:
+            call()
+        except Exception:
+            logger.exception("a callback about a job failed")

@@ -82,6 +82,9 @@ def _photo_of(value: Any) -> Any:
 _NUMBERS = (int, int | None, float | None)
 _PhotoFile = Annotated[UploadFile, BeforeValidator(_photo_of)]
 _Guidance = Annotated[float | None, Field(ge=0, le=MAX_GUIDANCE_SCALE)]
+_Fit = Annotated[
+    Fit | None, Field(description="How a photograph of another shape becomes the frame.")
+]
 _Unit = Annotated[float | None, Field(ge=0, le=1)]
 
 
@@ -165,10 +168,7 @@ class _Photo(VideoRequest):
     input_reference: Annotated[
         _PhotoFile, Field(description="The photograph: PNG, JPEG, WebP, BMP, TIFF or GIF.")
     ]
-    fit: Annotated[
-        Fit | None,
-        Field(description="How a photograph of another shape becomes the frame."),
-    ] = None
+    fit: _Fit = None
 
 
 class _OptionalPhoto(VideoRequest):
@@ -181,10 +181,7 @@ class _OptionalPhoto(VideoRequest):
             "is made from text alone."
         ),
     ] = None
-    fit: Annotated[
-        Fit | None,
-        Field(description="How a photograph of another shape becomes the frame."),
-    ] = None
+    fit: _Fit = None
 
 
 class _NoPhoto(VideoRequest):
@@ -273,14 +270,7 @@ ALL_FIELDS = frozenset(
 def form_of(
     family: str, photo: Use, *, max_steps: int = MAX_STEPS, max_frames: int = MAX_FRAMES
 ) -> type[VideoRequest]:
-    """The form of a server's requests.
-
-    Args:
-        family: of its model.
-        photo: what its clips do with photographs.
-        max_steps: of a clip.
-        max_frames: of a clip.
-    """
+    """The form of a server's requests, by the family of its model and its use of photographs."""
     own: dict[str, Any] = {
         name: (
             type(param.default) | None,

@@ -22,9 +22,7 @@ _ROUTES = 4
 class ClipGate:
     """Refuses clips that the ranks cannot make. Any thread may call it.
 
-    Args:
-        config: of the pipeline, resolved; a clip of its sampling fits.
-        checkpoint: of the model; None for the dummy model.
+    A clip of the sampling of `config`, which is resolved, fits.
     """
 
     def __init__(self, config: PipelineConfig, checkpoint: Checkpoint | None) -> None:
@@ -35,13 +33,7 @@ class ClipGate:
         self._check_route = functools.lru_cache(_MAX_SHAPES)(self._check_new_route)
 
     def check(self, sampling: SamplingConfig) -> None:
-        """Refuses a clip that could only fail.
-
-        Raises:
-            RequestError: there is no route through the ranks for its number of steps, or they
-                cannot run its parameters.
-            OutOfMemoryError: it needs more memory than there is.
-        """
+        """Refuses a clip that could only fail: it has no route through the ranks, or no memory."""
         self._check_route(sampling)
         self._check_memory(sampling)
 
@@ -67,9 +59,6 @@ class ClipGate:
         """Refuses a clip that lacks an input that the model needs, or has one that it ignores.
 
         Arguments as for `Checkpoint.check_inputs`.
-
-        Raises:
-            RequestError: it does, or a prompt is too long.
         """
         ClipRequest(seed=0, prompt=prompt, negative_prompt=negative_prompt)  # checks them
         if self._checkpoint is not None:

@@ -21,8 +21,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from svdpp.serve.address import is_loopback
 from svdpp.serve.api_errors import ApiError, error_answer
+from svdpp.serve.keys import Owner
 from svdpp.serve.metrics import Metrics
-from svdpp.serve.owner import Owner
 from svdpp.serve.page_files import PAGE_FILES
 
 #: The routes whose body has a photograph.
@@ -74,14 +74,9 @@ class Limits:
 
 @dataclass
 class Guard:
-    """An ASGI application around `app`.
+    """An ASGI application around `app`, whose routes find the owner in `scope["state"]["owner"]`.
 
-    Args:
-        app: the routes; they find the owner in `scope["state"]["owner"]`.
-        metrics: counts the answers.
-        limits: of each request.
-        owner_of: the owner of a key, None for an unknown key; None: there are no keys, and only
-            loopback hosts are served.
+    Without `owner_of` there are no keys, and only loopback hosts are served.
     """
 
     app: ASGIApp
@@ -126,11 +121,7 @@ class Guard:
                 await self.app(scope, body, answer)
 
     def _count_upload(self, owner: str) -> None:
-        """Counts a body that is going to arrive.
-
-        Raises:
-            ApiError: it is one too many.
-        """
+        """Counts a body that is going to arrive; refuses one too many."""
         places = [(self._uploads.total(), self.limits.uploads, "")]
         if self.owner_of is not None:
             places.append((self._uploads[owner], self.limits.uploads_of_key, "of this key "))
@@ -146,11 +137,7 @@ class Guard:
         self._uploads[owner] += 1
 
     def _owner(self, path: str, headers: Headers) -> Owner:
-        """The owner of the request's key.
-
-        Raises:
-            ApiError: the host, the origin or the key is wrong.
-        """
+        """The owner of the request's key; refuses a wrong host, origin or key."""
         if self.owner_of is None:
             _check_host(headers)
             return Owner()
@@ -169,11 +156,7 @@ class Guard:
         return owner
 
     def _body(self, headers: Headers, receive: Receive, *, is_upload: bool) -> Receive:
-        """`receive` with the limits of the body.
-
-        Raises:
-            ApiError: it is too large, or of another type.
-        """
+        """`receive` with the limits of the body."""
         shown = self.limits.upload_bytes if is_upload else _MAX_OTHER_BODY
         limit = shown + _FORM_BYTES if is_upload else shown
         if is_upload and _kind_of(headers.get("content-type", "")) == JSON:
@@ -192,7 +175,6 @@ class Guard:
         return _limited(receive, limit, shown, self.limits.upload_seconds)
 
     def _note(self, scope: Scope, answer: _Answer) -> None:
-        """Counts and logs the answer."""
         route = getattr(scope.get("route"), "path", "other")
         seconds = (answer.first_byte or time.perf_counter()) - answer.begun
         status = answer.status or 499  # the client went away
@@ -242,7 +224,13 @@ def _limited(receive: Receive, limit: int, shown: int, seconds: float) -> Receiv
             async with asyncio.timeout_at(deadline):
                 message = await receive()
         except TimeoutError:
-            raise _too_slow(seconds) from None
+            raise ApiError(
+                408,
+                "upload_too_slow",
+                f"the body did not arrive within {seconds:g} s",
+                details={"limit_seconds": seconds},
+                headers={"Connection": "close"},
+            ) from None
         if message["type"] == "http.request":
             num_bytes += len(message.get("body", b""))
             is_whole = not message.get("more_body", False)
@@ -258,9 +246,6 @@ def _kind_of(content_type: str) -> str:
 
     Python would decode a form's fields by any codec that it names, and some take minutes for a
     megabyte.
-
-    Raises:
-        ApiError: with the type that it has.
     """
     kind, options = parse_options_header(content_type)
     shown = kind.decode(errors="replace")[:60]
@@ -290,24 +275,11 @@ def _too_large(limit: int) -> ApiError:
     )
 
 
-def _too_slow(seconds: float) -> ApiError:
-    return ApiError(
-        408,
-        "upload_too_slow",
-        f"the body did not arrive within {seconds:g} s",
-        details={"limit_seconds": seconds},
-        headers={"Connection": "close"},
-    )
-
-
 def _check_host(headers: Headers) -> None:
     """Refuses hosts that are not this machine, and pages of other origins.
 
     Without keys every page that a browser shows could otherwise send requests here: under a name
     that its owner makes point to 127.0.0.1 (DNS rebinding), or as forms, which need no CORS.
-
-    Raises:
-        ApiError: the host or the origin is another.
     """
     host = headers.get("host", "")
     name = _HOST.fullmatch(host)

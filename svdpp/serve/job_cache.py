@@ -19,10 +19,8 @@ class JobCache:
     """The open jobs that were read last. Any thread may call any method.
 
     It never has a job as it was before a committed change: a change discards the job before it is
-    committed, and a job that was read while a change was committed is not kept.
-
-    Args:
-        max_jobs: how many are kept; the one that was used longest ago goes first.
+    committed, and a job that was read while a change was committed is not kept. Of more than
+    `max_jobs`, the one that was used longest ago goes first.
     """
 
     def __init__(self, max_jobs: int = _MAX_JOBS) -> None:

@@ -1,4 +1,4 @@
-"""Owns the API keys: a file of names and hashes, and the check of a client's key.
+"""The API keys: a file of names and hashes, and the owner of a client's key.
 
 A key has 256 random bits, so its plain SHA-256 is safe to store: no one can guess a key, and a slow
 hash, which protects passwords, would only delay each request.
@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import os
 import re
 import secrets
 import stat
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from svdpp.errors import InputError, RequestError
+from svdpp.errors import InputError, OutputError, RequestError
+from svdpp.media import output_files
 from svdpp.plan.small_file import read_small_file
 
 _WHAT = "API key file"
@@ -26,40 +28,37 @@ _LIMIT = re.compile(r"open=([1-9][0-9]{0,5})")
 
 
 @dataclass(frozen=True)
-class ApiKey:
-    """One line of the file.
+class Owner:
+    """Whose jobs a request is about.
 
     Args:
-        name: the owner of the jobs that are requested with the key.
-        sha256: of the key, in hex.
-        max_open: limit of the owner's jobs that are queued or in progress; None: no limit.
+        name: of the API key; empty without keys.
+        max_open: jobs that may be queued or in progress; None: no limit.
     """
 
-    name: str
-    sha256: str
+    name: str = ""
     max_open: int | None = None
 
 
 class Keys:
-    """The keys that a server accepts.
+    """The keys that a server accepts: the owner of each, by its hash.
 
-    Args:
-        keys: in any order. An owner can have several, such as an old and a new one.
+    An owner can have several, such as an old and a new one.
     """
 
-    def __init__(self, keys: Sequence[ApiKey]) -> None:
-        self._keys = tuple(keys)
+    def __init__(self, keys: Mapping[str, Owner]) -> None:
+        self._keys = dict(keys)
 
-    def find(self, key: str) -> ApiKey | None:
-        """The line of a client's key; None if there is none.
+    def find(self, key: str) -> Owner | None:
+        """The owner of a client's key; None if the key is unknown.
 
         The time that it takes does not depend on how much of a key is right.
         """
         given = key_hash(key)
         found = None
-        for each in self._keys:  # all of them, also after a match
-            if hmac.compare_digest(each.sha256, given):
-                found = each
+        for sha256, owner in self._keys.items():  # all of them, also after a match
+            if hmac.compare_digest(sha256, given):
+                found = owner
         return found
 
 
@@ -74,27 +73,51 @@ def key_hash(key: str) -> str:
     return hashlib.sha256(key.encode(errors="surrogatepass")).hexdigest()
 
 
+def add_key(path: Path, name: str) -> str:
+    """Creates a key, which is stored nowhere, and appends its hash to the file.
+
+    The file is created if it does not exist. An owner that has a key gets another.
+    """
+    key, sha256 = new_key()
+    try:
+        _take_words([name, sha256], {})
+    except ValueError as error:
+        raise RequestError(f"--new-key {name!r}: {error}") from None
+    if path.exists() and path.stat().st_size:
+        read_keys(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # O_APPEND, so that two commands at once add two lines.
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        try:
+            before = path.read_bytes()[-1:]
+            gap = "" if before in (b"", b"\n") else "\n"
+            os.write(file, f"{gap}{name} {sha256}\n".encode())
+            os.fsync(file)
+        finally:
+            os.close(file)
+    except OSError as error:
+        reason = output_files.reason(error)
+        raise OutputError(f"cannot write {str(path)!r}: {reason}") from error
+    return key
+
+
 def read_keys(path: Path) -> Keys:
     """Read a file of keys: in each line a name, a hash and, optionally, `open=N`.
 
     Empty lines and lines that begin with `#` are ignored. A name's limit need not be repeated in
-    its further lines.
-
-    Raises:
-        RequestError: other users may read or write the file.
-        InputError: it cannot be read, has a wrong line, or no keys. No message shows a line's text,
-            because it may be a key.
+    its further lines. No error shows a line's text, because it may be a key.
     """
     _check_private(path)
     try:
         text = read_small_file(path, _WHAT).decode("ascii")
     except UnicodeDecodeError:
         raise InputError(f"{_WHAT} {str(path)!r} has characters other than ASCII") from None
-    keys: list[ApiKey] = []
+    keys: dict[str, Owner] = {}
     for number, line in enumerate(text.splitlines(), start=1):
         if line.strip() and not line.lstrip().startswith("#"):
             try:
-                keys.append(parse_words(line.split(), keys))
+                _take_words(line.split(), keys)
             except ValueError as error:
                 raise InputError(
                     f"{_WHAT} {str(path)!r}, line {number}: {error}",
@@ -118,16 +141,8 @@ def _check_private(path: Path) -> None:
         )
 
 
-def parse_words(words: Sequence[str], before: Sequence[ApiKey]) -> ApiKey:
-    """The key of one line.
-
-    Args:
-        words: of the line.
-        before: the keys of the lines before it.
-
-    Raises:
-        ValueError: what is wrong.
-    """
+def _take_words(words: Sequence[str], keys: dict[str, Owner]) -> None:
+    """Adds the key of one line to those of the lines before it; a ValueError says what is wrong."""
     if len(words) not in (2, 3):
         raise ValueError(f"it has {len(words)} words instead of 2 or 3")
     if _NAME.fullmatch(words[0]) is None:
@@ -138,11 +153,11 @@ def parse_words(words: Sequence[str], before: Sequence[ApiKey]) -> ApiKey:
     if len(words) == 3 and limit is None:
         raise ValueError("the limit must be open=N, with N from 1 to 999999")
     max_open = None if limit is None else int(limit[1])
-    for other in before:
-        if other.sha256 == words[1]:
+    for sha256, other in keys.items():
+        if sha256 == words[1]:
             raise ValueError("an earlier line has the same hash")
         if other.name == words[0] and max_open is None:
             max_open = other.max_open
         elif other.name == words[0] and other.max_open != max_open:
             raise ValueError("an earlier line has the same name with another limit")
-    return ApiKey(words[0], words[1], max_open)
+    keys[words[1]] = Owner(words[0], max_open)

@@ -66,9 +66,6 @@ class Metrics:
     """The metrics of one server. Any thread may call any method.
 
     An instance is an observer of a `Pipeline`: it is called with (rank, event).
-
-    Args:
-        sources: read at each scrape.
     """
 
     def __init__(self, sources: Sources) -> None:
@@ -153,14 +150,7 @@ class Metrics:
             self._mismatch.set(1)
 
     def requested(self, method: str, route: str, status: int, seconds: float) -> None:
-        """Counts an answered request.
-
-        Args:
-            method: such as GET.
-            route: with placeholders, so that there are few.
-            status: of the answer.
-            seconds: to its first byte.
-        """
+        """Counts an answered request; `seconds` are those to the answer's first byte."""
         self._requests.labels(method, route, status).inc()
         self._request_seconds.labels(route).observe(seconds)
 
@@ -215,7 +205,6 @@ class _RankTimes:
                     pass
 
     def read(self) -> dict[tuple[int, str], float]:
-        """Seconds by rank and state."""
         with self._lock:
             return dict(self._seconds)
 
@@ -225,8 +214,6 @@ class _RankTimes:
 
 
 class _AtScrape(Collector):
-    """What is read at each scrape."""
-
     def __init__(self, sources: Sources, times: _RankTimes) -> None:
         self._sources, self._times = sources, times
 

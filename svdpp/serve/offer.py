@@ -125,12 +125,7 @@ class Offer:
         return self.drafts and request.draft != "off"
 
     def sampling_of(self, request: VideoRequest) -> SamplingConfig:
-        """The parameters of the requested clip.
-
-        Raises:
-            ApiError: this server does not make such clips.
-            RequestError: values contradict each other.
-        """
+        """The parameters of the requested clip."""
         self._check(request)
         names = (each.name for each in fields(self.sampling))
         given = {name: request.value(API_NAMES.get(name, name)) for name in names}
@@ -216,7 +211,6 @@ def no_model(asked: str, own: str) -> ApiError:
 
 
 def _field(schema: Mapping[str, Any]) -> FormField:
-    """A field of the form, from its JSON schema."""
     value = next(iter(schema.get("anyOf", [schema])))
     return FormField(
         type=value["type"],

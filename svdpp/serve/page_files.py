@@ -10,17 +10,16 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.staticfiles import NotModifiedResponse, StaticFiles
 
-_FOLDER = Path(__file__).parent / "page"
 _TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
-
-
-def _url_of(file: Path) -> str:
-    return "/" if file.name == "index.html" else f"/page/{file.name}"
 
 
 #: The files by the paths of their URLs.
 PAGE_FILES: Mapping[str, Path] = MappingProxyType(
-    {_url_of(file): file for file in _FOLDER.iterdir() if file.suffix in _TYPES}
+    {
+        "/" if file.name == "index.html" else f"/page/{file.name}": file
+        for file in (Path(__file__).parent / "page").iterdir()
+        if file.suffix in _TYPES
+    }
 )
 
 

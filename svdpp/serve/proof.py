@@ -54,8 +54,6 @@ _ANSWER = "answer.json"
 
 
 class _Failure(NamedTuple):
-    """When a clip that could not be verified is tried again, and the pause before that."""
-
     at: float
     pause: float
 
@@ -63,12 +61,8 @@ class _Failure(NamedTuple):
 class Prover:
     """Verifies clips one at a time, requested ones first. Any thread may call it.
 
-    Args:
-        store: the queue, whose jobs get the verdicts.
-        folder: the data folder.
-        is_idle: whether the ranks are ready and have no work.
-        when_idle: whether clips are verified without a request, the newest first.
-        on_verdict: called with each verdict, in the prover's thread.
+    With `when_idle` clips are verified without a request, the newest first. `on_verdict` is called
+    in the prover's thread.
     """
 
     def __init__(
@@ -126,10 +120,8 @@ class Prover:
     def request(self, id: str) -> bool:
         """Has a clip verified as soon as the ranks are idle; its proof is `running` from now on.
 
-        If a file that it needs is gone, it becomes `failed` at once.
-
-        Returns:
-            False if it is not a completed clip with files, or too many are waiting.
+        If a file that it needs is gone, it becomes `failed` at once. False if it is not a completed
+        clip with files, or too many are waiting.
         """
         job = self._store.get(id)
         if job is None or job.state is not JobState.COMPLETED or "file_sha256" not in job.metadata:
@@ -238,7 +230,6 @@ class Prover:
                 self._changed.notify_all()
 
     def _take(self, job: Job, answer: dict[str, Any]) -> None:
-        """Records an answer."""
         missing = self._missing(job)
         if answer["equal"] is None or missing:
             error = InputError(missing) if missing else error_from_dict(answer["error"])
@@ -255,7 +246,6 @@ class Prover:
             logger.exception("a callback about a verdict failed")
 
     def _fail(self, job: Job, error: SvdppError) -> None:
-        """Records why a clip could not be verified, and when it is tried again."""
         logger.warning("{} could not be verified: {}", job.id, error)
         before = self._failed.pop(job.id, None)
         pause = _FIRST_PAUSE if before is None else min(_MAX_PAUSE, 2 * before.pause)

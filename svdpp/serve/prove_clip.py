@@ -48,11 +48,7 @@ def _verified(clip: Path, photo: Path | None) -> dict[str, Any]:
 
 
 def _check_gpu(config: PipelineConfig) -> None:
-    """Refuses a GPU on which the ranks leave too little: they must not run out of memory.
-
-    Raises:
-        OutOfMemoryError: it has too little free memory.
-    """
+    """Refuses a GPU on which the ranks leave too little: they must not run out of memory."""
     if config.device == "cpu":
         return
     from svdpp.diagnostics.memory_estimate import estimate_ranks

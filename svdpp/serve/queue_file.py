@@ -1,4 +1,8 @@
-"""Owns the file of the queue: its lock, its two connections, and its errors."""
+"""The file of the queue: its lock, its two connections, its errors, and the space on its disk.
+
+A full disk must not keep clients from removing clips, which would free space. So a file holds some
+space while there is enough, and is removed once the disk is full: a change of the queue fits then.
+"""
 
 from __future__ import annotations
 
@@ -13,31 +17,29 @@ from pathlib import Path
 from svdpp.errors import ClosedError, OutputError, RequestError
 from svdpp.media import output_files
 from svdpp.serve import job_table
-from svdpp.serve.disk import RESERVE, Disk
 
 #: The folder for files that no job has; a disk of its own may have one before there is a queue.
 LOST = "lost+found"
+#: The name of the file that holds the reserve.
+RESERVE = ".svdpp-reserve"
 
 _NAME = "queue.sqlite3"
 _LOCK = "lock"
 # How long another program, such as a backup, may keep the file locked.
 _BUSY_SECONDS = 10.0
+#: SQLite's log grows to this size before it is written back.
+_RESERVE_BYTES = 4 * 2**20
+_LOW_BYTES = 256 * 2**20
+# Of a disk that is smaller than eight times the above.
+_LOW_PART = 8
 
 
 class QueueFile:
     """The SQLite file of a data folder, which one process uses at a time; thread-safe.
 
-    Every method but `close` raises OutputError if the disk is full or fails, and ClosedError after
-    `close`.
-
-    Args:
-        folder: the data folder, which is created if it does not exist.
-        adopts: whether a queue is made also in a folder that has other files.
-
-    Raises:
-        RequestError: the folder has other files and no queue, another server uses it, or the file
-            has another version.
-        OutputError: the folder or the file cannot be read or written, or the file is damaged.
+    The folder is created if it does not exist; one that has other files and no queue is refused
+    unless `adopts`. Every method but `close` raises OutputError if the disk is full or fails, and
+    ClosedError after `close`.
     """
 
     def __init__(self, folder: Path, *, adopts: bool = False) -> None:
@@ -83,11 +85,7 @@ class QueueFile:
             yield self._reader
 
     def check_there(self) -> None:
-        """Checks that the file still has its name; SQLite writes also to one without a name.
-
-        Raises:
-            OutputError: it was removed or replaced.
-        """
+        """Checks that the file still has its name; SQLite writes also to one without a name."""
         if self._on_disk() != self._opened_as:
             raise OutputError(
                 f"the queue {str(self._path)!r} was removed or replaced while it was in use",
@@ -138,12 +136,6 @@ def _ended(database: sqlite3.Connection) -> Iterator[None]:
 
 
 def _check_own(folder: Path) -> None:
-    """Refuses a folder that has files of others, or whose queue is lost.
-
-    Raises:
-        RequestError: it has files and no queue.
-        OSError: it cannot be read.
-    """
     names = set(os.listdir(folder)) - {_LOCK, LOST, RESERVE} if folder.exists() else set()
     if names and _NAME not in names:
         raise RequestError(
@@ -156,12 +148,7 @@ def _check_own(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock, which also ends with the process.
-
-    Raises:
-        RequestError: another server holds it.
-        OSError: the folder cannot be created, written or locked.
-    """
+    """Hold the folder's lock, which also ends with the process."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     try:
@@ -187,3 +174,45 @@ def _connect(path: Path) -> sqlite3.Connection:
         database.close()
         raise
     return database
+
+
+class Disk:
+    """The disk of a data folder, which exists."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._reserve = folder / RESERVE
+
+    @property
+    def is_low(self) -> bool:
+        """Whether so little is free that no clip should be begun or taken."""
+        try:
+            return _free(self._folder) < _low_mark(self._folder)
+        except OSError:  # the folder is gone, or its disk
+            return True
+
+    def keep_reserve(self) -> None:
+        """Gives the reserve up if the disk is full, and takes it back once there is enough."""
+        free = _free(self._folder)
+        if free < _RESERVE_BYTES:
+            self._reserve.unlink(missing_ok=True)
+        elif free > _low_mark(self._folder) + _RESERVE_BYTES and not self._reserve.exists():
+            self._take()
+
+    def _take(self) -> None:
+        try:
+            with self._reserve.open("xb") as file:
+                os.posix_fallocate(file.fileno(), 0, _RESERVE_BYTES)
+        except OSError:  # a quota, perhaps: the queue works without
+            with contextlib.suppress(OSError):
+                self._reserve.unlink()
+
+
+def _free(folder: Path) -> int:
+    about = os.statvfs(folder)
+    return about.f_bavail * about.f_frsize
+
+
+def _low_mark(folder: Path) -> int:
+    about = os.statvfs(folder)
+    return min(_LOW_BYTES, about.f_blocks * about.f_frsize // _LOW_PART)

@@ -28,29 +28,23 @@ _SPAN_KINDS: dict[Kind, SpanKind] = {
 
 
 @dataclass(frozen=True)
-class RankNow:
-    """What a rank does now.
-
-    Args:
-        rank: its number.
-        device: as the rank reported it; empty until it has joined.
-        video: id of the job; None if it works on none.
-        action: the kind of action, in lower case; empty between actions.
-        step: the current step; None outside of denoising.
-        doing: `wait` is for a packet.
-    """
+class Rank:
+    """What a rank does now."""
 
     rank: int
     device: str
+    """Empty until it has joined."""
     video: str | None
     action: str
+    """The kind, in lower case; empty between actions."""
     step: int | None
+    """None outside of denoising."""
     doing: Doing
 
 
 @dataclass(frozen=True, slots=True)
 class RankSpan:
-    """The time in which a rank did one action, in unix seconds; one at work ends now."""
+    """What a rank did, in unix seconds."""
 
     rank: int
     video: str | None
@@ -60,7 +54,7 @@ class RankSpan:
 
 
 @dataclass
-class _Rank:
+class _State:
     device: str = ""
     clock_ahead: float = 0.0
     action: Action | None = None
@@ -72,22 +66,20 @@ class _Rank:
 class RankView:
     """Collects the events of the ranks. One thread adds them, any thread reads.
 
-    Args:
-        world_size: number of ranks.
-        job_of: the id of the job of a clip, None if it is unknown; called in `add` and `now`.
+    `job_of` gives the id of the job of a clip; it is called in `add`, `now` and `spans`.
     """
 
     def __init__(self, world_size: int, job_of: Callable[[int], str | None]) -> None:
         self._job_of = job_of
         self._lock = threading.Lock()
-        self._ranks = [_Rank() for _ in range(world_size)]
+        self._ranks = [_State() for _ in range(world_size)]
         self._spans: deque[RankSpan] = deque(maxlen=_MAX_SPANS)
         self._failed: int | None = None
 
     def reset(self) -> None:
         """Forgets what the ranks do, because they have ended; keeps the spans."""
         with self._lock:
-            self._ranks = [_Rank() for _ in self._ranks]
+            self._ranks = [_State() for _ in self._ranks]
             self._failed = None
 
     @property
@@ -120,7 +112,7 @@ class RankView:
             action = self._ranks[rank].action if rank < len(self._ranks) else None
         return None if action is None else action.clip
 
-    def now(self) -> list[RankNow]:
+    def now(self) -> list[Rank]:
         """What each rank does now."""
         with self._lock:
             return [self._now(rank, at) for rank, at in enumerate(self._ranks)]
@@ -137,7 +129,7 @@ class RankView:
                     found.append(RankSpan(rank, self._job_of(at.action.clip), kind, start, now))
         return found
 
-    def _moved(self, at: _Rank, event: Heartbeat | Failed) -> Action | None:
+    def _moved(self, at: _State, event: Heartbeat | Failed) -> Action | None:
         action = event.action
         waits = isinstance(event, Heartbeat) and event.waiting
         if (action, waits) != (at.action, at.waits):
@@ -146,20 +138,20 @@ class RankView:
         at.step = max(at.step, event.step)
         return action
 
-    def _done(self, rank: int, at: _Rank, event: ActionDone) -> Action:
+    def _done(self, rank: int, at: _State, event: ActionDone) -> Action:
         action = event.action
         if (kind := _SPAN_KINDS.get(action.kind)) is not None:
             start, end = (_unix(each - at.clock_ahead) for each in (event.start, event.end))
             self._spans.append(RankSpan(rank, self._job_of(action.clip), kind, start, end))
         return action
 
-    def _now(self, rank: int, at: _Rank) -> RankNow:
+    def _now(self, rank: int, at: _State) -> Rank:
         if at.action is None:
-            return RankNow(rank, at.device, None, "", None, "idle")
+            return Rank(rank, at.device, None, "", None, "idle")
         step = at.step if at.action.kind is Kind.DENOISE and at.step >= 0 else None
         doing: Doing = "wait" if at.waits else "compute"
         kind = at.action.kind.lower()
-        return RankNow(rank, at.device, self._job_of(at.action.clip), kind, step, doing)
+        return Rank(rank, at.device, self._job_of(at.action.clip), kind, step, doing)
 
 
 def _unix(monotonic: float) -> float:

@@ -41,18 +41,8 @@ def sweep(
 ) -> list[str]:
     """Remove jobs in final states, the first to finish first, until the rest is within the limits.
 
-    Args:
-        store: the jobs.
-        folder: the data folder.
-        now: unix seconds.
-        max_age_seconds: since a job reached its final state; None: no limit.
-        max_bytes: of the files of all jobs, also of open ones; None: no limit.
-
-    Returns:
-        The ids of the removed jobs.
-
-    Raises:
-        OutputError: the folder or the queue cannot be read or written.
+    The age counts from the final state; the bytes are those of all jobs, also of open ones. Returns
+    the ids of the removed jobs.
     """
     photos = store.photos()
     sizes = {id: _num_bytes(folder, id, photo) for id, photo in photos.items()}
@@ -69,11 +59,7 @@ def sweep(
 
 
 def remove_job(store: JobStore, folder: Path, id: str) -> bool:
-    """Remove a job in a final state, files and row; False if there is no such job.
-
-    Raises:
-        OutputError: a file cannot be removed, or the queue not read or written.
-    """
+    """Remove a job in a final state, files and row; False if there is no such job."""
     job = store.get(id)
     if job is None or not job.state.is_final:
         return False
@@ -88,13 +74,7 @@ def set_strangers_aside(store: JobStore, folder: Path) -> list[Path]:
 
     They are there if the queue's file was lost, or replaced by an older one. Only regular files
     with the names that a server gives are touched, and links are not followed. Unfinished uploads,
-    which no client was promised, are removed.
-
-    Returns:
-        The files at their new places.
-
-    Raises:
-        OutputError: the folder or the queue cannot be read.
+    which no client was promised, are removed. Returns the files at their new places.
     """
     ids = store.photos()
     with _errors(folder):
@@ -123,7 +103,6 @@ def set_strangers_aside(store: JobStore, folder: Path) -> list[Path]:
 
 
 def _files(folder: Path, id: str, photo: str) -> list[Path]:
-    """All files that a job may have."""
     clip = OutputConfig(path=str(folder / CLIPS / f"{id}.mp4"))
     names = [name for each in (clip, clip.draft) for name in (each.path, each.json_path)]
     return [Path(name) for name in names] + ([folder / PHOTOS / photo] if photo else [])

@@ -61,13 +61,10 @@ class Outcome:
 
 
 class RunningClips:
-    """The clips in the pipeline, by job and by index.
+    """The clips in the pipeline, by job and by index; `changed` is notified after each change.
 
     The engine's thread adds and removes clips. The pipeline's thread reports progress and outcomes.
     Any thread reads.
-
-    Args:
-        changed: notified after each change.
     """
 
     def __init__(self, changed: threading.Condition) -> None:
@@ -79,9 +76,6 @@ class RunningClips:
 
     def __len__(self) -> int:
         return len(self._by_job)
-
-    def __contains__(self, job_id: object) -> bool:
-        return job_id in self._by_job
 
     @property
     def num_waiting(self) -> int:
@@ -120,12 +114,7 @@ class RunningClips:
             self._changed.notify_all()
 
     def report(self, event: Event, action: Action | None) -> RunningClip | None:
-        """Notes a draft that is written; returns the clip that an event is about, None if none.
-
-        Args:
-            event: of a rank.
-            action: that it names; None if none.
-        """
+        """Notes a draft that is written; returns the clip that the event is about, if any."""
         index = getattr(event, "clip", None if action is None else action.clip)
         clip = self.of_clip(index)
         if clip is not None and isinstance(event, DraftDone):

@@ -13,6 +13,7 @@ from svdpp.models.checkpoint import Use
 from svdpp.redaction import redact_all, without_folders
 from svdpp.serve.forms import API_NAMES, Draft, Fit
 from svdpp.serve.job import Job, JobState, Proof
+from svdpp.serve.rank_view import Rank, RankSpan
 
 #: Fields of a family's parameters that the API does not show, or shows in other forms.
 _NOT_SHOWN = ("family", "from_image", "decode_chunk_size", "height", "width", "num_frames")
@@ -191,27 +192,6 @@ class ModelList(BaseModel):
     data: list[Model]
 
 
-class Rank(BaseModel):
-    """What a rank does now."""
-
-    rank: int
-    device: str
-    video: str | None
-    action: str
-    step: int | None
-    doing: Literal["compute", "wait", "idle"]
-
-
-class RankSpan(BaseModel):
-    """What a rank did, in unix seconds."""
-
-    rank: int
-    video: str | None
-    kind: Literal["encode", "denoise", "decode"]
-    start: float
-    end: float
-
-
 class EngineStatus(BaseModel):
     """The ranks now and in the last minute."""
 
@@ -266,14 +246,8 @@ def video_of(
 ) -> Video:
     """The API's view of a job.
 
-    Args:
-        job: as stored.
-        place: number of clips that begin before it; None if it is not waiting.
-        eta_seconds: until it is completed; None if unknown or final.
-        steps_done: of a running clip.
-        rank: that works on it.
-        has_draft: whether its draft is written, and the exact clip is not.
-        expires_at: when its files are removed.
+    Of an open one: the number of clips that begin before it, if it waits; the seconds until it is
+    completed, if known; what the ranks have done. `expires_at` is when its files are removed.
     """
     is_done = job.state is JobState.COMPLETED
     steps = job.sampling.num_inference_steps

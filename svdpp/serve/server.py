@@ -59,15 +59,8 @@ class Server:
     """Serves `app` until a signal, then ends all parts in order.
 
     The first SIGTERM, SIGINT or SIGHUP refuses new jobs and lets the ranks finish or checkpoint
-    what they do, while clients still read. The second one ends the process at once.
-
-    Args:
-        app: the application.
-        service: its parts, which are started and closed here.
-        bound: of `address.bind`.
-        grace_seconds: for the clips in progress.
-        retention: of finished jobs.
-        on_listening: called once requests are accepted.
+    what they do, while clients still read. The second one ends the process at once. `service` is
+    started and closed here; `on_listening` is called once requests are accepted.
     """
 
     def __init__(
@@ -89,11 +82,7 @@ class Server:
         self._end_begun = False
 
     def run(self) -> None:
-        """Serves until a signal, or until the engine gives up.
-
-        Raises:
-            SvdppError: why the engine gave up.
-        """
+        """Serves until a signal, or until the engine gives up, and raises why."""
         _allow_connections()
         sys.setswitchinterval(_SWITCH_SECONDS)
         # A garbage collection stops all threads, and would visit every object of torch each time.
@@ -146,7 +135,6 @@ class Server:
         self._service.events.close()
 
     def _end(self) -> None:
-        """Ends what is left, in any case."""
         self._ending.set()
         self._end_work()
         self._service.store.close()

@@ -21,9 +21,9 @@ from svdpp.serve.events import Events
 from svdpp.serve.forms import VideoRequest
 from svdpp.serve.gate import ClipGate
 from svdpp.serve.job import Job, JobState, new_id, seed_of
+from svdpp.serve.keys import Owner
 from svdpp.serve.metrics import Metrics
 from svdpp.serve.offer import Offer
-from svdpp.serve.owner import Owner
 from svdpp.serve.proof import Prover
 from svdpp.serve.retention import CLIPS, PHOTOS, remove_job
 from svdpp.serve.schemas import DeletedVideo, Video, video_of
@@ -41,15 +41,6 @@ class Service:
     """One server: the queue, the engine and what clients may request. Any thread may call it.
 
     Args:
-        folder: `--data`.
-        store: the queue.
-        photos: of the jobs.
-        engine: makes the clips.
-        events: of the jobs.
-        metrics: counts.
-        offer: what clients may request.
-        gate: refuses clips that the ranks cannot make.
-        prover: verifies finished clips.
         max_open: jobs that may be queued or in progress.
         keep_seconds: how long finished jobs are kept; None: for ever.
         cancel_seconds: for the ranks to let go of a clip.
@@ -77,13 +68,8 @@ class Service:
     def check_open(self, *, has_key: bool = False) -> None:
         """Refuses new jobs, before work is done for them, if they could only be refused later.
 
-        That is while the server ends, while its disk is full, and while its queue is.
-
-        Args:
-            has_key: whether the request may be one that is stored already.
-
-        Raises:
-            ApiError: with the seconds after which to come again.
+        That is while the server ends, while its disk is full, and while its queue is. A request
+        that `has_key` may be one that is stored already.
         """
         if self.is_closing:
             raise ApiError(
@@ -123,13 +109,7 @@ class Service:
         return None
 
     def sampling_of(self, request: VideoRequest) -> SamplingConfig:
-        """The parameters of the requested clip.
-
-        Raises:
-            ApiError: this server does not make such clips.
-            RequestError: values contradict each other, or the ranks cannot run them.
-            OutOfMemoryError: the clip does not fit in memory.
-        """
+        """The parameters of the requested clip."""
         sampling = self.offer.sampling_of(request)
         self.gate.check(sampling)
         self.gate.check_inputs(
@@ -149,23 +129,10 @@ class Service:
         owner: Owner,
         idempotency_key: str | None,
     ) -> Job:
-        """Checks the photograph and stores the job, both durably.
+        """Checks and stores photograph and job durably; the same request may have created the job.
 
-        Args:
-            request: of the clip.
-            sampling: of the clip, by `sampling_of`.
-            upload: file of `PhotoFolder.new_upload`, which is kept under another name, or removed;
-                None for a clip from text alone.
-            owner: of the job.
-            idempotency_key: of the request.
-
-        Returns:
-            The job; the same request may have created it before.
-
-        Raises:
-            ApiError: the queue is full.
-            RequestError: the idempotency key belongs to another request.
-            InputError: it is not a photograph.
+        `upload` is a file of `PhotoFolder.new_upload`, which is kept under another name, or
+        removed; None for a clip from text alone. `sampling` is by `sampling_of`.
         """
         id = new_id()
         photo: dict[str, Any] = {} if upload is None else self._keep(upload, id, request)
@@ -199,7 +166,6 @@ class Service:
         return self._promised(job)
 
     def _keep(self, upload: Path, id: str, request: VideoRequest) -> dict[str, Any]:
-        """Checks and keeps a photograph; returns the job's fields about it."""
         assert request.photo is not None
         name = shown_name(request.photo.filename)
         photo = self.photos.keep(upload, id, name)
@@ -228,12 +194,7 @@ class Service:
         )
 
     def delete(self, id: str, owner: Owner) -> DeletedVideo:
-        """Removes a job with its files, and cancels it before if it is open.
-
-        Raises:
-            ApiError: there is no such job, or the ranks do not let go of it.
-            OutputError: a file or the row cannot be removed.
-        """
+        """Removes a job with its files, and cancels it before if it is open."""
         job = self.cancel(id, owner)
         if job.proof == "running":
             self.prover.stop(id)
@@ -242,11 +203,7 @@ class Service:
         return DeletedVideo(id=id, status=job.state)
 
     def cancel(self, id: str, owner: Owner) -> Job:
-        """Cancels a job and waits for the ranks; one in a final state stays as it is.
-
-        Raises:
-            ApiError: there is no such job, or the ranks do not let go of it.
-        """
+        """Cancels a job and waits for the ranks; one in a final state stays as it is."""
         job = self.job(id, owner)
         if job.state.is_final:
             return job
@@ -266,11 +223,7 @@ class Service:
                 )
 
     def verify(self, id: str, owner: Owner) -> Video:
-        """Has a completed clip verified.
-
-        Raises:
-            ApiError: there is no such clip, or it cannot be verified.
-        """
+        """Has a completed clip verified."""
         job = self.completed(id, owner)
         if not self.prover.request(id):
             raise ApiError(409, "not_verifiable", "the video cannot be verified")
@@ -279,11 +232,7 @@ class Service:
     # --- views ----------------------------------------------------------------------------------
 
     def job(self, id: str, owner: Owner) -> Job:
-        """The job of that id, if it is `owner`'s.
-
-        Raises:
-            ApiError: there is none; a job of another owner is not told from none.
-        """
+        """The job of that id; one of another owner is not told from none."""
         job = self.store.get(id)
         if job is None or job.owner != owner.name:
             raise ApiError(404, "video_not_found", f"there is no video {id[:60]!r}")
@@ -335,18 +284,7 @@ class Service:
         order: Literal["asc", "desc"],
         status: JobState | None,
     ) -> list[Video]:
-        """The views of an owner's jobs, by the time of their requests.
-
-        Args:
-            owner: of the jobs.
-            limit: of their number.
-            after: id of the last one of the page before.
-            order: `asc` begins with the oldest.
-            status: of the views; None: any.
-
-        Raises:
-            ApiError: there is no job `after`.
-        """
+        """The views of an owner's jobs by the time of their requests, after the job of an id."""
         begin = None if after is None else self.job(after, owner).created_at
         jobs = self.store.page(
             owner=owner.name, limit=limit, after=after, order=order, state=status
@@ -376,11 +314,7 @@ class Service:
         return self.folder / PHOTOS / job.photo
 
     def completed(self, id: str, owner: Owner) -> Job:
-        """The job of that id, if it is completed.
-
-        Raises:
-            ApiError: there is none, or it is not completed.
-        """
+        """The job of that id, if it is completed."""
         job = self.job(id, owner)
         if job.state is not JobState.COMPLETED:
             status = job.state if job.state.is_final else self.video(job).status

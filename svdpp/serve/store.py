@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 from svdpp.config import SamplingConfig
 from svdpp.errors import RequestError, SvdppError, error_to_dict
-from svdpp.serve import job_table, turns
+from svdpp.serve import job_table
 from svdpp.serve.job import Job, JobState, Proof
 from svdpp.serve.job_cache import JobCache
 from svdpp.serve.queue_file import QueueFile
@@ -44,16 +44,7 @@ class JobStore:
     Owners take turns: the owner whose last job was taken longest ago is next. The jobs of one owner
     are in the order of `created_at - priority * AGEING_SECONDS`.
 
-    Every method raises OutputError if the disk is full or fails, and ClosedError after `close`.
-
-    Args:
-        folder: the data folder, which is created if it does not exist.
-        adopts: whether a queue is made also in a folder that has other files.
-
-    Raises:
-        RequestError: the folder has other files and no queue, another server uses it, or the queue
-            has another version.
-        OutputError: the folder or the queue cannot be read or written, or the queue is damaged.
+    The folder and the errors are those of `QueueFile`.
     """
 
     def __init__(self, folder: Path, *, adopts: bool = False) -> None:
@@ -77,18 +68,8 @@ class JobStore:
     def add(self, job: Job, *, max_open: int | None, max_open_of_owner: int | None = None) -> Job:
         """Store a new job, or find the one that the same request has created before.
 
-        Args:
-            job: in the state QUEUED.
-            max_open: limit of `num_open`; None: no limit.
-            max_open_of_owner: limit of those of the job's owner.
-
-        Returns:
-            `job`; or, if the owner has used its idempotency key for the same parameters, that
-            request's job, which has another id: the caller then removes the new photograph.
-
-        Raises:
-            QueueFullError: a limit is reached.
-            RequestError: the owner has used the idempotency key for other parameters.
+        That one, of the same idempotency key and parameters, has another id: the caller then
+        removes the new photograph. QueueFullError: a limit is reached.
         """
         if job.state is not JobState.QUEUED:
             raise ValueError(f"a new job must be queued, not {job.state}")
@@ -125,18 +106,7 @@ class JobStore:
         order: Literal["asc", "desc"] = "desc",
         state: JobState | None = None,
     ) -> list[Job]:
-        """Jobs in the order of their requests.
-
-        Args:
-            owner: of the jobs; None: jobs of all owners.
-            limit: of the number of jobs.
-            after: id of the last job of the page before.
-            order: `asc` begins with the oldest request.
-            state: of the jobs; None: jobs in all states.
-
-        Raises:
-            RequestError: there is no job `after`, or it is another owner's.
-        """
+        """Jobs by the time of request: of one owner, in one state, after the job of an id."""
         conditions: dict[str, Any] = {}
         if owner is not None:
             conditions["owner = ?"] = owner
@@ -161,8 +131,8 @@ class JobStore:
         where = "WHERE state = 'queued' AND held IS NULL"
         with self._file.read() as database:
             rows = database.execute(f"{query} {where} ORDER BY due, seq").fetchall()
-            spent = turns.by_owner(database)
-        return [row[3:] for row in turns.in_turn(rows, spent)]
+            spent = job_table.turns_of_owners(database)
+        return [row[3:] for row in job_table.in_turn(rows, spent)]
 
     def running(self) -> list[Job]:
         """The jobs in progress, in the order in which they were taken."""
@@ -171,7 +141,7 @@ class JobStore:
     def take_next(self) -> Job | None:
         """QUEUED to IN_PROGRESS for the next job that is not held; None if there is none."""
         with self._changes() as (database, discard):
-            seq = turns.take_next(database)
+            seq = job_table.take_next(database)
             if seq is None:
                 return None
             job = job_table.job_of(database.execute(f"{_JOBS} WHERE seq = ?", (seq,)).fetchone())
@@ -181,13 +151,11 @@ class JobStore:
     def put_back(self, id: str, *, counts: bool) -> bool:
         """IN_PROGRESS to QUEUED, at the place that the job had; CANCELLED if that was asked for.
 
-        Args:
-            id: of the job.
-            counts: whether ranks died during it, which adds to `attempts`.
+        It `counts` as an attempt if ranks died during it.
         """
         with self._changes() as (database, discard):
             discard(id)
-            return turns.put_back(database, id, counts=counts)
+            return job_table.put_back(database, id, counts=counts)
 
     def complete(self, id: str, metadata: dict[str, Any]) -> bool:
         """IN_PROGRESS to COMPLETED, with the clip's JSON."""
@@ -196,12 +164,7 @@ class JobStore:
         return self._change(id, change, time.time(), text, states=[JobState.IN_PROGRESS])
 
     def fail(self, id: str, error: dict[str, Any] | BaseException) -> bool:
-        """IN_PROGRESS to FAILED.
-
-        Args:
-            id: of the job.
-            error: an exception, or what `errors.error_to_dict` makes of it.
-        """
+        """IN_PROGRESS to FAILED, with an exception or what `errors.error_to_dict` makes of it."""
         about = error_to_dict(error) if isinstance(error, BaseException) else error
         change = "state = 'failed', finished_at = ?, error = ?"
         text = job_table.json_text(about)
@@ -257,11 +220,7 @@ class JobStore:
     def hold(self, judge: Callable[[Job], Job]) -> list[Job]:
         """At the start of a server: hold the queued jobs that it cannot make, and no others.
 
-        Args:
-            judge: returns a job with the right `held`, `model` and `weights`.
-
-        Returns:
-            The held jobs.
+        Returns the held jobs. `judge` returns a job with the right `held`, `model` and `weights`.
         """
         jobs = self._jobs("WHERE state = 'queued' ORDER BY seq")
         judged = [judge(job) for job in jobs]
@@ -273,17 +232,13 @@ class JobStore:
         return [job for job in judged if job.held is not None]
 
     def recover(self) -> list[Job]:
-        """At the start of a server: put back every job in progress.
-
-        Returns:
-            The jobs that were in progress, as they are now: QUEUED, or CANCELLED if asked for.
-        """
+        """At the start of a server: put back and return every job in progress, as it is now."""
         with self._changes() as (database, discard):
             ids = database.execute("SELECT id FROM jobs WHERE state = 'in_progress' ORDER BY seq")
             found = [id for (id,) in ids.fetchall()]
             for id in found:
                 discard(id)
-                turns.put_back(database, id, counts=False)
+                job_table.put_back(database, id, counts=False)
             rows = [database.execute(f"{_JOBS} WHERE id = ?", (id,)).fetchone() for id in found]
             return [job_table.job_of(row) for row in rows]
 

@@ -65,14 +65,7 @@ class DecodeLimits:
 class PhotoFolder:
     """The photographs of all jobs, named by the jobs' ids; any thread may call any method.
 
-    Names that clients give are never used as paths.
-
-    Args:
-        folder: of the photographs, which is created if it does not exist.
-        limits: of the decoder.
-
-    Raises:
-        OutputError: the folder cannot be created.
+    The folder is created if it does not exist. Names that clients give are never used as paths.
     """
 
     def __init__(self, folder: Path, limits: DecodeLimits | None = None) -> None:
@@ -83,11 +76,7 @@ class PhotoFolder:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def new_upload(self) -> Path:
-        """An empty file in the folder, for the bytes of an upload; only this user may read it.
-
-        Raises:
-            OutputError: it cannot be created.
-        """
+        """An empty file in the folder, for the bytes of an upload; only this user may read it."""
         path = self._folder / f".upload-{secrets.token_hex(8)}"
         with self._errors():
             os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
@@ -96,20 +85,8 @@ class PhotoFolder:
     def keep(self, upload: Path, id: str, name: str) -> Photo:
         """Decode the photograph in `upload` and give the file its final name; durable.
 
-        The call blocks until the photograph is decoded. If it raises, `upload` is removed.
-
-        Args:
-            upload: of `new_upload`, with all its bytes.
-            id: of the job.
-            name: for messages, by `shown_name`.
-
-        Returns:
-            Path, hash and size; the name of the path is `Job.photo`.
-
-        Raises:
-            InputError: it is not a photograph that `media.image` reads within the limits.
-            DecoderBusyError: too many photographs are being decoded.
-            OutputError: the disk failed, or no process could be started.
+        The call blocks until the photograph is decoded. If it raises, `upload` is removed. `name`
+        is for messages, by `shown_name`; the name of the returned path is `Job.photo`.
         """
         if _ID.fullmatch(id) is None:
             raise ValueError(f"{id!r} is not the id of a job")
@@ -231,11 +208,7 @@ def _parsed(
 
 
 def _checked(answer: Any) -> dict[str, Any]:
-    """What the decoder found, which a hostile file could have taken over; InputError if it says so.
-
-    Raises:
-        ValueError, TypeError, LookupError, AttributeError: it is no answer of `decode_photo`.
-    """
+    """What the decoder found; it is checked, as a hostile file could have taken it over."""
     if "error" in answer:
         error = error_from_dict(answer["error"])
         raise InputError(str(error.message), str(error.hint))

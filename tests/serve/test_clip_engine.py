@@ -129,7 +129,7 @@ def test_events_tell_states_steps_and_places(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for pause in ("_PLACES_SECONDS", "_PLACES_PAUSE"):  # these clips are over before it
-        monkeypatch.setattr(f"svdpp.serve.announcer.{pause}", 0.0)
+        monkeypatch.setattr(f"svdpp.serve.events.{pause}", 0.0)
     seen: list[tuple[Any, ...]] = []
 
     class Seen(Events):

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from svdpp.serve.disk import RESERVE
 from svdpp.serve.job import JobState
+from svdpp.serve.queue_file import RESERVE
 from svdpp.serve.store import JobStore
 from tests.serve.engines import dummy_config, serving
 from tests.serve.http_server import HANG_SECONDS, QUICK, HttpServer, error_of, wait

@@ -21,8 +21,8 @@ from svdpp.serve import api_errors
 from svdpp.serve.address import is_loopback
 from svdpp.serve.guard import Guard, Limits
 from svdpp.serve.job import JobState
+from svdpp.serve.keys import Owner
 from svdpp.serve.metrics import Metrics, Sources
-from svdpp.serve.owner import Owner
 
 FORM = {"content-type": "multipart/form-data; boundary=x"}
 

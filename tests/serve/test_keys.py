@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from svdpp.errors import InputError, RequestError
-from svdpp.serve.keys import ApiKey, key_hash, new_key, read_keys
+from svdpp.serve.keys import Owner, key_hash, new_key, read_keys
 
 HASH = "0123456789abcdef" * 4
 
@@ -25,8 +25,8 @@ def test_a_new_key_is_accepted_by_its_hash(tmp_path: Path) -> None:
     (first, first_hash), (second, second_hash) = new_key(), new_key()
     path = put(tmp_path, f"# who: when\n\nann {first_hash} open=5\n  bob.2@home\t{second_hash}\r\n")
     found = read_keys(path)
-    assert found.find(first) == ApiKey("ann", first_hash, 5)
-    assert found.find(second) == ApiKey("bob.2@home", second_hash, None)
+    assert found.find(first) == Owner("ann", 5)
+    assert found.find(second) == Owner("bob.2@home", None)
     assert first not in path.read_text()
 
 

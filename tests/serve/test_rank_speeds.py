@@ -12,8 +12,7 @@ from svdpp.config import ModelConfig, SamplingConfig, SvdSampling
 from svdpp.diagnostics.utilisation import PartFlops, count_flops
 from svdpp.plan.actions import Action, Kind
 from svdpp.serve import rank_speeds
-from svdpp.serve.flop_counts import FlopCounts, count_in_process
-from svdpp.serve.rank_speeds import RankSpeeds
+from svdpp.serve.rank_speeds import FlopCounts, RankSpeeds, count_in_process
 from svdpp.worker.messages import ActionDone, Started, StepDone
 from tests.faults.processes import wait_until
 

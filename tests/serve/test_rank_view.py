@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from svdpp.errors import BrokenLinkError, OutOfMemoryError, error_to_dict
-from svdpp.serve.rank_view import RankNow, RankView
+from svdpp.serve.rank_view import Rank, RankView
 from svdpp.worker.messages import ActionDone, Failed, Heartbeat, Joined, StepDone
 
 
@@ -17,9 +17,9 @@ def test_it_says_what_each_rank_does_and_did() -> None:
     view.add(0, StepDone(clip=7, step=0, seconds=0.1))
     view.add(1, Heartbeat(action="DENOISE c7 4:8", waiting=True))
     assert view.now() == [
-        RankNow(0, "cpu", "video_7", "denoise", 1, "compute"),
-        RankNow(1, "cpu", "video_7", "denoise", None, "wait"),
-        RankNow(2, "cpu", None, "", None, "idle"),
+        Rank(0, "cpu", "video_7", "denoise", 1, "compute"),
+        Rank(1, "cpu", "video_7", "denoise", None, "wait"),
+        Rank(2, "cpu", None, "", None, "idle"),
     ]
     at_work, *others = view.spans()
     assert (at_work.rank, at_work.video, at_work.kind) == (0, "video_7", "denoise")

@@ -18,7 +18,7 @@ from svdpp.errors import ClosedError
 from svdpp.serve.build import ServerSettings, build
 from svdpp.serve.job import Job
 from svdpp.serve.job_cache import JobCache
-from svdpp.serve.owner import Owner
+from svdpp.serve.keys import Owner
 from svdpp.serve.schemas import Video
 from svdpp.serve.service import Service
 from svdpp.serve.store import JobStore
