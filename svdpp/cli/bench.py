@@ -109,11 +109,6 @@ def _check_baseline(folder: Path, one: Bench) -> None:
 
 
 def _sorted_out(words: list[str]) -> tuple[list[str], list[str]]:
-    """Separates names of configurations from overrides.
-
-    Raises:
-        RequestError: an option is neither this command's nor an override.
-    """
     names, overrides = [], []
     for word in words:
         if not word.startswith("-"):
@@ -210,7 +205,6 @@ def _measure(
 def _run(
     console: Console, one: Bench, ranks: Ranks | None, asked: BenchOptions, trace: Path | None
 ) -> dict[str, Any]:
-    """Measures one point, writes its results and prints them."""
     from svdpp.bench.compare import compare
     from svdpp.bench.names import COSTS, PROFILE
     from svdpp.bench.results import Results

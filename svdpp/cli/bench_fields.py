@@ -54,15 +54,7 @@ _SWITCHES = (
 
 
 def pipeline_config(point: BenchConfig, launched: World | None = None) -> PipelineConfig:
-    """The configuration that `svdpp run` makes of the same options.
-
-    Args:
-        point: of a bench.
-        launched: the launcher's world; None without a launcher.
-
-    Raises:
-        RequestError: a field is for another family than the model's, or values contradict.
-    """
+    """The configuration that `svdpp run` makes of the same options."""
     asked, model, sampling = point.pipeline, _model(point), _sampling(point)
     from_image = bool(point.workload.images) or needs_image(model)
     sampled = sampling.to_config(model, from_image=from_image)
@@ -93,11 +85,7 @@ def pipeline_config(point: BenchConfig, launched: World | None = None) -> Pipeli
 
 
 def family(point: BenchConfig) -> str | None:
-    """The family of the model; None for the dummy.
-
-    Raises:
-        ModelError: there is no such model, or its family is not known.
-    """
+    """The family of the model; None for the dummy."""
     return None if point.model.name == DUMMY_MODEL else _model(point).family
 
 

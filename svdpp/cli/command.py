@@ -53,12 +53,7 @@ class Command:
         return self.function.__name__
 
     def register(self, app: typer.Typer, defaults: Mapping[str, Default]) -> None:
-        """Adds the command to `app`.
-
-        Args:
-            app: the application.
-            defaults: set by the user, by parameter; other commands' parameters are ignored.
-        """
+        """Adds the command to `app`."""
         parameters, groups = self._flat()
 
         def call(**values: Any) -> None:
@@ -118,11 +113,7 @@ class Command:
         return Annotated[kind, option]
 
     def _given(self, console: Console, context: typer.Context) -> dict[str, Any]:
-        """The arguments of the function that are not options.
-
-        Raises:
-            RequestError: the command takes the launcher's world, and its environment is invalid.
-        """
+        """The arguments of the function that are not options."""
         hints = get_type_hints(self.function)
         kinds: dict[Any, Any] = {Console: console, typer.Context: context}
         if _LAUNCHED in hints.values():

@@ -28,18 +28,7 @@ def show_dry_run(
     found: Sequence[ClipInput],
     remarks: Sequence[str],
 ) -> None:
-    """Checks a run completely, and prints what it would make.
-
-    Args:
-        console: gets the output.
-        asked: the options.
-        config: of the run.
-        found: what clips are made from.
-        remarks: on the photographs.
-
-    Raises:
-        SvdppError: the run could not start; missing weights are not an error.
-    """
+    """Checks a run completely, and prints what it would make."""
     from svdpp.diagnostics.memory_estimate import estimate_ranks
     from svdpp.driver.jobs import check_outputs, plan_clips
     from svdpp.driver.resolve import resolve

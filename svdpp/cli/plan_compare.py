@@ -13,14 +13,7 @@ from svdpp.plan.compare import Row
 def show_comparison(
     console: Console, request: Request, counts: Mapping[str, Any], rows: Sequence[Row]
 ) -> None:
-    """Prints layouts side by side, then notes on them.
-
-    Args:
-        console: gets the output.
-        request: clips and arrivals of the forecast.
-        counts: `num_steps` and `world_size`.
-        rows: one for each layout.
-    """
+    """Prints layouts side by side, then notes on them."""
     console.infos(request.remarks)
     if console.as_json:
         console.json(_comparison_json(counts, request, rows))

@@ -31,9 +31,7 @@ class Request:
     """Clips and arrivals of a forecast.
 
     Args:
-        num_clips: M.
         arrivals: when each clip arrives; empty: all are present at the start.
-        remarks: on the assumptions behind the figures.
     """
 
     num_clips: int
@@ -55,13 +53,7 @@ def show_layout(
 ) -> None:
     """Prints the ranks, picture and forecast of a layout, with the forecast of data parallel.
 
-    Args:
-        console: gets the output.
-        request: clips and arrivals of the forecast.
-        layout: to show.
-        reason: why it was chosen; empty if the user named it.
-        cards: number and GiB of the card of each rank, in the order of the ranks; empty: they are
-            equal or unknown.
+    `reason` says why `auto` chose it; `cards` are each rank's card and its GiB if they differ.
     """
     forecast = forecast_layout(layout, request.num_clips, request.arrivals)
     data_parallel = forecast_layout(_as_data_parallel(layout), request.num_clips, request.arrivals)

@@ -107,11 +107,6 @@ def profile(
 
 
 def _check_asked(context: typer.Context, draft: DraftOptions, launched: World | None) -> None:
-    """Refuses options that have no effect.
-
-    Raises:
-        RequestError: an option has no effect, or drafts cannot be measured here.
-    """
     for name, what in _OF_DRAFT.items():
         if not draft.draft and is_given(context, name):
             raise RequestError(f"{what} an effect only with --draft", "add --draft")
@@ -169,12 +164,7 @@ def _check_can_draft(model: ModelOptions) -> None:
 
 
 def _check_free(path: Path, *, overwrite: bool) -> None:
-    """Checks before a long measurement that its file can be written at the end.
-
-    Raises:
-        RequestError: the file exists.
-        OutputError: it cannot be written.
-    """
+    """Checks before a long measurement that its file can be written at the end."""
     from svdpp.media import output_files
 
     if path.is_file() and not overwrite:

@@ -64,7 +64,6 @@ def _answer(
     write_page: Callable[[_Report, Path], None],
     show: Callable[[Console, _Report], None],
 ) -> None:
-    """Writes the page if it is asked for, and prints the report."""
     if options.html is not None:
         write_page(found, options.html)
         console.info(f"wrote {shlex.quote(str(options.html))}")

@@ -127,7 +127,6 @@ def run(
 
 
 def _serve(console: Console, asked: RunRequest, config: PipelineConfig, world: World) -> None:
-    """Works as a rank that torchrun or srun started."""
     from svdpp.driver import hosts
 
     answer = partial(hosts.answer, policy=asked.policy, draft=config.draft)
@@ -143,7 +142,6 @@ def _make(
     outputs: TraceOutputs,
     options: dict[str, Any],
 ) -> None:
-    """Makes the clips and prints the result of each."""
     from svdpp.driver.jobs import open_manifest
 
     policy = asked.policy
@@ -229,7 +227,6 @@ def _planned(
     found: Sequence[ClipInput],
     outputs: TraceOutputs,
 ) -> tuple[Pipeline, ClipPlan]:
-    """The pipeline and the clips to make."""
     from svdpp.driver import hosts
     from svdpp.driver.jobs import check_outputs, plan_clips
 

@@ -29,14 +29,7 @@ Metadata = Mapping[str, Any]
 def announce_look(
     console: Console, config: PipelineConfig, policy: OutputPolicy, num_there: int
 ) -> None:
-    """Announces a long check of existing outputs, and a --latents-dir without effect.
-
-    Args:
-        console: gets the remarks.
-        config: of the run.
-        policy: for outputs.
-        num_there: number of existing outputs.
-    """
+    """Announces a long check of existing outputs, and a --latents-dir without effect."""
     if policy.keeps_finished and num_there > _FEW_CLIPS:
         console.info(f"checking {num_there} existing clips frame by frame ...")
     if policy.latents_folder is not None and not config.plan.links:
@@ -159,7 +152,6 @@ def _elsewhere(metadata: Metadata) -> str:
 
 
 def _of_draft(metadata: Metadata) -> str:
-    """One line on a clip's draft."""
     draft = metadata["draft"]
     if not metadata["exact"]:
         agreement = draft["agreement"]

@@ -110,7 +110,6 @@ def verify(
 
 
 def _settings(proof: ProofOptions, ranks: RankOptions, model: ModelOptions) -> Settings:
-    """How finished clips are recomputed."""
     from svdpp.verification.clip_proof import Settings
 
     return Settings(

@@ -26,11 +26,7 @@ _EFFECTIVE = frozenset(
 
 
 def refuse_without_effect(context: typer.Context) -> None:
-    """Refuses options without effect on finished clips.
-
-    Raises:
-        RequestError: names all such options.
-    """
+    """Refuses options without effect on finished clips."""
     given = {
         str(parameter.name): next(
             name
@@ -54,12 +50,7 @@ def refuse_without_effect(context: typer.Context) -> None:
 
 
 def verify_clips(console: Console, inputs: Sequence[str], settings: Settings) -> None:
-    """Verifies every clip in `inputs`, and prints the verdicts.
-
-    Raises:
-        VerificationError: a clip differs.
-        SvdppError: some could not be verified; the error with the highest exit code.
-    """
+    """Verifies every clip in `inputs`, and prints the verdicts."""
     from svdpp.cli.progress import Progress
     from svdpp.plan.schedule import build_schedule, data_parallel_routes
     from svdpp.verification.clip_files import find_clips

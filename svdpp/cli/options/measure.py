@@ -13,11 +13,7 @@ from svdpp.errors import RequestError
 
 @dataclass(frozen=True, kw_only=True)
 class MeasureOptions(OverwriteOptions):
-    """Inputs, number of repeats, and output file of a measurement.
-
-    Raises:
-        RequestError: fewer than one repeat.
-    """
+    """Inputs, number of repeats, and output file of a measurement."""
 
     inputs: Annotated[
         list[str] | None,

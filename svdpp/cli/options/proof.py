@@ -13,11 +13,7 @@ from svdpp.errors import RequestError
 
 @dataclass(frozen=True, kw_only=True)
 class ProofOptions(ClipOptions):
-    """Inputs, tolerance and report of a proof.
-
-    Raises:
-        RequestError: the tolerance is below 0.
-    """
+    """Inputs, tolerance and report of a proof."""
 
     inputs: Annotated[
         list[str] | None,

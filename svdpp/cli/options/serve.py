@@ -206,11 +206,7 @@ class ServeOptions(ImageOptions):
                 )
 
     def all_sizes(self, sampling: SamplingConfig) -> tuple[tuple[int, int], ...]:
-        """Width and height of the default size and of all others.
-
-        Raises:
-            RequestError: `--sizes` is not a list of sizes of frames.
-        """
+        """Width and height of the default size and of all others."""
         found = {(sampling.width, sampling.height): None}
         for part in (self.sizes or "").split(",") if self.sizes is not None else ():
             match = re.fullmatch(r"\s*(\d{1,5})x(\d{1,5})\s*", part, re.ASCII)
