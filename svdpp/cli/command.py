@@ -92,10 +92,12 @@ class Command:
                 flat.append(_parameter(name, self._worded(name, hint), default))
                 continue
             groups[name] = hint
+            kinds_of = get_type_hints(hint, include_extras=True)
             for each in self._offered(hint):
                 value = each.default if default is parameter.empty else getattr(default, each.name)
                 value = parameter.empty if value is MISSING else value
-                flat.append(_parameter(each.name, self._worded(each.name, each.type), value))
+                worded = self._worded(each.name, kinds_of[each.name])
+                flat.append(_parameter(each.name, worded, value))
         kinds = {each.name: get_args(each.annotation)[0] for each in flat[1:]}
         return [*flat, *self._help_options(kinds)], groups
 

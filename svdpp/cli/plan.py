@@ -131,7 +131,7 @@ def _show_comparison(
     counts: dict[str, Any],
     limits: dict[str, Any],
 ) -> None:
-    from svdpp.cli.plan_compare import show_comparison
+    from svdpp.cli.plan_report import show_comparison
     from svdpp.plan.compare import compare_layouts
 
     layout.leave_to("--compare")
