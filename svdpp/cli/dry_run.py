@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 _MAX_NAMES = 20
 # A draft makes one clip after the other, so the time of more clips is proportional.
 _MAX_DRAFTS = 64
-_GIB = 2**30
 
 
 def show_dry_run(
@@ -122,7 +121,10 @@ def _print(
         f"{size(disk['free_bytes'])} free"
     )
     console.result()
-    rows = [(str(each.rank), *map(_gib, _parts(each).values())) for each in memory]
+    rows = [
+        (str(each.rank), *(f"{part / 2**30:.2f}" for part in _parts(each).values()))
+        for each in memory
+    ]
     console.table(("rank", "weights GiB", "work GiB", "process GiB", "peak GiB"), rows)
 
 
@@ -163,7 +165,3 @@ def _parts(memory: RankMemory) -> dict[str, int]:
         "process_bytes": memory.process_bytes,
         "peak_bytes": memory.total_bytes,
     }
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / _GIB:.2f}"

@@ -143,7 +143,6 @@ def _print_picture(console: Console, layout: Layout, request: Request) -> None:
     """Prints the rank x time grid; if it is too large, the first clips of the first replica."""
     num_clips, arrivals = request.num_clips, list(request.arrivals)
     title = ""
-    whole = layout
     if layout.world_size > _MAX_ROWS and layout.replicas_are_alike:
         arrivals = arrivals[:: layout.replicas]
         num_clips = -(-num_clips // layout.replicas)
@@ -151,8 +150,8 @@ def _print_picture(console: Console, layout: Layout, request: Request) -> None:
         if per_host is not None and layout.replica_size % per_host:
             per_host = None  # one host holds the replica
         costs = replace(layout.costs, ranks_per_host=per_host)
+        title = f"the first of {layout.replicas} replicas"
         layout = replace(layout, world_size=layout.replica_size, replicas=1, costs=costs)
-        title = f"the first of {whole.replicas} replicas"
     if layout.world_size > _MAX_ROWS:
         console.result(f"(no picture: {layout.world_size} ranks are too many)")
         return
