@@ -26,6 +26,7 @@ from svdpp.cli.run_report import (
     labels,
     print_clips,
     raise_worst,
+    show_dry_run,
     utilisation,
     warn_of_memory_pressure,
 )
@@ -114,8 +115,6 @@ def run(
         return
     remarks = [*asked.remarks(found), *([why] if why else [])]
     if output.dry_run:
-        from svdpp.cli.dry_run import show_dry_run
-
         show_dry_run(console, asked, config, found, remarks)
         return
     outputs = traces.checked()

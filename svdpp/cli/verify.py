@@ -32,6 +32,14 @@ if TYPE_CHECKING:
     from svdpp.media.inputs import ClipInput
     from svdpp.verification.clip_proof import ClipProof, Settings
 
+# Parameters of `verify` that have an effect on finished clips.
+_EFFECTIVE = frozenset(
+    {
+        *("inputs", "image", "threads", "local_files_only", "timeout", "start_timeout"),
+        *("as_json", "verbose", "quiet", "debug", "log_file"),
+    }
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ProofOptions(ClipOptions):
@@ -282,15 +290,6 @@ def _compare(
         console.info(f"report: {asked.report}")
     if not verdict.equal:
         raise VerificationError(difference(verdict))
-
-
-# Parameters of `verify` that have an effect on finished clips.
-_EFFECTIVE = frozenset(
-    {
-        *("inputs", "image", "threads", "local_files_only", "timeout", "start_timeout"),
-        *("as_json", "verbose", "quiet", "debug", "log_file"),
-    }
-)
 
 
 def _refuse_without_effect(context: typer.Context) -> None:
