@@ -75,9 +75,6 @@ def build_app(arguments: Collection[str] | None = None) -> typer.Typer:
 
     Args:
         arguments: of the command line; only the commands in it can be run. None: all commands.
-
-    Raises:
-        SvdppError: a file or variable with defaults cannot be used.
     """
     app = typer.Typer(
         name="svdpp",

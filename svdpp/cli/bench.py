@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from svdpp.cli import bench_fields
+from svdpp.cli.bench_fields import BenchOptions
 from svdpp.cli.command import command
 from svdpp.cli.console import Console, counted
 from svdpp.cli.launched import serve_member
-from svdpp.cli.options.bench import BenchOptions
 from svdpp.cli.options.outputs import TraceOptions
 from svdpp.cli.options.talk import TalkOptions
 from svdpp.config import DEMO_MODEL, DUMMY_MODEL
@@ -109,11 +109,6 @@ def _check_baseline(folder: Path, one: Bench) -> None:
 
 
 def _sorted_out(words: list[str]) -> tuple[list[str], list[str]]:
-    """Separates names of configurations from overrides.
-
-    Raises:
-        RequestError: an option is neither this command's nor an override.
-    """
     names, overrides = [], []
     for word in words:
         if not word.startswith("-"):
@@ -208,9 +203,12 @@ def _measure(
 
 
 def _run(
-    console: Console, one: Bench, ranks: Ranks | None, asked: BenchOptions, trace: Path | None
+    console: Console,
+    one: Bench,
+    ranks: Ranks | None,
+    asked: BenchOptions,
+    trace: Path | None,
 ) -> dict[str, Any]:
-    """Measures one point, writes its results and prints them."""
     from svdpp.bench.compare import compare
     from svdpp.bench.names import COSTS, PROFILE
     from svdpp.bench.results import Results

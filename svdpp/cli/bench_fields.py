@@ -1,12 +1,17 @@
-"""Owns the translation of a bench's fields into options of `svdpp run`, and back in errors."""
+"""Owns the options of `svdpp bench`, and how its fields become options of `svdpp run` and back."""
 
 from __future__ import annotations
 
 import contextlib
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
+import typer
+
+from svdpp.cli.options.declare import DIAGNOSTICS, LAYOUT, flag, option
 from svdpp.cli.options.draft import DraftOptions
 from svdpp.cli.options.layout import LayoutOptions, ShareOptions
 from svdpp.cli.options.model import ModelOptions
@@ -21,6 +26,69 @@ from svdpp.launch.world import World
 
 if TYPE_CHECKING:
     from svdpp.bench.config import BenchConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions:
+    """What to measure or compare."""
+
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="CONFIG [--SECTION.FIELD=VALUE]...",
+            help="A YAML file, or a configuration that comes with svdpp: smoke (CPU, a minute or "
+            "two), svd-xt (all GPUs) or wan-a14b (4 GPUs). If a field has a list, each of its "
+            "values is measured.",
+            show_default=False,
+        ),
+    ] = None
+    settings: Annotated[
+        list[str] | None,
+        option(
+            "--set",
+            panel=LAYOUT,
+            metavar="SECTION.FIELD=VALUE",
+            help="Override a field, as --SECTION.FIELD=VALUE does; the value is YAML. Can be "
+            "repeated.",
+        ),
+    ] = None
+    compare: Annotated[
+        tuple[Path, Path] | None,
+        option(
+            "--compare",
+            panel=DIAGNOSTICS,
+            metavar="A B",
+            help="Compare the results in folder B with those in folder A; measure nothing.",
+        ),
+    ] = None
+    baseline: Annotated[
+        Path | None,
+        option(
+            "--baseline",
+            panel=DIAGNOSTICS,
+            metavar="DIR",
+            help="After measuring, compare with the earlier results in DIR. The exit code is 10 if "
+            "svdpp became slower by more than noise.",
+        ),
+    ] = None
+    results: Annotated[
+        Path,
+        option(
+            "--results",
+            panel=DIAGNOSTICS,
+            metavar="DIR",
+            help="Write results to DIR/EXPERIMENT/RUN/.",
+        ),
+    ] = Path("results")
+    torch_profile: Annotated[
+        bool,
+        flag(
+            "--profile",
+            panel=DIAGNOSTICS,
+            help="As profile=true: at the end, profile one clip on rank 0 with torch.profiler.",
+        ),
+    ] = False
+
 
 # Fields of a configuration, by the equivalent option of `svdpp run`.
 _FIELDS = {
@@ -54,15 +122,7 @@ _SWITCHES = (
 
 
 def pipeline_config(point: BenchConfig, launched: World | None = None) -> PipelineConfig:
-    """The configuration that `svdpp run` makes of the same options.
-
-    Args:
-        point: of a bench.
-        launched: the launcher's world; None without a launcher.
-
-    Raises:
-        RequestError: a field is for another family than the model's, or values contradict.
-    """
+    """The configuration that `svdpp run` makes of the same options."""
     asked, model, sampling = point.pipeline, _model(point), _sampling(point)
     from_image = bool(point.workload.images) or needs_image(model)
     sampled = sampling.to_config(model, from_image=from_image)
@@ -93,11 +153,7 @@ def pipeline_config(point: BenchConfig, launched: World | None = None) -> Pipeli
 
 
 def family(point: BenchConfig) -> str | None:
-    """The family of the model; None for the dummy.
-
-    Raises:
-        ModelError: there is no such model, or its family is not known.
-    """
+    """The family of the model; None for the dummy."""
     return None if point.model.name == DUMMY_MODEL else _model(point).family
 
 

@@ -53,12 +53,7 @@ class Command:
         return self.function.__name__
 
     def register(self, app: typer.Typer, defaults: Mapping[str, Default]) -> None:
-        """Adds the command to `app`.
-
-        Args:
-            app: the application.
-            defaults: set by the user, by parameter; other commands' parameters are ignored.
-        """
+        """Adds the command to `app`."""
         parameters, groups = self._flat()
 
         def call(**values: Any) -> None:
@@ -97,10 +92,12 @@ class Command:
                 flat.append(_parameter(name, self._worded(name, hint), default))
                 continue
             groups[name] = hint
+            kinds_of = get_type_hints(hint, include_extras=True)
             for each in self._offered(hint):
                 value = each.default if default is parameter.empty else getattr(default, each.name)
                 value = parameter.empty if value is MISSING else value
-                flat.append(_parameter(each.name, self._worded(each.name, each.type), value))
+                worded = self._worded(each.name, kinds_of[each.name])
+                flat.append(_parameter(each.name, worded, value))
         kinds = {each.name: get_args(each.annotation)[0] for each in flat[1:]}
         return [*flat, *self._help_options(kinds)], groups
 
@@ -118,11 +115,7 @@ class Command:
         return Annotated[kind, option]
 
     def _given(self, console: Console, context: typer.Context) -> dict[str, Any]:
-        """The arguments of the function that are not options.
-
-        Raises:
-            RequestError: the command takes the launcher's world, and its environment is invalid.
-        """
+        """The arguments of the function that are not options."""
         hints = get_type_hints(self.function)
         kinds: dict[Any, Any] = {Console: console, typer.Context: context}
         if _LAUNCHED in hints.values():

@@ -27,11 +27,7 @@ def as_typed(message: str) -> str:
 
 
 def to_go_on(drawn_seed: int | None) -> str:
-    """The command that resumes this run.
-
-    Args:
-        drawn_seed: the seed drawn for `random`; None if no seed was drawn.
-    """
+    """The command that resumes this run, with the seed that was drawn for `random`, if any."""
     words = [word for word in _arguments.get() if word not in ("--overwrite", "--resume")]
     if drawn_seed is not None:
         words = [

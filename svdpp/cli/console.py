@@ -154,7 +154,6 @@ def _shown(text: str) -> str:
 
 
 def _record(error: BaseException, message: str, hint: str) -> dict[str, Any]:
-    """An error as JSON."""
     return {
         "type": error_to_dict(error)["type"] or type(error).__name__,
         "exit_code": exit_code_of(error),

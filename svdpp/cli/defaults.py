@@ -36,16 +36,7 @@ class Default:
 def load_defaults(
     folder: Path | None = None, environment: Mapping[str, str] = os.environ
 ) -> dict[str, Default]:
-    """The defaults that the user sets, by parameter; variables override the file.
-
-    Args:
-        folder: of the file; None: the working folder.
-        environment: of the variables.
-
-    Raises:
-        InputError: the file cannot be read or is not TOML.
-        RequestError: a key is not an option, a value does not fit, or two keys name one option.
-    """
+    """The defaults that the user sets, by parameter; variables override the file."""
     folder = folder or Path()
     # Usually neither exists, and the option groups need not be imported.
     variables = sorted(name for name in environment if name.startswith(_PREFIX))

@@ -23,11 +23,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @contextlib.contextmanager
 def answered(console: Console, *, debug: bool) -> Iterator[None]:
-    """Reports signals and errors of the block in one sentence.
-
-    Raises:
-        typer.Exit: with the error's exit code.
-    """
+    """Reports signals and errors of the block in one sentence, and exits with their code."""
     previous = {number: signal.signal(number, _interrupt) for number in _SIGNALS}
     try:
         yield

@@ -22,38 +22,21 @@ _MAX_WIDTH = 100
 
 @dataclass(frozen=True, kw_only=True)
 class Page:
-    """The parts of a command's help that are not options.
-
-    Args:
-        examples: command lines.
-        common: parameters of the first panel, in its order.
-    """
+    """Parts of a command's help; `common` are the parameters of its first panel."""
 
     examples: Sequence[str] = ()
     common: Sequence[str] = ()
 
 
 def show_page(context: typer.Context, page: Page, *, whole: bool) -> None:
-    """Prints the help of the context's command to stdout.
-
-    Args:
-        context: of the command.
-        page: further parts of the help.
-        whole: whether to describe all options; else all but the common ones are only named.
-    """
+    """Prints a command's help to stdout; without `whole` only common options are described."""
     width = min(shutil.get_terminal_size().columns, _MAX_WIDTH)
     for line in _page_lines(context, page, width, whole=whole):
         typer.echo(line)
 
 
 def show_overview(context: typer.Context, commands: Mapping[str, str], epilog: str) -> None:
-    """Prints the help of the program itself to stdout.
-
-    Args:
-        context: of the program.
-        commands: a summary of each, by name.
-        epilog: paragraphs at the end.
-    """
+    """Prints the help of the program itself to stdout."""
     width = min(shutil.get_terminal_size().columns, _MAX_WIDTH)
     lines = [*_usage(context, "COMMAND ..."), *_prose(context.command.help or "", width)]
     lines += _section("Commands", commands.items(), width)

@@ -22,14 +22,7 @@ def serve_member(
     console: Console,
     answer: Callable[[bytes], bytes] = lambda _: b"",
 ) -> None:
-    """Works until rank 0 ends the run. Rank 0 logs for all ranks of its own host.
-
-    Args:
-        pipeline: of a member.
-        world: of this rank.
-        console: reports why the process ends, if no other rank can.
-        answer: as in `Pipeline.serve`.
-    """
+    """Works until rank 0 ends the run. Rank 0 logs for all ranks of its own host."""
     from loguru import logger
 
     from svdpp.cli.log import EventLog

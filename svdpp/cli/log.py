@@ -53,9 +53,6 @@ def open_log(
 
     Without verbosity stderr gets only remarks, such as that a download begins, and the file has no
     steps.
-
-    Raises:
-        OutputError: the file cannot be written.
     """
     logger.remove()
     logger.configure(extra={"rank": "-"}, patcher=_redact)
@@ -78,13 +75,6 @@ class _LogFile(RotatingFileHandler):
     """The file; loguru's own would print every record to stderr when the disk is full.
 
     A run must not fail because of its log: if the file cannot be written, this warns once.
-
-    Args:
-        path: appended to; parent folders are created.
-        warn: takes the warning.
-
-    Raises:
-        OutputError: the file cannot be opened.
     """
 
     terminator = ""  # a serialized record ends its line itself
@@ -133,12 +123,7 @@ _WARNING_SECONDS = 3600.0
 
 
 class EventLog:
-    """Writes each event as one record.
-
-    Args:
-        plan: names each rank's share of the steps.
-        name_of: of a clip.
-    """
+    """Writes each event as one record."""
 
     def __init__(
         self, plan: Layout | DraftPlan, name_of: Callable[[int], str] = "clip {}".format

@@ -131,7 +131,7 @@ def _show_comparison(
     counts: dict[str, Any],
     limits: dict[str, Any],
 ) -> None:
-    from svdpp.cli.plan_compare import show_comparison
+    from svdpp.cli.plan_report import show_comparison
     from svdpp.plan.compare import compare_layouts
 
     layout.leave_to("--compare")
@@ -169,11 +169,7 @@ def _show_layout(
 
 
 def _world(hosts: str | None, asked: int | None, drafted: int | None) -> tuple[int, int | None]:
-    """The number of ranks, and of ranks per host if there are several hosts.
-
-    Raises:
-        RequestError: `hosts` is malformed, or contradicts the given number of ranks.
-    """
+    """The number of ranks, and of ranks per host if there are several hosts."""
     if hosts is None:
         named = drafted if asked is None else asked
         return (_DEFAULT_WORLD if named is None else named), None
@@ -246,7 +242,6 @@ def _remarks(
     costs: Costs,
     device: str,
 ) -> list[str]:
-    """Remarks on the assumptions behind the figures."""
     remarks = []
     if forecast.memory and device == "cpu":
         remarks.append(
@@ -268,11 +263,7 @@ def _remarks(
 
 
 def _arrivals(rate: str | None, num_clips: int) -> list[float]:
-    """When each clip arrives, in seconds; empty if all are present at the start.
-
-    Raises:
-        RequestError: `rate` is malformed or out of range.
-    """
+    """When each clip arrives, in seconds; empty if all are present at the start."""
     if rate is None:
         return []
     from svdpp.plan.large_forecast import poisson_arrivals

@@ -20,14 +20,8 @@ class PlanChoice:
 
     Args:
         launched: the launcher's world; None without a launcher.
-        draft: whether all ranks draft the same clip, and from which steps.
-        layout: how they share the work otherwise.
         experts: from `experts_of`; None: the model has one expert.
-        world: number of ranks; None if it is not given.
         on_cpu: default number of ranks that share the CPU, or one GPU.
-        steps: of each clip.
-        family: of the model.
-        device: as a `PipelineConfig` has it.
     """
 
     launched: World | None
@@ -41,12 +35,7 @@ class PlanChoice:
     device: str
 
     def world_size(self) -> int:
-        """The launcher's number of ranks, the user's, the starts' or the default.
-
-        Raises:
-            RequestError: the launcher's and the user's disagree; InputError: as
-            `parse_start_steps`.
-        """
+        """The launcher's number of ranks, the user's, the starts' or the default."""
         asked = joined_world(self.launched, self.world)
         if asked is None:
             asked = self.draft.world(self.steps)
@@ -60,17 +49,7 @@ class PlanChoice:
     def settings(
         self, *, num_clips: int | None, decodes: bool, memory: Memory | None = None
     ) -> tuple[dict[str, Any], str]:
-        """Fields of a `PipelineConfig`, and a remark on the layout, empty for none.
-
-        Args:
-            num_clips: None if only another process knows it.
-            decodes: whether clips become frames.
-            memory: tells `auto` what fits; None: everything fits.
-
-        Raises:
-            RequestError: as `LayoutOptions.settings` and `DraftOptions.settings`; or the launcher
-                has another number of ranks than the start steps.
-        """
+        """Fields of a `PipelineConfig`, and a remark on the layout, empty for none."""
         world_size = self.world_size()
         shape, why = self.layout.settings(
             num_steps=self.steps,
@@ -110,10 +89,6 @@ def experts_of(
         model: its configs are read, and downloaded if needed.
         sampling: decides at which step the model changes its expert.
         share: whether one rank may hold both.
-
-    Raises:
-        ModelError: there is no such model.
-        RequestError: the model cannot run the parameters, or `share` has no effect.
     """
     boundary = None
     if sampling.family != "svd":

@@ -16,14 +16,7 @@ _NOT_STARTED, _STEP, _CORRECTED = ".", "o", "+"
 def show_draft_plan(
     console: Console, request: Request, draft_plan: DraftPlan, costs: Costs
 ) -> None:
-    """Prints the draft of one clip: start steps, rounds, and the forecast.
-
-    Args:
-        console: gets the output.
-        request: its remarks are printed.
-        draft_plan: of the clip.
-        costs: of each kind of work.
-    """
+    """Prints the draft of one clip: start steps, rounds, and the forecast."""
     ready = draft_plan.ready_at(costs)
     console.infos(request.remarks)
     if console.as_json:

@@ -1,10 +1,10 @@
-"""Owns the output of `svdpp plan` for one layout: ranks, picture and forecast."""
+"""Owns the output of `svdpp plan`: one layout with picture and forecast, or several compared."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from svdpp.cli.console import Console, counted
 from svdpp.plan.experts import EXPERTS
@@ -14,6 +14,9 @@ from svdpp.plan.large_forecast import forecast_layout, steady_seconds_per_clip
 from svdpp.plan.layout import Layout, StepShare
 from svdpp.plan.schedule import build_schedule
 from svdpp.plan.sigmas import karras_sigmas
+
+if TYPE_CHECKING:
+    from svdpp.plan.compare import Row
 
 #: Of the JSON of `svdpp plan`.
 SCHEMA_VERSION = 2
@@ -31,13 +34,11 @@ class Request:
     """Clips and arrivals of a forecast.
 
     Args:
-        num_clips: M.
         arrivals: when each clip arrives; empty: all are present at the start.
-        remarks: on the assumptions behind the figures.
     """
 
     num_clips: int
-    arrivals: Sequence[float] = field(default=())
+    arrivals: Sequence[float] = ()
     remarks: Sequence[str] = ()
 
     @property
@@ -55,13 +56,7 @@ def show_layout(
 ) -> None:
     """Prints the ranks, picture and forecast of a layout, with the forecast of data parallel.
 
-    Args:
-        console: gets the output.
-        request: clips and arrivals of the forecast.
-        layout: to show.
-        reason: why it was chosen; empty if the user named it.
-        cards: number and GiB of the card of each rank, in the order of the ranks; empty: they are
-            equal or unknown.
+    `reason` says why `auto` chose it; `cards` are each rank's card and its GiB if they differ.
     """
     forecast = forecast_layout(layout, request.num_clips, request.arrivals)
     data_parallel = forecast_layout(_as_data_parallel(layout), request.num_clips, request.arrivals)
@@ -76,7 +71,7 @@ def show_layout(
     console.result()
     for line in _forecast_lines(layout, request, forecast, data_parallel, reason):
         console.result(line)
-    if num_idle := num_idle_ranks(layout):
+    if num_idle := _num_idle_ranks(layout):
         console.info(f"warning: {num_idle} of {layout.world_size} ranks have nothing to do")
 
 
@@ -148,7 +143,6 @@ def _print_picture(console: Console, layout: Layout, request: Request) -> None:
     """Prints the rank x time grid; if it is too large, the first clips of the first replica."""
     num_clips, arrivals = request.num_clips, list(request.arrivals)
     title = ""
-    whole = layout
     if layout.world_size > _MAX_ROWS and layout.replicas_are_alike:
         arrivals = arrivals[:: layout.replicas]
         num_clips = -(-num_clips // layout.replicas)
@@ -156,8 +150,8 @@ def _print_picture(console: Console, layout: Layout, request: Request) -> None:
         if per_host is not None and layout.replica_size % per_host:
             per_host = None  # one host holds the replica
         costs = replace(layout.costs, ranks_per_host=per_host)
+        title = f"the first of {layout.replicas} replicas"
         layout = replace(layout, world_size=layout.replica_size, replicas=1, costs=costs)
-        title = f"the first of {whole.replicas} replicas"
     if layout.world_size > _MAX_ROWS:
         console.result(f"(no picture: {layout.world_size} ranks are too many)")
         return
@@ -209,7 +203,7 @@ def _as_data_parallel(layout: Layout) -> Layout:
     return replace(layout, split="uniform", replicas=layout.world_size, decoders=1)
 
 
-def num_idle_ranks(layout: Layout) -> int:
+def _num_idle_ranks(layout: Layout) -> int:
     """The number of ranks without work."""
     return sum(not (role.encode or role.denoise or role.decode) for role in layout.roles)
 
@@ -228,7 +222,7 @@ def _layout_json(
         "num_steps": layout.num_steps,
         "world_size": layout.world_size,
         "split": layout.split,
-        "layout": facts(layout) | {"reason": reason or None},
+        "layout": _facts(layout) | {"reason": reason or None},
         "ranks": [
             vars(share)
             | layout.roles[share.rank].parts
@@ -240,18 +234,15 @@ def _layout_json(
         "costs": layout.costs.to_json(),
         "forecast": {
             "clips": forecast.clips,
-            **times(forecast, steady_seconds_per_clip(layout)),
-            "bubble": forecast.bubble,
-            "jitter_seconds": forecast.jitter,
-            "latency_seconds": forecast.latency._asdict(),
-            "data_parallel": times(
+            **_details(forecast, steady_seconds_per_clip(layout)),
+            "data_parallel": _times(
                 data_parallel, steady_seconds_per_clip(_as_data_parallel(layout))
             ),
         },
     }
 
 
-def facts(layout: Layout) -> dict[str, Any]:
+def _facts(layout: Layout) -> dict[str, Any]:
     """The properties of a layout, for JSON; those of experts only if the model has two."""
     of_experts = {
         "expert_boundary": layout.expert_boundary,
@@ -265,12 +256,21 @@ def facts(layout: Layout) -> dict[str, Any]:
     } | ({} if layout.expert_boundary is None else of_experts)
 
 
-def times(forecast: Forecast, seconds_per_clip: float) -> dict[str, float]:
+def _times(forecast: Forecast, seconds_per_clip: float) -> dict[str, float]:
     """Times of a forecast, for JSON; `seconds_per_clip` is for a long queue."""
     return {
         "makespan_seconds": forecast.makespan,
         "first_clip_seconds": forecast.first_clip,
         "seconds_per_clip": seconds_per_clip,
+    }
+
+
+def _details(forecast: Forecast, seconds_per_clip: float) -> dict[str, Any]:
+    return {
+        **_times(forecast, seconds_per_clip),
+        "bubble": forecast.bubble,
+        "jitter_seconds": forecast.jitter,
+        "latency_seconds": forecast.latency._asdict(),
     }
 
 
@@ -282,3 +282,69 @@ def gib(peaks: Iterable[float | None]) -> str:
         return "-"
     texts = dict.fromkeys(f"{value:.1f}" for value in (values[0], values[-1]))
     return "..".join(texts)
+
+
+def show_comparison(
+    console: Console, request: Request, counts: Mapping[str, Any], rows: Sequence[Row]
+) -> None:
+    """Prints layouts side by side, then notes on them."""
+    console.infos(request.remarks)
+    if console.as_json:
+        sizes = {name: counts[name] for name in ("num_steps", "world_size")}
+        layouts = [_row_json(row) for row in rows]
+        about = {**sizes, "clips": request.num_clips, "layouts": layouts}
+        console.json({"schema_version": SCHEMA_VERSION, **about})
+        return
+    columns = ("total", "per min", "first", "mean", "preview", "jitter", "GiB", "idle")
+    console.table(("layout", *columns), map(_compared, rows))
+    console.result()
+    console.result(f"total: {request.clips} on {counts['world_size']} ranks")
+    console.result("per min: clips of a long queue; all others in seconds, of these clips;")
+    console.result("preview: until a clip or its draft can be seen; jitter: between finished clips")
+    for row in rows:
+        if row.note:
+            console.result(f"{row.name}: {row.note}")
+        if row.layout is not None and (num_idle := _num_idle_ranks(row.layout)):
+            console.info(
+                f"warning: {row.name}: {num_idle} of {counts['world_size']} ranks "
+                "have nothing to do"
+            )
+
+
+def _compared(row: Row) -> tuple[str, ...]:
+    forecast = row.forecast
+    if forecast is None:
+        return (row.name, *"--------")
+    return (
+        row.name,
+        f"{forecast.makespan:.1f}",
+        f"{60 / row.seconds_per_clip:.2f}" if row.seconds_per_clip else "-",
+        f"{forecast.first_clip:.1f}",
+        f"{forecast.latency.mean:.1f}",
+        f"{row.preview_seconds:.1f}",
+        f"{forecast.jitter:.1f}",
+        gib(row.peak_gib),
+        f"{forecast.bubble:.0%}",
+    )
+
+
+def _row_json(row: Row) -> dict[str, Any]:
+    forecast = row.forecast
+    if forecast is None:
+        return {"name": row.name, "note": row.note, "layout": None, "forecast": None}
+    if row.layout is not None:
+        what = _facts(row.layout)
+    elif row.offload is not None:
+        what = {"description": str(row.offload), "move_seconds": row.offload.move_seconds}
+    else:
+        assert row.draft_plan is not None
+        what = {"description": str(row.draft_plan), "start_steps": row.draft_plan.start_steps}
+    return {
+        "name": row.name,
+        "note": row.note or None,
+        "layout": what | {"peak_gib": row.peak_gib},
+        "forecast": {
+            **_details(forecast, row.seconds_per_clip),
+            "preview_seconds": row.preview_seconds,
+        },
+    }

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,10 +15,11 @@ from svdpp.cli.command import command, is_given
 from svdpp.cli.command_line import typed
 from svdpp.cli.console import Console
 from svdpp.cli.launched import serve_member
+from svdpp.cli.options.declare import COSTS, option
 from svdpp.cli.options.draft import DraftOptions
 from svdpp.cli.options.inputs import PromptOptions
-from svdpp.cli.options.measure import MeasureOptions
 from svdpp.cli.options.model import ModelOptions
+from svdpp.cli.options.outputs import OverwriteOptions
 from svdpp.cli.options.ranks import RankOptions
 from svdpp.cli.options.sampling import PROMPT_FIELDS, SamplingOptions
 from svdpp.cli.options.talk import TalkOptions
@@ -33,6 +34,44 @@ from svdpp.redaction import redact
 if TYPE_CHECKING:
     from svdpp.diagnostics.cost_profile import Profile
     from svdpp.plan.costs import Costs
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasureOptions(OverwriteOptions):
+    """Inputs, number of repeats, and output file of a measurement."""
+
+    inputs: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[PHOTO...]",
+            help="With --draft: the photographs to measure with.",
+            show_default="the photographs that come with svdpp",
+        ),
+    ] = None
+    out: Annotated[
+        Path | None,
+        option(
+            *("--out", "-o"),
+            panel=COSTS,
+            metavar="FILE",
+            help="Output file.",
+            default="costs.json; with --draft draft.json",
+        ),
+    ] = None
+    repeats: Annotated[
+        int,
+        option(
+            "--repeats",
+            panel=COSTS,
+            metavar="N",
+            help="Number of clips to measure after the warm-up; the result is their median.",
+        ),
+    ] = 3
+
+    def __post_init__(self) -> None:
+        if self.repeats < 1:
+            raise RequestError(f"--repeats must be 1 or more, got {self.repeats}")
+
 
 # Sampling parameters of models with prompts that the costs depend on.
 _OF_COST = ("guidance_scale", "max_sequence_length")
@@ -107,11 +146,6 @@ def profile(
 
 
 def _check_asked(context: typer.Context, draft: DraftOptions, launched: World | None) -> None:
-    """Refuses options that have no effect.
-
-    Raises:
-        RequestError: an option has no effect, or drafts cannot be measured here.
-    """
     for name, what in _OF_DRAFT.items():
         if not draft.draft and is_given(context, name):
             raise RequestError(f"{what} an effect only with --draft", "add --draft")
@@ -169,12 +203,7 @@ def _check_can_draft(model: ModelOptions) -> None:
 
 
 def _check_free(path: Path, *, overwrite: bool) -> None:
-    """Checks before a long measurement that its file can be written at the end.
-
-    Raises:
-        RequestError: the file exists.
-        OutputError: it cannot be written.
-    """
+    """Checks before a long measurement that its file can be written at the end."""
     from svdpp.media import output_files
 
     if path.is_file() and not overwrite:

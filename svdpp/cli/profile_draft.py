@@ -23,19 +23,7 @@ def profile_draft(
     seed: int,
     start_steps: str | None,
 ) -> None:
-    """Measures drafts, prints the result and writes it.
-
-    Args:
-        console: gets the output.
-        config: of the pipeline; its world size is the largest number of ranks to measure.
-        inputs: photographs; empty: those that come with svdpp.
-        out: the file.
-        seed: of every clip.
-        start_steps: one choice to measure; None: all promising ones.
-
-    Raises:
-        SvdppError: the request is wrong, or the measurement fails.
-    """
+    """Measures drafts of up to `config.world_size` ranks, prints the result and writes it."""
     from svdpp.diagnostics.draft_sweep import measure_start_steps
     from svdpp.media import output_files
     from svdpp.media.examples import example_photos

@@ -15,17 +15,7 @@ def joined_world(
     option: str = "--world",
     leave_out: str = "leave --world and --gpus out",
 ) -> int | None:
-    """The number of ranks of torchrun or srun; without a launcher `asked`.
-
-    Args:
-        launched: the launcher's world; None without a launcher.
-        asked: the number that the user gives; None if none.
-        option: with which the user gives it.
-        leave_out: advice on leaving the option out.
-
-    Raises:
-        RequestError: the launcher's number and `asked` differ.
-    """
+    """The number of ranks of torchrun or srun; without a launcher `asked`."""
     if launched is None:
         return asked
     if asked is not None and asked != launched.size:

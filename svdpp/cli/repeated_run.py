@@ -38,11 +38,7 @@ def given_options(context: typer.Context, folder: Path) -> dict[str, Any]:
 
 
 def recorded_options(path: Path) -> dict[str, Any]:
-    """Photographs, seeds and options of the run with the manifest at `path`, by parameter.
-
-    Raises:
-        InputError: the file is not a manifest, or its version recorded no options.
-    """
+    """Photographs, seeds and options of the run with the manifest at `path`, by parameter."""
     from svdpp.driver.run_manifest import read_manifest
 
     content = read_manifest(path)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import shlex
-from typing import TYPE_CHECKING, TypeVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import typer
 
 from svdpp.cli.command import command
 from svdpp.cli.console import Console
-from svdpp.cli.options.report import ReportOptions
+from svdpp.cli.options.declare import DIAGNOSTICS, option
 from svdpp.cli.options.talk import AnswerOptions
 
 if TYPE_CHECKING:
@@ -20,6 +24,31 @@ if TYPE_CHECKING:
     from svdpp.diagnostics.diagnosis import Diagnosis
     from svdpp.diagnostics.figures import RankFigures, RunFigures
     from svdpp.diagnostics.run_report import RunReport
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions:
+    """The run or the bench, and where the page goes."""
+
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FOLDER",
+            help="Folder of a run or of a bench, or a run.json.",
+            show_default=False,
+        ),
+    ]
+    html: Annotated[
+        Path | None,
+        option(
+            "--html",
+            panel=DIAGNOSTICS,
+            metavar="FILE.html",
+            help="Also write the report as one page.",
+            default="write none",
+        ),
+    ] = None
+
 
 _Report = TypeVar("_Report", "BenchReport", "RunReport")
 _FORECASTS = {
@@ -64,7 +93,6 @@ def _answer(
     write_page: Callable[[_Report, Path], None],
     show: Callable[[Console, _Report], None],
 ) -> None:
-    """Writes the page if it is asked for, and prints the report."""
     if options.html is not None:
         write_page(found, options.html)
         console.info(f"wrote {shlex.quote(str(options.html))}")

@@ -29,22 +29,12 @@ class PipelineOptions:
 
     Args:
         launched: the launcher's world; None: this command starts the ranks.
-        ranks: options of the ranks.
-        model: options of the model.
-        sampling: options of the sampler.
-        layout: how the ranks share the work.
-        experts: whether one rank may hold both experts of a model that has two.
-        draft: whether all ranks draft the same clip.
-        device: name, as decided by `RankOptions.device_for`.
-        from_image: whether the clips start from photographs.
+        device: as decided by `RankOptions.device_for`.
         on_cpu: default number of ranks that share the CPU, or one GPU.
         default_split: split of a model with one expert if the user gives no layout; None: uniform.
             With two experts it is balanced, because they rarely have equal steps.
         no_draft: further options that have no effect on a draft, by name.
         time_scale: the dummy model sleeps for the time of the costs times this; None: it does not.
-
-    Raises:
-        RequestError: options contradict each other.
     """
 
     launched: World | None
@@ -72,12 +62,7 @@ class PipelineOptions:
 
     @cached_property
     def plan(self) -> PlanChoice:
-        """The number of ranks, and how they share the work.
-
-        Raises:
-            ModelError: there is no such model.
-            RequestError: the model cannot run the parameters, or an option has no effect on it.
-        """
+        """The number of ranks, and how they share the work."""
         sampled = self.sampling.to_config(self.model, from_image=self.from_image)
         experts = experts_of(
             self.model.to_config(self.device, sampled.family),
@@ -106,13 +91,7 @@ class PipelineOptions:
     ) -> tuple[PipelineConfig, str]:
         """The configuration, and a remark on the choice of the layout; "" for none.
 
-        Args:
-            num_clips: None if only another process knows it.
-            memory: tells `auto` what fits; None: everything fits.
-            more: further fields of the `PipelineConfig`.
-
-        Raises:
-            RequestError: options that contradict each other or the machine.
+        `num_clips` and `memory` are as in `LayoutOptions.settings`; `more` are further fields.
         """
         sleeps = self.time_scale is not None
         shape, why = self.plan.settings(
@@ -149,22 +128,7 @@ def pipeline_config(
     family: str | None = None,
     dummy_sleeps: bool = False,
 ) -> PipelineConfig:
-    """One checked configuration of all options.
-
-    Args:
-        launched: the launcher's world; None: this command starts the ranks.
-        ranks: options of the ranks.
-        model: options of the model.
-        sampling: options of the sampler.
-        device: name, as decided by `RankOptions.device_for`.
-        plan: `world_size` and the other fields of `PlanChoice.settings`.
-        from_image: whether the clips start from photographs.
-        family: of the model; None: its files say so.
-        dummy_sleeps: see `ModelConfig`.
-
-    Raises:
-        RequestError: they contradict each other.
-    """
+    """One checked configuration of all options."""
     if launched is not None and sampling.measures_chunk:  # another host's rank may decode
         raise RequestError(
             "--decode-chunk-size auto measures before ranks start, and torchrun has started them",

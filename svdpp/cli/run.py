@@ -26,6 +26,7 @@ from svdpp.cli.run_report import (
     labels,
     print_clips,
     raise_worst,
+    show_dry_run,
     utilisation,
     warn_of_memory_pressure,
 )
@@ -114,8 +115,6 @@ def run(
         return
     remarks = [*asked.remarks(found), *([why] if why else [])]
     if output.dry_run:
-        from svdpp.cli.dry_run import show_dry_run
-
         show_dry_run(console, asked, config, found, remarks)
         return
     outputs = traces.checked()
@@ -127,7 +126,6 @@ def run(
 
 
 def _serve(console: Console, asked: RunRequest, config: PipelineConfig, world: World) -> None:
-    """Works as a rank that torchrun or srun started."""
     from svdpp.driver import hosts
 
     answer = partial(hosts.answer, policy=asked.policy, draft=config.draft)
@@ -143,7 +141,6 @@ def _make(
     outputs: TraceOutputs,
     options: dict[str, Any],
 ) -> None:
-    """Makes the clips and prints the result of each."""
     from svdpp.driver.jobs import open_manifest
 
     policy = asked.policy
@@ -229,7 +226,6 @@ def _planned(
     found: Sequence[ClipInput],
     outputs: TraceOutputs,
 ) -> tuple[Pipeline, ClipPlan]:
-    """The pipeline and the clips to make."""
     from svdpp.driver import hosts
     from svdpp.driver.jobs import check_outputs, plan_clips
 

@@ -65,12 +65,7 @@ class RunRequest:
         return self.output.policy(is_restarted=is_restarted)
 
     def check(self) -> None:
-        """Checks all that needs neither torch nor the contents of files, to answer quickly.
-
-        Raises:
-            RequestError: options contradict each other or are impossible.
-            InputError: a photograph does not exist.
-        """
+        """Checks all that needs neither torch nor the contents of files, to answer quickly."""
         self._sampling()
         self.draft.refuse_beside({**self.layout.given, **self._no_draft})
         self.output.check()
@@ -103,9 +98,6 @@ class RunRequest:
         """What clips are made from, and errors for inputs that make none; only rank 0 has them.
 
         Each photograph is combined with each prompt.
-
-        Raises:
-            InputError: names all missing, unreadable or hostile photographs at once.
         """
         from svdpp.media.inputs import ClipInput
 
@@ -140,11 +132,7 @@ class RunRequest:
         return found, list(problems)
 
     def config(self, num_clips: int) -> tuple[PipelineConfig, str]:
-        """The configuration, and a remark on the choice of the layout; "" for none.
-
-        Raises:
-            RequestError: options that contradict each other or the machine.
-        """
+        """The configuration, and a remark on the choice of the layout; "" for none."""
         device = self.ranks.device_for(self.model.model)
         options = PipelineOptions(
             launched=self.launched,

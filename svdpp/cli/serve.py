@@ -210,7 +210,6 @@ def _config(
 def _join(
     console: Console, asked: ServeOptions, config: PipelineConfig, world: World, log: LogOptions
 ) -> None:
-    """Works as a rank that torchrun or srun started; rank 0 serves for all hosts."""
     from svdpp.driver.pipeline import Pipeline
 
     _open_log(console, world, log)
@@ -265,7 +264,6 @@ def _announce(
 
 
 def _example_fields(sampling: SamplingConfig) -> str:
-    """The form of a first request, for curl."""
     has_prompt = sampling.family != "svd"
     fields = ["-F prompt='the sea at night'"] if has_prompt else []
     if not has_prompt or getattr(sampling, "from_image", False):
@@ -284,7 +282,6 @@ def _check_extra() -> None:
 
 
 def _create_key(console: Console, name: str, path: Path | None) -> None:
-    """Creates a key, appends its hash to the file, and prints the key once."""
     from svdpp.serve.keys import add_key
 
     if path is None:

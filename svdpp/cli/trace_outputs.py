@@ -24,10 +24,6 @@ class TraceOutputs:
     """Files of a run; None for those not requested.
 
     A trace is written while the run goes on, a timeline at its end.
-
-    Raises:
-        RequestError: a name has an unknown suffix, or matplotlib is not installed.
-        OutputError: one of them cannot be written.
     """
 
     trace: Path | None = None
@@ -57,14 +53,7 @@ class TraceOutputs:
 
     @contextlib.contextmanager
     def of(self, pipeline: Pipeline) -> Iterator[None]:
-        """Completes the files when the block ends, also after a failure.
-
-        Args:
-            pipeline: not entered yet.
-
-        Raises:
-            OutputError: a file cannot be written, and the run did not fail.
-        """
+        """Completes the files when the block ends, also after a failure; enter it first."""
         file = None if self.trace is None else _trace_file(pipeline, self.trace)
         try:
             yield
@@ -88,12 +77,7 @@ class TraceOutputs:
 
 
 def check_target(option: str, path: Path | None, *suffixes: str) -> None:
-    """Checks before a long run that a file can be written at its end; None is no file.
-
-    Raises:
-        RequestError: the name does not end in one of `suffixes`.
-        OutputError: the file cannot be written.
-    """
+    """Checks before a long run that a file can be written at its end; None is no file."""
     from svdpp.media import output_files
 
     if path is None:
@@ -105,11 +89,7 @@ def check_target(option: str, path: Path | None, *suffixes: str) -> None:
 
 
 def draw_run(pipeline: Pipeline, path: Path) -> None:
-    """Draws the measured timeline of `pipeline`, and its forecast below.
-
-    Raises:
-        OutputError: the file cannot be written.
-    """
+    """Draws the measured timeline of `pipeline`, and its forecast below."""
     from svdpp.media.timeline import Panel, draw_timeline
     from svdpp.plan.forecast import summarise
 
@@ -124,7 +104,6 @@ def draw_run(pipeline: Pipeline, path: Path) -> None:
 
 
 def _trace_file(pipeline: Pipeline, path: Path) -> TraceFile:
-    """A trace that is written from now on."""
     from svdpp.diagnostics.chrome_trace import TraceFile
 
     config = pipeline.config

@@ -20,9 +20,7 @@ _KINDS = {int: "a whole number", float: "a number", str: "a text", Path: "a path
 def convert_without_typer(context: typer.Context, kinds: Mapping[str, Any]) -> None:
     """Replaces the conversion of the command's parameters; call it before they are converted.
 
-    Args:
-        context: of the command.
-        kinds: annotated type of each parameter, by name; the others are flags.
+    A parameter without an entry in `kinds` is a flag.
     """
     for parameter in context.command.params:
         processed = partial(_process, parameter, _plain(kinds.get(str(parameter.name), bool)))

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from svdpp.cli import verify_clips
-from svdpp.cli.command import command
+from svdpp.cli.command import command, is_given
 from svdpp.cli.console import Console
 from svdpp.cli.launched import serve_member
+from svdpp.cli.options.declare import DIAGNOSTICS, HIDDEN_NAMES, option
 from svdpp.cli.options.draft import DraftOptions
-from svdpp.cli.options.inputs import PromptOptions
+from svdpp.cli.options.inputs import ClipOptions, PromptOptions
 from svdpp.cli.options.layout import LayoutOptions, ShareOptions
 from svdpp.cli.options.model import ModelOptions
-from svdpp.cli.options.proof import ProofOptions
 from svdpp.cli.options.ranks import RankOptions
 from svdpp.cli.options.sampling import SamplingOptions, fit_chunk
 from svdpp.cli.options.talk import LogOptions
 from svdpp.cli.request import PipelineOptions, needs_image
 from svdpp.cli.run_report import labels
-from svdpp.cli.verify_report import difference, print_drafts, print_verdict
+from svdpp.cli.verify_report import difference, end_one, end_several, print_drafts, print_verdict
 from svdpp.config import DEMO_MODEL, ClipRequest, PipelineConfig
 from svdpp.errors import RequestError, VerificationError
 from svdpp.launch import temp_folders
@@ -29,7 +30,74 @@ from svdpp.launch.world import World, is_member
 
 if TYPE_CHECKING:
     from svdpp.media.inputs import ClipInput
-    from svdpp.verification.clip_proof import Settings
+    from svdpp.verification.clip_proof import ClipProof, Settings
+
+# Parameters of `verify` that have an effect on finished clips.
+_EFFECTIVE = frozenset(
+    {
+        *("inputs", "image", "threads", "local_files_only", "timeout", "start_timeout"),
+        *("as_json", "verbose", "quiet", "debug", "log_file"),
+    }
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProofOptions(ClipOptions):
+    """Inputs, tolerance and report of a proof."""
+
+    inputs: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[INPUT...|CLIP...]",
+            help="Image files, folders or globs; or finished clips to recompute: files, their "
+            "JSON, or a folder of them.",
+            show_default="a photograph that comes with svdpp",
+        ),
+    ] = None
+    tolerance: Annotated[
+        float,
+        option(
+            "--tolerance",
+            panel=DIAGNOSTICS,
+            metavar="ATOL",
+            help="Largest difference that counts as equal; 0 requires equal bits.",
+        ),
+    ] = 0.0
+    inject_fault: Annotated[
+        str | None,
+        option(
+            "--inject-fault",
+            panel=DIAGNOSTICS,
+            metavar="FAULT",
+            help="Damage the pipelined run on purpose, to see that verify notices: ulp@rank1.clip0 "
+            "changes one number by one ULP (the next float), skip@rank1.clip0 skips a step. The "
+            "first rank and clip are 0.",
+        ),
+    ] = None
+    report: Annotated[
+        Path | None,
+        option(
+            "--report",
+            panel=DIAGNOSTICS,
+            metavar="FILE.html",
+            help="Write verdict, checks, frames of both runs and their difference as one page.",
+        ),
+    ] = None
+
+    image: Annotated[
+        Path | None,
+        option(
+            "--image",
+            panel=DIAGNOSTICS,
+            metavar="PATH",
+            help="For finished clips: their photograph, or the folder that contains it.",
+            default="the path in the clip's metadata, or beside the clip",
+        ),
+    ] = None
+
+    def __post_init__(self) -> None:
+        if not self.tolerance >= 0:
+            raise RequestError(f"--tolerance must be 0 or more, got {self.tolerance}")
 
 
 @command(
@@ -76,9 +144,9 @@ def verify(
     trace_outputs.check_target("--report", proof.report, ".html")
     inputs = proof.inputs or []
     if are_clips(inputs):
-        verify_clips.refuse_without_effect(context)
+        _refuse_without_effect(context)
         if not is_member(launched):  # one device is enough
-            verify_clips.verify_clips(console, inputs, _settings(proof, ranks, model))
+            _verify_clips(console, inputs, _settings(proof, ranks, model))
         return
     if proof.image is not None:
         raise RequestError("--image is for finished clips", "give the photograph as INPUT")
@@ -110,7 +178,6 @@ def verify(
 
 
 def _settings(proof: ProofOptions, ranks: RankOptions, model: ModelOptions) -> Settings:
-    """How finished clips are recomputed."""
     from svdpp.verification.clip_proof import Settings
 
     return Settings(
@@ -223,3 +290,55 @@ def _compare(
         console.info(f"report: {asked.report}")
     if not verdict.equal:
         raise VerificationError(difference(verdict))
+
+
+def _refuse_without_effect(context: typer.Context) -> None:
+    """Refuses options without effect on finished clips."""
+    given = {
+        str(parameter.name): next(
+            name
+            for name in reversed(parameter.opts)
+            if name.startswith("--") and name not in HIDDEN_NAMES
+        )
+        for parameter in context.command.params
+        if is_given(context, str(parameter.name)) and parameter.name not in _EFFECTIVE
+    }
+    if "report" in given:
+        raise RequestError(
+            "--report shows the frames of two runs, but a finished clip has only their hash",
+            "verify the photograph: svdpp verify PHOTO --report FILE.html",
+        )
+    if given:
+        raise RequestError(
+            f"no effect on a finished clip: {', '.join(given.values())}; its metadata says how it "
+            "was made, and one device recomputes it",
+            "leave that out; svdpp verify PHOTO runs the ranks with it",
+        )
+
+
+def _verify_clips(console: Console, inputs: Sequence[str], settings: Settings) -> None:
+    """Verifies every clip in `inputs`, and prints the verdicts."""
+    from svdpp.cli.progress import Progress
+    from svdpp.plan.schedule import build_schedule, data_parallel_routes
+    from svdpp.verification.clip_files import find_clips
+    from svdpp.verification.clip_proof import plan_proofs, prove
+
+    paths, passed_over = find_clips(inputs)
+    for path in passed_over:
+        console.info(f"{path} is skipped: it is not a clip")
+    groups, proofs = plan_proofs(paths, settings)
+    for tasks in groups:
+        num_steps = tasks[0].config.sampling.num_inference_steps
+        routes = data_parallel_routes(num_steps, 1, range(len(tasks)))
+        names = [task.clip.path.name for task in tasks]
+        schedule = build_schedule(routes, 1)
+        with Progress(console, "verify", schedule, labels=names) as progress:
+            proofs += prove(tasks, observers=(progress,))
+    _end(console, proofs)
+
+
+def _end(console: Console, proofs: list[ClipProof]) -> None:
+    if len(proofs) == 1:
+        end_one(console, proofs[0])
+    else:
+        end_several(console, sorted(proofs, key=lambda proof: proof.path))

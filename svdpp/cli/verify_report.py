@@ -70,12 +70,7 @@ def difference(verdict: VerificationResult) -> str:
 
 
 def end_one(console: Console, proof: ClipProof) -> None:
-    """Prints the verdicts on a single clip.
-
-    Raises:
-        VerificationError: the clip differs.
-        SvdppError: the clip could not be verified.
-    """
+    """Prints the verdicts on a single clip."""
     if proof.error is not None:
         raise proof.error
     if console.as_json:
@@ -91,12 +86,7 @@ def end_one(console: Console, proof: ClipProof) -> None:
 
 
 def end_several(console: Console, proofs: Sequence[ClipProof]) -> None:
-    """Prints one line for each clip, and a summary.
-
-    Raises:
-        VerificationError: a clip differs.
-        SvdppError: some could not be verified; the error with the highest exit code.
-    """
+    """Prints one line for each clip, and a summary."""
     different = [proof for proof in proofs if proof.different]
     errors = [proof.error for proof in proofs if proof.error is not None]
     if console.as_json:

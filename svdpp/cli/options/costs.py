@@ -76,11 +76,7 @@ class SecondsOptions:
     ] = None
 
     def applied(self, costs: Costs, *, ranks_per_host: int | None) -> Costs:
-        """`costs` with the given values in place of theirs, for hosts of `ranks_per_host` ranks.
-
-        Raises:
-            RequestError: a value is not a finite number, or below 0; or a rate is 0.
-        """
+        """`costs` with the given values in place of theirs, for hosts of `ranks_per_host` ranks."""
         given = {name: value for name, value in vars(self).items() if value is not None}
         if ranks_per_host is not None:
             given["ranks_per_host"] = ranks_per_host

@@ -12,11 +12,7 @@ from svdpp.errors import RequestError
 
 @dataclass(frozen=True, kw_only=True)
 class DraftOptions:
-    """Whether all ranks draft one clip at a time, and from which steps.
-
-    Raises:
-        RequestError: an option needs `--draft`, which is not given.
-    """
+    """Whether all ranks draft one clip at a time, and from which steps."""
 
     draft: Annotated[
         bool,
@@ -56,14 +52,7 @@ class DraftOptions:
                 raise RequestError(f"--{name.replace('_', '-')} needs --draft", "add --draft")
 
     def refuse_beside(self, given: Mapping[str, Any]) -> None:
-        """Refuses options that have no effect on a draft.
-
-        Args:
-            given: values by name of the option; None, False and empty count as not given.
-
-        Raises:
-            RequestError: naming the first of them.
-        """
+        """Refuses options that have no effect on a draft."""
         for name, value in given.items():
             if self.draft and value:
                 raise RequestError(
@@ -80,11 +69,7 @@ class DraftOptions:
         return len(parse_start_steps(self.draft_starts, num_steps, None))
 
     def settings(self, num_steps: int, world_size: int) -> dict[str, Any]:
-        """The fields of a `PipelineConfig`; empty without `--draft`.
-
-        Raises:
-            RequestError: no start steps are known for these counts, or the PSNR is not a number.
-        """
+        """The fields of a `PipelineConfig`; empty without `--draft`."""
         if not self.draft:
             return {}
         from svdpp.plan.draft_starts import default_start_steps, parse_start_steps

@@ -77,11 +77,7 @@ class ForecastOptions(ClipOptions):
         }
 
     def num_clips(self, world_size: int) -> int:
-        """Clips to plan for.
-
-        Raises:
-            RequestError: too few or too many clips, or too many ranks.
-        """
+        """Clips to plan for."""
         from svdpp.plan.split import MAX_RANKS
 
         if world_size > MAX_RANKS:
@@ -90,11 +86,7 @@ class ForecastOptions(ClipOptions):
         return self.at_least_one(min(per_rank * world_size, MAX_CLIPS))
 
     def limits(self, world_size: int) -> tuple[float, ...]:
-        """Memory of each device in GiB; empty without `--device-memory`.
-
-        Raises:
-            RequestError: not a finite number above 0, or a list for another number of devices.
-        """
+        """Memory of each device in GiB; empty without `--device-memory`."""
         asked = self.device_memory
         if asked is None:
             return ()
@@ -111,12 +103,7 @@ class ForecastOptions(ClipOptions):
 
 
 def _cards(entry: str, most: int) -> list[float]:
-    """The GiB of each card of an entry such as 79 or 2x79.
-
-    Args:
-        entry: to parse.
-        most: a count above it yields one card more, so that the caller finds too many.
-    """
+    """The GiB of each card of an entry such as 79 or 2x79; at most one card more than `most`."""
     count, times, gib = entry.rpartition("x")
     try:
         size = float(gib)

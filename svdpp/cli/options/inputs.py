@@ -42,11 +42,7 @@ class ClipOptions:
     ] = None
 
     def at_least_one(self, default: int) -> int:
-        """The number of clips.
-
-        Raises:
-            RequestError: fewer than one, or too many.
-        """
+        """The number of clips."""
         clips = max(1, default) if self.clips is None else self.clips
         check_num_clips(clips)
         return clips
@@ -90,12 +86,7 @@ class PromptOptions:
         return self.prompt is not None or self.prompts is not None
 
     def all_prompts(self) -> list[str]:
-        """The given prompts, in order; empty if there are none.
-
-        Raises:
-            RequestError: both options are given, or a prompt is empty.
-            InputError: the file cannot be read, or has no prompt.
-        """
+        """The given prompts, in order; empty if there are none."""
         if self.prompts is None:
             return [] if self.prompt is None else [self.prompt]
         if self.prompt is not None:

@@ -113,11 +113,7 @@ class LayoutOptions:
         )
 
     def leave_to(self, option: str) -> None:
-        """Refuses refinements together with an option that chooses the layout.
-
-        Raises:
-            RequestError: naming the first of them.
-        """
+        """Refuses refinements together with an option that chooses the layout."""
         for name in self.refined:
             raise RequestError(f"{option} chooses the layout: leave out --{name}")
 
@@ -128,10 +124,7 @@ class LayoutOptions:
     def remark(self, layout: Layout, num_clips: int, *, is_real: bool) -> str:
         """Names a faster layout if the user has not chosen one; else "".
 
-        Args:
-            layout: of the run.
-            num_clips: to make.
-            is_real: whether the assumed costs fit the model.
+        `is_real` says whether the assumed costs fit the model.
         """
         if self.given or (self.costs is None and not is_real):
             return ""
@@ -155,10 +148,6 @@ class LayoutOptions:
             decodes: whether clips become frames.
             family: of the model. Without `--costs`, for another family than SVD and for clips that
                 are not decoded, a step costs 1 and all else 0.
-
-        Raises:
-            InputError: the file cannot be read.
-            RequestError: the costs do not exist.
         """
         if self.costs is not None:
             return find_costs(self.costs)
@@ -187,9 +176,6 @@ class LayoutOptions:
             memory: tells `auto` what fits; None: everything fits.
             experts: as `ExpertOptions.fields`; None: the model has one expert.
             family: of the model.
-
-        Raises:
-            RequestError: `auto` needs the number of clips, which this process does not know.
         """
         # The launcher, not the costs, knows which ranks share a host.
         assumed = self.assumed_costs(decodes=decodes, family=family)

@@ -121,11 +121,7 @@ class ModelOptions:
 
     @property
     def family(self) -> str:
-        """The model's family; reads its `model_index.json`, and may download it.
-
-        Raises:
-            ModelError: there is no such model, or its family is not known.
-        """
+        """The model's family; reads its `model_index.json`, and may download it."""
         if self.model in (DEFAULT_MODEL, DEMO_MODEL, DUMMY_MODEL):
             return "svd"
         from svdpp.models.checkpoint import family_of_model  # light commands need it rarely
@@ -133,13 +129,7 @@ class ModelOptions:
         return family_of_model(self.to_config("cpu"))
 
     def to_config(self, device: str, family: str | None = None, **more: bool) -> ModelConfig:
-        """The configuration on `device`.
-
-        Args:
-            device: its name.
-            family: of the model; None: its files say so, if the default precision depends on it.
-            more: further fields.
-        """
+        """The configuration on `device`."""
         return ModelConfig(
             name=self.model,
             revision=self.revision,

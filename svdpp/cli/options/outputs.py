@@ -109,11 +109,7 @@ class OutputOptions(OverwriteOptions, FolderOptions):
     ] = False
 
     def place(self) -> Place:
-        """Where clips are written.
-
-        Raises:
-            RequestError: the template has unknown fields, or the suffix is another video format.
-        """
+        """Where clips are written."""
         suffix = self.out.suffix.lower()
         if self.out.is_dir():
             return Place(self.out, _EVERY_CLIP, None)
@@ -140,11 +136,7 @@ class OutputOptions(OverwriteOptions, FolderOptions):
         return Place(self.out.parent, name, formats.get(suffix))
 
     def check(self) -> OutputConfig:
-        """Format and quality, checked.
-
-        Raises:
-            RequestError: format or quality do not exist, or `--out` has another format.
-        """
+        """Format and quality, checked."""
         ending = self.place().format
         if ending is not None and self.format not in (None, ending):
             raise RequestError(
@@ -155,14 +147,7 @@ class OutputOptions(OverwriteOptions, FolderOptions):
         return OutputConfig(path=str(self.out), format=chosen, crf=self.crf)  # type: ignore[arg-type]
 
     def policy(self, *, is_restarted: bool) -> "OutputPolicy":
-        """Where clips are written, and what happens to existing files.
-
-        Args:
-            is_restarted: whether a launcher restarted this command in the same run.
-
-        Raises:
-            RequestError: as `check`.
-        """
+        """Where clips are written, and what happens to existing files."""
         from svdpp.driver.jobs import OutputPolicy
 
         checked, place = self.check(), self.place()
@@ -179,11 +164,7 @@ class OutputOptions(OverwriteOptions, FolderOptions):
 
 
 def _has_fields(text: str) -> bool:
-    """Whether `text` is a template of names.
-
-    Raises:
-        RequestError: it has unknown fields, or formats that do not fit them.
-    """
+    """Whether `text` is a template of names."""
     try:
         parts = [part for part in Formatter().parse(text) if part[1] is not None]
         unknown = [name for _, name, _, other in parts if name not in _FIELDS or other]
@@ -233,12 +214,7 @@ class TraceOptions:
     ] = None
 
     def checked(self) -> "TraceOutputs":
-        """The files, checked before any work.
-
-        Raises:
-            RequestError: a name has an unknown suffix, or matplotlib is not installed.
-            OutputError: one of them cannot be written.
-        """
+        """The files, checked before any work."""
         from svdpp.cli.trace_outputs import TraceOutputs
 
         return TraceOutputs(trace=self.trace, timeline=self.timeline, profile=self.profile)

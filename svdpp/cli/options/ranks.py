@@ -86,11 +86,7 @@ class RankOptions:
     ] = False
 
     def device_for(self, model: str) -> str:
-        """The name of the device, where `auto` is decided. Imports torch if there are GPUs.
-
-        Raises:
-            RequestError: there is no GPU, and `model` is too large for `auto` to take the CPU.
-        """
+        """The name of the device, where `auto` is decided. Imports torch if there are GPUs."""
         if self.device != AUTO_DEVICE:
             return self.device
         if visible_gpus():

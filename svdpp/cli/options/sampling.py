@@ -249,11 +249,7 @@ class SamplingOptions:
         return self.decode_chunk_size == AUTO_CHUNK
 
     def one_seed(self) -> int:
-        """The seed of every clip.
-
-        Raises:
-            RequestError: it is out of range.
-        """
+        """The seed of every clip."""
         return parse_seeds(self.seed, None)[0]
 
     def num_steps(self, family: str = "svd") -> int:
@@ -264,17 +260,7 @@ class SamplingOptions:
     def to_config(
         self, model: ModelOptions, *, from_image: bool = True, family: str | None = None
     ) -> SamplingConfig:
-        """The given values, else the model's defaults, else those of diffusers.
-
-        Args:
-            model: whose family decides which options there are.
-            from_image: whether the clips start from photographs.
-            family: of the model; None: its files say so.
-
-        Raises:
-            RequestError: a value cannot be used, or an option is for another family.
-            ModelError: there is no such model.
-        """
+        """The given values, else the model's defaults, else those of diffusers."""
         given = {name: value for name, value in vars(self).items() if value is not None}
         given.pop("seed", None)
         given.pop("param", None)
@@ -303,7 +289,6 @@ class SamplingOptions:
 
 
 def _option_names() -> dict[str, str]:
-    """The name of each field's option."""
     hints = get_type_hints(SamplingOptions, include_extras=True)
     return {name: hint.__metadata__[0].names[0] for name, hint in hints.items()}
 
@@ -312,11 +297,7 @@ _OPTIONS = _option_names()
 
 
 def parse_params(texts: Iterable[str], family: str) -> dict[str, float]:
-    """The values of `--param NAME=VALUE` by name, in the types of the family's parameters.
-
-    Raises:
-        RequestError: the family has no such parameter, or the value is no number.
-    """
+    """The values of `--param NAME=VALUE` by name, in the types of the family's parameters."""
     known = own_params(SAMPLING_CLASSES[family])
     values: dict[str, float] = {}
     for text in texts:
@@ -337,11 +318,7 @@ def parse_params(texts: Iterable[str], family: str) -> dict[str, float]:
 
 
 def parse_seeds(seed: str | None, seeds: str | None) -> list[int]:
-    """The seeds of `--seed 7` or `--seeds 1,3,5-7`; a drawn one for `random`; 0 by default.
-
-    Raises:
-        RequestError: both are given, or the text is not a list of seeds.
-    """
+    """The seeds of `--seed 7` or `--seeds 1,3,5-7`; a drawn one for `random`; 0 by default."""
     if seed is not None and seeds is not None:
         raise RequestError("--seed and --seeds contradict each other")
     if RANDOM_SEED in (seed, seeds):
@@ -380,11 +357,7 @@ def _check_seed(seed: int) -> None:
 
 
 def parse_decode_chunk(text: str | None) -> int | None:
-    """The number of frames; None for the default and for `auto`.
-
-    Raises:
-        RequestError: neither a number nor `auto`.
-    """
+    """The number of frames; None for the default and for `auto`."""
     if text is None or text == AUTO_CHUNK:
         return None
     if not re.fullmatch(r"-?\d{1,9}", text, re.ASCII):
@@ -395,11 +368,7 @@ def parse_decode_chunk(text: str | None) -> int | None:
 def fit_chunk(
     console: Console, sampling: SamplingOptions, config: PipelineConfig
 ) -> PipelineConfig:
-    """`config` with the number of frames that can be decoded at a time, if it is to be measured.
-
-    Raises:
-        OutOfMemoryError: not even one frame fits.
-    """
+    """`config` with the number of frames that can be decoded at a time, if it is to be measured."""
     if not (sampling.measures_chunk and config.decodes):
         return config
     from svdpp.diagnostics.decode_chunk import measure_decode

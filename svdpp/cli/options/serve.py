@@ -11,8 +11,6 @@ from svdpp.config import SamplingConfig
 from svdpp.config.limits import MAX_FRAMES, MAX_STEPS, check_seconds, check_whole, is_number, shown
 from svdpp.errors import RequestError
 
-_MAX_PORT = 65535
-_MAX_QUEUE = 100_000
 _MAX_UPLOAD_MB = 256  # as media.image reads at most
 _MAX_SIZES = 32
 
@@ -181,8 +179,8 @@ class ServeOptions(ImageOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_seconds("--heartbeat-timeout", self.heartbeat_timeout)
-        check_whole("--port", self.port, 0, _MAX_PORT)
-        check_whole("--max-queue", self.max_queue, 1, _MAX_QUEUE)
+        check_whole("--port", self.port, 0, 65535)
+        check_whole("--max-queue", self.max_queue, 1, 100_000)
         check_whole("--max-upload-mb", self.max_upload_mb, 1, _MAX_UPLOAD_MB)
         check_whole("--max-steps", self.max_steps, 1, MAX_STEPS)
         check_whole("--max-frames", self.max_frames, 1, MAX_FRAMES)
@@ -206,11 +204,7 @@ class ServeOptions(ImageOptions):
                 )
 
     def all_sizes(self, sampling: SamplingConfig) -> tuple[tuple[int, int], ...]:
-        """Width and height of the default size and of all others.
-
-        Raises:
-            RequestError: `--sizes` is not a list of sizes of frames.
-        """
+        """Width and height of the default size and of all others."""
         found = {(sampling.width, sampling.height): None}
         for part in (self.sizes or "").split(",") if self.sizes is not None else ():
             match = re.fullmatch(r"\s*(\d{1,5})x(\d{1,5})\s*", part, re.ASCII)

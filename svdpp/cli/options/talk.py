@@ -56,15 +56,7 @@ class LogOptions(TalkOptions):
     ] = None
 
     def open(self, console: Console, launched: World | None) -> None:
-        """Opens the log.
-
-        Args:
-            console: gets what is shown.
-            launched: the launcher's world; of the ranks of a host only the first makes remarks.
-
-        Raises:
-            OutputError: the file cannot be written.
-        """
+        """Opens the log; of the ranks of a host only the first makes remarks."""
         from svdpp.cli.log import open_log
 
         quiet = self.quiet or (launched is not None and launched.local_rank != 0)
