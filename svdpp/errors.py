@@ -1,4 +1,4 @@
-"""Owns every error a user can meet, each with its exit code; imports no other package.
+"""Every error a user can meet, each with its exit code; imports no other package.
 
 An error is one sentence for the person at the terminal and, if there is one, a hint with the fix.
 It holds plain strings only, so that another process can raise it again as the same type.

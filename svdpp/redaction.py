@@ -1,4 +1,4 @@
-"""Owns what must not be shown: the user's home, tokens and secrets, and control characters.
+"""What must not be shown: the user's home, tokens and secrets, and control characters.
 
 Errors, tracebacks, logs and JSON pass through `redact`, and paths in clip metadata through
 `recorded_path`. Standard library only, so that every package can import it.

@@ -1,4 +1,4 @@
-"""Owns the comparison of two benches: ratios, and whether they are more than noise."""
+"""The comparison of two benches: ratios, and whether they are more than noise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns a bench's configuration: sections, YAML, overrides, grids, all checked before it runs."""
+"""A bench's configuration: sections, YAML, overrides, grids, all checked before it runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the costs file of a bench: the costs for a plan, from the measured rounds."""
+"""The costs file of a bench: the costs for a plan, from the measured rounds."""
 
 from __future__ import annotations
 

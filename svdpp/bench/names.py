@@ -1,4 +1,4 @@
-"""Owns the names of a bench's cases, figures and files. Imports nothing."""
+"""The names of a bench's cases, figures and files. Imports nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the decision whether a difference between rounds is more than noise."""
+"""The decision whether a difference between rounds is more than noise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the ranks of a bench's pipelines: started for each pipeline, or joined from a launcher."""
+"""The ranks of a bench's pipelines: started for each pipeline, or joined from a launcher."""
 
 from __future__ import annotations
 

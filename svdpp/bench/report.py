@@ -1,4 +1,4 @@
-"""Owns the report on a bench's folder: its cases, what limits the pipeline, and the noise."""
+"""The report on a bench's folder: its cases, what limits the pipeline, and the noise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns reading what a bench has left: its rounds, summary and environment."""
+"""Reading what a bench has left: its rounds, summary and environment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the result files of a bench, results/<experiment>/<run_id>/; only the parent writes them."""
+"""The result files of a bench, results/<experiment>/<run_id>/; only the parent writes them."""
 
 from __future__ import annotations
 

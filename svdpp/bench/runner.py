@@ -1,4 +1,4 @@
-"""Owns the measurement of a bench: the pipeline and its baselines, in turns."""
+"""The measurement of a bench: the pipeline and its baselines, in turns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the targets of a bench: figures that a summary must reach, and whether it does."""
+"""The targets of a bench: figures that a summary must reach, and whether it does."""
 
 from __future__ import annotations
 

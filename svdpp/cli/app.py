@@ -1,4 +1,4 @@
-"""Owns the command line as a whole: the list of commands, and how a command is run."""
+"""The command line as a whole: the list of commands, and how a command is run."""
 
 from __future__ import annotations
 

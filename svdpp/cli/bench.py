@@ -1,4 +1,4 @@
-"""Owns `svdpp bench`: measures a configuration and its baselines, or compares two results."""
+"""`svdpp bench`: measures a configuration and its baselines, or compares two results."""
 
 from __future__ import annotations
 

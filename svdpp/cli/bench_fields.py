@@ -1,4 +1,4 @@
-"""Owns the options of `svdpp bench`, and how its fields become options of `svdpp run` and back."""
+"""The options of `svdpp bench`, and how its fields become options of `svdpp run` and back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns what `svdpp bench` prints: the figures of one bench, and the ratios of two."""
+"""What `svdpp bench` prints: the figures of one bench, and the ratios of two."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the definition of a command: a function of option groups, flattened for Typer."""
+"""The definition of a command: a function of option groups, flattened for Typer."""
 
 from __future__ import annotations
 

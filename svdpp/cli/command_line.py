@@ -1,4 +1,4 @@
-"""Owns the command line as the user typed it, for files that record it and hints that repeat it."""
+"""The command line as the user typed it, for files that record it and hints that repeat it."""
 
 from __future__ import annotations
 

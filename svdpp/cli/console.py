@@ -1,4 +1,4 @@
-"""Owns printing: results to stdout, remarks to stderr. Nothing else in the program prints.
+"""Printing: results to stdout, remarks to stderr. Nothing else in the program prints.
 
 All output is redacted except result lines, which show paths as the user typed them. No control
 character in a name reaches a terminal.

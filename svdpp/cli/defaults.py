@@ -1,4 +1,4 @@
-"""Owns the defaults that a user sets: svdpp.toml, [tool.svdpp], and SVDPP_* variables."""
+"""The defaults that a user sets: svdpp.toml, [tool.svdpp], and SVDPP_* variables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns `svdpp doctor`: checks what a run needs, and says how to fix what fails."""
+"""`svdpp doctor`: checks what a run needs, and says how to fix what fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns `svdpp env`: what a result depends on besides the request."""
+"""`svdpp env`: what a result depends on besides the request."""
 
 from __future__ import annotations
 

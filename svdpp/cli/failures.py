@@ -1,4 +1,4 @@
-"""Owns the answer to errors and signals: a sentence or JSON, and the exit code."""
+"""The answer to errors and signals: a sentence or JSON, and the exit code."""
 
 from __future__ import annotations
 

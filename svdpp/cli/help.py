@@ -1,4 +1,4 @@
-"""Owns the help: common options are described, the others only named.
+"""The help: common options are described, the others only named.
 
 Typer's own help is too wide for 80 columns: borders and types take half of them.
 """

@@ -1,4 +1,4 @@
-"""Owns a command's work as a rank other than 0 of torchrun or srun: it serves silently."""
+"""A command's work as a rank other than 0 of torchrun or srun: it serves silently."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the log: one redacted loguru record for each event of a rank."""
+"""The log: one redacted loguru record for each event of a rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns `svdpp models`: the families of models, and what one of them takes."""
+"""`svdpp models`: the families of models, and what one of them takes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns `svdpp plan`: which rank does what, when, and for how long; imports no torch."""
+"""`svdpp plan`: which rank does what, when, and for how long; imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the choice of the number of ranks and their plan: a layout or a draft."""
+"""The choice of the number of ranks and their plan: a layout or a draft."""
 
 from __future__ import annotations
 

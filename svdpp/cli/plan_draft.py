@@ -1,4 +1,4 @@
-"""Owns the output of `svdpp plan --draft`: ranks, picture and forecast of a draft plan."""
+"""The output of `svdpp plan --draft`: ranks, picture and forecast of a draft plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the output of `svdpp plan`: one layout with picture and forecast, or several compared."""
+"""The output of `svdpp plan`: one layout with picture and forecast, or several compared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns `svdpp profile`: measures the costs of plans on the devices of this machine."""
+"""`svdpp profile`: measures the costs of plans on the devices of this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns `svdpp profile --draft`: measures start steps, and writes the best trade-offs to a file."""
+"""`svdpp profile --draft`: measures start steps, and writes the best trade-offs to a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the progress display: a live picture on a terminal, plain lines elsewhere."""
+"""The progress display: a live picture on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the number of ranks: the launcher's, the user's or the default."""
+"""The number of ranks: the launcher's, the user's or the default."""
 
 from __future__ import annotations
 

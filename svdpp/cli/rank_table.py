@@ -1,4 +1,4 @@
-"""Owns the live picture of the ranks: one line each, as many as fit on the terminal."""
+"""The live picture of the ranks: one line each, as many as fit on the terminal."""
 
 from __future__ import annotations
 

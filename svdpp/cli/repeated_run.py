@@ -1,4 +1,4 @@
-"""Owns the options in a run manifest: recording them, and reading them for `svdpp run --from`."""
+"""The options in a run manifest: recording them, and reading them for `svdpp run --from`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns `svdpp report`: what limits a finished run, and what would make it faster."""
+"""`svdpp report`: what limits a finished run, and what would make it faster."""
 
 from __future__ import annotations
 

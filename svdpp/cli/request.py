@@ -1,4 +1,4 @@
-"""Owns the step from options to one configuration."""
+"""The step from options to one configuration."""
 
 from __future__ import annotations
 

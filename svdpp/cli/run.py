@@ -1,4 +1,4 @@
-"""Owns `svdpp run`: photographs in, clips out."""
+"""`svdpp run`: photographs in, clips out."""
 
 from __future__ import annotations
 

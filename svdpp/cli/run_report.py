@@ -1,4 +1,4 @@
-"""Owns what `svdpp run` prints: before and after a run, for each clip, and with `--dry-run`."""
+"""What `svdpp run` prints: before and after a run, for each clip, and with `--dry-run`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the request of `svdpp run`: its option groups, checked and combined step by step."""
+"""The request of `svdpp run`: its option groups, checked and combined step by step."""
 
 from __future__ import annotations
 

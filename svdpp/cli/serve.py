@@ -1,4 +1,4 @@
-"""Owns `svdpp serve`: the HTTP service."""
+"""`svdpp serve`: the HTTP service."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns `svdpp simulate`: a rehearsal with real processes, without GPUs or weights."""
+"""`svdpp simulate`: a rehearsal with real processes, without GPUs or weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the files of `--trace`, `--timeline` and `--profile`, also of a run that fails."""
+"""The files of `--trace`, `--timeline` and `--profile`, also of a run that fails."""
 
 from __future__ import annotations
 

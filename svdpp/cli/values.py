@@ -1,4 +1,4 @@
-"""Owns the conversion of a command line's texts into values of the annotated types.
+"""The conversion of a command line's texts into values of the annotated types.
 
 Typer's own conversion imports pydantic and builds a model for each option. That takes longer than
 the rest of a light command, and its errors speak of pydantic.

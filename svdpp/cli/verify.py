@@ -1,4 +1,4 @@
-"""Owns `svdpp verify`: proves that the pipeline's result equals diffusers' own, bit for bit."""
+"""`svdpp verify`: proves that the pipeline's result equals diffusers' own, bit for bit."""
 
 from __future__ import annotations
 

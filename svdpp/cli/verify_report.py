@@ -1,4 +1,4 @@
-"""Owns the output of `svdpp verify`: checks, verdicts, and distances of drafts."""
+"""The output of `svdpp verify`: checks, verdicts, and distances of drafts."""
 
 from __future__ import annotations
 

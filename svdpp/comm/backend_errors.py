@@ -1,4 +1,4 @@
-"""Owns the meaning of what gloo, NCCL and CUDA raise during a transfer: whose fault it is."""
+"""The meaning of what gloo, NCCL and CUDA raise during a transfer: whose fault it is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the fixed-size header that precedes each packet, and the checks on it.
+"""The fixed-size header that precedes each packet, and the checks on it.
 
 gloo and NCCL accept a message of another size or type without an error, so the header says how many
 bytes follow, and the receiver checks it before it reads them.

@@ -1,4 +1,4 @@
-"""Owns the packet: what travels with a clip between two ranks, as tensors and as flat bytes.
+"""The packet: what travels with a clip between two ranks, as tensors and as flat bytes.
 
 A packet describes itself. Its payload is the tensors on the rank's device end to end. Tensors in
 host memory, such as the state of a random generator, are in the description, which the receiver

@@ -1,4 +1,4 @@
-"""Owns CUDA streams and every copy between a device and the host; on the CPU, plain calls.
+"""CUDA streams and every copy between a device and the host; on the CPU, plain calls.
 
 No other module makes a stream, waits for one, or reads a tensor on a device; a test lists the few
 exceptions with their reasons. Three rules make the copies safe beside queued kernels:

@@ -1,4 +1,4 @@
-"""Owns the transfer of one packet between two ranks: header, check, payload. Point to point only.
+"""The transfer of one packet between two ranks: header, check, payload. Point to point only.
 
 Each rank has one link per neighbour and direction, and each link has a thread, so that a transfer
 runs beneath the denoising. The header and the packet's description are messages of their own,

@@ -1,4 +1,4 @@
-"""Owns the configuration of a run: frozen dataclasses that validate themselves.
+"""The configuration of a run: frozen dataclasses that validate themselves.
 
 Options, benchmark YAML, clip metadata and the Python API all create these dataclasses. Their
 `__post_init__` refuses what cannot run or exceeds `config.limits`, before any work.

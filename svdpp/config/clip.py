@@ -1,4 +1,4 @@
-"""Owns the request of one clip: its photograph, seed and output files."""
+"""The request of one clip: its photograph, seed and output files."""
 
 from __future__ import annotations
 

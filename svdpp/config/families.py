@@ -1,4 +1,4 @@
-"""Owns the table of families: their parameters, with the defaults of diffusers' `__call__`."""
+"""The table of families: their parameters, with the defaults of diffusers' `__call__`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the upper limits of a request and the checks of its values; docs/security.md lists them.
+"""The upper limits of a request and the checks of its values; docs/security.md lists them.
 
 The limits are far above any use of Stable Video Diffusion. They stop hostile or mistyped requests
 before any work. `driver.memory_check` checks whether a run fits in the machine's memory.

@@ -1,4 +1,4 @@
-"""Owns the choice of a model and its precision, and the shape of the dummy's latent."""
+"""The choice of a model and its precision, and the shape of the dummy's latent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the configuration of a pipeline: model, sampler, and the ranks that share the steps."""
+"""The configuration of a pipeline: model, sampler, and the ranks that share the steps."""
 
 from __future__ import annotations
 

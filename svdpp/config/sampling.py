@@ -1,4 +1,4 @@
-"""Owns the parameters of diffusers' samplers, by model family: their defaults and limits."""
+"""The parameters of diffusers' samplers, by model family: their defaults and limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the advice of a report: what would help a run, by forecast, with the command to type."""
+"""The advice of a report: what would help a run, by forecast, with the command to type."""
 
 from __future__ import annotations
 

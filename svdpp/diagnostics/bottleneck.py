@@ -1,4 +1,4 @@
-"""Owns the rules that say what limits a run: plain figures in, findings out."""
+"""The rules that say what limits a run: plain figures in, findings out."""
 
 from __future__ import annotations
 

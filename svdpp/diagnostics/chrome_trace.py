@@ -1,4 +1,4 @@
-"""Owns the trace file: a run's measurements in Chrome's trace event format, for Perfetto.
+"""The trace file: a run's measurements in Chrome's trace event format, for Perfetto.
 
 Each rank is a process, with a track for compute (steps within their actions), a track for each link
 and its counters. The format is "Trace Event Format", Google, 2016, linked from

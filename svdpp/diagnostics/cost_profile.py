@@ -1,4 +1,4 @@
-"""Owns the measurement of costs: seconds and memory of each kind of work, on real ranks."""
+"""The measurement of costs: seconds and memory of each kind of work, on real ranks."""
 
 from __future__ import annotations
 

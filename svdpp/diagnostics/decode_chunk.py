@@ -1,4 +1,4 @@
-"""Owns `--decode-chunk-size auto`: how many frames can be decoded at a time.
+"""`--decode-chunk-size auto`: how many frames can be decoded at a time.
 
 Bits depend on the chunk, so it is chosen once, before the first clip, and recorded as a number. A
 separate process loads what the decoding rank will hold and decodes one and two frames. From there

@@ -1,4 +1,4 @@
-"""Owns the diagnosis of measured figures: what limits the ranks, and what would help."""
+"""The diagnosis of measured figures: what limits the ranks, and what would help."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the checks of a machine before a run: everything that a run needs is actually tried."""
+"""The checks of a machine before a run: everything that a run needs is actually tried."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the sweep over start steps: each draft, computed in one process, and its distance."""
+"""The sweep over start steps: each draft, computed in one process, and its distance."""
 
 from __future__ import annotations
 

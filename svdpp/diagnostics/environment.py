@@ -1,4 +1,4 @@
-"""Owns the facts about the machine and the libraries: plain values, no secrets."""
+"""The facts about the machine and the libraries: plain values, no secrets."""
 
 from __future__ import annotations
 

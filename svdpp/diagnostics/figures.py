@@ -1,4 +1,4 @@
-"""Owns the figures that a run leaves in its manifest for `svdpp report`, and its head-room."""
+"""The figures that a run leaves in its manifest for `svdpp report`, and its head-room."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the sums over a GPU's samples: mean, peak and energy, in constant memory."""
+"""The sums over a GPU's samples: mean, peak and energy, in constant memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the estimate of each rank's memory, before any rank starts."""
+"""The estimate of each rank's memory, before any rank starts."""
 
 from __future__ import annotations
 

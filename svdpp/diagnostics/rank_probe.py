@@ -1,4 +1,4 @@
-"""Owns small measurements on real ranks: speed of links, memory of parts, repeatability of bits."""
+"""Small measurements on real ranks: speed of links, memory of parts, repeatability of bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the recording of a run's figures: from the events of its ranks to one `RunFigures`."""
+"""The recording of a run's figures: from the events of its ranks to one `RunFigures`."""
 
 from __future__ import annotations
 

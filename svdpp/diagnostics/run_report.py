@@ -1,4 +1,4 @@
-"""Owns the report on a finished run: its clips, its times, what limits it, and what would help."""
+"""The report on a finished run: its clips, its times, what limits it, and what would help."""
 
 from __future__ import annotations
 

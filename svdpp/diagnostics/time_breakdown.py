@@ -1,4 +1,4 @@
-"""Owns the breakdown of each rank's time, and the comparison of a run with its forecast."""
+"""The breakdown of each rank's time, and the comparison of a run with its forecast."""
 
 from __future__ import annotations
 

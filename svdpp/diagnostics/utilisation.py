@@ -1,4 +1,4 @@
-"""Owns utilisation: FLOPs over measured seconds of each rank, and published peaks of devices."""
+"""Utilisation: FLOPs over measured seconds of each rank, and published peaks of devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the check of existing outputs: finished clips, drafts, and files of other programs."""
+"""The check of existing outputs: finished clips, drafts, and files of other programs."""
 
 from __future__ import annotations
 

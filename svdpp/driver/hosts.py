@@ -1,4 +1,4 @@
-"""Owns what rank 0 asks the other hosts before the work begins: the outputs in their folders."""
+"""What rank 0 asks the other hosts before the work begins: the outputs in their folders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the jobs of a run: inputs x seeds as clips with outputs and metadata, all checked first."""
+"""The jobs of a run: inputs x seeds as clips with outputs and metadata, all checked first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the decision which rank has stalled, from the ranks' events and their times."""
+"""The decision which rank has stalled, from the ranks' events and their times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the check of a run's memory against the free memory, before its processes start."""
+"""The check of a run's memory against the free memory, before its processes start."""
 
 from __future__ import annotations
 

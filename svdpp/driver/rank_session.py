@@ -1,4 +1,4 @@
-"""Owns the ranks of one pipeline from entry to exit, and the thread that supervises them."""
+"""The ranks of one pipeline from entry to exit, and the thread that supervises them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns rank tasks: ranks that start for one function, report on it, and end."""
+"""Rank tasks: ranks that start for one function, report on it, and end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the resolution of a request against its model: defaults become numbers."""
+"""The resolution of a request against its model: defaults become numbers."""
 
 from __future__ import annotations
 

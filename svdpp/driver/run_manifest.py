@@ -1,4 +1,4 @@
-"""Owns the run manifest, `run.json`: the state of each clip of a run, kept current on disk."""
+"""The run manifest, `run.json`: the state of each clip of a run, kept current on disk."""
 
 from __future__ import annotations
 

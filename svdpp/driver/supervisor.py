@@ -1,4 +1,4 @@
-"""Owns the parent's supervision of the ranks: their events, why a run failed, their end."""
+"""The parent's supervision of the ranks: their events, why a run failed, their end."""
 
 from __future__ import annotations
 

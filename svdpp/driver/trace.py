@@ -1,4 +1,4 @@
-"""Owns a run's measurements: the spans, steps, waits and transfers of every rank."""
+"""A run's measurements: the spans, steps, waits and transfers of every rank."""
 
 from __future__ import annotations
 

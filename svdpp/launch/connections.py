@@ -1,4 +1,4 @@
-"""Owns the TCP connections between rank 0 and ranks that a launcher started: one per rank.
+"""The TCP connections between rank 0 and ranks that a launcher started: one per rank.
 
 Rank 0 listens on one address. Address, port and a secret are in the launcher's store, and both ends
 prove that they know the secret. The kernel closes a connection whose host is down or unreachable:

@@ -1,4 +1,4 @@
-"""Owns what a process sets before it imports torch: variables, garbage collection. No torch."""
+"""What a process sets before it imports torch: variables, garbage collection. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the fork server: its start, what it imports once for all CPU ranks, its end. No torch.
+"""The fork server: its start, what it imports once for all CPU ranks, its end. No torch.
 
 Importing torch and diffusers takes most of the time of a start. A command that starts the server
 first goes on while the server imports them. Ranks on CUDA are started by `spawn` instead: importing

@@ -1,4 +1,4 @@
-"""Owns the list of NVIDIA GPUs that this process may use, read through NVML without CUDA.
+"""The list of NVIDIA GPUs that this process may use, read through NVML without CUDA.
 
 The parent reads it here because `torch.cuda` would create a context of about 0.5 GB on every GPU,
 and processes that are forked afterwards could not use CUDA.

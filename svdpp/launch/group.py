@@ -1,4 +1,4 @@
-"""Owns the interface to a group of ranks, for the parent and each rank, and its channels."""
+"""The interface to a group of ranks, for the parent and each rank, and its channels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns rank 0's view of ranks that torchrun or srun started.
+"""Rank 0's view of ranks that torchrun or srun started.
 
 Each rank has one connection to rank 0 (`connections`). Before the work begins, rank 0 may query one
 rank of each host. Then all ranks begin, and each connection carries the messages of a `Channel`. At

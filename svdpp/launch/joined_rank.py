@@ -1,4 +1,4 @@
-"""Owns the life of a launcher's rank other than 0: its connection to rank 0, its work, its exit."""
+"""The life of a launcher's rank other than 0: its connection to rank 0, its work, its exit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the process group, its backend and interface; only it reads PIPELINE_BACKEND."""
+"""The process group, its backend and interface; only it reads PIPELINE_BACKEND."""
 
 from __future__ import annotations
 

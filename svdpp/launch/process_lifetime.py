@@ -1,4 +1,4 @@
-"""Owns the end of processes: with their parent, by a signal, and together with their children."""
+"""The end of processes: with their parent, by a signal, and together with their children."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the ranks that the parent starts on this machine: start, messages, output, end."""
+"""The ranks that the parent starts on this machine: start, messages, output, end."""
 
 from __future__ import annotations
 

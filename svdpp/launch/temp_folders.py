@@ -1,4 +1,4 @@
-"""Owns the private temporary folders of a run, and their removal.
+"""The private temporary folders of a run, and their removal.
 
 A folder is removed after its use, or when the process exits. A process that exits by `os._exit`
 calls `remove_all` first. The module imports no heavy library, because commands use it too.

@@ -1,4 +1,4 @@
-"""Owns the rank and world size that a launcher gives this process; knows no torch.
+"""The rank and world size that a launcher gives this process; knows no torch.
 
 Only this module reads the environment variables of torchrun and Slurm.
 """

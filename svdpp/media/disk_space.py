@@ -1,4 +1,4 @@
-"""Owns the check that clips fit on the disk, before any work."""
+"""The check that clips fit on the disk, before any work."""
 
 from __future__ import annotations
 

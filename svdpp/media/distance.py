@@ -1,4 +1,4 @@
-"""Owns the visible difference between the frames of two clips."""
+"""The visible difference between the frames of two clips."""
 
 from __future__ import annotations
 

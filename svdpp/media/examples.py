@@ -1,4 +1,4 @@
-"""Owns the example inputs of the package: photographs, a prompt, and clips made of them."""
+"""The example inputs of the package: photographs, a prompt, and clips made of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns writing one self-contained HTML page from a template."""
+"""Writing one self-contained HTML page from a template."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns reading an untrusted photograph safely and fitting it to a shape; knows no torch.
+"""Reading an untrusted photograph safely and fitting it to a shape; knows no torch.
 
 A file is read once, so the hashed bytes are the decoded bytes.
 """

@@ -1,4 +1,4 @@
-"""Owns what clips are made from: finding and checking photographs, and naming prompts."""
+"""What clips are made from: finding and checking photographs, and naming prompts."""
 
 from __future__ import annotations
 

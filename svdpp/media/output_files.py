@@ -1,4 +1,4 @@
-"""Owns writing a file or folder completely or not at all, whatever its content.
+"""Writing a file or folder completely or not at all, whatever its content.
 
 A file is written under a hidden name in the same folder and renamed when it is complete. Its writer
 locks it, so that any run can distinguish a file that is being written from an abandoned one.

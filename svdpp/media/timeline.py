@@ -1,4 +1,4 @@
-"""Owns the timeline picture: ranks x time, drawn from spans with matplotlib.
+"""The timeline picture: ranks x time, drawn from spans with matplotlib.
 
 matplotlib belongs to the extra `pictures`; it is imported only to draw.
 """

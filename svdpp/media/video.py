@@ -1,4 +1,4 @@
-"""Owns clips on disk: writes and reads frames and metadata, by ffmpeg and Pillow; knows no torch.
+"""Clips on disk: writes and reads frames and metadata, by ffmpeg and Pillow; knows no torch.
 
 A clip is read back and its frames are counted before it gets its final name. Frames are numpy
 uint8, shape (F, H, W, 3), RGB.

@@ -1,4 +1,4 @@
-"""Owns the interface between the engine and a model family: what one rank's model can do."""
+"""The interface between the engine and a model family: what one rank's model can do."""
 
 from __future__ import annotations
 

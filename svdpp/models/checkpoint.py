@@ -1,4 +1,4 @@
-"""Owns finding a checkpoint, and what the engine asks of it; knows no torch.
+"""Finding a checkpoint, and what the engine asks of it; knows no torch.
 
 A checkpoint is untrusted. The values of its configs are checked against limits, and every error is
 a `ModelError` that names the file. `checkpoint` in a family's package checks its configs.

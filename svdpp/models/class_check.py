@@ -1,4 +1,4 @@
-"""Owns the refusal of other classes, and of code and adapters, in a checkpoint's configs."""
+"""The refusal of other classes, and of code and adapters, in a checkpoint's configs."""
 
 from __future__ import annotations
 

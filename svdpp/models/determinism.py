@@ -1,4 +1,4 @@
-"""Owns the torch settings on which bits depend; ranks and reference both take them from here."""
+"""The torch settings on which bits depend; ranks and reference both take them from here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the dummy model: a small Conv3d network with the denoiser's contract.
+"""The dummy model: a small Conv3d network with the denoiser's contract.
 
 It stands in for SVD in rehearsals on a laptop, and in tests of everything but the model.
 """

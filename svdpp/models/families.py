@@ -1,4 +1,4 @@
-"""Owns what the engine asks of a model family, and finds the family of a checkpoint.
+"""What the engine asks of a model family, and finds the family of a checkpoint.
 
 SVD has a package of its own; the other families share the engine's. Both have three modules:
 `family` has the functions below, `checkpoint` checks configs without torch, and `memory` estimates

@@ -1,4 +1,4 @@
-"""Owns the fingerprint of a folder's weights: a hash of samples, computed in milliseconds."""
+"""The fingerprint of a folder's weights: a hash of samples, computed in milliseconds."""
 
 from __future__ import annotations
 

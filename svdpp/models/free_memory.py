@@ -1,4 +1,4 @@
-"""Owns measuring free memory, on the host and on this process's GPU."""
+"""Measuring free memory, on the host and on this process's GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the download of a model from the hub, and its errors; knows no torch.
+"""The download of a model from the hub, and its errors; knows no torch.
 
 No message contains a token, or a URL that may contain one. `checkpoint` checks the snapshot.
 """

@@ -1,4 +1,4 @@
-"""Owns counting the bytes of live tensors, and of the workspace of CPU convolutions."""
+"""Counting the bytes of live tensors, and of the workspace of CPU convolutions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns loading one component of a checkpoint: checked, mapped from its files, and to the device."""
+"""Loading one component of a checkpoint: checked, mapped from its files, and to the device."""
 
 from __future__ import annotations
 

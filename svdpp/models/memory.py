@@ -1,4 +1,4 @@
-"""Owns the estimate of a model's memory and FLOPs from its configs; reads no weight.
+"""The estimate of a model's memory and FLOPs from its configs; reads no weight.
 
 Each part is built from fake tensors, which have a shape but no data, and runs the code of a rank,
 while every storage that is created and freed is counted, and the FLOPs of every kernel. Of the

@@ -1,4 +1,4 @@
-"""Owns an upper bound of the memory that a model takes, by arithmetic alone: no torch, no weights.
+"""An upper bound of the memory that a model takes, by arithmetic alone: no torch, no weights.
 
 `models.memory` tells the memory exactly, but takes seconds and imports diffusers. Most runs fit
 many times over, and this bound says so at once. Its factors lie above what the exact estimate gives

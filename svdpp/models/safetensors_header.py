@@ -1,4 +1,4 @@
-"""Owns finding a component's safetensors files, and reading their headers; reads no tensor.
+"""Finding a component's safetensors files, and reading their headers; reads no tensor.
 
 It also reads the JSON files of a checkpoint, which are untrusted: size and values are bounded.
 Knows no torch.

@@ -1,4 +1,4 @@
-"""Owns the comparison of a component's weight files with the module that its config describes."""
+"""The comparison of a component's weight files with the module that its config describes."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Owns the plan of a run: splits, action lists, costs, forecasts and text grids. Stdlib only."""
+"""The plan of a run: splits, action lists, costs, forecasts and text grids. Stdlib only."""

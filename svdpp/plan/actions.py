@@ -1,4 +1,4 @@
-"""Owns the Action: one thing that one rank does for one clip, with its text form and parser."""
+"""The Action: one thing that one rank does for one clip, with its text form and parser."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the choice by forecast of the fastest layout that fits, and of each rank's card."""
+"""The choice by forecast of the fastest layout that fits, and of each rank's card."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the comparison of layouts, a draft and model offload, side by side."""
+"""The comparison of layouts, a draft and model offload, side by side."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns costs: seconds and memory of each kind of work, the costs file, and published costs."""
+"""Costs: seconds and memory of each kind of work, the costs file, and published costs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the draft plan: the start step of each rank, and which states it exchanges at which steps.
+"""The draft plan: the start step of each rank, and which states it exchanges at which steps.
 
 The method is CHORDS (arXiv:2507.15260) for SVD's Euler sampler. Rank 0 computes the exact clip.
 Every other rank starts at a later step, from a long Euler step of the rank before it. It corrects

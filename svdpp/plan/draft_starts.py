@@ -1,4 +1,4 @@
-"""Owns the default start steps of a draft, and the draft profile file."""
+"""The default start steps of a draft, and the draft profile file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the division of a replica's stages between the two experts of a model, and its cuts."""
+"""The division of a replica's stages between the two experts of a model, and its cuts."""
 
 from __future__ import annotations
 

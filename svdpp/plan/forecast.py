@@ -1,4 +1,4 @@
-"""Owns the forecast: replays action lists against costs without processes, and sums them up."""
+"""The forecast: replays action lists against costs without processes, and sums them up."""
 
 from __future__ import annotations
 

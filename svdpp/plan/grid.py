@@ -1,4 +1,4 @@
-"""Owns the rank x time grid in text, with marks for errors."""
+"""The rank x time grid in text, with marks for errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the forecast by recurrence, without action lists, for thousands of ranks and clips."""
+"""The forecast by recurrence, without action lists, for thousands of ranks and clips."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the layout: which ranks form replicas, where each clip is cut, and its route."""
+"""The layout: which ranks form replicas, where each clip is cut, and its route."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the forecast of diffusers' model offload, a rival of the layouts; svdpp does not run it.
+"""The forecast of diffusers' model offload, a rival of the layouts; svdpp does not run it.
 
 With `enable_model_cpu_offload` the components of a pipeline take turns on the device. Once for each
 clip, each moves there when it is first used, and back to host memory before the next one runs.

@@ -1,4 +1,4 @@
-"""Owns the assignment of ranks to replicas."""
+"""The assignment of ranks to replicas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the schedule: turns the routes of clips into one action list for each rank."""
+"""The schedule: turns the routes of clips into one action list for each rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns SVD's noise levels, so that a plan can show them without a scheduler."""
+"""SVD's noise levels, so that a plan can show them without a scheduler."""
 
 from __future__ import annotations
 

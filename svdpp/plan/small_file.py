@@ -1,4 +1,4 @@
-"""Owns reading small untrusted text files: costs, draft profiles, configurations, metadata."""
+"""Reading small untrusted text files: costs, draft profiles, configurations, metadata."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the rules that cut the denoising steps of a clip into ranges, one for each stage.
+"""The rules that cut the denoising steps of a clip into ranges, one for each stage.
 
 The result of a step does not depend on the rank, so each clip can be cut anywhere. `uniform` makes
 equal ranges. `balanced` makes the slowest stage as fast as whole steps allow. `dithered` varies the

@@ -1,4 +1,4 @@
-"""Owns the server's address: its socket, and which hosts may be served without keys."""
+"""The server's address: its socket, and which hosts may be served without keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the application: the routes about the server itself, and how all routes are put together."""
+"""The application: the routes about the server itself, and how all routes are put together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the routes that request a clip, whose fields are those of the server's model."""
+"""The routes that request a clip, whose fields are those of the server's model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the errors of the API: one shape for every answer of 400 and above."""
+"""The errors of the API: one shape for every answer of 400 and above."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the routes of requested clips: list, follow, fetch, verify, delete."""
+"""The routes of requested clips: list, follow, fetch, verify, delete."""
 
 from __future__ import annotations
 

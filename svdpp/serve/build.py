@@ -1,4 +1,4 @@
-"""Owns putting a server together: what can be wrong is found before its ranks start."""
+"""Putting a server together: what can be wrong is found before its ranks start."""
 
 from __future__ import annotations
 

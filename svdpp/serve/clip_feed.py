@@ -1,4 +1,4 @@
-"""Owns the way of jobs from the queue to the ranks and back; the engine's thread calls it."""
+"""The way of jobs from the queue to the ranks and back; the engine's thread calls it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns what a job asks of the ranks: its request, its metadata and its files."""
+"""What a job asks of the ranks: its request, its metadata and its files."""
 
 from __future__ import annotations
 

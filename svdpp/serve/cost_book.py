@@ -1,4 +1,4 @@
-"""Owns the measured costs of clips by their size, because clips of one pipeline differ in size."""
+"""The measured costs of clips by their size, because clips of one pipeline differ in size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the process that counts a clip's FLOPs: `count_flops PARENT_PID`, JSON in and out."""
+"""The process that counts a clip's FLOPs: `count_flops PARENT_PID`, JSON in and out."""
 
 from __future__ import annotations
 

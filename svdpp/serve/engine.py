@@ -1,4 +1,4 @@
-"""Owns the engine: the thread that feeds a pipeline from the queue, and restarts it."""
+"""The engine: the thread that feeds a pipeline from the queue, and restarts it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the events of jobs for subscribers: the newest one of each job, in bounded memory.
+"""The events of jobs for subscribers: the newest one of each job, in bounded memory.
 
 An event holds the whole state of a job, so a subscriber that misses some loses nothing by taking
 only the newest. No publisher ever waits for a subscriber.

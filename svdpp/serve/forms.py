@@ -1,4 +1,4 @@
-"""Owns what a request says: the fields that a server takes, by the family of its model.
+"""What a request says: the fields that a server takes, by the family of its model.
 
 A server's form has only its own model's fields, so that its OpenAPI document says what it takes.
 """

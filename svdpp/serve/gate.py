@@ -1,4 +1,4 @@
-"""Owns the check that the ranks can make a requested clip, before it is stored."""
+"""The check that the ranks can make a requested clip, before it is stored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns what stands before every route: hosts, keys, the size of a body, headers, the access log.
+"""What stands before every route: hosts, keys, the size of a body, headers, the access log.
 
 It is the outermost layer, so that it also sees the answers to errors, and refuses a request before
 its body is read.

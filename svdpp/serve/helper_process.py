@@ -1,4 +1,4 @@
-"""Owns the command and the environment of the server's helper processes in Python."""
+"""The command and the environment of the server's helper processes in Python."""
 
 from __future__ import annotations
 

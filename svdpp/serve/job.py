@@ -1,4 +1,4 @@
-"""Owns the Job: one requested clip, its parameters and its state, as the queue stores it."""
+"""The Job: one requested clip, its parameters and its state, as the queue stores it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the JobCache: the open jobs in memory, so that a status call need not read the queue's file.
+"""The JobCache: the open jobs in memory, so that a status call need not read the queue's file.
 
 It holds no finished jobs, because their metadata is large and clients ask for them only once.
 """

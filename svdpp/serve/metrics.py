@@ -1,4 +1,4 @@
-"""Owns the Prometheus metrics of the service, in a registry of its own.
+"""The Prometheus metrics of the service, in a registry of its own.
 
 What the queue and the processes know is read at each scrape, so that it is never out of date. Only
 what happens at a moment, such as a step, is counted when it happens.

@@ -1,4 +1,4 @@
-"""Owns what clients may request of a server: its model, sizes and limits."""
+"""What clients may request of a server: its model, sizes and limits."""
 
 from __future__ import annotations
 

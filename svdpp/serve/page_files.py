@@ -1,4 +1,4 @@
-"""Owns the files of the page, listed once: no path of a client reaches the file system; and 304."""
+"""The files of the page, listed once: no path of a client reaches the file system; and 304."""
 
 from __future__ import annotations
 

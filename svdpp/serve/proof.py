@@ -1,4 +1,4 @@
-"""Owns the verification of finished clips on one device, on request or when the ranks are idle.
+"""The verification of finished clips on one device, on request or when the ranks are idle.
 
 Each runs in a process of low priority, as `svdpp verify CLIP` does it, and is killed at once when
 work arrives for the ranks.

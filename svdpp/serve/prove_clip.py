@@ -1,4 +1,4 @@
-"""Owns the process that verifies one finished clip: `prove_clip JSON PHOTO ANSWER PARENT_PID`.
+"""The process that verifies one finished clip: `prove_clip JSON PHOTO ANSWER PARENT_PID`.
 
 PHOTO is empty for a clip from text alone.
 """

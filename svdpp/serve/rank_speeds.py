@@ -1,4 +1,4 @@
-"""Owns how fast each rank computes: the FLOPs of its latest work over the seconds of that."""
+"""How fast each rank computes: the FLOPs of its latest work over the seconds of that."""
 
 from __future__ import annotations
 

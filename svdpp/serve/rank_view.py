@@ -1,4 +1,4 @@
-"""Owns the view of the ranks: what each does now, and what it did in the last minute."""
+"""The view of the ranks: what each does now, and what it did in the last minute."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the removal of jobs with their files, and the files in the data folder that no job has.
+"""The removal of jobs with their files, and the files in the data folder that no job has.
 
 The files of a job go before its row. If the server is killed in between, the row is still there to
 be removed again; so what has no row was never meant to go, and is kept.

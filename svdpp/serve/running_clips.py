@@ -1,4 +1,4 @@
-"""Owns the clips that are in the pipeline: their jobs, handles, progress and outcomes."""
+"""The clips that are in the pipeline: their jobs, handles, progress and outcomes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the JSON of the API: what the answers look like. The families' clips differ."""
+"""The JSON of the API: what the answers look like. The families' clips differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the server process: the socket, the signals, and the order in which all parts end."""
+"""The server process: the socket, the signals, and the order in which all parts end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns what the routes do: the service between HTTP and the queue. It knows no HTTP itself."""
+"""What the routes do: the service between HTTP and the queue. It knows no HTTP itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the JobStore: the durable queue, in one SQLite file that one server uses.
+"""The JobStore: the durable queue, in one SQLite file that one server uses.
 
 Every change of a state names the states that it may start from, so a late one changes nothing.
 """

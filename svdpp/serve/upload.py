@@ -1,4 +1,4 @@
-"""Owns the folder of uploaded photographs, each decoded in another process before it is kept."""
+"""The folder of uploaded photographs, each decoded in another process before it is kept."""
 
 from __future__ import annotations
 

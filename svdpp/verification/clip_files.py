@@ -1,4 +1,4 @@
-"""Owns finished clips on disk: the search for their files, metadata and photographs, and a check.
+"""Finished clips on disk: the search for their files, metadata and photographs, and a check.
 
 An input names a clip by its JSON, by its file (a video or a folder of frames), or by a folder that
 holds several clips. The files are untrusted: everything read here is bounded and checked.

@@ -1,4 +1,4 @@
-"""Owns the proof of finished clips: each is recomputed on one device and compared.
+"""The proof of finished clips: each is recomputed on one device and compared.
 
 There are three verdicts: whether diffusers computes the recorded latent, whether it computes the
 recorded frames, and whether the file on disk is the clip that the metadata describes.

@@ -1,4 +1,4 @@
-"""Owns the pictures of a difference: planes of both sides, and maps of where they differ.
+"""The pictures of a difference: planes of both sides, and maps of where they differ.
 
 A difference of one ULP in one element is invisible in the pictures themselves. The map shows every
 element that differs bright on black, and outlines it.

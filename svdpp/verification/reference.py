@@ -1,4 +1,4 @@
-"""Owns the reference: diffusers' unmodified pipeline, one clip at a time, on one device.
+"""The reference: diffusers' unmodified pipeline, one clip at a time, on one device.
 
 It runs in a separate process, with the ranks' settings, and reports its times as a rank does. For
 the dummy model it is a plain loop over the same network.

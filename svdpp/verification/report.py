@@ -1,4 +1,4 @@
-"""Owns the proof's HTML report: verdict, checks, pictures of both sides, and conditions."""
+"""The proof's HTML report: verdict, checks, pictures of both sides, and conditions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the result of a verification: the comparison of latents and frames, and the verdict."""
+"""The result of a verification: the comparison of latents and frames, and the verdict."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the proof: the pipelined run against the sequential one, bit for bit at every transfer."""
+"""The proof: the pipelined run against the sequential one, bit for bit at every transfer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the bounded executor: one thread beside the denoising, with a queue of limited length."""
+"""The bounded executor: one thread beside the denoising, with a queue of limited length."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns a clip's metadata: the request as its JSON records it, and the reading of that JSON."""
+"""A clip's metadata: the request as its JSON records it, and the reading of that JSON."""
 
 from __future__ import annotations
 

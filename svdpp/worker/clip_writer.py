@@ -1,4 +1,4 @@
-"""Owns writing a finished clip: hashes, file and JSON, in a thread beside the denoising."""
+"""Writing a finished clip: hashes, file and JSON, in a thread beside the denoising."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns a rank's device: taking it, its identity, and what its bits depend on."""
+"""A rank's device: taking it, its identity, and what its bits depend on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the comparison of one draft's results at the last rank, and the clips written from them."""
+"""The comparison of one draft's results at the last rank, and the clips written from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the arithmetic of one rank in a draft: its steps, its long first step, its corrections.
+"""The arithmetic of one rank in a draft: its steps, its long first step, its corrections.
 
 The formulas are those of CHORDS (arXiv:2507.15260). A long Euler step from step a to step b is
 `jump(x, f, a, b) = x + f * (sigma_b - sigma_a)`. A rank that last began at step b with latent x_b

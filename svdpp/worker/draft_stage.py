@@ -1,4 +1,4 @@
-"""Owns one rank's part in a draft: the states and results that ranks send each other."""
+"""One rank's part in a draft: the states and results that ranks send each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns injected faults: deliberate damage, to prove that the program detects it."""
+"""Injected faults: deliberate damage, to prove that the program detects it."""
 
 from __future__ import annotations
 

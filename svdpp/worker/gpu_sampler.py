@@ -1,4 +1,4 @@
-"""Owns sampling a rank's GPU through NVML: load, memory, power, temperature, clock, throttling."""
+"""Sampling a rank's GPU through NVML: load, memory, power, temperature, clock, throttling."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the commands from the parent: work as a queue of actions, and cancelled clips."""
+"""The commands from the parent: work as a queue of actions, and cancelled clips."""
 
 from __future__ import annotations
 

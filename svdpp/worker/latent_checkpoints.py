@@ -1,4 +1,4 @@
-"""Owns latent checkpoints: packets written to disk at each transfer, to resume a clip from."""
+"""Latent checkpoints: packets written to disk at each transfer, to resume a clip from."""
 
 from __future__ import annotations
 

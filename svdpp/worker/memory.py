@@ -1,4 +1,4 @@
-"""Owns a rank's memory: its use and peak, and the error that names what lacks it."""
+"""A rank's memory: its use and peak, and the error that names what lacks it."""
 
 from __future__ import annotations
 

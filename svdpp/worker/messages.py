@@ -1,4 +1,4 @@
-"""Owns the messages between ranks and their parent: validated values, one JSON text each."""
+"""The messages between ranks and their parent: validated values, one JSON text each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the prefetch of photographs: read and prepared one clip ahead, beside the denoising."""
+"""The prefetch of photographs: read and prepared one clip ahead, beside the denoising."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the profile of one clip on one rank by torch.profiler, down to its kernels."""
+"""The profile of one clip on one rank by torch.profiler, down to its kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the life of one rank: device, model, links, then work until the parent says stop."""
+"""The life of one rank: device, model, links, then work until the parent says stop."""
 
 from __future__ import annotations
 

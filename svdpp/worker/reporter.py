@@ -1,4 +1,4 @@
-"""Owns a rank's reports to the parent: events, and heartbeats from a separate thread."""
+"""A rank's reports to the parent: events, and heartbeats from a separate thread."""
 
 from __future__ import annotations
 

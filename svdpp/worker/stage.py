@@ -1,4 +1,4 @@
-"""Owns the execution of one rank's actions; only here do the model and the transport meet."""
+"""The execution of one rank's actions; only here do the model and the transport meet."""
 
 from __future__ import annotations
 

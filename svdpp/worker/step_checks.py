@@ -1,4 +1,4 @@
-"""Owns the check after each denoising step: whether the latent is finite, and the step's time."""
+"""The check after each denoising step: whether the latent is finite, and the step's time."""
 
 from __future__ import annotations
 

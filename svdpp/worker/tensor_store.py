@@ -1,4 +1,4 @@
-"""Owns the tensors that a run keeps for comparison: their hashes, and a folder of files."""
+"""The tensors that a run keeps for comparison: their hashes, and a folder of files."""
 
 from __future__ import annotations
 

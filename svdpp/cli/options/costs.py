@@ -1,4 +1,4 @@
-"""Owns the options that replace single costs of a plan."""
+"""The options that replace single costs of a plan."""
 
 from dataclasses import dataclass, replace
 from typing import Annotated

@@ -1,4 +1,4 @@
-"""Owns how an option is declared: its value, its panel in the help, its completion."""
+"""How an option is declared: its value, its panel in the help, its completion."""
 
 from __future__ import annotations
 

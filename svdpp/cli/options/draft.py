@@ -1,4 +1,4 @@
-"""Owns the options of a draft, in which all ranks work on one clip to show it sooner."""
+"""The options of a draft, in which all ranks work on one clip to show it sooner."""
 
 import re
 from collections.abc import Mapping

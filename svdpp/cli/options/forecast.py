@@ -1,4 +1,4 @@
-"""Owns the options of a forecast: clips, hosts, arrivals, memory."""
+"""The options of a forecast: clips, hosts, arrivals, memory."""
 
 import math
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Owns the options for a run's inputs: photographs and seeds, or the manifest of another run."""
+"""The options for a run's inputs: photographs and seeds, or the manifest of another run."""
 
 from dataclasses import dataclass
 from pathlib import Path

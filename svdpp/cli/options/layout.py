@@ -1,4 +1,4 @@
-"""Owns the options for how ranks share the work, and for the costs that decide it."""
+"""The options for how ranks share the work, and for the costs that decide it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""Owns the options for the model: its weights, their source and their precision."""
+"""The options for the model: its weights, their source and their precision."""
 
 from dataclasses import dataclass
 from typing import Annotated

@@ -1,4 +1,4 @@
-"""Owns the options for output files: clips, existing files, traces and pictures."""
+"""The options for output files: clips, existing files, traces and pictures."""
 
 import shlex
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Owns the options for ranks: number, devices, threads, timeouts."""
+"""The options for ranks: number, devices, threads, timeouts."""
 
 import os
 from dataclasses import dataclass

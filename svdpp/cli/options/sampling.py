@@ -1,4 +1,4 @@
-"""Owns the options for sampling: steps, seeds, size, motion, guidance."""
+"""The options for sampling: steps, seeds, size, motion, guidance."""
 
 import difflib
 import re

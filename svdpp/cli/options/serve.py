@@ -1,4 +1,4 @@
-"""Owns the options of the service: address, data folder, keys, limits, retention."""
+"""The options of the service: address, data folder, keys, limits, retention."""
 
 import re
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""Owns the options for output on the terminal: JSON, log, progress, tracebacks."""
+"""The options for output on the terminal: JSON, log, progress, tracebacks."""
 
 import os
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Owns one call of diffusers' own, unmodified `__call__` that runs a range of its steps.
+"""One call of diffusers' own, unmodified `__call__` that runs a range of its steps.
 
 The call sees all timesteps. Before the denoiser's first call, an encoding rank records what the
 pipeline's methods and components return, and every other rank replays it. Steps before the range

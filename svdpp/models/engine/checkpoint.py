@@ -1,4 +1,4 @@
-"""Owns the check of a checkpoint against its family's row; knows no torch."""
+"""The check of a checkpoint against its family's row; knows no torch."""
 
 from __future__ import annotations
 

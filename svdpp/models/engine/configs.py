@@ -1,4 +1,4 @@
-"""Owns reading the configs of a checkpoint's components; reads no weight, knows no torch."""
+"""Reading the configs of a checkpoint's components; reads no weight, knows no torch."""
 
 from __future__ import annotations
 

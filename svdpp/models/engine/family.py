@@ -1,4 +1,4 @@
-"""Owns the engine's entry in the list of families; see `models.families.Family`."""
+"""The engine's entry in the list of families; see `models.families.Family`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns loading a pipeline for one rank: its own components, and skeletons of the others."""
+"""Loading a pipeline for one rank: its own components, and skeletons of the others."""
 
 from __future__ import annotations
 

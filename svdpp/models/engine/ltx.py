@@ -1,4 +1,4 @@
-"""Owns what is special about LTX-Video and LTX-2: sizes, guidance, noise of the decode."""
+"""What is special about LTX-Video and LTX-2: sizes, guidance, noise of the decode."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the estimate of memory, by the real call of the pipeline with components that are fake.
+"""The estimate of memory, by the real call of the pipeline with components that are fake.
 
 Each call of a component runs on fake tensors and is measured; the pipeline gets zeros of the shapes
 of its result. So no family needs a formula. The same run makes a packet without an encode.

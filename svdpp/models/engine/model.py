@@ -1,4 +1,4 @@
-"""Owns the engine's `VideoModel`: every stage of a rank is a call of diffusers' pipeline."""
+"""The engine's `VideoModel`: every stage of a rank is a call of diffusers' pipeline."""
 
 from __future__ import annotations
 

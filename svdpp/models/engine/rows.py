@@ -1,4 +1,4 @@
-"""Owns the rows: what is special about each family of diffusers' pipelines; knows no torch.
+"""The rows: what is special about each family of diffusers' pipelines; knows no torch.
 
 `docs/new-model.md` says how to add one. What a row does not say is the same for all families.
 """

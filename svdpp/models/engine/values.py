@@ -1,4 +1,4 @@
-"""Owns what travels of a pipeline's call: nested values, as named tensors and their structure.
+"""What travels of a pipeline's call: nested values, as named tensors and their structure.
 
 The structure is JSON: plain values stand in it, and tensors by name, with shape, dtype and strides.
 """

@@ -1,4 +1,4 @@
-"""Owns what is special about Wan: its image inputs, and which of two experts runs a step.
+"""What is special about Wan: its image inputs, and which of two experts runs a step.
 
 The experts' boundary is arithmetic alone, so that `svdpp plan` needs no libraries. Its numbers are
 those of diffusers' schedulers, in the same precision (tests/models/test_wan.py compares them).

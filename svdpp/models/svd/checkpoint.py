@@ -1,4 +1,4 @@
-"""Owns the check of a Stable Video Diffusion checkpoint's configs; knows no torch."""
+"""The check of a Stable Video Diffusion checkpoint's configs; knows no torch."""
 
 from __future__ import annotations
 

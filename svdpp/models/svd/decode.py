@@ -1,4 +1,4 @@
-"""Owns stage 10 of diffusers' SVD `__call__`: from the final latent to frames."""
+"""Stage 10 of diffusers' SVD `__call__`: from the final latent to frames."""
 
 from __future__ import annotations
 

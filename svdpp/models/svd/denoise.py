@@ -1,4 +1,4 @@
-"""Owns stage 9 of diffusers' SVD `__call__`: the denoising steps, from any start step.
+"""Stage 9 of diffusers' SVD `__call__`: the denoising steps, from any start step.
 
 The only state of diffusers' Euler scheduler is its step index. So several schedulers can share the
 steps of a clip, each from its own start step.

@@ -1,4 +1,4 @@
-"""Owns stages 1 to 8 of diffusers' SVD `__call__`: from an image and a seed to the first latent.
+"""Stages 1 to 8 of diffusers' SVD `__call__`: from an image and a seed to the first latent.
 
 The order of operations, including the two random draws, is that of
 `StableVideoDiffusionPipeline.__call__` (diffusers, pipeline_stable_video_diffusion.py). This module

@@ -1,4 +1,4 @@
-"""Owns SVD's entry in the list of families; see `models.families.Family`."""
+"""SVD's entry in the list of families; see `models.families.Family`."""
 
 from __future__ import annotations
 

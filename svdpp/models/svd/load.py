@@ -1,4 +1,4 @@
-"""Owns loading the components that a rank needs from a checked checkpoint."""
+"""Loading the components that a rank needs from a checked checkpoint."""
 
 from __future__ import annotations
 

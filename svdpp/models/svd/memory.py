@@ -1,4 +1,4 @@
-"""Owns the estimate of SVD's memory: its parts, run with the code of a rank on fake tensors."""
+"""The estimate of SVD's memory: its parts, run with the code of a rank on fake tensors."""
 
 from __future__ import annotations
 

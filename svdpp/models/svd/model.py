@@ -1,4 +1,4 @@
-"""Owns SVD as a `VideoModel`: the components that one rank needs, with diffusers' methods."""
+"""SVD as a `VideoModel`: the components that one rank needs, with diffusers' methods."""
 
 from __future__ import annotations
 

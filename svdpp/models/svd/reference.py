@@ -1,4 +1,4 @@
-"""Owns SVD's reference: `StableVideoDiffusionPipeline.__call__`, as diffusers ships it."""
+"""SVD's reference: `StableVideoDiffusionPipeline.__call__`, as diffusers ships it."""
 
 from __future__ import annotations
 

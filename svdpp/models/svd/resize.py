@@ -1,4 +1,4 @@
-"""Owns the resize of an image for CLIP, with the bits of diffusers' `_resize_with_antialiasing`.
+"""The resize of an image for CLIP, with the bits of diffusers' `_resize_with_antialiasing`.
 
 diffusers blurs the whole image, which takes 9 GiB for 50 megapixels, and then interpolates it. The
 interpolation reads four rows and columns for each of the 224 of its result. This module blurs only
