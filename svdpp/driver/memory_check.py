@@ -9,7 +9,7 @@ from svdpp.config import PipelineConfig
 from svdpp.errors import OutOfMemoryError
 from svdpp.launch import environment
 from svdpp.models.checkpoint import Checkpoint
-from svdpp.models.free_memory import available_bytes
+from svdpp.models.free_memory import available_bytes, gib_text
 from svdpp.models.memory_bound import activation_bound, weight_bytes
 from svdpp.plan.layout import Roles
 
@@ -61,7 +61,7 @@ def check_memory(
         noun = "rank needs" if len(ranks) == 1 else "ranks need"
         raise OutOfMemoryError(
             f"out of memory before the run: {len(ranks)} CPU {noun} about "
-            f"{_gib(need.num_bytes)}, {_gib(free)} free",
+            f"{gib_text(need.num_bytes)}, {gib_text(free)} free",
             need.knob,
         )
 
@@ -124,7 +124,3 @@ def _are_shared(config: PipelineConfig, checkpoint: Checkpoint | None, roles: Ro
         weight_bytes(checkpoint, config.model, part).is_shared
         for part in _components(config, checkpoint, roles)
     )
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.1f} GiB"

@@ -32,3 +32,8 @@ def _meminfo() -> str:
         return Path("/proc/meminfo").read_text()
     except OSError:
         return ""
+
+
+def gib_text(num_bytes: int) -> str:
+    """An amount of memory for messages, such as `1.5 GiB`."""
+    return f"{num_bytes / 2**30:.1f} GiB"

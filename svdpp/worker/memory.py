@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 
 from svdpp.errors import OutOfMemoryError, is_out_of_memory
-from svdpp.models.free_memory import available_bytes
+from svdpp.models.free_memory import available_bytes, gib_text
 from svdpp.plan.actions import Action, Kind
 
 
@@ -165,10 +165,6 @@ def _part(
 def _asked_and_free(text: str) -> dict[str, str]:
     """The requested and the free memory; empty if the error's `text` does not say."""
     if host := _HOST_ASKED.search(text):
-        return {"asked": _gib(int(host[1])), "free": _gib(available_bytes())}
+        return {"asked": gib_text(int(host[1])), "free": gib_text(available_bytes())}
     asked, free = _CUDA_ASKED.search(text), _CUDA_FREE.search(text)
     return {"asked": asked[1], "free": free[1]} if asked and free else {}
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.1f} GiB"
