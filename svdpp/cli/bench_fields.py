@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from svdpp.cli.options.declare import DIAGNOSTICS, LAYOUT, flag, option
-from svdpp.cli.options.draft import DraftOptions
 from svdpp.cli.options.layout import LayoutOptions, ShareOptions
 from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.ranks import RankOptions
@@ -94,9 +93,9 @@ class BenchOptions:
 _FIELDS = {
     **dict.fromkeys(("world", "gpus"), "pipeline.world"),
     **{name: f"pipeline.{name}" for name in ("device", "split", "replicas", "decoders", "costs")},
-    **{name: f"pipeline.{name}" for name in ("draft", "threads", "timeout", "checksum")},
+    **{name: f"pipeline.{name}" for name in ("threads", "timeout", "checksum")},
     **{name: f"workload.{name}" for name in ("steps", "frames", "height", "width", "fps", "fit")},
-    **{"draft-starts": "pipeline.start_steps", "start-timeout": "pipeline.start_timeout"},
+    **{"start-timeout": "pipeline.start_timeout"},
     **{"decode-chunk-size": "workload.decode_chunk_size", "memory-opt": "model.memory_opt"},
     **{"motion-bucket-id": "workload.motion_bucket_id", "clips": "workload.clips"},
     **{"min-guidance-scale": "workload.min_guidance_scale", "dtype": "precision"},
@@ -115,7 +114,7 @@ _NOT_SAMPLING = {
     *("clips", "images", "prompts", "negative_prompt", "frames", "decode_chunk_size"),
 }
 _SWITCHES = (
-    *("pipeline.draft", "pipeline.checksum", "pipeline.deterministic"),
+    *("pipeline.checksum", "pipeline.deterministic"),
     *("pipeline.allow_mixed_devices", "model.memory_opt", "model.channels_last"),
     "pipeline.share_experts",
 )
@@ -132,8 +131,6 @@ def pipeline_config(point: BenchConfig, launched: World | None = None) -> Pipeli
                 f"workload.{name} is not for {model.model}, a model of the family {sampled.family}",
                 f"leave workload.{name} out",
             )
-    if asked.start_steps is not None and not asked.draft:
-        raise RequestError("pipeline.start_steps needs a draft", "add --pipeline.draft=true")
     of_ranks = {"device", "threads", "timeout", "start_timeout", "checksum", "allow_mixed_devices"}
     of_layout = {"split", "replicas", "decoders", "costs"}
     world = joined_world(launched, asked.world, "pipeline.world", "give --pipeline.world=null")
@@ -144,10 +141,8 @@ def pipeline_config(point: BenchConfig, launched: World | None = None) -> Pipeli
         sampling=sampling,
         layout=LayoutOptions(**asked.model_dump(include=of_layout, exclude_defaults=True)),
         experts=ShareOptions(share_experts=asked.share_experts),
-        draft=DraftOptions(draft=asked.draft, draft_starts=asked.start_steps),
         device=asked.device,
         from_image=from_image,
-        no_draft={"costs": asked.costs},
     )
     return options.config(point.workload.clips)[0]
 

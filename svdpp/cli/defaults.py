@@ -116,7 +116,6 @@ def _value(kind: Any, value: Any, name: str) -> Any:
 def _known_options() -> dict[str, tuple[str, Any]]:
     """Parameter and type of each shared option, by its long names."""
     from svdpp.cli.options.costs import SecondsOptions
-    from svdpp.cli.options.draft import DraftOptions
     from svdpp.cli.options.forecast import ForecastOptions
     from svdpp.cli.options.inputs import InputOptions
     from svdpp.cli.options.layout import LayoutOptions
@@ -128,7 +127,7 @@ def _known_options() -> dict[str, tuple[str, Any]]:
     from svdpp.cli.options.talk import LogOptions
 
     groups: tuple[Any, ...] = (
-        *(SecondsOptions, DraftOptions, ForecastOptions, InputOptions, LayoutOptions),
+        *(SecondsOptions, ForecastOptions, InputOptions, LayoutOptions),
         *(ModelOptions, OutputOptions, TraceOptions, RankOptions, SamplingOptions, LogOptions),
         ServeOptions,
     )

@@ -15,7 +15,7 @@ from svdpp.config.model import (
     LatentSpec,
     ModelConfig,
 )
-from svdpp.config.pipeline import DraftConfig, PipelineConfig
+from svdpp.config.pipeline import PipelineConfig
 from svdpp.config.sampling import (
     DEFAULT_NUM_STEPS,
     DEMO_SAMPLING,
@@ -40,7 +40,6 @@ __all__ = [
     "SAMPLING_CLASSES",
     "ClipRequest",
     "CommonSampling",
-    "DraftConfig",
     "Dtype",
     "Fit",
     "LatentSpec",

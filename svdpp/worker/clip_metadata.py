@@ -191,7 +191,6 @@ class _ClipMetadata(BaseModel):
     versions: dict[str, str] = Field(default_factory=dict)
     conditions: dict[str, Any] = Field(default_factory=dict)
     exact: bool | Literal["unproven"] = True
-    draft: dict[str, Any] | None = None
     latents_sha256: _Sha256
     frames_sha256: _Sha256
     file_sha256: _Sha256 | None = None
@@ -264,8 +263,7 @@ def checked_clip_metadata(values: object, fault: str) -> dict[str, Any]:
     # An unknown family, or none, is checked as SVD, whose error then names the field.
     model = _METADATA.get(family, _SvdMetadata) if isinstance(family, str) else _SvdMetadata
     try:
-        found = model.model_validate(values)
-        return found.model_dump(exclude={"draft"} - found.model_fields_set)
+        return model.model_validate(values).model_dump()
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
@@ -275,15 +273,6 @@ def checked_clip_metadata(values: object, fault: str) -> dict[str, Any]:
 def embedded_part(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a clip's JSON that its video file also holds: all but the file's own hash."""
     return {name: value for name, value in metadata.items() if name != "file_sha256"}
-
-
-def read_draft(output: OutputConfig) -> dict[str, Any] | None:
-    """What the JSON beside `output` says about a draft; None if there is no draft."""
-    try:
-        metadata = read_clip_metadata(Path(output.json_path))
-    except InputError:
-        return None
-    return None if metadata["exact"] else metadata.get("draft")
 
 
 def recorded_sampling(metadata: dict[str, Any]) -> SamplingConfig:

@@ -20,7 +20,7 @@ from svdpp.serve.retention import remove_job, set_strangers_aside, sweep
 from svdpp.serve.store import JobStore
 from tests.serve.store_jobs import add
 
-FILES = ("clips/{id}.mp4", "clips/{id}.mp4.json", "clips/{id}.draft.mp4", "photos/{id}.png")
+FILES = ("clips/{id}.mp4", "clips/{id}.mp4.json", "photos/{id}.png")
 
 
 @pytest.fixture
