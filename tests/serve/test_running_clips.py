@@ -64,4 +64,3 @@ def test_progress_is_that_of_the_handle(running: RunningClips, clip: RunningClip
     clip.handle.set_progress(ClipProgress(4, STEPS, rank=0))
     assert running.take_stepped() == {clip.job.id}
     assert clip.progress.steps_done == 4
-    assert running.has_stepped
