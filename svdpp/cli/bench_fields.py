@@ -15,11 +15,17 @@ from svdpp.cli.options.declare import DIAGNOSTICS, LAYOUT, flag, option
 from svdpp.cli.options.layout import LayoutOptions, ShareOptions
 from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.ranks import RankOptions
-from svdpp.cli.options.sampling import PROMPT_FIELDS, SamplingOptions
+from svdpp.cli.options.sampling import SamplingOptions
 from svdpp.cli.rank_count import joined_world
 from svdpp.cli.request import PipelineOptions, needs_image
-from svdpp.config import DUMMY_MODEL, PipelineConfig
-from svdpp.config.sampling import PromptedSampling
+from svdpp.config import (
+    DUMMY_MODEL,
+    LtxSampling,
+    PipelineConfig,
+    PromptedSampling,
+    WanSampling,
+    own_params,
+)
 from svdpp.errors import RequestError, SvdppError
 from svdpp.launch.world import World
 
@@ -89,6 +95,8 @@ class BenchOptions:
     ] = False
 
 
+# Fields of a workload that `--param` sets.
+_OWN = (*own_params(WanSampling), *own_params(LtxSampling))
 # Fields of a configuration, by the equivalent option of `svdpp run`.
 _FIELDS = {
     **dict.fromkeys(("world", "gpus"), "pipeline.world"),
@@ -106,7 +114,7 @@ _FIELDS = {
     **{"allow-mixed-devices": "pipeline.allow_mixed_devices"},
     **{"share-experts": "pipeline.share_experts", "prompt": "workload.prompts"},
     **{"negative-prompt": "workload.negative_prompt"},
-    **{name.replace("_", "-"): f"workload.{name}" for name in PROMPT_FIELDS},
+    **{name.replace("_", "-"): f"workload.{name}" for name in ("guidance_scale", *_OWN)},
     **{"max-prompt-tokens": "workload.max_sequence_length"},
 }
 # Fields of a workload that are no sampling parameters, or have another name or type there.
@@ -165,11 +173,12 @@ def _model(point: BenchConfig) -> ModelOptions:
 
 def _sampling(point: BenchConfig) -> SamplingOptions:
     workload = point.workload
-    chunk = workload.decode_chunk_size
+    chunk, own = workload.decode_chunk_size, workload.model_dump(include={*_OWN})
     return SamplingOptions(
         num_frames=workload.frames,
         decode_chunk_size=None if chunk is None else str(chunk),
-        **workload.model_dump(exclude=_NOT_SAMPLING),
+        param=[f"{name}={value}" for name, value in own.items() if value is not None],
+        **workload.model_dump(exclude={*_NOT_SAMPLING, *_OWN}),
     )
 
 
@@ -194,6 +203,7 @@ def _as_fields(text: str) -> str:
             return f"--{name}={value}"
         return f"--{name}=true" if name in _SWITCHES else f"--{name}"
 
+    text = re.sub(r"--param (\w+)", lambda name: f"--{name[1].replace('_', '-')}", text)
     option = r"--([a-z][a-z-]*[a-z](?:-2)?)"
     value = r"(?: ([\w:]*\d[\w:]*|demo|cpu|cuda|dithered|balanced))?"
     return re.sub(option + value, field, text)

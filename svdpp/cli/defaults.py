@@ -84,13 +84,15 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _default(known: Mapping[str, tuple[str, Any]], key: str, value: Any, source: str) -> Default:
+    from svdpp.cli.options.sampling import moved_option
+
     name = key.replace("_", "-")
     if name not in known:
         raise RequestError(
             f"{source} sets {key!r}, which is not an option"
             if source != _PREFIX + key.upper()
             else f"{source} does not name an option",
-            _nearest(name, known),
+            moved_option(f"--{name}") or _nearest(name, known),
         )
     parameter, kind = known[name]
     return Default(

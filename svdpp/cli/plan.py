@@ -48,7 +48,7 @@ _OF_MEMORY = {
         *("seed", "fit", "fps", "motion_bucket_id", "noise_aug_strength"),
         *("min_guidance_scale", "max_guidance_scale", "channels_last"),
         *("deterministic", "allow_mixed_devices"),
-        *(name for name in PROMPT_FIELDS if name != "flow_shift"),
+        *(name for name in PROMPT_FIELDS if name != "param"),
     ),
     defaults={"world": str(_DEFAULT_WORLD), "clips": "2 for each rank; with --compare 16"},
 )

@@ -62,7 +62,7 @@ class MeasureOptions(OverwriteOptions):
 
 
 # Sampling parameters of models with prompts that the costs depend on.
-_OF_COST = ("guidance_scale", "max_sequence_length")
+_OF_COST = ("guidance_scale", "max_sequence_length", "param")
 
 
 @command(

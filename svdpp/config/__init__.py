@@ -15,6 +15,7 @@ from svdpp.config.model import (
     LatentSpec,
     ModelConfig,
 )
+from svdpp.config.params import Param, params_of
 from svdpp.config.pipeline import PipelineConfig
 from svdpp.config.sampling import (
     DEFAULT_NUM_STEPS,
@@ -22,7 +23,6 @@ from svdpp.config.sampling import (
     CommonSampling,
     Fit,
     LtxSampling,
-    Param,
     PromptedSampling,
     SvdSampling,
     WanSampling,
@@ -54,6 +54,7 @@ __all__ = [
     "VideoFormat",
     "WanSampling",
     "own_params",
+    "params_of",
     "sampling_defaults",
     "sampling_from",
 ]

@@ -97,6 +97,6 @@ def _resolved(
     if boundary is not None and not 0 < boundary < num_steps:
         raise RequestError(
             f"the model has two experts, and one of them would do all {num_steps} steps",
-            "use more --steps, or another --flow-shift",
+            "use more --steps, or another --param flow_shift",
         )
     return sampling, boundary

@@ -91,7 +91,7 @@ class ClipWork:
                     raise RequestError(
                         "with these parameters the model changes its expert at another step, and "
                         "some ranks have not loaded the expert that they would need",
-                        "use the pipeline's --flow-shift",
+                        "use the pipeline's --param flow_shift",
                     )
                 raise RequestError(
                     f"the ranks were started for clips of {own} steps, and some have not loaded "

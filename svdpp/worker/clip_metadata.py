@@ -207,10 +207,6 @@ class _SvdMetadata(_ClipMetadata):
     family: Literal["svd"] = "svd"
     input: str
     input_sha256: _Sha256
-    motion_bucket_id: int
-    noise_aug_strength: float
-    min_guidance_scale: float
-    max_guidance_scale: float
     decode_chunk_size: int
 
 
@@ -220,19 +216,17 @@ class _PromptedMetadata(_ClipMetadata):
 
 
 def _of_family(family: str) -> type[_ClipMetadata]:
-    """The metadata of a family with prompts: with all of its sampling parameters."""
+    """The metadata of a family, with all of its sampling parameters."""
+    base: type[_ClipMetadata] = _SvdMetadata if family == "svd" else _PromptedMetadata
     types = get_type_hints(SAMPLING_CLASSES[family])
-    known = {*_PromptedMetadata.model_fields, "from_image"}
+    known = {*base.model_fields, "from_image"}
     own: dict[str, Any] = {
         name: (types[name], ...) for name in _sampling_fields(family) if name not in known
     }
-    return create_model(f"_{family}", __base__=_PromptedMetadata, **own)
+    return create_model(f"_{family}", __base__=base, **own)
 
 
-_METADATA: Mapping[str, type[_ClipMetadata]] = {
-    "svd": _SvdMetadata,
-    **{family: _of_family(family) for family in SAMPLING_CLASSES if family != "svd"},
-}
+_METADATA = {family: _of_family(family) for family in SAMPLING_CLASSES}
 
 
 def read_clip_metadata(path: Path) -> dict[str, Any]:
@@ -261,7 +255,7 @@ def checked_clip_metadata(values: object, fault: str) -> dict[str, Any]:
         raise InputError(f"{fault}: it is not an object")
     family = values.get("family")
     # An unknown family, or none, is checked as SVD, whose error then names the field.
-    model = _METADATA.get(family, _SvdMetadata) if isinstance(family, str) else _SvdMetadata
+    model = _METADATA.get(family if isinstance(family, str) else "svd", _METADATA["svd"])
     try:
         return model.model_validate(values).model_dump()
     except ValidationError as error:

@@ -268,7 +268,6 @@ def test_simulate_json() -> None:
         "split": "uniform",
         "replicas": 1,
         "decoders": 1,
-        "start_steps": None,
         "model": "dummy",
         "dtype": "fp32",
         "backend": "gloo",
