@@ -66,6 +66,8 @@ class Row:
     encode_image: tuple[str, ...] = ("vae",)
     """What it uses besides for a clip from an image."""
     decode: tuple[str, ...] = ("vae",)
+    vocoder: str | None = None
+    """The component that makes the samples of the clip's sound."""
     everywhere: tuple[str, ...] = ()
     """What every rank uses: components without weights."""
     fp32: frozenset[str] = frozenset()
@@ -158,6 +160,7 @@ ROWS: Mapping[str, Row] = {
         schedulers=("FlowMatchEulerDiscreteScheduler",),
         encode=("tokenizer", "text_encoder", "connectors"),
         decode=("vae", "audio_vae", "vocoder"),
+        vocoder="vocoder",
         only_encode=("encoder",),
         only_decode=("decoder",),
         renamed={"frame_rate": "fps"},
