@@ -84,7 +84,7 @@ class Row:
     noise: str = "prepare_latents"
     """The record whose first tensor is the latent before the first step."""
     noise_stays: bool = False
-    """Whether that tensor is used after the first step."""
+    """Whether steps leave parts of that tensor as they are; later ranks find them in the latent."""
     facts: Callable[[Configs], Facts] = _no_facts
     """What the configs of a checkpoint say; refuses what the row does not cover."""
     check: Callable[[Any, Any], None] = _no_check
