@@ -18,8 +18,12 @@ class Kind(StrEnum):
     """Post the receive of the clip's packet; the action that uses the latent waits for it."""
     DENOISE = "DENOISE"
     """Run steps `start` to `end` (exclusive) of the clip."""
+    SHARE = "SHARE"
+    """Send the clip's packet to `peer`, the other rank of the pair, and go on with it."""
     SEND = "SEND"
     """Send the clip's packet to `peer` in the background."""
+    DROP = "DROP"
+    """Forget the clip: the other rank of the pair has the same latent and finishes it."""
     DECODE = "DECODE"
     """Turn the final latent into frames."""
     FINISH = "FINISH"
@@ -34,7 +38,8 @@ class Action(NamedTuple):
         clip: index of the clip, counted from the first one given to the pipeline.
         start: steps of the clip that are done when the action starts.
         end: steps done when the action ends; equals `start` except for DENOISE.
-        peer: the other rank of a transfer; -1 for other actions.
+        peer: the other rank of a transfer; of a DENOISE, the other rank of the pair, which does the
+            same steps; -1 for other actions.
     """
 
     kind: Kind
@@ -46,7 +51,7 @@ class Action(NamedTuple):
     def __str__(self) -> str:
         has_range = self.kind is Kind.DENOISE
         place = f"{self.start}:{self.end}" if has_range else f"@{self.start}"
-        arrow = f" {_ARROWS[self.kind]}{self.peer}" if self.kind in _ARROWS else ""
+        arrow = f" {_ARROWS[self.kind]}{self.peer}" if self.peer >= 0 else ""
         return f"{self.kind} c{self.clip} {place}{arrow}"
 
     @staticmethod
@@ -66,8 +71,9 @@ class Action(NamedTuple):
             raise ValueError(f"not an action: {text!r}")
         kind = Kind(match["kind"])
         has_range = kind is Kind.DENOISE
-        forms = match["end"] is not None, match["at"] is None, match["arrow"]
-        if forms != (has_range, has_range, _ARROWS.get(kind)):
+        forms = match["end"] is not None, match["at"] is None
+        arrows = (_ARROWS.get(kind), None if has_range else _ARROWS.get(kind))
+        if forms != (has_range, has_range) or match["arrow"] not in arrows:
             raise ValueError(f"not an action: {text!r}")
         start = int(match["start"])
         end = int(match["end"]) if has_range else start
@@ -79,9 +85,12 @@ class Action(NamedTuple):
         return self.kind in (Kind.ENCODE, Kind.DENOISE, Kind.DECODE)
 
 
-_ARROWS = {Kind.SEND: ">", Kind.RECV: "<"}
+#: Actions that send a packet.
+SENDS = (Kind.SEND, Kind.SHARE)
+
+_ARROWS = {Kind.RECV: "<", **dict.fromkeys(SENDS, ">"), Kind.DENOISE: "="}
 _ACTION = re.compile(
     rf"(?P<kind>{'|'.join(Kind)}) c(?P<clip>\d+) (?P<at>@)?(?P<start>\d+)(?::(?P<end>\d+))?"
-    r"(?: (?P<arrow>[<>])(?P<peer>\d+))?",
+    r"(?: (?P<arrow>[<>=])(?P<peer>\d+))?",
     re.ASCII,
 )

@@ -18,6 +18,7 @@ from svdpp.verification.reference import run_reference
 from svdpp.verification.result import (
     Check,
     VerificationResult,
+    compare_audio,
     compare_frames,
     compare_latents,
 )
@@ -173,16 +174,13 @@ def _compare_all(
             )
             checks += _compare_histories(ours, theirs, clip, end, rank)
         if config.decodes:
-            checks.append(
-                compare_frames(
-                    ours.frames(clip),
-                    theirs.frames(clip),
-                    clip=clip,
-                    step=num_steps,
-                    rank=config.layout.route(clip).ranges[-1].rank,
-                    tolerance=tolerance,
-                )
-            )
+            rank = config.layout.route(clip).ranges[-1].rank
+            place = {"clip": clip, "step": num_steps, "rank": rank}
+            frames = ours.frames(clip)
+            checks.append(compare_frames(frames, theirs.frames(clip), **place, tolerance=tolerance))
+            if theirs.has_audio(clip):
+                audio, expected = ours.audio(clip), theirs.audio(clip)
+                checks.append(compare_audio(audio, expected, **place, tolerance=tolerance))
     return checks
 
 

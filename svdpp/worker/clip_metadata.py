@@ -193,6 +193,7 @@ class _ClipMetadata(BaseModel):
     exact: bool | Literal["unproven"] = True
     latents_sha256: _Sha256
     frames_sha256: _Sha256
+    audio_sha256: _Sha256 | None = None  # of a clip with sound
     file_sha256: _Sha256 | None = None
 
     @field_validator("output")
@@ -257,7 +258,8 @@ def checked_clip_metadata(values: object, fault: str) -> dict[str, Any]:
     # An unknown family, or none, is checked as SVD, whose error then names the field.
     model = _METADATA.get(family if isinstance(family, str) else "svd", _METADATA["svd"])
     try:
-        return model.model_validate(values).model_dump()
+        found = model.model_validate(values)
+        return found.model_dump(exclude={"audio_sha256"} - found.model_fields_set)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
