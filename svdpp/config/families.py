@@ -45,6 +45,15 @@ Sampling_hunyuan_video = new_family(
     },
     embedded_guidance=True,
 )
+Sampling_framepack = new_family(
+    "framepack",
+    {
+        **{"height": 720, "width": 1280, "num_frames": 145, "fps": 30, "num_inference_steps": 120},
+        **{"guidance_scale": 10.0, "max_sequence_length": 256},
+    },
+    frames_unit=36,
+    embedded_guidance=True,
+)
 Sampling_hunyuan_video_15 = new_family(
     "hunyuan_video_15",
     {
@@ -98,6 +107,7 @@ SAMPLING_CLASSES: Mapping[str, type[Any]] = {
     "ltx": LtxSampling,
     "ltx2": Sampling_ltx2,
     "hunyuan_video": Sampling_hunyuan_video,
+    "framepack": Sampling_framepack,
     "hunyuan_video_15": Sampling_hunyuan_video_15,
     "cogvideox": Sampling_cogvideox,
     "skyreels_v2": Sampling_skyreels_v2,

@@ -153,7 +153,7 @@ def _ltx2(image: bool) -> tuple[str, dict[str, Any]]:
     return "LTX2ImageToVideoPipeline" if image else "LTX2Pipeline", parts
 
 
-def _hunyuan_video(_: bool) -> tuple[str, dict[str, Any]]:
+def _hunyuan_video(image: bool) -> tuple[str, dict[str, Any]]:
     llama = LlamaConfig(
         vocab_size=300,
         hidden_size=TEXT,
@@ -199,13 +199,75 @@ def _hunyuan_video(_: bool) -> tuple[str, dict[str, Any]]:
             text_embed_dim=TEXT,
             pooled_projection_dim=8,
             rope_axes_dim=(2, 4, 4),
+            image_condition_type="token_replace" if image else None,
         ),
         "scheduler": FlowMatchEulerDiscreteScheduler(shift=7.0),
     }
-    return "HunyuanVideoPipeline", parts
+    if not image:
+        return "HunyuanVideoPipeline", parts
+    marks = ["<image>", "<|end_header_id|>"]
+    parts["tokenizer"] = _fast_tokenizer(additional_special_tokens=marks)
+    llava = transformers.LlavaConfig(
+        vision_config=_vision(48, 2),  # the 576 patches that the pipeline expects
+        text_config=llama,
+        image_token_index=parts["tokenizer"].convert_tokens_to_ids("<image>"),
+        pad_token_id=0,
+    )
+    parts["text_encoder"] = transformers.LlavaForConditionalGeneration(llava)
+    parts["image_processor"] = CLIPImageProcessorPil(crop_size=48, size=48)
+    return "HunyuanVideoImageToVideoPipeline", parts
 
 
-def _hunyuan_video_15(_: bool) -> tuple[str, dict[str, Any]]:
+def _vision(image_size: int, patch_size: int) -> CLIPVisionConfig:
+    return CLIPVisionConfig(
+        hidden_size=4,
+        projection_dim=4,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        image_size=image_size,
+        intermediate_size=16,
+        patch_size=patch_size,
+    )
+
+
+def _siglip() -> dict[str, Any]:
+    config = transformers.SiglipVisionConfig(
+        hidden_size=12,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        image_size=16,
+        patch_size=8,
+    )
+    size = {"height": 16, "width": 16}
+    return {
+        "image_encoder": transformers.SiglipVisionModel(config),
+        "feature_extractor": transformers.SiglipImageProcessorPil(size=size),
+    }
+
+
+def _framepack(_: bool) -> tuple[str, dict[str, Any]]:
+    parts = {**_hunyuan_video(image=False)[1], **_siglip()}
+    parts["transformer"] = diffusers.HunyuanVideoFramepackTransformer3DModel(
+        in_channels=4,
+        out_channels=4,
+        num_attention_heads=2,
+        attention_head_dim=10,
+        num_layers=1,
+        num_single_layers=1,
+        num_refiner_layers=1,
+        patch_size=2,
+        text_embed_dim=TEXT,
+        pooled_projection_dim=8,
+        rope_axes_dim=(2, 4, 4),
+        has_image_proj=True,
+        image_proj_dim=12,
+        has_clean_x_embedder=True,
+    )
+    return "HunyuanVideoFramepackPipeline", parts
+
+
+def _hunyuan_video_15(image: bool) -> tuple[str, dict[str, Any]]:
     qwen = transformers.Qwen2_5_VLTextConfig(
         vocab_size=300,
         hidden_size=TEXT,
@@ -249,6 +311,8 @@ def _hunyuan_video_15(_: bool) -> tuple[str, dict[str, Any]]:
         "guider": diffusers.ClassifierFreeGuidance(guidance_scale=1.0),
         "scheduler": FlowMatchEulerDiscreteScheduler(shift=7.0),
     }
+    if image:
+        return "HunyuanVideo15ImageToVideoPipeline", {**parts, **_siglip()}
     return "HunyuanVideo15Pipeline", parts
 
 
@@ -302,16 +366,7 @@ def _skyreels_v2(image: bool) -> tuple[str, dict[str, Any]]:
     }
     if not image:
         return "SkyReelsV2Pipeline", parts
-    clip = CLIPVisionConfig(
-        hidden_size=4,
-        projection_dim=4,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        image_size=32,
-        intermediate_size=16,
-        patch_size=8,
-    )
-    encoder = transformers.CLIPVisionModelWithProjection(clip)
+    encoder = transformers.CLIPVisionModelWithProjection(_vision(32, 8))
     processor = CLIPImageProcessorPil(crop_size=32, size=32)
     more = {"image_encoder": encoder, "image_processor": processor}
     return "SkyReelsV2ImageToVideoPipeline", {**parts, **more}
@@ -377,6 +432,7 @@ _BLOCKS_2D = {
 _MAKERS: Mapping[str, Callable[[bool], tuple[str, dict[str, Any]]]] = {
     "ltx2": _ltx2,
     "hunyuan_video": _hunyuan_video,
+    "framepack": _framepack,
     "hunyuan_video_15": _hunyuan_video_15,
     "cogvideox": _cogvideox,
     "skyreels_v2": _skyreels_v2,

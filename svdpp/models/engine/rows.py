@@ -10,12 +10,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from svdpp.config.limits import require
-from svdpp.models.engine import ltx, wan
+from svdpp.models.engine import hunyuan, ltx, wan
 from svdpp.models.engine.configs import Configs, Facts
 
 #: transformers 5 also saves fast tokenizers as this class.
 _ANY_TOKENIZER = ("TokenizersBackend",)
 _T5 = ("T5TokenizerFast", "T5Tokenizer", *_ANY_TOKENIZER)
+_LLAMA = ("LlamaTokenizerFast", "LlamaTokenizer", *_ANY_TOKENIZER)
+_SIGLIP = ("SiglipImageProcessor", "SiglipImageProcessorPil")
+_HUNYUAN = {
+    "tokenizer_2": ("CLIPTokenizer", "CLIPTokenizerFast", *_ANY_TOKENIZER),
+    "text_encoder_2": ("CLIPTextModel",),
+    "vae": ("AutoencoderKLHunyuanVideo",),
+}
 _FLOW = ("FlowMatchEulerDiscreteScheduler", "UniPCMultistepScheduler")
 
 
@@ -85,6 +92,8 @@ class Row:
     """The record whose first tensor is the latent before the first step."""
     noise_stays: bool = False
     """Whether steps leave parts of that tensor as they are; later ranks find them in the latent."""
+    result_in_latents: bool = False
+    """Whether what `scheduler.step` returns, which then does not travel, is part of the latent."""
     facts: Callable[[Configs], Facts] = _no_facts
     """What the configs of a checkpoint say; refuses what the row does not cover."""
     check: Callable[[Any, Any], None] = _no_check
@@ -139,6 +148,7 @@ ROWS: Mapping[str, Row] = {
         only_decode=("decoder",),
         renamed={"frame_rate": "fps"},
         noise_stays=True,
+        result_in_latents=True,
         facts=ltx.facts,
         check=ltx.check,
         generator_device=ltx.generator_device,
@@ -167,27 +177,51 @@ ROWS: Mapping[str, Row] = {
         texts=("_get_gemma_prompt_embeds",),
         unsent=frozenset({"video_processor.preprocess", "encode_prompt"}),
         noise_stays=True,
+        result_in_latents=True,
         arguments=ltx.arguments_2,
         facts=ltx.facts_2,
     ),
     "hunyuan_video": Row(
         title="HunyuanVideo",
         text="HunyuanVideoPipeline",
+        image="HunyuanVideoImageToVideoPipeline",
         components={
-            "tokenizer": ("LlamaTokenizerFast", "LlamaTokenizer", *_ANY_TOKENIZER),
-            "text_encoder": ("LlamaModel",),
-            "tokenizer_2": ("CLIPTokenizer", "CLIPTokenizerFast", *_ANY_TOKENIZER),
-            "text_encoder_2": ("CLIPTextModel",),
-            "vae": ("AutoencoderKLHunyuanVideo",),
+            "tokenizer": _LLAMA,
+            "text_encoder": ("LlamaModel", "LlavaForConditionalGeneration"),
+            **_HUNYUAN,
             "transformer": ("HunyuanVideoTransformer3DModel",),
+            "image_processor": ("CLIPImageProcessor", "CLIPImageProcessorPil"),
+        },
+        optional=frozenset({"image_processor"}),
+        schedulers=("FlowMatchEulerDiscreteScheduler",),
+        encode=("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2"),
+        encode_image=("vae", "image_processor"),
+        texts=("_get_llama_prompt_embeds", "_get_clip_prompt_embeds"),
+        result_in_latents=True,
+        facts=hunyuan.facts,
+    ),
+    "framepack": Row(
+        title="FramePack",
+        image="HunyuanVideoFramepackPipeline",
+        components={
+            "tokenizer": _LLAMA,
+            "text_encoder": ("LlamaModel",),
+            **_HUNYUAN,
+            "transformer": ("HunyuanVideoFramepackTransformer3DModel",),
+            "image_encoder": ("SiglipVisionModel",),
+            "feature_extractor": _SIGLIP,
         },
         schedulers=("FlowMatchEulerDiscreteScheduler",),
         encode=("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2"),
+        encode_image=("vae", "image_encoder", "feature_extractor"),
         texts=("_get_llama_prompt_embeds", "_get_clip_prompt_embeds"),
+        check=hunyuan.check_framepack,
+        arguments=hunyuan.framepack_arguments,
     ),
     "hunyuan_video_15": Row(
         title="HunyuanVideo-1.5",
         text="HunyuanVideo15Pipeline",
+        image="HunyuanVideo15ImageToVideoPipeline",
         components={
             "tokenizer": ("Qwen2Tokenizer", "Qwen2TokenizerFast", *_ANY_TOKENIZER),
             "text_encoder": ("Qwen2_5_VLTextModel",),
@@ -196,14 +230,19 @@ ROWS: Mapping[str, Row] = {
             "vae": ("AutoencoderKLHunyuanVideo15",),
             "transformer": ("HunyuanVideo15Transformer3DModel",),
             "guider": ("ClassifierFreeGuidance",),
+            "image_encoder": ("SiglipVisionModel",),
+            "feature_extractor": _SIGLIP,
         },
+        optional=frozenset({"image_encoder", "feature_extractor"}),
         schedulers=("FlowMatchEulerDiscreteScheduler",),
         encode=("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2"),
+        encode_image=("vae", "image_encoder", "feature_extractor"),
         everywhere=("guider",),
         only_encode=("encoder",),
         only_decode=("decoder",),
         texts=(),
-        facts=_no_length,
+        facts=hunyuan.facts_15,
+        check=hunyuan.check_15,
     ),
     "cogvideox": Row(
         title="CogVideoX",
@@ -246,6 +285,7 @@ ROWS: Mapping[str, Row] = {
         },
         fp32=frozenset({"vae"}),
         noise_stays=True,
+        result_in_latents=True,
         check=_one_window,
     ),
     "mochi": Row(
