@@ -31,6 +31,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 STEPS = 3
 SIZES: dict[str, Any] = {"num_inference_steps": STEPS, "max_sequence_length": 8}
+KANDINSKY = {"height": 32, "width": 32, "num_frames": 17, "max_sequence_length": 1024}
+LTX = {"height": 64, "width": 64, "num_frames": 9}
 LTX2 = {"height": 32, "width": 32, "num_frames": 9, "stg_block": 1}
 DPM = diffusers.CogVideoXDPMScheduler(prediction_type="v_prediction", timestep_spacing="trailing")
 
@@ -80,6 +82,12 @@ CASES = {
         "skyreels_v2", {"height": 16, "width": 16, "num_frames": 9}, image=True
     ),
     "skyreels-v2-df": Case("skyreels_v2_df", {"height": 16, "width": 16, "num_frames": 9}),
+    "ltx-condition": Case("ltx_condition", LTX),
+    "ltx-condition-image": Case(
+        "ltx_condition", {**LTX, "decode_timestep": 0.05, "decode_noise_scale": 0.025}, image=True
+    ),
+    "kandinsky5": Case("kandinsky5", KANDINSKY),
+    "kandinsky5-image": Case("kandinsky5", KANDINSKY, image=True),
     "latte": Case("latte", {"height": 16, "width": 16, "num_frames": 2}),
     "mochi": Case("mochi", {"height": 16, "width": 16, "num_frames": 7}),
 }

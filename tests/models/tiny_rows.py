@@ -24,7 +24,7 @@ from transformers import (
     T5EncoderModel,
 )
 
-from tests.models.tiny_families import WAN_UNIPC, t5_sizes, tokenizer
+from tests.models.tiny_families import WAN_UNIPC, ltx_transformer, ltx_vae, t5_sizes, tokenizer
 
 TEXT = 16
 
@@ -267,8 +267,8 @@ def _framepack(_: bool) -> tuple[str, dict[str, Any]]:
     return "HunyuanVideoFramepackPipeline", parts
 
 
-def _hunyuan_video_15(image: bool) -> tuple[str, dict[str, Any]]:
-    qwen = transformers.Qwen2_5_VLTextConfig(
+def _qwen() -> Any:
+    return transformers.Qwen2_5_VLTextConfig(
         vocab_size=300,
         hidden_size=TEXT,
         intermediate_size=16,
@@ -277,10 +277,13 @@ def _hunyuan_video_15(image: bool) -> tuple[str, dict[str, Any]]:
         num_key_value_heads=2,
         rope_scaling={"mrope_section": [1, 1, 2], "rope_type": "default", "type": "default"},
     )
+
+
+def _hunyuan_video_15(image: bool) -> tuple[str, dict[str, Any]]:
     template = "{% for each in messages %}{{ each.content }}{% endfor %}"
     parts = {
         "tokenizer": _fast_tokenizer(chat_template=template),
-        "text_encoder": transformers.Qwen2_5_VLTextModel(qwen),
+        "text_encoder": transformers.Qwen2_5_VLTextModel(_qwen()),
         "tokenizer_2": transformers.ByT5Tokenizer(),
         "text_encoder_2": T5EncoderModel(T5Config(**{**t5_sizes(1), "vocab_size": 384})),
         "vae": diffusers.AutoencoderKLHunyuanVideo15(
@@ -376,6 +379,51 @@ def _skyreels_v2_df(_: bool) -> tuple[str, dict[str, Any]]:
     return "SkyReelsV2DiffusionForcingPipeline", _skyreels_v2(image=False)[1]
 
 
+def _kandinsky5(image: bool) -> tuple[str, dict[str, Any]]:
+    parts = {
+        **_hunyuan_video(image=False)[1],
+        "tokenizer": _fast_tokenizer(),
+        "text_encoder": transformers.Qwen2_5_VLForConditionalGeneration(
+            transformers.Qwen2_5_VLConfig(
+                text_config=_qwen().to_dict(),
+                vision_config={
+                    **{"hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2},
+                    **{"out_hidden_size": TEXT, "patch_size": 14, "fullatt_block_indexes": [0]},
+                },
+            )
+        ),
+        "transformer": diffusers.Kandinsky5Transformer3DModel(
+            in_visual_dim=4,
+            out_visual_dim=4,
+            in_text_dim=TEXT,
+            in_text_dim2=8,
+            time_dim=8,
+            model_dim=12,
+            ff_dim=16,
+            num_text_blocks=1,
+            num_visual_blocks=1,
+            axes_dims=(2, 2, 2),
+            visual_cond=image,
+        ),
+        "scheduler": FlowMatchEulerDiscreteScheduler(shift=5.0),
+    }
+    with torch.no_grad():
+        for weight in parts["transformer"].parameters():
+            if not weight.any():  # else the prompt has no effect
+                torch.nn.init.normal_(weight, std=0.1)
+    return "Kandinsky5I2VPipeline" if image else "Kandinsky5T2VPipeline", parts
+
+
+def _ltx_condition(_: bool) -> tuple[str, dict[str, Any]]:
+    parts = {
+        **_t5(),
+        "vae": ltx_vae(timestep_conditioning=True, width=1),
+        "transformer": ltx_transformer(1),
+        "scheduler": FlowMatchEulerDiscreteScheduler(),
+    }
+    return "LTXConditionPipeline", parts
+
+
 def _mochi(_: bool) -> tuple[str, dict[str, Any]]:
     parts = {
         **_t5(),
@@ -437,6 +485,8 @@ _MAKERS: Mapping[str, Callable[[bool], tuple[str, dict[str, Any]]]] = {
     "cogvideox": _cogvideox,
     "skyreels_v2": _skyreels_v2,
     "skyreels_v2_df": _skyreels_v2_df,
+    "kandinsky5": _kandinsky5,
+    "ltx_condition": _ltx_condition,
     "mochi": _mochi,
     "latte": _latte,
 }

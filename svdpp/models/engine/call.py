@@ -38,6 +38,8 @@ from svdpp.models.engine.values import (
 #: Name of the tensor that holds a packet's structure: JSON, in host memory.
 STRUCTURE = "structure"
 
+# What the noise is called in a packet after the first step.
+_NOISE = {"first_step": None, "in_latents": LATENTS, "later_steps": "noise"}
 _METHODS = ("forward", "encode", "decode", "get_image_features", "get_text_features")
 _PREPROCESS = ("preprocess", "preprocess_video")
 _NOT_RECORDED = ("__call__", "check_inputs", "progress_bar")
@@ -328,9 +330,9 @@ class RangeCall:
             for leaf in (*leaves(record["result"]), *drew):
                 name = leaf["name"]
                 if name == LATENTS:
-                    leaf["name"] = LATENTS if self._row.noise_stays else None
-                elif name is not None:
-                    tensors[name] = self._received[name]
+                    leaf["name"] = _NOISE[self._row.noise_use]
+                if leaf["name"] not in (None, LATENTS):
+                    tensors[leaf["name"]] = self._received[name]
         return records
 
     def _finish_chunk(self) -> None:
