@@ -108,6 +108,7 @@ class Pipeline(PipelineRanks):
             checkpoint=self.checkpoint,
             roles=self.config.roles,
             links=self.config.links,
+            pairs=self.config.layout.pairs if self.config.cfg_parallel > 1 else (),
             tensor_folder=tensor_folder,
             latents_folder=latents_folder,
             profile_path=profile_path,

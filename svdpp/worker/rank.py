@@ -46,6 +46,7 @@ class RankSetup:
         checkpoint: found and checked; None for the dummy model.
         roles: by rank.
         links: pairs (from, to) of ranks that communicate.
+        pairs: of ranks that exchange predictions.
         tensor_folder: for latents and frames that are kept for verification; None keeps none.
         latents_folder: for latent checkpoints, to resume clips from; None keeps none.
         profile_path: of rank 0's torch.profiler trace; None: no profile.
@@ -57,6 +58,7 @@ class RankSetup:
     checkpoint: Checkpoint | None
     roles: tuple[Roles, ...]
     links: tuple[tuple[int, int], ...]
+    pairs: tuple[tuple[int, int], ...] = ()
     tensor_folder: str | None = None
     latents_folder: str | None = None
     profile_path: str | None = None
@@ -156,7 +158,7 @@ def _connected(
         tamper=setup.fault.tamper(context.world.rank) if setup.fault else None,
         wall_ahead=context.clock.wall_ahead,
     )
-    transport.connect(connect_rounds(setup.links), reporter.connecting)
+    transport.connect(connect_rounds(setup.links), reporter.connecting, setup.pairs)
     return transport
 
 
@@ -211,7 +213,10 @@ def _new_stages(
             reporter,
             config.sampling,
             is_cancelled=inbox.is_cancelled,
-            checkpoints=LatentCheckpoints(Path(folder), conditions) if folder else None,
+            # The other rank of a pair has the same latents.
+            checkpoints=LatentCheckpoints(Path(folder), conditions)
+            if folder and not config.layout.is_second(rank)
+            else None,
             tensor_store=tensor_store,
             profiler=profiler,
             fault=setup.fault,
