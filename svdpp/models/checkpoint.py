@@ -45,6 +45,9 @@ class Checkpoint:
     can_draft: ClassVar[bool] = False
     """Whether the sampler is Euler's method, which drafts need."""
 
+    branches: ClassVar[Literal["calls", "batch"] | None] = None
+    """How a guided step evaluates its two branches; see `Row`."""
+
     name: str
     """As the user typed it."""
     folder: Path

@@ -16,7 +16,7 @@ from PIL import Image
 from torch import nn
 
 from svdpp.config import ClipRequest, LatentSpec, SamplingConfig
-from svdpp.models.base import LATENTS, AfterStep, Denoiser, Partner, Tensors, run_steps
+from svdpp.models.base import LATENTS, AfterStep, Audio, Denoiser, Partner, Tensors, run_steps
 
 _WEIGHT_SEED = 20231121
 
@@ -176,6 +176,8 @@ class DummyModel:
         with _at_least(self._sleep_times.step_seconds / 2):
             own[LATENTS] = self._unet(latent, step).view(-1).tensor_split(2)[branch]
         return own
+
+    audio: Audio | None = None
 
     def decode(self, tensors: Tensors) -> torch.Tensor:  # noqa: ARG002
         """Black frames, one for each of the latent's, in the time of a decode."""

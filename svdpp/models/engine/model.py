@@ -14,10 +14,12 @@ from PIL import Image
 
 from svdpp.config import ClipRequest, ModelConfig, SamplingConfig
 from svdpp.errors import InputError, NotFiniteError
-from svdpp.models.base import AfterStep, Tensors
+from svdpp.models.base import AfterStep, Audio, Partner, Tensors
+from svdpp.models.engine.branches import Branches
 from svdpp.models.engine.call import STRUCTURE, RangeCall, replaced
 from svdpp.models.engine.checkpoint import RowCheckpoint
 from svdpp.models.engine.load import Parts, load_parts, set_up
+from svdpp.models.engine.rows import Row
 from svdpp.models.engine.values import Node
 from svdpp.models.svd.decode import to_bytes
 from svdpp.plan.layout import Roles
@@ -36,10 +38,12 @@ class EngineModel:
 
     def __init__(self, parts: Parts, sampling: Any) -> None:
         self.device = parts.device
+        self.audio: Audio | None = None
         self._parts = parts
         self._pipe = parts.pipe
         self._row = parts.checkpoint.row
         self._sampling = sampling
+        self._outputs: list[Node] = []  # see `Branches`
 
     def with_sampling(self, sampling: SamplingConfig) -> EngineModel:
         """The same loaded components with other sampling parameters."""
@@ -73,7 +77,14 @@ class EngineModel:
         given = {"negative_prompt": request.negative_prompt is not None}
         return _packet(call, {"given": given})
 
-    def denoise(self, tensors: Tensors, start: int, end: int, after_step: AfterStep) -> Tensors:
+    def denoise(
+        self,
+        tensors: Tensors,
+        start: int,
+        end: int,
+        after_step: AfterStep,
+        partner: Partner | None = None,
+    ) -> Tensors:
         """Runs steps `start` to `end` (exclusive); returns the packet after them.
 
         Raises:
@@ -82,7 +93,11 @@ class EngineModel:
         assert start < end
         structure = _structure(tensors)
         generator = torch.Generator(self._generator_device)
-        call = self._call((structure, tensors), start, end, generator, after_step)
+        branches = None
+        if partner is not None:
+            assert self._row.branches is not None
+            branches = Branches(self._row.branches, partner, self.device, self._outputs)
+        call = self._call((structure, tensors), start, end, generator, after_step, branches)
         call.run(self._later_arguments(structure, generator) | {"output_type": "latent"})
         return _packet(call, {"given": structure["given"]})
 
@@ -99,19 +114,19 @@ class EngineModel:
                 raise NotFiniteError("the VAE returned values that are not finite")
             return postprocess(video, **options)
 
-        video = self.decode_by(tensors, check_and_postprocess)
+        video, *audio = self.decode_by(tensors, check_and_postprocess)
+        self.audio = audio_of(self._pipe, self._row, *audio)
         return to_bytes(video[0].float())  # from (F, 3, H, W), 0 to 1
 
-    def decode_by(self, tensors: Tensors, postprocess: Callable[..., Any]) -> torch.Tensor:
-        """What `postprocess`, in place of the pipeline's, makes of the decoded video."""
+    def decode_by(self, tensors: Tensors, postprocess: Callable[..., Any]) -> Any:
+        """The pipeline's result, with `postprocess` in place of its own for the decoded video."""
         structure = _structure(tensors)
         generator = torch.Generator(self._generator_device)
         steps = self._sampling.num_inference_steps
         call = self._call((structure, tensors), steps, None, generator)
         with replaced(self._pipe.video_processor, postprocess_video=postprocess):
             arguments = self._later_arguments(structure, generator)
-            video: torch.Tensor = call.run(arguments | {"output_type": "pt"})[0]
-        return video
+            return call.run(arguments | {"output_type": "pt"})
 
     def probe_packet(self, *, has_stepped: bool = False) -> Tensors:
         """See `VideoModel`."""
@@ -153,9 +168,11 @@ class EngineModel:
         end: int | None,
         generator: torch.Generator,
         after_step: AfterStep | None = None,
+        branches: Branches | None = None,
     ) -> RangeCall:
         set_up(self._pipe, self._parts.checkpoint, self._sampling)
-        return RangeCall(self._pipe, self._row, packet, start, end, [generator], after_step)
+        given = packet, start, end, [generator], after_step, branches
+        return RangeCall(self._pipe, self._row, *given)
 
     def _later_arguments(self, structure: Node, generator: torch.Generator) -> dict[str, Any]:
         """Arguments for a rank that has no prompt and no image: what they give is replayed."""
@@ -217,6 +234,21 @@ def request_arguments(
         "generator": generator,
         **{name: value for name, value in given.items() if value is not None},
     }
+
+
+def audio_of(pipe: Any, row: Row, audio: torch.Tensor | None = None) -> Audio | None:
+    """The sound that a pipeline returned, (1, channels, N), as diffusers writes it into files.
+
+    Raises:
+        NotFiniteError: it has NaN or infinite values.
+    """
+    if row.vocoder is None or audio is None:
+        return None
+    if not bool(torch.isfinite(audio).all()):
+        raise NotFiniteError(f"the {row.vocoder} returned values that are not finite")
+    samples = (audio[0].float().clamp(-1.0, 1.0) * 32767.0).to(torch.int16)
+    rate = getattr(pipe, row.vocoder).config.output_sampling_rate
+    return Audio(samples.T.contiguous(), rate)
 
 
 def _packet(call: RangeCall, more: Node) -> Tensors:

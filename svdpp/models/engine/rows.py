@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from svdpp.config.limits import require
 from svdpp.models.engine import ltx, wan
@@ -66,6 +66,8 @@ class Row:
     encode_image: tuple[str, ...] = ("vae",)
     """What it uses besides for a clip from an image."""
     decode: tuple[str, ...] = ("vae",)
+    vocoder: str | None = None
+    """The component that makes the samples of the clip's sound."""
     everywhere: tuple[str, ...] = ()
     """What every rank uses: components without weights."""
     fp32: frozenset[str] = frozenset()
@@ -82,7 +84,10 @@ class Row:
     noise: str = "prepare_latents"
     """The record whose first tensor is the latent before the first step."""
     noise_stays: bool = False
-    """Whether that tensor is used after the first step."""
+    """Whether steps leave parts of that tensor as they are; later ranks find them in the latent."""
+    branches: Literal["calls", "batch"] | None = None
+    """How a guided step evaluates its two branches: by two calls whose results are used after both,
+    or by one call with a batch of two, which two ranks may round differently; None: otherwise."""
     facts: Callable[[Configs], Facts] = _no_facts
     """What the configs of a checkpoint say; refuses what the row does not cover."""
     check: Callable[[Any, Any], None] = _no_check
@@ -103,6 +108,7 @@ class Row:
 ROWS: Mapping[str, Row] = {
     "wan": Row(
         title="Wan 2.1 and 2.2",
+        branches="calls",
         text="WanPipeline",
         image="WanImageToVideoPipeline",
         components={
@@ -123,6 +129,7 @@ ROWS: Mapping[str, Row] = {
     ),
     "ltx": Row(
         title="LTX-Video",
+        branches="batch",
         text="LTXPipeline",
         image="LTXImageToVideoPipeline",
         both=True,
@@ -158,6 +165,7 @@ ROWS: Mapping[str, Row] = {
         schedulers=("FlowMatchEulerDiscreteScheduler",),
         encode=("tokenizer", "text_encoder", "connectors"),
         decode=("vae", "audio_vae", "vocoder"),
+        vocoder="vocoder",
         only_encode=("encoder",),
         only_decode=("decoder",),
         renamed={"frame_rate": "fps"},
@@ -184,6 +192,7 @@ ROWS: Mapping[str, Row] = {
     ),
     "hunyuan_video_15": Row(
         title="HunyuanVideo-1.5",
+        branches="calls",
         text="HunyuanVideo15Pipeline",
         components={
             "tokenizer": ("Qwen2Tokenizer", "Qwen2TokenizerFast", *_ANY_TOKENIZER),
@@ -204,6 +213,7 @@ ROWS: Mapping[str, Row] = {
     ),
     "cogvideox": Row(
         title="CogVideoX",
+        branches="batch",
         text="CogVideoXPipeline",
         image="CogVideoXImageToVideoPipeline",
         components={
@@ -218,6 +228,7 @@ ROWS: Mapping[str, Row] = {
     ),
     "skyreels_v2": Row(
         title="SkyReels-V2",
+        branches="calls",
         text="SkyReelsV2Pipeline",
         image="SkyReelsV2ImageToVideoPipeline",
         components={
@@ -234,6 +245,7 @@ ROWS: Mapping[str, Row] = {
     ),
     "skyreels_v2_df": Row(
         title="SkyReels-V2, diffusion forcing with all frames in step",
+        branches="calls",
         text="SkyReelsV2DiffusionForcingPipeline",
         components={
             "tokenizer": _T5,
@@ -247,6 +259,7 @@ ROWS: Mapping[str, Row] = {
     ),
     "mochi": Row(
         title="Mochi 1",
+        branches="batch",
         text="MochiPipeline",
         components={
             "tokenizer": _T5,
@@ -260,6 +273,7 @@ ROWS: Mapping[str, Row] = {
     ),
     "latte": Row(
         title="Latte",
+        branches="batch",
         text="LattePipeline",
         components={
             "tokenizer": _T5,
