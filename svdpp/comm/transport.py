@@ -209,8 +209,8 @@ class Transport:
         if self._tamper is not None:
             data = self._tamper(header.clip, data)
         for message in (data, description):
-            data = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-            dist.send(data, link.peer, group=link.group)
+            content = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+            dist.send(content, link.peer, group=link.group)
 
     def _send_payload(self, link: _Link, staged: torch.Tensor, after: streams.Mark) -> None:
         if not self._direct:

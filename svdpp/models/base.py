@@ -18,6 +18,9 @@ LATENTS = "latents"
 #: Beginning of the names of the tensors that hold the scheduler's state in a packet.
 STATE_PREFIX = "scheduler."
 
+#: Beginning of the names of the tensors that a denoiser's call returns, before the call's number.
+PREDICTION = "prediction"
+
 #: Name of the state of a random generator in a packet.
 GENERATOR = "generator"
 

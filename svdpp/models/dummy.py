@@ -165,7 +165,7 @@ class DummyModel:
             return run_steps(self.denoiser(tensors, start), tensors, start, end, after_step)
         latent = tensors[LATENTS]
         for step in range(start, end):
-            own = {}
+            own: Tensors = {}
             other = partner.exchange(step, partial(self._half, latent, step, partner.branch, own))
             halves = [own[LATENTS], other[LATENTS]][:: -1 if partner.branch else 1]
             latent = torch.cat(halves).view(latent.shape)

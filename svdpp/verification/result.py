@@ -40,7 +40,8 @@ class Check:
     Args:
         clip: index of the clip.
         what: `latent` at a transfer, `final_latent`, `frames`, `audio`, or `solver_history`, which
-            is what a multistep solver keeps of earlier steps, listed only if it differs.
+            is what a multistep solver keeps of earlier steps, listed only if it differs; so is
+            `prediction`, what one rank of a pair has received from the other.
         step: number of steps done.
         rank: the rank that computed it.
         equal: bitwise, or within the tolerance if there is one.
@@ -51,10 +52,11 @@ class Check:
         first_index: of the first element that differs, in row-major order; None if none differs.
         sha256: of the pipelined side.
         axes: the tensor's axes, one letter each.
+        branch: of the guidance, 0 or 1, for a prediction; else -1.
     """
 
     clip: int
-    what: Literal["latent", "final_latent", "frames", "audio", "solver_history"]
+    what: Literal["latent", "final_latent", "frames", "audio", "solver_history", "prediction"]
     step: int
     rank: int
     equal: bool
@@ -64,6 +66,7 @@ class Check:
     first_index: tuple[int, ...] | None
     sha256: str
     axes: str = _SVD_AXES
+    branch: int = -1
 
     @property
     def distance(self) -> str:
@@ -87,6 +90,7 @@ class Check:
             "frames": "the frames",
             "audio": "the sound",
             "solver_history": f"the solver's history after step {self.step - 1}",
+            "prediction": f"the prediction of branch {self.branch} in step {self.step}",
         }[self.what]
         return (
             f"clip {self.clip}, {what}, done by rank {self.rank}: first at {self.first_place} "

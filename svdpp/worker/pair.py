@@ -23,6 +23,8 @@ class Pair:
         rank: this rank.
         action: a DENOISE whose peer is the other rank.
         waiting: entered with a step, while the rank waits for the other one.
+        sent: what is sent of a step, given what this rank computes.
+        received: called with each step and the other rank's prediction.
     """
 
     def __init__(
@@ -30,10 +32,14 @@ class Pair:
         transport: Transport,
         rank: int,
         action: Action,
+        *,
         waiting: Callable[[int], AbstractContextManager[None]],
+        sent: Callable[[int, Tensors], Tensors],
+        received: Callable[[int, Tensors], None],
     ) -> None:
         self.branch = int(rank > action.peer)
         self._transport, self._action, self._waiting = transport, action, waiting
+        self._sent, self._received = sent, received
         self._next: int | None = action.start
 
     def exchange(self, step: int, evaluate: Callable[[], Tensors]) -> Tensors:
@@ -43,12 +49,13 @@ class Pair:
             NotWantedError: the other rank has dropped the clip.
         """
         pending = self._expected(step)
-        self._send(step, evaluate())
+        self._send(step, self._sent(step, evaluate()))
         with self._waiting(step):
             packet = pending.wait()
         self._next = None if packet.tombstone else step + 1
         if packet.tombstone:
             raise NotWantedError
+        self._received(step, packet.tensors)
         return packet.tensors
 
     def drop(self) -> None:

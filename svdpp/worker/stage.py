@@ -204,9 +204,8 @@ class PipelineStage:
 
     def _denoise(self, action: Action) -> None:
         packet = self._packet(action)
-        waiting = partial(self._waiting_at, action)
+        pair = self._new_pair(action) if action.peer >= 0 else None
         is_second = -1 < action.peer < self._rank  # with the same latents
-        pair = Pair(self._transport, self._rank, action, waiting) if action.peer >= 0 else None
         if not packet.tombstone:
             with self._isolated(packet), self._timed(action):
                 packet.tensors = self._denoised(action, packet, pair)
@@ -221,6 +220,28 @@ class PipelineStage:
         if pair is not None and packet.tombstone:
             pair.drop()
         packet.next_step = action.end
+
+    def _new_pair(self, action: Action) -> Pair:
+        fault, store = self._fault, self._tensor_store
+
+        def sent(step: int, tensors: Tensors) -> Tensors:
+            if fault is None or step > action.start:
+                return tensors
+            return fault.predicted(self._rank, action.clip, tensors)
+
+        def received(step: int, tensors: Tensors) -> None:
+            if store is not None:
+                prediction = self._on_host(next(iter(tensors.values())))
+                store.keep_prediction(action.clip, step, int(action.peer > self._rank), prediction)
+
+        return Pair(
+            self._transport,
+            self._rank,
+            action,
+            waiting=partial(self._waiting_at, action),
+            sent=sent,
+            received=received,
+        )
 
     def _denoised(self, action: Action, packet: Packet, pair: Pair | None) -> Tensors:
         """The packet's tensors after the action's steps, all of them checked."""
