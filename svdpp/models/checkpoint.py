@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Literal
 
 from svdpp.config import (
     DEFAULT_MODEL,
@@ -42,12 +42,6 @@ Use = Literal["needed", "optional", "refused"]
 class Checkpoint:
     """A checked folder in diffusers' format; each family adds the sizes that later checks need."""
 
-    can_draft: ClassVar[bool] = False
-    """Whether the sampler is Euler's method, which drafts need."""
-
-    branches: ClassVar[Literal["calls", "batch"] | None] = None
-    """How a guided step evaluates its two branches; see `Row`."""
-
     name: str
     """As the user typed it."""
     folder: Path
@@ -56,6 +50,11 @@ class Checkpoint:
     fingerprint: str | None = None
     """Of the weights in a user's folder, which may change; None for hub models and the demo."""
     variant: str | None
+
+    @property
+    def branches(self) -> Literal["calls", "batch"] | None:
+        """How a guided step evaluates its two branches; see `Row`."""
+        return None
 
     @property
     def label(self) -> str:

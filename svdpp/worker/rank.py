@@ -23,7 +23,6 @@ from svdpp.plan.layout import Roles
 from svdpp.plan.schedule import connect_rounds
 from svdpp.worker.clip_writer import ClipWriter, WriterEvents
 from svdpp.worker.device import conditions_of, gpu_uuid, take_device
-from svdpp.worker.draft_stage import DraftStage
 from svdpp.worker.fault_injection import InjectedFault
 from svdpp.worker.gpu_sampler import GpuSampler
 from svdpp.worker.inbox import Inbox
@@ -46,7 +45,6 @@ class RankSetup:
         checkpoint: found and checked; None for the dummy model.
         roles: by rank.
         links: pairs (from, to) of ranks that communicate.
-        pairs: of ranks that exchange predictions.
         tensor_folder: for latents and frames that are kept for verification; None keeps none.
         latents_folder: for latent checkpoints, to resume clips from; None keeps none.
         profile_path: of rank 0's torch.profiler trace; None: no profile.
@@ -58,7 +56,6 @@ class RankSetup:
     checkpoint: Checkpoint | None
     roles: tuple[Roles, ...]
     links: tuple[tuple[int, int], ...]
-    pairs: tuple[tuple[int, int], ...] = ()
     tensor_folder: str | None = None
     latents_folder: str | None = None
     profile_path: str | None = None
@@ -99,16 +96,10 @@ def _serve(
     reporter: Reporter,
     inbox: Inbox,
 ) -> None:
-    stages = _prepare(context, setup, device, reporter, inbox)
-
-    def rest() -> None:
-        for stage in stages.values():
-            stage.rest()
-
-    for action in inbox.actions(lambda work: stages[work.is_draft].expect(work), rest):
-        stages[inbox.is_draft(action.clip)].perform(action)
-    for stage in stages.values():
-        stage.finish()
+    stage = _prepare(context, setup, device, reporter, inbox)
+    for action in inbox.actions(stage.expect, stage.rest):
+        stage.perform(action)
+    stage.finish()
 
 
 def _prepare(
@@ -117,12 +108,8 @@ def _prepare(
     device: torch.device,
     reporter: Reporter,
     inbox: Inbox,
-) -> dict[bool, PipelineStage]:
-    """Does everything before the first action; reports `Joined` when this rank's links are open.
-
-    Returns:
-        The stages, by whether their clips are drafts.
-    """
+) -> PipelineStage:
+    """Does everything before the first action; reports `Joined` when this rank's links are open."""
     config, rank = setup.config, context.world.rank
     conditions = conditions_of(config, setup.checkpoint, str(device))
     reporter.send(Started(device=str(device), uuid=gpu_uuid(str(device)), conditions=conditions))
@@ -142,7 +129,7 @@ def _prepare(
     ahead = context.clock.monotonic_ahead
     reporter.send(Joined(device=str(device), load_seconds=load_seconds, clock_ahead=ahead))
     reporter.at(None)
-    return _new_stages(context, setup, model, transport, reporter, inbox, conditions)
+    return _new_stage(context, setup, model, transport, reporter, inbox, conditions)
 
 
 def _connected(
@@ -158,11 +145,12 @@ def _connected(
         tamper=setup.fault.tamper(context.world.rank) if setup.fault else None,
         wall_ahead=context.clock.wall_ahead,
     )
-    transport.connect(connect_rounds(setup.links), reporter.connecting, setup.pairs)
+    pairs = setup.config.layout.pairs
+    transport.connect(connect_rounds(setup.links), reporter.connecting, pairs)
     return transport
 
 
-def _new_stages(
+def _new_stage(
     context: RankContext,
     setup: RankSetup,
     model: VideoModel,
@@ -170,59 +158,39 @@ def _new_stages(
     reporter: Reporter,
     inbox: Inbox,
     conditions: dict[str, Any],
-) -> dict[bool, PipelineStage]:
+) -> PipelineStage:
     config, folder, rank = setup.config, setup.latents_folder, context.world.rank
     tensor_store = _tensor_store(context, setup, reporter)
     clip_writer = ClipWriter(
         WriterEvents(
             done=reporter.send,
             lost=reporter.clip_failed,
-            draft_lost=reporter.draft_lost,
             failed=reporter.failed,
         ),
         conditions,
         model.device,
-        # In a draft every rank has frames of the clip; the last rank keeps them, by rank.
-        tensor_store if config.draft is None else None,
+        tensor_store,
         fps=config.sampling.fps,
         host=context.host,
         folder=Path(setup.output_folder) if setup.output_folder else None,
     )
-    profiler = _profiler(setup, rank, str(model.device))
-    stages: dict[bool, PipelineStage] = {}
-    if config.draft is not None:
-        stages[True] = DraftStage(
-            rank,
-            model,
-            transport,
-            clip_writer,
-            reporter,
-            config,
-            is_cancelled=inbox.is_cancelled,
-            tensor_store=tensor_store if rank == 0 else None,
-            results=tensor_store,
-            profiler=profiler,
-            fault=setup.fault,
-        )
-    if config.draft is None or config.draft_on_request:
-        stages[False] = PipelineStage(
-            rank,
-            model,
-            transport,
-            clip_writer,
-            reporter,
-            config.sampling,
-            is_cancelled=inbox.is_cancelled,
-            # The other rank of a pair has the same latents.
-            checkpoints=LatentCheckpoints(Path(folder), conditions)
-            if folder and not config.layout.is_second(rank)
-            else None,
-            tensor_store=tensor_store,
-            profiler=profiler,
-            fault=setup.fault,
-            read_photo=_from_rank_0(context.fetch, reporter) if context.fetch else from_disk,
-        )
-    return stages
+    return PipelineStage(
+        rank,
+        model,
+        transport,
+        clip_writer,
+        reporter,
+        config.sampling,
+        is_cancelled=inbox.is_cancelled,
+        # The second rank of a pair has the latents of the first.
+        checkpoints=LatentCheckpoints(Path(folder), conditions)
+        if folder and not config.layout.is_second(rank)
+        else None,
+        tensor_store=tensor_store,
+        profiler=_profiler(setup, rank, str(model.device)),
+        fault=setup.fault,
+        read_photo=_from_rank_0(context.fetch, reporter) if context.fetch else from_disk,
+    )
 
 
 def _from_rank_0(fetch: Callable[[], bytes], reporter: Reporter) -> ReadPhoto:

@@ -15,7 +15,7 @@ from svdpp.comm.packet import Packet
 from svdpp.comm.transport import PendingPacket, Transport
 from svdpp.config import SamplingConfig
 from svdpp.errors import InputError, NotFiniteError, SvdppError
-from svdpp.models.base import LATENTS, AfterStep, Audio, Tensors, VideoModel, solver_history
+from svdpp.models.base import LATENTS, Audio, Tensors, VideoModel, solver_history
 from svdpp.plan.actions import Action, Kind
 from svdpp.worker.clip_writer import ClipWriter, FinishedClip
 from svdpp.worker.fault_injection import InjectedFault
@@ -257,18 +257,10 @@ class PipelineStage:
             self._before_step(action, step + 1)
 
         self._before_step(action, start)
-        steps = tensors, start, action.end, after_step
-        if pair is None:
-            tensors = self._run_steps(packet.clip, *steps)
-        else:
-            tensors = self._model_of(packet.clip).denoise(*steps, pair)
+        model = self._model_of(packet.clip)
+        tensors = model.denoise(tensors, start, action.end, after_step, pair)
         checks.finish()
         return self._fault.sent(self._rank, action.clip, tensors) if self._fault else tensors
-
-    def _run_steps(
-        self, clip: int, tensors: Tensors, start: int, end: int, after_step: AfterStep
-    ) -> Tensors:
-        return self._model_of(clip).denoise(tensors, start, end, after_step)
 
     def _before_step(self, action: Action, step: int) -> None:
         """Ends the action if its clip is not wanted any more; notes the step that follows."""

@@ -50,7 +50,7 @@ class RowCheckpoint(Checkpoint):
         return ROWS[self.row_name]
 
     @property
-    def branches(self) -> Literal["calls", "batch"] | None:  # type: ignore[override]
+    def branches(self) -> Literal["calls", "batch"] | None:
         """See `Checkpoint`."""
         return self.row.branches
 
