@@ -37,8 +37,9 @@ class PlanChoice:
         asked = joined_world(self.launched, self.world)
         if asked is not None:
             return asked
-        divide = self.layout.must_divide
-        return default_world(self.device, self.steps, on_cpu=self.on_cpu, divide=divide)
+        divide, size = self.layout.must_divide, self.layout.cfg_parallel or 1
+        on_cpu = max(size, self.on_cpu)
+        return default_world(self.device, self.steps, on_cpu=on_cpu, divide=divide, multiple=size)
 
     def settings(
         self, *, num_clips: int | None, decodes: bool, memory: Memory | None = None

@@ -43,8 +43,8 @@ class _Setup:
     checkpoint: Checkpoint | None
     requests: tuple[ClipRequest, ...]
     steps: frozenset[int]
-    predictions: bool
     tensor_folder: str | None
+    predictions: bool = False
 
 
 def run_reference(
