@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -52,6 +53,7 @@ class Check:
         sha256: of the pipelined side.
         axes: the tensor's axes, one letter each.
         branch: of the guidance, 0 or 1, for a prediction; else -1.
+        psnr_db: of a latent that differs, against the largest value of the sequential one.
     """
 
     clip: int
@@ -66,6 +68,7 @@ class Check:
     sha256: str
     axes: str = _SVD_AXES
     branch: int = -1
+    psnr_db: float | None = None
 
     @property
     def distance(self) -> str:
@@ -74,7 +77,8 @@ class Check:
             return f"{self.max_ulp} of {_LEVELS} levels"
         if self.what == "audio":
             return f"{self.max_ulp} of {_LOUDEST}"
-        return f"{self.max_abs_diff:.3g} ({self.max_ulp} ULP)"
+        ratio = "" if self.psnr_db is None else f", {self.psnr_db:.1f} dB"
+        return f"{self.max_abs_diff:.3g} ({self.max_ulp} ULP{ratio})"
 
     @property
     def first_place(self) -> str:
@@ -174,7 +178,15 @@ def compare_latents(
         first_index=None if bitwise else tuple(int(i) for i in differs.nonzero()[0]),
         sha256=tensor_sha256(ours),
         axes=axes,
+        psnr_db=None if bitwise else _psnr_db(difference, theirs),
     )
+
+
+def _psnr_db(difference: torch.Tensor, theirs: torch.Tensor) -> float | None:
+    """None if it is not finite."""
+    peak, error = float(theirs.double().abs().max()), float(difference.square().mean())
+    ratio = peak**2 / error if error > 0 else math.inf
+    return 10 * math.log10(ratio) if 0 < ratio < math.inf else None
 
 
 def compare_frames(

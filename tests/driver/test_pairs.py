@@ -148,6 +148,8 @@ def test_a_batch_of_two_is_divided_but_not_proven(tmp_path: Path) -> None:
         assert pipeline.run(REQUESTS[0]).metadata["exact"] == "unproven"
     result = verify(config, REQUESTS[:1], tolerance=2 / 255)
     assert result.equal
+    ((latent, _),) = [result.checks]
+    assert latent.bitwise or (latent.psnr_db is not None and latent.psnr_db > 80)
 
 
 @pytest.mark.processes
