@@ -151,7 +151,7 @@ class BenchAgain:
 
     def layout(self, layout: Layout) -> list[str]:
         """See `Again`."""
-        names = ("split", "replicas", "decoders")
+        names = ("split", "replicas", "decoders", "cfg_parallel")
         changes = [
             f"--pipeline.{name}={getattr(layout, name)}"
             for name in names
@@ -214,7 +214,9 @@ def _with_measured(
     if speedup is None:
         return found.advice
     figures = found.figures
-    apart = replace(figures.layout, split="uniform", replicas=figures.world_size, decoders=1)
+    apart = replace(
+        figures.layout, split="uniform", replicas=figures.world_size, decoders=1, cfg_parallel=1
+    )
     command = again(*again.layout(apart))
     difference = difference_from_bound(0.0, list(map(math.log, speedup["rounds"])))
     if difference.is_noise is None:

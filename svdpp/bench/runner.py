@@ -190,7 +190,9 @@ def cases_of(config: PipelineConfig) -> dict[str, PipelineConfig]:
     """The pipeline and its baselines; a pipeline that is data parallel itself has only one."""
     cases = {PIPELINE: config}
     if config.layout.replica_size > 1:
-        alike = replace(config, split="uniform", replicas=config.world_size, decoders=1)
+        alike = replace(
+            config, split="uniform", replicas=config.world_size, decoders=1, cfg_parallel=1
+        )
         cases[DATA_PARALLEL] = alike
     return {**cases, ONE_DEVICE: config.alone()}
 

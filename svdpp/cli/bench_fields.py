@@ -112,6 +112,7 @@ _FIELDS = {
     **{"latent-shape": "model.latent_shape", "revision": "model.revision"},
     **{"channels-last": "model.channels_last", "deterministic": "pipeline.deterministic"},
     **{"allow-mixed-devices": "pipeline.allow_mixed_devices"},
+    **{"cfg-parallel": "pipeline.cfg_parallel"},
     **{"share-experts": "pipeline.share_experts", "prompt": "workload.prompts"},
     **{"negative-prompt": "workload.negative_prompt"},
     **{name.replace("_", "-"): f"workload.{name}" for name in ("guidance_scale", *_OWN)},
@@ -140,7 +141,7 @@ def pipeline_config(point: BenchConfig, launched: World | None = None) -> Pipeli
                 f"leave workload.{name} out",
             )
     of_ranks = {"device", "threads", "timeout", "start_timeout", "checksum", "allow_mixed_devices"}
-    of_layout = {"split", "replicas", "decoders", "costs"}
+    of_layout = {"split", "replicas", "decoders", "cfg_parallel", "costs"}
     world = joined_world(launched, asked.world, "pipeline.world", "give --pipeline.world=null")
     options = PipelineOptions(
         launched=launched,

@@ -259,8 +259,13 @@ class Pipeline(PipelineRanks):
         return handles
 
     def _marked(self, metadata: dict[str, Any]) -> dict[str, Any]:
-        """A clip's metadata; marked unproven if the ranks' devices differ."""
-        return {**metadata, "exact": "unproven"} if self._devices.is_mixed else metadata
+        """A clip's metadata; marked unproven if devices differ, or pairs divide a batch of two."""
+        in_halves = (
+            self.config.cfg_parallel > 1 and getattr(self.checkpoint, "branches", "") == "batch"
+        )
+        return (
+            {**metadata, "exact": "unproven"} if self._devices.is_mixed or in_halves else metadata
+        )
 
     # --- plan and forecast ----------------------------------------------------------------------
 

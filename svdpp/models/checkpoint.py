@@ -52,6 +52,11 @@ class Checkpoint:
     variant: str | None
 
     @property
+    def branches(self) -> Literal["calls", "batch"] | None:
+        """How a guided step evaluates its two branches; see `Row`."""
+        return None
+
+    @property
     def label(self) -> str:
         """The model's name in messages."""
         return f"model {hub.show_name(self.name)}"

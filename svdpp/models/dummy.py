@@ -9,13 +9,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from PIL import Image
 from torch import nn
 
 from svdpp.config import ClipRequest, LatentSpec, SamplingConfig
-from svdpp.models.base import LATENTS, AfterStep, Audio, Sampler, Tensors, run_steps
+from svdpp.models.base import LATENTS, AfterStep, Audio, Partner, Sampler, Tensors, run_steps
 
 _WEIGHT_SEED = 20231121
 
@@ -132,9 +133,30 @@ class DummyModel:
         """Nothing, because the model takes no prompt."""
         return ""
 
-    def denoise(self, tensors: Tensors, start: int, end: int, after_step: AfterStep) -> Tensors:
-        """See `run_steps`."""
-        return run_steps(self.denoiser(tensors, start), tensors, start, end, after_step)
+    def denoise(
+        self,
+        tensors: Tensors,
+        start: int,
+        end: int,
+        after_step: AfterStep,
+        partner: Partner | None = None,
+    ) -> Tensors:
+        """See `VideoModel`; each rank of a pair gives half of the elements in half of the time."""
+        if partner is None:
+            return run_steps(self.denoiser(tensors, start), tensors, start, end, after_step)
+        latent = tensors[LATENTS]
+        for step in range(start, end):
+            own: Tensors = {}
+            other = partner.exchange(step, partial(self._half, latent, step, partner.branch, own))
+            halves = [own[LATENTS], other[LATENTS]][:: -1 if partner.branch else 1]
+            latent = torch.cat(halves).view(latent.shape)
+            after_step(step, latent)
+        return {**tensors, LATENTS: latent}
+
+    def _half(self, latent: torch.Tensor, step: int, branch: int, own: Tensors) -> Tensors:
+        with _at_least(self._sleep_times.step_seconds / 2):
+            own[LATENTS] = self._unet(latent, step).view(-1).tensor_split(2)[branch]
+        return own
 
     audio: Audio | None = None
 

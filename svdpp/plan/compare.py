@@ -85,11 +85,13 @@ def compare_layouts(
 
     auto = partial(choose_layout, **counts, num_clips=num_clips, memory_gib=memory_gib)
     data_parallel = row("data parallel", partial(build, replicas=world_size))
+    pairs = partial(build, replicas=world_size // 2, cfg_parallel=2)
     return [
         *(row(split, partial(build, split=split)) for split in SPLITS),
         row(f"{decoders} decoders", partial(build, split="dithered", decoders=decoders)),
         row("auto", auto),
         data_parallel,
+        *([] if world_size % 2 else [row("pairs", pairs)]),
         *_offload_rows(data_parallel.layout, num_clips, arrivals, memory_gib),
     ]
 

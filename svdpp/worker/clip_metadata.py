@@ -111,6 +111,7 @@ def clip_metadata(
         "split": config.split,
         "replicas": config.replicas,
         "decoders": config.decoders,
+        "cfg_parallel": config.cfg_parallel,
         "num_threads": config.num_threads,
         "deterministic": config.deterministic,
         **({} if sampling.family == "svd" else _prompts(made_from)),

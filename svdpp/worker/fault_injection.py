@@ -14,7 +14,7 @@ from svdpp.comm.header import FIELDS
 from svdpp.errors import RequestError
 from svdpp.models.base import LATENTS, Tensors, solver_history
 
-Kind = Literal["ulp", "state", "skip", "nan", "raise", "hang", "header"]
+Kind = Literal["ulp", "state", "prediction", "skip", "nan", "raise", "hang", "header"]
 
 _PATTERN = re.compile(rf"({'|'.join(get_args(Kind))})(?:-([a-z]+))?@rank(\d+)\.clip(\d+)", re.ASCII)
 
@@ -29,7 +29,8 @@ class InjectedFault:
     """One fault, at one rank and clip.
 
     Kinds: `ulp` changes one element of the latent that leaves the rank to the next larger
-    floating-point number; `state` does so in the history of a multistep solver; `skip` omits the
+    floating-point number; `state` does so in the history of a multistep solver; `prediction` in the
+    first prediction that a rank of a pair sends to the other one; `skip` omits the
     rank's first step of the clip; `raise` raises before that step; `hang` hangs there; `nan` fills
     the latent that enters the rank with NaN; `header-FIELD` changes one field of the header that
     the rank sends.
@@ -86,6 +87,12 @@ class InjectedFault:
         if self.strikes("state", rank, clip):
             name = next(iter(solver_history(tensors)), None)
         return tensors if name is None else {**tensors, name: one_ulp_off(tensors[name])}
+
+    def predicted(self, rank: int, clip: int, tensors: Tensors) -> Tensors:
+        """The prediction that a rank of a pair sends, given what it has computed."""
+        if not self.strikes("prediction", rank, clip):
+            return tensors
+        return {name: one_ulp_off(tensor) for name, tensor in tensors.items()}
 
     def tamper(self, rank: int) -> Callable[[int, bytes], bytes] | None:
         """The function that changes the headers `rank` sends; None if they stay as they are."""

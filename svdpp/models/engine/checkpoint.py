@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from svdpp.config import SAMPLING_CLASSES, CommonSampling, SamplingConfig
 from svdpp.config.limits import require
@@ -50,6 +50,11 @@ class RowCheckpoint(Checkpoint):
     def row(self) -> Row:
         """Of the family."""
         return ROWS[self.row_name]
+
+    @property
+    def branches(self) -> Literal["calls", "batch"] | None:
+        """See `Checkpoint`."""
+        return self.row.branches
 
     @property
     def fp32_components(self) -> frozenset[str]:

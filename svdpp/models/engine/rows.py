@@ -116,6 +116,9 @@ class Row:
     so that ranks find them in the latent."""
     result_in_latents: bool = False
     """Whether what `scheduler.step` returns, which then does not travel, is part of the latent."""
+    branches: Literal["calls", "batch"] | None = None
+    """How a guided step evaluates its two branches: by two calls whose results are used after both,
+    or by one call with a batch of two, which two ranks may round differently; None: otherwise."""
     facts: Callable[[Configs], Facts] = _no_facts
     """What the configs of a checkpoint say; refuses what the row does not cover."""
     check: Callable[[Any, Any], None] = _no_check
@@ -136,6 +139,7 @@ class Row:
 ROWS: Mapping[str, Row] = {
     "wan": Row(
         title="Wan 2.1 and 2.2",
+        branches="calls",
         text="WanPipeline",
         image="WanImageToVideoPipeline",
         components={
@@ -156,6 +160,7 @@ ROWS: Mapping[str, Row] = {
     ),
     "ltx": Row(
         title="LTX-Video",
+        branches="batch",
         text="LTXPipeline",
         image="LTXImageToVideoPipeline",
         both=True,
@@ -252,6 +257,7 @@ ROWS: Mapping[str, Row] = {
     ),
     "hunyuan_video_15": Row(
         title="HunyuanVideo-1.5",
+        branches="calls",
         text="HunyuanVideo15Pipeline",
         image="HunyuanVideo15ImageToVideoPipeline",
         components={
@@ -278,6 +284,7 @@ ROWS: Mapping[str, Row] = {
     ),
     "cogvideox": Row(
         title="CogVideoX",
+        branches="batch",
         text="CogVideoXPipeline",
         image="CogVideoXImageToVideoPipeline",
         components={
@@ -292,6 +299,7 @@ ROWS: Mapping[str, Row] = {
     ),
     "skyreels_v2": Row(
         title="SkyReels-V2",
+        branches="calls",
         text="SkyReelsV2Pipeline",
         image="SkyReelsV2ImageToVideoPipeline",
         components={
@@ -308,6 +316,7 @@ ROWS: Mapping[str, Row] = {
     ),
     "skyreels_v2_df": Row(
         title="SkyReels-V2, diffusion forcing with all frames in step",
+        branches="calls",
         text="SkyReelsV2DiffusionForcingPipeline",
         components={
             "tokenizer": _T5,
@@ -341,6 +350,7 @@ ROWS: Mapping[str, Row] = {
     ),
     "mochi": Row(
         title="Mochi 1",
+        branches="batch",
         text="MochiPipeline",
         components={
             "tokenizer": _T5,
@@ -354,6 +364,7 @@ ROWS: Mapping[str, Row] = {
     ),
     "latte": Row(
         title="Latte",
+        branches="batch",
         text="LattePipeline",
         components={
             "tokenizer": _T5,

@@ -7,7 +7,7 @@ from diffusers import StableVideoDiffusionPipeline
 from PIL import Image
 
 from svdpp.config import ClipRequest, ModelConfig, SamplingConfig, SvdSampling
-from svdpp.models.base import LATENTS, AfterStep, Audio, Tensors, run_steps
+from svdpp.models.base import LATENTS, AfterStep, Audio, Partner, Tensors, run_steps
 from svdpp.models.loading import torch_dtype
 from svdpp.models.svd import load
 from svdpp.models.svd.checkpoint import SvdCheckpoint
@@ -97,8 +97,16 @@ class SvdModel:
         """Nothing, because the model takes no prompt."""
         return ""
 
-    def denoise(self, tensors: Tensors, start: int, end: int, after_step: AfterStep) -> Tensors:
+    def denoise(
+        self,
+        tensors: Tensors,
+        start: int,
+        end: int,
+        after_step: AfterStep,
+        partner: Partner | None = None,
+    ) -> Tensors:
         """See `run_steps`."""
+        assert partner is None, "both branches are one evaluation"
         return run_steps(self.denoiser(tensors, start), tensors, start, end, after_step)
 
     audio: Audio | None = None
