@@ -123,11 +123,12 @@ def _known_options() -> dict[str, tuple[str, Any]]:
     from svdpp.cli.options.inputs import InputOptions
     from svdpp.cli.options.layout import LayoutOptions
     from svdpp.cli.options.model import ModelOptions
-    from svdpp.cli.options.outputs import OutputOptions, TraceOptions
+    from svdpp.cli.options.outputs import OutputOptions
     from svdpp.cli.options.ranks import RankOptions
     from svdpp.cli.options.sampling import SamplingOptions
     from svdpp.cli.options.serve import ServeOptions
     from svdpp.cli.options.talk import LogOptions
+    from svdpp.cli.trace_outputs import TraceOptions
 
     groups: tuple[Any, ...] = (
         *(SecondsOptions, ForecastOptions, InputOptions, LayoutOptions),
