@@ -177,6 +177,7 @@ ROWS: Mapping[str, Row] = {
     ),
     "ltx_condition": Row(
         title="LTX-Video 0.9.5 and later, whose image is a condition",
+        branches="batch",
         text="LTXConditionPipeline",
         image="LTXConditionPipeline",
         both=True,
@@ -331,6 +332,7 @@ ROWS: Mapping[str, Row] = {
     ),
     "kandinsky5": Row(
         title="Kandinsky 5",
+        branches="calls",
         text="Kandinsky5T2VPipeline",
         image="Kandinsky5I2VPipeline",
         both=True,
