@@ -117,9 +117,8 @@ def _value(kind: Any, value: Any, name: str) -> Any:
 
 def _known_options() -> dict[str, tuple[str, Any]]:
     """Parameter and type of each shared option, by its long names."""
-    from svdpp.cli.options.costs import SecondsOptions
     from svdpp.cli.options.declare import declared
-    from svdpp.cli.options.forecast import ForecastOptions
+    from svdpp.cli.options.forecast import ForecastOptions, SecondsOptions
     from svdpp.cli.options.inputs import InputOptions
     from svdpp.cli.options.layout import LayoutOptions
     from svdpp.cli.options.model import ModelOptions
