@@ -30,12 +30,11 @@ from svdpp.config.limits import (
     MAX_GUIDANCE_SCALE,
     MAX_PROMPT_CHARACTERS,
     MAX_PROMPT_TOKENS,
+    MAX_SEED,
     MAX_STEPS,
 )
 from svdpp.models.checkpoint import Use
 
-#: The largest seed: torch.Generator.manual_seed takes 64 bits, and svdpp only those from 0.
-MAX_SEED = 2**63 - 1
 MAX_PRIORITY = 9
 
 Fit = Literal["stretch", "crop", "pad"]
