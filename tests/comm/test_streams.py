@@ -24,6 +24,7 @@ ALLOWED = {
     "models/engine/model.py": {"all", "numpy"},  # the same; image and structure are on the host
     # Take tensors on the host, from `to_host` or from files:
     "worker/tensor_store.py": {"numpy"},
+    "worker/clip_writer.py": {"numpy"},
     "worker/latent_checkpoints.py": {"numpy"},
     "worker/clip_writer.py": {"numpy"},
     "comm/packet.py": {"numpy"},
