@@ -88,11 +88,6 @@ def check_outputs(
 
     Returns:
         How many of the outputs exist already.
-
-    Raises:
-        RequestError: two inputs have the same output; or an output exists, and neither
-            `overwrite` nor `resume` is set.
-        OutputError: the folder cannot be written, or ffmpeg is missing.
     """
     if policy.overwrite and policy.resume:
         raise RequestError("--overwrite and --resume contradict each other")
@@ -150,10 +145,6 @@ def plan_clips(
         policy: where clips go, and what happens to existing files.
         config: resolved.
         checkpoint: of the model.
-
-    Raises:
-        RequestError: an existing output is not the requested clip.
-        OutputError: the clips still to be made do not fit on the disk.
     """
     plan = ClipPlan()
     folder = policy.latents_folder
@@ -296,12 +287,7 @@ def finished_clip(
     draft: DraftConfig | None,
     policy: OutputPolicy,
 ) -> dict[str, Any] | None:
-    """The JSON of an existing clip that `policy` keeps; None if the clip must be made.
-
-    Raises:
-        RequestError: the file is another clip, or has changed since svdpp wrote it.
-        InputError: the JSON is not a clip's.
-    """
+    """The JSON of an existing clip that `policy` keeps; None if the clip must be made."""
     if not policy.keeps_finished:
         return None
     try:

@@ -46,10 +46,6 @@ def check_memory(
         config: resolved.
         checkpoint: found and checked; None for the dummy model.
         ranks: the roles of each rank of this machine.
-
-    Raises:
-        OutOfMemoryError: the message says what they need, what is free, and which option helps.
-        ModelError: the model's files are incomplete.
     """
     if config.device != "cpu":
         return

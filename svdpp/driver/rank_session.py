@@ -58,12 +58,7 @@ class RankSession:
         self.thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
 
     def start(self) -> None:
-        """Starts the thread and waits until all ranks are ready for work.
-
-        Raises:
-            SvdppError: a rank cannot get ready.
-            ClosedError: another thread has dropped the session.
-        """
+        """Starts the thread and waits until all ranks are ready for work."""
         self.thread.start()
         self._has_begun.wait()
         if self.failure is not None:
@@ -85,11 +80,7 @@ class RankSession:
             raise
 
     def close(self) -> None:
-        """Waits until all work is done and the ranks have ended; set `is_closing` first.
-
-        Raises:
-            SvdppError: what ended the session early; not if it is closed already.
-        """
+        """Waits until all work is done and the ranks have ended; set `is_closing` first."""
         if self._is_closed:
             return
         self._has_ended.wait()

@@ -39,10 +39,6 @@ def run_rank_task(
         until: whether the task is complete; called after each report.
         observers: called in turn with every rank and event.
         preload: modules that the fork server imports once for all ranks.
-
-    Raises:
-        RequestError: the device is missing.
-        SvdppError: a rank failed.
     """
     process_group.check_devices(config.device, config.world_size)
     group = StartedGroup(

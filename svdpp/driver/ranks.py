@@ -89,9 +89,6 @@ class PipelineRanks:
             say: takes the last message of a process that ends, and whether no other process
                 reports it.
             answer: answers rank 0's question about this host before the work begins.
-
-        Raises:
-            SvdppError: the work could not begin.
         """
         world, config = self._launched_world(), self._setup.config
         name = f"rank {world.rank} ({device_of(config, world)} of {socket.gethostname()})"
@@ -108,29 +105,18 @@ class PipelineRanks:
         )
 
     def ask(self, question: bytes) -> dict[str, bytes]:
-        """Asks one rank of each other host; returns the answers, by host. Call it before the block.
-
-        Raises:
-            SvdppError: a rank is missing, or was started with other settings.
-        """
+        """Asks one rank of each other host, before the block; returns the answers, by host."""
         return self._join().ask(question)
 
     def gather(self) -> None:
         """Joins the other launched ranks, which then wait for work. Call it before the block.
 
         From then on they end when rank 0 ends, and learn why.
-
-        Raises:
-            SvdppError: a rank is missing, or was started with other settings.
         """
         self._join()
 
     def check_gathered(self) -> None:
-        """Checks that the ranks that `gather` joined are still alive. Call it before the block.
-
-        Raises:
-            RankError: a rank has ended.
-        """
+        """Checks that the ranks that `gather` joined are still alive. Call it before the block."""
         self._join().check_connected()
 
     def dismiss(self, error: BaseException | None = None) -> None:
@@ -141,9 +127,6 @@ class PipelineRanks:
 
         Args:
             error: the reason; None: there is no work.
-
-        Raises:
-            SvdppError: a rank is missing, or was started with other settings.
         """
         if self._joined is not None or (self.world is not None and error is None):
             self._join().kill(error)
@@ -221,11 +204,7 @@ class DeviceCheck:
         """Whether ranks differ in what bits depend on; known when all have started."""
 
     def __call__(self, rank: int, event: Event) -> None:
-        """Takes one event.
-
-        Raises:
-            RequestError: the ranks' devices do not fit together.
-        """
+        """Takes one event."""
         if not isinstance(event, Started):
             return
         self._started[rank] = event

@@ -26,10 +26,6 @@ def resolve(
         config: of the run.
         weights: which components must be present; missing files of a hub model are downloaded.
         world: the launcher's, if it started the ranks; None: all of them are on this host.
-
-    Raises:
-        ModelError: the model is missing or incomplete.
-        RequestError: the model cannot run these sampling parameters.
     """
     if config.model.is_dummy:
         return resolved(config, None), None
@@ -61,9 +57,6 @@ def resolved(config: PipelineConfig, checkpoint: Checkpoint | None) -> PipelineC
     Args:
         config: of a run.
         checkpoint: of its model; None for the dummy model.
-
-    Raises:
-        RequestError: the model cannot run these sampling parameters.
     """
     sampling, boundary = _resolved(config, config.sampling, checkpoint)
     if config.draft is not None and checkpoint is not None:
@@ -72,11 +65,7 @@ def resolved(config: PipelineConfig, checkpoint: Checkpoint | None) -> PipelineC
 
 
 def check_can_draft(checkpoint: Checkpoint) -> None:
-    """Refuses a draft of a model whose sampler is not Euler's method.
-
-    Raises:
-        RequestError: the model is of such a family.
-    """
+    """Refuses a draft of a model whose sampler is not Euler's method."""
     if not checkpoint.can_draft:
         raise RequestError(
             f"{checkpoint.label} cannot be drafted: a draft needs the derivative of Euler's "
@@ -94,9 +83,6 @@ def resolved_for(
         sampling: of the clip.
         config: of the pipeline.
         checkpoint: of its model; None for the dummy model.
-
-    Raises:
-        RequestError: the model cannot run these sampling parameters.
     """
     return config.with_sampling(*_resolved(config, sampling, checkpoint))
 

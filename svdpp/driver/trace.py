@@ -94,11 +94,7 @@ class MeanCosts:
         return self._mean("transfer")
 
     def costs(self) -> Costs:
-        """The costs for a forecast of this run.
-
-        Raises:
-            RequestError: no step has been measured yet.
-        """
+        """The costs for a forecast of this run."""
         return Costs(
             step_seconds=self._mean("step"),
             encode_seconds=self._mean(Kind.ENCODE),
@@ -248,11 +244,7 @@ class Trace:
         self.waits = [wait for wait in self.waits if (wait.rank, wait.end) in starts]
 
     def summary(self) -> Forecast:
-        """The measured makespan, first clip, time per clip and bubble, as in a forecast.
-
-        Raises:
-            ValueError: no action is done yet.
-        """
+        """The measured makespan, first clip, time per clip and bubble, as in a forecast."""
         return summarise(self.spans, self.world_size)
 
     def costs(self) -> Costs:

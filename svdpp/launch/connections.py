@@ -146,10 +146,6 @@ def receive(connection: Connection, deadline: float, max_bytes: int | None = Non
         connection: to the other end.
         deadline: a time of the monotonic clock.
         max_bytes: the largest message to accept.
-
-    Raises:
-        TimeoutError: there is no message by the deadline.
-        OSError, EOFError: the connection is closed, or the message is larger.
     """
     if not connection.poll(max(0.0, deadline - time.monotonic())):
         raise TimeoutError
@@ -228,10 +224,6 @@ def compare_clocks(connection: Connection, deadline: float) -> Clock:
 
     Cristian's algorithm: the fastest of several round trips counts, and the other end is assumed to
     have read its clocks halfway through it.
-
-    Raises:
-        OSError, EOFError: the connection is closed, or there is no answer by `deadline`, a time of
-            this host's monotonic clock.
     """
     fastest = float("inf")
     clock = Clock()
@@ -247,11 +239,7 @@ def compare_clocks(connection: Connection, deadline: float) -> Clock:
 
 
 def answer_clock(connection: Connection, deadline: float) -> None:
-    """Sends this host's clock times to the other end, which runs `compare_clocks`.
-
-    Raises:
-        OSError, EOFError: the connection is closed, or there is no request by `deadline`.
-    """
+    """Sends this host's clock times to the other end, which runs `compare_clocks`."""
     for _ in range(_NUM_ROUNDS):
         receive(connection, deadline, 1)
         connection.send_bytes(_TIMES.pack(time.monotonic(), time.time()))

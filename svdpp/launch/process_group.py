@@ -133,12 +133,7 @@ def join_store(world: World, backend: str, store: dist.Store, token: str) -> Non
 
 
 def _join(world: World, backend: str, store: dist.Store) -> None:
-    """Joins the process group.
-
-    Raises:
-        BrokenLinkError: another rank cannot be reached; usually it has ended, and is the cause.
-        RankError: the group of this process's work before has not closed; see `destroy`.
-    """
+    """Joins the process group."""
     if dist.is_initialized():
         raise RankError(
             "this process is still in a process group, that of its work before",

@@ -37,9 +37,6 @@ def forecast_layout(layout: Layout, num_clips: int, arrivals: Sequence[float] = 
         layout: of the ranks.
         num_clips: 1 or more.
         arrivals: time at which each clip arrives, increasing; empty: all at the start.
-
-    Raises:
-        RequestError: more than `MAX_VISITS` visits.
     """
     alike = layout.replicas_are_alike
     _check_size(layout, num_clips, all_replicas=bool(arrivals) or not alike)

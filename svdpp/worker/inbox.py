@@ -48,11 +48,7 @@ class ActionQueue:
         self._joins = joins
 
     def pop(self) -> Action:
-        """Removes and returns the next action.
-
-        Raises:
-            IndexError: none is left.
-        """
+        """Removes and returns the next action."""
         action = self._actions.popleft()
         self._left[action.clip] -= 1
         if not self._left[action.clip]:

@@ -49,9 +49,6 @@ class LatentCheckpoints:
             key: of the clip.
             packet: to write.
             in_host_memory: names of the tensors that `load` leaves on the CPU.
-
-        Raises:
-            OutputError: it cannot be written; no partial file is left.
         """
         metadata = {
             "schema_version": _SCHEMA_VERSION,

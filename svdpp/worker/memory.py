@@ -75,11 +75,7 @@ def reset_peak() -> None:
 
 
 def reset_peak_of(device: torch.device) -> int:
-    """Resets the peak on `device` to the bytes in use now, and returns them.
-
-    Raises:
-        OSError: the kernel refuses; see proc(5).
-    """
+    """Resets the peak on `device` to the bytes in use now, and returns them."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
