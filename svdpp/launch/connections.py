@@ -18,9 +18,12 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from svdpp.errors import RankError
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 #: First byte of a control message from rank 0. Commands are JSON objects and begin with a brace.
 ASK, BEGIN, FILE, END = b"?", b"!", b"#", b"."
@@ -29,19 +32,6 @@ _KEY = "svdpp/rank_0"
 _HANDSHAKE_SECONDS = 10
 _POLL_SECONDS = 0.1
 _BACKLOG = 4096
-
-
-class Store(Protocol):
-    """The methods of `torch.distributed.Store` that this module uses."""
-
-    def set(self, key: str, value: str) -> None:
-        """Stores `value`; replaces an older one."""
-
-    def check(self, keys: list[str]) -> bool:
-        """Whether the store has all of `keys`."""
-
-    def get(self, key: str) -> bytes:
-        """Returns the stored value."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,9 +31,9 @@ from svdpp.models.dummy import DummyModel
 from svdpp.plan.actions import Kind
 from svdpp.plan.draft_starts import default_start_steps
 from svdpp.verification.verify import compare, run_pipelined, run_sequential, verify
-from svdpp.worker.fault_injection import InjectedFault
 from svdpp.worker.messages import ClipFailed, DraftDone, DraftLost, Event
 from svdpp.worker.tensor_store import TensorStore, tensor_sha256
+from tests.faults.damage import Damage
 from tests.faults.stops import InjectedStop
 from tests.models.builders import save_tiny_checkpoint
 
@@ -168,7 +168,7 @@ def test_the_exact_clip_of_another_checkpoint(dtype: str, tmp_path: Path) -> Non
 def test_a_planted_ulp_is_found_where_it_is(tmp_path: Path) -> None:
     config = _dummy((0, 3, 5), 8)
     requests = [ClipRequest(seed=0), ClipRequest(seed=1)]
-    run_pipelined(config, requests, tmp_path, fault=InjectedFault("ulp", 0, 1))
+    run_pipelined(config, requests, tmp_path, fault=Damage("ulp", 0, 1))
     run_sequential(config, requests, tmp_path)
     verdict = compare(config, 2, tmp_path)
     assert not verdict.equal
@@ -279,7 +279,7 @@ def test_no_agreement_ends_in_the_exact_clip() -> None:
 @pytest.mark.parametrize("victim", [1, 2, 3])
 def test_a_walk_that_comes_to_harm_costs_drafts_and_not_the_clip(victim: int) -> None:
     config = _dummy((0, 3, 5, 7), 10)
-    pipeline = Pipeline(config, fault=InjectedFault("nan", victim, 0))
+    pipeline = Pipeline(config, fault=Damage("nan", victim, 0))
     heard = _Heard(pipeline)
     with pipeline:
         results = pipeline.run([ClipRequest(seed=0), ClipRequest(seed=1)])
@@ -297,7 +297,7 @@ def test_a_walk_that_comes_to_harm_costs_drafts_and_not_the_clip(victim: int) ->
 @pytest.mark.processes
 def test_harm_to_the_exact_path_is_the_clips() -> None:
     config = _dummy((0, 3, 5), 8)
-    pipeline = Pipeline(config, fault=InjectedFault("nan", 0, 0))
+    pipeline = Pipeline(config, fault=Damage("nan", 0, 0))
     with pipeline:
         pipeline.submit([ClipRequest(seed=0), ClipRequest(seed=1)])
         results = list(pipeline.results())
