@@ -22,10 +22,8 @@ def resolve(
 
     The request is checked against the model's configs before a weight is downloaded.
 
-    Args:
-        config: of the run.
-        weights: which components must be present; missing files of a hub model are downloaded.
-        world: the launcher's, if it started the ranks; None: all of them are on this host.
+    `weights` says which components must be present: missing files of a hub model are
+    downloaded. `world` is the launcher's; None: all ranks are on this host.
     """
     if config.model.is_dummy:
         return resolved(config, None), None
@@ -52,12 +50,7 @@ def _roles_on_host(config: PipelineConfig, world: World | None) -> set[Roles]:
 
 
 def resolved(config: PipelineConfig, checkpoint: Checkpoint | None) -> PipelineConfig:
-    """`config` with the model's own values in place of None.
-
-    Args:
-        config: of a run.
-        checkpoint: of its model; None for the dummy model.
-    """
+    """`config` with the model's own values in place of None."""
     sampling, boundary = _resolved(config, config.sampling, checkpoint)
     if config.draft is not None and checkpoint is not None:
         check_can_draft(checkpoint)
@@ -77,13 +70,7 @@ def check_can_draft(checkpoint: Checkpoint) -> None:
 def resolved_for(
     sampling: SamplingConfig, config: PipelineConfig, checkpoint: Checkpoint | None
 ) -> PipelineConfig:
-    """The configuration of a clip with its own sampling parameters, in a pipeline of `config`.
-
-    Args:
-        sampling: of the clip.
-        config: of the pipeline.
-        checkpoint: of its model; None for the dummy model.
-    """
+    """The configuration of a clip with its own sampling parameters, in a pipeline of `config`."""
     return config.with_sampling(*_resolved(config, sampling, checkpoint))
 
 

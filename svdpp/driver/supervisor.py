@@ -39,14 +39,6 @@ class Supervisor:
     """Reads the ranks' events, keeps their trace, and raises the error that ends a run.
 
     One thread uses it; `send` and `abort` may be called from any thread.
-
-    Args:
-        group: the ranks, started or joined.
-        liveness: finds stalled ranks.
-        device: as the user named it, for messages.
-        device_order: as a `PipelineConfig` has it, for messages.
-        observers: called in turn with every event.
-        trace: records the events; None: a new one.
     """
 
     def __init__(

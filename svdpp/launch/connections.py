@@ -38,13 +38,7 @@ _BACKLOG = 4096
 class RankHello:
     """The first message of a rank: who it is.
 
-    Args:
-        rank: number over all hosts.
-        local_rank: number on its host.
-        host: the host's name.
-        host_index: the host's number.
-        shared_settings: settings that must be equal on all ranks, by name.
-        error: why the rank cannot start, as `error_to_dict` gives it; None if it can.
+    `error` says why the rank cannot start, as `error_to_dict` gives it.
     """
 
     rank: int
@@ -58,10 +52,7 @@ class RankHello:
 class RankListener:
     """Rank 0's end: listens on one address and accepts each rank's connection.
 
-    Args:
-        store: where the ranks find the address and the secret.
-        address: an address of this host.
-        peer_timeout: seconds without an acknowledgement after which a connection is closed.
+    A connection without an acknowledgement for `peer_timeout` is closed.
     """
 
     def __init__(self, store: Store, address: str, peer_timeout: float) -> None:
@@ -101,12 +92,6 @@ def connect(store: Store, hello: RankHello, *, peer_timeout: float, deadline: fl
 
     The store may still hold the endpoint of an earlier attempt. Connecting to that one fails and is
     repeated until rank 0 has stored its own.
-
-    Args:
-        store: the launcher's.
-        hello: this rank.
-        peer_timeout: as for `RankListener`.
-        deadline: a time of the monotonic clock.
     """
     while time.monotonic() < deadline:
         try:
@@ -131,11 +116,6 @@ def receive(connection: Connection, deadline: float, max_bytes: int | None = Non
     """Receives the next message, for exchanges in which both ends send in turn.
 
     The kernel's timeout does not cover a stopped process, whose host still acknowledges.
-
-    Args:
-        connection: to the other end.
-        deadline: a time of the monotonic clock.
-        max_bytes: the largest message to accept.
     """
     if not connection.poll(max(0.0, deadline - time.monotonic())):
         raise TimeoutError
@@ -198,12 +178,7 @@ _TIMES = struct.Struct("<dd")
 
 @dataclass(frozen=True)
 class Clock:
-    """Seconds by which this host's clocks are ahead of rank 0's.
-
-    Args:
-        monotonic_ahead: offset of the monotonic clock, which starts at zero when its host boots.
-        wall_ahead: offset of Unix time.
-    """
+    """Seconds by which this host's clocks are ahead of rank 0's."""
 
     monotonic_ahead: float = 0.0
     wall_ahead: float = 0.0

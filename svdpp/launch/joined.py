@@ -28,12 +28,9 @@ from svdpp.launch.world import World
 class JoinedGroup(Group):
     """A launcher's ranks, seen from rank 0; its own entry runs in a thread of this process.
 
-    Args:
-        world: of rank 0.
-        backend: of the latent transfers.
-        shared_settings: settings that must be equal on all ranks, by name.
-        start_timeout: seconds for all ranks to connect, and for a rank to answer a query.
-        peer_timeout: seconds without an acknowledgement after which a host counts as lost.
+    `shared_settings` must be equal on all ranks. All ranks must connect, and a rank answer a
+    query, within `start_timeout`. A host counts as lost after `peer_timeout` without an
+    acknowledgement.
     """
 
     def __init__(

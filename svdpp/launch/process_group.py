@@ -174,10 +174,7 @@ def destroy(timeout: float) -> None:
 def check_devices(device: str, local_size: int, *, launched: bool = False) -> None:
     """Checks that the CUDA devices of a run exist, without creating a CUDA context.
 
-    Args:
-        device: as the user named it.
-        local_size: number of ranks on this host.
-        launched: whether a launcher started the ranks; it may show each rank only its own GPU.
+    A launcher (`launched`) may show each rank only its own GPU.
     """
     if device == "cpu":
         return
@@ -210,10 +207,7 @@ def choose_interface(
     It is an address of the interface in GLOO_SOCKET_IFNAME. If that is not set, it is the address
     from which this host reaches `peer`.
 
-    Args:
-        peer: name or address of the host with the store.
-        spans_hosts: whether other hosts must reach the address.
-        environment: GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME are set in it.
+    GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME are set in `environment`.
     """
     name = environment.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     address = _address_of(name) if name else _address_towards(peer)

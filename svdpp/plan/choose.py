@@ -162,11 +162,6 @@ def _named_cards(cards: Sequence[int]) -> str:
 def faster_layout(layout: Layout, num_clips: int, *, by: float) -> tuple[Layout, float] | None:
     """The layout that finishes `num_clips` clips first, and its speedup over `layout`.
 
-    Args:
-        layout: the current layout; the other one has the same ranks, steps and costs.
-        num_clips: M.
-        by: the least speedup, such as 1.05.
-
     Returns:
         None if no layout is that much faster, or the costs lack a value for the forecast.
     """
@@ -258,10 +253,6 @@ def assign_cards(needs: Sequence[float], has: Sequence[float]) -> tuple[int, ...
 
     It is rank r on card r if that fits. Otherwise a rank that needs more gets a card that has more;
     if any assignment fits, this one does.
-
-    Args:
-        needs: of each rank.
-        has: of each card, as many as ranks, in the same unit.
 
     Returns:
         The card of each rank, by rank; None if no assignment fits.

@@ -20,10 +20,7 @@ _MAX_WAITING = 2
 class BoundedExecutor(Generic[_P, _T]):
     """Calls one function in one thread, in order.
 
-    Args:
-        work: the function; waiting for a call raises what the call raised.
-        name: of the thread.
-        device: of the rank; the thread makes it its current device.
+    Waiting for a call raises what the call raised.
     """
 
     def __init__(self, work: Callable[_P, _T], name: str, device: torch.device) -> None:

@@ -32,10 +32,8 @@ class LatentCheckpoints:
     The key is a hash of everything that the latent's bits depend on, so a request never gets the
     packet of another one.
 
-    Args:
-        folder: created with the first packet.
-        conditions: what bits depend on besides the request; `load` refuses a packet written under
-            other conditions.
+    `conditions` are what bits depend on besides the request; `load` refuses a packet written
+    under other ones.
     """
 
     def __init__(self, folder: Path, conditions: Mapping[str, Any]) -> None:
@@ -45,10 +43,7 @@ class LatentCheckpoints:
     def save(self, key: str, packet: Packet, in_host_memory: Sequence[str] = ()) -> None:
         """Writes `packet`, whose tensors are on the CPU; removes those of earlier steps.
 
-        Args:
-            key: of the clip.
-            packet: to write.
-            in_host_memory: names of the tensors that `load` leaves on the CPU.
+        `load` leaves the tensors named in `in_host_memory` on the CPU.
         """
         metadata = {
             "schema_version": _SCHEMA_VERSION,
@@ -121,12 +116,8 @@ class LatentCheckpointWriter:
 
     A checkpoint that cannot be written, because the disk is full, ends nothing: its clip goes on.
 
-    Args:
-        checkpoints: where it writes them.
-        device: of the rank.
-        on_lost: called from the thread with the error of the first checkpoint that cannot be
-            written, and again after one that could be.
-        on_failed: called from the thread with any other error.
+    Its thread calls `on_lost` with the error of the first checkpoint that cannot be written,
+    and again after one that could be; `on_failed` with any other error.
     """
 
     def __init__(
