@@ -210,28 +210,33 @@ def choose_interface(
     GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME are set in `environment`.
     """
     name = environment.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
-    address = _address_of(name) if name else _address_towards(peer)
+    known = _addresses()
+    address = _address_of(name, known) if name else _address_towards(peer)
     if spans_hosts and ipaddress.ip_address(address).is_loopback:
+        others = dict.fromkeys(other for other, _ in known if other != "lo")
         raise RequestError(
             f"{socket.gethostname()} would use {address}, which other hosts cannot reach"
             + (f" (the address for {peer!r})" if not name else ""),
             "set GLOO_SOCKET_IFNAME to the interface of the network between the hosts: "
-            + ", ".join(_other_interfaces()),
+            + (", ".join(others) or "(this host has none)"),
         )
-    found = name or _interface_with(address)
-    if found:
-        environment["GLOO_SOCKET_IFNAME"] = found
-        environment.setdefault("NCCL_SOCKET_IFNAME", found)
+    if not name:
+        is_loopback = ipaddress.ip_address(address).is_loopback
+        name = "lo" if is_loopback else next((n for n, own in known if own == address), "")
+    if name:
+        environment["GLOO_SOCKET_IFNAME"] = name
+        environment.setdefault("NCCL_SOCKET_IFNAME", name)
     return address
 
 
-def _address_of(interface: str) -> str:
-    if interface not in _interfaces():
+def _address_of(interface: str, known: list[tuple[str, str]]) -> str:
+    names = [name for _, name in socket.if_nameindex()]
+    if interface not in names:
         raise RequestError(
             f"GLOO_SOCKET_IFNAME names {interface!r}, which {socket.gethostname()} does not have",
-            f"set it to one of {', '.join(_interfaces())}",
+            f"set it to one of {', '.join(names)}",
         )
-    if address := _ipv4(interface) or _ipv6(interface):
+    if address := next((own for name, own in known if name == interface), ""):
         return address
     raise RequestError(f"the interface {interface!r} of {socket.gethostname()} has no IP address")
 
@@ -252,20 +257,10 @@ def _address_towards(peer: str) -> str:
         ) from error
 
 
-def _interfaces() -> list[str]:
-    return [name for _, name in socket.if_nameindex()]
-
-
-def _other_interfaces() -> list[str]:
-    names = (name for name in _interfaces() if name != "lo")
-    return [name for name in names if _ipv4(name) or _ipv6(name)] or ["(this host has none)"]
-
-
-def _interface_with(address: str) -> str:
-    if ipaddress.ip_address(address).is_loopback:
-        return "lo"
-    names = (name for name in _interfaces() if address in (_ipv4(name), _ipv6(name)))
-    return next(names, "")
+def _addresses() -> list[tuple[str, str]]:
+    """Each interface with its first IPv4 and IPv6 address."""
+    names = [name for _, name in socket.if_nameindex()]
+    return [(name, own) for name in names for own in (_ipv4(name), _ipv6(name)) if own]
 
 
 def _ipv4(interface: str) -> str:

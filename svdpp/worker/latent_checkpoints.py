@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -166,20 +166,21 @@ class LatentCheckpointWriter:
             raise
 
 
+def _saved(folder: Path) -> Iterator[tuple[str, int]]:
+    with contextlib.suppress(FileNotFoundError):
+        for path in folder.iterdir():
+            if match := _NAME.fullmatch(path.name):
+                yield match[1], int(match[2])
+
+
 def saved_keys(folder: Path) -> set[str]:
     """The keys of all packets in `folder`."""
-    with contextlib.suppress(FileNotFoundError):
-        matches = (_NAME.fullmatch(path.name) for path in folder.iterdir())
-        return {match[1] for match in matches if match}
-    return set()
+    return {key for key, _ in _saved(folder)}
 
 
 def saved_steps(folder: Path, key: str) -> list[int]:
     """The numbers of steps after which `folder` has a packet of `key`, ascending."""
-    with contextlib.suppress(FileNotFoundError):
-        matches = (_NAME.fullmatch(path.name) for path in folder.iterdir())
-        return sorted(int(match[2]) for match in matches if match and match[1] == key)
-    return []
+    return sorted(step for other, step in _saved(folder) if other == key)
 
 
 def prune(folder: Path, key: str) -> None:
