@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from svdpp.comm.streams import Mark, SideStream, mark
 from svdpp.errors import InputError, OutputError
 from svdpp.media import output_files
 from svdpp.worker.bounded_executor import BoundedExecutor
+from svdpp.worker.reporter import Reporter
 
 _SCHEMA_VERSION = 2
 _KEY = re.compile(r"[0-9a-f]{64}")
@@ -111,42 +112,26 @@ class LatentCheckpoints:
         return self._folder / f"{key}_step{step}.safetensors"
 
 
-class LatentCheckpointWriter:
+class LatentCheckpointWriter(BoundedExecutor):
     """Writes latent checkpoints in a thread beside the denoising.
 
     A checkpoint that cannot be written, because the disk is full, ends nothing: its clip goes on.
-
-    Its thread calls `on_lost` with the error of the first checkpoint that cannot be written,
-    and again after one that could be; `on_failed` with any other error.
+    The first one is reported, and again the first one after one that could be written.
     """
 
     def __init__(
-        self,
-        checkpoints: LatentCheckpoints,
-        device: torch.device,
-        *,
-        on_lost: Callable[[OutputError], None],
-        on_failed: Callable[[BaseException], None],
+        self, checkpoints: LatentCheckpoints, device: torch.device, reporter: Reporter
     ) -> None:
+        super().__init__("checkpoints", device)
         self._checkpoints = checkpoints
         self._device = device
-        self._on_lost = on_lost
-        self._on_failed = on_failed
+        self._reporter = reporter
         self._is_losing = False
         self._stream = SideStream(device)
-        self._executor = BoundedExecutor(self._save, "checkpoints", device)
 
     def put(self, key: str, packet: Packet) -> None:
         """Queues a packet, whose tensors must not change any more; blocks while two are queued."""
-        self._executor.put(key, packet, mark(self._device))
-
-    def finish(self) -> None:
-        """Waits until every queued packet is written, or cannot be."""
-        self._executor.finish()
-
-    def is_busy(self) -> bool:
-        """Whether a packet is still to be written; any thread may ask."""
-        return self._executor.is_busy()
+        self.submit(self._save, key, packet, mark(self._device))
 
     def _save(self, key: str, packet: Packet, ready: Mark) -> None:
         try:
@@ -160,9 +145,9 @@ class LatentCheckpointWriter:
         except OutputError as error:
             if not self._is_losing:
                 self._is_losing = True
-                self._on_lost(error)
+                self._reporter.checkpoint_lost(error)
         except BaseException as error:
-            self._on_failed(error)
+            self._reporter.failed(error)
             raise
 
 

@@ -21,7 +21,7 @@ from svdpp.models.dummy import DummyModel, SleepTimes
 from svdpp.models.families import family_of
 from svdpp.plan.layout import Roles
 from svdpp.plan.schedule import connect_rounds
-from svdpp.worker.clip_writer import ClipWriter, WriterEvents
+from svdpp.worker.clip_writer import ClipWriter
 from svdpp.worker.device import conditions_of, gpu_uuid, take_device
 from svdpp.worker.fault_injection import InjectedFault
 from svdpp.worker.gpu_sampler import GpuSampler
@@ -161,11 +161,7 @@ def _new_stage(
     config, folder, rank = setup.config, setup.latents_folder, context.world.rank
     tensor_store = _tensor_store(context, setup, reporter)
     clip_writer = ClipWriter(
-        WriterEvents(
-            done=reporter.send,
-            lost=reporter.clip_failed,
-            failed=reporter.failed,
-        ),
+        reporter,
         conditions,
         model.device,
         tensor_store,
