@@ -79,11 +79,6 @@ def check_outputs(
 ) -> int:
     """Checks the output paths and the encoder, before the model is searched for.
 
-    Args:
-        inputs: each combined with each seed.
-        seeds: of the noise.
-        policy: where clips go, and what happens to existing files.
-
     Returns:
         How many of the outputs exist already.
     """
@@ -135,15 +130,7 @@ def plan_clips(
     config: PipelineConfig,
     checkpoint: Checkpoint,
 ) -> ClipPlan:
-    """One clip for each input and seed, without the finished ones that `resume` keeps.
-
-    Args:
-        inputs: each combined with each seed.
-        seeds: of the noise.
-        policy: where clips go, and what happens to existing files.
-        config: resolved.
-        checkpoint: of the model.
-    """
+    """One clip for each input and seed, without the finished ones that `resume` keeps."""
     plan = ClipPlan()
     folder = policy.latents_folder
     saved = set() if folder is None else latent_checkpoints.saved_keys(folder)
@@ -199,12 +186,8 @@ def open_manifest(
 ) -> RunManifest:
     """The manifest of a run that is about to begin.
 
-    Args:
-        path: of the file.
-        config: resolved.
-        clips: the clips to be made, and those finished before.
-        lost: entries of inputs that could not be read.
-        options: the user's options besides photographs and seeds, for `--from`.
+    `lost` has an entry for each input that could not be read; `options` are the user's, besides
+    images and seeds, for `--from`.
     """
     about = {
         "started_at": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -66,11 +66,8 @@ class RunManifest:
     A killed run leaves its last manifest behind, in which clips are still `running`. If the
     manifest cannot be written during the run, as on a full disk, the run goes on and tries again.
 
-    Args:
-        path: of the file; each write replaces it atomically.
-        about: the manifest's fields about the run.
-        clips: the fields of each clip of the pipeline, without its state, by index.
-        before: the fields of clips that were finished or lost before the pipeline began.
+    `clips` are the pipeline's clips, by index; `before` those that were finished or lost before
+    it began.
     """
 
     def __init__(

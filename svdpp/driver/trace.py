@@ -188,11 +188,9 @@ class Trace:
 
     One thread adds events; any thread may read meanwhile and sees lists that grow.
 
-    Args:
-        world_size: number of ranks.
-        last_clips: number of newest clips to keep spans, steps, waits and transfers of, so that a
-            pipeline can run for days in constant memory; `summary` and `rank_stats` then cover
-            only these clips, `costs` still covers all. None keeps all clips.
+    Of the newest `last_clips` it keeps spans, steps, waits and transfers, so that a pipeline
+    can run for days in constant memory; `summary` and `rank_stats` then cover only these clips,
+    `costs` still covers all. None keeps all clips.
     """
 
     def __init__(self, world_size: int, last_clips: int | None = None) -> None:

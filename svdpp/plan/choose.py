@@ -48,16 +48,8 @@ def choose_layout(
     If rank r on card r does not fit, ranks that need more get cards that have more. If some card
     has room for both experts of a model, layouts in which a rank holds both count as well.
 
-    Args:
-        num_steps: N, of each clip.
-        world_size: W.
-        num_clips: M.
-        costs: of each kind of work; memory is checked only if they include it.
-        decodes: whether clips are decoded to frames.
-        memory_gib: memory available on each of W cards, GiB; empty if unknown.
-        expert_boundary: as in `Layout`.
-        share_experts: as in `Layout`; False: a rank of a longer replica holds both experts only if
-            its card is known to have room.
+    `memory_gib` is what each of the W cards has; empty: unknown. Without `share_experts` a rank
+    of a longer replica holds both experts only if its card is known to have room.
     """
     whole = Layout(
         num_steps=num_steps,

@@ -26,15 +26,9 @@ from svdpp.worker.tensor_store import TensorStore, audio_hashes, tensor_sha256
 class FinishedClip:
     """The result of one clip, on the device or the host.
 
-    Args:
-        job: the clip; its output says where files go.
-        latent: the final latent.
-        frames: (F, H, W, 3) uint8; None if there are none to write.
-        audio: None if the clip has no sound.
-        ready: the point in the device's queue after which latent and frames are complete.
-        begun_at: unix time in seconds at which the clip's encode began.
-        memory_pressure: see `Packet`.
-        compute_seconds: the ranks' computing time for this clip: encode, steps and decode.
+    The clip's output says where files go. Latent, frames (F, H, W, 3, uint8; None: write none)
+    and audio are complete behind `ready` in the device's queue. `begun_at` is the unix time at
+    which the encode began; `compute_seconds` counts encode, steps and decode.
     """
 
     job: ClipJob
@@ -50,14 +44,9 @@ class FinishedClip:
 class ClipWriter(BoundedExecutor):
     """Writes clips one at a time, in the order of `put`.
 
-    Args:
-        reporter: told from the writer's thread what becomes of each clip.
-        conditions: what the bits depend on besides the request, for each clip's metadata.
-        device: of the rank.
-        tensor_store: keeps frames for verification; None keeps none.
-        fps: of the files whose requests have no sampling parameters, in frames per second.
-        host: this host's name if the run spans several hosts, for each clip's JSON.
-        folder: where this host writes its clips; None: where the requests say.
+    The rank's `reporter` is told from the thread. `fps` is for clips whose requests have no
+    sampling parameters, `host` for each clip's JSON if the run spans several hosts, `folder`
+    where this host writes its clips; None: where the requests say.
     """
 
     def __init__(

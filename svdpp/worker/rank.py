@@ -40,16 +40,9 @@ from svdpp.worker.tensor_store import TensorStore
 class RankSetup:
     """What every rank gets before it starts.
 
-    Args:
-        config: resolved, so that the number of frames is known.
-        checkpoint: found and checked; None for the dummy model.
-        roles: by rank.
-        links: pairs (from, to) of ranks that communicate.
-        tensor_folder: for latents and frames that are kept for verification; None keeps none.
-        latents_folder: for latent checkpoints, to resume clips from; None keeps none.
-        profile_path: of rank 0's torch.profiler trace; None: no profile.
-        output_folder: where this host writes its clips; None: where the requests say.
-        fault: the fault to inject.
+    `roles` are by rank; `links` are pairs (from, to) of ranks that communicate. None for a
+    folder or path: nothing is kept there; for `output_folder`: clips go where their requests
+    say.
     """
 
     config: PipelineConfig
