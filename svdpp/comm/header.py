@@ -97,11 +97,7 @@ class Header:
 
     @staticmethod
     def unpack(data: bytes) -> Header:
-        """The header that `pack` wrote.
-
-        Raises:
-            TransportError: the bytes are no header of this protocol version.
-        """
+        """The header that `pack` wrote."""
         if len(data) != HEADER_BYTES:
             raise TransportError(f"a header has {HEADER_BYTES} bytes, got {len(data)}")
         magic, version, flags, *fields = _HEAD.unpack_from(data)
@@ -129,11 +125,7 @@ class Header:
         )
 
     def check(self, *, clip: int, next_step: int, sequence: int, checksum: bool = False) -> None:
-        """Compares the header with what the receiver's action list expects.
-
-        Raises:
-            TransportError: naming the first field that differs, with both sides' values.
-        """
+        """Compares the header with what the receiver's action list expects."""
         pairs: list[tuple[str, object, object]] = [
             ("sequence number", self.sequence, sequence),
             ("clip", self.clip, clip),

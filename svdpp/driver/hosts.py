@@ -81,11 +81,6 @@ def without_those_elsewhere(clips: ClipPlan, policy: OutputPolicy, others: Other
     """`clips` without those that are finished on another host and that `resume` keeps.
 
     If the run cannot begin, this function dismisses the other hosts' ranks.
-
-    Raises:
-        RequestError: an output exists on another host, and neither `overwrite` nor `resume` is
-            set; or the hosts do not share the folder of latent checkpoints.
-        SvdppError: what is wrong with another host's folders.
     """
     try:
         with _probe_in(policy.latents_folder) as probe:
