@@ -17,8 +17,8 @@ from svdpp.errors import ClosedError, InputError, OutputError, RankError, SvdppE
 from svdpp.serve.clip_orders import ClipOrders
 from svdpp.serve.events import Announcer
 from svdpp.serve.job import Job, JobState
+from svdpp.serve.queue import JobQueue
 from svdpp.serve.running_clips import Outcome, RunningClip, RunningClips
-from svdpp.serve.store import JobStore
 
 _T = TypeVar("_T")
 
@@ -38,7 +38,7 @@ class ClipFeed:
     def __init__(
         self,
         config: PipelineConfig,
-        store: JobStore,
+        store: JobQueue,
         orders: ClipOrders,
         running: RunningClips,
         announcer: Announcer,

@@ -21,14 +21,12 @@ from svdpp.launch.world import find_world
 from svdpp.plan.costs import Costs
 from svdpp.serve.clip_feed import ClipFeed
 from svdpp.serve.clip_orders import ClipOrders
-from svdpp.serve.cost_book import CostBook
-from svdpp.serve.estimate import JobEstimates
+from svdpp.serve.eta import JobEstimates, MeasuredCosts
 from svdpp.serve.events import Announcer, Events
 from svdpp.serve.job import Job, JobState
-from svdpp.serve.rank_speeds import RankSpeeds
+from svdpp.serve.queue import JobQueue
 from svdpp.serve.rank_view import Rank, RankSpan, RankView
 from svdpp.serve.running_clips import RunningClip, RunningClips
-from svdpp.serve.store import JobStore
 from svdpp.worker.messages import Event
 
 State = Literal["starting", "ready", "restarting", "closing"]
@@ -69,7 +67,7 @@ class Engine:
     def __init__(
         self,
         config: PipelineConfig,
-        store: JobStore,
+        store: JobQueue,
         folder: Path,
         events: Events,
         *,
@@ -93,9 +91,7 @@ class Engine:
         self._observers = list(observers)
         self._orders = ClipOrders(self.config, self.checkpoint, folder)
         assumed = self.config.costs if self.config.model.dummy_sleeps else costs
-        self._costs = CostBook(assumed, self.config.sampling)
-        self.speeds = RankSpeeds(self.config.model)
-        """How fast each rank computes."""
+        self._costs = MeasuredCosts(assumed, self.config.sampling)
         self._changed = threading.Condition()
         self._running = RunningClips(self._changed)
         self._view = RankView(config.world_size, self._running.job_of)
@@ -136,7 +132,7 @@ class Engine:
     def close(self, grace_seconds: float) -> None:
         """Finishes what it can within the grace, drops the rest, and ends the ranks.
 
-        Dropped jobs stay in progress in the store: `JobStore.recover` queues them.
+        Dropped jobs stay in progress in the store: `JobQueue.recover` queues them.
         """
         with self._changed:
             self._deadline = min(self._deadline, time.monotonic() + grace_seconds)
@@ -288,7 +284,6 @@ class Engine:
         """Called in the pipeline's thread."""
         try:
             clip = self._running.report(event, self._view.add(rank, event))
-            self.speeds.add(rank, event, None if clip is None else clip.job.sampling)
             if clip is not None:
                 self._costs.add(rank, event, clip.job.sampling)
         except Exception:
@@ -312,7 +307,6 @@ class Engine:
         if time.monotonic() - self._stepped_at >= _STEPS_SECONDS:
             self._stepped_at = time.monotonic()
             self._announcer.stepped(self._running.take_stepped())
-            self.estimates.refresh()
         self._announcer.places()
 
     # --- helpers ----------------------------------------------------------------------------------

@@ -17,9 +17,9 @@ from weakref import WeakSet
 
 from loguru import logger
 
-from svdpp.serve.estimate import JobEstimates
+from svdpp.serve.eta import JobEstimates
 from svdpp.serve.job import Job
-from svdpp.serve.store import JobStore
+from svdpp.serve.queue import JobQueue
 
 _MAX_JOBS = 1000
 _PLACES_SECONDS = 0.5
@@ -227,7 +227,7 @@ class Announcer:
 
     def __init__(
         self,
-        store: JobStore,
+        store: JobQueue,
         events: Events,
         estimates: JobEstimates,
         *,

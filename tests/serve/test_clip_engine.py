@@ -16,7 +16,7 @@ from svdpp.driver.pipeline import Pipeline
 from svdpp.serve.engine import Engine
 from svdpp.serve.events import Events, JobEvent
 from svdpp.serve.job import Job, JobState
-from svdpp.serve.store import JobStore
+from svdpp.serve.queue import JobQueue
 from tests.faults.processes import allowing_for_others
 from tests.serve.engines import (
     STEPS,
@@ -54,7 +54,7 @@ def test_the_grace_finishes_what_it_can_and_the_next_start_goes_on(tmp_path: Pat
     with serving(tmp_path, config, grace=0.4, stop=(1, 1, 5)) as service:
         ids = service.add(*range(8))
         service.wait_for_step(ids[1], 5)
-    store = JobStore(tmp_path)
+    store = JobQueue(tmp_path)
     states = [job.state for job_id in ids if (job := store.get(job_id))]
     store.close()
     assert JobState.IN_PROGRESS in states
