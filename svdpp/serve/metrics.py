@@ -196,7 +196,7 @@ class _AtScrape(Collector):
         sources, jobs = self._sources, self._sources.jobs()
         oldest = sources.oldest_waiting()
         age = 0.0 if oldest is None else max(0.0, time.time() - oldest)
-        yield _by("state", "svdpp_jobs", "Stored jobs by state.", jobs)
+        yield _by("state", "svdpp_jobs", "Stored jobs by state; held ones do not count.", jobs)
         for name, text, value in (
             ("svdpp_queue_depth", "Jobs that wait.", jobs.get(JobState.QUEUED, 0)),
             ("svdpp_queue_age_seconds", "Age of the oldest waiting job.", age),

@@ -291,9 +291,10 @@ class JobQueue:
         """The jobs in progress, in the order in which they were taken."""
         return self._jobs("WHERE state = 'in_progress' ORDER BY started_at, turn, seq")
 
-    def counts(self) -> dict[JobState, int]:
-        """The number of jobs in each state."""
-        numbers = dict(self._file.rows("SELECT state, count(*) FROM jobs GROUP BY state"))
+    def counts(self, *, with_held: bool = False) -> dict[JobState, int]:
+        """The number of jobs in each state; without queued ones that this server cannot make."""
+        where = "" if with_held else "WHERE state != 'queued' OR held IS NULL"
+        numbers = dict(self._file.rows(f"SELECT state, count(*) FROM jobs {where} GROUP BY state"))
         return {state: numbers.get(str(state), 0) for state in JobState}
 
     def num_open(self) -> int:
