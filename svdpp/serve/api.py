@@ -125,8 +125,8 @@ def get_engine(service: Served, owner: Owned) -> EngineStatus:
         state=engine.state,
         restarts=engine.restarts,
         queue=service.store.counts(),
-        ranks=[replace(rank, video=shown(rank.video)) for rank in engine.ranks()],
-        spans=[replace(span, video=shown(span.video)) for span in engine.spans()],
+        ranks=[replace(rank, video=shown(rank.video)) for rank in engine.rank_view.now()],
+        spans=[replace(span, video=shown(span.video)) for span in engine.rank_view.spans()],
         eta_error=service.metrics.eta_error(),
     )
 
@@ -152,7 +152,7 @@ def _health(service: Service, reason: str | None) -> JSONResponse:
         status="unavailable" if reason else "ok",
         reason=reason,
         state=engine.state,
-        ranks=sum(bool(each.device) for each in engine.ranks()),
+        ranks=sum(bool(each.device) for each in engine.rank_view.now()),
         restarts=engine.restarts,
     )
     return JSONResponse(body.model_dump(), 503 if reason else 200)

@@ -26,13 +26,13 @@ from svdpp.serve.engine import Engine
 from svdpp.serve.events import Events
 from svdpp.serve.gate import ClipGate
 from svdpp.serve.guard import Limits
-from svdpp.serve.job import Job
+from svdpp.serve.job import CLIPS, LATENTS, PHOTOS, Job
 from svdpp.serve.metrics import Metrics, Sources
 from svdpp.serve.offer import Inputs, Offer
 from svdpp.serve.photos import DecodeLimits, PhotoFolder
 from svdpp.serve.proof import Prover
 from svdpp.serve.queue import JobQueue
-from svdpp.serve.retention import CLIPS, LATENTS, PHOTOS, set_strangers_aside
+from svdpp.serve.retention import set_strangers_aside
 from svdpp.serve.server import Retention
 from svdpp.serve.service import Service
 
@@ -192,7 +192,6 @@ def _offer(settings: ServerSettings, checkpoint: Checkpoint | None) -> Offer:
         weights=weights,
         sampling=settings.config.sampling,
         sizes=settings.sizes,
-        drafts=settings.config.draft_on_request,
         inputs=Inputs.of(checkpoint),
         max_steps=settings.max_steps,
         max_frames=settings.max_frames,

@@ -24,8 +24,8 @@ from svdpp.plan.costs import PRESETS, Costs, PerRank
 from svdpp.plan.large_forecast import Way, clip_times, way_of
 from svdpp.plan.layout import Layout
 from svdpp.plan.schedule import Route
+from svdpp.serve.feeder import RunningClip
 from svdpp.serve.queue import JobQueue
-from svdpp.serve.running_clips import RunningClip, RunningClips
 from svdpp.worker.messages import ActionDone, Event, StepDone, TransferDone
 
 #: Clips that are replayed; later ones follow at the rate of the second half of these.
@@ -265,14 +265,14 @@ def _way(clip: ClipAhead) -> Way:
 class JobEstimates:
     """Estimates of all open jobs, computed at most twice a second. Any thread may call it.
 
-    `delay` returns the seconds until the ranks are ready for work.
+    `running` returns the clips in the pipeline, `delay` the seconds until the ranks are ready.
     """
 
     def __init__(
         self,
         config: PipelineConfig,
         queue: JobQueue,
-        running: RunningClips,
+        running: Callable[[], list[RunningClip]],
         costs: MeasuredCosts,
         delay: Callable[[], float],
         checkpoint: Checkpoint | None = None,
@@ -322,7 +322,7 @@ class JobEstimates:
     def _clips(self) -> list[ClipAhead]:
         """The open clips: those in the pipeline, those on the way to it, those in the queue."""
         waiting = self._queue.waiting()  # read first, so that a job that moves is not missed
-        running = self._running.all()
+        running = self._running()
         costs_of = functools.cache(self._costs.costs)
         clips = {clip.job.id: self._in_pipeline(clip) for clip in running}
         next_clip = running[-1].clip + 1 if running else 0

@@ -10,6 +10,9 @@ from typing import Any, Literal
 
 from svdpp.config import SamplingConfig
 
+#: The folders of files in the data folder.
+PHOTOS, CLIPS, LATENTS = "photos", "clips", "latents"
+
 Proof = Literal["none", "running", "equal", "different", "failed"]
 
 
@@ -48,7 +51,6 @@ class Job:
         negative_prompt: None if the client gave none.
         created_at: time of the request.
         priority: 0 to 9; higher ones are taken earlier.
-        wants_draft: whether all ranks draft the clip if it finds them idle.
         idempotency_key: a client's own key for the request.
         state: see `JobState`.
         held: why the ranks of this server do not take the queued job; None if they do.
@@ -76,7 +78,6 @@ class Job:
     negative_prompt: str | None = None
     created_at: float
     priority: int = 0
-    wants_draft: bool = False
     idempotency_key: str | None = None
     state: JobState = JobState.QUEUED
     held: str | None = None
@@ -96,10 +97,10 @@ def new_id() -> str:
     return f"video_{secrets.token_hex(16)}"
 
 
-def seed_of(asked: int | None, owner: str, idempotency_key: str | None) -> int:
+def seed_of(requested: int | None, owner: str, idempotency_key: str | None) -> int:
     """The requested seed, else a drawn one; the same one for the same idempotency key."""
-    if asked is not None:
-        return asked
+    if requested is not None:
+        return requested
     if idempotency_key is None:
         return secrets.randbits(32)
     digest = hashlib.sha256(f"{owner}\0{idempotency_key}".encode()).digest()

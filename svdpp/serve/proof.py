@@ -33,9 +33,8 @@ from svdpp.errors import (
     error_to_dict,
 )
 from svdpp.launch.environment import helper_command, helper_environment
-from svdpp.serve.job import Job, JobState
+from svdpp.serve.job import CLIPS, PHOTOS, Job, JobState
 from svdpp.serve.queue import JobQueue
-from svdpp.serve.retention import CLIPS, PHOTOS
 
 Verdict = Literal["equal", "different"]
 

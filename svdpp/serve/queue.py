@@ -49,7 +49,6 @@ CREATE TABLE jobs (
     negative_prompt TEXT,
     created_at REAL NOT NULL,
     priority INTEGER NOT NULL,
-    wants_draft INTEGER NOT NULL,
     idempotency_key TEXT,
     state TEXT NOT NULL CHECK ({_any_of(tuple(JobState))}),
     started_at REAL,
@@ -96,8 +95,16 @@ UPDATE jobs SET model = replace(model, rtrim(model, replace(model, '/', '')), ''
     WHERE json_extract(metadata, '$.weights_fingerprint') IS NOT NULL;
 """
 
-#: What each version of the schema lacks: 1 has no prompts, 1 and 2 have no models; 0 is a new file.
-_MIGRATIONS = (_SCHEMA, _FROM_VERSION_1 + _FROM_VERSION_2, _FROM_VERSION_2, "")
+_FROM_VERSION_3 = "ALTER TABLE jobs DROP COLUMN wants_draft;"
+
+#: From each version to the newest, 4; 0 is a new file.
+_MIGRATIONS = (
+    _SCHEMA,
+    _FROM_VERSION_1 + _FROM_VERSION_2 + _FROM_VERSION_3,
+    _FROM_VERSION_2 + _FROM_VERSION_3,
+    _FROM_VERSION_3,
+    "",
+)
 
 _COLUMNS = tuple(column.name for column in fields(Job))
 _JOBS = f"SELECT {', '.join(_COLUMNS)} FROM jobs"
@@ -370,8 +377,7 @@ def _job_of(row: tuple[Any, ...]) -> Job:
     values = dict(zip(_COLUMNS, row, strict=True))
     values["sampling"] = _sampling_of(values["sampling"])
     values["state"] = JobState(values["state"])
-    for flag in ("cancel_asked", "wants_draft"):
-        values[flag] = bool(values[flag])
+    values["cancel_asked"] = bool(values["cancel_asked"])
     values["error"] = None if values["error"] is None else json.loads(values["error"])
     values["metadata"] = json.loads(values["metadata"])
     return Job(**values)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from loguru import logger
 
-from svdpp.config import OutputConfig, SamplingConfig
+from svdpp.config import SamplingConfig
 from svdpp.errors import OutputError
 from svdpp.media import output_files
 from svdpp.serve.api_errors import ApiError
@@ -21,13 +21,13 @@ from svdpp.serve.eta import Estimate
 from svdpp.serve.events import Events
 from svdpp.serve.forms import VideoRequest
 from svdpp.serve.gate import ClipGate
-from svdpp.serve.job import Job, JobState, new_id, seed_of
+from svdpp.serve.job import CLIPS, PHOTOS, Job, JobState, new_id, seed_of
 from svdpp.serve.metrics import Metrics
 from svdpp.serve.offer import Offer
 from svdpp.serve.photos import PhotoFolder, shown_name
 from svdpp.serve.proof import Prover
 from svdpp.serve.queue import JobQueue, QueueFullError
-from svdpp.serve.retention import CLIPS, PHOTOS, remove_job
+from svdpp.serve.retention import remove_job
 from svdpp.serve.schemas import DeletedVideo, Video, video_of
 
 # A client that waits longer may find many places free.
@@ -148,7 +148,6 @@ class Service:
             negative_prompt=request.value("negative_prompt"),
             created_at=time.time(),
             priority=request.priority,
-            wants_draft=self.offer.wants_draft(request),
             idempotency_key=idempotency_key,
         )
         stored = None
@@ -257,7 +256,6 @@ class Service:
                 eta_seconds=eta,
                 steps_done=clip.progress.steps_done,
                 rank=clip.progress.rank,
-                has_draft=clip.has_draft,
             )
         return video_of(
             replace(job, state=JobState.QUEUED, started_at=None),
@@ -296,10 +294,9 @@ class Service:
         views = [self.video(job) for job in jobs]
         return [view for view in views if status in (None, view.status)][:limit]
 
-    def clip_path(self, job: Job, *, is_draft: bool = False) -> Path:
-        """The file of a clip, or of its draft; it may not exist."""
-        clip = OutputConfig(path=str(self.folder / CLIPS / f"{job.id}.mp4"))
-        return Path((clip.draft if is_draft else clip).path)
+    def clip_path(self, job: Job) -> Path:
+        """The file of a clip; it may not exist."""
+        return self.folder / CLIPS / f"{job.id}.mp4"
 
     def photo_path(self, job: Job) -> Path:
         """The file of a clip's photograph; it may not exist."""

@@ -91,7 +91,7 @@ class Serving:
         return [self.job(job_id) for job_id in ids]
 
     def wait(self, happens: Callable[[], object], what: str) -> None:
-        wait_until(happens, HANG_SECONDS, lambda: f"{what}: {self.engine.ranks()}")
+        wait_until(happens, HANG_SECONDS, lambda: f"{what}: {self.engine.rank_view.now()}")
 
     def wait_for_step(self, job_id: str, step: int) -> None:
         """Waits until so many steps of the job are done; `serving` has to stop a clip there."""

@@ -39,9 +39,11 @@ def test_every_job_is_made_once_in_order(tmp_path: Path) -> None:
         assert service.engine.restarts == 0
         # The last events of a clip's ranks arrive after its end.
         service.wait(lambda: service.engine.is_idle, "it is not idle")
-        service.wait(lambda: {rank.doing for rank in service.engine.ranks()} == {"idle"}, "no idle")
-        assert {span.rank for span in service.engine.spans()} == {0, 1}
-        assert {span.video for span in service.engine.spans()} == set(ids)
+        service.wait(
+            lambda: {rank.doing for rank in service.engine.rank_view.now()} == {"idle"}, "no idle"
+        )
+        assert {span.rank for span in service.engine.rank_view.spans()} == {0, 1}
+        assert {span.video for span in service.engine.rank_view.spans()} == set(ids)
     assert {job.state for job in jobs} == {JobState.COMPLETED}
     assert [job.id for job in service.ended] == ids
     assert latents(jobs) == hashes(dummy_config(2), list(range(12)))
@@ -117,7 +119,7 @@ def test_a_running_job_is_cancelled_when_the_ranks_have_let_go(
         service.wait(lambda: service.job(ids[victim]).state is JobState.IN_PROGRESS, "it waits")
         assert service.engine.cancel(ids[victim], 60)
         assert service.job(ids[victim]).state is JobState.CANCELLED
-        assert all(rank.video != ids[victim] for rank in service.engine.ranks())
+        assert all(rank.video != ids[victim] for rank in service.engine.rank_view.now())
         jobs = service.wait_final(ids)
     others = [job for job in jobs if job.id != ids[victim]]
     assert {job.state for job in others} == {JobState.COMPLETED}

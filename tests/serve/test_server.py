@@ -282,9 +282,6 @@ def test_a_clip_of_the_demo_model_from_end_to_end(tmp_path: Path) -> None:
         assert server.client.get(path, headers=again).status_code in (200, 304)
         beyond = {"Range": f"bytes={len(whole.content)}-"}
         assert server.client.get(path, headers=beyond).status_code == 416
-        error_of(server.client.get(f"{path}?variant=draft"), 404, "no_draft")
-        (server.folder / "clips" / f"{id}.draft.mp4").write_bytes(b"a draft")
-        assert server.client.get(f"{path}?variant=draft").content == b"a draft"
         assert metadata["seed"] == 3
         assert metadata["file_sha256"] == file_sha256(tmp_path / "data" / "clips" / f"{id}.mp4")
         wait(lambda: server.video(id)["proof"] == "equal", HANG_SECONDS, lambda: server.err)
