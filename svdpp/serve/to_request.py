@@ -34,7 +34,7 @@ class ClipToMake:
         if output is None or not Path(output.path).exists():
             return None
         try:
-            return clip_as_asked(output, self.metadata, None)
+            return clip_as_asked(output, self.metadata)
         except (RequestError, InputError, OutputError):
             return None  # it is written again
 
