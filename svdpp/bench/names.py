@@ -4,6 +4,7 @@ from __future__ import annotations
 
 #: The case that is measured, and its two baselines.
 PIPELINE, DATA_PARALLEL, ONE_DEVICE = "pipeline", "data parallel", "diffusers"
+CASES = (PIPELINE, DATA_PARALLEL, ONE_DEVICE)
 
 SUMMARY = "summary.json"
 CONFIG = "config.yaml"
@@ -23,7 +24,6 @@ FIGURES = (
     "makespan_seconds",
     "overhead",
     "first_clip_seconds",
-    "draft_seconds",
     "steady_clips_per_minute",
     "step_p50_seconds",
     "step_p90_seconds",
@@ -37,9 +37,6 @@ FIGURES = (
     "peak_allocated_gib",
     "peak_reserved_gib",
 )
-
-#: Those that some benches do not measure.
-OPTIONAL_FIGURES = ("draft_seconds", "peak_allocated_gib", "tflops", "mfu")
 
 
 def is_share(figure: str) -> bool:

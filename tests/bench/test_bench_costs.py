@@ -7,14 +7,15 @@ from dataclasses import replace
 import pytest
 
 from svdpp.bench.config import read_grid
-from svdpp.bench.costs import costs_of
 from svdpp.bench.names import DATA_PARALLEL, PIPELINE
+from svdpp.bench.results import costs_of
 from svdpp.bench.runner import Bench, Round
-from svdpp.config import DraftConfig, ModelConfig, PipelineConfig, SvdSampling
+from svdpp.config import ModelConfig, PipelineConfig, SvdSampling
 from svdpp.driver.trace import Trace
 from svdpp.launch.world import World
 from svdpp.plan.layout import Layout
 from svdpp.worker.messages import ActionDone, StepDone, TransferDone
+from tests.bench.test_bench_runner import round_of
 
 TWO_HOSTS = World(rank=0, local_rank=0, size=4, local_size=2, num_hosts=2, launcher="torchrun")
 
@@ -45,7 +46,7 @@ def _round(
         about = {"clip": 0, "next_step": 1, "num_bytes": 77, "end": 9.0}
         trace.add(target, TransferDone(direction="recv", peer=source, seconds=seconds, **about))
         trace.add(source, TransferDone(direction="send", peer=target, seconds=5.0, **about))
-    return Round(case, 0, 0, trace)
+    return replace(round_of(case, 0), trace=trace)
 
 
 def test_a_rank_has_its_median_and_a_hop_the_receivers() -> None:
@@ -81,17 +82,3 @@ def test_a_rank_that_only_decodes_is_as_fast_as_elsewhere(elsewhere: dict[int, f
     if elsewhere:
         one.rounds.append(_round(DATA_PARALLEL, elsewhere, {}))
     assert costs_of(one, "run").step_seconds == (1.0, 2.0, 3.0, elsewhere.get(3, 2.0))
-
-
-def test_of_a_draft_only_leaps_are_hand_overs() -> None:
-    """A draft's states are two latents, its results frames: neither is a pipeline's packet."""
-    one = _bench("cpu", 3)
-    one.config = replace(one.config, draft=DraftConfig(start_steps=(0, 1, 2)))
-    done = _round(PIPELINE, {0: 1.0, 1: 1.0, 2: 1.0}, {(0, 1): 0.1, (1, 2): 0.1})
-    for source, target, end, num_bytes in ((0, 1, 9.5, 128), (1, 2, 9.5, 128), (0, 2, 8.0, 4096)):
-        about = {"clip": 0, "next_step": 1, "num_bytes": num_bytes, "end": end, "seconds": 4.0}
-        done.trace.add(target, TransferDone(direction="recv", peer=source, **about))
-        done.trace.add(source, TransferDone(direction="send", peer=target, **about))
-    one.rounds = [done]
-    costs = costs_of(one, "run")
-    assert (costs.transfer_seconds, costs.packet_bytes) == pytest.approx((0.1, 77))
