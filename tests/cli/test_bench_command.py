@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from svdpp.bench.names import PIPELINE
-from svdpp.bench.runner import Bench, Round
+from svdpp.bench.runner import Bench
 from svdpp.cli import bench
 from svdpp.cli.bench import _sorted_out
 from svdpp.cli.console import Console
-from svdpp.driver.trace import Trace
 from svdpp.errors import OutOfMemoryError, RankError
+from tests.bench.test_bench_runner import round_of
 from tests.cli.shell import assert_error, python, svdpp_alone, svdpp_here
 from tests.trace_format import check_trace
 
@@ -64,7 +64,6 @@ def test_overrides_stand_anywhere() -> None:
         (("smoke", "--baseline", "/absent"), 7, ("/absent/summary.json",)),
         (("smoke", "--baseline", "a", "--precision=[fp32, bf16]"), 2, ("span 2",)),
         (("smoke", "--targets.overhed=<= 1"), 2, ("no figure 'overhed'", "'overhead'")),
-        (("smoke", "--targets.draft_seconds=<= 1"), 2, ("no draft is asked for",)),
     ],
 )
 def test_what_cannot_be_measured_is_refused_first(
@@ -91,7 +90,7 @@ def test_a_point_that_fails_keeps_no_other_from_being_measured(
     def run(_: Console, one: Bench, *others: object) -> dict[str, Any]:
         assert others
         measured.append(one.asked.pipeline.split)
-        one.rounds.append(Round(PIPELINE, 0, 0, Trace(2)))
+        one.rounds.append(round_of(PIPELINE, 0))
         if one.asked.pipeline.split == "uniform":
             raise OutOfMemoryError("too little", "fewer frames")
         if one.asked.pipeline.split == "balanced":
@@ -122,10 +121,7 @@ def test_a_missed_target_decides_the_exit_code_only_if_nothing_else_failed(
 
     def run(_: Console, one: Bench, *others: object) -> dict[str, Any]:
         assert others
-        for number in range(2):
-            done = Round(PIPELINE, number, 0, Trace(2))
-            done.latents_sha256[0], done.frames_sha256[0] = sha256[number], None
-            one.rounds.append(done)
+        one.rounds = [round_of(PIPELINE, n, sha256=sha256[n]) for n in range(2)]
         return {"targets": outcomes, "baseline": {"slower": ["pipeline: step, s"]}}
 
     monkeypatch.setattr(bench, "_run", run)
@@ -231,22 +227,6 @@ def test_torchruns_ranks_take_part_in_every_arm_but_diffusers_own(tmp_path: Path
         assert (tmp_path / found["folder"] / "costs.json").exists()
     assert len({found["cases"]["pipeline"]["layout"] for found in points}) == 2
     assert answer.err.count("plan with it: ") == 2, "rank 0 alone speaks"
-
-
-@pytest.mark.processes
-@pytest.mark.long
-@pytest.mark.full
-def test_a_bench_of_drafts(tmp_path: Path) -> None:
-    drafting = ("--pipeline.draft=true", "--pipeline.start_steps=0,1")
-    answer = svdpp_alone("bench", "smoke", *TINY, *drafting, "--results", str(tmp_path), "--json")
-    assert answer.code == 0, answer.err
-    (found,) = json.loads(answer.out)
-    assert found["same_bits"] is True
-    pipeline = found["cases"]["pipeline"]
-    assert pipeline["layout"] == "draft, start steps 0 1"
-    assert (
-        0 < pipeline["over_rounds"]["draft_seconds"] <= pipeline["over_rounds"]["makespan_seconds"]
-    )
 
 
 @pytest.mark.long
