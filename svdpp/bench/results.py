@@ -166,7 +166,7 @@ def _case(bench: Bench, case: str) -> dict[str, Any]:
     rounds = [_figures(done) for done in bench.rounds_of(case)]
     names = FIGURES if rounds else ()
     return {
-        "layout": "diffusers' own pipeline" if case == ONE_DEVICE else str(config.plan),
+        "layout": "diffusers' own pipeline" if case == ONE_DEVICE else str(config.layout),
         "world": config.world_size,
         "error": None if error is None else error.message,
         "rounds": rounds,

@@ -139,9 +139,10 @@ def _transfers(examination: Examination) -> str:
         pipeline.run([ClipRequest(seed=seed) for seed in range(3)])
     arrived = [packet for packet in trace.transfers if packet.direction == "recv" and packet.clip]
     slowest = max(arrived, key=lambda packet: packet.end - packet.start)
+    milliseconds = (slowest.end - slowest.start) * 1000
     return (
-        f"{len(config.links)} links with checksums; at worst {slowest.peer} -> {slowest.rank}: "
-        f"{disk_space.size(slowest.num_bytes)} in {(slowest.end - slowest.start) * 1000:.2f} ms"
+        f"{len(config.layout.links)} links with checksums, at worst {slowest.peer} -> "
+        f"{slowest.rank}: {disk_space.size(slowest.num_bytes)} in {milliseconds:.2f} ms"
     )
 
 

@@ -215,7 +215,7 @@ class FigureRecorder:
 
     def _rank(self, stats: RankStats, gpus: Sequence[Gpu]) -> RankFigures:
         rank = stats.rank
-        share, reported = self._config.plan.all_shares[rank], self._reported[rank]
+        share, reported = self._config.layout.all_shares[rank], self._reported[rank]
         gpu = self._gpu_of(rank, gpus)
         uuid = (reported.started and reported.started.uuid) or (gpu and gpu.uuid)
         on_host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -117,7 +117,7 @@ class ClipFeed:
                 self._submit(pipeline, job)
         if self._has_latents and self._is_queue_empty and not self._running:
             # A server that is killed soon after a clip may leave a late checkpoint of it.
-            if not self._store.counts()[JobState.QUEUED]:  # also no held ones, which may go on
+            if not self._store.counts(with_held=True)[JobState.QUEUED]:  # held ones may go on
                 self._orders.forget_all()
             self._has_latents = False
 
@@ -130,9 +130,8 @@ class ClipFeed:
             logger.warning("the disk of the data folder has space again: clips are made")
 
     def _submit(self, pipeline: Pipeline, job: Job) -> None:
-        is_alone = not self._running and self._store.num_open() == 1
         try:
-            order = self._orders.order(job, may_draft=is_alone)
+            order = self._orders.order(job)
         except Exception as error:
             self._fail(job.id, error)
             return

@@ -164,8 +164,11 @@ def prove(tasks: Sequence[ClipTask], observers: Sequence[Observer] = ()) -> list
 
 
 def _compare_hashes(clip: ClipOnDisk, recomputed: dict[str, Any]) -> Iterator[ClipCheck]:
-    for what, name in (("latent", "latents_sha256"), ("frames", "frames_sha256")):
-        recorded, found = clip.metadata[name], recomputed[name]
+    names = {"latent": "latents_sha256", "frames": "frames_sha256", "audio": "audio_sha256"}
+    for what, name in names.items():
+        recorded, found = clip.metadata.get(name), recomputed.get(name)
+        if what == "audio" and recorded is None:  # silent, or of svdpp 0.4
+            continue
         yield ClipCheck(
             what=what,  # type: ignore[arg-type]
             equal=recorded == found,
@@ -200,9 +203,8 @@ def _new_task(path: Path, settings: Settings, gpus: Callable[[], list[Gpu]]) -> 
     metadata, name = clip.metadata, clip.path.name
     if not metadata["exact"]:
         raise RequestError(
-            f"{name!r} is a draft, marked as not exact",
-            "svdpp run without --draft-psnr makes the exact clip; "
-            "verify --draft shows the distance",
+            f"{name!r} is an approximation that an earlier svdpp made, marked as not exact",
+            "svdpp run makes the exact clip",
         )
     if settings.threads not in (None, metadata["num_threads"]):
         raise RequestError(

@@ -10,13 +10,13 @@ import numpy as np
 import torch
 
 from svdpp.media import video
-from svdpp.media.distance import Distance
 from svdpp.models.base import Frames
 from svdpp.worker.tensor_store import tensor_sha256
 
 _INTEGERS = {2: torch.int16, 4: torch.int32}
 _LEVELS = 255
-_AXES = {"F": "frame", "C": "channel", "H": "row", "W": "column"}
+_LOUDEST = 32767
+_AXES = {"F": "frame", "S": "sample", "C": "channel", "H": "row", "W": "column"}
 _FRAME_AXES = "FHWC"
 _SVD_AXES = "BFCHW"
 
@@ -38,8 +38,8 @@ class Check:
 
     Args:
         clip: index of the clip.
-        what: `latent` at a transfer, `final_latent`, `frames`, or `solver_history`, which is what a
-            multistep solver keeps of earlier steps, listed only if it differs.
+        what: `latent` at a transfer, `final_latent`, `frames`, `audio`, or `solver_history`, which
+            is what a multistep solver keeps of earlier steps, listed only if it differs.
         step: number of steps done.
         rank: the rank that computed it.
         equal: bitwise, or within the tolerance if there is one.
@@ -53,7 +53,7 @@ class Check:
     """
 
     clip: int
-    what: Literal["latent", "final_latent", "frames", "solver_history"]
+    what: Literal["latent", "final_latent", "frames", "audio", "solver_history"]
     step: int
     rank: int
     equal: bool
@@ -69,6 +69,8 @@ class Check:
         """The largest difference with its unit: `1.19e-07 (1 ULP)`, or `3 of 255 levels`."""
         if self.what == "frames":
             return f"{self.max_ulp} of {_LEVELS} levels"
+        if self.what == "audio":
+            return f"{self.max_ulp} of {_LOUDEST}"
         return f"{self.max_abs_diff:.3g} ({self.max_ulp} ULP)"
 
     @property
@@ -82,6 +84,7 @@ class Check:
             "latent": f"the latent after step {self.step - 1}",
             "final_latent": "the final latent",
             "frames": "the frames",
+            "audio": "the sound",
             "solver_history": f"the solver's history after step {self.step - 1}",
         }[self.what]
         return (
@@ -90,48 +93,15 @@ class Check:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class DraftResult:
-    """The distance of one rank's draft result from the sequential one.
-
-    Args:
-        clip: index of the clip.
-        rank: the rank, never 0, whose result must be equal.
-        start: the step at which the rank started.
-        rounds: number of rounds until its result.
-        latent_max_abs_diff: the largest difference of the final latents; None if the rank lost it.
-        frames: the distance of the frames; None if there are none.
-    """
-
-    clip: int
-    rank: int
-    start: int
-    rounds: int
-    latent_max_abs_diff: float | None
-    frames: Distance | None
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether the rank lost the clip and has no result."""
-        return self.latent_max_abs_diff is None
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values."""
-        values = {**vars(self), "lost": self.is_lost, "frames": None}
-        return values if self.frames is None else {**values, **self.frames.to_json()}
-
-
 @dataclass(frozen=True)
 class VerificationResult:
     """All checks: by clip, then in the order of the steps.
 
     Args:
         checks: at least one.
-        drafts: the draft results of ranks other than 0, which need not be equal.
     """
 
     checks: tuple[Check, ...]
-    drafts: tuple[DraftResult, ...] = ()
 
     @property
     def equal(self) -> bool:
@@ -161,7 +131,6 @@ class VerificationResult:
             "bitwise": self.bitwise,
             "max_abs_diff": self.max_abs_diff,
             "checks": [asdict(check) for check in self.checks],
-            **({"drafts": [each.to_json() for each in self.drafts]} if self.drafts else {}),
         }
 
 
@@ -228,6 +197,33 @@ def compare_frames(
         first_index=tuple(int(i) for i in np.argwhere(difference)[0]) if largest else None,
         sha256=video.frames_sha256(ours),
         axes=_FRAME_AXES,
+    )
+
+
+def compare_audio(
+    ours: torch.Tensor, theirs: torch.Tensor, *, clip: int, step: int, rank: int, tolerance: float
+) -> Check:
+    """Compares two clips' samples (N, channels); the tolerance is a share of the loudest.
+
+    Raises:
+        ValueError: shapes differ.
+    """
+    if ours.shape != theirs.shape:
+        raise ValueError(f"samples {ours.shape} against {theirs.shape}")
+    difference = (ours.int() - theirs.int()).abs()
+    largest = int(difference.max())
+    return Check(
+        clip=clip,
+        what="audio",
+        step=step,
+        rank=rank,
+        equal=largest / _LOUDEST <= tolerance,
+        bitwise=largest == 0,
+        max_abs_diff=largest / _LOUDEST,
+        max_ulp=largest,
+        first_index=tuple(int(i) for i in difference.nonzero()[0]) if largest else None,
+        sha256=tensor_sha256(ours),
+        axes="SC",
     )
 
 

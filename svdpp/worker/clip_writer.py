@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -16,11 +15,10 @@ from svdpp.comm.streams import Mark, SideStream
 from svdpp.config import OutputConfig
 from svdpp.errors import OutputError
 from svdpp.media import output_files, video
-from svdpp.models.base import Frames
+from svdpp.models.base import Audio, Frames
 from svdpp.worker.bounded_executor import BoundedExecutor
-from svdpp.worker.clip_metadata import read_draft
-from svdpp.worker.messages import ClipDone, ClipJob, DraftDone
-from svdpp.worker.tensor_store import TensorStore, tensor_sha256
+from svdpp.worker.messages import ClipDone, ClipJob
+from svdpp.worker.tensor_store import TensorStore, audio_hashes, tensor_sha256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,12 +29,11 @@ class FinishedClip:
         job: the clip; its output says where files go.
         latent: the final latent.
         frames: (F, H, W, 3) uint8; None if there are none to write.
+        audio: None if the clip has no sound.
         ready: the point in the device's queue after which latent and frames are complete.
         begun_at: unix time in seconds at which the clip's encode began.
         memory_pressure: see `Packet`.
         compute_seconds: the ranks' computing time for this clip: encode, steps and decode.
-        is_draft: whether the exact clip may still follow.
-        replaces: the draft to remove once this clip is written.
     """
 
     job: ClipJob
@@ -46,8 +43,7 @@ class FinishedClip:
     begun_at: float
     memory_pressure: bool = False
     compute_seconds: float = 0.0
-    is_draft: bool = False
-    replaces: OutputConfig | None = None
+    audio: Audio | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,13 +53,11 @@ class WriterEvents:
     Args:
         done: takes a clip that is completely written.
         lost: takes a clip that could not be written, and the error.
-        draft_lost: takes a draft that could not be written, and the error; its clip may follow.
         failed: takes any other error.
     """
 
-    done: Callable[[ClipDone | DraftDone], None]
+    done: Callable[[ClipDone], None]
     lost: Callable[[int, BaseException], None]
-    draft_lost: Callable[[int, BaseException], None]
     failed: Callable[[BaseException], None]
 
 
@@ -99,7 +93,6 @@ class ClipWriter:
         self._folder = folder
         self._stream = SideStream(device)
         self._executor = BoundedExecutor(self._work, "clip-writer", device)
-        self._drafts: set[str] = set()
 
     def put(self, finished: FinishedClip) -> Future[bool]:
         """Queues a finished clip; blocks while two others are queued.
@@ -121,9 +114,7 @@ class ClipWriter:
         try:
             self._write(finished)
         except OutputError as error:
-            is_exact = finished.job.metadata.get("exact", True)
-            lost = self._events.lost if is_exact else self._events.draft_lost
-            lost(finished.job.clip, error)
+            self._events.lost(finished.job.clip, error)
             return False
         except BaseException as error:
             self._events.failed(error)
@@ -133,14 +124,17 @@ class ClipWriter:
     def _write(self, finished: FinishedClip) -> None:
         begun = time.monotonic()
         job, frames = finished.job, self._frames_on_host(finished)
+        audio = self._audio_on_host(finished)
         if self._tensor_store is not None and frames is not None:
             self._tensor_store.keep_frames(job.clip, frames)
+            self._tensor_store.keep_audio(job.clip, audio)
         latent = self._stream.to_host(finished.latent, finished.ready)
         metadata = {
             **job.metadata,
             "conditions": self._conditions,
             "latents_sha256": tensor_sha256(latent),
             "frames_sha256": None if frames is None else video.frames_sha256(frames),
+            **audio_hashes(audio),
             **({"memory_pressure": True} if finished.memory_pressure else {}),
             "compute_seconds": round(finished.compute_seconds, 3),
             "wall_seconds": round(time.time() - finished.begun_at, 3),
@@ -153,15 +147,10 @@ class ClipWriter:
             # the hash of the video file.
             sampling = job.request.sampling
             fps = self._fps if sampling is None else sampling.fps
-            sha256 = video.write_clip(frames, output, fps=fps, metadata=metadata)
+            sound = None if audio is None else (audio.samples.numpy(), audio.rate)
+            sha256 = video.write_clip(frames, output, fps=fps, metadata=metadata, sound=sound)
             metadata = {**metadata, "file_sha256": sha256}
-            if finished.is_draft:
-                self._drafts.add(output.path)
             output_files.write_json(Path(output.json_path), metadata)
-            self._remove_draft(self._on_this_host(finished.replaces))
-        if finished.is_draft:
-            self._events.done(DraftDone(clip=job.clip, metadata=metadata))
-            return
         seconds = time.monotonic() - begun
         self._events.done(ClipDone(clip=job.clip, metadata=metadata, write_seconds=seconds))
 
@@ -171,15 +160,11 @@ class ClipWriter:
         frames: Frames = self._stream.to_host(finished.frames, finished.ready).numpy()
         return frames
 
-    def _remove_draft(self, draft: OutputConfig | None) -> None:
-        """Removes a draft that svdpp wrote, and no other file of that name."""
-        if draft is None or not (draft.path in self._drafts or read_draft(draft)):
-            return
-        self._drafts.discard(draft.path)
-        with contextlib.suppress(OutputError):  # a folder that holds files of other programs
-            video.check_output(draft)
-            output_files.remove(Path(draft.path))
-            output_files.remove(Path(draft.json_path))
+    def _audio_on_host(self, finished: FinishedClip) -> Audio | None:
+        if finished.audio is None:
+            return None
+        samples = self._stream.to_host(finished.audio.samples, finished.ready)
+        return Audio(samples, finished.audio.rate)
 
     def _on_this_host(self, output: OutputConfig | None) -> OutputConfig | None:
         """`output` in this host's folder, if the host has one."""

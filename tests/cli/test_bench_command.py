@@ -41,16 +41,6 @@ def test_overrides_stand_anywhere() -> None:
         (("smoke", "--pipeline.wrold=3"), 2, ("did you mean 'pipeline.world'?",)),
         (("smoke", "--set", "pipeline.world=3"), 2, ("4 steps",)),
         (("smoke", "--pipeline.split=[uniform, zigzag]"), 2, ("pipeline.split",)),
-        (
-            ("smoke", "--pipeline.start_steps=0,2"),
-            2,
-            ("pipeline.start_steps needs a draft", "--pipeline.draft=true"),
-        ),
-        (
-            ("smoke", "--pipeline.draft=true", "--pipeline.replicas=2"),
-            2,
-            ("out --pipeline.replicas",),
-        ),
         (("smoke", "--workload.height=65"), 2, ("multiple of 8 from 8 to 4096, got 65",)),
         (("smoke", "--precision=amp"), 2, ("torch.autocast",)),
         (("smoke", "--model.name=/absent"), 5, ("/absent",)),

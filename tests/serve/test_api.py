@@ -67,7 +67,6 @@ def test_a_request_is_stored_and_made(server: HttpServer) -> None:
     assert re.fullmatch(r"[0-9a-f]{64}", metadata.json()["latents_sha256"])
     # The dummy model makes no file.
     error_of(server.client.get(f"/v1/videos/{video['id']}/content"), 404, "no_content")
-    error_of(server.client.get(f"/v1/videos/{video['id']}/content?variant=draft"), 404, "no_draft")
 
 
 def test_what_a_request_leaves_out_has_the_models_defaults(server: HttpServer) -> None:
@@ -382,6 +381,7 @@ def test_the_server_describes_itself(server: HttpServer) -> None:
     error_of(server.client.get("/v1/models/a/b"), 404, "model_not_found")
     assert (model["id"], model["sizes"]) == ("dummy", ["1024x576"])
     assert model["limits"]["max_upload_bytes"] == 2**20
+    assert model["limits"]["max_megapixels"] == 24
     assert engine["state"] == "ready"
     assert [rank["rank"] for rank in engine["ranks"]] == [0, 1]
     assert set(engine["queue"]) == {"queued", "in_progress", "completed", "failed", "cancelled"}
