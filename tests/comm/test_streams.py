@@ -26,7 +26,6 @@ ALLOWED = {
     "worker/tensor_store.py": {"numpy"},
     "worker/clip_writer.py": {"numpy"},
     "worker/latent_checkpoints.py": {"numpy"},
-    "worker/clip_writer.py": {"numpy"},
     "comm/packet.py": {"numpy"},
     "comm/transport.py": {"numpy"},
     "verification/report.py": {"numpy"},
