@@ -332,9 +332,10 @@ _ASSETS = Path(__file__).resolve().parents[1] / "assets"
 _INDEX_FILE = "model_index.json"
 
 #: The family of each pipeline that diffusers' `model_index.json` can name.
-FAMILIES: Mapping[str, str] = {"StableVideoDiffusionPipeline": "svd", **ROW_FAMILIES}
+FAMILIES: Mapping[str, str] = ROW_FAMILIES
 
 
 def package_of(family: str) -> str:
     """The package with a family's code."""
-    return "svdpp.models.svd" if family == "svd" else "svdpp.models.engine"
+    del family
+    return "svdpp.models.engine"

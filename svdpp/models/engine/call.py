@@ -277,7 +277,7 @@ class RangeCall:
     # 4. The packet.
 
     def _pack(self) -> None:
-        packer = Packer()
+        packer = Packer(unsent=self._row.unsent)
         try:
             if self._given is None:
                 records, step = self._packed_records(packer), None
@@ -361,6 +361,8 @@ class RangeCall:
     def _recording(self, part: str, component: Any) -> Any:
         methods = component_methods(component).items()
         recorded = {name: self._recorded(f"{part}.{name}", method) for name, method in methods}
+        if self._given is not None:  # what an encode casts for a moment is not used again
+            recorded["to"] = lambda *_, **__: component
         return replaced(component, **recorded)
 
 

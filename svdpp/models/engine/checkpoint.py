@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from svdpp.config import SAMPLING_CLASSES, CommonSampling, SamplingConfig
+from svdpp.config import SAMPLING_CLASSES, SamplingConfig
 from svdpp.config.limits import require
-from svdpp.config.sampling import PromptedSampling, check_frames, check_sides
+from svdpp.config.sampling import check_frames, check_sides
 from svdpp.errors import RequestError
 from svdpp.models.checkpoint import Checkpoint, Use
 from svdpp.models.engine.configs import Configs, SchedulerConfig, check_class, class_of
@@ -30,6 +30,8 @@ class RowCheckpoint(Checkpoint):
     """Height and width of a frame are multiples of these."""
     frames_multiple: int
     """The number of frames is a multiple of this plus 1."""
+    model_frames: int = 1
+    """Frames of a clip whose request does not say how many."""
     fixed_frames: int | None = None
     """The only number of frames that the model makes; None: any."""
     image_use: Use = "refused"
@@ -66,7 +68,6 @@ class RowCheckpoint(Checkpoint):
 
     def parts_of(self, roles: Roles, sampling: SamplingConfig) -> frozenset[str]:
         """The components that a rank with these roles loads, with and without weights."""
-        assert isinstance(sampling, PromptedSampling)
         row, needed = self.row, set(self.row.everywhere)
         if roles.encode:
             needed |= {*row.encode, *(row.encode_image if sampling.from_image else ())}
@@ -83,7 +84,7 @@ class RowCheckpoint(Checkpoint):
     @property
     def prompt_use(self) -> Use:
         """See `Checkpoint`."""
-        return "needed"
+        return "needed" if self.row.takes_prompt else "refused"
 
     def resolve(self, sampling: SamplingConfig) -> SamplingConfig:
         """See `Checkpoint`."""
@@ -91,7 +92,7 @@ class RowCheckpoint(Checkpoint):
             raise RequestError(
                 f"{self.label} is of the family {self.family}, not {sampling.family}"
             )
-        assert isinstance(sampling, CommonSampling)
+        sampling = sampling.resolved(model_frames=self.model_frames)
         check_frames(sampling, self.frames_multiple)
         require(
             self.fixed_frames in (None, sampling.frames),

@@ -16,7 +16,7 @@ from svdpp.config import ClipRequest, ModelConfig, SamplingConfig
 from svdpp.models.base import LATENTS, Frames, Tensors
 from svdpp.models.engine.call import changed_state, packed_state, snapshot
 from svdpp.models.engine.checkpoint import RowCheckpoint
-from svdpp.models.engine.load import component_class, dtype_of, set_up
+from svdpp.models.engine.load import apply_memory_options, component_class, dtype_of, set_up
 from svdpp.models.engine.model import call_arguments, load_model, request_arguments
 from svdpp.models.engine.values import Packer
 from svdpp.models.loading import check_components, library_errors, silence_libraries
@@ -100,7 +100,10 @@ class EngineReference:
                 local_files_only=True,
             )
         pipe.set_progress_bar_config(disable=True)
-        return pipe.to(self._device)
+        pipe.to(self._device)
+        for part in {"vae", *checkpoint.row.denoisers} & pipe.components.keys():
+            apply_memory_options(checkpoint, part, getattr(pipe, part), self._model)
+        return pipe
 
 
 def _observe_steps(scheduler: Any, on_step_end: Callable[..., Any]) -> None:
@@ -128,6 +131,9 @@ def check_weights(checkpoint: RowCheckpoint) -> int:
 
 
 def conditions(checkpoint: RowCheckpoint) -> dict[str, Any]:
-    """Nothing: the bits depend on the request, the device and the libraries alone."""
-    del checkpoint
-    return {}
+    """What the bits depend on besides the request and the device: the image processor's class."""
+    return {
+        part: component_class(part, name).__name__
+        for part, name in checkpoint.classes
+        if part == "feature_extractor"
+    }

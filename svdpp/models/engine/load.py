@@ -10,7 +10,9 @@ from typing import Any
 
 import diffusers
 import torch
+from transformers.utils import is_torchvision_available
 
+from svdpp.config import ModelConfig
 from svdpp.models.engine.checkpoint import RowCheckpoint, has_weights
 from svdpp.models.loading import (
     ComponentLoader,
@@ -52,15 +54,15 @@ class Parts:
 
 
 def load_parts(
-    checkpoint: RowCheckpoint, *, sampling: Any, roles: Roles, dtype: str, device: str
+    checkpoint: RowCheckpoint, model: ModelConfig, *, sampling: Any, roles: Roles, device: str
 ) -> Parts:
     """Loads the components for a rank; also turns off the libraries' progress bars and warnings.
 
     Args:
         checkpoint: found and checked.
+        model: precision and memory options; some components are always in fp32.
         sampling: of the clips; a rank that encodes images needs more components.
         roles: of the rank.
-        dtype: `fp32`, `fp16` or `bf16`; some components are always in fp32.
         device: as torch spells it.
 
     Raises:
@@ -73,13 +75,14 @@ def load_parts(
     needed = checkpoint.parts_of(roles, sampling)
     parts: dict[str, Any] = {}
     for part, name in checkpoint.classes:
-        cls, weights = component_class(part, name), dtype_of(checkpoint, part, dtype)
+        cls, weights = component_class(part, name), dtype_of(checkpoint, part, model.dtype)
         if not has_weights(part):
             needs = part in needed
             parts[part] = load_processor(checkpoint, part, cls, load.device) if needs else None
         elif part in needed:
             unused = unused_parts(checkpoint, part, roles, sampling)
             parts[part] = load.module(cls, part, weights, unused)
+            apply_memory_options(checkpoint, part, parts[part], model)
         else:
             with library_errors(part, checkpoint):
                 parts[part] = skeleton(cls, checkpoint, part, weights, load.device)
@@ -87,7 +90,7 @@ def load_parts(
         pipe=new_pipeline(checkpoint, sampling.from_image, parts, load.device),
         checkpoint=checkpoint,
         device=load.device,
-        dtype=dtype,
+        dtype=model.dtype,
         from_image=sampling.from_image,
     )
 
@@ -132,9 +135,26 @@ def set_up(pipe: Any, checkpoint: RowCheckpoint, sampling: Any) -> None:
 
 def component_class(part: str, name: str) -> Any:
     """The class of a component, of diffusers or transformers."""
+    if name in ("CLIPImageProcessor", "CLIPFeatureExtractor"):
+        # Without torchvision, transformers takes the second class, with a warning.
+        name = "CLIPImageProcessor" if is_torchvision_available() else "CLIPImageProcessorPil"
     with library_errors(part):
         found = (importlib.import_module(library) for library in _LIBRARIES)
         return next(getattr(library, name) for library in found if hasattr(library, name))
+
+
+def apply_memory_options(
+    checkpoint: RowCheckpoint, part: str, module: Any, model: ModelConfig
+) -> None:
+    """Feed-forward in chunks, and convolutions with channels last: Conv2d NHWC, Conv3d NDHWC."""
+    is_denoiser = part in checkpoint.row.denoisers
+    if model.memory_opt and is_denoiser:
+        module.enable_forward_chunking()
+    formats = ((torch.nn.Conv2d, torch.channels_last), (torch.nn.Conv3d, torch.channels_last_3d))
+    for layer in module.modules() if model.channels_last and (is_denoiser or part == "vae") else ():
+        for kind, memory_format in formats:
+            if isinstance(layer, kind):
+                layer.weight.data = layer.weight.data.contiguous(memory_format=memory_format)
 
 
 def dtype_of(checkpoint: RowCheckpoint, part: str, dtype: str) -> torch.dtype:

@@ -14,7 +14,7 @@ from PIL import Image
 
 from svdpp.config import SvdSampling
 from svdpp.models.base import LATENTS, Tensors
-from svdpp.models.svd.resize import resize_for_clip
+from svdpp.models.engine.resize import resize_for_clip
 
 IMAGE_LATENTS = "image_latents"
 IMAGE_EMBEDDING = "image_embedding"
