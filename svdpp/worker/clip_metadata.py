@@ -194,6 +194,7 @@ class _ClipMetadata(BaseModel):
     draft: dict[str, Any] | None = None
     latents_sha256: _Sha256
     frames_sha256: _Sha256
+    audio_sha256: _Sha256 | None = None  # of a clip with sound
     file_sha256: _Sha256 | None = None
 
     @field_validator("output")
@@ -265,7 +266,7 @@ def checked_clip_metadata(values: object, fault: str) -> dict[str, Any]:
     model = _METADATA.get(family, _SvdMetadata) if isinstance(family, str) else _SvdMetadata
     try:
         found = model.model_validate(values)
-        return found.model_dump(exclude={"draft"} - found.model_fields_set)
+        return found.model_dump(exclude={"draft", "audio_sha256"} - found.model_fields_set)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
