@@ -41,9 +41,9 @@ class LiveBytes(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        without_data = _WITHOUT_DATA.get(func)
-        is_fake = without_data is not None and isinstance(args[0], FakeTensor)
-        result = without_data(*args) if is_fake else None
+        result = None
+        if func in _WITHOUT_DATA and isinstance(args[0], FakeTensor):
+            result = _WITHOUT_DATA[func](*args)
         if result is None:
             result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):

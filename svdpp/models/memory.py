@@ -1,7 +1,7 @@
 """The estimate of a model's memory and FLOPs from its configs; reads no weight.
 
-It runs the real encode, a step and the decode of a rank, with components made of fake tensors, which
-have a shape but no data. A call of a component runs on fake tensors too, and the pipeline gets zeros
+It runs the real encode, step and decode of a rank, with components made of fake tensors, which
+have a shape but no data. A component's call runs on fake tensors too, and the pipeline gets zeros
 of the shapes of its result. Meanwhile every storage that is created and freed is counted, and the
 FLOPs of every kernel. Of the kernels' workspaces, only those of CPU convolutions are counted,
 because torch reports only which convolution kernel it chooses.
@@ -10,7 +10,7 @@ because torch reports only which convolution kernel it chooses.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial, update_wrapper
@@ -27,10 +27,9 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from svdpp.config import ClipRequest, ModelConfig, SamplingConfig
 from svdpp.models.base import Tensors
-from svdpp.models.checkpoint import Checkpoint
+from svdpp.models.checkpoint import Checkpoint, has_weights
 from svdpp.models.dummy import DummyUNet
 from svdpp.models.engine.call import component_methods, replaced
-from svdpp.models.engine.checkpoint import RowCheckpoint, has_weights
 from svdpp.models.engine.load import (
     Parts,
     apply_memory_options,
@@ -81,8 +80,7 @@ class MemoryEstimate:
         ]
         other_experts = max(0, len(roles.experts) - 1)
         return PartMemory(
-            sum(part.weight_bytes for part in loaded)
-            + other_experts * self.denoise.weight_bytes,
+            sum(part.weight_bytes for part in loaded) + other_experts * self.denoise.weight_bytes,
             max((part.activation_bytes for part in loaded), default=0),
             sum(part.flops for part in loaded),
         )
@@ -132,7 +130,7 @@ def estimate(
 
 
 def probe_packet(
-    checkpoint: RowCheckpoint, dtype: str, sampling: SamplingConfig, *, has_stepped: bool
+    checkpoint: Checkpoint, dtype: str, sampling: SamplingConfig, *, has_stepped: bool
 ) -> Tensors:
     """A packet of zeros in host memory; see `VideoModel.probe_packet`."""
     model = ModelConfig(name=checkpoint.name, dtype=dtype)  # type: ignore[arg-type]
@@ -177,7 +175,7 @@ class _Hollow:
 
     def __init__(
         self,
-        checkpoint: RowCheckpoint,
+        checkpoint: Checkpoint,
         model: ModelConfig,
         sampling: SamplingConfig,
         *,
@@ -245,9 +243,7 @@ class _Hollow:
         return module.eval()
 
     @contextmanager
-    def _measured(
-        self, roles: Roles, packet: Tensors | None = None
-    ) -> Iterator[list[PartMemory]]:
+    def _measured(self, roles: Roles, packet: Tensors | None = None) -> Iterator[list[PartMemory]]:
         """Measures what runs while the context lasts, on a rank with these roles."""
         memory: list[PartMemory] = []
         self._flops, checkpoint = 0, self._checkpoint

@@ -24,7 +24,7 @@ from svdpp.errors import ModelError, RequestError
 from svdpp.launch.world import World
 from svdpp.models import hub as hub_downloads
 from svdpp.models.checkpoint import find_checkpoint
-from svdpp.models.engine.checkpoint import RowCheckpoint
+from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.engine.model import load_model
 from svdpp.models.safetensors_header import choose_weight_files
 from svdpp.redaction import redact
@@ -358,7 +358,7 @@ def test_a_host_downloads_what_its_ranks_need(
 ) -> None:
     config, checkpoint = resolve(CONFIG, world=_on_host(host))
     assert _weights(wan.requested) == _in_use(wan.folder, expected)
-    assert isinstance(checkpoint, RowCheckpoint)
+    assert isinstance(checkpoint, Checkpoint)
     assert isinstance(config.sampling, WanSampling)
     rank = 2 * (host or 0)
     load_model(checkpoint, config.model, config.sampling, "cpu", config.roles[rank])

@@ -35,7 +35,7 @@ class SchedulerConfig:
         return SchedulerConfig(name=self.name, values={**self.values, key: shift})
 
 
-#: What a family's configs say of a checkpoint: fields of `RowCheckpoint`.
+#: What a family's configs say of a checkpoint: fields of `Checkpoint`.
 Facts = dict[str, Any]
 
 

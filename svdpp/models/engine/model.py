@@ -15,12 +15,11 @@ from PIL import Image
 from svdpp.config import ClipRequest, ModelConfig, SamplingConfig
 from svdpp.errors import InputError, NotFiniteError
 from svdpp.models.base import AfterStep, Audio, Tensors
+from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.engine.call import STRUCTURE, RangeCall, replaced
-from svdpp.models.engine.checkpoint import RowCheckpoint
 from svdpp.models.engine.load import Parts, load_parts, set_up
 from svdpp.models.engine.rows import Row
 from svdpp.models.engine.values import Node
-from svdpp.models.svd.decode import to_bytes
 from svdpp.plan.layout import Roles
 
 _IMAGE = "image"
@@ -107,7 +106,7 @@ class EngineModel:
 
         video, *audio = self.decode_by(tensors, check_and_postprocess)
         self.audio = audio_of(self._pipe, self._row, *audio)
-        return to_bytes(video[0].float())  # from (F, 3, H, W), 0 to 1
+        return to_bytes(video[0])  # from (F, 3, H, W), 0 to 1
 
     def decode_by(self, tensors: Tensors, postprocess: Callable[..., Any]) -> Any:
         """The pipeline's result, with `postprocess` in place of its own for the decoded video."""
@@ -214,7 +213,7 @@ class EngineModel:
 
 
 def load_model(
-    checkpoint: RowCheckpoint,
+    checkpoint: Checkpoint,
     model: ModelConfig,
     sampling: SamplingConfig,
     device: str,
@@ -225,7 +224,7 @@ def load_model(
     return EngineModel(parts, sampling)
 
 
-def call_arguments(pipe: Any, checkpoint: RowCheckpoint, sampling: Any) -> dict[str, Any]:
+def call_arguments(pipe: Any, checkpoint: Checkpoint, sampling: Any) -> dict[str, Any]:
     """Arguments of `__call__` that only depend on the sampling parameters."""
     accepted = inspect.signature(type(pipe).__call__).parameters
     renamed = checkpoint.row.renamed
@@ -249,6 +248,11 @@ def request_arguments(
         "generator": generator,
     }
     return {name: value for name, value in given.items() if value is not None}
+
+
+def to_bytes(pixels: torch.Tensor) -> torch.Tensor:
+    """(F, 3, H, W) in [0, 1] to (F, H, W, 3) uint8, as diffusers' processor, but on the device."""
+    return (pixels.float() * 255).round().to(torch.uint8).permute(0, 2, 3, 1).contiguous()
 
 
 def audio_of(pipe: Any, row: Row, audio: torch.Tensor | None = None) -> Audio | None:

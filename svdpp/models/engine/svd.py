@@ -1,4 +1,4 @@
-"""What is special about Stable Video Diffusion: its sizes, and its image, which is resized early."""
+"""What is special about Stable Video Diffusion: its sizes, and the early resize."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def prepared(pipe: Any, pixels: Tensors) -> Iterator[None]:
 
 
 def old_packet(tensors: Tensors, sampling: SvdSampling, steps: int) -> tuple[Node, Tensors]:
-    """A packet of svdpp 0.4 or earlier: the results without their unconditional halves."""
+    """A packet of svdpp 0.3 or earlier: the results without their unconditional halves."""
     import torch
     from diffusers.schedulers.scheduling_euler_discrete import EulerDiscreteSchedulerOutput
 
