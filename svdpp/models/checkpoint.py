@@ -28,12 +28,17 @@ from svdpp.config.limits import require
 from svdpp.config.sampling import PromptedSampling, check_frames, check_sides
 from svdpp.errors import ModelError, RequestError
 from svdpp.models import hub
-from svdpp.models.class_check import check_no_code
-from svdpp.models.engine.configs import Configs, SchedulerConfig, check_class, class_of
+from svdpp.models.engine.configs import (
+    Configs,
+    SchedulerConfig,
+    check_class,
+    check_no_code,
+    class_of,
+)
 from svdpp.models.engine.rows import FAMILIES, ROWS, Row
 from svdpp.models.engine.wan import boundary_step
-from svdpp.models.fingerprint import fingerprint
-from svdpp.models.safetensors_header import JsonFile, read_json, short_repr, weight_headers
+from svdpp.models.json_file import JsonFile, read_json, short_repr
+from svdpp.models.safetensors_header import fingerprint, weight_headers
 from svdpp.plan.layout import Roles
 from svdpp.redaction import redact_tokens
 
@@ -382,10 +387,9 @@ def _weight_files(checkpoint: Checkpoint, components: Iterable[str]) -> list[Pat
 
 
 def _read_index(folder: Path) -> JsonFile:
-    path = folder / _INDEX_FILE
-    if not path.is_file():
+    if not (folder / _INDEX_FILE).is_file():
         raise ModelError(f"{_INDEX_FILE} is missing", hub.MODEL_HINT)
-    return read_json(path, _INDEX_FILE)
+    return read_json(folder, _INDEX_FILE)
 
 
 _ASSETS = Path(__file__).resolve().parents[1] / "assets"

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 from svdpp.config import DTYPE_BYTES, ModelConfig, SamplingConfig
 from svdpp.models.checkpoint import Checkpoint
-from svdpp.models.safetensors_header import read_json, weight_headers
+from svdpp.models.json_file import read_json
+from svdpp.models.safetensors_header import num_elements, weight_headers
 
 # Live bytes for each position and channel of a part's widest tensor, in elements. Convolutions that
 # unfold their input take 9 (two dimensions) or 27 (three) of them.
@@ -74,12 +75,11 @@ def weight_bytes(checkpoint: Checkpoint, model: ModelConfig, component: str) -> 
     """
     dtype = "fp32" if component in checkpoint.row.fp32 else model.dtype
     headers = weight_headers(checkpoint.folder, component, checkpoint.variant)
-    entries = [entry for header in headers.values() for entry in header.values()]
-    num_elements = sum(math.prod(shape) for _, shape in entries)
-    is_shared = all(_DTYPES.get(stored) == dtype for stored, _ in entries)
-    return WeightBytes(num_elements * DTYPE_BYTES[dtype], is_shared)
+    stored = {name for header in headers.values() for name, _ in header.values()}
+    is_shared = all(_DTYPES.get(name) == dtype for name in stored)
+    return WeightBytes(num_elements(headers) * DTYPE_BYTES[dtype], is_shared)
 
 
 def _channels(checkpoint: Checkpoint, part: str) -> tuple[int, ...]:
-    config = read_json(checkpoint.folder / part / "config.json", f"{part}/config.json")
+    config = read_json(checkpoint.folder, f"{part}/config.json")
     return config.counts("block_out_channels", _MAX_CHANNELS)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from svdpp.config import SvdSampling
-from svdpp.models.engine.configs import Configs, Facts, require_equal
+from svdpp.models.engine.configs import Configs, Facts
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -26,9 +26,9 @@ def facts(configs: Configs) -> Facts:
     """
     unet, image_encoder = configs.of("unet"), configs.of("image_encoder")
     channels = configs.of("vae").count("latent_channels", 64)
-    require_equal(image_encoder, "image_size", 224, "the size of diffusers' CLIP input")
-    require_equal(unet, "in_channels", 2 * channels, "twice the VAE's latent_channels")
-    require_equal(unet, "out_channels", channels, "the VAE's latent_channels")
+    image_encoder.require("image_size", 224, "the size of diffusers' CLIP input")
+    unet.require("in_channels", 2 * channels, "twice the VAE's latent_channels")
+    unet.require("out_channels", channels, "the VAE's latent_channels")
     return {"model_frames": unet.count("num_frames", 1024)}
 
 
