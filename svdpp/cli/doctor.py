@@ -37,7 +37,6 @@ _COLOURS = {"ok": "green", "failed": "bold red", "skipped": "dim"}
         *("seed", "fit", "fps", "motion_bucket_id", "noise_aug_strength", "min_guidance_scale"),
         *("max_guidance_scale", "allow_mixed_devices"),
         *PROMPT_FIELDS,
-        "param",
     ),
     defaults={"world": "all GPUs, if they divide the steps; on the CPU 2"},
     meanings={

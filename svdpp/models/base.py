@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -39,34 +39,6 @@ class Audio(NamedTuple):
 
 #: Called after each step with the step's index and the new latent. What it raises ends the steps.
 AfterStep = Callable[[int, torch.Tensor], None]
-
-
-class Sampler(Protocol):
-    """Runs the denoising steps of one clip in order."""
-
-    def forward(self, latent: torch.Tensor, step: int) -> torch.Tensor:
-        """Returns the latent after `step`, of the same shape and dtype; does not change `latent`.
-
-        The caller runs each step once, in rising order, beginning with the sampler's start step.
-        """
-        ...
-
-
-class Denoiser(Sampler, Protocol):
-    """A sampler that also returns the derivative; holds the inputs that all steps share.
-
-    It integrates dx/dsigma = f(x, sigma) by Euler's method, from noise level to noise level (EDM,
-    arXiv:2206.00364, algorithm 1 without churn): x + f * (sigmas[step + 1] - sigmas[step]).
-    """
-
-    @property
-    def sigmas(self) -> torch.Tensor:
-        """Noise level before each step and after the last one: (N + 1,), float32, on the CPU."""
-        ...
-
-    def evaluate(self, latent: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the same bits as `forward`, and the derivative f at `latent` in float32."""
-        ...
 
 
 class VideoModel(Protocol):
@@ -135,19 +107,6 @@ class VideoModel(Protocol):
         ...
 
 
-@runtime_checkable
-class DraftableModel(VideoModel, Protocol):
-    """A model whose sampler is Euler's method, so that a clip can be drafted."""
-
-    def with_sampling(self, sampling: SamplingConfig) -> DraftableModel:
-        """See `VideoModel`."""
-        ...
-
-    def denoiser(self, tensors: Tensors, start: int) -> Denoiser:
-        """Returns a denoiser for one clip; `start` is its first step."""
-        ...
-
-
 def solver_history(tensors: Tensors) -> Tensors:
     """Those tensors of a packet that hold earlier samples or outputs of a multistep solver."""
     return {
@@ -155,14 +114,3 @@ def solver_history(tensors: Tensors) -> Tensors:
         for name, tensor in tensors.items()
         if name.startswith(STATE_PREFIX) and tensor.is_floating_point()
     }
-
-
-def run_steps(
-    sampler: Sampler, tensors: Tensors, start: int, end: int, after_step: AfterStep
-) -> Tensors:
-    """`VideoModel.denoise` for a sampler whose steps change nothing but the latent."""
-    latent = tensors[LATENTS]
-    for step in range(start, end):
-        latent = sampler.forward(latent, step)
-        after_step(step, latent)
-    return {**tensors, LATENTS: latent}

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from svdpp.config import (
     DEFAULT_MODEL,
@@ -49,8 +49,6 @@ Use = Literal["needed", "optional", "refused"]
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
     """A checked folder in diffusers' format, of a family that has a row."""
-
-    can_draft: ClassVar[bool] = False
 
     name: str
     """As the user typed it."""
