@@ -157,12 +157,12 @@ def bare_process_bytes() -> int:
 
 @torch.no_grad()
 def _dummy(model: ModelConfig, on_cpu: bool) -> PartMemory:
-    with FakeTensorMode():
-        latent = torch.zeros(model.dummy_latent.shape, dtype=torch_dtype(model.dtype))
-        unet = DummyUNet(latent.shape[1]).to(latent.dtype)
-        counter = FlopCounterMode(display=False)
-        with counter, LiveBytes([*_tensors(unet), latent], count_workspace=on_cpu) as live:
-            unet(latent, 0)
+    latent = torch.zeros(model.dummy_latent.shape, dtype=torch_dtype(model.dtype))
+    unet = DummyUNet(latent.shape[1]).to(latent.dtype)
+    counter = FlopCounterMode(display=False)
+    live = LiveBytes([*_tensors(unet), latent], count_workspace=on_cpu)
+    with FakeTensorMode(allow_non_fake_inputs=True), counter, live:
+        unet(latent, 0)
     return PartMemory(num_bytes([unet]), live.above, counter.get_total_flops())
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from svdpp.errors import ModelError
-from svdpp.models.json_file import check_start, short_repr
+from svdpp.models.json_file import JsonFile, check_start, read_json, short_repr
 
 #: dtype (as safetensors spells it) and shape of each tensor of a file, by name.
 Header = dict[str, tuple[str, tuple[int, ...]]]
@@ -46,8 +46,20 @@ def weight_headers(folder: Path, component: str, variant: str | None) -> dict[Pa
     """
     names = [f"{component}/{path.name}" for path in (folder / component).glob("*")]
     files = choose_weight_files(names, component, variant)
-    weights = [folder / name for name in files if name.endswith(".safetensors")]
-    return {path: read_safetensors_header(path) for path in weights}
+    if files[-1].endswith(".json"):
+        _check_index(read_json(folder, files.pop()), files)
+    return {folder / name: read_safetensors_header(folder / name) for name in files}
+
+
+def _check_index(index: JsonFile, shards: Collection[str]) -> None:
+    """Refuses an index that lists other files: such as a pickle, or one outside the folder."""
+    weight_map = index.values.get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise index.error("not an index of shards (weight_map is missing)")
+    names = {path.rpartition("/")[2] for path in shards}
+    for name in weight_map.values():
+        if not (isinstance(name, str) and name in names):
+            raise index.error(f"lists {short_repr(name)}, which is not one of its shards")
 
 
 def num_elements(headers: Mapping[Path, Header]) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
+from svdpp.models.families import family_of
 
 from svdpp.comm.packet import Packet
 from svdpp.config import (
@@ -27,7 +28,6 @@ from svdpp.media.examples import example_photos
 from svdpp.media.image import fit_photo, read_photo
 from svdpp.media.video import frames_sha256
 from svdpp.models import determinism
-from svdpp.models.families import family_of
 from svdpp.plan.layout import Roles
 from svdpp.verification.verify import compare, run_pipelined, run_sequential
 from svdpp.worker.fault_injection import InjectedFault

@@ -52,6 +52,8 @@ class Configs:
                 f"proven with {' and '.join(schedulers)}"
             )
         values.refuse(_REFUSED_OF_SCHEDULERS)
+        if "num_train_timesteps" in values.values:
+            values.count("num_train_timesteps", _MAX_TRAIN_TIMESTEPS)
         self.scheduler = SchedulerConfig(name=name, values=values.values)
         self._read: dict[str, JsonFile] = {}
 
@@ -66,10 +68,9 @@ class Configs:
             for key, value in config.values.items():
                 if _CODE_KEYS.search(key):
                     raise config.error(f"the key {short_repr(key)} is not supported: {_NO_CODE}")
-                if type(value) is int and _LAYERS.fullmatch(key):
-                    config.count(key, _MAX_LAYERS)
-                elif type(value) is int and _SIZES.fullmatch(key):
-                    config.count(key, _MAX_SIZE)
+                limit = _MAX_LAYERS if _LAYERS.fullmatch(key) else _MAX_SIZE
+                if limit == _MAX_LAYERS or _SIZES.fullmatch(key):
+                    _check_size(config, key, value, limit)
         config = self._read[part]
         return JsonFile(config.label, {**defaults, **config.values})
 
@@ -85,6 +86,13 @@ def class_of(index: JsonFile, part: str) -> str | None:
     return None if name is None else str(name)
 
 
+def _check_size(config: JsonFile, key: str, value: object, limit: int) -> None:
+    if type(value) is int:
+        config.count(key, limit)
+    elif isinstance(value, list) and any(type(each) is int and each > limit for each in value):
+        raise config.error(f"{key} is {short_repr(value)}: above {limit}")
+
+
 def check_class(index: JsonFile, part: str, classes: tuple[str, ...], *, optional: bool) -> None:
     """ModelError if a component's class is none of `classes`, or it is missing."""
     name = class_of(index, part)
@@ -93,6 +101,10 @@ def check_class(index: JsonFile, part: str, classes: tuple[str, ...], *, optiona
     if name is not None and name not in classes:
         expected = " or ".join(classes)
         raise index.error(f"the {part} is of class {short_repr(name)}, not {expected}")
+    entry = index.values.get(part)
+    if name is not None and isinstance(entry, list) and entry[0] not in _LIBRARIES:
+        # diffusers would import it.
+        raise index.error(f"{part!r} is from the module {short_repr(entry[0])}, but {_NO_CODE}")
 
 
 def check_no_code(folder: Path) -> None:
@@ -112,6 +124,9 @@ _REFUSED_OF_SCHEDULERS = {
     "use_beta_sigmas": "needs scipy",
     "solver_p": "is another scheduler, whose state no packet carries",
 }
+_MAX_TRAIN_TIMESTEPS = 100_000
+#: The last one is a folder of pipelines of diffusers, with classes of its own.
+_LIBRARIES = ("diffusers", "transformers", "ltx2")
 _NO_CODE = "svdpp runs no code from a checkpoint"
 #: Config keys that make the libraries load other code or weights: attn_implementation can name a
 #: kernel on the hub, transformers_weights another file.

@@ -29,6 +29,10 @@ def facts(configs: Configs) -> Facts:
     image_encoder.require("image_size", 224, "the size of diffusers' CLIP input")
     unet.require("in_channels", 2 * channels, "twice the VAE's latent_channels")
     unet.require("out_channels", channels, "the VAE's latent_channels")
+    embedding = image_encoder.count("projection_dim", 2**14)
+    time_ids = 3 * unet.count("addition_time_embed_dim", 2**14)
+    unet.require("cross_attention_dim", embedding, "the image encoder's projection_dim")
+    unet.require("projection_class_embeddings_input_dim", time_ids, "of three time ids")
     return {"model_frames": unet.count("num_frames", 1024)}
 
 
