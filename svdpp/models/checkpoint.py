@@ -71,6 +71,8 @@ class Checkpoint:
     """Frames of a clip whose request does not say how many."""
     fixed_frames: int | None = None
     """The only number of frames that the model makes; None: any."""
+    image_sizes: tuple[tuple[int, int], ...] = ()
+    """Heights and widths of clips from an image; empty: any."""
     image_use: Use
     unused_parameters: tuple[str, ...] = ()
     """Sampling parameters of the family that have no effect on this model."""

@@ -83,7 +83,7 @@ def old_packet(tensors: Tensors, sampling: SvdSampling, steps: int) -> tuple[Nod
         return torch.cat([other, tensor]) if sampling.guided else tensor
 
     packer, latents = Packer(), tensors[LATENTS]
-    noise = packer.pack(latents, LATENTS)
+    packed = packer.pack(latents, LATENTS)
     pixels = torch.empty(1, 3, sampling.height, sampling.width, device="meta")
     embedding, ids = both(tensors["image_embedding"]), both(tensors["added_time_ids"], same=True)
     results = {
@@ -91,11 +91,12 @@ def old_packet(tensors: Tensors, sampling: SvdSampling, steps: int) -> tuple[Nod
         "video_processor.preprocess": describe(pixels),
         "_encode_vae_image": packer.pack(both(tensors["image_latents"]), "record.2"),
         "_get_add_time_ids": packer.pack(ids, "record.3"),
-        "prepare_latents": describe(latents) if steps else noise,
+        "prepare_latents": describe(latents) if steps else packed,
     }
     result = EulerDiscreteSchedulerOutput(prev_sample=latents, pred_original_sample=None)
     step = {
-        "results": [[packer.pack(result, "result.0.0")]],
+        "latents": packed,
+        "chunks": [[[describe(result)]]],
         "states": [{"kind": "dict", "items": {"_step_index": {"kind": "plain", "value": steps}}}],
         "outputs": [describe((both(latents),))],
         "generators": packer.pack([torch.Generator().get_state()], GENERATOR),

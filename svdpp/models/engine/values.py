@@ -35,12 +35,10 @@ class Packer:
 
     Args:
         keeps: whether it keeps the tensors; otherwise nothing of them travels but their shape.
-        unsent: keys of dictionaries of whose values nothing else travels either.
     """
 
-    def __init__(self, *, keeps: bool = True, unsent: frozenset[str] = frozenset()) -> None:
+    def __init__(self, *, keeps: bool = True) -> None:
         self.tensors: Tensors = {}
-        self._unsent = unsent
         self._keeps = keeps
         self._sources: dict[str, torch.Tensor] = {}
 
@@ -68,10 +66,7 @@ class Packer:
         raise NotPackableError(f"{name} is a {type(value).__name__}")
 
     def _items(self, value: Any, name: str) -> dict[str, Node]:
-        return {
-            key: describe(each) if key in self._unsent else self.pack(each, f"{name}.{key}")
-            for key, each in value.items()
-        }
+        return {key: self.pack(each, f"{name}.{key}") for key, each in value.items()}
 
     def _pack_tensor(self, tensor: torch.Tensor, name: str) -> Node:
         dtype = str(tensor.dtype).removeprefix("torch.")
