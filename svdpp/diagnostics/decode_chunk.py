@@ -120,9 +120,10 @@ def _measure(
 
     def peak(frames: int, chunk: int) -> int:
         part = model.with_sampling(replace(sampling, num_frames=frames, decode_chunk_size=chunk))
-        latent = torch.zeros_like(part.probe_packet()[LATENTS])
+        packet = part.probe_packet(has_stepped=True)
+        packet[LATENTS] = torch.zeros_like(packet[LATENTS])
         with out_of_memory_named(Action.at(Kind.DECODE, 0, 0), chunk):
-            return _peak(model.device, lambda: part.decode({LATENTS: latent}))
+            return _peak(model.device, lambda: part.decode(packet))
 
     peak(1, 1)  # warm-up: reads the mapped weights, selects kernels, allocates workspaces
     if model.device.type == "cuda":
