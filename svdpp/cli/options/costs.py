@@ -62,18 +62,6 @@ class SecondsOptions:
             default="that of --costs",
         ),
     ] = None
-    offload_gib_per_second: Annotated[
-        float | None,
-        option(
-            "--offload-gib-per-second",
-            panel=COSTS,
-            metavar="RATE",
-            help="GiB of weights that move per second between host memory and each device, in "
-            "either direction. --layout auto and --compare then forecast diffusers' model offload "
-            "too, which svdpp does not run.",
-            default="that of --costs",
-        ),
-    ] = None
 
     def applied(self, costs: Costs, *, ranks_per_host: int | None) -> Costs:
         """`costs` with the given values in place of theirs, for hosts of `ranks_per_host` ranks."""
