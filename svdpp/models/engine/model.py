@@ -69,7 +69,7 @@ class EngineModel:
                 caches.enter_context(replaced(self._pipe, **{name: cached}))
             call.run(
                 call_arguments(self._pipe, self._parts.checkpoint, self._sampling)
-                | request_arguments(request, image, generator)
+                | request_arguments(self._row, request, image, generator)
                 | {"output_type": "latent"}
             )
         given = {"negative_prompt": request.negative_prompt is not None}
@@ -166,7 +166,7 @@ class EngineModel:
         stand_in = ClipRequest(seed=0, prompt="", negative_prompt=negative)
         size = self._sampling.width, self._sampling.height
         image = Image.new("RGB", size) if self._parts.from_image else None
-        return arguments | request_arguments(stand_in, image, generator)
+        return arguments | request_arguments(self._row, stand_in, image, generator)
 
     def _cached(self, name: str, encode: Any) -> Any:
         texts = self._parts.texts
@@ -213,10 +213,10 @@ def call_arguments(pipe: Any, checkpoint: RowCheckpoint, sampling: Any) -> dict[
 
 
 def request_arguments(
-    request: ClipRequest, image: Image.Image | None, generator: torch.Generator
+    row: Row, request: ClipRequest, image: Image.Image | None, generator: torch.Generator
 ) -> dict[str, Any]:
     """Arguments of `__call__` for one clip; without those that it does not have."""
-    given = {"negative_prompt": request.negative_prompt, "image": image}
+    given = {"negative_prompt": request.negative_prompt, row.image_argument: image}
     return {
         "prompt": request.prompt,
         "generator": generator,
