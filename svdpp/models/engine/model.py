@@ -69,7 +69,7 @@ class EngineModel:
                 caches.enter_context(replaced(self._pipe, **{name: cached}))
             call.run(
                 call_arguments(self._pipe, self._parts.checkpoint, self._sampling)
-                | request_arguments(self._row, request, image, generator)
+                | request_arguments(self._row, self._sampling, request, image, generator)
                 | {"output_type": "latent"}
             )
         given = {"negative_prompt": request.negative_prompt is not None}
@@ -166,7 +166,7 @@ class EngineModel:
         stand_in = ClipRequest(seed=0, prompt="", negative_prompt=negative)
         size = self._sampling.width, self._sampling.height
         image = Image.new("RGB", size) if self._parts.from_image else None
-        return arguments | request_arguments(self._row, stand_in, image, generator)
+        return arguments | request_arguments(self._row, self._sampling, stand_in, image, generator)
 
     def _cached(self, name: str, encode: Any) -> Any:
         texts = self._parts.texts
@@ -213,9 +213,15 @@ def call_arguments(pipe: Any, checkpoint: RowCheckpoint, sampling: Any) -> dict[
 
 
 def request_arguments(
-    row: Row, request: ClipRequest, image: Image.Image | None, generator: torch.Generator
+    row: Row,
+    sampling: Any,
+    request: ClipRequest,
+    image: Image.Image | None,
+    generator: torch.Generator,
 ) -> dict[str, Any]:
     """Arguments of `__call__` for one clip; without those that it does not have."""
+    if image is not None and row.size_from_image:
+        image = image.resize((sampling.width, sampling.height), Image.Resampling.LANCZOS)
     given = {"negative_prompt": request.negative_prompt, row.image_argument: image}
     return {
         "prompt": request.prompt,

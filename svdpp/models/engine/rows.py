@@ -84,6 +84,8 @@ class Row:
     """The pipeline's class for clips from an image."""
     image_argument: str = "image"
     """Of `__call__`, for that image."""
+    size_from_image: bool = False
+    """Whether the image's shape sets the clip's size; the image is then resized to it first."""
     both: bool = False
     """Whether a checkpoint of either class has all components of the other one."""
     components: Mapping[str, tuple[str, ...]]
@@ -301,6 +303,7 @@ ROWS: Mapping[str, Row] = {
         only_encode=("encoder",),
         only_decode=("decoder",),
         texts=(),
+        size_from_image=True,
         facts=hunyuan.facts_15,
         check=hunyuan.check_15,
     ),
