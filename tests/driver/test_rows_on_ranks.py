@@ -16,7 +16,7 @@ from svdpp.media.examples import example_photos
 from svdpp.media.image import fit_photo, read_photo
 from svdpp.media.video import frames_sha256
 from svdpp.models import determinism
-from svdpp.models.families import family_of
+from svdpp.models.engine.model import load_model
 from svdpp.plan.layout import Roles
 from svdpp.verification.verify import verify
 from svdpp.worker.latent_checkpoints import LatentCheckpoints
@@ -59,7 +59,7 @@ def test_three_ranks_resume_the_clip_of_another_run(tmp_path: Path, name: str) -
         image = fit_photo(read_photo(PHOTO)[0], sampling.width, sampling.height, sampling.fit)
     latents, frames, audio = whole_clip(config.model, sampling, request, image)
     roles = Roles(encode=True, denoise=True, decode=False)
-    model = family_of(checkpoint).load_model(checkpoint, config.model, sampling, "cpu", roles)
+    model = load_model(checkpoint, config.model, sampling, "cpu", roles)
     prepared = {} if image is None else model.prepare(image)
     tensors = model.denoise(model.encode(prepared, request), 0, 1, nothing)
     key = hashlib.sha256(b"clip").hexdigest()

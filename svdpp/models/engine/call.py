@@ -408,6 +408,8 @@ class RangeCall:
     def _recording(self, part: str, component: Any) -> Any:
         methods = component_methods(component).items()
         recorded = {name: self._recorded(f"{part}.{name}", method) for name, method in methods}
+        if self._given is not None:  # what an encode casts for a moment is not used again
+            recorded["to"] = lambda *_, **__: component
         return replaced(component, **recorded)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from svdpp.config.limits import require
 from svdpp.errors import RequestError
-from svdpp.models.engine.configs import Configs, Facts, require_equal
+from svdpp.models.engine.configs import Configs, Facts
 
 #: Frames that each chunk of a FramePack clip adds, and that the pipeline counts for it.
 FRAMEPACK_CHUNK, _FRAMEPACK_WINDOW = 36, 33
@@ -21,7 +21,7 @@ def facts(configs: Configs) -> Facts:
     if configs.has("image_processor"):
         transformer = configs.of("transformer", image_condition_type=None)
         reason = "as for others the clip lacks its first four frames"
-        require_equal(transformer, "image_condition_type", "token_replace", reason)
+        transformer.require("image_condition_type", "token_replace", reason)
     return {}
 
 

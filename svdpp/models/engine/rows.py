@@ -6,16 +6,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from svdpp.config.limits import require
-from svdpp.models.engine import hunyuan, ltx, wan
-from svdpp.models.engine.configs import Configs, Facts, require_equal
+from svdpp.models.engine import hunyuan, ltx, svd, wan
+from svdpp.models.engine.configs import Configs, Facts
 
 #: transformers 5 also saves fast tokenizers as this class.
 _ANY_TOKENIZER = ("TokenizersBackend",)
 _T5 = ("T5TokenizerFast", "T5Tokenizer", *_ANY_TOKENIZER)
+_CLIP_PROCESSORS = ("CLIPImageProcessor", "CLIPImageProcessorPil")
 _LLAMA = ("LlamaTokenizerFast", "LlamaTokenizer", *_ANY_TOKENIZER)
 _SIGLIP = ("SiglipImageProcessor", "SiglipImageProcessorPil")
 _HUNYUAN = {
@@ -51,9 +53,8 @@ def _latte(configs: Configs) -> Facts:
 def _kandinsky5(configs: Configs) -> Facts:
     """Refuses the sparse attention, whose kernels only CUDA has."""
     reason = "as sparse attention needs kernels of CUDA, and was never compared"
-    require_equal(
-        configs.of("transformer", attention_type="regular"), "attention_type", "regular", reason
-    )
+    transformer = configs.of("transformer", attention_type="regular")
+    transformer.require("attention_type", "regular", reason)
     return {}
 
 
@@ -92,6 +93,7 @@ class Row:
     """The classes that each component may have."""
     optional: frozenset[str] = frozenset()
     """Components that a checkpoint need not have."""
+    takes_prompt: bool = True
     schedulers: tuple[str, ...] = _FLOW
     denoisers: tuple[str, ...] = ("transformer",)
     encode: tuple[str, ...] = ("tokenizer", "text_encoder")
@@ -133,6 +135,14 @@ class Row:
     generator_device: Callable[[Any, Any, str], str] = lambda *_: "cpu"
     """Where a clip's noise is drawn: the CPU, where diffusers accepts that, as all devices then
     give the same clip."""
+    prepare: Callable[[Any, Any, Any], Any] | None = None
+    """Does the part of an image's encode that needs no device, of a pipeline (first), an image and
+    sampling parameters; None: that takes no time worth mentioning."""
+    prepared: Callable[[Any, Any], AbstractContextManager[None]] = lambda *_: nullcontext()
+    """While it lasts, the pipeline uses what `prepare` has made."""
+    old_packet: Callable[[Any, Any, int], Any] | None = None
+    """The structure and tensors of a packet of an earlier version, of its tensors, the sampling
+    parameters, and the number of steps that have run."""
 
     def pipeline(self, from_image: bool) -> str:
         """The pipeline's class for a clip."""
@@ -142,6 +152,27 @@ class Row:
 
 
 ROWS: Mapping[str, Row] = {
+    "svd": Row(
+        title="Stable Video Diffusion",
+        image="StableVideoDiffusionPipeline",
+        components={
+            "feature_extractor": (*_CLIP_PROCESSORS, "CLIPFeatureExtractor"),
+            "image_encoder": ("CLIPVisionModelWithProjection",),
+            "vae": ("AutoencoderKLTemporalDecoder",),
+            "unet": ("UNetSpatioTemporalConditionModel",),
+        },
+        takes_prompt=False,
+        schedulers=("EulerDiscreteScheduler",),
+        denoisers=("unet",),
+        encode=("feature_extractor", "image_encoder"),
+        only_decode=("decoder",),
+        texts=(),
+        results_in_latents=1,
+        facts=svd.facts,
+        prepare=svd.prepare,
+        prepared=svd.prepared,
+        old_packet=svd.old_packet,
+    ),
     "wan": Row(
         title="Wan 2.1 and 2.2",
         text="WanPipeline",
@@ -153,7 +184,7 @@ ROWS: Mapping[str, Row] = {
             "transformer": ("WanTransformer3DModel",),
             "transformer_2": ("WanTransformer3DModel",),
             "image_encoder": ("CLIPVisionModel",),
-            "image_processor": ("CLIPImageProcessor", "CLIPImageProcessorPil"),
+            "image_processor": _CLIP_PROCESSORS,
         },
         optional=frozenset({"transformer_2", "image_encoder", "image_processor"}),
         denoisers=("transformer", "transformer_2"),
@@ -331,7 +362,7 @@ ROWS: Mapping[str, Row] = {
             "vae": ("AutoencoderKLWan",),
             "transformer": ("SkyReelsV2Transformer3DModel",),
             "image_encoder": ("CLIPVisionModelWithProjection", "CLIPVisionModel"),
-            "image_processor": ("CLIPImageProcessor", "CLIPImageProcessorPil", "CLIPProcessor"),
+            "image_processor": (*_CLIP_PROCESSORS, "CLIPProcessor"),
         },
         optional=frozenset({"image_encoder", "image_processor"}),
         encode_image=("vae", "image_encoder", "image_processor"),
