@@ -28,7 +28,7 @@ from svdpp.serve.guard import Limits
 from svdpp.serve.job import CLIPS, LATENTS, PHOTOS, Job
 from svdpp.serve.metrics import Metrics, Sources
 from svdpp.serve.photos import DecodeLimits, PhotoFolder
-from svdpp.serve.proof import Prover
+from svdpp.serve.prover import Prover
 from svdpp.serve.queue import JobQueue
 from svdpp.serve.retention import set_strangers_aside
 from svdpp.serve.server import Retention

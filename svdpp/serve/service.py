@@ -25,7 +25,7 @@ from svdpp.serve.form import VideoRequest
 from svdpp.serve.job import CLIPS, PHOTOS, Job, JobState, new_id, seed_of
 from svdpp.serve.metrics import Metrics
 from svdpp.serve.photos import PhotoFolder, shown_name
-from svdpp.serve.proof import Prover
+from svdpp.serve.prover import Prover
 from svdpp.serve.queue import JobQueue, QueueFullError
 from svdpp.serve.retention import remove_job
 from svdpp.serve.views import DeletedVideo, Video, video_of
