@@ -123,10 +123,10 @@ def _service(settings: ServerSettings, folder: Path, queue: JobQueue) -> Service
         folder,
         events,
         describe=lambda job: service.video(job).model_dump(mode="json"),
-        observers=[metrics],
         on_ended=on_ended,
         costs=settings.costs,
     )
+    engine.observe(metrics)
     prover = Prover(
         queue,
         folder,

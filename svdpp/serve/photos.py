@@ -145,10 +145,9 @@ def _decode(upload: Path, name: str, limits: DecodeLimits) -> dict[str, Any]:
     A process with many threads may start it: nothing of Python runs between fork and exec.
     """
     numbers = os.getpid(), limits.max_pixels, limits.max_bytes, limits.cpu_seconds
-    arguments = [str(upload), *map(str, numbers)]
     with signals_blocked():  # SIGTERM must not fail an upload that the server still finishes
         process = subprocess.Popen(
-            helper_command("svdpp.serve.decode_photo", *arguments),
+            helper_command("svdpp.serve.decode_photo", str(upload), *map(str, numbers)),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -163,18 +162,20 @@ def _decode(upload: Path, name: str, limits: DecodeLimits) -> dict[str, Any]:
             text = _read(process, limits.seconds)
         finally:
             process.kill()
-    return _parsed(text, process.returncode, upload, name, limits)
-
-
-def _environment() -> dict[str, str]:
-    """Only what the decoder needs: no tokens, and one thread, because others take memory."""
-    kept = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
-    path = os.pathsep.join(map(os.path.abspath, sys.path))
-    return {**kept, "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+    if text is None or process.returncode == -signal.SIGXCPU:
+        raise InputError(
+            f"{name!r} takes too long to decode",
+            "save it again as PNG or JPEG",
+            details={"seconds": limits.seconds, "cpu_seconds": limits.cpu_seconds},
+        )
+    return _parsed(text, process.returncode, upload, name)
 
 
 def _read(process: subprocess.Popen[bytes], seconds: float) -> bytes | None:
-    """What the process wrote until it ended; None if it was not done in time, or wrote too much."""
+    """What the process wrote until it ended; None if it was not done in time, or wrote too much.
+
+    Whoever else holds the other end of the pipe does not keep this waiting.
+    """
     assert process.stdout is not None
     deadline = time.monotonic() + seconds
     poll = select.poll()
@@ -191,16 +192,15 @@ def _read(process: subprocess.Popen[bytes], seconds: float) -> bytes | None:
     return None
 
 
-def _parsed(
-    text: bytes | None, code: int, upload: Path, name: str, limits: DecodeLimits
-) -> dict[str, Any]:
+def _environment() -> dict[str, str]:
+    """Only what the decoder needs: no tokens, and one thread, because others take memory."""
+    kept = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
+    path = os.pathsep.join(map(os.path.abspath, sys.path))
+    return {**kept, "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+
+
+def _parsed(text: bytes, code: int, upload: Path, name: str) -> dict[str, Any]:
     """What the decoder found; it is checked, as a hostile file could have taken it over."""
-    if text is None or code == -signal.SIGXCPU:
-        raise InputError(
-            f"{name!r} takes too long to decode",
-            "save it again as PNG or JPEG",
-            details={"seconds": limits.seconds, "cpu_seconds": limits.cpu_seconds},
-        )
     try:
         answer = json.loads(text)
         if "error" not in answer:

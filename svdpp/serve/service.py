@@ -152,7 +152,7 @@ class Service:
         if stored.id != id:
             return stored
         logger.info("{} is requested", id)
-        self.engine.wake()
+        self.engine.feeder.wake()
         return self._promised(job)
 
     def _keep(self, upload: Path, id: str, request: VideoRequest) -> dict[str, Any]:
@@ -235,7 +235,7 @@ class Service:
         return self._open_video(job, self.engine.estimates.of(job.id))
 
     def _open_video(self, job: Job, estimate: Estimate | None) -> Video:
-        clip = self.engine.clip(job.id)
+        clip = self.engine.feeder.get(job.id)
         eta = None if estimate is None else estimate.eta_seconds
         if job.state is JobState.IN_PROGRESS and clip is not None and clip.has_begun:
             return video_of(

@@ -38,7 +38,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
         jobs = [demo_job(folder, seed) for seed in range(3)]
         for job in jobs:
             service.store.add(job, max_open=None)
-        service.engine.wake()
+        service.engine.feeder.wake()
         finished = service.wait_final([job.id for job in jobs])
     assert {job.state for job in finished} == {JobState.COMPLETED}
     return folder, [job.id for job in jobs]
