@@ -8,6 +8,7 @@ import os
 import re
 import secrets
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from svdpp.errors import InputError, OutputError, SvdppError, error_from_dict
 from svdpp.launch.environment import helper_command
@@ -85,31 +86,28 @@ class PhotoFolder:
         with self._errors():
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
-    def new_upload(self) -> Path:
-        """An empty file in the folder, for the bytes of an upload; only this user may read it."""
-        path = self._folder / f".upload-{secrets.token_hex(8)}"
-        with self._errors():
-            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
-        return path
+    def keep(self, source: BinaryIO, id: str, name: str) -> Photo:
+        """Store the photograph in `source` under the id of its job, once it is decoded; durable.
 
-    def keep(self, upload: Path, id: str, name: str) -> Photo:
-        """Decode the photograph in `upload` and give the file its final name; durable.
-
-        The call blocks until the photograph is decoded. If it raises, `upload` is removed. `name`
-        is for messages, by `shown_name`; the name of the returned path is `Job.photo`.
+        The call blocks until then. If it raises, no file is left. `name` is for messages, by
+        `shown_name`; the name of the returned path is `Job.photo`.
         """
         if _ID.fullmatch(id) is None:
             raise ValueError(f"{id!r} is not the id of a job")
-        final = None
+        upload = final = self._folder / f".upload-{secrets.token_hex(8)}"
         try:
-            with self._errors(), self._place():
-                decoded = _decode(upload, name, self.limits)
+            with self._errors():
+                with open(upload, "xb", opener=_private) as file:
+                    source.seek(0)
+                    shutil.copyfileobj(source, file, 2**20)
+                with self._place():
+                    decoded = _decode(upload, name, self.limits)
                 final = self._folder / f"{id}{decoded['suffix']}"
                 output_files.sync(upload)
                 os.rename(upload, final)
                 output_files.sync(self._folder)
         except BaseException:
-            for path in filter(None, (upload, final)):
+            for path in {upload, final}:
                 output_files.remove(path)
             raise
         return Photo(final, decoded["sha256"], decoded["width"], decoded["height"])
@@ -130,6 +128,10 @@ class PhotoFolder:
         except OSError as error:
             what = f"cannot keep a photograph in {str(self._folder)!r}"
             raise OutputError(f"{what}: {output_files.reason(error)}") from error
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)  # only this user may read it
 
 
 def shown_name(name: str | None) -> str:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import functools
 import json
 import re
-import shutil
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, TypeVarTuple
 
 from anyio import CapacityLimiter, to_thread
-from fastapi import APIRouter, Depends, Header, Query, Request, Response, UploadFile
+from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, StreamingResponse
 from pydantic import ValidationError
@@ -223,24 +222,7 @@ def _create(
             f"the photograph has {size} bytes, the limit is {limits.upload_bytes}",
             details={"limit_bytes": limits.upload_bytes},
         )
-    service.check_open(has_key=key is not None)
-    sampling = service.sampling_of(form)
-    upload = None
-    if form.photo is not None:
-        upload = service.photos.new_upload()
-        _copy(form.photo, upload)
-    job = service.submit(form, sampling, upload, owner=owner, idempotency_key=key)
-    return service.video(service.queue.get(job.id) or job)
-
-
-def _copy(photo: UploadFile, path: Path) -> None:
-    try:
-        with path.open("wb") as file:
-            photo.file.seek(0)
-            shutil.copyfileobj(photo.file, file, 2**20)
-    except BaseException:
-        output_files.remove(path)
-        raise
+    return service.submit(form, owner, key)
 
 
 async def _wait(request: Request, service: Service, id: str) -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from loguru import logger
+from starlette.datastructures import UploadFile
 
-from svdpp.config import SamplingConfig
 from svdpp.errors import OutputError
 from svdpp.media import output_files
 from svdpp.serve.admission import Admission
@@ -65,11 +65,10 @@ class Service:
 
     # --- requests -------------------------------------------------------------------------------
 
-    def check_open(self, *, has_key: bool = False) -> None:
-        """Refuses new jobs, before work is done for them, if they could only be refused later.
+    def _check_open(self, *, has_key: bool = False) -> None:
+        """Refuses new jobs while the server ends, and while its disk or its queue is full.
 
-        That is while the server ends, while its disk is full, and while its queue is. A request
-        that `has_key` may be one that is stored already.
+        A request that `has_key` may be one that is stored already.
         """
         if self.is_closing:
             text = "the server is ending: it takes no more clips"
@@ -99,34 +98,17 @@ class Service:
             return "the queue is full"
         return None
 
-    def sampling_of(self, request: VideoRequest) -> SamplingConfig:
-        """The parameters of the requested clip."""
-        sampling = self.capabilities.sampling_of(request)
-        self.admission.check(sampling)
-        self.admission.check_inputs(
-            sampling,
-            image=request.photo is not None,
-            prompt=request.value("prompt"),
-            negative_prompt=request.value("negative_prompt"),
-        )
-        return sampling
-
-    def submit(
-        self,
-        request: VideoRequest,
-        sampling: SamplingConfig,
-        upload: Path | None,
-        *,
-        owner: Owner,
-        idempotency_key: str | None,
-    ) -> Job:
+    def submit(self, request: VideoRequest, owner: Owner, idempotency_key: str | None) -> Video:
         """Checks and stores photograph and job durably; the same request may have created the job.
 
-        `upload` is a file of `PhotoFolder.new_upload`, which is kept under another name, or
-        removed; None for a clip from text alone. `sampling` is by `sampling_of`.
+        The ETA of the answer is a promise, which is scored when the clip is completed.
         """
+        self._check_open(has_key=idempotency_key is not None)
+        prompts = {name: request.value(name) for name in ("prompt", "negative_prompt")}
+        sampling = self.capabilities.sampling_of(request)
+        self.admission.check(sampling)
+        self.admission.check_inputs(sampling, image=request.photo is not None, **prompts)
         id = new_id()
-        photo: dict[str, Any] = {} if upload is None else self._keep(upload, id, request)
         job = Job(
             id=id,
             owner=owner.name,
@@ -134,9 +116,8 @@ class Service:
             weights=self.capabilities.weights,
             seed=seed_of(request.seed, owner.name, idempotency_key),
             sampling=sampling,
-            **photo,
-            prompt=request.value("prompt"),
-            negative_prompt=request.value("negative_prompt"),
+            **({} if request.photo is None else self._keep(request.photo, id)),
+            **prompts,
             created_at=time.time(),
             priority=request.priority,
             idempotency_key=idempotency_key,
@@ -149,25 +130,18 @@ class Service:
         finally:
             if job.photo and (stored is None or stored.id != id):
                 output_files.remove(self.photo_path(job))
-        if stored.id != id:
-            return stored
-        logger.info("{} is requested", id)
-        self.engine.feeder.wake()
-        return self._promised(job)
+        if stored.id == id:
+            logger.info("{} is requested", id)
+            self.engine.feeder.wake()
+            estimate = self.engine.estimates.of(id)
+            if estimate is not None and estimate.eta_seconds is not None:
+                self.queue.set_promise(id, estimate.eta_seconds)
+        return self.video(self.queue.get(stored.id) or stored)
 
-    def _keep(self, upload: Path, id: str, request: VideoRequest) -> dict[str, Any]:
-        assert request.photo is not None
-        name = shown_name(request.photo.filename)
-        photo = self.photos.keep(upload, id, name)
+    def _keep(self, upload: UploadFile, id: str) -> dict[str, Any]:
+        name = shown_name(upload.filename)
+        photo = self.photos.keep(upload.file, id, name)
         return {"photo": photo.path.name, "photo_name": name, "photo_sha256": photo.sha256}
-
-    def _promised(self, job: Job) -> Job:
-        """`job` with the ETA that its client is given, which is scored when it is completed."""
-        estimate = self.engine.estimates.of(job.id)
-        if estimate is None or estimate.eta_seconds is None:
-            return job
-        self.queue.set_promise(job.id, estimate.eta_seconds)
-        return replace(job, promised_seconds=estimate.eta_seconds)
 
     def _full(self, details: Mapping[str, Any]) -> ApiError:
         """The refusal of a full queue, with the seconds until the next clip is finished."""
