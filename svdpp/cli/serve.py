@@ -17,7 +17,7 @@ from svdpp.cli.options.ranks import RankOptions
 from svdpp.cli.options.sampling import SamplingOptions, fit_chunk
 from svdpp.cli.options.serve import ServeOptions
 from svdpp.cli.options.talk import LogOptions
-from svdpp.cli.request import PipelineOptions, image_use
+from svdpp.cli.request import PipelineOptions, image_use, resolve
 from svdpp.errors import Interrupted, RequestError
 from svdpp.launch.world import World, is_member
 
@@ -88,7 +88,6 @@ def serve(
             sampling=sampling,
             layout=layout,
             experts=experts,
-            device=ranks.device_for(model.model),
             # Ranks for clips from photographs also make clips from text, if the model allows both.
             from_image=image_use(model) != "refused",
             default_split=_SPLIT,
@@ -184,7 +183,8 @@ def _run(
 
 def _config(asked: ServeOptions, options: PipelineOptions) -> tuple[PipelineConfig, str]:
     """The configuration, and a remark on the layout; "" for none."""
-    return options.config(
+    return resolve(
+        options,
         None if options.launched else _MANY_CLIPS,
         heartbeat_timeout_seconds=asked.heartbeat_timeout,
     )

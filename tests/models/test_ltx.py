@@ -14,7 +14,7 @@ from svdpp.config import LtxSampling
 from svdpp.errors import ModelError, RequestError
 from svdpp.models import loading
 from svdpp.models.base import GENERATOR
-from svdpp.models.engine.checkpoint import RowCheckpoint
+from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.engine.ltx import generator_device
 from svdpp.models.engine.model import EngineModel, load_model
 from svdpp.plan.layout import Roles
@@ -61,7 +61,7 @@ def sampling_of(**changes: Any) -> LtxSampling:
 
 
 def ranks(
-    checkpoint: RowCheckpoint, sampling: LtxSampling, *, dtype: str = "fp32"
+    checkpoint: Checkpoint, sampling: LtxSampling, *, dtype: str = "fp32"
 ) -> Callable[[int, int], EngineModel]:
     """Returns models that hold only what they need: one encodes, one denoises, one decodes."""
     model = model_of(checkpoint, dtype)
@@ -169,7 +169,11 @@ def test_wrong_requests_are_refused(
 @pytest.mark.parametrize(
     ("file", "changes", "message"),
     [
-        ("model_index.json", {"_class_name": "LTXConditionPipeline"}, "LTXConditionPipeline"),
+        (
+            "model_index.json",
+            {"_class_name": "LTXLatentUpsamplePipeline"},
+            "LTXLatentUpsamplePipeline",
+        ),
         ("model_index.json", {"scheduler": ["diffusers", "UniPCMultistepScheduler"]}, "scheduler"),
         ("model_index.json", {"text_encoder": [None, None]}, "text_encoder is missing"),
         ("vae/config.json", {"decoder_inject_noise": [True]}, "global generator"),
