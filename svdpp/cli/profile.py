@@ -95,9 +95,10 @@ def profile(
 ) -> None:
     """Measure the costs that plans are based on.
 
-    The costs are the times of encode, step, decode, transfer and write, and the memory of each
-    part. All ranks work at the same time, as in a run. On the CPU they share its cores, so the
-    costs hold for this number of ranks and threads. Other commands read the file by --costs.
+    The costs are the times of encode, step, decode, transfer and write, and an estimate of the
+    memory of each part. All ranks work at the same time, as in a run. On the CPU they share its
+    cores, so the costs hold for this number of ranks and threads. Other commands read the file by
+    --costs.
     Each clip has its own prompt, because a rank encodes equal prompts once.
     """
     config = _measured(launched, ranks, model, sampling)
@@ -175,10 +176,6 @@ def _measure(
         console.json(costs.to_json())
     else:
         _print(console, costs, expert_steps)
-    if config.device == "cpu":
-        console.info(
-            "work on the CPU: growth of the process's resident memory, including what malloc keeps"
-        )
     world = f"--world {config.world_size}"
     console.info(f"wrote {shlex.quote(str(path))}")
     console.info(f"next: svdpp plan {world} --costs {shlex.quote(str(path))} --compare")
